@@ -1,0 +1,108 @@
+"""What every kernel launch shares: which tensors may be launched on, where, and how work is cut into programs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from ..reference.contract import Sizes, check_dtype
+
+#: True when Triton runs these kernels on the CPU through its interpreter (TRITON_INTERPRET=1 before triton's import).
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HEAD_DIM = range(16, 257)
+MAX_GROUP = 16
+
+#: Rows of a `tl.dot` operand: the smallest that tensor cores take.
+GROUP_ROWS = 16
+
+
+def check_launchable(**tensors: Tensor | None) -> None:
+    """ValueError or TypeError for tensors that a kernel cannot take: float64, autograd, a device without Triton."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.is_floating_point():
+            check_dtype(f"{name}.dtype", tensor.dtype, DTYPES)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad, but the kernels have no backward: call under torch.no_grad()")
+        check_kernel_device(name, tensor.device)
+
+
+def check_kernel_device(name: str, device: torch.device) -> None:
+    if device.type == "cuda":
+        if INTERPRETED:
+            raise ValueError(
+                f"{name} is on {device}, but triton was imported with TRITON_INTERPRET=1, which runs on the CPU"
+            )
+    elif device.type != "cpu":
+        raise ValueError(f"{name} must be on a CUDA device (or the CPU under Triton's interpreter), got {device}")
+    elif not INTERPRETED:
+        raise ValueError(
+            f"{name} is on the CPU: the optimized kernels need a CUDA device, or Triton's interpreter "
+            "(set TRITON_INTERPRET=1 before triton is imported)"
+        )
+
+
+def check_kernel_sizes(sizes: Sizes) -> None:
+    if sizes.head_dim not in HEAD_DIM:
+        raise ValueError(f"head_dim must be from {HEAD_DIM[0]} to {HEAD_DIM[-1]}, got D = {sizes.head_dim}")
+    if sizes.group > MAX_GROUP:
+        raise ValueError(
+            f"query heads per KV head must be at most {MAX_GROUP}, got G = {sizes.group} "
+            f"(Hq = {sizes.query_heads}, Hkv = {sizes.key_value_heads})"
+        )
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Kernels launch on the tensor's device, not on the current one."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def padded_head_dim(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def key_block(head_dim: int, itemsize: int) -> int:
+    """Slots per tile: about 16 KB of keys, so that several stages of keys and values fit in shared memory."""
+    if INTERPRETED:
+        return 16
+    return min(128, max(16, 16384 // (padded_head_dim(head_dim) * itemsize)))
+
+
+def score_block() -> int:
+    """Slots per program where scores are finished."""
+    return 32 if INTERPRETED else 256
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def split_slots(sizes: Sizes, block: int, device: torch.device) -> tuple[int, int]:
+    """How many programs share one row's slots, and how many slots each takes (a multiple of `block`).
+
+    Four programs per multiprocessor keep the memory bus full; a row is not cut finer than its tiles.
+    """
+    rows, tiles = sizes.batch * sizes.key_value_heads, triton.cdiv(sizes.slots, block)
+    wanted = 2 if INTERPRETED else triton.cdiv(4 * multiprocessors(device), rows)
+    tiles_each = triton.cdiv(tiles, min(max(wanted, 1), tiles))
+    return triton.cdiv(tiles, tiles_each), tiles_each * block
+
+
+def stride_unit(*tensors: Tensor) -> int:
+    """8 if every outer stride of these D-contiguous tensors is a multiple of 8 elements (16 bytes of bf16), else 1.
+
+    Kernels take strides divided by this unit and multiply by it, which tells the compiler that rows are aligned
+    without one specialization per stride.
+    """
+    aligned = all(
+        tensor.stride(-1) == 1 and all(stride % 8 == 0 for stride in tensor.stride()[:-1]) for tensor in tensors
+    )
+    return 8 if aligned else 1

@@ -1,0 +1,53 @@
+"""Device functions that give the same, correctly rounded bits compiled for a GPU and in Triton's CPU interpreter."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._launch import INTERPRETED
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """float32 -> dtype, to nearest even. The interpreter truncates float32 to bfloat16, so there it is done by hand."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(x == x, rounded, 0x7FC0)
+        return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def dot(a, b):
+    """a @ b accumulated in float32 without tf32. The interpreter's dot on bfloat16 returns garbage: upcast there."""
+    if _INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def finite_or_zero(x):
+    """-inf -> 0: the shift of an exponential whose terms are all zero."""
+    return tl.where(x == float("-inf"), 0.0, x)
+
+
+@triton.jit
+def log2_or_minus_inf(x):
+    """log2 of x >= 0, -inf at 0; NaN stays NaN."""
+    zero = x == 0.0
+    return tl.where(zero, float("-inf"), tl.log2(tl.where(zero, 1.0, x)))
+
+
+@triton.jit
+def sortable(x):
+    """float32 -> int32 in the same order; -0 equals +0, NaN ranks as -inf."""
+    x = tl.where(x == x, x, float("-inf")) + 0.0
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

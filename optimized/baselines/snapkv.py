@@ -1,0 +1,235 @@
+"""SnapKV's prompt compression: column sums of the window's attention in two passes, no [W, T] matrix in memory."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from ...reference.baselines.snapkv import CompressResult
+from ...reference.contract import (
+    Sizes, check_attention, check_flag, check_integer, check_mask, resolve_scale,
+)
+from .._launch import check_kernel_sizes, check_launchable, key_block, on_device_of, padded_head_dim
+from .._numerics import LOG2_E, dot, finite_or_zero
+
+__all__ = ["CompressResult", "compress", "window_score"]
+
+
+def window_score(
+    query_window: Tensor, key: Tensor, occupied: Tensor | None = None, *,
+    kernel_size: int = 5, shared_heads: bool = False, scale: float | None = None,
+) -> Tensor:
+    """The pooled attention that each token of the prefix receives from the window's queries.
+
+    query_window [B, Hq, W, D], the queries of the last W of the T tokens; key [B, Hkv, T, D], post-RoPE; occupied
+    [B, T] bool, default all. Returns [B, Hkv, T], or [B, T] averaged over all heads with shared_heads=True, float32;
+    window tokens +inf, unoccupied ones -inf. Semantics: `kvtwin.reference.baselines.snapkv.window_score`.
+    """
+    occupied = _check(query_window, key, key, occupied, kernel_size, shared_heads)
+    head_dim, total, window = key.shape[3], key.shape[2], query_window.shape[2]
+    received = _received(query_window, key, occupied, resolve_scale(scale, head_dim))     # [B, Hkv, T]
+    if shared_heads:
+        received = received.mean(1, keepdim=True)
+    prefix = total - window
+    pooled = received
+    if prefix:
+        padded = functional.pad(received[..., :prefix], (kernel_size // 2, kernel_size // 2))
+        pooled = padded.unfold(-1, kernel_size, 1).mean(-1)                               # [B, 1 or Hkv, prefix]
+    window_part = torch.full_like(received[..., prefix:], torch.inf)
+    score = torch.cat((pooled[..., :prefix], window_part), -1).masked_fill(~occupied[:, None], -torch.inf)
+    return score.squeeze(1) if shared_heads else score
+
+
+def compress(
+    query_window: Tensor, key: Tensor, value: Tensor, budget: int, *,
+    kernel_size: int = 5, occupied: Tensor | None = None, protected: Tensor | None = None,
+    shared_heads: bool = False, scale: float | None = None,
+) -> CompressResult:
+    """Keep the `budget` best tokens of a prompt (SnapKV). Semantics: `kvtwin.reference.baselines.snapkv.compress`."""
+    kept = choose(
+        query_window, key, value, budget, kernel_size=kernel_size, occupied=occupied, protected=protected,
+        shared_heads=shared_heads, scale=scale,
+    )
+    return CompressResult(gather_tokens(key, kept), gather_tokens(value, kept), kept)
+
+
+def choose(
+    query_window: Tensor, key: Tensor, value: Tensor, budget: int, *, kernel_size: int, occupied: Tensor | None,
+    protected: Tensor | None, shared_heads: bool, scale: float | None,
+) -> Tensor:
+    """The `kept` of `compress`: [B, N] or [B, Hkv, N] int64, ascending, -1 at the end."""
+    check_integer("budget", budget, minimum=0)
+    occupied = _check(query_window, key, value, occupied, kernel_size, shared_heads)
+    batch, _, total, _ = key.shape
+    if protected is not None:
+        check_mask("protected", protected, (batch, total), "[B, T]", key, "key")
+    score = window_score(
+        query_window, key, occupied, kernel_size=kernel_size, shared_heads=shared_heads, scale=scale
+    )
+    # One unique integer per token, in the order of preference: class, then score, then index.
+    score = score.masked_fill(score.isnan(), -torch.inf) + 0.0
+    bits = score.view(torch.int32)
+    code = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    row = (slice(None),) if shared_heads else (slice(None), None)
+    if protected is not None:
+        code = code.masked_fill(protected[row], 2**30 * 2)
+    code = code.masked_fill(~occupied[row], -(2**31))
+    token = torch.arange(total, device=key.device)
+    best = ((code << 31) + token).topk(min(budget, total), -1).indices if budget else token[:0].expand(
+        *score.shape[:-1], 0
+    )
+    # Ascending, with the places of unoccupied tokens sorted behind all others.
+    holds = occupied[row].expand(score.shape).gather(-1, best)
+    kept = best.masked_fill(~holds, total).sort(-1).values
+    return kept.masked_fill(kept == total, -1)
+
+
+def gather_tokens(tensor: Tensor, kept: Tensor) -> Tensor:
+    """tensor [B, Hkv, T, D] at kept [B, N] or [B, Hkv, N]; -1 gives zeros, whatever the tensor holds."""
+    batch, heads, _, head_dim = tensor.shape
+    index = kept[:, None] if kept.dim() == 2 else kept
+    index = index.expand(batch, heads, -1)
+    rows = torch.take_along_dim(tensor, index.clamp_min(0)[..., None], dim=2)
+    return torch.where((index >= 0)[..., None], rows, rows.new_zeros(()))
+
+
+def _check(
+    query_window: object, key: object, value: object, occupied: Tensor | None, kernel_size: object,
+    shared_heads: object,
+) -> Tensor:
+    """Validates what the reference validates, and what kernels need; returns occupied (default all)."""
+    sizes = check_attention(query_window, key, value, steps="T", time="W")
+    assert isinstance(query_window, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
+    check_flag("shared_heads", shared_heads)
+    if check_integer("kernel_size", kernel_size, minimum=1) % 2 == 0:
+        raise ValueError(f"kernel_size must be odd, so that the pool has a centre, got {kernel_size}")
+    if query_window.shape[2] > sizes.slots:
+        raise ValueError(
+            f"query_window must be [B, Hq, W, D] with W <= T = {sizes.slots}, got {tuple(query_window.shape)}"
+        )
+    check_launchable(query_window=query_window, key=key, value=value)
+    check_kernel_sizes(sizes)
+    if occupied is None:
+        return torch.ones(sizes.batch, sizes.slots, dtype=torch.bool, device=key.device)
+    check_mask("occupied", occupied, (sizes.batch, sizes.slots), "[B, T]", key, "key")
+    return occupied
+
+
+@torch.library.custom_op("kvtwin::snapkv_received", mutates_args=())
+def _received(query_window: Tensor, key: Tensor, occupied: Tensor, scale: float) -> Tensor:
+    """Mean over window queries and the group's heads of the softmax weight of each token: [B, Hkv, T] float32."""
+    batch, query_heads, window, head_dim = query_window.shape
+    sizes = Sizes(batch, query_heads, key.shape[1], key.shape[2], head_dim)
+    total, heads = sizes.slots, sizes.key_value_heads
+    normaliser = torch.empty(batch, query_heads, window, dtype=torch.float32, device=key.device)
+    received = torch.empty(batch, heads, total, dtype=torch.float32, device=key.device)
+    block = min(64, key_block(head_dim, key.element_size()))
+    shape = {
+        "GROUP": sizes.group, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim), "QUERIES": 16, "BLOCK": block,
+    }
+    strides = (*query_window.stride(), *key.stride(), *occupied.stride())
+    with on_device_of(key):
+        _normaliser_kernel[(triton.cdiv(window, 16), query_heads, batch)](
+            query_window, key, occupied, normaliser, scale * LOG2_E.value, total, window, query_heads, *strides,
+            **shape, num_warps=4,
+        )
+        _received_kernel[(triton.cdiv(total, block), heads, batch)](
+            query_window, key, occupied, normaliser, received, scale * LOG2_E.value, total, window, heads, *strides,
+            **shape, num_warps=4,
+        )
+    observing = occupied[:, total - window:].sum(-1).clamp_min(1)
+    return received / (observing * sizes.group)[:, None, None]
+
+
+@_received.register_fake
+def _(query_window: Tensor, key: Tensor, occupied: Tensor, scale: float) -> Tensor:
+    return key.new_empty(key.shape[:3], dtype=torch.float32)
+
+
+_SIZES = [
+    "total", "window", "heads", "query_b", "query_h", "query_w", "key_b", "key_h", "key_t", "occupied_b", "occupied_t",
+]
+
+
+@triton.jit
+def _window_logits(q, k, w, t, attends, holds, scale, total, window):
+    """Base-2 logits [QUERIES, BLOCK] of window queries w against tokens t; -inf where not attended."""
+    causal = t[None, :] <= (total - window + w)[:, None]
+    return tl.where(attends[:, None] & holds[None, :] & causal, dot(q, tl.trans(k)) * scale, float("-inf"))
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _normaliser_kernel(
+    query, key, occupied, normaliser, scale, total, window, heads,
+    query_b, query_h, query_w, query_d, key_b, key_h, key_t, key_d, occupied_b, occupied_t,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """log2 of the softmax denominator of 16 window queries of one query head."""
+    h = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    w = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    d = tl.arange(0, D_PAD)
+    in_head = d < HEAD_DIM
+    position = (total - window + w).to(tl.int64)
+    attends = tl.load(occupied + b * occupied_b + position * occupied_t, mask=w < window, other=0) != 0
+    q = tl.load(
+        query + b * query_b + h.to(tl.int64) * query_h + w.to(tl.int64)[:, None] * query_w + d[None, :] * query_d,
+        mask=attends[:, None] & in_head[None, :], other=0.0,
+    )
+    key += b * key_b + (h // GROUP).to(tl.int64) * key_h
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([QUERIES], tl.float32)
+    for start in range(0, total, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        t64 = t.to(tl.int64)
+        holds = tl.load(occupied + b * occupied_b + t64 * occupied_t, mask=t < total, other=0) != 0
+        k = tl.load(
+            key + t64[:, None] * key_t + d[None, :] * key_d, mask=holds[:, None] & in_head[None, :], other=0.0
+        )
+        logit = _window_logits(q, k, w, t, attends, holds, scale, total, window)
+        new_top = tl.maximum(top, tl.max(logit, 1))
+        shift = finite_or_zero(new_top)
+        weight_sum = weight_sum * tl.exp2(top - shift) + tl.sum(tl.exp2(logit - shift[:, None]), 1)
+        top = new_top
+    # Padding queries attend to nothing: a denominator of infinity gives their weights as zero.
+    log_sum = tl.where(attends, finite_or_zero(top) + tl.log2(tl.where(attends, weight_sum, 1.0)), float("inf"))
+    tl.store(normaliser + (b * heads + h) * window + w, log_sum, mask=w < window)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _received_kernel(
+    query, key, occupied, normaliser, received, scale, total, window, heads,
+    query_b, query_h, query_w, query_d, key_b, key_h, key_t, key_d, occupied_b, occupied_t,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Sum over the group's heads and all window queries of the weights of one block of tokens."""
+    k_head = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    t64 = t.to(tl.int64)
+    d = tl.arange(0, D_PAD)
+    in_head = d < HEAD_DIM
+    holds = tl.load(occupied + b * occupied_b + t64 * occupied_t, mask=t < total, other=0) != 0
+    k = tl.load(
+        key + b * key_b + k_head.to(tl.int64) * key_h + t64[:, None] * key_t + d[None, :] * key_d,
+        mask=holds[:, None] & in_head[None, :], other=0.0,
+    )
+    total_weight = tl.zeros([BLOCK], tl.float32)
+    for g in range(0, GROUP):
+        h = k_head * GROUP + g
+        for start in range(0, window, QUERIES):
+            w = start + tl.arange(0, QUERIES)
+            position = (total - window + w).to(tl.int64)
+            attends = tl.load(occupied + b * occupied_b + position * occupied_t, mask=w < window, other=0) != 0
+            q = tl.load(
+                query + b * query_b + h.to(tl.int64) * query_h + w.to(tl.int64)[:, None] * query_w
+                + d[None, :] * query_d,
+                mask=attends[:, None] & in_head[None, :], other=0.0,
+            )
+            log_sum = tl.load(normaliser + (b * heads * GROUP + h) * window + w, mask=attends, other=float("inf"))
+            logit = _window_logits(q, k, w, t, attends, holds, scale, total, window)
+            total_weight += tl.sum(tl.exp2(logit - log_sum[:, None]), 0)
+    tl.store(received + (b * heads + k_head) * total + t, total_weight, mask=t < total)

@@ -1,0 +1,339 @@
+"""LongFlow on the GPU: three launches per decode step, and nothing returns to the host.
+
+`_attend` writes the new token, then runs split-KV attention with all G query heads of a KV head in one program, an
+online softmax, and keeps the logits. `_score` turns logits and the finished normalisers into log scores and a
+candidate per block of slots. `_finish` merges the splits' outputs and the candidates.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from ..reference.contract import (
+    Sizes, check_all_finite, check_attention, check_dtype, check_flag, check_integer, check_prompt, check_reorder,
+    check_slot_mask, check_step, check_tensor, resolve_device, resolve_scale, state_sizes,
+)
+from ..reference.longflow import CompressResult, DecodeResult, LongFlowConfig
+from ._attention import causal_attention
+from ._launch import (
+    GROUP_ROWS, check_kernel_device, check_kernel_sizes, check_launchable, key_block, on_device_of, padded_head_dim,
+    score_block, split_slots, stride_unit, DTYPES,
+)
+from ._longflow_kernels import attend_kernel, finish_kernel, score_kernel
+from ._numerics import LOG2_E
+from .baselines.snapkv import choose, gather_tokens
+
+__all__ = [
+    "CompressResult", "DecodeResult", "LongFlowConfig", "LongFlowState", "compress_prefill", "decode_attention",
+]
+
+
+def decode_attention(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *,
+    scale: float | None = None, per_head: bool = False, protected: Tensor | None = None, check_finite: bool = False,
+) -> DecodeResult:
+    """Attention of one new query over the occupied slots, with every slot's LongFlowScore and the next victim.
+
+    query [B, Hq, D]; key, value [B, Hkv, S, D], any strides; occupied [B, S] bool ([B, Hkv, S] with per_head);
+    protected like occupied, default none; scale defaults to D ** -0.5. float32, float16 or bfloat16; D from 16 to
+    256; up to 16 query heads per KV head. Results and semantics: `kvtwin.reference.longflow.decode_attention`.
+    TypeError, ValueError for arguments that do not fit, for inputs that require grad, and for CPU tensors outside
+    Triton's interpreter.
+    """
+    sizes = check_attention(query, key, value)
+    check_flag("per_head", per_head)
+    check_flag("check_finite", check_finite)
+    check_slot_mask("occupied", occupied, sizes, per_head, key)
+    if protected is not None:
+        check_slot_mask("protected", protected, sizes, per_head, key)
+    scale = resolve_scale(scale, sizes.head_dim)
+    check_launchable(query=query, key=key, value=value)
+    check_kernel_sizes(sizes)
+    if check_finite:
+        hidden = ~(occupied if per_head else occupied[:, None])[..., None]
+        check_all_finite(query=query, key=key.masked_fill(hidden, 0), value=value.masked_fill(hidden, 0))
+    return DecodeResult(*_decode(query, key, value, occupied, protected, scale, per_head))
+
+
+def compress_prefill(
+    query_window: Tensor, key: Tensor, value: Tensor, budget: int, *,
+    window: int = 32, kernel_size: int = 5, occupied: Tensor | None = None, protected: Tensor | None = None,
+    scale: float | None = None,
+) -> CompressResult:
+    """A long prompt cut to `budget` tokens by SnapKV, one choice for all heads (LongFlow section 4.1).
+
+    query_window [B, Hq, W, D], the last W <= window queries of the prompt; key, value [B, Hkv, T, D]; occupied and
+    protected [B, T] bool. budget 0 keeps nothing. See `baselines.snapkv.compress`.
+    """
+    check_integer("window", window, minimum=1)
+    check_tensor("query_window", query_window, dims=4, layout="[B, Hq, W, D]")
+    if query_window.shape[2] > window:
+        raise ValueError(
+            f"query_window must be [B, Hq, W, D] with W <= window = {window}, got {tuple(query_window.shape)}"
+        )
+    kept = choose(
+        query_window, key, value, budget,
+        kernel_size=kernel_size, occupied=occupied, protected=protected, shared_heads=True, scale=scale,
+    )
+    return CompressResult(gather_tokens(key, kept), gather_tokens(value, kept), kept)
+
+
+class LongFlowState:
+    """A LongFlow cache: preallocated buffers of `budget` slots, updated in place; a step fits in a CUDA graph.
+
+    key, value [B, Hkv, S, D] with S = budget; occupied [B, S] bool and positions [B, S] int64 (the token in each slot,
+    counted from 0 with padding included; -1 = free); next_slot [B] int64, writable; score [B, S] float32, the last
+    step's. With config.per_head these four are [B, Hkv, S] and [B, Hkv]. What unoccupied slots hold is unspecified.
+    """
+
+    def __init__(
+        self, config: LongFlowConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
+        dtype: torch.dtype, device: torch.device | str,
+    ) -> None:
+        if not isinstance(config, LongFlowConfig):
+            raise TypeError(f"config must be a LongFlowConfig, got {type(config).__name__}")
+        self.config = config
+        self.sizes = state_sizes(
+            batch=batch, query_heads=query_heads, key_value_heads=key_value_heads, slots=config.budget,
+            head_dim=head_dim,
+        )
+        check_kernel_sizes(self.sizes)
+        self.dtype = check_dtype("dtype", dtype, DTYPES)
+        self.device = resolve_device(device)
+        check_kernel_device("device", self.device)
+        self.scale = resolve_scale(config.scale, head_dim)
+
+        def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        heads, slots = key_value_heads, config.budget
+        rows = (batch, heads) if config.per_head else (batch,)
+        self.key = buffer(batch, heads, slots, head_dim, dtype=dtype)
+        self.value = buffer(batch, heads, slots, head_dim, dtype=dtype)
+        self.occupied = buffer(*rows, slots, dtype=torch.bool)
+        self.positions = buffer(*rows, slots, dtype=torch.int64)
+        self.next_slot = buffer(*rows, dtype=torch.int64)
+        self.score = buffer(*rows, slots, dtype=torch.float32)
+        self._magnitude = buffer(batch, heads, slots, dtype=torch.float32)      # ||v_j||_1, set when a token comes in
+        self._sink_end = buffer(batch, dtype=torch.int64)                       # positions below this are sinks
+        self._seen = buffer(1, dtype=torch.int64)                               # on the device: graphs replay it
+        self._workspace, self._candidates = _scratch(self.sizes, self.key, config.per_head)
+        self.reset()
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens that came in since the last reset, padding included. Reading it synchronises with the GPU."""
+        return int(self._seen.item())
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.occupied.zero_()
+        self.positions.fill_(-1)
+        self.next_slot.zero_()
+        self.score.fill_(-torch.inf)
+        self._sink_end.fill_(self.config.sinks)
+        self._seen.zero_()
+        self._started = False
+
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
+        """The prompt: full causal attention, then at most budget - 1 of its tokens stay, so that a step finds room.
+
+        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, default all True.
+        Returns [B, Hq, T, D]; padding gives zeros. RuntimeError when the state already holds tokens.
+        """
+        total = check_prompt(
+            query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device
+        )
+        check_launchable(query=query, key=key, value=value)
+        if self._started:
+            raise RuntimeError("prefill needs an empty state: call reset() first")
+        if occupied is None:
+            occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
+        if self.config.check_finite:
+            hidden = ~occupied[:, None, :, None]
+            check_all_finite(
+                query=query.masked_fill(hidden, 0), key=key.masked_fill(hidden, 0), value=value.masked_fill(hidden, 0)
+            )
+        output = causal_attention(query, key, value, occupied, self.scale)
+        self._set_sinks(occupied)
+        kept = self._choose(query, key, value, occupied)
+        count = kept.shape[1]
+        self.key[:, :, :count] = gather_tokens(key, kept)
+        self.value[:, :, :count] = gather_tokens(value, kept)
+        self._magnitude[:, :, :count] = self.value[:, :, :count].abs().sum(-1, dtype=torch.float32)
+        kept = kept[:, None] if self.config.per_head else kept
+        self.positions[..., :count] = kept
+        self.occupied[..., :count] = kept >= 0
+        index = torch.arange(self.config.budget, device=self.device)
+        self.next_slot.copy_(index.where(~self.occupied, self.config.budget).amin(-1))
+        self._seen.fill_(total)
+        self._started = True
+        return output
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """One token: written into `next_slot`, attended to together with the rest, then the next slot is chosen.
+
+        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. No host synchronisation.
+        """
+        check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        check_launchable(query=query, key=key, value=value)
+        if self.config.check_finite:
+            check_all_finite(query=query, key=key, value=value)
+        self._started = True
+        output: Tensor = _step(
+            query, key, value, self.key, self.value, self._magnitude, self.occupied, self.positions, self.next_slot,
+            self.score, self._sink_end, self._seen, self._workspace, self._candidates,
+            self.scale, self.config.per_head, self.config.protect_newest,
+        )
+        return output
+
+    def reorder(self, index: Tensor) -> None:
+        """Row b becomes what row index[b] was (beam search). index [B] int64."""
+        index = check_reorder(index, self.sizes.batch, self.device)
+        for tensor in (
+            self.key, self.value, self.occupied, self.positions, self.next_slot, self.score, self._magnitude,
+            self._sink_end,
+        ):
+            tensor.copy_(tensor.index_select(0, index))
+
+    def _choose(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor) -> Tensor:
+        """Which prompt tokens stay, one choice for all heads: [B, min(T, budget - 1)] int64, -1 where there is none."""
+        total, target = key.shape[2], self.config.budget - 1
+        token = torch.arange(total, device=self.device)
+        if total <= target:
+            return token.where(occupied, -1)
+        return choose(
+            query[:, :, -self.config.window:], key, value, target,
+            kernel_size=self.config.kernel_size, occupied=occupied,
+            protected=token < self._sink_end[:, None], shared_heads=True, scale=self.scale,
+        )
+
+    def _set_sinks(self, occupied: Tensor) -> None:
+        """The row's n-th token ends its sinks; tokens that the prompt lacks are those that follow it."""
+        sinks, total = self.config.sinks, occupied.shape[1]
+        rank = occupied.cumsum(1)                                               # tokens up to and including each
+        before = (rank < sinks).sum(1)                                          # positions before the n-th token
+        missing = (sinks - rank[:, -1]).clamp_min(0)
+        end = torch.where(missing > 0, total + missing, before + 1)
+        self._sink_end.copy_(end if sinks else torch.zeros_like(end))
+
+
+def _scratch(sizes: Sizes, key: Tensor, per_head: bool) -> tuple[Tensor, Tensor]:
+    """Room for what passes between the launches: float32 workspace (see `_launch`) and one candidate per block."""
+    splits, _ = split_slots(sizes, key_block(sizes.head_dim, key.element_size()), key.device)
+    heads = sizes.batch * sizes.query_heads
+    workspace = torch.empty(
+        heads * sizes.slots + heads * splits * (sizes.head_dim + 2), dtype=torch.float32, device=key.device
+    )
+    rows = sizes.batch * (sizes.key_value_heads if per_head else 1)
+    blocks = triton.cdiv(sizes.slots, score_block())
+    return workspace, torch.empty(rows, blocks, dtype=torch.int64, device=key.device)
+
+
+@torch.library.custom_op("kvtwin::longflow_decode", mutates_args=())
+def _decode(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, protected: Tensor | None, scale: float,
+    per_head: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, query_heads, head_dim = query.shape
+    sizes = Sizes(batch, query_heads, key.shape[1], key.shape[2], head_dim)
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    score = torch.empty(occupied.shape, dtype=torch.float32, device=query.device)
+    slot = torch.empty(occupied.shape[:-1], dtype=torch.int64, device=query.device)
+    magnitude = torch.empty(key.shape[:3], dtype=torch.float32, device=query.device)
+    workspace, candidates = _scratch(sizes, key, per_head)
+    _launch(
+        sizes, query, key, value, occupied, protected, magnitude, output, score, slot, workspace, candidates,
+        scale=scale, per_head=per_head,
+    )
+    return output, score, slot
+
+
+@_decode.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, protected: Tensor | None, scale: float,
+    per_head: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        query.new_empty(query.shape),
+        query.new_empty(occupied.shape, dtype=torch.float32),
+        query.new_empty(occupied.shape[:-1], dtype=torch.int64),
+    )
+
+
+@torch.library.custom_op(
+    "kvtwin::longflow_step",
+    mutates_args=(
+        "key", "value", "magnitude", "occupied", "positions", "next_slot", "score", "seen", "workspace", "candidates",
+    ),
+)
+def _step(
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, magnitude: Tensor,
+    occupied: Tensor, positions: Tensor, next_slot: Tensor, score: Tensor, sink_end: Tensor, seen: Tensor,
+    workspace: Tensor, candidates: Tensor, scale: float, per_head: bool, protect_newest: bool,
+) -> Tensor:
+    batch, query_heads, head_dim = query.shape
+    sizes = Sizes(batch, query_heads, key.shape[1], key.shape[2], head_dim)
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    _launch(
+        sizes, query, key, value, occupied, None, magnitude, output, score, next_slot, workspace, candidates,
+        scale=scale, per_head=per_head,
+        arrival=(new_key, new_value, positions, sink_end, seen), protect_newest=protect_newest,
+    )
+    return output
+
+
+@_step.register_fake
+def _(
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, magnitude: Tensor,
+    occupied: Tensor, positions: Tensor, next_slot: Tensor, score: Tensor, sink_end: Tensor, seen: Tensor,
+    workspace: Tensor, candidates: Tensor, scale: float, per_head: bool, protect_newest: bool,
+) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def _launch(
+    sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, protected: Tensor | None,
+    magnitude: Tensor, output: Tensor, score: Tensor, slot: Tensor, workspace: Tensor, candidates: Tensor, *,
+    scale: float, per_head: bool,
+    arrival: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None, protect_newest: bool = False,
+) -> None:
+    """The three kernels of a step. With `arrival` a new token is written first, into slot `slot`, and the protected
+    slots follow from positions; without it the cache stays as it is and `protected` is a mask."""
+    batch, query_heads, heads, slots, head_dim = sizes
+    block = key_block(head_dim, key.element_size())
+    splits, split_size = split_slots(sizes, block, key.device)
+    rows = batch * query_heads
+    ends = [rows * slots, rows * splits * head_dim, rows * splits, rows * splits]
+    logit, partial, top, weight_sum = workspace.split(ends)
+    new_key, new_value, positions, sink_end, seen = arrival or (query, query, slot, slot, slot)
+    unit = stride_unit(key, value)
+    head_stride = occupied.stride(1) if per_head else 0
+    shape = {"GROUP": sizes.group, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim), "ROWS": GROUP_ROWS}
+    mode = {"PER_HEAD": per_head, "ARRIVAL": arrival is not None}
+    blocks = candidates.shape[1]
+    with on_device_of(key):
+        attend_kernel[(splits, heads, batch)](
+            query, key, value, occupied, new_key, new_value, slot, positions, seen, magnitude,
+            logit, partial, top, weight_sum,
+            scale * LOG2_E.value, slots, split_size, splits, heads,
+            *query.stride(), *(stride // unit for stride in key.stride()[:3]), key.stride(3),
+            *(stride // unit for stride in value.stride()[:3]), value.stride(3),
+            occupied.stride(0), head_stride, occupied.stride(-1), *new_key.stride(), *new_value.stride(),
+            UNIT=unit, BLOCK=block, **shape, **mode, num_warps=4, num_stages=3,
+        )
+        mask = occupied if protected is None else protected
+        score_kernel[(blocks, heads if per_head else 1, batch)](
+            logit, top, weight_sum, magnitude, occupied, mask, positions, sink_end, seen, score, candidates,
+            slots, splits, heads,
+            occupied.stride(0), head_stride, occupied.stride(-1),
+            mask.stride(0), mask.stride(1) if per_head else 0, mask.stride(-1),
+            GROUP=sizes.group, HEAD_DIM=head_dim, ROWS=GROUP_ROWS, BLOCK=score_block(), **mode,
+            PROTECTED=protected is not None, PROTECT_NEWEST=protect_newest, num_warps=4,
+        )
+        finish_kernel[(heads, batch)](
+            partial, top, weight_sum, candidates, output, slot, seen, splits, heads, blocks,
+            **shape, **mode, num_warps=4,
+        )

@@ -1,0 +1,87 @@
+"""Eager attention over a cache of slots: grouping of query heads, the logits, the one softmax.
+
+Everything computes in `accumulate_dtype`: float64 for float64 inputs (the oracle), float32 for all others.
+What lies in unoccupied slots, NaN included, influences nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+INF = math.inf
+
+
+def accumulate_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def per_query_head(tensor: Tensor, query_heads: int) -> Tensor:
+    """[B, Hkv, ...] -> [B, Hq, ...]: query head h reads KV head h // G."""
+    return tensor.repeat_interleave(query_heads // tensor.shape[1], dim=1)
+
+
+def per_kv_head(mask: Tensor) -> Tensor:
+    """A slot mask [B, S] or [B, Hkv, S] as [B, 1 or Hkv, S]."""
+    return mask if mask.dim() == 3 else mask[:, None]
+
+
+def zero_unoccupied(value: Tensor, occupied: Tensor) -> Tensor:
+    """value [B, Hkv, S, D] with unoccupied slots zeroed: 0 * NaN would be NaN."""
+    return value.masked_fill(~per_kv_head(occupied)[..., None], 0)
+
+
+def logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Tensor:
+    """scale * q . k of every slot, -inf where unoccupied (eq. 1 of every paper).
+
+    query [B, Hq, D] or [B, Hq, Q, D]; key [B, Hkv, S, D]; occupied [B, S] or [B, Hkv, S] bool.
+    Returns [B, Hq, S] or [B, Hq, Q, S] in accumulate_dtype.
+    """
+    dtype, query_heads = accumulate_dtype(query), query.shape[1]
+    block = query if query.dim() == 4 else query[:, :, None]                           # [B, Hq, Q, D]
+    keys = per_query_head(zero_unoccupied(key, occupied).to(dtype), query_heads)       # [B, Hq, S, D]
+    product = scale * (block.to(dtype) @ keys.transpose(-1, -2))                       # [B, Hq, Q, S]
+    mask = per_kv_head(occupied)
+    mask = per_query_head(mask, query_heads) if mask.shape[1] > 1 else mask            # [B, 1 or Hq, S]
+    product = product.masked_fill(~mask[:, :, None], -INF)
+    return product if query.dim() == 4 else product[:, :, 0]
+
+
+def softmax(logit: Tensor) -> Tensor:
+    """Over the last dimension; a row without any occupied slot (all -inf) weighs nothing, instead of NaN."""
+    empty = (logit == -INF).all(-1, keepdim=True)
+    return logit.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+
+
+def attention_weights(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Tensor:
+    """softmax(scale * q . k) over the occupied slots: [B, Hq, S] (or [B, Hq, Q, S]) in accumulate_dtype."""
+    return softmax(logits(query, key, occupied, scale=scale))
+
+
+def weighted_values(weight: Tensor, value: Tensor, occupied: Tensor) -> Tensor:
+    """sum_j a_j v_j: weight [B, Hq, S] or [B, Hq, Q, S] -> [B, Hq, D] or [B, Hq, Q, D] in weight's dtype."""
+    values = per_query_head(zero_unoccupied(value, occupied).to(weight.dtype), weight.shape[1])
+    return weight @ values if weight.dim() == 4 else (weight[:, :, None] @ values)[:, :, 0]
+
+
+def causal_logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Tensor:
+    """Logits of a block of the newest Q tokens, causal among themselves: [B, Hq, Q, T].
+
+    query [B, Hq, Q, D] are the queries of the last Q of the T tokens in key [B, Hkv, T, D]; occupied [B, T] bool.
+    """
+    count, total = query.shape[2], key.shape[2]
+    query_position = torch.arange(total - count, total, device=key.device)
+    future = torch.arange(total, device=key.device) > query_position[:, None]          # [Q, T]
+    return logits(query, key, occupied, scale=scale).masked_fill(future, -INF)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float) -> Tensor:
+    """Full attention of a prompt: query [B, Hq, T, D], key and value [B, Hkv, T, D], occupied [B, T] bool.
+
+    Returns [B, Hq, T, D] in query's dtype. Queries of unoccupied positions (padding) give zeros.
+    """
+    weight = softmax(causal_logits(query, key, occupied, scale=scale))
+    output = weighted_values(weight, value, occupied)
+    return output.masked_fill(~occupied[:, None, :, None], 0).to(query.dtype)

@@ -1,0 +1,1 @@
+"""Eager references of the methods that the papers compare with, one file each."""

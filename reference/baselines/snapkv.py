@@ -1,0 +1,135 @@
+"""SnapKV (Li et al. 2024): a prompt compressed by what its last queries look at.
+
+Score of a prefix token = mean over the observation window's queries of the softmax over all keys (causal), smoothed
+by an average pool along the prefix; the window itself is kept. Semantics: LongFlow section 4.1 uses it for prompts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..attention import INF, causal_logits, softmax
+from ..contract import (
+    Sizes, check_attention, check_flag, check_integer, check_mask, check_tensor, resolve_scale,
+)
+from ..selection import kept_after
+
+__all__ = ["CompressResult", "compress", "window_score"]
+
+
+class CompressResult(NamedTuple):
+    """A compressed prompt.
+
+    key, value: [B, Hkv, N, D], zero where nothing is kept. kept: the tokens' indices in the prompt, ascending, -1 at
+    the end of rows that had fewer: [B, N] int64, or [B, Hkv, N] where heads choose for themselves.
+    """
+
+    key: Tensor
+    value: Tensor
+    kept: Tensor
+
+
+def window_score(
+    query_window: Tensor, key: Tensor, occupied: Tensor | None = None, *,
+    kernel_size: int = 5, shared_heads: bool = False, scale: float | None = None,
+) -> Tensor:
+    """The pooled attention that each token of the prefix receives from the window's queries.
+
+    query_window [B, Hq, W, D], the queries of the last W of the T tokens; key [B, Hkv, T, D], post-RoPE; occupied
+    [B, T] bool, default all. Queries at unoccupied positions (padding) do not count. kernel_size: odd, the width of
+    the average pool along the prefix (tokens 0 to T - W - 1), zeros beyond both of its ends counted.
+    Returns [B, Hkv, T], or [B, T] averaged over all heads with shared_heads=True, in float32 (float64 for float64).
+    Window tokens score +inf, unoccupied ones -inf.
+    """
+    occupied, sizes = check_window(query_window, key, key, occupied, kernel_size, shared_heads)
+    window = query_window.shape[2]
+    prefix = sizes.slots - window
+    observing = occupied[:, prefix:]                                                      # [B, W]
+    scale = resolve_scale(scale, sizes.head_dim)
+    weight = softmax(causal_logits(query_window, key, occupied, scale=scale))             # [B, Hq, W, T]
+    weight = weight.masked_fill(~observing[:, None, :, None], 0)
+    received = weight.sum(2) / observing.sum(-1).clamp_min(1)[:, None, None]              # [B, Hq, T]
+    received = received.view(sizes.batch, sizes.key_value_heads, sizes.group, -1).mean(2)  # [B, Hkv, T]
+    if shared_heads:
+        received = received.mean(1, keepdim=True)
+    score = torch.full_like(received, INF)
+    if prefix:
+        score[..., :prefix] = functional.avg_pool1d(
+            received[..., :prefix], kernel_size, stride=1, padding=kernel_size // 2, count_include_pad=True
+        )
+    score = score.masked_fill(~occupied[:, None], -INF)
+    return score[:, 0] if shared_heads else score
+
+
+def compress(
+    query_window: Tensor, key: Tensor, value: Tensor, budget: int, *,
+    kernel_size: int = 5, occupied: Tensor | None = None, protected: Tensor | None = None,
+    shared_heads: bool = False, scale: float | None = None,
+) -> CompressResult:
+    """Keep the `budget` best tokens of a prompt (SnapKV).
+
+    Shapes as in `window_score`, value like key. Order of preference: protected tokens, window tokens (the newest
+    first), prefix tokens by score; among equals the lowest index goes. protected [B, T] bool, default none.
+    budget: int >= 0; a budget of at least T keeps everything. Returns N = min(budget, T) places per row.
+    """
+    check_integer("budget", budget, minimum=0)
+    occupied, sizes = check_window(query_window, key, value, occupied, kernel_size, shared_heads)
+    if protected is not None:
+        check_mask("protected", protected, (sizes.batch, sizes.slots), "[B, T]", key, "key")
+    score = window_score(
+        query_window, key, occupied, kernel_size=kernel_size, shared_heads=shared_heads, scale=scale
+    )
+    occupied, protected = (
+        None if mask is None else mask if shared_heads else mask[:, None].expand(score.shape)
+        for mask in (occupied, protected)
+    )
+    kept = kept_after(_rank(score, occupied, protected), min(budget, sizes.slots))        # [B, N] or [B, Hkv, N]
+    holds = occupied.gather(-1, kept)
+    # Places without a token go to the end; the others keep their order.
+    order = (~holds).to(torch.int8).sort(dim=-1, stable=True).indices
+    kept = kept.masked_fill(~holds, -1).gather(-1, order)
+    return CompressResult(gather_tokens(key, kept), gather_tokens(value, kept), kept)
+
+
+def gather_tokens(tensor: Tensor, kept: Tensor) -> Tensor:
+    """tensor [B, Hkv, T, D] at kept [B, N] or [B, Hkv, N]; -1 gives zeros."""
+    index = kept if kept.dim() == 3 else kept[:, None].expand(-1, tensor.shape[1], -1)
+    index = index[..., None].expand(-1, -1, -1, tensor.shape[-1])
+    return tensor.gather(2, index.clamp_min(0)).masked_fill(index < 0, 0)
+
+
+def check_window(
+    query_window: object, key: object, value: object, occupied: Tensor | None, kernel_size: object,
+    shared_heads: object,
+) -> tuple[Tensor, Sizes]:
+    """Validates a prompt and its window; returns occupied (default all) and the sizes."""
+    sizes = check_attention(query_window, key, value, steps="T", time="W")
+    assert isinstance(query_window, Tensor) and isinstance(key, Tensor)
+    check_flag("shared_heads", shared_heads)
+    if check_integer("kernel_size", kernel_size, minimum=1) % 2 == 0:
+        raise ValueError(f"kernel_size must be odd, so that the pool has a centre, got {kernel_size}")
+    if query_window.shape[2] > sizes.slots:
+        raise ValueError(
+            f"query_window must be [B, Hq, W, D] with W <= T = {sizes.slots}, got {tuple(query_window.shape)}"
+        )
+    if occupied is None:
+        return torch.ones(sizes.batch, sizes.slots, dtype=torch.bool, device=key.device), sizes
+    check_mask("occupied", occupied, (sizes.batch, sizes.slots), "[B, T]", key, "key")
+    return occupied, sizes
+
+
+def _rank(score: Tensor, occupied: Tensor, protected: Tensor | None) -> Tensor:
+    """The order of eviction as integers, so that classes need no magic scores: [B, S] or [B, Hkv, S] int64.
+
+    A token's rank is the number of tokens that go before it by score (among the window's +inf that is recency);
+    protected tokens rank above all of these, unoccupied places below.
+    """
+    slots = score.shape[-1]
+    going = score.masked_fill(score.isnan(), -INF).sort(dim=-1, stable=True).indices
+    place = torch.arange(slots, device=score.device).expand(score.shape)
+    rank = torch.empty_like(going).scatter(-1, going, place) - 2 * slots * ~occupied
+    return rank if protected is None else rank + 2 * slots * (protected & occupied)
