@@ -27,8 +27,8 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, occupied: Tenso
     batch, query_heads, total, head_dim = query.shape
     sizes = Sizes(batch, query_heads, key.shape[1], total, head_dim)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    block = min(64, key_block(head_dim, query.element_size()))
-    query_block = 16 if INTERPRETED else 64
+    block = min(64, key_block(head_dim, query.element_size(), total))
+    query_block = block if INTERPRETED else 64
     with on_device_of(query):
         _causal_kernel[(triton.cdiv(total, query_block), batch * query_heads)](
             query, key, value, occupied, output,

@@ -68,10 +68,14 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def key_block(head_dim: int, itemsize: int) -> int:
-    """Slots per tile: about 16 KB of keys, so that several stages of keys and values fit in shared memory."""
+def key_block(head_dim: int, itemsize: int, slots: int) -> int:
+    """Slots per tile: about 16 KB of keys, so that several stages of keys and values fit in shared memory.
+
+    In the interpreter a tile costs the same whatever its size: small caches are cut into several, so that what happens
+    between tiles is tested, larger ones into few.
+    """
     if INTERPRETED:
-        return 16
+        return 16 if slots <= 48 else 64
     return min(128, max(16, 16384 // (padded_head_dim(head_dim) * itemsize)))
 
 

@@ -222,7 +222,7 @@ class LongFlowState:
 
 def _scratch(sizes: Sizes, key: Tensor, per_head: bool) -> tuple[Tensor, Tensor]:
     """Room for what passes between the launches: float32 workspace (see `_launch`) and one candidate per block."""
-    splits, _ = split_slots(sizes, key_block(sizes.head_dim, key.element_size()), key.device)
+    splits, _ = split_slots(sizes, key_block(sizes.head_dim, key.element_size(), sizes.slots), key.device)
     heads = sizes.batch * sizes.query_heads
     workspace = torch.empty(
         heads * sizes.slots + heads * splits * (sizes.head_dim + 2), dtype=torch.float32, device=key.device
@@ -303,7 +303,7 @@ def _launch(
     """The three kernels of a step. With `arrival` a new token is written first, into slot `slot`, and the protected
     slots follow from positions; without it the cache stays as it is and `protected` is a mask."""
     batch, query_heads, heads, slots, head_dim = sizes
-    block = key_block(head_dim, key.element_size())
+    block = key_block(head_dim, key.element_size(), slots)
     splits, split_size = split_slots(sizes, block, key.device)
     rows = batch * query_heads
     ends = [rows * slots, rows * splits * head_dim, rows * splits, rows * splits]

@@ -40,9 +40,13 @@ def logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Ten
     Returns [B, Hq, S] or [B, Hq, Q, S] in accumulate_dtype.
     """
     dtype, query_heads = accumulate_dtype(query), query.shape[1]
-    block = query if query.dim() == 4 else query[:, :, None]                           # [B, Hq, Q, D]
     keys = per_query_head(zero_unoccupied(key, occupied).to(dtype), query_heads)       # [B, Hq, S, D]
-    product = scale * (block.to(dtype) @ keys.transpose(-1, -2))                       # [B, Hq, Q, S]
+    if query.dim() == 4:
+        product = query.to(dtype) @ keys.transpose(-1, -2)                             # [B, Hq, Q, S]
+    else:
+        # Not a matrix product: that may sum in another order at the last slots, and equal tokens must score the same.
+        product = (query.to(dtype)[:, :, None] * keys).sum(-1)[:, :, None]             # [B, Hq, 1, S]
+    product = scale * product
     mask = per_kv_head(occupied)
     mask = per_query_head(mask, query_heads) if mask.shape[1] > 1 else mask            # [B, 1 or Hq, S]
     product = product.masked_fill(~mask[:, :, None], -INF)

@@ -7,12 +7,12 @@ no synchronisation with the GPU.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+LARGEST_SCALE = torch.finfo(torch.float32).max
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -65,8 +65,9 @@ def check_scale(name: str, value: object) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a float or None, got {type(value).__name__}: {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
+    # The kernels hold it in float32, where larger numbers are infinite. (An int too large for a float compares, too.)
+    if not abs(value) <= LARGEST_SCALE:
+        raise ValueError(f"{name} must be finite in float32, got {value}")
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
@@ -78,11 +79,18 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
 def check_tensor(name: str, value: object, *, dims: int, layout: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor {layout}, got {type(value).__name__}")
+    check_strided(name, value)
     if value.dim() != dims:
         raise ValueError(f"{name} must be {layout}, got a tensor of {value.dim()} dimensions: {tuple(value.shape)}")
     if min(value.shape) == 0:
         raise ValueError(f"{name} must be {layout} without empty dimensions, got {tuple(value.shape)}")
     return value
+
+
+def check_strided(name: str, tensor: torch.Tensor) -> None:
+    """Sparse and other packed layouts have no strides for a kernel to walk."""
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a strided tensor, got layout {tensor.layout}")
 
 
 def check_shape(name: str, value: torch.Tensor, expected: tuple[int, ...], layout: str) -> None:
@@ -112,6 +120,7 @@ def check_mask(name: str, mask: object, expected: tuple[int, ...], layout: str, 
     """A bool mask of the given shape on the device of `like`; numbers are refused, since 1.0 - mask is a common slip."""
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor {layout}, got {type(mask).__name__}")
+    check_strided(name, mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"{name} must have dtype torch.bool, got {mask.dtype}")
     check_shape(name, mask, expected, layout)
@@ -135,18 +144,20 @@ def check_key_value(key: object, value: object, *, steps: str = "S") -> None:
     check_like("value", value, key, "key")
 
 
-def check_attention(query: object, key: object, value: object, *, steps: str = "S", time: str | None = None) -> Sizes:
-    """query [B, Hq, D], or [B, Hq, `time`, D], against key and value [B, Hkv, S, D]."""
+def check_attention(
+    query: object, key: object, value: object, *, steps: str = "S", time: str | None = None, name: str = "query"
+) -> Sizes:
+    """query [B, Hq, D], or [B, Hq, `time`, D], against key and value [B, Hkv, S, D]. `name`: what the caller calls it."""
     check_key_value(key, value, steps=steps)
     assert isinstance(key, torch.Tensor)
     layout = "[B, Hq, D]" if time is None else f"[B, Hq, {time}, D]"
-    query = check_tensor("query", query, dims=3 if time is None else 4, layout=layout)
+    query = check_tensor(name, query, dims=3 if time is None else 4, layout=layout)
     batch, key_value_heads, slots, head_dim = key.shape
     if query.shape[0] != batch or query.shape[-1] != head_dim:
         raise ValueError(
-            f"query must be {layout} with key's B = {batch} and D = {head_dim}, got {tuple(query.shape)}"
+            f"{name} must be {layout} with key's B = {batch} and D = {head_dim}, got {tuple(query.shape)}"
         )
-    check_like("query", query, key, "key")
+    check_like(name, query, key, "key")
     check_heads(query.shape[1], key_value_heads)
     return Sizes(batch, query.shape[1], key_value_heads, slots, head_dim)
 
@@ -243,13 +254,14 @@ def state_sizes(
 
 
 def resolve_device(device: object) -> torch.device:
-    """A torch.device with its index filled in, so that it compares equal to `tensor.device`."""
-    if not isinstance(device, (str, torch.device, int)) or isinstance(device, bool):
-        raise TypeError(f"device must be a torch.device or a str, got {type(device).__name__}")
-    resolved = torch.device(device)
-    if resolved.type == "cuda" and resolved.index is None:
-        resolved = torch.device("cuda", torch.cuda.current_device())
-    return resolved
+    """The device as tensors on it name it ("cuda" is cuda:0 there, "cpu:0" is cpu). ValueError if it is not there."""
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"device must be a torch.device or a str, got {type(device).__name__}: {device!r}")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device must be one that torch can use here, got {str(device)!r}: {reason}") from error
 
 
 def _heads(sizes: Sizes) -> str:

@@ -69,18 +69,17 @@ def choose(
     score = window_score(
         query_window, key, occupied, kernel_size=kernel_size, shared_heads=shared_heads, scale=scale
     )
-    # One unique integer per token, in the order of preference: class, then score, then index.
+    # One unique integer per token, in the order of preference: class, then score (float32 bits in their order), then
+    # index, for prompts of fewer than 2^29 tokens.
     score = score.masked_fill(score.isnan(), -torch.inf) + 0.0
     bits = score.view(torch.int32)
     code = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     row = (slice(None),) if shared_heads else (slice(None), None)
     if protected is not None:
-        code = code.masked_fill(protected[row], 2**30 * 2)
-    code = code.masked_fill(~occupied[row], -(2**31))
+        code = torch.where(protected[row], code + 2**32, code)
+    code = code.masked_fill(~occupied[row], -(2**32))
     token = torch.arange(total, device=key.device)
-    best = ((code << 31) + token).topk(min(budget, total), -1).indices if budget else token[:0].expand(
-        *score.shape[:-1], 0
-    )
+    best = ((code << 29) + token).topk(min(budget, total), -1).indices
     # Ascending, with the places of unoccupied tokens sorted behind all others.
     holds = occupied[row].expand(score.shape).gather(-1, best)
     kept = best.masked_fill(~holds, total).sort(-1).values
@@ -101,7 +100,7 @@ def _check(
     shared_heads: object,
 ) -> Tensor:
     """Validates what the reference validates, and what kernels need; returns occupied (default all)."""
-    sizes = check_attention(query_window, key, value, steps="T", time="W")
+    sizes = check_attention(query_window, key, value, steps="T", time="W", name="query_window")
     assert isinstance(query_window, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
     check_flag("shared_heads", shared_heads)
     if check_integer("kernel_size", kernel_size, minimum=1) % 2 == 0:
@@ -126,7 +125,7 @@ def _received(query_window: Tensor, key: Tensor, occupied: Tensor, scale: float)
     total, heads = sizes.slots, sizes.key_value_heads
     normaliser = torch.empty(batch, query_heads, window, dtype=torch.float32, device=key.device)
     received = torch.empty(batch, heads, total, dtype=torch.float32, device=key.device)
-    block = min(64, key_block(head_dim, key.element_size()))
+    block = min(64, key_block(head_dim, key.element_size(), total))
     shape = {
         "GROUP": sizes.group, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim), "QUERIES": 16, "BLOCK": block,
     }

@@ -107,7 +107,7 @@ def check_window(
     shared_heads: object,
 ) -> tuple[Tensor, Sizes]:
     """Validates a prompt and its window; returns occupied (default all) and the sizes."""
-    sizes = check_attention(query_window, key, value, steps="T", time="W")
+    sizes = check_attention(query_window, key, value, steps="T", time="W", name="query_window")
     assert isinstance(query_window, Tensor) and isinstance(key, Tensor)
     check_flag("shared_heads", shared_heads)
     if check_integer("kernel_size", kernel_size, minimum=1) % 2 == 0:
