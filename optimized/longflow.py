@@ -1,8 +1,8 @@
-"""LongFlow on the GPU: three launches per decode step, and nothing returns to the host.
+"""LongFlow on the GPU: two launches per decode step, and nothing returns to the host.
 
-`_attend` writes the new token, then runs split-KV attention with all G query heads of a KV head in one program, an
-online softmax, and keeps the logits. `_score` turns logits and the finished normalisers into log scores and a
-candidate per block of slots. `_finish` merges the splits' outputs and the candidates.
+The first writes the new token and runs attention with all G query heads of a KV head in one program, an online softmax,
+and keeps the logits: one program per (row, KV head) where there are many of these, several that split the slots where
+there are few. The second turns logits into log scores and picks the slot.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ..reference.contract import (
 from ..reference.longflow import CompressResult, DecodeResult, LongFlowConfig
 from ._attention import causal_attention
 from ._launch import (
-    GROUP_ROWS, check_kernel_device, check_kernel_sizes, check_launchable, key_block, on_device_of, padded_head_dim,
-    score_block, split_slots, stride_unit, DTYPES,
+    DTYPES, GROUP_ROWS, MAX_SPLITS, check_kernel_device, check_kernel_sizes, check_launchable, key_block, on_device_of,
+    padded_head_dim, resident_programs, score_block, split_slots, stride_unit, tuning,
 )
-from ._longflow_kernels import attend_kernel, finish_kernel, score_kernel
+from ._longflow_kernels import row_kernel, score_kernel, split_kernel
 from ._numerics import LOG2_E
 from .baselines.snapkv import choose, gather_tokens
 
@@ -119,7 +119,7 @@ class LongFlowState:
         self._magnitude = buffer(batch, heads, slots, dtype=torch.float32)      # ||v_j||_1, set when a token comes in
         self._sink_end = buffer(batch, dtype=torch.int64)                       # positions below this are sinks
         self._seen = buffer(1, dtype=torch.int64)                               # on the device: graphs replay it
-        self._workspace, self._candidates = _scratch(self.sizes, self.key, config.per_head)
+        self._scratch = _scratch(self.sizes, self.key, config.per_head)
         self.reset()
 
     @property
@@ -184,8 +184,7 @@ class LongFlowState:
         self._started = True
         output: Tensor = _step(
             query, key, value, self.key, self.value, self._magnitude, self.occupied, self.positions, self.next_slot,
-            self.score, self._sink_end, self._seen, self._workspace, self._candidates,
-            self.scale, self.config.per_head, self.config.protect_newest,
+            self.score, self._sink_end, self._seen, *self._scratch, self.scale, self.config.per_head, self.config.protect_newest,
         )
         return output
 
@@ -220,16 +219,20 @@ class LongFlowState:
         self._sink_end.copy_(end if sinks else torch.zeros_like(end))
 
 
-def _scratch(sizes: Sizes, key: Tensor, per_head: bool) -> tuple[Tensor, Tensor]:
-    """Room for what passes between the launches: float32 workspace (see `_launch`) and one candidate per block."""
+def _scratch(sizes: Sizes, key: Tensor, per_head: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for what passes between the launches: a float32 workspace, laid out by `_launch`; a candidate per block of
+    slots; and a counter per decision, zero between steps."""
     splits, _ = split_slots(sizes, key_block(sizes.head_dim, key.element_size(), sizes.slots), key.device)
-    heads = sizes.batch * sizes.query_heads
-    workspace = torch.empty(
-        heads * sizes.slots + heads * splits * (sizes.head_dim + 2), dtype=torch.float32, device=key.device
+    rows = sizes.batch * sizes.key_value_heads
+    logits = rows if splits > 1 else resident_programs(rows, key.device)
+    parts = rows * sizes.group * splits
+    size = logits * sizes.group * sizes.slots + parts * (sizes.head_dim + 2) + rows * sizes.slots
+    decisions = rows if per_head else sizes.batch
+    return (
+        torch.empty(size, dtype=torch.float32, device=key.device),
+        torch.empty(decisions, triton.cdiv(sizes.slots, score_block(splits)), dtype=torch.int64, device=key.device),
+        torch.zeros(decisions, dtype=torch.int32, device=key.device),
     )
-    rows = sizes.batch * (sizes.key_value_heads if per_head else 1)
-    blocks = triton.cdiv(sizes.slots, score_block())
-    return workspace, torch.empty(rows, blocks, dtype=torch.int64, device=key.device)
 
 
 @torch.library.custom_op("kvtwin::longflow_decode", mutates_args=())
@@ -243,10 +246,9 @@ def _decode(
     score = torch.empty(occupied.shape, dtype=torch.float32, device=query.device)
     slot = torch.empty(occupied.shape[:-1], dtype=torch.int64, device=query.device)
     magnitude = torch.empty(key.shape[:3], dtype=torch.float32, device=query.device)
-    workspace, candidates = _scratch(sizes, key, per_head)
     _launch(
-        sizes, query, key, value, occupied, protected, magnitude, output, score, slot, workspace, candidates,
-        scale=scale, per_head=per_head,
+        sizes, query, key, value, occupied, protected, magnitude, output, score, slot,
+        _scratch(sizes, key, per_head), scale=scale, per_head=per_head,
     )
     return output, score, slot
 
@@ -267,19 +269,20 @@ def _(
     "kvtwin::longflow_step",
     mutates_args=(
         "key", "value", "magnitude", "occupied", "positions", "next_slot", "score", "seen", "workspace", "candidates",
+        "arrivals",
     ),
 )
 def _step(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, magnitude: Tensor,
     occupied: Tensor, positions: Tensor, next_slot: Tensor, score: Tensor, sink_end: Tensor, seen: Tensor,
-    workspace: Tensor, candidates: Tensor, scale: float, per_head: bool, protect_newest: bool,
+    workspace: Tensor, candidates: Tensor, arrivals: Tensor, scale: float, per_head: bool, protect_newest: bool,
 ) -> Tensor:
     batch, query_heads, head_dim = query.shape
     sizes = Sizes(batch, query_heads, key.shape[1], key.shape[2], head_dim)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _launch(
-        sizes, query, key, value, occupied, None, magnitude, output, score, next_slot, workspace, candidates,
-        scale=scale, per_head=per_head,
+        sizes, query, key, value, occupied, None, magnitude, output, score, next_slot,
+        (workspace, candidates, arrivals), scale=scale, per_head=per_head,
         arrival=(new_key, new_value, positions, sink_end, seen), protect_newest=protect_newest,
     )
     return output
@@ -289,51 +292,55 @@ def _step(
 def _(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, magnitude: Tensor,
     occupied: Tensor, positions: Tensor, next_slot: Tensor, score: Tensor, sink_end: Tensor, seen: Tensor,
-    workspace: Tensor, candidates: Tensor, scale: float, per_head: bool, protect_newest: bool,
+    workspace: Tensor, candidates: Tensor, arrivals: Tensor, scale: float, per_head: bool, protect_newest: bool,
 ) -> Tensor:
     return query.new_empty(query.shape)
 
 
 def _launch(
     sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, protected: Tensor | None,
-    magnitude: Tensor, output: Tensor, score: Tensor, slot: Tensor, workspace: Tensor, candidates: Tensor, *,
-    scale: float, per_head: bool,
+    magnitude: Tensor, output: Tensor, score: Tensor, slot: Tensor,
+    scratch: tuple[Tensor, Tensor, Tensor], *, scale: float, per_head: bool,
     arrival: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None, protect_newest: bool = False,
 ) -> None:
-    """The three kernels of a step. With `arrival` a new token is written first, into slot `slot`, and the protected
+    """The two kernels of a step. With `arrival` a new token is written first, into slot `slot`, and the protected
     slots follow from positions; without it the cache stays as it is and `protected` is a mask."""
-    batch, query_heads, heads, slots, head_dim = sizes
+    batch, _, heads, slots, head_dim = sizes
+    rows, group = batch * heads, sizes.group
     block = key_block(head_dim, key.element_size(), slots)
     splits, split_size = split_slots(sizes, block, key.device)
-    rows = batch * query_heads
-    ends = [rows * slots, rows * splits * head_dim, rows * splits, rows * splits]
-    logit, partial, top, weight_sum = workspace.split(ends)
+    workspace, candidates, arrivals = scratch
+    programs = resident_programs(rows, key.device)
+    parts = rows * group * splits
+    logits, partial, tops, weight_sums, scores = workspace.split([
+        (rows if splits > 1 else programs) * group * slots, parts * head_dim, parts, parts, rows * slots,
+    ])
     new_key, new_value, positions, sink_end, seen = arrival or (query, query, slot, slot, slot)
     unit = stride_unit(key, value)
     head_stride = occupied.stride(1) if per_head else 0
-    shape = {"GROUP": sizes.group, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim), "ROWS": GROUP_ROWS}
+    shape = {"GROUP": group, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim)}
     mode = {"PER_HEAD": per_head, "ARRIVAL": arrival is not None}
+    mask = occupied if protected is None else protected
     blocks = candidates.shape[1]
+    combined = group if per_head else group * heads
     with on_device_of(key):
-        attend_kernel[(splits, heads, batch)](
+        attend, grid = (split_kernel, (splits, rows)) if splits > 1 else (row_kernel, (programs,))
+        attend[grid](
             query, key, value, occupied, new_key, new_value, slot, positions, seen, magnitude,
-            logit, partial, top, weight_sum,
-            scale * LOG2_E.value, slots, split_size, splits, heads,
+            logits, output, partial, tops, weight_sums, scores,
+            scale * LOG2_E.value, slots, split_size, splits, heads, rows,
             *query.stride(), *(stride // unit for stride in key.stride()[:3]), key.stride(3),
             *(stride // unit for stride in value.stride()[:3]), value.stride(3),
             occupied.stride(0), head_stride, occupied.stride(-1), *new_key.stride(), *new_value.stride(),
-            UNIT=unit, BLOCK=block, **shape, **mode, num_warps=4, num_stages=3,
+            ROWS=GROUP_ROWS, BLOCK=block, SCORE_BLOCK=2 * score_block(splits),
+            UNIT=unit, **shape, **mode, **tuning(splits),
         )
-        mask = occupied if protected is None else protected
-        score_kernel[(blocks, heads if per_head else 1, batch)](
-            logit, top, weight_sum, magnitude, occupied, mask, positions, sink_end, seen, score, candidates,
-            slots, splits, heads,
+        score_kernel[(blocks + (combined if splits > 1 else 0), candidates.shape[0])](
+            logits, partial, tops, weight_sums, magnitude, scores, occupied, mask, positions, sink_end, seen,
+            output, score, slot, candidates, arrivals,
+            slots, splits, heads, blocks,
             occupied.stride(0), head_stride, occupied.stride(-1),
             mask.stride(0), mask.stride(1) if per_head else 0, mask.stride(-1),
-            GROUP=sizes.group, HEAD_DIM=head_dim, ROWS=GROUP_ROWS, BLOCK=score_block(), **mode,
+            SPLITS=MAX_SPLITS, HEADS=16, BLOCK=score_block(splits), SPLIT=splits > 1, **shape, **mode,
             PROTECTED=protected is not None, PROTECT_NEWEST=protect_newest, num_warps=4,
-        )
-        finish_kernel[(heads, batch)](
-            partial, top, weight_sum, candidates, output, slot, seen, splits, heads, blocks,
-            **shape, **mode, num_warps=4,
         )

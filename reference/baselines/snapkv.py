@@ -83,10 +83,9 @@ def compress(
     score = window_score(
         query_window, key, occupied, kernel_size=kernel_size, shared_heads=shared_heads, scale=scale
     )
-    occupied, protected = (
-        None if mask is None else mask if shared_heads else mask[:, None].expand(score.shape)
-        for mask in (occupied, protected)
-    )
+    if not shared_heads:
+        occupied = occupied[:, None].expand(score.shape)
+        protected = None if protected is None else protected[:, None].expand(score.shape)
     kept = kept_after(_rank(score, occupied, protected), min(budget, sizes.slots))        # [B, N] or [B, Hkv, N]
     holds = occupied.gather(-1, kept)
     # Places without a token go to the end; the others keep their order.
