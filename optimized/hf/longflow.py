@@ -1,0 +1,22 @@
+"""LongFlow's cache for transformers, on the Triton kernels."""
+
+from __future__ import annotations
+
+from ...reference.hf.plug import StateCache
+from ..longflow import LongFlowConfig, LongFlowState
+
+
+class LongFlowCache(StateCache):
+    """A LongFlow cache for `generate`: each layer holds at most `budget` tokens per row, in float32 to bfloat16.
+
+        model.set_attn_implementation("kvtwin")
+        model.generate(ids, past_key_values=LongFlowCache(model.config, budget=1024))
+
+    The options are LongFlowConfig's: per_head, protect_newest, sinks, window, kernel_size, check_finite. Slots are in
+    `cache.layers[i].state`, a `LongFlowState`. Arguments, chunks, turns and errors: `StateCache` of the reference.
+    A model on the CPU needs Triton's interpreter: TRITON_INTERPRET=1 before anything imports triton, which importing
+    a transformers model does.
+    """
+
+    Config = LongFlowConfig
+    State = LongFlowState

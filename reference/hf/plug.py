@@ -1,0 +1,344 @@
+"""Where a method's State meets transformers. Everything both sides share, and no mathematics.
+
+In every layer of a forward pass the model first hands its new keys and values to the cache (`StateLayer.update`), then
+calls its attention function with what the cache returned. The decisions belong to attention, so the cache only takes
+note, ties a tag to the key tensor, and returns both as they came; the attention function registered as "kvtwin" finds
+the layer by that tag and drives its State: `prefill` for the first tokens, `step` for all that follow.
+
+transformers builds one mask per forward pass, which cannot tell what each layer's slots hold. The mask function of the
+same name therefore returns its arguments (`MaskSpec`): our layers take the padding from them, and layers that keep
+their stock cache (sliding windows, other caches) get the stock mask and the stock attention.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+try:
+    import transformers  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    raise ImportError(
+        "kvtwin.reference.hf and kvtwin.optimized.hf need transformers, which is not installed: "
+        "python -m pip install 'kvtwin[hf]'",
+        name="transformers",
+    ) from None
+
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from ..contract import MethodConfig
+
+NAME = "kvtwin"
+ACTIVATE = f'model.set_attn_implementation("{NAME}")'
+
+_OWNER = "_kvtwin_layer"
+_SHARING = "no eviction in a model whose layers attend to the keys of another layer (KV sharing)"
+# What some models do to the logits: it comes by keyword, and a function that does not know it computes something else.
+_CHANGES_LOGITS = ("softcap", "s_aux", "position_bias")
+
+
+class MaskSpec:
+    """What the mask function was asked for, in place of a mask. One object serves all layers of a forward pass."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self._arguments = arguments
+        self._all_tokens: bool | None = None
+
+    @cached_property
+    def stock(self) -> Tensor | None:
+        """The mask of transformers' sdpa attention, bool [B, 1, Q, KV]; None where it uses is_causal."""
+        mask: Tensor | None = sdpa_mask(**self._arguments)
+        return mask
+
+    def occupied(self, seen: int, count: int) -> Tensor | None:
+        """Which of the `count` new tokens are no padding, [B, count] bool; None if there is no mask.
+
+        Raises NotImplementedError for masks that are not causal, ValueError where the mask's length is wrong.
+        """
+        if self._arguments["mask_function"] is not causal_mask_function:
+            raise NotImplementedError(
+                "this model's mask is not the causal one (sliding, bidirectional, packed...): kvtwin's attention "
+                "would not heed it in a layer whose cache evicts"
+            )
+        mask: Tensor | None = self._arguments["attention_mask"]
+        if mask is None:
+            return None
+        if mask.dim() != 2 or mask.shape[1] != seen + count:
+            raise ValueError(
+                f"attention_mask must be [B, {seen + count}] for the {seen} tokens that the cache has seen and the "
+                f"{count} new ones, got {tuple(mask.shape)}. (transformers before 5.23 starts at 0 when "
+                "prefill_chunk_size is used on a cache that is not empty: leave prefill_chunk_size out there)"
+            )
+        return mask[:, seen:]
+
+    def all_tokens(self, seen: int, count: int) -> bool:
+        """Whether none of the new tokens is padding. One synchronisation with the GPU per forward pass, not layer.
+
+        Taken for granted in a compiled graph, which cannot look.
+        """
+        occupied = self.occupied(seen, count)
+        if torch.compiler.is_compiling():
+            return True
+        if self._all_tokens is None:
+            self._all_tokens = occupied is None or bool(occupied.all())
+        return self._all_tokens
+
+
+def attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+    scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function "kvtwin": query [B, Hq, Q, D] and what the cache returned -> output [B, Q, Hq, D].
+
+    Layers without a cache of ours run transformers' sdpa attention. Raises NotImplementedError for what neither heeds.
+    """
+    for name in _CHANGES_LOGITS:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__} passes {name} to its attention function, which {NAME!r} does not implement"
+            )
+    owner = getattr(key, _OWNER, None)
+    if owner is not None:
+        if dropout:
+            raise NotImplementedError("no dropout in kvtwin's attention: call model.eval()")
+        if kwargs.get("output_attentions"):
+            raise NotImplementedError("output_attentions: kvtwin's attention keeps no weights")
+        return owner().attend(query, key, value, attention_mask, scaling), None
+    mask = attention_mask.stock if isinstance(attention_mask, MaskSpec) else attention_mask
+    if isinstance(mask, Tensor):
+        mask = mask.to(query.device)                # a model over several devices moves tensors, but no MaskSpec
+    output, _ = sdpa_attention_forward(
+        module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
+    )
+    return output, None
+
+
+# Class methods of process-wide registries. (Item assignment would reach one instance, which transformers ignores.)
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, MaskSpec)
+
+
+class StateLayer(CacheLayerMixin):
+    """One layer's cache: a State, made when the first tokens come. `state` is None until then."""
+
+    is_sliding = False
+
+    def __init__(self, config: MethodConfig, state_class: type[Any], attention_mask: Tensor | None) -> None:
+        # Not the base's __init__, which would set keys and values: they are the state's.
+        self.is_initialized = False
+        self.state: Any = None
+        self._config, self._state_class, self._mask = config, state_class, attention_mask
+        self._made: dict[str, Any] = {}     # what the state was made for
+        self._seen = 0                      # on the host, so that asking costs nothing
+        self._pending = 0                   # tokens that `update` saw and attention did not yet
+
+    @property
+    def keys(self) -> Tensor | None:
+        return None if self.state is None else self.state.key
+
+    @property
+    def values(self) -> Tensor | None:
+        return None if self.state is None else self.state.value
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        # The state waits for attention, which alone knows the scaling and the number of query heads.
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Takes note of the new tokens and returns them: key and value [B, Hkv, Q, D], the key with a tag."""
+        if self._pending:
+            raise RuntimeError(
+                f"the last {self._pending} token(s) never came to kvtwin's attention: call {ACTIVATE} before "
+                "generating. (If an error interrupted a forward pass, call reset() on the cache)"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._pending = key_states.shape[2]
+        self._seen += self._pending
+        # Weak, lest layers and tensors keep each other's memory. The model passes this very tensor to attention.
+        setattr(key_states, _OWNER, weakref.ref(self))
+        return key_states, value_states
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: object, scaling: float | None) -> Tensor:
+        """The new tokens' attention, over themselves and what the state holds: [B, Q, Hq, D].
+
+        query [B, Hq, Q, D]; key, value [B, Hkv, Q, D] as `update` returned them; mask as the attention function has it.
+        """
+        if not self._pending:
+            raise NotImplementedError(_SHARING)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
+            raise ValueError("kvtwin's caches have no backward pass: call the model under torch.no_grad()")
+        count, seen = self._pending, self._seen - self._pending
+        self._make_state(query, key, scaling, seen)
+        if seen == 0:
+            output = self.state.prefill(query, key, value, self._occupied(mask, key)).transpose(1, 2)
+        else:
+            self._refuse_padding(mask, seen, count)
+            steps = [self.state.step(query[:, :, t], key[:, :, t], value[:, :, t]) for t in range(count)]
+            output = torch.stack(steps, dim=1)
+        self._pending = 0
+        return output.contiguous()
+
+    def _make_state(self, query: Tensor, key: Tensor, scaling: float | None, seen: int) -> None:
+        """A state for these tokens, unless there is one that fits."""
+        sizes = {
+            "batch": key.shape[0], "query_heads": query.shape[1], "key_value_heads": key.shape[1],
+            "head_dim": key.shape[3], "dtype": key.dtype, "device": key.device,
+        }
+        wanted = {"scaling": scaling, **sizes}
+        if wanted == self._made:
+            return
+        if seen:
+            changed = [f"{name} {self._made[name]}, now {wanted[name]}" for name in wanted
+                       if wanted[name] != self._made[name]]
+            raise ValueError(f"the cache holds tokens of another kind ({'; '.join(changed)}): call reset() on it first")
+        self.state = self._state_class(replace(self._config, scale=scaling), **sizes)  # type: ignore[call-arg]
+        self._made = wanted
+
+    def _spec(self, mask: object) -> MaskSpec | None:
+        """The mask as ours; None if the model gave none but the constructor had one."""
+        if isinstance(mask, MaskSpec):
+            return mask
+        if mask is None and self._mask is not None:
+            return None
+        what = "no mask" if mask is None else f"a mask of its own ({type(mask).__name__})"
+        raise NotImplementedError(
+            f"the model handed {what} to attention: an evicting cache needs the padding as attention_mask [B, T]"
+        )
+
+    def _occupied(self, mask: object, key: Tensor) -> Tensor | None:
+        """The first tokens' padding, [B, Q] bool, from the model and from the constructor, which must agree."""
+        batch, _, count, _ = key.shape
+        spec = self._spec(mask)
+        given = None if spec is None else spec.occupied(0, count)
+        given = None if given is None else given.to(key.device)
+        if self._mask is None:
+            return given
+        rows, total = self._mask.shape
+        if batch % rows or total < count:
+            raise ValueError(
+                f"the cache's attention_mask must be [B, T] with B = {batch} (or a divisor, for beams) and T at least "
+                f"{count}, got {(rows, total)}"
+            )
+        own = self._mask[:, :count].to(key.device).repeat_interleave(batch // rows, dim=0)
+        if given is not None and not torch.equal(own, given):
+            raise ValueError("the attention_mask given to the cache differs from the model's")
+        return own
+
+    def _refuse_padding(self, mask: object, seen: int, count: int) -> None:
+        spec = self._spec(mask)
+        own = None if self._mask is None else self._mask[:, seen:seen + count]
+        if (spec is None or spec.all_tokens(seen, count)) and (own is None or not own.numel() or bool(own.all())):
+            return
+        raise ValueError(
+            f"attention_mask has padding behind the first {seen} tokens: all of a prompt's padding must lie in the "
+            "first forward pass on a cache (a larger prefill_chunk_size; no padded second turn)"
+        )
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, padding included: positions and prompt slicing follow from it, not from what is stored."""
+        return self._seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(length, offset) as if nothing were ever evicted."""
+        return self._seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: any number of tokens may be seen."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget every token. The state's memory stays, for a next prompt of the same batch size."""
+        if self.state is not None:
+            self.state.reset()
+        self._seen = self._pending = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes what row beam_idx[b] was; [B] of any integer type."""
+        if self.state is not None:
+            self.state.reorder(beam_idx.to(self.device, torch.int64))
+
+
+class StateCache(Cache):
+    """The cache of one method for `model.generate(past_key_values=...)`; a method's cache names its Config and State.
+
+    config: model.config. budget: the most tokens that a layer holds per row. attention_mask: the prompt's [B, T], 1 or
+    True for tokens, 0 for padding; needed only where the model is called without one. options: the method's Config's,
+    but for scale, which is the model's.
+
+    Layers with full attention evict; others (sliding windows, linear attention) keep transformers' own cache, and a
+    model with no layer that evicts gets a UserWarning. Greedy, sampling and beam search work; assisted decoding, which
+    must roll back, raises NotImplementedError. The first forward pass on an empty cache is the State's `prefill` and
+    may hold padding; later tokens, be they chunks of a prompt (`prefill_chunk_size`), a second turn on the same cache,
+    or generated, go through `step` one at a time, so a prompt in chunks is evicted as a stream is, not as one prompt.
+
+    Raises TypeError or ValueError for bad arguments. While the model runs: RuntimeError if its attention is not
+    "kvtwin"; ValueError for padding after the first pass, for masks of another length, and outside torch.no_grad();
+    NotImplementedError for attention that the methods do not define (softcap, sinks, position bias, masks that are
+    not causal, KV sharing between layers, dropout).
+    """
+
+    Config: ClassVar[type[MethodConfig]]
+    State: ClassVar[type[Any]]
+
+    def __init__(
+        self, config: PreTrainedConfig, *, budget: int, attention_mask: Tensor | None = None, **options: Any
+    ) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"config must be the model's config, model.config, got {type(config).__name__}")
+        if "scale" in options:
+            raise TypeError("scale is not an option here: the model says how it scales its logits")
+        if getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
+            raise NotImplementedError(_SHARING)
+        self.config = self.Config(budget=budget, **options)
+        mask = _as_mask(attention_mask)
+        layers = [
+            StateLayer(self.config, self.State, mask) if type(layer) is DynamicLayer else layer
+            for layer in DynamicCache(config=config).layers
+        ]
+        if not any(isinstance(layer, StateLayer) for layer in layers):
+            warnings.warn(
+                f"no layer of this {type(config).__name__} has full attention, so nothing will be evicted: "
+                f"{type(self).__name__} leaves sliding windows and linear attention as they are",
+                stacklevel=2,
+            )
+        super().__init__(layers=layers)
+
+    def activate_past_recording(self) -> None:
+        """Assisted decoding calls this first, meaning to `crop` what it must take back."""
+        raise NotImplementedError("evicted tokens cannot be brought back: no assisted or speculative decoding")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise NotImplementedError("evicted tokens cannot be brought back: no crop(); reset() starts anew")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise NotImplementedError("the number of rows is fixed by the first forward pass")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise NotImplementedError("the number of rows is fixed by the first forward pass")
+
+
+def _as_mask(attention_mask: object) -> Tensor | None:
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask must be a torch.Tensor [B, T], got {type(attention_mask).__name__}")
+    if attention_mask.dim() != 2 or attention_mask.is_floating_point():
+        raise ValueError(
+            "attention_mask must be [B, T] of bools or integers, 0 for padding, "
+            f"got {tuple(attention_mask.shape)} of {attention_mask.dtype}"
+        )
+    return attention_mask.bool()
