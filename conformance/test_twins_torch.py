@@ -1,0 +1,195 @@
+"""What torch asks of the optimized side, for every pair: opcheck, torch.compile without graph breaks, CUDA graphs.
+
+About our own kernels whatever --kv-impl says (see test_twins.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvtwin.conformance import discovery
+from kvtwin.conformance.discovery import Pair
+from kvtwin.conformance.tiny import (
+    GROUPINGS, arguments, attributes, description, new_state, prompt, public_functions, token,
+)
+from kvtwin.optimized._launch import INTERPRETED
+
+every_pair = pytest.mark.parametrize("twin", discovery.pairs(), ids=str)
+every_method = pytest.mark.parametrize("twin", discovery.methods(), ids=str)
+every_grouping = pytest.mark.parametrize("options", GROUPINGS, ids=str)
+
+
+def assert_same_bits(actual: Any, expected: Any, what: str) -> None:
+    """Equal to the bit: tensors, and tuples and dictionaries of them."""
+    if isinstance(expected, Tensor):
+        assert description(actual) == description(expected), what
+        one, other = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (actual, expected))
+        assert torch.equal(one, other), f"{what} differs: {actual} and {expected}"
+    elif isinstance(expected, tuple):
+        assert len(actual) == len(expected)
+        for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_same_bits(one, other, f"{what}[{number}]")
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for name in expected:
+            assert_same_bits(actual[name], expected[name], f"{what}.{name}")
+    else:
+        assert actual == expected, what
+
+
+# Operations ----------------------------------------------------------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """Keeps the arguments of every kind of call of an operation of ours, as they were before it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "kvtwin":
+            assert not kwargs
+            kind = tuple((arg.dim(), arg.dtype) if isinstance(arg, Tensor) else type(arg) for arg in args)
+            before = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)
+            self.seen.setdefault((func, kind), (func, before))
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def calls_of(twin: Pair, device: torch.device) -> list[tuple[Any, tuple[Any, ...]]]:
+    """(operation, arguments) of what a pair's functions and state call."""
+    with Calls() as calls:
+        for function in public_functions(twin.optimized, twin.optimized.__all__).values():
+            for optional in (False, True):
+                function(**arguments(function, device, optional=optional))
+        for options in GROUPINGS if twin.state else ():
+            state = new_state(twin, twin.optimized, device, **options)
+            state.prefill(*prompt(device, seed=1))
+            state.step(*token(device, seed=2))
+    return list(calls.seen.values())
+
+
+@every_pair
+def test_operations_pass_opcheck(twin: Pair, device: torch.device) -> None:
+    calls = calls_of(twin, device)
+    assert calls, "no torch.library operation was called"
+    for operation, args in calls:
+        torch.library.opcheck(operation, args)
+
+
+def test_no_operation_goes_unchecked(device: torch.device) -> None:
+    """The test above reaches all that is registered under kvtwin::."""
+    reached = {operation.name() for twin in discovery.pairs() for operation, _ in calls_of(twin, device)}
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("kvtwin::")}
+    assert registered == {name.removesuffix(".default") for name in reached}
+
+
+# torch.compile -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled() -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """torch.compile with one graph for all: traced only on the CPU, by inductor too on a GPU."""
+    torch.compiler.reset()
+    backend = "eager" if INTERPRETED else "inductor"
+    yield lambda function: torch.compile(function, fullgraph=True, backend=backend)
+    torch.compiler.reset()
+
+
+@every_pair
+@pytest.mark.filterwarnings("ignore")  # what compilers have to say is not about us
+def test_functions_compile(twin: Pair, compiled: Callable[..., Any], device: torch.device) -> None:
+    for name, function in public_functions(twin.optimized, twin.optimized.__all__).items():
+        for optional in (False, True):
+            given = arguments(function, device, optional=optional)
+            actual, expected = compiled(function)(**given), function(**given)
+            if INTERPRETED or name == "decode_attention":  # inductor fuses, and rounds, what is not inside our kernels
+                assert_same_bits(actual, expected, name)
+
+
+@every_method
+@every_grouping
+@pytest.mark.filterwarnings("ignore")
+def test_steps_compile(
+    twin: Pair, options: dict[str, Any], compiled: Callable[..., Any], device: torch.device
+) -> None:
+    """Each step replaces a token; the buffers are the same tensors all along."""
+    one, other = (new_state(twin, twin.optimized, device, **options) for _ in range(2))
+    step = compiled(one.step)
+    for state in (one, other):
+        state.prefill(*prompt(device, seed=0))
+    for number in range(1, 5):
+        given = token(device, seed=number)
+        assert_same_bits(step(*given), other.step(*given), f"output of step {number}")
+        assert_same_bits(attributes(one), attributes(other), f"state after step {number}")
+
+
+# CUDA graphs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU: run with --kv-device cuda")
+class TestCudaGraphs:
+    """A step captured once and replayed: everything that changes from step to step is in the state's own tensors."""
+
+    def captured(self, state: Any, static: tuple[Tensor, ...], device: torch.device) -> tuple[Any, Tensor]:
+        """A graph of state.step(*static) and its output. The state is as empty afterwards as before."""
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(2):  # compiles the kernels
+                state.step(*static)
+        torch.cuda.current_stream(device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = state.step(*static)
+        state.reset()
+        return graph, output
+
+    @every_method
+    @every_grouping
+    def test_replayed_steps_are_the_eager_ones(self, twin: Pair, options: dict[str, Any], device: torch.device) -> None:
+        replayed, eager = (new_state(twin, twin.optimized, device, **options) for _ in range(2))
+        static = token(device, seed=0)
+        graph, output = self.captured(replayed, static, device)
+        for round_ in range(2):
+            for state in (replayed, eager):
+                state.reset()
+                state.prefill(*prompt(device, seed=100 + round_))
+            for number in range(1, 65):
+                given = token(device, seed=number)
+                for place, tensor in zip(static, given, strict=True):
+                    place.copy_(tensor)
+                graph.replay()
+                assert_same_bits(output, eager.step(*given), f"output of step {number}")
+                assert_same_bits(attributes(replayed), attributes(eager), f"state after step {number}")
+
+    @every_method
+    def test_a_step_without_prompt_can_be_captured(self, twin: Pair, device: torch.device) -> None:
+        """Filling an empty cache: the first slots are free ones."""
+        replayed, eager = (new_state(twin, twin.optimized, device) for _ in range(2))
+        static = token(device, seed=0)
+        graph, output = self.captured(replayed, static, device)
+        for number in range(12):
+            graph.replay()
+            assert_same_bits(output, eager.step(*static), f"output of step {number}")
+        assert_same_bits(attributes(replayed), attributes(eager), "state")
+
+    @every_method
+    @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+    def test_check_finite_is_refused(self, twin: Pair, device: torch.device) -> None:
+        """It reads tensors on the host, which no graph can repeat."""
+        state = new_state(twin, twin.optimized, device, check_finite=True)
+        if not getattr(state.config, "check_finite", False):
+            return
+        static = token(device, seed=0)
+        state.step(*static)
+        with pytest.raises(ValueError, match="check_finite"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            state.step(*static)

@@ -1,0 +1,89 @@
+"""Any pair, run on tiny tensors: for tests that ask whether and how it runs, not what comes out.
+
+A function's arguments are made from their names, which mean the same everywhere (DESIGN section 1); a state is driven
+through the interface that all states share.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .discovery import Pair
+
+BATCH, QUERY_HEADS, KEY_VALUE_HEADS, SLOTS, HEAD_DIM, WINDOW, BUDGET = 2, 4, 2, 6, 16, 2, 4
+HEADS = (QUERY_HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS)  # of query, key and value
+
+#: Configs to try: as they come, and with the option that changes a state's shapes (`new_state` drops what is unknown).
+GROUPINGS: tuple[dict[str, Any], ...] = ({}, {"per_head": True})
+
+
+def public_functions(owner: Any, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """Those of `names` that are functions of the module or class `owner`."""
+    return {name: member for name in names if inspect.isfunction(member := inspect.getattr_static(owner, name))}
+
+
+def _random(seed: int, device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def prompt(device: torch.device, *, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """query [B, Hq, T, D], key and value [B, Hkv, T, D]; longer than the budget of `new_state`."""
+    query, key, value = (
+        _random(3 * seed + number, device, BATCH, heads, SLOTS, HEAD_DIM) for number, heads in enumerate(HEADS)
+    )
+    return query, key, value
+
+
+def token(device: torch.device, *, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """query [B, Hq, D], key and value [B, Hkv, D]."""
+    query, key, value = (tensor[:, :, 0].contiguous() for tensor in prompt(device, seed=seed))
+    return query, key, value
+
+
+def arguments(function: Callable[..., Any], device: torch.device, *, optional: bool) -> dict[str, Any]:
+    """What `function` requires, and with `optional` whatever else it takes of the names below."""
+    query, key, value = prompt(device, seed=0)
+    occupied = torch.ones(BATCH, SLOTS, dtype=torch.bool, device=device)
+    occupied[0, :2] = False
+    protected = torch.zeros_like(occupied)
+    protected[:, 3] = True
+    known = {
+        "query": query[:, :, 0], "query_window": query[:, :, :WINDOW], "key": key, "value": value,
+        "occupied": occupied, "protected": protected, "budget": BUDGET - 1, "scale": 0.5,
+    }
+    parameters = inspect.signature(function).parameters
+    required = {name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty}
+    if required - known.keys():
+        raise LookupError(f"{function.__name__} requires {required - known.keys()}: say in {__name__} what that is")
+    return {name: known[name] for name in parameters if name in required or (optional and name in known)}
+
+
+def new_state(pair: Pair, side: Any, device: torch.device, **options: Any) -> Any:
+    """The state of `pair` in `side`, one of its modules; of the config's options those in `options` that it has."""
+    assert pair.config is not None
+    assert pair.state is not None
+    fields = {name: value for name, value in options.items() if name in inspect.signature(pair.config).parameters}
+    return getattr(side, pair.state.__name__)(
+        pair.config(budget=BUDGET, **fields), batch=BATCH, query_heads=QUERY_HEADS, key_value_heads=KEY_VALUE_HEADS,
+        head_dim=HEAD_DIM, dtype=torch.float32, device=device,
+    )
+
+
+def attributes(state: Any) -> dict[str, Any]:
+    """Copies of everything public that is no method. What unoccupied slots hold is unspecified: zeros here."""
+    names = [name for name in dir(state) if not name.startswith("_") and not inspect.ismethod(getattr(state, name))]
+    values = {name: getattr(state, name) for name in names}
+    hidden = ~state.occupied if state.occupied.dim() == 3 else ~state.occupied[:, None]
+    for name in {"key", "value"} & values.keys():
+        values[name] = values[name].masked_fill(hidden[..., None], 0)
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def description(value: Any) -> Any:
+    """Of a tensor its dtype, shape and device; any other value itself."""
+    return (value.dtype, tuple(value.shape), value.device) if isinstance(value, Tensor) else value
