@@ -1,4 +1,4 @@
-"""The kernels of a LongFlow decode step: `split_kernel` or `row_kernel` for attention, then `score_kernel`.
+"""The two kernels of a LongFlow decode step: `attend_kernel`, then `score_kernel`.
 
 Logits, maxima and log scores are in base 2 throughout. Contiguous scratch is indexed by the flat number of the (row of
 the batch, KV head), or of the (row, query head); strides of the caches come divided by UNIT (see _launch.stride_unit).
@@ -119,36 +119,21 @@ def _attend(
     return acc, top, weight_sum
 
 
-@triton.jit
-def _normalise(acc, weight_sum):
-    """The output; zeros for a row without any occupied slot."""
-    empty = weight_sum == 0.0
-    return tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, weight_sum)[:, None])
-
-
-@triton.jit
-def _log_weight(logit, top, weight_sum):
-    """log2 of softmax weights [n, BLOCK] from n finished normalisers. Their two parts leave one by one, so that no
-    digits of a large maximum are lost."""
-    log_sum = log2_or_minus_inf(weight_sum)
-    return (logit - finite_or_zero(top)[:, None]) - log_sum[:, None]
-
-
 @triton.jit(do_not_specialize=[
     "slots", "split_size", "splits", "heads", "query_b", "query_h", "key_b", "key_h", "key_s", "value_b", "value_h",
     "value_s", "occupied_b", "occupied_h", "new_key_b", "new_key_h", "new_value_b", "new_value_h",
 ])
-def split_kernel(
-    query, key, value, occupied, new_key, new_value, slot, positions, seen, magnitude, logits,
-    output, partial, tops, weight_sums, scores,
-    scale, slots, split_size, splits, heads, rows,
+def attend_kernel(
+    query, key, value, occupied, new_key, new_value, slot, positions, seen, magnitude,
+    logits, partial, tops, weight_sums,
+    scale, slots, split_size, splits, heads,
     query_b, query_h, query_d, key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d,
     occupied_b, occupied_h, occupied_s, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, SCORE_BLOCK: tl.constexpr, UNIT: tl.constexpr, PER_HEAD: tl.constexpr,
-    ARRIVAL: tl.constexpr,
+    BLOCK: tl.constexpr, UNIT: tl.constexpr, PER_HEAD: tl.constexpr, ARRIVAL: tl.constexpr,
 ):
-    """For few rows: program (split, flat) takes one share of a row's slots; partial results go to memory."""
+    """Program (split, flat): one share of the slots of a (row, KV head), for all its query heads. The logits and the
+    share's maximum, sum and accumulator go to memory."""
     split = tl.program_id(0)
     flat = tl.program_id(1).to(tl.int64)
     b, k_head = flat // heads, flat % heads
@@ -186,131 +171,58 @@ def split_kernel(
     tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
 
 
-@triton.jit(do_not_specialize=[
-    "slots", "split_size", "splits", "heads", "rows", "query_b", "query_h", "key_b", "key_h", "key_s", "value_b",
-    "value_h", "value_s", "occupied_b", "occupied_h", "new_key_b", "new_key_h", "new_value_b",
-    "new_value_h",
-])
-def row_kernel(
-    query, key, value, occupied, new_key, new_value, slot, positions, seen, magnitude, logits,
-    output, partial, tops, weight_sums, scores,
-    scale, slots, split_size, splits, heads, rows,
-    query_b, query_h, query_d, key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d,
-    occupied_b, occupied_h, occupied_s, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, SCORE_BLOCK: tl.constexpr, UNIT: tl.constexpr, PER_HEAD: tl.constexpr,
-    ARRIVAL: tl.constexpr,
-):
-    """For many rows: a resident program takes (row, KV head)s one after the other and finishes each.
-
-    Its logits lie in scratch of its own, used again for the next row: they stay in L2 and cost no memory bandwidth.
-    What leaves is the output and one log score per slot, summed over the group.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    logits += program * GROUP * slots
-    tops += program * GROUP
-    weight_sums += program * GROUP
-    d = tl.arange(0, D_PAD)
-    row = tl.arange(0, ROWS)
-    mask = (row < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-    for index in range(tl.program_id(0), rows, tl.num_programs(0)):
-        flat = tl.cast(index, tl.int64)
-        b, k_head = flat // heads, flat % heads
-        row_key = key + (b * key_b + k_head * key_h) * UNIT
-        row_value = value + (b * value_b + k_head * value_h) * UNIT
-        row_occupied = occupied + b * occupied_b + k_head * occupied_h
-        row_magnitude = magnitude + flat * slots
-        head = (k_head * GROUP + row)[:, None]
-        q = tl.load(query + b * query_b + head * query_h + d[None, :] * query_d, mask=mask, other=0.0)
-        newest = -1
-        if ARRIVAL:
-            decision = flat if PER_HEAD else b
-            newest = tl.load(slot + decision).to(tl.int32)
-            if (newest >= 0) & (newest < slots):
-                _write_token(
-                    row_key, row_value, row_occupied, positions + decision * slots, row_magnitude,
-                    new_key + b * new_key_b + k_head * new_key_h, new_value + b * new_value_b + k_head * new_value_h,
-                    seen, newest, key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, new_key_d, new_value_d,
-                    PER_HEAD or k_head == 0, HEAD_DIM, D_PAD,
-                )
-            tl.debug_barrier()
-        acc, top, weight_sum = _attend(
-            q, row_key, row_value, row_occupied, row_magnitude, logits, newest, scale, 0, slots, slots,
-            key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, ARRIVAL,
-        )
-        out = _normalise(acc, weight_sum)
-        tl.store(
-            output + (flat * GROUP + row)[:, None] * HEAD_DIM + d[None, :], round_to(out, output.dtype.element_ty),
-            mask=mask,
-        )
-        # Through memory into scalars; the barriers order this program's own stores and loads.
-        log_sum = log2_or_minus_inf(weight_sum)
-        tl.store(tops + row, finite_or_zero(top), mask=row < GROUP)
-        tl.store(weight_sums + row, log_sum, mask=row < GROUP)
-        tl.debug_barrier()
-        for start in range(0, slots, SCORE_BLOCK):
-            s = start + tl.arange(0, SCORE_BLOCK)
-            highest = tl.full([SCORE_BLOCK], float("-inf"), tl.float32)
-            total = tl.zeros([SCORE_BLOCK], tl.float32)
-            # One vector per head, merged in registers: no exchange between threads, and all loads in flight at once.
-            for g in tl.static_range(GROUP):
-                logit = tl.load(logits + g * slots + s, mask=s < slots, other=float("-inf"))
-                x = (logit - tl.load(tops + g)) - tl.load(weight_sums + g)
-                x = tl.where(logit == float("-inf"), float("-inf"), x)
-                higher = tl.maximum(highest, x)
-                shift = finite_or_zero(higher)
-                total = total * tl.exp2(highest - shift) + tl.exp2(x - shift)
-                highest = higher
-            size = tl.load(row_magnitude + s, mask=s < slots, other=0.0)
-            score = finite_or_zero(highest) + log2_or_minus_inf(total) + log2_or_minus_inf(size)
-            tl.store(scores + flat * slots + s, score, mask=s < slots)
-        tl.debug_barrier()
-
-
 @triton.jit
-def _split_rank(
-    logits, tops, weight_sums, magnitude, holds, s, first, count, slots, splits,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+def _finish_normalisers(
+    tops, weight_sums, normalisers, first, count, splits, HEADS: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """log2 of the scores summed over query heads first to first + count (flat numbers), from logits and splits."""
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
+    """log2 of the softmax denominators of query heads first to first + count, in two parts: maximum and log2 of the sum.
+
+    Every program of a decision writes the same numbers to the same place, and reads back its own.
+    """
     i = tl.arange(0, SPLITS)
     for start in range(0, count, HEADS):
         h = start + tl.arange(0, HEADS)
-        real = h < count
-        head = first + h
-        part = head[:, None] * splits + i[None, :]
-        there = real[:, None] & (i < splits)[None, :]
+        part = (first + h)[:, None] * splits + i[None, :]
+        there = (h < count)[:, None] & (i < splits)[None, :]
         split_top = tl.load(tops + part, mask=there, other=float("-inf"))
         split_sum = tl.load(weight_sums + part, mask=there, other=0.0)
-        head_top = finite_or_zero(tl.max(split_top, 1))
-        head_sum = tl.sum(split_sum * tl.exp2(split_top - head_top[:, None]), 1)
-        valid = real[:, None] & holds[None, :]
-        logit = tl.load(logits + head[:, None] * slots + s[None, :], mask=valid, other=float("-inf"))
-        size = tl.load(magnitude + (head // GROUP)[:, None] * slots + s[None, :], mask=valid, other=0.0)
-        x = _log_weight(logit, head_top, tl.where(real, head_sum, 1.0)) + log2_or_minus_inf(size)
-        x = tl.where(logit == float("-inf"), float("-inf"), x)
-        new_top = tl.maximum(top, tl.max(x, 0))
-        shift = finite_or_zero(new_top)
-        total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(x - shift[None, :]), 0)
-        top = new_top
-    return finite_or_zero(top) + log2_or_minus_inf(total)
+        top = finite_or_zero(tl.max(split_top, 1))
+        total = tl.sum(split_sum * tl.exp2(split_top - top[:, None]), 1)
+        tl.store(normalisers + (first + h) * 2, top, mask=h < count)
+        tl.store(normalisers + (first + h) * 2 + 1, log2_or_minus_inf(total), mask=h < count)
+    tl.debug_barrier()
 
 
 @triton.jit
-def _row_rank(scores, s, first, count, slots, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """log2 of the scores summed over KV heads first to first + count (flat numbers), from their log scores."""
+def _rank(
+    logits, normalisers, magnitude, holds, s, first, count, slots, GROUP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """log2 of the scores summed over KV heads first to first + count (flat numbers), [BLOCK]."""
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, count, HEADS):
-        h = start + tl.arange(0, HEADS)
-        there = (h < count)[:, None] & (s < slots)[None, :]
-        x = tl.load(scores + (first + h)[:, None] * slots + s[None, :], mask=there, other=float("-inf"))
-        new_top = tl.maximum(top, tl.max(x, 0))
-        shift = finite_or_zero(new_top)
-        total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(x - shift[None, :]), 0)
-        top = new_top
+    # One vector per head, merged in registers: threads exchange nothing, and about 8 heads' loads are in flight at once.
+    for start in range(0, count, (GROUP + 7) // GROUP):
+        for k in tl.static_range((GROUP + 7) // GROUP):
+            real = holds & (start + k + tl.zeros_like(s) < count)
+            flat = first + tl.minimum(start + k, count - 1)
+            highest = tl.full([BLOCK], float("-inf"), tl.float32)
+            weight = tl.zeros([BLOCK], tl.float32)
+            size = tl.load(magnitude + flat * slots + s, mask=real, other=0.0)
+            for g in tl.static_range(GROUP):
+                head = flat * GROUP + g
+                logit = tl.load(logits + head * slots + s, mask=real, other=float("-inf"))
+                # The normaliser's parts leave one by one, so that no digits of a large maximum are lost.
+                x = (logit - tl.load(normalisers + head * 2)) - tl.load(normalisers + head * 2 + 1)
+                x = tl.where(logit == float("-inf"), float("-inf"), x)
+                higher = tl.maximum(highest, x)
+                shift = finite_or_zero(higher)
+                weight = weight * tl.exp2(highest - shift) + tl.exp2(x - shift)
+                highest = higher
+            x = finite_or_zero(highest) + log2_or_minus_inf(weight) + log2_or_minus_inf(size)
+            higher = tl.maximum(top, x)
+            shift = finite_or_zero(higher)
+            total = total * tl.exp2(top - shift) + tl.exp2(x - shift)
+            top = higher
     return finite_or_zero(top) + log2_or_minus_inf(total)
 
 
@@ -338,16 +250,16 @@ def _combine(
     "slots", "splits", "heads", "blocks", "occupied_b", "occupied_h", "mask_b", "mask_h",
 ])
 def score_kernel(
-    logits, partial, tops, weight_sums, magnitude, scores, occupied, protected, positions, sink_end, seen,
+    logits, partial, tops, weight_sums, normalisers, magnitude, occupied, protected, positions, sink_end, seen,
     output, score, slot, candidates, arrivals,
     slots, splits, heads, blocks,
     occupied_b, occupied_h, occupied_s, mask_b, mask_h, mask_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK: tl.constexpr, SPLIT: tl.constexpr, PER_HEAD: tl.constexpr, ARRIVAL: tl.constexpr,
+    BLOCK: tl.constexpr, PER_HEAD: tl.constexpr, ARRIVAL: tl.constexpr,
     PROTECTED: tl.constexpr, PROTECT_NEWEST: tl.constexpr,
 ):
     """Programs (block of slots, decision): scores summed over the heads that decide together, and the block's victim;
-    the last block of a decision to finish picks among them. After a split, further programs combine the outputs."""
+    the last block of a decision to finish picks among them. Further programs combine the outputs of query heads."""
     block = tl.program_id(0)
     decision = tl.program_id(1).to(tl.int64)
     b = decision // heads if PER_HEAD else decision
@@ -363,14 +275,11 @@ def score_kernel(
         in_row = s < slots
         s64 = s.to(tl.int64)
         holds = tl.load(occupied + b * occupied_b + k_head * occupied_h + s64 * occupied_s, mask=in_row, other=0) != 0
-        if SPLIT:
-            rank = _split_rank(
-                logits, tops, weight_sums, magnitude, holds, s, decision * query_heads, query_heads, slots, splits,
-                GROUP, HEADS, SPLITS, BLOCK,
-            )
-        else:
-            kv_heads = 1 if PER_HEAD else heads
-            rank = _row_rank(scores, s, decision * kv_heads, kv_heads, slots, HEADS, BLOCK)
+        _finish_normalisers(
+            tops, weight_sums, normalisers, decision * query_heads, query_heads, splits, HEADS, SPLITS
+        )
+        kv_heads = query_heads // GROUP
+        rank = _rank(logits, normalisers, magnitude, holds, s, decision * kv_heads, kv_heads, slots, GROUP, BLOCK)
         linear = tl.exp2(rank) / (query_heads * HEAD_DIM)
         held = holds & False
         if ARRIVAL:

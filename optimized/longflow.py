@@ -1,8 +1,7 @@
 """LongFlow on the GPU: two launches per decode step, and nothing returns to the host.
 
-The first writes the new token and runs attention with all G query heads of a KV head in one program, an online softmax,
-and keeps the logits: one program per (row, KV head) where there are many of these, several that split the slots where
-there are few. The second turns logits into log scores and picks the slot.
+The first writes the new token and runs split-KV attention with all G query heads of a KV head in one program and an
+online softmax, and keeps the logits. The second merges the splits, turns logits into log scores and picks the slot.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from ..reference.longflow import CompressResult, DecodeResult, LongFlowConfig
 from ._attention import causal_attention
 from ._launch import (
     DTYPES, GROUP_ROWS, MAX_SPLITS, check_kernel_device, check_kernel_sizes, check_launchable, key_block, on_device_of,
-    padded_head_dim, resident_programs, score_block, split_slots, stride_unit, tuning,
+    padded_head_dim, score_block, split_slots, stride_unit,
 )
-from ._longflow_kernels import row_kernel, score_kernel, split_kernel
+from ._longflow_kernels import attend_kernel, score_kernel
 from ._numerics import LOG2_E
 from .baselines.snapkv import choose, gather_tokens
 
@@ -220,19 +219,22 @@ class LongFlowState:
 
 
 def _scratch(sizes: Sizes, key: Tensor, per_head: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for what passes between the launches: a float32 workspace, laid out by `_launch`; a candidate per block of
+    """Room for what passes between the launches: a float32 workspace, cut up by `_launch`; a candidate per block of
     slots; and a counter per decision, zero between steps."""
     splits, _ = split_slots(sizes, key_block(sizes.head_dim, key.element_size(), sizes.slots), key.device)
-    rows = sizes.batch * sizes.key_value_heads
-    logits = rows if splits > 1 else resident_programs(rows, key.device)
-    parts = rows * sizes.group * splits
-    size = logits * sizes.group * sizes.slots + parts * (sizes.head_dim + 2) + rows * sizes.slots
-    decisions = rows if per_head else sizes.batch
+    decisions = sizes.batch * (sizes.key_value_heads if per_head else 1)
+    blocks = triton.cdiv(sizes.slots, score_block(decisions, sizes.slots, key.device))
     return (
-        torch.empty(size, dtype=torch.float32, device=key.device),
-        torch.empty(decisions, triton.cdiv(sizes.slots, score_block(splits)), dtype=torch.int64, device=key.device),
+        torch.empty(sum(_cuts(sizes, splits)), dtype=torch.float32, device=key.device),
+        torch.empty(decisions, blocks, dtype=torch.int64, device=key.device),
         torch.zeros(decisions, dtype=torch.int32, device=key.device),
     )
+
+
+def _cuts(sizes: Sizes, splits: int) -> list[int]:
+    """Sizes of logits, partial accumulators, their maxima and sums, and finished normalisers in the workspace."""
+    heads = sizes.batch * sizes.query_heads
+    return [heads * sizes.slots, heads * splits * sizes.head_dim, heads * splits, heads * splits, heads * 2]
 
 
 @torch.library.custom_op("kvtwin::longflow_decode", mutates_args=())
@@ -306,41 +308,35 @@ def _launch(
     """The two kernels of a step. With `arrival` a new token is written first, into slot `slot`, and the protected
     slots follow from positions; without it the cache stays as it is and `protected` is a mask."""
     batch, _, heads, slots, head_dim = sizes
-    rows, group = batch * heads, sizes.group
+    group = sizes.group
     block = key_block(head_dim, key.element_size(), slots)
     splits, split_size = split_slots(sizes, block, key.device)
     workspace, candidates, arrivals = scratch
-    programs = resident_programs(rows, key.device)
-    parts = rows * group * splits
-    logits, partial, tops, weight_sums, scores = workspace.split([
-        (rows if splits > 1 else programs) * group * slots, parts * head_dim, parts, parts, rows * slots,
-    ])
+    logits, partial, tops, weight_sums, normalisers = workspace.split(_cuts(sizes, splits))
     new_key, new_value, positions, sink_end, seen = arrival or (query, query, slot, slot, slot)
     unit = stride_unit(key, value)
     head_stride = occupied.stride(1) if per_head else 0
     shape = {"GROUP": group, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim)}
     mode = {"PER_HEAD": per_head, "ARRIVAL": arrival is not None}
     mask = occupied if protected is None else protected
-    blocks = candidates.shape[1]
-    combined = group if per_head else group * heads
+    decisions, blocks = candidates.shape
     with on_device_of(key):
-        attend, grid = (split_kernel, (splits, rows)) if splits > 1 else (row_kernel, (programs,))
-        attend[grid](
+        attend_kernel[(splits, batch * heads)](
             query, key, value, occupied, new_key, new_value, slot, positions, seen, magnitude,
-            logits, output, partial, tops, weight_sums, scores,
-            scale * LOG2_E.value, slots, split_size, splits, heads, rows,
+            logits, partial, tops, weight_sums,
+            scale * LOG2_E.value, slots, split_size, splits, heads,
             *query.stride(), *(stride // unit for stride in key.stride()[:3]), key.stride(3),
             *(stride // unit for stride in value.stride()[:3]), value.stride(3),
             occupied.stride(0), head_stride, occupied.stride(-1), *new_key.stride(), *new_value.stride(),
-            ROWS=GROUP_ROWS, BLOCK=block, SCORE_BLOCK=2 * score_block(splits),
-            UNIT=unit, **shape, **mode, **tuning(splits),
+            ROWS=GROUP_ROWS, BLOCK=block, UNIT=unit, **shape, **mode, num_warps=2, num_stages=2,
         )
-        score_kernel[(blocks + (combined if splits > 1 else 0), candidates.shape[0])](
-            logits, partial, tops, weight_sums, magnitude, scores, occupied, mask, positions, sink_end, seen,
+        score_kernel[(blocks + batch * heads * group // decisions, decisions)](
+            logits, partial, tops, weight_sums, normalisers, magnitude, occupied, mask, positions, sink_end, seen,
             output, score, slot, candidates, arrivals,
             slots, splits, heads, blocks,
             occupied.stride(0), head_stride, occupied.stride(-1),
             mask.stride(0), mask.stride(1) if per_head else 0, mask.stride(-1),
-            SPLITS=MAX_SPLITS, HEADS=16, BLOCK=score_block(splits), SPLIT=splits > 1, **shape, **mode,
+            SPLITS=8 if splits <= 8 else MAX_SPLITS, HEADS=16,
+            BLOCK=score_block(decisions, slots, key.device), **shape, **mode,
             PROTECTED=protected is not None, PROTECT_NEWEST=protect_newest, num_warps=4,
         )
