@@ -175,7 +175,7 @@ def attend_kernel(
 def _finish_normalisers(
     tops, weight_sums, normalisers, first, count, splits, HEADS: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """log2 of the softmax denominators of query heads first to first + count, in two parts: maximum and log2 of the sum.
+    """log2 of the softmax denominators of query heads first to first + count, in two parts: maximum, log2 of the sum.
 
     Every program of a decision writes the same numbers to the same place, and reads back its own.
     """
@@ -200,7 +200,7 @@ def _rank(
     """log2 of the scores summed over KV heads first to first + count (flat numbers), [BLOCK]."""
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    # One vector per head, merged in registers: threads exchange nothing, and about 8 heads' loads are in flight at once.
+    # One vector per head, merged in registers: threads exchange nothing, and about 8 heads' loads are in flight.
     for start in range(0, count, (GROUP + 7) // GROUP):
         for k in tl.static_range((GROUP + 7) // GROUP):
             real = holds & (start + k + tl.zeros_like(s) < count)

@@ -183,7 +183,8 @@ class LongFlowState:
         self._started = True
         output: Tensor = _step(
             query, key, value, self.key, self.value, self._magnitude, self.occupied, self.positions, self.next_slot,
-            self.score, self._sink_end, self._seen, *self._scratch, self.scale, self.config.per_head, self.config.protect_newest,
+            self.score, self._sink_end, self._seen, *self._scratch,
+            self.scale, self.config.per_head, self.config.protect_newest,
         )
         return output
 

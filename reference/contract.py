@@ -117,7 +117,7 @@ def check_dtype(name: str, dtype: object, allowed: tuple[torch.dtype, ...] = FLO
 
 
 def check_mask(name: str, mask: object, expected: tuple[int, ...], layout: str, like: torch.Tensor, of: str) -> None:
-    """A bool mask of the given shape on the device of `like`; numbers are refused, since 1.0 - mask is a common slip."""
+    """A bool mask of the given shape on the device of `like`. Numbers are refused: 1.0 - mask is a common slip."""
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor {layout}, got {type(mask).__name__}")
     check_strided(name, mask)
@@ -147,7 +147,7 @@ def check_key_value(key: object, value: object, *, steps: str = "S") -> None:
 def check_attention(
     query: object, key: object, value: object, *, steps: str = "S", time: str | None = None, name: str = "query"
 ) -> Sizes:
-    """query [B, Hq, D], or [B, Hq, `time`, D], against key and value [B, Hkv, S, D]. `name`: what the caller calls it."""
+    """query [B, Hq, D], or [B, Hq, `time`, D], against key and value [B, Hkv, S, D]. `name`: the caller's for it."""
     check_key_value(key, value, steps=steps)
     assert isinstance(key, torch.Tensor)
     layout = "[B, Hq, D]" if time is None else f"[B, Hq, {time}, D]"
@@ -228,7 +228,7 @@ def check_reorder(index: object, batch: int, device: torch.device) -> torch.Tens
 
 
 def check_all_finite(**tensors: torch.Tensor) -> None:
-    """Reads every element (a synchronisation): only for those who asked with `check_finite`. ValueError names the one."""
+    """Reads every element (a synchronisation): for those who asked with `check_finite`. ValueError names the one."""
     for name, tensor in tensors.items():
         if capturing(tensor.device):
             raise ValueError("check_finite=True reads the tensors on the host: it cannot be captured in a CUDA graph")

@@ -6,7 +6,6 @@ LongFlowScore(t_i) = ||a_i v_i||_1, here divided by head_dim and averaged over t
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,7 +88,7 @@ def log_score(
     logit = logits(query, key, occupied, scale=scale)                                   # [B, Hq, S]
     magnitude = zero_unoccupied(value, occupied).to(logit.dtype).abs().sum(-1)          # [B, Hkv, S]  ||v_j||_1
     log_weight = logit - logit.logsumexp(-1, keepdim=True)                              # [B, Hq, S]   log a_hj
-    log_contribution = log_weight + per_query_head(magnitude.log(), query.shape[1])     # [B, Hq, S]   log ||a_hj v_j||_1
+    log_contribution = log_weight + per_query_head(magnitude.log(), query.shape[1])     # [B, Hq, S]   log ||a v||_1
     batch, key_value_heads, slots, _ = key.shape
     heads = log_contribution.view(batch, key_value_heads if per_head else 1, -1, slots)
     summed = heads.logsumexp(2)

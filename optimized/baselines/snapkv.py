@@ -88,7 +88,7 @@ def choose(
 
 def gather_tokens(tensor: Tensor, kept: Tensor) -> Tensor:
     """tensor [B, Hkv, T, D] at kept [B, N] or [B, Hkv, N]; -1 gives zeros, whatever the tensor holds."""
-    batch, heads, _, head_dim = tensor.shape
+    batch, heads, _, _ = tensor.shape
     index = kept[:, None] if kept.dim() == 2 else kept
     index = index.expand(batch, heads, -1)
     rows = torch.take_along_dim(tensor, index.clamp_min(0)[..., None], dim=2)

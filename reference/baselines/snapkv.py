@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ..attention import INF, causal_logits, softmax
 from ..contract import (
-    Sizes, check_attention, check_flag, check_integer, check_mask, check_tensor, resolve_scale,
+    Sizes, check_attention, check_flag, check_integer, check_mask, resolve_scale,
 )
 from ..selection import kept_after
 
