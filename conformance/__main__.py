@@ -1,0 +1,136 @@
+"""``python -m kvtwin.conformance [METHOD...]``: verify the methods here; a table, a report, an exit code.
+
+The same tests as ``pytest --pyargs kvtwin.conformance``, less those that test the suite itself, for people who need not
+know pytest. Exit code 0 if everything that ran is right and something did run, 1 if a test failed, and pytest's own
+codes for the rest (2 interrupted, 4 wrong usage, 5 nothing was tested).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from . import discovery, options, plugin, suite
+
+DEFAULT_REPORT = Path("kvtwin-report.html")
+MOST_JOBS = 4  # each takes about a GB
+
+
+class MainJob:
+    """Prints the header that pytest leaves out when it is quiet, and sees whether anything was verified."""
+
+    def __init__(self) -> None:
+        self.verified = False
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        print("\n".join(_suite_of(session).pytest_report_header()), flush=True)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        running = _suite_of(session)
+        # Tests of the reference and of the papers pass whatever the implementation is: they verify nothing of it.
+        self.verified = any(
+            result.outcome == "passed" and (result.touched or running.implementation is None)
+            for result in running.collector.results
+        )
+
+
+def _suite_of(session: pytest.Session) -> suite.Suite:
+    running: suite.Suite | None = session.config.pluginmanager.get_plugin(plugin.SUITE)
+    assert running is not None, "the command line names our own tests"
+    return running
+
+
+def parser() -> argparse.ArgumentParser:
+    names = [pair.name for pair in discovery.pairs()]
+    made = argparse.ArgumentParser(
+        prog="python -m kvtwin.conformance",
+        description="Verify implementations of KV-cache methods against float64 arithmetic.",
+        epilog=f"Methods: {', '.join(names)}. All of pytest's options: pytest --pyargs kvtwin.conformance --help",
+    )
+    made.add_argument("methods", nargs="*", metavar="METHOD", help="which to verify; all of them if none is named")
+    made.add_argument("--impl", metavar="MODULE", help="verify this module instead of kvtwin.optimized")
+    made.add_argument("--device", choices=options.DEVICES, default="auto", help="default: CUDA if there is one")
+    made.add_argument(
+        "--report",
+        type=Path,
+        default=DEFAULT_REPORT,
+        metavar="PATH",
+        help="PATH.html writes a page and JSON beside it, PATH.json JSON alone (default: %(default)s)",
+    )
+    made.add_argument(
+        "-j",
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="processes to test in (default: one on a GPU, else as many as there are cores, up to "
+        f"{MOST_JOBS}; more than one needs pytest-xdist)",
+    )
+    made.add_argument("--hypothesis-profile", metavar="NAME", help="ci, default or thorough: how many examples")
+    made.add_argument("-k", dest="keyword", metavar="EXPRESSION", help="only the tests whose names match, as in pytest")
+    made.add_argument("-x", dest="first", action="store_true", help="stop at the first failure")
+    made.add_argument("-v", dest="verbose", action="store_true", help="one line per test")
+    return made
+
+
+def default_jobs(device: str) -> int:
+    """How many processes: the interpreter keeps one core busy each; on a GPU they would compile the same kernels."""
+    if importlib.util.find_spec("xdist") is None:
+        return 1
+    import torch
+
+    if device != "cpu" and torch.cuda.is_available():
+        return 1
+    return min(MOST_JOBS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
+    """The command line that pytest gets."""
+    arguments = [
+        str(plugin.HERE),
+        # The tests lie in the installed package: neither a configuration file above it, nor one of the project in
+        # the current folder, is meant for them, and nothing is to be written there.
+        *("-c", os.devnull, "--rootdir", str(plugin.HERE), "-p", "no:cacheprovider", "-p", plugin.NAME),
+        *("--import-mode", "importlib", "--strict-markers", "--tb", "short", "-o", "filterwarnings=error"),
+        # This module has imported the plugin before pytest could rewrite its asserts. It has none that tests rely on.
+        *("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"),
+        f"--kv-device={chosen.device}",
+        f"--kv-report={chosen.report}",
+        f"--kv-methods={','.join(chosen.methods)}",
+        "-v" if chosen.verbose else "-q",
+    ]
+    if chosen.jobs > 1:
+        arguments += ["-n", str(chosen.jobs), "--dist", "worksteal"]
+    if chosen.impl:
+        arguments += [f"--kv-impl={chosen.impl}"]
+    if chosen.hypothesis_profile:
+        arguments += ["--hypothesis-profile", chosen.hypothesis_profile]
+    if chosen.keyword:
+        arguments += ["-k", chosen.keyword]
+    return [*arguments, "-x"] if chosen.first else arguments
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    made = parser()
+    chosen = made.parse_args(arguments)
+    names = [pair.name for pair in discovery.pairs()]
+    unknown = [name for name in chosen.methods if name not in names]
+    if unknown:
+        made.error(f"no method {', '.join(map(repr, unknown))}; there are: {', '.join(names)}")
+    chosen.methods = chosen.methods or names
+    chosen.jobs = chosen.jobs or default_jobs(chosen.device)
+    job = MainJob()
+    status = int(pytest.main(pytest_arguments(chosen), plugins=[job]))
+    if status == pytest.ExitCode.OK and not job.verified:
+        print("error: no test of the implementation passed: nothing is verified", file=sys.stderr)
+        return int(pytest.ExitCode.NO_TESTS_COLLECTED)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

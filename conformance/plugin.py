@@ -1,0 +1,60 @@
+"""The pytest plugin (entry point ``kvtwin``): options for everybody, everything else for runs of kvtwin's own tests.
+
+An installed plugin is loaded by every pytest run of its environment. So this module imports nothing heavy, defines no
+fixture and touches no environment; ``suite.Suite``, which does, is registered only once the run is seen to include the
+tests beside this file, or to ask for them with a ``--kv-*`` option.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from . import options
+
+HERE = Path(__file__).resolve().parent
+PACKAGE = "kvtwin.conformance"
+NAME = "kvtwin"  # of the entry point
+SUITE = "kvtwin-suite"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    options.add(parser)
+
+
+# First, so that our Hypothesis profiles exist when Hypothesis's plugin looks for the one of --hypothesis-profile.
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("help") or getattr(config.option, "version", 0):
+        return
+    if options.any_given(config) or any(_names_own_tests(config, argument) for argument in config.args):
+        _activate(config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
+    # By a route that the command line does not show: a link, another plugin.
+    if file_path.parent.resolve() == HERE:
+        _activate(parent.config)
+
+
+def _activate(config: pytest.Config) -> None:
+    if not config.pluginmanager.has_plugin(SUITE):
+        from . import pytest_fixtures
+        from .suite import Suite
+
+        config.pluginmanager.register(Suite(config), SUITE)
+        config.pluginmanager.register(pytest_fixtures, f"{SUITE}-fixtures")
+
+
+def _names_own_tests(config: pytest.Config, argument: str) -> bool:
+    """True if a command line argument is, holds, or lies in the folder of this file."""
+    name = argument.split("::")[0]
+    if config.getoption("pyargs") and (name == "kvtwin" or f"{name}.".startswith(f"{PACKAGE}.")):
+        return True
+    path = (config.invocation_params.dir / name).resolve()
+    if path == HERE or HERE in path.parents:
+        return True
+    # A project's folder can hold the environment that kvtwin is installed in; pytest does not collect from there.
+    return path in HERE.parents and "site-packages" not in HERE.relative_to(path).parts

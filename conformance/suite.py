@@ -1,0 +1,134 @@
+"""The part of the plugin that runs kvtwin's tests: markers, the tally of each test, summary and report."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from . import environment, options, results, stack, summary, tally
+from .impl import Twins
+from .report import build_report, write_report
+
+MARKERS = (
+    "kind(name): what a test is about: equivalence, laws, claims, golden or bad_input",
+    "claim(id): the test checks this claim of the ledger in claims/*.toml",
+    "method(name): the method that a test is about, where neither its file's name nor a parameter says so",
+)
+WARNINGS = (
+    # A skips file for the whole suite stays usable while one file of it runs.
+    "default::kvtwin.conformance.options.UnmatchedEntryWarning",
+    # numpy's, about lanes of a block that the kernel masks out; an error there would be the interpreter's.
+    "ignore::RuntimeWarning:triton.runtime.interpreter",
+    # pytest-benchmark's, when tests run in several processes; what is timed is timed elsewhere.
+    "ignore:Benchmarks are automatically disabled",
+)
+VACUOUS = (
+    "vacuous: {decisive} of {total} decisions were decisive ({share:.0%}); with less than half of them, this test "
+    "would accept wrong evictions (draw data whose scores lie further apart than their bounds)"
+)
+TALLY = pytest.StashKey[tally.Tally]()
+FACTS = pytest.StashKey[dict[str, Any]]()
+
+
+class Suite:
+    """Registered by plugin.py for runs that include kvtwin's tests."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        """Decide the backend before anything imports triton. Raises pytest.UsageError."""
+        self.config = config
+        options.check(config)
+        for marker in MARKERS:
+            config.addinivalue_line("markers", marker)
+        for line in WARNINGS:
+            config.addinivalue_line("filterwarnings", line)
+        self.backend = environment.choose(config.getoption("kv_device"))
+        environment.set_up_hypothesis(config)
+        if config.getoption("kv_update_golden") and not hasattr(config, "workerinput"):
+            _record_goldens()
+        self.implementation: str | None = config.getoption("kv_impl")
+        self.twins = Twins(self.implementation)
+        self.collector = results.Collector()
+        self.written: list[str] = []
+
+    def pytest_report_header(self) -> list[str]:
+        return environment.header(self.backend, summary.under_test(self.implementation))
+
+    # First: what -k and other plugins deselect is still there, so that no entry seems to match nothing because of them.
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        options.apply_entries(config, items)
+        for item in items:
+            item.stash[FACTS] = results.classify(item)
+        methods = options.methods(config)
+        if methods is not None:
+            config.hook.pytest_deselected(items=[item for item in items if item.stash[FACTS]["method"] not in methods])
+            items[:] = [item for item in items if item.stash[FACTS]["method"] in methods]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        with tally.opened() as item.stash[TALLY]:
+            return (yield)
+
+    # Outermost: a test fails as vacuous only if all else about it is right.
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        outcome = yield
+        counted = item.stash[TALLY]
+        if counted.vacuous:
+            share = counted.decisive / counted.total
+            pytest.fail(VACUOUS.format(decisive=counted.decisive, total=counted.total, share=share), pytrace=False)
+        return outcome
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+        test = pyfuncitem.obj
+        pyfuncitem.obj = functools.partial(stack.call, test)
+        try:
+            return (yield)
+        finally:
+            pyfuncitem.obj = test
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        made = yield
+        error = call.excinfo.value if call.excinfo else None
+        results.annotate(made, error, item.stash[FACTS], item.stash[TALLY])
+        return made
+
+    # First: pytest's own answer for a skipped test would be "skipped".
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        if results.is_not_provided(report):
+            return "not provided", "n", "NOT PROVIDED"
+        return None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.collector.add(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.collector.add_collection_error(report)
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        path = options.report_path(self.config)
+        if path is not None and not hasattr(self.config, "workerinput"):
+            found = build_report(self.config, self.backend, self.implementation, self.collector.results, exitstatus)
+            self.written = write_report(found, path)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        summary.write(terminalreporter, self.collector.results, self.implementation)
+        if self.written:
+            terminalreporter.write_line(f"kvtwin report: {', '.join(self.written)}")
+
+
+def _record_goldens() -> None:
+    command = [sys.executable, "-m", "kvtwin.fixtures.record"]
+    if subprocess.run(command, check=False).returncode:
+        raise pytest.UsageError(f"--kv-update-golden: {' '.join(command)} failed")

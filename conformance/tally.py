@@ -1,0 +1,81 @@
+"""What the comparators tell about the running test: decisions, bound utilisation, adjudicated ties.
+
+The plugin opens a tally around each test and reads it when the test has passed; outside of a pytest run the calls do
+nothing. Hypothesis calls a test many times, so everything adds up over all its examples (the maximum, for utilisation).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+# A test whose decisions are mostly left open by the bounds would accept wrong ones: it has tested nothing.
+LEAST_DECISIVE_SHARE = 0.5
+
+
+@dataclass
+class Tally:
+    """The sums of one test. ``bound_utilisation`` is the largest error seen, as a fraction of its bound."""
+
+    total: int = 0
+    decisive: int = 0
+    bound_utilisation: float | None = None
+    ties: int = 0
+    touched: bool = False  # the test took something from the implementation under test (followed with --kv-impl only)
+
+    @property
+    def vacuous(self) -> bool:
+        """True if decisions were compared and less than half of them could have been wrong."""
+        return self.total > 0 and self.decisive < LEAST_DECISIVE_SHARE * self.total
+
+
+_running: ContextVar[Tally | None] = ContextVar("kvtwin_tally", default=None)
+
+
+@contextmanager
+def opened() -> Iterator[Tally]:
+    """Collect what is reported inside the ``with`` block."""
+    tally = Tally()
+    token = _running.set(tally)
+    try:
+        yield tally
+    finally:
+        _running.reset(token)
+
+
+def decisions(total: int, decisive: int) -> None:
+    """Report ``total`` kept/evicted decisions compared, of which ``decisive`` had one right answer only."""
+    if not 0 <= decisive <= total:
+        raise ValueError(f"decisive must lie in 0..total, got {decisive} of {total}")
+    tally = _running.get()
+    if tally is not None:
+        tally.total += int(total)
+        tally.decisive += int(decisive)
+
+
+def utilisation(fraction: float) -> None:
+    """Report an error as a fraction of its bound; the largest of a test is kept."""
+    tally = _running.get()
+    if tally is not None:
+        # NaN compares false with everything: as infinity it cannot hide.
+        fraction = math.inf if math.isnan(fraction) else float(fraction)
+        tally.bound_utilisation = max(fraction, tally.bound_utilisation or 0.0)
+
+
+def adjudicated(count: int) -> None:
+    """Report ``count`` choices that differed within the bounds and that the reference adopted."""
+    if count < 0:
+        raise ValueError(f"count must not be negative, got {count}")
+    tally = _running.get()
+    if tally is not None:
+        tally.ties += int(count)
+
+
+def touched() -> None:
+    """Report that the running test takes something from the implementation under test."""
+    tally = _running.get()
+    if tally is not None:
+        tally.touched = True
