@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvtwin.conformance import discovery
+from kvtwin.conformance import discovery, judges
+from kvtwin.conformance.tiny import attributes
 
 pytestmark = [pytest.mark.kind("laws"), pytest.mark.parametrize("pair", discovery.methods(), ids=str)]
 
@@ -44,12 +45,8 @@ class Scenario:
 
     def state(self, side: object, pair: discovery.Pair, device: torch.device, **config: object) -> object:
         """A fresh state of the method on one side."""
-        module = side
-        for name in pair.path.split("."):
-            module = getattr(module, name)
-        config_class, state_class = pair.config, getattr(module, pair.state.__name__)
-        return state_class(
-            config_class(self.budget, **config), batch=self.batch, query_heads=self.query_heads,
+        return getattr(judges.module(side, pair), pair.state.__name__)(
+            judges.small_config(pair, self.budget, config), batch=self.batch, query_heads=self.query_heads,
             key_value_heads=self.key_value_heads, head_dim=self.head_dim, dtype=self.dtype, device=device,
         )
 
@@ -90,15 +87,7 @@ few = settings(max_examples=max(3, settings().max_examples // 5))
 
 def snapshot(state: object) -> dict[str, Tensor]:
     """The readable state: what a later step, or a user, could see of it. Unoccupied slots hold nothing."""
-    occupied = state.occupied
-    slots = occupied if occupied.dim() == 3 else occupied[:, None]
-    seen = {name: getattr(state, name).clone() for name in ("occupied", "positions")}
-    for name in ("key", "value"):
-        seen[name] = torch.where(slots[..., None], getattr(state, name), 0)
-    for name in ("next_slot", "score"):
-        if hasattr(state, name):
-            seen[name] = getattr(state, name).clone()
-    return seen
+    return {name: value for name, value in attributes(state).items() if isinstance(value, Tensor)}
 
 
 def play(state: object, inputs: tuple, *, before_step=lambda state: None) -> list[dict[str, Tensor]]:

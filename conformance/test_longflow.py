@@ -1,4 +1,7 @@
-"""LongFlow under test against float64: output, scores and the slot to overwrite, for every kind of content."""
+"""LongFlow under test against float64: output, scores and the slot to overwrite, for every kind of content.
+
+Its state over drawn traces: test_lockstep.py.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance import bounds, judge, lockstep
+from kvtwin.conformance import bounds, lockstep
 from kvtwin.conformance.cases import DecodeCase, StateTrace
 from kvtwin.conformance.compare import assert_same, assert_within
+from kvtwin.conformance.judges import longflow as judge
+from kvtwin.conformance.judges.snapkv import assert_compress_right
 from kvtwin.conformance.oracle import attend
-from kvtwin.conformance.strategies import decode_cases, state_traces, window_cases
+from kvtwin.conformance.strategies import decode_cases, window_cases
 
 pytestmark = pytest.mark.kind("equivalence")
 
@@ -30,7 +35,10 @@ def test_longflow_decodes_as_float64_would(case, twins):
     judge.assert_decode_right(twins.optimized.longflow.decode_attention(**case.inputs), case)
 
 
-@given(case=decode_cases(occupancy=("full",), protect=("none", "newest"), content=("ordinary", "dominant", "near_ties")))
+SCORED = ("ordinary", "dominant", "near_ties")
+
+
+@given(case=decode_cases(occupancy=("full",), protect=("none", "newest"), content=SCORED))
 @some
 def test_longflow_evicts_what_float64_would(case, twins):
     """Full caches, where every choice is one of scores."""
@@ -147,13 +155,6 @@ def test_longflow_decodes_a_row_alone_as_in_a_batch(case, row, twins):
     assert_same(single.slot, batched.slot[row:row + 1], where=verdict.decisive, what="slot of the row alone")
 
 
-@given(trace=state_traces())
-@some
-def test_longflow_state_keeps_step_with_float64(trace, twins):
-    """Any config: prompt (compressed, padded or none), fill-before-evict, slot reuse, protection, sinks."""
-    lockstep.run(trace, twins.optimized.longflow)
-
-
 @pytest.mark.parametrize("per_head", [False, True])
 def test_longflow_state_keeps_step_over_many_evictions(per_head, twins, device):
     """Slots are reused many times over: stale scores, masks or norms would show."""
@@ -168,38 +169,7 @@ def test_longflow_state_keeps_step_over_many_evictions(per_head, twins, device):
     assert summary.decisive > trace.steps, "most of the choices have one right answer"
 
 
-@given(trace=state_traces(max_prompt=12, max_steps=6))
-@few
-def test_longflow_with_room_for_all_is_full_attention(trace, twins):
-    """budget >= tokens: every step's output is attention over everything that came in, nothing is ever lost."""
-    module = twins.optimized.longflow
-    total = trace.prompt + trace.steps
-    config = module.LongFlowConfig(**{**trace.options, "budget": total + 1})
-    state = module.LongFlowState(config, **trace.sizes)
-    prompt = trace.prompt_inputs
-    device = torch.device(trace.device)
-    occupied = torch.ones(trace.batch, total, dtype=torch.bool, device=device)
-    keys, values = [], []
-    if prompt is not None:
-        state.prefill(**prompt)
-        if prompt["occupied"] is not None:
-            occupied[:, :trace.prompt] = prompt["occupied"]
-        keys, values = [prompt["key"]], [prompt["value"]]
-    for step in range(trace.steps):
-        token = trace.step_inputs(step)
-        keys.append(token["key"][:, :, None])
-        values.append(token["value"][:, :, None])
-        seen = occupied[:, :trace.prompt + step + 1]
-        full = DecodeCase.of(token["query"], torch.cat(keys, 2), torch.cat(values, 2), seen, scale=trace.scale)
-        assert_within(
-            state.step(**token), full.attention.output[:, :, 0], bounds.decode_output(full), what=f"output of step {step}"
-        )
-    assert_same(state.occupied.sum(-1), (seen.sum(-1, keepdim=True) if config.per_head else seen.sum(-1)).expand(
-        state.occupied.shape[:-1]
-    ), what="tokens held")
-
-
 @given(case=window_cases())
 @some
 def test_longflow_compresses_a_prompt_as_float64_would(case, twins):
-    judge.assert_compress_right(twins.optimized.longflow.compress_prefill(**case.inputs), case)
+    assert_compress_right(twins.optimized.longflow.compress_prefill(**case.inputs), case)

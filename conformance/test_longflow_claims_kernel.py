@@ -16,10 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvtwin.conformance import tally
-from kvtwin.conformance.bounds import arithmetic, longflow_log_score, output_error
+from kvtwin.conformance.bounds import arithmetic, output_error
 from kvtwin.conformance.claim_math import (
     algorithm_one, attention, caches, lowest, many, norm1, one_head, softmax, vector,
 )
+from kvtwin.conformance.judges.longflow import log_score_interval
 from kvtwin.conformance.oracle import attend
 
 INF = math.inf
@@ -43,7 +44,7 @@ def published(logits: list[float], values: torch.Tensor = VALUES, mask: list[boo
 
 def right_victims(case: dict) -> list[int]:
     """The slots that float32 arithmetic may choose: no other slot's score is surely lower."""
-    rank = longflow_log_score(attend(**case), arithmetic(torch.float32), per_head=False)
+    rank = log_score_interval(attend(**case), arithmetic(torch.float32), per_head=False)
     return (rank.low[0] <= rank.high[0].min()).nonzero()[:, 0].tolist()
 
 

@@ -15,11 +15,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtwin.conformance.bounds import arithmetic, longflow_linear_score
+from kvtwin.conformance.bounds import arithmetic
 from kvtwin.conformance.claim_math import (
     Counted, Vector, add_up, attention, caches, components, effect, many, masses, minus, norm1, one_head, scaled,
     softmax, square, vector, without,
 )
+from kvtwin.conformance.judges.longflow import linear_score_error
 from kvtwin.conformance.oracle import attend
 
 HALF = Fraction(1, 2)
@@ -61,7 +62,7 @@ def test_twins_score_is_weight_times_norm(longflow, device, logits):
     score = longflow.decode_attention(**case).score[0].cpu().double()
     weight = torch.tensor(logits, dtype=torch.float64).softmax(0)[:, None]
     left = (weight * values.double()).abs().sum(1) / 16                                # ||a v||_1 / D
-    slack = longflow_linear_score(attend(**case), arithmetic(torch.float32), per_head=False)[0].cpu()
+    slack = linear_score_error(attend(**case), arithmetic(torch.float32), per_head=False)[0].cpu()
     assert (abs(score - left) <= slack).all()
     assert not (abs(score - left * 0.99) <= slack).any()
     assert not (abs(score - (weight * values.double()).sum(1).abs() / 16) <= slack).any()   # |sum| is not sum ||

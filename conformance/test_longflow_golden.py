@@ -9,9 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtwin.conformance import bounds, judge
+from kvtwin.conformance import bounds
 from kvtwin.conformance.cases import DecodeCase
 from kvtwin.conformance.compare import assert_same, assert_within
+from kvtwin.conformance.judges import longflow as judge
 from kvtwin.fixtures.load import load_trace
 
 pytestmark = pytest.mark.kind("golden")
@@ -30,7 +31,7 @@ def started(module, case, traces, device, dtype):
     capture, golden = traces
     about = golden.metadata["cases"][case]
     tensors = [capture.tensors[f"{about['layer']}.{name}"].to(device, dtype) for name in ("query", "key", "value")]
-    query, key, value = tensors
+    query, key, _ = tensors
     config = module.LongFlowConfig(**about["config"])
     state = module.LongFlowState(
         config, batch=1, query_heads=query.shape[1], key_value_heads=key.shape[1], head_dim=key.shape[3],

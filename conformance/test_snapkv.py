@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance import judge
 from kvtwin.conformance.compare import assert_same
+from kvtwin.conformance.judges import snapkv as judge
 from kvtwin.conformance.strategies import window_cases
 
 pytestmark = pytest.mark.kind("equivalence")
@@ -22,7 +22,7 @@ some = settings(max_examples=max(4, settings().max_examples // 2))
 @some
 def test_snapkv_scores_as_float64_would(case, shared_heads, twins):
     actual = twins.optimized.baselines.snapkv.window_score(**case.score_inputs, shared_heads=shared_heads)
-    judge.assert_window_score_right(actual, case, shared_heads=shared_heads)
+    judge.assert_score_right(actual, case, shared_heads=shared_heads)
 
 
 @given(case=window_cases(), shared_heads=st.booleans())
@@ -38,7 +38,8 @@ def test_snapkv_choices_are_mostly_decisive(case, twins):
     """Ordinary prompts with room for some of the prefix: scores decide, and the bounds leave few open."""
     budget = case.observers + (case.tokens - case.observers) // 2
     case = replace(case, budget=budget, protect="none")
-    judge.assert_compress_right(twins.optimized.baselines.snapkv.compress(**case.snapkv_inputs, shared_heads=True), case)
+    actual = twins.optimized.baselines.snapkv.compress(**case.snapkv_inputs, shared_heads=True)
+    judge.assert_compress_right(actual, case)
 
 
 @given(case=window_cases())

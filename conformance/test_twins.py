@@ -25,7 +25,7 @@ import kvtwin.optimized
 import kvtwin.reference
 from kvtwin.conformance import discovery
 from kvtwin.conformance.discovery import Pair
-from kvtwin.conformance.tiny import GROUPINGS, attributes, description, new_state, prompt, public_functions, token
+from kvtwin.conformance.tiny import attributes, description, new_state, prompt, public_functions, states, token
 
 REFERENCE, OPTIMIZED = "kvtwin.reference", "kvtwin.optimized"
 # What the reference holds for both sides: the validation of arguments and the transformers plug, no mathematics.
@@ -99,8 +99,7 @@ def test_states_have_the_same_methods(twin: Pair) -> None:
         assert_same_signature(f"{twin.state.__name__}.{name}", ours[name], theirs[name])
 
 
-@every_method
-@pytest.mark.parametrize("options", GROUPINGS, ids=str)
+@pytest.mark.parametrize(("twin", "options"), states(), ids=str)
 def test_states_show_the_same_attributes(twin: Pair, options: dict[str, Any], device: torch.device) -> None:
     """Names, shapes and dtypes, from an empty state to one in use; the values are what test_<method>.py compares."""
     one, other = (new_state(twin, side, device, **options) for side in (twin.reference, twin.optimized))
@@ -234,6 +233,7 @@ def missing_parts(twin: Pair, reference: Path, optimized: Path, conformance: Pat
         "test": (conformance / f"test_{name}.py").is_file(),
         "claims": has_claims,
         "trace": any((fixtures / "traces").glob(f"{name}*.safetensors")),
+        "recorder": (fixtures / f"record_{name}.py").is_file(),
     }
     for side in (reference, optimized):
         if (side / "hf").is_dir():
@@ -262,6 +262,7 @@ PARTS = {
     "claims": "conformance/claims/new.toml",
     "mutants": "conformance/mutants/new.toml",
     "trace": "fixtures/traces/new.safetensors",
+    "recorder": "fixtures/record_new.py",
     "bench": "perf/bench_new.py",
     "thresholds": "perf/thresholds/new.toml",
 }

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvtwin.conformance import discovery
 from kvtwin.conformance.discovery import Pair
 from kvtwin.conformance.tiny import (
-    GROUPINGS, arguments, attributes, description, new_state, prompt, public_functions, token,
+    arguments, attributes, description, groupings, new_state, prompt, public_functions, states, token,
 )
 from kvtwin.optimized._launch import INTERPRETED
 
 every_pair = pytest.mark.parametrize("twin", discovery.pairs(), ids=str)
 every_method = pytest.mark.parametrize("twin", discovery.methods(), ids=str)
-every_grouping = pytest.mark.parametrize("options", GROUPINGS, ids=str)
+every_state = pytest.mark.parametrize(("twin", "options"), states(), ids=str)
 
 
 def assert_same_bits(actual: Any, expected: Any, what: str) -> None:
@@ -69,8 +69,8 @@ def calls_of(twin: Pair, device: torch.device) -> list[tuple[Any, tuple[Any, ...
     with Calls() as calls:
         for function in public_functions(twin.optimized, twin.optimized.__all__).values():
             for optional in (False, True):
-                function(**arguments(function, device, optional=optional))
-        for options in GROUPINGS if twin.state else ():
+                function(**arguments(twin, function, device, optional=optional))
+        for options in groupings(twin) if twin.state else ():
             state = new_state(twin, twin.optimized, device, **options)
             state.prefill(*prompt(device, seed=1))
             state.step(*token(device, seed=2))
@@ -109,14 +109,13 @@ def compiled() -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
 def test_functions_compile(twin: Pair, compiled: Callable[..., Any], device: torch.device) -> None:
     for name, function in public_functions(twin.optimized, twin.optimized.__all__).items():
         for optional in (False, True):
-            given = arguments(function, device, optional=optional)
+            given = arguments(twin, function, device, optional=optional)
             actual, expected = compiled(function)(**given), function(**given)
             if INTERPRETED or name == "decode_attention":  # inductor fuses, and rounds, what is not inside our kernels
                 assert_same_bits(actual, expected, name)
 
 
-@every_method
-@every_grouping
+@every_state
 @pytest.mark.filterwarnings("ignore")
 def test_steps_compile(
     twin: Pair, options: dict[str, Any], compiled: Callable[..., Any], device: torch.device
@@ -153,8 +152,7 @@ class TestCudaGraphs:
         state.reset()
         return graph, output
 
-    @every_method
-    @every_grouping
+    @every_state
     def test_replayed_steps_are_the_eager_ones(self, twin: Pair, options: dict[str, Any], device: torch.device) -> None:
         replayed, eager = (new_state(twin, twin.optimized, device, **options) for _ in range(2))
         static = token(device, seed=0)

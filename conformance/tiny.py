@@ -13,13 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import discovery, judges
 from .discovery import Pair
 
 BATCH, QUERY_HEADS, KEY_VALUE_HEADS, SLOTS, HEAD_DIM, WINDOW, BUDGET = 2, 4, 2, 6, 16, 2, 4
 HEADS = (QUERY_HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS)  # of query, key and value
 
-#: Configs to try: as they come, and with the option that changes a state's shapes (`new_state` drops what is unknown).
-GROUPINGS: tuple[dict[str, Any], ...] = ({}, {"per_head": True})
+
+def groupings(pair: Pair) -> list[dict[str, Any]]:
+    """Options to try: none, and those that its judge says change a state's shapes."""
+    return [{}, *judges.ask(pair.name, "GROUPINGS", ())]
+
+
+def states() -> list[tuple[Pair, dict[str, Any]]]:
+    """Every method with each of its groupings."""
+    return [(pair, options) for pair in discovery.methods() for options in groupings(pair)]
 
 
 def public_functions(owner: Any, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
@@ -45,8 +53,9 @@ def token(device: torch.device, *, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def arguments(function: Callable[..., Any], device: torch.device, *, optional: bool) -> dict[str, Any]:
-    """What `function` requires, and with `optional` whatever else it takes of the names below."""
+def arguments(pair: Pair, function: Callable[..., Any], device: torch.device, *, optional: bool) -> dict[str, Any]:
+    """What a function of `pair` requires, and with `optional` whatever else it takes of the names below, or of those
+    that the pair's judge adds."""
     query, key, value = prompt(device, seed=0)
     occupied = torch.ones(BATCH, SLOTS, dtype=torch.bool, device=device)
     occupied[0, :2] = False
@@ -55,11 +64,13 @@ def arguments(function: Callable[..., Any], device: torch.device, *, optional: b
     known = {
         "query": query[:, :, 0], "query_window": query[:, :, :WINDOW], "key": key, "value": value,
         "occupied": occupied, "protected": protected, "budget": BUDGET - 1, "scale": 0.5,
+        **judges.ask(pair.name, "arguments", lambda device: {})(device),
     }
     parameters = inspect.signature(function).parameters
     required = {name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty}
     if required - known.keys():
-        raise LookupError(f"{function.__name__} requires {required - known.keys()}: say in {__name__} what that is")
+        unknown = ", ".join(sorted(required - known.keys()))
+        raise LookupError(f"{function.__name__} requires {unknown}: arguments() of judges/{pair.name}.py may say what")
     return {name: known[name] for name in parameters if name in required or (optional and name in known)}
 
 
@@ -69,8 +80,8 @@ def new_state(pair: Pair, side: Any, device: torch.device, **options: Any) -> An
     assert pair.state is not None
     fields = {name: value for name, value in options.items() if name in inspect.signature(pair.config).parameters}
     return getattr(side, pair.state.__name__)(
-        pair.config(budget=BUDGET, **fields), batch=BATCH, query_heads=QUERY_HEADS, key_value_heads=KEY_VALUE_HEADS,
-        head_dim=HEAD_DIM, dtype=torch.float32, device=device,
+        judges.small_config(pair, BUDGET, fields), batch=BATCH, query_heads=QUERY_HEADS,
+        key_value_heads=KEY_VALUE_HEADS, head_dim=HEAD_DIM, dtype=torch.float32, device=device,
     )
 
 

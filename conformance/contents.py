@@ -1,0 +1,156 @@
+"""What a case's tensors hold: ordinary numbers, and every kind of content that has broken a kernel.
+
+Tensors are filled on the case's device from a torch.Generator with the case's seed, so a seed means other numbers on a
+GPU than on the CPU; a saved case holds the numbers themselves. Numbers are made in float32 and then rounded to the
+case's dtype: that rounding is before the judge's beginning and part of no bound.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Contents of query, key and value; the first is what failing examples shrink to.
+CONTENTS = (
+    "ordinary", "duplicates", "near_ties", "zero_values", "dominant", "equal_keys", "overflow_88", "extreme_1e4",
+    "many_87", "all_below_104", "integers", "identical", "zero_query", "tiny_values", "all_zero_values",
+)
+OCCUPANCIES = ("full", "random", "left_padding", "one_free", "one_token", "empty_row")
+PROTECTIONS = ("none", "newest", "random", "all_but_one", "all")
+#: What unoccupied slots hold.
+POISONS = ("zero", "nan", "inf", "largest", "stale")
+
+
+class Tokens(NamedTuple):
+    """query [B, Hq, Q, D], key and value [B, Hkv, S, D], float32."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def fill(
+    content: str, generator: torch.Generator, *, batch: int, key_value_heads: int, group: int, queries: int,
+    slots: int, head_dim: int, dtype: torch.dtype, scale: float,
+) -> Tokens:
+    """Query, key and value of the given content, rounded to `dtype`."""
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=generator.device)
+
+    query = normal(batch, key_value_heads * group, queries, head_dim)
+    key, value = normal(2, batch, key_value_heads, slots, head_dim)
+    if content in AIMS:
+        # Heads of one group look in nearly one direction, so that all of them see the logits that are aimed at.
+        lead = query[:, ::group, :1]
+        query = lead.repeat_interleave(group, 1) * (1 + 0.01 * normal(*query.shape))
+        low, high = AIMS[content]
+        wanted = low + (high - low) * torch.rand(
+            batch, key_value_heads, slots, 1, generator=generator, device=generator.device
+        )
+        key = wanted / (scale * lead.square().sum(-1, keepdim=True)) * lead + 0.01 * key
+    elif content == "dominant":
+        key[:, :, _some(generator, slots, 1)] = (60 / scale / query[:, ::group, :1].square().sum(-1, keepdim=True)
+                                                * query[:, ::group, :1])
+    elif content == "equal_keys":
+        key = key[:, :, :1].expand(key.shape)
+    elif content == "identical":
+        key, value = key[:, :, :1].expand(key.shape), value[:, :, :1].expand(value.shape)
+    elif content == "integers":
+        query, key, value = query.round(), key.round(), value.round()
+    elif content == "zero_query":
+        query = torch.zeros_like(query)
+    elif content == "tiny_values":
+        # Down to where numbers are subnormal, which hardware may flush to zero: each token another power of two.
+        least = -22 if dtype == torch.float16 else -126
+        power = torch.randint(least, least // 2, (slots, 1), generator=generator, device=generator.device)
+        value = value * torch.exp2(power.float())
+    elif content == "all_zero_values":
+        value = torch.zeros_like(value)
+    elif content == "zero_values":
+        value[:, :, _some(generator, slots, 1 + slots // 4)] = 0
+    query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    if content in ("duplicates", "near_ties"):
+        key, value = _copies(key, value, generator, exact=content == "duplicates")
+    return Tokens(query, key, value)
+
+
+#: Contents that aim at logits: between which two numbers.
+AIMS = {
+    "overflow_88": (-120.0, 120.0), "extreme_1e4": (-1e4, 1e4), "many_87": (86.5, 87.5),
+    "all_below_104": (-140.0, -104.5),
+}
+
+
+def _some(generator: torch.Generator, slots: int, count: int) -> Tensor:
+    """`count` different slots."""
+    return torch.randperm(slots, generator=generator, device=generator.device)[:count]
+
+
+def _copies(key: Tensor, value: Tensor, generator: torch.Generator, *, exact: bool) -> tuple[Tensor, Tensor]:
+    """The token that scores least, several times over; or, if not exact, several tokens one ulp from it.
+
+    It is made least by its value alone: 2^-4 of what it was.
+    """
+    slots = key.shape[2]
+    chosen = _some(generator, slots, min(slots, 2 + slots // 4))
+    key, value = key.clone(), value.clone()
+    value[:, :, chosen] = value[:, :, chosen[:1]] * 2.0**-4
+    key[:, :, chosen] = key[:, :, chosen[:1]]
+    if not exact:
+        for place, slot in enumerate(chosen[1:].tolist()):
+            tensor = (value, key)[place % 2]
+            channel = place % key.shape[-1]
+            tensor[:, :, slot, channel] = next_up(tensor[:, :, slot, channel])
+    return key, value
+
+
+def next_up(tensor: Tensor) -> Tensor:
+    """The next number away from zero in the tensor's own dtype: one ulp."""
+    bits = tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return (bits + 1).view(tensor.dtype)
+
+
+def occupancy(kind: str, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """Which of the last axis's slots hold a token, [B, S] or [B, Hkv, S] bool."""
+    slots, device = shape[-1], generator.device
+    index = torch.arange(slots, device=device).expand(shape)
+    draw = torch.randint(slots, shape[:-1], generator=generator, device=device)[..., None]
+    if kind == "random":
+        return torch.rand(shape, generator=generator, device=device) < 0.7
+    if kind == "left_padding":
+        return index >= draw
+    if kind == "one_free":
+        return index != draw
+    if kind == "one_token":
+        return index == draw
+    full = torch.ones(shape, dtype=torch.bool, device=device)
+    if kind == "empty_row":
+        full[-1] = False
+    return full
+
+
+def protection(kind: str, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor | None:
+    """Which slots may not be evicted, like `occupancy`; a protected slot need not be occupied."""
+    slots, device = shape[-1], generator.device
+    index = torch.arange(slots, device=device).expand(shape)
+    if kind == "none":
+        return None
+    if kind == "newest":
+        return index == slots - 1
+    if kind == "random":
+        return torch.rand(shape, generator=generator, device=device) < 0.3
+    if kind == "all_but_one":
+        return index != torch.randint(slots, shape[:-1], generator=generator, device=device)[..., None]
+    return torch.ones(shape, dtype=torch.bool, device=device)
+
+
+def poison(kind: str, tensor: Tensor, occupied: Tensor) -> Tensor:
+    """key or value [B, Hkv, S, D] with its unoccupied slots overwritten."""
+    fills = {"zero": 0.0, "nan": math.nan, "inf": math.inf, "largest": torch.finfo(tensor.dtype).max}
+    if kind not in fills:
+        return tensor
+    mask = occupied if occupied.dim() == 3 else occupied[:, None]
+    return tensor.masked_fill(~mask[..., None], fills[kind])

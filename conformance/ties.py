@@ -1,0 +1,71 @@
+"""Exact ties: tokens that score the same in any arithmetic, because nothing that their scores are made of differs.
+
+Two float64 results that happen to be equal are no tie: another arithmetic may separate them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def tie_classes(key: Tensor, value: Tensor, occupied: Tensor, *, per_head: bool = False) -> Tensor:
+    """Which slots hold tokens that must score the same: [B, S] (or [B, Hkv, S]) int64, the lowest slot of each class.
+
+    Bitwise equal key and value, in every KV head that shares the decision; or a value of zeros, which scores 0
+    whatever its key. Unoccupied slots are classes of their own.
+    """
+    batch, heads, slots, _ = key.shape
+    zero = (value == 0).all(-1)                                                           # [B, Hkv, S]
+    bits = torch.cat([_bits(key), _bits(value)], -1)                                      # [B, Hkv, S, 2 D]
+    if per_head:
+        bits, zero = bits.view(batch * heads, slots, -1), zero.view(batch * heads, slots)
+    else:
+        bits, zero = bits.transpose(1, 2).reshape(batch, slots, -1), zero.all(1)
+    holds = occupied.reshape(-1, slots)
+    return torch.stack([_classes(*row) for row in zip(bits, zero, holds, strict=True)]).view(occupied.shape)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]).long()
+
+
+def _classes(bits: Tensor, zero: Tensor, holds: Tensor) -> Tensor:
+    """One row: bits [S, n], zero and holds [S] -> the lowest equal slot [S]."""
+    slots = bits.shape[0]
+    index = torch.arange(slots, device=bits.device)
+    # A hash brings equal rows together; that they are equal is then checked bit by bit.
+    factor = torch.arange(1, bits.shape[1] + 1, device=bits.device) * 0x9E3779B97F4A7C1 | 1
+    factor = factor * (factor >> 29 ^ factor)
+    found = (bits * factor).sum(-1)
+    lowest = _lowest_equal(found.where(holds & ~zero, index), index)
+    lowest = torch.where((bits[lowest] == bits).all(-1) & holds & ~zero, lowest, index)
+    empty = holds & zero
+    return torch.where(empty, index.where(empty, slots).min(), lowest)
+
+
+def _lowest_equal(values: Tensor, index: Tensor) -> Tensor:
+    inverse = values.unique(return_inverse=True)[1]
+    return index.new_full(index.shape, len(index)).scatter_reduce(0, inverse, index, "amin")[inverse]
+
+
+def window_ties(
+    key: Tensor, occupied: Tensor, window: int, kernel_size: int, *, shared_heads: bool
+) -> Tensor:
+    """Prefix tokens that must score the same, as `tie_classes`: [B, T] or [B, Hkv, T].
+
+    A pooled score depends on the keys in reach of the pool (not on values): two tokens tie if their neighbourhoods are
+    bitwise equal, in every head if heads share the score. Beyond the prefix and at unoccupied tokens the pool adds 0.
+    """
+    batch, heads, tokens, _ = key.shape
+    shape = (batch, heads, tokens)
+    each = tie_classes(key, torch.ones_like(key), occupied[:, None].expand(shape), per_head=True)
+    index = torch.arange(tokens, device=key.device)
+    nothing = ~occupied[:, None].expand(shape) | (index >= tokens - window)
+    names = functional.pad(each.masked_fill(nothing, -1), (kernel_size // 2, kernel_size // 2), value=-1)
+    around = names.unfold(-1, kernel_size, 1).contiguous()                               # [B, Hkv, T, kernel_size]
+    seen = torch.ones_like(around)
+    if not shared_heads:
+        return tie_classes(around, seen, occupied[:, None].expand(shape), per_head=True)
+    return tie_classes(around, seen, occupied)
