@@ -1,0 +1,478 @@
+"""The harness of perf/, on the CPU: times come from a made-up device, everything else is real.
+
+perf/ is not in the wheel, so these tests run in a source tree only. What needs a GPU is in perf/test_gate.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvtwin.optimized import longflow
+
+pytest_plugins = ["pytester"]
+
+PERF = Path(__file__).resolve().parent.parent / "perf"
+if not (PERF / "conftest.py").is_file():
+    pytest.skip("perf/ is not in the wheel", allow_module_level=True)
+
+
+def _package():
+    """perf/ under a name that nobody else has; its modules then import each other."""
+    spec = importlib.util.spec_from_file_location(
+        "kvtwin_perf", PERF / "__init__.py", submodule_search_locations=[str(PERF)]
+    )
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return [importlib.import_module(f"kvtwin_perf.{name}") for name in ("gate", "report", "device", "roofline")]
+
+
+gate, report, device, roofline = _package()
+
+LIMITS = roofline.Roofline(copy=4e12, read=4.2e12, peak=4.8e12)
+
+
+def figures(seconds: float = 1e-3, **changes) -> object:
+    """2 GB in `seconds`: at 1 ms, half of the copy bandwidth and 1.25 times the strongest peer."""
+    settings = {"moves": 2 * 10**9, "roofline": LIMITS, "peers": {"cudnn": 8e-4, "flash": 2e-3}, "peers_move": 10**9}
+    return gate.Figures(seconds, **settings | changes)
+
+
+# ---- figures and gates -----------------------------------------------------------------------------------------------
+
+
+def test_figures():
+    found = figures()
+    assert found.bandwidth == pytest.approx(2e12)
+    assert found.share == pytest.approx(0.5)
+    assert found.strongest == "cudnn"
+    assert found.ratio("strongest") == found.ratio("cudnn") == pytest.approx(1.25)
+    assert found.ratio("flash") == pytest.approx(0.5)
+    assert found.ratio("flashinfer") is None
+    assert figures(peers={}).strongest is figures(peers={}).ratio("strongest") is None
+    json.dumps(found.as_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize(("bar", "complaint"), [
+    ({"bar_ratio": {"cudnn": 1.25}}, ""),
+    ({"bar_ratio": {"cudnn": 1.249}}, "1.250 times as long as cudnn; the specification allows 1.249"),
+    ({"bar_ratio": {"strongest": 1.2}}, "as long as strongest"),
+    ({"bar_ratio": {"flashinfer": 9.0}}, "no figure for peer flashinfer"),
+    ({"bar_milliseconds": {"here": 1.0}}, ""),
+    ({"bar_milliseconds": {"here": 0.99}}, "allows 0.99 ms on here"),
+    ({"bar_milliseconds": {"elsewhere": 0.1}}, ""),
+    ({"held_ratio": {"strongest": 1.191}}, ""),
+    ({"held_ratio": {"strongest": 1.19}}, "1.250 times as long as strongest, more than 5% worse than 1.19"),
+    ({"held_ratio": {"flashinfer": 9.0}}, "no figure for peer flashinfer"),
+    ({"held_share": 0.526}, ""),
+    ({"held_share": 0.527}, "0.500 of the copy bandwidth, more than 5% below 0.527"),
+])
+def test_thresholds(bar, complaint):
+    """Bars have no slack, held levels 5 %; milliseconds count on their machine."""
+    found = gate.too_slow(figures(), gate.Gate(**bar), "here")
+    assert len(found) == bool(complaint)
+    assert complaint in "".join(found)
+
+
+def test_a_delay_of_a_fifth_trips_what_is_held():
+    held = gate.Gate(held_ratio={"strongest": 1.25}, held_share=0.5)
+    assert gate.too_slow(figures(1e-3), held, "here") == []
+    assert len(gate.too_slow(figures(1.2e-3), held, "here")) == 2
+
+
+def test_a_time_that_is_no_number_trips_every_threshold():
+    every = gate.Gate({"cudnn": 9.0}, {"here": 9.0}, {"strongest": 9.0}, 1e-3)
+    assert len(gate.too_slow(figures(math.nan), every, "here")) == 4
+
+
+def test_nothing_is_faster_than_the_roofline():
+    assert gate.too_fast(figures(seconds=2e9 / 4.8e12 * 1.001)) == []
+    (complaint,) = gate.too_fast(figures(seconds=2e9 / 4.8e12 * 0.999))
+    assert "faster than the roofline: it would move 4.805 TB/s" in complaint
+    (complaint,) = gate.too_fast(figures(peers={"cudnn": 1e-4}))
+    assert "its peer cudnn would move 10.000 TB/s" in complaint
+
+
+@pytest.mark.parametrize("text", [
+    '["step"]',
+    "step = 1",
+    '["step"]\nbars.ratio.cudnn = 1',
+    '["step".bar]',
+    '["step".bar]\nratios.cudnn = 1',
+    '["step".bar]\nratio = 1',
+    '["step".bar]\nratio.cudnn = "1"',
+    '["step".held]\nshare = 0',
+    '["step".held]\nshare = true',
+    '["step".held]\nmilliseconds.here = 1',
+])
+def test_thresholds_that_say_nothing_are_refused(tmp_path, text):
+    path = tmp_path / "broken.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"broken\.toml: 'step'"):
+        gate.load(path)
+
+
+@pytest.mark.parametrize(("name", "properties", "expected"), [
+    ("NVIDIA H200", {}, 4.8e12),
+    ("NVIDIA GH200 480GB", {}, 4.0e12),
+    ("NVIDIA H20", {}, 4.0e12),
+    ("NVIDIA New", {"memory_clock_rate": 3_201_000, "memory_bus_width": 6144}, 4.917e12),
+    ("NVIDIA New", {}, None),
+])
+def test_the_peak_bandwidth_of_a_device(name, properties, expected):
+    found = roofline.peak(name, SimpleNamespace(**properties))
+    assert found == (None if expected is None else pytest.approx(expected, rel=1e-3))
+    assert roofline.Roofline(1e12, 2e12, found).limit == max(2e12, found or 0)
+
+
+def test_a_device_names_files():
+    assert device.slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
+
+
+# ---- runs on a made-up device ----------------------------------------------------------------------------------------
+
+CONFTEST = """
+import pytest
+from kvtwin_perf.conftest import *
+from kvtwin_perf.device import Direct
+from kvtwin_perf.roofline import Roofline
+
+class Fake:
+    '''A device whose clock moves when it is told to: a flush takes a second.'''
+    name = "fake"
+    time = 0.0
+
+    def now(self):
+        return self.time
+
+    def capture(self, function):
+        program = Direct(function)
+        program.run()
+        program.result = function()
+        return program
+
+    def cold(self):
+        self.time += 1.0
+
+@pytest.fixture(scope="session")
+def gpu():
+    return Fake()
+
+@pytest.fixture(scope="session")
+def roofline(gpu):
+    return Roofline(copy=4e12, read=4.2e12, peak=4.8e12)
+"""
+
+BENCH = """
+import pytest
+import torch
+
+@pytest.fixture
+def takes(gpu):
+    def make(milliseconds, writes=1.0):
+        result = torch.zeros(3)
+        def run():
+            gpu.time += milliseconds / 1e3
+            if writes:
+                result.fill_(writes)
+            return result
+        return run
+    return make
+
+def is_one(result):
+    assert bool((result == 1).all()), "not one"
+
+def test_good(device_benchmark, takes):
+    found = device_benchmark(
+        takes(1.0), moves=2 * 10**9, verify=is_one, verify_peer=is_one,
+        peers={"cudnn": takes(0.8), "flash": takes(2.0)}, peers_move=10**9, references={"eager": takes(100.0)},
+    )
+    assert found is None or found.seconds == pytest.approx(1e-3)
+
+@pytest.mark.benchmark(group="mine")
+def test_slow(device_benchmark, takes):
+    device_benchmark(takes(1.2), moves=2 * 10**9, verify=is_one, peers={"cudnn": takes(0.8)})
+
+def test_wrong(device_benchmark, takes):
+    device_benchmark(takes(1.0, writes=2.0), moves=2 * 10**9, verify=is_one, gated=False)
+
+def test_unwritten(device_benchmark, takes):
+    scores = torch.ones(2)
+    device_benchmark(
+        takes(1.0), moves=2 * 10**9, verify=lambda result: is_one(scores), poison=[scores], gated=False
+    )
+
+def test_wrong_peer(device_benchmark, takes):
+    device_benchmark(
+        takes(1.0), moves=2 * 10**9, verify=is_one, verify_peer=is_one, peers={"cudnn": takes(0.8, writes=3.0)},
+        gated=False,
+    )
+
+def test_fast(device_benchmark, takes):
+    device_benchmark(takes(0.4), moves=2 * 10**9, verify=is_one, gated=False)
+
+def test_new(device_benchmark, takes):
+    device_benchmark(takes(1.0), moves=2 * 10**9, verify=is_one)
+
+def test_informs(device_benchmark, takes):
+    device_benchmark(takes(50.0), moves=2 * 10**9, verify=is_one, capture=False, gated=False)
+"""
+
+THRESHOLDS = """
+["good".bar]
+ratio.cudnn = 1.3
+milliseconds.fake = 1.1
+["slow".held]
+ratio.strongest = 1.25
+share = 0.5
+"""
+
+OUTCOMES = {
+    "good": "passes", "informs": "none", "slow": "FAILS", "new": "FAILS",
+    "wrong": "WRONG", "unwritten": "WRONG", "wrong_peer": "WRONG", "fast": "WRONG",
+}
+
+
+@pytest.fixture
+def session(pytester, monkeypatch):
+    """Run BENCH; its outcome, and the JSON it stored, which is also in run.json."""
+    # This run may be one of a machine with a GPU.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pytester.makeconftest(CONFTEST)
+    Path("bench_fake.py").write_text(BENCH)
+    Path("thresholds").mkdir()
+    Path("thresholds/fake.toml").write_text(THRESHOLDS)
+
+    def run(*arguments: str) -> tuple[pytest.RunResult, dict]:
+        result = pytester.runpytest_inprocess(
+            "bench_fake.py", "-p", "no:cacheprovider", "--benchmark-storage=file://stored",
+            # Not --benchmark-json: old versions leave that file open, and this process reports it against some test.
+            "--benchmark-columns=median", "--benchmark-save=run", *arguments,
+        )
+        stored = sorted(Path("stored").rglob("*.json"))
+        if stored:
+            shutil.copy(stored[-1], "run.json")
+        return result, json.loads(Path("run.json").read_text()) if stored else {}
+
+    pytest.importorskip("pytest_benchmark", reason="the benchmarks need pytest-benchmark")
+    return run
+
+
+def test_a_run(session):
+    """One benchmark of each outcome: who fails, why, and what the JSON and the table say of it."""
+    result, run = session()
+    result.assert_outcomes(passed=2, failed=6)
+    info = {report.title(benchmark["name"]): benchmark["extra_info"] for benchmark in run["benchmarks"]}
+    assert info.keys() == OUTCOMES.keys()
+    assert {name: report._verdict(found) for name, found in info.items()} == OUTCOMES
+    complaints = {name: "\n".join(found["complaints"]) for name, found in info.items()}
+    assert complaints["good"] == complaints["informs"] == ""
+    assert "more than 5% worse than 1.25" in complaints["slow"]
+    assert "0.417 of the copy bandwidth" in complaints["slow"]
+    assert "wrong after timing: not one" in complaints["wrong"]
+    assert "wrong after timing: not one" in complaints["unwritten"]
+    assert "wrong after timing, peer cudnn: not one" in complaints["wrong_peer"]
+    assert "faster than the roofline: it would move 5.000 TB/s" in complaints["fast"]
+    assert complaints["new"] == "no thresholds for 'new'"
+
+    good = info["good"]
+    # Flushes took a second each, and are in no figure.
+    assert good["milliseconds"] == pytest.approx(1.0)
+    assert (good["peers"]["cudnn"]["ratio"], good["peers"]["cudnn"]["milliseconds"]) == pytest.approx((1.25, 0.8))
+    assert good["references"]["eager"]["milliseconds"] == pytest.approx(100.0)
+    assert (good["strongest"], good["share_of_copy"]) == ("cudnn", pytest.approx(0.5))
+    stats = run["benchmarks"][0]["stats"]
+    assert (stats["rounds"], stats["median"]) == (100, pytest.approx(1e-3))
+    assert {benchmark["group"] for benchmark in run["benchmarks"]} == {None, "mine"}
+
+    assert run["machine_info"].keys() >= {"gpu", "driver", "cuda", "torch", "triton"}
+    assert "node" not in run["machine_info"]
+    assert run["kvtwin"]["roofline"]["limit"] == 4.8e12
+    assert "bench_fake.py" in run["kvtwin"]["command"]
+    for line in ("*kvtwin on no GPU*", "memory, TB/s: copy 4.000, *", "| good *1.25x cudnn (0.8000)*passes*"):
+        result.stdout.fnmatch_lines([line])
+
+
+def test_a_baseline_from_a_run_and_a_run_against_a_baseline(session, capsys):
+    session("-k", "good or informs")
+    assert report.main(["run.json", "--write-baseline", "baseline.json"]) == 0
+    assert "| good " in capsys.readouterr().out
+    text = Path("baseline.json").read_text()
+    stored = json.loads(text)
+    assert [benchmark["name"] for benchmark in stored["benchmarks"]] == ["test_good", "test_informs"]
+    assert "data" not in stored["benchmarks"][0]["stats"]
+    assert stored["benchmarks"][0]["extra_info"]["peers"]["flash"]["milliseconds"] == 2.0
+    assert stored["machine_info"]["torch"] == metadata.version("torch")
+    assert str(Path.cwd()) not in text
+
+    result, _ = session("-k", "good", "--benchmark-compare=baseline.json", "--benchmark-compare-fail=median:5%")
+    result.assert_outcomes(passed=1, deselected=7)
+    for line in ("test_good (NOW) *", "test_good (baseline*"):
+        result.stdout.fnmatch_lines([line])
+    for benchmark in stored["benchmarks"]:
+        benchmark["stats"]["median"] *= 0.9
+    Path("baseline.json").write_text(json.dumps(stored))
+    result, _ = session("-k", "good", "--benchmark-compare=baseline.json", "--benchmark-compare-fail=median:5%")
+    assert result.ret != 0
+    result.stderr.fnmatch_lines(["*Performance has regressed*"])
+    stored["machine_info"]["gpu"] = "NVIDIA H200"
+    Path("baseline.json").write_text(json.dumps(stored))
+    result, _ = session("-k", "good", "--benchmark-compare=baseline.json")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--benchmark-compare: the stored run is of NVIDIA H200, and this is None*"])
+
+
+def test_a_wrong_run_becomes_no_baseline(session, capsys):
+    session("-k", "good or wrong")
+    assert report.main(["run.json", "--write-baseline", "baseline.json"]) == 1
+    assert "wrong after timing" in capsys.readouterr().err
+    assert not Path("baseline.json").exists()
+
+
+def test_what_was_reached_becomes_thresholds(session, capsys):
+    """Of every gated benchmark, slow ones too: what is too slow is for the bars to say."""
+    session("-k", "good or slow or informs")
+    capsys.readouterr()
+    assert report.main(["run.json", "--held"]) == 0
+    Path("held.toml").write_text(capsys.readouterr().out)
+    found = gate.load(Path("held.toml"))
+    assert found == {
+        "good": gate.Gate(held_ratio={"strongest": 1.25}, held_share=0.5),
+        "slow": gate.Gate(held_ratio={"strongest": 1.5}, held_share=0.417),
+    }
+
+
+def test_without_timing_results_are_still_checked(session):
+    result, _ = session("--benchmark-disable", "-k", "good or wrong or slow or fast")
+    result.assert_outcomes(passed=3, failed=2, deselected=3)
+
+
+def test_without_a_gpu_the_run_stops(pytester, monkeypatch):
+    """Not skipped: a skipped benchmark looks like one that passed."""
+    pytest.importorskip("pytest_benchmark", reason="the benchmarks need pytest-benchmark")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = pytester.runpytest_inprocess(
+        str(PERF), "-p", "no:cacheprovider", "-o", "python_files=bench_*.py", "--benchmark-storage=file://stored",
+        # pytest warns that this very process has imported the tree already.
+        "-o", "filterwarnings=ignore",
+    )
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*the benchmarks need a CUDA device*"])
+
+
+@pytest.mark.parametrize(("command", "expected"), [
+    ("python -m pytest perf --benchmark-json=/tmp/a/b.json", "python -m pytest perf --benchmark-json=b.json"),
+    ("python -m pytest /work/tree/perf -k step", "python -m pytest perf -k step"),
+    ("python -m pytest perf/bench_longflow.py", "python -m pytest perf/bench_longflow.py"),
+])
+def test_baselines_hold_no_paths(command, expected):
+    assert report.without_paths(command) == expected
+
+
+# ---- the benchmarks of LongFlow --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench():
+    module = importlib.import_module("kvtwin_perf.bench_longflow")
+    device = module.DEVICE
+    module.DEVICE = "cpu" if not torch.cuda.is_available() else device
+    yield module
+    module.DEVICE = device
+
+
+def test_every_gated_benchmark_has_thresholds_and_the_other_way_round(bench):
+    assert gate.load(PERF / "thresholds" / "longflow.toml").keys() == {f"step[{shape}]" for shape in bench.STEPS}
+
+
+def test_the_bytes_of_a_step(bench):
+    """Counted once by hand: 2 * 128 * 8 * 3200 * 128 * 2 bytes of keys and values, and 2.8 MB of the rest."""
+    shape = bench.STEPS[0]
+    cache = 1_677_721_600
+    assert shape.attention_bytes == cache + 2 * 128 * 32 * 128 * 2
+    assert shape.step_bytes - shape.attention_bytes == 4 * 128 * 8 * 128 * 2 + 128 * 3200 * 5
+
+
+@pytest.mark.parametrize("damage", ["none", "output", "score", "slot", "key", "protected"])
+def test_a_wrong_step_is_noticed(bench, damage):
+    """On a state of 8 slots, after its first overwrite."""
+    shape = bench.Shape(2, 2, 8, key_value_heads=1, head_dim=16)
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*sizes):
+        return torch.randn(sizes, generator=generator).to(bench.DEVICE, bench.DTYPE)
+
+    state = bench.empty_state(shape, shape.slots)
+    state.prefill(*bench.prompt(shape, shape.slots - 1, draw))
+    query, key, value = (draw(2, heads, 16) for heads in (2, 1, 1))
+    for _ in range(2):
+        output = state.step(query, key, value)
+    rows = torch.arange(2, device=bench.DEVICE)
+
+    def check():
+        bench.assert_all_written(output, state.score)
+        bench.check_step(state, query, key, value, output, rows)
+        bench.check_attention(state, query, output[:, :, None], rows)
+
+    if damage == "none":
+        check()
+        return
+    if damage == "output":
+        output[1, 1, 3] *= 1.5
+    elif damage == "score":
+        state.score[0, int(state.score[0].argmin())] *= 1.01
+    elif damage == "slot":
+        state.next_slot[1] = state.score[1].masked_fill(state.score[1].isinf(), -1).argmax()
+    elif damage == "key":
+        state.key[0, 0, int((state.positions[0] == state.tokens_seen - 1).long().argmax()), 0] += 1
+    else:
+        state.positions[0] = -1
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_a_wrong_prompt_is_noticed(bench):
+    """Causal attention and compression of 40 tokens to 20, with the bench's own checks."""
+    generator = torch.Generator().manual_seed(4)
+    query, key, value = (
+        torch.randn(1, heads, 40, 16, generator=generator).to(bench.DEVICE, bench.DTYPE) for heads in (8, 8, 8)
+    )
+    occupied = torch.ones(1, 40, dtype=torch.bool, device=bench.DEVICE)
+    output = bench.causal_attention(query, key, value, occupied, 16**-0.5)
+    bench.check_causal(query, key, value, occupied, output)
+    output[0, 3, 24] += 1
+    with pytest.raises(AssertionError, match="output of the queries up to 25"):
+        bench.check_causal(query, key, value, occupied, output)
+
+    window = query[:, :, -4:]
+    result = longflow.compress_prefill(window, key, value, 20)
+    bench.check_compressed(window, key, value, *result)
+    with pytest.raises(AssertionError, match="compressed key"):
+        bench.check_compressed(window, key, value, result.key + 1, result.value, result.kept)
+
+
+def test_peers_compute_the_same(bench):
+    """Those that run here: the query's heads as rows of their KV head are the same mathematics."""
+    peers = importlib.import_module("kvtwin_perf.peers")
+    query, key, value = (
+        torch.randn(*sizes, generator=torch.Generator().manual_seed(5)).to(bench.DEVICE, bench.DTYPE)
+        for sizes in ((2, 4, 16), (2, 2, 24, 16), (2, 2, 24, 16))
+    )
+    found = peers.decode_peers(query, key, value)
+    assert found
+    state = SimpleNamespace(
+        key=key, value=value, occupied=torch.ones(2, 24, dtype=torch.bool, device=bench.DEVICE)
+    )
+    rows = torch.arange(2, device=bench.DEVICE)
+    for peer in found.values():
+        bench.check_attention(state, query, peer(), rows)

@@ -1,0 +1,256 @@
+"""LongFlow at the shapes of its specification: a whole decode step against attention alone, by the fastest kernels.
+
+The prompt's functions are measured for information: they run once per sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from kvtwin.conformance import bounds
+from kvtwin.conformance.cases import DecodeCase, WindowCase
+from kvtwin.conformance.compare import assert_same, assert_within
+from kvtwin.conformance.judges.longflow import assert_decode_right
+from kvtwin.conformance.judges.snapkv import assert_compress_right
+from kvtwin.conformance.oracle import attend
+from kvtwin.optimized import longflow
+from kvtwin.optimized._attention import causal_attention
+from kvtwin.reference import longflow as reference
+from torch import Tensor
+
+from .peers import causal_peers, decode_peers
+
+pytestmark = pytest.mark.benchmark(group="longflow")
+
+DEVICE = "cuda"
+DTYPE = torch.bfloat16
+ITEM = DTYPE.itemsize
+#: Rows of a batch that are compared with float64: the whole would take longer than all timing.
+ROWS_CHECKED = 4
+
+
+class Shape(NamedTuple):
+    """B, Hq, Hkv, S (slots, or tokens of a prompt), D."""
+
+    batch: int
+    query_heads: int
+    slots: int
+    key_value_heads: int = 8
+    head_dim: int = 128
+
+    def __str__(self) -> str:
+        return f"B{self.batch}-Hq{self.query_heads}-S{self.slots}"
+
+    @property
+    def attention_bytes(self) -> int:
+        """Keys, values and queries read once, the output written once: what attention alone must move."""
+        cache = 2 * self.batch * self.key_value_heads * self.slots * self.head_dim
+        return (cache + 2 * self.batch * self.query_heads * self.head_dim) * ITEM
+
+    @property
+    def step_bytes(self) -> int:
+        """And, per step, the new token read and written into its slot, which slots are occupied, and their scores."""
+        token = 2 * self.batch * self.key_value_heads * self.head_dim * ITEM
+        return self.attention_bytes + 2 * token + self.batch * self.slots * (1 + 4)
+
+
+STEPS = (Shape(128, 32, 3200), Shape(128, 16, 3200), Shape(1, 32, 32768), Shape(8, 32, 3200))
+
+
+@pytest.fixture
+def draw() -> Callable[..., Tensor]:
+    """Normal numbers of the benchmarks' type, the same in every run."""
+    generator = torch.Generator(DEVICE).manual_seed(20)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=DTYPE, device=DEVICE, generator=generator)
+
+    return normal
+
+
+def rows_checked(batch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(batch)
+    return torch.randperm(batch, generator=generator)[:ROWS_CHECKED].to(DEVICE)
+
+
+def prompt(shape: Shape, tokens: int, draw: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """query [B, Hq, T, D], key and value [B, Hkv, T, D]."""
+    batch, query_heads, _, heads, head_dim = shape
+    query, key, value = (draw(batch, count, tokens, head_dim) for count in (query_heads, heads, heads))
+    return query, key, value
+
+
+def empty_state(shape: Shape, budget: int) -> longflow.LongFlowState:
+    return longflow.LongFlowState(
+        longflow.LongFlowConfig(budget), batch=shape.batch, query_heads=shape.query_heads,
+        key_value_heads=shape.key_value_heads, head_dim=shape.head_dim, dtype=DTYPE, device=DEVICE,
+    )
+
+
+# ---- a decode step ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", STEPS, ids=str)
+def test_step(device_benchmark, draw, shape):
+    """One token: written, attended to with all the others, all slots scored, the next slot chosen."""
+    state = empty_state(shape, shape.slots)
+    # One token short of the budget: the first step fills the last slot, and every later one overwrites one.
+    state.prefill(*prompt(shape, shape.slots - 1, draw))
+    query = draw(shape.batch, shape.query_heads, shape.head_dim)
+    key, value = (draw(shape.batch, shape.key_value_heads, shape.head_dim) for _ in range(2))
+    rows = rows_checked(shape.batch)
+
+    def verify(output: Tensor) -> None:
+        assert_all_written(output, state.score)
+        check_step(state, query, key, value, output, rows)
+
+    device_benchmark(
+        lambda: state.step(query, key, value), moves=shape.step_bytes, verify=verify, poison=[state.score],
+        peers=decode_peers(query, state.key, state.value), peers_move=shape.attention_bytes,
+        verify_peer=lambda output: check_attention(state, query, output, rows),
+        references={"eager": lambda: reference.decode_attention(query, state.key, state.value, state.occupied)},
+    )
+
+
+@pytest.mark.parametrize("shape", STEPS[:1], ids=str)
+def test_decode_attention(device_benchmark, draw, shape):
+    """The function: as a step, but it has to take the norms of all values, which a state keeps."""
+    key, value = (draw(shape.batch, shape.key_value_heads, shape.slots, shape.head_dim) for _ in range(2))
+    query = draw(shape.batch, shape.query_heads, shape.head_dim)
+    occupied = torch.ones(shape.batch, shape.slots, dtype=torch.bool, device=DEVICE)
+    rows = rows_checked(shape.batch)
+
+    def verify(result: longflow.DecodeResult) -> None:
+        assert_all_written(result[0], result[1])
+        case = DecodeCase.of(query[rows], key[rows], value[rows], occupied[rows])
+        assert_decode_right([part[rows] for part in result], case)
+
+    device_benchmark(
+        lambda: longflow.decode_attention(query, key, value, occupied), moves=shape.attention_bytes, verify=verify,
+        peers=decode_peers(query, key, value), gated=False,
+    )
+
+
+def check_step(
+    state: longflow.LongFlowState, query: Tensor, key: Tensor, value: Tensor, output: Tensor, rows: Tensor
+) -> None:
+    """The state after a step: the new token is in it, once; and what the step returned follows from what it holds."""
+    newest = state.positions == state.tokens_seen - 1                                     # [B, S]
+    assert state.tokens_seen > state.config.budget, "no slot was overwritten"
+    assert bool((newest.sum(-1) == 1).all()), "the newest token must be in one slot of each row"
+    place = newest.long().argmax(-1)[:, None, None, None].expand(-1, key.shape[1], 1, key.shape[2])
+    for name, stored, given in (("key", state.key, key), ("value", state.value, value)):
+        assert_same(stored.gather(2, place)[:, :, 0], given, what=f"the new {name}")
+    case = DecodeCase.of(
+        query[rows], state.key[rows], state.value[rows], state.occupied[rows], protected=newest[rows]
+    )
+    assert_decode_right((output[rows], state.score[rows], state.next_slot[rows]), case)
+
+
+def check_attention(state: longflow.LongFlowState, query: Tensor, output: Tensor, rows: Tensor) -> None:
+    """A peer's output, [B, Hq, D] but for its axes."""
+    case = DecodeCase.of(query[rows], state.key[rows], state.value[rows], state.occupied[rows])
+    actual = output.reshape(query.shape)[rows]
+    assert_within(actual, case.attention.output[:, :, 0], bounds.decode_output(case), what="attention")
+
+
+def assert_all_written(output: Tensor, score: Tensor) -> None:
+    """Every row, not only those that are compared: both held NaN before the last round."""
+    assert not bool(output.isnan().any()), "part of the output was not written"
+    assert not bool(score.isnan().any()), "part of the scores was not written"
+
+
+# ---- the prompt, for information -------------------------------------------------------------------------------------
+
+PROMPT = Shape(1, 32, 16384)
+BUDGET = 3200
+
+
+@pytest.mark.parametrize("shape", [PROMPT], ids=str)
+def test_causal_attention(device_benchmark, draw, shape):
+    """A prompt's attention. It is bound by arithmetic, so its share of the bandwidth is small."""
+    query, key, value = prompt(shape, shape.slots, draw)
+    occupied = torch.ones(shape.batch, shape.slots, dtype=torch.bool, device=DEVICE)
+
+    def verify(output: Tensor) -> None:
+        assert not bool(output.isnan().any()), "part of the output was not written"
+        check_causal(query, key, value, occupied, output)
+
+    device_benchmark(
+        lambda: causal_attention(query, key, value, occupied, shape.head_dim**-0.5),
+        moves=prompt_bytes(shape), verify=verify, gated=False,
+        peers=causal_peers(query, key, value),
+        verify_peer=lambda output: check_causal(query, key, value, occupied, output),
+    )
+
+
+@pytest.mark.parametrize("shape", [PROMPT], ids=str)
+def test_prefill(device_benchmark, draw, shape):
+    """The state's whole prefill: attention, compression to the budget, and the cache filled."""
+    tensors = prompt(shape, shape.slots, draw)
+    occupied = torch.ones(shape.batch, shape.slots, dtype=torch.bool, device=DEVICE)
+    state = empty_state(shape, BUDGET)
+
+    def prefill() -> Tensor:
+        state.reset()
+        return state.prefill(*tensors)
+
+    def verify(output: Tensor) -> None:
+        check_causal(*tensors, occupied, output)
+        query, key, value = tensors
+        filled = slice(BUDGET - 1)
+        check_compressed(
+            query[:, :, -state.config.window:], key, value, state.key[:, :, filled], state.value[:, :, filled],
+            state.positions[:, filled],
+        )
+
+    device_benchmark(
+        prefill, moves=prompt_bytes(shape), verify=verify, capture=False, gated=False,
+        peers=causal_peers(*tensors), verify_peer=lambda output: check_causal(*tensors, occupied, output),
+    )
+
+
+@pytest.mark.parametrize("shape", [PROMPT._replace(batch=8)], ids=str)
+def test_compress_prefill(device_benchmark, draw, shape):
+    """SnapKV's compression: all keys read, the kept ones and their values copied."""
+    query, key, value = prompt(shape, shape.slots, draw)
+    window = query[:, :, -32:].contiguous()
+    del query
+    target = BUDGET - 1
+    row = shape.key_value_heads * shape.head_dim * ITEM
+    device_benchmark(
+        lambda: longflow.compress_prefill(window, key, value, target),
+        moves=shape.batch * row * (shape.slots + 3 * target), capture=False, gated=False,
+        verify=lambda result: check_compressed(window, key, value, *result),
+        references={"eager": lambda: reference.compress_prefill(window, key, value, target)},
+    )
+
+
+def prompt_bytes(shape: Shape) -> int:
+    heads = 2 * shape.query_heads + 2 * shape.key_value_heads
+    return shape.batch * heads * shape.slots * shape.head_dim * ITEM
+
+
+def check_causal(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, output: Tensor) -> None:
+    """Blocks of 16 queries, of one KV head's group each, against float64: at the end, the middle, and the start."""
+    group, total = query.shape[1] // key.shape[1], key.shape[2]
+    for head, end in ((0, total), (3, total // 2 + 5), (7, 16)):
+        heads, one = slice(head * group, (head + 1) * group), slice(head, head + 1)
+        block = slice(end - 16, end)
+        truth = attend(query[:, heads, block], key[:, one, :end], value[:, one, :end], occupied[:, :end], causal=True)
+        assert_within(
+            output[:, heads, block], truth.output, bounds.output_error(truth, bounds.arithmetic(query.dtype)),
+            what=f"output of the queries up to {end}",
+        )
+
+
+def check_compressed(
+    window: Tensor, key: Tensor, value: Tensor, kept_key: Tensor, kept_value: Tensor, kept: Tensor
+) -> None:
+    """One row against float64: a right choice, and its keys and values copied to the letter."""
+    row = slice(0, 1)
+    case = WindowCase.of(window[row], key[row], value[row], budget=kept.shape[1])
+    assert_compress_right((kept_key[row], kept_value[row], kept[row]), case)

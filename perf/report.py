@@ -1,0 +1,159 @@
+"""The JSON of a run as a table, as a baseline for this machine, or as thresholds.
+
+    python perf/report.py RUN.json                                                 the table, in Markdown
+    python perf/report.py RUN.json --write-baseline perf/baselines/nvidia-h200.json
+    python perf/report.py RUN.json --held                                          the level reached, as TOML
+
+RUN.json comes from --benchmark-json. A baseline is the same file without single timings: --benchmark-compare=PATH
+reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+COLUMNS = ("benchmark", "ms", "MB", "TB/s", "of copy", "of limit", "against peers", "references", "gate")
+DIGITS = 4
+
+
+class Refused(Exception):
+    """This run cannot become what was asked for."""
+
+
+def rows(benchmarks: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """One row of COLUMNS for each benchmark of a run's JSON that carries our figures."""
+    found: list[tuple[str, ...]] = []
+    for benchmark in benchmarks:
+        info = benchmark["extra_info"]
+        if "milliseconds" not in info:
+            continue
+        found.append((
+            title(benchmark["name"]),
+            f"{info['milliseconds']:.4f}",
+            f"{info['bytes'] / 1e6:.1f}",
+            f"{info['terabytes_per_second']:.2f}",
+            f"{info['share_of_copy']:.0%}",
+            f"{info['share_of_limit']:.0%}",
+            _beside(info["peers"]),
+            _beside(info["references"]),
+            _verdict(info),
+        ))
+    return found
+
+
+def title(name: str) -> str:
+    """test_step[B8] -> step[B8], as in the thresholds."""
+    return name.removeprefix("test_")
+
+
+def _beside(others: Mapping[str, Mapping[str, float]]) -> str:
+    """The fastest first: our time over theirs, and theirs."""
+    ordered = sorted(others.items(), key=lambda item: item[1]["milliseconds"])
+    return ", ".join(f"{other['ratio']:.3g}x {name} ({other['milliseconds']:.4f})" for name, other in ordered)
+
+
+def _verdict(info: Mapping[str, Any]) -> str:
+    if not info["right"]:
+        return "WRONG"
+    if info["complaints"]:
+        return "FAILS"
+    return "passes" if info["gated"] else "none"
+
+
+def table(found: list[tuple[str, ...]]) -> list[str]:
+    """Rows as lines of Markdown, aligned for a terminal."""
+    lines = [COLUMNS, *found]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
+    text = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    rule = "-|-".join("-" * width for width in widths)
+    return [f"| {text[0]} |", f"|-{rule}-|", *(f"| {line} |" for line in text[1:])]
+
+
+def roofline_line(roofline: Mapping[str, float | None]) -> str:
+    """The roofline of a run in a sentence."""
+    return "memory, TB/s: " + ", ".join(f"{name} {value / 1e12:.3f}" for name, value in roofline.items() if value)
+
+
+def baseline(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What a baseline keeps of a run. Refused if a benchmark was wrong: its time means nothing."""
+    measured = [benchmark for benchmark in run["benchmarks"] if "milliseconds" in benchmark["extra_info"]]
+    if not measured:
+        raise Refused("the run holds no benchmark of ours")
+    wrong = [benchmark["fullname"] for benchmark in measured if not benchmark["extra_info"]["right"]]
+    if wrong:
+        raise Refused(f"wrong after timing, or faster than the roofline: {', '.join(wrong)}")
+    kept = {"group", "name", "fullname", "params", "param", "extra_info"}
+    return {
+        "command": without_paths(run["kvtwin"]["command"]),
+        "machine_info": run["machine_info"],
+        "roofline": rounded(run["kvtwin"]["roofline"]),
+        "cold_l2": run["kvtwin"]["cold_l2"],
+        "benchmarks": [
+            {name: rounded(value) for name, value in benchmark.items() if name in kept}
+            | {"stats": {name: rounded(value) for name, value in benchmark["stats"].items() if name != "data"}}
+            for benchmark in sorted(measured, key=lambda benchmark: benchmark["fullname"])
+        ],
+        "datetime": run["datetime"],
+        "version": run["version"],
+    }
+
+
+def rounded(value: Any) -> Any:
+    """Floats to DIGITS significant digits, all the way down."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {name: rounded(part) for name, part in value.items()}
+    return [rounded(part) for part in value] if isinstance(value, list) else value
+
+
+def without_paths(command: str) -> str:
+    """Absolute paths cut to their last part: where things lay is nobody's business, and differs from run to run."""
+    return re.sub(r"(?<![\w.])/(?:[^/\s]+/)*", "", command)
+
+
+def held(run: Mapping[str, Any]) -> list[str]:
+    """The level that the gated benchmarks of a run reached, as the `held` tables of a thresholds file."""
+    lines = []
+    for benchmark in run["benchmarks"]:
+        info = benchmark["extra_info"]
+        if not info.get("gated"):
+            continue
+        if not info["right"]:
+            raise Refused(f"{benchmark['fullname']} is wrong: its time means nothing")
+        lines += ["", f'["{title(benchmark["name"])}".held]']
+        if info["strongest"] is not None:
+            lines.append(f"ratio.strongest = {info['peers'][info['strongest']]['ratio']:.3f}")
+        lines.append(f"share = {info['share_of_copy']:.3f}")
+    return lines[1:]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="the JSON that --benchmark-json wrote")
+    parser.add_argument("--write-baseline", metavar="PATH", type=Path, help="write a baseline of this machine")
+    parser.add_argument("--held", action="store_true", help="print the level reached, for perf/thresholds")
+    options = parser.parse_args(arguments)
+    run = json.loads(options.run.read_text(encoding="utf-8"))
+    try:
+        if options.held:
+            print("\n".join(held(run)))
+        else:
+            print("\n".join([roofline_line(run["kvtwin"]["roofline"]), "", *table(rows(run["benchmarks"]))]))
+        if options.write_baseline is not None:
+            text = json.dumps(baseline(run), indent=1, sort_keys=False)
+            options.write_baseline.write_text(text + "\n", encoding="utf-8")
+    except Refused as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
