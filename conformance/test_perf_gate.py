@@ -248,6 +248,8 @@ def session(pytester, monkeypatch):
     """Run BENCH; its outcome, and the JSON it stored, which is also in run.json."""
     # This run may be one of a machine with a GPU.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    # pytest-benchmark measures nothing where it finds itself in a worker, as this run may be.
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     pytester.makeconftest(CONFTEST)
     Path("bench_fake.py").write_text(BENCH)
     Path("thresholds").mkdir()
