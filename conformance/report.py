@@ -129,7 +129,8 @@ def page(report: dict[str, Any]) -> str:
     parts += ["<h2>Methods</h2>", _table(("method", "tests", *MEASURES), _method_rows(report["methods"]))]
     if report["claims"]:
         parts += ["<h2>Claims of the papers</h2>", _claims(report["claims"])]
-    parts += ["<h2>Tests</h2>", _tests(report["tests"]), "</body></html>"]
+    everything = f"<details><summary>all {len(report['tests'])}</summary>{_tests(report['tests'])}</details>"
+    parts += ["<h2>Tests</h2>", everything, "</body></html>"]
     return "\n".join(parts) + "\n"
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance import lockstep, tally
-from kvtwin.conformance.cases import StateTrace
+from kvtwin.conformance import judges, lockstep, tally
+from kvtwin.conformance.cases import KINDS, Case, StateTrace
 from kvtwin.conformance.compare import Mismatch
+from kvtwin.conformance.oracle import upcast
 from kvtwin.reference import longflow
 from kvtwin.reference.longflow import LongFlowState
 
@@ -283,3 +284,56 @@ def test_a_reorder_that_forgets_a_part_is_noticed():
     both.prefill(**trace.prompt_inputs)
     with pytest.raises(Mismatch, match="positions after reorder"):
         both.reorder(torch.tensor([1, 0]))
+
+
+# What judges/<method>.py may say ------------------------------------------------------------------------------------
+
+
+def test_every_judge_is_found_by_its_name():
+    assert {"longflow", "snapkv"} <= judges.every().keys()
+    assert judges.of("nothing") is None and judges.ask("nothing", "SMALL", {"budget": 2}) == {"budget": 2}
+    with pytest.raises(LookupError, match="longflow"):
+        judges.pair("nothing")
+
+
+@pytest.mark.parametrize(("state", "says"), [
+    (None, None), (StaleSlot, "value at step 6"), (WrongVictim, "positions at step"), (SpoiltOutput, "output at step"),
+], ids=lambda value: getattr(value, "__name__", ""))
+def test_without_a_judge_states_must_agree_to_the_letter(state, says, monkeypatch):
+    """The adapter that serves where a method has none knows of attention and of slots, and of no score."""
+    monkeypatch.setattr(judges, "of", lambda name: None)
+    with tally.opened():
+        if state is None:
+            assert lockstep.run(TRACES["prompt"], longflow).steps == 9
+        else:
+            with pytest.raises(Mismatch, match=says):
+                lockstep.run(TRACES["steps"], Faulty(state))
+
+
+def test_a_choice_made_within_a_step_is_adopted_before_slots_are_compared(monkeypatch):
+    """A method that evicts at once, as far as its judge can see: slots differ until `before_slots` has had its say."""
+    class Adapter(lockstep.Adapter):
+        def before_slots(self, tested, reference, token):
+            calls.append(sorted(token))
+            if adopts:
+                for name in ("positions", "key", "value", "next_slot"):
+                    setattr(reference, name, upcast(getattr(tested, name)).clone())
+
+    calls: list[list[str]] = []
+    adopts = True
+    monkeypatch.setattr(judges.of("longflow"), "Adapter", Adapter)
+    trace = StateTrace(config=config(protect_newest=False), steps=12)
+    trace._adopt(near_tie_tokens(12))
+    lockstep.run(trace, Faulty(PicksTheLast))
+    assert calls == [["key", "query", "value"]] * 12
+    adopts = False
+    with pytest.raises(Mismatch, match="positions at step"):
+        lockstep.run(trace, Faulty(PicksTheLast))
+
+
+def test_a_kind_of_case_enters_itself():
+    class OtherCase(Case):
+        kind = "other"
+
+    assert KINDS.pop("other") is OtherCase
+    assert KINDS.keys() >= {"decode", "window", "state"}

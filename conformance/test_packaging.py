@@ -28,8 +28,9 @@ def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def in_tree(folder: Path) -> set[str]:
     """The files below ``folder``, as paths in it, less what Python and tools leave there."""
-    paths = (path for path in folder.rglob("*") if path.is_file() and not {"__pycache__"} & set(path.parts))
-    return {path.relative_to(folder).as_posix() for path in paths if path.suffix != ".pyc"}
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    left = ("__pycache__", ".")
+    return {path.as_posix() for path in paths if not any(part.startswith(left) for part in path.parts)}
 
 
 @pytest.fixture(scope="module")

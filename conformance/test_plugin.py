@@ -7,6 +7,7 @@ one, on the reference alone and under this run's Hypothesis profile, which they 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -118,6 +119,28 @@ def test_a_project_that_holds_our_environment_is_a_strangers(monkeypatch, tmp_pa
     monkeypatch.setattr(plugin, "HERE", installed)
     assert not plugin._names_own_tests(config, str(tmp_path))
     assert plugin._names_own_tests(config, str(installed))
+
+
+def test_our_tests_wake_the_plugin_by_whatever_route_they_come(pytester, in_process):
+    """The command line does not show them: a conftest brings them in."""
+    path = HERE / "test_ledger.py"
+    pytester.makeconftest(f"def pytest_configure(config): config.args[:] = [{str(path)!r}]")
+    assert in_process("-k", "test_load", active=False).parseoutcomes()["passed"] == 1
+
+
+def test_tests_of_another_copy_are_refused(pytester, in_process):
+    pytester.makeconftest((HERE / "conftest.py").read_text())
+    pytester.makepyfile(PASSING)
+    result = in_process()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: the tests in {pytester.path} would run on the kvtwin * {HERE.parent}; *"])
+
+
+def test_without_the_plugin_our_tests_say_so(pytester):
+    alone = ("-c", os.devnull, f"--rootdir={HERE}", "-p", "no:cacheprovider")  # without our settings, which are strict
+    result = pytester.runpytest_inprocess(*alone, "-p", "no:kvtwin", str(HERE / "test_ledger.py"))
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: these tests need kvtwin's pytest plugin, *"])
 
 
 # --- backend ---
@@ -312,7 +335,7 @@ def test_the_main_job_that_verifies_nothing_fails(pytester, python):
     """An implementation without any of our methods: all is skipped, which pytest calls a success."""
     write(pytester.path, empty="")
     one = "test_longflow_evicts_what_float64_would"
-    ran = python("-m", "kvtwin.conformance", "longflow", "--impl", "empty", "--device", "cpu", "-k", one)
+    ran = python("-m", "kvtwin.conformance", "longflow", "--impl=empty", "--device=cpu", "-j1", "-k", one)
     assert "kvtwin under test: empty (" in ran.stdout
     assert ran.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, ran.stdout + ran.stderr
     assert "nothing is verified" in ran.stderr

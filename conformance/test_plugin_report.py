@@ -141,6 +141,18 @@ def test_json_report_of_each_test(run, pytester):
     assert by_name["test_not_provided"]["message"] == "not provided: theirs.longflow.decode_attention"
 
 
+def test_results_come_from_other_processes(pytester):
+    """pytest-xdist runs tests in processes of their own, and sends what fits into plain values."""
+    pytest.importorskip("xdist", reason="needs pytest-xdist")
+    pytester.makepyfile(EVERY_OUTCOME)
+    arguments = ("-n", "1", "-p", "no:cacheprovider", "-p", "no:benchmark", "--kv-device=cpu", "--kv-report=out.json")
+    result = pytester.runpytest_subprocess(*arguments, "-k", "passes or provided or fails")
+    result.stdout.fnmatch_lines(["longflow  1, 1 failed  0, 1 n/p * 97.5 % * inf % * 2", "*1 not provided in *"])
+    report = json.loads(pytester.path.joinpath("out.json").read_text())
+    assert (report["totals"]["passed"], report["totals"]["failed"], report["totals"]["not_provided"]) == (1, 1, 1)
+    assert report["tests"][0]["decisions"] == 40
+
+
 class Page(html.parser.HTMLParser):
     """Collects text and what the page would load."""
 

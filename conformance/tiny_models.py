@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from ..reference.hf.plug import StateCache
-from ..reference.longflow import LongFlowConfig
+from . import judges
 
 VOCABULARY = 89
 
@@ -64,9 +64,14 @@ def generate(model: Any, inputs: dict[str, Tensor], new: int, **options: Any) ->
     return model.generate(**inputs, max_new_tokens=new, **options)[:, inputs["input_ids"].shape[1]:]
 
 
-def cache_class(twins: Any, side: str) -> type[StateCache]:
-    """LongFlowCache of a side; for an implementation that brings only its State, our plug around it."""
-    state = getattr(twins, side).longflow.LongFlowState
-    if state.__module__ == f"kvtwin.{side}.longflow":
-        return importlib.import_module(f"kvtwin.{side}.hf").LongFlowCache
-    return type("LongFlowCache", (StateCache,), {"Config": LongFlowConfig, "State": state})
+def cache_class(twins: Any, side: str, method: str = "longflow") -> type[StateCache]:
+    """A method's cache on a side; for an implementation that brings only its State, our plug around it."""
+    pair = judges.pair(method)
+    assert pair.config is not None
+    assert pair.state is not None
+    name = f"{pair.state.__name__.removesuffix('State')}Cache"
+    state = getattr(judges.module(getattr(twins, side), pair), pair.state.__name__)
+    if state.__module__ == f"kvtwin.{side}.{pair.path}":
+        found: type[StateCache] = getattr(importlib.import_module(f"kvtwin.{side}.hf.{method}"), name)
+        return found
+    return type(name, (StateCache,), {"Config": pair.config, "State": state})

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..reference.contract import Sizes
 from ._launch import INTERPRETED, key_block, on_device_of, padded_head_dim
-from ._numerics import LOG2_E, dot, finite_or_zero, round_to
+from ._numerics import LOG2_E, dot, finite_or_zero, round_output, round_to
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float) -> Tensor:
@@ -30,7 +30,7 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, occupied: Tenso
     block = min(64, key_block(head_dim, query.element_size(), total))
     query_block = block if INTERPRETED else 64
     with on_device_of(query):
-        _causal_kernel[(triton.cdiv(total, query_block), batch * query_heads)](
+        _causal_kernel[(batch * query_heads, triton.cdiv(total, query_block))](
             query, key, value, occupied, output,
             scale * LOG2_E.value, total, query_heads,
             *query.stride(), *key.stride(), *value.stride(), *occupied.stride(), *output.stride(),
@@ -57,11 +57,11 @@ def _causal_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERY_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """One program: QUERY_BLOCK queries of one head over all keys up to the last of them. `scale` is in base 2."""
-    first = tl.program_id(0) * QUERY_BLOCK
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * QUERY_BLOCK
     b, h = row // query_heads, row % query_heads
     g = h // GROUP
-    d = tl.arange(0, D_PAD)
+    d = tl.arange(0, D_PAD).to(tl.int64)
     in_head = d < HEAD_DIM
     t = first + tl.arange(0, QUERY_BLOCK)
     attends = tl.load(occupied + b * occupied_b + t.to(tl.int64) * occupied_t, mask=t < total, other=0) != 0
@@ -93,5 +93,5 @@ def _causal_kernel(
     acc = tl.where(attends[:, None], acc / tl.where(attends, weight_sum, 1.0)[:, None], 0.0)
     tl.store(
         output + b * output_b + h * output_h + t.to(tl.int64)[:, None] * output_t + d[None, :] * output_d,
-        round_to(acc, output.dtype.element_ty), mask=(t < total)[:, None] & in_head[None, :],
+        round_output(acc, output.dtype.element_ty), mask=(t < total)[:, None] & in_head[None, :],
     )

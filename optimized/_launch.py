@@ -114,7 +114,9 @@ def stride_unit(*tensors: Tensor) -> int:
     Kernels take strides divided by this unit and multiply by it, which tells the compiler that rows are aligned
     without one specialization per stride.
     """
+    # Larger strides go as 64-bit numbers: multiplied by the unit in 32 bits they would overflow.
     aligned = all(
-        tensor.stride(-1) == 1 and all(stride % 8 == 0 for stride in tensor.stride()[:-1]) for tensor in tensors
+        tensor.stride(-1) == 1 and all(stride % 8 == 0 and stride < 2**31 for stride in tensor.stride()[:-1])
+        for tensor in tensors
     )
     return 8 if aligned else 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._numerics import dot, finite_or_zero, log2_or_minus_inf, round_to, sortable
+from ._numerics import dot, finite_or_zero, log2_or_minus_inf, round_output, round_to, sortable
 
 _FREE = tl.constexpr(-(2**31))
 _PROTECTED = tl.constexpr(2**31 - 1)
@@ -27,7 +27,7 @@ def _write_token(
 
     A mask that KV heads share is written by one of them; the others take the slot as occupied without reading it.
     """
-    d = tl.arange(0, D_PAD)
+    d = tl.arange(0, D_PAD).to(tl.int64)
     in_head = d < HEAD_DIM
     at = newest.to(tl.int64)
     k_new = tl.load(new_key + d * new_key_d, mask=in_head)
@@ -62,7 +62,7 @@ def _attend_tiles(
 
     Logits are kept, [GROUP, slots]. Slots without a token are not even read if MASKED, so that NaN in them is harmless.
     """
-    d = tl.arange(0, D_PAD)
+    d = tl.arange(0, D_PAD).to(tl.int64)
     in_head = d < HEAD_DIM
     row = tl.arange(0, ROWS)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -134,8 +134,9 @@ def attend_kernel(
 ):
     """Program (split, flat): one share of the slots of a (row, KV head), for all its query heads. The logits and the
     share's maximum, sum and accumulator go to memory."""
-    split = tl.program_id(0)
-    flat = tl.program_id(1).to(tl.int64)
+    # One axis: the others end at 65,535 programs.
+    split = tl.program_id(0) % splits
+    flat = (tl.program_id(0) // splits).to(tl.int64)
     b, k_head = flat // heads, flat % heads
     begin = split * split_size
     end = tl.minimum(begin + split_size, slots)
@@ -143,7 +144,7 @@ def attend_kernel(
     value += (b * value_b + k_head * value_h) * UNIT
     occupied += b * occupied_b + k_head * occupied_h
     magnitude += flat * slots
-    d = tl.arange(0, D_PAD)
+    d = tl.arange(0, D_PAD).to(tl.int64)
     row = tl.arange(0, ROWS)
     mask = (row < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     head = (k_head * GROUP + row)[:, None]
@@ -213,7 +214,7 @@ def _rank(
                 logit = tl.load(logits + head * slots + s, mask=real, other=float("-inf"))
                 # The normaliser's parts leave one by one, so that no digits of a large maximum are lost.
                 x = (logit - tl.load(normalisers + head * 2)) - tl.load(normalisers + head * 2 + 1)
-                x = tl.where(logit == float("-inf"), float("-inf"), x)
+                x = tl.where(real, x, float("-inf"))
                 higher = tl.maximum(highest, x)
                 shift = finite_or_zero(higher)
                 weight = weight * tl.exp2(highest - shift) + tl.exp2(x - shift)
@@ -233,7 +234,7 @@ def _combine(
 ):
     """One query head's output from its splits."""
     i = tl.arange(0, SPLITS)
-    d = tl.arange(0, D_PAD)
+    d = tl.arange(0, D_PAD).to(tl.int64)
     part = head * splits + i
     split_top = tl.load(tops + part, mask=i < splits, other=float("-inf"))
     split_sum = tl.load(weight_sums + part, mask=i < splits, other=0.0)
@@ -243,7 +244,7 @@ def _combine(
     pieces = tl.load(partial + part[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
     acc = tl.sum(pieces * share[:, None], 0)
     out = tl.where(total == 0.0, 0.0, acc / tl.where(total == 0.0, 1.0, total))
-    tl.store(output + head * HEAD_DIM + d, round_to(out, output.dtype.element_ty), mask=d < HEAD_DIM)
+    tl.store(output + head * HEAD_DIM + d, round_output(out, output.dtype.element_ty), mask=d < HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=[
@@ -260,11 +261,11 @@ def score_kernel(
 ):
     """Programs (block of slots, decision): scores summed over the heads that decide together, and the block's victim;
     the last block of a decision to finish picks among them. Further programs combine the outputs of query heads."""
-    block = tl.program_id(0)
-    decision = tl.program_id(1).to(tl.int64)
+    query_heads = GROUP if PER_HEAD else GROUP * heads                 # heads that decide together
+    block = tl.program_id(0) % (blocks + query_heads)
+    decision = (tl.program_id(0) // (blocks + query_heads)).to(tl.int64)
     b = decision // heads if PER_HEAD else decision
     k_head = decision % heads if PER_HEAD else 0
-    query_heads = GROUP if PER_HEAD else GROUP * heads                 # heads that decide together
     if block >= blocks:
         _combine(
             partial, tops, weight_sums, output, decision * query_heads + block - blocks, splits,

@@ -24,6 +24,17 @@ def round_to(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def round_output(x, dtype: tl.constexpr):
+    """`round_to` of a weighted mean. Weights that were rounded before their product with values may carry the mean
+    beyond the largest value, and in float16 a finite number must not become infinite for that. (In bfloat16 the sum
+    of such products overflows float32 before.)"""
+    if dtype == tl.float16:
+        x = tl.where((x > 65504.0) & (x < float("inf")), 65504.0, x)
+        x = tl.where((x < -65504.0) & (x > float("-inf")), -65504.0, x)
+    return round_to(x, dtype)
+
+
+@triton.jit
 def dot(a, b):
     """a @ b accumulated in float32 without tf32. The interpreter's dot on bfloat16 returns garbage: upcast there."""
     if _INTERPRETED:
@@ -34,8 +45,8 @@ def dot(a, b):
 
 @triton.jit
 def finite_or_zero(x):
-    """-inf -> 0: the shift of an exponential whose terms are all zero."""
-    return tl.where(x == float("-inf"), 0.0, x)
+    """+-inf -> 0: the shift of exponentials that are all zero, or of which one is infinite whatever the shift."""
+    return tl.where(tl.abs(x) == float("inf"), 0.0, x)
 
 
 @triton.jit

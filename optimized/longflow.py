@@ -11,7 +11,8 @@ import triton
 from torch import Tensor
 
 from ..reference.contract import (
-    Sizes, check_all_finite, check_attention, check_dtype, check_flag, check_integer, check_prompt, check_reorder,
+    Sizes, capturing, check_all_finite, check_attention, check_dtype, check_flag, check_integer, check_next_slot,
+    check_prompt, check_reorder,
     check_slot_mask, check_step, check_tensor, resolve_device, resolve_scale, state_sizes,
 )
 from ..reference.longflow import CompressResult, DecodeResult, LongFlowConfig
@@ -104,6 +105,7 @@ class LongFlowState:
         check_kernel_device("device", self.device)
         self.scale = resolve_scale(config.scale, head_dim)
 
+        @torch.inference_mode(False)  # else a state made in inference mode could not be used outside of it
         def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
@@ -113,12 +115,13 @@ class LongFlowState:
         self.value = buffer(batch, heads, slots, head_dim, dtype=dtype)
         self.occupied = buffer(*rows, slots, dtype=torch.bool)
         self.positions = buffer(*rows, slots, dtype=torch.int64)
-        self.next_slot = buffer(*rows, dtype=torch.int64)
+        self._next_slot = buffer(*rows, dtype=torch.int64)
         self.score = buffer(*rows, slots, dtype=torch.float32)
         self._magnitude = buffer(batch, heads, slots, dtype=torch.float32)      # ||v_j||_1, set when a token comes in
         self._sink_end = buffer(batch, dtype=torch.int64)                       # positions below this are sinks
         self._seen = buffer(1, dtype=torch.int64)                               # on the device: graphs replay it
-        self._scratch = _scratch(self.sizes, self.key, config.per_head)
+        with torch.inference_mode(False):
+            self._scratch = _scratch(self.sizes, self.key, config.per_head)
         self.reset()
 
     @property
@@ -126,15 +129,26 @@ class LongFlowState:
         """Tokens that came in since the last reset, padding included. Reading it synchronises with the GPU."""
         return int(self._seen.item())
 
+    @property
+    def next_slot(self) -> Tensor:
+        """Where the next token will be written. Assigning checks the values and copies them; in-place writes are not
+        checked, and a token written to a slot that is not there is lost."""
+        return self._next_slot
+
+    @next_slot.setter
+    def next_slot(self, value: Tensor) -> None:
+        self._next_slot.copy_(check_next_slot(value, self._next_slot, self.config.budget))
+
     def reset(self) -> None:
         """Forget every token."""
         self.occupied.zero_()
         self.positions.fill_(-1)
-        self.next_slot.zero_()
+        self._next_slot.zero_()
         self.score.fill_(-torch.inf)
         self._sink_end.fill_(self.config.sinks)
         self._seen.zero_()
-        self._started = False
+        arrivals = self._scratch[2]
+        arrivals.zero_()                                                        # should a launch have been cut short
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
         """The prompt: full causal attention, then at most budget - 1 of its tokens stay, so that a step finds room.
@@ -146,7 +160,8 @@ class LongFlowState:
             query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device
         )
         check_launchable(query=query, key=key, value=value)
-        if self._started:
+        # Asked of the device: a graph's replays are steps that the host does not see.
+        if not capturing(self.device) and self.tokens_seen:
             raise RuntimeError("prefill needs an empty state: call reset() first")
         if occupied is None:
             occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
@@ -166,9 +181,8 @@ class LongFlowState:
         self.positions[..., :count] = kept
         self.occupied[..., :count] = kept >= 0
         index = torch.arange(self.config.budget, device=self.device)
-        self.next_slot.copy_(index.where(~self.occupied, self.config.budget).amin(-1))
+        self._next_slot.copy_(index.where(~self.occupied, self.config.budget).amin(-1))
         self._seen.fill_(total)
-        self._started = True
         return output
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -180,9 +194,8 @@ class LongFlowState:
         check_launchable(query=query, key=key, value=value)
         if self.config.check_finite:
             check_all_finite(query=query, key=key, value=value)
-        self._started = True
         output: Tensor = _step(
-            query, key, value, self.key, self.value, self._magnitude, self.occupied, self.positions, self.next_slot,
+            query, key, value, self.key, self.value, self._magnitude, self.occupied, self.positions, self._next_slot,
             self.score, self._sink_end, self._seen, *self._scratch,
             self.scale, self.config.per_head, self.config.protect_newest,
         )
@@ -192,7 +205,7 @@ class LongFlowState:
         """Row b becomes what row index[b] was (beam search). index [B] int64."""
         index = check_reorder(index, self.sizes.batch, self.device)
         for tensor in (
-            self.key, self.value, self.occupied, self.positions, self.next_slot, self.score, self._magnitude,
+            self.key, self.value, self.occupied, self.positions, self._next_slot, self.score, self._magnitude,
             self._sink_end,
         ):
             tensor.copy_(tensor.index_select(0, index))
@@ -235,7 +248,9 @@ def _scratch(sizes: Sizes, key: Tensor, per_head: bool) -> tuple[Tensor, Tensor,
 def _cuts(sizes: Sizes, splits: int) -> list[int]:
     """Sizes of logits, partial accumulators, their maxima and sums, and finished normalisers in the workspace."""
     heads = sizes.batch * sizes.query_heads
-    return [heads * sizes.slots, heads * splits * sizes.head_dim, heads * splits, heads * splits, heads * 2]
+    cuts = (heads * sizes.slots, heads * splits * sizes.head_dim, heads * splits, heads * splits, heads * 2)
+    # Each piece aligned alike, whatever the sizes: Triton compiles a kernel anew for another alignment.
+    return [triton.cdiv(cut, 32) * 32 for cut in cuts]
 
 
 @torch.library.custom_op("kvtwin::longflow_decode", mutates_args=())
@@ -322,7 +337,7 @@ def _launch(
     mask = occupied if protected is None else protected
     decisions, blocks = candidates.shape
     with on_device_of(key):
-        attend_kernel[(splits, batch * heads)](
+        attend_kernel[(batch * heads * splits,)](
             query, key, value, occupied, new_key, new_value, slot, positions, seen, magnitude,
             logits, partial, tops, weight_sums,
             scale * LOG2_E.value, slots, split_size, splits, heads,
@@ -331,7 +346,7 @@ def _launch(
             occupied.stride(0), head_stride, occupied.stride(-1), *new_key.stride(), *new_value.stride(),
             ROWS=GROUP_ROWS, BLOCK=block, UNIT=unit, **shape, **mode, num_warps=2, num_stages=2,
         )
-        score_kernel[(blocks + batch * heads * group // decisions, decisions)](
+        score_kernel[(decisions * (blocks + batch * heads * group // decisions),)](
             logits, partial, tops, weight_sums, normalisers, magnitude, occupied, mask, positions, sink_end, seen,
             output, score, slot, candidates, arrivals,
             slots, splits, heads, blocks,

@@ -18,6 +18,11 @@ def accumulate_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+def exact(tensor: Tensor) -> torch.autocast:
+    """Inside, autocast does not lower the precision of matrix products: a reference computes in its own dtype."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
 def per_query_head(tensor: Tensor, query_heads: int) -> Tensor:
     """[B, Hkv, ...] -> [B, Hq, ...]: query head h reads KV head h // G."""
     return tensor.repeat_interleave(query_heads // tensor.shape[1], dim=1)
@@ -40,12 +45,17 @@ def logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Ten
     Returns [B, Hq, S] or [B, Hq, Q, S] in accumulate_dtype.
     """
     dtype, query_heads = accumulate_dtype(query), query.shape[1]
-    keys = per_query_head(zero_unoccupied(key, occupied).to(dtype), query_heads)       # [B, Hq, S, D]
+    with exact(query):
+        return _logits(query.to(dtype), key.to(dtype), occupied, query_heads, scale)
+
+
+def _logits(query: Tensor, key: Tensor, occupied: Tensor, query_heads: int, scale: float) -> Tensor:
+    keys = per_query_head(zero_unoccupied(key, occupied), query_heads)                 # [B, Hq, S, D]
     if query.dim() == 4:
-        product = query.to(dtype) @ keys.transpose(-1, -2)                             # [B, Hq, Q, S]
+        product = query @ keys.transpose(-1, -2)                                       # [B, Hq, Q, S]
     else:
         # Not a matrix product: that may sum in another order at the last slots, and equal tokens must score the same.
-        product = (query.to(dtype)[:, :, None] * keys).sum(-1)[:, :, None]             # [B, Hq, 1, S]
+        product = (query[:, :, None] * keys).sum(-1)[:, :, None]                       # [B, Hq, 1, S]
     product = scale * product
     mask = per_kv_head(occupied)
     mask = per_query_head(mask, query_heads) if mask.shape[1] > 1 else mask            # [B, 1 or Hq, S]
@@ -67,7 +77,8 @@ def attention_weights(query: Tensor, key: Tensor, occupied: Tensor, *, scale: fl
 def weighted_values(weight: Tensor, value: Tensor, occupied: Tensor) -> Tensor:
     """sum_j a_j v_j: weight [B, Hq, S] or [B, Hq, Q, S] -> [B, Hq, D] or [B, Hq, Q, D] in weight's dtype."""
     values = per_query_head(zero_unoccupied(value, occupied).to(weight.dtype), weight.shape[1])
-    return weight @ values if weight.dim() == 4 else (weight[:, :, None] @ values)[:, :, 0]
+    with exact(weight):
+        return weight @ values if weight.dim() == 4 else (weight[:, :, None] @ values)[:, :, 0]
 
 
 def causal_logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Tensor:

@@ -7,12 +7,13 @@ no synchronisation with the GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-LARGEST_SCALE = torch.finfo(torch.float32).max
+# In float32 it is multiplied by log2(e) before use.
+LARGEST_SCALE = torch.finfo(torch.float32).max / 2
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -36,12 +37,15 @@ class MethodConfig:
     """Base of every method's config.
 
     budget: the most tokens that a row of the cache may hold, an int of at least 1.
+    scale: the factor on query . key, default head_dim ** -0.5.
     """
 
     budget: int
+    scale: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_integer("budget", self.budget, minimum=1)
+        check_scale("scale", self.scale)
 
 
 def check_integer(name: str, value: object, *, minimum: int | None = None) -> int:
@@ -65,7 +69,7 @@ def check_scale(name: str, value: object) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a float or None, got {type(value).__name__}: {value!r}")
-    # The kernels hold it in float32, where larger numbers are infinite. (An int too large for a float compares, too.)
+    # A comparison, since an int may be too large for a float.
     if not abs(value) <= LARGEST_SCALE:
         raise ValueError(f"{name} must be finite in float32, got {value}")
 
@@ -210,6 +214,22 @@ def check_state_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, devi
         raise TypeError(f"{name} must have the state's dtype {dtype}, got {tensor.dtype}")
     if tensor.device != device:
         raise ValueError(f"{name} must be on the state's device {device}, got {tensor.device}")
+
+
+def check_next_slot(value: object, like: torch.Tensor, slots: int) -> torch.Tensor:
+    """A choice written into `State.next_slot`: shape, dtype and device of `like`, values in range.
+
+    Reads the values (one synchronisation) unless a graph captures.
+    """
+    layout = "[B]" if like.dim() == 1 else "[B, Hkv]"
+    value = check_tensor("next_slot", value, dims=like.dim(), layout=layout)
+    check_shape("next_slot", value, tuple(like.shape), layout)
+    check_like("next_slot", value, like, "the state")
+    if not capturing(value.device):
+        low, high = int(value.min()), int(value.max())
+        if low < 0 or high >= slots:
+            raise ValueError(f"next_slot must be from 0 to {slots - 1}, got values from {low} to {high}")
+    return value
 
 
 def check_reorder(index: object, batch: int, device: torch.device) -> torch.Tensor:

@@ -16,8 +16,9 @@ from .attention import INF, accumulate_dtype, causal_attention, logits, per_kv_h
 from .attention import weighted_values, zero_unoccupied
 from .baselines.snapkv import CompressResult, compress, gather_tokens
 from .contract import (
-    MethodConfig, check_all_finite, check_attention, check_dtype, check_flag, check_integer, check_prompt,
-    check_reorder, check_scale, check_slot_mask, check_step, check_tensor, resolve_device, resolve_scale, state_sizes,
+    MethodConfig, check_all_finite, check_attention, check_dtype, check_flag, check_integer, check_next_slot,
+    check_prompt, check_reorder, check_slot_mask, check_step, check_tensor, resolve_device, resolve_scale,
+    state_sizes,
 )
 from .selection import victims
 
@@ -58,7 +59,6 @@ class LongFlowConfig(MethodConfig):
     window: int = 32
     kernel_size: int = 5
     check_finite: bool = False
-    scale: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +68,6 @@ class LongFlowConfig(MethodConfig):
         check_integer("window", self.window, minimum=1)
         if check_integer("kernel_size", self.kernel_size, minimum=1) % 2 == 0:
             raise ValueError(f"kernel_size must be odd, so that the pool has a centre, got {self.kernel_size}")
-        check_scale("scale", self.scale)
         # With a budget of 1 the newest is the only token there is, and is overwritten.
         held = self.sinks + (self.protect_newest and self.budget > 1)
         if held >= self.budget:
@@ -177,6 +176,8 @@ class LongFlowState:
     With config.per_head these four are [B, Hkv, S] and [B, Hkv].
     """
 
+    _next_slot: Tensor
+
     def __init__(
         self, config: LongFlowConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device | str,
@@ -198,6 +199,16 @@ class LongFlowState:
         """Tokens that came in since the last reset, padding included."""
         return self._seen
 
+    @property
+    def next_slot(self) -> Tensor:
+        """Where the next token will be written. Assigning checks the values and copies them."""
+        return self._next_slot
+
+    @next_slot.setter
+    def next_slot(self, value: Tensor) -> None:
+        self._next_slot = check_next_slot(value, self._next_slot, self.config.budget).clone()
+
+    @torch.inference_mode(False)  # else a state that was made in inference mode could not be used outside of it
     def reset(self) -> None:
         """Forget every token."""
         batch, _, heads, slots, head_dim = self.sizes
@@ -206,7 +217,7 @@ class LongFlowState:
         self.value = torch.zeros_like(self.key)
         self.occupied = torch.zeros(*rows, slots, dtype=torch.bool, device=self.device)
         self.positions = torch.full((*rows, slots), -1, dtype=torch.int64, device=self.device)
-        self.next_slot = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self._next_slot = torch.zeros(rows, dtype=torch.int64, device=self.device)
         score_dtype = accumulate_dtype(self.key)
         self.score = torch.full((*rows, slots), -INF, dtype=score_dtype, device=self.device)
         # Tokens at positions below this are sinks; a row's own padding does not count.
@@ -238,7 +249,7 @@ class LongFlowState:
         kept = kept[:, None] if self.config.per_head else kept
         self.positions[..., :count] = kept
         self.occupied[..., :count] = kept >= 0
-        self.next_slot = victims(self.occupied.long(), 1)[..., 0]                         # the first free one
+        self._next_slot = victims(self.occupied.long(), 1)[..., 0]                      # the first free one
         self._seen = total
         return output
 
@@ -250,7 +261,7 @@ class LongFlowState:
         check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
         if self.config.check_finite:
             check_all_finite(query=query, key=key, value=value)
-        slot = self.next_slot[..., None]                                                # [B, 1] or [B, Hkv, 1]
+        slot = self._next_slot[..., None]                                               # [B, 1] or [B, Hkv, 1]
         place = per_kv_head(slot)[..., None].expand(-1, self.sizes.key_value_heads, -1, self.sizes.head_dim)
         self.key.scatter_(2, place, key[:, :, None])
         self.value.scatter_(2, place, value[:, :, None])
@@ -261,13 +272,13 @@ class LongFlowState:
             scale=self.scale, per_head=self.config.per_head, protected=self._protected(),
         )
         self._seen += 1
-        self.score, self.next_slot = result.score, result.slot
+        self.score, self._next_slot = result.score, result.slot
         return result.output
 
     def reorder(self, index: Tensor) -> None:
         """Row b becomes what row index[b] was (beam search). index [B] int64."""
         index = check_reorder(index, self.sizes.batch, self.device)
-        for name in ("key", "value", "occupied", "positions", "next_slot", "score", "_sink_end"):
+        for name in ("key", "value", "occupied", "positions", "_next_slot", "score", "_sink_end"):
             setattr(self, name, getattr(self, name).index_select(0, index))
 
     def _choose(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor) -> Tensor:

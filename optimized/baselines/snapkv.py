@@ -131,11 +131,11 @@ def _received(query_window: Tensor, key: Tensor, occupied: Tensor, scale: float)
     }
     strides = (*query_window.stride(), *key.stride(), *occupied.stride())
     with on_device_of(key):
-        _normaliser_kernel[(triton.cdiv(window, 16), query_heads, batch)](
+        _normaliser_kernel[(batch * query_heads, triton.cdiv(window, 16))](
             query_window, key, occupied, normaliser, scale * LOG2_E.value, total, window, query_heads, *strides,
             **shape, num_warps=4,
         )
-        _received_kernel[(triton.cdiv(total, block), heads, batch)](
+        _received_kernel[(batch * heads, triton.cdiv(total, block))](
             query_window, key, occupied, normaliser, received, scale * LOG2_E.value, total, window, heads, *strides,
             **shape, num_warps=4,
         )
@@ -167,10 +167,10 @@ def _normaliser_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """log2 of the softmax denominator of 16 window queries of one query head."""
-    h = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
-    w = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    d = tl.arange(0, D_PAD)
+    b = (tl.program_id(0) // heads).to(tl.int64)
+    h = tl.program_id(0) % heads
+    w = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
+    d = tl.arange(0, D_PAD).to(tl.int64)
     in_head = d < HEAD_DIM
     position = (total - window + w).to(tl.int64)
     attends = tl.load(occupied + b * occupied_b + position * occupied_t, mask=w < window, other=0) != 0
@@ -205,11 +205,11 @@ def _received_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Sum over the group's heads and all window queries of the weights of one block of tokens."""
-    k_head = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b = (tl.program_id(0) // heads).to(tl.int64)
+    k_head = tl.program_id(0) % heads
+    t = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     t64 = t.to(tl.int64)
-    d = tl.arange(0, D_PAD)
+    d = tl.arange(0, D_PAD).to(tl.int64)
     in_head = d < HEAD_DIM
     holds = tl.load(occupied + b * occupied_b + t64 * occupied_t, mask=t < total, other=0) != 0
     k = tl.load(

@@ -4,4 +4,18 @@ Importing this needs transformers (the extra `kvtwin[hf]`) and registers the att
 the reference's caches use too: a process can have both.
 """
 
-from .longflow import LongFlowCache as LongFlowCache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from ...reference.hf import plug as plug  # registers the attention, or says which extra is missing
+
+
+def __getattr__(name: str) -> Any:
+    """NAMECache, from the module of this folder that defines it: caches are found, not listed."""
+    if name.endswith("Cache"):
+        for found in iter_modules(__path__):
+            module = import_module(f"{__name__}.{found.name}")
+            if getattr(getattr(module, name, None), "__module__", None) == module.__name__:
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,4 +3,18 @@
 Importing this needs transformers (the extra `kvtwin[hf]`) and registers the attention "kvtwin" with it; see `plug`.
 """
 
-from .longflow import LongFlowCache as LongFlowCache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from . import plug as plug  # registers the attention, or says which extra is missing
+
+
+def __getattr__(name: str) -> Any:
+    """NAMECache, from the module of this folder that defines it: caches are found, not listed."""
+    if name.endswith("Cache"):
+        for found in iter_modules(__path__):
+            module = import_module(f"{__name__}.{found.name}")
+            if getattr(getattr(module, name, None), "__module__", None) == module.__name__:
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -204,7 +204,7 @@ class StateLayer(CacheLayerMixin):
             changed = [f"{name} {self._made[name]}, now {wanted[name]}" for name in wanted
                        if wanted[name] != self._made[name]]
             raise ValueError(f"the cache holds tokens of another kind ({'; '.join(changed)}): call reset() on it first")
-        self.state = self._state_class(replace(self._config, scale=scaling), **sizes)  # type: ignore[call-arg]
+        self.state = self._state_class(replace(self._config, scale=scaling), **sizes)
         self._made = wanted
 
     def _spec(self, mask: object) -> MaskSpec | None:

@@ -1,0 +1,22 @@
+"""Refuses to run these tests without their plugin, or on another copy of kvtwin than the one that they lie in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    here = Path(__file__).resolve().parent
+    try:
+        from kvtwin.conformance import plugin
+    except ModuleNotFoundError:
+        raise pytest.UsageError("kvtwin is not installed; in its folder: python -m pip install -e '.[test]'") from None
+    if here != plugin.HERE:
+        raise pytest.UsageError(
+            f"the tests in {here} would run on the kvtwin that is installed from {plugin.HERE.parent}; install this "
+            "one (python -m pip install -e .), or run the other's tests: pytest --pyargs kvtwin.conformance"
+        )
+    if not config.pluginmanager.has_plugin(plugin.NAME):
+        raise pytest.UsageError("these tests need kvtwin's pytest plugin, which was not loaded: add -p kvtwin")
