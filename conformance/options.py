@@ -31,7 +31,6 @@ class UnmatchedEntryWarning(pytest.PytestWarning):
 
 
 def add(parser: pytest.Parser) -> None:
-    # Values stay strings: pytest-xdist sends them to its workers, and can send nothing else.
     group = parser.getgroup("kvtwin", "kvtwin: KV-cache methods against float64 arithmetic")
     group.addoption(
         "--kv-impl",

@@ -113,6 +113,11 @@ def decode_cases(
     )
 
 
+#: Contents whose logits spread so far that most weights of a softmax vanish: linear scores then leave choices open.
+VANISHING = ("overflow_88", "extreme_1e4", "all_below_104")
+DECIDED = tuple(content for content in TRACE_CONTENTS if content not in VANISHING)
+
+
 @st.composite
 def window_cases(
     draw: st.DrawFn, *, device: torch.device | str | None = None, tokens: tuple[int, int] | None = None,

@@ -124,8 +124,15 @@ def test_a_project_that_holds_our_environment_is_a_strangers(monkeypatch, tmp_pa
 def test_our_tests_wake_the_plugin_by_whatever_route_they_come(pytester, in_process):
     """The command line does not show them: a conftest brings them in."""
     path = HERE / "test_ledger.py"
-    pytester.makeconftest(f"def pytest_configure(config): config.args[:] = [{str(path)!r}]")
-    assert in_process("-k", "test_load", active=False).parseoutcomes()["passed"] == 1
+    pytester.makeconftest(
+        f"""
+        def pytest_configure(config): config.args[:] = [{str(path)!r}]
+        def pytest_sessionfinish(session): print("awake:", session.config.pluginmanager.has_plugin({plugin.SUITE!r}))
+        """
+    )
+    result = in_process("-k", "test_load", active=False)
+    assert result.parseoutcomes()["passed"] == 1
+    result.stdout.fnmatch_lines(["*awake: True*"])
 
 
 def test_tests_of_another_copy_are_refused(pytester, in_process):
