@@ -33,6 +33,11 @@ def running_test() -> str | None:
     return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0] or None
 
 
+def forget() -> None:
+    """Let go of the case that `latest` remembers; the tensors of some are gigabytes long."""
+    _latest.clear()
+
+
 def latest() -> Case | None:
     """The last case that the running test used; Hypothesis ends with the smallest failing one."""
     return next((case for case, test in _latest if test == running_test()), None)

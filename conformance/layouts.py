@@ -70,6 +70,8 @@ def _far(tensor: Tensor) -> Tensor:
 def untouched(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised vector. On the CPU it costs address space alone, however long, until something writes to it."""
     if device.type != "cpu":
+        # Gigabytes of a size that hardly comes again: what the allocator kept of the last ones is in the way.
+        torch.cuda.empty_cache()
         return torch.empty(count, dtype=dtype, device=device)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     room = mmap.mmap(-1, count * dtype.itemsize, flags=flags)

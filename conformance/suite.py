@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from . import environment, options, results, stack, summary, tally
-from .impl import Twins
+from .impl import NotProvided, Twins
 from .report import build_report, write_report
 
 MARKERS = (
@@ -33,6 +33,18 @@ VACUOUS = (
 )
 TALLY = pytest.StashKey[tally.Tally]()
 FACTS = pytest.StashKey[dict[str, Any]]()
+
+
+def _release_memory() -> None:
+    """Test processes may share a GPU: none sits on the memory of a test that is over."""
+    cases = sys.modules.get(f"{__package__}.cases")
+    if cases is None:
+        return
+    import torch
+
+    cases.forget()
+    if torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
 
 
 class Suite:
@@ -72,13 +84,24 @@ class Suite:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         with tally.opened() as item.stash[TALLY]:
-            return (yield)
+            try:
+                return (yield)
+            finally:
+                _release_memory()
 
     # Outermost: a test fails as vacuous only if all else about it is right.
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        outcome = yield
+        from hypothesis.errors import Unsatisfiable
+
         counted = item.stash[TALLY]
+        try:
+            outcome = yield
+        except Unsatisfiable:
+            if not counted.refused:
+                raise
+            # No example was left to judge.
+            raise NotProvided(", ".join(counted.refused)) from None
         if counted.vacuous:
             share = counted.decisive / counted.total
             pytest.fail(VACUOUS.format(decisive=counted.decisive, total=counted.total, share=share), pytrace=False)

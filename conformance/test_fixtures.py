@@ -183,12 +183,12 @@ def test_check_passes_and_the_traces_are_whole(copy: Path, capsys: pytest.Captur
 
 
 def test_recording_again_changes_nothing(copy: Path) -> None:
+    """On one machine, recording gives the same bytes each time. (Another processor's matrix products may differ in
+    their last bits: that what is stored agrees with what would be recorded here, --check says, within bounds.)"""
+    record.record(None, traces_only=False)
     before = record.hashes()
-    versions = load.load_trace("capture").metadata["versions"]
-    record.record(None, traces_only=versions != record.versions())
-    after = record.hashes()
-    if versions == record.versions():
-        assert after == before  # the recorded versions: the same bytes
+    record.record(None, traces_only=False)
+    assert record.hashes() == before
     assert record.check(None, traces_only=True) == []
 
 
