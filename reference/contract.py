@@ -63,6 +63,15 @@ def check_flag(name: str, value: object) -> bool:
     return value
 
 
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
+    """One of a few words."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, got {type(value).__name__}: {value!r}")
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    return value
+
+
 def check_scale(name: str, value: object) -> None:
     """None (meaning D ** -0.5) or a finite number."""
     if value is None:

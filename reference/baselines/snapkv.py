@@ -1,24 +1,46 @@
 """SnapKV (Li et al. 2024): a prompt compressed by what its last queries look at.
 
 Score of a prefix token = mean over the observation window's queries of the softmax over all keys (causal), smoothed
-by an average pool along the prefix; the window itself is kept. Semantics: LongFlow section 4.1 uses it for prompts.
+by an average pool along the prefix; the window itself is kept. `compress` does it once, as LongFlow section 4.1 uses it
+for prompts; `SnapKVState` does it again after every block of tokens (KeyDiff A.1).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..attention import INF, causal_logits, softmax
+from ..attention import INF, causal_logits, logits, per_kv_head, softmax
+from ..blocks import AttendResult, BlockConfig, BlockState, Piece, attention_of_block, group_mean, order
 from ..contract import (
     Sizes, check_attention, check_flag, check_integer, check_mask, resolve_scale,
 )
 from ..selection import kept_after
 
-__all__ = ["CompressResult", "compress", "window_score"]
+__all__ = ["AttendResult", "CompressResult", "SnapKVConfig", "SnapKVState", "attend", "compress", "window_score"]
+
+
+@dataclass(frozen=True)
+class SnapKVConfig(BlockConfig):
+    """budget, block_size: see `BlockConfig`. window: the last tokens, which observe and stay; at most budget of them
+    do. kernel_size: odd, the width of the average pool. Raises TypeError or ValueError for anything else."""
+
+    window: int = 32
+    kernel_size: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("window", self.window, minimum=1)
+        check_kernel_size(self.kernel_size)
+
+    @property
+    def observers(self) -> int:
+        """How many of the last tokens observe and are protected."""
+        return min(self.window, self.budget)
 
 
 class CompressResult(NamedTuple):
@@ -65,6 +87,21 @@ def window_score(
     return score[:, 0] if shared_heads else score
 
 
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
+) -> AttendResult:
+    """Attention of a block of the newest tokens; received = the mean of each key's weights over the block's queries.
+
+    query [B, Hq, Q, D], the queries of the tokens in the last Q slots, causal among themselves; key, value
+    [B, Hkv, S, D]; occupied [B, S] or [B, Hkv, S] bool; scale defaults to D ** -0.5. A query at an unoccupied slot
+    gives zeros and does not count. received [B, Hkv, S]: the mean over the G query heads of a KV head, not pooled.
+    TypeError, ValueError for bad arguments.
+    """
+    output, weight = attention_of_block(query, key, value, occupied, scale=scale)       # weight [B, Hkv, Q, S]
+    real = per_kv_head(occupied)[..., -query.shape[2]:].sum(-1).clamp_min(1)            # [B, 1 or Hkv]
+    return AttendResult(output, weight.sum(2) / real[..., None])
+
+
 def compress(
     query_window: Tensor, key: Tensor, value: Tensor, budget: int, *,
     kernel_size: int = 5, occupied: Tensor | None = None, protected: Tensor | None = None,
@@ -109,8 +146,7 @@ def check_window(
     sizes = check_attention(query_window, key, value, steps="T", time="W", name="query_window")
     assert isinstance(query_window, Tensor) and isinstance(key, Tensor)
     check_flag("shared_heads", shared_heads)
-    if check_integer("kernel_size", kernel_size, minimum=1) % 2 == 0:
-        raise ValueError(f"kernel_size must be odd, so that the pool has a centre, got {kernel_size}")
+    check_kernel_size(kernel_size)
     if query_window.shape[2] > sizes.slots:
         raise ValueError(
             f"query_window must be [B, Hq, W, D] with W <= T = {sizes.slots}, got {tuple(query_window.shape)}"
@@ -119,6 +155,11 @@ def check_window(
         return torch.ones(sizes.batch, sizes.slots, dtype=torch.bool, device=key.device), sizes
     check_mask("occupied", occupied, (sizes.batch, sizes.slots), "[B, T]", key, "key")
     return occupied, sizes
+
+
+def check_kernel_size(kernel_size: object) -> None:
+    if check_integer("kernel_size", kernel_size, minimum=1) % 2 == 0:
+        raise ValueError(f"kernel_size must be odd, so that the pool has a centre, got {kernel_size}")
 
 
 def _rank(score: Tensor, occupied: Tensor, protected: Tensor | None) -> Tensor:
@@ -132,3 +173,47 @@ def _rank(score: Tensor, occupied: Tensor, protected: Tensor | None) -> Tensor:
     place = torch.arange(slots, device=score.device).expand(score.shape)
     rank = torch.empty_like(going).scatter(-1, going, place) - 2 * slots * ~occupied
     return rank if protected is None else rank + 2 * slots * (protected & occupied)
+
+
+class SnapKVState(BlockState):
+    """A SnapKV cache. `score` is the pooled attention of the last `window` tokens' queries, newly taken after every
+    block (or decode step) over the tokens then held, +inf for these tokens themselves. The pool runs along the tokens
+    held, in the order of their positions."""
+
+    Config = SnapKVConfig
+    _per_row = ("_window_query", "_window_positions")
+
+    @torch.inference_mode(False)
+    def reset(self) -> None:
+        super().reset()
+        batch, query_heads, _, _, head_dim = self.sizes
+        shape = (batch, query_heads, self.config.observers, head_dim)
+        self._window_query = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self._window_positions = torch.full(
+            (batch, self.config.observers), -1, dtype=torch.int64, device=self.device
+        )
+
+    def _observe(self, piece: Piece) -> None:
+        observers, heads = self.config.observers, self.sizes.key_value_heads
+        query = piece.query.masked_fill(~piece.real[:, None, :, None], 0)
+        self._window_query.copy_(torch.cat((self._window_query, query), 2)[:, :, -observers:])
+        arrived = piece.positions.where(piece.real, -1)                                 # [B, Q]
+        self._window_positions.copy_(torch.cat((self._window_positions, arrived), 1)[:, -observers:])
+
+        logit = logits(self._window_query, self.key, self.occupied, scale=self.scale)   # [B, Hq, W, S]
+        future = self.positions[:, :, None] > self._window_positions[:, None, :, None]  # [B, Hkv, W, S]
+        future = future.repeat_interleave(self.sizes.group, dim=1)
+        weight = softmax(logit.masked_fill(future, -INF))
+        observing = (self._window_positions >= 0).sum(-1).clamp_min(1)[:, None, None]
+        received = group_mean(weight, heads).sum(2) / observing                         # [B, Hkv, S]
+
+        window = self.positions >= self._seen - observers
+        place = order(self.positions)                                                   # free slots come first
+        in_order = torch.zeros_like(received).scatter(-1, place, received.masked_fill(window, 0))
+        size = self.config.kernel_size
+        pooled = functional.avg_pool1d(in_order, size, stride=1, padding=size // 2, count_include_pad=True)
+        score = pooled.gather(-1, place).masked_fill(window, INF)
+        self.score.copy_(score.masked_fill(~self.occupied, -INF))
+
+    def _rank(self) -> tuple[Tensor, Tensor]:
+        return self.score, self.occupied & (self.positions >= self._seen - self.config.observers)

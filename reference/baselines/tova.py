@@ -1,0 +1,61 @@
+"""TOVA (Oren et al. 2024): after each block, keep the tokens that the newest query attends to most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..attention import INF, per_kv_head
+from ..blocks import AttendResult, BlockConfig, BlockState, Piece, attention_of_block, group_mean
+
+__all__ = ["AttendResult", "TOVAConfig", "TOVAState", "attend"]
+
+
+@dataclass(frozen=True)
+class TOVAConfig(BlockConfig):
+    """budget, block_size: see `BlockConfig`. Nothing is protected: the newest token has its own weight."""
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
+) -> AttendResult:
+    """Attention of a block of the newest tokens; received = each key's weight from the newest query of all.
+
+    Arguments and output as in `h2o.attend`. The newest query is the one of the last occupied slot among the last Q;
+    where all of them are unoccupied, received is 0.
+    """
+    output, weight = attention_of_block(query, key, value, occupied, scale=scale)       # weight [B, Hkv, Q, S]
+    count = query.shape[2]
+    real = per_kv_head(occupied)[..., -count:].expand(-1, weight.shape[1], -1)          # [B, Hkv, Q]
+    return AttendResult(output, _of_newest(weight, real))
+
+
+def _of_newest(tensor: Tensor, real: Tensor) -> Tensor:
+    """tensor [B, H, Q, S] at the last query that is real, [B, H, Q] bool; at query 0 where none is."""
+    number = torch.arange(real.shape[-1], device=real.device)
+    newest = number.where(real, -1).amax(-1).clamp_min(0)                               # [B, H]
+    index = newest[..., None, None].expand(-1, -1, 1, tensor.shape[-1])
+    return tensor.gather(2, index)[:, :, 0]
+
+
+class TOVAState(BlockState):
+    """A TOVA cache. `score` is each token's weight from the newest query; ranks are its logarithm, which does not
+    underflow where the weight does."""
+
+    Config = TOVAConfig
+
+    def _observe(self, piece: Piece) -> None:
+        heads = self.sizes.key_value_heads
+        real = piece.real[:, None].expand(-1, self.sizes.query_heads, -1)               # [B, Hq, Q]
+        weight = group_mean(_of_newest(piece.weight, real), heads)                      # [B, Hkv, S]
+        logit = _of_newest(piece.logit, real)                                           # [B, Hq, S]
+        lse = logit.logsumexp(-1, keepdim=True)
+        lse = lse.masked_fill(lse == -INF, 0)
+        self._log_score = (logit - lse).unflatten(1, (heads, -1)).logsumexp(2)          # log sum_h a_hj
+        came = piece.real.any(-1)[:, None, None]
+        self.score.copy_(torch.where(came, weight, self.score).masked_fill(~self.occupied, -INF))
+
+    def _rank(self) -> tuple[Tensor, Tensor]:
+        return self._log_score, torch.zeros_like(self.occupied)
