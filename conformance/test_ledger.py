@@ -59,7 +59,10 @@ def test_every_claim_has_its_tests_and_every_marker_its_claim():
 
 
 def test_every_method_has_a_ledger():
-    assert {pair.name for pair in discovery.methods()} <= {claim.method for claim in ledger.load()}
+    """Of the five papers, that is: baselines are what these compare with, and their own papers are not examined."""
+    own = {pair.name for pair in discovery.methods() if not pair.path.startswith("baselines.")}
+    assert own <= {claim.method for claim in ledger.load()}
+    assert len(own) >= 2
 
 
 def test_readme_shows_the_ledger():

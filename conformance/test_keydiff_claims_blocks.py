@@ -1,0 +1,202 @@
+"""The cache from block to block: what is held, what is attended to, how much memory (claims KD-6, KD-7).
+
+Counts are exact: tokens by the slots that hold them, what a query attends to by its output, since token t has the t-th
+unit vector as its value. A test named ..._rejects_... shows that a slightly changed statement fails, so that the test
+beside it is not empty.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+DIM = 16
+
+
+@pytest.fixture(scope="module")
+def keydiff(twins):
+    return twins.reference.keydiff
+
+
+def empty_state(keydiff, device, budget: int, block_size: int):
+    return keydiff.KeyDiffState(
+        keydiff.KeyDiffConfig(budget, block_size), batch=1, query_heads=1, key_value_heads=1, head_dim=DIM,
+        dtype=torch.float64, device=device,
+    )
+
+
+def tokens(count: int, device, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """query, key, value [1, 1, T, D]: random keys, queries that attend to all alike, and the t-th unit vector."""
+    key = torch.randn(1, 1, count, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device)
+    return torch.zeros_like(key), key, torch.eye(DIM, dtype=key.dtype, device=device)[None, None, :count]
+
+
+def attended(output: torch.Tensor) -> list[list[int]]:
+    """The tokens that each query attended to."""
+    return [row.nonzero().flatten().tolist() for row in output.reshape(-1, DIM)]
+
+
+def feed(state, count: int, device, seed: int = 0) -> list[list[int]]:
+    return attended(state.append_block(*tokens(count, device, seed)))
+
+
+def alive(state) -> list[int]:
+    return sorted(state.positions[state.positions >= 0].tolist())
+
+
+def blocks(total: int, size: int) -> list[list[int]]:
+    """X_0 to X_{m-1} of section 2.4, m = ceil(T / B); the last one ends with the prompt."""
+    return [list(range(i * size, min(total, (i + 1) * size))) for i in range(-(-total // size))]
+
+
+def most_held(total: int, budget: int, size: int) -> int:
+    """Tokens in memory while the fullest block is attended to."""
+    return max(min(budget, block[0]) + len(block) for block in blocks(total, size))
+
+
+sizes = {"budget": st.integers(1, 9), "size": st.integers(1, 9), "count": st.integers(1, DIM)}
+
+
+# ---- KD-6: memory ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.claim("KD-6c")
+@pytest.mark.parametrize(("budget", "block"), [(1, 1), (3, 2), (2, 7)])
+def test_keydiff_needs_memory_for_cache_and_block(keydiff, device, budget, block):
+    state = empty_state(keydiff, device, budget, block)
+    assert state.score.numel() == budget + block != budget
+    assert state.key.numel() + state.value.numel() == 2 * DIM * (budget + block)
+
+
+@pytest.mark.claim("KD-6d")
+def test_sink_holds_as_many_tokens_as_its_budget(twins, device):
+    """The cache counted, it is O(N) as the text says; not counted, nothing is needed, as the table says."""
+    streaming = twins.reference.baselines.streaming_llm
+    for budget in range(2, 7):
+        state = streaming.StreamingLLMState(
+            streaming.StreamingLLMConfig(budget, 2, sinks=1), batch=1, query_heads=1, key_value_heads=1, head_dim=DIM,
+            dtype=torch.float64, device=device,
+        )
+        feed(state, 12, device)
+        expected = [0, *range(13 - budget, 12)]
+        assert alive(state) == expected
+        assert len(expected) == budget                                                 # grows with N: not O(1)
+        everything = torch.arange(12, device=device)[None, None]
+        assert streaming.keep(everything, budget, sinks=1)[0, 0].nonzero().flatten().tolist() == expected
+
+
+# ---- KD-7: eq. 6 -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.claim("KD-7a")
+@given(**sizes, seed=st.integers(0, 2**32 - 1))
+def test_budget_holds_after_every_block(keydiff, device, budget, size, count, seed):
+    state, tensors = empty_state(keydiff, device, budget, size), tokens(count, device, seed)
+    for block in blocks(count, size):
+        state.append_block(*(tensor[:, :, block] for tensor in tensors))
+        assert len(set(alive(state))) == min(budget, block[-1] + 1)
+        assert int(state.occupied.sum()) != min(budget, block[-1] + 1) + 1
+
+
+@pytest.mark.claim("KD-7b")
+@given(**sizes)
+def test_peak_is_budget_and_block(keydiff, device, budget, size, count):
+    seen = feed(empty_state(keydiff, device, budget, size), count, device)
+    assert max(map(len, seen)) == most_held(count, budget, size) <= budget + size
+
+
+@pytest.mark.claim("KD-7b")
+def test_peak_rejects_the_budget_and_anything_below_budget_and_block(keydiff, device):
+    """Figure 1: 7 tokens in three blocks, "at most 4 tokens": 6 of the 7 are in memory at the second block."""
+    seen = feed(empty_state(keydiff, device, 4, 3), 7, device)
+    assert [len(row) for row in seen] == [1, 2, 3, 4, 5, 6, 5]
+    assert max(map(len, seen)) == 6 > 4
+    for budget in range(1, 10):
+        for size in range(1, 10):
+            peaks = [most_held(total, budget, size) for total in range(1, 41)]
+            assert max(peaks) == budget + size                                         # reached, so no less is enough
+            assert all(peak == budget + size for total, peak in enumerate(peaks, 1) if total >= budget + 2 * size)
+
+
+@pytest.mark.claim("KD-7c")
+@given(count=st.integers(1, DIM), more=st.integers(0, 3), budget=st.integers(1, 9), seed=st.integers(0, 2**32 - 1))
+def test_one_block_is_the_prompt_at_once(keydiff, device, count, more, budget, seed):
+    state = empty_state(keydiff, device, budget, count + more)
+    assert feed(state, count, device, seed) == [list(range(t + 1)) for t in range(count)]
+    _, key, value = tokens(count, device, seed)
+    stays = keydiff.evict(key, value, budget).kept.flatten().tolist()
+    assert alive(state) == stays
+    whole = empty_state(keydiff, device, budget, count)
+    assert feed(whole, count, device, seed) == [list(range(t + 1)) for t in range(count)]
+    assert alive(whole) == stays
+
+
+@pytest.mark.claim("KD-7c")
+def test_one_block_rejects_a_block_that_is_a_token_short(keydiff, device):
+    short, whole = (empty_state(keydiff, device, 3, size) for size in (7, 8))
+    assert feed(short, 8, device) != feed(whole, 8, device)
+    chains = [(empty_state(keydiff, device, 3, size), seed) for seed in range(5) for size in (4, 8)]
+    for state, seed in chains:
+        feed(state, 8, device, seed)
+    found = [alive(state) for state, _ in chains]
+    assert found[::2] != found[1::2]                                                   # nor are the same tokens kept
+
+
+def printed_recursion(total: int, size: int) -> list[int]:
+    """Eq. 6 to the letter with an eviction policy that evicts nothing: C_0 is empty, then blocks 1 to m - 1."""
+    cached: list[int] = []
+    for block in blocks(total, size)[1:]:
+        cached = cached + block
+    return cached
+
+
+def corrected_recursion(total: int, size: int) -> list[int]:
+    """The same from C_{-1}, which is empty, and block 0."""
+    cached: list[int] = []
+    for block in blocks(total, size):
+        cached = cached + block
+    return cached
+
+
+@pytest.mark.claim("KD-7d")
+def test_printed_recursion_loses_the_first_block():
+    for total in range(1, 20):
+        for size in range(1, 9):
+            assert printed_recursion(total, size) == list(range(size, total)) != list(range(total))
+
+
+@pytest.mark.claim("KD-7e")
+@given(**sizes)
+def test_recursion_from_an_empty_cache_sees_every_token_once(keydiff, device, budget, size, count):
+    assert corrected_recursion(count, size) == list(range(count))
+    state = empty_state(keydiff, device, max(budget, count), size)                     # evicts nothing
+    assert feed(state, count, device) == [list(range(t + 1)) for t in range(count)]
+    assert alive(state) == list(range(count))
+
+
+@pytest.mark.claim("KD-7e")
+def test_recursion_rejects_blocks_that_are_not_cut_at_the_end():
+    uncut = [token for i in range(-(-7 // 3)) for token in range(3 * i, 3 * (i + 1))]  # as printed: up to B (i + 1) - 1
+    assert uncut != corrected_recursion(7, 3) == list(range(7))
+    assert [token for i in range(6 // 3) for token in range(3 * i, 3 * (i + 1))] == corrected_recursion(6, 3)
+
+
+@pytest.mark.claim("KD-7f")
+@given(budget=st.integers(1, 9), count=st.integers(1, DIM), seed=st.integers(0, 2**32 - 1))
+def test_blocks_of_one_are_decoding(keydiff, device, budget, count, seed):
+    block, step = (empty_state(keydiff, device, budget, 1) for _ in range(2))
+    query, key, value = tokens(count, device, seed)
+    for t in range(count):
+        at_once = block.append_block(*(tensor[:, :, t:t + 1] for tensor in (query, key, value)))
+        assert torch.equal(step.step(query[:, :, t], key[:, :, t], value[:, :, t]), at_once[:, :, 0])
+        assert torch.equal(step.positions, block.positions)
+        assert len(attended(at_once)[0]) == min(budget, t) + 1
+
+
+@pytest.mark.claim("KD-7f")
+def test_decoding_rejects_blocks_of_two(keydiff, device):
+    ones, twos = (feed(empty_state(keydiff, device, 3, size), 8, device) for size in (1, 2))
+    assert ones != twos
+    assert max(map(len, ones)) == 4 < max(map(len, twos)) == 5
