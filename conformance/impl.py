@@ -4,6 +4,10 @@ With ``--kv-impl my_package`` the second is a facade over somebody else's module
 (``my_package.longflow``; ``my_package.baselines.snapkv`` or ``my_package.snapkv``; submodules or attributes), turns
 what functions return into our result types, and answers a missing name with NotProvided: pytest sees a skipped test,
 the summary and the report see a test whose subject is *not provided*, and nobody sees a passed one.
+
+A function may also lack a part: called with an argument that it does not take, it raises NotImplementedError. A test
+of examples (Hypothesis) then passes over that one, and the summary counts what was passed over; any other test, or one
+that is left without an example, is *not provided*.
 """
 
 from __future__ import annotations
@@ -11,9 +15,10 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -118,7 +123,9 @@ class Method:
             raise NotProvided(f"{self._name}.{name}")
         tally.touched()
         result = _result_type(self._pair.reference, name)
-        return found if result is None else _normalising(found, result, f"{self._name}.{name}")
+        if isinstance(found, type) or not callable(found):
+            return found
+        return _judgeable(found, result, f"{self._name}.{name}")
 
     def __repr__(self) -> str:
         return self._name
@@ -145,12 +152,26 @@ def normalise(value: Any, result: type[tuple[Any, ...]], name: str) -> Any:
     )
 
 
-def _normalising(function: Callable[..., Any], result: type[tuple[Any, ...]], name: str) -> Callable[..., Any]:
+def _judgeable(function: Callable[..., Any], result: type[tuple[Any, ...]] | None, name: str) -> Callable[..., Any]:
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        return normalise(function(*args, **kwargs), result, name)
+        try:
+            returned = function(*args, **kwargs)
+        except NotImplementedError as error:
+            _refused(f"{name}: {error}")
+        tally.answered()
+        return returned if result is None else normalise(returned, result, name)
 
     return call
+
+
+def _refused(what: str) -> NoReturn:
+    import hypothesis  # not installed wherever this module is imported
+
+    tally.refused(what)
+    if hypothesis.currently_in_test_context():
+        hypothesis.reject()
+    raise NotProvided(what)
 
 
 def _result_type(module: ModuleType, name: str) -> type[tuple[Any, ...]] | None:
@@ -171,12 +192,18 @@ def _member(place: Any, name: str) -> Any:
         return found
     qualified = f"{place.__name__}.{name}"
     # Look before importing: an import error inside a module that is there is a fault to show, not an absence.
-    return MISSING if importlib.util.find_spec(qualified) is None else importlib.import_module(qualified)
+    return MISSING if importlib.util.find_spec(qualified) is None else _imported(qualified)
+
+
+def _imported(name: str) -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # errors in our tests; what their packages import may be deprecated
+        return importlib.import_module(name)
 
 
 def _import(name: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        return _imported(name)
     except ImportError as error:
         raise pytest.UsageError(
             f"--kv-impl {name}: cannot import it: {error} (a module of this folder needs 'python -m pytest')"

@@ -36,6 +36,8 @@ class Result:
     utilisation: float | None = None
     adjudicated: int = 0
     touched: bool = False
+    answered: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
     message: str = ""
 
     @property
@@ -128,6 +130,8 @@ def annotate(report: pytest.TestReport, error: object, facts: dict[str, Any], co
         "utilisation": counted.bound_utilisation,
         "adjudicated": counted.ties,
         "touched": counted.touched,
+        "answered": counted.answered,
+        "refused": dict(counted.refused),
     }
     if isinstance(error, NotProvided) and isinstance(report.longrepr, tuple):
         facts["outcome"] = "not provided"

@@ -99,6 +99,16 @@ def claim_lines(found: Iterable[Result]) -> list[str]:
     return lines
 
 
+def refusals(found: Iterable[Result]) -> list[str]:
+    """Which arguments the implementation under test does not take, and how often tests passed over it."""
+    found = [result for result in found if result.refused]
+    counts: Counter[str] = sum((Counter(result.refused) for result in found), Counter())
+    answered = sum(result.answered for result in found)
+    tests = f"{len(found)} test{'s' if len(found) > 1 else ''}"
+    heading = f"passed over in {tests}, calls whose argument is not taken ({answered} calls were answered):"
+    return [heading, *(f"  {count} x {what}" for what, count in sorted(counts.items()))] if found else []
+
+
 def write(terminal: pytest.TerminalReporter, found: list[Result], implementation: str | None) -> None:
     """Print the summary; nothing if no test of a method ran."""
     body = rows(found)
@@ -120,5 +130,7 @@ def write(terminal: pytest.TerminalReporter, found: list[Result], implementation
         missing = Counter(result.message for result in found if result.outcome == "not provided")
         for message, count in sorted(missing.items()):
             terminal.write_line(f"n/p = {message} ({count} test{'s' if count > 1 else ''})", yellow=True)
+    for line in refusals(found):
+        terminal.write_line(line, yellow=True)
     for line in LEGEND.splitlines():
         terminal.write_line(line, light=True)

@@ -7,10 +7,11 @@ nothing. Hypothesis calls a test many times, so everything adds up over all its 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # A test whose decisions are mostly left open by the bounds would accept wrong ones: it has tested nothing.
 LEAST_DECISIVE_SHARE = 0.5
@@ -24,7 +25,11 @@ class Tally:
     decisive: int = 0
     bound_utilisation: float | None = None
     ties: int = 0
-    touched: bool = False  # the test took something from the implementation under test (followed with --kv-impl only)
+    # With --kv-impl only: the test took something from the implementation under test; calls of its functions that
+    # returned; and those that it refused, by function and argument.
+    touched: bool = False
+    answered: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
 
     @property
     def vacuous(self) -> bool:
@@ -79,3 +84,17 @@ def touched() -> None:
     tally = _running.get()
     if tally is not None:
         tally.touched = True
+
+
+def answered() -> None:
+    """Report that a function under test returned."""
+    tally = _running.get()
+    if tally is not None:
+        tally.answered += 1
+
+
+def refused(what: str) -> None:
+    """Report that a function under test does not take an argument; ``what`` names both."""
+    tally = _running.get()
+    if tally is not None:
+        tally.refused[what] += 1

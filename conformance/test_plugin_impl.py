@@ -5,6 +5,7 @@ The implementations here are small: each wraps the reference and spoils one thin
 
 from __future__ import annotations
 
+import json
 import operator
 import sys
 import types
@@ -103,7 +104,7 @@ def test_submodules_are_imported_and_their_faults_are_not_absences(pytester, mon
 def test_configs_and_results_are_ours(provide):
     """The types are defined once; a class of the same name on their side is theirs to keep."""
     theirs = provide(longflow=types.SimpleNamespace(LongFlowConfig="their own", decode_attention=decode)).optimized
-    assert theirs.longflow.LongFlowConfig is discovery.pairs()[0].reference.LongFlowConfig
+    assert theirs.longflow.LongFlowConfig is impl.Twins().reference.longflow.LongFlowConfig
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,16 @@ def test_our_own_side_is_the_real_modules():
     twins = impl.Twins()
     for pair in discovery.pairs():
         assert operator.attrgetter(pair.path)(twins.optimized) is pair.optimized
+
+
+def test_what_their_package_warns_of_when_it_is_imported_is_theirs(pytester):
+    warn = "import warnings; warnings.warn('old', DeprecationWarning)"
+    package = pytester.mkpydir("their_package")
+    package.joinpath("__init__.py").write_text(warn)
+    package.joinpath("longflow.py").write_text(f"{warn}\ndef decode_attention(): return 1, 2, 3")
+    pytester.makepyfile("def test_it(twins): twins.optimized.longflow.decode_attention()")
+    pytester.syspathinsert()
+    run(pytester, "--kv-impl", "their_package", "-W", "error").assert_outcomes(passed=1)
 
 
 def test_an_implementation_that_cannot_be_imported_is_a_usage_error(pytester):
@@ -252,3 +263,69 @@ def test_a_partial_implementation_is_not_provided_and_not_passed(pytester):
             "*= 1 passed,* 2 not provided in *",
         ]
     )
+
+
+# --- arguments that they do not take ---
+
+PARTIAL = """
+from hypothesis import given, settings, strategies as st
+
+few = settings(max_examples=5, derandomize=True, database=None)
+
+@few
+@given(count=st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8]))
+def test_longflow_some(twins, count):
+    if count == 1:
+        twins.optimized.longflow.decode_attention(count)
+    else:
+        twins.optimized.longflow.decode_attention(count, protected=True)
+
+@few
+@given(count=st.integers())
+def test_longflow_all(twins, count):
+    twins.optimized.longflow.decode_attention(count, protected=True)
+
+def test_longflow_one(twins):
+    twins.optimized.longflow.decode_attention(1, scale=1.0)
+
+@few
+@given(count=st.integers())
+def test_longflow_of_no_example(twins, count):
+    from hypothesis import assume
+    assume(False)
+
+def test_longflow_fails(twins):
+    assert twins.optimized.longflow.decode_attention(1).slot == 4
+"""
+THEIRS = """
+def decode_attention(count, **options):
+    for name in options:
+        raise NotImplementedError(name)
+    return 1, 2, 3
+"""
+
+
+def test_what_they_refuse_is_passed_over_and_counted(pytester):
+    """Neither passed nor failed, and said aloud; a test that is left without an example is not provided."""
+    pytester.makepyfile(test_longflow=PARTIAL)
+    pytester.mkpydir("their_kernels").joinpath("longflow.py").write_text(THEIRS)
+    pytester.syspathinsert()
+    report = pytester.path / "report.json"
+    ran = run(pytester, "--kv-impl", "their_kernels", "--kv-report", str(report))
+    counts = {"passed": 1, "failed": 2, "not": 2}  # pytest's word of two words: "2 not provided"
+    assert {word: ran.parseoutcomes().get(word) for word in counts} == counts
+    ran.stdout.fnmatch_lines(
+        [
+            "E *hypothesis.errors.Unsatisfiable*",
+            "longflow  1, 2 failed, 2 n/p *",
+            "n/p = not provided: their_kernels.longflow.decode_attention: protected (1 test)",
+            "n/p = not provided: their_kernels.longflow.decode_attention: scale (1 test)",
+            "passed over in 3 tests, calls whose argument is not taken (* were answered):",
+            "  * x their_kernels.longflow.decode_attention: protected",
+            "  1 x their_kernels.longflow.decode_attention: scale",
+        ]
+    )
+    tests = {test["nodeid"].split("::")[1]: test for test in json.loads(report.read_text())["tests"]}
+    assert tests["test_longflow_some"]["answered"] > 0
+    assert tests["test_longflow_all"]["answered"] == 0 < sum(tests["test_longflow_all"]["refused"].values())
+    assert tests["test_longflow_fails"]["refused"] == {}

@@ -126,7 +126,7 @@ def test_json_report_of_each_test(run, pytester):
     assert passed.pop("nodeid").endswith(".py::test_passes")
     assert passed == {
         "method": "longflow", "kind": "equivalence", "claims": [], "outcome": "passed", "decisions": 40, "decisive": 39,
-        "utilisation": 0.0625, "adjudicated": 2, "touched": False, "message": "",
+        "utilisation": 0.0625, "adjudicated": 2, "touched": False, "answered": 0, "refused": {}, "message": "",
     }  # fmt: skip
     outcomes = {name: test["outcome"] for name, test in by_name.items()}
     assert outcomes == {
@@ -210,7 +210,7 @@ def test_a_report_that_cannot_be_written_stops_the_run_at_its_start(run, path, c
         ("test_laws", PARAMETRIZED := """
 import pytest
 from kvtwin.conformance import discovery
-@pytest.mark.parametrize("method", discovery.methods(), ids=str)
+@pytest.mark.parametrize("method", [one for one in discovery.methods() if one.name == "longflow"], ids=str)
 def test_it(method): pass
 """, "longflow", "laws"),
         ("test_twins", PARAMETRIZED.replace("method", "pair").replace("pairs", "methods"), "longflow", "equivalence"),
