@@ -1,7 +1,7 @@
 """Mutation testing: every way to be wrong that ``mutants/<method>.toml`` lists must be noticed by the suite.
 
-``python -m kvtwin.conformance.mutate [METHOD...] [--only NAME] [--jobs 2] [--json PATH]`` applies each mutant to a copy
-of the package and runs, in a process of its own, the tests that should notice::
+``python -m kvtwin.conformance.mutate [METHOD...] [--only NAME] [--jobs 2] [--json FOLDER]`` applies each mutant to a
+copy of the package and runs, in a process of its own, the tests that should notice::
 
     control = "test_snapkv.py::test_other"      # a test that no mutant of this file concerns: it must pass
 
@@ -17,7 +17,7 @@ of the package and runs, in a process of its own, the tests that should notice::
 A mutant is *killed* when a killer finds something wrong (mutate_probe.py says what counts), *survives* when all pass,
 and is *broken*, which proves nothing, when it does not import, fails its control, or makes killers stop by other errors
 or by a signal that is not expected. Exit code 0 if all are killed, 1 if not, 2 where a file of mutants, or the suite
-without any mutant, is not in order.
+without any mutant, is not in order. ``--json conformance/mutants`` stores the kill matrix beside the mutants.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ from .mutate_probe import ORDER, PROFILE
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE / "mutants"
-STORED = FOLDER / "killed.json"
 SCHEMA = 1
 TEXTS = ("name", "file", "what")
 OPTIONAL = ("control", "crash")
@@ -319,38 +318,41 @@ def _messages(facts: Iterable[dict[str, Any]]) -> str:
 
 
 def matrix(results: Sequence[Result]) -> str:
-    """The kill matrix: a row per mutant, a column per test; # killed it, . named but passed."""
+    """The kill matrix: a row per mutant, a column per test; # killed it, o was named but passed, . was not asked."""
     tests = sorted({test for result in results for test in (*result.killed_by, *result.let_live)})
     width = max((len(result.name) for result in results), default=0)
-    lines = [f"{number:>3} {test}" for number, test in enumerate(tests, start=1)]
-    lines += ["", " " * (width + 10) + "".join(f"{number:>3}" for number in range(1, len(tests) + 1))]
+    numbers = [f"{number:2}" for number in range(1, len(tests) + 1)]
+    lines = [f"{number} {test}" for number, test in zip(numbers, tests, strict=True)]
+    lines += ["", *(" " * (width + 12) + "".join(number[digit] for number in numbers) for digit in (0, 1))]
     for result in results:
-        marks = ("#" if test in result.killed_by else "." if test in result.let_live else " " for test in tests)
-        row = "".join(f"  {mark}" for mark in marks)
-        lines.append(f"{result.name:{width}}  {result.status:8}{row}  {result.seconds:6.1f} s")
+        row = "".join("#" if test in result.killed_by else "o" if test in result.let_live else "." for test in tests)
+        lines.append(f"{result.name:{width}}  {result.status:8}  {row}  {result.seconds:5.1f} s")
     return "\n".join(lines)
 
 
-def store(results: Sequence[Result], mutants: Sequence[Mutant], path: Path) -> None:
-    """Write results, in the order of the files. Those of mutants that did not run this time are kept if they are about
-    the same substitution."""
-    known = {(mutant.name, mutant.digest) for mutant in mutants}
-    order = {mutant.name: number for number, mutant in enumerate(mutants)}
-    rows = {row["name"]: row for row in stored(path)} if path.is_file() else {}
-    rows = {name: row for name, row in rows.items() if (name, row["digest"]) in known}
-    rows |= {result.name: {key: value for key, value in asdict(result).items() if value} for result in results}
+def store(results: Sequence[Result], mutants: Sequence[Mutant], folder: Path) -> None:
+    """Write results into folder/<method>.json, in the order of the file of mutants, one line each. Those of mutants
+    that did not run this time are kept if they are about the same substitution."""
     versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in RUNS_WITH}
-    record = {
-        "schema": SCHEMA, "command": "python -m kvtwin.conformance.mutate", "versions": versions,
-        "cpu_seconds": round(sum(row["seconds"] for row in rows.values())),
-        "mutants": sorted(rows.values(), key=lambda row: order[row["name"]]),
-    }
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for method in sorted({result.method for result in results}):
+        path, order = folder / f"{method}.json", {m.name: m.digest for m in mutants if m.method == method}
+        old = stored(path) if path.is_file() else []
+        rows = {row["name"]: row for row in old if order.get(row["name"]) == row["digest"]}
+        for result in results:
+            if result.method == method:
+                rows[result.name] = {key: value for key, value in asdict(result).items() if value and key != "method"}
+        lines = ",\n  ".join(json.dumps(rows[name]) for name in order if name in rows)
+        head = json.dumps({
+            "schema": SCHEMA, "method": method, "command": f"python -m kvtwin.conformance.mutate {method}",
+            "versions": versions, "cpu_seconds": round(sum(row["seconds"] for row in rows.values())),
+        }, indent=1).removesuffix("\n}")
+        path.write_text(f'{head},\n "mutants": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
 
 
-def stored(path: Path = STORED) -> list[dict[str, Any]]:
-    """The stored results, as tables of Result's fields."""
-    return json.loads(path.read_text(encoding="utf-8"))["mutants"]
+def stored(path: Path) -> list[dict[str, Any]]:
+    """The stored results of a method, as tables of Result's fields; those that are empty are left out."""
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["mutants"]
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -358,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="files of mutants, default all")
     parser.add_argument("--only", action="append", metavar="NAME", help="this mutant alone; may be repeated")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes at a time (2)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="store the results; those of others there are kept")
+    parser.add_argument("--json", type=Path, metavar="FOLDER", help="store the results there, in METHOD.json")
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {options.jobs}")
@@ -369,6 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(f"\n{matrix(results)}")
     if options.json:
+        options.json.mkdir(parents=True, exist_ok=True)
         store(results, everyone, options.json)
     alive = [result for result in results if result.status != "killed"]
     for result in alive:

@@ -42,11 +42,18 @@ def test_longflow_keeps_heads_apart(per_head, heads, data, twins):
     judge.assert_decode_right(twins.optimized.longflow.decode_attention(**case.inputs), case)
 
 
-@given(case=decode_cases(content=PLAIN, slots=(40, None), occupancy=("full", "one_free"), protect=("none", "random")))
+@given(
+    case=decode_cases(content=("ordinary",), slots=(40, None), occupancy=("full",), protect=("none",)),
+    back=st.sampled_from((1, 4, 8, 20, 40)),
+)
 @few
-def test_longflow_hears_every_block_of_slots(case, twins):
-    """More slots than one program takes: the victim may be named by any of them."""
-    judge.assert_decode_right(twins.optimized.longflow.decode_attention(**case.inputs), case)
+def test_longflow_hears_every_block_of_slots(case, back, twins):
+    """More slots than one program takes: the victim, here by a value of zeros, may be named by any of them."""
+    value = case.value.contiguous().index_fill(2, torch.tensor(case.slots - back, device=case.value.device), 0)
+    case = DecodeCase.of(case.query, case.key, value, case.occupied, scale=case.scale, per_head=case.per_head)
+    actual = twins.optimized.longflow.decode_attention(**case.inputs)
+    assert (actual.slot == case.slots - back).all()
+    judge.assert_decode_right(actual, case)
 
 
 @given(case=decode_cases(content=("overflow_88",), slots=(24, None), occupancy=("full",), protect=("none", "newest")))
@@ -54,6 +61,20 @@ def test_longflow_hears_every_block_of_slots(case, twins):
 def test_longflow_ranks_scores_that_underflow(case, twins):
     """Logits over 240 apart: most scores are zero in float32, and still only one of them is the lowest."""
     actual = twins.optimized.longflow.decode_attention(**case.inputs)
+    judge.assert_decode_right(actual, case)
+
+
+@pytest.mark.parametrize("slots", [6, 7])
+def test_longflow_gives_zeros_for_a_row_without_tokens(slots, twins, device):
+    """Whichever way a step is finished: in the interpreter that depends on whether the number of slots is even."""
+    case = DecodeCase(
+        batch=2, key_value_heads=2, group=2, head_dim=32, dtype=torch.float32, slots=slots, occupancy="empty_row",
+        device=str(device),
+    )
+    empty = ~case.occupied.any(-1)
+    assert empty.any()
+    actual = twins.optimized.longflow.decode_attention(**case.inputs)
+    assert (actual.output[empty] == 0).all()
     judge.assert_decode_right(actual, case)
 
 

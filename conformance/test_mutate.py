@@ -32,6 +32,18 @@ def test_there_are_mutants_of_every_method():
     assert counts["longflow"] + counts["snapkv"] >= 20
 
 
+@pytest.mark.parametrize("file", sorted({mutant.method for mutant in MUTANTS}))
+def test_the_stored_matrix_says_that_these_very_mutants_were_killed(file):
+    rows = mutate.stored(mutate.FOLDER / f"{file}.json")
+    mutants = [mutant for mutant in MUTANTS if mutant.method == file]
+    assert [(row["name"], row["digest"], row["status"]) for row in rows] == [
+        (mutant.name, mutant.digest, "killed") for mutant in mutants
+    ], "run: tox -e mutants -- --json conformance/mutants"
+    for row, mutant in zip(rows, mutants, strict=True):
+        assert row["killed_by"]
+        assert set(row["killed_by"]) <= set(mutant.killers)
+
+
 # Files of mutants -----------------------------------------------------------------------------------------------------
 
 FILE = """
@@ -189,26 +201,27 @@ def test_matrix():
     lines = mutate.matrix([
         result("one", "killed", killed_by=(ADD,), let_live=(TYPE,)), result("second", "survived", let_live=(ADD,)),
     ]).splitlines()
-    assert lines[:2] == [f"  1 {ADD}", f"  2 {TYPE}"]
+    assert lines[:2] == [f" 1 {ADD}", f" 2 {TYPE}"]
     assert [line.split() for line in lines[3:]] == [
-        ["1", "2"], ["one", "killed", "#", ".", "1.0", "s"], ["second", "survived", ".", "1.0", "s"],
+        [], ["12"], ["one", "killed", "#o", "1.0", "s"], ["second", "survived", "o.", "1.0", "s"],
     ]
 
 
 def test_results_of_a_part_are_stored_among_those_of_the_rest(tmp_path):
-    path, everyone = tmp_path / "killed.json", [replace(BOTH, name=name) for name in ("b", "a", "c")]
-    mutate.store([result(name, "killed", killed_by=(ADD,)) for name in ("a", "b", "gone")], [
-        *everyone, replace(BOTH, name="gone"),
-    ], path)
-    mutate.store([result("c", "killed"), result("a", "survived")], everyone, path)
+    path, everyone = tmp_path / "toy.json", [replace(BOTH, name=name) for name in ("b", "a", "c")]
+    gone = replace(BOTH, name="gone")
+    mutate.store([result(name, "killed", killed_by=(ADD,)) for name in ("a", "b", "gone")], [*everyone, gone], tmp_path)
+    mutate.store([result("c", "killed"), result("a", "survived")], everyone, tmp_path)
     assert [(row["name"], row["status"]) for row in mutate.stored(path)] == [
         ("b", "killed"), ("a", "survived"), ("c", "killed"),
     ]
+    assert sum('"status"' in line for line in path.read_text().splitlines()) == 3, "a line for each"
     changed = [replace(BOTH, name="b", file="code/new.py"), *everyone[1:]]
-    mutate.store([], changed, path)
+    mutate.store([result("c", "killed")], changed, tmp_path)
     assert [row["name"] for row in mutate.stored(path)] == ["a", "c"], "what was found of another substitution is gone"
     record = json.loads(path.read_text())
     assert record["schema"] == mutate.SCHEMA and {"python", "torch", "triton"} <= record["versions"].keys()
+    assert [path.name for path in tmp_path.iterdir()] == ["toy.json"]
 
 
 def test_unknown_names_are_refused(capsys):

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo  # pytester forgets what a run imports, and a second import of this one registers operators twice
 
 from kvtwin.optimized import longflow
 

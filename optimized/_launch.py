@@ -18,14 +18,18 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIM = range(16, 257)
 MAX_GROUP = 16
 
-#: Programs per multiprocessor that the slots are split for; measured best of 4 to 32 on an H200.
-PROGRAMS = 16
+#: Programs per multiprocessor that the slots are split for where there is much work: the last wave of them is short.
+#: Where there is little, as many as fit at a time. Measured best of 4 to 32 on an H200.
+PROGRAMS, RESIDENT = 16, 4
 
 #: The most programs that share a row's slots; their partial results are merged as one tile.
 MAX_SPLITS = 64
 
 #: Rows of a `tl.dot` operand: the smallest that tensor cores take.
 GROUP_ROWS = 16
+
+#: Rows of scratch are padded to a multiple of this many slots: whole tiles, whole lines of the cache.
+ROW_UNIT = 128
 
 
 def check_launchable(**tensors: Tensor | None) -> None:
@@ -85,11 +89,25 @@ def key_block(head_dim: int, itemsize: int, slots: int) -> int:
     return min(128, max(16, 16384 // (padded_head_dim(head_dim) * itemsize)))
 
 
-def score_block(decisions: int, slots: int, device: torch.device) -> int:
-    """Slots per program where scores are finished: fewer where there are few rows to fill the device with."""
+def fused(sizes: Sizes, device: torch.device) -> bool:
+    """Whether a KV head's last program finishes it: pays where others still read keys then, that is with many of them.
+
+    In the interpreter caches of an even number of slots do, so that both ways are tested.
+    """
     if INTERPRETED:
-        return 32
-    return 256 if decisions * triton.cdiv(slots, 256) >= 2 * multiprocessors(device) else 128
+        return sizes.slots % 2 == 0
+    return sizes.batch * sizes.key_value_heads >= 2 * multiprocessors(device)
+
+
+def padded_slots(slots: int) -> int:
+    """Slots of a row of scratch."""
+    return triton.cdiv(slots, ROW_UNIT) * ROW_UNIT
+
+
+@lru_cache
+def discards(device: torch.device) -> bool:
+    """Whether lines can be dropped from the cache there, unwritten."""
+    return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @lru_cache
@@ -98,12 +116,14 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def split_slots(sizes: Sizes, block: int, device: torch.device) -> tuple[int, int]:
-    """How many programs share one row's slots, and how many slots each takes (a multiple of `block`).
-
-    Many more programs than fit at a time (`PROGRAMS` per multiprocessor) keep the last wave of them short.
-    """
+    """How many programs share one row's slots, and how many slots each takes (a multiple of `block`)."""
     rows, tiles = sizes.batch * sizes.key_value_heads, triton.cdiv(sizes.slots, block)
-    wanted = 2 if INTERPRETED else triton.cdiv(PROGRAMS * multiprocessors(device), rows)
+    if INTERPRETED:
+        wanted = 2
+    elif rows >= RESIDENT // 2 * multiprocessors(device):
+        wanted = triton.cdiv(PROGRAMS * multiprocessors(device), rows)
+    else:
+        wanted = RESIDENT * multiprocessors(device) // rows
     tiles_each = triton.cdiv(tiles, min(wanted, tiles, MAX_SPLITS))
     return triton.cdiv(tiles, tiles_each), tiles_each * block
 
@@ -120,3 +140,9 @@ def stride_unit(*tensors: Tensor) -> int:
         for tensor in tensors
     )
     return 8 if aligned else 1
+
+
+def mask_unit(mask: Tensor) -> int:
+    """16 if rows of a mask of slots begin at multiples of 16 bytes and end there, else 1; see `stride_unit`."""
+    rows = (*mask.stride()[:-1], mask.shape[-1], mask.data_ptr())
+    return 16 if mask.stride(-1) == 1 and all(number % 16 == 0 for number in rows) else 1

@@ -1,7 +1,8 @@
 """LongFlow on the GPU: two launches per decode step, and nothing returns to the host.
 
 The first writes the new token and runs split-KV attention with all G query heads of a KV head in one program and an
-online softmax, and keeps the logits. The second merges the splits, turns logits into log scores and picks the slot.
+online softmax, and keeps the logits. Splits are merged and logits become log scores as soon as all programs of a KV
+head are done, where there are many heads, else in the second launch. That one picks the slot.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from ..reference.contract import (
 from ..reference.longflow import CompressResult, DecodeResult, LongFlowConfig
 from ._attention import causal_attention
 from ._launch import (
-    DTYPES, GROUP_ROWS, MAX_SPLITS, check_kernel_device, check_kernel_sizes, check_launchable, key_block, on_device_of,
-    padded_head_dim, score_block, split_slots, stride_unit,
+    DTYPES, GROUP_ROWS, INTERPRETED, MAX_SPLITS, check_kernel_device, check_kernel_sizes, check_launchable, discards,
+    fused, key_block, mask_unit, on_device_of, padded_head_dim, padded_slots, split_slots, stride_unit,
 )
-from ._longflow_kernels import attend_kernel, score_kernel
+from ._longflow_kernels import attend_kernel
+from ._longflow_scores import score_kernel
 from ._numerics import LOG2_E
 from .baselines.snapkv import choose, gather_tokens
 
@@ -117,7 +119,8 @@ class LongFlowState:
         self.positions = buffer(*rows, slots, dtype=torch.int64)
         self._next_slot = buffer(*rows, dtype=torch.int64)
         self.score = buffer(*rows, slots, dtype=torch.float32)
-        self._magnitude = buffer(batch, heads, slots, dtype=torch.float32)      # ||v_j||_1, set when a token comes in
+        # ||v_j||_1, set when a token comes in.
+        self._magnitude = buffer(batch, heads, padded_slots(slots), dtype=torch.float32)
         self._sink_end = buffer(batch, dtype=torch.int64)                       # positions below this are sinks
         self._seen = buffer(1, dtype=torch.int64)                               # on the device: graphs replay it
         with torch.inference_mode(False):
@@ -232,25 +235,37 @@ class LongFlowState:
         self._sink_end.copy_(end if sinks else torch.zeros_like(end))
 
 
+#: Slots per program where a second launch finishes scores.
+SCORE_BLOCK = 32 if INTERPRETED else 256
+
+
 def _scratch(sizes: Sizes, key: Tensor, per_head: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for what passes between the launches: a float32 workspace, cut up by `_launch`; a candidate per block of
-    slots; and a counter per decision, zero between steps."""
+    """Room for what passes between programs: a float32 workspace, cut up by `_launch`; a candidate per block of slots;
+    and counters, zero between steps: of each KV head, and of each decision."""
     splits, _ = split_slots(sizes, key_block(sizes.head_dim, key.element_size(), sizes.slots), key.device)
-    decisions = sizes.batch * (sizes.key_value_heads if per_head else 1)
-    blocks = triton.cdiv(sizes.slots, score_block(decisions, sizes.slots, key.device))
+    flats = sizes.batch * sizes.key_value_heads
+    decisions = flats if per_head else sizes.batch
     return (
         torch.empty(sum(_cuts(sizes, splits)), dtype=torch.float32, device=key.device),
-        torch.empty(decisions, blocks, dtype=torch.int64, device=key.device),
-        torch.zeros(decisions, dtype=torch.int32, device=key.device),
+        torch.empty(decisions, triton.cdiv(sizes.slots, SCORE_BLOCK), dtype=torch.int64, device=key.device),
+        torch.zeros(_after(flats) + decisions, dtype=torch.int32, device=key.device),
     )
 
 
 def _cuts(sizes: Sizes, splits: int) -> list[int]:
-    """Sizes of logits, partial accumulators, their maxima and sums, and finished normalisers in the workspace."""
-    heads = sizes.batch * sizes.query_heads
-    cuts = (heads * sizes.slots, heads * splits * sizes.head_dim, heads * splits, heads * splits, heads * 2)
-    # Each piece aligned alike, whatever the sizes: Triton compiles a kernel anew for another alignment.
-    return [triton.cdiv(cut, 32) * 32 for cut in cuts]
+    """Sizes of logits, partial accumulators, their maxima and sums, normalisers and ranks in the workspace."""
+    heads, flats = sizes.batch * sizes.query_heads, sizes.batch * sizes.key_value_heads
+    row = padded_slots(sizes.slots)
+    group = triton.next_power_of_2(sizes.group)
+    cuts = (
+        flats * row * group, heads * splits * sizes.head_dim, heads * splits, heads * splits, heads * 2, flats * row
+    )
+    return [_after(cut) for cut in cuts]
+
+
+def _after(count: int) -> int:
+    """Where the next piece of scratch may begin: all aligned alike, as Triton compiles anew for another alignment."""
+    return triton.cdiv(count, 32) * 32
 
 
 @torch.library.custom_op("kvtwin::longflow_decode", mutates_args=())
@@ -263,7 +278,7 @@ def _decode(
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     score = torch.empty(occupied.shape, dtype=torch.float32, device=query.device)
     slot = torch.empty(occupied.shape[:-1], dtype=torch.int64, device=query.device)
-    magnitude = torch.empty(key.shape[:3], dtype=torch.float32, device=query.device)
+    magnitude = torch.empty(*key.shape[:2], padded_slots(sizes.slots), dtype=torch.float32, device=query.device)
     _launch(
         sizes, query, key, value, occupied, protected, magnitude, output, score, slot,
         _scratch(sizes, key, per_head), scale=scale, per_head=per_head,
@@ -327,32 +342,39 @@ def _launch(
     group = sizes.group
     block = key_block(head_dim, key.element_size(), slots)
     splits, split_size = split_slots(sizes, block, key.device)
+    at_once = fused(sizes, key.device)
     workspace, candidates, arrivals = scratch
-    logits, partial, tops, weight_sums, normalisers = workspace.split(_cuts(sizes, splits))
+    logits, partial, tops, weight_sums, normalisers, ranks = workspace.split(_cuts(sizes, splits))
     new_key, new_value, positions, sink_end, seen = arrival or (query, query, slot, slot, slot)
-    unit = stride_unit(key, value)
+    unit, byte_unit = stride_unit(key, value), mask_unit(occupied)
     head_stride = occupied.stride(1) if per_head else 0
-    shape = {"GROUP": group, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim)}
-    mode = {"PER_HEAD": per_head, "ARRIVAL": arrival is not None}
     mask = occupied if protected is None else protected
+    options = {
+        "GROUP": group, "GROUP_PAD": triton.next_power_of_2(group), "HEAD_DIM": head_dim,
+        "D_PAD": padded_head_dim(head_dim), "SPLITS": 8 if splits <= 8 else MAX_SPLITS, "PER_HEAD": per_head,
+        "ARRIVAL": arrival is not None, "FUSED": at_once,
+    }
     decisions, blocks = candidates.shape
     with on_device_of(key):
         attend_kernel[(batch * heads * splits,)](
             query, key, value, occupied, new_key, new_value, slot, positions, seen, magnitude,
-            logits, partial, tops, weight_sums,
+            logits, partial, tops, weight_sums, ranks, output, arrivals,
             scale * LOG2_E.value, slots, split_size, splits, heads,
             *query.stride(), *(stride // unit for stride in key.stride()[:3]), key.stride(3),
             *(stride // unit for stride in value.stride()[:3]), value.stride(3),
-            occupied.stride(0), head_stride, occupied.stride(-1), *new_key.stride(), *new_value.stride(),
-            ROWS=GROUP_ROWS, BLOCK=block, UNIT=unit, **shape, **mode, num_warps=2, num_stages=2,
+            occupied.stride(0) // byte_unit, head_stride // byte_unit, occupied.stride(-1),
+            *new_key.stride(), *new_value.stride(),
+            ROWS=GROUP_ROWS, BLOCK=block, UNIT=unit, MASK_UNIT=byte_unit,
+            CHUNK=32 if INTERPRETED else min(512, 4096 // options["GROUP_PAD"]), DISCARD=discards(key.device),
+            # Programs that also finish a KV head are fewer at a time, and so sooner free what must not leave the cache.
+            **options, num_warps=4 if at_once else 2, num_stages=3 if at_once else 2,
         )
-        score_kernel[(decisions * (blocks + batch * heads * group // decisions),)](
-            logits, partial, tops, weight_sums, normalisers, magnitude, occupied, mask, positions, sink_end, seen,
-            output, score, slot, candidates, arrivals,
+        score_kernel[(decisions * blocks + (0 if at_once else batch * heads),)](
+            logits, partial, tops, weight_sums, normalisers, magnitude, ranks, occupied, mask, positions, sink_end,
+            seen, output, score, slot, candidates, arrivals[_after(batch * heads):],
             slots, splits, heads, blocks,
             occupied.stride(0), head_stride, occupied.stride(-1),
             mask.stride(0), mask.stride(1) if per_head else 0, mask.stride(-1),
-            SPLITS=8 if splits <= 8 else MAX_SPLITS, HEADS=16,
-            BLOCK=score_block(decisions, slots, key.device), **shape, **mode,
-            PROTECTED=protected is not None, PROTECT_NEWEST=protect_newest, num_warps=4,
+            PROTECTED=protected is not None, PROTECT_NEWEST=protect_newest,
+            HEADS=16, BLOCK=SCORE_BLOCK, **options, num_warps=4 if at_once else 8,
         )

@@ -1,0 +1,272 @@
+"""Scores of a LongFlow decode step, and the choice of the next victim: device functions, and `score_kernel`.
+
+Logits, maxima and log scores are in base 2 throughout; a rank is the log2 of a score. `flat` is the number of a (row of
+the batch, KV head), `decision` that of what decides together: a row, or, with PER_HEAD, a flat. Scratch is contiguous,
+indexed by flat or by query head. A row of slots in it is padded (`row_of`): logits [flats, padded, GROUP_PAD], norms
+and ranks [flats, padded]; what the padding holds is never used.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._launch import ROW_UNIT
+from ._numerics import finite_or_zero, log2_or_minus_inf, round_output, sortable
+
+_FREE = tl.constexpr(-(2**31))
+_PROTECTED = tl.constexpr(2**31 - 1)
+_NO_SLOT = tl.constexpr(2**63 - 1)
+_INDEX = tl.constexpr(2**32 - 1)
+_ROW_UNIT = tl.constexpr(ROW_UNIT)
+
+
+@triton.jit
+def row_of(slots):
+    """Slots of a row of scratch, so that every row is aligned and a tile never leaves its row."""
+    return (slots + _ROW_UNIT - 1) // _ROW_UNIT * _ROW_UNIT
+
+
+@triton.jit
+def is_last(counter, count):
+    """Whether `count` programs have come here, with this one: then all that they wrote can be read."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
+    if last:
+        tl.store(counter, 0)                                           # ready for the next step
+    return last
+
+
+@triton.jit
+def _denominators(tops, weight_sums, first, count, splits, HEADS: tl.constexpr, SPLITS: tl.constexpr):
+    """Maximum and sum of the softmax denominators of query heads first to first + count, from their splits, [HEADS]."""
+    h = tl.arange(0, HEADS)
+    i = tl.arange(0, SPLITS)
+    part = (first + h)[:, None] * splits + i[None, :]
+    there = (h < count)[:, None] & (i < splits)[None, :]
+    split_top = tl.load(tops + part, mask=there, other=float("-inf"))
+    split_sum = tl.load(weight_sums + part, mask=there, other=0.0)
+    top = finite_or_zero(tl.max(split_top, 1))
+    return top, tl.sum(split_sum * tl.exp2(split_top - top[:, None]), 1)
+
+
+@triton.jit
+def _combine(
+    partial, tops, weight_sums, output, flat, splits,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
+):
+    """Outputs of a KV head's query heads from their splits; returns their denominators as `_denominators` does."""
+    top, total = _denominators(tops, weight_sums, flat * GROUP, GROUP, splits, GROUP_PAD, SPLITS)
+    g = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
+    for split in range(splits):
+        part = (flat * GROUP + g) * splits + split
+        share = tl.exp2(tl.load(tops + part, mask=g < GROUP, other=float("-inf")) - top)
+        acc += tl.load(partial + part[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0) * share[:, None]
+    empty = (total == 0.0)[:, None]
+    out = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total[:, None]))
+    at = (flat * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
+    tl.store(output + at, round_output(out, output.dtype.element_ty), mask=mask)
+    return top, total
+
+
+@triton.jit
+def _rank(logit, size, top, log_total, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr):
+    """log2 of the scores summed over a KV head's query heads, [slots]: logit [slots, GROUP_PAD], size = ||v||_1.
+
+    The normaliser's parts, [GROUP_PAD], leave one by one, so that no digits of a large maximum are lost.
+    """
+    x = (logit - top[None, :]) - log_total[None, :]
+    x = tl.where((tl.arange(0, GROUP_PAD) < GROUP)[None, :], x, float("-inf"))
+    highest = finite_or_zero(tl.max(x, 1))
+    return highest + log2_or_minus_inf(tl.sum(tl.exp2(x - highest[:, None]), 1)) + log2_or_minus_inf(size)
+
+
+@triton.jit
+def _discard(line):
+    """Drop lines of 128 bytes from the cache: nobody reads them again, so they need not go to memory."""
+    tl.inline_asm_elementwise(
+        "discard.global.L2 [$1], 128; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def finish_group(
+    logits, magnitude, ranks, partial, tops, weight_sums, output, flat, splits, padded,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr, DISCARD: tl.constexpr,
+):
+    """The outputs of a KV head's query heads, and the ranks of its slots."""
+    logits += flat * padded * GROUP_PAD
+    magnitude += flat * padded
+    ranks += flat * padded
+    s = tl.arange(0, CHUNK)
+    g = tl.arange(0, GROUP_PAD)
+    # A chunk is always under way: the first while splits are combined, each later one during the ranks before it.
+    size = tl.load(magnitude + s, mask=s < padded, other=0.0)
+    logit = tl.load(logits + s[:, None] * GROUP_PAD + g[None, :], mask=(s < padded)[:, None], other=0.0)
+    top, total = _combine(
+        partial, tops, weight_sums, output, flat, splits, GROUP, GROUP_PAD, HEAD_DIM, D_PAD, SPLITS
+    )
+    log_total = log2_or_minus_inf(total)
+    for start in range(0, padded, CHUNK):
+        ahead = s + CHUNK
+        next_size = tl.load(magnitude + ahead, mask=ahead < padded, other=0.0)
+        next_logit = tl.load(
+            logits + ahead[:, None] * GROUP_PAD + g[None, :], mask=(ahead < padded)[:, None], other=0.0
+        )
+        tl.store(ranks + s, _rank(logit, size, top, log_total, GROUP, GROUP_PAD), mask=s < padded)
+        if DISCARD:
+            tl.debug_barrier()
+            line = start * GROUP_PAD + tl.arange(0, CHUNK * GROUP_PAD // 32) * 32
+            _discard(logits + tl.minimum(line, padded * GROUP_PAD - 32))
+        s, size, logit = ahead, next_size, next_logit
+
+
+@triton.jit
+def _sum_ranks(ranks, first, count, s, padded, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """log2 of the scores summed over KV heads first to first + count, from their ranks, [BLOCK]."""
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, count, HEADS):
+        k = start + tl.arange(0, HEADS)
+        there = (s < padded)[:, None] & (k < count)[None, :]
+        x = tl.load(ranks + (first + k)[None, :] * padded + s[:, None], mask=there, other=float("-inf"))
+        higher = tl.maximum(top, tl.max(x, 1))
+        shift = finite_or_zero(higher)
+        total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(x - shift[:, None]), 1)
+        top = higher
+    return finite_or_zero(top) + log2_or_minus_inf(total)
+
+
+@triton.jit
+def _masks(
+    occupied, occupied_s, protected, mask_s, positions, sinks, newest, s, slots,
+    ARRIVAL: tl.constexpr, PROTECTED: tl.constexpr, PROTECT_NEWEST: tl.constexpr,
+):
+    """Which slots hold a token, and which are protected; pointers are at the decision's row."""
+    in_row = s < slots
+    s64 = s.to(tl.int64)
+    holds = tl.load(occupied + s64 * occupied_s, mask=in_row, other=0) != 0
+    held = holds & False
+    if ARRIVAL:
+        held = tl.load(positions + s, mask=in_row, other=0) < sinks
+        if PROTECT_NEWEST:
+            held = held | (s == newest)
+    if PROTECTED:
+        held = tl.load(protected + s64 * mask_s, mask=in_row, other=0) != 0
+    return holds, held
+
+
+@triton.jit
+def _candidates(rank, holds, held, score, s, slots, count):
+    """Scores from ranks, the mean over `count`, are stored; returns what decides about each slot.
+
+    Rank above, index below: one integer minimum decides, ties included. Free and protected slots go by index.
+    """
+    in_row = s < slots
+    linear = tl.exp2(rank) / count
+    tl.store(score + s, tl.where(holds, tl.where(held, float("inf"), linear), float("-inf")), mask=in_row)
+    code = tl.where(holds, tl.where(held, _PROTECTED, sortable(rank)), _FREE)
+    return tl.where(in_row, (code.to(tl.int64) << 32) | s.to(tl.int64), _NO_SLOT)
+
+
+@triton.jit
+def _finish_normalisers(
+    tops, weight_sums, normalisers, first, count, splits, HEADS: tl.constexpr, SPLITS: tl.constexpr
+):
+    """log2 of the softmax denominators of query heads first to first + count, in two parts: maximum, log2 of the sum.
+
+    Every program of a decision writes the same numbers to the same place, and reads back its own.
+    """
+    for start in range(0, count, HEADS):
+        top, total = _denominators(tops, weight_sums, first + start, count - start, splits, HEADS, SPLITS)
+        h = start + tl.arange(0, HEADS)
+        tl.store(normalisers + (first + h) * 2, top, mask=h < count)
+        tl.store(normalisers + (first + h) * 2 + 1, log2_or_minus_inf(total), mask=h < count)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _rank_block(
+    logits, normalisers, magnitude, first, count, s, padded,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """log2 of the scores summed over KV heads first to first + count, from their logits, [BLOCK]."""
+    g = tl.arange(0, GROUP_PAD)
+    there = s < padded
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.range(0, count, num_stages=3):
+        flat = first + k
+        size = tl.load(magnitude + flat * padded + s, mask=there, other=0.0)
+        at = (flat * padded + s)[:, None] * GROUP_PAD + g[None, :]
+        logit = tl.load(logits + at, mask=there[:, None], other=0.0)
+        head = normalisers + (flat * GROUP + g) * 2
+        x = _rank(
+            logit, size, tl.load(head, mask=g < GROUP, other=0.0), tl.load(head + 1, mask=g < GROUP, other=0.0),
+            GROUP, GROUP_PAD,
+        )
+        higher = tl.maximum(top, x)
+        shift = finite_or_zero(higher)
+        total = total * tl.exp2(top - shift) + tl.exp2(x - shift)
+        top = higher
+    return finite_or_zero(top) + log2_or_minus_inf(total)
+
+
+@triton.jit(do_not_specialize=[
+    "slots", "splits", "heads", "blocks", "occupied_b", "occupied_h", "mask_b", "mask_h",
+])
+def score_kernel(
+    logits, partial, tops, weight_sums, normalisers, magnitude, ranks, occupied, protected, positions, sink_end, seen,
+    output, score, slot, candidates, arrivals,
+    slots, splits, heads, blocks,
+    occupied_b, occupied_h, occupied_s, mask_b, mask_h, mask_s,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, PER_HEAD: tl.constexpr, ARRIVAL: tl.constexpr,
+    PROTECTED: tl.constexpr, PROTECT_NEWEST: tl.constexpr, FUSED: tl.constexpr,
+):
+    """Programs (block of slots, decision): scores summed over the heads that decide together, and the block's victim;
+    the last block of a decision to finish picks among them. Unless the attention did so (FUSED), logits become ranks
+    here, and further programs combine the outputs of a KV head."""
+    kv_heads = 1 if PER_HEAD else heads                                # that decide together
+    query_heads = GROUP * kv_heads
+    each = blocks if FUSED else blocks + kv_heads                      # programs of a decision
+    block = tl.program_id(0) % each
+    decision = (tl.program_id(0) // each).to(tl.int64)
+    b = decision // heads if PER_HEAD else decision
+    k_head = decision % heads if PER_HEAD else 0
+    if block >= blocks:
+        _combine(
+            partial, tops, weight_sums, output, decision * kv_heads + block - blocks, splits,
+            GROUP, GROUP_PAD, HEAD_DIM, D_PAD, SPLITS,
+        )
+    else:
+        s = block * BLOCK + tl.arange(0, BLOCK)
+        holds, held = _masks(
+            occupied + b * occupied_b + k_head * occupied_h, occupied_s, protected + b * mask_b + k_head * mask_h,
+            mask_s, positions + decision * slots, tl.load(sink_end + b) if ARRIVAL else 0,
+            tl.load(slot + decision) if ARRIVAL else -1, s, slots, ARRIVAL, PROTECTED, PROTECT_NEWEST,
+        )
+        if FUSED:
+            rank = _sum_ranks(ranks, decision * kv_heads, kv_heads, s, row_of(slots), 1 if PER_HEAD else 8, BLOCK)
+        else:
+            _finish_normalisers(
+                tops, weight_sums, normalisers, decision * query_heads, query_heads, splits, HEADS, SPLITS
+            )
+            rank = _rank_block(
+                logits, normalisers, magnitude, decision * kv_heads, kv_heads, s, row_of(slots), GROUP, GROUP_PAD, BLOCK
+            )
+        candidate = _candidates(rank, holds, held, score + decision * slots, s, slots, query_heads * HEAD_DIM)
+        tl.store(candidates + decision * blocks + block, tl.min(candidate, 0))
+        if is_last(arrivals + decision, blocks):
+            best = tl.full([64], _NO_SLOT, tl.int64)
+            for start in range(0, blocks, 64):
+                i = start + tl.arange(0, 64)
+                found = tl.load(candidates + decision * blocks + i, mask=i < blocks, other=_NO_SLOT)
+                best = tl.minimum(best, found)
+            tl.store(slot + decision, tl.min(best, 0) & _INDEX)
+        if ARRIVAL and (block == 0) & (decision == 0):
+            tl.store(seen, tl.load(seen) + 1)
