@@ -120,7 +120,11 @@ class Case:
 
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["dtype"] = str(self.dtype).removeprefix("torch.")
-        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items() if tensor is not None}
+        # Copies: a case may hold one tensor under two names, which a file may not.
+        tensors = {
+            name: tensor.clone(memory_format=torch.contiguous_format)
+            for name, tensor in self.tensors.items() if tensor is not None
+        }
         absent = [name for name in self.tensors if name not in tensors]
         description = json.dumps({"kind": self.kind, "absent": absent, **fields})
         save_file(tensors, path, metadata={"kvtwin": description})

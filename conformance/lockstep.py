@@ -61,10 +61,13 @@ class Adapter:
         query, key, value, occupied = (whole(prompt)[name] for name in ("query", "key", "value", "occupied"))
         return output, truth, bounds.causal_output(query, key, value, occupied, scale=scale_of(reference))
 
-    def after_prompt(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> Verdict | None:
-        """Judge what the prompt left; make the reference adopt what differs legally. Runs before slots are compared.
+    def append_block(self, tested: Any, reference: Any, block: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Like `prefill`, for states that also take tokens later: `append_block`."""
+        raise NotImplementedError(f"{type(tested).__name__} takes no blocks, as far as its judge knows")
 
-        prompt: with `occupied` in any case."""
+    def after_prompt(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> Verdict | None:
+        """Judge what the prompt (or block) left; make the reference adopt what differs legally. Runs before slots are
+        compared. prompt: with `occupied` in any case."""
 
     def before_slots(self, tested: Any, reference: Any, token: dict[str, Tensor]) -> Verdict | None:
         """After a step, judge what it evicted at once, by its own scores; make the reference adopt it. Not needed where
@@ -105,14 +108,23 @@ class Lockstep:
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
         """Give both the prompt [B, H, T, D], compare; returns the output under test."""
-        prompt = {"query": query, "key": key, "value": value}
+        return self._give("prefill", "prompt", query, key, value, occupied)
+
+    def append_block(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
+        """The same at any time, for states that take blocks."""
+        return self._give("append_block", "block", query, key, value, occupied)
+
+    def _give(
+        self, method: str, what: str, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None
+    ) -> Tensor:
+        tokens = {"query": query, "key": key, "value": value}
         if occupied is not None:
-            prompt["occupied"] = occupied
-        output, truth, bound = self.adapter.prefill(self.tested, self.reference, prompt)
+            tokens["occupied"] = occupied
+        output, truth, bound = getattr(self.adapter, method)(self.tested, self.reference, tokens)
         self._dtype(output, query)
-        assert_within(output, truth, bound, what="prefill's output")
-        self.summary.add(self.adapter.after_prompt(self.tested, self.reference, whole(prompt)))
-        self.compare("after the prompt")
+        assert_within(output, truth, bound, what=f"{method}'s output")
+        self.summary.add(self.adapter.after_prompt(self.tested, self.reference, whole(tokens)))
+        self.compare(f"after the {what}")
         return output
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

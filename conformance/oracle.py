@@ -112,7 +112,8 @@ def attend(
     block = query if query.dim() == 4 else query[:, :, None]
     q, k = upcast(block), upcast(key)
     if causal:
-        padding = ~occupied[:, occupied.shape[1] - block.shape[2]:, None].unsqueeze(1)     # [B, 1, Q, 1]
+        padding = ~eager.per_kv_head(occupied)[..., key.shape[2] - block.shape[2]:, None]    # [B, 1 or Hkv, Q, 1]
+        padding = eager.per_query_head(padding, q.shape[1]) if padding.shape[1] > 1 else padding
         q = q.masked_fill(padding, 0)
         logit = eager.causal_logits(q, k, occupied, scale=factor).masked_fill(padding, -torch.inf)
     else:

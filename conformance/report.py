@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ..fixtures import accuracy_plot
 from . import environment, ledger, summary
 from .results import KINDS, OUTCOMES, Result, Sum
 
@@ -129,6 +130,7 @@ def page(report: dict[str, Any]) -> str:
     parts += ["<h2>Methods</h2>", _table(("method", "tests", *MEASURES), _method_rows(report["methods"]))]
     if report["claims"]:
         parts += ["<h2>Claims of the papers</h2>", _claims(report["claims"])]
+    parts += _accuracy()
     everything = f"<details><summary>all {len(report['tests'])}</summary>{_tests(report['tests'])}</details>"
     parts += ["<h2>Tests</h2>", everything, "</body></html>"]
     return "\n".join(parts) + "\n"
@@ -168,6 +170,21 @@ def _claims(claims: list[dict[str, str]]) -> str:
         for claim in claims
     )
     return _table(("id", "where", "the paper", "verdict", "what is true", "test"), rows)
+
+
+def _accuracy() -> list[str]:
+    """The stored table of accuracy over budget, which is no result of this run; nothing if there is none."""
+    found = accuracy_plot.stored()
+    if found is None:
+        return []
+    result, plot = found
+    rows = ([html.escape(cell) for cell in row] for row in accuracy_plot.cells(result))
+    return [
+        "<h2>Accuracy over budget, as stored</h2>",
+        f"<p>{html.escape(accuracy_plot.caption(result))}</p>",
+        plot,
+        _table(accuracy_plot.columns(result), rows),
+    ]
 
 
 def _tests(tests: list[dict[str, Any]]) -> str:

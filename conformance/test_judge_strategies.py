@@ -269,6 +269,14 @@ def test_a_saved_case_comes_back_whole_and_replays(case, tmp_path, capsys, monke
     assert "right" in capsys.readouterr().out
 
 
+def test_a_case_that_holds_one_tensor_twice_is_saved_too(tmp_path):
+    """safetensors refuses tensors that share memory: its error would hide the mismatch."""
+    key = torch.randn(1, 1, 4, 2, generator=torch.Generator().manual_seed(0))
+    WindowCase.of(key[:, :, 2:], key, key, budget=2).save(tmp_path / "case.safetensors")
+    loaded = cases.load(tmp_path / "case.safetensors")
+    assert all(loaded.tensor(name).equal(key) for name in ("key", "value"))
+
+
 def test_a_failure_saves_the_case_it_is_about_and_says_how_to_replay_it(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTWIN_FAILURES", str(tmp_path / "kept"))
 

@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="needs transformers: python -m pip in
 
 import transformers
 from kvtwin.conformance import tiny_models
+from kvtwin.conformance.hf_cases import check_second_turn_in_chunks, feed
 from kvtwin.conformance.tiny_models import prompts
 from kvtwin.reference.hf import LongFlowCache
 from kvtwin.reference.hf.plug import attention
@@ -21,8 +22,6 @@ from transformers import DynamicCache
 pytestmark = pytest.mark.kind("bad_input")
 
 MASK = torch.ones(1, 5, dtype=torch.long)
-# Whether a prompt in chunks may begin at token 0 of a cache that is not empty: wrong for every cache, right in 5.23.
-STARTS_AT_0 = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 23)
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +35,6 @@ def model() -> Any:
 @pytest.fixture
 def inputs() -> dict[str, torch.Tensor]:
     return prompts(5, [0])
-
-
-def feed(model: Any, cache: Any, ids: Any = (3, 1, 4), **options: Any) -> None:
-    """One forward pass over one row."""
-    with torch.no_grad():
-        model(torch.tensor([list(ids)]), past_key_values=cache, **options)
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch):
@@ -186,7 +179,7 @@ def test_masks_that_are_not_causal():
 
 
 def test_padding_behind_the_first_chunk(model):
-    with pytest.raises(ValueError, match="padding behind the first 2 tokens"):
+    with pytest.raises(ValueError, match="padding behind tokens that the cache has seen"):
         model.generate(
             **prompts(6, [0, 3]), past_key_values=LongFlowCache(model.config, budget=4), prefill_chunk_size=2,
             max_new_tokens=2,
@@ -194,7 +187,7 @@ def test_padding_behind_the_first_chunk(model):
     padding = torch.tensor([[0, 0, 0, 1, 1]])
     told = LongFlowCache(model.config, budget=4, attention_mask=padding)
     feed(model, told, [0, 0])
-    with pytest.raises(ValueError, match="padding behind the first 2 tokens"):
+    with pytest.raises(ValueError, match="padding behind tokens that the cache has seen"):
         feed(model, told, [0, 5, 5])
 
 
@@ -219,18 +212,9 @@ def test_a_mask_that_forgets_the_tokens_before(model):
         feed(model, cache, [5, 6], attention_mask=torch.ones(1, 2, dtype=torch.long))
 
 
-def test_a_second_turn_in_chunks_is_right_or_refused(model, inputs):
-    cache = LongFlowCache(model.config, budget=40)
-    first = model.generate(**inputs, past_key_values=cache, max_new_tokens=4)
-    ids = torch.cat([first, prompts(7, [0])["input_ids"]], 1)
-    turn = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4}
-    expected = model.generate(**turn)
-    try:
-        actual, refusal = model.generate(**turn, past_key_values=cache, prefill_chunk_size=3), ""
-    except ValueError as error:
-        actual, refusal = expected, str(error)
-    assert torch.equal(actual, expected)
-    assert not refusal or ("starts at 0" in refusal and STARTS_AT_0)
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_second_turn_in_chunks_is_right_or_refused(model, masked):
+    check_second_turn_in_chunks(model, LongFlowCache(model.config, budget=40), masked)
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------

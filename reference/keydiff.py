@@ -46,8 +46,9 @@ class KeyDiffConfig(BlockConfig):
 
     budget, block_size: see `BlockConfig`. recent: that many newest tokens are protected (Table 11), 0 to budget.
     anchor, similarity: see `score`.
-    refresh: an implementation may carry the sum of the normalised keys from step to step (add the new, subtract the
-    evicted), if it sums them anew at least every `refresh` decode steps; an int >= 1. The reference always does.
+    refresh: an implementation may carry the sum of the normalised keys from decode step to decode step (add the new,
+    subtract the evicted), if it sums them anew with each block of several tokens, and at least every `refresh` steps;
+    an int >= 1. The reference always does.
     Raises TypeError or ValueError for anything else.
     """
 

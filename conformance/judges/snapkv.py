@@ -1,4 +1,5 @@
-"""SnapKV's prompt compression judged: the bound of its window scores, and which tokens it keeps."""
+"""SnapKV judged: the bound of its window scores, which tokens of a prompt it keeps, and its state, which does it anew
+after every block."""
 
 from __future__ import annotations
 
@@ -6,18 +7,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from ...reference import attention as eager
 from ...reference.baselines import snapkv
 from .. import compare
+from ..block_cases import AttendCase
 from ..bounds import DIVISION, FLUSH, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ..cases import Case, WindowCase
 from ..compare import Verdict, assert_same, assert_within, fail, gathered
 from ..oracle import Attention, upcast_all
-from ..ties import window_ties
+from ..ties import tie_classes, window_ties
+from . import blocks, h2o
+from .blocks import Piece, received_error
 
-CASES = (WindowCase,)
+CASES = (WindowCase, AttendCase)
+SMALL = {**blocks.SMALL, "window": 2, "kernel_size": 3}
 
 
 def score_error(attention: Attention, allowed: Arithmetic, *, kernel_size: int, shared_heads: bool) -> Tensor:
@@ -103,8 +110,82 @@ def assert_kept_right(
     )
 
 
+# The state -----------------------------------------------------------------------------------------------------------
+
+arguments = h2o.arguments
+
+
+@st.composite
+def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
+    """See the package. A pool that reaches over the whole prefix gives all of it one sum, and nothing to judge."""
+    frame = draw(blocks.frames(most))
+    sizes = (3, 1, 5, 7) if frame["budget"] > 5 else (1, 3) if frame["budget"] > 2 else (1,)
+    return {**frame, "window": draw(st.integers(1, window)), "kernel_size": draw(st.sampled_from(sizes))}
+
+
+def attend_error(case: AttendCase, allowed: Arithmetic) -> Tensor:
+    """Bound of `attend(...).received`, [B, Hkv, S]: a mean over the queries that are real."""
+    return received_error(case.attention, allowed) / case.real.sum(-1).clamp_min(1)[..., None]
+
+
+def window_attention(piece: Piece) -> Attention:
+    """The exact attention of the last tokens' queries, which the reference keeps, over all slots, before eviction."""
+    state, before = piece.reference, piece.before
+    query, occupied = state._window_query, before["occupied"]
+    future = before["positions"][:, :, None] > state._window_positions[:, None, :, None]      # [B, Hkv, W, S]
+    future = future.repeat_interleave(piece.group, 1)
+    logit = eager.logits(query, before["key"], occupied, scale=state.scale).masked_fill(future, -torch.inf)
+    dot = eager.logits(query.abs(), before["key"].abs(), occupied, scale=abs(state.scale))
+    return Attention(
+        logit, dot.masked_fill(logit == -torch.inf, 0), eager.zero_unoccupied(before["value"], occupied), occupied,
+        state.scale, piece.dtype,
+    )
+
+
+class Adapter(blocks.Adapter):
+    """Ranks are the scores: what the window's queries give, averaged and pooled along the tokens held, in the order of
+    their positions. The bound is `score_error`'s: the sums of received_error, the pool's, one division each."""
+
+    def score_error(self, piece: Piece) -> Tensor:
+        state, positions = piece.reference, piece.before["positions"]
+        observing = (state._window_positions >= 0).sum(-1).clamp_min(1)[:, None, None]
+        error = received_error(window_attention(piece), piece.allowed) / observing
+        size, window = state.config.kernel_size, positions >= state.tokens_seen - state.config.observers
+        error = self._pooled(error.masked_fill(window, 0), positions, size)
+        score = piece.before["score"]
+        rest = ~piece.before["occupied"] | window
+        error = error + gamma(size + 2 * DIVISION / UNIT) * (score.masked_fill(rest, 0) + error) + 4 * FLUSH
+        return (error * SLACK).masked_fill(rest, 0)
+
+    def rank_interval(self, piece: Piece, error: Tensor) -> Interval:
+        return Interval(piece.before["rank"] - error, piece.before["rank"] + error)
+
+    def ties(self, piece: Piece) -> Tensor:
+        """Tokens tie whose neighbours in reach of the pool, in order of position, have bitwise equal keys in turn; next
+        to the window and before the first token the pool adds 0."""
+        config, before = piece.reference.config, piece.before
+        positions, occupied = before["positions"], before["occupied"]
+        names = blocks.equal_keys(piece)
+        window = positions >= piece.reference.tokens_seen - config.observers
+        place = positions.sort(dim=-1, stable=True).indices                                   # free slots come first
+        names = names.masked_fill(window | ~occupied, -1).gather(-1, place)
+        around = functional.pad(names, (config.kernel_size // 2,) * 2, value=-1).unfold(-1, config.kernel_size, 1)
+        around = torch.empty_like(around).scatter(2, place[..., None].expand(around.shape), around).contiguous()
+        return tie_classes(around, torch.ones_like(around), occupied, per_head=True)
+
+    @staticmethod
+    def _pooled(tensor: Tensor, positions: Tensor, size: int) -> Tensor:
+        """The average pool of [B, Hkv, S] along the order of positions."""
+        place = positions.sort(dim=-1, stable=True).indices
+        in_order = functional.avg_pool1d(tensor.gather(-1, place), size, stride=1, padding=size // 2)
+        return torch.empty_like(tensor).scatter(-1, place, in_order)
+
+
 def replay(case: Case, module: Any) -> Iterator[str]:
     """See the package."""
+    if isinstance(case, AttendCase):
+        yield from blocks.replay_attend(case, module, "snapkv", snapkv.attend, attend_error)
+        return
     assert isinstance(case, WindowCase)
     for shared in (True, False):
         assert_score_right(module.window_score(**case.score_inputs, shared_heads=shared), case, shared_heads=shared)

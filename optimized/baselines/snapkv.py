@@ -8,14 +8,17 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from ...reference.baselines.snapkv import CompressResult
+from ...reference.baselines.snapkv import CompressResult, SnapKVConfig
+from ...reference.blocks import AttendResult
 from ...reference.contract import (
     Sizes, check_attention, check_flag, check_integer, check_mask, resolve_scale,
 )
+from .. import _block_kernels as kernels
+from .._blocks import Block, BlockState, check_block
 from .._launch import check_kernel_sizes, check_launchable, key_block, on_device_of, padded_head_dim
 from .._numerics import LOG2_E, dot, finite_or_zero
 
-__all__ = ["CompressResult", "compress", "window_score"]
+__all__ = ["AttendResult", "CompressResult", "SnapKVConfig", "SnapKVState", "attend", "compress", "window_score"]
 
 
 def window_score(
@@ -41,6 +44,18 @@ def window_score(
     window_part = torch.full_like(received[..., prefix:], torch.inf)
     score = torch.cat((pooled[..., :prefix], window_part), -1).masked_fill(~occupied[:, None], -torch.inf)
     return score.squeeze(1) if shared_heads else score
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
+) -> AttendResult:
+    """Attention of a block of the newest tokens; received = the mean of each key's weights over the block's queries.
+
+    Arguments and errors as in `h2o.attend`. Semantics: `kvtwin.reference.baselines.snapkv.attend`.
+    """
+    scale = resolve_scale(scale, check_block(query, key, value, occupied).head_dim)
+    output, parts = kernels.attend(query, key, value, occupied, scale)
+    return AttendResult(output, kernels.received(query, key, occupied, parts, scale, mean=True))
 
 
 def compress(
@@ -115,6 +130,48 @@ def _check(
         return torch.ones(sizes.batch, sizes.slots, dtype=torch.bool, device=key.device)
     check_mask("occupied", occupied, (sizes.batch, sizes.slots), "[B, T]", key, "key")
     return occupied
+
+
+class SnapKVState(BlockState):
+    """A SnapKV cache. `score` is the pooled attention of the last `window` tokens' queries, newly taken after every
+    block (or decode step) over the tokens then held, +inf for these tokens themselves. The pool runs along the tokens
+    held, in the order of their positions."""
+
+    Config = SnapKVConfig
+
+    def _allocate(self) -> None:
+        batch, query_heads, _, _, head_dim = self.sizes
+        observers = self.config.observers
+        # A ring: the query of position p is in place p % observers.
+        self._window_query = self._buffer(batch, query_heads, observers, head_dim, dtype=self.dtype)
+        self._window_positions = self._buffer(batch, observers, dtype=torch.int64)
+
+    def _buffers(self) -> tuple[Tensor, ...]:
+        return self._window_query, self._window_positions
+
+    def _clear(self) -> None:
+        self._window_positions.fill_(-1)
+
+    def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
+        observers, end = self.config.observers, block.end
+        last = block.positions[-observers:]
+        place = last % observers
+        self._window_query.index_copy_(2, place, block.query[:, :, -observers:])
+        self._window_positions.index_copy_(1, place, last.where(block.real[:, -observers:], -1))
+        occupied, positions = self.occupied[..., :end], self.positions[..., :end]
+        received = kernels.observed(
+            self._window_query, self._window_positions, self.key[:, :, :end], positions, occupied, self.scale
+        )
+        window = positions >= self._seen - observers
+        # In the order of positions; free slots, which got 0, come first.
+        slot = torch.where(occupied, self._ordinals[..., :end], -1).sort(-1).indices
+        in_order = received.masked_fill(window, 0.0).gather(-1, slot)
+        size = self.config.kernel_size
+        pooled = functional.pad(in_order, (size // 2, size // 2)).unfold(-1, size, 1).mean(-1)
+        score = torch.empty_like(received).scatter_(-1, slot, pooled)
+        score = score.masked_fill(window, torch.inf).masked_fill(~occupied, -torch.inf)
+        self.score[..., :end] = score
+        return score, window & occupied
 
 
 @torch.library.custom_op("kvtwin::snapkv_received", mutates_args=())

@@ -11,10 +11,8 @@ from . import plug as plug  # registers the attention, or says which extra is mi
 
 
 def __getattr__(name: str) -> Any:
-    """NAMECache, from the module of this folder that defines it: caches are found, not listed."""
-    if name.endswith("Cache"):
-        for found in iter_modules(__path__):
-            module = import_module(f"{__name__}.{found.name}")
-            if getattr(getattr(module, name, None), "__module__", None) == module.__name__:
-                return getattr(module, name)
+    """NAMECache, from the module of this folder with its name: caches are found, not listed."""
+    for found in iter_modules(__path__):
+        if f"{found.name.replace('_', '')}cache" == name.lower():
+            return getattr(import_module(f"{__name__}.{found.name}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

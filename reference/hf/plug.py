@@ -3,7 +3,8 @@
 In every layer of a forward pass the model first hands its new keys and values to the cache (`StateLayer.update`), then
 calls its attention function with what the cache returned. The decisions belong to attention, so the cache only takes
 note, ties a tag to the key tensor, and returns both as they came; the attention function registered as "kvtwin" finds
-the layer by that tag and drives its State: `prefill` for the first tokens, `step` for all that follow.
+the layer by that tag and drives its State. A State with `append_block` takes every forward pass as it comes; others
+take the first tokens as `prefill`, and all that follow one `step` at a time.
 
 transformers builds one mask per forward pass, which cannot tell what each layer's slots hold. The mask function of the
 same name therefore returns its arguments (`MaskSpec`): our layers take the padding from them, and layers that keep
@@ -15,7 +16,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -35,9 +35,10 @@ except ModuleNotFoundError as error:
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function
 
 from ..contract import MethodConfig
+from .masks import MaskSpec, readable, refuse_restart, require
 
 NAME = "kvtwin"
 ACTIVATE = f'model.set_attn_implementation("{NAME}")'
@@ -46,53 +47,6 @@ _OWNER = "_kvtwin_layer"
 _SHARING = "no eviction in a model whose layers attend to the keys of another layer (KV sharing)"
 # What some models do to the logits: it comes by keyword, and a function that does not know it computes something else.
 _CHANGES_LOGITS = ("softcap", "s_aux", "position_bias")
-
-
-class MaskSpec:
-    """What the mask function was asked for, in place of a mask. One object serves all layers of a forward pass."""
-
-    def __init__(self, **arguments: Any) -> None:
-        self._arguments = arguments
-        self._all_tokens: bool | None = None
-
-    @cached_property
-    def stock(self) -> Tensor | None:
-        """The mask of transformers' sdpa attention, bool [B, 1, Q, KV]; None where it uses is_causal."""
-        mask: Tensor | None = sdpa_mask(**self._arguments)
-        return mask
-
-    def occupied(self, seen: int, count: int) -> Tensor | None:
-        """Which of the `count` new tokens are no padding, [B, count] bool; None if there is no mask.
-
-        Raises NotImplementedError for masks that are not causal, ValueError where the mask's length is wrong.
-        """
-        if self._arguments["mask_function"] is not causal_mask_function:
-            raise NotImplementedError(
-                "this model's mask is not the causal one (sliding, bidirectional, packed...): kvtwin's attention "
-                "would not heed it in a layer whose cache evicts"
-            )
-        mask: Tensor | None = self._arguments["attention_mask"]
-        if mask is None:
-            return None
-        if mask.dim() != 2 or mask.shape[1] != seen + count:
-            raise ValueError(
-                f"attention_mask must be [B, {seen + count}] for the {seen} tokens that the cache has seen and the "
-                f"{count} new ones, got {tuple(mask.shape)}. (transformers before 5.23 starts at 0 when "
-                "prefill_chunk_size is used on a cache that is not empty: leave prefill_chunk_size out there)"
-            )
-        return mask[:, seen:]
-
-    def all_tokens(self, seen: int, count: int) -> bool:
-        """Whether none of the new tokens is padding. One synchronisation with the GPU per forward pass, not layer.
-
-        Taken for granted in a compiled graph, which cannot look.
-        """
-        occupied = self.occupied(seen, count)
-        if torch.compiler.is_compiling():
-            return True
-        if self._all_tokens is None:
-            self._all_tokens = occupied is None or bool(occupied.all())
-        return self._all_tokens
 
 
 def attention(
@@ -114,7 +68,7 @@ def attention(
             raise NotImplementedError("no dropout in kvtwin's attention: call model.eval()")
         if kwargs.get("output_attentions"):
             raise NotImplementedError("output_attentions: kvtwin's attention keeps no weights")
-        return owner().attend(query, key, value, attention_mask, scaling), None
+        return owner().attend(query, key, value, attention_mask, scaling, kwargs.get("position_ids")), None
     mask = attention_mask.stock if isinstance(attention_mask, MaskSpec) else attention_mask
     if isinstance(mask, Tensor):
         mask = mask.to(query.device)                # a model over several devices moves tensors, but no MaskSpec
@@ -171,25 +125,53 @@ class StateLayer(CacheLayerMixin):
         setattr(key_states, _OWNER, weakref.ref(self))
         return key_states, value_states
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: object, scaling: float | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: object, scaling: float | None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
         """The new tokens' attention, over themselves and what the state holds: [B, Q, Hq, D].
 
-        query [B, Hq, Q, D]; key, value [B, Hkv, Q, D] as `update` returned them; mask as the attention function has it.
+        query [B, Hq, Q, D]; key, value [B, Hkv, Q, D] as `update` returned them; mask and position_ids as the
+        attention function has them.
         """
         if not self._pending:
             raise NotImplementedError(_SHARING)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
             raise ValueError("kvtwin's caches have no backward pass: call the model under torch.no_grad()")
-        count, seen = self._pending, self._seen - self._pending
+        seen = self._seen - self._pending
         self._make_state(query, key, scaling, seen)
-        if seen == 0:
-            output = self.state.prefill(query, key, value, self._occupied(mask, key)).transpose(1, 2)
-        else:
-            self._refuse_padding(mask, seen, count)
-            steps = [self.state.step(query[:, :, t], key[:, :, t], value[:, :, t]) for t in range(count)]
-            output = torch.stack(steps, dim=1)
+        spec = self._spec(mask)
+        occupied = self._occupied(spec, key, seen)
+        refuse_restart(spec, position_ids, self._mask, seen)
+        run = self._in_blocks if hasattr(self.state, "append_block") else self._in_steps
+        output = run(query, key, value, spec, occupied, seen)
         self._pending = 0
-        return output.contiguous()
+        return output.transpose(1, 2).contiguous()
+
+    def _in_blocks(
+        self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, occupied: Tensor | None, seen: int
+    ) -> Tensor:
+        """The whole forward pass as it came; a single token by `step`, unless it is padding or may be."""
+        if key.shape[2] == 1 and (occupied is None or (readable(occupied) and spec.all("tokens", occupied))):
+            return self.state.step(query[:, :, 0], key[:, :, 0], value[:, :, 0])[:, :, None]
+        output: Tensor = self.state.append_block(query, key, value, occupied)
+        return output
+
+    def _in_steps(
+        self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, occupied: Tensor | None, seen: int
+    ) -> Tensor:
+        """`prefill`, or one step after the other."""
+        if seen == 0:
+            output: Tensor = self.state.prefill(query, key, value, occupied)
+            return output
+        if occupied is not None:
+            require(
+                spec, "tokens", occupied,
+                "attention_mask has padding behind tokens that the cache has seen: all of a prompt's padding must lie "
+                "in the first forward pass on this cache (a larger prefill_chunk_size; no padded second turn)",
+            )
+        tokens = range(key.shape[2])
+        return torch.stack([self.state.step(query[:, :, t], key[:, :, t], value[:, :, t]) for t in tokens], dim=2)
 
     def _make_state(self, query: Tensor, key: Tensor, scaling: float | None, seen: int) -> None:
         """A state for these tokens, unless there is one that fits."""
@@ -207,45 +189,38 @@ class StateLayer(CacheLayerMixin):
         self.state = self._state_class(replace(self._config, scale=scaling), **sizes)
         self._made = wanted
 
-    def _spec(self, mask: object) -> MaskSpec | None:
-        """The mask as ours; None if the model gave none but the constructor had one."""
+    def _spec(self, mask: object) -> MaskSpec:
+        """The mask as ours; an empty one if the model gave none but the constructor had one."""
         if isinstance(mask, MaskSpec):
             return mask
         if mask is None and self._mask is not None:
-            return None
+            return MaskSpec(mask_function=causal_mask_function, attention_mask=None)
         what = "no mask" if mask is None else f"a mask of its own ({type(mask).__name__})"
         raise NotImplementedError(
             f"the model handed {what} to attention: an evicting cache needs the padding as attention_mask [B, T]"
         )
 
-    def _occupied(self, mask: object, key: Tensor) -> Tensor | None:
-        """The first tokens' padding, [B, Q] bool, from the model and from the constructor, which must agree."""
+    def _occupied(self, spec: MaskSpec, key: Tensor, seen: int) -> Tensor | None:
+        """The new tokens' padding, [B, Q] bool, from the model and from the constructor, which must agree.
+
+        None if neither knows of any.
+        """
         batch, _, count, _ = key.shape
-        spec = self._spec(mask)
-        given = None if spec is None else spec.occupied(0, count)
+        given = spec.occupied(seen, count)
         given = None if given is None else given.to(key.device)
-        if self._mask is None:
+        if self._mask is None or self._mask.shape[1] <= seen:
             return given
         rows, total = self._mask.shape
-        if batch % rows or total < count:
+        if batch % rows or (seen == 0 and total < count):
             raise ValueError(
                 f"the cache's attention_mask must be [B, T] with B = {batch} (or a divisor, for beams) and T at least "
                 f"{count}, got {(rows, total)}"
             )
-        own = self._mask[:, :count].to(key.device).repeat_interleave(batch // rows, dim=0)
-        if given is not None and not torch.equal(own, given):
-            raise ValueError("the attention_mask given to the cache differs from the model's")
+        own = self._mask[:, seen:seen + count].to(key.device).repeat_interleave(batch // rows, dim=0)
+        own = torch.nn.functional.pad(own, (0, count - own.shape[1]), value=True)
+        if given is not None:
+            require(spec, "same", own == given, "the attention_mask given to the cache differs from the model's")
         return own
-
-    def _refuse_padding(self, mask: object, seen: int, count: int) -> None:
-        spec = self._spec(mask)
-        own = None if self._mask is None else self._mask[:, seen:seen + count]
-        if (spec is None or spec.all_tokens(seen, count)) and (own is None or not own.numel() or bool(own.all())):
-            return
-        raise ValueError(
-            f"attention_mask has padding behind the first {seen} tokens: all of a prompt's padding must lie in the "
-            "first forward pass on a cache (a larger prefill_chunk_size; no padded second turn)"
-        )
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding included: positions and prompt slicing follow from it, not from what is stored."""
@@ -280,14 +255,19 @@ class StateCache(Cache):
 
     Layers with full attention evict; others (sliding windows, linear attention) keep transformers' own cache, and a
     model with no layer that evicts gets a UserWarning. Greedy, sampling and beam search work; assisted decoding, which
-    must roll back, raises NotImplementedError. The first forward pass on an empty cache is the State's `prefill` and
-    may hold padding; later tokens, be they chunks of a prompt (`prefill_chunk_size`), a second turn on the same cache,
-    or generated, go through `step` one at a time, so a prompt in chunks is evicted as a stream is, not as one prompt.
+    must roll back, raises NotImplementedError.
+
+    A State that takes blocks (it has `append_block`) gets every forward pass as it comes, be it a prompt, a chunk of
+    one (`prefill_chunk_size`), or a second turn on the same cache; it cuts what is longer than its block_size. Padding
+    may lie anywhere. For any other State the first forward pass on an empty cache is its `prefill` and may hold
+    padding; all later tokens go through `step` one at a time, so a prompt in chunks is evicted as a stream is.
 
     Raises TypeError or ValueError for bad arguments. While the model runs: RuntimeError if its attention is not
-    "kvtwin"; ValueError for padding after the first pass, for masks of another length, and outside torch.no_grad();
-    NotImplementedError for attention that the methods do not define (softcap, sinks, position bias, masks that are
-    not causal, KV sharing between layers, dropout).
+    "kvtwin"; ValueError for masks of another length, outside torch.no_grad(), for tokens that transformers feeds a
+    second time, and for padding after the first pass where the State takes none; NotImplementedError for attention
+    that the methods do not define (softcap, sinks, position bias, masks that are not causal, KV sharing between layers,
+    dropout). In graphs, compiled or captured, what asks for the mask's values is an assertion on the device
+    (`masks.require`).
     """
 
     Config: ClassVar[type[MethodConfig]]

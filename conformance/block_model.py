@@ -1,0 +1,166 @@
+"""The block frame told with plain lists: tokens that carry their keys, values and sums about, slot by slot.
+
+One `Head` is one KV head of one row. It knows nothing of tensors of slots, masks, sorting networks or scatters: a token
+is an object, and what belongs to it goes where it goes. Numbers are float64, so choices are the reference's unless two
+scores lie as close as float64 can tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+Vector = list[float]
+
+
+@dataclass
+class Token:
+    """One token as it came in, and what was added up for it since."""
+
+    position: int
+    key: Vector
+    value: Vector
+    score: float = 0.0
+
+
+@dataclass
+class Head:
+    """Slots of one KV head of one row: `budget` for the cache. config: the method's."""
+
+    method: str
+    config: Any
+    scale: float
+    slots: list[Token | None] = field(default_factory=list)
+    seen: int = 0
+    # SnapKV's: (position, the group's queries) of the last tokens, None for padding.
+    window: deque[tuple[int, list[Vector]] | None] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.slots = [None] * self.config.budget
+        self.window = deque(maxlen=getattr(self.config, "observers", 1))
+
+    @property
+    def tokens(self) -> list[Token]:
+        """What is held, by slot."""
+        return [token for token in self.slots if token is not None]
+
+    def positions(self, slots: int) -> list[int]:
+        """As a state shows them: [S], -1 = free."""
+        shown = [-1 if token is None else token.position for token in self.slots]
+        return shown + [-1] * (slots - len(shown))
+
+    def scores(self, slots: int) -> list[float]:
+        """As a state shows them, -inf for free slots."""
+        shown = [-math.inf if token is None else token.score for token in self.slots]
+        return shown + [-math.inf] * (slots - len(shown))
+
+    def take(self, queries: list[list[Vector]], keys: list[Vector], values: list[Vector], real: list[bool],
+             keep: set[int] | None = None) -> None:
+        """A block: queries[i] are those of the group, of token i. keep: the positions to keep, where near ties leave
+        the choice open, and the method's own choice if None."""
+        numbers = range(self.seen, self.seen + len(real))
+        fresh = [
+            Token(number, key, value) if there else None
+            for number, key, value, there in zip(numbers, keys, values, real, strict=True)
+        ]
+        self.seen += len(real)
+        self.slots += fresh
+        for number, group, there in zip(numbers, queries, real, strict=True):
+            if there:
+                self._observe(number, group)
+            self.window.append((number, group) if there else None)
+        self._finish()
+        gone = self._victims() if keep is None else [token for token in self.tokens if token.position not in keep]
+        leaving = {token.position for token in gone}
+        stay = [None if token is None or token.position in leaving else token for token in self.slots]
+        self.slots, block = stay[:self.config.budget], stay[self.config.budget:]
+        for token in block:
+            if token is not None:
+                self.slots[self.slots.index(None)] = token
+
+    def weights(self, group: list[Vector], upto: int) -> dict[int, float]:
+        """Each token's weight by position, averaged over the group, from queries that see positions up to `upto`."""
+        mean: dict[int, float] = {}
+        for query in group:
+            logits = {
+                token.position: self.scale * math.fsum(q * k for q, k in zip(query, token.key, strict=True))
+                for token in self.tokens if token.position <= upto
+            }
+            top = max(logits.values())
+            total = math.fsum(math.exp(logit - top) for logit in logits.values())
+            for position, logit in logits.items():
+                mean[position] = mean.get(position, 0.0) + math.exp(logit - top) / total / len(group)
+        return mean
+
+    def _observe(self, number: int, group: list[Vector]) -> None:
+        """What the query of one token does to the scores. H2O and VATP add, TOVA remembers the newest."""
+        if self.method not in ("h2o", "vatp", "tova"):
+            return
+        weights = self.weights(group, number)
+        for token in self.tokens:
+            weight = weights.get(token.position, 0.0)
+            token.score = weight if self.method == "tova" else token.score + weight
+
+    def _finish(self) -> None:
+        """Scores that are taken anew after a block."""
+        if self.method == "random":
+            for token in self.tokens:
+                token.score = float(splitmix64((self.config.seed << 32) + token.position) >> 40)
+        elif self.method == "snapkv":
+            observing = [self.weights(group, number) for number, group in filter(None, self.window)]
+            received = {
+                token.position: math.fsum(weights.get(token.position, 0.0) for weights in observing)
+                / max(1, len(observing)) for token in self.tokens
+            }
+            prefix = sorted(token.position for token in self.tokens if not self._in_window(token))
+            reach = self.config.kernel_size // 2
+            for token in self.tokens:
+                if self._in_window(token):
+                    token.score = math.inf
+                    continue
+                at = prefix.index(token.position)
+                near = prefix[max(0, at - reach):at + reach + 1]
+                token.score = math.fsum(received[position] for position in near) / self.config.kernel_size
+
+    def _in_window(self, token: Token) -> bool:
+        return token.position >= self.seen - self.config.observers
+
+    def _victims(self) -> list[Token]:
+        """Who goes, of tokens in order of their slots: sorted() keeps that order among equals."""
+        tokens = self.tokens
+        shielded = self._protected([token.position for token in tokens])
+        others = sorted((token for token in tokens if token.position not in shielded), key=self._rank)
+        last = sorted((token for token in tokens if token.position in shielded), key=lambda token: token.position)
+        return (others + last)[:max(0, len(tokens) - self.config.budget)]
+
+    def _rank(self, token: Token) -> float:
+        if self.method == "vatp":
+            return token.score * math.fsum(abs(number) for number in token.value)
+        return token.position if self.method == "streaming_llm" else token.score
+
+    def _protected(self, positions: list[int]) -> set[int]:
+        ordered = sorted(positions)
+        if self.method == "streaming_llm":
+            return set(ordered[:self.config.sinks])
+        if self.method == "snapkv":
+            return {position for position in ordered if position >= self.seen - self.config.observers}
+        newest = set(ordered[len(ordered) - min(len(ordered), getattr(self.config, "protected", 0)):])
+        return newest | set(ordered[:1]) if self.method == "vatp" else newest
+
+
+def splitmix64(state: int) -> int:
+    """Steele, Lea and Flood's generator on Python's integers."""
+    mask = 2**64 - 1
+    z = (state + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & mask
+    return z ^ z >> 31
+
+
+def vectors(tensor: Tensor) -> list[Any]:
+    """A tensor as nested lists of Python's floats."""
+    return tensor.double().tolist()

@@ -1,0 +1,26 @@
+"""Random eviction judged: scores are exact, so everything but the attention is to the letter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from . import blocks
+from .blocks import SMALL as SMALL
+
+
+@st.composite
+def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
+    """See the package."""
+    return {**draw(blocks.frames(most)), "seed": draw(st.integers(0, 2**32 - 1))}
+
+
+def arguments(device: torch.device) -> dict[str, Any]:
+    """See the package."""
+    return {"positions": torch.tensor([[0, 5, 2, -1, 1, 3], [7, 2, -1, -1, 9, 4]], device=device), "seed": 3}
+
+
+class Adapter(blocks.Adapter):
+    """Ranks are the scores, 24 bits of a hash of the position: equal ones go by slot."""

@@ -1,0 +1,225 @@
+"""The table of accuracy over budget: what is asked, what is counted, and that the stored one says what is drawn."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvtwin.conformance import report
+from kvtwin.fixtures import accuracy, accuracy_plot, tasks
+from kvtwin.fixtures.accuracy import FULL, Plan, States
+from kvtwin.reference.baselines.h2o import H2OConfig, H2OState
+from kvtwin.reference.longflow import LongFlowConfig, LongFlowState
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@dataclass(frozen=True)
+class Tiny(Plan):
+    length: int = 120
+    prompt: int = 96
+    block_size: int = 48
+    shares: tuple[int, ...] = (1, 6)
+    queries: int = 2
+
+
+@pytest.fixture(scope="module")
+def tiny(device: torch.device) -> dict[str, Any]:
+    """A run over a few bytes; by the kernels on a GPU, where they do not take minutes."""
+    side = "optimized" if device.type == "cuda" else "reference"
+    return accuracy.evaluate(Tiny(), side=side, device=str(device), methods=["h2o", "longflow"])
+
+
+# What is asked -------------------------------------------------------------------------------------------------------
+
+
+def test_every_answer_lies_behind_the_context_and_is_of_its_kind() -> None:
+    kinds = {"recall": tasks.ANSWER, "arithmetic": tasks.WORKING}
+    found = accuracy.questions(Plan(queries=30))
+    for task, kind in kinds.items():
+        of_task = [one for one in found if one.task == task]
+        assert sum(len(one.answers) for one in of_task) >= 30
+        for one in of_task:
+            for start, stop in one.answers:
+                assert 896 <= start < stop <= 1024
+                assert set(one.document.kinds[start:stop].tolist()) == {kind}
+                for edge in (start - 1, stop):                              # whole: a working's steps end with a space
+                    ended = edge == 1024 or one.document.kinds[edge] != kind
+                    assert ended or (task == "arithmetic" and one.document.tokens[edge] == ord(" "))
+
+
+def test_what_is_recalled_stands_in_the_context() -> None:
+    sources = [query.source for one in accuracy.questions(Plan(queries=60)) for query in one.document.queries]
+    assert max(sources) < 896
+    quarters = np.bincount(np.array(sources) * 4 // 896)
+    assert (quarters > 0).all(), f"by quarters of the context: {quarters.tolist()}"
+
+
+def test_the_same_plan_asks_the_same() -> None:
+    one, other, third = (accuracy.questions(Plan(queries=5, seed=seed)) for seed in (0, 0, 1))
+    assert [a.document.tokens.tobytes() for a in one] == [b.document.tokens.tobytes() for b in other]
+    assert one[0].document.tokens.tobytes() != third[0].document.tokens.tobytes()
+
+
+def test_a_plan_without_room_for_answers() -> None:
+    with pytest.raises(ValueError, match="no room for answers"):
+        accuracy.questions(Plan(length=100, prompt=99, queries=1))
+
+
+# What is counted -----------------------------------------------------------------------------------------------------
+
+
+def test_with_room_for_all_every_method_is_full_attention(tiny: dict[str, Any]) -> None:
+    full, *others = (row for row in tiny["rows"] if row["budget"] == 120)
+    assert full["method"] == FULL
+    assert [row["method"] for row in others] == ["h2o", "longflow"]
+    for row in others:
+        assert row["tasks"] == full["tasks"]
+        assert row["tokens_held"] == full["tokens_held"] == 119             # the last byte is predicted, not read
+        assert row["bytes_held"] == full["bytes_held"] == full["bytes_allocated"]
+
+
+def test_a_row_counts_what_it_says(tiny: dict[str, Any]) -> None:
+    for row in tiny["rows"]:
+        per_token = 8 * 4 * 32 * 2 * 4                                      # layers, KV heads, head_dim, K and V, bytes
+        assert row["bytes_nominal"] == row["budget"] * per_token
+        assert row["bytes_held"] == row["tokens_held"] * per_token
+        assert row["bytes_held"] <= row["bytes_allocated"]
+        for one in row["tasks"].values():
+            assert one["accuracy"] == one["right"] / one["queries"]
+            assert one["queries"] >= 2
+    small = [row for row in tiny["rows"] if row["share"] == "1/6"]
+    assert [row["tokens_held"] for row in small] == [20, 20]
+    assert {row["prompt"] for row in small} == {"blocks", "one pass"}
+
+
+@pytest.mark.parametrize(
+    ("make", "in_blocks", "slots"),
+    [
+        (lambda **sizes: H2OState(H2OConfig(4, block_size=3), **sizes), True, 7),
+        (lambda **sizes: LongFlowState(LongFlowConfig(4), **sizes), False, 4),
+        (lambda **sizes: LongFlowState(LongFlowConfig(4, per_head=True), **sizes), False, 4),
+    ],
+)
+def test_held_bytes_are_those_of_the_tensors(make: Any, in_blocks: bool, slots: int) -> None:
+    sizes = {"batch": 2, "query_heads": 4, "key_value_heads": 2, "head_dim": 16, "dtype": torch.float16}
+    states = States(lambda: make(**sizes, device="cpu"), in_blocks)
+    tokens = [torch.randn(2, heads, 6, 16, dtype=torch.float16) for heads in (4, 2, 2)]
+    for layer in range(3):
+        states(layer, *(tensor[:, :, :5] for tensor in tokens))
+        states(layer, *(tensor[:, :, 5:] for tensor in tokens))
+    found = states.memory()
+    assert found["tokens_held"] == 4
+    assert found["bytes_held"] == 3 * 2 * 4 * 16 * 2 * 2                    # layers, heads, tokens, D, K and V, bytes
+    keys_and_values = 3 * 2 * slots * 16 * 2 * 2
+    assert keys_and_values < found["bytes_allocated"] < 2 * keys_and_values
+    states.layers[0].hoard = torch.zeros(2, 1000)                           # what a state keeps in secret shows
+    assert states.memory()["bytes_allocated"] == found["bytes_allocated"] + 4000
+    states.layers[0].view = states.layers[0].key[:1]                        # and what it keeps once counts once
+    assert states.memory()["bytes_allocated"] == found["bytes_allocated"] + 4000
+
+
+def test_the_standard_error_is_over_documents() -> None:
+    """With equally many answers each it is that of a mean of the documents' shares."""
+    found = accuracy.share([(3, 4), (0, 4), (4, 4), (1, 4)])                # shares of mean 1/2 and variance 5/24
+    assert found["accuracy"] == 0.5
+    assert abs(found["standard_error"] ** 2 - 5 / 24 / 4) < 2**-52
+    assert (found["right"], found["queries"], found["documents"]) == (8, 16, 4)
+    assert accuracy.share([(1, 2)])["standard_error"] is None
+    assert accuracy.share([(2, 2), (5, 5)])["standard_error"] == 0
+
+
+# What is shown -------------------------------------------------------------------------------------------------------
+
+
+def check_table(result: dict[str, Any]) -> None:
+    """The numbers of the text are those of the JSON, to the digits shown."""
+    lines = accuracy_plot.table(result).split("\n\n")[0].splitlines()
+    assert len(lines) == 1 + len(result["rows"])
+    for line, row in zip(lines[1:], result["rows"], strict=True):
+        method, rest = line[: len(row["method"])], line[len(row["method"]) :].replace("±", " ").split()
+        measured = iter(rest[5:])
+        assert method == row["method"]
+        assert rest[:2] == [str(row["budget"]), row["share"]]
+        for shown, name in zip(rest[2:5], ("bytes_nominal", "bytes_held", "bytes_allocated"), strict=True):
+            assert abs(int(shown) - row[name] / 1024) <= 0.5
+        for one in row["tasks"].values():
+            assert abs(float(next(measured)) - 100 * one["accuracy"]) <= 0.0501
+            if one["standard_error"] is not None:
+                assert abs(float(next(measured)) - 100 * one["standard_error"]) <= 0.0501
+        assert next(measured, None) is None
+
+
+def check_svg(result: dict[str, Any]) -> None:
+    """Well-formed, of nothing but itself, with a line per method and task through its points."""
+    text = accuracy_plot.svg(result)
+    root = ElementTree.fromstring(text)
+    assert root.tag == f"{SVG}svg"
+    assert not {"href", "src", "script"} & set(text.replace("=", " ").replace("<", " ").split())
+    lines = [path.get("d") or "" for path in root.iter(f"{SVG}path") if path.get("class") == "line"]
+    lines = [line for line in lines if " L " in line]                        # less error bars and legend
+    names = list(dict.fromkeys(row["method"] for row in result["rows"]))
+    tasks_of = list(result["rows"][0]["tasks"])
+    assert len(lines) == len(names) * len(tasks_of)
+    for line, (task, name) in zip(lines, ((task, name) for task in tasks_of for name in names), strict=True):
+        heights = [float(point.split()[1]) for point in line.removeprefix("M ").split(" L ")]
+        expected = [row["tasks"][task]["accuracy"] for row in result["rows"] if row["method"] == name]
+        expected = expected * 2 if len(expected) == 1 else expected
+        drawn = [accuracy_plot.TOP + accuracy_plot.HEIGHT * (1 - accuracy) for accuracy in expected]
+        assert [f"{height:.1f}" for height in drawn] == [f"{height:.1f}" for height in heights]
+    shown = [text.text for text in root.iter(f"{SVG}text")]
+    assert {*names, *tasks_of, *(row["share"] for row in result["rows"])} <= set(shown)
+
+
+def test_table_and_plot_show_the_numbers(tiny: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(tiny)) == tiny
+    check_table(tiny)
+    check_svg(tiny)
+
+
+def test_the_plot_is_of_well_formed_text_whatever_the_names() -> None:
+    row = {"budget": 8, "share": "1", "method": "a<b&c", "tasks": {"x>y": {"accuracy": 0.5, "standard_error": None}}}
+    root = ElementTree.fromstring(accuracy_plot.svg({"rows": [row]}))
+    assert {"a<b&c", "x>y"} <= {text.text for text in root.iter(f"{SVG}text")}
+
+
+def test_a_tree_without_a_stored_result_has_no_part_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy_plot, "STORED", ("none.json", "none.svg"))
+    assert report._accuracy() == []
+
+
+# The command line ----------------------------------------------------------------------------------------------------
+
+
+def test_a_method_alone_is_put_into_the_table(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(accuracy, "Plan", Tiny)
+    out, plot = tmp_path / "accuracy.json", tmp_path / "accuracy.svg"
+    arguments = ["--queries", "1", "--out", str(out), "--svg", str(plot)]
+    assert accuracy.main([*arguments, "--method", "random"]) == 0
+    first = json.loads(out.read_text(encoding="utf-8"))
+    assert accuracy.main([*arguments, "--method", "streaming_llm"]) == 0
+    both = json.loads(out.read_text(encoding="utf-8"))
+    assert [row["method"] for row in both["rows"]] == [FULL, "random", "random", "streaming_llm", "streaming_llm"]
+    assert [row for row in both["rows"] if row["method"] == "random"] == first["rows"][1:]
+    assert plot.read_text(encoding="utf-8") == accuracy_plot.svg(both)
+    printed = capsys.readouterr()
+    assert accuracy_plot.table(both) in printed.out
+    assert "streaming_llm, budget 20: recall" in printed.err
+    first["plan"]["seed"] = 7
+    out.write_text(json.dumps(first), encoding="utf-8")
+    with pytest.raises(SystemExit):
+        accuracy.main([*arguments, "--method", "random"])
+    assert "plan is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--queries", "0"], ["--method", "none"], ["--side", "left"]])
+def test_bad_arguments(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        accuracy.main(arguments)
+    assert error.value.code == 2

@@ -1,0 +1,53 @@
+"""H2O on the GPU: a block's attention, then its column sums added to the scores; no [Q, S] matrix in memory."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...reference.baselines.h2o import H2OConfig
+from ...reference.blocks import AttendResult
+from ...reference.contract import resolve_scale
+from .. import _block_kernels as kernels
+from .._blocks import Block, BlockState, check_block
+
+__all__ = ["AttendResult", "H2OConfig", "H2OState", "attend"]
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
+) -> AttendResult:
+    """Attention of a block of the newest tokens; received = the sum of each key's weights over the block's queries.
+
+    query [B, Hq, Q, D], the queries of the tokens in the last Q slots, causal among themselves; key, value
+    [B, Hkv, S, D], any strides; occupied [B, S] or [B, Hkv, S] bool. float32, float16 or bfloat16; D from 16 to 256;
+    up to 16 query heads per KV head. Semantics: `kvtwin.reference.baselines.h2o.attend`. TypeError, ValueError for
+    arguments that do not fit, for inputs that require grad, and for CPU tensors outside Triton's interpreter.
+    """
+    scale = resolve_scale(scale, check_block(query, key, value, occupied).head_dim)
+    output, parts = kernels.attend(query, key, value, occupied, scale)
+    return AttendResult(output, kernels.received(query, key, occupied, parts, scale, mean=False))
+
+
+class H2OState(BlockState):
+    """An H2O cache. `score` is each token's sum of weights since it came in, its own query's included; it moves with
+    the token, and is dropped with it."""
+
+    Config = H2OConfig
+    _rule = "sum"
+
+    def _allocate(self) -> None:
+        self._recent = self.config.protected
+
+    def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
+        return accumulate(self, block), None
+
+
+def accumulate(state: BlockState, block: Block) -> Tensor:
+    """What the block's queries gave each key is added to `score`; returns it, [B, Hkv, end]."""
+    end = block.end
+    assert block.parts is not None
+    score = state.score[..., :end]
+    score += kernels.received(
+        block.query, state.key[:, :, :end], state.occupied[..., :end], block.parts, state.scale, mean=False
+    )
+    return score

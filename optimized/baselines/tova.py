@@ -1,0 +1,45 @@
+"""TOVA on the GPU: after a block's attention, what its newest query gave each key, linear and as a logarithm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...reference.baselines.tova import TOVAConfig
+from ...reference.blocks import AttendResult
+from ...reference.contract import resolve_scale
+from .. import _block_kernels as kernels
+from .._blocks import Block, BlockState, check_block
+
+__all__ = ["AttendResult", "TOVAConfig", "TOVAState", "attend"]
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
+) -> AttendResult:
+    """Attention of a block of the newest tokens; received = each key's weight from the newest query of all.
+
+    Arguments and errors as in `h2o.attend`. Semantics: `kvtwin.reference.baselines.tova.attend`.
+    """
+    scale = resolve_scale(scale, check_block(query, key, value, occupied).head_dim)
+    output, parts = kernels.attend(query, key, value, occupied, scale)
+    return AttendResult(output, kernels.received_of_newest(query, key, occupied, parts, scale)[0])
+
+
+class TOVAState(BlockState):
+    """A TOVA cache. `score` is each token's weight from the newest query; ranks are its logarithm, which does not
+    underflow where the weight does."""
+
+    Config = TOVAConfig
+    _rule = "newest"
+
+    def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
+        end = block.end
+        assert block.parts is not None
+        occupied, score = self.occupied[..., :end], self.score[..., :end]
+        weight, log_weight = kernels.received_of_newest(
+            block.query, self.key[:, :, :end], occupied, block.parts, self.scale
+        )
+        came = block.real.any(-1)[:, None, None]
+        score.copy_(torch.where(came & occupied, weight, score))
+        return log_weight, None

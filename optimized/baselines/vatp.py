@@ -1,0 +1,44 @@
+"""VATP on the GPU: H2O's sums times ||v||_1, which is taken once, when a token comes in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...reference.baselines.vatp import VATPConfig
+from ...reference.blocks import AttendResult
+from ...reference.contract import resolve_scale
+from .. import _block_kernels as kernels
+from .._blocks import Block, BlockState, check_block
+from .h2o import accumulate
+
+__all__ = ["AttendResult", "VATPConfig", "VATPState", "attend"]
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
+) -> AttendResult:
+    """Attention of a block of the newest tokens; received = the sum of each key's weights over the block's queries.
+
+    Arguments and errors as in `h2o.attend`. Semantics: `kvtwin.reference.baselines.vatp.attend`.
+    """
+    scale = resolve_scale(scale, check_block(query, key, value, occupied).head_dim)
+    output, parts = kernels.attend(query, key, value, occupied, scale)
+    return AttendResult(output, kernels.received(query, key, occupied, parts, scale, mean=False))
+
+
+class VATPState(BlockState):
+    """A VATP cache. `score` is each token's sum of weights, as in H2O; tokens are ranked by score * ||v||_1."""
+
+    Config = VATPConfig
+    _carries_magnitude = True
+    _rule = "sum"
+
+    def _allocate(self) -> None:
+        self._sinks, self._recent = 1, self.config.protected
+        batch, _, heads, slots, _ = self.sizes
+        self._carried = self._buffer(batch, heads, slots, dtype=torch.float32)  # ||v_j||_1
+
+    def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
+        assert self._carried is not None
+        return accumulate(self, block) * self._carried[..., :block.end], None

@@ -1,0 +1,19 @@
+"""StreamingLLM at the shapes of the baselines: attention, and a choice by age."""
+
+from __future__ import annotations
+
+import pytest
+
+from . import blocks
+
+pytestmark = pytest.mark.benchmark(group="streaming_llm")
+
+
+@pytest.mark.parametrize("shape", blocks.STEPS, ids=str)
+def test_step(device_benchmark, shape):
+    blocks.time_step(device_benchmark, "streaming_llm", shape, gated=shape in blocks.GATED)
+
+
+@pytest.mark.parametrize("shape", blocks.BLOCKS[:1], ids=str)
+def test_append_block(device_benchmark, shape):
+    blocks.time_block(device_benchmark, "streaming_llm", shape, gated=shape in blocks.GATED)

@@ -1,0 +1,243 @@
+"""What the benchmarks of the attention baselines share: a decode step, a block's attention and aggregate, a block.
+
+A state is timed as it is in the long run: its cache full, every token that comes in evicting one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from kvtwin.conformance import judges
+from kvtwin.conformance.block_cases import AttendCase
+from kvtwin.conformance.compare import assert_same, assert_within
+from kvtwin.conformance.judges import h2o
+from kvtwin.conformance.judges.blocks import assert_attend_right
+from kvtwin.conformance.oracle import upcast_all
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.bias import causal_lower_right
+
+from .harness import DeviceBenchmark
+from .peers import _attention, _that_run, decode_peers
+
+DEVICE = "cuda"
+DTYPE = torch.bfloat16
+ITEM = DTYPE.itemsize
+#: Rows of a batch that are compared with float64: the whole would take longer than all timing.
+ROWS_CHECKED = 2
+BLOCK = 128
+
+
+class Shape(NamedTuple):
+    """B, Hq, Q (tokens that come in at a time), S (the budget), Hkv, D."""
+
+    batch: int
+    query_heads: int
+    queries: int
+    slots: int
+    key_value_heads: int = 8
+    head_dim: int = 128
+
+    def __str__(self) -> str:
+        queries = "" if self.queries == 1 else f"-Q{self.queries}"
+        return f"B{self.batch}-Hq{self.query_heads}{queries}-S{self.slots}"
+
+    @property
+    def attention_bytes(self) -> int:
+        """Keys, values and queries read once, the output written once: what attention alone must move."""
+        cache = 2 * self.batch * self.key_value_heads * self.slots * self.head_dim
+        return (cache + 2 * self.batch * self.query_heads * self.queries * self.head_dim) * ITEM
+
+    @property
+    def state_bytes(self) -> int:
+        """And the new tokens, read and written into their slots, and a score per slot."""
+        tokens = 2 * self.batch * self.key_value_heads * self.queries * self.head_dim * ITEM
+        return self.attention_bytes + 2 * tokens + 4 * self.batch * self.key_value_heads * self.slots
+
+
+STEPS = (Shape(128, 32, 1, 3200), Shape(8, 32, 1, 3200))
+BLOCKS = (Shape(32, 32, BLOCK, 3200), Shape(4, 32, BLOCK, 3200))
+#: The others are for information.
+GATED = (STEPS[0], BLOCKS[0])
+
+
+def tokens(shape: Shape, count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """query [B, Hq, count, D], key and value [B, Hkv, count, D]: normal numbers, the same in every run."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    query, key, value = (
+        torch.randn(shape.batch, heads, count, shape.head_dim, dtype=DTYPE, device=DEVICE, generator=generator)
+        for heads in (shape.query_heads, shape.key_value_heads, shape.key_value_heads)
+    )
+    return query, key, value
+
+
+def full_state(method: str, shape: Shape) -> Any:
+    """A state of the method's defaults whose cache is full."""
+    pair = judges.pair(method)
+    assert pair.config is not None
+    assert pair.state is not None
+    state = getattr(pair.optimized, pair.state.__name__)(
+        pair.config(shape.slots, BLOCK), batch=shape.batch, query_heads=shape.query_heads,
+        key_value_heads=shape.key_value_heads, head_dim=shape.head_dim, dtype=DTYPE, device=DEVICE,
+    )
+    for start in range(0, shape.slots + BLOCK, BLOCK):
+        state.append_block(*tokens(shape, BLOCK, seed=start))
+    return state
+
+
+def time_step(device_benchmark: DeviceBenchmark, method: str, shape: Shape, *, gated: bool = True) -> None:
+    """One token: attention to what is held, the aggregate, scores, a victim, and the token in its place."""
+    state = full_state(method, shape)
+    given = tuple(tensor[:, :, 0].contiguous() for tensor in tokens(shape, 1, seed=1))
+    # The peers attend to as many slots, to the cache's own keys and values.
+    cache = state.key[:, :, :shape.slots], state.value[:, :, :shape.slots]
+
+    def verify(output: Tensor) -> None:
+        assert not bool(output.isnan().any()), "part of the output was not written"
+        check_state(state, tuple(tensor[:, :, None] for tensor in given), method)
+
+    device_benchmark(
+        lambda: state.step(*given), moves=shape.state_bytes, verify=verify, gated=gated,
+        peers=decode_peers(given[0], *cache), peers_move=shape.attention_bytes, references=eager(method, given, cache),
+    )
+
+
+def time_block(device_benchmark: DeviceBenchmark, method: str, shape: Shape, *, gated: bool = True) -> None:
+    """A block into a full state: attention, the aggregate, scores, as many victims as tokens, and what stays moved."""
+    state = full_state(method, shape)
+    given = tokens(shape, shape.queries, seed=1)
+    key, value = (tensor[:, :, :shape.slots + shape.queries] for tensor in (state.key, state.value))
+    most = block_memory(shape) + 8 * 4 * shape.batch * shape.key_value_heads * state.sizes.slots
+    assert_lean(lambda: state.append_block(*given), most)
+
+    def verify(output: Tensor) -> None:
+        assert not bool(output.isnan().any()), "part of the output was not written"
+        check_state(state, given, method)
+
+    device_benchmark(
+        lambda: state.append_block(*given), moves=shape.state_bytes, verify=verify, gated=gated,
+        peers=block_peers(given[0], key, value), peers_move=shape.attention_bytes,
+    )
+
+
+def time_attend(device_benchmark: DeviceBenchmark, method: str, shape: Shape, *, gated: bool = True) -> None:
+    """The function: a block's attention, and what each key receives of it."""
+    pair = judges.pair(method)
+    query, _, _ = tokens(shape, shape.queries, seed=1)
+    _, key, value = tokens(shape, shape.slots + shape.queries, seed=2)
+    occupied = torch.ones(shape.batch, key.shape[2], dtype=torch.bool, device=DEVICE)
+    assert_lean(lambda: pair.optimized.attend(query, key, value, occupied), block_memory(shape))
+
+    def verify(result: Any) -> None:
+        assert not any(bool(part.isnan().any()) for part in result), "part of the results was not written"
+        row = slice(shape.batch - 1, shape.batch)
+        case = AttendCase(
+            batch=1, key_value_heads=shape.key_value_heads, group=shape.query_heads // shape.key_value_heads,
+            head_dim=shape.head_dim, dtype=DTYPE, content="given", device=DEVICE, method=method, slots=key.shape[2],
+            queries=shape.queries,
+        )
+        case._adopt({"query": query[row], "key": key[row], "value": value[row], "occupied": occupied[row]})
+        # VATP's is H2O's.
+        error = judges.ask(method, "attend_error", h2o.attend_error)
+        assert_attend_right([part[row] for part in result], case, pair.reference.attend, error)
+
+    device_benchmark(
+        lambda: pair.optimized.attend(query, key, value, occupied), moves=shape.attention_bytes, verify=verify,
+        gated=gated, peers=block_peers(query, key, value), peers_move=shape.attention_bytes,
+        references={"eager": lambda: pair.reference.attend(query, key, value, occupied)},
+    )
+
+
+def eager(method: str, given: tuple[Tensor, ...], cache: tuple[Tensor, Tensor]) -> dict[str, Callable[[], Any]]:
+    """The reference's attention and aggregate of one token over the cache, where the method has such a function."""
+    pair = judges.pair(method)
+    if "attend" not in pair.exports:
+        return {}
+    occupied = torch.ones(cache[0].shape[0], cache[0].shape[2], dtype=torch.bool, device=DEVICE)
+    return {"eager": lambda: pair.reference.attend(given[0][:, :, None], *cache, occupied)}
+
+
+def block_peers(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Attention of a block to what is held and causally to itself: query [B, Hq, Q, D]; key, value [B, Hkv, S, D]."""
+    mask = causal_lower_right(query.shape[2], key.shape[2])
+    return _that_run({
+        "flash": _attention(SDPBackend.FLASH_ATTENTION, query, key, value, attn_mask=mask, enable_gqa=True),
+    })
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def block_memory(shape: Shape) -> int:
+    """What a block may take besides its inputs: output, the softmaxes' parts, and what each key receives, twice."""
+    rows = shape.batch * shape.query_heads * shape.queries
+    slots = shape.slots + shape.queries
+    return rows * (shape.head_dim * ITEM + 2 * 4) + 2 * 4 * shape.batch * shape.key_value_heads * slots + 2**20
+
+
+def assert_lean(function: Callable[[], Any], most: int) -> None:
+    """No [Q, S] matrix: the most memory that `function` takes, over what there was, grows with Q + S."""
+    function()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= most, f"takes {peak / 2**20:.1f} MiB, and should make do with {most / 2**20:.1f}"
+
+
+# Against float64 -----------------------------------------------------------------------------------------------------
+
+
+class _Rows:
+    """Some rows of a state, as the judge sees one: given those rows' tokens, all rows take theirs."""
+
+    def __init__(self, state: Any, given: tuple[Tensor, ...], rows: Tensor) -> None:
+        self._state, self._given, self._rows = state, given, rows
+
+    def append_block(self, **_: Tensor) -> Tensor:
+        query, key, value = self._given
+        if query.shape[2] == 1:
+            return self._state.step(query[:, :, 0], key[:, :, 0], value[:, :, 0])[self._rows][:, :, None]
+        return self._state.append_block(query, key, value)[self._rows]
+
+    def __getattr__(self, name: str) -> Tensor:
+        return getattr(self._state, name)[self._rows]
+
+
+def check_state(state: Any, given: tuple[Tensor, ...], method: str) -> None:
+    """The state takes the tokens once more, and so does a float64 reference that was brought to the same point: the
+    output within its bound, the choice by intervals, scores, positions, and keys and values to the letter."""
+    pair = judges.pair(method)
+    rows = torch.randperm(state.sizes.batch, generator=torch.Generator().manual_seed(3))[:ROWS_CHECKED].to(DEVICE)
+    reference = _reference(pair, state, rows)
+    query, key, value = (tensor[rows] for tensor in given)
+    adapter = judges.ask(method, "Adapter", None)()
+    tested = _Rows(state, given, rows)
+    output, truth, bound = adapter.append_block(tested, reference, {"query": query, "key": key, "value": value})
+    assert_within(output, truth, bound, what="output")
+    where = reference.occupied[..., None]
+    for name in ("key", "value"):
+        assert_same(getattr(tested, name), getattr(reference, name), where=where, what=name)
+
+
+def _reference(pair: Any, state: Any, rows: Tensor) -> Any:
+    """The reference's state in float64, holding what those rows of `state` hold."""
+    _, query_heads, key_value_heads, _, head_dim = state.sizes
+    reference = getattr(pair.reference, pair.state.__name__)(
+        state.config, batch=len(rows), query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim,
+        dtype=torch.float64, device=DEVICE,
+    )
+    held = {name: getattr(state, name)[rows] for name in ("key", "value", "score")}
+    for name, tensor in {**upcast_all(held), **{n: getattr(state, n)[rows] for n in ("occupied", "positions")}}.items():
+        setattr(reference, name, tensor.clone())
+    reference._seen = state.tokens_seen
+    if pair.name == "snapkv":  # whose window is a ring here, and in the order of positions there
+        positions, order = state._window_positions[rows].sort(-1)
+        index = order[:, None, :, None].expand(-1, query_heads, -1, head_dim)
+        reference._window_positions = positions
+        reference._window_query = state._window_query[rows].gather(2, index).double()
+    return reference

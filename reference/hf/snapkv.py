@@ -1,0 +1,21 @@
+"""SnapKV's cache for transformers, on the eager reference."""
+
+from __future__ import annotations
+
+from ..baselines.snapkv import SnapKVConfig, SnapKVState
+from .plug import StateCache
+
+
+class SnapKVCache(StateCache):
+    """A SnapKV cache for `generate`: at most `budget` tokens per layer, row and KV head, in float64 to bfloat16.
+
+        model.set_attn_implementation("kvtwin")
+        model.generate(ids, past_key_values=SnapKVCache(model.config, budget=1024), prefill_chunk_size=128)
+
+    The options are SnapKVConfig's: block_size, window, kernel_size. A prompt comes in blocks of block_size tokens,
+    which the layer holds beside its budget while they are processed; prefill_chunk_size bounds the model's activations
+    likewise. Slots are in `cache.layers[i].state`, a `SnapKVState`. Arguments, padding, turns and errors: `StateCache`.
+    """
+
+    Config = SnapKVConfig
+    State = SnapKVState
