@@ -243,61 +243,6 @@ def assert_kept_right(
     return Verdict(*(fact.view(occupied.shape[:-1]) for fact in facts))
 
 
-def assert_stays_right(
-    stays: Tensor, truth: Tensor, scores: Interval, *, occupied: Tensor, protected: Tensor, age: Tensor, room: int,
-    tie: Tensor | None = None, what: str = "kept",
-) -> Verdict:
-    """`stays` [..., S] bool is a right choice of `room` of the slots in `occupied` [..., S], as block states evict; all
-    of them where there are no more.
-
-    The unprotected go first, by score, ties to the lowest slot; then the protected, those of the lowest `age` (int64,
-    a token's position) first. truth: the oracle's choice. scores, tie: like occupied.
-    """
-    tie = torch.arange(occupied.shape[-1], device=occupied.device).expand(occupied.shape) if tie is None else tie
-    # Row by row, in many small steps: not on a GPU.
-    rows = [tensor.flatten(0, -2).cpu() for tensor in (stays, truth, occupied, protected, age, tie, *scores)]
-    facts = torch.zeros(3, len(rows[0]), dtype=torch.bool)
-    total = decisive = 0
-    crowded = (occupied.sum(-1) > room).flatten().tolist()
-    for row, (held, right, holds, shielded, ages, kinds, low, high) in enumerate(zip(*rows, strict=True)):
-        name, ends = f"{what}, row {_unravel(row, occupied.shape[:-1])}", Interval(low, high)
-        if not crowded[row]:
-            if not torch.equal(held, holds):
-                fail(f"{name}: slots {_indices(holds & ~held)} are evicted, though there is room for them")
-            continue
-        contested = _check_stays(held, holds, shielded, ages, ends, kinds, room, name, fail)
-        if contested is not None:
-            right = _by_tie_rule(right, contested, kinds)
-        _check_stays(right, holds, shielded, ages, ends, kinds, room, f"the oracle's {name}", _contradict)
-        if contested is not None:
-            sure = _sure(ends, contested, int((right & contested).sum()), kinds)
-            total, decisive = total + int(contested.sum()), decisive + int(sure.sum())
-            facts[:, row] = torch.stack([contested.any(), sure.sum() == contested.sum(), (held != right).any()])
-    tally.decisions(total, decisive)
-    tally.adjudicated(int(facts[2].sum()))
-    return Verdict(*(fact.view(occupied.shape[:-1]) for fact in facts))
-
-
-def _check_stays(
-    stays: Tensor, occupied: Tensor, protected: Tensor, age: Tensor, scores: Interval, tie: Tensor, room: int,
-    what: str, complain: Complain,
-) -> Tensor | None:
-    """One row's partition [S]; returns which tokens the scores had to decide about, None if none."""
-    if int(stays.sum()) != room:
-        complain(f"{what}: {room} of {int(occupied.sum())} tokens must stay, got {int(stays.sum())}: {_indices(stays)}")
-    shielded, others = protected & occupied, occupied & ~protected
-    spare = room - int(shielded.sum())
-    if spare <= 0:
-        newest = age.masked_fill(~shielded, -1).argsort(descending=True)[:room].sort().values.tolist()
-        if _indices(stays) != newest:
-            complain(f"{what}: the newest protected tokens must stay, in slots {newest}, got {_indices(stays)}")
-        return None
-    if bool((shielded & ~stays).any()):
-        complain(f"{what}: protected slots {_indices(shielded & ~stays)} are evicted before unprotected ones")
-    _check_cut(stays & others, others & ~stays, scores, tie, what, complain)
-    return others
-
-
 def _membership(kept: Tensor, occupied: Tensor, what: str, complain: Complain) -> Tensor:
     """kept [N] as a mask [T], after its form is checked."""
     tokens, expected = len(occupied), min(len(kept), int(occupied.sum()))

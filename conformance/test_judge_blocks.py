@@ -14,7 +14,8 @@ from kvtwin.conformance import judges, lockstep, tally
 from kvtwin.conformance.block_cases import sized
 from kvtwin.conformance.bounds import Interval
 from kvtwin.conformance.cases import StateTrace
-from kvtwin.conformance.compare import JudgeError, Mismatch, assert_stays_right
+from kvtwin.conformance.compare import JudgeError, Mismatch
+from kvtwin.conformance.compare_stays import assert_stays_right
 from kvtwin.reference.baselines import h2o, random, snapkv, streaming_llm, tova, vatp
 
 MODULES = {module.__name__.rpartition(".")[2]: module for module in (h2o, random, snapkv, streaming_llm, tova, vatp)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance import lockstep
@@ -57,6 +57,7 @@ def test_snapkv_state_compresses_a_prompt_as_compress_does(count, budget, window
     count=st.integers(2, 12), block=st.integers(1, 12), window=st.integers(1, 6),
     kernel_size=st.sampled_from((3, 1, 5)), seed=st.integers(0, 2**31),
 )
+@example(count=9, block=2, window=5, kernel_size=3, seed=1)
 @few
 def test_snapkv_state_remembers_the_window_across_blocks(count, block, window, kernel_size, seed, twins, device):
     """With room for all, scores are those of the last `window` tokens' queries over everything, whatever the blocks."""
@@ -71,6 +72,21 @@ def test_snapkv_state_remembers_the_window_across_blocks(count, block, window, k
     )
     truth = snapkv.window_score(**upcast_all(case.score_inputs))
     assert_within(state.score[..., :count], truth, judge.score_bound(case, shared_heads=False), what="score")
+
+
+def test_snapkv_state_window_goes_with_its_row(twins, device):
+    """Rows change places; what decides then about each is what its own window asked for."""
+    generator = torch.Generator().manual_seed(12)
+    query, key, value = (torch.randn(2, heads, 13, 16, generator=generator).to(device) for heads in (2, 1, 1))
+    config = {"budget": 7, "block_size": 5, "window": 4, "kernel_size": 1}
+    both = lockstep.pair(
+        "snapkv", twins.optimized.baselines.snapkv, config=config, batch=2, query_heads=2, key_value_heads=1,
+        head_dim=16, dtype=torch.float32, device=device,
+    )
+    both.prefill(*(tensor[:, :, :10] for tensor in (query, key, value)))
+    both.reorder(torch.tensor([1, 0], device=device))
+    for step in range(10, 13):
+        both.step(*(tensor[:, :, step] for tensor in (query, key, value)))
 
 
 @given(trace=state_traces("snapkv", content=("ordinary", "integers"), max_prompt=16, max_steps=4))

@@ -66,6 +66,28 @@ def test_streaming_llm_holds_the_same_whatever_the_blocks(side, budget, sinks, b
 
 
 @SIDES
+def test_streaming_llm_ages_go_with_their_rows(side, twins, device):
+    """Rows that hold tokens of other ages in the same slots change places, and go on as they were."""
+    module = getattr(twins, side).baselines.streaming_llm
+    state = module.StreamingLLMState(
+        module.StreamingLLMConfig(4, block_size=4, sinks=1), batch=2, query_heads=1, key_value_heads=1, head_dim=16,
+        dtype=torch.float32, device=device,
+    )
+    occupied = torch.tensor([[True] * 4, [False, False, True, True]], device=device)
+    state.prefill(*torch.ones(3, 2, 1, 4, 16, device=device), occupied)
+    real = [[0, 1, 2, 3], [2, 3]]
+    for step in range(4, 12):
+        if step == 7:
+            state.reorder(torch.tensor([1, 0], device=device))
+            real.reverse()
+        state.step(*torch.ones(3, 2, 1, 16, device=device))
+        for row, tokens in enumerate(real):
+            tokens.append(step)
+            held = state.positions[row, 0, :4]
+            assert set(held[held >= 0].tolist()) == stays(tokens, 4, 1), f"row {row} after token {step}"
+
+
+@SIDES
 def test_streaming_llm_decodes_around_its_sinks(side, twins, device):
     """A ring of the newest tokens behind the sinks: the newest takes the slot of the oldest that is no sink."""
     module = getattr(twins, side).baselines.streaming_llm

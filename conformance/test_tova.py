@@ -68,6 +68,16 @@ def test_tova_of_equal_keys_evicts_the_lowest_slots(side, twins, device):
 
 
 @SIDES
+def test_tova_of_equal_keys_evicts_the_lowest_slots_of_a_block(side, twins, device):
+    """First those of the block, which is all there is; then those of the cache, and the block takes their slots."""
+    state = new(getattr(twins, side).baselines.tova, device, budget=3, block=6)
+    state.append_block(*torch.ones(3, 2, 1, 6, 16, device=device))
+    assert state.positions[0, 0, :3].tolist() == [3, 4, 5]
+    state.append_block(*torch.ones(3, 2, 1, 2, 16, device=device))
+    assert state.positions[0, 0, :3].tolist() == [6, 7, 5]
+
+
+@SIDES
 def test_tova_protects_nobody(side, twins, device):
     """The newest token goes at once if its own query looks elsewhere."""
     state = new(getattr(twins, side).baselines.tova, device, budget=2, block=1)

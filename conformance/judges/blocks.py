@@ -22,7 +22,8 @@ from ..bounds import (
     DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error,
 )
 from ..cases import Case
-from ..compare import Verdict, assert_same, assert_stays_right, assert_within, fail
+from ..compare import Verdict, assert_same, assert_within, fail
+from ..compare_stays import assert_stays_right
 from ..oracle import Attention, attend, oracle, upcast_all
 from ..ties import tie_classes
 
