@@ -39,7 +39,8 @@ def assert_stays_right(
         wrong = ~_stays_well(kept, *given, room)
         if bool(wrong.any()):
             at = _first(wrong)
-            _explain_stays(kept[at], *(tensor[at] for tensor in given), room, f"{name}, row {at}", complain)
+            holds, shielded, ages, ties, low, high = (tensor[at] for tensor in given)
+            _explain_stays(kept[at], holds, shielded, ages, ties, low, high, room, f"{name}, row {at}", complain)
 
     low, high = scores
     below = (high[..., None, :] < low[..., :, None]) & contested[..., None, :] | same & (index < index[:, None])
