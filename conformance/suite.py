@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from . import environment, options, results, stack, summary, tally
+from . import environment, interpreter, options, results, stack, summary, tally
 from .impl import NotProvided, Twins
 from .report import build_report, write_report
 
@@ -83,6 +83,7 @@ class Suite:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        interpreter.patch_once()  # before each test: one of them is the first to import triton
         with tally.opened() as item.stash[TALLY]:
             try:
                 return (yield)

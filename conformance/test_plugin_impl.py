@@ -153,7 +153,7 @@ def test_what_their_package_warns_of_when_it_is_imported_is_theirs(pytester):
     package.joinpath("longflow.py").write_text(f"{warn}\ndef decode_attention(): return 1, 2, 3")
     pytester.makepyfile("def test_it(twins): twins.optimized.longflow.decode_attention()")
     pytester.syspathinsert()
-    run(pytester, "--kv-impl", "their_package", "-W", "error").assert_outcomes(passed=1)
+    run(pytester, "--kv-impl", "their_package", "-W", "error::DeprecationWarning").assert_outcomes(passed=1)
 
 
 def test_an_implementation_that_cannot_be_imported_is_a_usage_error(pytester):

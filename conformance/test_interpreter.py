@@ -1,0 +1,99 @@
+"""The interpreter patches Triton's language once per kernel, and computes what it did without that.
+
+Where this run compiles its kernels, all of it is done in a process of its own.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kvtwin.conformance import interpreter
+
+INTERPRETED = type(triton.language.standard.cdiv).__name__ == "InterpretedFunction"
+
+
+@triton.jit
+def _largest(x):
+    return tl.max(x, 0)
+
+
+@triton.jit
+def _shifted(x):
+    return tl.exp2(x - _largest(x))
+
+
+@triton.jit
+def _kernel(source, target, count, SIZE: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    x = tl.load(source + index, mask=index < count, other=-float("inf"))
+    tl.store(target + index, _shifted(x) / tl.sum(_shifted(x), 0), mask=index < count)
+
+
+def run(count: int = 5) -> torch.Tensor:
+    x = torch.linspace(-3, 4, count)
+    target = torch.full_like(x, torch.nan)
+    _kernel[(1,)](x, target, count, SIZE=8)
+    return target
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """How often the language is patched; with our patch of the patching, as every test here has it."""
+    module = sys.modules[interpreter.MODULE]
+    original = getattr(module._patch_lang, "patches", module._patch_lang)
+    seen = []
+
+    def counted(fn):
+        seen.append(fn.__name__)
+        return original(fn)
+
+    monkeypatch.setattr(module, "_patch_lang", counted)
+    return SimpleNamespace(seen=seen, module=module)
+
+
+@pytest.mark.parametrize("patch", [None, lambda: None, lambda fn, scope: None])
+def test_an_interpreter_of_another_make_is_left_alone(monkeypatch, patch):
+    monkeypatch.setitem(sys.modules, interpreter.MODULE, SimpleNamespace(_patch_lang=patch, tl=tl))
+    assert not interpreter.patch_once()
+    monkeypatch.delitem(sys.modules, interpreter.MODULE)
+    assert not interpreter.patch_once()
+
+
+if INTERPRETED:
+
+    def test_a_kernel_patches_once_and_computes_the_same(rounds):
+        plain, without = run(), len(rounds.seen)
+        assert interpreter.patch_once()
+        run()  # the first kernel in a process may patch what the modules of device functions see
+        rounds.seen.clear()
+        assert torch.equal(run(), plain)
+        assert rounds.seen == ["_kernel"]
+        assert without > 4, "the device functions patched nothing: is there still something to leave out?"
+
+    def test_the_language_is_put_back_also_when_a_kernel_fails(rounds):
+        assert interpreter.patch_once()
+        original = tl.load
+        with pytest.raises(Exception, match="NoneType"):
+            _kernel[(1,)](None, torch.empty(1), 1, SIZE=8)
+        assert tl.load is original
+        rounds.seen.clear()
+        run()
+        assert "_kernel" in rounds.seen, "the kernel after a failed one must patch again"
+
+    def test_it_is_in_force_here():
+        assert hasattr(sys.modules[interpreter.MODULE]._patch_lang, "patches")
+
+else:
+
+    def test_in_a_process_of_its_own():
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--kv-device", "cpu", __file__]
+        done = subprocess.run([*command, "--import-mode=importlib"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "skipped" not in done.stdout
