@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
         help="processes to test in (default: one on a GPU, else as many as there are cores, up to "
         f"{MOST_JOBS}; more than one needs pytest-xdist)",
     )
-    made.add_argument("--hypothesis-profile", metavar="NAME", help="ci, default or thorough: how many examples")
+    made.add_argument("--hypothesis-profile", metavar="NAME", help="quick, ci, default or thorough: how many examples")
     made.add_argument("-k", dest="keyword", metavar="EXPRESSION", help="only the tests whose names match, as in pytest")
     made.add_argument("-x", dest="first", action="store_true", help="stop at the first failure")
     made.add_argument("-v", dest="verbose", action="store_true", help="one line per test")

@@ -54,6 +54,9 @@ class Adapter:
     #: Attributes that are compared to the letter besides occupied, positions and tokens_seen, once choices are judged.
     exact: tuple[str, ...] = ()
 
+    def attach(self, tested: Any, reference: Any) -> None:
+        """Called once, before either state has seen a token."""
+
     def prefill(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Give both the prompt: query, key, value, and occupied unless all are. The output under test, the truth, and
         the bound of their difference."""
@@ -105,6 +108,7 @@ class Lockstep:
     def __init__(self, tested: Any, reference: Any, adapter: Adapter) -> None:
         self.tested, self.reference, self.adapter = tested, reference, adapter
         self.summary = Summary()
+        adapter.attach(tested, reference)
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
         """Give both the prompt [B, H, T, D], compare; returns the output under test."""

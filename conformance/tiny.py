@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -88,11 +89,16 @@ def new_state(pair: Pair, side: Any, device: torch.device, **options: Any) -> An
 def attributes(state: Any) -> dict[str, Any]:
     """Copies of everything public that is no method. What unoccupied slots hold is unspecified: zeros here."""
     names = [name for name in dir(state) if not name.startswith("_") and not inspect.ismethod(getattr(state, name))]
-    values = {name: getattr(state, name) for name in names}
+    values = {name: value for name in names if not is_part(value := getattr(state, name))}
     hidden = ~state.occupied if state.occupied.dim() == 3 else ~state.occupied[:, None]
     for name in {"key", "value"} & values.keys():
         values[name] = values[name].masked_fill(hidden[..., None], 0)
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def is_part(value: Any) -> bool:
+    """Whether it is an object that holds tensors of its own, and no plain value or config."""
+    return type(value).__module__.startswith("kvtwin.") and not is_dataclass(value) and not isinstance(value, tuple)
 
 
 def description(value: Any) -> Any:

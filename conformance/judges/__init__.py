@@ -9,6 +9,10 @@ Lockstep, laws, strategies and replay are generic; they ask here for what differ
 - `SMALL`: keyword arguments that make the config take any budget from 2 on (default: none needed);
 - `GROUPINGS`: options that change the shapes of a state, one dict each;
 - `arguments(device)`: values of required parameters that `tiny` does not know, by parameter name, sizes as there;
+- `LOSSY`: True where a state does not keep keys and values as they came;
+- `most_held(state, tokens)`: the most tokens that a row (of a head) may hold after so many real ones (default: the
+  budget); `poison(state)`: spoils whatever a state keeps where no token is (default: NaN and infinity in the free slots
+  of `key` and `value`); `bytes_of(state)`: what it takes to hold its tokens (default: the memory of `key` and `value`);
 - `CASES` and `replay(case, module)`: the kinds of cases that are this pair's, and how a saved one is judged again,
   `module` being the pair's of the implementation under test; yields what was found right, raises AssertionError.
 
