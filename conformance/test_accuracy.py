@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import html
 import json
 import xml.etree.ElementTree as ElementTree
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvtwin.conformance import report
+from kvtwin.conformance import discovery, judges, report
 from kvtwin.fixtures import accuracy, accuracy_plot, tasks
 from kvtwin.fixtures.accuracy import FULL, Plan, States
+from kvtwin.fixtures.load import load_bytes
 from kvtwin.reference.baselines.h2o import H2OConfig, H2OState
 from kvtwin.reference.longflow import LongFlowConfig, LongFlowState
+from kvtwin.reference.thinkv import ThinKVConfig, ThinKVState
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -125,6 +129,24 @@ def test_held_bytes_are_those_of_the_tensors(make: Any, in_blocks: bool, slots: 
     assert states.memory()["bytes_allocated"] == found["bytes_allocated"] + 4000
 
 
+def test_held_bytes_of_a_paged_cache_are_its_own() -> None:
+    """16 tokens in 4 bits with their scales, and one in the buffer."""
+    config = ThinKVConfig(64, tau=16, max_tokens=64)
+    states = States(lambda: ThinKVState(
+        config, batch=2, query_heads=4, key_value_heads=2, head_dim=16, dtype=torch.float16, device="cpu"
+    ), False)
+    tokens = [torch.randn(2, heads, 17, 16, dtype=torch.float16) for heads in (4, 2, 2)]
+    for layer in range(3):
+        states(layer, *(tensor[:, :, :16] for tensor in tokens))
+        states(layer, *(tensor[:, :, 16:] for tensor in tokens))
+    found = states.memory()
+    assert found["tokens_held"] == 17
+    # Per layer and KV head: keys and values of 16 channels, half a byte each; a byte of scale per channel of the keys,
+    # and per token of the values.
+    assert found["bytes_held"] == 3 * 2 * (2 * 16 * 16 / 2 + 16 + 16 + 2 * 16 * 2)
+    assert found["bytes_allocated"] > found["bytes_held"]
+
+
 def test_the_standard_error_is_over_documents() -> None:
     """With equally many answers each it is that of a mean of the documents' shares."""
     found = accuracy.share([(3, 4), (0, 4), (4, 4), (1, 4)])                # shares of mean 1/2 and variance 5/24
@@ -181,6 +203,42 @@ def test_table_and_plot_show_the_numbers(tiny: dict[str, Any]) -> None:
     assert json.loads(json.dumps(tiny)) == tiny
     check_table(tiny)
     check_svg(tiny)
+
+
+@pytest.fixture(scope="module")
+def stored() -> dict[str, Any]:
+    found = accuracy_plot.stored()
+    assert found is not None, "fixtures/accuracy.json and .svg: see python -m kvtwin.fixtures.accuracy --help"
+    return found[0]
+
+
+def test_the_stored_result_is_whole_and_is_what_is_drawn(stored: dict[str, Any]) -> None:
+    """Measured as the plan says, of this model, every budget of every method that is in it; and drawn from it."""
+    assert json.loads(json.dumps(asdict(Plan()))) == stored["plan"]
+    assert stored["schema_version"] == accuracy_plot.SCHEMA_VERSION
+    assert stored["model_sha256"] == hashlib.sha256(load_bytes("model/model.safetensors")).hexdigest()
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in stored["rows"]:
+        rows.setdefault(row["method"], []).append(row)
+    (full,) = rows.pop(FULL)
+    assert rows.keys() >= {pair.name for pair in discovery.methods() if not judges.ask(pair.name, "LOSSY", False)}
+    for method, of_method in rows.items():
+        assert [row["budget"] for row in of_method] == [1024 // share for share in Plan().shares]
+        for row in of_method:
+            assert all(one["queries"] >= 100 for one in row["tasks"].values())
+            if not judges.ask(method, "LOSSY", False):
+                assert row["tokens_held"] == min(row["budget"], 1023)
+                assert row["budget"] < 1024 or row["tasks"] == full["tasks"], f"{method} has room for all"
+    check_table(stored)
+    check_svg(stored)
+    assert accuracy_plot.stored() == (stored, accuracy_plot.svg(stored))
+
+
+def test_the_report_has_the_stored_plot_and_table(stored: dict[str, Any]) -> None:
+    part = "\n".join(report._accuracy())
+    assert accuracy_plot.svg(stored) in part
+    for row in accuracy_plot.cells(stored):
+        assert all(html.escape(cell) in part for cell in row)
 
 
 def test_the_plot_is_of_well_formed_text_whatever_the_names() -> None:

@@ -67,6 +67,8 @@ def arguments(pair: Pair, function: Callable[..., Any], device: torch.device, *,
         "occupied": occupied, "protected": protected, "budget": BUDGET - 1, "scale": 0.5,
         **judges.ask(pair.name, "arguments", lambda device: {})(device),
     }
+    prefix = f"{function.__name__}."
+    known |= {name.removeprefix(prefix): value for name, value in known.items() if name.startswith(prefix)}
     parameters = inspect.signature(function).parameters
     required = {name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty}
     if required - known.keys():
@@ -75,20 +77,28 @@ def arguments(pair: Pair, function: Callable[..., Any], device: torch.device, *,
     return {name: known[name] for name in parameters if name in required or (optional and name in known)}
 
 
-def new_state(pair: Pair, side: Any, device: torch.device, **options: Any) -> Any:
+def new_state(
+    pair: Pair, side: Any, device: torch.device, *, dtype: torch.dtype = torch.float32, **options: Any
+) -> Any:
     """The state of `pair` in `side`, one of its modules; of the config's options those in `options` that it has."""
     assert pair.config is not None
     assert pair.state is not None
     fields = {name: value for name, value in options.items() if name in inspect.signature(pair.config).parameters}
     return getattr(side, pair.state.__name__)(
         judges.small_config(pair, BUDGET, fields), batch=BATCH, query_heads=QUERY_HEADS,
-        key_value_heads=KEY_VALUE_HEADS, head_dim=HEAD_DIM, dtype=torch.float32, device=device,
+        key_value_heads=KEY_VALUE_HEADS, head_dim=HEAD_DIM, dtype=dtype, device=device,
     )
 
 
 def attributes(state: Any) -> dict[str, Any]:
-    """Copies of everything public that is no method. What unoccupied slots hold is unspecified: zeros here."""
-    names = [name for name in dir(state) if not name.startswith("_") and not inspect.ismethod(getattr(state, name))]
+    """Copies of everything public that is no method. What unoccupied slots hold is unspecified: zeros here.
+
+    Keys and values that are computed when they are asked for, out of something shorter, are left out: they take long in
+    the interpreter, and outputs depend on them.
+    """
+    computed = {name for name in ("key", "value") if isinstance(inspect.getattr_static(state, name, None), property)}
+    public = {name for name in dir(state) if not name.startswith("_")} - computed
+    names = sorted(name for name in public if not inspect.ismethod(getattr(state, name)))
     values = {name: value for name in names if not is_part(value := getattr(state, name))}
     hidden = ~state.occupied if state.occupied.dim() == 3 else ~state.occupied[:, None]
     for name in {"key", "value"} & values.keys():

@@ -9,6 +9,8 @@ Lockstep, laws, strategies and replay are generic; they ask here for what differ
 - `SMALL`: keyword arguments that make the config take any budget from 2 on (default: none needed);
 - `GROUPINGS`: options that change the shapes of a state, one dict each;
 - `arguments(device)`: values of required parameters that `tiny` does not know, by parameter name, sizes as there;
+  "function.parameter" where functions mean different things by it;
+- `ON_THE_HOST`: functions that give numbers to the host, so that nothing can compile them;
 - `LOSSY`: True where a state does not keep keys and values as they came;
 - `most_held(state, tokens)`: the most tokens that a row (of a head) may hold after so many real ones (default: the
   budget); `poison(state)`: spoils whatever a state keeps where no token is (default: NaN and infinity in the free slots

@@ -285,8 +285,8 @@ class StateCache(Cache):
         self.config = self.Config(budget=budget, **options)
         mask = _as_mask(attention_mask)
         layers = [
-            StateLayer(self.config, self.State, mask) if type(layer) is DynamicLayer else layer
-            for layer in DynamicCache(config=config).layers
+            self._layer(number, mask) if type(layer) is DynamicLayer else layer
+            for number, layer in enumerate(DynamicCache(config=config).layers)
         ]
         if not any(isinstance(layer, StateLayer) for layer in layers):
             warnings.warn(
@@ -295,6 +295,10 @@ class StateCache(Cache):
                 stacklevel=2,
             )
         super().__init__(layers=layers)
+
+    def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
+        """The cache of the model's layer `number`, which has full attention."""
+        return StateLayer(self.config, self.State, mask)
 
     def activate_past_recording(self) -> None:
         """Assisted decoding calls this first, meaning to `crop` what it must take back."""

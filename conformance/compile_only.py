@@ -1,0 +1,158 @@
+"""Whether Triton's compiler takes the kernels, on a machine without a GPU: python -m kvtwin.conformance.compile_only
+
+The interpreter accepts what the compiler refuses: a variable that changes its shape in a loop, a layout that cannot be
+converted. Here every operation of every pair is called as in test_twins_torch.py, on tensors in memory, with a stand-in
+for Triton's driver that names a GPU: kernels are compiled for it, down to machine code, and never launched. What they
+would compute stays unknown; that is the GPU run's to say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pkgutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import discovery, judges
+from .discovery import Pair
+
+CAPABILITY = 90
+WARP = 32
+DTYPES = (torch.float32, torch.bfloat16)
+#: Stands in, in every module of the optimized side, for what asks a GPU: the H200's answers.
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "check_kernel_device": lambda *_: None, "multiprocessors": lambda _: 132, "discards": lambda _: True,
+}
+
+
+class Driver:
+    """What a compilation asks of Triton's driver."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", capability, WARP)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class Compiled:
+    """What was compiled: how many kernels by name, and what the compiler said of those it refused."""
+
+    def __init__(self) -> None:
+        self.done: Counter[str] = Counter()
+        self.refused: dict[str, str] = {}
+        self.seconds = 0.0
+
+    def instead_of_launching(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            start, name = time.perf_counter(), kernel.__name__
+            try:
+                run(kernel, *arguments, grid=grid, warmup=True, **options)
+                self.done[name] += 1
+            except Exception as error:  # the compiler's errors have no common base
+                self.refused.setdefault(name, "\n".join(_causes(error)))
+            self.seconds += time.perf_counter() - start
+
+        return compile_only
+
+
+def _causes(error: BaseException | None) -> list[str]:
+    """From the innermost out."""
+    said = []
+    while error is not None:
+        said.append(f"{type(error).__name__}: {str(error)[-1500:]}")
+        error = error.__cause__
+    return said[::-1]
+
+
+def stand_in(capability: int) -> Compiled:
+    """From here on kernels of this process are compiled, not launched. RuntimeError under Triton's interpreter."""
+    from triton.runtime import driver, jit
+
+    from ..optimized import _launch
+
+    if _launch.INTERPRETED:
+        raise RuntimeError("TRITON_INTERPRET is set: there is nothing to compile; unset it")
+    driver.set_active(Driver(capability))
+    compiled = Compiled()
+    jit.JITFunction.run = compiled.instead_of_launching(jit.JITFunction.run)
+    optimized = importlib.import_module(discovery.OPTIMIZED)
+    for module in pkgutil.walk_packages(optimized.__path__, f"{discovery.OPTIMIZED}."):
+        if ".hf" in module.name:
+            continue
+        found = importlib.import_module(module.name)
+        for name, answer in ANSWERS.items():
+            if hasattr(found, name):
+                setattr(found, name, answer)
+    return compiled
+
+
+def compile_pair(pair: Pair, dtype: torch.dtype) -> None:
+    """Call every function and the state of a pair, on tensors of this type."""
+    from . import tiny
+
+    device = torch.device("cpu")
+
+    def cast(value: Any, to: torch.dtype = dtype) -> Any:
+        return value.to(to) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    functions = tiny.public_functions(pair.optimized, pair.optimized.__all__)
+    for name in functions.keys() - set(judges.ask(pair.name, "ON_THE_HOST", ())):
+        for optional in (False, True):
+            given = tiny.arguments(pair, functions[name], device, optional=optional)
+            holder = next((value for value in given.values() if hasattr(value, "dequantized")), None)
+            to = getattr(holder, "dtype", dtype)  # a cache takes its own type alone
+            functions[name](**{key: cast(value, to) for key, value in given.items()})
+    for options in tiny.groupings(pair) if pair.state else ():
+        state = tiny.new_state(pair, pair.optimized, device, **options, dtype=dtype)
+        state.prefill(*map(cast, tiny.prompt(device, seed=1)))
+        state.step(*map(cast, tiny.token(device, seed=2)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help="default: all")
+    parser.add_argument("--capability", type=int, default=CAPABILITY, metavar="N", help="of the GPU (%(default)s)")
+    chosen = parser.parse_args(arguments)
+    pairs = {pair.name: pair for pair in discovery.pairs()}
+    unknown = [name for name in chosen.methods if name not in pairs]
+    if unknown:
+        parser.error(f"no method {', '.join(unknown)}; there are: {', '.join(pairs)}")
+    os.environ.pop("TRITON_INTERPRET", None)
+    compiled = stand_in(chosen.capability)
+    broken: dict[str, str] = {}
+    for name in chosen.methods or pairs:
+        for dtype in DTYPES:
+            try:
+                compile_pair(pairs[name], dtype)
+            except Exception as error:  # what is computed here is not, so Python around the kernels may stumble
+                broken[f"{name}, {dtype}"] = f"{type(error).__name__}: {error}"
+        print(f"{name}: {compiled.seconds:.0f} s, {sum(compiled.done.values())} kernels so far", flush=True)
+    for name, number in sorted(compiled.done.items()):
+        print(f"{name:32s}{number:4d}{'  and refused otherwise' if name in compiled.refused else ''}")
+    for name, said in {**compiled.refused, **broken}.items():
+        print(f"\nFAILED {name}\n{said}", file=sys.stderr)
+    return 1 if compiled.refused or broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,347 @@
+"""How many tokens ThinKV keeps, what its sparsity says, and what its clusters keep (claims TK-8, TK-9, TK-10, TK-12).
+
+Counts are exact: integers and fractions. A test named ..._rejects_... shows that a slightly changed statement fails, so
+that the test beside it is not empty.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+RETENTION = (64, 32, 16, 8, 4)
+TAU = 128
+
+
+@pytest.fixture(scope="module")
+def thinkv(twins):
+    return twins.reference.thinkv
+
+
+def annealed(thinkv, size, *, current, change=False, budget=1, level=None, thought=None):
+    """`anneal` of sizes [B, M], all with the same `current` and `change`; nothing is buffered beside the segments."""
+    size = torch.tensor(size)
+    rows = len(size)
+    level = torch.zeros_like(size) if level is None else level
+    thought = torch.full_like(size, 2) if thought is None else torch.tensor(thought)
+    return thinkv.anneal(
+        size, level, thought, torch.full((rows,), current), torch.full((rows,), change), live=size.sum(1),
+        budget=budget, retention=RETENTION,
+    )
+
+
+# ---- TK-8: the schedule (definition 3) -------------------------------------------------------------------------------
+
+
+def selections(thinkv, times: int) -> Iterator[tuple[int, list[int]]]:
+    """(r, sizes of segments of 1 to 140 tokens) after each of r = 1, 2, ... trajectory changes, budget to spare."""
+    size, level = [[length, 1] for length in range(1, 141)], None
+    for number in range(1, times + 1):
+        found = annealed(thinkv, size, current=1, change=True, budget=10**6, level=level)
+        size, level = found.size.tolist(), found.level
+        yield number, [row[0] for row in size]
+
+
+@pytest.mark.claim("TK-8")
+def test_a_segment_shrinks_along_the_schedule(thinkv):
+    before = list(range(1, 141))
+    for number, sizes in selections(thinkv, 8):
+        keep = RETENTION[min(number, 5) - 1]
+        assert sizes == [min(length, keep) for length in range(1, 141)]
+        assert all(min(length, 4) <= size <= last for length, size, last in zip(range(1, 141), sizes, before,
+                                                                              strict=True))
+        before = sizes
+
+
+@pytest.mark.claim("TK-8")
+def test_the_schedule_rejects_a_level_more_a_level_less_and_sizes_without_the_minimum(thinkv):
+    found = list(selections(thinkv, 3))
+    lengths = range(1, 141)
+    for offset in (-1, 1):
+        assert any(
+            sizes != [min(length, RETENTION[max(0, number - 1 + offset)]) for length in lengths]
+            for number, sizes in found
+        )
+    assert any(sizes != [RETENTION[number - 1]] * 140 for number, sizes in found)            # short segments
+    assert min(size for _, sizes in found for size in sizes) < 4                             # "at least 4 tokens"
+
+
+# ---- TK-9: the budget ------------------------------------------------------------------------------------------------
+
+
+def simulated(thinkv, thoughts: list[list[int]], last: int, budget: int) -> Iterator[tuple[int, int, list[int], bool]]:
+    """Row by row and token by token (segments begun, tokens of the current one, live tokens of each row, over budget
+    anywhere), eviction after every token; the last segment has `last` tokens."""
+    rows, count = len(thoughts), len(thoughts[0])
+    size = torch.zeros(rows, count, dtype=torch.int64)
+    level, thought = torch.zeros_like(size), torch.tensor(thoughts)
+    for segment in range(count):
+        for token in range(1, (TAU if segment + 1 < count else last) + 1):
+            size[:, segment] += 1
+            ends = torch.full((rows,), token == TAU) & (thought[:, segment] == 0)
+            size, level, over = thinkv.anneal(
+                size, level, thought, torch.full((rows,), segment), ends, live=size.sum(1), budget=budget,
+                retention=RETENTION,
+            )
+            yield segment + 1, token, size.sum(1).tolist(), bool(over.any())
+
+
+def traces(seed: int, rows: int, count: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.choice((0, 1, 2, 2)) for _ in range(count)] for _ in range(rows)]
+
+
+@pytest.mark.claim("TK-9a")
+def test_a_budget_below_a_segment_is_exceeded_at_once(thinkv):
+    """k = 64, from which the paper's sweep begins."""
+    live = [tokens[0] for _, _, tokens, _ in simulated(thinkv, [[2, 0, 1]], 7, 64)]
+    assert live[:TAU] == list(range(1, TAU + 1))
+    assert next(number for number, tokens in enumerate(live, 1) if tokens > 64) == 65
+    assert max(live) == 4 + TAU                                                              # at the second one's end
+
+
+def at_the_floors(thinkv, finished: int, *tokens: int, budget: int = 1024) -> tuple[list[int], list[bool]]:
+    """Live tokens, and over budget or not, with so many tokens in the segment after `finished` others."""
+    found = annealed(
+        thinkv, [[TAU] * finished + [token] for token in tokens], current=finished, budget=budget
+    )
+    return found.size.sum(1).tolist(), found.over_budget.tolist()
+
+
+@pytest.mark.claim("TK-9a")
+def test_a_budget_of_1024_is_exceeded_beyond_28800_tokens(thinkv):
+    """225 segments of 128 tokens: their floors are 900, and the 125th token of the next is one too many."""
+    assert 225 * TAU == 28_800
+    assert at_the_floors(thinkv, 224, TAU) == ([1024], [False])
+    assert at_the_floors(thinkv, 225, 124, 125) == ([1024, 1025], [False, True])
+
+
+@pytest.mark.claim("TK-9a")
+@pytest.mark.claim("TK-9b")
+def test_32768_tokens_peak_at_1148(thinkv):
+    live, over = at_the_floors(thinkv, 32_768 // TAU - 1, 4, 5, TAU)
+    assert live == [1024, 1025, 1148]
+    assert over == [False, True, True]
+
+
+@pytest.mark.claim("TK-9b")
+@pytest.mark.parametrize(("budget", "last"), [(64, 5), (200, 127), (300, 128)])
+def test_live_tokens_never_exceed_budget_or_floors_and_the_current_segment(thinkv, budget, last):
+    """Random thoughts, at every token; over_budget says when the budget does not hold."""
+    for begun, token, live, over in simulated(thinkv, traces(budget, 3, 7), last, budget):
+        assert max(live) <= max(budget, 4 * (begun - 1) + token)
+        assert over == (max(live) > budget)
+
+
+@pytest.mark.claim("TK-9b")
+def test_live_tokens_reject_floors_without_the_current_segment_and_floors_of_three(thinkv):
+    steps = list(simulated(thinkv, traces(1, 3, 7), 100, 64))
+    assert any(max(live) > max(64, 4 * begun) for begun, _, live, _ in steps)
+    assert any(max(live) > max(64, 3 * (begun - 1) + token) for begun, token, live, _ in steps)
+    assert any(max(live) == 4 * (begun - 1) + token > 64 for begun, token, live, _ in steps)  # reached
+
+
+# ---- TK-10: sparsity (sections 3.1.2, 3.1.3, C.2) --------------------------------------------------------------------
+
+weights = st.lists(st.integers(1, 400), min_size=2, max_size=8)
+
+
+def passed(row: list[Fraction], share: Fraction = Fraction(1, 100)) -> list[bool]:
+    return [weight < share * max(row) for weight in row]
+
+
+@pytest.mark.claim("TK-10a")
+@given(heads=st.integers(2, 8).flatmap(
+    lambda count: st.lists(st.lists(st.integers(1, 400), min_size=count, max_size=count), min_size=1, max_size=4)
+))
+def test_renormalising_changes_no_sparsity(heads):
+    """Eq. 4 after eq. 3, in fractions."""
+    rows = [[Fraction(weight, sum(head)) for weight in head] for head in heads]
+    pooled = [max(column) for column in zip(*rows, strict=True)]
+    assert passed([weight / sum(pooled) for weight in pooled]) == passed(pooled)
+
+
+@pytest.mark.claim("TK-10a")
+def test_renormalising_rejects_an_absolute_threshold_and_heads_that_are_not_normalised_themselves():
+    rows = [[Fraction(98, 100) if token == head else Fraction(0) for token in range(4)] for head in range(4)]
+    rows = [[*row, Fraction(2, 100)] for row in rows]
+    pooled = [max(column) for column in zip(*rows, strict=True)]
+    assert passed(pooled) == passed([weight / sum(pooled) for weight in pooled]) == [False] * 5
+    assert [weight < Fraction(1, 100) for weight in pooled] == [False] * 5
+    assert [weight / sum(pooled) < Fraction(1, 100) for weight in pooled] == [False] * 4 + [True]
+    raw = [[Fraction(1), Fraction(1, 200)], [Fraction(1000), Fraction(1000)]]
+    normal = [[weight / sum(row) for weight in row] for row in raw]
+    pools = [[max(column) for column in zip(*table, strict=True)] for table in (raw, normal)]
+    assert pools[0][0] / pools[0][1] != pools[1][0] / pools[1][1]
+
+
+def attention(thinkv, *heads: list[float]) -> float:
+    """The sparsity of given weights (up to a factor), one row per KV head, in float64."""
+    query = torch.zeros(1, len(heads), 16, dtype=torch.float64)
+    query[..., 0] = 1
+    key = torch.zeros(1, len(heads), len(heads[0]), 16, dtype=torch.float64)
+    key[0, :, :, 0] = torch.tensor(heads, dtype=torch.float64).log()
+    occupied = torch.ones(1, len(heads[0]), dtype=torch.bool)
+    return float(thinkv.attention_sparsity(query, key, occupied, scale=1.0))
+
+
+def groups(count: int) -> list[list[float]]:
+    """Each looks at a token of its own, and hardly at the others."""
+    return [[1.0 if token == group else 1e-4 for token in range(count)] for group in range(count)]
+
+
+@pytest.mark.claim("TK-10b")
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_averaged_scores_have_another_sparsity_than_groups_on_average(thinkv, count):
+    rows = groups(count)
+    assert attention(thinkv, *rows) == 1 - 1 / count
+    averaged = [sum(column) / count for column in zip(*rows, strict=True)]
+    assert attention(thinkv, averaged) == 0
+
+
+@pytest.mark.claim("TK-10b")
+def test_averages_reject_groups_that_look_at_the_same_tokens(thinkv):
+    """There both orders agree."""
+    row = [1.0, 1e-4, 0.5, 1e-4]
+    assert attention(thinkv, row, row) == attention(thinkv, row) == 0.5
+
+
+@pytest.mark.claim("TK-10c")
+@given(sparsity=st.floats(0, 1), edges=st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted).map(tuple))
+def test_each_sparsity_has_one_type(thinkv, sparsity, edges):
+    for value in (sparsity, *edges):
+        found = int(thinkv.classify(torch.tensor([value], dtype=torch.float64), edges))
+        regions = {0: value >= edges[1], 2: edges[0] <= value < edges[1], 1: value < edges[0]}
+        assert [kind for kind, inside in regions.items() if inside] == [found]
+
+
+@pytest.mark.claim("TK-10c")
+def test_types_reject_edges_that_belong_to_no_one_or_to_both():
+    low, high = 0.3, 0.7
+
+    def types(value: float, above: Callable[[float, float], bool], below: Callable[[float, float], bool]) -> int:
+        return [above(value, high), above(value, low) and below(value, high), below(value, low)].count(True)
+
+    assert types(high, float.__gt__, float.__lt__) == types(low, float.__gt__, float.__lt__) == 0
+    assert types(high, float.__ge__, float.__le__) == types(low, float.__ge__, float.__le__) == 2
+
+
+@pytest.mark.claim("TK-10d")
+@given(row=weights)
+def test_few_tokens_are_in_no_transition(thinkv, row):
+    """(n - 1) / n at the most, which one token that has it all reaches: n < 1 / (1 - theta_2) tokens are no T."""
+    count = len(row)
+    assert attention(thinkv, [float(weight) for weight in row]) <= (count - 1) / count
+    assert attention(thinkv, [1.0] + [1e-4] * (count - 1)) == (count - 1) / count
+    theta = (count - 1) / count + 1e-9
+    assert count < 1 / (1 - theta)
+    top = torch.tensor([(count - 1) / count], dtype=torch.float64)
+    assert int(thinkv.classify(top, (0.1, theta))) != 0
+
+
+@pytest.mark.claim("TK-10d")
+def test_few_tokens_reject_one_more_of_them(thinkv):
+    theta = 0.8
+    found = [
+        int(thinkv.classify(torch.tensor([attention(thinkv, [1.0] + [1e-4] * (count - 1))]), (0.1, theta)))
+        for count in (4, 5)
+    ]
+    assert found == [2, 0]
+
+
+@pytest.mark.claim("TK-10e")
+def test_an_evicted_cache_has_another_sparsity(thinkv):
+    """10 of 100 tokens are looked at: a transition. Eviction keeps these, and the same query is in execution."""
+    edges = (0.3, 0.8)
+    sparsity = [attention(thinkv, [1.0] * 10 + [1e-4] * rest) for rest in (90, 0)]
+    assert sparsity == [0.9, 0.0]
+    assert thinkv.classify(torch.tensor(sparsity), edges).tolist() == [0, 1]
+
+
+@pytest.mark.claim("TK-10e")
+def test_an_evicted_cache_rejects_eviction_in_proportion(thinkv):
+    """Tokens of both kinds in one measure leave it as it was."""
+    assert attention(thinkv, [1.0] * 5 + [1e-4] * 45) == attention(thinkv, [1.0] * 10 + [1e-4] * 90) == 0.9
+
+
+# ---- TK-12: centroids (section 3.3.2, D.4) ---------------------------------------------------------------------------
+
+
+@pytest.mark.claim("TK-12a")
+def test_a_mean_is_no_key_and_is_not_attended_to_as_its_cluster(thinkv):
+    cluster = torch.eye(16, dtype=torch.float64)[:1] * torch.tensor([[1.0], [-1.0]])
+    mean = cluster.mean(0)
+    assert not bool((cluster == mean).all(-1).any()) and not bool(mean.any())
+    query = 3 * cluster[0]
+    assert float((query @ mean).exp()) == 1
+    assert round(float((cluster @ query).exp().mean()), 2) == round(math.cosh(3), 2) == 10.07
+    kept = thinkv.select_representatives(cluster, 1).indices
+    assert kept.tolist() == [0]                                                              # a key that there is
+
+
+@pytest.mark.claim("TK-12a")
+def test_a_mean_rejects_a_cluster_of_equal_keys(thinkv):
+    """There it is a key, and stands for all."""
+    cluster = torch.eye(16, dtype=torch.float64)[:1].expand(2, 16)
+    query = 3 * cluster[0]
+    assert torch.equal(cluster.mean(0), cluster[0])
+    assert torch.equal((query @ cluster.mean(0)).exp(), (cluster @ query).exp().mean())
+
+
+#: Two clusters, each token nearest to its own mean; the mean of the first is nearest to the token of the second.
+CROSSED = ([(0.0, 5.0), (0.0, -5.0)], [(1.0, 0.0)])
+
+
+def mean(cluster: list[tuple[float, float]]) -> tuple[float, float]:
+    return sum(x for x, _ in cluster) / len(cluster), sum(y for _, y in cluster) / len(cluster)
+
+
+@pytest.mark.claim("TK-12b")
+def test_the_nearest_of_all_tokens_can_stand_for_two_clusters():
+    means = [mean(cluster) for cluster in CROSSED]
+    tokens = [token for cluster in CROSSED for token in cluster]
+    for number, cluster in enumerate(CROSSED):
+        assert all(min(means, key=lambda centre: math.dist(token, centre)) == means[number] for token in cluster)
+    nearest = [min(tokens, key=lambda token: math.dist(token, centre)) for centre in means]
+    assert nearest == [(1.0, 0.0)] * 2
+
+
+@pytest.mark.claim("TK-12b")
+def test_the_nearest_of_all_tokens_rejects_the_nearest_within_each_cluster():
+    within = [
+        min(cluster, key=lambda token: math.dist(token, mean(cluster))) for cluster in CROSSED
+    ]
+    assert len(set(within)) == 2
+
+
+@pytest.mark.claim("TK-12c")
+@given(data=st.data(), size=st.integers(1, 12), keep=st.integers(1, 14))
+def test_exactly_as_many_tokens_stay_as_asked_for(thinkv, data, size, keep):
+    """With copies among the keys, whose clusters are empty."""
+    numbers = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
+    key = torch.zeros(size, 16, dtype=torch.float64)
+    key[:, 0] = torch.tensor(numbers)
+    kept = thinkv.select_representatives(key, keep).indices.tolist()
+    assert len(kept) == len(set(kept)) == min(keep, size)
+    # No number is lost while there is room for all.
+    if keep >= len(set(numbers)) and size > keep:
+        clusters = thinkv.select_representatives(key, keep).assignments[-1].tolist()
+        assert len(set(clusters)) <= len(set(numbers))
+
+
+@pytest.mark.claim("TK-12c")
+def test_as_many_reject_clusters_that_are_not_refilled(thinkv):
+    found = thinkv.select_representatives(torch.ones(6, 16, dtype=torch.float64), 4)
+    assert len(set(found.assignments[-1].tolist())) == 1 != len(found.indices)
+    assert found.indices.tolist() == [0, 1, 2, 3]
+    key = torch.zeros(6, 16, dtype=torch.float64)
+    key[:, 0] = torch.tensor([0, 1, 2] * 2)
+    found = thinkv.select_representatives(key, 5)
+    assert len(set(found.assignments[-1].tolist())) == 3 < len(found.indices) == 5

@@ -1,0 +1,34 @@
+"""ThinKV's cache for transformers, on the Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...reference.hf.plug_thinkv import ThoughtCache
+from ..thinkv.state import ThinKVState
+from ..thinkv.thoughts import classify
+
+
+class ThinKVCache(ThoughtCache):
+    """A ThinKV cache for `generate`, with quantized tokens of which `budget` per layer and row are to stay, in float32
+    to bfloat16.
+
+        model.set_attn_implementation("kvtwin")
+        cache = ThinKVCache(model.config, budget=1024, thresholds=Thresholds(layers=(3, 7), edges=(0.5, 0.8)))
+        model.generate(ids, past_key_values=cache)
+
+    thresholds: what `calibrate` finds for this model. The options are ThinKVConfig's, but for edges. What they mean,
+    what comes in a forward pass, and the errors: `ThinKVCache` of the reference. Memory is reserved for max_tokens.
+    A model on the CPU needs Triton's interpreter: TRITON_INTERPRET=1 before anything imports triton, which importing a
+    transformers model does.
+    """
+
+    State = ThinKVState
+
+    @staticmethod
+    def classify(sparsity: Sequence[Tensor], edges: tuple[float, float]) -> Tensor:
+        """The thought types [B] by the mean of the layers' sparsities [B]."""
+        return classify(torch.stack(list(sparsity)).mean(0), edges)

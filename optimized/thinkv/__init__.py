@@ -1,0 +1,16 @@
+"""ThinKV on the GPU; semantics: `kvtwin.reference.thinkv`."""
+
+from ...reference.thinkv.contract import (
+    AnnealResult, Quantized, RepresentativesResult, ThinKVConfig, Thought, Thresholds,
+)
+from .eviction import anneal, segment_representatives, select_representatives
+from .formats import dequantize, pack, quantize, unpack
+from .paging import PagedAttentionResult, PagedCache, decode_attention
+from .state import ThinKVState
+from .thoughts import attention_sparsity, calibrate, classify
+
+__all__ = [
+    "AnnealResult", "PagedAttentionResult", "PagedCache", "Quantized", "RepresentativesResult", "ThinKVConfig",
+    "ThinKVState", "Thought", "Thresholds", "anneal", "attention_sparsity", "calibrate", "classify",
+    "decode_attention", "dequantize", "pack", "quantize", "segment_representatives", "select_representatives", "unpack",
+]

@@ -1,0 +1,257 @@
+"""Attention over a paged cache: quantized blocks of up to three formats and the buffer, and how sparse it is.
+
+A (row, KV head) is cut into splits, each with its share of the blocks of every format; a second launch combines them.
+Logits are in base 2 and kept for it: whether a weight is small is known when the row's largest is.
+
+Arithmetic of the blocks. Their elements are float16 times 1 / UNIT, exactly (see `_paging_decode.py`). Queries in
+bfloat16 are brought near 2^14 by a power of two per head, and cast to float16; P is cast to float16 times UNIT; both
+products are tensor cores'. fp8's scales, one per token here, are applied to logits and to P, which is then cast to two
+bfloat16 numbers, of which the second is what the first leaves. Queries in float32 take all of this in float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._keydiff_kernels import float32
+from .._longflow_scores import is_last, row_of
+from .._numerics import dot, finite_or_zero, log2_or_minus_inf, round_output, round_to
+from ._paging_decode import codes, values
+from ._paging_decode import key_scales as scales_of_keys
+
+
+@triton.jit
+def _weights(top, weight_sum, logit):
+    """One tile of an online softmax: the exponentials, the new maximum and sum, and what older ones are scaled by."""
+    new_top = tl.maximum(top, tl.max(logit, 1))
+    shift = finite_or_zero(new_top)
+    p = tl.exp2(logit - shift[:, None])
+    rescale = tl.exp2(top - shift)
+    return p, new_top, weight_sum * rescale + tl.sum(p, 1), rescale
+
+
+@triton.jit
+def _keep(logits, at, logit, live, inside, GROUP_HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Logits of a tile, [ROWS, TILE], into places `at` of their (row, KV head); +inf where there is no token."""
+    row = tl.arange(0, ROWS)[:, None]
+    tl.store(
+        logits + at[None, :] * GROUP_HEADS + row, tl.where(live[None, :], logit, float("inf")),
+        mask=(row < GROUP_HEADS) & inside[None, :], eviction_policy="evict_last",
+    )
+
+
+@triton.jit
+def _attend_blocks(
+    acc, top, weight_sum, q, factor, words, pool, key_scales, chunk_scales, physical, slot_groups, order, logits,
+    first, count, split, splits, b, h, heads, groups, row_words, base,
+    FORMAT: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):
+    """Online softmax over a split's share of the `count` blocks of one format, the `first` of them in order[first].
+
+    q [ROWS, D_PAD] times `factor` [ROWS] are the scaled queries times UNIT. Slots without a token are not read: what is
+    there, NaN included, is harmless.
+    """
+    BLOCKS: tl.constexpr = TILE // BLOCK
+    WIDTH: tl.constexpr = (HEAD_DIM + 4 * LANES - 1) // (4 * LANES)
+    PER_TOKEN: tl.constexpr = 0 if FORMAT == "fp8" else (HEAD_DIM + GROUP - 1) // GROUP
+    RECORD: tl.constexpr = BLOCK * 2 * WIDTH + (BLOCK * PER_TOKEN + 3) // 4
+    SCALES: tl.constexpr = (HEAD_DIM + 3) // 4
+    i = tl.arange(0, TILE)
+    place = i % BLOCK
+    tiles = (count + BLOCKS - 1) // BLOCKS
+    each = (tiles + splits - 1) // splits
+    for tile in range(split * each, tl.minimum(split * each + each, tiles)):
+        rank = tile * BLOCKS + i // BLOCK
+        inside = (i < BLOCKS * BLOCK) & (rank < count)
+        entry = tl.load(order + first + rank, mask=inside, other=0)
+        group = tl.load(slot_groups + entry * BLOCK + place, mask=inside, other=-1)
+        live = group >= 0
+        block = tl.load(physical + entry, mask=inside, other=0)
+        record = b * row_words + base + (block * heads + h) * RECORD
+        scales_at = (b * groups + group) * heads + h
+        k = codes(words + record + place * WIDTH, live, WIDTH, D_PAD // (4 * LANES), FORMAT, LANES)
+        if FORMAT != "fp8":
+            k *= scales_of_keys(key_scales + scales_at * SCALES, live, SCALES, D_PAD // 4)
+        logit = dot(q, tl.trans(k.to(q.dtype))) * factor[:, None]              # [ROWS, TILE]
+        if FORMAT == "fp8":
+            logit *= tl.load(chunk_scales + scales_at * 2, mask=live, other=0.0)[None, :]
+        logit = tl.where(live[None, :], logit, float("-inf"))
+        _keep(logits, (first + tile * BLOCKS) * BLOCK + i, logit, live, inside, GROUP_HEADS, ROWS)
+        p, top, weight_sum, rescale = _weights(top, weight_sum, logit)
+        v = values(
+            words + record + (BLOCK + place) * WIDTH, pool + (record + 2 * BLOCK * WIDTH) * 4 + place * PER_TOKEN, live,
+            FORMAT, LANES, WIDTH, PER_TOKEN, GROUP, HEAD_DIM, D_PAD, TILE,
+        )
+        p *= UNIT
+        if FORMAT == "fp8":
+            p *= tl.load(chunk_scales + scales_at * 2 + 1, mask=live, other=0.0)[None, :]
+        acc = acc * rescale[:, None]
+        if FORMAT == "fp8" and q.dtype == tl.float16:
+            v = round_to(v.to(tl.float32), tl.bfloat16)
+            high = round_to(p, tl.bfloat16)
+            acc += dot(high, v)
+            acc += dot(round_to(p - float32(high), tl.bfloat16), v)
+        else:
+            acc += dot(round_to(p, q.dtype), v.to(q.dtype))
+    return acc, top, weight_sum
+
+
+@triton.jit
+def _attend_buffer(
+    acc, top, weight_sum, q, scale, buffer_key, buffer_value, logits, at, count,
+    GROUP_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+):
+    """Online softmax over the buffer's `count` tokens, all pointers at the (row, KV head)."""
+    i, d = tl.arange(0, TOKENS), tl.arange(0, D_PAD)
+    live = i < count
+    mask = live[:, None] & (d < HEAD_DIM)[None, :]
+    k = tl.load(buffer_key + i[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
+    logit = tl.where(live[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
+    _keep(logits, at + i, logit, live, live, GROUP_HEADS, ROWS)
+    p, top, weight_sum, rescale = _weights(top, weight_sum, logit)
+    v = tl.load(buffer_value + i[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
+    return acc * rescale[:, None] + dot(round_to(p, v.dtype), v), top, weight_sum
+
+
+@triton.jit
+def _halved(q, ROWS: tl.constexpr):
+    """Queries [ROWS, D_PAD] as float16 and [ROWS] float32, whose product they are: bfloat16 has its largest below 2^15,
+    and what is 2^-29 of it or less loses bits. float32 and float16 stay as they are."""
+    if q.dtype == tl.bfloat16:
+        wide = float32(q)
+        exponent = tl.max((wide.to(tl.int32, bitcast=True) >> 23) & 255, 1)
+        exponent = tl.maximum(exponent, 32)                            # below 2^-95 nothing is left of a logit
+        factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+        back = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+        return (wide * factor[:, None]).to(tl.float16), back
+    else:
+        return q, tl.full([ROWS], 1.0, tl.float32)
+
+
+@triton.jit
+def _pairs(counts, OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr):
+    """How many blocks a row has of each format."""
+    t, e, r = tl.load(counts), tl.load(counts + 1), tl.load(counts + 2)
+    zero = (t if OF_T == 0 else 0) + (e if OF_E == 0 else 0) + (r if OF_R == 0 else 0)
+    one = (t if OF_T == 1 else 0) + (e if OF_E == 1 else 0) + (r if OF_R == 1 else 0)
+    return zero, one, t + e + r - zero - one
+
+
+@triton.jit(do_not_specialize=["heads", "slots", "entries", "groups", "splits", "query_b", "query_h"])
+def attend_kernel(
+    query, words, pool, key_scales, chunk_scales, buffer_key, buffer_value, slot_groups, physical, order, counts,
+    buffered, logits, partial, tops, weight_sums,
+    scale, heads, slots, entries, groups, splits, row_words, base_0, base_1, base_2, query_b, query_h, query_d,
+    OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr,
+    FORMAT_0: tl.constexpr, FORMAT_1: tl.constexpr, FORMAT_2: tl.constexpr,
+    LANES_0: tl.constexpr, LANES_1: tl.constexpr, LANES_2: tl.constexpr,
+    UNIT_0: tl.constexpr, UNIT_1: tl.constexpr, UNIT_2: tl.constexpr,
+    GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
+):
+    """Program (split, flat): a share of the blocks of a (row, KV head), for all its query heads; the last split also
+    has the buffer. Maximum, sum and accumulator of the share go to memory, and logits in the order of the walk."""
+    split = tl.program_id(0) % splits
+    flat = (tl.program_id(0) // splits).to(tl.int64)
+    b, h = flat // heads, flat % heads
+    row, d = tl.arange(0, ROWS), tl.arange(0, D_PAD)
+    mask = (row < GROUP_HEADS)[:, None] & (d < HEAD_DIM)[None, :]
+    head = (h * GROUP_HEADS + row)[:, None]
+    native = tl.load(
+        query + b * query_b + head * query_h + d.to(tl.int64)[None, :] * query_d, mask=mask, other=0.0
+    )
+    q, factor = _halved(native, ROWS)
+    factor *= scale
+    physical += b * entries
+    order += b * entries
+    slot_groups += b * slots
+    logits += flat * row_of(slots) * GROUP_HEADS
+    zero, one, two = _pairs(counts + b * 6, OF_T, OF_E, OF_R)
+    acc = tl.zeros([ROWS, D_PAD], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([ROWS], tl.float32)
+    acc, top, weight_sum = _attend_blocks(
+        acc, top, weight_sum, q, factor * UNIT_0, words, pool, key_scales, chunk_scales, physical, slot_groups,
+        order, logits, 0, zero, split, splits, b, h, heads, groups, row_words, base_0,
+        FORMAT_0, LANES_0, UNIT_0, GROUP_HEADS, GROUP, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
+    )
+    if FORMAT_1 != "":
+        acc, top, weight_sum = _attend_blocks(
+            acc, top, weight_sum, q, factor * UNIT_1, words, pool, key_scales, chunk_scales, physical,
+            slot_groups, order, logits, zero, one, split, splits, b, h, heads, groups, row_words, base_1,
+            FORMAT_1, LANES_1, UNIT_1, GROUP_HEADS, GROUP, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
+        )
+    if FORMAT_2 != "":
+        acc, top, weight_sum = _attend_blocks(
+            acc, top, weight_sum, q, factor * UNIT_2, words, pool, key_scales, chunk_scales, physical,
+            slot_groups, order, logits, zero + one, two, split, splits, b, h, heads, groups, row_words, base_2,
+            FORMAT_2, LANES_2, UNIT_2, GROUP_HEADS, GROUP, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
+        )
+    if split == splits - 1:
+        acc, top, weight_sum = _attend_buffer(
+            acc, top, weight_sum, native, scale, buffer_key + flat * GROUP * HEAD_DIM,
+            buffer_value + flat * GROUP * HEAD_DIM, logits, (zero + one + two) * BLOCK, tl.load(buffered + b),
+            GROUP_HEADS, HEAD_DIM, D_PAD, ROWS, TOKENS,
+        )
+    part = (flat * GROUP_HEADS + row) * splits + split
+    tl.store(tops + part, top, mask=row < GROUP_HEADS)
+    tl.store(weight_sums + part, weight_sum, mask=row < GROUP_HEADS)
+    tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
+
+
+@triton.jit(do_not_specialize=["heads", "slots", "splits"])
+def finish_kernel(
+    logits, partial, tops, weight_sums, counts, buffered, output, below, sparsity, arrivals,
+    log_threshold, heads, slots, splits,
+    GROUP_HEADS: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D_PAD: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """The outputs of a KV head's query heads from their splits, and how many tokens have small weights; the last head
+    of a row adds these up. log_threshold: in base 2."""
+    flat = tl.program_id(0).to(tl.int64)
+    b = flat // heads
+    g, i, d = tl.arange(0, GROUP_PAD), tl.arange(0, SPLITS), tl.arange(0, D_PAD)
+    real = g < GROUP_HEADS
+    part = (flat * GROUP_HEADS + g) * splits
+    there = real[:, None] & (i < splits)[None, :]
+    split_top = tl.load(tops + part[:, None] + i[None, :], mask=there, other=float("-inf"))
+    split_sum = tl.load(weight_sums + part[:, None] + i[None, :], mask=there, other=0.0)
+    top = finite_or_zero(tl.max(split_top, 1))
+    total = tl.sum(split_sum * tl.exp2(split_top - top[:, None]), 1)
+    mask = real[:, None] & (d < HEAD_DIM)[None, :]
+    acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
+    for split in range(splits):
+        share = tl.exp2(tl.load(tops + part + split, mask=real, other=float("-inf")) - top)
+        at = partial + (part + split)[:, None] * HEAD_DIM + d[None, :]
+        acc += tl.load(at, mask=mask, other=0.0) * share[:, None]
+    empty = (total == 0.0)[:, None]
+    result = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total[:, None]))
+    at = (flat * GROUP_HEADS + g)[:, None] * HEAD_DIM + d[None, :]
+    tl.store(output + at, round_output(result, output.dtype.element_ty), mask=mask)
+
+    # The largest weight of head g is 1 / total; a token's counts by its largest. A maximum leaves first: exactly.
+    log_total = log2_or_minus_inf(total)
+    limit = tl.max(tl.where(real, -log_total, float("-inf")), 0) + log_threshold
+    counts += b * 6
+    blocks = tl.load(counts) + tl.load(counts + 1) + tl.load(counts + 2)
+    waiting = tl.load(buffered + b).to(tl.int32)
+    live = tl.load(counts + 3) + tl.load(counts + 4) + tl.load(counts + 5) + waiting
+    places = blocks * BLOCK + waiting
+    logits += flat * row_of(slots) * GROUP_HEADS
+    passed = tl.zeros([CHUNK], tl.int32)
+    for start in range(0, places, CHUNK):
+        s = start + tl.arange(0, CHUNK)
+        x = tl.load(
+            logits + s[:, None] * GROUP_HEADS + g[None, :], mask=(s < places)[:, None] & real[None, :],
+            other=float("inf"),
+        )
+        x = tl.where(real[None, :], (x - top[None, :]) - log_total[None, :], float("-inf"))
+        passed += (tl.max(x, 1) < limit).to(tl.int32)
+    tl.store(below + flat, tl.sum(passed, 0))
+    if is_last(arrivals + b, heads):
+        count = tl.load(below + b * heads)
+        for other in range(1, heads):
+            count += tl.load(below + b * heads + other)
+        tl.store(sparsity + b, tl.div_rn(count.to(tl.float32), tl.maximum(live * heads, 1).to(tl.float32)))

@@ -1,0 +1,256 @@
+"""Kernels that keep the books of a paged cache: tokens come, are flushed into slots, and are evicted.
+
+A row of the batch is one program, or one per KV head where keys and values are touched; nothing passes between rows.
+Thought types (0 T, 1 E, 2 R) are stored in up to three formats, numbered in the order of the types: OF_T, OF_E, OF_R
+give a type's number. `used` flags a row's physical blocks, those of a format from its first one on.
+
+counts [B, 6]: of each thought type the entries of the block table, then the live tokens. plan [B, 3 + group + 2 new]:
+what a flush decided: how many tokens, the number of the format, the scale group; the slot of each token; the entries
+and the physical blocks that are new.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def pick(number, OF_T, OF_E, OF_R):
+    """What belongs to a thought type."""
+    return tl.where(number == 0, OF_T, tl.where(number == 1, OF_E, OF_R))
+
+
+@triton.jit(do_not_specialize=[
+    "heads", "slots", "table_slots", "key_b", "key_h", "value_b", "value_h", "new_b",
+])
+def append_kernel(
+    key, value, new_positions, buffer_key, buffer_value, positions, buffered, overflow,
+    heads, slots, table_slots, key_b, key_h, key_d, value_b, value_h, value_d, new_b,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, HEADS: tl.constexpr,
+):
+    """A row's token, if it has one, into the next place of the buffer; a full buffer stays as it is."""
+    b = tl.program_id(0).to(tl.int64)
+    position = tl.load(new_positions + b * new_b)
+    count = tl.load(buffered + b)
+    if position >= 0:
+        if count < GROUP:
+            d = tl.arange(0, D_PAD).to(tl.int64)[None, :]
+            for first in range(0, heads, HEADS):
+                h = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+                mask = (h < heads) & (d < HEAD_DIM)
+                at = ((b * heads + h) * GROUP + count) * HEAD_DIM + d
+                k = tl.load(key + b * key_b + h * key_h + d * key_d, mask=mask)
+                v = tl.load(value + b * value_b + h * value_h + d * value_d, mask=mask)
+                tl.store(buffer_key + at, k, mask=mask)
+                tl.store(buffer_value + at, v, mask=mask)
+            tl.debug_barrier()                                         # all threads know where before it changes
+            tl.store(positions + b * slots + table_slots + count, position)
+            tl.store(buffered + b, count + 1)
+        else:
+            tl.store(overflow + b, 1)
+
+
+# Where tokens go -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _holes(
+    block_thoughts, slot_groups, slot, kind, count, there, table_slots, BLOCK: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Up to `count` free slots in the blocks of a thought type that has `there`, the lowest first; returns how many."""
+    found = 0
+    start = 0
+    wanted = tl.minimum(count, there)
+    while (found < wanted) & (start < table_slots):
+        s = start + tl.arange(0, CHUNK)
+        mine = tl.load(block_thoughts + s // BLOCK, mask=s < table_slots, other=-1) == kind
+        free = mine & (tl.load(slot_groups + s, mask=mine, other=0) < 0)
+        rank = found + tl.cumsum(free.to(tl.int32), 0) - 1
+        tl.store(slot + rank, s, mask=free & (rank < count))
+        found += tl.sum(free.to(tl.int32), 0)
+        start += CHUNK
+    return tl.minimum(found, count)
+
+
+@triton.jit
+def _free(flags, FREE: tl.constexpr, result, count, total, CHUNK: tl.constexpr):
+    """The lowest `count` of `total` places whose flag is FREE; returns how many there are, at most `count`."""
+    found = 0
+    start = 0
+    while (found < count) & (start < total):
+        i = start + tl.arange(0, CHUNK)
+        free = tl.load(flags + i, mask=i < total, other=FREE + 1).to(tl.int32) == FREE
+        free = free & (i < total)
+        rank = found + tl.cumsum(free.to(tl.int32), 0) - 1
+        tl.store(result + rank, i, mask=free & (rank < count))
+        found += tl.sum(free.to(tl.int32), 0)
+        start += CHUNK
+    return tl.minimum(found, count)
+
+
+@triton.jit
+def _free_group(tokens, total, CHUNK: tl.constexpr):
+    """The lowest scale group without tokens; `total` if there is none."""
+    best = total
+    start = 0
+    while (best == total) & (start < total):
+        i = start + tl.arange(0, CHUNK)
+        free = (i < total) & (tl.load(tokens + i, mask=i < total, other=1) == 0)
+        best = tl.minimum(best, tl.min(tl.where(free, i, total), 0))
+        start += CHUNK
+    return best
+
+
+@triton.jit
+def _put_in_order(
+    order, block_thoughts, counts, entries, OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The entries in use, format by format, ascending in each. All pointers are at the row."""
+    tl.debug_barrier()
+    t, e, r = tl.load(counts), tl.load(counts + 1), tl.load(counts + 2)
+    second = tl.where(OF_T == 0, t, 0) + tl.where(OF_E == 0, e, 0) + tl.where(OF_R == 0, r, 0)
+    third = second + tl.where(OF_T == 1, t, 0) + tl.where(OF_E == 1, e, 0) + tl.where(OF_R == 1, r, 0)
+    first = 0
+    for start in range(0, entries, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        kind = tl.load(block_thoughts + i, mask=i < entries, other=-1)
+        number = tl.where(kind < 0, -1, pick(kind, OF_T, OF_E, OF_R))
+        zero, one, two = (number == 0).to(tl.int32), (number == 1).to(tl.int32), (number == 2).to(tl.int32)
+        place = tl.where(
+            number == 0, first + tl.cumsum(zero, 0),
+            tl.where(number == 1, second + tl.cumsum(one, 0), third + tl.cumsum(two, 0)),
+        )
+        tl.store(order + place - 1, i, mask=number >= 0)
+        first += tl.sum(zero, 0)
+        second += tl.sum(one, 0)
+        third += tl.sum(two, 0)
+
+
+@triton.jit(do_not_specialize=["slots", "entries", "groups", "segment_count", "room_t", "room_e", "room_r"])
+def assign_kernel(
+    rows, thought, segment, positions, segments, evicted, slot_groups, block_thoughts, physical, order, used,
+    group_tokens, starts, counts, buffered, overflow, plan,
+    slots, entries, groups, segment_count, rows_b, thought_b, segment_b, first_t, first_e, first_r,
+    room_t, room_e, room_r,
+    OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    NEW: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """A row's flush, if it is asked for: slots, blocks and a scale group for the tokens in its buffer, which is empty
+    then; or, where there is no room, nothing but the flag. first, room: a type's physical blocks in `used`."""
+    b = tl.program_id(0).to(tl.int64)
+    plan += b * (3 + GROUP + 2 * NEW)
+    tl.store(plan, 0)
+    count = tl.load(buffered + b).to(tl.int32)
+    if (tl.load(rows + b * rows_b) != 0) & (count > 0):
+        kind = tl.load(thought + b * thought_b)
+        number = tl.load(segment + b * segment_b)
+        block_thoughts += b * entries
+        physical += b * entries
+        used += b * entries
+        group_tokens += b * groups
+        slot_groups += b * slots
+        counts += b * 6
+        table_slots = entries * BLOCK
+        valid = (kind >= 0) & (kind < 3) & (number >= 0) & (number < segment_count)
+        known = tl.where(valid, kind, 0)
+        held = tl.load(counts + known)
+        live = tl.load(counts + 3 + known)
+        slot, entry = plan + 3, plan + 3 + GROUP
+        found = _holes(
+            block_thoughts, slot_groups, slot, known, count, held * BLOCK - live, table_slots, BLOCK, CHUNK
+        )
+        needed = (count - found + BLOCK - 1) // BLOCK
+        first = pick(known, first_t, first_e, first_r)
+        opened = _free(block_thoughts, -1, entry, needed, entries, CHUNK)
+        given = _free(used + first, 0, entry + NEW, needed, pick(known, room_t, room_e, room_r), CHUNK)
+        group = _free_group(group_tokens, groups, CHUNK)
+        i = tl.arange(0, TOKENS)
+        there = i < count
+        waiting = positions + b * slots + table_slots + i
+        position = tl.load(waiting, mask=there, other=-1)
+        start_at = starts + b * segment_count + tl.where(valid, number, 0)
+        begun = tl.load(start_at) >= 0
+        if valid & (opened == needed) & (given == needed) & (group < groups):
+            tl.debug_barrier()                                         # all is read before anything is written
+            j = tl.arange(0, BLOCKS)
+            new = tl.load(entry + j, mask=j < needed, other=0)
+            taken = tl.load(entry + NEW + j, mask=j < needed, other=0)
+            tl.store(block_thoughts + new, kind, mask=j < needed)
+            tl.store(physical + new, taken.to(tl.int64), mask=j < needed)
+            tl.store(used + first + taken, 1, mask=j < needed)
+            late = i - found
+            into = tl.load(entry + late // BLOCK, mask=there & (late >= 0), other=0) * BLOCK + late % BLOCK
+            s = tl.where(late >= 0, into, tl.load(slot + i, mask=there & (late < 0), other=0))
+            tl.store(slot + i, s, mask=there)
+            tl.store(positions + b * slots + s, position, mask=there)
+            tl.store(segments + b * slots + s, tl.zeros([TOKENS], tl.int64) + number, mask=there)
+            tl.store(evicted + b * slots + s, tl.zeros([TOKENS], tl.int32), mask=there)
+            tl.store(slot_groups + s, tl.zeros([TOKENS], tl.int32) + group, mask=there)
+            tl.store(waiting, tl.full([TOKENS], -1, tl.int64), mask=there)
+            tl.store(group_tokens + group, count)
+            tl.store(start_at, tl.sum(tl.where(i == 0, position, 0), 0), mask=~begun)
+            tl.store(counts + kind, held + needed)
+            tl.store(counts + 3 + kind, live + count)
+            tl.store(buffered + b, 0)
+            tl.store(plan, count)
+            tl.store(plan + 1, pick(kind, OF_T, OF_E, OF_R))
+            tl.store(plan + 2, group)
+            if needed > 0:
+                _put_in_order(order + b * entries, block_thoughts, counts, entries, OF_T, OF_E, OF_R, CHUNK)
+        else:
+            tl.store(overflow + b, 1)
+
+
+# Who leaves ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["slots", "entries", "groups"])
+def evict_kernel(
+    tokens, positions, segments, evicted, slot_groups, block_thoughts, physical, order, used, group_tokens, counts,
+    slots, entries, groups, tokens_b, tokens_s, first_t, first_e, first_r,
+    OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
+    ENTRIES: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """A row's evictions: marked tokens leave, blocks that are left without any are free."""
+    b = tl.program_id(0).to(tl.int64)
+    block_thoughts += b * entries
+    physical += b * entries
+    positions += b * slots
+    segments += b * slots
+    evicted += b * slots
+    slot_groups += b * slots
+    counts += b * 6
+    o = tl.arange(0, BLOCK_PAD)[None, :]
+    freed = 0
+    for start in range(0, entries, ENTRIES):
+        e = start + tl.arange(0, ENTRIES)
+        s = e[:, None] * BLOCK + o
+        inside = (e < entries)[:, None] & (o < BLOCK)
+        asked = tl.load(tokens + b * tokens_b + s.to(tl.int64) * tokens_s, mask=inside, other=0) != 0
+        group = tl.load(slot_groups + s, mask=asked, other=-1)
+        gone = asked & (group >= 0)
+        if tl.max(tl.max(gone.to(tl.int32), 1), 0) > 0:
+            stays = inside & ~gone & (tl.load(slot_groups + s, mask=inside, other=-1) >= 0)
+            kind = tl.load(block_thoughts + e, mask=e < entries, other=-1)
+            empty = (kind >= 0) & (tl.max(stays.to(tl.int32), 1) == 0)
+            block = tl.load(physical + e, mask=empty, other=0)
+            tl.debug_barrier()                                         # all is read before anything is written
+            tl.store(positions + s, tl.full([ENTRIES, BLOCK_PAD], -1, tl.int64), mask=gone)
+            tl.store(segments + s, tl.full([ENTRIES, BLOCK_PAD], -1, tl.int64), mask=gone)
+            tl.store(slot_groups + s, tl.full([ENTRIES, BLOCK_PAD], -1, tl.int32), mask=gone)
+            tl.store(evicted + s, (~empty[:, None] & gone).to(tl.int32), mask=gone | (empty[:, None] & inside))
+            tl.atomic_add(group_tokens + b * groups + group, tl.full([ENTRIES, BLOCK_PAD], -1, tl.int32), mask=gone)
+            tl.store(used + b * entries + pick(kind, first_t, first_e, first_r) + block,
+                     tl.zeros([ENTRIES], tl.int32), mask=empty)
+            tl.store(block_thoughts + e, tl.full([ENTRIES], -1, tl.int64), mask=empty)
+            tl.store(physical + e, tl.full([ENTRIES], -1, tl.int64), mask=empty)
+            left = tl.sum(gone.to(tl.int32), 1)
+            for one in tl.static_range(3):
+                emptied = tl.sum((empty & (kind == one)).to(tl.int32), 0)
+                tl.store(counts + one, tl.load(counts + one) - emptied)
+                tl.store(counts + 3 + one, tl.load(counts + 3 + one) - tl.sum(tl.where(kind == one, left, 0), 0))
+                freed += emptied
+    if freed > 0:
+        _put_in_order(order + b * entries, block_thoughts, counts, entries, OF_T, OF_E, OF_R, CHUNK)

@@ -1,0 +1,362 @@
+"""The operations of a paged cache on its buffers; see `_paging_layout.py` for what lies where."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .._launch import (
+    GROUP_ROWS, INTERPRETED, MAX_SPLITS, PROGRAMS, RESIDENT, multiprocessors, on_device_of, padded_head_dim,
+    padded_slots,
+)
+from .._numerics import LOG2_E
+from ._paged_attention_kernels import attend_kernel, finish_kernel
+from ._paging_kernels import append_kernel, assign_kernel, evict_kernel
+from ._paging_read_kernels import CODES, read_kernel
+from ._paging_store_kernels import store_kernel
+
+#: Codes per byte.
+LANES = {"fp8": 1, "nvfp4": 2, "int4": 2, "ternary": 4, "int2": 4}
+#: What the elements of a format are brought into float16's range by; see `_paging_decode.py`.
+UNITS = {"fp8": 2.0**8, "nvfp4": 2.0**7, "ternary": 2.0**7, "int2": 2.0**7, "int4": 2.0**10}
+LINE, WORD = 128, 4  # bytes
+TYPES = "TER"  # in the order of the numbers of thought types
+
+
+class Tables(NamedTuple):
+    """By slot [B, S]: positions, segments int64, evicted bool, slot_groups int32. By entry [B, NB]: block_thoughts,
+    physical int64, order int32; used uint8, by physical block. group_tokens [B, scale groups] int32; starts [B,
+    segments] int64. By row: counts [B, 6] int32, buffered [B] int64, overflow [B] bool. -1 stands for nothing."""
+
+    positions: Tensor
+    segments: Tensor
+    evicted: Tensor
+    slot_groups: Tensor
+    block_thoughts: Tensor
+    physical: Tensor
+    order: Tensor
+    used: Tensor
+    group_tokens: Tensor
+    starts: Tensor
+    counts: Tensor
+    buffered: Tensor
+    overflow: Tensor
+
+
+class Storage(NamedTuple):
+    """pool [B, words] int32; key_scales [B, scale groups, Hkv, D / 4] int32; chunk_scales [B, scale groups, Hkv, 2]
+    float32, of keys and values, for fp8; buffer_key, buffer_value [B, Hkv, group, D]."""
+
+    pool: Tensor
+    key_scales: Tensor
+    chunk_scales: Tensor
+    buffer_key: Tensor
+    buffer_value: Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the formats of a row lie. formats: the distinct ones; number: of each thought type's; by thought type: the
+    first of its physical blocks in `used`, and how many there are; base: of each format in the row's words."""
+
+    formats: tuple[str, ...]
+    number: tuple[int, ...]
+    first: tuple[int, ...]
+    room: tuple[int, ...]
+    base: tuple[int, ...]
+    row_words: int
+
+    @property
+    def types(self) -> dict[str, int]:
+        return {f"OF_{letter}": number for letter, number in zip(TYPES, self.number, strict=True)}
+
+    @property
+    def constants(self) -> dict[str, object]:
+        """The formats, for kernels."""
+        padded = (*self.formats, "", "")[:3]
+        return {
+            **self.types,
+            **{f"FORMAT_{number}": fmt for number, fmt in enumerate(padded)},
+            **{f"LANES_{number}": LANES.get(fmt, 1) for number, fmt in enumerate(padded)},
+        }
+
+    @property
+    def units(self) -> dict[str, float]:
+        return {f"UNIT_{number}": UNITS.get(fmt, 1.0) for number, fmt in enumerate((*self.formats, "", "")[:3])}
+
+
+@lru_cache
+def layout(formats: str, block: int, group: int, heads: int, head_dim: int, entries: int) -> Layout:
+    """formats: of the types T, E and R, with spaces between; entries: NB, a third of which each type may hold."""
+    of_type = formats.split()
+    distinct = tuple(dict.fromkeys(of_type))
+    number = tuple(distinct.index(fmt) for fmt in of_type)
+    rooms = [entries // 3 * number.count(n) for n in range(len(distinct))]
+    firsts = [sum(rooms[:n]) for n in range(len(distinct))]
+    sizes = [
+        triton.cdiv(room * heads * record_bytes(fmt, block, group, head_dim), LINE) * LINE // WORD
+        for room, fmt in zip(rooms, distinct, strict=True)
+    ]
+    base = tuple(sum(sizes[:n]) for n in range(len(distinct)))
+    return Layout(
+        distinct, number, tuple(firsts[n] for n in number), tuple(rooms[n] for n in number),
+        (*base, 0, 0)[:3], sum(sizes),
+    )
+
+
+def record_bytes(fmt: str, block: int, group: int, head_dim: int) -> int:
+    """What one KV head of one block takes: per slot the codes of key and value, each in whole words, and but for fp8 a
+    byte per scale of the value; the whole in words."""
+    codes = WORD * triton.cdiv(head_dim, WORD * LANES[fmt])
+    scales = 0 if fmt == "fp8" else triton.cdiv(head_dim, group)
+    return 2 * block * codes + triton.cdiv(block * scales, WORD) * WORD
+
+
+def scale_bytes(head_dim: int) -> int:
+    """What the scales of one KV head's keys take, in whole words."""
+    return triton.cdiv(head_dim, WORD) * WORD
+
+
+def _new_blocks(group: int, block: int) -> int:
+    """How many blocks one flush may open."""
+    return triton.cdiv(group, block)
+
+
+def _chunk(total: int) -> int:
+    """Entries or slots at a time. In the interpreter tables are cut into several chunks, so that what happens between
+    them is tested."""
+    return 32 if INTERPRETED else min(1024, max(128, triton.next_power_of_2(total)))
+
+
+@torch.library.custom_op(
+    "kvtwin::thinkv_paged_append", mutates_args=("buffer_key", "buffer_value", "positions", "buffered", "overflow")
+)
+def append(
+    key: Tensor, value: Tensor, new_positions: Tensor, buffer_key: Tensor, buffer_value: Tensor, positions: Tensor,
+    buffered: Tensor, overflow: Tensor,
+) -> None:
+    """See `PagedCache.append`."""
+    batch, heads, group, head_dim = buffer_key.shape
+    slots = positions.shape[1]
+    d_pad = padded_head_dim(head_dim)
+    with on_device_of(key):
+        append_kernel[(batch,)](
+            key, value, new_positions, buffer_key, buffer_value, positions, buffered, overflow,
+            heads, slots, slots - group, *key.stride(), *value.stride(), new_positions.stride(0),
+            GROUP=group, HEAD_DIM=head_dim, D_PAD=d_pad, HEADS=min(triton.next_power_of_2(heads), 2048 // d_pad),
+            num_warps=4,
+        )
+
+
+@append.register_fake
+def _(
+    key: Tensor, value: Tensor, new_positions: Tensor, buffer_key: Tensor, buffer_value: Tensor, positions: Tensor,
+    buffered: Tensor, overflow: Tensor,
+) -> None:
+    return None
+
+
+@torch.library.custom_op(
+    "kvtwin::thinkv_paged_flush",
+    mutates_args=(
+        "pool", "key_scales", "chunk_scales", "positions", "segments", "evicted", "slot_groups", "block_thoughts",
+        "physical", "order", "used", "group_tokens", "starts", "counts", "buffered", "overflow",
+    ),
+)
+def flush(
+    rows: Tensor, thought: Tensor, segment: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor,
+    buffer_key: Tensor, buffer_value: Tensor, positions: Tensor, segments: Tensor, evicted: Tensor,
+    slot_groups: Tensor, block_thoughts: Tensor, physical: Tensor, order: Tensor, used: Tensor, group_tokens: Tensor,
+    starts: Tensor, counts: Tensor, buffered: Tensor, overflow: Tensor, formats: str, block: int,
+) -> None:
+    """See `PagedCache.flush`."""
+    batch, heads, group, head_dim = buffer_key.shape
+    slots, entries, groups = positions.shape[1], block_thoughts.shape[1], group_tokens.shape[1]
+    plan_of = layout(formats, block, group, heads, head_dim, entries)
+    new = _new_blocks(group, block)
+    plan = torch.empty(batch, 3 + group + 2 * new, dtype=torch.int32, device=pool.device)
+    tokens = triton.next_power_of_2(group)
+    with on_device_of(pool):
+        assign_kernel[(batch,)](
+            rows, thought, segment, positions, segments, evicted, slot_groups, block_thoughts, physical, order, used,
+            group_tokens, starts, counts, buffered, overflow, plan,
+            slots, entries, groups, starts.shape[1], rows.stride(0), thought.stride(0), segment.stride(0),
+            *plan_of.first, *plan_of.room,
+            **plan_of.types, GROUP=group, BLOCK=block, NEW=new, TOKENS=tokens, BLOCKS=triton.next_power_of_2(new),
+            CHUNK=_chunk(entries), num_warps=4,
+        )
+        store_kernel[(batch * heads,)](
+            buffer_key, buffer_value, pool, pool.view(torch.uint8), key_scales.view(torch.uint8), chunk_scales,
+            physical, plan, heads, entries, groups, plan_of.row_words, *plan_of.base,
+            **{name: value for name, value in plan_of.constants.items() if not name.startswith("OF_")},
+            GROUP=group, NEW=new, BLOCK=block, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=tokens,
+            num_warps=4,
+        )
+
+
+@flush.register_fake
+def _(
+    rows: Tensor, thought: Tensor, segment: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor,
+    buffer_key: Tensor, buffer_value: Tensor, positions: Tensor, segments: Tensor, evicted: Tensor,
+    slot_groups: Tensor, block_thoughts: Tensor, physical: Tensor, order: Tensor, used: Tensor, group_tokens: Tensor,
+    starts: Tensor, counts: Tensor, buffered: Tensor, overflow: Tensor, formats: str, block: int,
+) -> None:
+    return None
+
+
+@torch.library.custom_op(
+    "kvtwin::thinkv_paged_evict",
+    mutates_args=(
+        "positions", "segments", "evicted", "slot_groups", "block_thoughts", "physical", "order", "used",
+        "group_tokens", "counts",
+    ),
+)
+def evict(
+    tokens: Tensor, positions: Tensor, segments: Tensor, evicted: Tensor, slot_groups: Tensor, block_thoughts: Tensor,
+    physical: Tensor, order: Tensor, used: Tensor, group_tokens: Tensor, counts: Tensor, formats: str, block: int,
+) -> None:
+    """See `PagedCache.evict`. Formats count here by how many there are, not by what they are."""
+    batch, slots = positions.shape
+    entries = block_thoughts.shape[1]
+    plan_of = layout(formats, block, 1, 1, 1, entries)
+    block_pad = triton.next_power_of_2(block)
+    with on_device_of(positions):
+        evict_kernel[(batch,)](
+            tokens, positions, segments, evicted, slot_groups, block_thoughts, physical, order, used, group_tokens,
+            counts, slots, entries, group_tokens.shape[1], *tokens.stride(), *plan_of.first,
+            **plan_of.types, BLOCK=block, BLOCK_PAD=block_pad,
+            ENTRIES=max(1, (128 if INTERPRETED else 2048) // block_pad), CHUNK=_chunk(entries), num_warps=4,
+        )
+
+
+@evict.register_fake
+def _(
+    tokens: Tensor, positions: Tensor, segments: Tensor, evicted: Tensor, slot_groups: Tensor, block_thoughts: Tensor,
+    physical: Tensor, order: Tensor, used: Tensor, group_tokens: Tensor, counts: Tensor, formats: str, block: int,
+) -> None:
+    return None
+
+
+@torch.library.custom_op("kvtwin::thinkv_paged_read", mutates_args=())
+def read(
+    pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
+    positions: Tensor, slot_groups: Tensor, block_thoughts: Tensor, physical: Tensor, formats: str, block: int,
+    what: int,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values by slot [B, Hkv, S, D], 0 where there is no token: NUMBERS, or of quantized ones CODES (uint8) or
+    SCALES."""
+    batch, heads, group, head_dim = buffer_key.shape
+    slots, entries = positions.shape[1], block_thoughts.shape[1]
+    plan_of = layout(formats, block, group, heads, head_dim, entries)
+    keys, values = _shown(positions, buffer_key, what), _shown(positions, buffer_key, what)
+    tile = 64 if INTERPRETED else 32
+    tiles = triton.cdiv(slots, tile)
+    with on_device_of(pool):
+        read_kernel[(batch * heads * tiles,)](
+            keys, values, pool, pool.view(torch.uint8), key_scales.view(torch.uint8), chunk_scales, buffer_key,
+            buffer_value, positions, slot_groups, block_thoughts, physical,
+            heads, slots, entries, key_scales.shape[1], tiles,
+            plan_of.row_words, *plan_of.base, WHAT=what, **plan_of.constants,
+            GROUP=group, BLOCK=block, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), SLOTS=tile, num_warps=4,
+        )
+    return keys, values
+
+
+@read.register_fake
+def _(
+    pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
+    positions: Tensor, slot_groups: Tensor, block_thoughts: Tensor, physical: Tensor, formats: str, block: int,
+    what: int,
+) -> tuple[Tensor, Tensor]:
+    return _shown(positions, buffer_key, what), _shown(positions, buffer_key, what)
+
+
+def _shown(positions: Tensor, buffer: Tensor, what: int) -> Tensor:
+    batch, heads, _, head_dim = buffer.shape
+    dtype = torch.uint8 if what == CODES else torch.float32
+    return torch.empty(batch, heads, positions.shape[1], head_dim, dtype=dtype, device=buffer.device)
+
+
+# Attention -----------------------------------------------------------------------------------------------------------
+
+
+def _tile(block: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Slots per tile: whole blocks; of them as many as are 32 KB of float16. In float32, which tensor cores do not
+    multiply exactly, operands are in registers, and tiles must be small."""
+    wanted = 16 if INTERPRETED or dtype == torch.float32 else min(128, max(16, 16384 // padded_head_dim(head_dim)))
+    return max(wanted, triton.next_power_of_2(block))
+
+
+def _splits(rows: int, tiles: int, device: torch.device) -> int:
+    """How many programs share a (row, KV head): see `_launch.split_slots`, of which this is the rule."""
+    if INTERPRETED:
+        wanted = 2
+    elif rows >= RESIDENT // 2 * multiprocessors(device):
+        wanted = triton.cdiv(PROGRAMS * multiprocessors(device), rows)
+    else:
+        wanted = RESIDENT * multiprocessors(device) // rows
+    return max(1, min(wanted, tiles, MAX_SPLITS))
+
+
+@torch.library.custom_op("kvtwin::thinkv_paged_attention", mutates_args=("arrivals",))
+def attend(
+    query: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
+    slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, arrivals: Tensor,
+    formats: str, block: int, scale: float, threshold: float,
+) -> tuple[Tensor, Tensor]:
+    """See `decode_attention`. arrivals [B] int32, 0 between calls. Returns output and sparsity."""
+    batch, query_heads, head_dim = query.shape
+    _, heads, group, _ = buffer_key.shape
+    slots, entries = slot_groups.shape[1], physical.shape[1]
+    plan_of = layout(formats, block, group, heads, head_dim, entries)
+    tile = _tile(block, head_dim, query.dtype)
+    flats, group_heads = batch * heads, query_heads // heads
+    # A third of the entries is what one thought type alone may come to, which is the most that lives at a time.
+    splits = _splits(flats, triton.cdiv(entries // 3, tile // block), query.device)
+    count = batch * query_heads * splits
+
+    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=query.device)
+
+    logits, partial = scratch(flats, padded_slots(slots), group_heads), scratch(count, head_dim)
+    tops, weight_sums, below = scratch(count), scratch(count), scratch(flats, dtype=torch.int32)
+    output, sparsity = _attended(query)
+    d_pad = padded_head_dim(head_dim)
+    with on_device_of(query):
+        attend_kernel[(flats * splits,)](
+            query, pool, pool.view(torch.uint8), key_scales, chunk_scales, buffer_key, buffer_value, slot_groups,
+            physical, order, counts, buffered, logits, partial, tops, weight_sums,
+            scale * LOG2_E.value, heads, slots, entries, key_scales.shape[1], splits, plan_of.row_words,
+            *plan_of.base, *query.stride(), **plan_of.constants, **plan_of.units,
+            GROUP_HEADS=group_heads, GROUP=group, BLOCK=block, HEAD_DIM=head_dim, D_PAD=d_pad, ROWS=GROUP_ROWS,
+            TILE=tile, TOKENS=max(16, triton.next_power_of_2(group)), num_warps=4, num_stages=2,
+        )
+        finish_kernel[(flats,)](
+            logits, partial, tops, weight_sums, counts, buffered, output, below, sparsity, arrivals,
+            math.log2(threshold), heads, slots, splits,
+            GROUP_HEADS=group_heads, GROUP_PAD=triton.next_power_of_2(group_heads), BLOCK=block, HEAD_DIM=head_dim,
+            D_PAD=d_pad, SPLITS=8 if splits <= 8 else MAX_SPLITS, CHUNK=64 if INTERPRETED else 512, num_warps=4,
+        )
+    return output, sparsity
+
+
+@attend.register_fake
+def _(
+    query: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
+    slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, arrivals: Tensor,
+    formats: str, block: int, scale: float, threshold: float,
+) -> tuple[Tensor, Tensor]:
+    return _attended(query)
+
+
+def _attended(query: Tensor) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty(query.shape, dtype=query.dtype, device=query.device),
+        torch.empty(query.shape[0], dtype=torch.float32, device=query.device),
+    )

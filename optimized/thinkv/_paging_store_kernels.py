@@ -1,0 +1,116 @@
+"""Kernels that store a flush: a buffer quantized and packed. What lies where: see `_paging_layout.py`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._keydiff_kernels import float32
+from ._formats_kernels import decode_scale, encode, fp8_scale, magnitude, scale_code
+from ._paging_layout import fields, record_at, scale_byte
+
+
+@triton.jit
+def _store_codes(
+    at, codes, there, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr
+):
+    """codes [TOKENS, D_PAD] of tokens `there` as words, from `at` [TOKENS] on."""
+    PER: tl.constexpr = 4 * LANES
+    SIGN: tl.constexpr = 8 // LANES - 1
+    magnitude_at, sign_at = fields(tl.arange(0, D_PAD), LANES)
+    parts = (codes & ((1 << SIGN) - 1)) << magnitude_at[None, :]
+    parts |= (codes >> SIGN) << sign_at[None, :]
+    word = tl.sum(tl.reshape(parts, (TOKENS, D_PAD // PER, PER)), 2)               # bits apart: a sum is their union
+    n = tl.arange(0, D_PAD // PER)
+    tl.store(at[:, None] + n[None, :], word, mask=there[:, None] & (n * PER < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def _store_quantized(
+    k, v, words, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads, groups, row_words, base,
+    FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D_PAD: tl.constexpr, TOKENS: tl.constexpr,
+):
+    """Keys and values [TOKENS, D_PAD] float32 of one KV head, quantized as one group into the slots of the plan."""
+    i, d = tl.arange(0, TOKENS), tl.arange(0, D_PAD)
+    there = i < count
+    slot = tl.load(plan + 3 + i, mask=there, other=0)
+    WIDTH: tl.constexpr = (HEAD_DIM + 4 * LANES - 1) // (4 * LANES)
+    PER_TOKEN: tl.constexpr = 0 if FORMAT == "fp8" else (HEAD_DIM + GROUP - 1) // GROUP
+    RECORD: tl.constexpr = BLOCK * 2 * WIDTH + (BLOCK * PER_TOKEN + 3) // 4
+    record = record_at(b, tl.load(physical + slot // BLOCK, mask=there, other=0), h, row_words, base, heads, RECORD)
+    place = slot % BLOCK
+    scales_at = (b * groups + group) * heads + h
+    if FORMAT == "fp8":
+        key_scale = fp8_scale(tl.max(tl.max(magnitude(k), 1), 0))
+        value_scale = fp8_scale(tl.max(tl.max(magnitude(v), 1), 0))
+        tl.store(chunk_scales + scales_at * 2, key_scale)
+        tl.store(chunk_scales + scales_at * 2 + 1, value_scale)
+        key_codes, value_codes = encode(k, key_scale, FORMAT), encode(v, value_scale, FORMAT)
+    else:
+        code = scale_code(tl.max(magnitude(k), 0), FORMAT)
+        tl.store(
+            key_scales + scales_at * ((HEAD_DIM + 3) // 4 * 4) + scale_byte(d), code.to(tl.uint8), mask=d < HEAD_DIM
+        )
+        key_codes = encode(k, decode_scale(code)[None, :], FORMAT)
+        size = magnitude(v)
+        value_scale = tl.zeros([TOKENS, D_PAD], tl.float32)
+        scale_at = pool + (record + 2 * BLOCK * WIDTH) * 4 + place * PER_TOKEN
+        for n in range(PER_TOKEN):
+            mine = (d // GROUP == n)[None, :]
+            value_code = scale_code(tl.max(tl.where(mine, size, 0.0), 1), FORMAT)
+            tl.store(scale_at + n, value_code.to(tl.uint8), mask=there)
+            value_scale = tl.where(mine, decode_scale(value_code)[:, None], value_scale)
+        value_codes = encode(v, value_scale, FORMAT)
+    _store_codes(words + record + place * WIDTH, key_codes, there, HEAD_DIM, D_PAD, LANES, TOKENS)
+    _store_codes(words + record + (BLOCK + place) * WIDTH, value_codes, there, HEAD_DIM, D_PAD, LANES, TOKENS)
+
+
+@triton.jit
+def _store_if(
+    wanted, k, v, words, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads, groups, row_words,
+    base, FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D_PAD: tl.constexpr, TOKENS: tl.constexpr,
+):
+    if wanted:
+        _store_quantized(
+            k, v, words, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads, groups, row_words,
+            base, FORMAT, LANES, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
+        )
+
+
+@triton.jit(do_not_specialize=["heads", "entries", "groups"])
+def store_kernel(
+    buffer_key, buffer_value, words, pool, key_scales, chunk_scales, physical, plan,
+    heads, entries, groups, row_words, base_0, base_1, base_2,
+    FORMAT_0: tl.constexpr, FORMAT_1: tl.constexpr, FORMAT_2: tl.constexpr,
+    LANES_0: tl.constexpr, LANES_1: tl.constexpr, LANES_2: tl.constexpr,
+    GROUP: tl.constexpr, NEW: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """What `assign_kernel` planned for a (row, KV head): its buffer, quantized."""
+    b, h = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
+    plan += b * (3 + GROUP + 2 * NEW)
+    count = tl.load(plan)
+    if count > 0:
+        number, group = tl.load(plan + 1), tl.load(plan + 2)
+        i, d = tl.arange(0, TOKENS), tl.arange(0, D_PAD)
+        at = ((b * heads + h) * GROUP + i[:, None]) * HEAD_DIM + d[None, :]
+        mask = (i < count)[:, None] & (d < HEAD_DIM)[None, :]
+        k = float32(tl.load(buffer_key + at, mask=mask, other=0.0))
+        v = float32(tl.load(buffer_value + at, mask=mask, other=0.0))
+        physical += b * entries
+        _store_if(
+            number == 0, k, v, words, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads,
+            groups, row_words, base_0, FORMAT_0, LANES_0, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
+        )
+        if FORMAT_1 != "":
+            _store_if(
+                number == 1, k, v, words, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads,
+                groups, row_words, base_1, FORMAT_1, LANES_1, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
+            )
+        if FORMAT_2 != "":
+            _store_if(
+                number == 2, k, v, words, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads,
+                groups, row_words, base_2, FORMAT_2, LANES_2, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
+            )

@@ -1,0 +1,171 @@
+"""The sparsity of a decode step's attention, without the attention matrix: logits are made twice.
+
+The first kernel leaves each split's maxima and sums, the second counts. Device functions below serve any kernel that
+has logits and their denominators at hand. Logits and what follows are in base 2; `flat` is the number of a (row of the
+batch, KV head). Scratch is contiguous: maxima and sums [flats * GROUP, splits], counts [flats, splits, 2].
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._keydiff_kernels import float32
+from .._numerics import dot, finite_or_zero, log2_or_minus_inf
+
+
+@triton.jit
+def denominators(tops, weight_sums, flat, splits, GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr):
+    """Of a KV head's softmaxes: the maxima, and log2 of the sums of what the maxima were subtracted from, [ROWS].
+
+    Rows beyond GROUP, and rows without tokens, have 0 and -inf.
+    """
+    g = tl.arange(0, ROWS)
+    i = tl.arange(0, SPLITS)
+    part = (flat * GROUP + g)[:, None] * splits + i[None, :]
+    there = (g < GROUP)[:, None] & (i < splits)[None, :]
+    split_top = tl.load(tops + part, mask=there, other=float("-inf"), cache_modifier=".cg")
+    split_sum = tl.load(weight_sums + part, mask=there, other=0.0, cache_modifier=".cg")
+    top = finite_or_zero(tl.max(split_top, 1))
+    return top, log2_or_minus_inf(tl.sum(split_sum * tl.exp2(split_top - top[:, None]), 1))
+
+
+@triton.jit
+def pooled_cut(log_total, log_threshold, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """log2 of threshold * the largest weight of a group: its heads' largest weights are 1 / their denominators."""
+    real = tl.arange(0, ROWS) < GROUP
+    return tl.max(tl.where(real, -log_total, float("-inf")), 0) + log_threshold
+
+
+@triton.jit
+def passed_over(logit, top, log_total, cut, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Which tokens' weights, the largest of the group's, lie below the cut: logit [ROWS, BLOCK] -> [BLOCK]."""
+    real = tl.arange(0, ROWS) < GROUP
+    # The denominator's two parts leave one by one, so that no digits of a large maximum are lost.
+    weight = (logit - top[:, None]) - log_total[:, None]
+    return tl.max(tl.where(real[:, None], weight, float("-inf")), 0) < cut
+
+
+@triton.jit
+def thought_of(sparsity, low, high):
+    """The thought type of a sparsity; NaN is execution."""
+    return tl.where(sparsity >= high, 0, tl.where(sparsity >= low, 2, 1)).to(tl.int64)
+
+
+@triton.jit
+def _load_query(
+    query, b, k_head, query_b, query_h, query_d,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
+):
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    return tl.load(
+        query + b * query_b + (k_head * GROUP + row)[:, None] * query_h + d[None, :] * query_d,
+        mask=(row < GROUP)[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
+    )
+
+
+@triton.jit
+def _tile_logits(
+    q, key, occupied, start, end, scale, key_s, key_d, occupied_s,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Logits [ROWS, BLOCK] of a tile, -inf where no token is, and where one is. Free slots are not read."""
+    s = start + tl.arange(0, BLOCK)
+    s64 = s.to(tl.int64)
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    holds = tl.load(occupied + s64 * occupied_s, mask=s < end, other=0) != 0
+    mask = holds[:, None]
+    if HEAD_DIM != D_PAD:
+        mask = mask & (d < HEAD_DIM)[None, :]
+    k = tl.load(key + s64[:, None] * key_s + d[None, :] * key_d, mask=mask, other=0.0)
+    return tl.where(holds[None, :], dot(q, tl.trans(k)) * scale, float("-inf")), holds
+
+
+_SIZES = [
+    "slots", "split_size", "splits", "heads", "query_b", "query_h", "key_b", "key_h", "key_s", "occupied_b",
+    "occupied_s",
+]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def denominators_kernel(
+    query, key, occupied, tops, weight_sums, scale, slots, split_size, splits, heads,
+    query_b, query_h, query_d, key_b, key_h, key_s, key_d, occupied_b, occupied_s,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Program (split, flat): the softmaxes' maxima and sums of one share of the slots. Strides of keys by UNIT."""
+    split = tl.program_id(0) % splits
+    flat = (tl.program_id(0) // splits).to(tl.int64)
+    b, k_head = flat // heads, flat % heads
+    q = _load_query(query, b, k_head, query_b, query_h, query_d, GROUP, HEAD_DIM, D_PAD, ROWS)
+    key += (b * key_b + k_head * key_h) * UNIT
+    occupied += b * occupied_b
+    end = tl.minimum(split * split_size + split_size, slots)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([ROWS], tl.float32)
+    for start in range(split * split_size, end, BLOCK):
+        logit, _ = _tile_logits(
+            q, key, occupied, start, end, scale, key_s * UNIT, key_d, occupied_s, HEAD_DIM, D_PAD, BLOCK
+        )
+        new_top = tl.maximum(top, tl.max(logit, 1))
+        shift = finite_or_zero(new_top)
+        weight_sum = weight_sum * tl.exp2(top - shift) + tl.sum(tl.exp2(logit - shift[:, None]), 1)
+        top = new_top
+    row = tl.arange(0, ROWS)
+    part = (flat * GROUP + row) * splits + split
+    tl.store(tops + part, top, mask=row < GROUP)
+    tl.store(weight_sums + part, weight_sum, mask=row < GROUP)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def count_kernel(
+    query, key, occupied, tops, weight_sums, counts, scale, log_threshold, slots, split_size, splits, heads,
+    query_b, query_h, query_d, key_b, key_h, key_s, key_d, occupied_b, occupied_s,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, SPLITS: tl.constexpr,
+):
+    """Program (split, flat): how many tokens of a share of the slots are looked past, and how many there are."""
+    split = tl.program_id(0) % splits
+    flat = (tl.program_id(0) // splits).to(tl.int64)
+    b, k_head = flat // heads, flat % heads
+    q = _load_query(query, b, k_head, query_b, query_h, query_d, GROUP, HEAD_DIM, D_PAD, ROWS)
+    key += (b * key_b + k_head * key_h) * UNIT
+    occupied += b * occupied_b
+    end = tl.minimum(split * split_size + split_size, slots)
+    top, log_total = denominators(tops, weight_sums, flat, splits, GROUP, ROWS, SPLITS)
+    cut = pooled_cut(log_total, log_threshold, GROUP, ROWS)
+    below = tl.zeros([BLOCK], tl.int32)
+    held = tl.zeros([BLOCK], tl.int32)
+    for start in range(split * split_size, end, BLOCK):
+        logit, holds = _tile_logits(
+            q, key, occupied, start, end, scale, key_s * UNIT, key_d, occupied_s, HEAD_DIM, D_PAD, BLOCK
+        )
+        below += (passed_over(logit, top, log_total, cut, GROUP, ROWS) & holds).to(tl.int32)
+        held += holds.to(tl.int32)
+    at = counts + (flat * splits + split) * 2
+    tl.store(at, tl.sum(below, 0))
+    tl.store(at + 1, tl.sum(held, 0))
+
+
+@triton.jit(do_not_specialize=["parts"])
+def share_kernel(counts, sparsity, parts, BLOCK: tl.constexpr):
+    """Program b: the mean over KV heads, which all hold the same tokens, is the share of all of their tokens."""
+    b = tl.program_id(0).to(tl.int64)
+    below = tl.zeros([BLOCK], tl.int64)
+    held = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, parts, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        at = counts + (b * parts + i) * 2
+        below += tl.load(at, mask=i < parts, other=0)
+        held += tl.load(at + 1, mask=i < parts, other=0)
+    tokens = tl.maximum(tl.sum(held, 0), 1).to(tl.float32)
+    tl.store(sparsity + b, tl.div_rn(tl.sum(below, 0).to(tl.float32), tokens))
+
+
+@triton.jit(do_not_specialize=["count"])
+def classify_kernel(sparsity, thought, low, high, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    share = float32(tl.load(sparsity + i, mask=i < count, other=0.0))
+    tl.store(thought + i, thought_of(share, low, high), mask=i < count)

@@ -1,0 +1,172 @@
+"""ThinKV's eviction on the GPU: how many tokens past segments keep, and which of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from ...reference.thinkv.contract import AnnealResult, RepresentativesResult
+from ...reference.thinkv.contract_thoughts import check_anneal, check_segment, check_segments
+from .._launch import INTERPRETED, check_launchable, on_device_of, stride_unit
+from ._eviction_kernels import anneal_kernel, representatives_kernel
+
+__all__ = ["anneal", "segment_representatives", "select_representatives"]
+
+#: Rounds of k-means.
+ITERATIONS = 10
+#: The longest segment: its Gram matrix stays in registers.
+MAX_TOKENS = 128
+#: Clusters that there is room for if there need not be more.
+FEW_CLUSTERS = 64
+
+
+def anneal(
+    size: Tensor, level: Tensor, thought: Tensor, current: Tensor, trajectory_change: Tensor, *,
+    live: Tensor, budget: int, retention: Sequence[int],
+) -> AnnealResult:
+    """How many tokens each segment keeps (ThinKV definition 3, section 3.3.2).
+
+    size, level, thought [B, M] int64, oldest segment first; current, live [B] int64; trajectory_change [B] bool.
+    Semantics, to the letter: `kvtwin.reference.thinkv.anneal`. Nothing returns to the host.
+    TypeError, ValueError for bad arguments, and for CPU tensors outside Triton's interpreter.
+    """
+    retention = check_anneal(size, level, thought, current, trajectory_change, live, budget, retention)
+    check_launchable(size=size)
+    return AnnealResult(*_anneal(size, level, thought, current, trajectory_change, live, budget, list(retention)))
+
+
+def select_representatives(key_segment: Tensor, keep: int) -> RepresentativesResult:
+    """The tokens of a segment that stand for the others, by k-means on their keys (ThinKV section 3.3.2, D.4).
+
+    key_segment [Hkv, L, D], or [L, F], any strides, float32, float16 or bfloat16; up to 128 tokens. Keeps exactly
+    min(keep, L) of them. Semantics: `kvtwin.reference.thinkv.select_representatives`.
+    TypeError, ValueError for bad arguments, inputs that require grad, and CPU tensors outside Triton's interpreter.
+    """
+    size = check_segment(key_segment, keep).shape[0]
+    check_launchable(key_segment=key_segment)
+    _check_tokens("key_segment", size)
+    return RepresentativesResult(*_select(key_segment if key_segment.dim() == 3 else key_segment[None], keep))
+
+
+def segment_representatives(key: Tensor, slots: Tensor, keep: Tensor, *, most: int | None = None) -> Tensor:
+    """`select_representatives` of many segments of a cache: which of their tokens stay, [B, M, L] bool.
+
+    key [B, Hkv, S, D], float32, float16 or bfloat16; slots [B, M, L] int64, L up to 128; keep [B, M] int64; any
+    strides. `most`, the largest keep of a segment that shrinks, sizes the work. Semantics:
+    `kvtwin.reference.thinkv.segment_representatives`. Nothing returns to the host.
+    TypeError, ValueError for bad arguments, inputs that require grad, and CPU tensors outside Triton's interpreter.
+    """
+    most = check_segments(key, slots, keep, most)
+    check_launchable(key=key)
+    _check_tokens("slots", slots.shape[-1])
+    result: Tensor = _representatives(key, slots, keep, most)
+    return result
+
+
+def _check_tokens(name: str, tokens: int) -> None:
+    if tokens > MAX_TOKENS:
+        raise ValueError(f"{name} must have at most {MAX_TOKENS} tokens per segment, got L = {tokens}")
+
+
+# Operations ----------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("kvtwin::thinkv_anneal", mutates_args=())
+def _anneal(
+    size: Tensor, level: Tensor, thought: Tensor, current: Tensor, trajectory_change: Tensor, live: Tensor,
+    budget: int, retention: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, segments = size.shape
+    new_size, new_level, over_budget = _annealed(size)
+    # One constant; what exceeds 32 bits limits no segment.
+    packed = sum(min(keep, 2**32 - 1) << 32 * number for number, keep in enumerate(retention))
+    with on_device_of(size):
+        anneal_kernel[(batch,)](
+            size, level, thought, current, trajectory_change, live, new_size, new_level, over_budget, segments, budget,
+            *size.stride(), *level.stride(), *thought.stride(), *current.stride(), *trajectory_change.stride(),
+            *live.stride(), RETENTION=packed, LEVELS=len(retention),
+            SEGMENTS=max(16, triton.next_power_of_2(segments)), num_warps=1 if segments <= 64 else 4,
+        )
+    return new_size, new_level, over_budget
+
+
+@_anneal.register_fake
+def _(
+    size: Tensor, level: Tensor, thought: Tensor, current: Tensor, trajectory_change: Tensor, live: Tensor,
+    budget: int, retention: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _annealed(size)
+
+
+def _annealed(size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for an AnnealResult."""
+    return size.new_empty(size.shape), size.new_empty(size.shape), size.new_empty(size.shape[:1], dtype=torch.bool)
+
+
+@torch.library.custom_op("kvtwin::thinkv_select", mutates_args=())
+def _select(key_segment: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """Indices and assignments of one segment [Hkv, L, D]."""
+    size, device = key_segment.shape[1], key_segment.device
+    every = torch.arange(size, device=device)
+    if keep >= size:
+        return every, every.repeat(ITERATIONS, 1)
+    indices = torch.empty(keep, dtype=torch.int64, device=device)
+    assignments = torch.empty(ITERATIONS, size, dtype=torch.int64, device=device)
+    counts = torch.full((1, 1), keep, dtype=torch.int64, device=device)
+    # One layout and one type: what many segments are shrunk by is made for speed, this for inspection.
+    _launch(key_segment.float().contiguous()[None], every[None, None], counts, keep, indices, assignments)
+    return indices, assignments
+
+
+@_select.register_fake
+def _(key_segment: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    size = key_segment.shape[1]
+    return (
+        key_segment.new_empty(min(keep, size), dtype=torch.int64),
+        key_segment.new_empty((ITERATIONS, size), dtype=torch.int64),
+    )
+
+
+@torch.library.custom_op("kvtwin::thinkv_representatives", mutates_args=())
+def _representatives(key: Tensor, slots: Tensor, keep: Tensor, most: int) -> Tensor:
+    return _launch(key, slots, keep, most)
+
+
+@_representatives.register_fake
+def _(key: Tensor, slots: Tensor, keep: Tensor, most: int) -> Tensor:
+    return slots.new_empty(slots.shape, dtype=torch.bool)
+
+
+def _launch(
+    key: Tensor, slots: Tensor, keep: Tensor, most: int, indices: Tensor | None = None,
+    assignments: Tensor | None = None,
+) -> Tensor:
+    """k-means of every segment; of the only one there is, the indices and assignments as well."""
+    batch, segments, length = slots.shape
+    stays = torch.empty(slots.shape, dtype=torch.bool, device=slots.device)
+    head_dim = key.shape[3]
+    unit = stride_unit(key) if head_dim % 8 == 0 else 1
+    with on_device_of(key):
+        representatives_kernel[(batch * segments,)](
+            key, slots, keep, stays, stays if indices is None else indices,
+            stays if assignments is None else assignments, key.shape[1], head_dim // unit, segments, length, most,
+            *(stride // unit for stride in key.stride()[:3]), key.stride(3), *slots.stride(), *keep.stride(),
+            CHANNELS=min(64, max(16, triton.next_power_of_2(head_dim))), ITERATIONS=ITERATIONS, UNIT=unit,
+            RECORD=indices is not None, **tile(length, most),
+        )
+    return stays
+
+
+def tile(tokens: int, most: int) -> dict[str, int]:
+    """How a program lays out segments of up to so many tokens that keep at most so many: launch options.
+
+    The same for nearly all, so that kernels which read keys from different places choose alike to the bit, and few are
+    compiled. In the interpreter, which adds up in one order anyway, tiles are as small as they can be.
+    """
+    if INTERPRETED:
+        room = max(16, triton.next_power_of_2(tokens))
+        return {"TOKENS": room, "CLUSTERS": min(room, max(16, triton.next_power_of_2(most))), "num_warps": 8}
+    return {"TOKENS": MAX_TOKENS, "CLUSTERS": FEW_CLUSTERS if most <= FEW_CLUSTERS else MAX_TOKENS, "num_warps": 8}

@@ -1,0 +1,271 @@
+"""ThinKV's state on the GPU: a token is buffered, attended to, quantized with its thought, and past thoughts shrink.
+
+Twin of the reference's state, which says what happens when. Everything is allocated beforehand and updated in place;
+counters live on the device, so a captured step may be replayed as any step.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from ...reference.contract import (
+    capturing, check_prompt, check_reorder, check_step, resolve_device, resolve_scale, state_sizes,
+)
+from ...reference.thinkv.contract import ThinKVConfig, Thought
+from ...reference.thinkv.contract_state import check_room, check_thought
+from .._attention import causal_attention
+from .._launch import INTERPRETED, check_kernel_sizes, check_launchable, on_device_of
+from . import _paging_ops as ops
+from ._shrink_kernels import shrink_kernel
+from ._state_kernels import begin_kernel, settle_kernel
+from .eviction import ITERATIONS, MAX_TOKENS, anneal, tile
+from .paging import PagedCache, decode_attention
+
+__all__ = ["ThinKVConfig", "ThinKVState"]
+
+#: Programs that share a row's segments.
+PROGRAMS = 1 if INTERPRETED else 8
+
+
+class ThinKVState:
+    """The cache of `batch` sequences in one layer (ThinKV sections 3 and 4); attributes as in the reference.
+
+    float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head; config.tau up to 128. TypeError,
+    ValueError for anything else, and for CPU tensors outside Triton's interpreter.
+    """
+
+    def __init__(
+        self, config: ThinKVConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
+        dtype: torch.dtype, device: torch.device | str,
+    ) -> None:
+        if not isinstance(config, ThinKVConfig):
+            raise TypeError(f"config must be a ThinKVConfig, got {type(config).__name__}")
+        if config.tau > MAX_TOKENS:
+            raise ValueError(f"tau must be at most {MAX_TOKENS} here, got {config.tau}")
+        self.config = config
+        self.sizes = state_sizes(
+            batch=batch, query_heads=query_heads, key_value_heads=key_value_heads, slots=config.slots,
+            head_dim=head_dim,
+        )
+        check_kernel_sizes(self.sizes)
+        self.dtype, self.device = dtype, resolve_device(device)
+        self.scale = resolve_scale(config.scale, head_dim)
+        self.cache = PagedCache(
+            config, batch=batch, key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=self.device
+        )
+        by_segment = (batch, config.segments)
+        self.sparsity = self._buffer(batch, dtype=torch.float32)
+        self.over_budget, self._flushing, self._change, self._every = (
+            self._buffer(batch, dtype=torch.bool) for _ in range(4)
+        )
+        self.levels, self._thoughts, self._held = (self._buffer(*by_segment, dtype=torch.int64) for _ in range(3))
+        self._thought, self._segment, self._seen, self._decoded, self._live, self._position = (
+            self._buffer(batch, dtype=torch.int64) for _ in range(6)
+        )
+        self.reset()
+
+    @torch.inference_mode(False)  # else a state that was made in inference mode could not be used outside of it
+    def _buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.cache.release(self._every.fill_(True))
+        for tensor in (
+            self.sparsity, self.over_budget, self.levels, self._held, self._seen, self._decoded, self._live,
+        ):
+            tensor.zero_()
+        self._thought.fill_(int(Thought.REASONING))
+        self._thoughts.fill_(int(Thought.REASONING))
+        self._segment.fill_(-1)
+        self._counted = 0
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens that came in, padding included. Reads the device, which alone sees the replays of a graph."""
+        return int(self._seen[0])
+
+    @property
+    def positions(self) -> Tensor:
+        return self.cache.positions
+
+    @property
+    def occupied(self) -> Tensor:
+        return self.cache.occupied
+
+    @property
+    def segments(self) -> Tensor:
+        return self.cache.segments
+
+    @property
+    def key(self) -> Tensor:
+        return self.cache.dequantized()[0]
+
+    @property
+    def value(self) -> Tensor:
+        return self.cache.dequantized()[1]
+
+    @property
+    def thought(self) -> Tensor:
+        """Of the segment that is being written, [B] int64: see `Thought`. Assigning checks the values, and copies."""
+        return self._thought
+
+    @thought.setter
+    def thought(self, value: Tensor) -> None:
+        self._thought.copy_(check_thought(value, self._thought))
+
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
+        """The prompt: full causal attention in full precision, then its tokens are quantized and evicted by segments.
+
+        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, default all True.
+        Returns [B, Hq, T, D]; padding gives zeros. RuntimeError when the state already holds tokens; ValueError for
+        more than config.max_tokens of them.
+        """
+        total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        check_launchable(query=query, key=key, value=value)
+        if not capturing(self.device) and self.tokens_seen:
+            raise RuntimeError("prefill needs an empty state: call reset() first")
+        check_room(0, total, self.config.max_tokens)
+        if occupied is None:
+            occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
+        output = causal_attention(query, key, value, occupied, self.scale)
+        token = (~occupied).to(torch.uint8).sort(dim=1, stable=True).indices            # [B, T]: the tokens come first
+        count = occupied.sum(1)
+        index = token[:, None, :, None].expand(-1, self.sizes.key_value_heads, -1, self.sizes.head_dim)
+        key, value = key.gather(2, index), value.gather(2, index)
+        self._change.zero_()
+        for start in range(0, total, self.config.tau):
+            self._segment.add_((count > start).long())
+            end = min(start + self.config.tau, total)
+            for first in range(start, end, self.config.group):
+                for number in range(first, min(first + self.config.group, end)):
+                    self.cache.append(
+                        key[:, :, number], value[:, :, number], token[:, number].where(count > number, -1)
+                    )
+                self._count()
+                self.cache.flush(self.cache.buffered > 0, self._thought, self._segment)
+            self._evict()
+        self._seen.fill_(total)
+        self._counted = total
+        return output
+
+    def _count(self) -> None:
+        """The buffer's tokens are now the current segment's."""
+        waiting = self.cache.buffered
+        self._held.scatter_add_(1, self._segment[:, None].clamp_min(0), waiting[:, None])
+        self._live.add_(waiting)
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """One token: buffered, attended to together with the rest; then quantization and eviction as they are due.
+
+        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. ValueError where
+        config.max_tokens have been seen (by the host: what replays of a graph bring beyond is not taken in, see
+        cache.overflow). No host synchronisation.
+        """
+        check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        check_launchable(query=query, key=key, value=value)
+        check_room(self._counted, 1, self.config.max_tokens)
+        config = self.config
+        _begin(self._segment, self._seen, self._decoded, self._position, config.tau)
+        self.cache.append(key, value, self._position)
+        output, sparsity = decode_attention(query, self.cache, scale=self.scale)
+        self.sparsity.copy_(sparsity)
+        low, high = config.edges or (0.0, 0.0)
+        _settle(
+            self.sparsity, self._thought, self._thoughts, self._segment, self._seen, self._decoded,
+            self.cache.buffered, self._held, self._live, self._flushing, self._change, config.tau, config.group,
+            low, high, config.edges is not None,
+        )
+        self.cache.flush(self._flushing, self._thought, self._segment)
+        self._evict()
+        self._counted += 1
+        return output
+
+    def _evict(self) -> None:
+        """Every segment before the one being written shrinks to what definition 3 leaves it."""
+        config, cache = self.config, self.cache
+        plan = anneal(
+            self._held, self.levels, self._thoughts, self._segment, self._change, live=self._live,
+            budget=config.budget, retention=config.retention,
+        )
+        storage, tables = cache._storage, cache._tables
+        cache.evict(_shrink(
+            self._held, plan.size, self._thoughts, tables.segments, tables.positions, tables.slot_groups,
+            tables.physical, storage.pool, storage.key_scales, storage.chunk_scales, cache._formats, config.block,
+            config.group, config.tau, self.sizes.head_dim, min(config.retention[0], config.tau),
+        ))
+        self._live.sub_((self._held - plan.size).sum(1))
+        self._held.copy_(plan.size)
+        self.levels.copy_(plan.level)
+        self.over_budget.copy_(plan.over_budget)
+
+    def reorder(self, index: Tensor) -> None:
+        """Row b becomes what row index[b] was (beam search). index [B] int64."""
+        index = check_reorder(index, self.sizes.batch, self.device)
+        self.cache.reorder(index)
+        for tensor in (
+            self.sparsity, self.over_budget, self.levels, self._thought, self._thoughts, self._segment, self._held,
+            self._live, self._seen, self._decoded,
+        ):
+            tensor.copy_(tensor.index_select(0, index))
+
+
+# Operations ----------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("kvtwin::thinkv_begin", mutates_args=("segment", "positions"))
+def _begin(segment: Tensor, seen: Tensor, decoded: Tensor, positions: Tensor, tau: int) -> None:
+    with on_device_of(segment):
+        begin_kernel[(len(segment),)](segment, seen, decoded, positions, tau, num_warps=1)
+
+
+@torch.library.custom_op(
+    "kvtwin::thinkv_settle",
+    mutates_args=("thought", "thoughts", "seen", "decoded", "sizes", "live", "flush", "change"),
+)
+def _settle(
+    sparsity: Tensor, thought: Tensor, thoughts: Tensor, segment: Tensor, seen: Tensor, decoded: Tensor,
+    buffered: Tensor, sizes: Tensor, live: Tensor, flush: Tensor, change: Tensor, tau: int, group: int, low: float,
+    high: float, by_sparsity: bool,
+) -> None:
+    with on_device_of(segment):
+        settle_kernel[(len(segment),)](
+            sparsity, thought, thoughts, segment, seen, decoded, buffered, sizes, live, flush, change, tau, group,
+            sizes.shape[1], low, high, CLASSIFY=by_sparsity, num_warps=1,
+        )
+
+
+@torch.library.custom_op("kvtwin::thinkv_shrink", mutates_args=())
+def _shrink(
+    sizes: Tensor, planned: Tensor, thoughts: Tensor, segments: Tensor, positions: Tensor, slot_groups: Tensor,
+    physical: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, formats: str, block: int, group: int,
+    tau: int, head_dim: int, most: int,
+) -> Tensor:
+    """The slots [B, S] bool whose tokens leave. `most`: what a segment that shrinks keeps at the most."""
+    (batch, number), (slots, entries) = sizes.shape, (positions.shape[1], physical.shape[1])
+    groups, heads = key_scales.shape[1:3]
+    gone = torch.zeros(positions.shape, dtype=torch.bool, device=positions.device)
+    programs = min(PROGRAMS, number)
+    scratch = torch.empty(batch, programs, tau, dtype=torch.int64, device=positions.device)
+    layout = ops.layout(formats, block, group, heads, head_dim, entries)
+    with on_device_of(positions):
+        shrink_kernel[(batch, programs)](
+            gone, sizes, planned, thoughts, segments, positions, slot_groups, physical, pool,
+            key_scales.view(torch.uint8), chunk_scales,
+            scratch, heads, slots, entries, groups, number, tau, layout.row_words, *layout.base,
+            **layout.constants, GROUP=group, BLOCK=block, HEAD_DIM=head_dim,
+            CHANNELS=min(64, max(16, triton.next_power_of_2(head_dim))), ITERATIONS=ITERATIONS,
+            SLOTS=min(1024, max(16, triton.next_power_of_2(slots))), **tile(tau, most),
+        )
+    return gone
+
+
+@_shrink.register_fake
+def _(
+    sizes: Tensor, planned: Tensor, thoughts: Tensor, segments: Tensor, positions: Tensor, slot_groups: Tensor,
+    physical: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, formats: str, block: int, group: int,
+    tau: int, head_dim: int, most: int,
+) -> Tensor:
+    return positions.new_empty(positions.shape, dtype=torch.bool)

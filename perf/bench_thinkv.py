@@ -1,0 +1,191 @@
+"""ThinKV at the shapes of its specification: attention over the quantized paged cache, and what keeps the cache small.
+
+The peer is the fastest attention over as many tokens in bfloat16. 60 % of the tokens are reasoning, 30 % execution (4
+bits each), 10 % transition (2 bits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from kvtwin.conformance import bounds
+from kvtwin.conformance.cases import DecodeCase
+from kvtwin.conformance.compare import assert_same, assert_within
+from kvtwin.conformance.judges import thinkv_paging as judge
+from kvtwin.conformance.oracle import attend
+from kvtwin.optimized import thinkv
+from kvtwin.optimized.thinkv.eviction import segment_representatives
+from kvtwin.reference.thinkv.contract import ThinKVConfig, Thought
+from torch import Tensor
+
+from .peers import decode_peers
+
+pytestmark = pytest.mark.benchmark(group="thinkv")
+
+DEVICE = "cuda"
+DTYPE = torch.bfloat16
+ITEM = DTYPE.itemsize
+TAU = 128
+#: Of ten windows, these types: R, E and T.
+WINDOWS = "RRERRERETR"
+LETTERS = {"R": Thought.REASONING, "E": Thought.EXECUTION, "T": Thought.TRANSITION}
+
+
+class Shape(NamedTuple):
+    """B, Hq, Hkv, live tokens, D."""
+
+    batch: int = 256
+    query_heads: int = 32
+    key_value_heads: int = 8
+    tokens: int = 4096
+    head_dim: int = 128
+
+    def __str__(self) -> str:
+        return f"B{self.batch}-Hq{self.query_heads}-S{self.tokens}"
+
+    @property
+    def full_bytes(self) -> int:
+        """Keys and values in bfloat16, queries and output."""
+        cache = 2 * self.batch * self.key_value_heads * self.tokens * self.head_dim
+        return (cache + 2 * self.batch * self.query_heads * self.head_dim) * ITEM
+
+
+SHAPE = Shape()
+
+
+@pytest.fixture
+def draw() -> Callable[..., Tensor]:
+    generator = torch.Generator(DEVICE).manual_seed(40)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=DTYPE, device=DEVICE, generator=generator)
+
+    return normal
+
+
+def config_of(shape: Shape) -> ThinKVConfig:
+    return ThinKVConfig(budget=shape.tokens, tau=TAU, max_tokens=4 * shape.tokens)
+
+
+def filled(shape: Shape, draw: Callable[..., Tensor], tokens: int) -> thinkv.PagedCache:
+    """A cache that `tokens` tokens came into, window by window; beyond shape.tokens as many leave, at random."""
+    config = config_of(shape)
+    cache = thinkv.PagedCache(
+        config, batch=shape.batch, key_value_heads=shape.key_value_heads, head_dim=shape.head_dim, dtype=DTYPE,
+        device=DEVICE,
+    )
+    every = torch.ones(shape.batch, dtype=torch.bool, device=DEVICE)
+    number = torch.zeros(shape.batch, dtype=torch.int64, device=DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(41)
+    for start in range(0, tokens, config.group):
+        window = start // TAU
+        if start >= shape.tokens:
+            past = (cache.segments >= 0) & (cache.segments < window)
+            chance = torch.rand(past.shape, device=DEVICE, generator=generator).masked_fill(~past, 2.0)
+            goes = chance.argsort(1)[:, :config.group]
+            cache.evict(torch.zeros_like(past).scatter(1, goes, True) & past)
+        for token in range(start, start + config.group):
+            key, value = (draw(shape.batch, shape.key_value_heads, shape.head_dim) for _ in range(2))
+            cache.append(key, value, number + token)
+        kind = LETTERS[WINDOWS[window % len(WINDOWS)]]
+        cache.flush(every, torch.full_like(number, int(kind)), torch.full_like(number, window))
+    assert not bool(cache.overflow.any())
+    return cache
+
+
+def payload(cache: thinkv.PagedCache, shape: Shape) -> int:
+    """Bytes that a step must read at least: codes and scales of what is live; and queries and output."""
+    elements = 2 * shape.key_value_heads * shape.head_dim * int((cache.groups >= 0).sum())
+    return int(cache.bits_per_element() * elements / 8) + 2 * shape.batch * shape.query_heads * shape.head_dim * ITEM
+
+
+def check_row(cache: thinkv.PagedCache, query: Tensor, result: tuple[Tensor, Tensor], row: int) -> None:
+    """One row's output and sparsity against float64, over the numbers that the cache shows."""
+    assert not bool(result[0].isnan().any()), "part of the output was not written"
+    live = cache.occupied[row].nonzero()[:, 0]
+    key, value = (tensor[row:row + 1, :, live].double() for tensor in cache.dequantized())
+    occupied = torch.ones(1, len(live), dtype=torch.bool, device=DEVICE)
+    blocks = (cache.block_thoughts[row:row + 1] >= 0).sum(1)
+    allowed = judge.PagedArithmetic(DTYPE, DTYPE, tiles=(blocks + 1).double())
+    attention = attend(query[row:row + 1], key, value, occupied)
+    wide = judge.widened(attention, query[row:row + 1], key, allowed)
+    assert_within(
+        result[0][row:row + 1], attention.output[:, :, 0], judge.attention_error(wide, allowed)[:, :, 0], what="output"
+    )
+    (low, high), _ = judge.sparsity_interval(wide, allowed, cache.config.sparsity_threshold)
+    share = float(result[1][row])
+    assert float(low) <= share <= float(high), f"sparsity {share}, expected from {float(low)} to {float(high)}"
+
+
+def attention_benchmark(device_benchmark, draw, shape: Shape, tokens: int, gated: bool) -> None:
+    cache = filled(shape, draw, tokens)
+    query = draw(shape.batch, shape.query_heads, shape.head_dim)
+    key, value = (draw(shape.batch, shape.key_value_heads, shape.tokens, shape.head_dim) for _ in range(2))
+    occupied = torch.ones(1, shape.tokens, dtype=torch.bool, device=DEVICE)
+
+    def verify_peer(output: Tensor) -> None:
+        case = DecodeCase.of(query[-1:], key[-1:], value[-1:], occupied)
+        assert_within(
+            output[-1:].flatten(1), case.attention.output[:, :, 0].flatten(1),
+            bounds.decode_output(case).flatten(1), what="peer's output",
+        )
+
+    device_benchmark(
+        lambda: thinkv.decode_attention(query, cache), moves=payload(cache, shape),
+        verify=lambda result: check_row(cache, query, result, shape.batch - 1),
+        peers=decode_peers(query, key, value), peers_move=shape.full_bytes, verify_peer=verify_peer, gated=gated,
+    )
+
+
+def test_fresh(device_benchmark, draw):
+    """A cache that was filled once: the tokens of a block share their scales."""
+    attention_benchmark(device_benchmark, draw, SHAPE, SHAPE.tokens, gated=True)
+
+
+def test_churned(device_benchmark, draw):
+    """After 8192 tokens more, for each of which another left: blocks mix segments and scale groups."""
+    attention_benchmark(device_benchmark, draw, SHAPE, SHAPE.tokens + 8192, gated=False)
+
+
+def test_flush(device_benchmark, draw):
+    """Sixteen tokens of every row are quantized and take slots, and leave again. Beside it, for information, what it
+    takes to close gaps by gathering the tokens that stay (as R-KV does), in bfloat16."""
+    shape = SHAPE
+    cache = filled(shape, draw, shape.tokens)
+    tokens = [[draw(shape.batch, shape.key_value_heads, shape.head_dim) for _ in range(2)] for _ in range(16)]
+    number = torch.zeros(shape.batch, dtype=torch.int64, device=DEVICE)
+    every = torch.ones(shape.batch, dtype=torch.bool, device=DEVICE)
+    for place, (key, value) in enumerate(tokens):
+        cache.append(key, value, number + shape.tokens + place)
+
+    key, value = (draw(shape.batch, shape.key_value_heads, shape.tokens, shape.head_dim) for _ in range(2))
+    stays = torch.randperm(shape.tokens, device=DEVICE)[:shape.tokens - 16].sort().values
+
+    def flush() -> Tensor:
+        cache._tables.buffered.fill_(16)
+        cache.flush(every, number + int(Thought.REASONING), number + 2 * shape.tokens // TAU)
+        last = cache.segments == 2 * shape.tokens // TAU
+        cache.evict(last)
+        return last
+
+    moved = 2 * shape.batch * shape.key_value_heads * 16 * shape.head_dim
+    device_benchmark(
+        flush, moves=moved * ITEM + moved * 9 // 16, gated=False,
+        verify=lambda last: assert_same(last.sum(1), torch.full_like(number, 16), what="tokens flushed"),
+        references={"gather": lambda: (key.index_select(2, stays), value.index_select(2, stays))},
+    )
+
+
+def test_representatives(device_benchmark, draw):
+    """k-means of one segment per row, of 128 tokens to 64."""
+    shape = SHAPE
+    key = draw(shape.batch, shape.key_value_heads, TAU, shape.head_dim)
+    slots = torch.arange(TAU, device=DEVICE).expand(shape.batch, 1, TAU).contiguous()
+    keep = torch.full((shape.batch, 1), 64, dtype=torch.int64, device=DEVICE)
+    device_benchmark(
+        lambda: segment_representatives(key, slots, keep, most=64), moves=key.nbytes, gated=False,
+        verify=lambda stays: assert_same(stays.sum(-1), keep, what="tokens kept"),
+    )

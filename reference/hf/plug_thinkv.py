@@ -1,0 +1,147 @@
+"""Where ThinKV's State meets transformers: a window's thought is told from several layers at once (section 3.1.3).
+
+Every layer drives a State of its own, as in `plug`, without edges: none judges by its own sparsity alone. In the
+forward pass that begins a window the layers hand in their states as they come; with the last one, the sparsities of the
+layers L* become the thought types of the rows, which all states then get. Both sides share this, and no mathematics:
+what the sparsities say is the side's own `classify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ..contract import check_integer
+from ..thinkv.contract import ThinKVConfig, Thresholds, check_edges
+from .masks import MaskSpec
+from .plug import StateCache, StateLayer
+
+
+class Window:
+    """What the layers that evict hand in during a forward pass that begins a window.
+
+    It holds states from the first layer of such a pass to the last, and none in between: layers and states know nothing
+    of each other.
+    """
+
+    def __init__(
+        self, thresholds: Thresholds, classify: Callable[[Sequence[Tensor], tuple[float, float]], Tensor]
+    ) -> None:
+        self._thresholds, self._classify = thresholds, classify
+        self.layers: set[int] = set()               # those that evict
+        self._states: dict[int, Any] = {}
+
+    def enter(self, layer: int, state: Any) -> None:
+        """A layer has made the first step of a window; with the last layer, all get to know its thought type."""
+        self._states[layer] = state
+        if self._states.keys() < self.layers:
+            return
+        states, self._states = self._states, {}
+        sparsity = [states[number].sparsity for number in self._thresholds.layers]
+        together = [one.to(sparsity[0].device) for one in sparsity]
+        thought = self._classify(together, self._thresholds.edges)                      # [B]
+        for state in states.values():
+            state.thought.copy_(thought)
+
+    def clear(self) -> None:
+        """Forget a forward pass that was interrupted."""
+        self._states = {}
+
+
+class ThoughtLayer(StateLayer):
+    """One layer's cache, which knows where windows begin. number: the layer's, in the model."""
+
+    def __init__(
+        self, config: ThinKVConfig, state_class: type[Any], attention_mask: Tensor | None, number: int,
+        window: Window | None,
+    ) -> None:
+        super().__init__(config, state_class, attention_mask)
+        self._number, self._window, self._tau = number, window, config.tau
+        self._prompt = 0                            # its tokens, padding included
+
+    def _in_steps(
+        self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, occupied: Tensor | None, seen: int
+    ) -> Tensor:
+        """`prefill`, or the one step of a forward pass, all of whose layers must be through before the next."""
+        count = key.shape[2]
+        if seen == 0:
+            self._prompt = count
+        elif count > 1:
+            raise NotImplementedError(
+                f"{count} tokens came in one forward pass after the {seen} that ThinKV's cache has seen, but a decode "
+                "step is one token: the prompt must come whole (leave prefill_chunk_size out), and a second turn needs "
+                "a new cache, or reset()"
+            )
+        output = super()._in_steps(query, key, value, spec, occupied, seen)
+        if self._window is not None and seen and (seen - self._prompt) % self._tau == 0:
+            self._window.enter(self._number, self.state)
+        return output
+
+    def reset(self) -> None:
+        super().reset()
+        if self._window is not None:
+            self._window.clear()
+
+
+class ThoughtCache(StateCache):
+    """ThinKV's cache; a side names its State, and says what several layers' sparsities mean. See `StateCache`."""
+
+    Config = ThinKVConfig
+
+    def __init__(
+        self, config: PreTrainedConfig, *, budget: int = 1024, thresholds: Thresholds | None = None,
+        attention_mask: Tensor | None = None, **options: Any,
+    ) -> None:
+        if "edges" in options:
+            raise TypeError(
+                "edges is not an option here: thresholds=Thresholds(layers, edges) says whose sparsity they are for"
+            )
+        self.thresholds = None if thresholds is None else check_thresholds(thresholds)
+        self._window = None if self.thresholds is None else Window(self.thresholds, self.classify)
+        super().__init__(config, budget=budget, attention_mask=attention_mask, **options)
+        for name in ("tau", "group"):
+            if getattr(self.config, name) < 2:
+                raise ValueError(
+                    f"{name} must be at least 2 here, got {getattr(self.config, name)}: a window's first token waits "
+                    "in the buffer until the last layer has had its say"
+                )
+        if self._window is not None and self.thresholds is not None:
+            self._window.layers = {n for n, layer in enumerate(self.layers) if isinstance(layer, ThoughtLayer)}
+            check_layers(self.thresholds.layers, self._window.layers, len(self.layers))
+
+    @staticmethod
+    def classify(sparsity: Sequence[Tensor], edges: tuple[float, float]) -> Tensor:
+        """The thought types [B] int64 that go with the sparsities [B] of some layers."""
+        raise NotImplementedError
+
+    def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
+        assert isinstance(self.config, ThinKVConfig)
+        return ThoughtLayer(self.config, self.State, mask, number, self._window)
+
+
+def check_thresholds(value: object) -> Thresholds:
+    """Thresholds, with at least one layer, none twice, and edges that ascend."""
+    if not isinstance(value, tuple) or len(value) != len(Thresholds._fields):
+        raise TypeError(f"thresholds must be Thresholds(layers, edges) or None, got {value!r}")
+    layers, edges = value
+    if not isinstance(layers, (tuple, list)) or not layers:
+        raise TypeError(f"thresholds.layers must be a tuple of layer numbers, got {layers!r}")
+    for place, number in enumerate(layers):
+        check_integer(f"thresholds.layers[{place}]", number, minimum=0)
+    if len(set(layers)) < len(layers):
+        raise ValueError(f"thresholds.layers must name no layer twice, got {tuple(layers)}")
+    return Thresholds(tuple(layers), check_edges(edges))
+
+
+def check_layers(layers: Sequence[int], evicting: set[int], count: int) -> None:
+    """ValueError unless all of `layers` evict, of a model of `count` layers."""
+    for number in layers:
+        if number not in evicting:
+            what = "has no full attention, so its cache does not evict" if number < count else "does not exist"
+            raise ValueError(
+                f"thresholds.layers must be layers of the model that evict, {sorted(evicting)} of {count}, got "
+                f"{tuple(layers)}: layer {number} {what}"
+            )
