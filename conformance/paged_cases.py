@@ -102,6 +102,41 @@ class PagedCase(Case):
         return torch.tensor(of_rows, dtype=kind, device=self.device)
 
 
+# By hand -------------------------------------------------------------------------------------------------------------
+
+
+def empty(module: Any, device: torch.device, *, batch: int = 1, heads: int = 1, dtype: torch.dtype = torch.float32,
+          formats: str = FORMATS[0], **options: Any) -> Any:
+    """A cache with D = 16 and room for 24 tokens, or as config_of's options say."""
+    config = config_of(formats, **{"tokens": 24, **options})
+    return module.PagedCache(config, batch=batch, key_value_heads=heads, head_dim=16, dtype=dtype, device=device)
+
+
+def numbers(*of_rows: Any, device: torch.device) -> Tensor:
+    return torch.tensor(of_rows, device=device)
+
+
+def put(cache: Any, first: int, count: int, *, thought: int | None = None, segment: int = 0, seed: int = 0) -> None:
+    """Tokens first to first + count - 1 in every row; with a thought they are flushed."""
+    batch, heads, head_dim = cache.shape
+    generator = torch.Generator().manual_seed(1000 * seed + first)
+    for position in range(first, first + count):
+        key, value = torch.randn(2, batch, heads, head_dim, generator=generator).to(cache.device, cache.dtype)
+        cache.append(key, value, torch.full((batch,), position, device=cache.device))
+    if thought is not None:
+        asked = torch.ones(batch, dtype=torch.bool, device=cache.device)
+        cache.flush(asked, torch.full((batch,), thought, device=cache.device),
+                    torch.full((batch,), segment, device=cache.device))
+
+
+def leave(cache: Any, *positions: int) -> None:
+    """Tokens of these positions are evicted, in every row."""
+    cache.evict(torch.isin(cache.positions, torch.tensor(positions, device=cache.device)))
+
+
+# Drawn ---------------------------------------------------------------------------------------------------------------
+
+
 @st.composite
 def paged_cases(
     draw: st.DrawFn, *, device: torch.device | None = None, content: tuple[str, ...] = CONTENTS,

@@ -9,50 +9,21 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from kvtwin.conformance.compare import assert_same, assert_within
 from kvtwin.conformance.judges.thinkv_paging import (
     assert_attention_right, assert_same_contents, assert_same_tables, attention_error, attention_of, arithmetic,
     widened,
 )
-from kvtwin.conformance.paged_cases import FORMATS, PagedCase, config_of, paged_cases
+from kvtwin.conformance.paged_cases import FORMATS, PagedCase, empty, leave, numbers, paged_cases, put
 from kvtwin.conformance.strategies import default_device
 from kvtwin.reference.thinkv.contract_paging import BlockEntry
 from kvtwin.reference.thinkv.paging import in_order
 
-D = 16
+D = 16  # of `empty`
 sides = pytest.mark.parametrize("side", ("reference", "optimized"))
 few = settings(max_examples=max(6, settings().max_examples * 3 // 10))
 fewer = settings(max_examples=max(2, settings().max_examples // 10))
-
-
-def empty(module: Any, device: torch.device, *, batch: int = 1, heads: int = 1, dtype: torch.dtype = torch.float32,
-          formats: str = FORMATS[0], **options: Any) -> Any:
-    config = config_of(formats, **{"tokens": 24, **options})
-    return module.PagedCache(config, batch=batch, key_value_heads=heads, head_dim=D, dtype=dtype, device=device)
-
-
-def numbers(*of_rows: Any, device: torch.device) -> Tensor:
-    return torch.tensor(of_rows, device=device)
-
-
-def put(cache: Any, first: int, count: int, *, thought: int | None = None, segment: int = 0, seed: int = 0) -> None:
-    """Tokens first to first + count - 1 in every row; with a thought they are flushed."""
-    batch, heads, head_dim = cache.shape
-    generator = torch.Generator().manual_seed(1000 * seed + first)
-    for position in range(first, first + count):
-        key, value = torch.randn(2, batch, heads, head_dim, generator=generator).to(cache.device, cache.dtype)
-        cache.append(key, value, torch.full((batch,), position, device=cache.device))
-    if thought is not None:
-        asked = torch.ones(batch, dtype=torch.bool, device=cache.device)
-        cache.flush(asked, torch.full((batch,), thought, device=cache.device),
-                    torch.full((batch,), segment, device=cache.device))
-
-
-def leave(cache: Any, *positions: int) -> None:
-    """Tokens of these positions are evicted, in every row."""
-    cache.evict(torch.isin(cache.positions, torch.tensor(positions, device=cache.device)))
 
 
 # Against the truth ---------------------------------------------------------------------------------------------------
@@ -386,47 +357,3 @@ def test_sparsity_takes_each_head_by_its_own_sum(side, twins, device):
         query[0, :, 0] = numbers(1.0, 3.0, device=device) * float(torch.tensor(2.0).log())
         result = module.decode_attention(query, cache, scale=1.0)
         assert_same(result.sparsity, torch.tensor([0.4], device=device), what="sparsity")
-
-
-# What it costs -------------------------------------------------------------------------------------------------------
-
-
-@sides
-def test_bytes_by_hand(side, twins, device):
-    """D = 16, two heads, group 4, blocks of 2, float16: each number by itself."""
-    cache = empty(getattr(twins, side).thinkv, device, batch=2, heads=2, dtype=torch.float16,
-                  formats="nvfp4 fp8 ternary", tokens=16)
-    config = cache.config
-    nothing = cache.bytes_allocated()
-    buffers = 2 * 2 * 4 * 2 * 16 * 2                                               # K, V; rows; tokens; heads; D; bytes
-    entries = config.blocks
-    tables = 2 * (21 * (entries * 2 + 4) + 21 * entries + 4 * config.peak + 8 * config.segments + 33)
-    assert nothing == buffers + tables
-    assert cache.bits_per_element() == 0.0
-    put(cache, 0, 3, thought=2)                                                    # nvfp4: two blocks in each row
-    nvfp4 = 2 * 2 * 2 * (8 + 8 + 4)                                                # per slot and head
-    key_scales = 2 * 16
-    assert cache.bytes_allocated() == nothing + 2 * (nvfp4 + key_scales)
-    assert cache.bits_per_element() == 8 * (nvfp4 + key_scales) / (3 * 2 * 2 * 16)
-    put(cache, 3, 2, thought=1)                                                    # fp8: one block
-    fp8, chunk = 1 * 2 * 2 * (16 + 16), 2 * 8
-    put(cache, 5, 1, thought=0)                                                    # ternary: one block
-    ternary = 1 * 2 * 2 * (4 + 4 + 4)
-    total = nvfp4 + key_scales + fp8 + chunk + ternary + key_scales
-    assert cache.bytes_allocated() == nothing + 2 * total
-    assert cache.bits_per_element() == 8 * total / (6 * 2 * 2 * 16)
-    leave(cache, 2)                                                                # a block goes, its scales stay
-    assert cache.bytes_allocated() == nothing + 2 * (total - nvfp4 // 2)
-    leave(cache, 3, 4)
-    assert cache.bytes_allocated() == nothing + 2 * (nvfp4 // 2 + key_scales + ternary + key_scales)
-    leave(cache, 0, 1, 5)
-    assert cache.bytes_allocated() == nothing
-
-
-@sides
-def test_a_full_cache_has_half_a_bit_of_scales(side, twins, device):
-    """Groups of 16 in whole blocks of 8, D = 16: 4 + 8/16 bits per element, keys and values alike."""
-    cache = empty(getattr(twins, side).thinkv, device, group=16, block=8, tokens=32, tau=16)
-    for segment in range(2):
-        put(cache, 16 * segment, 16, thought=2, segment=segment)
-    assert cache.bits_per_element() == 4.5
