@@ -17,6 +17,7 @@ from kvtwin.conformance import lockstep
 from kvtwin.conformance.bounds import UNIT
 from kvtwin.conformance.compare import assert_same
 from kvtwin.conformance.judges.thinkv_state import Adapter
+from kvtwin.conformance.tiny import attributes
 from kvtwin.reference import thinkv as reference
 from kvtwin.reference.thinkv.contract import ThinKVConfig, Thought
 
@@ -149,6 +150,8 @@ def test_thinkv_state_keeps_step_at_once_with_all_thoughts(formats, twins, devic
         twins.optimized.thinkv.ThinKVState(config, dtype=torch.float32, device=device, **SIZES),
         reference.ThinKVState(config, dtype=torch.float64, device=device, **SIZES), Adapter(),
     )
+    for state in (both.tested, both.reference):
+        state.thought = torch.zeros(2, dtype=torch.int64, device=device)  # a prompt is reasoning all the same
     both.prefill(*tokens(generator, device, 9))
     for kind in (Thought.TRANSITION, Thought.EXECUTION):
         for step in range(4):
@@ -181,6 +184,23 @@ def test_thinkv_state_thoughts_come_from_the_sparsity(side, twins, device):
     assert 0.8 * (1 - 4 * UNIT) <= share <= 0.8 * (1 + 4 * UNIT), "a division and a mean of one"
     assert none == 0
     assert state.thought.tolist() == [Thought.TRANSITION, Thought.EXECUTION]
+
+
+def test_thinkv_state_takes_in_no_more_than_there_is_room_for(twins, device):
+    """The host does not see a graph's replays: beyond max_tokens the kernels themselves refuse, and nothing moves."""
+    state = new_state(twins.optimized.thinkv, device, budget=4, max_tokens=8)
+    generator = torch.Generator().manual_seed(13)
+    for _ in range(8):
+        state.step(*tokens(generator, device))
+    assert not bool(state.cache.overflow.any())
+    before = {**attributes(state), **{name: x.clone() for name, x in vars(state).items() if torch.is_tensor(x)}}
+    for _ in range(5):
+        state._counted = 0                                            # as after replays
+        state.step(*tokens(generator, device))
+    assert bool(state.cache.overflow.all())
+    after = {**attributes(state), **{name: x for name, x in vars(state).items() if torch.is_tensor(x)}}
+    for name in before.keys() - {"sparsity", "_position", "_flushing", "_change"}:
+        assert torch.equal(after[name], before[name]) if torch.is_tensor(after[name]) else after[name] == before[name]
 
 
 def test_thinkv_state_shrinks_in_the_order_of_positions(twins, device):

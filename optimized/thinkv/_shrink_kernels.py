@@ -14,22 +14,16 @@ from ._paging_layout import keys_at
 
 
 @triton.jit
-def _gram(
-    leading, rest, words, key_scales, chunk_scales, physical, group, place, holds, size, b, heads, groups, row_words,
-    base, FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr,
+def _fill(
+    x, words, key_scales, chunk_scales, physical, group, place, mine, d, b, h, heads, groups, row_words, base,
+    FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):
-    """Gram matrix of a segment's keys, all of one format: tokens at `place` of their blocks, with scales `group`."""
-    for h in range(heads):
-        for start in range(0, HEAD_DIM, CHANNELS):
-            d = start + tl.arange(0, CHANNELS)
-            code, scale = keys_at(
-                words, key_scales, chunk_scales, physical, group, place, holds, d, b, h, heads, groups, row_words, base,
-                FORMAT, LANES, GROUP, BLOCK, HEAD_DIM,
-            )
-            x = tl.where(holds[:, None] & (d < HEAD_DIM)[None, :], decode(code, FORMAT) * scale, 0.0)
-            leading, rest = add_gram(leading, rest, centred(x, holds, size))
-    return leading, rest
+    """x [TOKENS, CHANNELS] with the keys of the tokens `mine`, which lie in blocks of this format."""
+    code, scale = keys_at(
+        words, key_scales, chunk_scales, physical, group, place, mine, d, b, h, heads, groups, row_words, base,
+        FORMAT, LANES, GROUP, BLOCK, HEAD_DIM,
+    )
+    return tl.where(mine[:, None] & (d < HEAD_DIM)[None, :], decode(code, FORMAT) * scale, x)
 
 
 @triton.jit
@@ -38,6 +32,7 @@ def _slots_of(
 ):
     """The slots of segment m's tokens, oldest first, then -1: [TOKENS] int64. scratch: room for tau of them."""
     place = tl.arange(0, TOKENS)
+    tl.debug_barrier()
     tl.store(scratch + place, tl.full([TOKENS], -1, tl.int64), mask=place < tau)
     tl.debug_barrier()
     found = 0
@@ -62,8 +57,8 @@ def _slots_of(
     "heads", "slots", "entries", "groups", "segments", "tau",
 ])
 def shrink_kernel(
-    gone, sizes, planned, thoughts, token_segments, positions, slot_groups, physical, words, key_scales, chunk_scales,
-    scratch, heads, slots, entries, groups, segments, tau, row_words, base_0, base_1, base_2,
+    gone, sizes, planned, block_thoughts, token_segments, positions, slot_groups, physical, words, key_scales,
+    chunk_scales, scratch, heads, slots, entries, groups, segments, tau, row_words, base_0, base_1, base_2,
     OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr,
     FORMAT_0: tl.constexpr, FORMAT_1: tl.constexpr, FORMAT_2: tl.constexpr,
     LANES_0: tl.constexpr, LANES_1: tl.constexpr, LANES_2: tl.constexpr,
@@ -88,26 +83,29 @@ def shrink_kernel(
             place = tl.where(holds, slot, 0) % BLOCK
             page = tl.load(physical + b * entries + entry, mask=holds, other=0)
             group = tl.load(slot_groups + b * slots + slot, mask=holds, other=0)
-            number = pick(tl.load(thoughts + b * segments + m), OF_T, OF_E, OF_R)
+            kind = tl.load(block_thoughts + b * entries + entry, mask=holds, other=0)
+            number = pick(kind, OF_T, OF_E, OF_R)
             leading = tl.zeros([TOKENS, TOKENS], tl.float32)
             rest = tl.zeros([TOKENS, TOKENS], tl.float32)
-            if number == 0:
-                leading, rest = _gram(
-                    leading, rest, words, key_scales, chunk_scales, page, group, place, holds, size, b, heads, groups,
-                    row_words, base_0, FORMAT_0, LANES_0, GROUP, BLOCK, HEAD_DIM, CHANNELS,
-                )
-            if FORMAT_1 != "":  # noqa: SIM102 - one is known at compile time
-                if number == 1:
-                    leading, rest = _gram(
-                        leading, rest, words, key_scales, chunk_scales, page, group, place, holds, size, b, heads,
-                        groups, row_words, base_1, FORMAT_1, LANES_1, GROUP, BLOCK, HEAD_DIM, CHANNELS,
+            for h in range(heads):
+                for start in range(0, HEAD_DIM, CHANNELS):
+                    d = start + tl.arange(0, CHANNELS)
+                    x = tl.zeros([TOKENS, CHANNELS], tl.float32)
+                    x = _fill(
+                        x, words, key_scales, chunk_scales, page, group, place, holds & (number == 0), d, b, h, heads,
+                        groups, row_words, base_0, FORMAT_0, LANES_0, GROUP, BLOCK, HEAD_DIM,
                     )
-            if FORMAT_2 != "":  # noqa: SIM102
-                if number == 2:
-                    leading, rest = _gram(
-                        leading, rest, words, key_scales, chunk_scales, page, group, place, holds, size, b, heads,
-                        groups, row_words, base_2, FORMAT_2, LANES_2, GROUP, BLOCK, HEAD_DIM, CHANNELS,
-                    )
+                    if FORMAT_1 != "":
+                        x = _fill(
+                            x, words, key_scales, chunk_scales, page, group, place, holds & (number == 1), d, b, h,
+                            heads, groups, row_words, base_1, FORMAT_1, LANES_1, GROUP, BLOCK, HEAD_DIM,
+                        )
+                    if FORMAT_2 != "":
+                        x = _fill(
+                            x, words, key_scales, chunk_scales, page, group, place, holds & (number == 2), d, b, h,
+                            heads, groups, row_words, base_2, FORMAT_2, LANES_2, GROUP, BLOCK, HEAD_DIM,
+                        )
+                    leading, rest = add_gram(leading, rest, centred(x, holds, size))
             stay = representatives(
                 leading + rest, holds, size, keep.to(tl.int32), mine, TOKENS, CLUSTERS, ITERATIONS, False
             )

@@ -12,34 +12,41 @@ from ._thoughts_kernels import thought_of
 
 
 @triton.jit
-def begin_kernel(segment, seen, decoded, positions, tau):
-    """A token comes to row b: its position, and after every tau of them a new segment."""
+def begin_kernel(segment, seen, decoded, positions, overflow, tau, most):
+    """A token comes to row b: its position, and after every tau of them a new segment. Beyond `most` tokens, to which
+    only the replays of a graph come, none is taken in: position -1."""
     b = tl.program_id(0)
-    begins = (tl.load(decoded + b) % tau) == 0
+    number = tl.load(seen + b)
+    taken = number < most
+    begins = taken & ((tl.load(decoded + b) % tau) == 0)
     tl.store(segment + b, tl.load(segment + b) + begins.to(tl.int64))
-    tl.store(positions + b, tl.load(seen + b))
+    tl.store(positions + b, tl.where(taken, number, -1))
+    tl.store(overflow + b, True, mask=number >= most)
 
 
 @triton.jit
 def settle_kernel(
-    sparsity, thought, thoughts, segment, seen, decoded, buffered, sizes, live, flush, change,
+    sparsity, thought, thoughts, segment, seen, decoded, positions, buffered, sizes, live, flush, change,
     tau, group, segments, low, high, CLASSIFY: tl.constexpr,
 ):
-    """The token of row b has been attended to: its window's thought, whether the buffer is flushed, what has ended."""
+    """The token of row b has been attended to: its window's thought, whether the buffer is flushed, what has ended.
+    Where no token was taken in (see `begin_kernel`), nothing."""
     b = tl.program_id(0).to(tl.int64)
+    taken = tl.load(positions + b) >= 0
     step = tl.load(decoded + b)
     kind = tl.load(thought + b)
     if CLASSIFY:
         kind = tl.where((step % tau) == 0, thought_of(tl.load(sparsity + b), low, high), kind)
-        tl.store(thought + b, kind)
+        tl.store(thought + b, kind, mask=taken)
     ended = ((step + 1) % tau) == 0
     waiting = tl.load(buffered + b)
-    full = (waiting == group) | ended
+    full = taken & ((waiting == group) | ended)
     here = b * segments + tl.load(segment + b)
-    tl.store(thoughts + here, kind)
-    tl.store(sizes + here, tl.load(sizes + here) + tl.where(full, waiting, 0))
-    tl.store(live + b, tl.load(live + b) + 1)
+    tl.store(thoughts + here, kind, mask=taken)
+    tl.store(sizes + here, tl.load(sizes + here, mask=taken, other=0) + waiting, mask=full)
+    one = taken.to(tl.int64)
+    tl.store(live + b, tl.load(live + b) + one)
     tl.store(flush + b, full)
-    tl.store(change + b, ended & (kind == 0))
-    tl.store(seen + b, tl.load(seen + b) + 1)
-    tl.store(decoded + b, step + 1)
+    tl.store(change + b, taken & ended & (kind == 0))
+    tl.store(seen + b, tl.load(seen + b) + one)
+    tl.store(decoded + b, step + one)

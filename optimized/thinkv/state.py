@@ -131,6 +131,7 @@ class ThinKVState:
         if occupied is None:
             occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
         output = causal_attention(query, key, value, occupied, self.scale)
+        self._thought.fill_(int(Thought.REASONING))
         token = (~occupied).to(torch.uint8).sort(dim=1, stable=True).indices            # [B, T]: the tokens come first
         count = occupied.sum(1)
         index = token[:, None, :, None].expand(-1, self.sizes.key_value_heads, -1, self.sizes.head_dim)
@@ -168,13 +169,16 @@ class ThinKVState:
         check_launchable(query=query, key=key, value=value)
         check_room(self._counted, 1, self.config.max_tokens)
         config = self.config
-        _begin(self._segment, self._seen, self._decoded, self._position, config.tau)
+        _begin(
+            self._segment, self._seen, self._decoded, self._position, self.cache.overflow, config.tau,
+            config.max_tokens,
+        )
         self.cache.append(key, value, self._position)
         output, sparsity = decode_attention(query, self.cache, scale=self.scale)
         self.sparsity.copy_(sparsity)
         low, high = config.edges or (0.0, 0.0)
         _settle(
-            self.sparsity, self._thought, self._thoughts, self._segment, self._seen, self._decoded,
+            self.sparsity, self._thought, self._thoughts, self._segment, self._seen, self._decoded, self._position,
             self.cache.buffered, self._held, self._live, self._flushing, self._change, config.tau, config.group,
             low, high, config.edges is not None,
         )
@@ -192,7 +196,7 @@ class ThinKVState:
         )
         storage, tables = cache._storage, cache._tables
         cache.evict(_shrink(
-            self._held, plan.size, self._thoughts, tables.segments, tables.positions, tables.slot_groups,
+            self._held, plan.size, tables.block_thoughts, tables.segments, tables.positions, tables.slot_groups,
             tables.physical, storage.pool, storage.key_scales, storage.chunk_scales, cache._formats, config.block,
             config.group, config.tau, self.sizes.head_dim, min(config.retention[0], config.tau),
         ))
@@ -215,10 +219,12 @@ class ThinKVState:
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("kvtwin::thinkv_begin", mutates_args=("segment", "positions"))
-def _begin(segment: Tensor, seen: Tensor, decoded: Tensor, positions: Tensor, tau: int) -> None:
+@torch.library.custom_op("kvtwin::thinkv_begin", mutates_args=("segment", "positions", "overflow"))
+def _begin(
+    segment: Tensor, seen: Tensor, decoded: Tensor, positions: Tensor, overflow: Tensor, tau: int, most: int
+) -> None:
     with on_device_of(segment):
-        begin_kernel[(len(segment),)](segment, seen, decoded, positions, tau, num_warps=1)
+        begin_kernel[(len(segment),)](segment, seen, decoded, positions, overflow, tau, most, num_warps=1)
 
 
 @torch.library.custom_op(
@@ -227,19 +233,19 @@ def _begin(segment: Tensor, seen: Tensor, decoded: Tensor, positions: Tensor, ta
 )
 def _settle(
     sparsity: Tensor, thought: Tensor, thoughts: Tensor, segment: Tensor, seen: Tensor, decoded: Tensor,
-    buffered: Tensor, sizes: Tensor, live: Tensor, flush: Tensor, change: Tensor, tau: int, group: int, low: float,
-    high: float, by_sparsity: bool,
+    positions: Tensor, buffered: Tensor, sizes: Tensor, live: Tensor, flush: Tensor, change: Tensor, tau: int,
+    group: int, low: float, high: float, by_sparsity: bool,
 ) -> None:
     with on_device_of(segment):
         settle_kernel[(len(segment),)](
-            sparsity, thought, thoughts, segment, seen, decoded, buffered, sizes, live, flush, change, tau, group,
-            sizes.shape[1], low, high, CLASSIFY=by_sparsity, num_warps=1,
+            sparsity, thought, thoughts, segment, seen, decoded, positions, buffered, sizes, live, flush, change, tau,
+            group, sizes.shape[1], low, high, CLASSIFY=by_sparsity, num_warps=1,
         )
 
 
 @torch.library.custom_op("kvtwin::thinkv_shrink", mutates_args=())
 def _shrink(
-    sizes: Tensor, planned: Tensor, thoughts: Tensor, segments: Tensor, positions: Tensor, slot_groups: Tensor,
+    sizes: Tensor, planned: Tensor, block_thoughts: Tensor, segments: Tensor, positions: Tensor, slot_groups: Tensor,
     physical: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, formats: str, block: int, group: int,
     tau: int, head_dim: int, most: int,
 ) -> Tensor:
@@ -252,7 +258,7 @@ def _shrink(
     layout = ops.layout(formats, block, group, heads, head_dim, entries)
     with on_device_of(positions):
         shrink_kernel[(batch, programs)](
-            gone, sizes, planned, thoughts, segments, positions, slot_groups, physical, pool,
+            gone, sizes, planned, block_thoughts, segments, positions, slot_groups, physical, pool,
             key_scales.view(torch.uint8), chunk_scales,
             scratch, heads, slots, entries, groups, number, tau, layout.row_words, *layout.base,
             **layout.constants, GROUP=group, BLOCK=block, HEAD_DIM=head_dim,
@@ -264,7 +270,7 @@ def _shrink(
 
 @_shrink.register_fake
 def _(
-    sizes: Tensor, planned: Tensor, thoughts: Tensor, segments: Tensor, positions: Tensor, slot_groups: Tensor,
+    sizes: Tensor, planned: Tensor, block_thoughts: Tensor, segments: Tensor, positions: Tensor, slot_groups: Tensor,
     physical: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, formats: str, block: int, group: int,
     tau: int, head_dim: int, most: int,
 ) -> Tensor:

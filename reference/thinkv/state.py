@@ -40,7 +40,8 @@ class ThinKVState:
     sparsity (of the last step), thought (int64, of the segment that is being written), over_budget (bool). levels
     [B, M] int64: how often each segment was selected for eviction.
     thought is writable: whoever averages the sparsity over several layers (section 3.1.3) sets it between the first
-    step of a window and the first flush after it. Without config.edges nothing else sets it.
+    step of a window and the first flush after it. Without config.edges nothing else sets it, but that a prompt is
+    reasoning.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class ThinKVState:
         if occupied is None:
             occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
         output = causal_attention(query, key, value, occupied, scale=self.scale)
+        self._thought = torch.full_like(self._thought, int(Thought.REASONING))
         token = (~occupied).long().argsort(dim=1, stable=True)                          # [B, T]: the tokens come first
         count = occupied.sum(1)
         row = torch.arange(self.sizes.batch, device=self.device)

@@ -1,0 +1,332 @@
+"""What SyncKV says of overlaps, budgets, sets and their schedule (claims SK-1 to SK-7, SK-10, SK-11).
+
+Counts are exact: integers and fractions. A test named ..._rejects_... shows that a slightly changed statement fails, so
+that the test beside it is not empty.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import combinations, permutations, product
+
+import pytest
+import torch
+
+SUBSETS = [frozenset(chosen) for size in (1, 2, 3, 4) for chosen in combinations(range(4), size)]
+
+
+@pytest.fixture(scope="module")
+def synckv(twins):
+    return twins.reference.synckv
+
+
+def overlap(one, other) -> Fraction:
+    return Fraction(len(one & other), min(len(one), len(other)))
+
+
+def of_logits(logits):
+    """Arguments of `anticipate` for one head whose logits these are."""
+    key = torch.zeros(1, 1, len(logits), 16, dtype=torch.float64)
+    key[0, 0, :, 0] = torch.tensor(logits, dtype=torch.float64)
+    query = torch.zeros(1, 1, 16, dtype=torch.float64)
+    query[..., 0] = 1
+    return {"query": query, "key": key, "occupied": torch.ones(1, len(logits), dtype=torch.bool), "scale": 1.0}
+
+
+def tokens_of(index) -> set[int]:
+    return set(index.flatten().tolist()) - {-1}
+
+
+# ---- SK-1: the overlap coefficient -----------------------------------------------------------------------------------
+
+
+@pytest.mark.claim("SK-1a")
+def test_overlap_is_a_similarity(synckv):
+    for one, other in product(SUBSETS, SUBSETS):
+        found = synckv.overlap(torch.tensor(sorted(one)), torch.tensor(sorted(other))).item()
+        assert found == float(overlap(one, other)) == float(overlap(other, one))
+        assert 0 <= found <= 1
+        assert (found == 1) == (one <= other or other <= one)
+
+
+@pytest.mark.claim("SK-1a")
+def test_overlap_rejects_that_only_equal_sets_have_1():
+    assert any(overlap(one, other) == 1 and one != other for one, other in product(SUBSETS, SUBSETS))
+
+
+def triangle_fails(sets) -> bool:
+    return any(
+        1 - overlap(a, c) > (1 - overlap(a, b)) + (1 - overlap(b, c)) for a, b, c in product(sets, repeat=3)
+    )
+
+
+@pytest.mark.claim("SK-1b")
+def test_distance_of_sets_of_one_size_obeys_the_triangle():
+    for size in (1, 2, 3):
+        assert not triangle_fails([set(chosen) for chosen in combinations(range(5), size)])
+
+
+@pytest.mark.claim("SK-1b")
+def test_distance_rejects_sets_of_several_sizes():
+    assert triangle_fails([{1}, {1, 2}, {2}])
+
+
+@pytest.mark.claim("SK-1c")
+def test_overlap_by_chance_is_the_share_of_all_tokens():
+    """The mean over all pairs of k of n."""
+    for n, k in ((5, 2), (6, 3), (4, 4)):
+        sets = [set(chosen) for chosen in combinations(range(n), k)]
+        mean = sum((overlap(one, other) for one, other in product(sets, sets)), Fraction(0)) / len(sets) ** 2
+        assert mean == Fraction(k, n)
+
+
+@pytest.mark.claim("SK-1c")
+def test_chance_rejects_that_sets_of_a_few_tokens_overlap_as_much():
+    sets = [set(chosen) for chosen in combinations(range(20), 1)]
+    mean = sum((overlap(one, other) for one, other in product(sets, sets)), Fraction(0)) / len(sets) ** 2
+    assert mean == Fraction(1, 20) < Fraction(3, 10)
+
+
+# ---- SK-2: budgets ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.claim("SK-2a")
+def test_two_parts_rounded_down_may_lose_a_token():
+    half = Fraction(1, 2)
+    assert math.floor(half * 5) + math.floor((1 - half) * 5) == 4
+
+
+@pytest.mark.claim("SK-2b")
+def test_parts_sum_to_k_when_one_is_the_rest(synckv):
+    for k in range(1, 129):
+        for twentieths in range(21):
+            static, dynamic = synckv.split_budget(k, twentieths / 20)
+            assert static + dynamic == k
+            assert dynamic == math.floor((1 - Fraction(twentieths, 20)) * k)
+
+
+@pytest.mark.claim("SK-2b")
+def test_budget_rejects_a_static_part_rounded_down_and_a_dynamic_one_rounded_up(synckv):
+    assert synckv.split_budget(5, 0.5) == (3, 2)
+
+
+@pytest.mark.claim("SK-2c")
+def test_floor_in_floating_point_loses_tokens():
+    """Every rho of a twentieth, every k up to 2048: 747 of 43,008 are one too low."""
+    assert math.floor((1 - 0.9) * 10) == 0
+    cases = [(k, twentieths) for twentieths in range(21) for k in range(1, 2049)]
+    wrong = [math.floor((1 - i / 20) * k) - (20 - i) * k // 20 for k, i in cases]
+    assert (len(cases), wrong.count(-1), wrong.count(0)) == (43008, 747, 43008 - 747)
+
+
+# ---- SK-3, SK-4: unions ----------------------------------------------------------------------------------------------
+
+
+def sizes_of_union(synckv, k: int, *, exclude: bool) -> set[int]:
+    """Over all orders of k + 1 tokens at the prompt's end and at an anticipation."""
+    found = set()
+    static, dynamic = synckv.split_budget(k, 0.5)
+    for rank in permutations(range(k + 1)):
+        first = synckv.initial_sets(**of_logits(list(range(k + 1))), k_static=static, k_dynamic=dynamic)
+        later = synckv.anticipate(
+            **of_logits([float(place) for place in rank]), static=first.static, k_dynamic=dynamic,
+            exclude_static=exclude,
+        )
+        found.add(len(tokens_of(first.static) | tokens_of(later)))
+    return found
+
+
+@pytest.mark.claim("SK-3a")
+def test_union_of_eq_6_is_anything_from_half_of_k(synckv):
+    assert sizes_of_union(synckv, 2, exclude=False) == {1, 2}
+    assert sizes_of_union(synckv, 4, exclude=False) == {2, 3, 4}
+
+
+@pytest.mark.claim("SK-3a")
+def test_perfect_locality_leaves_half_of_the_budget(synckv):
+    """The same scores again: the best k/2 once more. k = 2, scores 3, 2, 1: one token."""
+    for k in (2, 8, 20):
+        inputs = of_logits([float(-token) for token in range(30)])
+        first = synckv.initial_sets(**inputs, k_static=k // 2, k_dynamic=k // 2)
+        later = synckv.anticipate(**inputs, static=first.static, k_dynamic=k // 2, exclude_static=False)
+        assert len(tokens_of(first.static) | tokens_of(later)) == k // 2
+
+
+@pytest.mark.claim("SK-3b")
+def test_union_is_k_where_static_tokens_are_left_out(synckv):
+    assert sizes_of_union(synckv, 2, exclude=True) == {2}
+    assert sizes_of_union(synckv, 4, exclude=True) == {4}
+
+
+@pytest.mark.claim("SK-3b")
+def test_union_rejects_k_for_fewer_tokens(synckv):
+    inputs = of_logits([1.0, 2.0, 3.0])
+    first = synckv.initial_sets(**inputs, k_static=2, k_dynamic=2)
+    later = synckv.anticipate(**inputs, static=first.static, k_dynamic=2)
+    assert len(tokens_of(first.static) | tokens_of(later)) == 3
+
+
+@pytest.mark.claim("SK-4")
+def test_initial_split_is_disjoint_and_of_size_k(synckv):
+    for rank in permutations(range(5)):
+        inputs = of_logits([float(place) for place in rank])
+        for k, rho in ((1, 0.5), (3, 0.5), (4, 0.25), (5, 0.9)):
+            static, dynamic = map(tokens_of, synckv.initial_sets(**inputs, **dict(zip(
+                ("k_static", "k_dynamic"), synckv.split_budget(k, rho), strict=True
+            ))))
+            best = {token for token in range(5) if rank[token] >= 5 - k}
+            assert not static & dynamic
+            assert static | dynamic == best
+            assert all(rank[one] > rank[other] for one, other in product(static, dynamic))
+
+
+@pytest.mark.claim("SK-4")
+def test_initial_split_rejects_that_the_dynamic_part_holds_the_best(synckv):
+    found = synckv.initial_sets(**of_logits([1.0, 3.0, 2.0]), k_static=1, k_dynamic=1)
+    assert (tokens_of(found.static), tokens_of(found.dynamic)) == ({1}, {2})
+
+
+# ---- SK-5: the schedule ----------------------------------------------------------------------------------------------
+
+
+def used_at(stride: int, steps: int) -> list[int]:
+    """When the dynamic set that step t = 1, 2, ... uses was computed: Algorithm 1, lines 22 to 36, prefill = step 0."""
+    computed, used = 0, []
+    for t in range(1, steps + 1):
+        used.append(computed)                                                          # line 23: I_{D, t-1}
+        if t % stride == 0:                                                            # line 26
+            computed = t                                                               # line 29
+    return used
+
+
+@pytest.mark.claim("SK-5a")
+def test_age_of_the_set_is_from_one_to_m():
+    for stride in range(1, 13):
+        used = used_at(stride, 60)
+        for t, computed in enumerate(used, start=1):
+            assert computed == stride * ((t - 1) // stride)
+            assert 1 <= t - computed <= stride
+        assert used[:stride] == [0] * stride
+
+
+@pytest.mark.claim("SK-5a")
+def test_age_rejects_a_set_that_is_used_at_once():
+    assert used_at(5, 5)[-1] == 0 != 5 * (5 // 5)
+
+
+def held_after(stride: int, steps: int) -> list[int]:
+    """When I_{D, t+1}, what is held after step t = 0, 1, ..., was computed (eq. 6 and 7 at multiples of m)."""
+    return [t // stride * stride for t in range(steps + 1)]
+
+
+@pytest.mark.claim("SK-5b")
+def test_eq_8_contradicts_eq_7_at_the_end_of_each_interval():
+    """K_{D, t+1} = K_{D, t} for t in (t_A, t_A + m] and an update at t = t_A + m: all multiples of m, each step if
+    m = 1. On the open interval it holds; what is *used* is constant on the half-open one."""
+    for stride in range(1, 13):
+        held = held_after(stride, 60)
+        broken = [t for t in range(1, 61) if held[t] != held[t - 1]]
+        assert broken == list(range(stride, 61, stride))
+        used = used_at(stride, 60)
+        for start in range(0, 60 - stride + 1, stride):
+            assert len(set(used[start:start + stride])) == 1
+
+
+# ---- SK-6, SK-7: Algorithm 1 -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.claim("SK-6")
+def test_line_23_is_about_other_sets_than_eq_7():
+    """Two groups' sets of 128 of 4096 tokens, at random: their union has 252, of which a group has loaded 128."""
+    n, k = 4096, 128
+    assert 2 * k - Fraction(k * k, n) == 252
+    # The mean of a union, counted: all pairs of 2 of 5.
+    sets = [set(chosen) for chosen in combinations(range(5), 2)]
+    mean = Fraction(sum(len(one | other) for one, other in product(sets, sets)), len(sets) ** 2)
+    assert mean == 2 * 2 - Fraction(2 * 2, 5)
+
+
+@pytest.mark.claim("SK-6")
+def test_line_23_rejects_a_difference_for_one_group():
+    sets = [{1, 2, 3}]
+    assert set().union(*sets) == sets[0]
+
+
+@pytest.mark.claim("SK-7")
+def test_anticipation_may_choose_what_the_bank_does_not_hold(synckv):
+    """A prompt of 4 tokens lies in the bank; at step 1 the R-head looks mostly at the token it just made."""
+    chosen = synckv.anticipate(
+        **of_logits([0.0, 1.0, 2.0, 3.0, 9.0]), static=torch.full((1, 1, 1), -1), k_dynamic=2
+    )
+    assert tokens_of(chosen) == {3, 4}
+    assert not tokens_of(chosen) <= set(range(4))
+
+
+# ---- SK-10, SK-11: scores and clusters -------------------------------------------------------------------------------
+
+
+@pytest.mark.claim("SK-10a")
+def test_softmax_keeps_the_order_of_logits():
+    """Of one head: x -> x / sum(x) on masses x = exp(s) > 0, exactly."""
+    for mass in permutations([Fraction(1, 7), Fraction(2), Fraction(2, 3), Fraction(5)]):
+        weight = [x / sum(mass) for x in mass]
+        assert sorted(range(4), key=lambda j: mass[j]) == sorted(range(4), key=lambda j: weight[j])
+
+
+@pytest.mark.claim("SK-10a")
+def test_softmax_rejects_that_it_keeps_the_order_of_a_group():
+    """The largest of two heads' logits, and the largest of their weights."""
+    masses = [[Fraction(1), Fraction(1, 10)], [Fraction(100), Fraction(200)]]
+    raw = [max(column) for column in zip(*masses, strict=True)]
+    pooled = [max(row[j] / sum(row) for row in masses) for j in (0, 1)]
+    assert raw[0] < raw[1]
+    assert pooled[0] > pooled[1]
+
+
+def spread_logits() -> torch.Tensor:
+    """64 logits over a range of 200, the lowest first."""
+    return torch.linspace(-200, 0, 64)
+
+
+@pytest.mark.claim("SK-10b")
+def test_weights_in_float32_tie_where_they_vanish():
+    """Beyond 104 below the largest: 33 weights are left, and of the 48 best tokens as many are found, the others being
+    the first of those that tie at 0."""
+    weight = spread_logits().softmax(-1)
+    assert int((weight > 0).sum()) == 33
+    best = weight.sort(descending=True, stable=True).indices[:48]
+    assert len(set(best.tolist()) & set(range(16, 64))) == 33
+    assert torch.exp(torch.tensor(-104.0)) == 0 < torch.exp(torch.tensor(-103.0))
+
+
+@pytest.mark.claim("SK-10c")
+def test_log_weights_in_float32_do_not_tie(synckv):
+    logits = spread_logits()
+    inputs = {name: value.float() if name in ("query", "key") else value for name, value in
+              of_logits(logits.tolist()).items()}
+    found = synckv.initial_sets(**inputs, k_static=24, k_dynamic=24)
+    assert tokens_of(found.static) | tokens_of(found.dynamic) == set(range(16, 64))
+
+
+@pytest.mark.claim("SK-10c")
+def test_log_weights_reject_a_range_beyond_float32():
+    """Where logits themselves are equal after rounding, their logarithms are too."""
+    logits = torch.tensor([2.0**24, 2.0**24 + 1])
+    assert logits[0] == logits[1]
+
+
+@pytest.mark.claim("SK-11")
+def test_rows_of_similarities_cluster_with_their_diagonal(synckv):
+    """Two pairs of like heads: with S_ii = 1 rows of a pair are near each other."""
+    similarity = torch.tensor([[1, 0.9, 0.1, 0.1], [0.9, 1, 0.1, 0.1], [0.1, 0.1, 1, 0.9], [0.1, 0.1, 0.9, 1]])
+    assert synckv.cluster_heads(similarity, 2).labels == (0, 0, 1, 1)
+
+
+@pytest.mark.claim("SK-11")
+def test_clustering_rejects_a_matrix_without_its_diagonal(synckv):
+    """max(S) is then not 1, and D_ii is not defined: with 0 for S_ii heads that are alike are put far apart."""
+    similarity = torch.tensor([[0, 0.9, 0.8], [0.9, 0, 0.8], [0.8, 0.8, 0.0]])
+    full = similarity + torch.eye(3)
+    assert synckv.cluster_heads(full, 2).labels == (0, 0, 1)
+    assert synckv.cluster_heads(similarity, 2).labels != (0, 0, 1)

@@ -1,0 +1,87 @@
+"""The log-weights that R-heads give: keys are read once, logits stored, then normalised and pooled over the group.
+
+Logits and what follows are in base 2; `flat` is the number of a (row of the batch, R-head). Scratch is contiguous:
+logits [flats, GROUP, slots], maxima and sums [flats * GROUP, splits], weights [flats, slots].
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._numerics import dot, finite_or_zero
+from ..thinkv._thoughts_kernels import denominators
+
+
+@triton.jit(do_not_specialize=[
+    "slots", "split_size", "splits", "heads", "query_b", "query_h", "key_b", "key_h", "key_s", "occupied_b",
+    "occupied_s",
+])
+def logits_kernel(
+    query, key, occupied, logits, tops, weight_sums, scale, slots, split_size, splits, heads,
+    query_b, query_h, query_d, key_b, key_h, key_s, key_d, occupied_b, occupied_s,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Program (split, flat): the logits of one share of the slots, with their maxima and sums. Strides of keys by UNIT.
+
+    Free slots are not read; their logits are -inf.
+    """
+    split = tl.program_id(0) % splits
+    flat = (tl.program_id(0) // splits).to(tl.int64)
+    b, head = flat // heads, flat % heads
+    row = tl.arange(0, ROWS)
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    real, inside = row < GROUP, d < HEAD_DIM
+    q = tl.load(
+        query + b * query_b + (head * GROUP + row)[:, None] * query_h + d[None, :] * query_d,
+        mask=real[:, None] & inside[None, :], other=0.0,
+    )
+    key += (b * key_b + head * key_h) * UNIT
+    occupied += b * occupied_b
+    logits += flat * GROUP * slots
+    end = tl.minimum(split * split_size + split_size, slots)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([ROWS], tl.float32)
+    for start in range(split * split_size, end, BLOCK):
+        s = start + tl.arange(0, BLOCK)
+        s64 = s.to(tl.int64)
+        holds = tl.load(occupied + s64 * occupied_s, mask=s < end, other=0) != 0
+        reads = holds[:, None]
+        if HEAD_DIM != D_PAD:
+            reads = reads & inside[None, :]
+        k = tl.load(key + s64[:, None] * (key_s * UNIT) + d[None, :] * key_d, mask=reads, other=0.0)
+        logit = tl.where(holds[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
+        tl.store(
+            logits + row[:, None].to(tl.int64) * slots + s64[None, :], logit, mask=real[:, None] & (s < end)[None, :]
+        )
+        new_top = tl.maximum(top, tl.max(logit, 1))
+        shift = finite_or_zero(new_top)
+        weight_sum = weight_sum * tl.exp2(top - shift) + tl.sum(tl.exp2(logit - shift[:, None]), 1)
+        top = new_top
+    part = (flat * GROUP + row) * splits + split
+    tl.store(tops + part, top, mask=real)
+    tl.store(weight_sums + part, weight_sum, mask=real)
+
+
+@triton.jit(do_not_specialize=["slots", "splits", "chunks"])
+def pool_kernel(
+    logits, tops, weight_sums, weights, slots, splits, chunks,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """Program (chunk, flat): log2 of the largest weight that the query heads of a group give each slot."""
+    chunk = tl.program_id(0) % chunks
+    flat = (tl.program_id(0) // chunks).to(tl.int64)
+    top, log_total = denominators(tops, weight_sums, flat, splits, GROUP, ROWS, SPLITS)
+    row = tl.arange(0, ROWS)
+    s = chunk * CHUNK + tl.arange(0, CHUNK)
+    s64 = s.to(tl.int64)
+    logit = tl.load(
+        logits + (flat * GROUP + row)[:, None] * slots + s64[None, :],
+        mask=(row < GROUP)[:, None] & (s < slots)[None, :], other=float("-inf"),
+    )
+    free = logit == float("-inf")
+    # The denominator's two parts leave one by one, so that no digits of a large maximum are lost. Where all is free,
+    # the second one is -inf too.
+    weight = (tl.where(free, 0.0, logit) - top[:, None]) - log_total[:, None]
+    tl.store(weights + flat * slots + s64, tl.max(tl.where(free, logit, weight), 0), mask=s < slots)

@@ -1,0 +1,106 @@
+"""The tokens of the highest scores, of equals the lowest indices: a radix search over codes that run backwards.
+
+The search of `_keydiff_select` keeps the last ones of equals, in order: of codes in reverse order these are the first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._keydiff_kernels import float32
+from .._keydiff_select import _FREE, compact_kernel, count_kernel, histogram_kernel
+from .._launch import INTERPRETED, on_device_of
+from .._numerics import sortable
+
+#: Codes per program.
+CHUNK = 2048
+
+
+def chunk_size() -> int:
+    return 64 if INTERPRETED else CHUNK
+
+
+@torch.library.custom_op("kvtwin::synckv_select", mutates_args=())
+def select(score: Tensor, candidates: Tensor, taken: Tensor, count: int) -> Tensor:
+    """The `count` candidates of the highest scores that are not taken, ascending, then -1: [R, H, count] int64.
+
+    score [R, H, S] floating, NaN ranks as -inf; candidates [R, S] bool; taken [R, H, N] int64, -1 for none.
+    """
+    rows, slots = score.shape[0] * score.shape[1], score.shape[2]
+    index = _places(score, count)
+    if count == 0:
+        return index
+    score, taken = score.contiguous(), taken.contiguous()
+    chunk = chunk_size()
+    chunks = triton.cdiv(slots, chunk)
+    grid = (rows * chunks,)
+    code = torch.empty(rows, slots, dtype=torch.int32, device=score.device)
+    histograms = torch.zeros(rows, 4, 256, dtype=torch.int32, device=score.device)
+    found = torch.empty(rows, 4, 2, dtype=torch.int64, device=score.device)
+    counts = torch.empty(rows, chunks, 2, dtype=torch.int32, device=score.device)
+    place = torch.empty(rows, count, dtype=torch.int32, device=score.device)
+    kept_count = torch.empty(rows, dtype=torch.int32, device=score.device)
+    with on_device_of(score):
+        codes_kernel[grid](
+            score, candidates, code, slots, chunks, score.shape[1], *candidates.stride(), CHUNK=chunk, num_warps=4
+        )
+        if taken.shape[-1]:
+            pieces = triton.cdiv(taken.shape[-1], chunk)
+            take_kernel[(rows * pieces,)](taken, code, slots, taken.shape[-1], pieces, CHUNK=chunk, num_warps=4)
+        for number in range(4):
+            histogram_kernel[grid](
+                code, histograms, found, slots, count, chunks, PASS=number, CHUNK=chunk, FEW=chunk // 16, num_warps=4
+            )
+        count_kernel[grid](code, histograms, found, counts, slots, count, chunks, CHUNK=chunk, num_warps=4)
+        compact_kernel[grid](code, found, counts, place, kept_count, slots, count, chunks, CHUNK=chunk, num_warps=4)
+        pieces = triton.cdiv(count, chunk)
+        forward_kernel[(rows * pieces,)](place, kept_count, index, slots, count, pieces, CHUNK=chunk, num_warps=4)
+    return index
+
+
+@select.register_fake
+def _(score: Tensor, candidates: Tensor, taken: Tensor, count: int) -> Tensor:
+    return _places(score, count)
+
+
+def _places(score: Tensor, count: int) -> Tensor:
+    return score.new_empty((*score.shape[:2], count), dtype=torch.int64)
+
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["slots", "chunks", "heads", "candidates_r", "candidates_s"])
+def codes_kernel(scores, candidates, codes, slots, chunks, heads, candidates_r, candidates_s, CHUNK: tl.constexpr):
+    """Program (chunk, flat): the codes of a share of the slots, the last slot's first; only candidates have one."""
+    chunk = tl.program_id(0) % chunks
+    flat = (tl.program_id(0) // chunks).to(tl.int64)
+    s = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
+    counts = tl.load(candidates + flat // heads * candidates_r + s * candidates_s, mask=s < slots, other=0) != 0
+    score = float32(tl.load(scores + flat * slots + s, mask=counts, other=0.0))
+    tl.store(codes + flat * slots + (slots - 1 - s), tl.where(counts, sortable(score), _FREE), mask=s < slots)
+
+
+@triton.jit(do_not_specialize=["slots", "wanted", "pieces"])
+def take_kernel(taken, codes, slots, wanted, pieces, CHUNK: tl.constexpr):
+    """Program (piece, flat): tokens that are taken have no code any more."""
+    piece = tl.program_id(0) % pieces
+    flat = (tl.program_id(0) // pieces).to(tl.int64)
+    number = piece * CHUNK + tl.arange(0, CHUNK)
+    token = tl.load(taken + flat * wanted + number, mask=number < wanted, other=-1)
+    tl.store(codes + flat * slots + (slots - 1 - token), _FREE, mask=(token >= 0) & (token < slots))
+
+
+@triton.jit(do_not_specialize=["slots", "wanted", "pieces"])
+def forward_kernel(place, kept_count, index, slots, wanted, pieces, CHUNK: tl.constexpr):
+    """Program (piece, flat): the chosen places read from the end, as slots; -1 beyond the last."""
+    piece = tl.program_id(0) % pieces
+    flat = (tl.program_id(0) // pieces).to(tl.int64)
+    number = piece * CHUNK + tl.arange(0, CHUNK)
+    kept = tl.load(kept_count + flat)
+    holds = number < kept
+    at = tl.load(place + flat * wanted + (kept - 1 - number), mask=holds, other=0)
+    tl.store(index + flat * wanted + number, tl.where(holds, slots - 1 - at, -1).to(tl.int64), mask=number < wanted)
