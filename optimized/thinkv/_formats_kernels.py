@@ -53,7 +53,8 @@ def decode_e4m3(code):
     """The float32 of any E4M3 code, 0 to 255: with a sign, and NaN."""
     code = code.to(tl.int32)
     value = tl.where((code & 127) == 127, float("nan"), decode_scale(code & 127))
-    return tl.where(code > 127, -value, value)
+    # The sign as a bit: -x is 0 - x in some interpreters, and so +0 for 0.
+    return (value.to(tl.int32, bitcast=True) | ((code & 128) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
