@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvtwin.conformance.compare import assert_same, assert_within
 from kvtwin.conformance.judges.thinkv_paging import (
-    assert_attention_right, assert_same_contents, assert_same_tables, attention_error, attention_of, arithmetic,
-    widened,
+    arithmetic, assert_attention_right, assert_same_contents, assert_same_tables, attention_error, attention_of,
+    poison, widened,
 )
 from kvtwin.conformance.paged_cases import FORMATS, PagedCase, empty, leave, numbers, paged_cases, put
 from kvtwin.conformance.strategies import default_device
@@ -241,41 +241,6 @@ def twice(case: PagedCase, module: Any, change: Any) -> None:
 def test_nothing_but_live_tokens_matters(case, twins):
     """Poison wherever no live token is stored: codes, E4M3 and float32 NaN for scales, NaN in the buffer."""
     twice(case, twins.optimized.thinkv, poison)
-
-
-def poison(cache: Any) -> None:
-    """White box: our own optimized cache's pool, scale groups and buffer; other people's have none of these."""
-    from kvtwin.optimized.thinkv import _paging_ops as ops
-
-    if not hasattr(cache, "_storage"):
-        return
-    storage, config, (_, heads, head_dim) = cache._storage, cache.config, cache.shape
-    pool, key_scales = storage.pool.view(torch.uint8), storage.key_scales.view(torch.uint8)
-    kept = torch.zeros_like(pool, dtype=torch.bool)
-    of_types = [config.format_of(thought) for thought in range(3)]
-    for b, slot in (cache.groups >= 0).nonzero().tolist():
-        entry, place = divmod(slot, config.block)
-        fmt = of_types[cache.block_thoughts[b, entry]]
-        record = ops.record_bytes(fmt, config.block, config.group, head_dim)
-        codes = 4 * -(-head_dim // (4 * ops.LANES[fmt]))                               # of one token, in whole words
-        scales = 0 if fmt == "fp8" else -(-head_dim // config.group)
-        base = 4 * cache._layout.base[cache._layout.formats.index(fmt)]
-        for head in range(heads):
-            start = base + (int(cache.physical[b, entry]) * heads + head) * record
-            for at, size in ((place * codes, codes), ((config.block + place) * codes, codes),
-                             (2 * config.block * codes + place * scales, scales)):
-                kept[b, start + at:start + at + size] = True
-    pool.masked_fill_(~kept, 255)
-    groups = torch.zeros_like(cache._tables.group_tokens, dtype=torch.bool)
-    for b, slot in (cache.groups >= 0).nonzero().tolist():
-        groups[b, cache.groups[b, slot]] = True
-    key_scales.masked_fill_(~groups[:, :, None, None], 127)
-    if storage.chunk_scales.shape[1] > 1:
-        storage.chunk_scales.masked_fill_(~groups[:, :, None, None], torch.nan)
-    places = torch.arange(config.group, device=cache.device)
-    waiting = (places < cache.buffered[:, None])[:, None, :, None]
-    for buffer in (storage.buffer_key, storage.buffer_value):
-        buffer.masked_fill_(~waiting, torch.nan)
 
 
 @sides

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvtwin.conformance.judges.thinkv_paging import TABLES
 from kvtwin.conformance.tiny import attributes
 from kvtwin.reference.thinkv.contract import ThinKVConfig
 
@@ -79,6 +80,7 @@ def test_a_wrong_state(side, twins, device):
 
 
 @SIDES
+@pytest.mark.parametrize("steps", [1, 2], ids=["within a window", "where one begins"])
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
@@ -88,10 +90,11 @@ def test_a_wrong_state(side, twins, device):
         (lambda q, k, v: (q, None, v), TypeError, "key must be a torch.Tensor"),
     ],
 )
-def test_a_wrong_token_changes_nothing(side, spoil, error, message, twins, device):
+def test_a_wrong_token_changes_nothing(side, spoil, error, message, steps, twins, device):
     state = new_state(twins, side, device)
-    state.step(*token(device))
-    before = attributes(state)
+    for _ in range(steps):
+        state.step(*token(device))
+    before = everything(state)
     with pytest.raises(error, match=message):
         state.step(*spoil(*token(device)))
     assert_unchanged(state, before)
@@ -105,7 +108,7 @@ def test_no_more_tokens_than_there_is_room_for(side, twins, device):
     assert state.tokens_seen == 0
     state.prefill(*token(device, 3))
     state.step(*token(device))
-    before = attributes(state)
+    before = everything(state)
     with pytest.raises(ValueError, match="max_tokens must be at least the 5 tokens that come, got 4"):
         state.step(*token(device))
     assert_unchanged(state, before)
@@ -134,6 +137,14 @@ def test_a_wrong_thought(side, thought, error, message, twins, device):
     assert state.thought.tolist() == [2, 2]
 
 
+def everything(state):
+    """Copies of what can be seen of a state, of its own counters and of what is in its cache."""
+    own = {name: value for name, value in vars(state).items() if isinstance(value, (torch.Tensor, int))}
+    tables = {f"cache.{name}": getattr(state.cache, name) for name in TABLES}
+    seen = {**attributes(state), **own, **tables, "numbers": torch.stack(state.cache.dequantized())}
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in seen.items()}
+
+
 def assert_unchanged(state, before):
-    for name, value in attributes(state).items():
+    for name, value in everything(state).items():
         assert torch.equal(value, before[name]) if isinstance(value, torch.Tensor) else value == before[name], name

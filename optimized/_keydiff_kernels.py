@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ._launch import INTERPRETED
+from ._numerics import float32
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _FREE = tl.constexpr(-(2**31))
@@ -21,15 +22,6 @@ _PROTECTED = tl.constexpr(2**31 - 1)
 #: that all go through stays short.
 _SMALL = tl.constexpr(2.0**-80)
 _LARGE = tl.constexpr(2.0**100)
-
-
-@triton.jit
-def float32(x):
-    """x in float32, exactly. The interpreter gets bfloat16's subnormal numbers wrong: there it is done by hand."""
-    if _INTERPRETED and x.dtype == tl.bfloat16:
-        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
 
 
 @triton.jit

@@ -12,6 +12,15 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def float32(x):
+    """x in float32, exactly. The interpreter gets bfloat16's subnormal numbers wrong: there it is done by hand."""
+    if _INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def round_to(x, dtype: tl.constexpr):
     """float32 -> dtype, to nearest even. The interpreter truncates float32 to bfloat16, so there it is done by hand."""
     if _INTERPRETED and dtype == tl.bfloat16:

@@ -119,6 +119,42 @@ def assert_attention_right(
     tally.decisions(total, total - int(undecided.sum()))
 
 
+def poison(cache: Any) -> None:
+    """NaN, or every bit, wherever our own optimized cache has room and no token. Others, the reference's too, have no
+    room that this could know of."""
+    if not hasattr(cache, "_storage"):
+        return
+    from ...optimized.thinkv import _paging_ops as ops
+
+    storage, config, (_, heads, head_dim) = cache._storage, cache.config, cache.shape
+    pool, key_scales = storage.pool.view(torch.uint8), storage.key_scales.view(torch.uint8)
+    kept = torch.zeros_like(pool, dtype=torch.bool)
+    of_types = [config.format_of(thought) for thought in range(3)]
+    for b, slot in (cache.groups >= 0).nonzero().tolist():
+        entry, place = divmod(slot, config.block)
+        fmt = of_types[cache.block_thoughts[b, entry]]
+        record = ops.record_bytes(fmt, config.block, config.group, head_dim)
+        codes = 4 * -(-head_dim // (4 * ops.LANES[fmt]))                               # of one token, in whole words
+        scales = 0 if fmt == "fp8" else -(-head_dim // config.group)
+        base = 4 * cache._layout.base[cache._layout.formats.index(fmt)]
+        for head in range(heads):
+            start = base + (int(cache.physical[b, entry]) * heads + head) * record
+            for at, size in ((place * codes, codes), ((config.block + place) * codes, codes),
+                             (2 * config.block * codes + place * scales, scales)):
+                kept[b, start + at:start + at + size] = True
+    pool.masked_fill_(~kept, 255)
+    groups = torch.zeros_like(cache._tables.group_tokens, dtype=torch.bool)
+    for b, slot in (cache.groups >= 0).nonzero().tolist():
+        groups[b, cache.groups[b, slot]] = True
+    key_scales.masked_fill_(~groups[:, :, None, None], 127)
+    if storage.chunk_scales.shape[1] > 1:
+        storage.chunk_scales.masked_fill_(~groups[:, :, None, None], torch.nan)
+    places = torch.arange(config.group, device=cache.device)
+    waiting = (places < cache.buffered[:, None])[:, None, :, None]
+    for buffer in (storage.buffer_key, storage.buffer_value):
+        buffer.masked_fill_(~waiting, torch.nan)
+
+
 def assert_same_tables(actual: Any, expected: PagedCache, *, what: str = "") -> None:
     """Two caches with the same tables, to the letter."""
     for name in TABLES:

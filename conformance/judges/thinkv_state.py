@@ -57,22 +57,8 @@ def most_held(state: Any, tokens: int) -> int:
 
 
 def poison(state: Any) -> None:
-    """NaN where the optimized side has room for scales and tokens, every bit elsewhere. The reference has no room."""
-    storage = getattr(state.cache, "_storage", None)
-    if storage is None:
-        return
-    positions, groups = state.cache.positions, state.cache.groups
-    group, free = state.config.group, torch.ones_like(storage.key_scales[:, :, 0, 0], dtype=torch.bool)
-    free.scatter_(1, groups.clamp_min(0), ~(groups >= 0) & free.gather(1, groups.clamp_min(0)))
-    for b, row in enumerate(groups.tolist()):
-        held = {one for one in row if one >= 0}
-        gone = torch.tensor([one not in held for one in range(free.shape[1])], device=free.device)
-        storage.key_scales[b, gone] = 0x7F7F7F7F  # four E4M3 NaN to a word
-        if storage.chunk_scales.shape[1] == len(gone):
-            storage.chunk_scales[b, gone] = torch.nan
-    empty = positions[:, None, -group:, None] < 0
-    storage.buffer_key.masked_fill_(empty, torch.nan)
-    storage.buffer_value.masked_fill_(empty, torch.inf)
+    """What no token of the cache is in, spoiled."""
+    thinkv_paging.poison(state.cache)
 
 
 def bytes_of(state: Any) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._keydiff_kernels import float32
+from .._numerics import float32
 from .._launch import INTERPRETED
 
 _INTERPRETED = tl.constexpr(INTERPRETED)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._keydiff_kernels import float32
+from .._numerics import float32
 from .._numerics import round_to
 
 _FLOAT32_LARGEST = tl.constexpr(0x7F7FFFFF)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._keydiff_kernels import float32
+from .._numerics import float32
 from ._formats_kernels import decode
 from ._paging_kernels import pick
 from ._paging_layout import keys_at, values_at
