@@ -26,6 +26,10 @@ from .discovery import Pair
 
 CAPABILITY = 90
 WARP = 32
+#: The shared memory that a program may have, bytes: 227 KB.
+SHARED = 232448
+#: Tiles grow with it, and with them what a program takes of a multiprocessor.
+HEAD_DIM = 128
 DTYPES = (torch.float32, torch.bfloat16)
 #: Stands in, in every module of the optimized side, for what asks a GPU: the H200's answers.
 ANSWERS: dict[str, Callable[..., Any]] = {
@@ -66,7 +70,9 @@ class Compiled:
         def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
             start, name = time.perf_counter(), kernel.__name__
             try:
-                run(kernel, *arguments, grid=grid, warmup=True, **options)
+                shared = run(kernel, *arguments, grid=grid, warmup=True, **options).metadata.shared
+                if shared > SHARED:
+                    raise MemoryError(f"{shared} bytes of shared memory, of {SHARED}")
                 self.done[name] += 1
             except Exception as error:  # the compiler's errors have no common base
                 self.refused.setdefault(name, "\n".join(_causes(error)))
@@ -107,7 +113,7 @@ def stand_in(capability: int) -> Compiled:
 
 
 def compile_pair(pair: Pair, dtype: torch.dtype) -> None:
-    """Call every function and the state of a pair, on tensors of this type."""
+    """Call every function and the state of a pair, on tensors of this type: its state also with wide heads."""
     from . import tiny
 
     device = torch.device("cpu")
@@ -122,10 +128,14 @@ def compile_pair(pair: Pair, dtype: torch.dtype) -> None:
             holder = next((value for value in given.values() if hasattr(value, "dequantized")), None)
             to = getattr(holder, "dtype", dtype)  # a cache takes its own type alone
             functions[name](**{key: cast(value, to) for key, value in given.items()})
-    for options in tiny.groupings(pair) if pair.state else ():
-        state = tiny.new_state(pair, pair.optimized, device, **options, dtype=dtype)
-        state.prefill(*map(cast, tiny.prompt(device, seed=1)))
-        state.step(*map(cast, tiny.token(device, seed=2)))
+    states = [
+        ({**options, **more}, head_dim) for options in tiny.groupings(pair)
+        for head_dim in (tiny.HEAD_DIM, HEAD_DIM) for more in ({}, *judges.ask(pair.name, "COMPILED", ()))
+    ]
+    for options, head_dim in states if pair.state else ():
+        state = tiny.new_state(pair, pair.optimized, device, **options, dtype=dtype, head_dim=head_dim)
+        state.prefill(*(cast(tensor) for tensor in tiny.prompt(device, seed=1, head_dim=head_dim)))
+        state.step(*(cast(tensor) for tensor in tiny.token(device, seed=2, head_dim=head_dim)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

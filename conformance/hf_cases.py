@@ -199,7 +199,7 @@ def check_against_loop(
 def feed(model: Any, cache: Any, ids: Any = (3, 1, 4), **options: Any) -> None:
     """One forward pass over one row."""
     with torch.no_grad():
-        model(torch.tensor([list(ids)]), past_key_values=cache, **options)
+        model(torch.tensor([list(ids)], device=model.device), past_key_values=cache, **options)
 
 
 def check_second_turn_in_chunks(model: Any, cache: Any, masked: bool) -> None:

@@ -191,11 +191,11 @@ def compiled(device: torch.device) -> Iterator[Any]:
         graphs.append(graph)
         return graph.forward
 
-    torch.compiler.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")                              # what a compiler has to say is not about us
+        torch.compiler.reset()
         yield lambda model: (torch.compile(model.forward, fullgraph=True, backend=backend), graphs)
-    torch.compiler.reset()
+        torch.compiler.reset()
 
 
 def decode(forward: Any, model: Any, cache: Any, device: torch.device, steps: list[list[int]]) -> list[list[int]]:

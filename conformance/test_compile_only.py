@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,10 +40,11 @@ class Kernel:
 def test_what_the_compiler_refuses_is_reported_from_the_inside_out():
     compiled = compile_only.Compiled()
 
-    def refuse(kernel, *arguments, grid, warmup, bad=False):
+    def refuse(kernel, *arguments, grid, warmup, bad=False, shared=0):
         assert warmup, "nothing may be launched"
         if bad:
             raise ValueError("at 7:8") from TypeError("a loop changes a type")
+        return SimpleNamespace(metadata=SimpleNamespace(shared=shared))
 
     launch = compiled.instead_of_launching(refuse)
     launch(Kernel(), grid=(1,), warmup=False)
@@ -50,6 +52,17 @@ def test_what_the_compiler_refuses_is_reported_from_the_inside_out():
     launch(Kernel(), grid=(1,), warmup=False, bad=True)
     assert compiled.refused == {"some_kernel": "TypeError: a loop changes a type\nValueError: at 7:8"}
     assert compiled.done["some_kernel"] == 1
+
+
+def test_a_kernel_that_no_multiprocessor_can_hold_is_refused():
+    compiled = compile_only.Compiled()
+    launch = compiled.instead_of_launching(
+        lambda kernel, *, grid, warmup, shared: SimpleNamespace(metadata=SimpleNamespace(shared=shared))
+    )
+    launch(Kernel(), grid=(1,), warmup=False, shared=227 * 1024)
+    assert not compiled.refused
+    launch(Kernel(), grid=(1,), warmup=False, shared=227 * 1024 + 1)
+    assert compiled.refused == {"some_kernel": "MemoryError: 232449 bytes of shared memory, of 232448"}
 
 
 def test_the_interpreter_has_nothing_to_compile(monkeypatch):

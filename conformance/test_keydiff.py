@@ -109,7 +109,10 @@ def stays(kept: torch.Tensor, slots: int) -> torch.Tensor:
 UNTIED = ("ordinary", "collinear", "outliers", "sizes")
 
 
-@given(case=key_cases(content=UNTIED, occupancy=("none",), slots=(2, 48)), seed=st.integers(0, 2**32 - 1))
+@given(
+    case=key_cases(content=UNTIED, occupancy=("none",), slots=(2, 48)).filter(lambda it: it.layout != "repeat_slots"),
+    seed=st.integers(0, 2**32 - 1),
+)
 @few
 def test_keydiff_does_not_care_where_tokens_sit(case, seed, twins, device):
     """Slots permuted: right by the same truth, and the same tokens stay where one answer only is right."""

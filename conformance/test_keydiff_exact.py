@@ -205,6 +205,8 @@ def test_what_lies_in_unoccupied_slots_influences_nothing(case, side, twins):
     module = getattr(twins, side).keydiff
     score, result = module.score(**case.score_inputs), module.evict(**case.inputs)
     free, number = ~case.mask[..., None], 7e4 if case.poison == "nan" else NAN
+    if number == 7e4 and case.dtype == torch.float16:
+        number = 6e4
     other = {"key": case.key.masked_fill(free, number), "value": case.value.masked_fill(free, number)}
     again = module.score(**{**case.score_inputs, "key": other["key"]})
     assert_same(again, score, what=f"score with {number} in free slots")

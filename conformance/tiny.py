@@ -40,17 +40,17 @@ def _random(seed: int, device: torch.device, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def prompt(device: torch.device, *, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def prompt(device: torch.device, *, seed: int, head_dim: int = HEAD_DIM) -> tuple[Tensor, Tensor, Tensor]:
     """query [B, Hq, T, D], key and value [B, Hkv, T, D]; longer than the budget of `new_state`."""
     query, key, value = (
-        _random(3 * seed + number, device, BATCH, heads, SLOTS, HEAD_DIM) for number, heads in enumerate(HEADS)
+        _random(3 * seed + number, device, BATCH, heads, SLOTS, head_dim) for number, heads in enumerate(HEADS)
     )
     return query, key, value
 
 
-def token(device: torch.device, *, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def token(device: torch.device, *, seed: int, head_dim: int = HEAD_DIM) -> tuple[Tensor, Tensor, Tensor]:
     """query [B, Hq, D], key and value [B, Hkv, D]."""
-    query, key, value = (tensor[:, :, 0].contiguous() for tensor in prompt(device, seed=seed))
+    query, key, value = (tensor[:, :, 0].contiguous() for tensor in prompt(device, seed=seed, head_dim=head_dim))
     return query, key, value
 
 
@@ -78,7 +78,8 @@ def arguments(pair: Pair, function: Callable[..., Any], device: torch.device, *,
 
 
 def new_state(
-    pair: Pair, side: Any, device: torch.device, *, dtype: torch.dtype = torch.float32, **options: Any
+    pair: Pair, side: Any, device: torch.device, *, dtype: torch.dtype = torch.float32, head_dim: int = HEAD_DIM,
+    **options: Any,
 ) -> Any:
     """The state of `pair` in `side`, one of its modules; of the config's options those in `options` that it has."""
     assert pair.config is not None
@@ -86,7 +87,7 @@ def new_state(
     fields = {name: value for name, value in options.items() if name in inspect.signature(pair.config).parameters}
     return getattr(side, pair.state.__name__)(
         judges.small_config(pair, BUDGET, fields), batch=BATCH, query_heads=QUERY_HEADS,
-        key_value_heads=KEY_VALUE_HEADS, head_dim=HEAD_DIM, dtype=dtype, device=device,
+        key_value_heads=KEY_VALUE_HEADS, head_dim=head_dim, dtype=dtype, device=device,
     )
 
 

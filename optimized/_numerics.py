@@ -66,8 +66,14 @@ def log2_or_minus_inf(x):
 
 
 @triton.jit
+def without_sign_of_zero(x):
+    """x, -0 as +0. Adding +0 does not do it: fused with the product before, it leaves one that vanishes its sign."""
+    return tl.where(x == 0.0, 0.0, x)
+
+
+@triton.jit
 def sortable(x):
     """float32 -> int32 in the same order; -0 equals +0, NaN ranks as -inf."""
-    x = tl.where(x == x, x, float("-inf")) + 0.0
+    x = without_sign_of_zero(tl.where(x == x, x, float("-inf")))
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -8,6 +8,7 @@ Lockstep, laws, strategies and replay are generic; they ask here for what differ
   observing a prompt should look at;
 - `SMALL`: keyword arguments that make the config take any budget from 2 on (default: none needed);
 - `GROUPINGS`: options that change the shapes of a state, one dict each;
+- `COMPILED`: options, one dict each, by which a state has other kernels, for `compile_only`;
 - `arguments(device)`: values of required parameters that `tiny` does not know, by parameter name, sizes as there;
   "function.parameter" where functions mean different things by it;
 - `ON_THE_HOST`: functions that give numbers to the host, so that nothing can compile them;

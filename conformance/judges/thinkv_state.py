@@ -31,6 +31,7 @@ SMALL = {
 }
 LOSSY = True
 FORMATS = ("nvfp4 nvfp4 ternary", "fp8 nvfp4 ternary", "int4 int4 int2")
+COMPILED = tuple({"formats": dict(zip("RET", formats.split(), strict=True))} for formats in FORMATS[1:])
 
 
 def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:

@@ -14,8 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._numerics import float32
-from .._numerics import round_to
+from .._numerics import float32, round_to, without_sign_of_zero
 
 _FLOAT32_LARGEST = tl.constexpr(0x7F7FFFFF)
 _INFINITY = tl.constexpr(0x7F800000)
@@ -277,8 +276,7 @@ def dequantize_kernel(
     if TENSOR:
         scale *= tl.load(second)
     code = tl.load(codes + line * channels + channel, mask=inside, other=0).to(tl.int32)
-    # Adding +0 makes -0 +0, and else changes nothing.
-    value = decode(code, FORMAT) * scale + 0.0
+    value = without_sign_of_zero(decode(code, FORMAT) * scale)
     tl.store(result + line * channels + channel, round_to(value, result.dtype.element_ty), mask=inside)
 
 

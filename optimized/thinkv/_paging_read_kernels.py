@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._numerics import float32
+from .._numerics import float32, without_sign_of_zero
 from ._formats_kernels import decode
 from ._paging_kernels import pick
 from ._paging_layout import keys_at, values_at
@@ -20,7 +20,7 @@ def _shown(code, scale, WHAT: tl.constexpr, FORMAT: tl.constexpr):
     if WHAT == _CODES:
         return code.to(tl.float32)
     elif WHAT == _NUMBERS:
-        return decode(code, FORMAT) * scale + 0.0
+        return without_sign_of_zero(decode(code, FORMAT) * scale)
     else:
         return scale + tl.zeros_like(code).to(tl.float32)
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._numerics import float32
-from .._numerics import dot, finite_or_zero, log2_or_minus_inf
+from .._numerics import dot, finite_or_zero, float32, log2_or_minus_inf
 
 
 @triton.jit

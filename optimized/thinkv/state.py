@@ -263,7 +263,7 @@ def _shrink(
             scratch, heads, slots, entries, groups, number, tau, layout.row_words, *layout.base,
             **layout.constants, GROUP=group, BLOCK=block, HEAD_DIM=head_dim,
             CHANNELS=min(64, max(16, triton.next_power_of_2(head_dim))), ITERATIONS=ITERATIONS,
-            SLOTS=min(1024, max(16, triton.next_power_of_2(slots))), **tile(tau, most),
+            SLOTS=min(1024, max(16, triton.next_power_of_2(slots))), **tile(tau, most), num_stages=1,
         )
     return gone
 
