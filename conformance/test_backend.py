@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvtwin.conformance.bounds import DIVISION, EXP, LOG
 from kvtwin.optimized._launch import INTERPRETED
-from kvtwin.optimized._numerics import dot, finite_or_zero, log2_or_minus_inf, round_to, sortable
+from kvtwin.optimized._numerics import dot, finite_or_zero, log2_or_minus_inf, round_to, sortable, sum_of_products
 
 # The interpreter takes a millisecond per program and numpy's speed within it.
 BLOCK = 1 << 16 if INTERPRETED else 1024
@@ -354,3 +354,26 @@ def test_sums_are_the_same_at_every_launch(device: torch.device) -> None:
     for launch in out:
         _sums[(1,)](x, launch, ROWS=16, BLOCK=256)
     assert (bits_of(out) == bits_of(out[:1])).all()
+
+
+@triton.jit
+def _spread_sum(x, y, out, N: tl.constexpr, LANES: tl.constexpr):
+    i = tl.arange(0, N)
+    total = sum_of_products(tl.load(x + i), tl.load(y + i), 0)
+    tl.store(out + tl.arange(0, LANES), total + tl.zeros([LANES], tl.float32))
+
+
+@pytest.mark.parametrize("size", (2, 16, 32, 64, 1024))
+def test_a_sum_of_products_is_one_number_in_all_lanes(size, device):
+    """tl.sum(x * x) of 16 numbers is not, on a GPU: half of the lanes round one product, the others another one."""
+    generator = torch.Generator().manual_seed(size)
+    for _ in range(8):
+        x, y = torch.randn(2, size, generator=generator)
+        out = torch.empty(256, device=device)
+        _spread_sum[(1,)](x.to(device), y.to(device), out, N=size, LANES=256, num_warps=8)
+        out = out.cpu()
+        assert bool((bits_of(out) == bits_of(out)[0]).all()), f"{len(set(out.tolist()))} different numbers"
+        product = (x.double() * y.double())
+        # Products are exact; sums round size - 1 times in float64, the result once more.
+        slack = (size - 1) * 2.0**-52 * product.abs().sum() + 2.0**-24 * product.sum().abs()
+        assert abs(float(out[0]) - float(product.sum())) <= float(slack) * (1 + 2.0**-20)

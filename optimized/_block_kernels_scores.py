@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ._longflow_scores import _discard
-from ._numerics import finite_or_zero, log2_or_minus_inf, sortable
+from ._numerics import finite_or_zero, log2_or_minus_inf, sortable, sum_of_products
 
 NOTHING = tl.constexpr(0)
 SUM = tl.constexpr(1)
@@ -34,7 +34,7 @@ def normalise(
     split_top = tl.load(tops + part, mask=there, other=float("-inf"), cache_modifier=".cg")
     split_sum = tl.load(weight_sums + part, mask=there, other=0.0, cache_modifier=".cg")
     top = finite_or_zero(tl.max(split_top, 1))
-    total = tl.sum(split_sum * tl.exp2(split_top - top[:, None]), 1)
+    total = sum_of_products(split_sum, tl.exp2(split_top - top[:, None]), 1)
     tl.store(normalisers + head * 2, top, mask=g < GROUP)
     tl.store(normalisers + head * 2 + 1, total, mask=g < GROUP)
     return top, total

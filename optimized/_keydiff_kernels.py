@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ._launch import INTERPRETED
-from ._numerics import float32
+from ._numerics import float32, sum_of_products
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _FREE = tl.constexpr(-(2**31))
@@ -225,7 +225,7 @@ def rank_kernel(
         protected += b * protected_b + head * protected_h
     d = tl.arange(0, D_PAD)
     direction = tl.load(anchor + flat * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
-    squares = tl.sum(direction * direction, 0)
+    squares = sum_of_products(direction, direction, 0)
     unit = tl.where(squares == 0.0, 0.0, tl.rsqrt(tl.where(squares == 0.0, 1.0, squares)))
     odd = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):

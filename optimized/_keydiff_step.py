@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._keydiff_kernels import any_units, inverse_lengths, load_rows, odd_ranks, ranks, sum_partials
 from ._launch import INTERPRETED, key_block, multiprocessors, on_device_of, padded_head_dim
-from ._numerics import sortable
+from ._numerics import sortable, sum_of_products
 
 #: Programs per multiprocessor that share the keys, and how they read them.
 PROGRAMS = 16
@@ -211,7 +211,7 @@ def step_kernel(
     d = tl.arange(0, D_PAD)
     at_anchor = anchor + flat * HEAD_DIM + d
     total = tl.load(at_anchor, mask=d < HEAD_DIM, other=0.0)
-    squares = tl.sum(total * total, 0)
+    squares = sum_of_products(total, total, 0)
     to_cosine = tl.where(squares == 0.0, 0.0, tl.rsqrt(tl.where(squares == 0.0, 1.0, squares)))
     number = tl.load(held + flat)
     tokens = tl.minimum(number - 1, budget)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ._launch import ROW_UNIT
-from ._numerics import finite_or_zero, log2_or_minus_inf, round_output, sortable
+from ._numerics import finite_or_zero, log2_or_minus_inf, round_output, sortable, sum_of_products
 
 _FREE = tl.constexpr(-(2**31))
 _PROTECTED = tl.constexpr(2**31 - 1)
@@ -47,7 +47,7 @@ def _denominators(tops, weight_sums, first, count, splits, HEADS: tl.constexpr, 
     split_top = tl.load(tops + part, mask=there, other=float("-inf"))
     split_sum = tl.load(weight_sums + part, mask=there, other=0.0)
     top = finite_or_zero(tl.max(split_top, 1))
-    return top, tl.sum(split_sum * tl.exp2(split_top - top[:, None]), 1)
+    return top, sum_of_products(split_sum, tl.exp2(split_top - top[:, None]), 1)
 
 
 @triton.jit

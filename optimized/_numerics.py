@@ -53,6 +53,17 @@ def dot(a, b):
 
 
 @triton.jit
+def sum_of_products(a, b, AXIS: tl.constexpr):
+    """The sum of a * b along an axis, float32, the same number in every lane that holds it.
+
+    Where a lane holds one product, a sum in float32 is not: the compiler fuses that product, unrounded, with the
+    addition of the neighbour's, rounded, and the neighbour does the reverse. Equals that are scaled by such a sum, each
+    in its lane, no longer tie. Products of float32 are exact in float64: it does not matter there what is fused.
+    """
+    return tl.sum(a.to(tl.float64) * b.to(tl.float64), AXIS).to(tl.float32)
+
+
+@triton.jit
 def finite_or_zero(x):
     """+-inf -> 0: the shift of exponentials that are all zero, or of which one is infinite whatever the shift."""
     return tl.where(tl.abs(x) == float("inf"), 0.0, x)

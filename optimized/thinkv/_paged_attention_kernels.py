@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .._numerics import float32
 from .._longflow_scores import is_last, row_of
-from .._numerics import dot, finite_or_zero, log2_or_minus_inf, round_output, round_to
+from .._numerics import dot, finite_or_zero, log2_or_minus_inf, round_output, round_to, sum_of_products
 from ._paging_decode import codes, values
 from ._paging_decode import key_scales as scales_of_keys
 
@@ -219,7 +219,7 @@ def finish_kernel(
     split_top = tl.load(tops + part[:, None] + i[None, :], mask=there, other=float("-inf"))
     split_sum = tl.load(weight_sums + part[:, None] + i[None, :], mask=there, other=0.0)
     top = finite_or_zero(tl.max(split_top, 1))
-    total = tl.sum(split_sum * tl.exp2(split_top - top[:, None]), 1)
+    total = sum_of_products(split_sum, tl.exp2(split_top - top[:, None]), 1)
     mask = real[:, None] & (d < HEAD_DIM)[None, :]
     acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
     for split in range(splits):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._numerics import dot, finite_or_zero, float32, log2_or_minus_inf
+from .._numerics import dot, finite_or_zero, float32, log2_or_minus_inf, sum_of_products
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def denominators(tops, weight_sums, flat, splits, GROUP: tl.constexpr, ROWS: tl.
     split_top = tl.load(tops + part, mask=there, other=float("-inf"), cache_modifier=".cg")
     split_sum = tl.load(weight_sums + part, mask=there, other=0.0, cache_modifier=".cg")
     top = finite_or_zero(tl.max(split_top, 1))
-    return top, log2_or_minus_inf(tl.sum(split_sum * tl.exp2(split_top - top[:, None]), 1))
+    return top, log2_or_minus_inf(sum_of_products(split_sum, tl.exp2(split_top - top[:, None]), 1))
 
 
 @triton.jit
