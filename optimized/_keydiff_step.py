@@ -15,9 +15,9 @@ from ._keydiff_kernels import any_units, inverse_lengths, load_rows, odd_ranks, 
 from ._launch import INTERPRETED, key_block, multiprocessors, on_device_of, padded_head_dim
 from ._numerics import sortable, sum_of_products
 
-#: Programs per multiprocessor that share the keys, and how they read them.
-PROGRAMS = 16
-STREAM = {"num_warps": 4, "STAGES": 3}
+#: Programs per multiprocessor that share the keys, and how many tiles are on their way to one.
+PROGRAMS = 32
+STAGES = 3
 MAX_SPLITS = 64
 
 _PROTECTED = tl.constexpr(2**31 - 1)
@@ -72,7 +72,7 @@ def step(
             key, value, occupied, positions, score, ordinals, inverse, held, anchor, age,
             partial, candidates, arrivals, slots, budget, split_size, splits, refresh, recent,
             HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), BLOCK=block, RECENT=recent > 0, MASKED=slots < block,
-            **STREAM,
+            STAGES=STAGES, num_warps=warps_of(block),
         )
 
 
@@ -85,10 +85,15 @@ def _(
     return None
 
 
+def warps_of(block: int) -> int:
+    """For a tile of so many keys as many threads: were there more, several would load and compute what a key has one
+    of."""
+    return max(1, block // 32)
+
+
 def plan(shape: torch.Size, itemsize: int, device: torch.device, budget: int) -> tuple[int, int, int]:
     """Slots per tile, programs per row, and slots per program, for a state's key [B, Hkv, S, D]."""
-    # Half of what attention takes: there is more to do for each key, and more programs fit.
-    block = max(16, key_block(shape[3], itemsize, budget + 1) // 2)
+    block = key_block(shape[3], itemsize, budget + 1)
     tiles = triton.cdiv(budget + 1, block)
     wanted = 2 if INTERPRETED else triton.cdiv(PROGRAMS * multiprocessors(device), shape[0] * shape[1])
     each = triton.cdiv(tiles, min(wanted, tiles, MAX_SPLITS))

@@ -13,16 +13,29 @@ import triton
 from torch import Tensor
 
 from ..reference.contract import (
-    Sizes, capturing, check_choice, check_dtype, check_integer, check_key_value, check_slot_mask, check_tensor,
+    Sizes,
+    capturing,
+    check_choice,
+    check_dtype,
+    check_integer,
+    check_key_value,
+    check_slot_mask,
+    check_tensor,
 )
 from ..reference.keydiff import EvictResult, KeyDiffConfig
 from ._blocks import Block, BlockState
 from ._keydiff_anchors import ANCHORS, SIMILARITIES, any_rank, any_score, inverse_length, sortable
 from ._keydiff_kernels import anchor_kernel, rank_kernel
 from ._keydiff_select import select
-from ._keydiff_step import lengths, scratch, step
+from ._keydiff_step import lengths, scratch, step, warps_of
 from ._launch import (
-    INTERPRETED, check_kernel_sizes, check_launchable, key_block, multiprocessors, on_device_of, padded_head_dim,
+    INTERPRETED,
+    check_kernel_sizes,
+    check_launchable,
+    key_block,
+    multiprocessors,
+    on_device_of,
+    padded_head_dim,
     stride_unit,
 )
 
@@ -30,10 +43,10 @@ __all__ = ["EvictResult", "KeyDiffConfig", "KeyDiffState", "evict", "pairwise_sc
 
 DEFAULT = ("mean_normalized", "cosine")
 
-#: Programs per multiprocessor that share the keys, and how a program reads them: to sum them, and to rank them.
-ANCHOR_PROGRAMS, RANK_PROGRAMS = 16, 32
-ANCHOR_STREAM = {"num_warps": 4, "STAGES": 3}
-RANK_STREAM = {"num_warps": 8, "STAGES": 1}
+#: Programs per multiprocessor that share the keys, and how many tiles are on their way to one: to sum them, and to rank
+#: them. A pass that ranks takes two tiles at a time.
+PROGRAMS = 16
+ANCHOR_STAGES, RANK_STAGES = 3, 1
 #: The most programs that share a row.
 MAX_SPLITS = 128
 
@@ -241,22 +254,23 @@ def _any_codes(key: Tensor, occupied: Tensor, shielded: Tensor | None, anchor: s
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
-def _split(rows: int, slots: int, block: int, programs: int, device: torch.device) -> tuple[int, int]:
+def _split(rows: int, slots: int, block: int, device: torch.device) -> tuple[int, int]:
     """How many programs share one row's slots, and how many slots each takes (a multiple of `block`)."""
     tiles = triton.cdiv(slots, block)
-    wanted = 2 if INTERPRETED else triton.cdiv(programs * multiprocessors(device), rows)
+    wanted = 2 if INTERPRETED else triton.cdiv(PROGRAMS * multiprocessors(device), rows)
     each = triton.cdiv(tiles, min(wanted, tiles, MAX_SPLITS))
     return triton.cdiv(tiles, each), each * block
 
 
-def _shape(key: Tensor, occupied: Tensor | None, programs: int) -> tuple[tuple[int, int, int, int], dict[str, Any]]:
-    """slots, slots per program, programs per row and heads of a pass over the keys; and its constants."""
+def _shape(key: Tensor, occupied: Tensor | None, tiles: int) -> tuple[tuple[int, int, int, int], dict[str, Any]]:
+    """slots, slots per program, programs per row and heads of a pass over the keys, `tiles` at a time; and its
+    constants."""
     batch, heads, slots, head_dim = key.shape
-    block = key_block(head_dim, key.element_size(), slots)
-    splits, split_size = _split(batch * heads, slots, block, programs, key.device)
+    block = key_block(head_dim, key.element_size(), slots) * (1 if INTERPRETED else tiles)
+    splits, split_size = _split(batch * heads, slots, block, key.device)
     return (slots, split_size, splits, heads), {
         "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim), "BLOCK": block, "UNIT": stride_unit(key),
-        "OCCUPIED": occupied is not None, "MASKED": occupied is not None or slots < block,
+        "OCCUPIED": occupied is not None, "MASKED": occupied is not None or slots < block, "num_warps": warps_of(block),
     }
 
 
@@ -274,14 +288,14 @@ def _mask_strides(mask: Tensor | None) -> tuple[int, int, int]:
 def _launch_anchor(key: Tensor, occupied: Tensor | None, arrivals: Tensor) -> tuple[Tensor, Tensor]:
     """As `_anchor`; arrivals [B * Hkv] int32, zero."""
     batch, heads, slots, head_dim = key.shape
-    sizes, shape = _shape(key, occupied, ANCHOR_PROGRAMS)
+    sizes, shape = _shape(key, occupied, 1)
     anchor = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=key.device)
     inverse = torch.empty(batch, heads, slots, dtype=torch.float32, device=key.device)
     partial = torch.empty(batch * heads, sizes[2], shape["D_PAD"], dtype=torch.float32, device=key.device)
     with on_device_of(key):
         anchor_kernel[(batch * heads * sizes[2],)](
             key, occupied, inverse, partial, anchor, arrivals, *sizes,
-            *_key_strides(key, shape["UNIT"]), *_mask_strides(occupied), **shape, **ANCHOR_STREAM,
+            *_key_strides(key, shape["UNIT"]), *_mask_strides(occupied), **shape, STAGES=ANCHOR_STAGES,
         )
     return anchor, inverse
 
@@ -290,12 +304,12 @@ def _launch_ranks(
     key: Tensor, occupied: Tensor | None, protected: Tensor | None, inverse: Tensor, anchor: Tensor, result: Tensor,
     histograms: Tensor | None,
 ) -> None:
-    sizes, shape = _shape(key, occupied, RANK_PROGRAMS)
+    sizes, shape = _shape(key, occupied, 2)
     with on_device_of(key):
         rank_kernel[(key.shape[0] * key.shape[1] * sizes[2],)](
             key, occupied, protected, inverse, anchor, result, histograms, *sizes,
             *_key_strides(key, shape["UNIT"]), *_mask_strides(occupied), *inverse.stride()[:2],
-            *_mask_strides(protected), **shape, **RANK_STREAM, PROTECTED=protected is not None,
+            *_mask_strides(protected), **shape, STAGES=RANK_STAGES, PROTECTED=protected is not None,
             CODES=histograms is not None, CHUNK=64 if INTERPRETED else 1024,
         )
 
