@@ -7,7 +7,6 @@ judge subclasses it and says where the computed scores and ranks may lie; the fr
 from __future__ import annotations
 
 import math
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
