@@ -119,9 +119,9 @@ def attend_kernel(
     pool_keys, pool_values = pool_key + b * pool_b + lies * pool_h, pool_value + b * pool_b + lies * pool_h
     mine = occupied + b * slots
     whole = begin
-    if looks:
-        if _all_occupied(mine, 1, seen.to(tl.int32), begin, end, 1):
-            whole = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
+    dense_end = tl.where(looks, end, begin)
+    if _all_occupied(mine, 1, seen.to(tl.int32), begin, dense_end, 1):
+        whole = begin + tl.maximum(dense_end - begin, 0) // BLOCK * BLOCK
     if arrives & (newest >= begin) & (newest < end):
         k_new = tl.load(new_key + b * new_key_b + head * new_key_h + d * new_key_d, mask=in_head)
         v_new = tl.load(new_value + b * new_value_b + head * new_value_h + d * new_value_d, mask=in_head)
@@ -143,7 +143,6 @@ def attend_kernel(
     kept_end = tl.where((steps + 1) % stride == 0, places, 0)
     list_ = chosen + (b * lookers + cluster) * capacity
     # Three loops of which at least one is idle share their buffers; branches would not.
-    dense_end = tl.where(looks, end, begin)
     acc, top, weight_sum = _attend_tiles(
         acc, top, weight_sum, q, keys, values, mine, list_, kept, seen, first_new, capacity, slots, kept_end, scale,
         begin, whole, HEAD_DIM, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, False, False,
@@ -164,45 +163,51 @@ def attend_kernel(
         tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
 
 
-@triton.jit(do_not_specialize=["slots", "capacity", "stride", "look_splits", "list_splits", "batch", "lookers"])
+@triton.jit(do_not_specialize=["slots", "stride", "look_splits", "list_splits", "batch", "lookers"])
 def combine_kernel(
-    partial, tops, weight_sums, entries, counters, due, output, slots, capacity, stride, look_splits, list_splits,
-    batch, lookers, HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    partial, tops, weight_sums, entries, counters, due, output, slots, stride, look_splits, list_splits, batch, lookers,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr,
     SPLITS: tl.constexpr, POOL: tl.constexpr,
 ):
-    """Program (row, query head): its output. The first one counts the step; POOL > 0: new tokens go by turns to two
-    runs of `stride` slots that begin there, else to where they lie."""
+    """Program (row, KV head, QUERIES of its query heads): their outputs. The first one counts the step; POOL > 0: new
+    tokens go by turns to two runs of `stride` slots that begin there, else to where they lie."""
+    blocks: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
     program = tl.program_id(0).to(tl.int64)
-    b, query_head = program // (HEADS * GROUP), program % (HEADS * GROUP)
-    entry = tl.load(entries + query_head // GROUP)                      # of the head in `members`
+    flat_head, row = program // blocks, program % blocks * QUERIES + tl.arange(0, QUERIES)
+    b, head = flat_head // HEADS, flat_head % HEADS
+    entry = tl.load(entries + head)                                     # of the head in `members`
     looks = entry < lookers
     splits = tl.where(looks, look_splits, list_splits)
     flat = tl.where(looks, b * lookers + entry, b * (HEADS - lookers) + entry - lookers)
     area = tl.where(looks, 0, (batch * lookers).to(tl.int64) * GROUP * look_splits)
-    first = area + (flat * GROUP + query_head % GROUP) * splits
+    first = (area + (flat * GROUP + row) * splits)[:, None]             # [QUERIES, 1]
     d = tl.arange(0, D_PAD).to(tl.int64)
-    in_head = d < HEAD_DIM
-    acc = tl.zeros([D_PAD], tl.float32)
-    top = float("-inf")
-    weight_sum = 0.0
+    real, in_head = (row < GROUP)[:, None], d < HEAD_DIM
+    acc = tl.zeros([QUERIES, D_PAD], tl.float32)
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([QUERIES], tl.float32)
     for start in range(0, splits, SPLITS):
-        i = start + tl.arange(0, SPLITS)
-        part_top = tl.load(tops + first + i, mask=i < splits, other=float("-inf"))
-        part_sum = tl.load(weight_sums + first + i, mask=i < splits, other=0.0)
-        new_top = tl.maximum(top, tl.max(part_top, 0))
+        i = start + tl.arange(0, SPLITS)[None, :]
+        there = real & (i < splits)
+        part_top = tl.load(tops + first + i, mask=there, other=float("-inf"))
+        part_sum = tl.load(weight_sums + first + i, mask=there, other=0.0)
+        new_top = tl.maximum(top, tl.max(part_top, 1))
         shift = finite_or_zero(new_top)
         rescale = tl.exp2(top - shift)
-        share = tl.exp2(part_top - shift)
+        share = tl.exp2(part_top - shift[:, None])                      # [QUERIES, SPLITS]
         # Parts of nothing were not written.
         part = tl.load(
-            partial + (first + i)[:, None] * HEAD_DIM + d[None, :],
-            mask=(part_top != float("-inf"))[:, None] & in_head[None, :], other=0.0,
+            partial + (first + i)[:, :, None] * HEAD_DIM + d[None, None, :],
+            mask=(part_top != float("-inf"))[:, :, None] & in_head[None, None, :], other=0.0,
         )
-        acc = acc * rescale + tl.sum(part * share[:, None], 0)
-        weight_sum = weight_sum * rescale + tl.sum(part_sum * share, 0)
+        acc = acc * rescale[:, None] + tl.sum(part * share[:, :, None], 1)
+        weight_sum = weight_sum * rescale + tl.sum(part_sum * share, 1)
         top = new_top
-    result = acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)
-    tl.store(output + program * HEAD_DIM + d, round_output(result, output.dtype.element_ty), mask=in_head)
+    result = acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
+    tl.store(
+        output + (flat_head * GROUP + row)[:, None] * HEAD_DIM + d[None, :],
+        round_output(result, output.dtype.element_ty), mask=real & in_head[None, :],
+    )
     if program == 0:
         seen, steps = tl.load(counters), tl.load(counters + 1) + 1
         seen = tl.minimum(seen + 1, slots)

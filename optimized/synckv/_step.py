@@ -68,9 +68,11 @@ def attend(
             *query.stride(), *new_key.stride(), *new_value.stride(), *key.stride()[:2], *pool_key.stride()[:2],
             **shape, ROWS=GROUP_ROWS, BLOCK=key_block(head_dim, key.element_size(), slots), num_warps=4,
         )
-        combine_kernel[(batch * query_heads,)](
-            partial, tops, weight_sums, entries, counters, due, output, slots, capacity, stride, look_splits,
-            list_splits, batch, lookers, **shape,
+        # In the interpreter a program costs more than what it does.
+        queries = triton.next_power_of_2(query_heads // heads) if INTERPRETED else 1
+        combine_kernel[(batch * heads * triton.cdiv(query_heads // heads, queries),)](
+            partial, tops, weight_sums, entries, counters, due, output, slots, stride, look_splits, list_splits, batch,
+            lookers, **shape, QUERIES=queries,
             SPLITS=min(MERGED, triton.next_power_of_2(max(look_splits, list_splits))), POOL=pool, num_warps=4,
         )
     return output

@@ -85,7 +85,8 @@ class SyncKVState:
         heads = [*looks, *(head for head in range(len(labels)) if head not in looks)]
         rows = [heads, heads, [labels[head] for head in heads]]
         entries = [heads.index(head) for head in range(len(labels))]
-        return tuple(torch.tensor(table, dtype=torch.int32, device=self.device) for table in (rows, entries))
+        members, inverse = (torch.tensor(table, dtype=torch.int32, device=self.device) for table in (rows, entries))
+        return members, inverse
 
     def reset(self) -> None:
         """Forget every token."""
