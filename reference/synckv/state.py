@@ -56,7 +56,7 @@ class SyncKVState:
         """Forget every token."""
         batch, _, heads, slots, head_dim = self.sizes
         clusters = self.config.clusters
-        self.key, self.value = (
+        self._key, self._value = (
             torch.zeros(batch, heads, slots, head_dim, dtype=self.dtype, device=self.device) for _ in range(2)
         )
         self.occupied = torch.zeros(batch, slots, dtype=torch.bool, device=self.device)
@@ -70,6 +70,14 @@ class SyncKVState:
     def tokens_seen(self) -> int:
         """Tokens that came in, padding included."""
         return self._seen
+
+    @property
+    def key(self) -> Tensor:
+        return self._key
+
+    @property
+    def value(self) -> Tensor:
+        return self._value
 
     @property
     def positions(self) -> Tensor:
@@ -167,8 +175,16 @@ class SyncKVState:
         mask = torch.zeros(*tokens.shape[:2], slots + 1, dtype=torch.bool, device=self.device)  # one more, for none
         return mask.scatter(-1, tokens.where(tokens >= 0, slots), True)[..., :slots]
 
+    def gpu_bytes(self) -> int:
+        """Of the tensors on the state's device, which here is all of them."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in vars(self).values() if isinstance(tensor, Tensor))
+
+    def host_bytes(self) -> int:
+        """Of the bank in the host's memory, which is none here."""
+        return 0
+
     def reorder(self, index: Tensor) -> None:
         """Row b becomes what row index[b] was (beam search). index [B] int64."""
         index = check_reorder(index, self.sizes.batch, self.device)
-        for name in ("key", "value", "occupied", "_static", "_chosen", "_attended"):
+        for name in ("_key", "_value", "occupied", "_static", "_chosen", "_attended"):
             setattr(self, name, getattr(self, name).index_select(0, index))
