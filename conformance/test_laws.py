@@ -302,7 +302,8 @@ def test_it_happened(pair, twins, device):
     full = 2 * scenario.batch * key_value_heads * (scenario.prompt + scenario.steps) * head_dim * dtype.itemsize
     held = judges.ask(pair.name, "bytes_of", bytes_of_slots)(state)
     assert held < full, f"the cache holds {held} bytes, all its input would take {full}"
-    assert int(state.occupied.sum(-1).max()) < state.tokens_seen
+    if judges.ask(pair.name, "EVICTS", True):
+        assert int(state.occupied.sum(-1).max()) < state.tokens_seen
     assert scenario.budget < state.tokens_seen
     if type(state).__module__.startswith("kvtwin.optimized"):
         assert launches.names, "no kvtwin operation ran: which code computed this?"

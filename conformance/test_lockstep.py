@@ -45,7 +45,8 @@ def test_with_room_for_all_it_is_full_attention(pair, data, twins):
     """budget >= tokens: every step's output is attention over everything that came in, nothing is ever lost."""
     trace = data.draw(state_traces(pair.name, max_prompt=12, max_steps=6))
     total = trace.prompt + trace.steps
-    config = pair.config(**{**trace.options, "budget": max(total + 1, trace.options["budget"])})
+    budget = judges.ask(pair.name, "BUDGET", "budget")
+    config = pair.config(**{**trace.options, budget: max(total + 1, trace.options[budget])})
     state = getattr(judges.module(twins.optimized, pair), pair.state.__name__)(config, **trace.sizes)
     prompt = trace.prompt_inputs
     occupied = torch.ones(trace.batch, total, dtype=torch.bool, device=trace.device)

@@ -2,6 +2,8 @@
 
 Lockstep, laws, strategies and replay are generic; they ask here for what differs. A module may hold
 
+- `BUDGET`: what the config calls its budget (default: "budget"); `EVICTS`: False where a state keeps every token, and
+  the budget says how many a step attends to;
 - `Adapter`: how a state's choices are judged (see `lockstep.Adapter`, which serves where there is none);
 - `configs(most, window)`: a Hypothesis strategy of the config's keyword arguments, for drawn traces: `budget` from 1 to
   `most`, and whatever else there is but `scale` (default: the budget alone). `window`: the most tokens that anything
@@ -47,7 +49,7 @@ def ask(name: str, attribute: str, default: Any) -> Any:
 def small_config(found: discovery.Pair, budget: int, options: dict[str, Any]) -> Any:
     """A method's config with a budget that its defaults may not allow (see SMALL)."""
     assert found.config is not None
-    return found.config(**{"budget": budget, **ask(found.name, "SMALL", {}), **options})
+    return found.config(**{ask(found.name, "BUDGET", "budget"): budget, **ask(found.name, "SMALL", {}), **options})
 
 
 def every() -> dict[str, ModuleType]:
