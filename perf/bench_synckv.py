@@ -107,10 +107,11 @@ def verify_step(state: synckv.SyncKVState, query: Tensor, key: Tensor, value: Te
 
 
 def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Full attention as a model in eager mode has it."""
-    rows = query.unflatten(1, (key.shape[1], -1))
-    weight = (rows @ key.transpose(2, 3) * key.shape[-1] ** -0.5).float().softmax(-1)
-    return (weight.to(value.dtype) @ value).flatten(1, 2)
+    """Full attention as a model of transformers' has it in eager mode: keys and values once for each query head."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
+    logit = query[:, :, None] @ key.transpose(2, 3) * key.shape[-1] ** -0.5
+    return (logit.softmax(-1, dtype=torch.float32).to(query.dtype) @ value)[:, :, 0]
 
 
 def repeated(function: Callable[[], Tensor]) -> Callable[[], tuple[Tensor, ...]]:
