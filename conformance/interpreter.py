@@ -57,11 +57,11 @@ def _remember_shapes(core: ModuleType) -> None:
         return (element_ty.name, sizes) if all(type(size) is int for size in sizes) else None
 
     if inspect.isclass(kinds) and _parameters(kinds.__init__) == ["self", "element_ty", "shape"]:
-        kinds.__init__ = _kept(  # type: ignore[misc]
+        kinds.__init__ = _kept(  # type: ignore[method-assign]
             kinds.__init__, kind, {"shape", "numel", "name"}, lambda element_ty, shape: {"element_ty": element_ty}
         )
     if inspect.isclass(tensors) and _parameters(tensors.__init__) == ["self", "handle", "type"]:
-        tensors.__init__ = _kept(  # type: ignore[misc]
+        tensors.__init__ = _kept(  # type: ignore[method-assign]
             tensors.__init__, lambda handle, type: type.name, {"shape", "numel"},
             lambda handle, type: {"handle": handle, "type": type, "dtype": type.scalar},
         )
