@@ -20,6 +20,8 @@ SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
 #: Head 1 looks for head 3 and itself, head 2 for head 0.
 PAIRS = HeadClusters((1, 0, 1, 0), (1, 2))
 SIZES = {"batch": 2, "query_heads": 8, "key_value_heads": 4, "head_dim": 16}
+#: One row, two heads.
+LITTLE = {"batch": 1, "query_heads": 2, "key_value_heads": 2, "head_dim": 16}
 
 
 def tokens(
@@ -49,7 +51,7 @@ def lockstep(
 @pytest.mark.parametrize(
     ("clusters", "options", "steps"),
     [
-        (PAIRS, {"k": 5, "stride": 2, "max_tokens": 40}, 4),
+        (PAIRS, {"k": 5, "stride": 2}, 4),
         (PAIRS, {"k": 6, "stride": 2, "exclude_static": False, "rho": 0.7}, 2),
         (HeadClusters((0, 1, 2, 3), (0, 1, 2, 3)), {"k": 3, "stride": 1}, 1),
         (HeadClusters((0, 0, 0, 0), (3,)), {"k": 30, "stride": 2}, 2),
@@ -78,6 +80,14 @@ def test_a_stream_without_a_prompt_keeps_step(twins, device):
         both.step(*tokens(step, device, dtype=torch.bfloat16, **sizes))
     both.reset()
     both.step(*tokens(9, device, dtype=torch.bfloat16, **sizes))
+
+
+def test_parts_of_several_programs_are_put_together(twins, device):
+    """More tokens than one of the interpreter's programs takes, and logits so far apart that their maxima differ."""
+    both = lockstep(twins, device, HeadClusters((0, 0), (0,)), sizes=LITTLE, k=20, stride=2, max_tokens=48, scale=1.0)
+    both.prefill(*tokens(1, device, 40, **LITTLE))
+    for step in range(3):
+        both.step(*tokens(2 + step, device, **LITTLE))
 
 
 # Who attends to what -------------------------------------------------------------------------------------------------
@@ -177,10 +187,6 @@ def test_a_stream_sees_its_newest_tokens_until_it_first_chooses(side, twins, dev
     shown = Shown(getattr(twins, side).synckv, device, k=1, stride=3)
     assert [shown.step([1]) for _ in range(4)] == [[0], [0, 1], [0, 1, 2], [1, 3]]
     assert shown.sets == [[], [1]]
-
-
-#: One row, two heads.
-LITTLE = {"batch": 1, "query_heads": 2, "key_value_heads": 2, "head_dim": 16}
 
 
 def frames(state: Any, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
