@@ -97,9 +97,22 @@ def test_generation_is_the_loop(family, twins, device):
     assert [layer.state.head_clusters for layer in used.layers] == list(CLUSTERS)
 
 
-def test_generation_on_the_optimized_side_is_the_loop(twins, device):
+@pytest.mark.parametrize("offload", [False, True])
+def test_generation_on_the_optimized_side_is_the_loop(offload, twins, device):
     model = tiny_models.model("qwen3", torch.float32, device)
-    check(model, cache_of(twins, "optimized", model, stride=2), prompts(7, [0, 3], device), 4)
+    used = cache_of(twins, "optimized", model, stride=2, max_tokens=14, offload=offload)
+    check(model, used, prompts(7, [0, 3], device), 4)
+
+
+def test_what_is_on_its_way_cannot_be_copied():
+    from kvtwin.optimized.hf import SyncKVCache
+
+    model = tiny_models.model("llama")
+    model.set_attn_implementation("kvtwin")
+    used = SyncKVCache(model.config, **SMALL, offload=True)
+    feed(model, used)
+    with pytest.raises(NotImplementedError, match="a state with offload=True cannot be copied"):
+        copy.deepcopy(used)
 
 
 def test_with_room_for_all_it_is_the_stock_model(twins, device):

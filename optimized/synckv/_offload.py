@@ -159,6 +159,11 @@ class Offload:
             for tensor in self.bank:
                 tensor.copy_(tensor.index_select(0, rows))
 
+    def __deepcopy__(self, memo: object) -> Offload:
+        raise NotImplementedError(
+            "a state with offload=True cannot be copied: its bank is pinned, and tokens may be on their way to it"
+        )
+
     def tensors(self) -> Iterator[Tensor]:
         """What lies on the GPU."""
         yield from (value for value in vars(self).values() if isinstance(value, Tensor))

@@ -27,7 +27,7 @@ def splits_of(sizes: Sizes, lookers: int, listed: int, itemsize: int, device: to
     block = key_block(sizes.head_dim, itemsize, sizes.slots)
     tiles, list_tiles = triton.cdiv(sizes.slots, block), triton.cdiv(listed, block)
     if INTERPRETED:
-        each = triton.cdiv(tiles, 2)
+        each = max(2, triton.cdiv(tiles, 2))
     else:
         work = sizes.batch * (lookers * tiles + (sizes.key_value_heads - lookers) * list_tiles)
         each = triton.cdiv(work, 2 * RESIDENT * multiprocessors(device))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -33,11 +34,17 @@ class Transfers:
         """Jobs are done, for the host too; memory that nobody refers to any more goes back."""
 
 
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all layers: tokens come in the order in which layers will ask for them."""
+    return torch.cuda.Stream(device)
+
+
 class StreamTransfers(Transfers):
     """On a CUDA device: pinned memory, a side stream, an event before the first use."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = side_stream(device)
         self._done = torch.cuda.Event()
         self._held: list[Tensor] = []       # else it might go while kernels still read it, of which torch knows nothing
 
@@ -67,7 +74,8 @@ class StreamTransfers(Transfers):
             empty()
 
     def __del__(self) -> None:
-        self._stream.synchronize()
+        if self._held:
+            self._stream.synchronize()
 
 
 def transfers_for(device: torch.device) -> Transfers:

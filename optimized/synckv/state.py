@@ -238,9 +238,8 @@ class SyncKVState:
                 self._due, self._logits, self._tops, self._sums, self.occupied, self._fixed, self._chosen, look_splits,
                 self._count, config.exclude_static,
             )
-        if self._steps % config.stride == 0:
-            if away is not None:
-                away.exchange(self._chosen, self._since, self._counted, (self._steps - 1) // config.stride % 2)
+        if away is not None and self._steps % config.stride == 0:
+            away.exchange(self._chosen, self._since, self._counted, (self._steps - 1) // config.stride % 2)
             self._since = self._counted
         return output
 
