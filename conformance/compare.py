@@ -23,6 +23,7 @@ from torch import Tensor
 from . import replay, tally
 from .bounds import Interval
 
+
 #: How a wrong choice is reported: `fail` of the side under test, `_contradict` of the oracle.
 Complain = Callable[[str], NoReturn]
 

@@ -10,12 +10,7 @@ from kvtwin.conformance import bounds, tally
 from kvtwin.conformance.bounds import Interval
 from kvtwin.conformance.cases import DecodeCase, WindowCase
 from kvtwin.conformance.compare import (
-    JudgeError,
-    Mismatch,
-    assert_eviction_right,
-    assert_kept_right,
-    assert_same,
-    assert_within,
+    JudgeError, Mismatch, assert_eviction_right, assert_kept_right, assert_same, assert_within,
 )
 from kvtwin.conformance.emulate import Machine
 from kvtwin.conformance.judges.longflow import assert_decode_right, score_bound

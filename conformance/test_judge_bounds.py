@@ -24,6 +24,7 @@ from kvtwin.reference.baselines import snapkv
 from kvtwin.reference.longflow import decode_attention, log_score
 
 
+
 @pytest.fixture(autouse=True)
 def keep_failures_out_of_the_tree(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTWIN_FAILURES", str(tmp_path))

@@ -14,7 +14,6 @@ from fractions import Fraction
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-
 from kvtwin.conformance.claim_geometry import LENGTHS, directions, on_sphere, unit
 from kvtwin.conformance.claim_math import Vector, components, dot, many, minus, scaled, square, vector
 

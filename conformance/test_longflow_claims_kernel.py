@@ -15,19 +15,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from kvtwin.conformance import tally
 from kvtwin.conformance.bounds import arithmetic, output_error
 from kvtwin.conformance.claim_math import (
-    algorithm_one,
-    attention,
-    caches,
-    lowest,
-    many,
-    norm1,
-    one_head,
-    softmax,
-    vector,
+    algorithm_one, attention, caches, lowest, many, norm1, one_head, softmax, vector,
 )
 from kvtwin.conformance.judges.longflow import log_score_interval
 from kvtwin.conformance.oracle import attend

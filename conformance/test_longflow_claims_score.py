@@ -15,26 +15,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from kvtwin.conformance.bounds import arithmetic
 from kvtwin.conformance.claim_math import (
-    Counted,
-    Vector,
-    add_up,
-    attention,
-    caches,
-    components,
-    effect,
-    many,
-    masses,
-    minus,
-    norm1,
-    one_head,
-    scaled,
-    softmax,
-    square,
-    vector,
-    without,
+    Counted, Vector, add_up, attention, caches, components, effect, many, masses, minus, norm1, one_head, scaled,
+    softmax, square, vector, without,
 )
 from kvtwin.conformance.judges.longflow import linear_score_error
 from kvtwin.conformance.oracle import attend

@@ -10,10 +10,9 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
 
-from transformers import DynamicCache
-
 from kvtwin.conformance import tiny_models
 from kvtwin.conformance.tiny_models import FAMILIES, cache_class, generate, prompts
+from transformers import DynamicCache
 
 pytestmark = pytest.mark.kind("equivalence")
 

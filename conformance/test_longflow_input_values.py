@@ -15,16 +15,7 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance.bad_input import (
-    MASKS,
-    STATE,
-    SUBJECTS,
-    Call,
-    W,
-    converted,
-    good,
-    module_of,
-    moved,
-    refused,
+    MASKS, STATE, SUBJECTS, Call, W, converted, good, module_of, moved, refused,
 )
 from kvtwin.conformance.impl import Twins
 from kvtwin.reference.contract import MethodConfig

@@ -9,12 +9,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
+    RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test,
 )
 
 from kvtwin.reference.longflow import LongFlowConfig

@@ -14,6 +14,7 @@ from kvtwin.conformance import format_oracle as oracle
 from kvtwin.conformance.format_errors import LARGEST, NORMAL, drawn, just_past_halves, quantized, relative, ulps
 from kvtwin.reference.thinkv.contract import Quantized, ThinKVConfig
 
+
 # ---- TK-2: what E4M3 is ----------------------------------------------------------------------------------------------
 
 

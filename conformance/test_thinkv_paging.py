@@ -12,14 +12,8 @@ from hypothesis import strategies as st
 
 from kvtwin.conformance.compare import assert_same, assert_within
 from kvtwin.conformance.judges.thinkv_paging import (
-    arithmetic,
-    assert_attention_right,
-    assert_same_contents,
-    assert_same_tables,
-    attention_error,
-    attention_of,
-    poison,
-    widened,
+    arithmetic, assert_attention_right, assert_same_contents, assert_same_tables, attention_error, attention_of,
+    poison, widened,
 )
 from kvtwin.conformance.paged_cases import FORMATS, PagedCase, empty, leave, numbers, paged_cases, put
 from kvtwin.conformance.strategies import default_device

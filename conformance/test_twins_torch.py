@@ -17,15 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvtwin.conformance import discovery, judges
 from kvtwin.conformance.discovery import Pair
 from kvtwin.conformance.tiny import (
-    arguments,
-    attributes,
-    description,
-    groupings,
-    new_state,
-    prompt,
-    public_functions,
-    states,
-    token,
+    arguments, attributes, description, groupings, new_state, prompt, public_functions, states, token,
 )
 from kvtwin.optimized._launch import INTERPRETED
 

@@ -12,15 +12,7 @@ from ..reference.contract import Sizes
 from ._block_kernels_decode import finish_kernel, step_kernel
 from ._block_kernels_scores import AGE, NEWEST, NOTHING, RANDOM, SUM
 from ._launch import (
-    GROUP_ROWS,
-    INTERPRETED,
-    MAX_SPLITS,
-    discards,
-    fused,
-    key_block,
-    on_device_of,
-    padded_head_dim,
-    padded_slots,
+    GROUP_ROWS, INTERPRETED, MAX_SPLITS, discards, fused, key_block, on_device_of, padded_head_dim, padded_slots,
     split_slots,
 )
 from ._numerics import LOG2_E

@@ -25,18 +25,8 @@ from torch import Tensor
 
 from ..reference.blocks import BlockConfig
 from ..reference.contract import (
-    Sizes,
-    capturing,
-    check_attention,
-    check_dtype,
-    check_prompt,
-    check_reorder,
-    check_slot_mask,
-    check_step,
-    check_tensor,
-    resolve_device,
-    resolve_scale,
-    state_sizes,
+    Sizes, capturing, check_attention, check_dtype, check_prompt, check_reorder, check_slot_mask, check_step,
+    check_tensor, resolve_device, resolve_scale, state_sizes,
 )
 from . import _block_ops as ops
 from ._block_kernels import attend

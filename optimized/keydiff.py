@@ -13,14 +13,7 @@ import triton
 from torch import Tensor
 
 from ..reference.contract import (
-    Sizes,
-    capturing,
-    check_choice,
-    check_dtype,
-    check_integer,
-    check_key_value,
-    check_slot_mask,
-    check_tensor,
+    Sizes, capturing, check_choice, check_dtype, check_integer, check_key_value, check_slot_mask, check_tensor,
 )
 from ..reference.keydiff import EvictResult, KeyDiffConfig
 from ._blocks import Block, BlockState
@@ -29,13 +22,7 @@ from ._keydiff_kernels import anchor_kernel, rank_kernel
 from ._keydiff_select import select
 from ._keydiff_step import lengths, scratch, step, warps_of
 from ._launch import (
-    INTERPRETED,
-    check_kernel_sizes,
-    check_launchable,
-    key_block,
-    multiprocessors,
-    on_device_of,
-    padded_head_dim,
+    INTERPRETED, check_kernel_sizes, check_launchable, key_block, multiprocessors, on_device_of, padded_head_dim,
     stride_unit,
 )
 

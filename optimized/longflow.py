@@ -12,42 +12,15 @@ import triton
 from torch import Tensor
 
 from ..reference.contract import (
-    Sizes,
-    capturing,
-    check_all_finite,
-    check_attention,
-    check_dtype,
-    check_flag,
-    check_integer,
-    check_next_slot,
-    check_prompt,
-    check_reorder,
-    check_slot_mask,
-    check_step,
-    check_tensor,
-    resolve_device,
-    resolve_scale,
-    state_sizes,
+    Sizes, capturing, check_all_finite, check_attention, check_dtype, check_flag, check_integer, check_next_slot,
+    check_prompt, check_reorder,
+    check_slot_mask, check_step, check_tensor, resolve_device, resolve_scale, state_sizes,
 )
 from ..reference.longflow import CompressResult, DecodeResult, LongFlowConfig
 from ._attention import causal_attention
 from ._launch import (
-    DTYPES,
-    GROUP_ROWS,
-    INTERPRETED,
-    MAX_SPLITS,
-    check_kernel_device,
-    check_kernel_sizes,
-    check_launchable,
-    discards,
-    fused,
-    key_block,
-    mask_unit,
-    on_device_of,
-    padded_head_dim,
-    padded_slots,
-    split_slots,
-    stride_unit,
+    DTYPES, GROUP_ROWS, INTERPRETED, MAX_SPLITS, check_kernel_device, check_kernel_sizes, check_launchable, discards,
+    fused, key_block, mask_unit, on_device_of, padded_head_dim, padded_slots, split_slots, stride_unit,
 )
 from ._longflow_kernels import attend_kernel
 from ._longflow_scores import score_kernel

@@ -11,9 +11,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional
-
 from kvtwin.conformance.bounds import UNIT
 from kvtwin.conformance.compare import assert_same
 from kvtwin.conformance.judges import keydiff as judge
@@ -21,6 +18,8 @@ from kvtwin.conformance.key_cases import KeyCase
 from kvtwin.conformance.oracle import upcast
 from kvtwin.optimized import keydiff
 from kvtwin.reference import keydiff as reference
+from torch import Tensor
+from torch.nn import functional
 
 pytestmark = pytest.mark.benchmark(group="keydiff")
 

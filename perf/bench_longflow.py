@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
-
 from kvtwin.conformance import bounds
 from kvtwin.conformance.cases import DecodeCase, WindowCase
 from kvtwin.conformance.compare import assert_same, assert_within
@@ -21,6 +19,7 @@ from kvtwin.conformance.oracle import attend
 from kvtwin.optimized import longflow
 from kvtwin.optimized._attention import causal_attention
 from kvtwin.reference import longflow as reference
+from torch import Tensor
 
 from .peers import causal_peers, decode_peers
 

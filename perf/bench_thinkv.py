@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
-
 from kvtwin.conformance import bounds
 from kvtwin.conformance.cases import DecodeCase
 from kvtwin.conformance.compare import assert_same, assert_within
@@ -21,6 +19,7 @@ from kvtwin.conformance.oracle import attend
 from kvtwin.optimized import thinkv
 from kvtwin.optimized.thinkv.eviction import segment_representatives
 from kvtwin.reference.thinkv.contract import ThinKVConfig, Thought
+from torch import Tensor
 
 from .peers import decode_peers
 

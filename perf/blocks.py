@@ -9,16 +9,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend
-from torch.nn.attention.bias import causal_lower_right
-
 from kvtwin.conformance import judges
 from kvtwin.conformance.block_cases import AttendCase
 from kvtwin.conformance.compare import assert_same, assert_within
 from kvtwin.conformance.judges import h2o
 from kvtwin.conformance.judges.blocks import assert_attend_right
 from kvtwin.conformance.oracle import upcast_all
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.bias import causal_lower_right
 
 from .harness import DeviceBenchmark
 from .peers import _attention, _that_run, decode_peers

@@ -14,29 +14,11 @@ import torch
 from torch import Tensor
 
 from .attention import (
-    INF,
-    accumulate_dtype,
-    causal_logits,
-    logits,
-    per_kv_head,
-    per_query_head,
-    softmax,
-    weighted_values,
+    INF, accumulate_dtype, causal_logits, logits, per_kv_head, per_query_head, softmax, weighted_values,
 )
 from .contract import (
-    MethodConfig,
-    Sizes,
-    check_attention,
-    check_dtype,
-    check_integer,
-    check_prompt,
-    check_reorder,
-    check_slot_mask,
-    check_step,
-    check_tensor,
-    resolve_device,
-    resolve_scale,
-    state_sizes,
+    MethodConfig, Sizes, check_attention, check_dtype, check_integer, check_prompt, check_reorder,
+    check_slot_mask, check_step, check_tensor, resolve_device, resolve_scale, state_sizes,
 )
 from .selection import kept_after, victims
 

@@ -17,14 +17,7 @@ from .attention import INF, accumulate_dtype, per_kv_head, zero_unoccupied
 from .baselines.snapkv import gather_tokens
 from .blocks import BlockConfig, BlockState, Piece, order
 from .contract import (
-    Sizes,
-    capturing,
-    check_choice,
-    check_dtype,
-    check_integer,
-    check_key_value,
-    check_slot_mask,
-    check_tensor,
+    Sizes, capturing, check_choice, check_dtype, check_integer, check_key_value, check_slot_mask, check_tensor,
 )
 from .selection import kept_after
 

@@ -12,33 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention import (
-    INF,
-    accumulate_dtype,
-    causal_attention,
-    logits,
-    per_kv_head,
-    per_query_head,
-    softmax,
-    weighted_values,
-    zero_unoccupied,
-)
+from .attention import INF, accumulate_dtype, causal_attention, logits, per_kv_head, per_query_head, softmax
+from .attention import weighted_values, zero_unoccupied
 from .baselines.snapkv import CompressResult, compress, gather_tokens
 from .contract import (
-    MethodConfig,
-    check_all_finite,
-    check_attention,
-    check_dtype,
-    check_flag,
-    check_integer,
-    check_next_slot,
-    check_prompt,
-    check_reorder,
-    check_slot_mask,
-    check_step,
-    check_tensor,
-    resolve_device,
-    resolve_scale,
+    MethodConfig, check_all_finite, check_attention, check_dtype, check_flag, check_integer, check_next_slot,
+    check_prompt, check_reorder, check_slot_mask, check_step, check_tensor, resolve_device, resolve_scale,
     state_sizes,
 )
 from .selection import victims

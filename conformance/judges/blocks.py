@@ -20,17 +20,7 @@ from torch.nn import functional
 from .. import bounds, lockstep, tiny
 from ..block_cases import AttendCase
 from ..bounds import (
-    DIVISION,
-    EXP,
-    FLUSH,
-    LOG,
-    SLACK,
-    UNIT,
-    Arithmetic,
-    Interval,
-    arithmetic,
-    gamma,
-    log_weight_error,
+    DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error,
 )
 from ..cases import Case
 from ..compare import Verdict, assert_same, assert_within, fail

@@ -14,17 +14,7 @@ from ...reference import longflow
 from ...reference.attention import per_query_head
 from .. import bounds, lockstep
 from ..bounds import (
-    DIVISION,
-    EXP,
-    FLUSH,
-    LOG,
-    SLACK,
-    UNIT,
-    Arithmetic,
-    Interval,
-    arithmetic,
-    gamma,
-    log_weight_error,
+    DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error,
 )
 from ..cases import Case, DecodeCase, WindowCase
 from ..compare import Verdict, assert_eviction_right, assert_same, assert_within, fail

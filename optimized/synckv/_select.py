@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._numerics import float32
 from .._keydiff_select import _FREE, compact_kernel, count_kernel, histogram_kernel
 from .._launch import INTERPRETED, on_device_of
-from .._numerics import float32, sortable
+from .._numerics import sortable
 
 #: Codes per program.
 CHUNK = 2048

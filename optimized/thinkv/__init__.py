@@ -1,12 +1,7 @@
 """ThinKV on the GPU; semantics: `kvtwin.reference.thinkv`."""
 
 from ...reference.thinkv.contract import (
-    AnnealResult,
-    Quantized,
-    RepresentativesResult,
-    ThinKVConfig,
-    Thought,
-    Thresholds,
+    AnnealResult, Quantized, RepresentativesResult, ThinKVConfig, Thought, Thresholds,
 )
 from .eviction import anneal, segment_representatives, select_representatives
 from .formats import dequantize, pack, quantize, unpack

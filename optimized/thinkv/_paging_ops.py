@@ -12,14 +12,7 @@ import triton
 from torch import Tensor
 
 from .._launch import (
-    GROUP_ROWS,
-    INTERPRETED,
-    MAX_SPLITS,
-    PROGRAMS,
-    RESIDENT,
-    multiprocessors,
-    on_device_of,
-    padded_head_dim,
+    GROUP_ROWS, INTERPRETED, MAX_SPLITS, PROGRAMS, RESIDENT, multiprocessors, on_device_of, padded_head_dim,
     padded_slots,
 )
 from .._numerics import LOG2_E

@@ -12,21 +12,11 @@ from torch import Tensor
 from ...reference.contract import FLOATING, check_dtype
 from ...reference.thinkv.contract import Quantized
 from ...reference.thinkv.contract_formats import (
-    check_bits,
-    check_bytes,
-    check_packed,
-    check_quantize,
-    check_quantized,
-    scales_shape,
+    check_bits, check_bytes, check_packed, check_quantize, check_quantized, scales_shape,
 )
 from .._launch import INTERPRETED, check_launchable, on_device_of
 from ._formats_kernels import (
-    dequantize_kernel,
-    largest_kernel,
-    pack_kernel,
-    quantize_fp8_kernel,
-    quantize_kernel,
-    unpack_kernel,
+    dequantize_kernel, largest_kernel, pack_kernel, quantize_fp8_kernel, quantize_kernel, unpack_kernel,
 )
 
 __all__ = ["dequantize", "pack", "quantize", "unpack"]

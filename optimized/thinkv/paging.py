@@ -14,13 +14,7 @@ from torch import Tensor
 from ...reference.contract import Sizes, check_dtype, check_reorder, resolve_device
 from ...reference.thinkv.contract import PagedAttentionResult, ThinKVConfig, Thought
 from ...reference.thinkv.contract_paging import (
-    BlockEntry,
-    PagedCodes,
-    check_append,
-    check_decode,
-    check_flush,
-    check_paged_cache,
-    check_rows,
+    BlockEntry, PagedCodes, check_append, check_decode, check_flush, check_paged_cache, check_rows,
 )
 from .._launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
 from . import _paging_ops as ops

@@ -11,13 +11,7 @@ import triton
 from torch import Tensor
 
 from ...reference.contract import (
-    capturing,
-    check_prompt,
-    check_reorder,
-    check_step,
-    resolve_device,
-    resolve_scale,
-    state_sizes,
+    capturing, check_prompt, check_reorder, check_step, resolve_device, resolve_scale, state_sizes,
 )
 from ...reference.thinkv.contract import ThinKVConfig, Thought
 from ...reference.thinkv.contract_state import check_room, check_thought

@@ -13,17 +13,8 @@ import torch
 from torch import Tensor
 
 from ..contract import (
-    Sizes,
-    capturing,
-    check_attention,
-    check_device,
-    check_dtype,
-    check_flag,
-    check_integer,
-    check_mask,
-    check_scale,
-    check_strided,
-    check_tensor,
+    Sizes, capturing, check_attention, check_device, check_dtype, check_flag, check_integer, check_mask, check_scale,
+    check_strided, check_tensor,
 )
 
 #: What a file of clusterings calls itself, and the version of its form.

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from ..contract import (
-    check_choice,
-    check_device,
-    check_dtype,
-    check_flag,
-    check_integer,
-    check_shape,
-    check_strided,
-    check_tensor,
+    check_choice, check_device, check_dtype, check_flag, check_integer, check_shape, check_strided, check_tensor,
 )
 from .contract import BITS, SCALE_RULES, Quantized, check_format
 

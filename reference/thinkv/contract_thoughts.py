@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from ..contract import (
-    Sizes,
-    check_attention,
-    check_device,
-    check_dtype,
-    check_integer,
-    check_mask,
-    check_shape,
-    check_strided,
+    Sizes, check_attention, check_device, check_dtype, check_integer, check_mask, check_shape, check_strided,
     check_tensor,
 )
 from .contract import check_retention, check_share

@@ -29,14 +29,7 @@ from ..attention import accumulate_dtype, attention_weights, weighted_values
 from ..contract import check_dtype, check_reorder, resolve_device
 from .contract import BITS, PagedAttentionResult, Quantized, ThinKVConfig, Thought
 from .contract_paging import (
-    BlockEntry,
-    PagedCodes,
-    check_append,
-    check_decode,
-    check_flush,
-    check_paged_cache,
-    check_rows,
-    pool_blocks,
+    BlockEntry, PagedCodes, check_append, check_decode, check_flush, check_paged_cache, check_rows, pool_blocks,
 )
 from .formats import dequantize, per_element, quantize
 from .table import Block, Flush, Row, Token
