@@ -16,7 +16,9 @@ from . import contents, strategies
 from .cases import Case
 
 #: What R, E and T are stored in: the paper's choice, then others that differ in how many formats there are.
-FORMATS = ("nvfp4 nvfp4 ternary", "fp8 nvfp4 ternary", "int4 int4 int2", "nvfp4 int4 fp8", "fp8 fp8 fp8")
+FORMATS = (
+    "nvfp4 nvfp4 ternary", "fp8 nvfp4 ternary", "int4 int4 int2", "nvfp4 int4 ternary", "nvfp4 int4 fp8", "fp8 fp8 fp8",
+)
 CONTENTS = (
     "ordinary", "duplicates", "zero_values", "dominant", "equal_keys", "overflow_88", "extreme_1e4", "zero_query",
     "tiny_values", "identical",
@@ -152,6 +154,10 @@ def paged_cases(
                  "group": draw(st.sampled_from((1, 2, 3, 5, 8))), "dtype": draw(st.sampled_from(dtypes)),
                  "head_dim": draw(st.sampled_from((16, 32, 24, 17, 80)))}
         shared, block = draw(st.sampled_from(((4, 2), (6, 4), (3, 3), (16, 8), (5, 1))))
+        low = [dtype for dtype in dtypes if dtype != torch.float32]
+        if draw(st.booleans()) and low:                                                # what fragments can be of
+            sizes.update(head_dim=draw(st.sampled_from((64, 128))), dtype=draw(st.sampled_from(low)))
+            shared, block, formats = 16, 8, tuple(one for one in formats if "fp8" not in one) or formats
     else:
         triples = [one for one in strategies.TRIPLES if one[2] in dtypes]
         head_dim, group, dtype = draw(st.sampled_from(triples))

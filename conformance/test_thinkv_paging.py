@@ -29,6 +29,15 @@ fewer = settings(max_examples=max(2, settings().max_examples // 10))
 # Against the truth ---------------------------------------------------------------------------------------------------
 
 
+# Fragments: several tiles of one format, of two sizes; three formats.
+@example(case=PagedCase(
+    dtype=torch.bfloat16, head_dim=64, group=4, tokens=60, shared=16, block=8, evictions=1, seed=7,
+    device=str(default_device()),
+))
+@example(case=PagedCase(
+    dtype=torch.float16, formats=FORMATS[3], head_dim=128, group=8, tokens=40, shared=16, block=8, evictions=1, seed=8,
+    device=str(default_device()),
+))
 # P of fp8 blocks is two numbers, of which float16 needs both.
 @example(case=PagedCase(
     dtype=torch.float16, formats=FORMATS[-1], batch=2, group=8, tokens=12, seed=7, device=str(default_device())

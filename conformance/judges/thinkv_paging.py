@@ -121,7 +121,11 @@ def assert_attention_right(
 
 def poison(cache: Any) -> None:
     """NaN, or every bit, wherever our own optimized cache has room and no token. Others, the reference's too, have no
-    room that this could know of."""
+    room that this could know of.
+
+    Values' scales, a byte of a block that is no other's, are the largest there are instead: nothing ever writes a
+    NaN there, and what is finite may be multiplied by the weight of no token, 0.
+    """
     if not hasattr(cache, "_storage"):
         return
     from ...optimized.thinkv import _paging_ops as ops
@@ -129,24 +133,26 @@ def poison(cache: Any) -> None:
     storage, config, (_, heads, head_dim) = cache._storage, cache.config, cache.shape
     pool, key_scales = storage.pool.view(torch.uint8), storage.key_scales.view(torch.uint8)
     kept = torch.zeros_like(pool, dtype=torch.bool)
+    spoilt = torch.full_like(pool, 255)
     of_types = [config.format_of(thought) for thought in range(3)]
+    parts = {fmt: ops.record_places(fmt, config.block, config.group, head_dim) for fmt in of_types}
+    sizes = {fmt: ops.record_bytes(fmt, config.block, config.group, head_dim) for fmt in of_types}
+    bases = {fmt: 4 * base for fmt, base in zip(cache._layout.formats, cache._layout.base, strict=False)}
+    for fmt, room in {of_types[thought]: cache._layout.room[thought] for thought in range(3)}.items():
+        records = spoilt[:, bases[fmt]:bases[fmt] + room * heads * sizes[fmt]].view(len(pool), -1, sizes[fmt])
+        records[:, :, parts[fmt].scales.flatten()] = ops.LARGEST_SCALE
     for b, slot in (cache.groups >= 0).nonzero().tolist():
         entry, place = divmod(slot, config.block)
         fmt = of_types[cache.block_thoughts[b, entry]]
-        record = ops.record_bytes(fmt, config.block, config.group, head_dim)
-        codes = 4 * -(-head_dim // (4 * ops.LANES[fmt]))                               # of one token, in whole words
-        scales = 0 if fmt == "fp8" else -(-head_dim // config.group)
-        base = 4 * cache._layout.base[cache._layout.formats.index(fmt)]
         for head in range(heads):
-            start = base + (int(cache.physical[b, entry]) * heads + head) * record
-            for at, size in ((place * codes, codes), ((config.block + place) * codes, codes),
-                             (2 * config.block * codes + place * scales, scales)):
-                kept[b, start + at:start + at + size] = True
-    pool.masked_fill_(~kept, 255)
+            start = bases[fmt] + (int(cache.physical[b, entry]) * heads + head) * sizes[fmt]
+            for bytes_of in parts[fmt]:
+                kept[b, start + bytes_of[place]] = True
+    pool.copy_(torch.where(kept, pool, spoilt))
     groups = torch.zeros_like(cache._tables.group_tokens, dtype=torch.bool)
     for b, slot in (cache.groups >= 0).nonzero().tolist():
         groups[b, cache.groups[b, slot]] = True
-    key_scales.masked_fill_(~groups[:, :, None, None], 127)
+    key_scales.masked_fill_(~groups[:, :, None, None], 255)
     if storage.chunk_scales.shape[1] > 1:
         storage.chunk_scales.masked_fill_(~groups[:, :, None, None], torch.nan)
     places = torch.arange(config.group, device=cache.device)

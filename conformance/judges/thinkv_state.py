@@ -31,7 +31,13 @@ SMALL = {
 }
 LOSSY = True
 FORMATS = ("nvfp4 nvfp4 ternary", "fp8 nvfp4 ternary", "int4 int4 int2")
-COMPILED = tuple({"formats": dict(zip("RET", formats.split(), strict=True))} for formats in FORMATS[1:])
+COMPILED = tuple(
+    {"formats": dict(zip("RET", formats.split(), strict=True)), **sizes}
+    for formats, sizes in (
+        *((formats, {}) for formats in FORMATS[1:]),
+        *((formats, {"tau": 16, "group": 16, "block": 8}) for formats in (FORMATS[0], "nvfp4 int4 int2")),
+    )
+)
 
 
 def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:

@@ -14,11 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._numerics import float32
 from .._longflow_scores import is_last, row_of
-from .._numerics import dot, finite_or_zero, log2_or_minus_inf, round_output, round_to, sum_of_products
+from .._numerics import dot, finite_or_zero, float32, log2_or_minus_inf, round_output, round_to, sum_of_products
 from ._paging_decode import codes, values
 from ._paging_decode import key_scales as scales_of_keys
+from ._paging_layout import value_slot
 
 
 @triton.jit
@@ -43,8 +43,8 @@ def _keep(logits, at, logit, live, inside, GROUP_HEADS: tl.constexpr, ROWS: tl.c
 
 @triton.jit
 def _attend_blocks(
-    acc, top, weight_sum, q, factor, words, pool, key_scales, chunk_scales, physical, slot_groups, order, logits,
-    first, count, split, splits, b, h, heads, groups, row_words, base,
+    acc, top, weight_sum, q, factor, words, halves, pool, key_scales, chunk_scales, physical, slot_groups, order,
+    logits, first, count, split, splits, b, h, heads, groups, row_words, base,
     FORMAT: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):
@@ -73,7 +73,7 @@ def _attend_blocks(
         scales_at = (b * groups + group) * heads + h
         k = codes(words + record + place * WIDTH, live, WIDTH, D_PAD // (4 * LANES), FORMAT, LANES)
         if FORMAT != "fp8":
-            k *= scales_of_keys(key_scales + scales_at * SCALES, live, SCALES, D_PAD // 4)
+            k *= scales_of_keys(key_scales + scales_at * SCALES, live, LANES, HEAD_DIM, D_PAD)
         logit = dot(q, tl.trans(k.to(q.dtype))) * factor[:, None]              # [ROWS, TILE]
         if FORMAT == "fp8":
             logit *= tl.load(chunk_scales + scales_at * 2, mask=live, other=0.0)[None, :]
@@ -81,8 +81,8 @@ def _attend_blocks(
         _keep(logits, (first + tile * BLOCKS) * BLOCK + i, logit, live, inside, GROUP_HEADS, ROWS)
         p, top, weight_sum, rescale = _weights(top, weight_sum, logit)
         v = values(
-            words + record + (BLOCK + place) * WIDTH, pool + (record + 2 * BLOCK * WIDTH) * 4 + place * PER_TOKEN, live,
-            FORMAT, LANES, WIDTH, PER_TOKEN, GROUP, HEAD_DIM, D_PAD, TILE,
+            halves + (record + BLOCK * WIDTH) * 2 + value_slot(place, LANES, BLOCK, HEAD_DIM),
+            pool + (record + 2 * BLOCK * WIDTH) * 4 + place, live, FORMAT, LANES, GROUP, BLOCK, HEAD_DIM, D_PAD,
         )
         p *= UNIT
         if FORMAT == "fp8":
@@ -116,22 +116,22 @@ def _attend_buffer(
 
 
 @triton.jit
-def _halved(q, ROWS: tl.constexpr):
-    """Queries [ROWS, D_PAD] as float16 and [ROWS] float32, whose product they are: bfloat16 has its largest below 2^15,
-    and what is 2^-29 of it or less loses bits. float32 and float16 stay as they are."""
+def halved(q, AXIS: tl.constexpr, ROWS: tl.constexpr):
+    """Queries, channels along AXIS, as float16 and [ROWS] float32, whose product they are: bfloat16 has its largest
+    below 2^15, and what is 2^-29 of it or less loses bits. float32 and float16 stay as they are."""
     if q.dtype == tl.bfloat16:
         wide = float32(q)
-        exponent = tl.max((wide.to(tl.int32, bitcast=True) >> 23) & 255, 1)
+        exponent = tl.max((wide.to(tl.int32, bitcast=True) >> 23) & 255, AXIS)
         exponent = tl.maximum(exponent, 32)                            # below 2^-95 nothing is left of a logit
         factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
         back = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-        return (wide * factor[:, None]).to(tl.float16), back
+        return (wide * tl.expand_dims(factor, AXIS)).to(tl.float16), back
     else:
         return q, tl.full([ROWS], 1.0, tl.float32)
 
 
 @triton.jit
-def _pairs(counts, OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr):
+def blocks_by_format(counts, OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr):
     """How many blocks a row has of each format."""
     t, e, r = tl.load(counts), tl.load(counts + 1), tl.load(counts + 2)
     zero = (t if OF_T == 0 else 0) + (e if OF_E == 0 else 0) + (r if OF_R == 0 else 0)
@@ -141,8 +141,8 @@ def _pairs(counts, OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "slots", "entries", "groups", "splits", "query_b", "query_h"])
 def attend_kernel(
-    query, words, pool, key_scales, chunk_scales, buffer_key, buffer_value, slot_groups, physical, order, counts,
-    buffered, logits, partial, tops, weight_sums,
+    query, words, halves, pool, key_scales, chunk_scales, buffer_key, buffer_value, slot_groups, physical, order,
+    counts, buffered, logits, partial, tops, weight_sums,
     scale, heads, slots, entries, groups, splits, row_words, base_0, base_1, base_2, query_b, query_h, query_d,
     OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr,
     FORMAT_0: tl.constexpr, FORMAT_1: tl.constexpr, FORMAT_2: tl.constexpr,
@@ -162,30 +162,30 @@ def attend_kernel(
     native = tl.load(
         query + b * query_b + head * query_h + d.to(tl.int64)[None, :] * query_d, mask=mask, other=0.0
     )
-    q, factor = _halved(native, ROWS)
+    q, factor = halved(native, 1, ROWS)
     factor *= scale
     physical += b * entries
     order += b * entries
     slot_groups += b * slots
     logits += flat * row_of(slots) * GROUP_HEADS
-    zero, one, two = _pairs(counts + b * 6, OF_T, OF_E, OF_R)
+    zero, one, two = blocks_by_format(counts + b * 6, OF_T, OF_E, OF_R)
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
     acc, top, weight_sum = _attend_blocks(
-        acc, top, weight_sum, q, factor * UNIT_0, words, pool, key_scales, chunk_scales, physical, slot_groups,
+        acc, top, weight_sum, q, factor * UNIT_0, words, halves, pool, key_scales, chunk_scales, physical, slot_groups,
         order, logits, 0, zero, split, splits, b, h, heads, groups, row_words, base_0,
         FORMAT_0, LANES_0, UNIT_0, GROUP_HEADS, GROUP, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
     )
     if FORMAT_1 != "":
         acc, top, weight_sum = _attend_blocks(
-            acc, top, weight_sum, q, factor * UNIT_1, words, pool, key_scales, chunk_scales, physical,
+            acc, top, weight_sum, q, factor * UNIT_1, words, halves, pool, key_scales, chunk_scales, physical,
             slot_groups, order, logits, zero, one, split, splits, b, h, heads, groups, row_words, base_1,
             FORMAT_1, LANES_1, UNIT_1, GROUP_HEADS, GROUP, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
         )
     if FORMAT_2 != "":
         acc, top, weight_sum = _attend_blocks(
-            acc, top, weight_sum, q, factor * UNIT_2, words, pool, key_scales, chunk_scales, physical,
+            acc, top, weight_sum, q, factor * UNIT_2, words, halves, pool, key_scales, chunk_scales, physical,
             slot_groups, order, logits, zero + one, two, split, splits, b, h, heads, groups, row_words, base_2,
             FORMAT_2, LANES_2, UNIT_2, GROUP_HEADS, GROUP, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -11,12 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .._launch import (
-    GROUP_ROWS, INTERPRETED, MAX_SPLITS, PROGRAMS, RESIDENT, multiprocessors, on_device_of, padded_head_dim,
-    padded_slots,
-)
-from .._numerics import LOG2_E
-from ._paged_attention_kernels import attend_kernel, finish_kernel
+from .._launch import INTERPRETED, on_device_of, padded_head_dim
 from ._paging_kernels import append_kernel, assign_kernel, evict_kernel
 from ._paging_read_kernels import CODES, read_kernel
 from ._paging_store_kernels import store_kernel
@@ -26,6 +20,7 @@ LANES = {"fp8": 1, "nvfp4": 2, "int4": 2, "ternary": 4, "int2": 4}
 #: What the elements of a format are brought into float16's range by; see `_paging_decode.py`.
 UNITS = {"fp8": 2.0**8, "nvfp4": 2.0**7, "ternary": 2.0**7, "int2": 2.0**7, "int4": 2.0**10}
 LINE, WORD = 128, 4  # bytes
+LARGEST_SCALE = 0xF6  # 448
 TYPES = "TER"  # in the order of the numbers of thought types
 
 
@@ -118,6 +113,30 @@ def record_bytes(fmt: str, block: int, group: int, head_dim: int) -> int:
     return 2 * block * codes + triton.cdiv(block * scales, WORD) * WORD
 
 
+class Places(NamedTuple):
+    """Of a record, by slot: the bytes [block, ...] with codes of the key and of the value, and with scales of the
+    value."""
+
+    keys: Tensor
+    values: Tensor
+    scales: Tensor
+
+
+def record_places(fmt: str, block: int, group: int, head_dim: int) -> Places:
+    """Where in a record what is: `_paging_layout.py` in numbers, for who looks into a pool from outside."""
+    lanes, slot = LANES[fmt], torch.arange(block)[:, None]
+    words, units = triton.cdiv(head_dim, WORD * lanes), triton.cdiv(head_dim, 2 * lanes)
+    run = head_dim // (16 * lanes) if head_dim % (16 * lanes) == 0 else 1
+    step, unit = 2 - block % 2, torch.arange(units)
+    half = slot // step * (run * step) + slot % step + unit // run * (run * block) + unit % run * step
+    values = block * words * WORD + (2 * half[:, :, None] + torch.arange(2)).flatten(1)
+    scales = 0 if fmt == "fp8" else triton.cdiv(head_dim, group)
+    return Places(
+        slot * words * WORD + torch.arange(words * WORD), values,
+        2 * block * words * WORD + slot + torch.arange(scales) * block,
+    )
+
+
 def scale_bytes(head_dim: int) -> int:
     """What the scales of one KV head's keys take, in whole words."""
     return triton.cdiv(head_dim, WORD) * WORD
@@ -192,8 +211,9 @@ def flush(
             CHUNK=_chunk(entries), num_warps=4,
         )
         store_kernel[(batch * heads,)](
-            buffer_key, buffer_value, pool, pool.view(torch.uint8), key_scales.view(torch.uint8), chunk_scales,
-            physical, plan, heads, entries, groups, plan_of.row_words, *plan_of.base,
+            buffer_key, buffer_value, pool, pool.view(torch.int16), pool.view(torch.uint8),
+            key_scales.view(torch.uint8), chunk_scales, physical, plan,
+            heads, entries, groups, plan_of.row_words, *plan_of.base,
             **{name: value for name, value in plan_of.constants.items() if not name.startswith("OF_")},
             GROUP=group, NEW=new, BLOCK=block, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=tokens,
             num_warps=4,
@@ -281,82 +301,3 @@ def _shown(positions: Tensor, buffer: Tensor, what: int) -> Tensor:
     batch, heads, _, head_dim = buffer.shape
     dtype = torch.uint8 if what == CODES else torch.float32
     return torch.empty(batch, heads, positions.shape[1], head_dim, dtype=dtype, device=buffer.device)
-
-
-# Attention -----------------------------------------------------------------------------------------------------------
-
-
-def _tile(block: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Slots per tile: whole blocks; of them as many as are 32 KB of float16. In float32, which tensor cores do not
-    multiply exactly, operands are in registers, and tiles must be small."""
-    wanted = 16 if INTERPRETED or dtype == torch.float32 else min(128, max(16, 16384 // padded_head_dim(head_dim)))
-    return max(wanted, triton.next_power_of_2(block))
-
-
-def _splits(rows: int, tiles: int, device: torch.device) -> int:
-    """How many programs share a (row, KV head): see `_launch.split_slots`, of which this is the rule."""
-    if INTERPRETED:
-        wanted = 2
-    elif rows >= RESIDENT // 2 * multiprocessors(device):
-        wanted = triton.cdiv(PROGRAMS * multiprocessors(device), rows)
-    else:
-        wanted = RESIDENT * multiprocessors(device) // rows
-    return max(1, min(wanted, tiles, MAX_SPLITS))
-
-
-@torch.library.custom_op("kvtwin::thinkv_paged_attention", mutates_args=("arrivals",))
-def attend(
-    query: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
-    slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, arrivals: Tensor,
-    formats: str, block: int, scale: float, threshold: float,
-) -> tuple[Tensor, Tensor]:
-    """See `decode_attention`. arrivals [B] int32, 0 between calls. Returns output and sparsity."""
-    batch, query_heads, head_dim = query.shape
-    _, heads, group, _ = buffer_key.shape
-    slots, entries = slot_groups.shape[1], physical.shape[1]
-    plan_of = layout(formats, block, group, heads, head_dim, entries)
-    tile = _tile(block, head_dim, query.dtype)
-    flats, group_heads = batch * heads, query_heads // heads
-    # A third of the entries is what one thought type alone may come to, which is the most that lives at a time.
-    splits = _splits(flats, triton.cdiv(entries // 3, tile // block), query.device)
-    count = batch * query_heads * splits
-
-    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=query.device)
-
-    logits, partial = scratch(flats, padded_slots(slots), group_heads), scratch(count, head_dim)
-    tops, weight_sums, below = scratch(count), scratch(count), scratch(flats, dtype=torch.int32)
-    output, sparsity = _attended(query)
-    d_pad = padded_head_dim(head_dim)
-    with on_device_of(query):
-        attend_kernel[(flats * splits,)](
-            query, pool, pool.view(torch.uint8), key_scales, chunk_scales, buffer_key, buffer_value, slot_groups,
-            physical, order, counts, buffered, logits, partial, tops, weight_sums,
-            scale * LOG2_E.value, heads, slots, entries, key_scales.shape[1], splits, plan_of.row_words,
-            *plan_of.base, *query.stride(), **plan_of.constants, **plan_of.units,
-            GROUP_HEADS=group_heads, GROUP=group, BLOCK=block, HEAD_DIM=head_dim, D_PAD=d_pad, ROWS=GROUP_ROWS,
-            TILE=tile, TOKENS=max(16, triton.next_power_of_2(group)), num_warps=4, num_stages=2,
-        )
-        finish_kernel[(flats,)](
-            logits, partial, tops, weight_sums, counts, buffered, output, below, sparsity, arrivals,
-            math.log2(threshold), heads, slots, splits,
-            GROUP_HEADS=group_heads, GROUP_PAD=triton.next_power_of_2(group_heads), BLOCK=block, HEAD_DIM=head_dim,
-            D_PAD=d_pad, SPLITS=8 if splits <= 8 else MAX_SPLITS, CHUNK=64 if INTERPRETED else 512, num_warps=4,
-        )
-    return output, sparsity
-
-
-@attend.register_fake
-def _(
-    query: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
-    slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, arrivals: Tensor,
-    formats: str, block: int, scale: float, threshold: float,
-) -> tuple[Tensor, Tensor]:
-    return _attended(query)
-
-
-def _attended(query: Tensor) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty(query.shape, dtype=query.dtype, device=query.device),
-        torch.empty(query.shape[0], dtype=torch.float32, device=query.device),
-    )

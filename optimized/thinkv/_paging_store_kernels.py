@@ -7,28 +7,51 @@ import triton.language as tl
 
 from .._numerics import float32
 from ._formats_kernels import decode_scale, encode, fp8_scale, magnitude, scale_code
-from ._paging_layout import fields, record_at, scale_byte
+from ._paging_layout import fields, key_fields, record_at, scale_at, scale_to_byte, value_slot, value_unit
 
 
 @triton.jit
-def _store_codes(
+def _together(codes, magnitude_at, sign_at, LANES: tl.constexpr, TOKENS: tl.constexpr, MANY: tl.constexpr,
+              EACH: tl.constexpr):
+    """Codes [TOKENS, MANY * EACH], EACH together: [TOKENS, MANY] int32."""
+    SIGN: tl.constexpr = 8 // LANES - 1
+    parts = (codes & ((1 << SIGN) - 1)) << magnitude_at[None, :]
+    parts |= (codes >> SIGN) << sign_at[None, :]
+    return tl.sum(tl.reshape(parts, (TOKENS, MANY, EACH)), 2)                      # bits apart: a sum is their union
+
+
+@triton.jit
+def _store_keys(
     at, codes, there, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr
 ):
     """codes [TOKENS, D_PAD] of tokens `there` as words, from `at` [TOKENS] on."""
-    PER: tl.constexpr = 4 * LANES
-    SIGN: tl.constexpr = 8 // LANES - 1
-    magnitude_at, sign_at = fields(tl.arange(0, D_PAD), LANES)
-    parts = (codes & ((1 << SIGN) - 1)) << magnitude_at[None, :]
-    parts |= (codes >> SIGN) << sign_at[None, :]
-    word = tl.sum(tl.reshape(parts, (TOKENS, D_PAD // PER, PER)), 2)               # bits apart: a sum is their union
-    n = tl.arange(0, D_PAD // PER)
-    tl.store(at[:, None] + n[None, :], word, mask=there[:, None] & (n * PER < HEAD_DIM)[None, :])
+    EACH: tl.constexpr = 4 * LANES
+    magnitude_at, sign_at = key_fields(tl.arange(0, D_PAD), LANES)
+    word = _together(codes, magnitude_at, sign_at, LANES, TOKENS, D_PAD // EACH, EACH)
+    n = tl.arange(0, D_PAD // EACH)
+    tl.store(at[:, None] + n[None, :], word, mask=there[:, None] & (n * EACH < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def _store_values(
+    at, codes, there, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """codes [TOKENS, D_PAD] of tokens `there` as halves of words, from `at` [TOKENS] on."""
+    EACH: tl.constexpr = 2 * LANES
+    magnitude_at, sign_at = fields(tl.arange(0, D_PAD) % EACH, LANES)
+    half = _together(codes, magnitude_at, sign_at, LANES, TOKENS, D_PAD // EACH, EACH)
+    u = tl.arange(0, D_PAD // EACH)
+    tl.store(
+        at[:, None] + value_unit(u, LANES, BLOCK, HEAD_DIM)[None, :], half.to(tl.int16),
+        mask=there[:, None] & (u * EACH < HEAD_DIM)[None, :],
+    )
 
 
 @triton.jit
 def _store_quantized(
-    k, v, words, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads, groups, row_words, base,
-    FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    k, v, words, halves, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads, groups, row_words,
+    base, FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     D_PAD: tl.constexpr, TOKENS: tl.constexpr,
 ):
     """Keys and values [TOKENS, D_PAD] float32 of one KV head, quantized as one group into the slots of the plan."""
@@ -48,40 +71,42 @@ def _store_quantized(
         tl.store(chunk_scales + scales_at * 2 + 1, value_scale)
         key_codes, value_codes = encode(k, key_scale, FORMAT), encode(v, value_scale, FORMAT)
     else:
-        code = scale_code(tl.max(magnitude(k), 0), FORMAT)
+        key_scale = decode_scale(scale_code(tl.max(magnitude(k), 0), FORMAT))
         tl.store(
-            key_scales + scales_at * ((HEAD_DIM + 3) // 4 * 4) + scale_byte(d), code.to(tl.uint8), mask=d < HEAD_DIM
+            key_scales + scales_at * ((HEAD_DIM + 3) // 4 * 4) + scale_at(d, LANES, HEAD_DIM),
+            scale_to_byte(key_scale).to(tl.uint8), mask=d < HEAD_DIM
         )
-        key_codes = encode(k, decode_scale(code)[None, :], FORMAT)
+        key_codes = encode(k, key_scale[None, :], FORMAT)
         size = magnitude(v)
         value_scale = tl.zeros([TOKENS, D_PAD], tl.float32)
-        scale_at = pool + (record + 2 * BLOCK * WIDTH) * 4 + place * PER_TOKEN
+        value_scale_at = pool + (record + 2 * BLOCK * WIDTH) * 4 + place
         for n in range(PER_TOKEN):
             mine = (d // GROUP == n)[None, :]
-            value_code = scale_code(tl.max(tl.where(mine, size, 0.0), 1), FORMAT)
-            tl.store(scale_at + n, value_code.to(tl.uint8), mask=there)
-            value_scale = tl.where(mine, decode_scale(value_code)[:, None], value_scale)
+            one = decode_scale(scale_code(tl.max(tl.where(mine, size, 0.0), 1), FORMAT))
+            tl.store(value_scale_at + n * BLOCK, scale_to_byte(one).to(tl.uint8), mask=there)
+            value_scale = tl.where(mine, one[:, None], value_scale)
         value_codes = encode(v, value_scale, FORMAT)
-    _store_codes(words + record + place * WIDTH, key_codes, there, HEAD_DIM, D_PAD, LANES, TOKENS)
-    _store_codes(words + record + (BLOCK + place) * WIDTH, value_codes, there, HEAD_DIM, D_PAD, LANES, TOKENS)
+    _store_keys(words + record + place * WIDTH, key_codes, there, HEAD_DIM, D_PAD, LANES, TOKENS)
+    values_at = halves + (record + BLOCK * WIDTH) * 2 + value_slot(place, LANES, BLOCK, HEAD_DIM)
+    _store_values(values_at, value_codes, there, HEAD_DIM, D_PAD, LANES, BLOCK, TOKENS)
 
 
 @triton.jit
 def _store_if(
-    wanted, k, v, words, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads, groups, row_words,
-    base, FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
-    D_PAD: tl.constexpr, TOKENS: tl.constexpr,
+    wanted, k, v, words, halves, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads, groups,
+    row_words, base, FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr,
 ):
     if wanted:
         _store_quantized(
-            k, v, words, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads, groups, row_words,
-            base, FORMAT, LANES, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
+            k, v, words, halves, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads, groups,
+            row_words, base, FORMAT, LANES, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
         )
 
 
 @triton.jit(do_not_specialize=["heads", "entries", "groups"])
 def store_kernel(
-    buffer_key, buffer_value, words, pool, key_scales, chunk_scales, physical, plan,
+    buffer_key, buffer_value, words, halves, pool, key_scales, chunk_scales, physical, plan,
     heads, entries, groups, row_words, base_0, base_1, base_2,
     FORMAT_0: tl.constexpr, FORMAT_1: tl.constexpr, FORMAT_2: tl.constexpr,
     LANES_0: tl.constexpr, LANES_1: tl.constexpr, LANES_2: tl.constexpr,
@@ -101,16 +126,16 @@ def store_kernel(
         v = float32(tl.load(buffer_value + at, mask=mask, other=0.0))
         physical += b * entries
         _store_if(
-            number == 0, k, v, words, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads,
+            number == 0, k, v, words, halves, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads,
             groups, row_words, base_0, FORMAT_0, LANES_0, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
         )
         if FORMAT_1 != "":
             _store_if(
-                number == 1, k, v, words, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads,
-                groups, row_words, base_1, FORMAT_1, LANES_1, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
+                number == 1, k, v, words, halves, pool, key_scales, chunk_scales, physical, plan, count, group, b, h,
+                heads, groups, row_words, base_1, FORMAT_1, LANES_1, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
             )
         if FORMAT_2 != "":
             _store_if(
-                number == 2, k, v, words, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads,
-                groups, row_words, base_2, FORMAT_2, LANES_2, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
+                number == 2, k, v, words, halves, pool, key_scales, chunk_scales, physical, plan, count, group, b, h,
+                heads, groups, row_words, base_2, FORMAT_2, LANES_2, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
             )

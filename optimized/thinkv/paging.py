@@ -18,6 +18,7 @@ from ...reference.thinkv.contract_paging import (
 )
 from .._launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
 from . import _paging_ops as ops
+from ._paged_attention_ops import attend
 from ._paging_read_kernels import CODES, NUMBERS, SCALES
 
 __all__ = ["PagedAttentionResult", "PagedCache", "decode_attention"]
@@ -257,7 +258,7 @@ def decode_attention(query: Tensor, cache: PagedCache, *, scale: float | None = 
     batch, heads, head_dim = cache.shape
     check_kernel_sizes(Sizes(batch, query.shape[1], heads, cache.config.slots, head_dim))
     storage, tables = cache._storage, cache._tables
-    return PagedAttentionResult(*ops.attend(
+    return PagedAttentionResult(*attend(
         query, *storage, tables.slot_groups, tables.physical, tables.order, tables.counts, tables.buffered,
         cache._arrivals, cache._formats, cache.config.block, scale, cache.config.sparsity_threshold,
     ))

@@ -1,0 +1,133 @@
+"""Attention over a paged cache: which kernels, and in how many parts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from .._launch import (
+    GROUP_ROWS, INTERPRETED, MAX_SPLITS, PROGRAMS, RESIDENT, multiprocessors, on_device_of, padded_head_dim,
+    padded_slots,
+)
+from .._numerics import LOG2_E
+from ._paged_attention_kernels import attend_kernel, finish_kernel
+from ._paged_fragment_kernels import EIGHT, fragment_kernel
+from ._paging_ops import Layout, layout
+
+#: Programs of one warp that fit a multiprocessor, of its 64 K registers, and what each may then have.
+FRAGMENT_PROGRAMS, FRAGMENT_REGISTERS = 12, 168
+
+
+def _tile(block: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Slots per tile: whole blocks; of them as many as are 32 KB of float16. In float32, which tensor cores do not
+    multiply exactly, operands are in registers, and tiles must be small."""
+    wanted = 16 if INTERPRETED or dtype == torch.float32 else min(128, max(16, 16384 // padded_head_dim(head_dim)))
+    return max(wanted, triton.next_power_of_2(block))
+
+
+def _in_fragments(
+    plan_of: Layout, dtype: torch.dtype, block: int, group: int, group_heads: int, head_dim: int, key_scales: Tensor
+) -> bool:
+    """Whether `fragment_kernel` can: for its tensor cores, and where offsets within a row fit into 32 bits."""
+    return (
+        dtype != torch.float32 and block == EIGHT.value and group_heads <= EIGHT.value and head_dim in (64, 128)
+        and group % (head_dim // 8) == 0 and "fp8" not in plan_of.formats
+        and plan_of.row_words < 2**30 and key_scales[0].numel() < 2**31
+    )
+
+
+def _fragment_tile(entries: int) -> int:
+    """Slots per tile. In the interpreter some caches are cut into small ones, so that what happens between them is
+    tested."""
+    return 16 if INTERPRETED and entries // 3 % 2 else 32
+
+
+def _splits(rows: int, tiles: int, device: torch.device, resident: int) -> int:
+    """How many programs share a (row, KV head): see `_launch.split_slots`, of which this is the rule. `resident`: how
+    many fit a multiprocessor."""
+    if INTERPRETED:
+        wanted = 2
+    elif rows >= resident // 2 * multiprocessors(device):
+        wanted = triton.cdiv(PROGRAMS // RESIDENT * resident * multiprocessors(device), rows)
+    else:
+        wanted = resident * multiprocessors(device) // rows
+    return max(1, min(wanted, tiles, MAX_SPLITS))
+
+
+@torch.library.custom_op("kvtwin::thinkv_paged_attention", mutates_args=("arrivals",))
+def attend(
+    query: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
+    slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, arrivals: Tensor,
+    formats: str, block: int, scale: float, threshold: float,
+) -> tuple[Tensor, Tensor]:
+    """See `decode_attention`. arrivals [B] int32, 0 between calls. Returns output and sparsity."""
+    batch, query_heads, head_dim = query.shape
+    _, heads, group, _ = buffer_key.shape
+    slots, entries = slot_groups.shape[1], physical.shape[1]
+    plan_of = layout(formats, block, group, heads, head_dim, entries)
+    flats, group_heads = batch * heads, query_heads // heads
+    in_fragments = _in_fragments(plan_of, query.dtype, block, group, group_heads, head_dim, key_scales)
+    tile = _fragment_tile(entries) if in_fragments else _tile(block, head_dim, query.dtype)
+    # A third of the entries is what one thought type alone may come to, which is the most that lives at a time.
+    tiles = triton.cdiv(entries // 3, tile // block)
+    # Fragments have the buffer as a part by itself.
+    parts = (
+        min(_splits(flats, tiles, query.device, FRAGMENT_PROGRAMS), MAX_SPLITS - 1) + 1 if in_fragments
+        else _splits(flats, tiles, query.device, RESIDENT)
+    )
+    count = batch * query_heads * parts
+
+    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=query.device)
+
+    logits, partial = scratch(flats, padded_slots(slots), group_heads), scratch(count, head_dim)
+    tops, weight_sums, below = scratch(count), scratch(count), scratch(flats, dtype=torch.int32)
+    output, sparsity = _attended(query)
+    d_pad = padded_head_dim(head_dim)
+    tables = (slot_groups, physical, order, counts, buffered, logits, partial, tops, weight_sums)
+    numbers = (
+        scale * LOG2_E.value, heads, slots, entries, key_scales.shape[1], parts, plan_of.row_words, *plan_of.base,
+        *query.stride(),
+    )
+    constants = {
+        **plan_of.constants, **plan_of.units, "GROUP_HEADS": group_heads, "GROUP": group, "HEAD_DIM": head_dim,
+        "TILE": tile, "TOKENS": max(16, triton.next_power_of_2(group)),
+    }
+    with on_device_of(query):
+        if in_fragments:
+            fragment_kernel[(flats * parts,)](
+                query, pool, pool.view(torch.int16), key_scales, buffer_key, buffer_value, *tables, *numbers,
+                **constants, num_warps=1, num_stages=1, maxnreg=FRAGMENT_REGISTERS,
+            )
+        else:
+            attend_kernel[(flats * parts,)](
+                query, pool, pool.view(torch.int16), pool.view(torch.uint8), key_scales, chunk_scales, buffer_key,
+                buffer_value, *tables, *numbers, **constants, BLOCK=block, D_PAD=d_pad, ROWS=GROUP_ROWS,
+                num_warps=4, num_stages=2,
+            )
+        finish_kernel[(flats,)](
+            logits, partial, tops, weight_sums, counts, buffered, output, below, sparsity, arrivals,
+            math.log2(threshold), heads, slots, parts,
+            GROUP_HEADS=group_heads, GROUP_PAD=triton.next_power_of_2(group_heads), BLOCK=block, HEAD_DIM=head_dim,
+            D_PAD=d_pad, SPLITS=8 if parts <= 8 else MAX_SPLITS, CHUNK=64 if INTERPRETED else 512, num_warps=4,
+        )
+    return output, sparsity
+
+
+@attend.register_fake
+def _(
+    query: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
+    slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, arrivals: Tensor,
+    formats: str, block: int, scale: float, threshold: float,
+) -> tuple[Tensor, Tensor]:
+    return _attended(query)
+
+
+def _attended(query: Tensor) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty(query.shape, dtype=query.dtype, device=query.device),
+        torch.empty(query.shape[0], dtype=torch.float32, device=query.device),
+    )

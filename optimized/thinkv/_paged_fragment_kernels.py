@@ -1,0 +1,266 @@
+"""Attention over a paged cache where all of a row's formats are read as fragments: the numbers that each lane of a warp
+holds of a tensor core's operands. Blocks of 8 slots, up to 8 query heads per KV head, float16 or bfloat16.
+
+A program is one warp, so that no number passes from lane to lane but those of S and P, and many programs share a
+multiprocessor, each waiting for its own loads. Products are turned round, S^T = K q^T and O^T += V^T P^T, since what
+there is plenty of, tokens and channels, must be the side of 16, and query heads that of 8. Words are taken apart as
+`_paging_decode.py` does; two float16 products are one instruction. Arithmetic is that of
+`_paged_attention_kernels.py`.
+
+Sums over channels and tokens may take these in any order, if both operands take the same. Words as they lie in memory
+(see `_paging_layout.py`) are fragments where channel `_channel_of_key(k)` is taken k-th; tokens come by pairs of
+blocks, then pairs of slots, blocks of the pair, slots of the pair; row m of O^T is channel `_channel_of_value(m)`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._launch import INTERPRETED
+from .._longflow_scores import row_of
+from .._numerics import dot, finite_or_zero, round_to
+from ._paged_attention_kernels import blocks_by_format, halved
+from ._paging_decode import high, low, pair
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+#: Slots of a block, and query heads' side of a product.
+EIGHT = tl.constexpr(8)
+_SCALES = tl.constexpr(0x7F807F80)
+
+
+@triton.jit
+def _times(a, b):
+    """Products of two float16 each."""
+    if _INTERPRETED:
+        lower = (low(a) * low(b)).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        upper = (high(a) * high(b)).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        return lower | upper
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _channel_of_key(k, HEAD_DIM: tl.constexpr):
+    return k % 4 + 4 * (k // 16) + HEAD_DIM // 4 * (k // 4 % 4)
+
+
+@triton.jit
+def _channel_of_value(m, HEAD_DIM: tl.constexpr):
+    return m % 8 * (HEAD_DIM // 8) + m // 8
+
+
+@triton.jit
+def _four(a, b, c, d):
+    """Words' pairs J = 2 j + i and halves h: [..., i, j, h] float16."""
+    y = tl.join(tl.join(a, b), tl.join(c, d))
+    return tl.join(low(y), high(y))
+
+
+@triton.jit
+def _eight(a, b, c, d, e, f, g, h):
+    """As `_four`, of J = 4 l + 2 j + i: [..., i, j, l, h]."""
+    y = tl.join(tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h)))
+    return tl.join(low(y), high(y))
+
+
+@triton.jit
+def _keys(word, w, x, y, z, FORMAT: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr):
+    """K [TILE, D] float16 from words [TILE, 4 * RUN] and their scales, of LANES words each: w, x, and y, z."""
+    s0, s1, s2, s3 = (w << 7) & _SCALES, (w >> 1) & _SCALES, (x << 7) & _SCALES, (x >> 1) & _SCALES
+    a, b, c, d = pair(word, 0, FORMAT), pair(word, 1, FORMAT), pair(word, 2, FORMAT), pair(word, 3, FORMAT)
+    a, b, c, d = _times(a, s0), _times(b, s1), _times(c, s2), _times(d, s3)
+    if LANES == 2:
+        k = tl.reshape(_four(a, b, c, d), (TILE, 4, RUN, 2, 2, 2))             # token, lane, word, i, j, h
+        k = tl.permute(k, (0, 2, 4, 1, 3, 5))
+    else:
+        e = _times(pair(word, 4, FORMAT), (y << 7) & _SCALES)
+        f = _times(pair(word, 5, FORMAT), (y >> 1) & _SCALES)
+        g = _times(pair(word, 6, FORMAT), (z << 7) & _SCALES)
+        h = _times(pair(word, 7, FORMAT), (z >> 1) & _SCALES)
+        k = tl.reshape(_eight(a, b, c, d, e, f, g, h), (TILE, 4, RUN, 2, 2, 2, 2))
+        k = tl.permute(k, (0, 2, 5, 4, 1, 3, 6))
+    return tl.reshape(k, (TILE, 16 * LANES * RUN))
+
+
+@triton.jit
+def _values(word, two, FORMAT: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, BLOCKS: tl.constexpr):
+    """V^T [D, TILE] float16 from words [BLOCKS, 32 * RUN] and the scales of their halves, `two` bytes [BLOCKS, 32]."""
+    s = ((two << 7) & 0x7F80) | ((two << 15) & 0x7F800000)
+    s = tl.reshape(tl.broadcast_to(s[:, :, None], (BLOCKS, 32, RUN)), (BLOCKS, 32 * RUN))
+    a, b, c, d = pair(word, 0, FORMAT), pair(word, 1, FORMAT), pair(word, 2, FORMAT), pair(word, 3, FORMAT)
+    a, b, c, d = _times(a, s), _times(b, s), _times(c, s), _times(d, s)
+    if LANES == 2:                                     # two blocks, block, run, lane, word, i, j, h
+        v = tl.reshape(_four(a, b, c, d), (BLOCKS // 2, 2, 8, 4, RUN, 2, 2, 2))
+        v = tl.permute(v, (4, 6, 5, 2, 0, 3, 1, 7))
+    else:
+        e, f = _times(pair(word, 4, FORMAT), s), _times(pair(word, 5, FORMAT), s)
+        g, h = _times(pair(word, 6, FORMAT), s), _times(pair(word, 7, FORMAT), s)
+        v = tl.reshape(_eight(a, b, c, d, e, f, g, h), (BLOCKS // 2, 2, 8, 4, RUN, 2, 2, 2, 2))
+        v = tl.permute(v, (4, 7, 6, 5, 2, 0, 3, 1, 8))
+    return tl.reshape(v, (16 * LANES * RUN, BLOCKS * 8))
+
+
+@triton.jit
+def _weights(top, weight_sum, logit, TOKENS: tl.constexpr):
+    """A tile [TOKENS, 8] of an online softmax: see `_paged_attention_kernels`. weight_sum [8, 8]: of tokens, heads."""
+    new_top = tl.maximum(top, tl.max(logit, 0))
+    shift = finite_or_zero(new_top)
+    p = tl.exp2(logit - shift[None, :])
+    rescale = tl.exp2(top - shift)
+    sums = tl.sum(tl.reshape(p, (TOKENS // EIGHT, EIGHT, EIGHT)), 0)
+    return p, new_top, weight_sum * rescale[None, :] + sums, rescale
+
+
+@triton.jit
+def _indices(order, physical, slot_groups, tile, count, BLOCKS: tl.constexpr):
+    """Of a tile: physical blocks [BLOCKS], which are held whatever the tile; scale groups of slots, -1 for none."""
+    i, block = tl.arange(0, BLOCKS * EIGHT), tl.arange(0, BLOCKS)
+    rank = tile * BLOCKS + i // EIGHT
+    entry = tl.load(order + rank, mask=rank < count, other=0)
+    group = tl.load(slot_groups + entry * EIGHT + i % EIGHT, mask=rank < count, other=-1)
+    held = tl.maximum(tl.minimum(tile * BLOCKS + block, count - 1), 0)
+    return tl.load(physical + tl.load(order + held)).to(tl.int32), group
+
+
+@triton.jit
+def _attend_fragments(
+    acc, top, weight_sum, q, factor, words, halves, key_scales, physical, slot_groups, order, logits,
+    first, count, split, splits, row_at, base, h, heads,
+    FORMAT: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
+):
+    """As `_paged_attention_kernels._attend_blocks`: q [D, 8], acc [D, 8]. Of a slot without a token the logit is
+    dropped; its values, which are finite, are multiplied by 0. Where blocks are is looked up a tile ahead."""
+    BLOCKS: tl.constexpr = TILE // EIGHT
+    RUN: tl.constexpr = HEAD_DIM // (16 * LANES)
+    RECORD: tl.constexpr = EIGHT * 8 * RUN + (EIGHT * ((HEAD_DIM + GROUP - 1) // GROUP) + 3) // 4
+    SCALES: tl.constexpr = HEAD_DIM // 4
+    i, head = tl.arange(0, TILE), tl.arange(0, EIGHT)
+    n, f, lane = tl.arange(0, 4 * RUN), tl.arange(0, 32 * RUN), tl.arange(0, 32)
+    scales_of_lane = lane if GROUP == HEAD_DIM // 8 else lane // 4 * (HEAD_DIM // 8) // GROUP * 4 + lane % 4
+    words += row_at + base + h * RECORD
+    halves += (row_at + base + h * RECORD) * 2
+    tiles = (count + BLOCKS - 1) // BLOCKS
+    each = (tiles + splits - 1) // splits
+    begin = split * each
+    order += first
+    logits += first * EIGHT * GROUP_HEADS
+    block, group = _indices(order, physical, slot_groups, begin, count, BLOCKS)
+    for tile in range(begin, tl.minimum(begin + each, tiles)):
+        at = block * (heads * RECORD)
+        word = tl.reshape(tl.load(words + (at[:, None] + f[None, :])), (TILE, 4 * RUN))
+        value_word = tl.load(words + (at[:, None] + (32 * RUN + f)[None, :]))
+        scales = key_scales + ((tl.maximum(group, 0) * (heads * SCALES))[:, None] + n[None, :])
+        w, x = tl.load(scales), tl.load(scales + 4 * RUN)
+        if LANES == 4:
+            y, z = tl.load(scales + 8 * RUN), tl.load(scales + 12 * RUN)
+        else:
+            y, z = w, x
+        two = tl.load(halves + ((at * 2)[:, None] + (128 * RUN + scales_of_lane)[None, :])).to(tl.int32)
+        live = group >= 0
+        block, group = _indices(order, physical, slot_groups, tile + 1, count, BLOCKS)
+        k = _keys(word, w, x, y, z, FORMAT, LANES, RUN, TILE)
+        logit = tl.dot(k, q, input_precision="ieee") * factor[None, :]                 # [TILE, 8]
+        kept = (head < GROUP_HEADS)[None, :] & (i < (count - tile * BLOCKS) * EIGHT)[:, None]
+        tl.store(
+            logits + (tile * TILE + i)[:, None] * GROUP_HEADS + head[None, :],
+            tl.where(live[:, None], logit, float("inf")), mask=kept,
+        )
+        logit = tl.where(live[:, None], logit, float("-inf"))
+        p, top, weight_sum, rescale = _weights(top, weight_sum, logit, TILE)
+        v = _values(value_word, two, FORMAT, LANES, RUN, BLOCKS)
+        p = tl.reshape((p * UNIT).to(tl.float16), (BLOCKS // 2, 2, 4, 2, EIGHT))
+        p = tl.reshape(tl.permute(p, (0, 2, 1, 3, 4)), (TILE, EIGHT))
+        acc = tl.dot(v, p, acc * rescale[None, :], input_precision="ieee")
+    return acc, top, weight_sum
+
+
+@triton.jit
+def _attend_buffer(
+    acc, top, weight_sum, q, scale, buffer_key, buffer_value, logits, at, count,
+    GROUP_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr,
+):
+    """As `_paged_attention_kernels._attend_buffer`: q [D, 8], acc [D, 8]."""
+    i, k, head = tl.arange(0, TOKENS), tl.arange(0, HEAD_DIM), tl.arange(0, EIGHT)
+    live = i < count
+    key = tl.load(
+        buffer_key + i[:, None] * HEAD_DIM + _channel_of_key(k, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
+    )
+    logit = tl.where(live[:, None], dot(key, q) * scale, float("-inf"))
+    tl.store(
+        logits + (at + i)[:, None] * GROUP_HEADS + head[None, :], logit,
+        mask=live[:, None] & (head < GROUP_HEADS)[None, :],
+    )
+    p, top, weight_sum, rescale = _weights(top, weight_sum, logit, TOKENS)
+    value = tl.load(
+        buffer_value + i[None, :] * HEAD_DIM + _channel_of_value(k, HEAD_DIM)[:, None], mask=live[None, :], other=0.0
+    )
+    return acc * rescale[None, :] + dot(value, round_to(p, value.dtype)), top, weight_sum
+
+
+@triton.jit(do_not_specialize=["heads", "slots", "entries", "groups", "parts", "query_b", "query_h"])
+def fragment_kernel(
+    query, words, halves, key_scales, buffer_key, buffer_value, slot_groups, physical, order, counts, buffered,
+    logits, partial, tops, weight_sums,
+    scale, heads, slots, entries, groups, parts, row_words, base_0, base_1, base_2, query_b, query_h, query_d,
+    OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr,
+    FORMAT_0: tl.constexpr, FORMAT_1: tl.constexpr, FORMAT_2: tl.constexpr,
+    LANES_0: tl.constexpr, LANES_1: tl.constexpr, LANES_2: tl.constexpr,
+    UNIT_0: tl.constexpr, UNIT_1: tl.constexpr, UNIT_2: tl.constexpr,
+    GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
+):
+    """As `_paged_attention_kernels.attend_kernel`, of which it takes the place; but the buffer is a part by itself, the
+    last one: were it added to another's, its registers would be taken from that one's tiles."""
+    splits = parts - 1
+    part = tl.program_id(0) % parts
+    flat = (tl.program_id(0) // parts).to(tl.int64)
+    b, h = flat // heads, flat % heads
+    head, k = tl.arange(0, EIGHT), tl.arange(0, HEAD_DIM)
+    at = b * query_b + (h * GROUP_HEADS + head)[None, :] * query_h
+    at += _channel_of_key(k, HEAD_DIM).to(tl.int64)[:, None] * query_d
+    native = tl.load(query + at, mask=(head < GROUP_HEADS)[None, :], other=0.0)
+    logits += flat * row_of(slots) * GROUP_HEADS
+    zero, one, two = blocks_by_format(counts + b * 6, OF_T, OF_E, OF_R)
+    acc = tl.zeros([HEAD_DIM, EIGHT], tl.float32)
+    top = tl.full([EIGHT], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([EIGHT, EIGHT], tl.float32)
+    if part < splits:
+        q, factor = halved(native, 0, EIGHT)
+        factor *= scale
+        physical += b * entries
+        order += b * entries
+        slot_groups += b * slots
+        key_scales += (b * groups * heads + h) * (HEAD_DIM // 4)
+        acc, top, weight_sum = _attend_fragments(
+            acc, top, weight_sum, q, factor * UNIT_0, words, halves, key_scales, physical, slot_groups, order, logits,
+            0, zero, part, splits, b * row_words, base_0, h, heads,
+            FORMAT_0, LANES_0, UNIT_0, GROUP_HEADS, GROUP, HEAD_DIM, TILE,
+        )
+        if FORMAT_1 != "":
+            acc, top, weight_sum = _attend_fragments(
+                acc, top, weight_sum, q, factor * UNIT_1, words, halves, key_scales, physical, slot_groups, order,
+                logits, zero, one, part, splits, b * row_words, base_1, h, heads,
+                FORMAT_1, LANES_1, UNIT_1, GROUP_HEADS, GROUP, HEAD_DIM, TILE,
+            )
+        if FORMAT_2 != "":
+            acc, top, weight_sum = _attend_fragments(
+                acc, top, weight_sum, q, factor * UNIT_2, words, halves, key_scales, physical, slot_groups, order,
+                logits, zero + one, two, part, splits, b * row_words, base_2, h, heads,
+                FORMAT_2, LANES_2, UNIT_2, GROUP_HEADS, GROUP, HEAD_DIM, TILE,
+            )
+    else:
+        waiting = tl.load(buffered + b)
+        if waiting > 0:
+            acc, top, weight_sum = _attend_buffer(
+                acc, top, weight_sum, native, scale, buffer_key + flat * GROUP * HEAD_DIM,
+                buffer_value + flat * GROUP * HEAD_DIM, logits, (zero + one + two) * EIGHT, waiting,
+                GROUP_HEADS, HEAD_DIM, TOKENS,
+            )
+    to = (flat * GROUP_HEADS + head) * parts + part
+    real = head < GROUP_HEADS
+    tl.store(tops + to, top, mask=real)
+    tl.store(weight_sums + to, tl.sum(weight_sum, 0), mask=real)
+    tl.store(partial + to[None, :] * HEAD_DIM + _channel_of_value(k, HEAD_DIM)[:, None], acc, mask=real[None, :])
