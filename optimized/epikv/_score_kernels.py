@@ -40,11 +40,11 @@ def rolled(x, there, newest, constant, ZSCORE: tl.constexpr):
 
 
 @triton.jit
-def variance(x, in_head, HEAD_DIM: tl.constexpr):
+def variance(x, in_head, head_dim):
     """Of each row of x [R, D_PAD], ddof 0; in_head [R or 1, D_PAD]."""
-    mean = tl.sum(tl.where(in_head, x, 0.0), 1) * (1.0 / HEAD_DIM)
+    mean = tl.sum(tl.where(in_head, x, 0.0), 1) * (1.0 / head_dim)
     deviation = tl.where(in_head, x - mean[:, None], 0.0)
-    return tl.sum(deviation * deviation, 1) * (1.0 / HEAD_DIM)
+    return tl.sum(deviation * deviation, 1) * (1.0 / head_dim)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..attention import attention_weights, causal_attention, weighted_values
-from ..contract import check_dtype, check_prompt, check_step, resolve_device, resolve_scale, state_sizes
+from ..contract import check_dtype, check_prompt, check_reorder, check_step, resolve_device, resolve_scale, state_sizes
 from .contract import EpiKVConfig, check_hidden_states
 from .scorer import EpiKVScorer
 
@@ -132,6 +132,7 @@ class EpiKVState:
 
     def reorder(self, index: Tensor) -> None:
         """Row b becomes what row index[b] was (beam search). index [B] int64."""
+        index = check_reorder(index, self.sizes.batch, self.device)
         if not self._shared:
             self.scorer.reorder(index)
         self.key, self.value = (tensor.index_select(0, index) for tensor in (self.key, self.value))
