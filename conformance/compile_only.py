@@ -124,8 +124,9 @@ def compile_pair(pair: Pair, dtype: torch.dtype) -> None:
             functions[name](**{key: cast(value, to) for key, value in given.items()})
     for options in tiny.groupings(pair) if pair.state else ():
         state = tiny.new_state(pair, pair.optimized, device, **options, dtype=dtype)
-        state.prefill(*map(cast, tiny.prompt(device, seed=1)))
-        state.step(*map(cast, tiny.token(device, seed=2)))
+        for give, made in ((state.prefill, tiny.prompt(device, seed=1)), (state.step, tiny.token(device, seed=2))):
+            tokens = [cast(tensor) for tensor in made]
+            give(*tokens, **judges.extras(state, *tokens))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -32,7 +32,7 @@ def attend(
             scale * LOG2_E.value, slots, split_size, splits, heads, batch * query_heads,
             *query.stride(), *new_key.stride(), *new_value.stride(),
             GROUP=sizes.group, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), ROWS=GROUP_ROWS, BLOCK=block,
-            SPLITS=8 if splits <= 8 else MAX_SPLITS, num_warps=4, num_stages=3,
+            SPLITS=1 if splits == 1 else 8 if splits <= 8 else MAX_SPLITS, num_warps=4, num_stages=3,
         )
     return output
 
@@ -147,9 +147,15 @@ def attend_kernel(
         v = tl.load(value + at, mask=holds[:, None] & in_head, other=0.0)
         acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
         top = new_top
-    part = (flat * GROUP + row) * splits + split
-    tl.store(tops + part, top, mask=row < GROUP)
-    tl.store(weight_sums + part, weight_sum, mask=row < GROUP)
-    tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
-    if is_last(arrivals + flat, splits):
-        _merge(partial, tops, weight_sums, output, flat, splits, GROUP, HEAD_DIM, D_PAD, ROWS, SPLITS)
+    if SPLITS == 1:
+        # The new token is always there, so a sum is 0 for logits alone that are not numbers.
+        out = acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
+        at = (flat * GROUP + row)[:, None] * HEAD_DIM + d[None, :]
+        tl.store(output + at, round_output(out, output.dtype.element_ty), mask=mask)
+    else:
+        part = (flat * GROUP + row) * splits + split
+        tl.store(tops + part, top, mask=row < GROUP)
+        tl.store(weight_sums + part, weight_sum, mask=row < GROUP)
+        tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
+        if is_last(arrivals + flat, splits):
+            _merge(partial, tops, weight_sums, output, flat, splits, GROUP, HEAD_DIM, D_PAD, ROWS, SPLITS)

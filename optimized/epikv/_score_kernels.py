@@ -265,7 +265,7 @@ def lag_kernel(
         total = tl.zeros([TILE], tl.float32)
         if number == 0:
             total += float("inf")
-        else:
+        elif begin < tokens:                                            # else padding pushed the chunk out of the row
             for head in range(heads):
                 h = tl.cast(head, tl.int64)
                 one, other = key + b * key_b + h * key_h, value + b * value_b + h * value_h
