@@ -134,8 +134,10 @@ def compile_pair(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int] = HEAD
     ]
     for options, head_dim in states if pair.state else ():
         state = tiny.new_state(pair, pair.optimized, device, **options, dtype=dtype, head_dim=head_dim)
-        state.prefill(*(cast(tensor) for tensor in tiny.prompt(device, seed=1, head_dim=head_dim)))
-        state.step(*(cast(tensor) for tensor in tiny.token(device, seed=2, head_dim=head_dim)))
+        prompt, token = (make(device, seed=1, head_dim=head_dim) for make in (tiny.prompt, tiny.token))
+        for give, made in ((state.prefill, prompt), (state.step, token)):
+            tokens = [cast(tensor) for tensor in made]
+            give(*tokens, **judges.extras(state, *tokens))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -108,10 +108,11 @@ def play(state: object, inputs: tuple, *, before_step=lambda state: None) -> lis
     frames = []
     if prompt is not None:
         query, key, value, occupied = prompt
-        frames.append({"output": state.prefill(query, key, value, occupied), **snapshot(state)})
+        output = state.prefill(query, key, value, occupied, **judges.extras(state, query, key, value))
+        frames.append({"output": output, **snapshot(state)})
     for token in steps:
         before_step(state)
-        frames.append({"output": state.step(*token), **snapshot(state)})
+        frames.append({"output": state.step(*token, **judges.extras(state, *token)), **snapshot(state)})
     return frames
 
 

@@ -24,7 +24,7 @@ import kvtwin.conformance
 import kvtwin.fixtures
 import kvtwin.optimized
 import kvtwin.reference
-from kvtwin.conformance import discovery
+from kvtwin.conformance import discovery, judges
 from kvtwin.conformance.discovery import Pair
 from kvtwin.conformance.tiny import attributes, description, new_state, prompt, public_functions, states, token
 
@@ -116,8 +116,8 @@ def test_states_show_the_same_attributes(twin: Pair, options: dict[str, Any], de
     inputs = prompt(device, seed=0), token(device, seed=1)
     for act in (
         lambda state: None,
-        lambda state: state.prefill(*inputs[0]),
-        lambda state: state.step(*inputs[1]),
+        lambda state: state.prefill(*inputs[0], **judges.extras(state, *inputs[0])),
+        lambda state: state.step(*inputs[1], **judges.extras(state, *inputs[1])),
         lambda state: state.reorder(torch.tensor([1, 0], device=device)),
         lambda state: state.reset(),
     ):

@@ -15,6 +15,8 @@ Lockstep, laws, strategies and replay are generic; they ask here for what differ
   "function.parameter" where functions mean different things by it;
 - `ON_THE_HOST`: functions that give numbers to the host, so that nothing can compile them;
 - `LOSSY`: True where a state does not keep keys and values as they came;
+- `extras(state, query, key, value)`: what the state's `prefill` and `step` take besides these tokens, [B, H, T, D] and
+  [B, H, D], by name; made from them, so that a trace of tokens is a whole trace (default: nothing);
 - `most_held(state, tokens)`: the most tokens that a row (of a head) may hold after so many real ones (default: the
   budget); `poison(state)`: spoils whatever a state keeps where no token is (default: NaN and infinity in the free slots
   of `key` and `value`); `bytes_of(state)`: what it takes to hold its tokens (default: the memory of `key` and `value`);
@@ -44,6 +46,16 @@ def of(name: str) -> ModuleType | None:
 def ask(name: str, attribute: str, default: Any) -> Any:
     """What the judge of a pair says, or the default."""
     return getattr(of(name), attribute, default)
+
+
+def extras(state: Any, query: Any, key: Any, value: Any) -> dict[str, Any]:
+    """Keyword arguments that a state's `prefill` and `step` take besides these tokens: see the module."""
+    config = getattr(state, "config", None)
+    for found in discovery.methods():
+        if found.config is not None and isinstance(config, found.config):
+            made: dict[str, Any] = ask(found.name, "extras", lambda *_: {})(state, query, key, value)
+            return made
+    return {}
 
 
 def small_config(found: discovery.Pair, budget: int, options: dict[str, Any]) -> Any:
