@@ -28,8 +28,8 @@ CAPABILITY = 90
 WARP = 32
 #: The shared memory that a program may have, bytes: 227 KB.
 SHARED = 232448
-#: Tiles grow with it, and with them what a program takes of a multiprocessor.
-HEAD_DIM = 128
+#: Of states. Tiles grow with it, and with them what a program takes of a multiprocessor.
+HEAD_DIMS = (16, 128)
 DTYPES = (torch.float32, torch.bfloat16)
 #: Stands in, in every module of the optimized side, for what asks a GPU: the H200's answers.
 ANSWERS: dict[str, Callable[..., Any]] = {
@@ -112,8 +112,8 @@ def stand_in(capability: int) -> Compiled:
     return compiled
 
 
-def compile_pair(pair: Pair, dtype: torch.dtype) -> None:
-    """Call every function and the state of a pair, on tensors of this type: its state also with wide heads."""
+def compile_pair(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int] = HEAD_DIMS) -> None:
+    """Call every function and the state of a pair, on tensors of this type: its state with heads of each size."""
     from . import tiny
 
     device = torch.device("cpu")
@@ -130,17 +130,20 @@ def compile_pair(pair: Pair, dtype: torch.dtype) -> None:
             functions[name](**{key: cast(value, to) for key, value in given.items()})
     states = [
         ({**options, **more}, head_dim) for options in tiny.groupings(pair)
-        for head_dim in (tiny.HEAD_DIM, HEAD_DIM) for more in ({}, *judges.ask(pair.name, "COMPILED", ()))
+        for head_dim in head_dims for more in ({}, *judges.ask(pair.name, "COMPILED", ()))
     ]
     for options, head_dim in states if pair.state else ():
         state = tiny.new_state(pair, pair.optimized, device, **options, dtype=dtype, head_dim=head_dim)
-        state.prefill(*(cast(tensor) for tensor in tiny.prompt(device, seed=1, head_dim=head_dim)))
-        state.step(*(cast(tensor) for tensor in tiny.token(device, seed=2, head_dim=head_dim)))
+        prompt, token = (make(device, seed=1, head_dim=head_dim) for make in (tiny.prompt, tiny.token))
+        for give, made in ((state.prefill, prompt), (state.step, token)):
+            tokens = [cast(tensor) for tensor in made]
+            give(*tokens, **judges.extras(state, *tokens))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="default: all")
+    parser.add_argument("--head-dim", nargs="+", type=int, default=HEAD_DIMS, metavar="D", help="of states (16 128)")
     parser.add_argument("--capability", type=int, default=CAPABILITY, metavar="N", help="of the GPU (%(default)s)")
     chosen = parser.parse_args(arguments)
     pairs = {pair.name: pair for pair in discovery.pairs()}
@@ -153,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in chosen.methods or pairs:
         for dtype in DTYPES:
             try:
-                compile_pair(pairs[name], dtype)
+                compile_pair(pairs[name], dtype, chosen.head_dim)
             except Exception as error:  # what is computed here is not, so Python around the kernels may stumble
                 broken[f"{name}, {dtype}"] = f"{type(error).__name__}: {error}"
         print(f"{name}: {compiled.seconds:.0f} s, {sum(compiled.done.values())} kernels so far", flush=True)

@@ -3,7 +3,8 @@
 To interpret a kernel, Triton replaces every function of ``triton.language`` by one that computes with numpy, and puts
 them back afterwards. It goes over the whole language again at every call of a device function from within the kernel,
 and finds all of it replaced: about a third of the time of a kernel that is made of small functions. Here that second
-round is left out. What is computed stays the same, since the kernel's own round has done it all.
+round is left out. What is computed stays the same, since the kernel's own round has done it all. Of two things that it
+asks again and again, which functions a module has and which numpy type is meant, the answers are kept.
 """
 
 from __future__ import annotations
@@ -35,15 +36,95 @@ def patch_once() -> bool:
     if interpreter is None:
         return False
     original = getattr(interpreter, "_patch_lang", None)
-    if not callable(original) or not _one_argument(original) or not hasattr(interpreter, "tl"):
+    if not callable(original) or _parameters(original) != ["fn"] or not hasattr(interpreter, "tl"):
         return False
     if not hasattr(original, "patches"):
         interpreter._patch_lang = _once(original, interpreter.tl)  # type: ignore[attr-defined]
+        _remember(interpreter)
+        _remember_shapes(interpreter.tl.core)
     return True
 
 
-def _one_argument(function: Callable[..., Any]) -> bool:
-    return list(inspect.signature(function).parameters) == ["fn"]
+def _remember_shapes(core: ModuleType) -> None:
+    """Types of blocks, and tensors, get what the first of their kind made of its shape."""
+    kinds, tensors = getattr(core, "block_type", None), getattr(core, "tensor", None)
+    constant, sequence = getattr(core, "constexpr", ()), (list, tuple, getattr(core, "tuple", tuple))
+
+    def kind(element_ty: Any, shape: Any) -> Any:
+        if not isinstance(shape, sequence):
+            return None
+        sizes = tuple(size.value if isinstance(size, constant) else size for size in shape)
+        return (element_ty.name, sizes) if all(type(size) is int for size in sizes) else None
+
+    if inspect.isclass(kinds) and _parameters(kinds.__init__) == ["self", "element_ty", "shape"]:
+        kinds.__init__ = _kept(  # type: ignore[method-assign]
+            kinds.__init__, kind, {"shape", "numel", "name"}, lambda element_ty, shape: {"element_ty": element_ty}
+        )
+    if inspect.isclass(tensors) and _parameters(tensors.__init__) == ["self", "handle", "type"]:
+        tensors.__init__ = _kept(  # type: ignore[method-assign]
+            tensors.__init__, lambda handle, type: type.name, {"shape", "numel"},
+            lambda handle, type: {"handle": handle, "type": type, "dtype": type.scalar},
+        )
+
+
+def _kept(
+    original: Callable[..., None], key_of: Callable[..., Any], kept: set[str], own: Callable[..., dict[str, Any]]
+) -> Callable[..., None]:
+    """An `__init__` that runs once for each key of its arguments. Objects of one key share the attributes `kept`, which
+    must be all but their `own`; those without a key, and those of a class with other attributes, are made as ever."""
+    known: dict[Any, dict[str, Any]] = {}
+
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+        key = None if named else key_of(*arguments)
+        found = known.get(key) if key is not None else None
+        if found is not None:
+            vars(self).update(found, **own(*arguments))
+            return
+        original(self, *arguments, **named)
+        made = vars(self)
+        mine = {} if key is None else own(*arguments)
+        if mine and made.keys() == kept | mine.keys() and all(made[name] is value for name, value in mine.items()):
+            known[key] = {name: made[name] for name in kept}
+
+    return __init__
+
+
+def _remember(interpreter: ModuleType) -> None:
+    """Keep the answers of two functions of the interpreter, where it has them as we know them."""
+    types = getattr(interpreter, "_get_np_dtype", None)
+    if callable(types) and _parameters(types) == ["tt_dtype"]:
+        interpreter._get_np_dtype = _numpy_types(types, interpreter.tl)  # type: ignore[attr-defined]
+    builtins, one = getattr(interpreter, "_patch_builtin", None), getattr(interpreter, "_patch_attr", None)
+    if not callable(builtins) or not callable(one) or _parameters(builtins) != ["pkg", "builder", "scope"]:
+        return
+    if _parameters(one) != ["obj", "name", "member", "builder", "scope"]:
+        return
+
+    @cache
+    def members(pkg: Any) -> list[tuple[str, Any]]:
+        is_builtin = interpreter.tl.core.is_builtin
+        return [(name, member) for name, member in inspect.getmembers(pkg) if is_builtin(member)]
+
+    def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
+        for name, member in members(pkg):
+            one(pkg, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin  # type: ignore[attr-defined]
+
+
+def _numpy_types(original: Callable[[Any], Any], language: ModuleType) -> Callable[[Any], Any]:
+    known = cache(original)
+
+    def get_np_dtype(tt_dtype: Any) -> Any:
+        element = tt_dtype.element_ty if isinstance(tt_dtype, language.block_type) else tt_dtype
+        # Numbers only: types of pointers cannot be looked up.
+        return known(element) if type(element) is language.dtype else original(tt_dtype)
+
+    return get_np_dtype
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
 
 
 def _once(original: Callable[[Any], Any], language: ModuleType) -> Callable[[Any], Any]:

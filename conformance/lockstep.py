@@ -60,7 +60,9 @@ class Adapter:
     def prefill(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Give both the prompt: query, key, value, and occupied unless all are. The output under test, the truth, and
         the bound of their difference."""
-        output, truth = tested.prefill(**prompt), reference.prefill(**upcast_all(prompt))
+        more = judges.extras(tested, prompt["query"], prompt["key"], prompt["value"])
+        output = tested.prefill(**prompt, **more)
+        truth = reference.prefill(**upcast_all(prompt), **upcast_all(more))
         query, key, value, occupied = (whole(prompt)[name] for name in ("query", "key", "value", "occupied"))
         return output, truth, bounds.causal_output(query, key, value, occupied, scale=scale_of(reference))
 
@@ -134,8 +136,9 @@ class Lockstep:
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Give both one token, compare; returns the output under test."""
         when = f"at step {self.summary.steps}"
-        output = self.tested.step(query, key, value)
-        truth = self.reference.step(upcast(query), upcast(key), upcast(value))
+        more = judges.extras(self.tested, query, key, value)
+        output = self.tested.step(query, key, value, **more)
+        truth = self.reference.step(upcast(query), upcast(key), upcast(value), **upcast_all(more))
         self._dtype(output, query)
         self.summary.add(
             self.adapter.before_slots(self.tested, self.reference, {"query": query, "key": key, "value": value})

@@ -90,7 +90,7 @@ def test_h2o_averages_over_its_group(side, twins, device):
     key = torch.zeros(1, 1, 2, 16, device=device)
     key[0, 0, 0, 0] = key[0, 0, 1, 1] = 100
     query = torch.zeros(1, 2, 2, 16, device=device)
-    query[0, 0, :, 1] = query[0, 1, :, 0] = -100              # the largest logit is 0: exp(0) is exactly 1
+    query[0, 0, 1, 1] = query[0, 1, 1, 0] = -100              # the largest logit is 0: exp(0) is exactly 1
     state.prefill(query, key, key)
-    # The first query sees itself alone, whatever it looks for.
+    # The first query sees itself alone.
     assert state.score[0, 0, :2].tolist() == [1.5, 0.5]

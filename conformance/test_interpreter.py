@@ -66,7 +66,48 @@ def test_an_interpreter_of_another_make_is_left_alone(monkeypatch, patch):
     assert not interpreter.patch_once()
 
 
+class Sized:
+    """Stands in for a type of Triton's: attributes that follow from the size, and one of its own."""
+
+    made = 0
+
+    def __init__(self, own, size):
+        Sized.made += 1
+        self.own, self.double = own, 2 * size
+
+
+def kept_class(kept=frozenset({"double"}), own=lambda own, size: {"own": own}):
+    body = {"__init__": interpreter._kept(Sized.__init__, lambda own, size: size or None, set(kept), own)}
+    return type("Kept", (Sized,), body)
+
+
+def test_attributes_are_made_once_for_each_size():
+    kind, Sized.made = kept_class(), 0
+    objects = [kind("a", 3), kind("b", 3), kind("c", 4), kind("d", 0), kind("e", 0), kind(own="f", size=3)]
+    assert [(it.own, it.double) for it in objects] == [("a", 6), ("b", 6), ("c", 8), ("d", 0), ("e", 0), ("f", 6)]
+    assert Sized.made == 5, "all but the second of size 3: no key, no keeping"
+
+
+@pytest.mark.parametrize("changed", [{"kept": {"double", "more"}}, {"own": lambda own, size: {"own": [own]}}])
+def test_a_class_with_other_attributes_is_made_as_ever(changed):
+    kind, Sized.made = kept_class(**changed), 0
+    assert [kind(own, 3).own for own in "abc"] == ["a", "b", "c"]
+    assert Sized.made == 3
+
+
 if INTERPRETED:
+
+    def test_types_of_one_shape_are_made_once():
+        assert interpreter.patch_once()
+        types = [tl.block_type(tl.float32, [4, 8]), tl.block_type(tl.int1, [4, 8]), tl.block_type(tl.float32, (4, 8))]
+        assert types[0].shape is types[2].shape
+        assert types[0] == types[2] != types[1]
+        assert [it.element_ty for it in types] == [tl.float32, tl.int1, tl.float32]
+        assert [int(it.numel) for it in types] == [32] * 3
+        one, other = (tl.tensor(handle, types[0]) for handle in ("one", "other"))
+        assert (one.handle, other.handle) == ("one", "other")
+        assert one.shape is other.shape
+        assert one.dtype is other.dtype is tl.float32
 
     def test_a_kernel_patches_once_and_computes_the_same(rounds):
         plain, without = run(), len(rounds.seen)

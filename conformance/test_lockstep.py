@@ -45,13 +45,15 @@ def test_with_room_for_all_it_is_full_attention(pair, data, twins):
     """budget >= tokens: every step's output is attention over everything that came in, nothing is ever lost."""
     trace = data.draw(state_traces(pair.name, max_prompt=12, max_steps=6))
     total = trace.prompt + trace.steps
-    config = pair.config(**{**trace.options, "budget": max(total + 1, trace.options["budget"])})
+    budget = judges.ask(pair.name, "BUDGET", "budget")
+    config = pair.config(**{**trace.options, budget: max(total + 1, trace.options[budget])})
     state = getattr(judges.module(twins.optimized, pair), pair.state.__name__)(config, **trace.sizes)
     prompt = trace.prompt_inputs
     occupied = torch.ones(trace.batch, total, dtype=torch.bool, device=trace.device)
     keys, values = [], []
     if prompt is not None:
-        output = state.prefill(**prompt)
+        more = judges.extras(state, prompt["query"], prompt["key"], prompt["value"])
+        output = state.prefill(**prompt, **more)
         if prompt["occupied"] is not None:
             occupied[:, :trace.prompt] = prompt["occupied"]
         keys, values = [prompt["key"]], [prompt["value"]]
@@ -65,6 +67,7 @@ def test_with_room_for_all_it_is_full_attention(pair, data, twins):
         seen = occupied[:, :trace.prompt + step + 1]
         full = DecodeCase.of(token["query"], torch.cat(keys, 2), torch.cat(values, 2), seen, scale=trace.scale)
         truth = full.attention.output[:, :, 0]
-        assert_within(state.step(**token), truth, bounds.decode_output(full), what=f"output of step {step}")
+        output = state.step(**token, **judges.extras(state, **token))
+        assert_within(output, truth, bounds.decode_output(full), what=f"output of step {step}")
     held, expected = state.occupied.sum(-1), seen.sum(-1)
     assert_same(held, (expected[:, None] if held.dim() == 2 else expected).expand(held.shape), what="tokens held")

@@ -44,6 +44,15 @@ def assert_same_bits(actual: Any, expected: Any, what: str) -> None:
         assert actual == expected, what
 
 
+def prefill(state: Any, tokens: tuple[Tensor, ...]) -> Any:
+    return state.prefill(*tokens, **judges.extras(state, *tokens))
+
+
+def step(state: Any, tokens: tuple[Tensor, ...]) -> Any:
+    """Captured in a graph, what else the step takes is made from the tokens anew in each replay."""
+    return state.step(*tokens, **judges.extras(state, *tokens))
+
+
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
@@ -72,8 +81,8 @@ def calls_of(twin: Pair, device: torch.device) -> list[tuple[Any, tuple[Any, ...
                 function(**arguments(twin, function, device, optional=optional))
         for options in groupings(twin) if twin.state else ():
             state = new_state(twin, twin.optimized, device, **options)
-            state.prefill(*prompt(device, seed=1))
-            state.step(*token(device, seed=2))
+            prefill(state, prompt(device, seed=1))
+            step(state, token(device, seed=2))
     return list(calls.seen.values())
 
 
@@ -124,12 +133,13 @@ def test_steps_compile(
 ) -> None:
     """Each step replaces a token; the buffers are the same tensors all along."""
     one, other = (new_state(twin, twin.optimized, device, **options) for _ in range(2))
-    step = compiled(one.step)
+    graph = compiled(one.step)
     for state in (one, other):
-        state.prefill(*prompt(device, seed=0))
+        prefill(state, prompt(device, seed=0))
     for number in range(1, 5):
         given = token(device, seed=number)
-        assert_same_bits(step(*given), other.step(*given), f"output of step {number}")
+        more = judges.extras(one, *given)
+        assert_same_bits(graph(*given, **more), other.step(*given, **more), f"output of step {number}")
         assert_same_bits(attributes(one), attributes(other), f"state after step {number}")
 
 
@@ -146,11 +156,11 @@ class TestCudaGraphs:
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(2):  # compiles the kernels
-                state.step(*static)
+                step(state, static)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            output = state.step(*static)
+            output = step(state, static)
         state.reset()
         return graph, output
 
@@ -162,13 +172,13 @@ class TestCudaGraphs:
         for round_ in range(2):
             for state in (replayed, eager):
                 state.reset()
-                state.prefill(*prompt(device, seed=100 + round_))
+                prefill(state, prompt(device, seed=100 + round_))
             for number in range(1, 65):
                 given = token(device, seed=number)
                 for place, tensor in zip(static, given, strict=True):
                     place.copy_(tensor)
                 graph.replay()
-                assert_same_bits(output, eager.step(*given), f"output of step {number}")
+                assert_same_bits(output, step(eager, given), f"output of step {number}")
                 assert_same_bits(attributes(replayed), attributes(eager), f"state after step {number}")
 
     @every_method
@@ -179,7 +189,7 @@ class TestCudaGraphs:
         graph, output = self.captured(replayed, static, device)
         for number in range(12):
             graph.replay()
-            assert_same_bits(output, eager.step(*static), f"output of step {number}")
+            assert_same_bits(output, step(eager, static), f"output of step {number}")
         assert_same_bits(attributes(replayed), attributes(eager), "state")
 
     @every_method
@@ -190,6 +200,6 @@ class TestCudaGraphs:
         if not getattr(state.config, "check_finite", False):
             return
         static = token(device, seed=0)
-        state.step(*static)
+        step(state, static)
         with pytest.raises(ValueError, match="check_finite"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            state.step(*static)
+            step(state, static)

@@ -73,7 +73,7 @@ def observed(
 #: Tiles where there is much work and rows are short enough: of attention, (rows of queries and heads, slots, stages,
 #: warps); of what keys receive, (queries, keys, stages, warps). Measured best on an H200.
 ATTENTION_TILE = (128, 64, 3, 8)
-RECEIVED_TILE = (64, 128, 3, 4)
+RECEIVED_TILE = (32, 128, 3, 4)
 #: Tensor cores do not multiply float32 exactly; without them, operands are in registers, and tiles must be small.
 FLOAT32_TILE = (16, 16, 2, 4)
 
@@ -99,7 +99,7 @@ def _received_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
         return FLOAT32_TILE
     if query.shape[3] > 128:
         return (16 if queries <= 16 else 32), 64, 2, 4
-    return RECEIVED_TILE if queries > 32 else (32, 128, 3, 4) if queries > 16 else (16, 64, 3, 4)
+    return RECEIVED_TILE if queries > 16 else (16, 64, 3, 4)
 
 
 def _arguments(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor) -> tuple[object, ...]:

@@ -174,8 +174,9 @@ def _receive_tiles(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr,
     CAUSAL: tl.constexpr, POSITIONS: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """total [BLOCK] plus the weights that queries from tile `first` on, of all heads of the group, give to the keys k
-    [BLOCK, D_PAD], whose slots (positions) are `at`. Pointers at the KV head."""
+    """total [BLOCK, QUERIES] plus the weights that queries from tile `first` on, of all heads of the group, give to the
+    keys k [BLOCK, D_PAD], whose slots (positions) are `at`: those of every QUERIES-th query in a column, so that lanes
+    add up once, at the end. Pointers at the KV head."""
     d = tl.arange(0, D_PAD)
     row = tl.arange(0, QUERIES).to(tl.int64)
     tiles = tl.cdiv(count, QUERIES) - first
@@ -198,7 +199,7 @@ def _receive_tiles(
                 sees = past + i
             weight = tl.where(at[:, None] <= sees[None, :], weight, 0.0)
         # What padding has for a query may be NaN. (A mask that is loaded first would hold up the queries.)
-        total += tl.sum(tl.where((inverse != 0.0)[None, :], weight * inverse[None, :], 0.0), 1)
+        total += tl.where((inverse != 0.0)[None, :], weight, 0.0) * inverse[None, :]
     return total
 
 
@@ -230,7 +231,7 @@ def received_kernel(
     past = slots - count
     all_queries = tl.num_programs(0).to(tl.int64) // blocks * GROUP * count
     parts += flat * GROUP * count
-    total = tl.full([BLOCK], 0.0, tl.float32)
+    total = tl.full([BLOCK, ROWS], 0.0, tl.float32)
     at = s64
     if POSITIONS:
         query_positions += b * asks_b
@@ -260,7 +261,7 @@ def received_kernel(
                 counts = tl.load(occupied + (past + i).to(tl.int64) * occupied_s, mask=i < count, other=0) != 0
             observers += tl.where(counts, 1, 0)
         divisor = divisor * tl.maximum(tl.sum(observers, 0), 1)
-    tl.store(result + flat * slots + s, tl.where(holds, total / divisor, 0.0), mask=s < slots)
+    tl.store(result + flat * slots + s, tl.where(holds, tl.sum(total, 1) / divisor, 0.0), mask=s < slots)
 
 
 @triton.jit(do_not_specialize=_SIZES)

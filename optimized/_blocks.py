@@ -86,7 +86,7 @@ class BlockState:
         self.value = self._buffer(*rows, head_dim, dtype=dtype)
         self.occupied = self._buffer(*rows, dtype=torch.bool)
         self.positions = self._buffer(*rows, dtype=torch.int64)
-        self.score = self._buffer(*rows, dtype=torch.float32)
+        self._score = self._buffer(*rows, dtype=torch.float32)
         self._seen = self._buffer(1, dtype=torch.int64)                         # on the device: graphs replay it
         self._ordinals = self._buffer(*rows, dtype=torch.int32)                 # numbers of tokens, padding left out
         self._held = self._buffer(batch, key_value_heads, dtype=torch.int32)    # real tokens that the row has seen
@@ -101,6 +101,10 @@ class BlockState:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     @property
+    def score(self) -> Tensor:
+        return self._score
+
+    @property
     def tokens_seen(self) -> int:
         """Tokens that came in since the last reset, padding included. Reading it synchronises with the GPU."""
         return int(self._seen.item())
@@ -109,7 +113,7 @@ class BlockState:
         """Forget every token."""
         self.occupied.zero_()
         self.positions.fill_(-1)
-        self.score.fill_(-torch.inf)
+        self._score.fill_(-torch.inf)
         self._seen.zero_()
         self._held.zero_()
         self._scratch.arrivals.zero_()                                          # should a launch have been cut short
@@ -145,7 +149,7 @@ class BlockState:
         check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
         check_launchable(query=query, key=key, value=value)
         output = block_step(
-            query, key, value, self.key, self.value, self.occupied, self.positions, self.score, self._ordinals,
+            query, key, value, self.key, self.value, self.occupied, self.positions, self._score, self._ordinals,
             self._carried if self._carries_magnitude else None, self._held, self._seen, *self._scratch,
             self.scale, self.config.budget, self._rule, self._sinks, self._recent, self._offset,
         )
@@ -160,7 +164,7 @@ class BlockState:
         index = check_reorder(index, self.sizes.batch, self.device)
         carried = [] if self._carried is None else [self._carried]
         for tensor in (
-            self.key, self.value, self.occupied, self.positions, self.score, self._ordinals, self._held, *carried,
+            self.key, self.value, self.occupied, self.positions, self._score, self._ordinals, self._held, *carried,
             *self._buffers(),
         ):
             tensor.copy_(tensor.index_select(0, index))
@@ -187,7 +191,7 @@ class BlockState:
         end = budget + count
         positions = self._seen + torch.arange(count, device=self.device)
         ops.arrive(
-            key, value, real, self.key, self.value, self.occupied, self.positions, self.score, self._ordinals,
+            key, value, real, self.key, self.value, self.occupied, self.positions, self._score, self._ordinals,
             self._carried if self._carries_magnitude else None, self._held, self._seen, budget,
         )
         self._seen += count
@@ -206,7 +210,7 @@ class BlockState:
             rank, protected, self.occupied, self._ordinals, self._held, budget, count, self._sinks, self._recent
         )
         ops.settle(
-            destination, self.key, self.value, self.occupied, self.positions, self.score, self._ordinals,
+            destination, self.key, self.value, self.occupied, self.positions, self._score, self._ordinals,
             self._carried, budget,
         )
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ._keydiff_kernels import any_units, inverse_lengths, load_rows, odd_ranks, ranks, sum_partials
 from ._launch import INTERPRETED, key_block, multiprocessors, on_device_of, padded_head_dim
-from ._numerics import sortable, sum_of_products
+from ._numerics import sortable
 
-#: Programs per multiprocessor that share the keys, and how they read them.
-PROGRAMS = 16
-STREAM = {"num_warps": 4, "STAGES": 3}
+#: Programs per multiprocessor that share the keys, and how many tiles are on their way to one.
+PROGRAMS = 64
+STAGES = 3
 MAX_SPLITS = 64
 
 _PROTECTED = tl.constexpr(2**31 - 1)
@@ -51,44 +51,49 @@ def _launch_lengths(key: Tensor, inverse: Tensor, anchor: Tensor | None, begin: 
 @torch.library.custom_op(
     "kvtwin::keydiff_step",
     mutates_args=(
-        "key", "value", "occupied", "positions", "score", "ordinals", "inverse", "anchor", "age", "partial",
+        "key", "value", "occupied", "positions", "ordinals", "inverse", "anchor", "ranked", "age", "partial",
         "candidates", "arrivals",
     ),
 )
 def step(
-    key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor, ordinals: Tensor, inverse: Tensor,
-    held: Tensor, anchor: Tensor, age: Tensor, partial: Tensor, candidates: Tensor, arrivals: Tensor,
+    key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, ordinals: Tensor, inverse: Tensor, held: Tensor,
+    anchor: Tensor, ranked: Tensor, age: Tensor, partial: Tensor, candidates: Tensor, arrivals: Tensor,
     budget: int, refresh: int, recent: int,
 ) -> None:
     """Ranks all tokens of a state, the new one in slot `budget` included, and puts that one in the first free slot, or
     in the place of the lowest rank. Buffers of the state; held: real tokens so far, the new one included; anchor
-    [B, Hkv, D]: the sum of the normalised keys below `budget`; age [B, Hkv] int32: steps since it was summed anew;
-    partial, candidates, arrivals: from `scratch`."""
+    [B, Hkv, D]: the sum of the normalised keys below `budget`; ranked: what the anchor was with the new key; age
+    [B, Hkv] int32: steps since it was summed anew; partial, candidates, arrivals: from `scratch`."""
     batch, heads, slots, head_dim = key.shape
     block, splits, split_size = plan(key.shape, key.element_size(), key.device, budget)
     _launch_lengths(key, inverse, anchor, budget, budget + 1)
     with on_device_of(key):
         step_kernel[(batch * heads * splits,)](
-            key, value, occupied, positions, score, ordinals, inverse, held, anchor, age,
+            key, value, occupied, positions, ordinals, inverse, held, anchor, ranked, age,
             partial, candidates, arrivals, slots, budget, split_size, splits, refresh, recent,
             HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), BLOCK=block, RECENT=recent > 0, MASKED=slots < block,
-            **STREAM,
+            STAGES=STAGES, num_warps=warps_of(block),
         )
 
 
 @step.register_fake
 def _(
-    key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor, ordinals: Tensor, inverse: Tensor,
-    held: Tensor, anchor: Tensor, age: Tensor, partial: Tensor, candidates: Tensor, arrivals: Tensor,
+    key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, ordinals: Tensor, inverse: Tensor, held: Tensor,
+    anchor: Tensor, ranked: Tensor, age: Tensor, partial: Tensor, candidates: Tensor, arrivals: Tensor,
     budget: int, refresh: int, recent: int,
 ) -> None:
     return None
 
 
+def warps_of(block: int) -> int:
+    """For a tile of so many keys as many threads: were there more, several would load and compute what a key has one
+    of."""
+    return max(1, block // 32)
+
+
 def plan(shape: torch.Size, itemsize: int, device: torch.device, budget: int) -> tuple[int, int, int]:
     """Slots per tile, programs per row, and slots per program, for a state's key [B, Hkv, S, D]."""
-    # Half of what attention takes: there is more to do for each key, and more programs fit.
-    block = max(16, key_block(shape[3], itemsize, budget + 1) // 2)
+    block = key_block(shape[3], itemsize, budget + 1)
     tiles = triton.cdiv(budget + 1, block)
     wanted = 2 if INTERPRETED else triton.cdiv(PROGRAMS * multiprocessors(device), shape[0] * shape[1])
     each = triton.cdiv(tiles, min(wanted, tiles, MAX_SPLITS))
@@ -161,7 +166,7 @@ def _first(code, slot):
 
 @triton.jit
 def _replace(
-    key, value, occupied, positions, score, ordinals, inverse, slot, budget,
+    key, value, occupied, positions, ordinals, inverse, slot, budget,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
 ):
     """The token in slot `budget` moves to `slot`, over what is there; or, if that is its own, it leaves."""
@@ -173,17 +178,15 @@ def _replace(
         tl.store(positions + slot, tl.load(positions + budget))
         tl.store(ordinals + slot, tl.load(ordinals + budget))
         tl.store(inverse + slot, tl.load(inverse + budget))
-        tl.store(score + slot, tl.load(score + budget, cache_modifier=".cg"))
         tl.store(occupied + slot, 1)
     tl.debug_barrier()
     tl.store(positions + budget, -1)
     tl.store(occupied + budget, 0)
-    tl.store(score + budget, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["slots", "budget", "split_size", "splits", "refresh", "recent"])
 def step_kernel(
-    key, value, occupied, positions, score, ordinals, inverse, held, anchor, age, partial, candidates, arrivals,
+    key, value, occupied, positions, ordinals, inverse, held, anchor, ranked, age, partial, candidates, arrivals,
     slots, budget, split_size, splits, refresh, recent,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, RECENT: tl.constexpr, MASKED: tl.constexpr,
     STAGES: tl.constexpr,
@@ -204,19 +207,16 @@ def step_kernel(
     value += row * HEAD_DIM
     occupied += row
     positions += row
-    score += row
     ordinals += row
     inverse += row
     partial += flat * splits * D_PAD
     d = tl.arange(0, D_PAD)
     at_anchor = anchor + flat * HEAD_DIM + d
     total = tl.load(at_anchor, mask=d < HEAD_DIM, other=0.0)
-    squares = sum_of_products(total, total, 0)
-    to_cosine = tl.where(squares == 0.0, 0.0, tl.rsqrt(tl.where(squares == 0.0, 1.0, squares)))
     number = tl.load(held + flat)
     tokens = tl.minimum(number - 1, budget)
     # A sum that is not a number any more is not carried further.
-    renews = (tl.load(age + flat) + 1 >= refresh) | (squares != squares)
+    renews = (tl.load(age + flat) + 1 >= refresh) | (tl.max(tl.where(total != total, 1, 0), 0) > 0)
     code = tl.zeros([BLOCK], tl.int32)
     slot = tl.full([BLOCK], -1, tl.int32)                               # none yet
     odd = tl.zeros([BLOCK], tl.int32)
@@ -230,12 +230,10 @@ def step_kernel(
         k = load_rows(key, first, holds, HEAD_DIM, 1, BLOCK, HEAD_DIM, D_PAD, MASKED)
         factor = tl.load(inverse + s, mask=holds, other=0.0)
         rank = ranks(k, factor, total)
-        tl.store(score + s, rank * to_cosine, mask=holds)
         code, slot = _earlier(code, slot, rank, ordinals, number - recent, s, holds & (factor >= 0.0), RECENT)
         odd = tl.where(factor < 0.0, 1, odd)
     chosen = _first(code, slot)
     if tl.max(odd, 0) > 0:
-        tl.debug_barrier()                                              # these stores come after those
         code_of_odd = tl.zeros([16], tl.int32)
         odd_slot = tl.full([16], -1, tl.int32)
         for start in range(begin, last, 16):
@@ -243,7 +241,6 @@ def step_kernel(
             factor = tl.load(inverse + s, mask=((s < tokens) | (s == budget)) & (s < last), other=0.0)
             holds = factor < 0.0
             rank = odd_ranks(load_rows(key, start, holds, HEAD_DIM, 1, 16, HEAD_DIM, D_PAD, True), total)
-            tl.store(score + s, rank * to_cosine, mask=holds)
             code_of_odd, odd_slot = _earlier(
                 code_of_odd, odd_slot, rank, ordinals, number - recent, s, holds, RECENT
             )
@@ -261,6 +258,7 @@ def step_kernel(
                 candidates + flat * splits + i, mask=i < splits, other=_NO_SLOT, cache_modifier=".cg"
             ))
         goes = tl.where(tokens < budget, tokens.to(tl.int64), tl.min(found, 0) & _INDEX)
+        tl.store(ranked + flat * HEAD_DIM + d, total, mask=d < HEAD_DIM)
         if renews:
             total = sum_partials(partial, splits, D_PAD)
         if tokens == budget:
@@ -270,6 +268,6 @@ def step_kernel(
         tl.store(at_anchor, total, mask=d < HEAD_DIM)
         tl.store(age + flat, tl.where(renews, 0, tl.load(age + flat) + 1))
         _replace(
-            key, value, occupied, positions, score, ordinals, inverse, goes, budget.to(tl.int64), HEAD_DIM, D_PAD
+            key, value, occupied, positions, ordinals, inverse, goes, budget.to(tl.int64), HEAD_DIM, D_PAD
         )
         tl.store(arrivals + flat, 0)                                    # ready for the next step

@@ -20,7 +20,7 @@ from ._blocks import Block, BlockState
 from ._keydiff_anchors import ANCHORS, SIMILARITIES, any_rank, any_score, inverse_length, sortable
 from ._keydiff_kernels import anchor_kernel, rank_kernel
 from ._keydiff_select import select
-from ._keydiff_step import lengths, scratch, step
+from ._keydiff_step import lengths, scratch, step, warps_of
 from ._launch import (
     INTERPRETED, check_kernel_sizes, check_launchable, key_block, multiprocessors, on_device_of, padded_head_dim,
     stride_unit,
@@ -30,10 +30,10 @@ __all__ = ["EvictResult", "KeyDiffConfig", "KeyDiffState", "evict", "pairwise_sc
 
 DEFAULT = ("mean_normalized", "cosine")
 
-#: Programs per multiprocessor that share the keys, and how a program reads them: to sum them, and to rank them.
-ANCHOR_PROGRAMS, RANK_PROGRAMS = 16, 32
-ANCHOR_STREAM = {"num_warps": 4, "STAGES": 3}
-RANK_STREAM = {"num_warps": 8, "STAGES": 1}
+#: Programs per multiprocessor that share the keys, and how many tiles are on their way to one: to sum them, and to rank
+#: them. A pass that ranks takes two tiles at a time.
+PROGRAMS = 16
+ANCHOR_STAGES, RANK_STAGES = 3, 1
 #: The most programs that share a row.
 MAX_SPLITS = 128
 
@@ -97,7 +97,8 @@ def evict(
 
 
 class KeyDiffState(BlockState):
-    """A KeyDiff cache. `score` is `score` of the tokens held before the last eviction, and moves with its token.
+    """A KeyDiff cache. `score` is `score` of the tokens held before the last eviction, and moves with its token: it is
+    computed when asked for, from the anchor of then, since to store it would cost a step 4 %.
 
     A block's anchor is summed from scratch. A step adds the new normalised key to the anchor that it finds, ranks, and
     subtracts the victim's. Every config.refresh steps a step, which reads the keys anyway, sums them anew for the next
@@ -110,25 +111,34 @@ class KeyDiffState(BlockState):
     def _allocate(self) -> None:
         batch, _, heads, slots, head_dim = self.sizes
         self._recent = self.config.recent
-        # Of the default anchor: the sum of the normalised keys held, steps since it was summed anew, inverse lengths.
-        self._anchor = self._buffer(batch, heads, head_dim, dtype=torch.float32)
+        # Of the default anchor: the sum of the normalised keys held, the one that was ranked against last, steps since
+        # it was summed anew, inverse lengths.
+        self._anchor, self._ranked = (self._buffer(batch, heads, head_dim, dtype=torch.float32) for _ in range(2))
         self._age = self._buffer(batch, heads, dtype=torch.int32)
         self._carried = self._buffer(batch, heads, slots, dtype=torch.float32)
         with torch.inference_mode(False):
             self._between = scratch(self.key, self.config.budget)
 
     def _buffers(self) -> tuple[Tensor, ...]:
-        return self._anchor, self._age
+        return self._anchor, self._age, self._ranked
 
     def _clear(self) -> None:
         self._anchor.zero_()
         self._age.zero_()
+        self._ranked.zero_()
         self._between[2].zero_()                                                # should a launch have been cut short
 
     @property
     def _follows(self) -> bool:
         """Whether the anchor is carried from step to step."""
         return (self.config.anchor, self.config.similarity) == DEFAULT
+
+    @property
+    def score(self) -> Tensor:
+        if not self._follows:
+            return self._score
+        assert self._carried is not None
+        return _cosine(_rank(self.key, self.occupied, self._ranked, self._carried), self._ranked, self.occupied)
 
     def append_block(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
         """Any number of tokens, at most block_size at a time: see `BlockState.append_block`."""
@@ -148,8 +158,9 @@ class KeyDiffState(BlockState):
     def _replace(self) -> None:
         """The eviction of a decode step: its token is in slot `budget`."""
         step(
-            self.key, self.value, self.occupied, self.positions, self.score, self._ordinals, self._carried, self._held,
-            self._anchor, self._age, *self._between, self.config.budget, self.config.refresh, self.config.recent,
+            self.key, self.value, self.occupied, self.positions, self._ordinals, self._carried, self._held,
+            self._anchor, self._ranked, self._age, *self._between, self.config.budget, self.config.refresh,
+            self.config.recent,
         )
 
     def _update(self, block: Block) -> tuple[Tensor, None]:
@@ -158,12 +169,10 @@ class KeyDiffState(BlockState):
         if self._follows:
             assert self._carried is not None
             lengths(self.key, self._carried, self.config.budget, end)
-            direction, _ = _anchor(key, occupied)
-            rank = _rank(key, occupied, direction, self._carried[..., :end])
-            self.score[..., :end] = _cosine(rank, direction, occupied)
-            return rank, None
+            self._ranked.copy_(_anchor(key, occupied)[0])
+            return _rank(key, occupied, self._ranked, self._carried[..., :end]), None
         options = self.config.anchor, self.config.similarity
-        self.score[..., :end] = any_score(key, occupied, *options)
+        self._score[..., :end] = any_score(key, occupied, *options)
         return any_rank(key, occupied, *options), None
 
 
@@ -241,22 +250,23 @@ def _any_codes(key: Tensor, occupied: Tensor, shielded: Tensor | None, anchor: s
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
-def _split(rows: int, slots: int, block: int, programs: int, device: torch.device) -> tuple[int, int]:
+def _split(rows: int, slots: int, block: int, device: torch.device) -> tuple[int, int]:
     """How many programs share one row's slots, and how many slots each takes (a multiple of `block`)."""
     tiles = triton.cdiv(slots, block)
-    wanted = 2 if INTERPRETED else triton.cdiv(programs * multiprocessors(device), rows)
+    wanted = 2 if INTERPRETED else triton.cdiv(PROGRAMS * multiprocessors(device), rows)
     each = triton.cdiv(tiles, min(wanted, tiles, MAX_SPLITS))
     return triton.cdiv(tiles, each), each * block
 
 
-def _shape(key: Tensor, occupied: Tensor | None, programs: int) -> tuple[tuple[int, int, int, int], dict[str, Any]]:
-    """slots, slots per program, programs per row and heads of a pass over the keys; and its constants."""
+def _shape(key: Tensor, occupied: Tensor | None, tiles: int) -> tuple[tuple[int, int, int, int], dict[str, Any]]:
+    """slots, slots per program, programs per row and heads of a pass over the keys, `tiles` at a time; and its
+    constants."""
     batch, heads, slots, head_dim = key.shape
-    block = key_block(head_dim, key.element_size(), slots)
-    splits, split_size = _split(batch * heads, slots, block, programs, key.device)
+    block = key_block(head_dim, key.element_size(), slots) * (1 if INTERPRETED else tiles)
+    splits, split_size = _split(batch * heads, slots, block, key.device)
     return (slots, split_size, splits, heads), {
         "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim), "BLOCK": block, "UNIT": stride_unit(key),
-        "OCCUPIED": occupied is not None, "MASKED": occupied is not None or slots < block,
+        "OCCUPIED": occupied is not None, "MASKED": occupied is not None or slots < block, "num_warps": warps_of(block),
     }
 
 
@@ -274,14 +284,14 @@ def _mask_strides(mask: Tensor | None) -> tuple[int, int, int]:
 def _launch_anchor(key: Tensor, occupied: Tensor | None, arrivals: Tensor) -> tuple[Tensor, Tensor]:
     """As `_anchor`; arrivals [B * Hkv] int32, zero."""
     batch, heads, slots, head_dim = key.shape
-    sizes, shape = _shape(key, occupied, ANCHOR_PROGRAMS)
+    sizes, shape = _shape(key, occupied, 1)
     anchor = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=key.device)
     inverse = torch.empty(batch, heads, slots, dtype=torch.float32, device=key.device)
     partial = torch.empty(batch * heads, sizes[2], shape["D_PAD"], dtype=torch.float32, device=key.device)
     with on_device_of(key):
         anchor_kernel[(batch * heads * sizes[2],)](
             key, occupied, inverse, partial, anchor, arrivals, *sizes,
-            *_key_strides(key, shape["UNIT"]), *_mask_strides(occupied), **shape, **ANCHOR_STREAM,
+            *_key_strides(key, shape["UNIT"]), *_mask_strides(occupied), **shape, STAGES=ANCHOR_STAGES,
         )
     return anchor, inverse
 
@@ -290,12 +300,12 @@ def _launch_ranks(
     key: Tensor, occupied: Tensor | None, protected: Tensor | None, inverse: Tensor, anchor: Tensor, result: Tensor,
     histograms: Tensor | None,
 ) -> None:
-    sizes, shape = _shape(key, occupied, RANK_PROGRAMS)
+    sizes, shape = _shape(key, occupied, 2)
     with on_device_of(key):
         rank_kernel[(key.shape[0] * key.shape[1] * sizes[2],)](
             key, occupied, protected, inverse, anchor, result, histograms, *sizes,
             *_key_strides(key, shape["UNIT"]), *_mask_strides(occupied), *inverse.stride()[:2],
-            *_mask_strides(protected), **shape, **RANK_STREAM, PROTECTED=protected is not None,
+            *_mask_strides(protected), **shape, STAGES=RANK_STAGES, PROTECTED=protected is not None,
             CODES=histograms is not None, CHUNK=64 if INTERPRETED else 1024,
         )
 

@@ -2,6 +2,8 @@
 
 Lockstep, laws, strategies and replay are generic; they ask here for what differs. A module may hold
 
+- `BUDGET`: what the config calls its budget (default: "budget"); `EVICTS`: False where a state keeps every token, and
+  the budget says how many a step attends to;
 - `Adapter`: how a state's choices are judged (see `lockstep.Adapter`, which serves where there is none);
 - `configs(most, window)`: a Hypothesis strategy of the config's keyword arguments, for drawn traces: `budget` from 1 to
   `most`, and whatever else there is but `scale` (default: the budget alone). `window`: the most tokens that anything
@@ -13,6 +15,8 @@ Lockstep, laws, strategies and replay are generic; they ask here for what differ
   "function.parameter" where functions mean different things by it;
 - `ON_THE_HOST`: functions that give numbers to the host, so that nothing can compile them;
 - `LOSSY`: True where a state does not keep keys and values as they came;
+- `extras(state, query, key, value)`: what the state's `prefill` and `step` take besides these tokens, [B, H, T, D] and
+  [B, H, D], by name; made from them, so that a trace of tokens is a whole trace (default: nothing);
 - `most_held(state, tokens)`: the most tokens that a row (of a head) may hold after so many real ones (default: the
   budget); `poison(state)`: spoils whatever a state keeps where no token is (default: NaN and infinity in the free slots
   of `key` and `value`); `bytes_of(state)`: what it takes to hold its tokens (default: the memory of `key` and `value`);
@@ -44,10 +48,20 @@ def ask(name: str, attribute: str, default: Any) -> Any:
     return getattr(of(name), attribute, default)
 
 
+def extras(state: Any, query: Any, key: Any, value: Any) -> dict[str, Any]:
+    """Keyword arguments that a state's `prefill` and `step` take besides these tokens: see the module."""
+    config = getattr(state, "config", None)
+    for found in discovery.methods():
+        if found.config is not None and isinstance(config, found.config):
+            made: dict[str, Any] = ask(found.name, "extras", lambda *_: {})(state, query, key, value)
+            return made
+    return {}
+
+
 def small_config(found: discovery.Pair, budget: int, options: dict[str, Any]) -> Any:
     """A method's config with a budget that its defaults may not allow (see SMALL)."""
     assert found.config is not None
-    return found.config(**{"budget": budget, **ask(found.name, "SMALL", {}), **options})
+    return found.config(**{ask(found.name, "BUDGET", "budget"): budget, **ask(found.name, "SMALL", {}), **options})
 
 
 def every() -> dict[str, ModuleType]:

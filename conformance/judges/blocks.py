@@ -6,6 +6,7 @@ judge subclasses it and says where the computed scores and ranks may lie; the fr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -220,15 +221,17 @@ def received_error(attention: Attention, allowed: Arithmetic) -> Tensor:
     """|computed - true| of sum_i mean_h a_hij over the Q queries i and the G heads h of a KV head: [B, Hkv, S].
 
     A weight exp(s - lse) carries `log_weight_error` relatively. All terms are nonnegative: each meets at most Q + G
-    additions, in any order, the division by G (or by a mean's Q G: two of them at the most), and two products with
-    powers of two between bases or splits: gamma(Q + G + 2) and 2 DIVISION relatively. Weights, factors exp(m - lse) of
-    splits, products and sums below FLUSH may vanish: 4 FLUSH per term.
+    additions, head by head and query by query; or ceil(Q / 16) G + 16, where tiles of 16 queries or more are added up
+    before the queries of a tile are. Then the division by G (or by a mean's Q G: two of them at the most), and two
+    products with powers of two between bases or splits: gamma(that many + 2) and 2 DIVISION relatively. Weights,
+    factors exp(m - lse) of splits, products and sums below FLUSH may vanish: 4 FLUSH per term.
     """
     below, above = log_weight_error(attention, allowed)
     relative = torch.maximum(torch.expm1(above.clamp_max(300)), -torch.expm1(below))
     heads, queries = attention.key_value_heads, attention.logit.shape[2]
     group = attention.query_heads // heads
-    sums = gamma(queries + group + 2 + 2 * DIVISION / UNIT)
+    additions = max(queries + group, math.ceil(queries / 16) * group + 16)
+    sums = gamma(additions + 2 + 2 * DIVISION / UNIT)
     error = attention.weight * (relative + sums * (1 + relative)) + 4 * FLUSH
     error = error.masked_fill(~attention.seen, 0).sum(2)                                      # [B, Hq, S]
     return error.unflatten(1, (heads, group)).mean(2) * SLACK

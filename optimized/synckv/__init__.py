@@ -1,10 +1,11 @@
 """SyncKV's functions on the GPU; semantics: `kvtwin.reference.synckv`."""
 
-from ...reference.synckv.contract import HeadClusters, SyncKVSetsResult
+from ...reference.synckv.contract import HeadClusters, SyncKVConfig, SyncKVSetsResult
 from .heads import cluster_heads, head_similarity, overlap
 from .sets import anticipate, initial_sets, split_budget
+from .state import SyncKVState
 
 __all__ = [
-    "HeadClusters", "SyncKVSetsResult", "anticipate", "cluster_heads", "head_similarity", "initial_sets", "overlap",
-    "split_budget",
+    "HeadClusters", "SyncKVConfig", "SyncKVSetsResult", "SyncKVState", "anticipate", "cluster_heads", "head_similarity",
+    "initial_sets", "overlap", "split_budget",
 ]

@@ -282,7 +282,7 @@ class StateCache(Cache):
             raise TypeError("scale is not an option here: the model says how it scales its logits")
         if getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
             raise NotImplementedError(_SHARING)
-        self.config = self.Config(budget=budget, **options)
+        self.config = self._method_config(budget, options)
         mask = _as_mask(attention_mask)
         layers = [
             self._layer(number, mask) if type(layer) is DynamicLayer else layer
@@ -295,6 +295,10 @@ class StateCache(Cache):
                 stacklevel=2,
             )
         super().__init__(layers=layers)
+
+    def _method_config(self, budget: int, options: dict[str, Any]) -> Any:
+        """The method's config with this budget."""
+        return self.Config(budget=budget, **options)
 
     def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
         """The cache of the model's layer `number`, which has full attention."""

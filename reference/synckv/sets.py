@@ -38,9 +38,9 @@ def initial_sets(
     TypeError, ValueError for bad arguments.
     """
     sizes = check_initial(query, key, occupied, k_static, k_dynamic)
-    weight = _log_weights(query, key, occupied, resolve_scale(scale, sizes.head_dim))
+    weight = log_weights(query, key, occupied, resolve_scale(scale, sizes.head_dim))
     best = best_of(weight, occupied[:, None].expand(weight.shape), k_static + k_dynamic)  # eq. 3
-    return SyncKVSetsResult(_ascending(best[..., :k_static]), _ascending(best[..., k_static:]))  # eq. 4
+    return SyncKVSetsResult(ascending(best[..., :k_static]), ascending(best[..., k_static:]))  # eq. 4
 
 
 def anticipate(
@@ -54,16 +54,16 @@ def anticipate(
     chosen again, unless exclude_static is False, which is eq. 6 to the letter. TypeError, ValueError for bad arguments.
     """
     sizes = check_anticipation(query, key, occupied, static, k_dynamic, exclude_static)
-    weight = _log_weights(query, key, occupied, resolve_scale(scale, sizes.head_dim))   # eq. 5
+    weight = log_weights(query, key, occupied, resolve_scale(scale, sizes.head_dim))   # eq. 5
     candidates = occupied[:, None].expand(weight.shape)
     if exclude_static:
         taken = functional.pad(torch.zeros_like(candidates), (0, 1))                    # one place more, for none
         taken = taken.scatter(-1, static.where(static >= 0, sizes.slots), True)
         candidates = candidates & ~taken[..., :-1]
-    return _ascending(best_of(weight, candidates, k_dynamic))                             # eq. 6
+    return ascending(best_of(weight, candidates, k_dynamic))                             # eq. 6
 
 
-def _log_weights(query: Tensor, key: Tensor, occupied: Tensor, scale: float) -> Tensor:
+def log_weights(query: Tensor, key: Tensor, occupied: Tensor, scale: float) -> Tensor:
     """log of the largest attention weight in each group: [B, N_r, S]. Weights themselves would vanish into ties."""
     logit = logits(query, key, occupied, scale=scale)                                   # [B, N_r G, S]
     weight = logit - logit.logsumexp(-1, keepdim=True)
@@ -80,7 +80,7 @@ def best_of(score: Tensor, candidates: Tensor, count: int) -> Tensor:
     return functional.pad(best, (0, count - best.shape[-1]), value=-1)
 
 
-def _ascending(index: Tensor) -> Tensor:
+def ascending(index: Tensor) -> Tensor:
     """Ascending, -1 at the end."""
     last = torch.iinfo(index.dtype).max
     ordered = index.masked_fill(index < 0, last).sort(-1).values

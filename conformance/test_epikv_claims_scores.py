@@ -1,0 +1,344 @@
+"""What EpiKV's paper says of its scores: causal, free of position, well defined; and what is true of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvtwin.reference.epikv import lag_kv, rolling_mean, rolling_zscore, score, select
+
+F64 = torch.float64
+few = settings(max_examples=max(4, settings().max_examples // 2))
+U = 2.0**-53
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+# EK-5 and 6: what a z-score can be -----------------------------------------------------------------------------------
+
+
+@pytest.mark.claim("EK-5a")
+@given(seed=st.integers(0, 2**31 - 1), window=st.integers(2, 64), size=st.sampled_from((1.0, 1e6)))
+@few
+def test_z_scores_are_bounded(seed, window, size):
+    """|z| <= sqrt(w - 1), 7.94 for w = 64. With d_t = g_t - mu: sum of the other deviations = -d_t, so sigma^2 >=
+    (d_t^2 + d_t^2 / (w - 1)) / w. Float64 adds 64 w u g_max / sigma relatively."""
+    g = size * numbers(seed, 1, 90)
+    g[0, 70:72] *= torch.tensor([40.0, 1e5], dtype=F64)
+    z = rolling_zscore(g, window)
+    values = g.unfold(-1, window, 1)
+    sigma = values.std(-1, correction=0)
+    slack = 64 * window * U * values.amax(-1) / sigma
+    assert bool((z[:, window - 1:].abs() <= math.sqrt(window - 1) * (1 + slack)).all())
+
+
+@pytest.mark.claim("EK-5a")
+def test_the_bound_is_attained_and_less_is_no_bound():
+    g = torch.zeros(1, 64, dtype=F64)
+    g[0, -1] = 3.0
+    z = float(rolling_zscore(g, 64)[0, -1])
+    assert abs(z - math.sqrt(63)) < 1e-12
+    assert not z <= 63 / 8, "with n - 1 in the deviation the bound would be 7.875"
+    assert not z <= 0.99 * math.sqrt(63)
+
+
+@pytest.mark.claim("EK-5b")
+def test_the_first_z_scores():
+    """z(first) = 0 and z(second) = +-1, whatever the size of the change; so scores of the first two tokens say
+    little."""
+    for other in (1.001, 2.0, 1e9):
+        z = rolling_zscore(torch.tensor([[1.0, other, 5.0]], dtype=F64), 64)[0]
+        assert float(z[0]) == 0
+        assert abs(abs(float(z[1])) - 1) < 1e-6
+        assert not abs(abs(float(z[2])) - 1) < 1e-6, "a third is already another matter"
+
+
+@pytest.mark.claim("EK-5c")
+def test_without_its_own_value_in_the_window_there_is_no_bound():
+    before = torch.tensor([1.0, 1.1, 0.9, 1.0], dtype=F64)
+    found = [float((new - before.mean()) / before.std(correction=0)) for new in (10.0, 1e3, 1e6)]
+    assert found[0] > math.sqrt(63)
+    assert found[2] > 1e6
+    within = rolling_zscore(torch.cat((before, torch.tensor([1e6], dtype=F64)))[None], 5)[0, -1]
+    assert float(within) <= 2
+
+
+@pytest.mark.claim("EK-6a")
+@given(seed=st.integers(0, 2**31 - 1), scale=st.floats(0.01, 100), shift=st.floats(0, 10))
+@few
+def test_z_scores_know_neither_scale_nor_shift(seed, scale, shift):
+    g = 1 + numbers(seed, 1, 40)
+    z, other = rolling_zscore(g, 16), rolling_zscore(scale * g + shift, 16)
+    sigma = (scale * g).unfold(-1, 2, 1).std(-1, correction=0).clamp_min(1e-12).min()
+    assert bool(((z - other).abs() <= 64 * 16 * U * (scale * 2 + shift) / sigma * 8).all())
+    assert not torch.equal(rolling_mean(g, 16), rolling_mean(scale * g + shift + 1, 16)), "means know them"
+    assert float((z - rolling_zscore(g.square(), 16)).abs().max()) > 1e-6, "another curve is another score"
+
+
+def trend(length: int) -> float:
+    """The z-score of the last of `length` values on a line."""
+    return math.sqrt(3 * (length - 1) / (length + 1))
+
+
+@pytest.mark.claim("EK-6b")
+@pytest.mark.parametrize("slope", [1e-3, 1.0, 250.0])
+def test_a_line_has_one_z_score(slope):
+    """sqrt(3 (n - 1) / (n + 1)) for a window of n, 1.705 for 64, whatever its slope: constant, once the window is
+    full."""
+    z = rolling_zscore((7 + slope * torch.arange(200, dtype=F64))[None], 64)[0]
+    for t in range(1, 200):
+        assert abs(float(z[t]) - trend(min(t + 1, 64))) < 1e-6
+    assert round(trend(64), 3) == 1.705
+    assert float(rolling_zscore(-slope * torch.arange(200, dtype=F64)[None], 64)[0, -1]) < -1.7, "falling is not rising"
+
+
+@pytest.mark.claim("EK-6c")
+def test_position_is_not_removed_in_the_first_window():
+    """The paper's own trends, and nothing else: band A falls, band B rises. The score is 0, -2, -2.45, ... -3.41, so
+    the first tokens, about which there is nothing, are the best of all."""
+    t = torch.arange(300, dtype=F64)
+    s = score((50 - 0.1 * t)[None], (10 + 0.2 * t)[None])[0]
+    assert [round(float(x), 2) for x in (s[0], s[1], s[2], s[63])] == [0.0, -2.0, -2.45, -3.41]
+    assert bool((s[1:64] < s[:63]).all())
+    kept = select(s[None], 64, prompt=0, recent=0)[0].tolist()
+    assert kept[:40] == list(range(40))
+    later = s[64:]
+    assert float(later.max() - later.min()) < 1e-6, "after the first window a line is gone"
+
+
+@pytest.mark.claim("EK-6d")
+def test_curved_trends_remain():
+    """A power law, as g may well follow: its z-score runs from -1.70 to -0.80 in 2000 tokens."""
+    g = (1 + torch.arange(2000, dtype=F64)).pow(-1.0)[None]
+    z = rolling_zscore(g, 64)[0, 63:]
+    assert float(z.max() - z.min()) > 0.5
+    assert float(z[-1]) < float(z[0])
+    line = rolling_zscore((5000 - torch.arange(2000, dtype=F64))[None], 64)[0, 63:]
+    assert float(line.max() - line.min()) < 1e-6
+
+
+@pytest.mark.claim("EK-6e")
+def test_raw_scores_track_position():
+    """Means of the same trends: the score falls with every token, and all that is kept are the first."""
+    t = torch.arange(300, dtype=F64)
+    s = score((50 - 0.1 * t)[None], (10 + 0.2 * t)[None], policy="hs_variance")
+    assert select(s, 32, prompt=0, recent=0)[0].tolist() == list(range(32))
+    flat = score((50 + 0 * t)[None], (10 + 0 * t)[None], policy="hs_variance")
+    assert select(flat, 32, prompt=0, recent=0)[0].tolist() != list(range(32)), "without a trend they are not"
+
+
+# EK-7 and 8: frozen scores -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.claim("EK-7a")
+@given(seed=st.integers(0, 2**31 - 1), cut=st.integers(2, 79))
+@few
+def test_scores_do_not_depend_on_the_future(seed, cut):
+    g = numbers(seed, 2, 1, 80)
+    assert torch.equal(score(g[0], g[1], window=16)[:, :cut], score(g[0, :, :cut], g[1, :, :cut], window=16))
+    whole = (g[0] - g[0].mean(-1, keepdim=True)) / g[0].std(-1, keepdim=True)
+    part = g[0, :, :cut]
+    part = (part - part.mean(-1, keepdim=True)) / part.std(-1, keepdim=True)
+    assert not torch.equal(whole[:, :cut], part), "z-scores over the whole trace do"
+
+
+@pytest.mark.claim("EK-7b")
+def test_a_token_s_fate_is_not_fixed_when_it_comes():
+    """One place: the first of two tokens stays or goes by the score of the second, which comes later."""
+    fates = [select(torch.tensor([later]), 1, prompt=0, recent=0).tolist() for later in ([1.0, 0.0], [1.0, 2.0])]
+    assert fates == [[[0]], [[1]]]
+
+
+@pytest.mark.claim("EK-7c")
+def test_its_score_is():
+    """What is fixed is the order among tokens that both came: who leaves first."""
+    scores = torch.tensor([[3.0, 1.0, 2.0, 5.0, 4.0]])
+    left = [set(range(end)) - set(select(scores[:, :end], 2, prompt=0, recent=0)[0].tolist()) for end in range(3, 6)]
+    assert left == [{1}, {1, 2}, {0, 1, 2}]
+    assert all(one < other for one, other in itertools.pairwise(left)), "nobody comes back"
+
+
+@pytest.mark.claim("EK-7d")
+def test_recomputed_scores_are_other_scores():
+    """Section 3.3 freezes scores, section 4.4 has KV policies that recompute them over the whole cache at each step:
+    the rolling mean over the tokens that are *held* is not the one over those that came."""
+    variance = torch.tensor([[1.0, 9.0, 1.0, 5.0, 2.0]])
+    frozen = rolling_mean(variance, 3)
+    held = [0, 1, 3, 4]                                                                  # token 2 was evicted
+    recomputed = rolling_mean(variance[:, held], 3)
+    assert not torch.equal(frozen[:, held], recomputed)
+    assert torch.equal(frozen[:, :2], recomputed[:, :2])
+
+
+def stream(scores: list[int], budget: int, recent: int, tie: Any) -> list[set[int]]:
+    """Eviction token by token: the lowest score outside of the newest `recent` goes."""
+    held: list[int] = []
+    seen = []
+    for t in range(len(scores)):
+        held.append(t)
+        if len(held) > budget:
+            candidates = [u for u in held if u <= t - recent]
+            held.remove(min(candidates, key=lambda u: (scores[u], tie(u))))
+        seen.append(set(held))
+    return seen
+
+
+@pytest.mark.claim("EK-8a")
+@given(
+    scores=st.lists(st.integers(0, 5), min_size=1, max_size=40), budget=st.integers(1, 12), recent=st.integers(1, 4)
+)
+@settings(max_examples=200)
+def test_streaming_is_offline_selection(scores, budget, recent):
+    """With frozen scores and one total order of ties: by induction, who is evicted while streaming has `budget` others
+    above it, for ever."""
+    recent = min(recent, budget)
+    tensor = torch.tensor([scores], dtype=F64)
+    for t, held in enumerate(stream(scores, budget, recent, tie=lambda u: u)):
+        assert held == set(select(tensor[:, :t + 1], budget, prompt=0, recent=recent)[0].tolist())
+
+
+@pytest.mark.claim("EK-8a")
+def test_streaming_with_other_ties_is_not():
+    offline = set(select(torch.zeros(1, 5, dtype=F64), 2, prompt=0, recent=1)[0].tolist())
+    assert stream([0] * 5, 2, 1, tie=lambda u: -u)[-1] != offline == stream([0] * 5, 2, 1, tie=lambda u: u)[-1]
+
+
+# EK-9: constant windows ----------------------------------------------------------------------------------------------
+
+
+def one_pass(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of all but first values by running sums, float32, as E[g^2] - mu^2."""
+    count = torch.arange(1, g.shape[-1] + 1, dtype=torch.float32)
+    total, squares = torch.zeros(g.shape[0]), torch.zeros(g.shape[0])
+    means, variances = [], []
+    for place in range(g.shape[-1]):
+        total, squares = total + g[:, place], squares + g[:, place].square()
+        means.append(total / count[place])
+        variances.append(squares / count[place] - means[-1].square())
+    return torch.stack(means, 1), torch.stack(variances, 1)
+
+
+@pytest.mark.claim("EK-9a")
+def test_epsilon_does_not_make_a_constant_window_safe():
+    """Equation 3 with running sums in float32: negative variances, which have no root, and scores of noise alone."""
+    g = (0.1 + 0.01 * torch.arange(64).float())[:, None].expand(-1, 64)
+    means, variances = one_pass(g)
+    negative = float((variances < 0).float().mean())
+    assert 0.12 < negative < 0.83
+    z = (g - means) / (variances.clamp_min(0).sqrt() + 1e-9)
+    assert float(z.abs().max()) > 0.1
+    assert bool((rolling_zscore(g, 64) == 0).all())
+
+
+@pytest.mark.claim("EK-9b")
+@given(value=st.floats(2.0**-20, 2.0**20, width=32), window=st.integers(1, 64))
+@few
+def test_two_passes_and_a_threshold_give_0(value, window):
+    """Of equal values the deviation that rounding leaves is at most about w u of them, and the threshold 4 w u."""
+    for dtype in (torch.float32, F64):
+        assert bool((rolling_zscore(torch.full((1, 70), value, dtype=dtype), window) == 0).all())
+    moving = torch.full((1, 70), value, dtype=F64)
+    moving[0, ::2] *= 1 + 2.0**-10
+    assert window == 1 or bool((rolling_zscore(moving, window)[0, window:] != 0).any()), "and no more than that"
+
+
+# EK-10: lags ---------------------------------------------------------------------------------------------------------
+
+
+def two_chunks(seed: int) -> tuple[Tensor, Tensor]:
+    both = torch.randn(2, 1, 2, 8, 16, generator=torch.Generator().manual_seed(seed), dtype=F64)
+    return both[0], both[1]
+
+
+@pytest.mark.claim("EK-10a")
+@given(seed=st.integers(0, 2**31 - 1))
+@few
+def test_scale_and_shift_of_all_chunks_are_removed(seed):
+    """A factor and a shift per channel, the same in both chunks; powers of two, so that only the shift rounds."""
+    key, value = two_chunks(seed)
+    factor = torch.exp2(torch.arange(16).remainder(5) - 2.0)
+    shift = torch.linspace(-3, 3, 16, dtype=F64)
+    one, other = lag_kv(key, value, chunk=4), lag_kv(factor * key + shift, factor * value - shift, chunk=4)
+    width = min(float((x[:, :, :4].amax(2) - x[:, :, :4].amin(2)).min()) for x in (key, value))
+    assert bool(((one - other)[:, 4:].abs() <= 2.0**12 * U * 16 / width**2).all())
+    assert torch.equal(lag_kv(factor * key, factor * value, chunk=4), one)
+
+
+@pytest.mark.claim("EK-10b")
+def test_a_shift_between_chunks_is_scored():
+    """"Removes domain-level magnitude shifts": not one that comes with a new chunk, of which channels have unlike
+    ranges."""
+    key, value = two_chunks(1)
+    moved = key.clone()
+    moved[:, :, 4:] += 10.0
+    plain, shifted = lag_kv(key, value, chunk=4), lag_kv(moved, value, chunk=4)
+    assert bool((shifted[:, 4:] > 2 * plain[:, 4:]).all())
+    everywhere = lag_kv(key + 10.0, value, chunk=4)
+    assert bool(((everywhere - plain)[:, 4:].abs() < 1e-9).all())
+
+
+@pytest.mark.claim("EK-10c")
+def test_a_channel_without_range():
+    """Divided by its range it is no number, and by range + 1e-6 it outweighs everything; left out, it says nothing."""
+    key, value = two_chunks(2)
+    key[..., 3] = 1.0
+    key[:, :, 6, 3] = 1.5                                                                # afterwards it moves
+    low, high = key[0, :, :4].amin(1), key[0, :, :4].amax(1)
+    raw = (key[0, :, 4:] - low[:, None]) / (high - low)[:, None]
+    assert not bool(raw.isfinite().all())
+    padded = ((key[0, :, 4:] - low[:, None]) / (high - low + 1e-6)[:, None]).std(-1, correction=0)
+    assert float(padded[:, 2].min()) > 1e4
+    without = lag_kv(key[..., torch.arange(16) != 3], value, chunk=4)
+    difference = (lag_kv(key, value, chunk=4) - without)[:, 4:]
+    assert float(difference.abs().max()) < 1e-12, "the same up to the order of sums"
+
+
+@pytest.mark.claim("EK-10d")
+def test_a_first_chunk_has_nothing_to_be_compared_with():
+    found = lag_kv(*two_chunks(3), chunk=4)
+    assert bool((found[:, :4] == math.inf).all())
+    assert bool(found[:, 4:].isfinite().all())
+
+
+# EK-14: positions after an eviction ----------------------------------------------------------------------------------
+
+
+def turned(vector: Tensor, position: int, theta: float = 10000.0) -> Tensor:
+    """Rotary embedding of [D] in pairs (d, d + D / 2)."""
+    half = vector.shape[-1] // 2
+    angle = position * theta ** (-torch.arange(half, dtype=F64) / half)
+    one, other = vector[:half], vector[half:]
+    return torch.cat((one * angle.cos() - other * angle.sin(), other * angle.cos() + one * angle.sin()))
+
+
+@pytest.mark.claim("EK-14a")
+def test_a_position_from_the_retained_length_is_wrong():
+    """Appendix H has the cache count what it retains. Then the query of token 10,000 is turned as if it were the
+    2048th, and a key that was stored at 9000 lies 6952 places ahead of it, and not 1000 behind."""
+    query = torch.linspace(-1, 2, 64, dtype=F64)
+    key = torch.linspace(2, -1, 64, dtype=F64)
+    right = turned(query, 10_000) @ turned(key, 9_000)
+    wrong = turned(query, 2_048) @ turned(key, 9_000)
+    assert abs(float(right - turned(query, 1_000) @ key)) < 1e-8
+    assert abs(float(wrong - turned(query, 2_048 - 9_000) @ key)) < 1e-8
+    assert abs(float(right - wrong)) > 1
+
+
+@pytest.mark.claim("EK-14b")
+def test_positions_of_tokens_seen_are_right():
+    """The cache counts tokens seen, so logits of what it holds are those of a cache that never evicted."""
+    query, keys = torch.linspace(-1, 2, 64, dtype=F64), torch.eye(64, dtype=F64)[:5]
+    seen = [turned(query, 5) @ turned(key, place) for place, key in enumerate(keys)]
+    held = [0, 3, 4]
+    assert [turned(query, 5) @ turned(keys[place], place) for place in held] == [seen[place] for place in held]
+    moved = [turned(query, 3) @ turned(keys[place], place) for place in held]
+    assert moved != [seen[place] for place in held]

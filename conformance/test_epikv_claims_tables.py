@@ -1,0 +1,211 @@
+"""What EpiKV's paper says of memory, capacity and its tables: integers and ratios, worked out anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvtwin.conformance.capacity import MODELS, requests
+from kvtwin.reference.epikv.contract import BANDS, EpiKVConfig
+from kvtwin.reference.longflow import decode_attention
+
+LLAMA = MODELS["llama-3.1-8b"]
+CONTEXT, BUDGET = 32768, 2048
+GIB, GB = 2**30, 10**9
+
+
+@pytest.mark.claim("EK-1a")
+def test_a_token_takes_65536_scalars():
+    assert LLAMA.scalars_per_token == 2 * 32 * 8 * 128 == 65_536
+    assert LLAMA.bytes_per_token == 128 * 2**10
+    assert LLAMA.scalars_per_token != 2 * 32 * 32 * 128, "query heads have no cache"
+
+
+@pytest.mark.claim("EK-1b")
+def test_a_single_trace_of_these_lengths_does_not_dominate():
+    """At batch 1 the weights are larger than the cache of 100,000 tokens."""
+    assert all(length * LLAMA.bytes_per_token < LLAMA.weights for length in (10**4, 10**5))
+    assert not 130_000 * LLAMA.bytes_per_token < LLAMA.weights
+
+
+@pytest.mark.claim("EK-1c")
+def test_where_the_cache_is_as_large_as_the_weights():
+    equal = LLAMA.weights / LLAMA.bytes_per_token
+    assert int(equal) == 122_532
+    assert 10 * 13_000 * LLAMA.bytes_per_token > LLAMA.weights, "with ten sequences it takes a tenth of that"
+
+
+@pytest.mark.claim("EK-2a")
+def test_14_and_224_need_a_pool_of_56_gib():
+    """Both at once only for pools from 56 to 56.25 GiB, which 80 GB minus the weights is not."""
+    full, held = CONTEXT * LLAMA.bytes_per_token, BUDGET * LLAMA.bytes_per_token
+    assert (full, held) == (4 * GIB, GIB // 4)
+    quarter = [quarter for quarter in range(0, 320) if
+               (requests(quarter * GIB // 4, full), requests(quarter * GIB // 4, held)) == (14, 224)]
+    assert quarter == [224]                                                               # 56 GiB, in quarters
+    assert requests(56 * GIB - 1, held) == 223
+    assert requests(56 * GIB + GIB // 4, held) == 225
+    pool = 80 * GB - LLAMA.weights
+    assert (requests(pool, full), requests(pool, held)) == (14, 238)
+
+
+@pytest.mark.claim("EK-2b")
+def test_16_times_the_requests_is_the_ratio_of_the_lengths():
+    assert CONTEXT / BUDGET == 224 / 14 == 16
+    assert 238 / 14 != 16, "but for rounding down, which both figures share with no other pool"
+
+
+@pytest.mark.claim("EK-2c")
+def test_prompt_and_recent_tokens_beside_the_budget_take_a_seventh():
+    """If K leaves them out, as section 3.3 has it: 128 of a prompt and 200 recent ones, say."""
+    assert requests(56 * GIB, (BUDGET + 128 + 200) * LLAMA.bytes_per_token) == 193
+    assert requests(56 * GIB, BUDGET * LLAMA.bytes_per_token) == 224
+
+
+@pytest.mark.claim("EK-2d")
+def test_the_gap_widens_with_the_context():
+    pool = 56 * GIB
+    gaps = [requests(pool, BUDGET * LLAMA.bytes_per_token) / requests(pool, n * LLAMA.bytes_per_token)
+            for n in (4096, 8192, 16384, 32768, 65536)]
+    assert gaps == sorted(gaps)
+    assert len(set(gaps)) == 5
+    same = [requests(pool, n // 16 * LLAMA.bytes_per_token) / requests(pool, n * LLAMA.bytes_per_token)
+            for n in (8192, 16384, 32768)]
+    assert len(set(same)) == 1, "of a budget that grows with the context it does not"
+
+
+MAPS = 32 * 32 * 2                                                                       # bytes of all weights, per n^2
+
+
+@pytest.mark.claim("EK-3a")
+def test_the_figures_show_more_than_8_times():
+    """A grid of powers of two: eager works at 4096 and fails at 8192, flash works at 65,536."""
+    assert 65_536 / 4_096 == 16
+    least = 65_536 / 8_192                                            # eager might work right up to where it fails
+    assert least == 8 < 16
+
+
+@pytest.mark.claim("EK-3b")
+def test_where_the_maps_end():
+    """34.4 GB of maps at 4096, 50.4 with the weights (52 reported); they fit up to 5587 tokens."""
+    assert MAPS == 2048
+    assert round((MAPS * 4096**2 + LLAMA.weights) / GB, 1) == 50.4
+    room = 80 * GB - LLAMA.weights
+    ceiling = int((room / MAPS) ** 0.5)
+    assert ceiling == 5587
+    assert MAPS * 8192**2 > room > MAPS * 4096**2
+    flash = int(room / ((48 * GB - LLAMA.weights) / 65_536))          # as the reported 48 GB grow
+    assert 130_000 < flash < 132_000
+    assert flash / ceiling > 23
+
+
+@pytest.mark.claim("EK-4a")
+def test_the_weights_of_a_step_are_small():
+    """A decode step has one row of weights per layer and head: 134 MB at 65,536 tokens, if all were kept at once."""
+    row = 32 * 32 * 65_536 * 2
+    assert round(row / 1e6) == 134
+    assert row < LLAMA.weights / 100
+    assert MAPS * 65_536**2 > 80 * GB, "the whole matrix, which decoding never has, would not fit"
+
+
+@pytest.mark.claim("EK-4b")
+def test_a_method_can_read_weights_without_the_matrix():
+    """LongFlow's score comes out of one fused pass of a step: nothing of it has n x n numbers."""
+    query, key, value = torch.randn(1, 2, 16), torch.randn(1, 1, 9, 16), torch.randn(1, 1, 9, 16)
+    result = decode_attention(query, key, value, torch.ones(1, 9, dtype=torch.bool))
+    assert max(tensor.numel() for tensor in result) < 9 * 9
+    assert result.score.shape == (1, 9), "a score per token needs a weight per token, though"
+
+
+@pytest.mark.claim("EK-4c")
+def test_longflow_scores_tokens_not_the_output():
+    """a_i ||v_i||_1 for each token, and not ||sum_i a_i v_i||_1, which is one number."""
+    query, key = torch.tensor([[[1.0] + [0.0] * 15]]), torch.zeros(1, 1, 2, 16)
+    value = torch.stack((torch.ones(16), -torch.ones(16)))[None, None]
+    result = decode_attention(query, key, value, torch.ones(1, 2, dtype=torch.bool))
+    assert torch.equal(result.output, torch.zeros(1, 1, 16))
+    assert torch.equal(result.score, torch.full((1, 2), 0.5))
+    assert float(result.output.abs().sum()) != float(result.score.sum()) * 16
+
+
+@pytest.mark.claim("EK-11a")
+def test_recency_is_128_at_every_budget_reported():
+    budgets = (512, 1024, 2048, 4096, 8192)
+    assert {min(128, budget // 4) for budget in budgets} == {128} == {EpiKVConfig(k).newest for k in budgets}
+    assert EpiKVConfig(511).newest == 127
+
+
+@pytest.mark.claim("EK-11b")
+def test_two_meanings_of_the_budget():
+    """Section 3.1 caps the cache at K; section 3.3 applies K to what is left beside prompt and recent tokens."""
+    cap, beside = EpiKVConfig(1024), EpiKVConfig(1024, count_prompt=False, max_prompt=300)
+    assert (cap.slots, beside.slots) == (1024, 1324)
+    assert EpiKVConfig(1024, count_prompt=False).slots == cap.slots, "they differ by the prompt"
+
+
+@pytest.mark.claim("EK-11c")
+def test_bands_or_two_layers():
+    """Figure 2 and the text speak of bands of 7 and 8 layers, equations 2 and 3 of two layers."""
+    assert tuple(map(len, BANDS["band_adaptive"])) == (7, 8)
+    assert BANDS["epikv"] == ((10,), (21,))
+    assert all(BANDS["epikv"][side][0] in BANDS["band_adaptive"][side] for side in (0, 1))
+
+
+def covered(length: int, window: int = 32, stride: int = 16) -> list[int]:
+    """By how many windows each position is covered; windows that do not fit are left out."""
+    times = [0] * length
+    for start in range(0, length - window + 1, stride):
+        for position in range(start, start + window):
+            times[position] += 1
+    return times
+
+
+@pytest.mark.claim("EK-12a")
+def test_not_every_position_is_covered_twice():
+    times = covered(128)
+    assert set(times[16:-16]) == {2}
+    assert set(times[:16] + times[-16:]) == {1}
+
+
+@pytest.mark.claim("EK-12b")
+def test_what_windows_cover():
+    """All but (length mod 16) positions at the end, twice but at the edges of 16; none of a span below 32."""
+    for length in range(1, 200):
+        times = covered(length)
+        tail = length % 16 if length >= 32 else length
+        assert times[:length - tail].count(0) == 0
+        assert times[length - tail:] == [0] * tail
+        assert set(times[16:length - tail - 16]) <= {2}
+    assert covered(47).count(0) == 15
+
+
+@pytest.mark.claim("EK-13a")
+def test_the_ratios_of_time():
+    """Seconds per problem at 8192 on AIME-2024: lag-kv 440.5, ThinKV 721, RaaS 1238.7."""
+    assert round(1238.7 / 440.5, 1) == 2.8
+    assert round(721 / 440.5, 1) == 1.6
+    assert round(763 / 440.5, 1) not in (1.6, 2.8), "not the ratio to no eviction at all"
+
+
+@pytest.mark.claim("EK-13b")
+def test_37_and_33_percent_are_a_problem_apart():
+    assert [round(100 * solved / 30) for solved in (10, 11)] == [33, 37]
+    assert round(100 * 12 / 30) == 40
+
+
+@pytest.mark.claim("EK-13c")
+def test_what_is_saved_at_the_tightest_budget():
+    """2.9 GB are the cache of 22.1 thousand tokens, as many as these traces have (16 to 32 thousand)."""
+    tokens = 2.9e9 / LLAMA.bytes_per_token
+    assert round(tokens / 1000, 1) == 22.1
+    assert 16_000 < tokens < 32_000
+    assert not 16_000 < tokens / 2 < 32_000, "of values alone it would not be"
+
+
+@pytest.mark.claim("EK-15")
+def test_the_state_beside_the_cache_is_small():
+    """Per row: two windows of 64 and two hidden states, 17 KB; per slot 21 bytes, once for all layers: 0.02 %."""
+    beside = 2 * 64 * 4 + 2 * LLAMA.hidden_size * 2
+    assert beside == 16_896 < LLAMA.bytes_per_token
+    assert 100 * 21 / LLAMA.bytes_per_token < 0.02
+    assert 100 * 21 * LLAMA.layers / LLAMA.bytes_per_token > 0.5, "once per layer it would be thirty times that"

@@ -1,0 +1,359 @@
+"""EpiKV inside transformers: the tokens, and what every layer holds, of a loop by hand over its definition, float64."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
+
+from kvtwin.conformance import tiny_models
+from kvtwin.conformance.hf_cases import Loop, feed
+from kvtwin.conformance.tiny_models import generate, prompts
+from kvtwin.reference.epikv import hidden_change, kv_variance, rolling_mean, score, select
+from kvtwin.reference.hf.plug_epikv import BandLayer, check_bands
+
+pytestmark = pytest.mark.kind("equivalence")
+
+F64 = torch.float64
+BANDS = ((0,), (1,))                                    # of two layers, so that the last layer's hook is used too
+
+
+def cache_class(twins: Any, side: str) -> Any:
+    """The EpiKVCache of a side; one that an implementation does not bring is not provided."""
+    assert getattr(twins, side).epikv.EpiKVState is not None
+    return importlib.import_module(f"kvtwin.{side}.hf.epikv").EpiKVCache
+
+
+class EpiKVLoop(Loop):
+    """A row without its padding: all keys, values and hidden states so far, and attention to what the definition keeps:
+    before each token, of all that came (`select` over whole sequences; no state)."""
+
+    def __init__(self, model: Any, config: Any, bands: Any, padding: int) -> None:
+        super().__init__(model)
+        self.config, self.bands, self.padding = config, bands, padding
+        self.keys: list[list[Tensor]] = [[] for _ in model.model.layers]
+        self.values: list[list[Tensor]] = [[] for _ in model.model.layers]
+        self.outputs: list[list[Tensor]] = [[] for _ in model.model.layers]
+        self.kept: list[list[int]] = [[] for _ in model.model.layers]
+        self.prompt = 0
+
+    def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.keys[number].append(key)
+        self.values[number].append(value)
+        keys, values = torch.cat(self.keys[number]), torch.cat(self.values[number])
+        total, count = len(keys), len(key)
+        if self.prompt == 0:
+            self.prompt = count
+        group = query.shape[1] // key.shape[1]
+        outputs = []
+        for place in range(total - count, total):
+            seen = list(range(place)) if total == count else self.kept[number]
+            held = [*seen, place]
+            logit = torch.einsum(
+                "hd,nhd->hn", query[place - total + count], keys[held].repeat_interleave(group, 1)
+            ) * query.shape[-1] ** -0.5
+            outputs.append(torch.einsum("hn,nhd->hd", logit.softmax(-1), values[held].repeat_interleave(group, 1)))
+        return torch.stack(outputs)
+
+    def norm(self, x: Tensor, module: Any) -> Tensor:
+        """Also where hidden states are caught: what layer l puts out is what comes next into a norm."""
+        layers = self.model.model.layers
+        for number in range(len(layers)):
+            after = layers[number + 1].input_layernorm if number + 1 < len(layers) else self.model.model.norm
+            if module is after:
+                self.outputs[number].append(x.reshape(-1, x.shape[-1]))
+        return super().norm(x, module)
+
+    @torch.no_grad()
+    def forward(self, ids: list[int]) -> Tensor:
+        logits = super().forward(ids)
+        # The model's norm sees the last token alone; of the last layer the prompt's others are made up.
+        self.decide()
+        return logits
+
+    def decide(self) -> None:
+        """What each layer keeps when the next token comes."""
+        config, total = self.config, self.seen
+        scores = self.scores() if total > 1 else torch.zeros(1, total, dtype=F64)
+        for number in range(len(self.keys)):
+            mine = scores[number] if scores.dim() == 2 and len(scores) > 1 else scores[0]
+            budget = config.budget + (0 if config.count_prompt else self.prompt)
+            # Room for the next token, which is the newest then.
+            kept = select(
+                torch.cat((mine, torch.zeros(1, dtype=F64)))[None], budget, prompt=self.prompt,
+                recent=min(config.newest, total + 1 - self.prompt),
+            )
+            self.kept[number] = [token for token in kept[0].tolist() if token < total]
+
+    def scores(self) -> Tensor:
+        config = self.config
+        if not config.reads_hidden:
+            sides = self.keys if config.policy == "kv_key" else self.values
+            return torch.stack([
+                rolling_mean(kv_variance(torch.cat(side).transpose(0, 1)[None]), config.window)[0] for side in sides
+            ])
+        hidden = [torch.stack([torch.cat(self.outputs[n]) for n in band]) for band in self.bands]
+        changes = [hidden_change(h[:, 1:], h[:, :-1])[None] for h in hidden]
+        found = score(*changes, policy=config.policy, window=config.window)
+        return torch.cat((torch.zeros(1, 1, dtype=F64), found), 1)
+
+    def alive(self) -> list[list[int]]:
+        """By layer, what is held when the next token has not come yet: with the one that goes for it."""
+        return [[token + self.padding for token in kept] for kept in self.kept]
+
+
+class WholeLoop(EpiKVLoop):
+    """The same, with the hidden states of all tokens behind the last layer: `Loop.forward` norms the last one only."""
+
+    @torch.no_grad()
+    def forward(self, ids: list[int]) -> Tensor:
+        if len(ids) == 1:
+            return super().forward(ids)
+        model = self.model.model
+        last = len(model.layers) - 1
+        for end in range(1, len(ids)):                                             # states of the prompt's tokens
+            alone = Loop.__new__(WholePrefix)
+            Loop.__init__(alone, self.model)
+            self.outputs[last].append(alone.last_state(ids[:end]))
+        return super().forward(ids)
+
+
+class WholePrefix(Loop):
+    """A prompt with full attention, for what its last token puts out of the last layer."""
+
+    def last_state(self, ids: list[int]) -> Tensor:
+        self.caught: list[Tensor] = []
+        self.forward(ids)
+        return self.caught[-1][None]
+
+    def norm(self, x: Tensor, module: Any) -> Tensor:
+        if module is self.model.model.norm:
+            self.caught.append(x)
+        return super().norm(x, module)
+
+    def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        count, group = len(key), query.shape[1] // key.shape[1]
+        logit = torch.einsum("qhd,nhd->hqn", query, key.repeat_interleave(group, 1)) * query.shape[-1] ** -0.5
+        logit = logit.masked_fill(torch.ones(count, count, dtype=torch.bool).triu(1), -torch.inf)
+        return torch.einsum("hqn,nhd->qhd", logit.softmax(-1), value.repeat_interleave(group, 1))
+
+
+def held(layer: Any, row: int) -> list[int]:
+    """What a row's next token will find: without the token in whose place it comes."""
+    positions = layer.state.positions[row].clone()
+    positions[layer.state.next_slot[row]] = -1
+    return sorted(position for position in positions.tolist() if position >= 0)
+
+
+def check(model: Any, cache: Any, inputs: dict[str, Tensor], new: int, bands: Any = BANDS) -> None:
+    """Same tokens as a loop per row, and after every forward pass the same in every layer."""
+    seen: list[list[list[list[int]]]] = []                                                 # [pass][layer][row]
+    rows = range(len(inputs["input_ids"]))
+    hook = model.model.register_forward_hook(
+        lambda *_: seen.append([[held(layer, row) for row in rows] for layer in cache.layers])
+    )
+    generated = generate(model, inputs, new, past_key_values=cache).tolist()
+    hook.remove()
+    for row in rows:
+        mask = inputs["attention_mask"][row].bool().tolist()
+        loop = WholeLoop(model, cache.config, bands, mask.count(False))
+        logits = loop.feed(inputs["input_ids"][row].tolist(), mask)
+        tokens: list[int] = []
+        for number, layers in enumerate(seen):
+            if number:
+                logits = loop.feed(tokens[-1:], [True])
+            assert [layer[row] for layer in layers] == loop.alive(), f"row {row} after pass {number}"
+            assert logits is not None
+            tokens.append(int(logits.argmax()))
+        assert generated[row] == tokens, f"row {row}: generated {generated[row]}, not {tokens}"
+
+
+@pytest.fixture
+def llama(device):
+    model = tiny_models.model("llama", F64, device)
+    model.set_attn_implementation("kvtwin")
+    return model
+
+
+def hooks(model: Any) -> int:
+    return sum(len(layer._forward_pre_hooks) + len(layer._forward_hooks) for layer in model.model.layers)
+
+
+# Generation ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"policy": "epikv"}),
+        ("qwen2", {"policy": "hs_variance", "count_prompt": False, "max_prompt": 9, "budget": 4}),
+        ("qwen3", {"policy": "band_adaptive", "recent": 1}),
+        ("llama", {"policy": "kv_val"}),
+    ],
+)
+def test_generation_is_the_loop(family, options, twins, device):
+    model = tiny_models.model(family, F64, device)
+    model.set_attn_implementation("kvtwin")
+    reads = not options["policy"].startswith("kv")
+    bands = ((0, 1), (1,)) if options["policy"] == "band_adaptive" else BANDS
+    made = {"budget": 12, "window": 5, **options, **({"layers": bands} if reads else {})}
+    with cache_class(twins, "reference")(model, **made) as used:
+        check(model, used, prompts(9, [0, 3], device), 12, bands)
+        assert used.get_seq_length() == 9 + 11
+        assert any(len(set(held(layer, 0))) < 19 for layer in used.layers), "nothing was evicted"
+    assert hooks(model) == 0
+
+
+def test_generation_on_the_optimized_side_is_the_loop(twins, device):
+    options = {"num_attention_heads": 2, "num_key_value_heads": 1} if device.type == "cpu" else {}
+    model = tiny_models.model("llama", torch.float32, device, **options)
+    model.set_attn_implementation("kvtwin")
+    with cache_class(twins, "optimized")(model, budget=8, window=5, layers=BANDS) as used:
+        check(model, used, prompts(5, [0, 2], device), 8)
+
+
+def test_generations_in_a_row_do_not_leak(llama, twins, device):
+    """A second cache on the model while the first lives, a reset, and what a plain generation does in between."""
+    inputs, made = prompts(7, [0, 2], device), {"budget": 10, "window": 4, "layers": BANDS}
+    first = cache_class(twins, "reference")(llama, **made)
+    expected = generate(llama, inputs, 8, past_key_values=first)
+    plain = generate(llama, inputs, 8)
+    second = cache_class(twins, "reference")(llama, **made)
+    assert hooks(llama) == 4
+    assert torch.equal(generate(llama, inputs, 8, past_key_values=second), expected)
+    before = first.layers[0].state.positions.clone()
+    first.close()
+    first.close()
+    assert torch.equal(first.layers[0].state.positions, before)
+    assert hooks(llama) == 2
+    second.reset()
+    assert second.get_seq_length() == 0
+    one_row = {name: tensor[:1] for name, tensor in inputs.items()}
+    assert torch.equal(generate(llama, one_row, 8, past_key_values=second), expected[:1])
+    second.close()
+    assert torch.equal(generate(llama, inputs, 8), plain)
+
+
+def test_hooks_go_with_the_cache(llama, twins, device):
+    used = cache_class(twins, "reference")(llama, budget=10, layers=BANDS)
+    generate(llama, prompts(5, [0], device), 3, past_key_values=used)
+    gone, state = weakref.ref(used), weakref.ref(used.layers[0].state)
+    assert hooks(llama) == 2
+    del used
+    gc.collect()
+    assert gone() is None
+    assert state() is None
+    assert hooks(llama) == 0
+
+
+def test_no_hidden_state_outlives_a_pass(llama, twins, device):
+    """But for the last token's, one vector per row and layer of the bands, in the scorer."""
+    used = cache_class(twins, "reference")(llama, budget=30, layers=BANDS)
+    feed(llama, used, range(1, 12))
+    feed(llama, used, [5])
+    assert not used._passes._heard
+    assert used._passes._prompt is None
+    shapes = [tuple(value.shape) for value in vars(used._passes.scorer).values() if isinstance(value, Tensor)]
+    assert [shape for shape in shapes if 32 in shape] == [(1, 2, 32)]
+    used.close()
+
+
+def test_an_interrupted_pass_needs_a_reset(llama, twins, device):
+    inputs = prompts(5, [0, 3], device)
+    used = cache_class(twins, "reference")(llama, budget=8, window=4, layers=BANDS)
+    expected = generate(llama, inputs, 6, past_key_values=used)
+    used.reset()
+    feed(llama, used)
+    hook = llama.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(InterruptedError))
+    with pytest.raises(InterruptedError):
+        feed(llama, used, [5])
+    hook.remove()
+    used.reset()
+    assert torch.equal(generate(llama, inputs, 6, past_key_values=used), expected)
+    used.close()
+
+
+def test_beams_move_the_scores_too(llama, twins, device):
+    """Rows that are reordered hold what their sources held: a beam search that never evicts is transformers' own."""
+    inputs = prompts(6, [0], device)
+    stock = generate(llama, inputs, 8, num_beams=3)
+    used = cache_class(twins, "reference")(llama, budget=40, window=4, layers=BANDS)
+    assert torch.equal(generate(llama, inputs, 8, num_beams=3, past_key_values=used), stock)
+    scorer = used._passes.scorer
+    before = {name: getattr(scorer, name).clone() for name in ("score", "positions", "_previous", "_values")}
+    used.reorder_cache(torch.tensor([2, 0, 0], device=device))
+    for name, tensor in before.items():
+        assert torch.equal(getattr(scorer, name), tensor[[2, 0, 0]]), name
+    used.close()
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+@pytest.mark.parametrize(
+    ("error", "says", "options"),
+    [
+        (ValueError, "both bands have layer 1", {}),
+        (ValueError, "must be below 2", {"layers": ((0,), (2,))}),
+        (ValueError, "twice", {"layers": ((0, 0), (1,))}),
+        (TypeError, "two tuples", {"layers": (0,)}),
+        (TypeError, "tuple of layer numbers", {"layers": (0, 1)}),
+        (ValueError, "keep_prompt", {"layers": BANDS, "keep_prompt": False}),
+        (ValueError, "layers must be None", {"layers": BANDS, "policy": "kv_key"}),
+        (TypeError, "not an option", {"layers": BANDS, "hidden_size": 3}),
+        (ValueError, "policy must be one of", {"policy": "attention"}),
+        (ValueError, "budget must be at least 1", {"layers": BANDS, "budget": 0}),
+    ],
+)
+@pytest.mark.kind("bad_input")
+def test_a_cache_refuses(error, says, options, side, llama, twins):
+    with pytest.raises(error, match=says):
+        cache_class(twins, side)(llama, **{"budget": 8, **options})
+    assert hooks(llama) == 0
+
+
+@pytest.mark.kind("bad_input")
+def test_a_config_is_no_model(llama, twins):
+    with pytest.raises(TypeError, match="model must be the model itself"):
+        cache_class(twins, "reference")(llama.config, budget=8)
+
+
+@pytest.mark.kind("bad_input")
+def test_what_a_forward_pass_may_not_bring(llama, twins, device):
+    used = cache_class(twins, "reference")(llama, budget=8, layers=BANDS)
+    with pytest.raises(ValueError, match=r"prompt \+ recent = 11 \+ 2, got 8"):
+        feed(llama, used, range(1, 12))
+    used.reset()
+    feed(llama, used, [1, 2, 3])
+    with pytest.raises(NotImplementedError, match="one token"):
+        feed(llama, used, [4, 5])
+    with pytest.raises(NotImplementedError, match="hooks in its model"):
+        copy.deepcopy(used)
+    used.close()
+
+
+def test_bands_are_scaled_to_the_depth():
+    assert check_bands(None, "epikv", 32) == ((10,), (21,))
+    assert check_bands(None, "epikv", 8) == ((2,), (5,))
+    assert check_bands([[1], [2]], "epikv", 8) == ((1,), (2,))
+    assert check_bands(None, "band_adaptive", 32) == (tuple(range(7, 14)), tuple(range(18, 26)))
+
+
+def test_layers_with_a_sliding_window_stay_stock(twins, device):
+    model = tiny_models.model(
+        "qwen2", device=device, use_sliding_window=True, sliding_window=5, max_window_layers=1, num_hidden_layers=3
+    )
+    model.set_attn_implementation("kvtwin")
+    with cache_class(twins, "reference")(model, budget=12, layers=((0,), (2,))) as used:
+        assert [isinstance(layer, BandLayer) for layer in used.layers] == [True, False, False]
+        generate(model, prompts(9, [0, 4], device), 6, past_key_values=used)
+        assert used.get_seq_length() == 14

@@ -1,0 +1,94 @@
+"""EpiKV's state where drawn traces seldom get: caches of several tiles, prompts that are kept, rows that begin late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtwin.conformance.judges.epikv import Adapter, extras
+from kvtwin.conformance.lockstep import Lockstep, pair
+from kvtwin.reference.epikv.contract import EpiKVConfig
+
+pytestmark = pytest.mark.kind("equivalence")
+
+
+def both(twins: Any, device: torch.device, **config: Any) -> Lockstep:
+    return pair(
+        "epikv", twins.optimized.epikv, config=config, batch=2, query_heads=2, key_value_heads=1, head_dim=16,
+        dtype=torch.float32, device=device,
+    )
+
+
+def drawn(seed: int, device: torch.device, *time: int) -> list[Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+    return [torch.randn(2, heads, *time, 16, generator=generator, device=device) for heads in (2, 1, 1)]
+
+
+def test_attention_over_several_tiles_and_splits(twins, device):
+    """A cache longer than two tiles of each program, with logits that rise from tile to tile."""
+    run = both(twins, device, budget=70, policy="kv_val", keep_prompt=False)
+    query, key, value = drawn(1, device, 68)
+    key = key + torch.arange(68, device=device)[:, None] / 16 * query[:, :1].mean(2, keepdim=True)
+    run.prefill(query, key, value)
+    for step in range(4):
+        run.step(*drawn(2 + step, device))
+    assert int(run.tested.occupied.sum()) == 140
+
+
+def test_a_kept_prompt_within_the_budget(twins, device):
+    """It stays whole and scores +inf; what is left of the budget is fought for."""
+    run = both(twins, device, budget=9, window=4)
+    occupied = torch.tensor([[True] * 5, [False] * 2 + [True] * 3], device=device)
+    run.prefill(*drawn(3, device, 5), occupied)
+    for step in range(9):
+        run.step(*drawn(4 + step, device))
+        positions = run.tested.positions
+        assert bool(((positions[0][:, None] == torch.arange(5, device=device)).sum(0) == 1).all())
+        assert bool((run.tested.score[positions < 5] == torch.inf)[positions[positions < 5] >= 0].all())
+    assert run.tested.tokens_seen == 14
+
+
+def test_a_row_that_begins_with_its_first_step(twins, device):
+    """All padding: its first token has nothing before it, and scores 0 whatever its hidden state."""
+    run = both(twins, device, budget=4, window=3, keep_prompt=False)
+    occupied = torch.tensor([[True] * 3, [False] * 3], device=device)
+    run.prefill(*drawn(30, device, 3), occupied)
+    run.step(*drawn(31, device))
+    row = run.tested.positions[1]
+    assert row.sort().values.tolist() == [-1, -1, -1, 3]
+    assert float(run.tested.score[1][row == 3]) == 0
+    for step in range(5):
+        run.step(*drawn(32 + step, device))
+
+
+@pytest.mark.parametrize("policy", ["band_adaptive", "lag_kv"])
+def test_a_longer_run_with_reset_and_beams(policy, twins, device):
+    run = both(twins, device, budget=6, policy=policy, window=3, chunk=3, keep_prompt=False)
+    run.prefill(*drawn(40, device, 7))
+    for step in range(5):
+        run.step(*drawn(41 + step, device))
+    run.reorder(torch.tensor([1, 1], device=device))
+    for step in range(3):
+        run.step(*drawn(50 + step, device))
+    run.reset()
+    run.prefill(*drawn(60, device, 3))
+    run.step(*drawn(61, device))
+
+
+def test_the_paper_s_budgets_and_windows(twins, device):
+    """Defaults: 64 values, recency of a quarter; hidden states of another size than the heads'."""
+    config = EpiKVConfig(16, hidden_size=40)
+    sizes = {"batch": 1, "query_heads": 1, "key_value_heads": 1, "head_dim": 16, "device": device}
+    run = Lockstep(
+        twins.optimized.epikv.EpiKVState(config, dtype=torch.bfloat16, **sizes),
+        twins.reference.epikv.EpiKVState(config, dtype=torch.float64, **sizes), Adapter(),
+    )
+    tokens = [tensor[:1, :1].bfloat16() for tensor in drawn(70, device, 30)]
+    assert extras(run.tested, *tokens)["hidden_a"].shape == (1, 1, 30, 40)
+    run.prefill(*(tensor[:, :, :8] for tensor in tokens))
+    for step in range(8, 26):
+        run.step(*(tensor[:, :, step] for tensor in tokens))
+    assert run.tested.config.newest == 4

@@ -1,0 +1,264 @@
+"""SyncKV with the bank in the host's memory: whenever tokens come, results are those of keys and values at hand.
+
+Equal to the bit to the same state without offload, which is judged elsewhere. On the CPU a transfer is done at once, or
+here as late as it may be; on a GPU its stream is also made to sleep. These tests reach into our own state, so another
+implementation's `offload` is not under test here, but for the first one.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtwin.conformance.judges.synckv_state import Adapter
+from kvtwin.conformance.lockstep import Lockstep
+from kvtwin.optimized.synckv import SyncKVState
+from kvtwin.optimized.synckv._transfers import StreamTransfers, Transfers
+from kvtwin.reference.synckv import HeadClusters, SyncKVConfig
+from kvtwin.reference.synckv import SyncKVState as Reference
+
+pytestmark = pytest.mark.kind("equivalence")
+
+CLUSTERS = HeadClusters((0, 0, 0), (1,))
+SIZES = {"batch": 1, "query_heads": 3, "key_value_heads": 3, "head_dim": 16}
+OPTIONS = {"k": 3, "stride": 2, "clusters": 1, "max_tokens": 14, "scale": 1.0}
+PROMPT, STEPS = 6, 5
+
+
+def tokens(seed: int, device: torch.device, *time: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, 3, *time, 16, generator=generator).to(device) for _ in range(3)]
+
+
+def new(device: torch.device, *, offload: bool = True, **options: Any) -> Any:
+    config = SyncKVConfig(**{**OPTIONS, **options}, offload=offload)
+    return SyncKVState(config, CLUSTERS, **SIZES, dtype=torch.float32, device=device)
+
+
+def played(state: Any, device: torch.device, before_step: Callable[[Any], None] = lambda state: None) -> list[Tensor]:
+    """Outputs and choices of a prompt and some steps."""
+    frames = [state.prefill(*tokens(1, device, PROMPT))]
+    for step in range(STEPS):
+        before_step(state)
+        frames += [state.step(*tokens(2 + step, device)), state.chosen]
+    return frames
+
+
+@pytest.fixture(scope="module")
+def expected(device: torch.device) -> list[Tensor]:
+    return played(new(device, offload=False), device)
+
+
+def assert_same(frames: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(frames) == len(expected)
+    for number, (one, other) in enumerate(zip(frames, expected, strict=True)):
+        assert torch.equal(one, other), f"frame {number}"
+
+
+@pytest.mark.parametrize("exclude", [True, False])
+def test_an_offloaded_state_keeps_step_with_float64(exclude, twins, device):
+    config = SyncKVConfig(**OPTIONS, offload=True, exclude_static=exclude)
+    both = Lockstep(
+        twins.optimized.synckv.SyncKVState(config, CLUSTERS, **SIZES, dtype=torch.float32, device=device),
+        Reference(config, CLUSTERS, **SIZES, dtype=torch.float64, device=device), Adapter(),
+    )
+    if exclude:
+        both.prefill(*tokens(1, device, 5))
+    for step in range(4):
+        both.step(*tokens(2 + step, device))
+    both.reset()
+    both.step(*tokens(20, device))
+
+
+class Late(Transfers):
+    """Every job waits until it is asked for. Meanwhile `spoil` is called."""
+
+    def __init__(self, spoil: Callable[[], None] = lambda: None) -> None:
+        self.jobs: list[Callable[[], None]] = []
+        self.spoil, self.late = spoil, 0
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self.jobs.append(job)
+        self.spoil()
+
+    def wait(self) -> None:
+        self.late += len(self.jobs)
+        while self.jobs:
+            self.jobs.pop(0)()
+
+    def release(self) -> None:
+        self.wait()
+
+
+def settle(device: torch.device) -> None:
+    """All that was launched is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def with_transfers(state: Any, transfers: Transfers) -> Any:
+    """The state with other transfers; memory is still allocated as its own would."""
+    own = state._offload.transfers
+    transfers.allocate = own.allocate  # type: ignore[method-assign]
+    transfers.own = own  # type: ignore[attr-defined]
+    state._offload.transfers = transfers
+    return state
+
+
+def test_transfers_as_late_as_may_be(device, expected):
+    state = with_transfers(new(device), Late())
+    assert_same(played(state, device), expected)
+    assert state._offload.transfers.late == 1 + (STEPS - 1) // 2, "the last one is still under way"
+
+
+def test_places_that_wait_for_tokens_may_hold_anything(device, expected):
+    """NaN in every place of the pool that the set in use has not, and in the slots that new tokens have left."""
+    state = new(device)
+
+    def spoil() -> None:
+        away = state._offload
+        free = torch.ones(away.key.shape[2], dtype=torch.bool, device=device)
+        free[away.places[away.places >= 0]] = False
+        # What the newest tokens lie in is still to be read; on its way is a copy.
+        newest = away.first_new + (state._steps - 1) // 2 % 2 * away.stride
+        free[newest:newest + away.stride] = False
+        for tensor in (away.key, away.value):
+            tensor[:, :, free] = torch.nan
+
+    assert_same(played(with_transfers(state, Late(spoil)), device), expected)
+
+
+def test_only_tokens_that_are_not_resident_are_read(device, expected):
+    """The bank holds NaN for all that is in the pool while a step runs."""
+    state = new(device)
+    kept: list[Any] = []
+
+    class Watched(Transfers):
+        def submit(self, job: Callable[[], None]) -> None:
+            away = state._offload
+            settle(device)
+            held = away.tokens[away.tokens >= 0].cpu()
+            for bank in away.bank:
+                whole = bank.clone()
+                bank[:, :, held] = torch.nan
+                kept.append((bank, whole, held))
+            job()
+            settle(device)
+            while kept:
+                bank, whole, held = kept.pop()
+                bank[:, :, held] = whole[:, :, held]
+
+    assert_same(played(with_transfers(state, Watched()), device), expected)
+
+
+def test_a_slow_stream_changes_nothing(device, expected):
+    """On a GPU: transfers that take far longer than a step. On the CPU there is no stream, and nothing to wait for."""
+    state = new(device)
+    if device.type == "cuda":
+
+        class Slow(StreamTransfers):
+            def submit(self, job: Callable[[], None]) -> None:
+                def slow() -> None:
+                    torch.cuda._sleep(20_000_000)
+                    job()
+                    torch.cuda._sleep(20_000_000)
+
+                super().submit(slow)
+
+        state._offload.transfers = Slow(device)
+    assert_same(played(state, device), expected)
+
+
+def test_rows_are_reordered_while_tokens_are_on_their_way(device):
+    frames = []
+    for offload in (False, True):
+        state = SyncKVState(
+            SyncKVConfig(**OPTIONS, offload=offload), CLUSTERS, **{**SIZES, "batch": 2}, dtype=torch.float32,
+            device=device,
+        )
+        if offload:
+            with_transfers(state, Late())
+        rows = [tokens(seed, device) for seed in range(20, 30)]
+        for one, other in zip(rows[::2], rows[1::2], strict=True):
+            frames.append(state.step(*(torch.cat(pair) for pair in zip(one, other, strict=True))))
+            if state.tokens_seen == 2:
+                state.reorder(torch.tensor([1, 0], device=device))
+        frames += [state.key, state.value]
+    assert_same(frames[len(frames) // 2:], frames[:len(frames) // 2])
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_reset_frees_the_host_s_memory(device, expected):
+    """Also one that comes while tokens are on their way; then the state starts anew."""
+    state = with_transfers(new(device), Late())
+    assert state.host_bytes() == 0, "no token, no bank"
+    played(state, device)
+    assert state.host_bytes() == 2 * 2 * 14 * 16 * 4
+    banks = [weakref.ref(bank) for bank in state._offload.bank]
+    state.reset()
+    state._offload.transfers.own.release()
+    gc.collect()
+    assert state.host_bytes() == 0
+    assert [bank() for bank in banks] == [None, None]
+    assert_same(played(state, device), expected)
+
+
+@pytest.mark.kind("bad_input")
+@pytest.mark.parametrize("start", ["prompt", "step"])
+def test_without_host_memory_there_is_an_error_and_the_state_is_as_it_was(start, device, expected):
+    state = new(device)
+    allocate = state._offload.transfers.allocate
+    asked = []
+
+    def refuse(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        asked.append(shape)
+        if len(asked) == 2:
+            raise MemoryError("no more pinned memory")
+        return allocate(shape, dtype)
+
+    state._offload.transfers.allocate = refuse
+    with pytest.raises(MemoryError, match=r"3584 bytes of the host's memory .*no more pinned memory.*as it was"):
+        state.prefill(*tokens(1, device, PROMPT)) if start == "prompt" else state.step(*tokens(1, device))
+    assert (state.tokens_seen, state.host_bytes(), bool(state.occupied.any())) == (0, 0, False)
+    state._offload.transfers.allocate = allocate
+    assert_same(played(state, device), expected)
+
+
+def test_bytes_are_those_of_all_tensors(device):
+    """On the GPU: what torch's allocator says that the state took, within 5 % (it hands out blocks of 512 bytes)."""
+    if device.type == "cuda":
+        gc.collect()
+        before = torch.cuda.memory_allocated(device)
+    state = SyncKVState(
+        SyncKVConfig(8, max_tokens=4096, offload=True), **{**SIZES, "key_value_heads": 3}, dtype=torch.float32,
+        device=device,
+    )
+    if device.type == "cuda":
+        taken = torch.cuda.memory_allocated(device) - before
+        assert abs(state.gpu_bytes() - taken) < 0.05 * taken
+    seen: dict[int, int] = {}
+    for held in (vars(state), vars(state._offload)):
+        for value in held.values():
+            if isinstance(value, Tensor):
+                seen[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+    assert state.gpu_bytes() == sum(seen.values())
+    cache = 2 * 3 * 4096 * 16 * 4
+    assert state.gpu_bytes() >= cache * 2 / 3, "representatives keep everything"
+    full = new(device, offload=False, max_tokens=4096)
+    assert full.gpu_bytes() >= cache
+    assert full.host_bytes() == 0
+
+
+@pytest.mark.kind("bad_input")
+@pytest.mark.parametrize("value", [1, None, "host"])
+def test_offload_is_a_flag(value):
+    with pytest.raises(TypeError, match="offload must be a bool"):
+        SyncKVConfig(4, offload=value)

@@ -1,0 +1,161 @@
+"""A decode step's attention: the new token is written into its slot, and attended to with all that are held."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...reference.contract import Sizes
+from .._launch import GROUP_ROWS, MAX_SPLITS, key_block, on_device_of, padded_head_dim, split_slots
+from .._longflow_scores import is_last
+from .._numerics import LOG2_E, dot, finite_or_zero, round_output, round_to
+
+
+@torch.library.custom_op("kvtwin::epikv_attend", mutates_args=("key", "value", "workspace", "arrivals"))
+def attend(
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, slot: Tensor,
+    workspace: Tensor, arrivals: Tensor, scale: float,
+) -> Tensor:
+    """query [B, Hq, D]; new_key, new_value [B, Hkv, D] go into slot [B] of the buffers key, value [B, Hkv, S, D].
+    occupied [B, S]: what else is attended to. workspace, arrivals: from `scratch`. Returns [B, Hq, D]."""
+    batch, query_heads, head_dim = query.shape
+    heads, slots = key.shape[1], key.shape[2]
+    sizes = Sizes(batch, query_heads, heads, slots, head_dim)
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    block = key_block(head_dim, key.element_size(), slots)
+    splits, split_size = split_slots(sizes, block, key.device)
+    with on_device_of(key):
+        attend_kernel[(batch * heads * splits,)](
+            query, new_key, new_value, key, value, occupied, slot, output, workspace, arrivals,
+            scale * LOG2_E.value, slots, split_size, splits, heads, batch * query_heads,
+            *query.stride(), *new_key.stride(), *new_value.stride(),
+            GROUP=sizes.group, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), ROWS=GROUP_ROWS, BLOCK=block,
+            SPLITS=1 if splits == 1 else 8 if splits <= 8 else MAX_SPLITS, num_warps=4, num_stages=3,
+        )
+    return output
+
+
+@attend.register_fake
+def _(
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, slot: Tensor,
+    workspace: Tensor, arrivals: Tensor, scale: float,
+) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def scratch(sizes: Sizes, key: Tensor) -> tuple[Tensor, Tensor]:
+    """For what passes between the programs of a KV head: accumulators, maxima and sums of each query head and split,
+    and counters, zero between steps."""
+    splits, _ = split_slots(sizes, key_block(sizes.head_dim, key.element_size(), sizes.slots), key.device)
+    heads = sizes.batch * sizes.query_heads
+    return (
+        torch.empty(heads * splits * (sizes.head_dim + 2), dtype=torch.float32, device=key.device),
+        torch.zeros(sizes.batch * sizes.key_value_heads, dtype=torch.int32, device=key.device),
+    )
+
+
+@triton.jit
+def _write(key, value, new_key, new_value, slot, new_key_d, new_value_d, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr):
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    at, mask = slot * HEAD_DIM + d, d < HEAD_DIM
+    tl.store(key + at, tl.load(new_key + d * new_key_d, mask=mask), mask=mask)
+    tl.store(value + at, tl.load(new_value + d * new_value_d, mask=mask), mask=mask)
+
+
+@triton.jit
+def _merge(
+    partial, tops, weight_sums, output, flat, splits,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+):
+    """The outputs of a KV head's query heads from their splits."""
+    g = tl.arange(0, ROWS)
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    i = tl.arange(0, SPLITS)
+    part = (flat * GROUP + g)[:, None] * splits + i[None, :]
+    there = (g < GROUP)[:, None] & (i < splits)[None, :]
+    each = tl.load(tops + part, mask=there, other=float("-inf"), cache_modifier=".cg")
+    sums = tl.load(weight_sums + part, mask=there, other=0.0, cache_modifier=".cg")
+    top = finite_or_zero(tl.max(each, 1))
+    total = tl.sum(sums * tl.exp2(each - top[:, None]), 1)
+    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    acc = tl.zeros([ROWS, D_PAD], tl.float32)
+    for split in range(splits):
+        at = (flat * GROUP + g) * splits + split
+        share = tl.exp2(tl.load(tops + at, mask=g < GROUP, other=float("-inf"), cache_modifier=".cg") - top)
+        acc += share[:, None] * tl.load(
+            partial + at[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0, cache_modifier=".cg"
+        )
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    at = (flat * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
+    tl.store(output + at, round_output(out, output.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=[
+    "slots", "split_size", "splits", "heads", "query_heads", "query_b", "query_h", "new_key_b", "new_key_h",
+    "new_value_b", "new_value_h",
+])
+def attend_kernel(
+    query, new_key, new_value, key, value, occupied, slot, output, workspace, arrivals,
+    scale, slots, split_size, splits, heads, query_heads,
+    query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Program (split, flat): a share of the slots of a (row, KV head), for its GROUP query heads; the last of a flat
+    merges. `query_heads` are those of all rows. What lies in slots without a token is not read."""
+    split = tl.program_id(0) % splits
+    flat = (tl.program_id(0) // splits).to(tl.int64)
+    b, k_head = flat // heads, flat % heads
+    key += flat * slots * HEAD_DIM
+    value += flat * slots * HEAD_DIM
+    occupied += b * slots
+    partial = workspace
+    tops = workspace + tl.cast(query_heads, tl.int64) * splits * HEAD_DIM
+    weight_sums = tops + query_heads * splits
+    newest = tl.load(slot + b)
+    begin = split * split_size
+    end = tl.minimum(begin + split_size, slots)
+    if (newest >= begin) & (newest < end):
+        _write(
+            key, value, new_key + b * new_key_b + k_head * new_key_h,
+            new_value + b * new_value_b + k_head * new_value_h, newest, new_key_d, new_value_d, HEAD_DIM, D_PAD,
+        )
+    tl.debug_barrier()                                                  # this very program reads that slot
+    row = tl.arange(0, ROWS)
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    in_head = (d < HEAD_DIM)[None, :]
+    mask = (row < GROUP)[:, None] & in_head
+    head = (k_head * GROUP + row)[:, None]
+    q = tl.load(query + b * query_b + head * query_h + d[None, :] * query_d, mask=mask, other=0.0)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D_PAD], tl.float32)
+    for start in range(begin, end, BLOCK):
+        s = start + tl.arange(0, BLOCK)
+        holds = (tl.load(occupied + s, mask=s < end, other=0) != 0) | (s == newest)
+        holds = holds & (s < end)
+        at = s.to(tl.int64)[:, None] * HEAD_DIM + d[None, :]
+        k = tl.load(key + at, mask=holds[:, None] & in_head, other=0.0)
+        logit = tl.where(holds[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logit, 1))
+        shift = finite_or_zero(new_top)
+        p = tl.exp2(logit - shift[:, None])
+        rescale = tl.exp2(top - shift)
+        weight_sum = weight_sum * rescale + tl.sum(p, 1)
+        v = tl.load(value + at, mask=holds[:, None] & in_head, other=0.0)
+        acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
+        top = new_top
+    if SPLITS == 1:
+        # The new token is always there, so a sum is 0 for logits alone that are not numbers.
+        out = acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
+        at = (flat * GROUP + row)[:, None] * HEAD_DIM + d[None, :]
+        tl.store(output + at, round_output(out, output.dtype.element_ty), mask=mask)
+    else:
+        part = (flat * GROUP + row) * splits + split
+        tl.store(tops + part, top, mask=row < GROUP)
+        tl.store(weight_sums + part, weight_sum, mask=row < GROUP)
+        tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
+        if is_last(arrivals + flat, splits):
+            _merge(partial, tops, weight_sums, output, flat, splits, GROUP, HEAD_DIM, D_PAD, ROWS, SPLITS)

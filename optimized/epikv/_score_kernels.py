@@ -1,0 +1,283 @@
+"""Scores of whole sequences, and the device functions that they share with a step: `_step_kernels`.
+
+A window is a tile's row of W_PAD lanes, the newest value in the last: sequences and steps sum alike. Quotients and
+roots are rounded to nearest, so that equal values have a deviation far below what counts as constant.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._launch import INTERPRETED, on_device_of, padded_head_dim
+from .._numerics import float32
+
+LEAST_RANGE = tl.constexpr(1e-6)
+
+
+@triton.jit
+def no_sign(x):
+    """-0 becomes 0. Not by adding 0: a fused multiply-add keeps the sign."""
+    return tl.where(x == 0.0, 0.0, x)
+
+
+@triton.jit
+def rolled(x, there, newest, constant, ZSCORE: tl.constexpr):
+    """Mean of each row of a tile of windows [R, W_PAD], or the z-score of its last value, newest [R]; 0 for a row of
+    nothing. constant: the deviation, relative to the largest value, that is none."""
+    count = tl.maximum(tl.sum(there.to(tl.float32), 1), 1.0)
+    mean = tl.div_rn(tl.sum(tl.where(there, x, 0.0), 1), count)
+    if ZSCORE:
+        deviation = tl.where(there, x - mean[:, None], 0.0)
+        sigma = tl.sqrt_rn(tl.div_rn(tl.sum(deviation * deviation, 1), count))
+        largest = tl.max(tl.where(there, tl.abs(x), 0.0), 1)
+        flat = sigma <= constant * largest
+        return tl.where(flat, 0.0, tl.div_rn(newest - mean, tl.where(flat, 1.0, sigma)))
+    else:
+        return mean
+
+
+@triton.jit
+def variance(x, in_head, head_dim):
+    """Of each row of x [R, D_PAD], ddof 0; in_head [R or 1, D_PAD]."""
+    mean = tl.sum(tl.where(in_head, x, 0.0), 1) * (1.0 / head_dim)
+    deviation = tl.where(in_head, x - mean[:, None], 0.0)
+    return tl.sum(deviation * deviation, 1) * (1.0 / head_dim)
+
+
+@triton.jit
+def spread(x, low, high, in_head):
+    """Deviation over the channels of (x - low) / (high - low): x [R, D_PAD]; low, high, in_head [R or 1, D_PAD]."""
+    width = high - low
+    largest = tl.max(tl.where(in_head, tl.maximum(tl.abs(low), tl.abs(high)), 0.0), 1)
+    says = (width > LEAST_RANGE * largest[:, None]) & in_head
+    count = tl.maximum(tl.sum(says.to(tl.float32), 1), 1.0)[:, None]
+    normal = tl.where(says, (x - low) / tl.where(says, width, 1.0), 0.0)
+    centre = tl.sum(normal / count, 1)
+    deviation = tl.where(says, normal - centre[:, None], 0.0)
+    return tl.sqrt_rn(tl.sum(deviation * deviation / count, 1))
+
+
+# Operations ----------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("kvtwin::epikv_change", mutates_args=())
+def change(hidden: Tensor, previous: Tensor, source: Tensor | None) -> Tensor:
+    """||hidden[b, t] - previous[b, source[b, t]]||_2: hidden, previous [B, T, C]; source [B, T] int64, -1 gives 0,
+    default t. Returns [B, T] float32."""
+    batch, tokens, size = hidden.shape
+    result = torch.empty(batch, tokens, dtype=torch.float32, device=hidden.device)
+    block = min(4096 if INTERPRETED else 512, triton.next_power_of_2(size))
+    rows = 32 if INTERPRETED else 4
+    with on_device_of(hidden):
+        change_kernel[(triton.cdiv(batch * tokens, rows),)](
+            hidden, previous, source, result, batch * tokens, tokens, size, *hidden.stride(), *previous.stride(),
+            ROWS=rows, BLOCK=block, INDEXED=source is not None, num_warps=4,
+        )
+    return result
+
+
+@change.register_fake
+def _(hidden: Tensor, previous: Tensor, source: Tensor | None) -> Tensor:
+    return hidden.new_empty(hidden.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("kvtwin::epikv_rolling", mutates_args=())
+def rolling(values: Tensor, first: Tensor | None, window: int, zscore: bool) -> Tensor:
+    """Rolling means or z-scores of values [N, T], of which those before first[n] are none."""
+    rows, tokens = values.shape
+    result = torch.empty(rows, tokens, dtype=torch.float32, device=values.device)
+    width = triton.next_power_of_2(window)
+    block = max(1, (8192 if INTERPRETED else 2048) // width)
+    with on_device_of(values):
+        rolling_kernel[(rows * triton.cdiv(tokens, block),)](
+            values, first, result, tokens, window, triton.cdiv(tokens, block), limit(window), *values.stride(),
+            BLOCK=block, W_PAD=width, ZSCORE=zscore, PADDED=first is not None, num_warps=4,
+        )
+    return result
+
+
+@rolling.register_fake
+def _(values: Tensor, first: Tensor | None, window: int, zscore: bool) -> Tensor:
+    return values.new_empty(values.shape, dtype=torch.float32)
+
+
+def limit(window: int) -> float:
+    """What deviation is none, relative to the largest value of the window: a number of float32, if window is below
+    2^22."""
+    return 4 * 2.0**-24 * window
+
+
+@torch.library.custom_op("kvtwin::epikv_variance", mutates_args=())
+def variances(x: Tensor) -> Tensor:
+    """Variance over the channels, averaged over heads: x [B, Hkv, T, D] -> [B, T]."""
+    batch, heads, tokens, head_dim = x.shape
+    result = torch.empty(batch, tokens, dtype=torch.float32, device=x.device)
+    block = 16
+    with on_device_of(x):
+        variance_kernel[(batch * triton.cdiv(tokens, block),)](
+            x, result, tokens, heads, triton.cdiv(tokens, block), *x.stride(),
+            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), BLOCK=block, num_warps=4,
+        )
+    return result
+
+
+@variances.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], x.shape[2]), dtype=torch.float32)
+
+
+@torch.library.custom_op("kvtwin::epikv_lag", mutates_args=())
+def lag(key: Tensor, value: Tensor, order: Tensor, first: Tensor, chunk: int) -> Tensor:
+    """`lag_kv` of key, value [B, Hkv, T, D], whose tokens come in `order` [B, T], padding before place first[b].
+    Returns [B, T] in the tokens' own places; 0 for padding."""
+    batch, heads, tokens, head_dim = key.shape
+    result = torch.zeros(batch, tokens, dtype=torch.float32, device=key.device)
+    chunks = triton.cdiv(tokens, chunk)
+    with on_device_of(key):
+        lag_kernel[(batch * chunks,)](
+            key, value, order, first, result, tokens, heads, chunk, chunks, value.shape[3],
+            *key.stride(), *value.stride(), KEY_DIM=head_dim,
+            D_PAD=padded_head_dim(max(head_dim, value.shape[3])),
+            TILE=min(64, triton.next_power_of_2(chunk)), num_warps=8,
+        )
+    return result
+
+
+@lag.register_fake
+def _(key: Tensor, value: Tensor, order: Tensor, first: Tensor, chunk: int) -> Tensor:
+    return key.new_empty((key.shape[0], key.shape[2]), dtype=torch.float32)
+
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=[
+    "rows", "tokens", "size", "hidden_b", "hidden_t", "previous_b", "previous_t",
+])
+def change_kernel(
+    hidden, previous, source, result, rows, tokens, size, hidden_b, hidden_t, hidden_c, previous_b, previous_t,
+    previous_c, ROWS: tl.constexpr, BLOCK: tl.constexpr, INDEXED: tl.constexpr,
+):
+    """Program: ROWS tokens."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    b, t = row // tokens, row % tokens
+    before = t
+    if INDEXED:
+        before = tl.load(source + row, mask=inside, other=-1)
+    counts = inside & (before >= 0)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        c = start + tl.arange(0, BLOCK).to(tl.int64)
+        mask = counts[:, None] & (c < size)[None, :]
+        h = tl.load(hidden + (b * hidden_b + t * hidden_t)[:, None] + c[None, :] * hidden_c, mask=mask, other=0.0)
+        p = tl.load(
+            previous + (b * previous_b + before * previous_t)[:, None] + c[None, :] * previous_c, mask=mask, other=0.0
+        )
+        difference = float32(h) - float32(p)
+        total += difference * difference
+    tl.store(result + row, tl.sqrt_rn(tl.sum(total, 1)), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "window", "blocks", "values_n", "values_t"])
+def rolling_kernel(
+    values, first, result, tokens, window, blocks, constant, values_n, values_t,
+    BLOCK: tl.constexpr, W_PAD: tl.constexpr, ZSCORE: tl.constexpr, PADDED: tl.constexpr,
+):
+    """Program: BLOCK windows of a row."""
+    n = (tl.program_id(0) // blocks).to(tl.int64)
+    t = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    begin = 0
+    if PADDED:
+        begin = tl.load(first + n).to(tl.int32)
+    at = t[:, None] - (W_PAD - 1) + tl.arange(0, W_PAD)[None, :]
+    there = (at >= begin) & (at > t[:, None] - window) & (t < tokens)[:, None]
+    x = float32(tl.load(values + n * values_n + at.to(tl.int64) * values_t, mask=there, other=0.0))
+    newest = float32(
+        tl.load(values + n * values_n + t.to(tl.int64) * values_t, mask=(t >= begin) & (t < tokens), other=0.0)
+    )
+    tl.store(
+        result + n * tokens + t, no_sign(rolled(x, there, newest, constant, ZSCORE)), mask=t < tokens
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "heads", "blocks", "x_b", "x_h", "x_t"])
+def variance_kernel(
+    x, result, tokens, heads, blocks, x_b, x_h, x_t, x_d,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Program: BLOCK tokens of a row of the batch, all heads."""
+    b = (tl.program_id(0) // blocks).to(tl.int64)
+    t = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    in_head = (d < HEAD_DIM)[None, :]
+    total = tl.zeros([BLOCK], tl.float32)
+    for head in range(heads):
+        at = x + b * x_b + tl.cast(head, tl.int64) * x_h + t.to(tl.int64)[:, None] * x_t + d[None, :] * x_d
+        vectors = float32(tl.load(at, mask=(t < tokens)[:, None] & in_head, other=0.0))
+        total += variance(vectors, in_head, HEAD_DIM)
+    tl.store(result + b * tokens + t, total / heads, mask=t < tokens)
+
+
+@triton.jit
+def _vectors(x, order, begin, last, tile, x_t, x_d, dim, D_PAD: tl.constexpr, TILE: tl.constexpr):
+    """Places begin + tile.. of a row's order, before `last`: x [TILE, D_PAD], and which of them there are."""
+    place = begin + tile + tl.arange(0, TILE)
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    there = place < last
+    t = tl.load(order + place, mask=there, other=0)
+    mask = there[:, None] & (d < dim)[None, :]
+    return float32(tl.load(x + t[:, None] * x_t + d[None, :] * x_d, mask=mask, other=0.0)), mask, t
+
+
+@triton.jit
+def _ranges(x, order, begin, chunk, x_t, x_d, dim, D_PAD: tl.constexpr, TILE: tl.constexpr):
+    """The least and the largest number of each channel in the chunk that begins at place `begin`, [1, D_PAD]."""
+    low = tl.full([D_PAD], float("inf"), tl.float32)
+    high = tl.full([D_PAD], float("-inf"), tl.float32)
+    for tile in range(0, chunk, TILE):
+        v, mask, _ = _vectors(x, order, begin, begin + chunk, tile, x_t, x_d, dim, D_PAD, TILE)
+        low = tl.minimum(low, tl.min(tl.where(mask, v, float("inf")), 0))
+        high = tl.maximum(high, tl.max(tl.where(mask, v, float("-inf")), 0))
+    empty = low > high
+    return tl.where(empty, 0.0, low)[None, :], tl.where(empty, 0.0, high)[None, :]
+
+
+@triton.jit(do_not_specialize=[
+    "tokens", "heads", "chunk", "chunks", "value_dim", "key_b", "key_h", "key_t", "value_b", "value_h", "value_t",
+])
+def lag_kernel(
+    key, value, order, first, result, tokens, heads, chunk, chunks, value_dim,
+    key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d,
+    KEY_DIM: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
+):
+    """Program: a chunk of a row of the batch, normalised by the chunk before it."""
+    b = (tl.program_id(0) // chunks).to(tl.int64)
+    number = tl.program_id(0) % chunks
+    begin = tl.load(first + b).to(tl.int32) + number * chunk
+    last = tl.minimum(begin + chunk, tokens)
+    order += b * tokens
+    d = tl.arange(0, D_PAD)
+    for tile in range(0, chunk, TILE):
+        total = tl.zeros([TILE], tl.float32)
+        if number == 0:
+            total += float("inf")
+        elif begin < tokens:                                            # else padding pushed the chunk out of the row
+            for head in range(heads):
+                h = tl.cast(head, tl.int64)
+                one, other = key + b * key_b + h * key_h, value + b * value_b + h * value_h
+                low, high = _ranges(one, order, begin - chunk, chunk, key_t, key_d, KEY_DIM, D_PAD, TILE)
+                x, _, _ = _vectors(one, order, begin, last, tile, key_t, key_d, KEY_DIM, D_PAD, TILE)
+                total += spread(x, low, high, (d < KEY_DIM)[None, :])
+                low, high = _ranges(other, order, begin - chunk, chunk, value_t, value_d, value_dim, D_PAD, TILE)
+                x, _, _ = _vectors(other, order, begin, last, tile, value_t, value_d, value_dim, D_PAD, TILE)
+                total += spread(x, low, high, (d < value_dim)[None, :])
+            total = total / heads
+        place = begin + tile + tl.arange(0, TILE)
+        # A tile may be longer than what is left of its chunk.
+        inside = (place < last) & (tile + tl.arange(0, TILE) < chunk)
+        t = tl.load(order + place, mask=inside, other=0)
+        tl.store(result + b * tokens + t, total, mask=inside)

@@ -1,0 +1,228 @@
+"""EpiKV's decisions on the GPU: one launch per step for all rows, one `EpiKVScorer` for all layers of a model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...reference.contract import (
+    capturing, check_dtype, check_integer, check_mask, check_next_slot, check_reorder, resolve_device,
+)
+from ...reference.epikv.contract import EpiKVConfig, check_prompt_fits
+from .._launch import DTYPES, check_kernel_device
+from . import _score_kernels as score_kernels, _step_kernels as step_kernels
+from .scores import FIRST, LAST, codes, compacted, difference, kv_variance, lag_kv, rolling_mean, rolling_of, select
+
+
+class EpiKVScorer:
+    """Positions and scores of S = config.slots slots per row, and which of them the next token takes.
+
+    Preallocated and updated in place: a step fits in a CUDA graph. Attributes and semantics: `EpiKVScorer` of the
+    reference. What is evicted next is the lowest of `rank`, an integer per slot that holds score and age; nothing else
+    of the size of S is read in a step.
+    """
+
+    def __init__(
+        self, config: EpiKVConfig, *, batch: int, hidden_size: int, key_value_heads: int, head_dim: int,
+        dtype: torch.dtype, device: torch.device | str,
+    ) -> None:
+        self.config = config
+        self.batch = check_integer("batch", batch, minimum=1)
+        self.hidden_size = check_integer("hidden_size", hidden_size, minimum=1)
+        self.dtype = check_dtype("dtype", dtype, DTYPES)
+        self.device = resolve_device(device)
+        check_kernel_device("device", self.device)
+
+        @torch.inference_mode(False)  # else what was made in inference mode could not be used outside of it
+        def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        layers, slots = sum(config.layers), config.slots
+        self.occupied = buffer(batch, slots, dtype=torch.bool)
+        self.positions = buffer(batch, slots, dtype=torch.int64)
+        self.score = buffer(batch, slots, dtype=torch.float32)
+        self._rank = buffer(batch, slots, dtype=torch.int64)
+        self._next_slot = buffer(batch, dtype=torch.int64)
+        self._tokens = buffer(batch, dtype=torch.int64)
+        self._seen = buffer(batch, dtype=torch.int64)           # on the device: graphs replay it
+        self._recents = buffer(batch, max(1, config.newest - 1), dtype=torch.int64)
+        self._previous = buffer(batch, max(1, layers), hidden_size if layers else 1, dtype=dtype)
+        self._values = buffer(batch, max(1, layers), config.window, dtype=torch.float32)
+        lag = config.policy == "lag_kv"
+        self._ranges = buffer(4, batch, 2, key_value_heads if lag else 1, head_dim if lag else 1, dtype=torch.float32)
+        self.reset()
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens that came in since the last reset, padding included. Reading it synchronises with the GPU."""
+        return int(self._seen[0].item())
+
+    @property
+    def next_slot(self) -> Tensor:
+        """Where the next token will be written. Assigning checks the values and copies them: of the slots that may be
+        overwritten, another one."""
+        return self._next_slot
+
+    @next_slot.setter
+    def next_slot(self, value: Tensor) -> None:
+        self._next_slot.copy_(check_next_slot(value, self._next_slot, self.config.slots))
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.occupied.zero_()
+        self.positions.fill_(-1)
+        self.score.fill_(-torch.inf)
+        self._rank.copy_(self._free_ranks(self._next_slot.new_full((self.batch,), self.config.budget)))
+        self._recents.fill_(-1)
+        for tensor in (self._next_slot, self._tokens, self._seen, self._previous, self._values, self._ranges):
+            tensor.zero_()
+
+    def reorder(self, index: Tensor) -> None:
+        """Row b becomes what row index[b] was (beam search). index [B] int64."""
+        index = check_reorder(index, self.batch, self.device)
+        for tensor in (
+            self.occupied, self.positions, self.score, self._rank, self._next_slot, self._tokens, self._seen,
+            self._recents, self._previous, self._values,
+        ):
+            tensor.copy_(tensor.index_select(0, index))
+        self._ranges.copy_(self._ranges.index_select(1, index))
+
+    # A prompt --------------------------------------------------------------------------------------------------------
+
+    def prefill(
+        self, occupied: Tensor, hidden: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor
+    ) -> None:
+        """A prompt: occupied [B, T]; hidden [B, L, T, C] of both bands, or None; key, value [B, Hkv, T, D]."""
+        self.check_prompt(occupied)
+        config = self.config
+        if hidden is not None:
+            layers = [*hidden[0].unbind(1), *hidden[1].unbind(1)]
+            changes = torch.stack([self.observe(n, h, occupied) for n, h in enumerate(layers)], 1)
+            follows = _follows(occupied)
+            one, other = (
+                rolling_of(band.contiguous(), config.policy, config.window, follows)
+                for band in changes.split(config.layers, 1)
+            )
+            scores = difference(one, other)
+        else:
+            scores = self._observe_vectors(key, value, occupied)
+        self.admit(occupied, None if config.keep_prompt else scores)
+
+    def check_prompt(self, occupied: Tensor) -> None:
+        """ValueError where a prompt does not fit; RuntimeError unless this is empty. Synchronises with the GPU."""
+        check_mask("occupied", occupied, (self.batch, occupied.shape[-1]), "[B, T]", self.occupied, "the state")
+        if capturing(self.device):
+            return
+        if self.tokens_seen:
+            raise RuntimeError("prefill needs an empty state: call reset() first")
+        check_prompt_fits(self.config, int(occupied.sum(-1).max()))
+
+    def observe(self, layer: int, hidden: Tensor, occupied: Tensor) -> Tensor:
+        """What layer number `layer` (band A's first, then band B's) puts out for a prompt, [B, T, C]: its changes
+        [B, T], 0 for a row's first token and for padding. Of the states themselves only the last is remembered."""
+        index = torch.arange(hidden.shape[1], device=hidden.device).where(occupied, -1)
+        last = index.cummax(1).values                                                   # itself, or the last before it
+        before = torch.cat((torch.full_like(last[:, :1], -1), last[:, :-1]), 1).masked_fill(~occupied, -1)
+        change: Tensor = score_kernels.change(hidden, hidden, before)
+        rows = torch.arange(self.batch, device=hidden.device)
+        newest = hidden[rows, last[:, -1].clamp_min(0)]
+        self._previous[:, layer] = newest.masked_fill(last[:, -1:] < 0, 0)
+        self._remember(layer, change, before >= 0)
+        return change
+
+    def admit(self, occupied: Tensor, scores: Tensor | None) -> None:
+        """A prompt's tokens take slots, those that `select` keeps in their order. scores [B, T], or None if it is kept
+        whole."""
+        config, total = self.config, occupied.shape[1]
+        held = occupied.sum(1)
+        room = torch.full_like(held, config.budget)
+        if scores is None:
+            kept = torch.arange(total, device=self.device).where(occupied, total).sort(-1).values
+            kept = kept.where(kept < total, -1)[:, :config.slots]
+            found = torch.full_like(self.score[:, :1], torch.inf).expand(kept.shape)
+            if not config.count_prompt:
+                room = room + held
+        else:
+            kept = select(scores, config.budget, prompt=0, recent=config.newest, occupied=occupied)
+            found = scores.gather(1, kept.clamp_min(0))
+        count = kept.shape[1]
+        self.positions[:, :count] = kept
+        self.occupied[:, :count] = kept >= 0
+        self.score[:, :count] = found.masked_fill(kept < 0, -torch.inf)
+        self._tokens.copy_(held)
+        self._seen.fill_(total)
+        code = torch.full_like(self._rank, LAST) if scores is None else codes(self.score, self.positions)
+        code = code.masked_fill(self.positions > total - config.newest, LAST)
+        self._rank.copy_(torch.where(self.occupied, code, self._free_ranks(room)))
+        if scores is not None:
+            self._remember_recents(total)
+        # Of ranks that are all the last there is no choice, but there is always a lower one.
+        self._next_slot.copy_(self._rank.argmin(1))
+
+    def _free_ranks(self, room: Tensor) -> Tensor:
+        """Of slots without a token, [B, S]: the lowest first, and never those beyond what a row may use, room [B]."""
+        index = torch.arange(self.config.slots, device=self.device)
+        return (index + FIRST).where(index < room[:, None], LAST)
+
+    def _remember_recents(self, total: int) -> None:
+        """The slots of the newest tokens but one that came; for a kept prompt they stay -1."""
+        ring = self.config.newest - 1
+        if not ring:
+            return
+        token = self.positions.where(self.occupied, total)
+        slot = torch.arange(self.config.slots, device=self.device).expand(token.shape)
+        slots = torch.full_like(token[:, :1], -1).repeat(1, total + 1).scatter(1, token, slot)
+        position = torch.arange(max(0, total - ring), total, device=self.device)
+        self._recents[:, position % ring] = slots[:, position]
+
+    def _remember(self, layer: int, values: Tensor, there: Tensor) -> None:
+        """The last `window` of the values [B, T] that are there, as a ring by their number."""
+        window = self.config.window
+        ordered = torch.nn.functional.pad(values.gather(1, compacted(there)), (window, 0))[:, -window:]
+        number = there.sum(1, keepdim=True) - window + torch.arange(window, device=values.device)
+        self._values[:, layer].scatter_(1, number % window, ordered)
+
+    def _observe_vectors(self, key: Tensor, value: Tensor, occupied: Tensor) -> Tensor:
+        config = self.config
+        if config.policy == "lag_kv":
+            self._remember_ranges(key, value, occupied)
+            return lag_kv(key, value, chunk=config.chunk, occupied=occupied)
+        variance = kv_variance(key if config.policy == "kv_key" else value).masked_fill(~occupied, 0)
+        self._remember(0, variance, occupied)
+        return rolling_mean(variance, config.window, occupied=occupied)
+
+    def _remember_ranges(self, key: Tensor, value: Tensor, occupied: Tensor) -> None:
+        """Of the chunk that is coming in, and of the one before it."""
+        chunk = self.config.chunk
+        number = occupied.cumsum(1) - 1                                                 # of each token in its row
+        current = (number[:, -1:] // chunk).clamp_min(0)
+        for back in (0, 1):
+            mask = (occupied & (number // chunk == current - back))[:, None, :, None]
+            empty = ~mask.any(2)
+            for side, tensor in enumerate((key, value)):
+                low = tensor.float().masked_fill(~mask, torch.inf).amin(2).masked_fill(empty, 0)
+                high = tensor.float().masked_fill(~mask, -torch.inf).amax(2).masked_fill(empty, 0)
+                self._ranges[2 * back, :, side] = low
+                self._ranges[2 * back + 1, :, side] = high
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    def step(
+        self, hidden: tuple[Tensor, Tensor] | None = None, key: Tensor | None = None, value: Tensor | None = None
+    ) -> None:
+        """The token in `next_slot` is scored, and the next slot is chosen: hidden [B, L, C] of both bands, or None; key
+        and value [B, Hkv, D] where the policy reads them. One launch, no host synchronisation."""
+        config = self.config
+        one, other = (None, None) if hidden is None else hidden
+        if hidden is not None:
+            key = value = None
+        step_kernels.step(
+            one, other, key, value, self._previous, self._values, self.occupied, self.positions, self.score,
+            self._rank, self._next_slot, self._tokens, self._seen, self._recents, self._ranges,
+            config.policy, config.window, config.chunk, config.newest,
+        )
+
+
+def _follows(occupied: Tensor) -> Tensor:
+    """The tokens that have one before them, [B, T]."""
+    return occupied & (occupied.cumsum(1) > 1)

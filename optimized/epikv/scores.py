@@ -1,0 +1,167 @@
+"""EpiKV's scores of whole sequences; semantics: `kvtwin.reference.epikv.scores`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...reference.contract import check_choice, check_integer
+from ...reference.epikv.contract import BANDS, check_hidden_pair, check_selection, check_series, check_vectors
+from .._launch import check_launchable
+from . import _score_kernels as kernels
+
+#: Above every code of a token, and below.
+LAST, FIRST = 2**63 - 1, -(2**63)
+
+
+def hidden_change(hidden: Tensor, previous: Tensor) -> Tensor:
+    """g = ||h(t) - h(t - 1)||_2 (eq. 1): hidden and previous [..., C], of one dtype -> [...] float32."""
+    check_hidden_pair(hidden, previous)
+    check_launchable(hidden=hidden, previous=previous)
+    one, other = (_as_sequences(tensor) for tensor in (hidden, previous))
+    found: Tensor = kernels.change(one, other, None)
+    return found.view(hidden.shape[:-1])
+
+
+def rolling_mean(g: Tensor, window: int = 64, *, occupied: Tensor | None = None) -> Tensor:
+    """The mean of the last `window` values, t included (below eq. 2): g [B, T] or [B, L, T] -> its shape, float32.
+
+    occupied [B, T] bool: what is False is no value, and gives 0; windows reach back over real values only.
+    """
+    return _rolling(g, window, occupied, zscore=False)
+
+
+def rolling_zscore(g: Tensor, window: int = 64, *, occupied: Tensor | None = None) -> Tensor:
+    """(g(t) - mean) / deviation over the last `window` values, t included (eq. 3, without its epsilon); ddof 0.
+
+    0 where the deviation is at most 4 u window max |g|, u = 2^-24. Arguments as for `rolling_mean`.
+    """
+    return _rolling(g, window, occupied, zscore=True)
+
+
+def score(
+    change_a: Tensor, change_b: Tensor, *, policy: str = "epikv", window: int = 64, occupied: Tensor | None = None
+) -> Tensor:
+    """z_A - z_B, or with policy "hs_variance" the difference of rolling means (eq. 2): [B, T], higher = keep.
+
+    change_a, change_b: g of a layer of each band [B, T], or of several [B, L, T], whose z-scores are averaged.
+    """
+    check_choice("policy", policy, tuple(BANDS))
+    one, other = (
+        rolling_of(_with_layers(check_series(name, change, occupied)), policy, window, occupied)
+        for name, change in (("change_a", change_a), ("change_b", change_b))
+    )
+    return difference(one, other)
+
+
+def kv_variance(key_or_value: Tensor) -> Tensor:
+    """Variance over a vector's channels (ddof 0), averaged over the KV heads: [B, Hkv, T, D] -> [B, T] float32."""
+    x = check_vectors("key_or_value", key_or_value)
+    check_launchable(key_or_value=x)
+    found: Tensor = kernels.variances(x)
+    return found
+
+
+def lag_kv(key: Tensor, value: Tensor, *, chunk: int = 128, occupied: Tensor | None = None) -> Tensor:
+    """Spread of each token's key and value, normalised by the previous chunk: [B, T] float32, higher = keep.
+
+    key, value [B, Hkv, T, D]; occupied [B, T]. +inf in a row's first chunk, 0 for padding.
+    """
+    check_vectors("key", key, occupied)
+    check_vectors("value", value)
+    chunk = check_integer("chunk", chunk, minimum=1)
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(f"value must have key's B, Hkv and T {tuple(key.shape[:3])}, got {tuple(value.shape)}")
+    check_launchable(key=key, value=value)
+    batch, _, tokens, _ = key.shape
+    if occupied is None:
+        order = torch.arange(tokens, device=key.device).repeat(batch, 1)
+        first = torch.zeros(batch, dtype=torch.int64, device=key.device)
+    else:
+        order, first = compacted(occupied), (~occupied).sum(1)
+    found: Tensor = kernels.lag(key, value, order, first, chunk)
+    return found
+
+
+def select(
+    score: Tensor, budget: int, *, prompt: int, recent: int, occupied: Tensor | None = None
+) -> Tensor:
+    """Which tokens stay (section 3.3): the first `prompt`, the newest `recent`, and those of the highest scores.
+
+    score [B, T]. Of equal scores the older token goes first; NaN ranks lowest. occupied [B, T] bool, False: padding.
+    Returns [B, min(T, budget)] int64, ascending, -1 at the end of rows that have fewer.
+    """
+    score = check_selection(score, budget, prompt, recent, occupied)
+    total = score.shape[1]
+    index = torch.arange(total, device=score.device)
+    code = codes(score, index)
+    code = code.masked_fill((index < prompt) | (index >= total - recent), LAST)
+    if occupied is not None:
+        code = code.masked_fill(~occupied, FIRST)
+    # Not by codes alone: of protected tokens, which are all alike, the lowest indices would be any.
+    order = code.sort(dim=-1, stable=True).indices[:, total - min(total, budget):]
+    if occupied is not None:
+        order = order.where(occupied.gather(1, order), total)
+    kept = order.sort(-1).values
+    return kept.where(kept < total, -1)
+
+
+# What a state uses too -----------------------------------------------------------------------------------------------
+
+
+def codes(score: Tensor, positions: Tensor) -> Tensor:
+    """Integers in the order of eviction: by score, NaN like -inf, then by position; as in `_step_kernels.code_of`."""
+    x = score.float()
+    x = torch.where(x.isnan(), -torch.inf, torch.where(x == 0, 0.0, x)).contiguous()
+    bits = x.view(torch.int32)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) | positions
+
+
+def compacted(occupied: Tensor) -> Tensor:
+    """The order of a row's places in which padding comes first and tokens, as they came, last: [B, T] int64."""
+    return occupied.to(torch.int8).sort(dim=-1, stable=True).indices
+
+
+def rolling_of(change: Tensor, policy: str, window: int, occupied: Tensor | None) -> Tensor:
+    """Rolling means or z-scores of change [B, L, T], as the policy has it."""
+    return _rolling(change, window, occupied, zscore=policy != "hs_variance")
+
+
+def difference(one: Tensor, other: Tensor) -> Tensor:
+    """The mean over the layers of a band minus that of the other: [B, La, T] and [B, Lb, T] -> [B, T]."""
+    return _over_layers(one) - _over_layers(other)
+
+
+def _over_layers(x: Tensor) -> Tensor:
+    total = x[:, 0]
+    for layer in range(1, x.shape[1]):
+        total = total + x[:, layer]
+    return total / x.shape[1]
+
+
+def _rolling(g: Tensor, window: int, occupied: Tensor | None, *, zscore: bool) -> Tensor:
+    g = check_series("g", g, occupied)
+    window = check_integer("window", window, minimum=1)
+    check_launchable(g=g)
+    shape, tokens = g.shape, g.shape[-1]
+    if occupied is None:
+        found: Tensor = kernels.rolling(g.reshape(-1, tokens), None, window, zscore)
+        return found.view(shape)
+    order, first, there = compacted(occupied), (~occupied).sum(1), occupied
+    if g.dim() == 3:
+        order, there = (x[:, None].expand(shape) for x in (order, there))
+        first = first.repeat_interleave(shape[1])
+    ordered = g.gather(-1, order).reshape(-1, tokens)
+    found = kernels.rolling(ordered, first, window, zscore).view(shape)
+    return torch.zeros_like(found).scatter(-1, order, found).masked_fill(~there, 0)
+
+
+def _with_layers(change: Tensor) -> Tensor:
+    return change if change.dim() == 3 else change[:, None]
+
+
+def _as_sequences(tensor: Tensor) -> Tensor:
+    """[..., C] as [B, T, C]."""
+    if tensor.dim() <= 3:
+        return tensor.view(*[1] * (3 - tensor.dim()), *tensor.shape)
+    return tensor.flatten(0, -3)

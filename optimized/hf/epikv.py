@@ -1,0 +1,23 @@
+"""EpiKV's cache for transformers, on the Triton kernels."""
+
+from __future__ import annotations
+
+from ...reference.hf.plug_epikv import HiddenStateCache
+from ..epikv.scorer import EpiKVScorer
+from ..epikv.state import EpiKVState
+
+
+class EpiKVCache(HiddenStateCache):
+    """An EpiKV cache for `generate`: at most `budget` tokens per row, the same in all layers, in float32 to bfloat16.
+
+        model.set_attn_implementation("kvtwin")
+        with EpiKVCache(model, budget=1024) as cache:
+            model.generate(ids, past_key_values=cache)
+
+    A forward pass costs one launch per layer, for attention, and one for all decisions. Options, hooks, and the errors:
+    `EpiKVCache` of the reference. A model on the CPU needs Triton's interpreter: TRITON_INTERPRET=1 before anything
+    imports triton, which importing a transformers model does.
+    """
+
+    State = EpiKVState
+    Scorer = EpiKVScorer

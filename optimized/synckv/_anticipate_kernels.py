@@ -1,0 +1,84 @@
+"""An anticipation's kernels: they do nothing unless the step was one. Semantics: `_score_kernels`, `_select`.
+
+Launched with every step of a graph, so what is due is decided on the device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._keydiff_select import _FREE, compact_kernel, count_kernel, histogram_kernel
+from .._numerics import sortable
+from ..thinkv._thoughts_kernels import denominators
+
+
+@triton.jit(do_not_specialize=["slots", "splits", "chunks", "lookers"])
+def codes_kernel(
+    due, logits, tops, weight_sums, occupied, fixed, codes, histograms, slots, splits, chunks, lookers,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, EXCLUDE: tl.constexpr,
+):
+    """Program (chunk, flat): codes in the order of the pooled log-weights, the last slot's first. EXCLUDE: `fixed`
+    tokens, those of the static set, come before all others, so that they are in the union that is chosen."""
+    if tl.load(due) != 0:
+        chunk = tl.program_id(0) % chunks
+        flat = (tl.program_id(0) // chunks).to(tl.int64)
+        top, log_total = denominators(tops, weight_sums, flat, splits, GROUP, ROWS, SPLITS)
+        row = tl.arange(0, ROWS)
+        s = chunk * CHUNK + tl.arange(0, CHUNK)
+        s64 = s.to(tl.int64)
+        holds = tl.load(occupied + flat // lookers * slots + s64, mask=s < slots, other=0) != 0
+        logit = tl.load(
+            logits + (flat * GROUP + row)[:, None] * slots + s64[None, :], mask=(row < GROUP)[:, None] & holds[None, :],
+            other=float("-inf"),
+        )
+        free = logit == float("-inf")
+        weight = (tl.where(free, 0.0, logit) - top[:, None]) - log_total[:, None]
+        score = tl.max(tl.where(free, logit, weight), 0)
+        if EXCLUDE:
+            taken = tl.load(fixed + flat * slots + s64, mask=s < slots, other=0) != 0
+            score = tl.where(taken, float("inf"), score)
+        tl.store(codes + flat * slots + (slots - 1 - s64), tl.where(holds, sortable(score), _FREE), mask=s < slots)
+        if chunk == 0:
+            number = tl.arange(0, 1024)
+            tl.store(histograms + flat * 1024 + number, tl.zeros([1024], tl.int32))
+
+
+@triton.jit(do_not_specialize=["slots", "wanted", "chunks"])
+def histogram_if(
+    due, codes, histograms, found, slots, wanted, chunks, PASS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr
+):
+    if tl.load(due) != 0:
+        histogram_kernel(codes, histograms, found, slots, wanted, chunks, PASS, CHUNK, FEW)
+
+
+@triton.jit(do_not_specialize=["slots", "wanted", "chunks"])
+def count_if(due, codes, histograms, found, counts, slots, wanted, chunks, CHUNK: tl.constexpr):
+    if tl.load(due) != 0:
+        count_kernel(codes, histograms, found, counts, slots, wanted, chunks, CHUNK)
+
+
+@triton.jit(do_not_specialize=["slots", "wanted", "chunks"])
+def compact_if(due, codes, found, counts, place, kept_count, slots, wanted, chunks, CHUNK: tl.constexpr):
+    if tl.load(due) != 0:
+        compact_kernel(codes, found, counts, place, kept_count, slots, wanted, chunks, CHUNK)
+
+
+@triton.jit(do_not_specialize=["slots", "wanted", "pieces", "capacity"])
+def choose_kernel(
+    due, place, kept_count, fixed, chosen, slots, wanted, pieces, capacity, CHUNK: tl.constexpr, EXCLUDE: tl.constexpr
+):
+    """Program (piece, flat): the chosen places, read from the end, as slots; -1 beyond the last. They take the last
+    `wanted` of the entries of `chosen`, so all of them if EXCLUDE. Else tokens that are fixed are left out here."""
+    if tl.load(due) != 0:
+        piece = tl.program_id(0) % pieces
+        flat = (tl.program_id(0) // pieces).to(tl.int64)
+        number = piece * CHUNK + tl.arange(0, CHUNK)
+        kept = tl.load(kept_count + flat)
+        holds = number < kept
+        at = tl.load(place + flat * wanted + (kept - 1 - number), mask=holds, other=0)
+        slot = (slots - 1 - at).to(tl.int64)
+        if not EXCLUDE:
+            holds = holds & (tl.load(fixed + flat * slots + slot, mask=holds, other=0) == 0)
+        into = chosen + flat * capacity + (capacity - wanted) + number
+        tl.store(into, tl.where(holds, slot, -1), mask=number < wanted)

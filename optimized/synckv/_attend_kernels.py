@@ -1,0 +1,223 @@
+"""The kernels of SyncKV's decode step: every head's attention, then the heads' parts put together.
+
+Conventions: logits are in base 2; G query heads share a KV head. Heads are told apart by `members` [3, Hkv] int32,
+representatives first, then the others: the head, where its keys and values lie, and its cluster. `counters` int64: the
+tokens seen, the decode steps, the first token since the last anticipation and the slot that it has for heads that do
+not look for themselves; `due`: whether the step was an anticipation. All of them are the device's, so a captured step
+may be replayed as any step.
+
+Scratch is contiguous. Of a step's parts those of the representatives come first, [B, N_r, G, look_splits, ...], then
+those of the others, [B, Hkv - N_r, G, list_splits, ...].
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._longflow_kernels import _all_occupied
+from .._numerics import dot, finite_or_zero, round_output, round_to
+
+
+@triton.jit
+def _attend_tiles(
+    acc, top, weight_sum, q, key, value, occupied, chosen, logits, newest, first_new, capacity, slots, kept_end, scale,
+    begin, end, token_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LISTED: tl.constexpr, MASKED: tl.constexpr,
+):
+    """Online softmax of ROWS queries over places begin to end, from and to: accumulator, maximum, sum.
+
+    LISTED: place i < capacity is slot chosen[i], -1 for none, and those behind it are slots first_new, ... Otherwise
+    places are slots, and logits of those before kept_end go to memory; MASKED: slots without a token, but for `newest`,
+    are not read.
+    """
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    for start in range(begin, end, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        inside = place < end
+        slot = place.to(tl.int64)
+        if LISTED:
+            listed = tl.load(chosen + slot, mask=inside & (place < capacity), other=-1)
+            slot = tl.where(place < capacity, listed, first_new + (slot - capacity))
+            holds = inside & (slot >= 0)
+        elif MASKED:
+            there = tl.load(occupied + slot, mask=inside, other=0) != 0
+            holds = (there | (place == newest)) & inside
+        if HEAD_DIM != D_PAD:
+            tile = (d < HEAD_DIM)[None, :]
+        if LISTED or MASKED:
+            tile = tile & holds[:, None] if HEAD_DIM != D_PAD else holds[:, None]
+        at = slot[:, None] * token_stride + d[None, :]
+        k = tl.load(key + at, mask=tile, other=0.0) if LISTED or MASKED or HEAD_DIM != D_PAD else tl.load(key + at)
+        logit = dot(q, tl.trans(k)) * scale                            # [ROWS, BLOCK]
+        if LISTED or MASKED:
+            logit = tl.where(holds[None, :], logit, float("-inf"))
+        if not LISTED:
+            tl.store(
+                logits + row[:, None].to(tl.int64) * slots + slot[None, :], logit,
+                mask=(row < GROUP)[:, None] & (place < tl.minimum(end, kept_end))[None, :],
+            )
+        new_top = tl.maximum(top, tl.max(logit, 1))
+        shift = finite_or_zero(new_top)
+        p = tl.exp2(logit - shift[:, None])
+        rescale = tl.exp2(top - shift)
+        weight_sum = weight_sum * rescale + tl.sum(p, 1)
+        v = tl.load(value + at, mask=tile, other=0.0) if LISTED or MASKED or HEAD_DIM != D_PAD else tl.load(value + at)
+        acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
+        top = new_top
+    return acc, top, weight_sum
+
+
+@triton.jit(do_not_specialize=[
+    "slots", "capacity", "stride", "look_splits", "look_size", "list_splits", "list_size", "batch", "lookers",
+    "query_b", "query_h", "new_key_b", "new_key_h", "new_value_b", "new_value_h",
+])
+def attend_kernel(
+    query, new_key, new_value, key, value, pool_key, pool_value, occupied, chosen, members, counters,
+    logits, partial, tops, weight_sums,
+    scale, slots, capacity, stride, look_splits, look_size, list_splits, list_size, batch, lookers,
+    query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
+    key_b, key_h, pool_b, pool_h,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: a share of what one KV head attends to. First those of the representatives, over all tokens; then
+    those of the other heads, over what was chosen and the newest tokens. The new token is written to its slots."""
+    # One axis: the others end at 65,535 programs.
+    program = tl.program_id(0)
+    looking = batch * lookers * look_splits
+    looks = program < looking
+    program = tl.where(looks, program, program - looking)
+    splits = tl.where(looks, look_splits, list_splits)
+    heads = tl.where(looks, lookers, tl.maximum(HEADS - lookers, 1))
+    split = program % splits
+    flat = (program // splits).to(tl.int64)
+    b, member = flat // heads, flat % heads
+    entry = tl.where(looks, member, lookers + member)
+    head = tl.load(members + entry).to(tl.int64)
+    lies = tl.load(members + HEADS + entry).to(tl.int64)
+    cluster = tl.load(members + 2 * HEADS + entry).to(tl.int64)
+    seen, steps = tl.load(counters), tl.load(counters + 1)
+    since, first_new = tl.load(counters + 2), tl.load(counters + 3)
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    in_head = d < HEAD_DIM
+    row = tl.arange(0, ROWS)
+    mask = (row < GROUP)[:, None] & in_head[None, :]
+    q = tl.load(
+        query + b * query_b + (head * GROUP + row)[:, None] * query_h + d[None, :] * query_d, mask=mask, other=0.0
+    )
+    # A token for which there is no room is not taken in.
+    total = tl.minimum(seen + 1, slots)
+    arrives = seen < slots
+    newest = tl.where(looks, seen, capacity + seen - since)             # its place
+    places = tl.where(looks, total, capacity + total - since).to(tl.int32)
+    begin = split * tl.where(looks, look_size, list_size)
+    end = tl.minimum(begin + tl.where(looks, look_size, list_size), places)
+    keys, values = key + b * key_b + lies * key_h, value + b * key_b + lies * key_h
+    pool_keys, pool_values = pool_key + b * pool_b + lies * pool_h, pool_value + b * pool_b + lies * pool_h
+    mine = occupied + b * slots
+    whole = begin
+    dense_end = tl.where(looks, end, begin)
+    if _all_occupied(mine, 1, seen.to(tl.int32), begin, dense_end, 1):
+        whole = begin + tl.maximum(dense_end - begin, 0) // BLOCK * BLOCK
+    if arrives & (newest >= begin) & (newest < end):
+        k_new = tl.load(new_key + b * new_key_b + head * new_key_h + d * new_key_d, mask=in_head)
+        v_new = tl.load(new_value + b * new_value_b + head * new_value_h + d * new_value_d, mask=in_head)
+        if looks:
+            tl.store(keys + seen * HEAD_DIM + d, k_new, mask=in_head)
+            tl.store(values + seen * HEAD_DIM + d, v_new, mask=in_head)
+            if member == 0:
+                tl.store(mine + seen, 1)
+        else:
+            slot = first_new + seen - since
+            tl.store(pool_keys + slot * HEAD_DIM + d, k_new, mask=in_head)
+            tl.store(pool_values + slot * HEAD_DIM + d, v_new, mask=in_head)
+    # This very program reads what was just written.
+    tl.debug_barrier()
+    acc = tl.zeros([ROWS, D_PAD], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([ROWS], tl.float32)
+    kept = logits + tl.where(looks, flat, 0) * GROUP * slots
+    kept_end = tl.where((steps + 1) % stride == 0, places, 0)
+    list_ = chosen + (b * lookers + cluster) * capacity
+    # Three loops of which at least one is idle share their buffers; branches would not.
+    acc, top, weight_sum = _attend_tiles(
+        acc, top, weight_sum, q, keys, values, mine, list_, kept, seen, first_new, capacity, slots, kept_end, scale,
+        begin, whole, HEAD_DIM, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, False, False,
+    )
+    acc, top, weight_sum = _attend_tiles(
+        acc, top, weight_sum, q, keys, values, mine, list_, kept, seen, first_new, capacity, slots, kept_end, scale,
+        whole, dense_end, HEAD_DIM, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, False, True,
+    )
+    acc, top, weight_sum = _attend_tiles(
+        acc, top, weight_sum, q, pool_keys, pool_values, mine, list_, kept, seen, first_new, capacity, slots, kept_end,
+        scale, begin, tl.where(looks, begin, end), HEAD_DIM, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, True, False,
+    )
+    area = tl.where(looks, 0, (batch * lookers).to(tl.int64) * GROUP * look_splits)
+    part = area + (flat * GROUP + row) * splits + split
+    tl.store(tops + part, top, mask=row < GROUP)
+    tl.store(weight_sums + part, weight_sum, mask=row < GROUP)
+    if begin < end:
+        tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
+
+
+@triton.jit(do_not_specialize=["slots", "stride", "look_splits", "list_splits", "batch", "lookers"])
+def combine_kernel(
+    partial, tops, weight_sums, entries, counters, due, output, slots, stride, look_splits, list_splits, batch, lookers,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr,
+    SPLITS: tl.constexpr, POOL: tl.constexpr,
+):
+    """Program (row, KV head, QUERIES of its query heads): their outputs. The first one counts the step; POOL > 0: new
+    tokens go by turns to two runs of `stride` slots that begin there, else to where they lie."""
+    blocks: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
+    program = tl.program_id(0).to(tl.int64)
+    flat_head, row = program // blocks, program % blocks * QUERIES + tl.arange(0, QUERIES)
+    b, head = flat_head // HEADS, flat_head % HEADS
+    entry = tl.load(entries + head)                                     # of the head in `members`
+    looks = entry < lookers
+    splits = tl.where(looks, look_splits, list_splits)
+    flat = tl.where(looks, b * lookers + entry, b * (HEADS - lookers) + entry - lookers)
+    area = tl.where(looks, 0, (batch * lookers).to(tl.int64) * GROUP * look_splits)
+    first = (area + (flat * GROUP + row) * splits)[:, None]             # [QUERIES, 1]
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    real, in_head = (row < GROUP)[:, None], d < HEAD_DIM
+    acc = tl.zeros([QUERIES, D_PAD], tl.float32)
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([QUERIES], tl.float32)
+    for start in range(0, splits, SPLITS):
+        i = start + tl.arange(0, SPLITS)[None, :]
+        there = real & (i < splits)
+        part_top = tl.load(tops + first + i, mask=there, other=float("-inf"))
+        part_sum = tl.load(weight_sums + first + i, mask=there, other=0.0)
+        new_top = tl.maximum(top, tl.max(part_top, 1))
+        shift = finite_or_zero(new_top)
+        rescale = tl.exp2(top - shift)
+        share = tl.exp2(part_top - shift[:, None])                      # [QUERIES, SPLITS]
+        # Parts of nothing were not written.
+        part = tl.load(
+            partial + (first + i)[:, :, None] * HEAD_DIM + d[None, None, :],
+            mask=(part_top != float("-inf"))[:, :, None] & in_head[None, None, :], other=0.0,
+        )
+        acc = acc * rescale[:, None] + tl.sum(part * share[:, :, None], 1)
+        weight_sum = weight_sum * rescale + tl.sum(part_sum * share, 1)
+        top = new_top
+    result = acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
+    tl.store(
+        output + (flat_head * GROUP + row)[:, None] * HEAD_DIM + d[None, :],
+        round_output(result, output.dtype.element_ty), mask=real & in_head[None, :],
+    )
+    if program == 0:
+        seen, steps = tl.load(counters), tl.load(counters + 1) + 1
+        seen = tl.minimum(seen + 1, slots)
+        anticipates = steps % stride == 0
+        tl.store(counters, seen)
+        tl.store(counters + 1, steps)
+        tl.store(due, anticipates.to(tl.int32))
+        if anticipates:
+            tl.store(counters + 2, seen)
+            if POOL > 0:
+                tl.store(counters + 3, 2 * POOL + stride - tl.load(counters + 3))
+            else:
+                tl.store(counters + 3, seen)

@@ -1,0 +1,137 @@
+"""The operations of SyncKV's decode step: attention of all heads in two launches, and what an anticipation adds."""
+
+from __future__ import annotations
+
+from math import e, log2
+
+import torch
+import triton
+from torch import Tensor
+
+from ...reference.contract import Sizes
+from .._launch import GROUP_ROWS, INTERPRETED, RESIDENT, key_block, multiprocessors, on_device_of, padded_head_dim
+from ._anticipate_kernels import choose_kernel, codes_kernel, compact_if, count_if, histogram_if
+from ._attend_kernels import attend_kernel, combine_kernel
+from ._select import chunk_size
+from .sets import POOL
+
+#: The most programs that share what one head attends to.
+MAX_SPLITS = 256
+#: Their parts are put together so many at a time.
+MERGED = 64
+
+
+def splits_of(sizes: Sizes, lookers: int, listed: int, itemsize: int, device: torch.device) -> tuple[int, int, int]:
+    """(look_splits, list_splits, size): how many programs share what a head attends to, representatives and others, and
+    how many places each takes. `listed`: the most places that a head attends to which does not look for itself."""
+    block = key_block(sizes.head_dim, itemsize, sizes.slots)
+    tiles, list_tiles = triton.cdiv(sizes.slots, block), triton.cdiv(listed, block)
+    if INTERPRETED:
+        each = max(2, triton.cdiv(tiles, 2))
+    else:
+        work = sizes.batch * (lookers * tiles + (sizes.key_value_heads - lookers) * list_tiles)
+        each = triton.cdiv(work, 2 * RESIDENT * multiprocessors(device))
+        each = max(each, 2, triton.cdiv(tiles, MAX_SPLITS))
+    return triton.cdiv(tiles, each), triton.cdiv(list_tiles, each), each * block
+
+
+@torch.library.custom_op(
+    "kvtwin::synckv_attend",
+    mutates_args=(
+        "key", "value", "pool_key", "pool_value", "occupied", "counters", "due", "logits", "partial", "tops",
+        "weight_sums",
+    ),
+)
+def attend(
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, pool_key: Tensor | None,
+    pool_value: Tensor | None, occupied: Tensor, chosen: Tensor, members: Tensor, entries: Tensor, counters: Tensor,
+    due: Tensor, logits: Tensor, partial: Tensor, tops: Tensor, weight_sums: Tensor, scale: float, stride: int,
+    look_splits: int, list_splits: int, size: int, pool: int,
+) -> Tensor:
+    """One step: the token goes to its slots, every head attends, the step is counted. See _attend_kernels.
+
+    pool_key, pool_value: where heads that do not look for themselves have theirs, if not in `key` and `value`.
+    """
+    (batch, query_heads, head_dim), slots = query.shape, occupied.shape[1]
+    heads, lookers, capacity = members.shape[1], chosen.shape[1], chosen.shape[2]
+    pool_key, pool_value = key if pool_key is None else pool_key, value if pool_value is None else pool_value
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    shape = {
+        "HEADS": heads, "GROUP": query_heads // heads, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim),
+    }
+    programs = batch * (lookers * look_splits + (heads - lookers) * list_splits)
+    with on_device_of(query):
+        attend_kernel[(programs,)](
+            query, new_key, new_value, key, value, pool_key, pool_value, occupied, chosen, members, counters,
+            logits, partial, tops, weight_sums,
+            scale * log2(e), slots, capacity, stride, look_splits, size, list_splits, size, batch, lookers,
+            *query.stride(), *new_key.stride(), *new_value.stride(), *key.stride()[:2], *pool_key.stride()[:2],
+            **shape, ROWS=GROUP_ROWS, BLOCK=key_block(head_dim, key.element_size(), slots), num_warps=4,
+        )
+        # In the interpreter a program costs more than what it does.
+        queries = triton.next_power_of_2(query_heads // heads) if INTERPRETED else 1
+        combine_kernel[(batch * heads * triton.cdiv(query_heads // heads, queries),)](
+            partial, tops, weight_sums, entries, counters, due, output, slots, stride, look_splits, list_splits, batch,
+            lookers, **shape, QUERIES=queries,
+            SPLITS=min(MERGED, triton.next_power_of_2(max(look_splits, list_splits))), POOL=pool, num_warps=4,
+        )
+    return output
+
+
+@attend.register_fake
+def _(
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, pool_key: Tensor | None,
+    pool_value: Tensor | None, occupied: Tensor, chosen: Tensor, members: Tensor, entries: Tensor, counters: Tensor,
+    due: Tensor, logits: Tensor, partial: Tensor, tops: Tensor, weight_sums: Tensor, scale: float, stride: int,
+    look_splits: int, list_splits: int, size: int, pool: int,
+) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+@torch.library.custom_op("kvtwin::synckv_anticipate", mutates_args=("chosen",))
+def anticipate(
+    due: Tensor, logits: Tensor, tops: Tensor, weight_sums: Tensor, occupied: Tensor, fixed: Tensor, chosen: Tensor,
+    splits: int, count: int, exclude: bool,
+) -> None:
+    """If the step was an anticipation, the `count` best tokens by its logits go to the end of `chosen`."""
+    (batch, slots), (_, lookers, capacity) = occupied.shape, chosen.shape
+    rows, group = batch * lookers, logits.shape[1]
+    chunk = chunk_size()
+    chunks, pieces = triton.cdiv(slots, chunk), triton.cdiv(count, chunk)
+    pool = min(POOL, chunk)
+    pools = triton.cdiv(slots, pool)
+    device = chosen.device
+    code = torch.empty(rows, slots, dtype=torch.int32, device=device)
+    histograms = torch.empty(rows, 4, 256, dtype=torch.int32, device=device)
+    found = torch.empty(rows, 4, 2, dtype=torch.int64, device=device)
+    counts = torch.empty(rows, chunks, 2, dtype=torch.int32, device=device)
+    place = torch.empty(rows, count, dtype=torch.int32, device=device)
+    kept_count = torch.empty(rows, dtype=torch.int32, device=device)
+    grid = (rows * chunks,)
+    with on_device_of(chosen):
+        codes_kernel[(rows * pools,)](
+            due, logits, tops, weight_sums, occupied, fixed, code, histograms, slots, splits, pools, lookers,
+            GROUP=group, ROWS=GROUP_ROWS, SPLITS=triton.next_power_of_2(splits), CHUNK=pool, EXCLUDE=exclude,
+            num_warps=4,
+        )
+        for number in range(4):
+            histogram_if[grid](
+                due, code, histograms, found, slots, count, chunks, PASS=number, CHUNK=chunk, FEW=chunk // 16,
+                num_warps=4,
+            )
+        count_if[grid](due, code, histograms, found, counts, slots, count, chunks, CHUNK=chunk, num_warps=4)
+        compact_if[grid](
+            due, code, found, counts, place, kept_count, slots, count, chunks, CHUNK=chunk, num_warps=4
+        )
+        choose_kernel[(rows * pieces,)](
+            due, place, kept_count, fixed, chosen, slots, count, pieces, capacity, CHUNK=chunk, EXCLUDE=exclude,
+            num_warps=4,
+        )
+
+
+@anticipate.register_fake
+def _(
+    due: Tensor, logits: Tensor, tops: Tensor, weight_sums: Tensor, occupied: Tensor, fixed: Tensor, chosen: Tensor,
+    splits: int, count: int, exclude: bool,
+) -> None:
+    return None

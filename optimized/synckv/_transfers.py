@@ -1,0 +1,82 @@
+"""How keys and values travel between the GPU and the host: at once, or behind the computation, on a stream of its own.
+
+`Transfers` does everything at once, which is what there is on a CPU; tests put others in its place, which delay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+class Transfers:
+    """What a state asks of who carries its tokens: memory of the host, jobs in order, a wait before their first use.
+
+    A job is a function that launches what it has to on the current stream. It may run any time from `submit` to the
+    next `wait`, after all that was launched before `submit`; jobs run one after the other.
+    """
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory of the host that jobs may read and write. MemoryError if there is none."""
+        return torch.zeros(shape, dtype=dtype)
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Have a job done."""
+        job()
+
+    def wait(self) -> None:
+        """What is launched from here on finds the jobs done."""
+
+    def release(self) -> None:
+        """Jobs are done, for the host too; memory that nobody refers to any more goes back."""
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all layers: tokens come in the order in which layers will ask for them."""
+    return torch.cuda.Stream(device)
+
+
+class StreamTransfers(Transfers):
+    """On a CUDA device: pinned memory, a side stream, an event before the first use."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = side_stream(device)
+        self._done = torch.cuda.Event()
+        self._held: list[Tensor] = []       # else it might go while kernels still read it, of which torch knows nothing
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        try:
+            memory = torch.empty(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            raise MemoryError(str(error).splitlines()[0]) from error
+        self._held.append(memory)
+        return memory
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            job()
+            self._done.record()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._stream.device).wait_event(self._done)
+
+    def release(self) -> None:
+        self._stream.synchronize()
+        torch.cuda.current_stream(self._stream.device).synchronize()
+        self._held.clear()
+        empty = getattr(torch._C, "_host_emptyCache", None)
+        if empty is not None:
+            empty()
+
+    def __del__(self) -> None:
+        if self._held:
+            self._stream.synchronize()
+
+
+def transfers_for(device: torch.device) -> Transfers:
+    return StreamTransfers(device) if device.type == "cuda" else Transfers()

@@ -1,0 +1,262 @@
+"""SyncKV's state on the GPU: two launches a step for all heads, and an anticipation where one is due.
+
+Twin of the reference's state, which says what happens when. Everything is allocated beforehand and updated in place;
+counters live on the device, so a captured step may be replayed as any step: it holds an anticipation's launches, which
+return at once where none is due. A state that was never captured leaves those out that it knows to be idle, since it
+counts its steps on the host too. With config.offload the host decides what travels, and nothing can be captured.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...reference.contract import (
+    capturing, check_prompt, check_reorder, check_step, resolve_device, resolve_scale, state_sizes,
+)
+from ...reference.synckv.contract import HeadClusters, SyncKVConfig
+from ...reference.synckv.contract_state import check_config, check_room, resolve_clusters
+from .._attention import causal_attention
+from .._launch import check_kernel_sizes, check_launchable
+from . import _step
+from ._offload import Offload
+from ._select import select
+from .sets import log_weights, split_budget
+
+__all__ = ["SyncKVConfig", "SyncKVState"]
+
+
+class SyncKVState:
+    """The cache of `batch` sequences in one layer (SyncKV section 4); attributes as in the reference.
+
+    float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head. TypeError, ValueError for anything
+    else, and for CPU tensors outside Triton's interpreter.
+    """
+
+    def __init__(
+        self, config: SyncKVConfig, head_clusters: HeadClusters | None = None, *, batch: int, query_heads: int,
+        key_value_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str,
+    ) -> None:
+        check_config(config)
+        self.config = config
+        self.sizes = state_sizes(
+            batch=batch, query_heads=query_heads, key_value_heads=key_value_heads, slots=config.max_tokens,
+            head_dim=head_dim,
+        )
+        check_kernel_sizes(self.sizes)
+        self.head_clusters = resolve_clusters(head_clusters, config.clusters, key_value_heads)
+        self.dtype, self.device = dtype, resolve_device(device)
+        self.scale = resolve_scale(config.scale, head_dim)
+        slots, lookers = config.max_tokens, config.clusters
+        fixed, free = split_budget(config.k, config.rho)
+        self._fixed_count, self._count = min(fixed, slots), min(config.k if config.exclude_static else free, slots)
+        # With the static set in it, or behind it.
+        capacity = self._count if config.exclude_static else self._fixed_count + self._count
+        stored = lookers if config.offload else key_value_heads
+        self._key, self._value = (self._buffer(batch, stored, slots, head_dim, dtype=dtype) for _ in range(2))
+        self.occupied = self._buffer(batch, slots, dtype=torch.bool)
+        self._static = self._buffer(batch, lookers, self._fixed_count, dtype=torch.int64)
+        self._fixed = self._buffer(batch, lookers, slots, dtype=torch.bool)
+        self._chosen = self._buffer(batch, lookers, max(capacity, 1), dtype=torch.int64)
+        self._counters = self._buffer(4, dtype=torch.int64)
+        self._due = self._buffer(1, dtype=torch.int32)
+        self._members, self._entries = self._table()
+        self._query_heads = (
+            self._members[0, :lookers, None] * self.sizes.group + torch.arange(self.sizes.group, device=self.device)
+        ).flatten()
+        self._splits = _step.splits_of(
+            self.sizes, lookers, self._chosen.shape[2] + min(config.stride, slots), dtype.itemsize, self.device
+        )
+        parts = batch * self.sizes.group * (
+            lookers * self._splits[0] + (key_value_heads - lookers) * self._splits[1]
+        )
+        self._logits = self._buffer(batch * lookers, self.sizes.group, slots, dtype=torch.float32)
+        self._partial = self._buffer(parts, head_dim, dtype=torch.float32)
+        self._tops, self._sums = (self._buffer(parts, dtype=torch.float32) for _ in range(2))
+        self._captured = False
+        self._offload: Offload | None = None
+        if config.offload:
+            self._offload = Offload(
+                self.sizes, self._members, lookers, self._chosen.shape[2], min(config.stride, slots), dtype, self.device
+            )
+        self.reset()
+
+    @torch.inference_mode(False)  # else a state that was made in inference mode could not be used outside of it
+    def _buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    @torch.inference_mode(False)
+    def _table(self) -> tuple[Tensor, Tensor]:
+        """`members` and its inverse: the entry of each head."""
+        labels, looks = self.head_clusters.labels, self.head_clusters.representatives
+        heads = [*looks, *(head for head in range(len(labels)) if head not in looks)]
+        lies = heads
+        if self.config.offload:
+            lies = [*range(len(looks)), *range(len(heads) - len(looks))]
+        rows = [heads, lies, [labels[head] for head in heads]]
+        entries = [heads.index(head) for head in range(len(labels))]
+        members, inverse = (torch.tensor(table, dtype=torch.int32, device=self.device) for table in (rows, entries))
+        return members, inverse
+
+    def reset(self) -> None:
+        """Forget every token."""
+        for tensor in (self._key, self._value, self.occupied, self._fixed, self._counters, self._due):
+            tensor.zero_()
+        self._static.fill_(-1)
+        self._chosen.fill_(-1)
+        self._counted = self._steps = self._since = 0
+        if self._offload is not None:
+            self._offload.close()
+            self._counters[3].fill_(self._offload.first_new)
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens that came in, padding included. Reads the device, which alone sees the replays of a graph."""
+        return int(self._counters[0])
+
+    @property
+    def key(self) -> Tensor:
+        """[B, Hkv, S, D]; with offload a copy, gathered from the host for whoever wants to look."""
+        return self._key if self._offload is None else self._gathered(0)
+
+    @property
+    def value(self) -> Tensor:
+        return self._value if self._offload is None else self._gathered(1)
+
+    def _gathered(self, which: int) -> Tensor:
+        assert self._offload is not None
+        found = self._offload.everything(self._since, self._counted, self._run)[which]
+        lookers = self.config.clusters
+        both = torch.cat(((self._key, self._value)[which], found[:, :self.sizes.key_value_heads - lookers]), 1)
+        return both.index_select(1, self._entries)
+
+    @property
+    def _run(self) -> int:
+        """Which of the two runs of slots new tokens of an offloaded pool go to."""
+        return self._steps // self.config.stride % 2
+
+    @property
+    def positions(self) -> Tensor:
+        slot = torch.arange(self.sizes.slots, device=self.device)
+        return torch.where(self.occupied, slot, -1)
+
+    @property
+    def static(self) -> Tensor:
+        return self._static
+
+    @property
+    def chosen(self) -> Tensor:
+        last = torch.iinfo(torch.int64).max
+        ordered = self._chosen.masked_fill(self._chosen < 0, last).sort(-1).values
+        return ordered.masked_fill(ordered == last, -1)[..., :min(self.config.k, self.sizes.slots)]
+
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
+        """The prompt: full causal attention; then each R-head chooses by the row's last token.
+
+        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, default all True.
+        Returns [B, Hq, T, D]; padding gives zeros. RuntimeError when the state already holds tokens; ValueError for
+        more than config.max_tokens of them.
+        """
+        total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        check_launchable(query=query, key=key, value=value)
+        if not capturing(self.device) and self.tokens_seen:
+            raise RuntimeError("prefill needs an empty state: call reset() first")
+        check_room(0, total, self.config.max_tokens)
+        if occupied is None:
+            occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
+        self._open()
+        output = causal_attention(query, key, value, occupied, self.scale)
+        looks = slice(None) if self._offload is None else self._members[0, :self.config.clusters]
+        self._key[:, :, :total].copy_(key[:, looks])
+        self._value[:, :, :total].copy_(value[:, looks])
+        self.occupied[:, :total].copy_(occupied)
+        self._choose_first(query, key, occupied)
+        first_new = total
+        if self._offload is not None:
+            self._offload.fill(key, value, self._chosen)
+            first_new = self._offload.first_new
+        for place, count in enumerate((total, 0, total, first_new)):
+            self._counters[place].fill_(count)
+        self._counted = self._since = total
+        return output
+
+    def _open(self) -> None:
+        """Before anything is changed: the bank, if there is none yet; and what is under way has come."""
+        if self._offload is None:
+            return
+        if torch.compiler.is_compiling() or capturing(self.device):
+            raise RuntimeError("offload=True cannot be compiled or captured: the host says what travels")
+        self._offload.open()
+        self._offload.transfers.wait()
+
+    def _choose_first(self, query: Tensor, key: Tensor, occupied: Tensor) -> None:
+        """Eq. 3 and 4."""
+        token = torch.arange(key.shape[2], device=self.device)
+        last = torch.where(occupied, token, 0).amax(1)
+        newest = query.take_along_dim(last[:, None, None, None], 2)[:, self._query_heads, 0]
+        lookers = key.index_select(1, self._members[0, :self.config.clusters])
+        weight = log_weights(newest, lookers, occupied, self.scale)
+        nothing = self._static[..., :0]
+        static = select(weight, occupied, nothing, self._fixed_count)
+        self._static.copy_(static)
+        # One place more, for none, and for what stands there where kernels are compiled and never launched.
+        mask = torch.zeros(*self._fixed.shape[:2], self.sizes.slots + 1, dtype=torch.bool, device=self.device)
+        mask.scatter_(-1, static.where(static >= 0, self.sizes.slots).clamp_max(self.sizes.slots), True)
+        self._fixed.copy_(mask[..., :-1])
+        if self._count:
+            taken = nothing if self.config.exclude_static else static
+            self._chosen[..., self._chosen.shape[-1] - self._count:].copy_(select(weight, occupied, taken, self._count))
+        if not self.config.exclude_static and self._fixed_count:
+            self._chosen[..., :self._fixed_count].copy_(static)
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """One token; R-heads attend to all tokens, others to those chosen and to the newest.
+
+        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. ValueError where
+        config.max_tokens have been seen (by the host: what replays of a graph bring beyond is not taken in). No host
+        synchronisation. With offload: MemoryError where the host has no memory for the first token's bank, RuntimeError
+        while a graph is captured.
+        """
+        check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        check_launchable(query=query, key=key, value=value)
+        check_room(self._counted, 1, self.config.max_tokens)
+        self._open()
+        config, (look_splits, list_splits, size), away = self.config, self._splits, self._offload
+        pool_key, pool_value, listed, pool = None, None, self._chosen, 0
+        if away is not None:
+            pool_key, pool_value, listed, pool = away.key, away.value, away.places, away.first_new
+        output: Tensor = _step.attend(
+            query, key, value, self._key, self._value, pool_key, pool_value, self.occupied, listed, self._members,
+            self._entries, self._counters, self._due, self._logits, self._partial, self._tops, self._sums, self.scale,
+            config.stride, look_splits, list_splits, size, pool,
+        )
+        self._counted, self._steps = self._counted + 1, self._steps + 1
+        if torch.compiler.is_compiling() or capturing(self.device):
+            self._captured = True
+        if self._count and (self._captured or self._steps % config.stride == 0):
+            _step.anticipate(
+                self._due, self._logits, self._tops, self._sums, self.occupied, self._fixed, self._chosen, look_splits,
+                self._count, config.exclude_static,
+            )
+        if away is not None and self._steps % config.stride == 0:
+            away.exchange(self._chosen, self._since, self._counted, (self._steps - 1) // config.stride % 2)
+            self._since = self._counted
+        return output
+
+    def gpu_bytes(self) -> int:
+        """Of the tensors on the state's device: keys and values, tables, and a step's scratch."""
+        held = [*vars(self).values(), *(() if self._offload is None else self._offload.tensors())]
+        storages = [tensor.untyped_storage() for tensor in held if isinstance(tensor, Tensor)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def host_bytes(self) -> int:
+        """Of the bank in the host's memory: none without offload, and none before the first token."""
+        return 0 if self._offload is None else self._offload.host_bytes
+
+    def reorder(self, index: Tensor) -> None:
+        """Row b becomes what row index[b] was (beam search). index [B] int64."""
+        index = check_reorder(index, self.sizes.batch, self.device)
+        if self._offload is not None:
+            self._offload.reorder(index)
+        for tensor in (self._key, self._value, self.occupied, self._static, self._fixed, self._chosen):
+            tensor.copy_(tensor.index_select(0, index))

@@ -1,0 +1,255 @@
+"""EpiKV's decisions: which token sits in which slot. Apart from keys and values, as one serves all layers of a model.
+
+A score comes from hidden states of two layers, or bands, and holds for all layers and heads alike. So a model has one
+`EpiKVScorer`, which knows positions, scores and the next victim, and per layer nothing but keys and values in the same
+slots. A state of its own (`EpiKVState`) brings its own scorer; so does each layer under a policy that scores by keys
+and values, which are that layer's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..attention import INF, accumulate_dtype
+from ..contract import check_dtype, check_integer, check_mask, check_next_slot, check_reorder, resolve_device
+from ..selection import victims
+from .contract import EpiKVConfig, check_prompt_fits
+from .scores import (
+    _mean, _over_layers, _zscore, compacted, hidden_change, kv_variance, lag_kv, lag_spread, rolling_mean, score,
+    select,
+)
+
+
+class EpiKVScorer:
+    """Positions and scores of S = config.slots slots per row, and which of them the next token takes.
+
+    occupied [B, S] bool; positions [B, S] int64 (the token in each slot, counted from 0 with padding included; -1 =
+    free); score [B, S] (+inf for a prompt that is kept, -inf where unoccupied); next_slot [B] int64, writable. A
+    token's score is computed once, when it comes, and never again (section 3.3).
+    """
+
+    _next_slot: Tensor
+
+    def __init__(
+        self, config: EpiKVConfig, *, batch: int, hidden_size: int, key_value_heads: int, head_dim: int,
+        dtype: torch.dtype, device: torch.device | str,
+    ) -> None:
+        self.config = config
+        self.batch = check_integer("batch", batch, minimum=1)
+        self.hidden_size = check_integer("hidden_size", hidden_size, minimum=1)
+        self._vectors = (2, key_value_heads, head_dim)
+        self.dtype = check_dtype("dtype", dtype)
+        self.device = resolve_device(device)
+        self.reset()
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens that came in since the last reset, padding included."""
+        return self._seen
+
+    @property
+    def next_slot(self) -> Tensor:
+        """Where the next token will be written. Assigning checks the values and copies them."""
+        return self._next_slot
+
+    @next_slot.setter
+    def next_slot(self, value: Tensor) -> None:
+        self._next_slot = check_next_slot(value, self._next_slot, self.config.slots).clone()
+
+    @torch.inference_mode(False)  # else what was made in inference mode could not be used outside of it
+    def reset(self) -> None:
+        """Forget every token."""
+        config, batch = self.config, self.batch
+        layers = sum(config.layers)
+        dtype = accumulate_dtype(torch.empty(0, dtype=self.dtype))
+
+        def zeros(*shape: int, of: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(batch, *shape, dtype=of, device=self.device)
+
+        self.occupied = zeros(config.slots, of=torch.bool)
+        self.positions = zeros(config.slots, of=torch.int64) - 1
+        self.score = zeros(config.slots) - INF
+        self._next_slot = zeros(of=torch.int64)
+        self._room = zeros(of=torch.int64) + config.budget      # slots that a row may use
+        self._tokens = zeros(of=torch.int64)                    # real ones so far
+        self._previous = zeros(layers, self.hidden_size, of=self.dtype)
+        # The last values of g of each layer, or of the variance, the newest last.
+        self._values = zeros(max(1, layers), config.window)
+        # Of keys and of values, the ranges of the chunk that is coming in and of the one before it.
+        self._low, self._high, self._low_before, self._high_before = (zeros(*self._vectors) for _ in range(4))
+        self._seen = self._kept_prompt = 0
+
+    def reorder(self, index: Tensor) -> None:
+        """Row b becomes what row index[b] was (beam search). index [B] int64."""
+        index = check_reorder(index, self.batch, self.device)
+        for name in (
+            "occupied", "positions", "score", "_next_slot", "_room", "_tokens", "_previous", "_values", "_low", "_high",
+            "_low_before", "_high_before",
+        ):
+            setattr(self, name, getattr(self, name).index_select(0, index))
+
+    # A prompt --------------------------------------------------------------------------------------------------------
+
+    def prefill(
+        self, occupied: Tensor, hidden: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor
+    ) -> None:
+        """A prompt: occupied [B, T]; hidden [B, L, T, C] of both bands, or None; key, value [B, Hkv, T, D]."""
+        self.check_prompt(occupied)
+        if hidden is not None:
+            layers = [*hidden[0].unbind(1), *hidden[1].unbind(1)]
+            changes = torch.stack([self.observe(n, h, occupied) for n, h in enumerate(layers)], 1)
+            one, other = changes.split(self.config.layers, 1)
+            scores = score(
+                one, other, policy=self.config.policy, window=self.config.window, occupied=self._follows(occupied)
+            )
+        else:
+            scores = self._observe_vectors(key, value, occupied)
+        self.admit(occupied, None if self.config.keep_prompt else scores)
+
+    def check_prompt(self, occupied: Tensor) -> None:
+        """ValueError where a prompt does not fit; RuntimeError unless this is empty."""
+        check_mask("occupied", occupied, (self.batch, occupied.shape[-1]), "[B, T]", self.occupied, "the state")
+        if self._seen:
+            raise RuntimeError("prefill needs an empty state: call reset() first")
+        check_prompt_fits(self.config, int(occupied.sum(-1).max()))
+
+    def observe(self, layer: int, hidden: Tensor, occupied: Tensor) -> Tensor:
+        """What layer number `layer` (band A's first, then band B's) puts out for a prompt, [B, T, C]: its changes
+        [B, T], 0 for a row's first token and for padding. Of the states themselves only the last is remembered."""
+        hidden = hidden.masked_fill(~occupied[..., None], 0)
+        index = torch.arange(hidden.shape[1], device=hidden.device).where(occupied, -1)
+        last = index.cummax(1).values                                                   # itself, or the last before it
+        before = torch.cat((torch.full_like(last[:, :1], -1), last[:, :-1]), 1).clamp_min(0)
+        rows = torch.arange(self.batch, device=hidden.device)
+        follows = self._follows(occupied)
+        change = hidden_change(hidden, hidden[rows[:, None], before]).masked_fill(~follows, 0)
+        self._previous[:, layer] = hidden[rows, last[:, -1].clamp_min(0)]
+        self._remember(layer, change, follows)
+        return change
+
+    def admit(self, occupied: Tensor, scores: Tensor | None) -> None:
+        """A prompt's tokens take slots, those that `select` keeps in their order. scores [B, T], or None if it is kept
+        whole."""
+        config, total = self.config, occupied.shape[1]
+        if scores is None:
+            kept = torch.arange(total, device=self.device).where(occupied, total).sort(-1).values
+            kept = kept[:, :min(total, int(occupied.sum(-1).max()))]
+            kept = kept.where(kept < total, -1)
+            scores = torch.full_like(self.score[:, :1], INF).expand(-1, total)
+            self._kept_prompt = total
+            if not config.count_prompt:
+                self._room = config.budget + occupied.sum(-1)
+        else:
+            kept = select(scores, config.budget, prompt=0, recent=config.newest, occupied=occupied)
+        count = kept.shape[1]
+        self.positions[:, :count] = kept
+        self.occupied[:, :count] = kept >= 0
+        self.score[:, :count] = scores.gather(1, kept.clamp_min(0)).masked_fill(kept < 0, -INF)
+        self._tokens = occupied.sum(-1)
+        self._seen = total
+        self._choose()
+
+    def _follows(self, occupied: Tensor) -> Tensor:
+        """The tokens that have one before them, [B, T]."""
+        return occupied & (occupied.long().cumsum(1) > 1)
+
+    def _remember(self, layer: int, values: Tensor, there: Tensor) -> None:
+        """The last `window` of the values [B, T] that are there."""
+        ordered = values.gather(1, compacted(there))[:, -self.config.window:]
+        count = there.sum(1, keepdim=True)
+        place = torch.arange(-ordered.shape[1], 0, device=values.device)
+        self._values[:, layer, -ordered.shape[1]:] = ordered.masked_fill(place < -count, 0)
+
+    def _observe_vectors(self, key: Tensor, value: Tensor, occupied: Tensor) -> Tensor:
+        config = self.config
+        key, value = (tensor.masked_fill(~occupied[:, None, :, None], 0) for tensor in (key, value))
+        if config.policy == "lag_kv":
+            for row, mask in enumerate(occupied):
+                both = torch.stack((key[row][:, mask], value[row][:, mask])).to(self._low.dtype)    # [2, Hkv, n, D]
+                chunks = both.split(config.chunk, 2) if both.shape[2] else ()
+                for chunk, (low, high) in zip(
+                    chunks[-2:][::-1], ((self._low, self._high), (self._low_before, self._high_before)), strict=False
+                ):
+                    low[row], high[row] = chunk.amin(2), chunk.amax(2)
+            return lag_kv(key, value, chunk=config.chunk, occupied=occupied)
+        variance = kv_variance(key if config.policy == "kv_key" else value)
+        self._remember(0, variance, occupied)
+        return rolling_mean(variance, config.window, occupied=occupied)
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    def step(
+        self, hidden: tuple[Tensor, Tensor] | None = None, key: Tensor | None = None, value: Tensor | None = None
+    ) -> None:
+        """The token in `next_slot` is scored, and the next slot is chosen: hidden [B, L, C] of both bands, or None; key
+        and value [B, Hkv, D] where the policy reads them."""
+        if hidden is not None:
+            scores = self._hidden_score(torch.cat(hidden, 1))
+        else:
+            assert key is not None
+            assert value is not None
+            scores = self._vector_score(key, value)
+        slot = self._next_slot[:, None]
+        self.occupied.scatter_(1, slot, True)
+        self.positions.scatter_(1, slot, self._seen)
+        self.score.scatter_(1, slot, scores[:, None])
+        self._tokens = self._tokens + 1
+        self._seen += 1
+        self._choose()
+
+    def _hidden_score(self, hidden: Tensor) -> Tensor:
+        """hidden [B, L, C] -> [B]; 0 for a row's first token, which is no change of anything."""
+        window = self.config.window
+        first = self._tokens == 0
+        change = hidden_change(hidden, self._previous)                                  # [B, L]
+        self._previous = hidden.clone()
+        moved = torch.cat((self._values[..., 1:], change[..., None]), -1)
+        self._values = torch.where(first[:, None, None], self._values, moved)
+        there = torch.arange(window, device=self.device) >= window - self._tokens[:, None, None]
+        there = there.expand(moved.shape)
+        values = self._values
+        rolled = _mean(values, there) if self.config.policy == "hs_variance" else _zscore(values, there)
+        one, other = rolled.split(self.config.layers, 1)
+        return (_over_layers(one) - _over_layers(other)).masked_fill(first, 0)
+
+    def _vector_score(self, key: Tensor, value: Tensor) -> Tensor:
+        """key, value [B, Hkv, D] -> [B]."""
+        config = self.config
+        if config.policy == "lag_kv":
+            return self._lag_score(torch.stack((key, value), 1).to(self._low.dtype))
+        variance = kv_variance((key if config.policy == "kv_key" else value)[:, :, None])
+        self._values = torch.cat((self._values[..., 1:], variance[..., None]), -1)
+        there = torch.arange(config.window, device=self.device) >= config.window - 1 - self._tokens[:, None]
+        return _mean(self._values[:, 0], there)
+
+    def _lag_score(self, both: Tensor) -> Tensor:
+        """both [B, 2, Hkv, D], key and value."""
+        begins = (self._tokens % self.config.chunk == 0)[:, None, None, None]
+        self._low_before = self._low.where(begins, self._low_before)
+        self._high_before = self._high.where(begins, self._high_before)
+        self._low = torch.where(begins, both, torch.minimum(self._low, both))
+        self._high = torch.where(begins, both, torch.maximum(self._high, both))
+        spread = lag_spread(both[..., None, :], self._low_before, self._high_before)[..., 0]         # [B, 2, Hkv]
+        scores = (spread[:, 0] + spread[:, 1]).mean(1)
+        return scores.masked_fill(self._tokens < self.config.chunk, INF)
+
+    # The next slot ---------------------------------------------------------------------------------------------------
+
+    def protected(self) -> Tensor:
+        """What may not go when the next token comes, [B, S]: a kept prompt, and the newest, of which that token will be
+        one."""
+        newest = self.positions > self._seen - self.config.newest
+        return self.occupied & (newest | (self.positions < self._kept_prompt))
+
+    def _choose(self) -> None:
+        """The lowest free slot that the row may use; else the unprotected token of the lowest score, ties to the
+        oldest."""
+        slots = self.config.slots
+        index = torch.arange(slots, device=self.device).expand(self.positions.shape)
+        by_age = victims(self.positions, slots)                                         # the oldest first
+        order = by_age.gather(1, victims(self.score.gather(1, by_age), slots))
+        turn = torch.empty_like(index).scatter(1, order, index)                         # 0 goes first
+        turn = torch.where(self.protected(), turn + slots, turn)
+        free = torch.where(index < self._room[:, None], index - slots, index + 2 * slots)
+        self._next_slot = victims(torch.where(self.occupied, turn, free), 1)[:, 0]

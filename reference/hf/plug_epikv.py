@@ -1,0 +1,247 @@
+"""Where EpiKV meets transformers: scores come from hidden states of two bands of layers, and hold for all layers.
+
+Hooks on the layers behind the bands see what the bands put out, as it passes (a layer's input is the output of the one
+before it; the model's last layer gets a hook on its output). One scorer serves the model: every layer's State has keys
+and values alone, in the slots that the scorer names. A forward pass ends when all layers that evict have attended and
+all bands were heard; then the new token is scored, and the next slot chosen, in one step of the scorer. Of hidden
+states nothing outlives the pass but each band's last token, in the scorer. Both sides share this, and no mathematics.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..contract import MethodConfig, check_integer
+from ..epikv.contract import BANDS, EpiKVConfig, band_layers
+from .masks import MaskSpec
+from .plug import StateCache, StateLayer
+
+Bands = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Passes:
+    """What the layers and the hooks of a model hand in during a forward pass. bands: numbers of layers."""
+
+    def __init__(self, bands: Bands, state_class: type[Any], scorer_class: type[Any], hidden_size: int) -> None:
+        self.bands, self.layers = bands, set[int]()
+        self.scorer: Any = None
+        self._state_class, self._scorer_class, self._hidden_size = state_class, scorer_class, hidden_size
+        self._made: dict[str, Any] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget a forward pass, also one that was interrupted."""
+        self._attended: set[int] = set()
+        self._heard: dict[int, Tensor | None] = {}
+        self._prompt: Tensor | None = None
+
+    def make_state(self, config: EpiKVConfig, **sizes: Any) -> Any:
+        """A layer's State; the first layer's also makes the scorer, unless there is one that fits."""
+        shared = {name: sizes[name] for name in ("batch", "dtype", "device")}
+        if shared != self._made:
+            if self._attended:
+                raise ValueError(
+                    f"EpiKV's layers share one scorer: all must have the same batch, dtype and device, got {shared} "
+                    f"beside {self._made}"
+                )
+            self.scorer = self._scorer_class(
+                config, hidden_size=self._hidden_size, key_value_heads=sizes["key_value_heads"],
+                head_dim=sizes["head_dim"], **shared,
+            )
+            self._made = shared
+        return self._state_class(config, scorer=self.scorer, **sizes)
+
+    def begin_prompt(self, occupied: Tensor) -> None:
+        """The first layer that evicts is about to take in a prompt, [B, T]."""
+        if self._prompt is None:
+            self.scorer.check_prompt(occupied)
+            self.scorer.admit(occupied, None)
+            self._prompt = occupied
+
+    def attended(self, number: int) -> None:
+        """A layer is through with the pass's tokens."""
+        self._attended.add(number)
+        self._end()
+
+    def hear(self, number: int, hidden: Tensor) -> None:
+        """What layer `number` puts out in this pass, [B, Q, C]."""
+        for place, layer in enumerate((*self.bands[0], *self.bands[1])):
+            if layer != number:
+                continue
+            if self._prompt is not None:
+                self.scorer.observe(place, hidden, self._prompt)
+                self._heard[place] = None
+            else:
+                self._heard[place] = hidden[:, -1]
+        self._end()
+
+    def _end(self) -> None:
+        """Once the last of them came."""
+        first, second = map(len, self.bands)
+        if self._attended < self.layers or len(self._heard) < first + second:
+            return
+        heard, prompt = [self._heard[place] for place in range(first + second)], self._prompt
+        self.clear()
+        if prompt is None:
+            states = [hidden for hidden in heard if hidden is not None]
+            # A band of one layer is not copied.
+            one, other = (
+                band[0][:, None] if len(band) == 1 else torch.stack(band, 1)
+                for band in (states[:first], states[first:])
+            )
+            self.scorer.step((one, other))
+
+
+class BandLayer(StateLayer):
+    """One layer's cache: keys and values in the slots of the model's scorer. number: the layer's, in the model."""
+
+    def __init__(self, config: MethodConfig, passes: Passes, attention_mask: Tensor | None, number: int) -> None:
+        super().__init__(config, passes.make_state, attention_mask)  # type: ignore[arg-type]
+        self._number, self._passes = number, passes
+
+    def _in_steps(
+        self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, occupied: Tensor | None, seen: int
+    ) -> Tensor:
+        count = key.shape[2]
+        if seen == 0:
+            whole = torch.ones(key.shape[0], count, dtype=torch.bool, device=key.device)
+            self._passes.begin_prompt(whole if occupied is None else occupied)
+        elif count > 1:
+            raise NotImplementedError(
+                f"{count} tokens came in one forward pass after the {seen} that EpiKV's cache has seen, but a decode "
+                "step is one token: the prompt must come whole (leave prefill_chunk_size out), and a second turn needs "
+                "a new cache, or reset()"
+            )
+        output = super()._in_steps(query, key, value, spec, occupied, seen)
+        self._passes.attended(self._number)
+        return output
+
+
+class HiddenStateCache(StateCache):
+    """EpiKV's cache; a side names its State and its Scorer. See `StateCache`."""
+
+    Config = EpiKVConfig
+    Scorer: ClassVar[type[Any]]
+
+    def __init__(
+        self, model: PreTrainedModel, *, budget: int, policy: str = "epikv", layers: Any = None,
+        attention_mask: Tensor | None = None, **options: Any,
+    ) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"model must be the model itself, since hooks go into it, got {type(model).__name__}")
+        for name in ("bands", "hidden_size"):
+            if name in options:
+                raise TypeError(f"{name} is not an option here: the model says it, and layers= the layers of the bands")
+        self._passes: Passes | None = None
+        self._hooks = lambda: None
+        text = model.config.get_text_config(decoder=True)
+        if policy in BANDS:
+            if options.get("keep_prompt") is False:
+                raise ValueError(
+                    f"keep_prompt must be True here for policy {policy!r}: layers before the bands store a prompt "
+                    "before its scores are known"
+                )
+            bands = check_bands(layers, policy, text.num_hidden_layers)
+            self._passes = Passes(bands, self.State, self.Scorer, text.hidden_size)
+            options |= {"bands": tuple(map(len, bands)), "hidden_size": text.hidden_size}
+        elif layers is not None:
+            raise ValueError(f"layers must be None for policy {policy!r}, which reads no hidden states")
+        super().__init__(model.config, budget=budget, attention_mask=attention_mask, policy=policy, **options)
+        if self._passes is not None:
+            self._passes.layers = {n for n, layer in enumerate(self.layers) if isinstance(layer, BandLayer)}
+            if not self._passes.layers or min(self._passes.layers) > min(map(min, self._passes.bands)):
+                raise NotImplementedError(
+                    f"no layer evicts at or before layer {min(map(min, self._passes.bands))}, which EpiKV hears first"
+                )
+            handles = install(model, self._passes, weakref.ref(self))
+            # Called once: by close(), or when the cache is no more.
+            self._hooks = weakref.finalize(self, remove, handles)
+
+    def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
+        if self._passes is None:
+            return StateLayer(self.config, self.State, mask)
+        return BandLayer(self.config, self._passes, mask, number)
+
+    def close(self) -> None:
+        """Take the hooks out of the model. A cache that is closed takes in no more tokens; closing twice is no harm."""
+        self._hooks()
+
+    def __enter__(self) -> HiddenStateCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise NotImplementedError("EpiKV's cache has hooks in its model, which a copy would lack: make a new cache")
+
+    def reset(self) -> None:
+        """Forget every token."""
+        super().reset()
+        if self._passes is not None:
+            self._passes.clear()
+            if self._passes.scorer is not None:
+                self._passes.scorer.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes what row beam_idx[b] was; [B] of any integer type."""
+        super().reorder_cache(beam_idx)
+        if self._passes is not None and self._passes.scorer is not None:
+            self._passes.scorer.reorder(beam_idx.to(self._passes.scorer.device, torch.int64))
+
+
+def check_bands(layers: object, policy: str, count: int) -> Bands:
+    """The numbers of the layers of both bands of a model of `count` layers: given, or those of the paper, scaled."""
+    if layers is None:
+        bands = band_layers(policy, count)
+        if set(bands[0]) & set(bands[1]):
+            raise ValueError(
+                f"layers must be given for a model of {count} layers: scaled from the paper's 32, both bands have "
+                f"layer {min(set(bands[0]) & set(bands[1]))}"
+            )
+        return bands
+    if not isinstance(layers, (tuple, list)) or len(layers) != 2:
+        raise TypeError(f"layers must be two tuples of layer numbers, such as ((10,), (21,)), got {layers!r}")
+    for side, band in enumerate(layers):
+        if not isinstance(band, (tuple, list)) or not band:
+            raise TypeError(f"layers[{side}] must be a tuple of layer numbers, got {band!r}")
+        for place, number in enumerate(band):
+            if check_integer(f"layers[{side}][{place}]", number, minimum=0) >= count:
+                raise ValueError(f"layers must be below {count}, the model's number of them, got {number}")
+        if len(set(band)) < len(band):
+            raise ValueError(f"layers[{side}] must name no layer twice, got {tuple(band)}")
+    return tuple(layers[0]), tuple(layers[1])
+
+
+def install(model: PreTrainedModel, passes: Passes, owner: Callable[[], Any]) -> list[Any]:
+    """Hooks that tell `passes` what the layers of the bands put out, in forward passes on the cache that `owner` gives.
+    They keep neither it nor the model alive."""
+    modules = model.get_decoder().layers
+
+    def hear(number: int, hidden: Any, kwargs: dict[str, Any]) -> None:
+        cache = owner()
+        if cache is not None and kwargs.get("past_key_values") is cache:
+            passes.hear(number, hidden[0] if isinstance(hidden, tuple) else hidden)
+
+    def before(number: int) -> Callable[..., None]:
+        return lambda module, args, kwargs: hear(number, args[0] if args else kwargs["hidden_states"], kwargs)
+
+    def after(number: int) -> Callable[..., None]:
+        return lambda module, args, kwargs, output: hear(number, output, kwargs)
+
+    return [
+        modules[number + 1].register_forward_pre_hook(before(number), with_kwargs=True)
+        if number + 1 < len(modules) else modules[number].register_forward_hook(after(number), with_kwargs=True)
+        for number in sorted({*passes.bands[0], *passes.bands[1]})
+    ]
+
+
+def remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()

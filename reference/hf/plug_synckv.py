@@ -1,0 +1,144 @@
+"""Where SyncKV's State meets transformers: each layer has its own clusters, found by looking at the model once.
+
+Both sides share this, and no mathematics: what weights are, and which heads look alike, is each side's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ..contract import check_integer
+from ..synckv.contract import HeadClusters, SyncKVConfig
+from .plug import StateCache, StateLayer
+
+#: The attention that looks at a model's queries and keys, while `watching`.
+WATCH = "kvtwin_watch"
+Observe = Callable[[int, Tensor, Tensor, float, Tensor], None]
+
+_observers: list[Observe] = []
+
+
+def _watched(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' sdpa attention; observers get layer, query [B, Hq, T, D], key [B, Hkv, T, D], scale and mask."""
+    real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
+    if isinstance(attention_mask, Tensor):
+        # The newest token sees all but padding.
+        real = attention_mask[:, 0, -1].bool().expand(real.shape)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    for observe in _observers:
+        observe(int(getattr(module, "layer_idx")), query, key, scale, real)  # noqa: B009
+    output, _ = sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+    )
+    return output, None
+
+
+AttentionInterface.register(WATCH, _watched)
+AttentionMaskInterface.register(WATCH, sdpa_mask)
+
+
+@contextmanager
+def watching(model: Any, observe: Observe) -> Iterator[None]:
+    """Inside, every layer of full attention shows its queries and keys; afterwards the model is as it was."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(WATCH)
+    _observers.append(observe)
+    try:
+        yield
+    finally:
+        _observers.remove(observe)
+        model.set_attn_implementation(before)
+
+
+def layer_similarities(
+    model: Any, texts: Iterable[Tensor | Mapping[str, Tensor]], *, k: int, steps: int,
+    log_weights: Callable[[Tensor, Tensor, Tensor, float], Tensor],
+    head_similarity: Callable[..., Tensor],
+) -> list[Tensor]:
+    """The mean similarity of each layer's heads (SyncKV eq. 2), [Hkv, Hkv] float64, first layer first.
+
+    texts: input ids [B, T], or what the model takes by keyword, padded on the left if at all. Of each text the last
+    `steps` tokens attend, each to what comes before it. One layer is looked at at a time, and of a layer one token's
+    weights for each row: no matrix of attention is kept.
+    """
+    check_integer("k", k, minimum=1)
+    check_integer("steps", steps, minimum=1)
+    totals: dict[int, Tensor] = {}
+    counts: dict[int, int] = {}
+
+    def observe(layer: int, query: Tensor, key: Tensor, scale: float, real: Tensor) -> None:
+        tokens = key.shape[2]
+        for at in range(max(tokens - steps, 0), tokens):
+            seen = real[:, :at + 1]
+            rows = real[:, at].nonzero()[:, 0]
+            if not len(rows):
+                continue
+            weight = log_weights(query[rows, :, at], key[rows, :, :at + 1], seen[rows], scale)   # [rows, Hkv, at + 1]
+            one = head_similarity(weight, k, occupied=seen[rows]).cpu() * len(rows)
+            totals[layer] = totals.get(layer, torch.zeros_like(one)) + one
+            counts[layer] = counts.get(layer, 0) + len(rows)
+
+    with torch.no_grad(), watching(model, observe):
+        for text in texts:
+            model(use_cache=False, **({"input_ids": text} if isinstance(text, Tensor) else text))
+    if not totals:
+        raise ValueError("texts must hold at least one text, with a token that is no padding")
+    return [totals[layer] / counts[layer] for layer in sorted(totals)]
+
+
+class SyncCache(StateCache):
+    """SyncKV's cache; a side names its State. See `StateCache`."""
+
+    def __init__(
+        self, config: PreTrainedConfig, *, k: int, head_clusters: Sequence[HeadClusters] | None = None,
+        attention_mask: Tensor | None = None, **options: Any,
+    ) -> None:
+        self._clusters = None if head_clusters is None else check_layers(head_clusters, config)
+        if self._clusters is not None and "clusters" in options:
+            raise TypeError("clusters is not an option beside head_clusters, which says how many there are")
+        super().__init__(config, budget=k, attention_mask=attention_mask, **options)
+
+    def _method_config(self, budget: int, options: dict[str, Any]) -> SyncKVConfig:
+        return SyncKVConfig(budget, **options)
+
+    def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
+        if self._clusters is None:
+            return StateLayer(self.config, self.State, mask)
+        clusters = self._clusters[number]
+        config: Any = replace(self.config, clusters=len(clusters.representatives))
+        state: Any = self.State
+        made: Any = partial(state, head_clusters=clusters)
+        return StateLayer(config, made, mask)
+
+
+def check_layers(head_clusters: object, config: object) -> tuple[HeadClusters, ...]:
+    """One HeadClusters for each layer of the model, of its heads."""
+    if not isinstance(head_clusters, (tuple, list)) or not all(isinstance(one, HeadClusters) for one in head_clusters):
+        raise TypeError(f"head_clusters must be a sequence of HeadClusters, one per layer, got {head_clusters!r}")
+    if isinstance(config, PreTrainedConfig):
+        sizes = config.get_text_config(decoder=True)
+        if len(head_clusters) != sizes.num_hidden_layers:
+            raise ValueError(
+                f"head_clusters must be of the model's {sizes.num_hidden_layers} layers, got {len(head_clusters)}"
+            )
+        heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+        for number, clusters in enumerate(head_clusters):
+            if len(clusters.labels) != heads:
+                raise ValueError(
+                    f"head_clusters[{number}] must be of the model's {heads} KV heads, got {len(clusters.labels)} "
+                    "labels"
+                )
+    return tuple(head_clusters)
