@@ -212,6 +212,24 @@ def test_what_a_graph_holds_gives_the_same_bits(exclude, twins, device):
         assert all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
 
 
+def test_what_replays_bring_beyond_the_room_is_not_taken_in(twins, device):
+    """The host does not see a graph's replays. Nothing is written past the last slot, and all that is there counts."""
+    state = twins.optimized.synckv.SyncKVState(
+        SyncKVConfig(2, stride=2, clusters=1, max_tokens=3), **LITTLE, dtype=torch.float32, device=device
+    )
+    for step in range(3):
+        state.step(*tokens(step, device, **LITTLE))
+    if not hasattr(state, "_counted"):
+        return
+    before = [tensor.clone() for tensor in (state.key, state.value, state.positions)]
+    state._counted = 0
+    output = state.step(*tokens(3, device, **LITTLE))
+    assert state.tokens_seen == 3
+    assert all(torch.equal(one, other) for one, other in
+               zip(before, (state.key, state.value, state.positions), strict=True))
+    assert bool(output.isfinite().all())
+
+
 @pytest.mark.kind("laws")
 @SIDES
 def test_chosen_sets_are_static_tokens_and_others(side, twins, device):

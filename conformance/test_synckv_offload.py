@@ -175,6 +175,30 @@ def test_a_slow_stream_changes_nothing(device, expected):
     assert_same(played(state, device), expected)
 
 
+def test_a_token_that_left_comes_back(device):
+    """Its place was another's meanwhile; others are chosen as soon as they come, before they lie in the bank. Token i's
+    value is e_i; the other head's query is zero, so its output shows what it attends to: what was chosen at the step
+    before, and its own token."""
+    state = SyncKVState(
+        SyncKVConfig(1, 0.0, 1, 1, max_tokens=10, offload=True), HeadClusters((0, 0), (0,)), batch=1, query_heads=2,
+        key_value_heads=2, head_dim=16, dtype=torch.float32, device=device,
+    )
+    unit = torch.eye(16, device=device)
+    prompt = unit[:4].expand(1, 2, 4, 16)
+
+    def query(wanted: int) -> Tensor:
+        return torch.stack((9 * unit[wanted], 0 * unit[wanted]))[None]
+
+    state.prefill(query(0)[:, :, None].expand(1, 2, 4, 16), prompt, prompt)
+    before = 0
+    for wanted in (1, 2, 0, 7, 8, 1):
+        newest = state.tokens_seen
+        own = unit[newest].expand(1, 2, 16)
+        output = state.step(query(wanted), own, own)
+        assert (output[0, 1] > 0).nonzero()[:, 0].tolist() == [before, newest]
+        before = wanted
+
+
 def test_rows_are_reordered_while_tokens_are_on_their_way(device):
     frames = []
     for offload in (False, True):

@@ -154,7 +154,7 @@ class Adapter(lockstep.Adapter):
 def ranked(score: Tensor, candidates: Tensor, count: int) -> Tensor:
     """The best `count` candidates, of equals the first, ascending, then -1."""
     slots = score.shape[-1]
-    score = score.clamp_min(-1e300).masked_fill(~candidates, -torch.inf)
+    score = score.double().clamp_min(-1e300).masked_fill(~candidates, -torch.inf)
     best = score.sort(stable=True, dim=-1, descending=True).indices[..., :count]
     best = best.masked_fill(~candidates.gather(-1, best), slots).sort(-1).values
     return best.masked_fill(best == slots, -1)
