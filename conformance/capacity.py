@@ -102,6 +102,7 @@ def measured(method: str, model: Model, budget: int) -> int:
     """Bytes that a request takes with this method, in all layers of the model."""
     import torch
 
+    from ..optimized._launch import INTERPRETED
     from . import judges
 
     pair = judges.pair(method)
@@ -110,7 +111,8 @@ def measured(method: str, model: Model, budget: int) -> int:
     options = {"hidden_size": model.hidden_size} if method == "epikv" else {}
     state = getattr(judges.module(_optimized(), pair), pair.state.__name__)(
         pair.config(budget=budget, **options), batch=1, query_heads=model.query_heads,
-        key_value_heads=model.key_value_heads, head_dim=model.head_dim, dtype=torch.bfloat16, device="cpu",
+        key_value_heads=model.key_value_heads, head_dim=model.head_dim, dtype=torch.bfloat16,
+        device="cpu" if INTERPRETED else "cuda",
     )
     once = bytes_held(getattr(state, "scorer", None))
     return model.layers * (bytes_held(state) - once) + once
@@ -158,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if min(options.context, options.budget) < 1:
         parser.error("context and budget must be at least 1")
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # states are made, on the CPU; no kernel runs
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # states are made on the CPU; no kernel runs
     rows = table(MODELS[options.model], memory, options.context, options.budget)
     if options.json:
         print(json.dumps([row.__dict__ for row in rows], indent=2))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from kvtwin.reference.epikv.contract import BANDS, EpiKVConfig
 
 pytestmark = pytest.mark.kind("equivalence")
 
-few = settings(max_examples=max(4, settings().max_examples // 2))
+few = settings(max_examples=max(4, settings().max_examples // 4))
 KINDS = ("ordinary", "constant", "nearly constant", "ramp", "spike", "zeros", "large", "tiny")
 
 
@@ -78,6 +78,7 @@ def side(request, twins):
 # Within bounds -------------------------------------------------------------------------------------------------------
 
 
+@example(case=Series(2, 2, 12, "ordinary", "left", 1, str(strategies.default_device())), window=4)
 @given(case=series(), window=st.sampled_from((4, 1, 2, 7, 64)))
 @few
 def test_rolling_means_and_z_scores(case, window, twins):
@@ -123,6 +124,9 @@ def test_changes_of_hidden_states(shape, dtype, seed, equal, twins, device):
     assert_within(strided, truth, bound, what="change of strided states")
 
 
+@example(
+    heads=2, head_dim=16, tokens=9, chunk=3, dtype=torch.float32, content="ordinary", padding=True, seed=1,
+)
 @given(
     heads=st.integers(1, 3), head_dim=st.sampled_from((16, 24, 80)), tokens=st.integers(1, 12),
     chunk=st.sampled_from((3, 1, 4, 64)), dtype=st.sampled_from(strategies.DTYPES),
@@ -283,20 +287,21 @@ def tokens(seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.claim("EK-8a")
+@example(seed=1, budget=4, recent=3)
 @given(seed=st.integers(0, 2**31 - 1), budget=st.integers(1, 9), recent=st.none() | st.integers(1, 3))
-@settings(max_examples=max(3, settings().max_examples // 6))
+@settings(max_examples=max(3, settings().max_examples // 10))
 def test_streaming_keeps_what_select_keeps_of_the_whole(seed, budget, recent, side, device):
     """Integer scores, so that nothing is adjudicated: a window of one, and hidden states that move by integers."""
     recent = None if recent is None else min(recent, budget)
     config = EpiKVConfig(
         budget, policy="hs_variance", window=1, recent=recent, keep_prompt=False, hidden_size=1
     )
-    moves = torch.randint(0, 4, (2, 2, 14), generator=torch.Generator(device).manual_seed(seed), device=device)
+    moves = torch.randint(0, 4, (2, 2, 12), generator=torch.Generator(device).manual_seed(seed), device=device)
     hidden = moves.cumsum(-1).float()[..., None]                                        # [2, B, T, 1]
     scores = (moves[0] - moves[1]).float()
     scores[:, 0] = 0
     state = made(side, config, device)
-    for t in range(14):
+    for t in range(12):
         state.step(*tokens(t, device), hidden[0, :, t], hidden[1, :, t])
         kept = side.select(scores[:, :t + 1], budget, prompt=0, recent=config.newest)
         held = state.positions.where(state.occupied, 99).sort(1).values[:, :kept.shape[1]]

@@ -15,40 +15,48 @@ from kvtwin.reference.epikv.contract import EpiKVConfig
 pytestmark = pytest.mark.kind("equivalence")
 
 
-def both(twins: Any, device: torch.device, **config: Any) -> Lockstep:
+def both(twins: Any, device: torch.device, heads: int = 1, **config: Any) -> Lockstep:
     return pair(
-        "epikv", twins.optimized.epikv, config=config, batch=2, query_heads=2, key_value_heads=1, head_dim=16,
+        "epikv", twins.optimized.epikv, config=config, batch=2, query_heads=2, key_value_heads=heads, head_dim=16,
         dtype=torch.float32, device=device,
     )
 
 
-def drawn(seed: int, device: torch.device, *time: int) -> list[Tensor]:
+def drawn(seed: int, device: torch.device, *time: int, heads: int = 1) -> list[Tensor]:
     generator = torch.Generator(device).manual_seed(seed)
-    return [torch.randn(2, heads, *time, 16, generator=generator, device=device) for heads in (2, 1, 1)]
+    return [torch.randn(2, count, *time, 16, generator=generator, device=device) for count in (2, heads, heads)]
 
 
 def test_attention_over_several_tiles_and_splits(twins, device):
-    """A cache longer than two tiles of each program, with logits that rise from tile to tile."""
-    run = both(twins, device, budget=70, policy="kv_val", keep_prompt=False)
-    query, key, value = drawn(1, device, 68)
-    key = key + torch.arange(68, device=device)[:, None] / 16 * query[:, :1].mean(2, keepdim=True)
+    """A cache of three tiles for two programs, with logits that rise from tile to tile."""
+    run = both(twins, device, heads=2, budget=46, policy="kv_val", keep_prompt=False)
+    query, key, value = drawn(1, device, 44, heads=2)
+    key = key + torch.arange(44, device=device)[:, None] / 16 * query[:, :1].mean(2, keepdim=True)
     run.prefill(query, key, value)
-    for step in range(4):
-        run.step(*drawn(2 + step, device))
-    assert int(run.tested.occupied.sum()) == 140
+    for step in range(3):
+        run.step(*drawn(2 + step, device, heads=2))
+    assert int(run.tested.occupied.sum()) == 92
 
 
-def test_a_kept_prompt_within_the_budget(twins, device):
-    """It stays whole and scores +inf; what is left of the budget is fought for."""
-    run = both(twins, device, budget=9, window=4)
+@pytest.mark.parametrize(
+    "options",
+    [{"budget": 9}, {"budget": 4, "count_prompt": False, "max_prompt": 6}, {"budget": 9, "policy": "lag_kv"}],
+    ids=("counts", "beside", "ties"),
+)
+def test_a_kept_prompt(options, twins, device):
+    """It stays whole and scores +inf; what is left of the budget, or a budget beside it, is fought for. Also where all
+    others score +inf as well, as in a first chunk."""
+    run = both(twins, device, window=4, **options)
     occupied = torch.tensor([[True] * 5, [False] * 2 + [True] * 3], device=device)
     run.prefill(*drawn(3, device, 5), occupied)
-    for step in range(9):
+    for step in range(7):
         run.step(*drawn(4 + step, device))
         positions = run.tested.positions
         assert bool(((positions[0][:, None] == torch.arange(5, device=device)).sum(0) == 1).all())
-        assert bool((run.tested.score[positions < 5] == torch.inf)[positions[positions < 5] >= 0].all())
-    assert run.tested.tokens_seen == 14
+        most = 9 if run.tested.config.count_prompt else 9 - 2 * torch.arange(2, device=device)
+        assert bool((run.tested.occupied.sum(1) <= most).all())
+        assert bool((run.tested.score[(positions >= 0) & (positions < 5)] == torch.inf).all())
+    assert run.tested.tokens_seen == 12
 
 
 def test_a_row_that_begins_with_its_first_step(twins, device):
@@ -66,7 +74,8 @@ def test_a_row_that_begins_with_its_first_step(twins, device):
 
 @pytest.mark.parametrize("policy", ["band_adaptive", "lag_kv"])
 def test_a_longer_run_with_reset_and_beams(policy, twins, device):
-    run = both(twins, device, budget=6, policy=policy, window=3, chunk=3, keep_prompt=False)
+    bands = {"bands": (2, 1)} if policy == "band_adaptive" else {}
+    run = both(twins, device, budget=6, recent=3, policy=policy, window=3, chunk=3, keep_prompt=False, **bands)
     run.prefill(*drawn(40, device, 7))
     for step in range(5):
         run.step(*drawn(41 + step, device))
@@ -74,8 +83,8 @@ def test_a_longer_run_with_reset_and_beams(policy, twins, device):
     for step in range(3):
         run.step(*drawn(50 + step, device))
     run.reset()
-    run.prefill(*drawn(60, device, 3))
-    run.step(*drawn(61, device))
+    for step in range(3):
+        run.step(*drawn(60 + step, device))
 
 
 def test_the_paper_s_budgets_and_windows(twins, device):

@@ -105,6 +105,7 @@ def _band(
             p = tl.load(previous + layer * size + c, mask=c < size, other=0.0)
             difference = float32(h) - float32(p)
             squares += difference * difference
+            tl.debug_barrier()                                          # threads may load what others store
             tl.store(previous + layer * size + c, h, mask=c < size)
         newest = tl.sqrt_rn(tl.sum(squares[None, :], 1))                # [1]
         x, there = _window(values + layer * window, number, window, tl.sum(newest, 0), number >= 0, W_PAD)
@@ -135,6 +136,7 @@ def _lag(
     low_before = tl.load(at + 2 * all_ranges, mask=mask, other=0.0)
     high_before = tl.load(at + 3 * all_ranges, mask=mask, other=0.0)
     low_before, high_before = tl.where(begins, low, low_before), tl.where(begins, high, high_before)
+    tl.debug_barrier()                                                  # threads may load what others store
     tl.store(at, tl.where(begins, x, tl.minimum(low, x)), mask=mask)
     tl.store(at + all_ranges, tl.where(begins, x, tl.maximum(high, x)), mask=mask)
     tl.store(at + 2 * all_ranges, low_before, mask=mask)
@@ -203,6 +205,7 @@ def step_kernel(
         new = tl.where(token < chunk, float("inf"), tl.sum(total, 0) / LAYERS_A)
     new = no_sign(new)
 
+    tl.debug_barrier()                                                  # all have read the counters
     row = b * slots
     tl.store(occupied + row + slot, 1)
     tl.store(positions + row + slot, position)
