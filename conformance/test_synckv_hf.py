@@ -104,10 +104,10 @@ def test_generation_on_the_optimized_side_is_the_loop(offload, twins, device):
     check(model, used, prompts(7, [0, 3], device), 4)
 
 
-def test_what_is_on_its_way_cannot_be_copied():
+def test_what_is_on_its_way_cannot_be_copied(device):
     from kvtwin.optimized.hf import SyncKVCache
 
-    model = tiny_models.model("llama")
+    model = tiny_models.model("llama", device=device)
     model.set_attn_implementation("kvtwin")
     used = SyncKVCache(model.config, **SMALL, offload=True)
     feed(model, used)

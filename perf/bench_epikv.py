@@ -174,15 +174,24 @@ def test_scoring(device_benchmark, draw):
     )
 
 
-def eager_h2o(query: Tensor, key: Tensor, value: Tensor, received: Tensor) -> Tensor:
-    """H2O as eager attention has it: all weights, summed up per KV head, and the lowest of them found."""
+def eager_h2o(query: Tensor, key: Tensor, value: Tensor, received: Tensor, *, repeated: bool) -> Tensor:
+    """H2O on eager attention: all weights, summed up per KV head, and the lowest of them found.
+
+    repeated: keys and values once for each query head, as transformers' eager attention has them; else the products of
+    a group with its keys are one product of matrices, which transformers does not do.
+    """
     batch, heads, _, head_dim = key.shape
-    grouped = query.view(batch, heads, -1, head_dim)
-    weight = (grouped @ key.transpose(2, 3) * head_dim**-0.5).float().softmax(-1).to(value.dtype)
-    received += weight.float().mean(2)
+    group = query.shape[1] // heads
+    if repeated:
+        keys, values = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
+        rows = query[:, :, None]
+    else:
+        keys, values, rows = key, value, query.view(batch, heads, group, head_dim)
+    weight = (rows @ keys.transpose(2, 3) * head_dim**-0.5).softmax(-1, dtype=torch.float32).to(value.dtype)
+    received += weight.view(batch, heads, group, -1).float().mean(2)
     victim = received.argmin(-1)
     received.scatter_(2, victim[..., None], 0.0)
-    return (weight @ value).view(query.shape)
+    return (weight @ values).view(query.shape)
 
 
 def test_against_h2o(device_benchmark, draw):
@@ -199,14 +208,14 @@ def test_against_h2o(device_benchmark, draw):
         layers.score()
         return output
 
-    def h2o() -> Tensor:
+    def h2o(repeated: bool) -> Tensor:
         for state, sums in zip(layers.states, received, strict=True):
-            output = eager_h2o(query, state.key, state.value, sums)
+            output = eager_h2o(query, state.key, state.value, sums, repeated=repeated)
         return output
 
     device_benchmark(
         step, moves=shape.cache_bytes, verify=lambda _: check_attention(last, layers, query, key, value),
-        peers={"h2o": h2o}, peers_move=shape.cache_bytes,
+        peers={"h2o": lambda: h2o(True), "h2o, grouped": lambda: h2o(False)}, peers_move=shape.cache_bytes,
     )
 
 
