@@ -119,15 +119,16 @@ def check_scores(layers: Layers) -> None:
         change = (hidden[:, 1] - hidden[:, 0]).square().sum(-1).sqrt()
         error = epikv_scores.change_error(hidden[:, 1], hidden[:, 0])
         order = (number[:, None] + 1 + torch.arange(config.window, device=DEVICE)) % config.window
-        window = rings[:, band].gather(1, order)                                          # the oldest first
-        values = torch.cat((window[:, 1:], change[:, None]), 1)
-        errors = torch.cat((torch.zeros_like(window[:, 1:]), error[:, None]), 1)
+        window = rings[:, band].gather(1, order)[:, :-1]               # the oldest first; the last one makes room
+        values = torch.cat((window, change[:, None]), 1)
+        errors = torch.cat((torch.zeros_like(window), error[:, None]), 1)
         found = epikv_scores.zscore_interval(values, errors, torch.ones_like(values, dtype=torch.bool), config.window)
         changes.append(type(found)(*(end[:, None, None] for end in found)))
     interval = epikv_scores.difference_interval(*changes)
     actual = scorer.score.gather(1, slot[:, None])
     assert_inside(actual, interval, what="score")
-    newest = scorer.positions > scorer.tokens_seen - 1 - config.newest
+    # Of the newest ones, the token for which the slot is will be one.
+    newest = scorer.positions > scorer.tokens_seen - config.newest
     ranked = scorer.score.masked_fill(newest, torch.inf)
     lowest = ranked.amin(1, keepdim=True)
     oldest = scorer.positions.masked_fill(ranked != lowest, 2**62).argmin(1)
