@@ -341,3 +341,13 @@ def test_layers_that_share_a_scorer_are_layers_alone(side, device):
         shared[0].step(*tokens(1, device), hidden[0, :, 0], hidden[1, :, 0])
     shared[0].reset()
     assert scorer.tokens_seen == 12
+
+
+def test_a_kept_prompt_outlasts_equal_scores(side, device):
+    """In a first chunk all score +inf, as a kept prompt does; of these the prompt's tokens, the oldest, must not go."""
+    state = made(side, EpiKVConfig(6, policy="lag_kv"), device)
+    given = [tokens(t, device) for t in range(9)]
+    state.prefill(*(torch.stack([token[part] for token in given[:3]], 2) for part in range(3)))
+    for token in given[3:]:
+        state.step(*token)
+    assert_same(state.positions.sort(1).values, torch.tensor([[0, 1, 2, 6, 7, 8]] * 2, device=device), what="held")

@@ -57,7 +57,7 @@ def test_epikv_reference_repeats_the_golden_trace(case, traces):
 
 def test_epikv_follows_the_golden_trace(traces, twins, device, monkeypatch):
     for case in CASES if device.type == "cuda" else ("3.epikv", "6.lag_kv"):
-        steps = None if device.type == "cuda" else 24
+        steps = None if device.type == "cuda" else 12
         follow(case, traces, twins, device, monkeypatch, steps)
 
 

@@ -226,6 +226,7 @@ def test_generations_in_a_row_do_not_leak(llama, twins, device):
     first = cache_class(twins, "reference")(llama, **made)
     expected = generate(llama, inputs, 8, past_key_values=first)
     plain = generate(llama, inputs, 8)
+    assert not first._passes._heard, "it has heard a forward pass on another cache"
     second = cache_class(twins, "reference")(llama, **made)
     assert hooks(llama) == 4
     assert torch.equal(generate(llama, inputs, 8, past_key_values=second), expected)
@@ -277,6 +278,8 @@ def test_an_interrupted_pass_needs_a_reset(llama, twins, device):
         feed(llama, used, [5])
     hook.remove()
     used.reset()
+    assert used._passes.scorer.tokens_seen == 0
+    assert not used._passes._attended
     assert torch.equal(generate(llama, inputs, 6, past_key_values=used), expected)
     used.close()
 
