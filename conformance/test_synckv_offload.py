@@ -159,19 +159,20 @@ def test_only_tokens_that_are_not_resident_are_read(device, expected):
 
 def test_a_slow_stream_changes_nothing(device, expected):
     """On a GPU: transfers that take far longer than a step. On the CPU there is no stream, and nothing to wait for."""
+    if device.type != "cuda":
+        return
+
+    class Slow(StreamTransfers):
+        def submit(self, job: Callable[[], None]) -> None:
+            def slow() -> None:
+                torch.cuda._sleep(20_000_000)
+                job()
+                torch.cuda._sleep(20_000_000)
+
+            super().submit(slow)
+
     state = new(device)
-    if device.type == "cuda":
-
-        class Slow(StreamTransfers):
-            def submit(self, job: Callable[[], None]) -> None:
-                def slow() -> None:
-                    torch.cuda._sleep(20_000_000)
-                    job()
-                    torch.cuda._sleep(20_000_000)
-
-                super().submit(slow)
-
-        state._offload.transfers = Slow(device)
+    state._offload.transfers = Slow(device)
     assert_same(played(state, device), expected)
 
 
@@ -208,7 +209,7 @@ def test_rows_are_reordered_while_tokens_are_on_their_way(device):
         )
         if offload:
             with_transfers(state, Late())
-        rows = [tokens(seed, device) for seed in range(20, 30)]
+        rows = [tokens(seed, device) for seed in range(20, 28)]
         for one, other in zip(rows[::2], rows[1::2], strict=True):
             frames.append(state.step(*(torch.cat(pair) for pair in zip(one, other, strict=True))))
             if state.tokens_seen == 2:
