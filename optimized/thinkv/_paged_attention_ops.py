@@ -17,8 +17,9 @@ from ._paged_attention_kernels import attend_kernel, finish_kernel
 from ._paged_fragment_kernels import EIGHT, fragment_kernel
 from ._paging_ops import Layout, layout
 
-#: Programs of one warp that fit a multiprocessor, of its 64 K registers, and what each may then have.
-FRAGMENT_PROGRAMS, FRAGMENT_REGISTERS = 12, 168
+#: Programs of one warp that fit a multiprocessor, how often it gets so many, and the registers that each may then have, of
+#: its 64 K.
+FRAGMENT_PROGRAMS, FRAGMENT_TURNS, FRAGMENT_REGISTERS = 12, 7, 168
 
 
 def _tile(block: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -45,13 +46,13 @@ def _fragment_tile(entries: int) -> int:
     return 16 if INTERPRETED and entries // 3 % 2 else 32
 
 
-def _splits(rows: int, tiles: int, device: torch.device, resident: int) -> int:
+def _splits(rows: int, tiles: int, device: torch.device, resident: int, turns: int) -> int:
     """How many programs share a (row, KV head): see `_launch.split_slots`, of which this is the rule. `resident`: how
-    many fit a multiprocessor."""
+    many fit a multiprocessor, which gets as many `turns` times where there are enough."""
     if INTERPRETED:
         wanted = 2
     elif rows >= resident // 2 * multiprocessors(device):
-        wanted = triton.cdiv(PROGRAMS // RESIDENT * resident * multiprocessors(device), rows)
+        wanted = triton.cdiv(turns * resident * multiprocessors(device), rows)
     else:
         wanted = resident * multiprocessors(device) // rows
     return max(1, min(wanted, tiles, MAX_SPLITS))
@@ -75,8 +76,8 @@ def attend(
     tiles = triton.cdiv(entries // 3, tile // block)
     # Fragments have the buffer as a part by itself.
     parts = (
-        min(_splits(flats, tiles, query.device, FRAGMENT_PROGRAMS), MAX_SPLITS - 1) + 1 if in_fragments
-        else _splits(flats, tiles, query.device, RESIDENT)
+        min(_splits(flats, tiles, query.device, FRAGMENT_PROGRAMS, FRAGMENT_TURNS), MAX_SPLITS - 1) + 1 if in_fragments
+        else _splits(flats, tiles, query.device, RESIDENT, PROGRAMS // RESIDENT)
     )
     count = batch * query_heads * parts
 
