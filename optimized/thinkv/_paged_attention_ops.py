@@ -17,7 +17,7 @@ from ._paged_attention_kernels import attend_kernel, finish_kernel
 from ._paged_fragment_kernels import EIGHT, fragment_kernel
 from ._paging_ops import Layout, layout
 
-#: Programs of one warp that fit a multiprocessor, how often it gets so many, and the registers that each may then have, of
+#: Programs of one warp that fit a multiprocessor, how often it gets so many, and the registers that each may have, of
 #: its 64 K.
 FRAGMENT_PROGRAMS, FRAGMENT_TURNS, FRAGMENT_REGISTERS = 12, 7, 168
 
