@@ -8,6 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def page(report: dict[str, Any]) -> str:
     parts += ["<h2>Methods</h2>", _table(("method", "tests", *MEASURES), _method_rows(report["methods"]))]
     if report["claims"]:
         parts += ["<h2>Claims of the papers</h2>", _claims(report["claims"])]
-    parts += _accuracy()
+    parts += [*_accuracy(), *_bands()]
     everything = f"<details><summary>all {len(report['tests'])}</summary>{_tests(report['tests'])}</details>"
     parts += ["<h2>Tests</h2>", everything, "</body></html>"]
     return "\n".join(parts) + "\n"
@@ -184,6 +185,23 @@ def _accuracy() -> list[str]:
         f"<p>{html.escape(accuracy_plot.caption(result))}</p>",
         plot,
         _table(accuracy_plot.columns(result), rows),
+    ]
+
+
+def _bands() -> list[str]:
+    """The stored study of EpiKV's bands, which is no result of this run; nothing if there is none."""
+    data, plot = (resources.files(accuracy_plot.__package__).joinpath(f"bands.{kind}") for kind in ("json", "svg"))
+    if not (data.is_file() and plot.is_file()):
+        return []
+    result = json.loads(data.read_text(encoding="utf-8"))
+    said = (
+        f"Fixture model, {result['traces']} of {result['asked']} held-out recall documents answered right, "
+        f"{result['tokens']} labelled tokens, of which {100 * result['important']:.1f} % are important. Bars: the mean "
+        "over traces, with its standard error; dots: all tokens together."
+    )
+    return [
+        "<h2>Hidden-state change and importance by layer, as stored</h2>", f"<p>{html.escape(said)}</p>",
+        plot.read_text(encoding="utf-8"),
     ]
 
 
