@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtwin.conformance import discovery, judges, report
+from kvtwin.conformance import judges, report
 from kvtwin.fixtures import accuracy, accuracy_plot, tasks
 from kvtwin.fixtures.accuracy import FULL, Plan, States
 from kvtwin.fixtures.load import load_bytes
@@ -221,10 +221,7 @@ def test_the_stored_result_is_whole_and_is_what_is_drawn(stored: dict[str, Any])
     for row in stored["rows"]:
         rows.setdefault(row["method"], []).append(row)
     (full,) = rows.pop(FULL)
-    assert rows.keys() >= {
-        pair.name for pair in discovery.methods()
-        if judges.ask(pair.name, "EVICTS", True) and not judges.ask(pair.name, "LOSSY", False)
-    }
+    assert rows.keys() >= {pair.name for pair in accuracy.evicting() if not judges.ask(pair.name, "LOSSY", False)}
     for method, of_method in rows.items():
         assert [row["budget"] for row in of_method] == [1024 // share for share in Plan().shares]
         for row in of_method:

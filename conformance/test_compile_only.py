@@ -30,7 +30,7 @@ def test_kernels_of_a_method_compile(tmp_path):
 def test_an_unknown_method_is_a_usage_error():
     done = run("none")
     assert done.returncode == 2
-    assert "no method none; there are: h2o" in done.stderr
+    assert "no method none; there are: epikv, h2o" in done.stderr
 
 
 class Kernel:

@@ -3,7 +3,7 @@
 Lockstep, laws, strategies and replay are generic; they ask here for what differs. A module may hold
 
 - `BUDGET`: what the config calls its budget (default: "budget"); `EVICTS`: False where a state keeps every token, and
-  the budget says how many a step attends to;
+  the budget says how many a step attends to; `KEEPS_PROMPTS`: True where by default only what is generated is evicted;
 - `Adapter`: how a state's choices are judged (see `lockstep.Adapter`, which serves where there is none);
 - `configs(most, window)`: a Hypothesis strategy of the config's keyword arguments, for drawn traces: `budget` from 1 to
   `most`, and whatever else there is but `scale` (default: the budget alone). `window`: the most tokens that anything

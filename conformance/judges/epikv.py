@@ -14,10 +14,11 @@ from ..bounds import Interval
 from ..compare import Verdict, assert_eviction_right, assert_kept_right, assert_same, fail
 from . import epikv_scores
 
-__all__ = ["GROUPINGS", "SMALL", "Adapter", "arguments", "assert_inside", "configs", "extras"]
+__all__ = ["GROUPINGS", "KEEPS_PROMPTS", "SMALL", "Adapter", "arguments", "assert_inside", "configs", "extras"]
 
 #: Prompts compete, so that budgets may be small.
 SMALL = {"keep_prompt": False, "window": 3, "chunk": 2}
+KEEPS_PROMPTS = True
 GROUPINGS = ({"policy": "lag_kv"}, {"policy": "kv_val"})
 
 

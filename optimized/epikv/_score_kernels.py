@@ -52,7 +52,7 @@ def spread(x, low, high, in_head):
     """Deviation over the channels of (x - low) / (high - low): x [R, D_PAD]; low, high, in_head [R or 1, D_PAD]."""
     width = high - low
     largest = tl.max(tl.where(in_head, tl.maximum(tl.abs(low), tl.abs(high)), 0.0), 1)
-    says = (width > LEAST_RANGE * largest[:, None]) & in_head
+    says = (width > largest[:, None] * LEAST_RANGE) & in_head
     count = tl.maximum(tl.sum(says.to(tl.float32), 1), 1.0)[:, None]
     normal = tl.where(says, (x - low) / tl.where(says, width, 1.0), 0.0)
     centre = tl.sum(normal / count, 1)

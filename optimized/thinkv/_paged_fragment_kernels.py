@@ -118,10 +118,10 @@ def _weights(top, weight_sum, logit, TOKENS: tl.constexpr):
 def _indices(order, physical, slot_groups, tile, count, BLOCKS: tl.constexpr):
     """Of a tile: physical blocks [BLOCKS], which are held whatever the tile; scale groups of slots, -1 for none."""
     i, block = tl.arange(0, BLOCKS * EIGHT), tl.arange(0, BLOCKS)
-    rank = tile * BLOCKS + i // EIGHT
+    rank = i // EIGHT + tile * BLOCKS
     entry = tl.load(order + rank, mask=rank < count, other=0)
     group = tl.load(slot_groups + entry * EIGHT + i % EIGHT, mask=rank < count, other=-1)
-    held = tl.maximum(tl.minimum(tile * BLOCKS + block, count - 1), 0)
+    held = tl.maximum(tl.minimum(block + tile * BLOCKS, count - 1), 0)
     return tl.load(physical + tl.load(order + held)).to(tl.int32), group
 
 
@@ -166,7 +166,7 @@ def _attend_fragments(
         logit = tl.dot(k, q, input_precision="ieee") * factor[None, :]                 # [TILE, 8]
         kept = (head < GROUP_HEADS)[None, :] & (i < (count - tile * BLOCKS) * EIGHT)[:, None]
         tl.store(
-            logits + (tile * TILE + i)[:, None] * GROUP_HEADS + head[None, :],
+            logits + (i + tile * TILE)[:, None] * GROUP_HEADS + head[None, :],
             tl.where(live[:, None], logit, float("inf")), mask=kept,
         )
         logit = tl.where(live[:, None], logit, float("-inf"))
