@@ -170,9 +170,11 @@ def test_variances_and_lags(heads, head_dim, tokens, chunk, dtype, content, padd
 @pytest.mark.kind("laws")
 @given(case=series(), window=st.sampled_from((4, 2, 64)), cut=st.integers(1, 19))
 @few
-def test_a_suffix_changes_no_bit_of_a_prefix(case, window, cut, side):
+def test_a_suffix_changes_no_bit_of_a_prefix(case, window, cut, side, twins):
     """Scores are causal: by hidden states, by variances, by lags."""
     g = 1 + case.make()[0].nan_to_num()
+    if side is twins.reference.epikv:
+        g = g.cpu()                                                     # on a GPU torch adds up by the tensor's shape
     cut = min(cut, case.tokens)
     key = torch.stack((g, g.square(), g + 3), 1)[..., None].expand(-1, -1, -1, -1, 16)[:, :, 0].cumsum(-1)
     for score in (
