@@ -161,10 +161,11 @@ def state_traces(
     """
     sizes = draw(_common(device, STATE_TRIPLES, rows=2))
     cpu = sizes["device"].startswith("cpu")
+    longest, most = (24, 10) if cpu else judges.ask(method, "LONGEST", (300, 80))
     configs = judges.ask(method, "configs", _budgets)
     config = draw(configs(max_budget or (8 if cpu else 64), 8 if cpu else 32))
     with_prompt = draw(st.booleans()) if prompt is None else prompt
-    length = draw(st.integers(1, max_prompt or (24 if cpu else 300))) if with_prompt else 0
+    length = draw(st.integers(1, max_prompt or longest)) if with_prompt else 0
     scaled = "scale" in inspect.signature(judges.pair(method).config or dict).parameters
     return StateTrace(
         **sizes,
@@ -177,7 +178,7 @@ def state_traces(
         config=tuple(config.items()),
         prompt=length,
         padding=draw(st.sampled_from(("none", "none", "left_padding", "random", "empty_row"))) if length else "none",
-        steps=draw(st.integers(1, max_steps or (10 if cpu else 80))),
+        steps=draw(st.integers(1, max_steps or most)),
     )
 
 

@@ -51,7 +51,7 @@ def test_what_states_hold_is_counted():
     model = Model(layers=3, query_heads=2, key_value_heads=1, head_dim=16, hidden_size=40, parameters=0)
     one, two = (capacity.measured("epikv", model, budget) for budget in (1024, 2048))
     per_token = (two - one) / 1024
-    # Occupied, position, score, rank; on a GPU more programs share more slots, 64 slots or more each, and every one has a
+    # Occupied, position, score, rank; on a GPU more programs share more slots, 64 or more each, and every one has a
     # float32 output, a maximum and a sum for each query head.
     held, parts = model.bytes_per_token + 1 + 8 + 4 + 8, model.layers * model.query_heads * 4 * (model.head_dim + 2)
     assert held <= per_token <= held + parts / 64

@@ -8,6 +8,7 @@ Lockstep, laws, strategies and replay are generic; they ask here for what differ
 - `configs(most, window)`: a Hypothesis strategy of the config's keyword arguments, for drawn traces: `budget` from 1 to
   `most`, and whatever else there is but `scale` (default: the budget alone). `window`: the most tokens that anything
   observing a prompt should look at;
+- `LONGEST`: the most tokens of a prompt, and the most steps, of a trace that is drawn on a GPU (default: 300 and 80);
 - `SMALL`: keyword arguments that make the config take any budget from 2 on (default: none needed);
 - `GROUPINGS`: options that change the shapes of a state, one dict each;
 - `COMPILED`: options, one dict each, by which a state has other kernels, for `compile_only`;

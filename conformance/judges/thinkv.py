@@ -12,11 +12,11 @@ from ..paged_cases import PagedCase
 from ..thought_cases import SegmentCase, SparsityCase
 from ..tiny import BATCH, HEAD_DIM, KEY_VALUE_HEADS, SLOTS
 from . import thinkv_eviction, thinkv_paging, thinkv_thoughts
-from .thinkv_state import COMPILED, LOSSY, SMALL, Adapter, bytes_of, configs, most_held, poison
+from .thinkv_state import COMPILED, LONGEST, LOSSY, SMALL, Adapter, bytes_of, configs, most_held, poison
 
 __all__ = [
-    "CASES", "COMPILED", "LOSSY", "ON_THE_HOST", "SMALL", "Adapter", "arguments", "bytes_of", "configs", "most_held",
-    "poison", "replay",
+    "CASES", "COMPILED", "LONGEST", "LOSSY", "ON_THE_HOST", "SMALL", "Adapter", "arguments", "bytes_of", "configs",
+    "most_held", "poison", "replay",
 ]
 
 CASES = (PagedCase, SegmentCase, SparsityCase)
