@@ -9,10 +9,10 @@ import torch
 from ..synckv_cases import SetsCase
 from ..tiny import BATCH, KEY_VALUE_HEADS, SLOTS
 from .synckv_sets import assert_anticipation_right, assert_initial_right, replay, weight_interval
-from .synckv_state import BUDGET, EVICTS, GROUPINGS, SMALL, Adapter, bytes_of, configs, most_held
+from .synckv_state import BUDGET, COMPILED, EVICTS, GROUPINGS, SMALL, Adapter, bytes_of, configs, most_held
 
 __all__ = [
-    "BUDGET", "CASES", "EVICTS", "GROUPINGS", "ON_THE_HOST", "SMALL", "Adapter", "arguments",
+    "BUDGET", "CASES", "COMPILED", "EVICTS", "GROUPINGS", "ON_THE_HOST", "SMALL", "Adapter", "arguments",
     "assert_anticipation_right", "assert_initial_right", "bytes_of", "configs", "most_held", "replay",
     "weight_interval",
 ]

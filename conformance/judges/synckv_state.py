@@ -26,6 +26,7 @@ BUDGET, EVICTS = "k", False
 SMALL = {"stride": 2, "clusters": 1, "max_tokens": 160 if torch.cuda.is_available() else 24}
 #: An anticipation at every step, so that its operations are seen to run.
 GROUPINGS = ({"stride": 1, "exclude_static": False},)
+COMPILED = ({"offload": True},)
 
 
 def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:
