@@ -63,11 +63,26 @@ def _remember_shapes(core: ModuleType) -> None:
         kinds.__init__ = _kept(  # type: ignore[method-assign]
             kinds.__init__, kind, {"shape", "numel", "name"}, lambda element_ty, shape: {"element_ty": element_ty}
         )
+        if _parameters(getattr(kinds, "with_element_ty", kind)) == ["self", "scalar_ty"]:
+            kinds.with_element_ty = _of_one_name(kinds.with_element_ty)  # type: ignore[attr-defined]
     if inspect.isclass(tensors) and _parameters(tensors.__init__) == ["self", "handle", "type"]:
         tensors.__init__ = _kept(  # type: ignore[method-assign]
             tensors.__init__, lambda handle, type: type.name, {"shape", "numel"},
             lambda handle, type: {"handle": handle, "type": type, "dtype": type.scalar},
         )
+
+
+def _of_one_name(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Of a function of two types: what it returned for two of the same names. Types never change."""
+    known: dict[tuple[str, str], Any] = {}
+
+    def made_of(self: Any, scalar_ty: Any) -> Any:
+        key = (self.name, scalar_ty.name)
+        if key not in known:
+            known[key] = original(self, scalar_ty)
+        return known[key]
+
+    return made_of
 
 
 def _remember_operands(interpreter: ModuleType) -> None:
@@ -80,7 +95,9 @@ def _remember_operands(interpreter: ModuleType) -> None:
     # On this object alone: the compiler's, of the same class, has handles of its own.
     semantic.cast = _unchanged_cast(semantic.cast)
     semantic.broadcast_impl_value = _unchanged_pair(semantic.broadcast_impl_value, tensor)
-    semantic.binary_op_type_checking_impl = _unchanged_pair(semantic.binary_op_type_checking_impl, tensor)
+    semantic.binary_op_type_checking_impl = _unchanged_pair(
+        semantic.binary_op_type_checking_impl, tensor, semantic.broadcast_impl_value
+    )
     looks_for_overflow, options = semantic.binary_op_sanitize_overflow_impl, semantic.builder.options
 
     def look_for_overflow(lhs: Any, rhs: Any, binary_op: Any) -> None:
@@ -115,9 +132,15 @@ def _unchanged_cast(original: Callable[..., Any]) -> Callable[..., Any]:
     return cast
 
 
-def _unchanged_pair(original: Callable[..., Any], tensor: type) -> Callable[..., Any]:
-    """Of `original(lhs, rhs, ...)`, which returns both made alike. Numbers that meet a tensor are kept as tensors."""
+def _unchanged_pair(
+    original: Callable[..., Any], tensor: type, broadcast: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Of `original(lhs, rhs, ...)`, which returns both made alike. Numbers that meet a tensor are kept as tensors.
+
+    broadcast: what it does in the end, and all it does with tensors whose element types it leaves as they are.
+    """
     unchanged: set[Any] = set()
+    of_another_shape: set[Any] = set()
     numbers: dict[Any, Any] = {}
 
     def made_alike(lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
@@ -129,9 +152,13 @@ def _unchanged_pair(original: Callable[..., Any], tensor: type) -> Callable[...,
             key = (lhs.type.name, rhs.type.name, options)
             if key in unchanged:
                 return lhs, rhs
+            if broadcast is not None and key in of_another_shape:
+                return broadcast(lhs, rhs)
             found = original(lhs, rhs, *options)
             if found[0] is lhs and found[1] is rhs:
                 unchanged.add(key)
+            elif [side.type.scalar.name for side in found] == [lhs.type.scalar.name, rhs.type.scalar.name]:
+                of_another_shape.add(key)
             return found
         number, other = (rhs, lhs) if tensors[0] else (lhs, rhs)
         kind = type(number)
@@ -162,7 +189,9 @@ def _kept(
         key = None if named else key_of(*arguments)
         found = known.get(key) if key is not None else None
         if found is not None:
-            vars(self).update(found, **own(*arguments))
+            made = self.__dict__
+            made.update(found)
+            made.update(own(*arguments))
             return
         original(self, *arguments, **named)
         made = vars(self)
@@ -183,6 +212,7 @@ def _remember(interpreter: ModuleType) -> None:
         return
     if _parameters(one) != ["obj", "name", "member", "builder", "scope"]:
         return
+    semantic = getattr(interpreter, "interpreter_semantic", None)
 
     @cache
     def members(pkg: Any) -> list[tuple[str, Any]]:
@@ -190,10 +220,22 @@ def _remember(interpreter: ModuleType) -> None:
         return [(name, member) for name, member in inspect.getmembers(pkg) if is_builtin(member)]
 
     def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
+        ours = semantic is not None and semantic.builder is builder and hasattr(scope, "set_attr")
         for name, member in members(pkg):
-            one(pkg, name, member, builder, scope)
+            if ours:  # the one object that keeps what became of operands; triton 3.6 makes another for each member
+                scope.set_attr(pkg, name, _with_semantic(member, semantic))
+            else:
+                one(pkg, name, member, builder, scope)
 
     interpreter._patch_builtin = patch_builtin  # type: ignore[attr-defined]
+
+
+def _with_semantic(member: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        named["_semantic"] = semantic
+        return member(*arguments, **named)
+
+    return call
 
 
 def _numpy_types(original: Callable[[Any], Any], language: ModuleType) -> Callable[[Any], Any]:

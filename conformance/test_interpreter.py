@@ -99,7 +99,7 @@ class Operand:
     """Stands in for a tensor of Triton's: a type with a name, and a handle with data."""
 
     def __init__(self, name, data=0.0):
-        self.type = SimpleNamespace(name=name)
+        self.type = SimpleNamespace(name=name, scalar=SimpleNamespace(name=name.split()[-1]))
         self.handle = SimpleNamespace(data=torch.tensor(data).numpy())
 
 
@@ -124,6 +124,22 @@ def test_operands_that_stay_as_they_are_are_asked_about_once():
         assert left is wide
         assert right.type.name == "wide"
     assert promoted.calls == 4, "what is changed is changed anew: its data are its own"
+
+
+def test_operands_of_other_shapes_are_made_of_one_shape_and_nothing_else():
+    def broadcast(lhs, rhs):
+        shape = max(lhs.type.name, rhs.type.name).split()[0]
+        return tuple(Operand(f"{shape} {side.type.scalar.name}", side.handle.data) for side in (lhs, rhs))
+
+    def checked(lhs, rhs):
+        checked.calls += 1
+        return broadcast(lhs, rhs)
+
+    alike, checked.calls = interpreter._unchanged_pair(checked, Operand, broadcast), 0
+    for data in (1.0, 2.0):
+        made = alike(Operand("1x1 half", data), Operand("4x4 whole", 3.0))
+        assert [(side.type.name, float(side.handle.data)) for side in made] == [("4x4 half", data), ("4x4 whole", 3.0)]
+    assert checked.calls == 1
 
 
 def test_numbers_are_made_tensors_once_for_each_value_and_kind():
