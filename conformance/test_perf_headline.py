@@ -17,6 +17,8 @@ headline = perf_module("headline.__main__")
 MEASURED = {
     "longflow": {"attention module", "full KV", "longflow", "h2o fused", "snapkv", "h2o", "r-kv", "ratios"},
     "thinkv": {"state", "full KV", "thinkv", "gather, sequential", "gather, overlapped", "r-kv", "ratios"},
+    "epikv": {"steps", "context", "context ratios"},
+    "keydiff": {"eviction", "keydiff", "one piece"},
 }
 
 

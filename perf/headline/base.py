@@ -6,6 +6,7 @@ Figures go to disk as soon as they are measured, so that a run that is cut short
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import statistics
 import time
@@ -186,7 +187,7 @@ def trapezoid(points: Mapping[int, float]) -> float:
     """The integral over lengths of what was measured at some of them, straight lines between."""
     lengths = sorted(points)
     return sum(
-        (more - less) * (points[less] + points[more]) / 2 for less, more in zip(lengths, lengths[1:], strict=False)
+        (more - less) * (points[less] + points[more]) / 2 for less, more in itertools.pairwise(lengths)
     )
 
 

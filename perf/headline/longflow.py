@@ -123,7 +123,8 @@ class Plan:
                 check_longflow(run, states[-1])
             return {"seconds": seconds}
 
-        found = self.largest(systems.bytes_per_row(run, lambda rows: make(run, model, rows, budget), model.layers), measure)
+        each = systems.bytes_per_row(run, lambda rows: make(run, model, rows, budget), model.layers)
+        found = self.largest(each, measure)
         seconds = found.pop("seconds")
         self.rate(name, found, self.new * seconds, self.new * self.bytes(found["batch"], budget))
 

@@ -28,7 +28,7 @@ Step = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def attention(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of one query per head by the variant of that name: query [B, Hq, D] -> [B, Hq, D]; see `decode_peers`."""
+    """Attention of one query per head by that variant of `decode_peers`: query [B, Hq, D] -> [B, Hq, D]."""
     backend = BACKENDS.get(name.removesuffix("-rows"), SDPBackend.MATH)
     batch, query_heads, head_dim = query.shape
     rows = query.unflatten(1, (key.shape[1], -1)) if name.endswith("-rows") else query[:, :, None]
@@ -212,7 +212,7 @@ class RKV(Compacting):
 
 
 class EagerH2O(Compacting):
-    """H2O as its own code has it, sums of attention weights that are all computed; a group's queries are one product."""
+    """H2O as its own code has it: all weights are there to be summed. A group's queries are one product, though."""
 
     def __init__(self, run: Run, model: Model, batch: int, budget: int, interval: int) -> None:
         super().__init__(run, model, batch, budget, interval)
