@@ -8,4 +8,4 @@ what counts is how many bytes it holds where. Each module says what it imitates 
 """
 
 #: In the order in which they run.
-EXPERIMENTS = ("longflow", "thinkv", "epikv", "keydiff")
+EXPERIMENTS = ("longflow", "thinkv", "epikv", "keydiff", "synckv", "memory")

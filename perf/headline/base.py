@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,7 @@ class Host:
         return time.perf_counter()
 
     def capture(self, function: Function) -> Program:
-        program = Direct(function)
-        program.run()
-        return program
+        return Direct(function)
 
     def cold(self) -> None:
         pass
@@ -94,7 +93,7 @@ class Run:
 
     def late(self, what: str) -> bool:
         """Whether there is no time left for this; says so."""
-        if time.monotonic() - self.started < LIMIT:
+        if self.tiny or time.monotonic() - self.started < LIMIT:
             return False
         self.complain(f"{what}: left out, {LIMIT:.0f} s are over")
         return True
@@ -124,7 +123,8 @@ class Run:
         result after timing, and raises AssertionError.
         """
         program = self.gpu.capture(function) if capture else Direct(function)
-        program.run()
+        if not self.tiny:
+            program.run()
         samples: list[float] = []
         began = time.monotonic()
         while len(samples) < (1 if self.tiny else rounds) and (not samples or time.monotonic() - began < SECONDS):
@@ -145,7 +145,7 @@ class Run:
 
     def possible(self, what: str, seconds: float, moves: float) -> None:
         limit = None if self.roofline is None else self.roofline.limit
-        if limit is not None and moves / seconds > limit:
+        if limit is not None and moves > limit * seconds:
             self.complain(f"{what}: faster than the roofline: {moves / seconds / 1e12:.2f} of {limit / 1e12:.2f} TB/s")
 
     def share(self, moves: float, seconds: float) -> float | None:
@@ -155,8 +155,8 @@ class Run:
     # Memory ----------------------------------------------------------------------------------------------------------
 
     def free(self) -> None:
-        gc.collect()
         if self.cuda:
+            gc.collect()
             torch.cuda.empty_cache()
 
     def room(self) -> int:
@@ -176,7 +176,9 @@ def rows_that_fit(room: int, each: float, most: int) -> int:
     return max(1, rows // unit * unit)
 
 
+@cache
 def machine() -> dict[str, Any]:
+    """The device and the versions that a time depends on."""
     from ..conftest import pytest_benchmark_generate_machine_info
 
     found: dict[str, Any] = pytest_benchmark_generate_machine_info()
