@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from kvtwin.conformance import bounds
+from kvtwin.conformance import bounds, report
 from kvtwin.conformance.cases import DecodeCase
 from kvtwin.conformance.compare import assert_within
 from kvtwin.conformance.perf_source import PERF, perf_module
@@ -32,7 +33,7 @@ MEASURED = {
 }
 
 
-def test_the_experiments_run_and_make_a_page(tmp_path, device):
+def test_the_experiments_run_and_make_a_page(tmp_path, device, monkeypatch):
     assert list(MEASURED) == list(headline.EXPERIMENTS)
     for name, least in MEASURED.items():
         assert headline.run_one(name, tmp_path, str(device), tiny=True) == []
@@ -48,6 +49,7 @@ def test_the_experiments_run_and_make_a_page(tmp_path, device):
         shares = {"share_of_bytes_bound": 0.9}
         for one in found["figures"].values():
             one.update({key: shares[key] for key in shares.keys() & one.keys()})
+        found["machine"]["gpu"] = "NVIDIA H200"
         path.write_text(json.dumps(found | {"tiny": False}))
     result = page.merged(tmp_path)
     text = "\n".join(page.table(result))
@@ -57,10 +59,32 @@ def test_the_experiments_run_and_make_a_page(tmp_path, device):
     root = ElementTree.fromstring(page.svg("all", page.panels(result)))
     assert len(root.findall("{*}g")) == 7
 
-    readme = page.with_table(f"before\n{page.BEGIN}\nformerly\n{page.END}\nafter\n", result)
+    for folder in ("perf/baselines", "fixtures"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "README.md").write_text(f"before\n{page.BEGIN}\nformerly\n{page.END}\nafter\n")
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    assert page.main([str(tmp_path), "--store"]) == 0
+    readme = (tmp_path / "README.md").read_text()
     assert text in readme
     assert "formerly" not in readme
-    assert page.with_table(readme, result) == readme
+    assert page.main(["--readme"]) == 0
+    assert (tmp_path / "README.md").read_text() == readme
+    monkeypatch.setattr(report, "resources", SimpleNamespace(files=lambda _: tmp_path / "fixtures"))
+    shown = "\n".join(report._headline())
+    assert page.svg("The papers' headline experiments", page.panels(result)) in shown
+    assert shown.count("<tr>") == 1 + 13
+
+
+def test_what_is_stored_follows_from_the_baseline():
+    """And without one nothing is stored."""
+    baselines = sorted((PERF / "baselines").glob("*-headline.json"))
+    readme = (page.ROOT / "README.md").read_text(encoding="utf-8")
+    if not baselines:
+        assert f"{page.BEGIN}\n{page.END}" in readme
+        assert not any((page.ROOT / "fixtures" / name).exists() for name in page.STORED)
+    for baseline in baselines:
+        for path, text in page.generated(json.loads(baseline.read_text(encoding="utf-8"))).items():
+            assert path.read_text(encoding="utf-8") == text, f"{path.name}: see python -m perf.headline.page --help"
 
 
 def figures(**changes):

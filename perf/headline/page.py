@@ -118,21 +118,18 @@ def _by_number(points: Mapping[str, float]) -> dict[int, float]:
     return {int(key): value for key, value in points.items()}
 
 
-def store(result: Figures) -> list[Path]:
-    """Everything that is generated from the figures; the paths that were written."""
+def generated(result: Figures) -> dict[Path, str]:
+    """What follows from the figures: files, and what they are to hold."""
     baseline = ROOT / "perf" / "baselines" / f"{slug(result['gpu'])}-headline.json"
     report, plot = (ROOT / "fixtures" / name for name in STORED)
     readme = ROOT / "README.md"
-    for path, text in (
-        (baseline, json.dumps(result, indent=1)),
-        (report, json.dumps({
-            "caption": caption(result), "columns": COLUMNS, "rows": rows(result),
-        }, indent=1)),
-        (plot, svg("The papers' headline experiments", panels(result)).rstrip()),
-        (readme, with_table(readme.read_text(encoding="utf-8"), result).rstrip()),
-    ):
-        path.write_text(text + "\n", encoding="utf-8")
-    return [baseline, report, plot, readme]
+    said = {"caption": caption(result), "columns": COLUMNS, "rows": rows(result)}
+    return {
+        baseline: json.dumps(result, indent=1) + "\n",
+        report: json.dumps(said, indent=1) + "\n",
+        plot: svg("The papers' headline experiments", panels(result)),
+        readme: with_table(readme.read_text(encoding="utf-8"), result),
+    }
 
 
 def with_table(readme: str, result: Figures) -> str:
@@ -162,7 +159,9 @@ def main(arguments: list[str] | None = None) -> int:
         result = merged(options.folder, before if options.store else None)
     print("\n".join([caption(result), "", *table(result)]))
     if options.store or options.readme:
-        print("\n".join(["", *(f"wrote {path}" for path in store(result))]))
+        for path, text in generated(result).items():
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path}")
     return 0
 
 
