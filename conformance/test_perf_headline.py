@@ -201,15 +201,20 @@ def test_a_decoder_turns_heads_by_their_positions(run):
     """Queries and keys turned by m and n have the product of those turned by m - n, which is what rotation is for."""
     model = decoder.small(decoder.LLAMA_8B)
     made = decoder.Decoder(model, run, 64)
-    made.cosine, made.sine = made.cosine.double(), made.sine.double()
-    # Whole products of angles that are those of bfloat16's tables differ by their rounding: tables anew, in float64.
+    # In float64, with tables anew: those of bfloat16 are no rotations to more than its digits.
     rate = 5e5 ** -torch.arange(0, 1, 2 / model.head_dim, dtype=torch.float64)
     angle = torch.outer(torch.arange(64, dtype=torch.float64), rate)
-    made.cosine, made.sine = angle.cos()[:, None], angle.sin()[:, None]
+    tables = [torch.cat(halves, 1)[:, None] for halves in ((angle.cos(), angle.cos()), (-angle.sin(), angle.sin()))]
+    half = model.head_dim // 2
+    assert torch.equal(made.cosine[..., :half], made.cosine[..., half:])
+    assert torch.equal(made.sine[..., :half], -made.sine[..., half:])
+    made.cosine, made.sine = tables
     heads = torch.randn(2, 1, 1, model.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
 
     def product(m, n):
-        one, other = (made.rotated(head[None], torch.tensor([at])) for head, at in zip(heads, (m, n), strict=True))
+        one, other = (
+            made.rotated(head[None], made.turns(torch.tensor([at]))) for head, at in zip(heads, (m, n), strict=True)
+        )
         return float((one * other).sum())
 
     assert product(40, 33) == pytest.approx(product(12, 5), rel=1e-12)

@@ -105,7 +105,7 @@ class Run:
             torch.cuda.reset_peak_memory_stats(self.device)
         try:
             yield
-        except (AssertionError, RuntimeError, ValueError, TypeError, MemoryError) as error:  # out of memory is one
+        except Exception as error:                             # whatever it is, the others are to be measured
             self.complain(f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         finally:
             self.free()

@@ -62,6 +62,9 @@ def small(model: Model) -> Model:
 #: attend(layer, query [B, Hq, T, D], key [B, Hkv, T, D], value) -> [B, Hq, T, D]; T is 1 at a decode step.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
+#: Cosines and sines [T, 1, D].
+Turns = tuple[Tensor, Tensor]
+
 
 class _Layer(NamedTuple):
     qkv: Tensor
@@ -96,28 +99,32 @@ class Decoder:
             torch.arange(longest, device=run.device, dtype=torch.float32),
             5e5 ** -torch.arange(0, 1, 2 / model.head_dim, device=run.device),
         )
-        self.cosine, self.sine = (table.bfloat16()[:, None] for table in (angle.cos(), angle.sin()))
+        # For all channels, with the sign that a half has: a rotation is then two products of whole heads.
+        self.cosine, self.sine = (
+            torch.cat(halves, 1).bfloat16()[:, None]
+            for halves in ((angle.cos(), angle.cos()), (-angle.sin(), angle.sin()))
+        )
 
     def normed(self, x: Tensor) -> Tensor:
         return rms_norm(x, (self.model.hidden,), self.norm, 1e-6)
 
-    def rotated(self, heads: Tensor, positions: Tensor) -> Tensor:
-        """heads [B, T, H, D] at positions [T]."""
-        cosine, sine = self.cosine[positions], self.sine[positions]
-        one, other = heads.chunk(2, -1)
-        return torch.cat((
-            torch.addcmul(one * cosine, other, sine, value=-1), torch.addcmul(other * cosine, one, sine)
-        ), -1)
+    def turns(self, positions: Tensor) -> Turns:
+        """What rotates tokens at positions [T]."""
+        return self.cosine[positions], self.sine[positions]
 
-    def projected(self, number: int, x: Tensor, positions: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    def rotated(self, heads: Tensor, turns: Turns) -> Tensor:
+        """heads [B, T, H, D]."""
+        return torch.addcmul(heads * turns[0], heads.roll(heads.shape[-1] // 2, -1), turns[1])
+
+    def projected(self, number: int, x: Tensor, turns: Turns, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """query [B, Hq, T, D], key and value [B, Hkv, T, D] of a layer, from x [B * T, C]."""
         model = self.model
-        parts = (self.normed(x) @ self.layers[number].qkv).view(batch, len(positions), -1, model.head_dim)
+        parts = (self.normed(x) @ self.layers[number].qkv).view(batch, len(turns[0]), -1, model.head_dim)
         count = model.query_heads + model.key_value_heads
         heads = parts[:, :, :count]
         if model.head_norm:
             heads = rms_norm(heads, (model.head_dim,), self.head_norm, 1e-6)
-        heads = self.rotated(heads, positions).transpose(1, 2)
+        heads = self.rotated(heads, turns).transpose(1, 2)
         return heads[:, :model.query_heads], heads[:, model.query_heads:], parts[:, :, count:].transpose(1, 2)
 
     def forward(
@@ -127,9 +134,9 @@ class Decoder:
         out, [B, T, C]. tile: rows of x that go through the MLP at a time, default all."""
         batch, total = ids.shape
         x = embedding(ids, self.embedding).view(batch * total, -1)
-        kept = []
+        kept, turns = [], self.turns(positions)
         for number, layer in enumerate(self.layers):
-            output = attend(number, *self.projected(number, x, positions, batch))
+            output = attend(number, *self.projected(number, x, turns, batch))
             x = torch.addmm(x, output.transpose(1, 2).reshape(batch * total, -1), layer.out)
             del output
             for part in (x.split(tile) if tile else (x,)):

@@ -61,6 +61,8 @@ class Layers:
         for number in range(scored + 2):
             self.hidden.copy_(run.draw(*self.hidden.shape) * (1 + number % 7))
             self.score()
+        if not bool(self.scorer.occupied.all()):
+            run.complain("epikv: not every slot holds a token")
 
     def score(self) -> Tensor:
         self.scorer.step((self.hidden[0], self.hidden[1]))

@@ -99,11 +99,13 @@ def one(
         state.prefill(*given, **judges.extras(state, *given))
         del given
     token = [run.draw(batch, count, model.head_dim) for count in heads]
+    more = judges.extras(states[0], *token)
     for _ in range(steps):
         for state in states:
-            output = state.step(*token, **judges.extras(state, *token))
+            output = state.step(*token, **more)
         now = _statistics(run)
-        worst = max(worst, 1 - now["allocated"] / now["reserved"] if now["reserved"] else 0.0)
+        held, reserved = (now[key] - before[key] for key in ("allocated", "reserved"))
+        worst = max(worst, 1 - held / reserved if reserved else 0.0)
     if not bool(output.isfinite().all()):
         run.complain(f"{name}: outputs that are not finite")
     after = _statistics(run)

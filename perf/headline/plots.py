@@ -31,12 +31,12 @@ def bars(title: str, values: Mapping[str, float], ours: Sequence[str] = ()) -> P
     step = min(26.0, (HEIGHT - 30) / len(values))
     found = [_title(title)]
     for place, (name, value) in enumerate(values.items()):
-        y, width = 24 + place * step, max(1.0, 200 * value / most)
+        y, width = 24 + place * step, max(1.0, 150 * value / most)
         colour = COLOURS[0] if name in ours else COLOURS[-1]
         found += [
-            f'<text x="190" y="{y + step / 2 + 3:.1f}" text-anchor="end">{escape(name)}</text>',
-            f'<rect x="196" y="{y:.1f}" width="{width:.1f}" height="{step * 0.7:.1f}" fill="{colour}"/>',
-            f'<text x="{200 + width:.1f}" y="{y + step / 2 + 3:.1f}">{number(value)}</text>',
+            f'<text x="254" y="{y + step / 2 + 3:.1f}" text-anchor="end">{escape(name)}</text>',
+            f'<rect x="260" y="{y:.1f}" width="{width:.1f}" height="{step * 0.7:.1f}" fill="{colour}"/>',
+            f'<text x="{264 + width:.1f}" y="{y + step / 2 + 3:.1f}">{number(value)}</text>',
         ]
     return found
 

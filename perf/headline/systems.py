@@ -248,11 +248,10 @@ class Gathering(Cache):
 
     def __init__(self, run: Run, model: Model, batch: int, budget: int, *, overlap: bool) -> None:
         super().__init__(run, model, batch, budget)
-        self.kept = torch.rand(batch, model.key_value_heads, budget, device=run.device).argsort(-1).sort(-1).values
         self.spare = [torch.empty_like(part) for part in self.pairs[0]]
         self.side = torch.cuda.Stream(run.device) if overlap and run.cuda else None
-        heads = torch.arange(batch * model.key_value_heads, device=run.device).view(batch, -1, 1)
-        self.row = (heads * budget + self.kept).flatten()
+        # All but one of those held and the new one: to the memory, as good as all that are held.
+        self.row = torch.arange(batch * model.key_value_heads * budget, device=run.device)
 
     def move(self, layer: int) -> None:
         for tensor, spare in zip(self.pairs[layer], self.spare, strict=True):
