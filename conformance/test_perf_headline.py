@@ -251,3 +251,76 @@ def test_rkv_drops_the_oldest_of_keys_that_are_alike(run):
     key[0, 0, 5] = key[0, 0, 8] = key[0, 0, 2]
     window = torch.zeros(1, 1, 7, 16, dtype=torch.bfloat16)
     assert cache.stays(window, key)[0, 0].tolist() == [*range(2), *range(3, 16)]
+
+
+# ---- states that are built instead of fed ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path, device):
+    return base.Run("some", tmp_path, device, tiny=True)
+
+
+MODEL = decoder.small(decoder.QWEN_8B)
+
+
+def tokens(run, batch, *count):
+    heads = (MODEL.query_heads, MODEL.key_value_heads, MODEL.key_value_heads)
+    return [run.draw(batch, number, *count, MODEL.head_dim) for number in heads]
+
+
+@torch.no_grad()
+def test_a_longflow_state_that_is_built_is_like_one_that_was_fed(here):
+    """The same keys and values by `prefill` and a step: the same buffers, and the same next step, to the letter."""
+    built = systems.longflow_state(here, MODEL, 2, 8)
+    fed = type(built)(built.config, **systems.sizes_of(MODEL, 2, here))
+    query, _, _ = tokens(here, 2, 7)
+    fed.prefill(query, built.key[:, :, :7], built.value[:, :, :7])
+    fed.step(query[:, :, 0], built.key[:, :, 7], built.value[:, :, 7])
+    for name in ("key", "value", "occupied", "positions", "_sink_end", "_seen"):
+        assert torch.equal(getattr(built, name), getattr(fed, name)), name
+    case = built.value.double().abs().sum(-1)
+    # A norm is a sum of 16 numbers in float32, in an order of its kernel's.
+    for state in (built, fed):
+        assert bool(((state._magnitude[..., :8] - case).abs() <= 15 * bounds.UNIT * case).all())
+    built._magnitude.copy_(fed._magnitude)
+    built.next_slot = fed.next_slot
+    given = tokens(here, 2)
+    assert torch.equal(built.step(*given), fed.step(*given))
+    assert torch.equal(built.next_slot, fed.next_slot)
+    assert torch.equal(built.score, fed.score)
+
+
+@torch.no_grad()
+def test_an_h2o_state_that_is_built_is_like_one_that_was_fed(here):
+    built = systems.h2o_state(here, MODEL, 2, 8, 4)
+    fed = type(built)(built.config, **systems.sizes_of(MODEL, 2, here))
+    query, _, _ = tokens(here, 2, 8)
+    fed.prefill(query, built.key[:, :, :8], built.value[:, :, :8])
+    held = (slice(None), slice(None), slice(8))
+    for name in ("key", "value", "occupied", "positions", "_ordinals"):
+        assert torch.equal(getattr(built, name)[held], getattr(fed, name)[held]), name
+    for name in ("occupied", "positions", "_held", "_seen"):
+        assert torch.equal(getattr(built, name), getattr(fed, name)), name
+    built.score.copy_(fed.score)
+    given = tokens(here, 2)
+    assert torch.equal(built.step(*given), fed.step(*given))
+    assert torch.equal(built.positions, fed.positions)
+
+
+@torch.no_grad()
+def test_a_thinkv_state_that_is_copied_goes_on_like_its_seed(here):
+    thinkv = perf_module("headline.thinkv")
+    seed, steps = thinkv.aged(here, MODEL, thinkv.config_of(here, 8, 32))
+    assert seed.tokens_seen == steps
+    assert int((seed.cache.groups >= 0).sum()) > 0
+    alone, three = (thinkv.copied(here, MODEL, seed, rows) for rows in (1, 3))
+    given = tokens(here, 1)
+    for _ in range(2):
+        output = seed.step(*given)
+        assert torch.equal(alone.step(*given), output)
+        # Three rows may be cut into other parts than one.
+        outputs = three.step(*(tensor.expand(3, -1, -1) for tensor in given))
+        assert torch.equal(outputs, outputs[:1].expand(3, -1, -1))
+    for state in (alone, three):
+        assert torch.equal(state.positions, seed.positions.expand(len(state.positions), -1))
