@@ -204,4 +204,5 @@ class Offload:
 
     @property
     def host_bytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.bank or ())
+        """What the bank takes of the host's memory."""
+        return sum(self.transfers.taken(tensor) for tensor in self.bank or ())

@@ -26,6 +26,10 @@ class Transfers:
         """Memory of the host that jobs may read and write. MemoryError if there is none."""
         return torch.zeros(shape, dtype=dtype)
 
+    def taken(self, memory: Tensor) -> int:
+        """The bytes that `memory`, which was allocated here, takes."""
+        return memory.untyped_storage().nbytes()
+
     def submit(self, job: Callable[[], None]) -> None:
         """Have a job done."""
         job()
@@ -62,6 +66,10 @@ class StreamTransfers(Transfers):
             raise MemoryError(str(error).splitlines()[0]) from error
         self._held.append(memory)
         return memory
+
+    def taken(self, memory: Tensor) -> int:
+        """torch's allocator of pinned memory gives out blocks of powers of two."""
+        return 1 << (super().taken(memory) - 1).bit_length()
 
     def submit(self, job: Callable[[], None]) -> None:
         captured = capturing(self._stream.device)
