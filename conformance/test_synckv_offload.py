@@ -105,15 +105,15 @@ class Replayed(SyncKVState):
             for _ in range(2):                              # compiles the kernels
                 other.step(*given)
             kept = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
-            self.static = [tensor.clone() for tensor in given]
+            self.inputs = [tensor.clone() for tensor in given]
             self._captured = True
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
-                self.output = super().step(*self.static)
+                self.output = super().step(*self.inputs)
                 self.join()
             for name, value in kept.items():
                 assert torch.equal(value, getattr(self, name)), f"a capture changes {name}"
-        for place, tensor in zip(self.static, given, strict=True):
+        for place, tensor in zip(self.inputs, given, strict=True):
             place.copy_(tensor)
         self.graph.replay()
         return self.output.clone()
