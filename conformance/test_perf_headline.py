@@ -178,6 +178,26 @@ def test_the_largest_batch():
     assert [base.rows_that_fit(room, 10.0, 4096) for room in (1, 155, 199, 657, 10**6)] == [1, 15, 16, 64, 4096]
 
 
+def test_a_batch_that_does_not_fit_after_all_shrinks_until_it_does(run):
+    tried = []
+
+    def measure(batch):
+        tried.append(batch)
+        if batch > 80:
+            raise torch.cuda.OutOfMemoryError("no")
+        return {"seconds": 1.0}
+
+    model = decoder.QWEN_8B
+    plan = perf_module("headline.longflow").Plan(run, model, None, 1, 1, 1)
+    each = 10**9
+    run.room = lambda: 103 * (each + model.activation_bytes(2))
+    assert plan.largest(each, measure) == {"batch": 80, "bytes_per_row": each, "seconds": 1.0}
+    assert tried == [96, 88, 80]
+    plan.batch = 100
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        plan.largest(each, measure)
+
+
 def test_full_kv_over_its_length_is_integrated():
     """Steps of 1 ms plus 1 us a token, from 512 to 16,512: 16,000 ms, and the mean length is 8512."""
     times = {length: 1e-3 + 1e-6 * length for length in (512, 4512, 16_512)}
