@@ -115,6 +115,11 @@ def run(tmp_path):
     return found
 
 
+@pytest.fixture
+def here(tmp_path, device):
+    return base.Run("some", tmp_path, device, tiny=True)
+
+
 class Clock(base.Host):
     """A device whose clock moves when it is told to."""
 
@@ -253,6 +258,17 @@ def test_attention_of_a_group(run, name):
     assert_within(systems.attention(name, query, key, value), exact, bounds.decode_output(case), what="output")
 
 
+def test_a_wrong_peer_is_a_complaint(here, monkeypatch):
+    query, key, value = here.draw(2, 4, 16), here.draw(2, 2, 8, 16), here.draw(2, 2, 8, 16)
+    kernel = systems.fastest(here, decoder.QWEN_8B._replace(query_heads=4, head_dim=16), key, value)
+    assert here.complaints == []
+    right = systems.attention
+    monkeypatch.setattr(systems, "attention", lambda *given: right(*given) * 1.1)
+    systems.check_peer(here, kernel, query, key, value)
+    assert len(here.complaints) == 1
+    assert here.complaints[0].startswith(f"wrong after timing, peer {kernel}: output")
+
+
 def test_gathering_whole_rows(run):
     key, value = run.draw(2, 3, 8, 16), run.draw(2, 3, 8, 16)
     kept = torch.rand(2, 3, 8, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :5]
@@ -274,11 +290,6 @@ def test_rkv_drops_the_oldest_of_keys_that_are_alike(run):
 
 
 # ---- states that are built instead of fed ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def here(tmp_path, device):
-    return base.Run("some", tmp_path, device, tiny=True)
 
 
 MODEL = decoder.small(decoder.QWEN_8B)

@@ -139,6 +139,11 @@ def decode(run: Run, decoder: Decoder, name: str, batch: int, tokens: int, *, of
         run.complain(f"{name} {key}: {overlap:.2f} of what is chosen stays, about 0.8 was meant to")
     full = f"{name}: full attention"
     if not offload:
+        given = [run.draw(batch, heads, model.head_dim) for heads in (model.query_heads, *[model.key_value_heads] * 2)]
+        try:
+            bench_synckv.verify_step(states[-1], *given)
+        except AssertionError as error:
+            run.complain(f"{name} {key}: wrong after timing: {str(error).splitlines()[0]}")
         pairs = [(state.key, state.value) for state in states]
         full_attention(run, loop, name, pairs, tokens, axes[0])
     found = run.figures[name]
