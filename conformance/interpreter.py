@@ -3,8 +3,9 @@
 To interpret a kernel, Triton replaces every function of ``triton.language`` by one that computes with numpy, and puts
 them back afterwards. It goes over the whole language again at every call of a device function from within the kernel,
 and finds all of it replaced: about a third of the time of a kernel that is made of small functions. Here that second
-round is left out. What is computed stays the same, since the kernel's own round has done it all. Of two things that it
-asks again and again, which functions a module has and which numpy type is meant, the answers are kept.
+round is left out. What is computed stays the same, since the kernel's own round has done it all. Of what it asks again
+and again the answers are kept: which functions a module has, which numpy type is meant, what becomes of two operands
+whose types have met before. Sums of integers are not computed a second time to look for overflow that nobody reports.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 MODULE = "triton.runtime.interpreter"
+MOST_NUMBERS = 10_000  # kept as tensors: a few hundred bytes each
 
 
 class _Nothing:
@@ -42,6 +44,7 @@ def patch_once() -> bool:
         interpreter._patch_lang = _once(original, interpreter.tl)  # type: ignore[attr-defined]
         _remember(interpreter)
         _remember_shapes(interpreter.tl.core)
+        _remember_operands(interpreter)
     return True
 
 
@@ -60,11 +63,119 @@ def _remember_shapes(core: ModuleType) -> None:
         kinds.__init__ = _kept(  # type: ignore[method-assign]
             kinds.__init__, kind, {"shape", "numel", "name"}, lambda element_ty, shape: {"element_ty": element_ty}
         )
+        if _parameters(getattr(kinds, "with_element_ty", kind)) == ["self", "scalar_ty"]:
+            kinds.with_element_ty = _of_one_name(kinds.with_element_ty)  # type: ignore[attr-defined]
     if inspect.isclass(tensors) and _parameters(tensors.__init__) == ["self", "handle", "type"]:
         tensors.__init__ = _kept(  # type: ignore[method-assign]
             tensors.__init__, lambda handle, type: type.name, {"shape", "numel"},
             lambda handle, type: {"handle": handle, "type": type, "dtype": type.scalar},
         )
+
+
+def _of_one_name(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Of a function of two types: what it returned for two of the same names. Types never change."""
+    known: dict[tuple[str, str], Any] = {}
+
+    def made_of(self: Any, scalar_ty: Any) -> Any:
+        key = (self.name, scalar_ty.name)
+        if key not in known:
+            known[key] = original(self, scalar_ty)
+        return known[key]
+
+    return made_of
+
+
+def _remember_operands(interpreter: ModuleType) -> None:
+    """Tensors of types that once went unchanged through an operator's preparations do so at once from then on."""
+    semantic, tensor = getattr(interpreter, "interpreter_semantic", None), interpreter.tl.core.tensor
+    for name, parameters in OPERANDS.items():
+        if not callable(getattr(semantic, name, None)) or _parameters(getattr(semantic, name)) != parameters:
+            return
+    assert semantic is not None
+    # On this object alone: the compiler's, of the same class, has handles of its own.
+    semantic.cast = _unchanged_cast(semantic.cast)
+    semantic.broadcast_impl_value = _unchanged_pair(semantic.broadcast_impl_value, tensor)
+    semantic.binary_op_type_checking_impl = _unchanged_pair(
+        semantic.binary_op_type_checking_impl, tensor, semantic.broadcast_impl_value
+    )
+    looks_for_overflow, options = semantic.binary_op_sanitize_overflow_impl, semantic.builder.options
+
+    def look_for_overflow(lhs: Any, rhs: Any, binary_op: Any) -> None:
+        if options.debug:  # else what it finds is thrown away
+            looks_for_overflow(lhs, rhs, binary_op)
+
+    semantic.binary_op_sanitize_overflow_impl = look_for_overflow
+
+
+OPERANDS = {
+    "cast": ["input", "dst_ty", "fp_downcast_rounding"],
+    "broadcast_impl_value": ["lhs", "rhs"],
+    "binary_op_type_checking_impl": [
+        "lhs", "rhs", "allow_lhs_ptr", "allow_rhs_ptr", "arithmetic_check", "div_or_mod",
+    ],
+    "binary_op_sanitize_overflow_impl": ["lhs", "rhs", "binary_op"],
+}  # fmt: skip
+
+
+def _unchanged_cast(original: Callable[..., Any]) -> Callable[..., Any]:
+    known: set[tuple[str, str]] = set()
+
+    def cast(input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+        key = (input.type.name, dst_ty.name)
+        if fp_downcast_rounding is None and key in known:
+            return input
+        found = original(input, dst_ty, fp_downcast_rounding)
+        if fp_downcast_rounding is None and found is input:
+            known.add(key)
+        return found
+
+    return cast
+
+
+def _unchanged_pair(
+    original: Callable[..., Any], tensor: type, broadcast: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Of `original(lhs, rhs, ...)`, which returns both made alike. Numbers that meet a tensor are kept as tensors.
+
+    broadcast: what it does in the end, and all it does with tensors whose element types it leaves as they are.
+    """
+    unchanged: set[Any] = set()
+    of_another_shape: set[Any] = set()
+    numbers: dict[Any, Any] = {}
+
+    def made_alike(lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
+        key: tuple[Any, ...]
+        tensors = (type(lhs) is tensor, type(rhs) is tensor)
+        if named or not any(tensors):
+            return original(lhs, rhs, *options, **named)
+        if all(tensors):
+            key = (lhs.type.name, rhs.type.name, options)
+            if key in unchanged:
+                return lhs, rhs
+            if broadcast is not None and key in of_another_shape:
+                return broadcast(lhs, rhs)
+            found = original(lhs, rhs, *options)
+            if found[0] is lhs and found[1] is rhs:
+                unchanged.add(key)
+            elif [side.type.scalar.name for side in found] == [lhs.type.scalar.name, rhs.type.scalar.name]:
+                of_another_shape.add(key)
+            return found
+        number, other = (rhs, lhs) if tensors[0] else (lhs, rhs)
+        kind = type(number)
+        # -0.0 equals 0.0 and NaN not itself: no keys.
+        if not (kind is int or kind is bool or (kind is float and number and number == number)):
+            return original(lhs, rhs, *options)
+        key = (tensors, other.type.name, kind, number, options)
+        if key in numbers:
+            return (lhs, numbers[key]) if tensors[0] else (numbers[key], rhs)
+        found = original(lhs, rhs, *options)
+        if found[tensors[1]] is other and len(numbers) < MOST_NUMBERS:
+            made = found[tensors[0]]
+            made.handle.data.flags.writeable = False
+            numbers[key] = made
+        return found
+
+    return made_alike
 
 
 def _kept(
@@ -78,7 +189,9 @@ def _kept(
         key = None if named else key_of(*arguments)
         found = known.get(key) if key is not None else None
         if found is not None:
-            vars(self).update(found, **own(*arguments))
+            made = self.__dict__
+            made.update(found)
+            made.update(own(*arguments))
             return
         original(self, *arguments, **named)
         made = vars(self)
@@ -99,6 +212,7 @@ def _remember(interpreter: ModuleType) -> None:
         return
     if _parameters(one) != ["obj", "name", "member", "builder", "scope"]:
         return
+    semantic = getattr(interpreter, "interpreter_semantic", None)
 
     @cache
     def members(pkg: Any) -> list[tuple[str, Any]]:
@@ -106,10 +220,22 @@ def _remember(interpreter: ModuleType) -> None:
         return [(name, member) for name, member in inspect.getmembers(pkg) if is_builtin(member)]
 
     def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
+        ours = semantic is not None and semantic.builder is builder and hasattr(scope, "set_attr")
         for name, member in members(pkg):
-            one(pkg, name, member, builder, scope)
+            if ours:  # the one object that keeps what became of operands; triton 3.6 makes another for each member
+                scope.set_attr(pkg, name, _with_semantic(member, semantic))
+            else:
+                one(pkg, name, member, builder, scope)
 
     interpreter._patch_builtin = patch_builtin  # type: ignore[attr-defined]
+
+
+def _with_semantic(member: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        named["_semantic"] = semantic
+        return member(*arguments, **named)
+
+    return call
 
 
 def _numpy_types(original: Callable[[Any], Any], language: ModuleType) -> Callable[[Any], Any]:

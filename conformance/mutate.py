@@ -1,7 +1,7 @@
 """Mutation testing: every way to be wrong that ``mutants/<method>.toml`` lists must be noticed by the suite.
 
 ``python -m kvtwin.conformance.mutate [METHOD...] [--only NAME] [--jobs 2] [--json FOLDER]`` applies each mutant to a
-copy of the package and runs, in a process of its own, the tests that should notice::
+copy of the package and runs, in a process of its own (mutate_server.py), the tests that should notice::
 
     control = "test_snapkv.py::test_other"      # a test that no mutant of this file concerns: it must pass
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -32,11 +33,10 @@ import os
 import platform
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ from typing import Any
 
 from . import mutate_probe
 from .mutate_probe import ORDER, PROFILE
+from .mutate_server import Server
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE / "mutants"
@@ -211,12 +212,29 @@ def _load_file(file: Path) -> list[Mutant]:
 
 
 class Lab:
-    """A pristine copy of the tree, and a copy of that for each mutant."""
+    """A pristine copy of the tree, and a copy of that for each mutant. Leaving its ``with`` block ends its servers."""
 
     def __init__(self, tree: Tree, root: Path) -> None:
         self.tree, self.root = tree, root
         self.pristine = root / "pristine"
         tree.copy(self.pristine)
+        self._idle: list[Server] = []  # one for each thread that was ever in `run` at the same time
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    @contextlib.contextmanager
+    def _server(self) -> Iterator[Server]:
+        try:
+            server = self._idle.pop()
+        except IndexError:
+            server = Server()
+        yield server
+        self._idle.append(server)
 
     def baseline(self, tests: Sequence[str]) -> float:
         """Run tests on the unmutated copy; MutantError unless all pass. Returns CPU seconds."""
@@ -262,24 +280,22 @@ class Lab:
             source = root / tree.namespace / mutant.file
             order |= {"control": mutant.control, "module": f"{tree.namespace}.{mutant.module}", "source": str(source)}
         prefix = f"{tree.namespace}/{tree.tests}/"
-        command = [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", mutate_probe.__name__),
-            *(f"--hypothesis-profile={PROFILE}", *tree.arguments, *(f"{prefix}{test}" for test in tests)),
+        arguments = [
+            *("-q", "-p", "no:cacheprovider", "-p", mutate_probe.__name__, f"--hypothesis-profile={PROFILE}"),
+            *(*tree.arguments, *(f"{prefix}{test}" for test in tests)),
         ]
         path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
         environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, ORDER: json.dumps(order)}
         environ.pop("PYTEST_ADDOPTS", None)
-        with output.open("w", encoding="utf-8") as file:
-            process = subprocess.Popen(command, cwd=root, env=environ, stdout=file, stderr=subprocess.STDOUT)
-            _, status, used = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
+        with self._server() as server:
+            code, seconds = server.pytest(arguments, root=root, environ=environ, output=output)
         facts = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.is_file() else []
         for fact in facts:
             fact |= {"test": fact["test"].removeprefix(prefix)} if "test" in fact else {}
         if not facts:
             said = output.read_text(encoding="utf-8", errors="replace").strip()
             facts.append({"broken": f"pytest ran nothing: {said[-1000:]}"})
-        return facts, process.returncode, used.ru_utime + used.ru_stime
+        return facts, code, seconds
 
 
 def _is_of(test: str, named: str) -> bool:
@@ -390,10 +406,9 @@ def _run(methods: Sequence[str], only: Sequence[str] | None, jobs: int) -> tuple
     tree = here()
     tree.check(chosen)
     with tempfile.TemporaryDirectory(prefix="kvtwin-mutants-") as folder:
-        lab = Lab(tree, Path(folder))
         tests = sorted({test for mutant in chosen for test in (mutant.control, *mutant.killers)})
         results = []
-        with ThreadPoolExecutor(jobs) as pool:
+        with Lab(tree, Path(folder)) as lab, ThreadPoolExecutor(jobs) as pool:
             seconds = sum(pool.map(lab.baseline, [tests[start::jobs] for start in range(min(jobs, len(tests)))]))
             print(f"{len(tests)} tests pass without any mutant ({seconds:.0f} s of CPU)", flush=True)
             for result in pool.map(lab.run, chosen):

@@ -151,6 +151,25 @@ def test_bands_or_two_layers():
     assert all(BANDS["epikv"][side][0] in BANDS["band_adaptive"][side] for side in (0, 1))
 
 
+@pytest.mark.claim("EK-11d")
+def test_the_hybrid_of_attention_and_hidden_states_is_a_sum(twins):
+    """Table 1 calls it a product and writes a sum. They disagree about who goes first where a z-score is below 0:
+    (4, 1) with (-1, -1/2) makes 3 and 1/2, or -4 and -1/2. Ours is the sum; the product would keep the other token."""
+    received, own = torch.tensor([[4.0, 1.0]]), torch.tensor([[-1.0, -0.5]])
+    assert int((received + own).argmin()) != int((received * own).argmin())
+    config = EpiKVConfig(2, policy="attn_x_hs", keep_prompt=False, recent=1, hidden_size=16)
+    sizes = {"batch": 1, "query_heads": 1, "key_value_heads": 1, "head_dim": 16, "device": "cpu"}
+    state = twins.reference.epikv.EpiKVState(config, dtype=torch.float64, **sizes)
+    attention, scorer = state.scorer.attention, state.scorer
+    occupied, positions = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[0, 1]])
+    attention.aggregate, attention.frozen = received.double(), own.double()
+    scorer.occupied, scorer.positions, scorer._seen = occupied, positions, 3
+    scorer.score = attention.score(occupied)
+    scorer._choose()
+    assert scorer.score.tolist() == [[3.0, 0.5]]
+    assert int(scorer.next_slot) == 1
+
+
 def covered(length: int, window: int = 32, stride: int = 16) -> list[int]:
     """By how many windows each position is covered; windows that do not fit are left out."""
     times = [0] * length

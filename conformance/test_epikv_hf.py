@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="needs transformers: python -m pip in
 from kvtwin.conformance import tiny_models
 from kvtwin.conformance.hf_cases import Loop, feed
 from kvtwin.conformance.tiny_models import generate, prompts
-from kvtwin.reference.epikv import hidden_change, kv_variance, rolling_mean, score, select
+from kvtwin.reference.epikv import hidden_change, kv_variance, rolling_mean, rolling_zscore, score, select
 from kvtwin.reference.hf.plug_epikv import BandLayer, check_bands
 
 pytestmark = pytest.mark.kind("equivalence")
@@ -126,6 +126,60 @@ class WholeLoop(EpiKVLoop):
         return super().forward(ids)
 
 
+class HybridLoop(WholeLoop):
+    """The hybrids, by their definition: what tokens received so far, or the thoughts of their segments, in lists."""
+
+    def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = super().attend(number, query, key, value)
+        if number == 0:
+            self.gave: list[dict[int, Tensor]] = []                                    # by layer: held token to [Hq]
+        if len(key) == 1:
+            keys, place = torch.cat(self.keys[number]), len(torch.cat(self.keys[number])) - 1
+            held = [*self.kept[number], place]
+            group = query.shape[1] // key.shape[1]
+            logit = torch.einsum("hd,nhd->hn", query[0], keys[held].repeat_interleave(group, 1))
+            weight = (logit * query.shape[-1] ** -0.5).softmax(-1)
+            self.gave.append(dict(zip(held, weight.T, strict=True)))
+        self.group = query.shape[1] // key.shape[1]
+        return output
+
+    def sparsity(self, gave: dict[int, Tensor]) -> float:
+        shares = []
+        for head in torch.stack(list(gave.values()), 1).split(self.group):             # [G, n] of a KV head
+            pooled = head.amax(0)
+            shares.append(float((pooled < self.config.sparsity_threshold * pooled.max()).double().mean()))
+        return sum(shares) / len(shares)
+
+    def decide(self) -> None:
+        config, total = self.config, self.seen
+        if not self.gave:                                                              # the prompt
+            self.order = [(2, 0.0)] * total                                            # (thought, what was received)
+            self.mine, self.steps, held = 2, 0, list(range(total))
+        else:
+            held = [*self.kept[0], total - 1]
+            received = dict.fromkeys(range(total), 0.0)
+            if config.edges is None:
+                for gave in self.gave:
+                    for token, weights in gave.items():
+                        received[token] += float(weights.mean()) / len(self.gave)
+            elif self.steps % config.tau == 0:
+                mean = sum(map(self.sparsity, self.gave)) / len(self.gave)
+                self.mine = 0 if mean >= config.edges[1] else 2 if mean >= config.edges[0] else 1
+            self.order = [(thought, sum_ + received[token]) for token, (thought, sum_) in enumerate(self.order)]
+            self.order.append((self.mine, received[total - 1]))
+            self.steps += 1
+        bands = [band for band in self.bands if band]
+        hidden = [torch.stack([torch.cat(self.outputs[n]) for n in band]) for band in bands]
+        own = [rolling_zscore(hidden_change(h[:, 1:], h[:, :-1])[None], config.window)[0].mean(0) for h in hidden]
+        score = [0.0, *(own[0] - own[1] if len(own) == 2 else own[0]).tolist()]
+        may_go = [t for t in held if self.prompt <= t <= total - config.newest]
+        may_go.sort(key=lambda t: (self.order[t][0], self.order[t][1] + score[t], t))
+        room = config.budget - 1 + (0 if config.count_prompt else self.prompt)
+        gone = set(may_go[:max(0, len(held) - room)])
+        for number in range(len(self.kept)):
+            self.kept[number] = [token for token in held if token not in gone]
+
+
 class WholePrefix(Loop):
     """A prompt with full attention, for what its last token puts out of the last layer."""
 
@@ -153,7 +207,9 @@ def held(layer: Any, row: int) -> list[int]:
     return sorted(position for position in positions.tolist() if position >= 0)
 
 
-def check(model: Any, cache: Any, inputs: dict[str, Tensor], new: int, bands: Any = BANDS) -> None:
+def check(
+    model: Any, cache: Any, inputs: dict[str, Tensor], new: int, bands: Any = BANDS, kind: type[WholeLoop] = WholeLoop
+) -> None:
     """Same tokens as a loop per row, and after every forward pass the same in every layer."""
     seen: list[list[list[list[int]]]] = []                                                 # [pass][layer][row]
     rows = range(len(inputs["input_ids"]))
@@ -164,7 +220,7 @@ def check(model: Any, cache: Any, inputs: dict[str, Tensor], new: int, bands: An
     hook.remove()
     for row in rows:
         mask = inputs["attention_mask"][row].bool().tolist()
-        loop = WholeLoop(model, cache.config, bands, mask.count(False))
+        loop = kind(model, cache.config, bands, mask.count(False))
         logits = loop.feed(inputs["input_ids"][row].tolist(), mask)
         tokens: list[int] = []
         for number, layers in enumerate(seen):
@@ -209,6 +265,26 @@ def test_generation_is_the_loop(family, options, twins, device):
         check(model, used, prompts(9, [0, 3], device), 12, bands)
         assert used.get_seq_length() == 9 + 11
         assert any(len(set(held(layer, 0))) < 19 for layer in used.layers), "nothing was evicted"
+    assert hooks(model) == 0
+
+
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+@pytest.mark.parametrize(
+    "options",
+    [{"policy": "attn_x_hs", "layers": ((1,), ())}, {"policy": "segment_hs", "layers": BANDS, "tau": 3,
+                                                     "edges": (0.15, 0.4), "sparsity_threshold": 0.4}],
+    ids=("attn_x_hs", "segment_hs"),
+)
+def test_generation_with_a_hybrid_is_the_loop(options, side, twins, device):
+    """All layers have a say in what is kept, and keep the same."""
+    small = {"num_attention_heads": 2, "num_key_value_heads": 1} if side == "optimized" and device.type == "cpu" else {}
+    dtype = F64 if side == "reference" else torch.float32
+    model = tiny_models.model("llama", dtype, device, **small)
+    model.set_attn_implementation("kvtwin")
+    with cache_class(twins, side)(model, budget=9, window=5, recent=2, **options) as used:
+        check(model, used, prompts(5, [0, 2], device), 9, options["layers"], HybridLoop)
+        thoughts = used.layers[0].state.thoughts
+        assert thoughts is None or len(set(thoughts[thoughts >= 0].tolist())) > 1, "one thought all along"
     assert hooks(model) == 0
 
 
@@ -310,6 +386,9 @@ def test_beams_move_the_scores_too(llama, twins, device):
         (ValueError, "twice", {"layers": ((0, 0), (1,))}),
         (TypeError, "two tuples", {"layers": (0,)}),
         (TypeError, "tuple of layer numbers", {"layers": (0, 1)}),
+        (TypeError, r"layers\[1\] must be \(\) for policy 'attn_x_hs'", {"layers": BANDS, "policy": "attn_x_hs"}),
+        (TypeError, "tuple of layer numbers", {"layers": ((0,), ())}),
+        (ValueError, "edges must be given", {"layers": BANDS, "policy": "segment_hs"}),
         (ValueError, "keep_prompt", {"layers": BANDS, "keep_prompt": False}),
         (ValueError, "layers must be None", {"layers": BANDS, "policy": "kv_key"}),
         (TypeError, "not an option", {"layers": BANDS, "hidden_size": 3}),

@@ -21,7 +21,7 @@ B, HQ, HKV, D, C = 2, 4, 2, 16, 24
     [
         (TypeError, "budget must be an int", {"budget": 4.0}),
         (ValueError, "budget must be at least 1", {"budget": 0}),
-        (ValueError, "policy must be one of epikv, hs_variance", {"policy": "attn_x_hs"}),
+        (ValueError, "policy must be one of epikv, hs_variance", {"policy": "attention"}),
         (TypeError, "policy must be a str", {"policy": 3}),
         (ValueError, "recent must be at least 1", {"recent": 0}),
         (ValueError, "recent must be at most the budget 8, got 9", {"recent": 9}),
@@ -36,6 +36,13 @@ B, HQ, HKV, D, C = 2, 4, 2, 16, 24
         (TypeError, "bands must be two", {"policy": "band_adaptive", "bands": 3}),
         (ValueError, r"bands\[1\] must be at least 1", {"policy": "band_adaptive", "bands": (2, 0)}),
         (ValueError, "hidden_size must be at least 1", {"hidden_size": 0}),
+        (ValueError, r"bands must be \(1, 0\)", {"policy": "attn_x_hs", "bands": (1, 1)}),
+        (ValueError, "edges must be given for policy 'segment_hs'", {"policy": "segment_hs"}),
+        (ValueError, "edges must ascend", {"policy": "segment_hs", "edges": (0.6, 0.3)}),
+        (TypeError, "edges must be", {"policy": "segment_hs", "edges": 0.5}),
+        (ValueError, "edges must be None for policy 'attn_x_hs'", {"policy": "attn_x_hs", "edges": (0.3, 0.6)}),
+        (ValueError, "tau must be at least 1", {"tau": 0}),
+        (ValueError, "sparsity_threshold must lie between", {"sparsity_threshold": 1.0}),
         (ValueError, "scale must be finite", {"scale": float("inf")}),
     ],
 )
@@ -50,6 +57,11 @@ def test_a_config_says_what_follows():
     assert EpiKVConfig(8, policy="band_adaptive").layers == (7, 8)
     assert EpiKVConfig(8, policy="band_adaptive", bands=[2, 3]).layers == (2, 3)
     assert EpiKVConfig(8, policy="lag_kv").layers == (0, 0)
+    assert EpiKVConfig(8, policy="attn_x_hs", bands=(1, 0)).layers == (1, 0)
+    assert EpiKVConfig(8, policy="segment_hs", edges=[0.3, 0.6]).edges == (0.3, 0.6)
+    assert [EpiKVConfig(8, policy=policy).reads_attention for policy in ("attn_x_hs", "epikv", "kv_key")] == [
+        True, False, False
+    ]
     refused(band_layers, ValueError, "policy must be one that reads hidden states", policy="kv_key", layers=8)
 
 
@@ -127,9 +139,14 @@ def prompt(device: torch.device, total: int = 4) -> dict[str, Any]:
 
 def refuses(made: Any, call: str, error: type[Exception], says: str, arguments: dict[str, Any]) -> None:
     """And nothing in the state, or its scorer, has changed."""
-    before = copy.deepcopy((contents(made.scorer), made.key.tolist()))
+    def held() -> Any:
+        scorer = contents(made.scorer)
+        attention = scorer.pop("attention")
+        return scorer, attention and contents(attention), made.key.tolist()
+
+    before = copy.deepcopy(held())
     refused(getattr(made, call), error, says, **arguments)
-    assert (contents(made.scorer), made.key.tolist()) == before
+    assert held() == before
 
 
 @pytest.mark.parametrize(
@@ -157,6 +174,14 @@ def test_a_step_refuses(error, says, options, side, device):
 
 def test_a_policy_without_hidden_states_refuses_them(side, device):
     refuses(state(side, device, used=False, policy="kv_key"), "step", ValueError, "reads none", step(device))
+
+
+def test_one_band_is_no_second_one(side, device):
+    made = state(side, device, used=False, policy="attn_x_hs")
+    given = step(device)
+    refuses(made, "step", ValueError, "hidden_b must be left out: policy 'attn_x_hs' reads one band alone", given)
+    made.step(**{**given, "hidden_b": None})
+    assert made.tokens_seen == 1
 
 
 def test_a_prompt_refuses(side, device):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.judges.epikv import Adapter, extras
+from kvtwin.conformance.judges.epikv import SEGMENTS, Adapter, extras
 from kvtwin.conformance.lockstep import Lockstep, pair
 from kvtwin.reference.epikv.contract import EpiKVConfig
 
@@ -28,9 +28,10 @@ def drawn(seed: int, device: torch.device, *time: int, heads: int = 1) -> list[T
     return [torch.randn(2, count, *time, 16, generator=generator).to(device) for count in (2, heads, heads)]
 
 
-def test_attention_over_several_tiles_and_splits(twins, device):
+@pytest.mark.parametrize("policy", ["kv_val", "attn_x_hs"])
+def test_attention_over_several_tiles_and_splits(policy, twins, device):
     """A cache of three tiles for two programs, with logits that rise from tile to tile."""
-    run = both(twins, device, heads=2, budget=46, policy="kv_val", keep_prompt=False)
+    run = both(twins, device, heads=2, budget=46, policy=policy, keep_prompt=False)
     query, key, value = drawn(1, device, 44, heads=2)
     key = key + torch.arange(44, device=device)[:, None] / 16 * query[:, :1].mean(2, keepdim=True)
     run.prefill(query, key, value)
@@ -102,3 +103,22 @@ def test_the_paper_s_budgets_and_windows(twins, device):
     for step in range(8, 26):
         run.step(*(tensor[:, :, step] for tensor in tokens))
     assert run.tested.config.newest == 4
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("options", [{"policy": "attn_x_hs"}, {"policy": "segment_hs", **SEGMENTS}],
+                         ids=("attn_x_hs", "segment_hs"))
+def test_hybrids_of_attention_and_hidden_states(options, keep, twins, device):
+    """Over eviction from the prompt on, steps, other rows, and a fresh start; a prompt that is kept scores +inf."""
+    kept = {"count_prompt": False, "max_prompt": 9} if keep else {"keep_prompt": False}
+    run = both(twins, device, heads=2, budget=6, recent=2, window=5, **kept, **options)
+    occupied = torch.tensor([[True] * 9, [False] * 2 + [True] * 7], device=device)
+    run.prefill(*drawn(80, device, 9, heads=2), occupied)
+    for step in range(9):
+        run.step(*drawn(81 + step, device, heads=2))
+    run.reorder(torch.tensor([1, 1], device=device))
+    run.step(*drawn(90, device, heads=2))
+    assert run.summary.decisive >= 4
+    run.reset()
+    run.step(*drawn(91, device, heads=2))
+    run.step(*drawn(92, device, heads=2))

@@ -95,7 +95,90 @@ def test_a_class_with_other_attributes_is_made_as_ever(changed):
     assert Sized.made == 3
 
 
+class Operand:
+    """Stands in for a tensor of Triton's: a type with a name, and a handle with data."""
+
+    def __init__(self, name, data=0.0):
+        self.type = SimpleNamespace(name=name, scalar=SimpleNamespace(name=name.split()[-1]))
+        self.handle = SimpleNamespace(data=torch.tensor(data).numpy())
+
+
+def promoted(lhs, rhs, flag=False):
+    """Stands in for what makes operands alike: a number becomes a tensor, of "wide" and "narrow" both become wide."""
+    promoted.calls += 1
+    both = [side if isinstance(side, Operand) else Operand("number", float(side)) for side in (lhs, rhs)]
+    if {side.type.name for side in both} >= {"wide", "narrow"}:
+        both = [side if side.type.name == "wide" else Operand("wide") for side in both]
+    return tuple(both)
+
+
+def test_operands_that_stay_as_they_are_are_asked_about_once():
+    alike, promoted.calls = interpreter._unchanged_pair(promoted, Operand), 0
+    a, b, wide = Operand("narrow"), Operand("narrow"), Operand("wide")
+    assert alike(a, b) == alike(b, a)[::-1] == (a, b)
+    assert promoted.calls == 1
+    assert alike(a, b, True) == (a, b)
+    assert promoted.calls == 2, "another option may change them"
+    for _ in range(2):
+        left, right = alike(wide, a)
+        assert left is wide
+        assert right.type.name == "wide"
+    assert promoted.calls == 4, "what is changed is changed anew: its data are its own"
+
+
+def test_operands_of_other_shapes_are_made_of_one_shape_and_nothing_else():
+    def broadcast(lhs, rhs):
+        shape = max(lhs.type.name, rhs.type.name).split()[0]
+        return tuple(Operand(f"{shape} {side.type.scalar.name}", side.handle.data) for side in (lhs, rhs))
+
+    def checked(lhs, rhs):
+        checked.calls += 1
+        return broadcast(lhs, rhs)
+
+    alike, checked.calls = interpreter._unchanged_pair(checked, Operand, broadcast), 0
+    for data in (1.0, 2.0):
+        made = alike(Operand("1x1 half", data), Operand("4x4 whole", 3.0))
+        assert [(side.type.name, float(side.handle.data)) for side in made] == [("4x4 half", data), ("4x4 whole", 3.0)]
+    assert checked.calls == 1
+
+
+def test_numbers_are_made_tensors_once_for_each_value_and_kind():
+    alike, promoted.calls = interpreter._unchanged_pair(promoted, Operand), 0
+    a, nan = Operand("narrow"), float("nan")
+    numbers = [1, 1.0, True, 2.5, -2.5, float("inf")]
+    made = [alike(a, number)[1] for number in numbers] + [alike(number, a)[0] for number in numbers]
+    assert len(set(map(id, made))) == promoted.calls == 12
+    assert [alike(a, number)[1] for number in numbers] + [alike(number, a)[0] for number in numbers] == made
+    assert promoted.calls == 12
+    assert alike(Operand("wide"), 1)[1] is not made[0]
+    assert [str(float(alike(a, zero)[1].handle.data)) for zero in (0.0, -0.0, 0.0)] == ["0.0", "-0.0", "0.0"]
+    assert alike(a, nan)[1] is not alike(a, nan)[1]
+    with pytest.raises(ValueError, match="read-only"):
+        made[0].handle.data[...] = 7
+
+
 if INTERPRETED:
+
+    @triton.jit
+    def _arithmetic(source, target, SIZE: tl.constexpr):
+        index = tl.arange(0, SIZE)
+        x = tl.load(source + index)
+        small = (x * 0.0 + 2.5).to(tl.float16) * 3
+        whole = (index + 2147483647) - 1  # wraps
+        signs = (1 - x) * -0.0 + (x > 0) * 1
+        tl.store(target + index, small + whole % 7 + signs / (2 * x) + tl.where(x > 1, 1, -0.0))
+
+    def test_arithmetic_is_the_same_without_what_is_kept(monkeypatch):
+        x = torch.tensor([-2.0, -0.0, 0.5, 3.0])
+        kept, plain = torch.zeros(2, 4), torch.zeros(4)
+        for row in kept:
+            _arithmetic[(1,)](x, row, SIZE=4)
+        semantic = sys.modules[interpreter.MODULE].interpreter_semantic
+        assert interpreter.OPERANDS.keys() <= vars(semantic).keys(), "nothing is kept: is Triton built otherwise now?"
+        for name in interpreter.OPERANDS:
+            monkeypatch.delattr(semantic, name)
+        _arithmetic[(1,)](x, plain, SIZE=4)
+        assert torch.equal(kept.view(torch.int32), plain.view(torch.int32).expand(2, -1))
 
     def test_types_of_one_shape_are_made_once():
         assert interpreter.patch_once()

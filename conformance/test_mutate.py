@@ -128,7 +128,12 @@ def toy(old: str, new: str, killers: tuple[str, ...] = (ADD,), **options) -> Mut
 
 def test_mutants_in_processes_of_their_own(tree, tmp_path):
     """Killed, survived, unable to run, and killed by a signal; the sources stay as they are."""
-    lab = Lab(tree, tmp_path)
+    with Lab(tree, tmp_path) as lab:
+        _all_kinds(lab)
+    assert (tree.folders["code"] / "toy.py").read_text() == CODE
+
+
+def _all_kinds(lab: Lab) -> None:
     assert lab.baseline([ADD, TYPE]) > 0
     killed = lab.run(toy("x + 1", "x + 2", (ADD, TYPE)))
     assert (killed.status, killed.killed_by, killed.let_live) == ("killed", (ADD,), (TYPE,))
@@ -136,7 +141,6 @@ def test_mutants_in_processes_of_their_own(tree, tmp_path):
     assert broken.status == "broken" and "NameError" in broken.detail
     crashed = lab.run(toy("return x + 1", "os.abort()", crash=True))
     assert (crashed.status, crashed.killed_by) == ("killed", (ADD,))
-    assert (tree.folders["code"] / "toy.py").read_text() == CODE
     with pytest.raises(MutantError, match="the suite is not in order"):
         lab.baseline(["test_toy.py::test_nothing"])
 

@@ -11,15 +11,17 @@ from torch import Tensor
 from ...reference.epikv.contract import POLICIES
 from .. import lockstep, tiny
 from ..bounds import Interval
+from ..cases import DecodeCase
 from ..compare import Verdict, assert_eviction_right, assert_kept_right, assert_same, fail
-from . import epikv_scores
+from . import epikv_hybrids, epikv_scores
 
 __all__ = ["GROUPINGS", "KEEPS_PROMPTS", "SMALL", "Adapter", "arguments", "assert_inside", "configs", "extras"]
 
 #: Prompts compete, so that budgets may be small.
+SEGMENTS = {"tau": 2, "edges": (0.3, 0.6), "sparsity_threshold": 0.3}
 SMALL = {"keep_prompt": False, "window": 3, "chunk": 2}
 KEEPS_PROMPTS = True
-GROUPINGS = ({"policy": "lag_kv"}, {"policy": "kv_val"})
+GROUPINGS = ({"policy": "lag_kv"}, {"policy": "kv_val"}, {"policy": "attn_x_hs"}, {"policy": "segment_hs", **SEGMENTS})
 
 
 @st.composite
@@ -34,6 +36,7 @@ def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
         "chunk": draw(st.sampled_from((2, 1, 3, 7))),
         **({"count_prompt": False, "max_prompt": 300 if torch.cuda.is_available() else 24} if kept else
            {"keep_prompt": False}),
+        **({**SEGMENTS, "tau": draw(st.sampled_from((3, 1, 5)))} if policy == "segment_hs" else {}),
         **({"bands": draw(st.sampled_from(((2, 1), (1, 3))))} if policy == "band_adaptive" else {}),
     }
 
@@ -56,7 +59,8 @@ def extras(state: Any, query: Tensor, key: Tensor, value: Tensor) -> dict[str, T
         return torch.stack([wide * factor for factor in factors], 1)
 
     one, other = config.layers
-    return {"hidden_a": band(flat(query), one), "hidden_b": band(torch.cat((flat(key), flat(value)), -1), other)}
+    second = {"hidden_b": band(torch.cat((flat(key), flat(value)), -1), other)} if other else {}
+    return {"hidden_a": band(flat(query), one), **second}
 
 
 def arguments(device: torch.device) -> dict[str, Any]:
@@ -98,6 +102,7 @@ class Adapter(lockstep.Adapter):
         self.low: Tensor | None = None
         self.high: Tensor | None = None
         self.prompt: Tensor | None = None
+        self.sums = epikv_hybrids.Sums()
 
     def reorder(self, index: Tensor) -> None:
         self.history = {name: tensor.index_select(0, index) for name, tensor in self.history.items()}
@@ -105,6 +110,7 @@ class Adapter(lockstep.Adapter):
             self.low, self.high = self.low.index_select(0, index), self.high.index_select(0, index)
         if self.prompt is not None:
             self.prompt = self.prompt.index_select(0, index)
+        self.sums.reorder(index)
 
     # Scores ----------------------------------------------------------------------------------------------------------
 
@@ -123,7 +129,8 @@ class Adapter(lockstep.Adapter):
         past = self.history
         if config.reads_hidden:
             found = epikv_scores.hidden_interval(
-                (past["hidden_a"], past["hidden_b"]), past["occupied"], policy=config.policy, window=config.window
+                tuple(past[name] for name in ("hidden_a", "hidden_b") if name in past), past["occupied"],
+                policy=config.policy, window=config.window,
             )
         else:
             found = epikv_scores.vector_interval(
@@ -135,6 +142,14 @@ class Adapter(lockstep.Adapter):
             low = high = torch.full_like(low, torch.inf)                                 # a kept prompt
         self.low = low if self.low is None else torch.cat((self.low, low), 1)
         self.high = high if self.high is None else torch.cat((self.high, high), 1)
+        self.sums.arrive(occupied)
+
+    def _scores(self, state: Any) -> Interval:
+        """The intervals of all tokens that came, by their places."""
+        assert self.low is not None
+        assert self.high is not None
+        own = Interval(self.low, self.high)
+        return self.sums.added(own) if state.config.policy == "attn_x_hs" else own
 
     @staticmethod
     def _extras(state: Any, count: int, tokens: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -143,11 +158,9 @@ class Adapter(lockstep.Adapter):
 
     def _held(self, state: Any) -> Interval:
         """The intervals of the tokens in the slots, [B, S]; -inf where there is none."""
-        assert self.low is not None
-        assert self.high is not None
         place = state.positions.clamp_min(0)
         free = state.positions < 0
-        return Interval(*(end.gather(1, place).masked_fill(free, -torch.inf) for end in (self.low, self.high)))
+        return Interval(*(end.gather(1, place).masked_fill(free, -torch.inf) for end in self._scores(state)))
 
     # What lockstep asks ----------------------------------------------------------------------------------------------
 
@@ -158,10 +171,10 @@ class Adapter(lockstep.Adapter):
         self.prompt = occupied if config.keep_prompt else occupied[:, :0]
         total = occupied.shape[1]
         verdict = None
+        if config.policy == "attn_x_hs" and not config.keep_prompt:
+            self.sums.prompt(prompt, reference.scale)
         if not config.keep_prompt and total > config.budget:
-            assert self.low is not None
-            assert self.high is not None
-            scores = Interval(self.low, self.high)
+            scores = self._scores(reference)
             kept, right = tested.positions[:, :config.budget], reference.positions[:, :config.budget]
             verdict = assert_kept_right(
                 kept, right, scores, occupied=occupied, protected=None, window=config.newest,
@@ -176,6 +189,12 @@ class Adapter(lockstep.Adapter):
     def after_step(self, tested: Any, reference: Any, query: Tensor) -> tuple[Tensor, Verdict | None]:
         bound, _ = super().after_step(tested, reference, query)
         when = f"at token {reference.tokens_seen - 1}"
+        if reference.config.reads_attention:
+            case = DecodeCase.of(query, tested.key, tested.value, reference.occupied, scale=reference.scale)
+            if reference.thoughts is None:
+                self.sums.step(case.attention, reference.positions)
+            else:
+                epikv_hybrids.assert_thoughts_right(tested, reference, case, when)
         self._check_scores(tested, reference, when)
         return bound, self._choice(tested, reference, when)
 
@@ -191,9 +210,16 @@ class Adapter(lockstep.Adapter):
         scorer, count = reference.scorer, kept.shape[1]
         scores = torch.full((len(kept), prompt["occupied"].shape[1]), -torch.inf, dtype=torch.float64)
         scores = scores.to(kept.device).scatter(1, scorer.positions.clamp_min(0), scorer.score)
-        assert self.low is not None
-        assert self.high is not None
-        middle = torch.where(scores == -torch.inf, (self.low + self.high) / 2, scores)
+        low, high = self._scores(reference)
+        middle = torch.where(scores == -torch.inf, (low + high) / 2, scores)
+        if scorer.attention is not None:
+            grown = self.sums.exact
+            assert grown is not None
+            parts = (middle - grown, grown) if reference.config.policy == "attn_x_hs" else (middle, None)
+            scorer.attention.admit(kept, *(
+                part if part is None else part.gather(1, kept.clamp_min(0)).masked_fill(kept < 0, fill)
+                for part, fill in zip(parts, (-torch.inf, 0), strict=True)
+            ))
         scorer.positions[:, :count] = kept
         scorer.score[:, :count] = middle.gather(1, kept.clamp_min(0)).masked_fill(kept < 0, -torch.inf)
         for name in ("key", "value"):
@@ -220,6 +246,10 @@ class Adapter(lockstep.Adapter):
         usable, occupied = index < room, reference.occupied
         newest = positions > reference.tokens_seen - config.newest
         protected = occupied & (newest | (positions < self.prompt.shape[1])) | ~usable
+        if reference.thoughts is not None:
+            # Of those that may go, the least important thoughts alone.
+            thought = torch.where(occupied & ~protected, reference.thoughts, 3)
+            protected = protected | occupied & (thought > thought.amin(1, keepdim=True))
         # Ties go to the oldest: slots in the order of age. Rows with a free slot are judged by index, as they are.
         full = (occupied | ~usable).all(1, keepdim=True)
         age = positions.where(occupied, reference.tokens_seen + index)

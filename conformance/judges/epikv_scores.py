@@ -142,21 +142,24 @@ def rolled_interval(values: Values, window: int, *, zscore: bool) -> Interval:
     return Interval(*(torch.zeros_like(end).scatter(-1, order, end).masked_fill(~there, 0) for end in found))
 
 
-def difference_interval(one: Interval, other: Interval) -> Interval:
-    """The mean over the layers of one band minus that of the other, [B, L, T] -> [B, T]: sums of L terms, two
-    divisions, a difference."""
+def difference_interval(*bands: Interval) -> Interval:
+    """The mean over the layers of one band minus that of the other, if there is one, [B, L, T] -> [B, T]: sums of L
+    terms, two divisions, a difference."""
     ends = []
-    for found in (one, other):
+    for found in bands:
         layers = found.low.shape[1]
         size = torch.maximum(found.low.abs(), found.high.abs()).mean(1)
         off = (gamma(layers) + DIVISION) * size * SLACK if layers > 1 else 0 * size
         ends.append(Interval(found.low.mean(1) - off, found.high.mean(1) + off))
+    if len(ends) == 1:
+        return ends[0]
     low, high = ends[0].low - ends[1].high, ends[0].high - ends[1].low
     return Interval(low - UNIT * SLACK * low.abs(), high + UNIT * SLACK * high.abs())
 
 
-def hidden_interval(hidden: tuple[Tensor, Tensor], occupied: Tensor, *, policy: str, window: int) -> Interval:
-    """Where the scores of a sequence's tokens may lie, [B, T]: hidden of both bands [B, L, T, C] float64."""
+def hidden_interval(hidden: tuple[Tensor, ...], occupied: Tensor, *, policy: str, window: int) -> Interval:
+    """Where the scores of a sequence's tokens may lie, [B, T]: hidden of both bands, or of one, [B, L, T, C] float64.
+    """
     index = torch.arange(occupied.shape[1], device=occupied.device).where(occupied, -1)
     last = index.cummax(1).values
     before = torch.cat((torch.full_like(last[:, :1], -1), last[:, :-1]), 1)

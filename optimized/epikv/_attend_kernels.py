@@ -13,13 +13,18 @@ from .._longflow_scores import is_last
 from .._numerics import LOG2_E, dot, finite_or_zero, round_output, round_to
 
 
-@torch.library.custom_op("kvtwin::epikv_attend", mutates_args=("key", "value", "workspace", "arrivals"))
+@torch.library.custom_op(
+    "kvtwin::epikv_attend", mutates_args=("key", "value", "workspace", "arrivals", "logits", "normalisers")
+)
 def attend(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, slot: Tensor,
-    workspace: Tensor, arrivals: Tensor, scale: float,
+    workspace: Tensor, arrivals: Tensor, scale: float, logits: Tensor | None = None, normalisers: Tensor | None = None,
 ) -> Tensor:
     """query [B, Hq, D]; new_key, new_value [B, Hkv, D] go into slot [B] of the buffers key, value [B, Hkv, S, D].
-    occupied [B, S]: what else is attended to. workspace, arrivals: from `scratch`. Returns [B, Hq, D]."""
+    occupied [B, S]: what else is attended to. workspace, arrivals: from `scratch`. Returns [B, Hq, D].
+
+    logits [B, Hq, S], normalisers [B, Hq, 2], float32: if given, they get the logits, in base 2, -inf where no token
+    is, and each head's largest one with the sum of 2 ^ (logit - largest)."""
     batch, query_heads, head_dim = query.shape
     heads, slots = key.shape[1], key.shape[2]
     sizes = Sizes(batch, query_heads, heads, slots, head_dim)
@@ -28,11 +33,12 @@ def attend(
     splits, split_size = split_slots(sizes, block, key.device)
     with on_device_of(key):
         attend_kernel[(batch * heads * splits,)](
-            query, new_key, new_value, key, value, occupied, slot, output, workspace, arrivals,
+            query, new_key, new_value, key, value, occupied, slot, output, workspace, arrivals, logits, normalisers,
             scale * LOG2_E.value, slots, split_size, splits, heads, batch * query_heads,
             *query.stride(), *new_key.stride(), *new_value.stride(),
             GROUP=sizes.group, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), ROWS=GROUP_ROWS, BLOCK=block,
-            SPLITS=1 if splits == 1 else 8 if splits <= 8 else MAX_SPLITS, num_warps=4, num_stages=3,
+            SPLITS=1 if splits == 1 else 8 if splits <= 8 else MAX_SPLITS, KEEP=logits is not None,
+            num_warps=4, num_stages=3,
         )
     return output
 
@@ -40,7 +46,7 @@ def attend(
 @attend.register_fake
 def _(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, slot: Tensor,
-    workspace: Tensor, arrivals: Tensor, scale: float,
+    workspace: Tensor, arrivals: Tensor, scale: float, logits: Tensor | None = None, normalisers: Tensor | None = None,
 ) -> Tensor:
     return query.new_empty(query.shape)
 
@@ -66,8 +72,9 @@ def _write(key, value, new_key, new_value, slot, new_key_d, new_value_d, HEAD_DI
 
 @triton.jit
 def _merge(
-    partial, tops, weight_sums, output, flat, splits,
+    partial, tops, weight_sums, output, normalisers, flat, splits,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
     """The outputs of a KV head's query heads from their splits."""
     g = tl.arange(0, ROWS)
@@ -90,6 +97,14 @@ def _merge(
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     at = (flat * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
     tl.store(output + at, round_output(out, output.dtype.element_ty), mask=mask)
+    if KEEP:
+        _keep(normalisers, flat * GROUP + g, top, total, g < GROUP)
+
+
+@triton.jit
+def _keep(normalisers, head, top, total, mask):
+    tl.store(normalisers + head * 2, top, mask=mask)
+    tl.store(normalisers + head * 2 + 1, tl.where(total == 0.0, 1.0, total), mask=mask)
 
 
 @triton.jit(do_not_specialize=[
@@ -97,14 +112,15 @@ def _merge(
     "new_value_b", "new_value_h",
 ])
 def attend_kernel(
-    query, new_key, new_value, key, value, occupied, slot, output, workspace, arrivals,
+    query, new_key, new_value, key, value, occupied, slot, output, workspace, arrivals, logits, normalisers,
     scale, slots, split_size, splits, heads, query_heads,
     query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, KEEP: tl.constexpr,
 ):
     """Program (split, flat): a share of the slots of a (row, KV head), for its GROUP query heads; the last of a flat
-    merges. `query_heads` are those of all rows. What lies in slots without a token is not read."""
+    merges. KEEP: with logits and normalisers. `query_heads` are those of all rows. What lies in slots without a token
+    is not read."""
     split = tl.program_id(0) % splits
     flat = (tl.program_id(0) // splits).to(tl.int64)
     b, k_head = flat // heads, flat % heads
@@ -139,6 +155,9 @@ def attend_kernel(
         at = s.to(tl.int64)[:, None] * HEAD_DIM + d[None, :]
         k = tl.load(key + at, mask=holds[:, None] & in_head, other=0.0)
         logit = tl.where(holds[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
+        if KEEP:
+            place = (flat * GROUP + row)[:, None] * slots + s.to(tl.int64)[None, :]
+            tl.store(logits + place, logit, mask=(row < GROUP)[:, None] & (s < end)[None, :])
         new_top = tl.maximum(top, tl.max(logit, 1))
         shift = finite_or_zero(new_top)
         p = tl.exp2(logit - shift[:, None])
@@ -152,10 +171,15 @@ def attend_kernel(
         out = acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
         at = (flat * GROUP + row)[:, None] * HEAD_DIM + d[None, :]
         tl.store(output + at, round_output(out, output.dtype.element_ty), mask=mask)
+        if KEEP:
+            _keep(normalisers, flat * GROUP + row, finite_or_zero(top), weight_sum, row < GROUP)
     else:
         part = (flat * GROUP + row) * splits + split
         tl.store(tops + part, top, mask=row < GROUP)
         tl.store(weight_sums + part, weight_sum, mask=row < GROUP)
         tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
         if is_last(arrivals + flat, splits):
-            _merge(partial, tops, weight_sums, output, flat, splits, GROUP, HEAD_DIM, D_PAD, ROWS, SPLITS)
+            _merge(
+                partial, tops, weight_sums, output, normalisers, flat, splits,
+                GROUP, HEAD_DIM, D_PAD, ROWS, SPLITS, KEEP,
+            )

@@ -38,7 +38,8 @@ def step(
     """A step of all rows. hidden_a, hidden_b [B, L, C] for policies that read them, else key, value [B, Hkv, D]."""
     batch, slots = score.shape
     if hidden_a is not None and hidden_b is not None:
-        one, other = hidden_a, hidden_b
+        # A band without layers has no memory to point at.
+        one, other = hidden_a, hidden_b if hidden_b.shape[1] else hidden_a
         kind, size = 0 if policy == "hs_variance" else 1, hidden_a.shape[2]
         layers_a, layers_b = hidden_a.shape[1], hidden_b.shape[1]
     else:
@@ -179,10 +180,11 @@ def step_kernel(
         result = _band(
             one, previous, values, one_l, one_c, size, token - 1, window, constant, LAYERS_A, W_PAD, BLOCK, KIND == 1
         )
-        result -= _band(
-            other, previous + LAYERS_A * size, values + LAYERS_A * window, other_l, other_c, size, token - 1, window,
-            constant, LAYERS_B, W_PAD, BLOCK, KIND == 1,
-        )
+        if LAYERS_B > 0:
+            result -= _band(
+                other, previous + LAYERS_A * size, values + LAYERS_A * window, other_l, other_c, size, token - 1,
+                window, constant, LAYERS_B, W_PAD, BLOCK, KIND == 1,
+            )
         new = tl.where(token == 0, 0.0, tl.sum(result, 0))
     elif KIND == 2:
         x = _vectors(one, one_l, one_c, size, LAYERS_A, H_PAD, D_PAD)

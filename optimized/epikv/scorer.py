@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from ...reference.contract import (
 from ...reference.epikv.contract import EpiKVConfig, check_prompt_fits
 from .._launch import DTYPES, check_kernel_device
 from . import _score_kernels as score_kernels, _step_kernels as step_kernels
+from ._hybrids import Attention
 from .scores import FIRST, LAST, codes, compacted, difference, kv_variance, lag_kv, rolling_mean, rolling_of, select
 
 
@@ -19,7 +22,7 @@ class EpiKVScorer:
 
     Preallocated and updated in place: a step fits in a CUDA graph. Attributes and semantics: `EpiKVScorer` of the
     reference. What is evicted next is the lowest of `rank`, an integer per slot that holds score and age; nothing else
-    of the size of S is read in a step.
+    of the size of S is read in a step. attention: what the hybrids remember beside it, else None.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class EpiKVScorer:
         self._values = buffer(batch, max(1, layers), config.window, dtype=torch.float32)
         lag = config.policy == "lag_kv"
         self._ranges = buffer(4, batch, 2, key_value_heads if lag else 1, head_dim if lag else 1, dtype=torch.float32)
+        self.attention: Any = Attention(config, batch, buffer) if config.reads_attention else None
         self.reset()
 
     @property
@@ -76,6 +80,8 @@ class EpiKVScorer:
         self._recents.fill_(-1)
         for tensor in (self._next_slot, self._tokens, self._seen, self._previous, self._values, self._ranges):
             tensor.zero_()
+        if self.attention is not None:
+            self.attention.reset()
 
     def reorder(self, index: Tensor) -> None:
         """Row b becomes what row index[b] was (beam search). index [B] int64."""
@@ -86,13 +92,17 @@ class EpiKVScorer:
         ):
             tensor.copy_(tensor.index_select(0, index))
         self._ranges.copy_(self._ranges.index_select(1, index))
+        if self.attention is not None:
+            self.attention.reorder(index)
 
     # A prompt --------------------------------------------------------------------------------------------------------
 
     def prefill(
-        self, occupied: Tensor, hidden: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor
+        self, occupied: Tensor, hidden: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor,
+        received: Tensor | None = None,
     ) -> None:
-        """A prompt: occupied [B, T]; hidden [B, L, T, C] of both bands, or None; key, value [B, Hkv, T, D]."""
+        """A prompt: occupied [B, T]; hidden [B, L, T, C] of both bands, or None; key, value [B, Hkv, T, D]; received
+        [B, T]: what its queries gave its tokens, for a policy that adds it up."""
         self.check_prompt(occupied)
         config = self.config
         if hidden is not None:
@@ -106,7 +116,7 @@ class EpiKVScorer:
             scores = difference(one, other)
         else:
             scores = self._observe_vectors(key, value, occupied)
-        self.admit(occupied, None if config.keep_prompt else scores)
+        self.admit(occupied, None if config.keep_prompt else scores, received)
 
     def check_prompt(self, occupied: Tensor) -> None:
         """ValueError where a prompt does not fit; RuntimeError unless this is empty. Synchronises with the GPU."""
@@ -130,9 +140,9 @@ class EpiKVScorer:
         self._remember(layer, change, before >= 0)
         return change
 
-    def admit(self, occupied: Tensor, scores: Tensor | None) -> None:
+    def admit(self, occupied: Tensor, scores: Tensor | None, received: Tensor | None = None) -> None:
         """A prompt's tokens take slots, those that `select` keeps in their order. scores [B, T], or None if it is kept
-        whole."""
+        whole; received [B, T] is added to them."""
         config, total = self.config, occupied.shape[1]
         held = occupied.sum(1)
         room = torch.full_like(held, config.budget)
@@ -143,9 +153,14 @@ class EpiKVScorer:
             if not config.count_prompt:
                 room = room + held
         else:
-            kept = select(scores, config.budget, prompt=0, recent=config.newest, occupied=occupied)
+            whole = scores if received is None else received + scores
+            kept = select(whole, config.budget, prompt=0, recent=config.newest, occupied=occupied)
             found = scores.gather(1, kept.clamp_min(0))
         count = kept.shape[1]
+        if self.attention is not None:
+            given = None if received is None else received.gather(1, kept.clamp_min(0))
+            self.attention.admit(kept, found.masked_fill(kept < 0, -torch.inf), given)
+            found = found if given is None else given + found
         self.positions[:, :count] = kept
         self.occupied[:, :count] = kept >= 0
         self.score[:, :count] = found.masked_fill(kept < 0, -torch.inf)
@@ -211,16 +226,19 @@ class EpiKVScorer:
         self, hidden: tuple[Tensor, Tensor] | None = None, key: Tensor | None = None, value: Tensor | None = None
     ) -> None:
         """The token in `next_slot` is scored, and the next slot is chosen: hidden [B, L, C] of both bands, or None; key
-        and value [B, Hkv, D] where the policy reads them. One launch, no host synchronisation."""
+        and value [B, Hkv, D] where the policy reads them. One launch, two for a hybrid; no host synchronisation."""
         config = self.config
         one, other = (None, None) if hidden is None else hidden
         if hidden is not None:
             key = value = None
         step_kernels.step(
-            one, other, key, value, self._previous, self._values, self.occupied, self.positions, self.score,
+            one, other, key, value, self._previous, self._values, self.occupied, self.positions,
+            self.score if self.attention is None or config.edges is not None else self.attention.frozen,
             self._rank, self._next_slot, self._tokens, self._seen, self._recents, self._ranges,
             config.policy, config.window, config.chunk, config.newest,
         )
+        if self.attention is not None:
+            self.attention.choose(self)
 
 
 def _follows(occupied: Tensor) -> Tensor:

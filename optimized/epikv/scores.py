@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...reference.contract import check_choice, check_integer
-from ...reference.epikv.contract import BANDS, check_hidden_pair, check_selection, check_series, check_vectors
+from ...reference.epikv.contract import DIFFERENCES, check_hidden_pair, check_selection, check_series, check_vectors
 from .._launch import check_launchable
 from . import _score_kernels as kernels
 
@@ -46,7 +46,7 @@ def score(
 
     change_a, change_b: g of a layer of each band [B, T], or of several [B, L, T], whose z-scores are averaged.
     """
-    check_choice("policy", policy, tuple(BANDS))
+    check_choice("policy", policy, DIFFERENCES)
     one, other = (
         rolling_of(_with_layers(check_series(name, change, occupied)), policy, window, occupied)
         for name, change in (("change_a", change_a), ("change_b", change_b))
@@ -123,13 +123,15 @@ def compacted(occupied: Tensor) -> Tensor:
 
 
 def rolling_of(change: Tensor, policy: str, window: int, occupied: Tensor | None) -> Tensor:
-    """Rolling means or z-scores of change [B, L, T], as the policy has it."""
+    """Rolling means or z-scores of change [B, L, T], as the policy has it. L may be 0."""
+    if not change.shape[1]:
+        return change
     return _rolling(change, window, occupied, zscore=policy != "hs_variance")
 
 
 def difference(one: Tensor, other: Tensor) -> Tensor:
-    """The mean over the layers of a band minus that of the other: [B, La, T] and [B, Lb, T] -> [B, T]."""
-    return _over_layers(one) - _over_layers(other)
+    """The mean over the layers of a band minus that of the other, if it has any: [B, La, T], [B, Lb, T] -> [B, T]."""
+    return _over_layers(one) - _over_layers(other) if other.shape[1] else _over_layers(one)
 
 
 def _over_layers(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...reference.contract import check_dtype, check_prompt, check_reorder, check_step, resolve_device, resolve_scale
 from ...reference.contract import state_sizes
 from ...reference.epikv.contract import EpiKVConfig, check_hidden_states
+from .. import _block_kernels
 from .._attention import causal_attention
 from .._launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
 from . import _attend_kernels
@@ -22,7 +23,8 @@ class EpiKVState:
 
     key, value [B, Hkv, S, D] with S = config.slots; occupied [B, S] bool, positions [B, S] int64, score [B, S],
     next_slot [B] int64 (writable) and tokens_seen: its `EpiKVScorer`'s. scorer: one that layers of a model share, whose
-    owner calls its `admit` before and its `step` after all of them; by default the state has its own, and does so.
+    owner calls its `admit` before and its `step` after all of them; by default the state has its own, and does so. With
+    a hybrid policy every layer that shares a scorer has a say, and a step takes two launches more.
     """
 
     def __init__(
@@ -51,6 +53,12 @@ class EpiKVState:
             self.key = torch.zeros(batch, key_value_heads, config.slots, head_dim, dtype=dtype, device=self.device)
             self.value = torch.zeros_like(self.key)
             self._scratch = _attend_kernels.scratch(self.sizes, self.key)
+            self._weights: tuple[Tensor, ...] = ()
+            if config.reads_attention:
+                shape = (batch, query_heads, config.slots)
+                self._weights = tuple(
+                    torch.zeros(size, dtype=torch.float32, device=self.device) for size in (shape, (*shape[:2], 2))
+                )
 
     @property
     def occupied(self) -> Tensor:
@@ -66,6 +74,11 @@ class EpiKVState:
     def score(self) -> Tensor:
         """The frozen score of the token in each slot, [B, S]; +inf for a kept prompt, -inf where unoccupied."""
         return self.scorer.score
+
+    @property
+    def thoughts(self) -> Tensor | None:
+        """With "segment_hs" the thought type of the token in each slot, [B, S] int64, -1 = free; else None."""
+        return None if self.config.edges is None else self.scorer.attention.thoughts
 
     @property
     def tokens_seen(self) -> int:
@@ -103,9 +116,15 @@ class EpiKVState:
         check_launchable(query=query, key=key, value=value, hidden_a=hidden_a, hidden_b=hidden_b)
         if occupied is None:
             occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
+        received = None
+        if self.config.policy == "attn_x_hs" and not self.config.keep_prompt:
+            found, parts = _block_kernels.attend(query, key, value, occupied, self.scale)
+            output: Tensor = found
+            received = _block_kernels.received(query, key, occupied, parts, self.scale, mean=False).mean(1)
+        else:
+            output = causal_attention(query, key, value, occupied, self.scale)
         if not self._shared:
-            self.scorer.prefill(occupied, hidden, key, value)
-        output = causal_attention(query, key, value, occupied, self.scale)
+            self.scorer.prefill(occupied, hidden, key, value, received)
         kept = self.positions[:, :total].clamp_min(0)                                   # [B, N]
         count, place = kept.shape[1], kept[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
         self.key[:, :, :count] = key.gather(2, place)
@@ -125,8 +144,13 @@ class EpiKVState:
         hidden = self._check_hidden(hidden_a, hidden_b, None)
         check_launchable(query=query, key=key, value=value, hidden_a=hidden_a, hidden_b=hidden_b)
         output: Tensor = _attend_kernels.attend(
-            query, key, value, self.key, self.value, self.occupied, self.next_slot, *self._scratch, self.scale
+            query, key, value, self.key, self.value, self.occupied, self.next_slot, *self._scratch, self.scale,
+            *self._weights,
         )
+        if self._weights:
+            self.scorer.attention.look(
+                *self._weights, self.occupied, self.next_slot, self.sizes.key_value_heads
+            )
         if not self._shared:
             self.scorer.step(hidden, key, value)
         return output

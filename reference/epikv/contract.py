@@ -11,13 +11,19 @@ from ..contract import (
     MethodConfig, check_choice, check_dtype, check_flag, check_integer, check_like, check_mask, check_shape,
     check_tensor,
 )
+from ..thinkv.contract import check_edges, check_share
 
 #: Layers of the two bands in the paper's model of 32 layers, by policy; the others read keys and values alone.
 BANDS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "epikv": ((10,), (21,)),
     "hs_variance": ((10,), (21,)),
     "band_adaptive": (tuple(range(7, 14)), tuple(range(18, 26))),
+    "attn_x_hs": ((10,), ()),
+    "segment_hs": ((10,), (21,)),
 }
+#: Those of `score`, which are differences of two bands; those that read attention's weights as well.
+DIFFERENCES = ("epikv", "hs_variance", "band_adaptive")
+HYBRIDS = ("attn_x_hs", "segment_hs")
 PAPER_LAYERS = 32
 POLICIES = (*BANDS, "kv_key", "kv_val", "lag_kv")
 
@@ -29,12 +35,16 @@ class EpiKVConfig(MethodConfig):
     budget: the most tokens that a row may hold: prompt, recent and scored ones together. policy: what scores a token:
     "epikv" (z-scores of the change of the hidden state in two layers), "hs_variance" (their rolling means, eq. 2),
     "band_adaptive" (means of z-scores over two bands of layers), "kv_key", "kv_val" (rolling mean of the variance of
-    keys or values over their channels), "lag_kv" (spread of key and value, normalised by the previous chunk's range).
+    keys or values over their channels), "lag_kv" (spread of key and value, normalised by the previous chunk's range),
+    or one of the hybrids, which need attention's weights: "attn_x_hs" (the sum of the weights that a token received,
+    plus the z-score of band A) and "segment_hs" ("epikv", but that ThinKV's thought types go before it): see `hybrids`.
     recent: that many newest tokens are never evicted, default min(128, budget // 4), and 1 at least, as a token attends
     to itself. window: of rolling means and z-scores. chunk: tokens of "lag_kv"'s chunks.
     keep_prompt: the prompt stays whole, and prompt + recent must fit the budget; False: its tokens are scored like all
     others and compete. count_prompt: False: the budget is for generated tokens alone, beside a prompt of at most
     `max_prompt` tokens, which are memory of their own.
+    tau, edges, sparsity_threshold: of "segment_hs" alone: decode steps of a segment; (theta_1, theta_2) of attention's
+    sparsity, as `kvtwin.reference.thinkv.calibrate` finds them, which must be given; and ThinKVConfig's.
     bands: how many layers the two bands have, default those of the paper. hidden_size: of a hidden state, default query
     heads times head_dim. scale: the factor on query . key, default head_dim ** -0.5.
     Raises TypeError or ValueError for anything else.
@@ -49,6 +59,9 @@ class EpiKVConfig(MethodConfig):
     max_prompt: int = 0
     bands: tuple[int, int] | None = None
     hidden_size: int | None = None
+    tau: int = 128
+    edges: tuple[float, float] | None = None
+    sparsity_threshold: float = 0.01
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,6 +82,18 @@ class EpiKVConfig(MethodConfig):
         if not self.count_prompt and not self.keep_prompt:
             raise ValueError("count_prompt must be True where keep_prompt is False: such a prompt is like other tokens")
         self._check_bands()
+        self._check_segments()
+
+    def _check_segments(self) -> None:
+        check_integer("tau", self.tau, minimum=1)
+        check_share("sparsity_threshold", self.sparsity_threshold)
+        if self.policy != "segment_hs":
+            if self.edges is not None:
+                raise ValueError(f"edges must be None for policy {self.policy!r}, which has no segments")
+        elif self.edges is None:
+            raise ValueError("edges must be given for policy 'segment_hs': (theta_1, theta_2) of ThinKV's thoughts")
+        else:
+            object.__setattr__(self, "edges", check_edges(self.edges))
 
     def _check_bands(self) -> None:
         if self.bands is None:
@@ -78,15 +103,21 @@ class EpiKVConfig(MethodConfig):
         if not isinstance(self.bands, (tuple, list)) or len(self.bands) != 2:
             raise TypeError(f"bands must be two numbers of layers, got {self.bands!r}")
         object.__setattr__(self, "bands", tuple(self.bands))                            # JSON has lists
+        paper = tuple(map(len, BANDS[self.policy]))
         for place, number in enumerate(self.bands):
-            check_integer(f"bands[{place}]", number, minimum=1)
-        if self.policy != "band_adaptive" and self.bands != (1, 1):
-            raise ValueError(f"bands must be (1, 1) for policy {self.policy!r}, got {self.bands}")
+            check_integer(f"bands[{place}]", number, minimum=min(1, paper[place]))
+        if self.policy != "band_adaptive" and self.bands != paper:
+            raise ValueError(f"bands must be {paper} for policy {self.policy!r}, got {self.bands}")
 
     @property
     def reads_hidden(self) -> bool:
         """Whether the policy scores by hidden states; else it does by keys and values."""
         return self.policy in BANDS
+
+    @property
+    def reads_attention(self) -> bool:
+        """Whether the policy scores by attention's weights too."""
+        return self.policy in HYBRIDS
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -171,15 +202,21 @@ def check_hidden_states(
     dtype: torch.dtype, device: torch.device,
 ) -> tuple[Tensor, Tensor] | None:
     """hidden_a and hidden_b of a prompt of `tokens` tokens, or of one token (None), with a layer axis: [B, L, T, C] or
-    [B, L, C]. Without that axis they are taken for a band of one layer. None for policies that read none of them."""
+    [B, L, C]. Without that axis they are taken for a band of one layer; a band of none comes as None, and leaves as one
+    of L = 0. None for policies that read none of them."""
     if not config.reads_hidden:
         if any(tensor is not None for tensor in hidden):
             raise ValueError(f"hidden_a and hidden_b must be left out: policy {config.policy!r} reads none")
         return None
     time = () if tokens is None else (tokens,)
     letters = "C" if tokens is None else "T, C"
-    found = []
+    found: list[Tensor] = []
     for name, tensor, count in zip(("hidden_a", "hidden_b"), hidden, config.layers, strict=True):
+        if count == 0:
+            if tensor is not None:
+                raise ValueError(f"{name} must be left out: policy {config.policy!r} reads one band alone")
+            found.append(found[0][:, :0])
+            continue
         layout = f"[B, {count}, {letters}]" + (f" or [B, {letters}]" if count == 1 else "")
         if not isinstance(tensor, Tensor):
             raise TypeError(

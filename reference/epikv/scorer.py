@@ -8,6 +8,8 @@ and values, which are that layer's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,8 +17,9 @@ from ..attention import INF, accumulate_dtype
 from ..contract import check_dtype, check_integer, check_mask, check_next_slot, check_reorder, resolve_device
 from ..selection import victims
 from .contract import EpiKVConfig, check_prompt_fits
+from .hybrids import Attention, by_thought
 from .scores import (
-    _mean, _over_layers, _zscore, compacted, hidden_change, kv_variance, lag_kv, lag_spread, rolling_mean, score,
+    _mean, _zscore, compacted, difference, hidden_change, kv_variance, lag_kv, lag_spread, rolling_mean, score_of,
     select,
 )
 
@@ -26,7 +29,8 @@ class EpiKVScorer:
 
     occupied [B, S] bool; positions [B, S] int64 (the token in each slot, counted from 0 with padding included; -1 =
     free); score [B, S] (+inf for a prompt that is kept, -inf where unoccupied); next_slot [B] int64, writable. A
-    token's score is computed once, when it comes, and never again (section 3.3).
+    token's score is computed once, when it comes, and never again (section 3.3); but with "attn_x_hs" it grows by what
+    the token receives. attention: what the hybrids remember, else None (see `hybrids`).
     """
 
     _next_slot: Tensor
@@ -79,6 +83,9 @@ class EpiKVScorer:
         # Of keys and of values, the ranges of the chunk that is coming in and of the one before it.
         self._low, self._high, self._low_before, self._high_before = (zeros(*self._vectors) for _ in range(4))
         self._seen = self._kept_prompt = 0
+        self.attention: Any = Attention(
+            self.score, config.tau, config.edges, config.sparsity_threshold
+        ) if config.reads_attention else None
 
     def reorder(self, index: Tensor) -> None:
         """Row b becomes what row index[b] was (beam search). index [B] int64."""
@@ -88,24 +95,26 @@ class EpiKVScorer:
             "_low_before", "_high_before",
         ):
             setattr(self, name, getattr(self, name).index_select(0, index))
+        if self.attention is not None:
+            self.attention.reorder(index)
 
     # A prompt --------------------------------------------------------------------------------------------------------
 
     def prefill(
-        self, occupied: Tensor, hidden: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor
+        self, occupied: Tensor, hidden: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor,
+        received: Tensor | None = None,
     ) -> None:
-        """A prompt: occupied [B, T]; hidden [B, L, T, C] of both bands, or None; key, value [B, Hkv, T, D]."""
+        """A prompt: occupied [B, T]; hidden [B, L, T, C] of both bands, or None; key, value [B, Hkv, T, D]; received
+        [B, T]: what its queries gave its tokens, for a policy that adds it up."""
         self.check_prompt(occupied)
         if hidden is not None:
             layers = [*hidden[0].unbind(1), *hidden[1].unbind(1)]
             changes = torch.stack([self.observe(n, h, occupied) for n, h in enumerate(layers)], 1)
             one, other = changes.split(self.config.layers, 1)
-            scores = score(
-                one, other, policy=self.config.policy, window=self.config.window, occupied=self._follows(occupied)
-            )
+            scores = score_of(one, other, self.config.policy, self.config.window, self._follows(occupied))
         else:
             scores = self._observe_vectors(key, value, occupied)
-        self.admit(occupied, None if self.config.keep_prompt else scores)
+        self.admit(occupied, None if self.config.keep_prompt else scores, received)
 
     def check_prompt(self, occupied: Tensor) -> None:
         """ValueError where a prompt does not fit; RuntimeError unless this is empty."""
@@ -128,9 +137,9 @@ class EpiKVScorer:
         self._remember(layer, change, follows)
         return change
 
-    def admit(self, occupied: Tensor, scores: Tensor | None) -> None:
+    def admit(self, occupied: Tensor, scores: Tensor | None, received: Tensor | None = None) -> None:
         """A prompt's tokens take slots, those that `select` keeps in their order. scores [B, T], or None if it is kept
-        whole."""
+        whole; received [B, T] is added to them."""
         config, total = self.config, occupied.shape[1]
         if scores is None:
             kept = torch.arange(total, device=self.device).where(occupied, total).sort(-1).values
@@ -141,11 +150,16 @@ class EpiKVScorer:
             if not config.count_prompt:
                 self._room = config.budget + occupied.sum(-1)
         else:
-            kept = select(scores, config.budget, prompt=0, recent=config.newest, occupied=occupied)
+            whole = scores if received is None else scores + received
+            kept = select(whole, config.budget, prompt=0, recent=config.newest, occupied=occupied)
         count = kept.shape[1]
         self.positions[:, :count] = kept
         self.occupied[:, :count] = kept >= 0
         self.score[:, :count] = scores.gather(1, kept.clamp_min(0)).masked_fill(kept < 0, -INF)
+        if self.attention is not None:
+            given = None if received is None else received.gather(1, kept.clamp_min(0))
+            self.attention.admit(kept, self.score[:, :count], given)
+            self.score = self.attention.score(self.occupied)
         self._tokens = occupied.sum(-1)
         self._seen = total
         self._choose()
@@ -194,6 +208,9 @@ class EpiKVScorer:
         self.occupied.scatter_(1, slot, True)
         self.positions.scatter_(1, slot, self._seen)
         self.score.scatter_(1, slot, scores[:, None])
+        if self.attention is not None:
+            self.attention.step(slot, scores)
+            self.score = self.attention.score(self.occupied)
         self._tokens = self._tokens + 1
         self._seen += 1
         self._choose()
@@ -210,8 +227,7 @@ class EpiKVScorer:
         there = there.expand(moved.shape)
         values = self._values
         rolled = _mean(values, there) if self.config.policy == "hs_variance" else _zscore(values, there)
-        one, other = rolled.split(self.config.layers, 1)
-        return (_over_layers(one) - _over_layers(other)).masked_fill(first, 0)
+        return difference(*rolled.split(self.config.layers, 1)).masked_fill(first, 0)
 
     def _vector_score(self, key: Tensor, value: Tensor) -> Tensor:
         """key, value [B, Hkv, D] -> [B]."""
@@ -244,11 +260,13 @@ class EpiKVScorer:
 
     def _choose(self) -> None:
         """The lowest free slot that the row may use; else the unprotected token of the lowest score, ties to the
-        oldest."""
+        oldest; with "segment_hs" of the least important thought."""
         slots = self.config.slots
         index = torch.arange(slots, device=self.device).expand(self.positions.shape)
         by_age = victims(self.positions, slots)                                         # the oldest first
         order = by_age.gather(1, victims(self.score.gather(1, by_age), slots))
+        if self.attention is not None:
+            order = by_thought(order, self.attention.thoughts)
         turn = torch.empty_like(index).scatter(1, order, index)                         # 0 goes first
         turn = torch.where(self.protected(), turn + slots, turn)
         free = torch.where(index < self._room[:, None], index - slots, index + 2 * slots)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from ..attention import INF, accumulate_dtype
 from ..contract import check_choice, check_integer
 from ..selection import kept_after, victims
-from .contract import BANDS, check_hidden_pair, check_selection, check_series, check_vectors
+from .contract import DIFFERENCES, check_hidden_pair, check_selection, check_series, check_vectors
 
 UNIT = 2.0**-24                 # of float32, in every dtype: what counts as constant must not depend on it
 LEAST_RANGE = 1e-6              # of a channel, relative to the largest number of its chunk
@@ -54,13 +54,25 @@ def score(
     change_a, change_b: g of a layer of each band [B, T], or of several [B, L, T], whose z-scores are averaged
     ("band_adaptive"). occupied as for `rolling_mean`.
     """
-    check_choice("policy", policy, tuple(BANDS))
-    rolling = rolling_mean if policy == "hs_variance" else rolling_zscore
+    check_choice("policy", policy, DIFFERENCES)
     one, other = (
-        _over_layers(rolling(_with_layers(check_series(name, change, occupied)), window, occupied=occupied))
+        _with_layers(check_series(name, change, occupied))
         for name, change in (("change_a", change_a), ("change_b", change_b))
     )
-    return one - other
+    return score_of(one, other, policy, window, occupied)
+
+
+def score_of(one: Tensor, other: Tensor, policy: str, window: int, occupied: Tensor | None) -> Tensor:
+    """`score` of any policy that reads hidden states, of changes [B, L, T]; L may be 0 in band B."""
+    rolling = rolling_mean if policy == "hs_variance" else rolling_zscore
+    return difference(*(
+        rolling(change, window, occupied=occupied) if change.shape[1] else change for change in (one, other)
+    ))
+
+
+def difference(one: Tensor, other: Tensor) -> Tensor:
+    """The mean over the layers of band A, [B, L, ...], minus that of band B, where there is one."""
+    return _over_layers(one) - _over_layers(other) if other.shape[1] else _over_layers(one)
 
 
 def kv_variance(key_or_value: Tensor) -> Tensor:

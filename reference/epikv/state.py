@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import attention_weights, causal_attention, weighted_values
+from ..attention import attention_weights, causal_attention, causal_logits, softmax, weighted_values
 from ..contract import check_dtype, check_prompt, check_reorder, check_step, resolve_device, resolve_scale, state_sizes
 from .contract import EpiKVConfig, check_hidden_states
+from .hybrids import received
 from .scorer import EpiKVScorer
 
 
@@ -18,7 +19,8 @@ class EpiKVState:
 
     key, value [B, Hkv, S, D] with S = config.slots; occupied [B, S] bool, positions [B, S] int64, score [B, S],
     next_slot [B] int64 (writable) and tokens_seen: its `EpiKVScorer`'s. scorer: one that layers of a model share, whose
-    owner calls its `admit` before and its `step` after all of them; by default the state has its own, and does so.
+    owner calls its `admit` before and its `step` after all of them; by default the state has its own, and does so. With
+    a hybrid policy every layer that shares a scorer has a say (see `hybrids`).
     """
 
     def __init__(
@@ -57,6 +59,11 @@ class EpiKVState:
     def score(self) -> Tensor:
         """The frozen score of the token in each slot, [B, S]; +inf for a kept prompt, -inf where unoccupied."""
         return self.scorer.score
+
+    @property
+    def thoughts(self) -> Tensor | None:
+        """With "segment_hs" the thought type of the token in each slot, [B, S] int64, -1 = free; else None."""
+        return None if self.config.edges is None else self.scorer.attention.thoughts
 
     @property
     def tokens_seen(self) -> int:
@@ -99,9 +106,9 @@ class EpiKVState:
         hidden = self._check_hidden(hidden_a, hidden_b, total)
         if occupied is None:
             occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
-        if not self._shared:
-            self.scorer.prefill(occupied, hidden, key, value)
         output = causal_attention(query, key, value, occupied, scale=self.scale)
+        if not self._shared:
+            self.scorer.prefill(occupied, hidden, key, value, self._received(query, key, occupied))
         kept = self.positions[:, :total].clamp_min(0)                                   # [B, N]
         count, place = kept.shape[1], kept[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
         self.key[:, :, :count] = key.gather(2, place)
@@ -126,9 +133,18 @@ class EpiKVState:
         occupied = self.occupied.scatter(1, slot, True)
         weight = attention_weights(query, self.key, occupied, scale=self.scale)
         output = weighted_values(weight, self.value, occupied).to(query.dtype)
+        if self.config.reads_attention:
+            self.scorer.attention.look(weight, occupied, self.sizes.key_value_heads)
         if not self._shared:
             self.scorer.step(hidden, key, value)
         return output
+
+    def _received(self, query: Tensor, key: Tensor, occupied: Tensor) -> Tensor | None:
+        """What a prompt's queries gave its tokens, [B, T], where that counts."""
+        if self.config.policy != "attn_x_hs" or self.config.keep_prompt:
+            return None
+        weight = softmax(causal_logits(query, key, occupied, scale=self.scale))
+        return received(weight.masked_fill(~occupied[:, None, :, None], 0))
 
     def reorder(self, index: Tensor) -> None:
         """Row b becomes what row index[b] was (beam search). index [B] int64."""

@@ -15,10 +15,12 @@ class EpiKVCache(HiddenStateCache):
             model.generate(ids, past_key_values=cache)
 
     It takes the model, for hooks that hear what the layers of the two bands put out; they are gone when the block, or
-    the cache, is. policy: "epikv", "hs_variance", "band_adaptive"; or "kv_key", "kv_val", "lag_kv", which need no hooks
-    and let every layer decide for itself. layers: the numbers of the bands' layers, default the paper's, scaled to the
+    the cache, is. policy: "epikv", "hs_variance", "band_adaptive"; "attn_x_hs" and "segment_hs", which weigh in the
+    attention of all layers that evict, on average; or "kv_key", "kv_val", "lag_kv", which need no hooks and let every
+    layer decide for itself. layers: the numbers of the bands' layers, default the paper's, scaled to the
     model's depth. The other options are EpiKVConfig's, but for bands and hidden_size: recent, window, chunk,
-    keep_prompt (True, but for policies without hooks), count_prompt, max_prompt.
+    keep_prompt (True, but for policies without hooks), count_prompt, max_prompt; and of "segment_hs" tau,
+    sparsity_threshold, and edges, which must be given: `kvtwin.reference.thinkv.calibrate` finds them, of that average.
 
     The prompt stays whole, so prompt + recent must fit the budget (ValueError), unless count_prompt=False gives it room
     of its own. With hooks, the first forward pass is the prompt, and every later one brings one token; one that brings

@@ -90,12 +90,13 @@ class Passes:
         self.clear()
         if prompt is None:
             states = [hidden for hidden in heard if hidden is not None]
-            # A band of one layer is not copied.
-            one, other = (
-                band[0][:, None] if len(band) == 1 else torch.stack(band, 1)
-                for band in (states[:first], states[first:])
-            )
-            self.scorer.step((one, other))
+            # A band of one layer is not copied, and one of none is as if it were.
+            one = states[0][:, None] if first == 1 else torch.stack(states[:first], 1)
+            other = states[first:]
+            if len(other) > 1:
+                self.scorer.step((one, torch.stack(other, 1)))
+            else:
+                self.scorer.step((one, other[0][:, None] if other else one[:, :0]))
 
 
 class BandLayer(StateLayer):
@@ -155,10 +156,9 @@ class HiddenStateCache(StateCache):
         super().__init__(model.config, budget=budget, attention_mask=attention_mask, policy=policy, **options)
         if self._passes is not None:
             self._passes.layers = {n for n, layer in enumerate(self.layers) if isinstance(layer, BandLayer)}
-            if not self._passes.layers or min(self._passes.layers) > min(map(min, self._passes.bands)):
-                raise NotImplementedError(
-                    f"no layer evicts at or before layer {min(map(min, self._passes.bands))}, which EpiKV hears first"
-                )
+            first = min(number for band in bands for number in band)
+            if not self._passes.layers or min(self._passes.layers) > first:
+                raise NotImplementedError(f"no layer evicts at or before layer {first}, which EpiKV hears first")
             handles = install(model, self._passes, weakref.ref(self))
             # Called once: by close(), or when the cache is no more.
             self._hooks = weakref.finalize(self, remove, handles)
@@ -209,8 +209,9 @@ def check_bands(layers: object, policy: str, count: int) -> Bands:
     if not isinstance(layers, (tuple, list)) or len(layers) != 2:
         raise TypeError(f"layers must be two tuples of layer numbers, such as ((10,), (21,)), got {layers!r}")
     for side, band in enumerate(layers):
-        if not isinstance(band, (tuple, list)) or not band:
-            raise TypeError(f"layers[{side}] must be a tuple of layer numbers, got {band!r}")
+        if not isinstance(band, (tuple, list)) or bool(band) != bool(BANDS[policy][side]):
+            what = "a tuple of layer numbers" if BANDS[policy][side] else f"() for policy {policy!r}"
+            raise TypeError(f"layers[{side}] must be {what}, got {band!r}")
         for place, number in enumerate(band):
             if check_integer(f"layers[{side}][{place}]", number, minimum=0) >= count:
                 raise ValueError(f"layers must be below {count}, the model's number of them, got {number}")

@@ -34,7 +34,12 @@ def attention_sparsity(
     sizes = check_sparsity(query, key, occupied, threshold)
     scale = resolve_scale(scale, sizes.head_dim)
     weight = attention_weights(query, key, occupied, scale=scale)                       # [B, Hq, S]  eq. 2
-    pooled = weight.unflatten(1, (sizes.key_value_heads, sizes.group)).amax(2)          # [B, Hkv, S]  eq. 3
+    return sparsity_of(weight, occupied, sizes.key_value_heads, threshold)
+
+
+def sparsity_of(weight: Tensor, occupied: Tensor, key_value_heads: int, threshold: float) -> Tensor:
+    """The same of attention weights [B, Hq, S] at hand."""
+    pooled = weight.unflatten(1, (key_value_heads, -1)).amax(2)                         # [B, Hkv, S]  eq. 3
     # Eq. 4 divides each row by its sum, which changes no ratio to the row's largest element.
     passed = (pooled < threshold * pooled.amax(-1, keepdim=True)) & occupied[:, None]
     tokens = occupied.sum(-1).clamp_min(1)[:, None].to(weight.dtype)

@@ -1,0 +1,86 @@
+"""What EpiKV's hybrids remember of attention, in buffers that a CUDA graph can replay; semantics:
+`kvtwin.reference.epikv.hybrids`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...reference.epikv.contract import EpiKVConfig
+from ...reference.thinkv.contract import Thought
+from . import _hybrid_kernels as kernels
+
+
+class Attention:
+    """aggregate, frozen [B, S] float32 and received [B, S] of "attn_x_hs"; thoughts [B, S] int64, thought, decoded [B]
+    int64 and sparsity [B] of "segment_hs". The scorer's own score is what a token scores by its hidden states, unless
+    `frozen` is that."""
+
+    def __init__(self, config: EpiKVConfig, batch: int, buffer: Callable[..., Tensor]) -> None:
+        self._config, slots = config, config.slots
+        self._looks = 0
+        by_weight = config.edges is None
+        self.frozen = buffer(batch, slots if by_weight else 1, dtype=torch.float32)
+        self.aggregate, self.received = torch.zeros_like(self.frozen), torch.zeros_like(self.frozen)
+        self.thoughts = buffer(batch, 1 if by_weight else slots, dtype=torch.int64)
+        self.thought, self.decoded = buffer(batch, dtype=torch.int64), buffer(batch, dtype=torch.int64)
+        self.sparsity = buffer(batch, dtype=torch.float32)
+
+    def reset(self) -> None:
+        """Forget every token."""
+        for tensor in (self.aggregate, self.received, self.decoded, self.sparsity):
+            tensor.zero_()
+        self.frozen.fill_(-torch.inf)
+        self.thoughts.fill_(-1)
+        self.thought.fill_(int(Thought.REASONING))
+        self._looks = 0
+
+    def reorder(self, index: Tensor) -> None:
+        """Row b becomes what row index[b] was."""
+        for tensor in (
+            self.aggregate, self.frozen, self.received, self.thoughts, self.thought, self.decoded, self.sparsity
+        ):
+            tensor.copy_(tensor.index_select(0, index))
+
+    def admit(self, kept: Tensor, frozen: Tensor, received: Tensor | None) -> None:
+        """A prompt's tokens `kept` [B, N] take slots 0.. with what they have so far, [B, N]."""
+        count = kept.shape[1]
+        if self._config.edges is not None:
+            self.thoughts[:, :count] = torch.where(kept < 0, -1, int(Thought.REASONING))
+            return
+        self.frozen[:, :count] = frozen
+        if received is not None:
+            self.aggregate[:, :count] = received.masked_fill(kept < 0, 0)
+
+    def look(
+        self, logits: Tensor, normalisers: Tensor, occupied: Tensor, slot: Tensor, key_value_heads: int
+    ) -> None:
+        """A layer's attention at a step; the new token is in `slot` [B]. Layers are counted on the host: a graph that
+        captures a step captures all of them."""
+        config, first = self._config, self._looks == 0
+        self._looks += 1
+        if config.edges is None:
+            kernels.receive(logits, normalisers, self.received, first)
+        else:
+            kernels.look_past(
+                logits, normalisers, occupied, slot, self.decoded, self.sparsity, key_value_heads, config.tau,
+                config.sparsity_threshold, first,
+            )
+
+    def choose(self, scorer: Any) -> None:
+        """The next slot, once the new token has its own score."""
+        config, layers = self._config, self._looks
+        self._looks = 0
+        if config.edges is None:
+            kernels.choose_by_weight(
+                self.received, self.aggregate, self.frozen, scorer.score, scorer.occupied, scorer.positions,
+                scorer._rank, scorer._seen, scorer.next_slot, layers,
+            )
+        else:
+            kernels.choose_by_thought(
+                self.sparsity, self.thoughts, self.thought, self.decoded, scorer.occupied, scorer.positions,
+                scorer._rank, scorer._seen, scorer.next_slot, layers, config.tau, *config.edges,
+            )
