@@ -24,7 +24,9 @@ roofline = perf_module("roofline")
 
 #: What each experiment must measure, at least: ours, and who it is compared with.
 MEASURED = {
-    "longflow": {"attention module", "full KV", "longflow", "h2o fused", "snapkv", "h2o", "r-kv", "ratios"},
+    "longflow": {
+        "attention module", "full KV", "longflow", "h2o fused", "snapkv fused", "snapkv", "h2o", "r-kv", "ratios",
+    },
     "thinkv": {"state", "full KV", "thinkv", "gather, sequential", "gather, overlapped", "r-kv", "ratios"},
     "epikv": {"steps", "context", "context ratios"},
     "keydiff": {"eviction", "keydiff", "one piece"},
@@ -323,20 +325,28 @@ def test_a_longflow_state_that_is_built_is_like_one_that_was_fed(here):
 
 
 @torch.no_grad()
-def test_an_h2o_state_that_is_built_is_like_one_that_was_fed(here):
-    built = systems.h2o_state(here, MODEL, 2, 8, 4)
+@pytest.mark.parametrize("peer", ["h2o", "snapkv"])
+def test_a_state_of_the_baselines_that_is_built_is_like_one_that_was_fed(here, peer):
+    """Also when it is compressed, which is SnapKV's third step here."""
+    options = {"interval": 3} if peer == "snapkv" else {}
+    built = getattr(systems, f"{peer}_state")(here, MODEL, 2, 8, block=8, **options)
     fed = type(built)(built.config, **systems.sizes_of(MODEL, 2, here))
     query, _, _ = tokens(here, 2, 8)
     fed.prefill(query, built.key[:, :, :8], built.value[:, :, :8])
-    held = (slice(None), slice(None), slice(8))
-    for name in ("key", "value", "occupied", "positions", "_ordinals"):
-        assert torch.equal(getattr(built, name)[held], getattr(fed, name)[held]), name
-    for name in ("occupied", "positions", "_held", "_seen"):
+    for name in ("key", "value", "_ordinals"):
+        assert torch.equal(getattr(built, name)[:, :, :8], getattr(fed, name)[:, :, :8]), name
+    alike = ["occupied", "positions", "_held", "_seen"]
+    if peer == "snapkv":
+        alike += ["_counts", "_order", "_window_positions"]
+        built._window_query.copy_(fed._window_query)
+    for name in alike:
         assert torch.equal(getattr(built, name), getattr(fed, name)), name
     built.score.copy_(fed.score)
-    given = tokens(here, 2)
-    assert torch.equal(built.step(*given), fed.step(*given))
-    assert torch.equal(built.positions, fed.positions)
+    for _ in range(3):
+        given = tokens(here, 2)
+        assert torch.equal(built.step(*given), fed.step(*given))
+        assert torch.equal(built.positions, fed.positions)
+    assert int(built.occupied.sum(-1).max()) == 8
 
 
 @torch.no_grad()

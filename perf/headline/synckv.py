@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
@@ -59,15 +58,10 @@ def run(run: Run) -> None:
                 prompt(run, model, name, 30 if run.tiny else 1024 * thousands)
 
 
-#: Whether layers can anticipate by turns, so that not all tokens travel at once.
-TURNS = any(field.name == "phase" for field in fields(SyncKVConfig))
-
-
 def state_of(run: Run, model: Model, batch: int, tokens: int, *, offload: bool, layer: int = 0) -> synckv.SyncKVState:
-    options: dict[str, Any] = {"phase": (layer + 3) % STRIDE} if TURNS and offload else {}
     config = SyncKVConfig(
         max(1, tokens // SHARE), stride=STRIDE, max_tokens=tokens + (64 if run.tiny else SPARE), offload=offload,
-        **options,
+        phase=bench_synckv.phase_of(layer) if offload else 0,
     )
     return synckv.SyncKVState(config, **systems.sizes_of(model, batch, run))
 
@@ -118,7 +112,7 @@ def decode(run: Run, decoder: Decoder, name: str, batch: int, tokens: int, *, of
     def ours(length: int = length) -> None:
         cycle(lambda layer, *given: states[layer].step(*given), length)
         for state in states:
-            getattr(state, "join", lambda: None)()             # a graph ends with nothing on its way
+            state.join()                                       # a graph ends with nothing on its way
 
     captured = True
     try:

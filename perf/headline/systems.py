@@ -15,7 +15,7 @@ from kvtwin.conformance.capacity import bytes_held
 from kvtwin.conformance.cases import DecodeCase
 from kvtwin.conformance.compare import assert_within
 from kvtwin.optimized import longflow
-from kvtwin.optimized.baselines import h2o
+from kvtwin.optimized.baselines import h2o, snapkv
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding, scaled_dot_product_attention
@@ -116,16 +116,37 @@ def longflow_state(run: Run, model: Model, batch: int, budget: int) -> longflow.
 def h2o_state(run: Run, model: Model, batch: int, budget: int, block: int = 16) -> h2o.H2OState:
     """A full one of ours: fused with attention, one token evicted per step, nothing moved."""
     state = h2o.H2OState(h2o.H2OConfig(budget, block), **sizes_of(model, batch, run))
+    _hold(run, state, budget)
+    state.score[..., :budget] = torch.rand(
+        state.score[..., :budget].shape, generator=run.generator, device=run.device
+    )
+    return state
+
+
+def snapkv_state(
+    run: Run, model: Model, batch: int, budget: int, interval: int = 128, block: int = 16
+) -> snapkv.SnapKVState:
+    """One of ours that has just been compressed to its budget, as it is every `interval` steps."""
+    config = snapkv.SnapKVConfig(budget, block, interval=interval)
+    state = snapkv.SnapKVState(config, **sizes_of(model, batch, run))
+    _hold(run, state, budget)
+    state._counts.fill_(budget)
+    state._window_query.normal_(generator=run.generator)
+    newest = torch.arange(budget - config.observers, budget, device=run.device)
+    state._window_positions[:, newest % config.observers] = newest
+    return state
+
+
+def _hold(run: Run, state: Any, budget: int) -> None:
+    """Tokens 0 to budget - 1 in the first slots."""
     held = slice(0, budget)
     for tensor in (state.key, state.value):
         tensor[:, :, held].normal_(generator=run.generator)
     state.occupied[..., held] = True
     for tensor in (state.positions, state._ordinals):
         tensor[..., held] = torch.arange(budget, device=run.device, dtype=tensor.dtype)
-    state.score[..., held] = torch.rand(state.score[..., held].shape, generator=run.generator, device=run.device)
     state._held.fill_(budget)
     state._seen.fill_(budget)
-    return state
 
 
 def bytes_per_row(run: Run, make: Callable[[int], Any], layers: int) -> float:
@@ -190,9 +211,7 @@ class SnapKV(Compacting):
     """Pooled attention of the last 32 queries, by this library's kernels."""
 
     def stays(self, window: Tensor, key: Tensor) -> Tensor:
-        from kvtwin.optimized.baselines.snapkv import choose
-
-        return choose(
+        return snapkv.choose(
             window, key, key, self.budget, kernel_size=5, occupied=None, protected=None, shared_heads=False, scale=None
         )
 
