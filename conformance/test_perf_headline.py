@@ -24,7 +24,9 @@ roofline = perf_module("roofline")
 
 #: What each experiment must measure, at least: ours, and who it is compared with.
 MEASURED = {
-    "longflow": {"attention module", "full KV", "longflow", "h2o fused", "snapkv", "h2o", "r-kv", "ratios"},
+    "longflow": {
+        "attention module", "full KV", "longflow", "h2o fused", "snapkv fused", "snapkv", "h2o", "r-kv", "ratios",
+    },
     "thinkv": {"state", "full KV", "thinkv", "gather, sequential", "gather, overlapped", "r-kv", "ratios"},
     "epikv": {"steps", "context", "context ratios"},
     "keydiff": {"eviction", "keydiff", "one piece"},
@@ -115,6 +117,11 @@ def run(tmp_path):
     return found
 
 
+@pytest.fixture
+def here(tmp_path, device):
+    return base.Run("some", tmp_path, device, tiny=True)
+
+
 class Clock(base.Host):
     """A device whose clock moves when it is told to."""
 
@@ -178,6 +185,26 @@ def test_the_largest_batch():
     assert [base.rows_that_fit(room, 10.0, 4096) for room in (1, 155, 199, 657, 10**6)] == [1, 15, 16, 64, 4096]
 
 
+def test_a_batch_that_does_not_fit_after_all_shrinks_until_it_does(run):
+    tried = []
+
+    def measure(batch):
+        tried.append(batch)
+        if batch > 80:
+            raise torch.cuda.OutOfMemoryError("no")
+        return {"seconds": 1.0}
+
+    model = decoder.QWEN_8B
+    plan = perf_module("headline.longflow").Plan(run, model, None, 1, 1, 1)
+    each = 10**9
+    run.room = lambda: 103 * (each + model.activation_bytes(2))
+    assert plan.largest(each, measure) == {"batch": 80, "bytes_per_row": each, "seconds": 1.0}
+    assert tried == [96, 88, 80]
+    plan.batch = 100
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        plan.largest(each, measure)
+
+
 def test_full_kv_over_its_length_is_integrated():
     """Steps of 1 ms plus 1 us a token, from 512 to 16,512: 16,000 ms, and the mean length is 8512."""
     times = {length: 1e-3 + 1e-6 * length for length in (512, 4512, 16_512)}
@@ -233,6 +260,17 @@ def test_attention_of_a_group(run, name):
     assert_within(systems.attention(name, query, key, value), exact, bounds.decode_output(case), what="output")
 
 
+def test_a_wrong_peer_is_a_complaint(here, monkeypatch):
+    query, key, value = here.draw(2, 4, 16), here.draw(2, 2, 8, 16), here.draw(2, 2, 8, 16)
+    kernel = systems.fastest(here, decoder.QWEN_8B._replace(query_heads=4, head_dim=16), key, value)
+    assert here.complaints == []
+    right = systems.attention
+    monkeypatch.setattr(systems, "attention", lambda *given: right(*given) * 1.1)
+    systems.check_peer(here, kernel, query, key, value)
+    assert len(here.complaints) == 1
+    assert here.complaints[0].startswith(f"wrong after timing, peer {kernel}: output")
+
+
 def test_gathering_whole_rows(run):
     key, value = run.draw(2, 3, 8, 16), run.draw(2, 3, 8, 16)
     kept = torch.rand(2, 3, 8, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :5]
@@ -254,11 +292,6 @@ def test_rkv_drops_the_oldest_of_keys_that_are_alike(run):
 
 
 # ---- states that are built instead of fed ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def here(tmp_path, device):
-    return base.Run("some", tmp_path, device, tiny=True)
 
 
 MODEL = decoder.small(decoder.QWEN_8B)
@@ -292,20 +325,28 @@ def test_a_longflow_state_that_is_built_is_like_one_that_was_fed(here):
 
 
 @torch.no_grad()
-def test_an_h2o_state_that_is_built_is_like_one_that_was_fed(here):
-    built = systems.h2o_state(here, MODEL, 2, 8, 4)
+@pytest.mark.parametrize("peer", ["h2o", "snapkv"])
+def test_a_state_of_the_baselines_that_is_built_is_like_one_that_was_fed(here, peer):
+    """Also when it is compressed, which is SnapKV's third step here."""
+    options = {"interval": 3} if peer == "snapkv" else {}
+    built = getattr(systems, f"{peer}_state")(here, MODEL, 2, 8, block=8, **options)
     fed = type(built)(built.config, **systems.sizes_of(MODEL, 2, here))
     query, _, _ = tokens(here, 2, 8)
     fed.prefill(query, built.key[:, :, :8], built.value[:, :, :8])
-    held = (slice(None), slice(None), slice(8))
-    for name in ("key", "value", "occupied", "positions", "_ordinals"):
-        assert torch.equal(getattr(built, name)[held], getattr(fed, name)[held]), name
-    for name in ("occupied", "positions", "_held", "_seen"):
+    for name in ("key", "value", "_ordinals"):
+        assert torch.equal(getattr(built, name)[:, :, :8], getattr(fed, name)[:, :, :8]), name
+    alike = ["occupied", "positions", "_held", "_seen"]
+    if peer == "snapkv":
+        alike += ["_counts", "_order", "_window_positions"]
+        built._window_query.copy_(fed._window_query)
+    for name in alike:
         assert torch.equal(getattr(built, name), getattr(fed, name)), name
     built.score.copy_(fed.score)
-    given = tokens(here, 2)
-    assert torch.equal(built.step(*given), fed.step(*given))
-    assert torch.equal(built.positions, fed.positions)
+    for _ in range(3):
+        given = tokens(here, 2)
+        assert torch.equal(built.step(*given), fed.step(*given))
+        assert torch.equal(built.positions, fed.positions)
+    assert int(built.occupied.sum(-1).max()) == 8
 
 
 @torch.no_grad()

@@ -83,7 +83,8 @@ class Decoder:
         columns = heads + 2 * model.key_value_heads * model.head_dim
 
         def weights(rows: int, count: int) -> Tensor:
-            return run.draw(rows, count).mul_(rows**-0.5)
+            """As torch's Linear lays them out, which libraries are tuned for."""
+            return run.draw(count, rows).mul_(rows**-0.5).t()
 
         self.layers = [
             _Layer(weights(hidden, columns), weights(heads, hidden), weights(hidden, 2 * model.width),
@@ -91,7 +92,7 @@ class Decoder:
             for _ in range(model.layers if layers is None else layers)
         ]
         self.embedding = run.draw(model.vocabulary, hidden)
-        self.head = self.embedding if model.tied else weights(model.vocabulary, hidden)
+        self.head = self.embedding.t() if model.tied else weights(hidden, model.vocabulary)
         self.norm, self.head_norm = (
             torch.ones(size, dtype=torch.bfloat16, device=run.device) for size in (hidden, model.head_dim)
         )
@@ -145,7 +146,7 @@ class Decoder:
             if number in keep:
                 kept.append(x.view(batch, total, -1))
         last = self.normed(x.view(batch, total, -1)[:, -1])
-        return (last @ self.head.t()).argmax(-1), kept
+        return (last @ self.head).argmax(-1), kept
 
 
 class Loop:

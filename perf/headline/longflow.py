@@ -11,6 +11,7 @@ integrated over all 16,000 steps with straight lines between.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from .. import bench_longflow
 from ..bench_epikv import eager_h2o
 from . import systems
-from .base import Run, rows_that_fit, trapezoid
+from .base import ROUNDS, Run, rows_that_fit, trapezoid
 from .decoder import ITEM, QWEN_1_7B, QWEN_8B, Decoder, Model, small
 
 
@@ -36,6 +37,8 @@ def run(run: Run) -> None:
         plan.ours("longflow", systems.longflow_state, check=True)
     with run.part("h2o fused"):
         plan.ours("h2o fused", systems.h2o_state)
+    with run.part("snapkv fused"):
+        plan.ours("snapkv fused", partial(systems.snapkv_state, interval=interval), interval=interval)
     for name, kind in (("snapkv", systems.SnapKV), ("h2o", systems.EagerH2O), ("r-kv", systems.RKV)):
         if run.late(name):
             break
@@ -110,14 +113,17 @@ class Plan:
         if share is not None and share < 0.85:
             run.complain(f"full KV reaches {share:.0%} of its own byte bound, where 85 % are wanted")
 
-    def ours(self, name: str, make: Callable[..., Any], check: bool = False) -> None:
+    def ours(self, name: str, make: Callable[..., Any], check: bool = False, interval: int = 1) -> None:
+        """States of ours, which evict every `interval` steps: so many are timed together."""
         run, model, budget = self.run, self.model, self.budget
+        slots = budget + interval // 2
 
         def measure(batch: int) -> dict[str, Any]:
             states = [make(run, model, batch, budget) for _ in range(model.layers)]
             seconds = systems.step_seconds(
                 run, name, self.decoder, lambda layer, *given: states[layer].step(*given), batch,
-                self.prompt + self.new - 1, self.bytes(batch, budget),
+                self.prompt + self.new - 1, self.bytes(batch, slots), repeats=interval,
+                rounds=ROUNDS if interval == 1 else 1,
             )
             if check:
                 check_longflow(run, states[-1])
@@ -126,7 +132,7 @@ class Plan:
         each = systems.bytes_per_row(run, lambda rows: make(run, model, rows, budget), model.layers)
         found = self.largest(each, measure)
         seconds = found.pop("seconds")
-        self.rate(name, found, self.new * seconds, self.new * self.bytes(found["batch"], budget))
+        self.rate(name, found, self.new * seconds, self.new * self.bytes(found["batch"], slots))
 
     def compacting(self, name: str, kind: type[systems.Compacting], interval: int) -> None:
         """Steps at the average length, and a cut of every layer each `interval` steps, timed for one of them."""

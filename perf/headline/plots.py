@@ -56,9 +56,9 @@ def lines(title: str, series: Mapping[str, Mapping[int, float]]) -> Panel:
 
     found = [_title(title)]
     for power in range(low, high + 1):
-        y = at(xs[0], 10.0**power).split()[1]
-        found.append(f'<path class="axis" d="M {left} {y} H {right}"/>')
-        found.append(f'<text x="{left - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{10.0**power:g}</text>')
+        height = float(at(xs[0], 10.0**power).split()[1])
+        found.append(f'<path class="axis" d="M {left} {height:.1f} H {right}"/>')
+        found.append(f'<text x="{left - 6}" y="{height + 4:.1f}" text-anchor="end">{10.0**power:g}</text>')
     for x in xs[:: max(1, len(xs) // 5)]:
         found.append(
             f'<text x="{at(x, 10.0**low).split()[0]}" y="{HEIGHT - 6}" text-anchor="middle">{_thousands(x)}</text>'

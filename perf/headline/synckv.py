@@ -58,9 +58,10 @@ def run(run: Run) -> None:
                 prompt(run, model, name, 30 if run.tiny else 1024 * thousands)
 
 
-def state_of(run: Run, model: Model, batch: int, tokens: int, *, offload: bool) -> synckv.SyncKVState:
+def state_of(run: Run, model: Model, batch: int, tokens: int, *, offload: bool, layer: int = 0) -> synckv.SyncKVState:
     config = SyncKVConfig(
-        max(1, tokens // SHARE), stride=STRIDE, max_tokens=tokens + (64 if run.tiny else SPARE), offload=offload
+        max(1, tokens // SHARE), stride=STRIDE, max_tokens=tokens + (64 if run.tiny else SPARE), offload=offload,
+        phase=bench_synckv.phase_of(layer) if offload else 0,
     )
     return synckv.SyncKVState(config, **systems.sizes_of(model, batch, run))
 
@@ -79,8 +80,8 @@ def without_attention() -> Iterator[None]:
 def filled(run: Run, model: Model, batch: int, tokens: int, *, offload: bool) -> list[synckv.SyncKVState]:
     """States of all layers, each with a prompt of its own."""
     states = []
-    for _ in range(model.layers):
-        state = state_of(run, model, batch, tokens, offload=offload)
+    for layer in range(model.layers):
+        state = state_of(run, model, batch, tokens, offload=offload, layer=layer)
         query = run.draw(batch, model.query_heads, 1, model.head_dim).expand(-1, -1, tokens, -1)
         key, value = (run.draw(batch, model.key_value_heads, tokens, model.head_dim) for _ in range(2))
         with without_attention():
@@ -107,7 +108,12 @@ def decode(run: Run, decoder: Decoder, name: str, batch: int, tokens: int, *, of
     key = "offloaded" if offload else "synckv"
     resident = model.token_bytes * tokens * batch * 0.3
     moves = length * (model.weight_bytes + resident)
-    ours = lambda: cycle(lambda layer, *given: states[layer].step(*given), length)  # noqa: E731
+
+    def ours(length: int = length) -> None:
+        cycle(lambda layer, *given: states[layer].step(*given), length)
+        for state in states:
+            state.join()                                       # a graph ends with nothing on its way
+
     captured = True
     try:
         seconds = run.seconds(ours, what=f"{name} {key}", moves=moves)
@@ -118,7 +124,7 @@ def decode(run: Run, decoder: Decoder, name: str, batch: int, tokens: int, *, of
     if not captured:
         seconds = run.seconds(ours, what=f"{name} {key}", moves=moves, capture=False)
     before = states[0].chosen
-    cycle(lambda layer, *given: states[layer].step(*given), STRIDE)
+    ours(STRIDE)
     overlap = float(synckv.overlap(before, states[0].chosen).mean())
     run.record(name, {f"{key}, ms a step": seconds / length * 1e3, f"{key}, captured": captured,
                       f"{key}, overlap": overlap,
@@ -127,6 +133,11 @@ def decode(run: Run, decoder: Decoder, name: str, batch: int, tokens: int, *, of
         run.complain(f"{name} {key}: {overlap:.2f} of what is chosen stays, about 0.8 was meant to")
     full = f"{name}: full attention"
     if not offload:
+        given = [run.draw(batch, heads, model.head_dim) for heads in (model.query_heads, *[model.key_value_heads] * 2)]
+        try:
+            bench_synckv.verify_step(states[-1], *given)
+        except AssertionError as error:
+            run.complain(f"{name} {key}: wrong after timing: {str(error).splitlines()[0]}")
         pairs = [(state.key, state.value) for state in states]
         full_attention(run, loop, name, pairs, tokens, axes[0])
     found = run.figures[name]

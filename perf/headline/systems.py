@@ -10,9 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from kvtwin.conformance import bounds
 from kvtwin.conformance.capacity import bytes_held
+from kvtwin.conformance.cases import DecodeCase
+from kvtwin.conformance.compare import assert_within
 from kvtwin.optimized import longflow
-from kvtwin.optimized.baselines import h2o
+from kvtwin.optimized.baselines import h2o, snapkv
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding, scaled_dot_product_attention
@@ -41,10 +44,24 @@ def fastest(run: Run, model: Model, key: Tensor, value: Tensor) -> str:
     """The name of the fastest variant on this cache: keys and values [B, Hkv, S, D]."""
     query = run.draw(key.shape[0], model.query_heads, model.head_dim)
     peers = decode_peers(query, key, value)
-    if run.tiny:
-        return next(iter(peers), "math")
-    times = {name: run.seconds(peer, what=name, rounds=3) for name, peer in peers.items()}
-    return min(times, key=lambda name: times[name], default="math")
+    times = {}
+    for name, peer in peers.items():
+        times[name] = 0.0 if run.tiny else run.seconds(peer, what=name, rounds=3)
+    name = min(times, key=lambda name: times[name], default="math")
+    check_peer(run, name, query, key, value)
+    return name
+
+
+def check_peer(run: Run, name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """One row's first KV head against float64."""
+    group, one = query.shape[1] // key.shape[1], (slice(0, 1), slice(0, 1))
+    occupied = torch.ones(1, key.shape[2], dtype=torch.bool, device=run.device)
+    case = DecodeCase.of(query[:1, :group], key[one], value[one], occupied)
+    output = attention(name, query, key, value)[:1, :group]
+    try:
+        assert_within(output, case.attention.output[:, :, 0], bounds.decode_output(case), what="output")
+    except AssertionError as error:
+        run.complain(f"wrong after timing, peer {name}: {str(error).splitlines()[0]}")
 
 
 class Cache:
@@ -99,16 +116,37 @@ def longflow_state(run: Run, model: Model, batch: int, budget: int) -> longflow.
 def h2o_state(run: Run, model: Model, batch: int, budget: int, block: int = 16) -> h2o.H2OState:
     """A full one of ours: fused with attention, one token evicted per step, nothing moved."""
     state = h2o.H2OState(h2o.H2OConfig(budget, block), **sizes_of(model, batch, run))
+    _hold(run, state, budget)
+    state.score[..., :budget] = torch.rand(
+        state.score[..., :budget].shape, generator=run.generator, device=run.device
+    )
+    return state
+
+
+def snapkv_state(
+    run: Run, model: Model, batch: int, budget: int, interval: int = 128, block: int = 16
+) -> snapkv.SnapKVState:
+    """One of ours that has just been compressed to its budget, as it is every `interval` steps."""
+    config = snapkv.SnapKVConfig(budget, block, interval=interval)
+    state = snapkv.SnapKVState(config, **sizes_of(model, batch, run))
+    _hold(run, state, budget)
+    state._counts.fill_(budget)
+    state._window_query.normal_(generator=run.generator)
+    newest = torch.arange(budget - config.observers, budget, device=run.device)
+    state._window_positions[:, newest % config.observers] = newest
+    return state
+
+
+def _hold(run: Run, state: Any, budget: int) -> None:
+    """Tokens 0 to budget - 1 in the first slots."""
     held = slice(0, budget)
     for tensor in (state.key, state.value):
         tensor[:, :, held].normal_(generator=run.generator)
     state.occupied[..., held] = True
     for tensor in (state.positions, state._ordinals):
         tensor[..., held] = torch.arange(budget, device=run.device, dtype=tensor.dtype)
-    state.score[..., held] = torch.rand(state.score[..., held].shape, generator=run.generator, device=run.device)
     state._held.fill_(budget)
     state._seen.fill_(budget)
-    return state
 
 
 def bytes_per_row(run: Run, make: Callable[[int], Any], layers: int) -> float:
@@ -173,9 +211,7 @@ class SnapKV(Compacting):
     """Pooled attention of the last 32 queries, by this library's kernels."""
 
     def stays(self, window: Tensor, key: Tensor) -> Tensor:
-        from kvtwin.optimized.baselines.snapkv import choose
-
-        return choose(
+        return snapkv.choose(
             window, key, key, self.budget, kernel_size=5, occupied=None, protected=None, shared_heads=False, scale=None
         )
 
