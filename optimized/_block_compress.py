@@ -79,8 +79,9 @@ def compress(
             received, key, value, occupied, positions, score, ordinals, held, counts, order, window_positions, numbers,
             budget, capacity, count, slots, heads, window_positions.shape[1], kernel_size,
             HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=min(most, max(128, triton.next_power_of_2(end))),
-            SEARCH=min(most // 4, 128 if end <= 128 else 512 if end <= 1024 else 1024), TOKENS=16 if INTERPRETED else 32,
-            ALWAYS=always, APPENDED=appended, num_warps=4 if end <= 1024 else 16 if always else PASSING_WARPS,
+            SEARCH=min(most // 4, 128 if end <= 128 else 512 if end <= 1024 else 1024),
+            TOKENS=16 if INTERPRETED else 32, ALWAYS=always, APPENDED=appended,
+            num_warps=4 if end <= 1024 else 16 if always else PASSING_WARPS,
         )
 
 
