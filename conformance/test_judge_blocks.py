@@ -232,6 +232,22 @@ class PoolsBySlot(snapkv.SnapKVState):
         self.positions, self._seen = positions, seen
 
 
+class EvictsOneEarly(snapkv.SnapKVState):
+    """Due with a token less than budget + interval."""
+
+    def _due(self):
+        return self.occupied.sum(-1, keepdim=True) >= self.config.capacity
+
+
+class ObservesAnyway(snapkv.SnapKVState):
+    """Scores are newly taken where nothing is compressed."""
+
+    def _observe(self, piece):
+        self._due = lambda: self.occupied.any(-1, keepdim=True)
+        super()._observe(piece)
+        del self._due
+
+
 class LosesTheSink(streaming_llm.StreamingLLMState):
     def _rank(self):
         return self.positions, self._oldest(self.config.sinks - 1)
@@ -245,7 +261,9 @@ class AnotherSeed(random.RandomState):
 @pytest.mark.parametrize(("name", "state", "options"), [
     ("vatp", IgnoresValues, {}), ("vatp", SquaresValues, {}), ("vatp", LosesTheFirst, {}), ("tova", FirstQuery, {}),
     ("tova", LinearRanks, {"content": "extreme_1e4", "steps": 20}), ("snapkv", PadsDifferently, {}),
-    ("snapkv", PoolsBySlot, {}), ("streaming_llm", LosesTheSink, {}), ("random", AnotherSeed, {}),
+    ("snapkv", PoolsBySlot, {}), ("snapkv", EvictsOneEarly, {"config": {"interval": 3}}),
+    ("snapkv", ObservesAnyway, {"config": {"interval": 3}}), ("streaming_llm", LosesTheSink, {}),
+    ("random", AnotherSeed, {}),
 ], ids=lambda value: getattr(value, "__name__", ""))
 def test_a_faulty_method_is_noticed(name, state, options):
     made = trace(name, **options)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvtwin.conformance.claim_geometry import on_sphere
 from kvtwin.conformance.claim_math import (
     Vector, at_most_tanh, attention, caches, components, dot, effect, growth, largest_change, many, masses, minus,
     one_head, scaled, softmax, square, vector,
@@ -24,12 +25,6 @@ def longflow(request, twins):
 
 
 # ---- LF-9: eq. 10 and 15 ---------------------------------------------------------------------------------------------
-
-
-def on_sphere(point: Vector) -> Vector:
-    """The unit vector behind a point of the plane: every rational unit vector but one is stereographic."""
-    length = square(point)
-    return ((1 - length) / (1 + length), *scaled(2 / (1 + length), point))
 
 
 points = st.tuples(*[st.fractions(-3, 3, max_denominator=50)] * 2)

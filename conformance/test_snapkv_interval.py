@@ -112,7 +112,7 @@ def test_heads_that_are_not_due_cost_no_observation(device):
     received.fill_(-7)
     numbers.fill_(-7)
     state.step(*(tensor[:, :, 0] for tensor in tokens(1, generator, device)))
-    assert state.occupied.sum(-1).tolist() == [[3, 3], [5, 5]]
+    assert state.occupied.sum(-1).tolist() == [[3] * HEADS, [5] * HEADS]
     end = state.config.capacity + 1
     received = received[:2 * HEADS * end].view(2, HEADS, end)
     numbers = numbers.view(4, 2, HEADS, -1)

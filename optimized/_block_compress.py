@@ -23,6 +23,11 @@ from ._block_kernels_evict import _NEVER, _leaving, _real_before, _threshold, _w
 from ._launch import INTERPRETED, on_device_of, padded_head_dim
 
 
+#: Warps and slots at a time of a program that most often only comes and goes: with 16 warps, or 4096 slots, a
+#: multiprocessor has room for one at a time.
+PASSING_WARPS, PASSING_CHUNK = 8, 2048
+
+
 class Between(NamedTuple):
     """What passes between the launches of a compression. parts float32: see `_block_kernels.Attended`; received
     float32: what each slot's key received; numbers [4, B * Hkv, S] int32: see `compress_kernel`."""
@@ -64,6 +69,7 @@ def compress(
     """
     batch, heads, slots, head_dim = key.shape
     flats, end, always = batch * heads, capacity + count, capacity == budget
+    most = 4096 if always else PASSING_CHUNK
     keys, there, places = key[:, :, :end], occupied[:, :, :end], positions[:, :, :end]
     window = Window(window_positions, places, None if always else counts, capacity)
     launch_attention(window_query, keys, None, there, window, None, parts, scale)
@@ -72,9 +78,10 @@ def compress(
         compress_kernel[(flats,)](
             received, key, value, occupied, positions, score, ordinals, held, counts, order, window_positions, numbers,
             budget, capacity, count, slots, heads, window_positions.shape[1], kernel_size,
-            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=min(4096, max(128, triton.next_power_of_2(end))),
-            SEARCH=128 if end <= 128 else 512 if end <= 1024 else 1024, TOKENS=16 if INTERPRETED else 32,
-            ALWAYS=always, APPENDED=appended, num_warps=4 if end <= 1024 else 16,
+            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=min(most, max(128, triton.next_power_of_2(end))),
+            SEARCH=min(most // 4, 128 if end <= 128 else 512 if end <= 1024 else 1024),
+            TOKENS=16 if INTERPRETED else 32, ALWAYS=always, APPENDED=appended,
+            num_warps=4 if end <= 1024 else 16 if always else PASSING_WARPS,
         )
 
 
