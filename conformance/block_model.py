@@ -29,7 +29,7 @@ class Token:
 
 @dataclass
 class Head:
-    """Slots of one KV head of one row: `budget` for the cache. config: the method's."""
+    """Slots of one KV head of one row: `capacity` for the cache. config: the method's."""
 
     method: str
     config: Any
@@ -40,7 +40,7 @@ class Head:
     window: deque[tuple[int, list[Vector]] | None] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        self.slots = [None] * self.config.budget
+        self.slots = [None] * self.config.capacity
         self.window = deque(maxlen=getattr(self.config, "observers", 1))
 
     @property
@@ -73,12 +73,16 @@ class Head:
             if there:
                 self._observe(number, group)
             self.window.append((number, group) if there else None)
-        self._finish()
-        gone = self._victims() if keep is None else [token for token in self.tokens if token.position not in keep]
+        due = len(self.tokens) > self.config.capacity
+        self._finish(due, numbers)
+        gone = self._victims() if due else []
+        if keep is not None:
+            gone = [token for token in self.tokens if token.position not in keep]
         leaving = {token.position for token in gone}
         stay = [None if token is None or token.position in leaving else token for token in self.slots]
-        self.slots, block = stay[:self.config.budget], stay[self.config.budget:]
-        for token in block:
+        count = sum(token is not None for token in stay)
+        self.slots, behind = stay[:count] + [None] * (self.config.capacity - count), stay[count:]
+        for token in behind:
             if token is not None:
                 self.slots[self.slots.index(None)] = token
 
@@ -105,11 +109,14 @@ class Head:
             weight = weights.get(token.position, 0.0)
             token.score = weight if self.method == "tova" else token.score + weight
 
-    def _finish(self) -> None:
-        """Scores that are taken anew after a block."""
+    def _finish(self, due: bool, arrived: range) -> None:
+        """Scores that are taken anew after a block; SnapKV's with an interval only where something is `due` to go."""
         if self.method == "random":
             for token in self.tokens:
                 token.score = float(splitmix64((self.config.seed << 32) + token.position) >> 40)
+        elif self.method == "snapkv" and not due and self.config.interval > 1:
+            for token in self.tokens:
+                token.score = math.inf if token.position in arrived else token.score
         elif self.method == "snapkv":
             observing = [self.weights(group, number) for number, group in filter(None, self.window)]
             received = {

@@ -17,18 +17,18 @@ from .compare import Complain, Verdict, _check_cut, _contradict, _first, _indice
 
 def assert_stays_right(
     stays: Tensor, truth: Tensor, scores: Interval, *, occupied: Tensor, protected: Tensor, age: Tensor, room: int,
-    tie: Tensor | None = None, what: str = "kept",
+    crowded: Tensor | None = None, tie: Tensor | None = None, what: str = "kept",
 ) -> Verdict:
-    """`stays` [..., S] bool is a right choice of `room` of the slots in `occupied` [..., S], as block states evict; all
-    of them where there are no more.
+    """`stays` [..., S] bool is a right choice of `room` of the slots in `occupied` [..., S], as block states evict, in
+    rows that are `crowded` [...] bool, and of the others all of them. Default: those that have more are crowded.
 
     The unprotected go first, by score, ties to the lowest slot; then the protected, those of the lowest `age` (int64,
     a token's position) first. truth: the oracle's choice. scores, tie: like occupied.
     """
     index = torch.arange(occupied.shape[-1], device=occupied.device)
     tie = index.expand(occupied.shape) if tie is None else tie
+    crowded = occupied.sum(-1) > room if crowded is None else crowded
     given = (occupied, protected, age, tie, *scores)
-    crowded = occupied.sum(-1) > room
     right, others = truth, occupied & ~protected
     contested = others & (crowded & ((protected & occupied).sum(-1) < room))[..., None]
     same = (tie[..., :, None] == tie[..., None, :]) & contested[..., :, None] & contested[..., None, :]
@@ -36,11 +36,12 @@ def assert_stays_right(
     quota = (same & right[..., None, :]).sum(-1)
     right = torch.where(contested, (same & (index >= index[:, None])).sum(-1) <= quota, right)
     for kept, name, complain in ((stays, what, fail), (right, f"the oracle's {what}", _contradict)):
-        wrong = ~_stays_well(kept, *given, room)
+        wrong = ~_stays_well(kept, *given, room, crowded)
         if bool(wrong.any()):
             at = _first(wrong)
             holds, shielded, ages, ties, low, high = (tensor[at] for tensor in given)
-            _explain_stays(kept[at], holds, shielded, ages, ties, low, high, room, f"{name}, row {at}", complain)
+            stay = room if bool(crowded[at]) else int(holds.sum())
+            _explain_stays(kept[at], holds, shielded, ages, ties, low, high, stay, f"{name}, row {at}", complain)
 
     low, high = scores
     below = (high[..., None, :] < low[..., :, None]) & contested[..., None, :] | same & (index < index[:, None])
@@ -73,7 +74,8 @@ def _cut(stays: Tensor, others: Tensor, tie: Tensor, low: Tensor, high: Tensor) 
 
 
 def _stays_well(
-    stays: Tensor, occupied: Tensor, protected: Tensor, age: Tensor, tie: Tensor, low: Tensor, high: Tensor, room: int
+    stays: Tensor, occupied: Tensor, protected: Tensor, age: Tensor, tie: Tensor, low: Tensor, high: Tensor, room: int,
+    crowded: Tensor,
 ) -> Tensor:
     """Which rows are partitioned rightly, [...]."""
     shielded, others = protected & occupied, occupied & ~protected
@@ -81,8 +83,8 @@ def _stays_well(
     by_age = (stays == _newest(age, shielded, room)).all(-1)
     fits, ordered = _cut(stays, others, tie, low, high)
     by_score = ~(shielded & ~stays).any(-1) & fits & ordered
-    crowded = torch.where(spare <= 0, by_age, by_score) & (stays.sum(-1) == room) & ~(stays & ~occupied).any(-1)
-    return torch.where(occupied.sum(-1) > room, crowded, (stays == occupied).all(-1))
+    chosen = torch.where(spare <= 0, by_age, by_score) & (stays.sum(-1) == room) & ~(stays & ~occupied).any(-1)
+    return torch.where(crowded, chosen, (stays == occupied).all(-1))
 
 
 def _explain_stays(

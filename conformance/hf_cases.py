@@ -149,19 +149,25 @@ def watch(model: Any, cache: Any) -> list[list[list[list[list[int]]]]]:
         layers = []
         for layer in cache.layers:
             positions, heads = layer.state.positions, layer.state.key.shape[1]
-            assert layer.state.key.shape[2] == positions.shape[-1] == cache.config.budget + _block(cache.config)
+            assert layer.state.key.shape[2] == positions.shape[-1] == _capacity(cache.config) + _block(cache.config)
             rows = positions.tolist() if positions.dim() == 3 else [[row] * heads for row in positions.tolist()]
             layers.append([[_held(head) for head in row] for row in rows])
             most = max(len(head) for row in layers[-1] for head in row)
-            assert most <= cache.config.budget, f"{most} tokens are held, the budget is {cache.config.budget}"
+            room = _capacity(cache.config)
+            assert most <= room, f"{most} tokens are held, and at most {room} may be"
         seen.append(layers)
 
     model.model.register_forward_hook(look)
     return seen
 
 
+def _capacity(config: Any) -> int:
+    """The most tokens that a State holds between calls."""
+    return getattr(config, "capacity", config.budget)
+
+
 def _block(config: Any) -> int:
-    """Tokens that a State holds beside its budget."""
+    """Tokens that a State holds beside these."""
     return getattr(config, "block_size", 0)
 
 

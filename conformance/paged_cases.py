@@ -108,10 +108,10 @@ class PagedCase(Case):
 
 
 def empty(module: Any, device: torch.device, *, batch: int = 1, heads: int = 1, dtype: torch.dtype = torch.float32,
-          formats: str = FORMATS[0], **options: Any) -> Any:
-    """A cache with D = 16 and room for 24 tokens, or as config_of's options say."""
+          formats: str = FORMATS[0], head_dim: int = 16, **options: Any) -> Any:
+    """A cache with room for 24 tokens, or as config_of's options say."""
     config = config_of(formats, **{"tokens": 24, **options})
-    return module.PagedCache(config, batch=batch, key_value_heads=heads, head_dim=16, dtype=dtype, device=device)
+    return module.PagedCache(config, batch=batch, key_value_heads=heads, head_dim=head_dim, dtype=dtype, device=device)
 
 
 def numbers(*of_rows: Any, device: torch.device) -> Tensor:

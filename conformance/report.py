@@ -131,7 +131,7 @@ def page(report: dict[str, Any]) -> str:
     parts += ["<h2>Methods</h2>", _table(("method", "tests", *MEASURES), _method_rows(report["methods"]))]
     if report["claims"]:
         parts += ["<h2>Claims of the papers</h2>", _claims(report["claims"])]
-    parts += [*_accuracy(), *_bands()]
+    parts += [*_accuracy(), *_bands(), *_headline()]
     everything = f"<details><summary>all {len(report['tests'])}</summary>{_tests(report['tests'])}</details>"
     parts += ["<h2>Tests</h2>", everything, "</body></html>"]
     return "\n".join(parts) + "\n"
@@ -202,6 +202,20 @@ def _bands() -> list[str]:
     return [
         "<h2>Hidden-state change and importance by layer, as stored</h2>", f"<p>{html.escape(said)}</p>",
         plot.read_text(encoding="utf-8"),
+    ]
+
+
+def _headline() -> list[str]:
+    """The stored figures of the papers' headline experiments, which are no result of this run; nothing if there are
+    none."""
+    data, plot = (resources.files(accuracy_plot.__package__).joinpath(f"headline.{kind}") for kind in ("json", "svg"))
+    if not (data.is_file() and plot.is_file()):
+        return []
+    result = json.loads(data.read_text(encoding="utf-8"))
+    rows = ([html.escape(cell) for cell in row] for row in result["rows"])
+    return [
+        "<h2>The papers' headline experiments, as stored</h2>", f"<p>{html.escape(result['caption'])}</p>",
+        plot.read_text(encoding="utf-8"), _table(result["columns"], rows),
     ]
 
 

@@ -226,6 +226,8 @@ OWN_NUMBERS: dict[str, list[tuple[str, tuple[Any, ...], type[Exception], str]]] 
         ("kernel_size", INTEGERS, TypeError, "kernel_size must be an int"),
         ("kernel_size", (0, -1), ValueError, "kernel_size must be at least 1"),
         ("kernel_size", (2, 4), ValueError, "kernel_size must be odd"),
+        ("interval", INTEGERS, TypeError, "interval must be an int"),
+        ("interval", (0, -1), ValueError, "interval must be at least 1, got"),
     ],
     "random": [
         ("seed", INTEGERS, TypeError, "seed must be an int"), ("seed", (-1,), ValueError, "seed must be at least 0"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvtwin.conformance import discovery, judges
 from kvtwin.conformance.tiny import attributes
 
-pytestmark = [pytest.mark.kind("laws"), pytest.mark.parametrize("pair", discovery.methods(), ids=str)]
+
+@dataclass(frozen=True)
+class Ruled(discovery.Pair):
+    """A method, under options that its judge wants the laws to hold for too."""
+
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def label(self) -> str:
+        return "-".join((self.name, *(f"{name}={value}" for name, value in self.options)))
+
+
+RULED = [
+    Ruled(pair.name, pair.path, pair.exports, tuple(options.items()))
+    for pair in discovery.methods() for options in ({}, *judges.ask(pair.name, "LAWS", ()))
+]
+pytestmark = [pytest.mark.kind("laws"), pytest.mark.parametrize("pair", RULED, ids=lambda pair: pair.label)]
 
 # (query heads, key/value heads, head_dim, dtype): few, since each is compiled on a GPU.
 SHAPES = (
@@ -44,10 +61,10 @@ class Scenario:
     steps: int
     seed: int
 
-    def state(self, side: object, pair: discovery.Pair, device: torch.device, **config: object) -> object:
+    def state(self, side: object, pair: Ruled, device: torch.device) -> object:
         """A fresh state of the method on one side."""
         return getattr(judges.module(side, pair), pair.state.__name__)(
-            judges.small_config(pair, self.budget, config), batch=self.batch, query_heads=self.query_heads,
+            judges.small_config(pair, self.budget, dict(pair.options)), batch=self.batch, query_heads=self.query_heads,
             key_value_heads=self.key_value_heads, head_dim=self.head_dim, dtype=self.dtype, device=device,
         )
 
@@ -116,9 +133,9 @@ def play(state: object, inputs: tuple, *, before_step=lambda state: None) -> lis
     return frames
 
 
-def plain(scenario: Scenario, side: object, pair: discovery.Pair, device: torch.device) -> list[dict[str, Tensor]]:
+def plain(scenario: Scenario, side: object, pair: Ruled, device: torch.device) -> list[dict[str, Tensor]]:
     """The scenario as it is, in a fresh state: what a law compares with. FULL's, which all laws want, is kept."""
-    key = (id(side), pair.name, device)
+    key = (id(side), pair.label, device)
     if scenario == FULL and key in KEPT:
         return KEPT[key]
     frames = play(scenario.state(side, pair, device), scenario.inputs(device))

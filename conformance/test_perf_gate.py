@@ -241,9 +241,9 @@ def session(pytester, monkeypatch):
     Path("thresholds").mkdir()
     Path("thresholds/fake.toml").write_text(THRESHOLDS)
 
-    def run(*arguments: str) -> tuple[pytest.RunResult, dict]:
+    def run(*arguments: str, bench: str = "bench_fake.py") -> tuple[pytest.RunResult, dict]:
         result = pytester.runpytest_inprocess(
-            "bench_fake.py", "-p", "no:cacheprovider", "--benchmark-storage=file://stored",
+            bench, "-p", "no:cacheprovider", "--benchmark-storage=file://stored",
             # Not --benchmark-json: old versions leave that file open, and this process reports it against some test.
             "--benchmark-columns=median", "--benchmark-save=run", *arguments,
         )
@@ -340,6 +340,40 @@ def test_what_was_reached_becomes_thresholds(session, capsys):
     }
 
 
+DELAYED = """
+import pathlib
+from bench_fake import takes
+
+def test_step(device_benchmark, takes):
+    settings = pathlib.Path("settings").read_text().split()
+    device_benchmark(
+        takes(float(settings[0])), moves=2 * 10**9, verify=lambda result: None, peers={"cudnn": takes(0.8)},
+        gated=settings[1] == "gated",
+    )
+"""
+
+
+@pytest.mark.parametrize(("delay", "passes"), [(0.0, True), (0.04, True), (0.06, False), (0.2, False)])
+def test_a_delay_trips_the_gate_that_an_earlier_run_left(session, capsys, delay, passes):
+    """A run, its level as thresholds, and a run that is slower: by more than 5 % it fails, by both of its ratios."""
+    Path("bench_delay.py").write_text(DELAYED)
+    Path("settings").write_text("1.0 free")
+    _, measured = session(bench="bench_delay.py")
+    measured["benchmarks"][0]["extra_info"]["gated"] = True
+    Path("run.json").write_text(json.dumps(measured))
+    capsys.readouterr()
+    assert report.main(["run.json", "--held"]) == 0
+    Path("thresholds/delay.toml").write_text(capsys.readouterr().out)
+
+    Path("settings").write_text(f"{1 + delay} gated")
+    result, run = session(bench="bench_delay.py")
+    result.assert_outcomes(passed=int(passes), failed=int(not passes))
+    info = run["benchmarks"][0]["extra_info"]
+    assert info["right"]
+    assert info["milliseconds"] == pytest.approx(1 + delay)
+    assert len(info["complaints"]) == (0 if passes else 2)
+
+
 def test_without_timing_results_are_still_checked(session):
     result, _ = session("--benchmark-disable", "-k", "good or wrong or slow or fast")
     result.assert_outcomes(passed=3, failed=2, deselected=3)
@@ -356,6 +390,23 @@ def test_without_a_gpu_the_run_stops(pytester, monkeypatch):
     )
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*the benchmarks need a CUDA device*"])
+
+
+def test_thresholds_are_those_of_benchmarks_that_are_there(pytester):
+    """A benchmark without thresholds says so when it runs; thresholds without a benchmark would never be looked at."""
+    pytest.importorskip("pytest_benchmark", reason="the benchmarks need pytest-benchmark")
+    result = pytester.runpytest_inprocess(
+        str(PERF), "-p", "no:cacheprovider", "--collect-only", "-q", "-o", "python_files=bench_*.py",
+        "-o", "filterwarnings=ignore",
+    )
+    found: dict[str, set[str]] = {}
+    for line in result.stdout.lines:
+        path, _, name = line.partition("::test_")
+        if name:
+            found.setdefault(Path(path).stem.removeprefix("bench_"), set()).add(name)
+    assert found.keys() >= {"longflow", "synckv"}
+    for path in sorted((PERF / "thresholds").glob("*.toml")):
+        assert gate.load(path).keys() <= found[path.stem], path.name
 
 
 @pytest.mark.parametrize(("command", "expected"), [

@@ -157,6 +157,22 @@ def test_sets_are_seen_from_the_step_after_they_were_chosen(side, twins, device)
 
 
 @SIDES
+def test_with_a_phase_anticipations_come_as_many_steps_earlier(side, twins, device):
+    """Stride 3, phase 1: steps 2 and 5 choose; after a reset likewise."""
+    shown = Shown(getattr(twins, side).synckv, device, k=2, stride=3, phase=1)
+    for _ in range(2):
+        shown.prefill(4, [3, 1])
+        assert shown.step([0]) == [1, 3, 4]
+        assert shown.step([2]) == [1, 3, 4, 5]
+        assert shown.sets == [[3], [2, 3]]
+        assert shown.step([0]) == [2, 3, 6]
+        assert shown.step([1]) == [2, 3, 6, 7]
+        assert shown.step([0]) == [2, 3, 6, 7, 8]
+        assert shown.sets == [[3], [0, 3]]
+        shown.state.reset()
+
+
+@SIDES
 def test_eq_6_to_the_letter_may_choose_static_tokens_again(side, twins, device):
     shown = Shown(getattr(twins, side).synckv, device, k=4, stride=1, exclude_static=False)
     shown.prefill(6, [4, 1, 5, 0])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,14 +41,17 @@ def cache_of(twins: Any, side: str, model: Any, **options: Any) -> Any:
 class SyncLoop(Loop):
     """A row without its padding, in a State per layer."""
 
-    def __init__(self, model: Any, config: SyncKVConfig, clusters: tuple[HeadClusters, ...]) -> None:
+    def __init__(
+        self, model: Any, config: SyncKVConfig, clusters: tuple[HeadClusters, ...], phases: Sequence[int]
+    ) -> None:
         super().__init__(model)
         sizes = model.config
         self.states = [
             SyncKVState(
-                config, one, batch=1, query_heads=sizes.num_attention_heads, key_value_heads=sizes.num_key_value_heads,
+                replace(config, phase=phase), one, batch=1, query_heads=sizes.num_attention_heads,
+                key_value_heads=sizes.num_key_value_heads,
                 head_dim=model.model.layers[0].self_attn.head_dim, dtype=F64, device="cpu",
-            ) for one in clusters
+            ) for one, phase in zip(clusters, phases, strict=True)
         ]
 
     def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -60,7 +65,7 @@ def chosen(state: Any, row: int, padding: int = 0) -> list[list[int]]:
     return [[token + padding for token in head if token >= 0] for head in state.chosen[row].tolist()]
 
 
-def check(model: Any, cache: Any, inputs: dict[str, Tensor], new: int) -> None:
+def check(model: Any, cache: Any, inputs: dict[str, Tensor], new: int, phases: Sequence[int] = (0, 0)) -> None:
     """Same tokens as a loop per row, and after every forward pass the same choice in every layer."""
     seen: list[list[list[list[list[int]]]]] = []                                           # [pass][layer][row][head]
     rows = range(len(inputs["input_ids"]))
@@ -74,7 +79,7 @@ def check(model: Any, cache: Any, inputs: dict[str, Tensor], new: int) -> None:
     config = SyncKVConfig(config.k, config.rho, config.stride, config.clusters, max_tokens=config.max_tokens)
     for row in rows:
         real = inputs["attention_mask"][row].bool().tolist()
-        loop, padding = SyncLoop(model, config, clusters), real.count(False)
+        loop, padding = SyncLoop(model, config, clusters, phases), real.count(False)
         logit = loop.feed(inputs["input_ids"][row].tolist(), real)
         tokens: list[int] = []
         for number, layers in enumerate(seen):
@@ -102,6 +107,23 @@ def test_generation_on_the_optimized_side_is_the_loop(offload, twins, device):
     model = tiny_models.model("qwen3", torch.float32, device)
     used = cache_of(twins, "optimized", model, stride=2, max_tokens=14, offload=offload)
     check(model, used, prompts(7, [0, 3], device), 4)
+
+
+def test_layers_may_anticipate_by_turns(twins, device):
+    model = tiny_models.model("llama", F64, device)
+    used = cache_of(twins, "reference", model, spread=True)
+    check(model, used, prompts(7, [0, 3], device), 6, phases=(0, 1))
+    used.join()
+
+
+@pytest.mark.kind("bad_input")
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"spread": 1}, TypeError, "spread must be a bool"),
+    ({"spread": True, "phase": 1}, TypeError, "phase is not an option beside spread"),
+])
+def test_wrong_turns(options, error, message, twins, device):
+    with pytest.raises(error, match=message):
+        cache_of(twins, "reference", tiny_models.model("llama", F64, device), **options)
 
 
 def test_what_is_on_its_way_cannot_be_copied(device):

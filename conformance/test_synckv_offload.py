@@ -1,15 +1,18 @@
 """SyncKV with the bank in the host's memory: whenever tokens come, results are those of keys and values at hand.
 
 Equal to the bit to the same state without offload, which is judged elsewhere. On the CPU a transfer is done at once, or
-here as late as it may be; on a GPU its stream is also made to sleep. These tests reach into our own state, so another
-implementation's `offload` is not under test here, but for the first one.
+here as late as it may be; on a GPU its stream is also made to sleep, and steps are also replays of a graph, of one step
+or of some that the strides do not fit into. Without a GPU, steps that are launched as a graph would hold them: the
+device, not the host, says whether tokens travel. These tests reach into our own state, so another implementation's
+`offload` is not under test here, but for the first one.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from kvtwin.conformance.judges.synckv_state import Adapter
 from kvtwin.conformance.lockstep import Lockstep
-from kvtwin.optimized.synckv import SyncKVState
+from kvtwin.optimized.synckv import SyncKVState, _offload
 from kvtwin.optimized.synckv._transfers import StreamTransfers, Transfers
 from kvtwin.reference.synckv import HeadClusters, SyncKVConfig
 from kvtwin.reference.synckv import SyncKVState as Reference
@@ -28,7 +31,9 @@ pytestmark = pytest.mark.kind("equivalence")
 CLUSTERS = HeadClusters((0, 0, 0), (1,))
 SIZES = {"batch": 1, "query_heads": 3, "key_value_heads": 3, "head_dim": 16}
 OPTIONS = {"k": 3, "stride": 2, "clusters": 1, "max_tokens": 14, "scale": 1.0}
-PROMPT, STEPS = 6, 5
+PROMPT, STEPS = 6, 6
+#: Steps as they are launched, or graphs of so many.
+FORMS = pytest.mark.parametrize("form", (0, 1, 4) if torch.cuda.is_available() else (0, 1))
 
 
 def tokens(seed: int, device: torch.device, *time: int) -> list[Tensor]:
@@ -41,13 +46,77 @@ def new(device: torch.device, *, offload: bool = True, **options: Any) -> Any:
     return SyncKVState(config, CLUSTERS, **SIZES, dtype=torch.float32, device=device)
 
 
-def played(state: Any, device: torch.device, before_step: Callable[[Any], None] = lambda state: None) -> list[Tensor]:
-    """Outputs and choices of a prompt and some steps."""
+def played(
+    state: Any, device: torch.device, form: int = 0, around: Callable[[Any], Any] = lambda state: nullcontext()
+) -> list[Tensor]:
+    """Outputs and choices of a prompt and some steps. around(state): a context of what is launched at a time."""
+    static, graph, held = [tokens(2, device) for _ in range(form or 1)], None, []
+    if form:
+        as_in_a_graph(state, device)
+    if form and device.type == "cuda":
+        graph, held = captured(state, static)
     frames = [state.prefill(*tokens(1, device, PROMPT))]
-    for step in range(STEPS):
-        before_step(state)
-        frames += [state.step(*tokens(2 + step, device)), state.chosen]
-    return frames
+    for first in range(0, STEPS, form or 1):
+        for number, given in enumerate(static):
+            for place, tensor in zip(given, tokens(2 + first + number, device), strict=True):
+                place.copy_(tensor)
+        with around(state):
+            if graph is None:
+                held = [frame for given in static for frame in (state.step(*given), state.chosen)]
+            else:
+                graph.replay()
+        frames += [frame.clone() for frame in held]
+    return frames[:1 + 2 * STEPS]
+
+
+def as_in_a_graph(state: Any, device: torch.device) -> None:
+    """From here on a step launches what a graph of it would hold, and as there the next one waits for its transfers."""
+    state._captured = True
+    if device.type != "cuda":
+        state._settle = lambda: None
+
+
+def captured(state: Any, static: list[list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """A graph of steps, an output and the choices for each. The state is empty afterwards."""
+    for given in static * 2:                                # compiles the kernels
+        state.step(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = [frame for given in static for frame in (state.step(*given), state.chosen)]
+        state.join()
+    state.reset()
+    return graph, held
+
+
+class Replayed(SyncKVState):
+    """A state whose steps are replays of a graph (without a GPU: as in one), the first one of a stream apart."""
+
+    graph: Any = None
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        given = (query, key, value)
+        if self._offload.bank is None or self.device.type != "cuda":
+            return super().step(*given)
+        if self.graph is None:
+            sizes = self.sizes._asdict()
+            del sizes["slots"]
+            other = SyncKVState(self.config, self.head_clusters, **sizes, dtype=self.dtype, device=self.device)
+            other._captured = True
+            for _ in range(2):                              # compiles the kernels
+                other.step(*given)
+            kept = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
+            self.inputs = [tensor.clone() for tensor in given]
+            self._captured = True
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.output = super().step(*self.inputs)
+                self.join()
+            for name, value in kept.items():
+                assert torch.equal(value, getattr(self, name)), f"a capture changes {name}"
+        for place, tensor in zip(self.inputs, given, strict=True):
+            place.copy_(tensor)
+        self.graph.replay()
+        return self.output.clone()
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +130,26 @@ def assert_same(frames: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(one, other), f"frame {number}"
 
 
+@FORMS
+def test_results_are_those_of_all_tokens_at_hand(form, device, expected):
+    state = new(device)
+    assert_same(played(state, device, form), expected)
+    if form:
+        state.reset()
+        assert_same(played(state, device), expected)
+
+
+@pytest.mark.parametrize("replayed", [False, True])
 @pytest.mark.parametrize("exclude", [True, False])
-def test_an_offloaded_state_keeps_step_with_float64(exclude, twins, device):
-    config = SyncKVConfig(**OPTIONS, offload=True, exclude_static=exclude)
+def test_an_offloaded_state_keeps_step_with_float64(exclude, replayed, twins, device):
+    config = SyncKVConfig(**OPTIONS, phase=int(replayed), offload=True, exclude_static=exclude)
+    sizes = {**SIZES, "dtype": torch.float32, "device": device}
+    made = Replayed if replayed else twins.optimized.synckv.SyncKVState
     both = Lockstep(
-        twins.optimized.synckv.SyncKVState(config, CLUSTERS, **SIZES, dtype=torch.float32, device=device),
-        Reference(config, CLUSTERS, **SIZES, dtype=torch.float64, device=device), Adapter(),
+        made(config, CLUSTERS, **sizes), Reference(config, CLUSTERS, **{**sizes, "dtype": torch.float64}), Adapter()
     )
+    if replayed:
+        as_in_a_graph(both.tested, device)
     if exclude:
         both.prefill(*tokens(1, device, 5))
     for step in range(4):
@@ -111,69 +193,139 @@ def with_transfers(state: Any, transfers: Transfers) -> Any:
     return state
 
 
-def test_transfers_as_late_as_may_be(device, expected):
-    state = with_transfers(new(device), Late())
-    assert_same(played(state, device), expected)
-    assert state._offload.transfers.late == 1 + (STEPS - 1) // 2, "the last one is still under way"
+@FORMS
+def test_transfers_as_late_as_may_be(form, device, expected):
+    late = Late()
+    state = with_transfers(new(device), late)
+    assert_same(played(state, device, form), expected)
+    if not form:
+        assert late.late == 1 + (STEPS - 1) // 2, "the last one is still under way"
 
 
-def test_places_that_wait_for_tokens_may_hold_anything(device, expected):
+@FORMS
+def test_places_that_wait_for_tokens_may_hold_anything(form, device, expected):
     """NaN in every place of the pool that the set in use has not, and in the slots that new tokens have left."""
     state = new(device)
 
     def spoil() -> None:
         away = state._offload
-        free = torch.ones(away.key.shape[2], dtype=torch.bool, device=device)
-        free[away.places[away.places >= 0]] = False
+        slot = torch.arange(away.key.shape[2] + 1, device=device)
+        used = (slot < 0).scatter(0, away.places.flatten().where(away.places.flatten() >= 0, slot[-1]), True)
         # What the newest tokens lie in is still to be read; on its way is a copy.
-        newest = away.first_new + (state._steps - 1) // 2 % 2 * away.stride
-        free[newest:newest + away.stride] = False
+        newest = state._counters[5].where(state._due[0] != 0, state._counters[3])
+        used = used | ((slot >= newest) & (slot < newest + away.stride))
         for tensor in (away.key, away.value):
-            tensor[:, :, free] = torch.nan
+            tensor.masked_fill_(~used[:-1, None], torch.nan)
 
-    assert_same(played(with_transfers(state, Late(spoil)), device), expected)
+    assert_same(played(with_transfers(state, Late(spoil)), device, form), expected)
 
 
-def test_only_tokens_that_are_not_resident_are_read(device, expected):
-    """The bank holds NaN for all that is in the pool while a step runs."""
-    state = new(device)
-    kept: list[Any] = []
+@pytest.mark.parametrize("form", [0, 1])
+def test_only_tokens_that_are_not_resident_are_read(form, device, expected):
+    """The bank holds NaN for all that is in the pool while a step, its transfers included, runs."""
+    state, poisoned = new(device), []
 
-    class Watched(Transfers):
-        def submit(self, job: Callable[[], None]) -> None:
-            away = state._offload
-            settle(device)
-            held = away.tokens[away.tokens >= 0].cpu()
-            for bank in away.bank:
-                whole = bank.clone()
-                bank[:, :, held] = torch.nan
-                kept.append((bank, whole, held))
+    @contextmanager
+    def watched(state: Any) -> Iterator[None]:
+        away = state._offload
+        settle(device)
+        held = away.tokens[away.tokens >= 0].cpu()
+        whole = [bank.clone() for bank in away.bank]
+        for bank in away.bank:
+            bank[:, :, held] = torch.nan
+        yield
+        state.join()
+        settle(device)
+        poisoned.append(len(held))
+        for bank, before in zip(away.bank, whole, strict=True):
+            bank[:, :, held] = before[:, :, held]
+
+    assert_same(played(state, device, form, watched), expected)
+    assert poisoned == [3] * STEPS
+
+
+class Slow(StreamTransfers):
+    """Transfers that take far longer than a step."""
+
+    def submit(self, job: Callable[[], None]) -> None:
+        def slow() -> None:
+            torch.cuda._sleep(20_000_000)
             job()
-            settle(device)
-            while kept:
-                bank, whole, held = kept.pop()
-                bank[:, :, held] = whole[:, :, held]
+            torch.cuda._sleep(20_000_000)
 
-    assert_same(played(with_transfers(state, Watched()), device), expected)
+        super().submit(slow)
 
 
-def test_a_slow_stream_changes_nothing(device, expected):
-    """On a GPU: transfers that take far longer than a step. On the CPU there is no stream, and nothing to wait for."""
+@FORMS
+@pytest.mark.parametrize("programs", [1, 24])
+def test_a_slow_stream_changes_nothing(programs, form, device, expected, monkeypatch):
+    """On a GPU: the stream sleeps, and a single program has the whole wire to fill. On the CPU there is neither."""
     if device.type != "cuda":
         return
-
-    class Slow(StreamTransfers):
-        def submit(self, job: Callable[[], None]) -> None:
-            def slow() -> None:
-                torch.cuda._sleep(20_000_000)
-                job()
-                torch.cuda._sleep(20_000_000)
-
-            super().submit(slow)
-
+    monkeypatch.setattr(_offload, "PROGRAMS", programs)
     state = new(device)
     state._offload.transfers = Slow(device)
-    assert_same(played(state, device), expected)
+    assert_same(played(state, device, form), expected)
+
+
+@FORMS
+def test_layers_share_a_stream(form, device, expected):
+    """Two layers of different phases; what comes for one may delay the other, and nothing else."""
+    layers = [new(device, phase=phase) for phase in (0, 1)]
+    if device.type == "cuda":
+        for state in layers:
+            state._offload.transfers = Slow(device)
+    other = played(new(device, offload=False, phase=1), device)
+    both = _Both(layers)
+    frames = played(both, device, form)
+    assert_same([frame[:1] for frame in frames], expected)
+    assert_same([frame[1:] for frame in frames], other)
+
+
+class _Both:
+    """Two layers in turn, as one state of which `played` asks: what they give, one after the other."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = layers
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        for layer in self.__dict__.get("layers", ()):
+            setattr(layer, name, value)
+        if "layers" not in self.__dict__:
+            self.__dict__[name] = value
+
+    def prefill(self, *given: Tensor) -> Tensor:
+        return torch.cat([layer.prefill(*given) for layer in self.layers])
+
+    def step(self, *given: Tensor) -> Tensor:
+        return torch.cat([layer.step(*given) for layer in self.layers])
+
+    @property
+    def chosen(self) -> Tensor:
+        return torch.cat([layer.chosen for layer in self.layers])
+
+    def join(self) -> None:
+        for layer in self.layers:
+            layer.join()
+
+    def reset(self) -> None:
+        for layer in self.layers:
+            layer.reset()
+
+
+@pytest.mark.kind("bad_input")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_what_cannot_be_captured(device):
+    """A prompt, which makes the bank, and a first token without one: errors, and the state is as it was."""
+    if device.type != "cuda":
+        return
+    state = new(device)
+    for given in (tokens(1, device, PROMPT), tokens(2, device)):
+        call = state.prefill if given[0].dim() == 4 else state.step
+        refused = pytest.raises(RuntimeError, match="cannot be captured|before a graph is captured")
+        with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+            call(*given)
+    assert (state.tokens_seen, state.host_bytes()) == (0, 0)
 
 
 def test_a_token_that_left_comes_back(device):
@@ -255,31 +407,6 @@ def test_without_host_memory_there_is_an_error_and_the_state_is_as_it_was(start,
     assert (state.tokens_seen, state.host_bytes(), bool(state.occupied.any())) == (0, 0, False)
     state._offload.transfers.allocate = allocate
     assert_same(played(state, device), expected)
-
-
-def test_bytes_are_those_of_all_tensors(device):
-    """On the GPU: what torch's allocator says that the state took, within 5 % (it hands out blocks of 512 bytes)."""
-    if device.type == "cuda":
-        gc.collect()
-        before = torch.cuda.memory_allocated(device)
-    state = SyncKVState(
-        SyncKVConfig(8, max_tokens=4096, offload=True), **{**SIZES, "key_value_heads": 3}, dtype=torch.float32,
-        device=device,
-    )
-    if device.type == "cuda":
-        taken = torch.cuda.memory_allocated(device) - before
-        assert abs(state.gpu_bytes() - taken) < 0.05 * taken
-    seen: dict[int, int] = {}
-    for held in (vars(state), vars(state._offload)):
-        for value in held.values():
-            if isinstance(value, Tensor):
-                seen[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-    assert state.gpu_bytes() == sum(seen.values())
-    cache = 2 * 3 * 4096 * 16 * 4
-    assert state.gpu_bytes() >= cache * 2 / 3, "representatives keep everything"
-    full = new(device, offload=False, max_tokens=4096)
-    assert full.gpu_bytes() >= cache
-    assert full.host_bytes() == 0
 
 
 @pytest.mark.kind("bad_input")

@@ -30,6 +30,9 @@ def token(device, *time):
     [
         ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
         ({"max_tokens": 8.0}, TypeError, "max_tokens must be an int, got float"),
+        ({"phase": -1}, ValueError, "phase must be at least 0, got -1"),
+        ({"phase": 0.0}, TypeError, "phase must be an int, got float"),
+        ({"stride": 3, "phase": 3}, ValueError, "phase must be below the stride of 3, got 3"),
     ],
 )
 def test_a_wrong_config(options, error, message):

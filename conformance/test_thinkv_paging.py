@@ -313,6 +313,27 @@ def test_nothing_is_attended_to_where_nothing_is(side, twins, device):
 
 
 @sides
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, D), (torch.bfloat16, 64)])
+def test_sparsity_is_of_the_rows_that_are_looked_at(dtype, head_dim, side, twins, device):
+    """The others' is NaN, everybody's output the same bits; on either way through the kernels, with any stride."""
+    module = getattr(twins, side).thinkv
+    cache = empty(module, device, batch=3, dtype=dtype, head_dim=head_dim, block=8)
+    put(cache, 0, 4, thought=2)
+    put(cache, 4, 4, thought=2)
+    put(cache, 8, 2)
+    query = 4 * torch.randn(3, 3, head_dim, generator=torch.Generator().manual_seed(19)).to(device, dtype)
+    everybody = module.decode_attention(query, cache)
+    assert not bool(everybody.sparsity.isnan().any())
+    for looks in ([True, False, True], [False, True, False], [False] * 3, [True] * 3):
+        look = torch.tensor([looks, [not it for it in looks]], device=device).T.contiguous()[:, 0]
+        assert look.stride() == (2,)
+        result = module.decode_attention(query, cache, look=look)
+        assert_same(result.output, everybody.output, what="output")
+        assert torch.equal(result.sparsity.isnan(), ~look)
+        assert_same(result.sparsity[look], everybody.sparsity[look], what="sparsity")
+
+
+@sides
 def test_sparsity_takes_each_head_by_its_own_sum(side, twins, device):
     """Logits in base 2 fall by 1 per token, or by 3: weights 2^-1, 2^-2, ... and 7/8, 7/64, .... The largest of all is
     7/8, and tokens 6 to 9 have less than a hundredth of it; of tokens with the same largest logit only 7 to 9 would.

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from ._block_kernels_attend import attention_kernel, newest_kernel, received_kernel
-from ._launch import INTERPRETED, on_device_of, padded_head_dim, stride_unit
+from ._launch import INTERPRETED, RESIDENT, multiprocessors, on_device_of, padded_head_dim, stride_unit
 from ._numerics import LOG2_E
 
 
@@ -38,7 +38,7 @@ def received(query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale:
 
     mean: divided by the number of queries that see something. Arguments as in `attend`, parts from there.
     """
-    result: Tensor = _received(query, key, occupied, None, None, parts, scale, mean)
+    result: Tensor = _received(query, key, occupied, parts, scale, mean)
     return result
 
 
@@ -52,19 +52,6 @@ def received_of_newest(
     """
     weight, log_weight = _newest(query, key, occupied, parts, scale)
     return weight, log_weight
-
-
-def observed(
-    query: Tensor, query_positions: Tensor, key: Tensor, positions: Tensor, occupied: Tensor, scale: float
-) -> Tensor:
-    """The mean over queries and the group of each key's weights, where positions say what a query sees.
-
-    query [B, Hq, W, D] with query_positions [B, W] int64, -1 for none; key [B, Hkv, S, D] with positions and occupied
-    [B, Hkv, S]. A query sees the keys up to its own position. Returns [B, Hkv, S] float32.
-    """
-    parts = _normalise(query, query_positions, key, positions, occupied, scale)
-    result: Tensor = _received(query, key, occupied, query_positions, positions, parts, scale, True)
-    return result
 
 
 # Operations ----------------------------------------------------------------------------------------------------------
@@ -127,7 +114,7 @@ def _shape(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
 def _attend(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     parts = torch.empty(2, *query.shape[:3], dtype=torch.float32, device=query.device)
-    _launch_attention(query, key, value, occupied, None, None, output, parts, scale)
+    launch_attention(query, key, value, occupied, None, output, parts, scale)
     return output, parts
 
 
@@ -136,69 +123,79 @@ def _(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float)
     return query.new_empty(query.shape), query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
 
 
-@torch.library.custom_op("kvtwin::block_normalise", mutates_args=())
-def _normalise(
-    query: Tensor, query_positions: Tensor, key: Tensor, positions: Tensor, occupied: Tensor, scale: float
-) -> Tensor:
-    """The softmax parts alone, by positions."""
-    parts = torch.empty(2, *query.shape[:3], dtype=torch.float32, device=query.device)
-    _launch_attention(query, key, None, occupied, query_positions, positions, None, parts, scale)
-    return parts
+class Window(NamedTuple):
+    """Queries of other tokens than the last: a query sees the keys up to its own position. query_positions [B, W]
+    int64, -1 for none; positions [B, Hkv, S] int64. counts [B, Hkv] int32: only heads that hold more than `capacity`
+    tokens are looked at; None: all. For other heads nothing is written, and a program costs a load."""
+
+    query_positions: Tensor
+    positions: Tensor
+    counts: Tensor | None = None
+    capacity: int = 0
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return (*self.query_positions.stride(), *self.positions.stride())
 
 
-@_normalise.register_fake
-def _(
-    query: Tensor, query_positions: Tensor, key: Tensor, positions: Tensor, occupied: Tensor, scale: float
-) -> Tensor:
-    return query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
+def _of_window(window: Window | None) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+    """Tensors and numbers of a launch."""
+    if window is None:
+        return (None, None, None), (0, 0, 0, 0, 0, 0)
+    return (window.query_positions, window.positions, window.counts), (window.capacity, *window.strides)
 
 
-def _launch_attention(
-    query: Tensor, key: Tensor, value: Tensor | None, occupied: Tensor, query_positions: Tensor | None,
-    positions: Tensor | None, output: Tensor | None, parts: Tensor, scale: float,
+def launch_attention(
+    query: Tensor, key: Tensor, value: Tensor | None, occupied: Tensor, window: Window | None, output: Tensor | None,
+    parts: Tensor, scale: float,
 ) -> None:
+    """Attention of a block, or of a window's queries. Without an output, the softmaxes' parts alone."""
     value = key if value is None else value
     shape = _shape(query, key, value)
     rows, block, stages, warps = _attention_tile(query, key)
     programs = query.shape[0] * key.shape[1] * triton.cdiv(query.shape[2] * shape["GROUP"], rows)
+    tensors, numbers = _of_window(window)
     with on_device_of(query):
         attention_kernel[(programs,)](
-            query, key, value, occupied, query_positions, positions, output, parts, scale * LOG2_E.value,
-            *_arguments(query, key, value, occupied), *_position_strides(query_positions, positions),
-            **shape, ROWS=rows, BLOCK=block, STAGES=stages, POSITIONS=positions is not None, OUTPUT=output is not None,
-            NEGATIVE=scale < 0, num_warps=warps,
+            query, key, value, occupied, *tensors, output, parts, scale * LOG2_E.value,
+            *_arguments(query, key, value, occupied), *numbers,
+            **shape, ROWS=rows, BLOCK=block, STAGES=stages, POSITIONS=window is not None, DUE=tensors[2] is not None,
+            OUTPUT=output is not None, NEGATIVE=scale < 0, num_warps=warps,
         )
 
 
-def _position_strides(query_positions: Tensor | None, positions: Tensor | None) -> tuple[int, ...]:
-    if query_positions is None or positions is None:
-        return 0, 0, 0, 0, 0
-    return (*query_positions.stride(), *positions.stride())
+def launch_received(
+    query: Tensor, key: Tensor, occupied: Tensor, window: Window | None, parts: Tensor, result: Tensor, scale: float,
+    mean: bool,
+) -> None:
+    """What keys receive, into result [B, Hkv, S] float32. Where heads are passed over, programs are few, and take
+    several blocks of keys each: to come and go takes them time too."""
+    shape = _shape(query, key, key)
+    queries, block, stages, warps = _received_tile(query, key)
+    heads, blocks = key.shape[0] * key.shape[1], triton.cdiv(key.shape[2], block)
+    tensors, numbers = _of_window(window)
+    each = 1
+    if tensors[2] is not None:
+        wanted = 2 if INTERPRETED else max(1, triton.cdiv(RESIDENT * multiprocessors(key.device), heads))
+        each = triton.cdiv(blocks, min(wanted, blocks))
+    with on_device_of(query):
+        received_kernel[(heads * triton.cdiv(blocks, each),)](
+            query, key, key, occupied, *tensors, parts, result, scale * LOG2_E.value,
+            *_arguments(query, key, key, occupied), *numbers, each,
+            **shape, ROWS=queries, BLOCK=block, STAGES=stages, POSITIONS=window is not None,
+            DUE=tensors[2] is not None, MEAN=mean, num_warps=warps,
+        )
 
 
 @torch.library.custom_op("kvtwin::block_received", mutates_args=())
-def _received(
-    query: Tensor, key: Tensor, occupied: Tensor, query_positions: Tensor | None, positions: Tensor | None,
-    parts: Tensor, scale: float, mean: bool,
-) -> Tensor:
+def _received(query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale: float, mean: bool) -> Tensor:
     result = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
-    shape = _shape(query, key, key)
-    queries, block, stages, warps = _received_tile(query, key)
-    with on_device_of(query):
-        received_kernel[(key.shape[0] * key.shape[1] * triton.cdiv(key.shape[2], block),)](
-            query, key, key, occupied, query_positions, positions, parts, result, scale * LOG2_E.value,
-            *_arguments(query, key, key, occupied), *_position_strides(query_positions, positions),
-            **shape, ROWS=queries, BLOCK=block, STAGES=stages, POSITIONS=positions is not None, MEAN=mean,
-            num_warps=warps,
-        )
+    launch_received(query, key, occupied, None, parts, result, scale, mean)
     return result
 
 
 @_received.register_fake
-def _(
-    query: Tensor, key: Tensor, occupied: Tensor, query_positions: Tensor | None, positions: Tensor | None,
-    parts: Tensor, scale: float, mean: bool,
-) -> Tensor:
+def _(query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale: float, mean: bool) -> Tensor:
     return key.new_empty(key.shape[:3], dtype=torch.float32)
 
 

@@ -4,8 +4,10 @@
 `received_kernel`: the logits again, key by key; a key's weights summed over queries and heads. `newest_kernel`: what
 the newest query alone gives each key.
 
-In the first, a query's row is query * GROUP + head of the group: all heads of a KV head share the keys that are read.
-Logits are in base 2. Strides of queries and caches come divided by UNIT (see _launch.stride_unit).
+With POSITIONS queries are not those of the last slots, but a window's: see `_block_kernels.Window`. With DUE heads that
+hold `capacity` tokens or less are passed over. In the first, a query's row is query * GROUP + head of the group: all
+heads of a KV head share the keys that are read. Logits are in base 2. Strides of queries and caches come divided by
+UNIT (see _launch.stride_unit).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _SIZES = [
     "slots", "count", "heads", "query_b", "query_h", "query_q", "key_b", "key_h", "key_s", "value_b", "value_h",
     "value_s", "occupied_b", "occupied_h",
 ]
-_POSITIONS = ["asks_b", "asks_q", "position_b", "position_h", "position_s"]
+_POSITIONS = ["capacity", "asks_b", "asks_q", "position_b", "position_h", "position_s"]
 
 
 @triton.jit
@@ -99,17 +101,22 @@ def _attend_tiles(
 
 @triton.jit(do_not_specialize=_SIZES + _POSITIONS)
 def attention_kernel(
-    query, key, value, occupied, query_positions, positions, output, parts, scale,
+    query, key, value, occupied, query_positions, positions, counts, output, parts, scale,
     slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
-    asks_b, asks_q, position_b, position_h, position_s,
+    capacity, asks_b, asks_q, position_b, position_h, position_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    UNIT: tl.constexpr, POSITIONS: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr, NEGATIVE: tl.constexpr,
+    UNIT: tl.constexpr, POSITIONS: tl.constexpr, DUE: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
+    NEGATIVE: tl.constexpr,
 ):
     """Program (block of rows, KV head, row of the batch). Without OUTPUT, values are not touched."""
     blocks = tl.cdiv(count * GROUP, ROWS)
     first = (tl.program_id(0) % blocks) * ROWS
     flat = (tl.program_id(0) // blocks).to(tl.int64)
+    if DUE:
+        tokens = tl.load(counts + flat)
+        if tokens <= capacity:
+            return
     b, k_head = flat // heads, flat % heads
     key += (b * key_b + k_head * key_h) * UNIT
     value += (b * value_b + k_head * value_h) * UNIT
@@ -203,43 +210,33 @@ def _receive_tiles(
     return total
 
 
-@triton.jit(do_not_specialize=_SIZES + _POSITIONS)
-def received_kernel(
-    query, key, value, occupied, query_positions, positions, parts, result, scale,
-    slots, count, heads, query_b, query_h, query_q, query_d,
-    key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
-    asks_b, asks_q, position_b, position_h, position_s,
+@triton.jit
+def _receive_block(
+    first, flat, programs, query, key, occupied, query_positions, positions, parts, result, scale, slots, count,
+    query_h, query_q, query_d, key_s, key_d, occupied_s, asks_q, position_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    UNIT: tl.constexpr, POSITIONS: tl.constexpr, MEAN: tl.constexpr, STAGES: tl.constexpr,
+    POSITIONS: tl.constexpr, MEAN: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Program (block of keys, KV head, row of the batch): what all queries of the group give to these keys."""
-    blocks = tl.cdiv(slots, BLOCK)
-    first = (tl.program_id(0) % blocks) * BLOCK
-    flat = (tl.program_id(0) // blocks).to(tl.int64)
-    b, k_head = flat // heads, flat % heads
-    key += (b * key_b + k_head * key_h) * UNIT
-    occupied += b * occupied_b + k_head * occupied_h
-    query += (b * query_b + k_head * GROUP * query_h) * UNIT
+    """What all queries of the group give to the keys from slot `first` on. Pointers at the KV head, but for parts and
+    result; programs: how many KV heads there are in all."""
     d = tl.arange(0, D_PAD).to(tl.int64)
     s = first + tl.arange(0, BLOCK)
     s64 = s.to(tl.int64)
     holds = tl.load(occupied + s64 * occupied_s, mask=s < slots, other=0) != 0
     k = tl.load(
-        key + s64[:, None] * (key_s * UNIT) + d[None, :] * key_d,
-        mask=holds[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
+        key + s64[:, None] * key_s + d[None, :] * key_d, mask=holds[:, None] & (d < HEAD_DIM)[None, :], other=0.0
     )
     past = slots - count
-    all_queries = tl.num_programs(0).to(tl.int64) // blocks * GROUP * count
+    all_queries = programs * GROUP * count
     parts += flat * GROUP * count
     total = tl.full([BLOCK, ROWS], 0.0, tl.float32)
     at = s64
     if POSITIONS:
-        query_positions += b * asks_b
-        at = tl.load(positions + b * position_b + k_head * position_h + s64 * position_s, mask=holds, other=0)
+        at = tl.load(positions + s64 * position_s, mask=holds, other=0)
     if not POSITIONS and first + BLOCK - 1 <= past:                    # every query sees all of these keys
         total = _receive_tiles(
             k, at, total, query, parts, query_positions, scale, 0, count, past, all_queries,
-            query_h * UNIT, query_q * UNIT, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, False, POSITIONS, STAGES,
+            query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, False, POSITIONS, STAGES,
         )
     else:
         nearest = tl.maximum(first - past, 0) // ROWS                  # queries before these tiles see none of them
@@ -247,7 +244,7 @@ def received_kernel(
             nearest = first * 0
         total = _receive_tiles(
             k, at, total, query, parts, query_positions, scale, nearest, count, past, all_queries,
-            query_h * UNIT, query_q * UNIT, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, True, POSITIONS,
+            query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, True, POSITIONS,
             STAGES if POSITIONS else 1,
         )
     divisor = GROUP + 0.0
@@ -256,12 +253,55 @@ def received_kernel(
         for start in range(0, count, 128):
             i = start + tl.arange(0, 128)
             if POSITIONS:
-                counts = tl.load(query_positions + i.to(tl.int64) * asks_q, mask=i < count, other=-1) >= 0
+                counted = tl.load(query_positions + i.to(tl.int64) * asks_q, mask=i < count, other=-1) >= 0
             else:
-                counts = tl.load(occupied + (past + i).to(tl.int64) * occupied_s, mask=i < count, other=0) != 0
-            observers += tl.where(counts, 1, 0)
+                counted = tl.load(occupied + (past + i).to(tl.int64) * occupied_s, mask=i < count, other=0) != 0
+            observers += tl.where(counted, 1, 0)
         divisor = divisor * tl.maximum(tl.sum(observers, 0), 1)
     tl.store(result + flat * slots + s, tl.where(holds, tl.sum(total, 1) / divisor, 0.0), mask=s < slots)
+
+
+@triton.jit(do_not_specialize=[*_SIZES, *_POSITIONS, "each"])
+def received_kernel(
+    query, key, value, occupied, query_positions, positions, counts, parts, result, scale,
+    slots, count, heads, query_b, query_h, query_q, query_d,
+    key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
+    capacity, asks_b, asks_q, position_b, position_h, position_s, each,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, POSITIONS: tl.constexpr, DUE: tl.constexpr, MEAN: tl.constexpr, STAGES: tl.constexpr,
+):
+    """Program (block of keys, KV head, row of the batch): what all queries of the group give to these keys. With DUE
+    `each` blocks of keys to a program, else one."""
+    blocks = tl.cdiv(slots, BLOCK)
+    if DUE:
+        blocks = tl.cdiv(blocks, each)
+    number = tl.program_id(0) % blocks
+    flat = (tl.program_id(0) // blocks).to(tl.int64)
+    if DUE:
+        tokens = tl.load(counts + flat)
+        if tokens <= capacity:
+            return
+    b, k_head = flat // heads, flat % heads
+    key += (b * key_b + k_head * key_h) * UNIT
+    occupied += b * occupied_b + k_head * occupied_h
+    query += (b * query_b + k_head * GROUP * query_h) * UNIT
+    if POSITIONS:
+        query_positions += b * asks_b
+        positions += b * position_b + k_head * position_h
+    programs = tl.num_programs(0).to(tl.int64) // blocks
+    if DUE:
+        for first in range(number * each * BLOCK, tl.minimum((number + 1) * each * BLOCK, slots), BLOCK):
+            _receive_block(
+                first, flat, programs, query, key, occupied, query_positions, positions, parts, result, scale, slots,
+                count, query_h * UNIT, query_q * UNIT, query_d, key_s * UNIT, key_d, occupied_s, asks_q, position_s,
+                GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS, MEAN, STAGES,
+            )
+    else:
+        _receive_block(
+            number * BLOCK, flat, programs, query, key, occupied, query_positions, positions, parts, result, scale,
+            slots, count, query_h * UNIT, query_q * UNIT, query_d, key_s * UNIT, key_d, occupied_s, asks_q, position_s,
+            GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS, MEAN, STAGES,
+        )
 
 
 @triton.jit(do_not_specialize=_SIZES)

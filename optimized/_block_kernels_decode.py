@@ -6,7 +6,9 @@ picked, and the new token takes it. Else, where few heads have many slots, `fini
 Until it takes a slot the new token is read from where the caller has it; its logit stands behind those of the cache.
 
 Buffers as in `_block_kernels_evict.py`; rows of slots come divided by UNIT, so that the compiler knows their alignment.
-Scratch is indexed by flat, or by the query head; logits [flats, padded, GROUP_PAD] are in base 2.
+With the rule APPEND `budget` is how many tokens a head may hold at most before this one, `counts` how many it holds:
+the new one takes the first slot behind them. Scratch is indexed by flat, or by the query head; logits [flats, padded,
+GROUP_PAD] are in base 2.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._block_kernels_scores import NOTHING, RANDOM, new_score_of, normalise, score_slots
+from ._block_kernels_scores import APPEND, NOTHING, RANDOM, new_score_of, normalise, score_slots
 from ._longflow_scores import is_last
 from ._numerics import dot, finite_or_zero, round_output, round_to
 
@@ -164,6 +166,22 @@ def _take_slot(
 
 
 @triton.jit
+def _remember(
+    query, window_query, window_positions, position, b, k_head, heads, observers, query_b, query_h, query_d,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
+):
+    """The group's queries into their place in the window, a ring [B, Hq, observers, D]: the one of the oldest."""
+    row = tl.arange(0, ROWS)
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    mask = (row < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    head = (k_head * GROUP + row)[:, None]
+    place = position % observers
+    q = tl.load(query + b * query_b + head * query_h + d[None, :] * query_d, mask=mask, other=0.0)
+    tl.store(window_query + ((b * heads * GROUP + head) * observers + place) * HEAD_DIM + d[None, :], q, mask=mask)
+    tl.store(window_positions + b * observers + place, position)       # every head of the row the same
+
+
+@triton.jit
 def _count_row(arrivals, seen, rows):
     """The last (row, KV head) of all counts the token, when nobody reads the number any more."""
     if is_last(arrivals + rows, rows):
@@ -171,17 +189,17 @@ def _count_row(arrivals, seen, rows):
 
 
 _SIZES = [
-    "budget", "slots", "padded", "share", "splits", "blocks", "heads", "rows", "sinks", "recent", "offset", "query_b",
+    "budget", "slots", "padded", "share", "splits", "blocks", "heads", "rows", "sinks", "recent", "offset", "observers",
+    "query_b",
     "query_h", "new_key_b", "new_key_h", "new_value_b", "new_value_h",
 ]
-
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def step_kernel(
     query, new_key, new_value, key, value, occupied, positions, score, ordinals, magnitude, held, seen,
-    output, logits, partial, tops, weight_sums, normalisers, arrivals,
-    scale, budget, slots, padded, share, splits, heads, rows, sinks, recent, offset,
+    output, logits, partial, tops, weight_sums, normalisers, arrivals, counts, window_query, window_positions,
+    scale, budget, slots, padded, share, splits, heads, rows, sinks, recent, offset, observers,
     query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr,
@@ -205,6 +223,8 @@ def step_kernel(
     logits += flat * (padded * 16) * GROUP_PAD
     number = tl.load(held + flat)                                      # of real tokens before this one
     tokens = tl.minimum(number, budget)                                # in the cache
+    if RULE == APPEND:
+        tokens = tl.load(counts + flat)
     mask = (row < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     head = (k_head * GROUP + row)[:, None]
     q = tl.load(query + b * query_b + head * query_h + d[None, :] * query_d, mask=mask, other=0.0)
@@ -230,7 +250,9 @@ def step_kernel(
             size = 0.0
             if MAGNITUDE:
                 size = _size_of(new_value, new_value_d, HEAD_DIM, D_PAD)
-            if RULE != NOTHING:
+            if RULE == APPEND:
+                slot = tokens
+            elif RULE != NOTHING:
                 best, new_score = score_slots(
                     logits, score, ordinals, magnitude, shift, total, 0, (budget + 16) // 16 * 16, tokens, number,
                     budget, new_score, size, sinks, recent, padded * 16,
@@ -239,9 +261,15 @@ def step_kernel(
                 slot = tl.where(tokens < budget, tokens, (best & _INDEX).to(tl.int32))
             _take_slot(
                 new_key, new_value, key, value, occupied + at, positions + at, score, ordinals, magnitude, held + flat,
-                slot, tl.load(seen), number, new_score, size, (slot < budget) | (RULE == NOTHING),
+                slot, tl.load(seen), number, new_score, size, (slot < budget) | (RULE == NOTHING) | (RULE == APPEND),
                 new_key_d, new_value_d, HEAD_DIM, D_PAD, MAGNITUDE,
             )
+            if RULE == APPEND:
+                tl.store(counts + flat, tokens + 1)
+                _remember(
+                    query, window_query, window_positions, tl.load(seen), b, k_head, heads, observers,
+                    query_b, query_h, query_d, GROUP, HEAD_DIM, D_PAD, ROWS,
+                )
             _count_row(arrivals, seen, rows)
 
 

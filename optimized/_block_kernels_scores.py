@@ -1,8 +1,9 @@
 """Scores and ranks of one (row, KV head) at a decode step, from its logits: device functions.
 
-A rule says what a method ranks by. With NOTHING a new token takes slot `budget`, and something else decides; SUM: the
-sum of the weights so far (times ||v||_1 with MAGNITUDE); NEWEST: the newest query's weight, by its logarithm; RANDOM: a
-number that the token got when it came; AGE.
+A rule says what a method ranks by. With NOTHING a new token takes slot `budget`, and something else decides; with
+APPEND it takes the first free slot, and its query a place in a window of the last queries: what goes, and whether, is
+somebody else's to say as well. SUM: the sum of the weights so far (times ||v||_1 with MAGNITUDE); NEWEST: the newest
+query's weight, by its logarithm; RANDOM: a number that the token got when it came; AGE.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ SUM = tl.constexpr(1)
 NEWEST = tl.constexpr(2)
 RANDOM = tl.constexpr(3)
 AGE = tl.constexpr(4)
+APPEND = tl.constexpr(5)
 _NEVER = tl.constexpr(2**63 - 1)
 
 
@@ -158,4 +160,6 @@ def new_score_of(seen, offset, RULE: tl.constexpr):
     score = 0.0
     if RULE == RANDOM:
         score = tl.sum(_random_score(tl.load(seen + tl.arange(0, 1)), offset), 0)
+    if RULE == APPEND:
+        score = float("inf")                                           # not ranked yet
     return score

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..reference.contract import Sizes
 from ._block_kernels_decode import finish_kernel, step_kernel
-from ._block_kernels_scores import AGE, NEWEST, NOTHING, RANDOM, SUM
+from ._block_kernels_scores import AGE, APPEND, NEWEST, NOTHING, RANDOM, SUM
 from ._launch import (
     GROUP_ROWS, INTERPRETED, MAX_SPLITS, discards, fused, key_block, on_device_of, padded_head_dim, padded_slots,
     split_slots,
@@ -22,7 +22,9 @@ from ._numerics import LOG2_E
 CHUNK, STAGES, WARPS, REGISTERS = 512, 3, 4, 168
 
 #: Rules of `step`, by name; see `_block_kernels_scores.py`.
-RULES = {"nothing": NOTHING, "sum": SUM, "newest": NEWEST, "random": RANDOM, "age": AGE}
+RULES = {"nothing": NOTHING, "sum": SUM, "newest": NEWEST, "random": RANDOM, "age": AGE, "append": APPEND}
+#: After which something else decides what goes: a head's last program finishes it, since there is little to finish.
+BARE = ("nothing", "append")
 
 
 class Scratch(NamedTuple):
@@ -65,7 +67,7 @@ def _plan(sizes: Sizes, budget: int, itemsize: int, device: torch.device, rule: 
         for cut in (flats * logits, count * splits * head_dim, count * splits, count * splits, count * 2, flats)
     ]
     return _Plan(
-        block, splits, split_size // block, rule == "nothing" or fused(sizes, device), blocks,
+        block, splits, split_size // block, rule in BARE or fused(sizes, device), blocks,
         triton.cdiv(sixteens, blocks), cuts,
     )
 
@@ -91,13 +93,14 @@ def scratch(sizes: Sizes, budget: int, dtype: torch.dtype, device: torch.device,
     "kvtwin::block_step",
     mutates_args=(
         "key", "value", "occupied", "positions", "score", "ordinals", "magnitude", "held", "seen", "workspace",
-        "candidates", "arrivals",
+        "candidates", "arrivals", "counts", "window_query", "window_positions",
     ),
 )
 def step(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
     score: Tensor, ordinals: Tensor, magnitude: Tensor | None, held: Tensor, seen: Tensor,
     workspace: Tensor, candidates: Tensor, arrivals: Tensor,
+    counts: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
     scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int,
 ) -> Tensor:
     """One token: attention to what is held and to itself, scores, and the slot that it takes, or none.
@@ -105,7 +108,10 @@ def step(
     query [B, Hq, D]; new_key, new_value [B, Hkv, D]; a state's buffers as in `_block_ops.arrive`; workspace, candidates
     and arrivals: a Scratch. rule: "sum" (times magnitude, if there is one), "newest", "random" (offset: the state of
     the generator without the position), "age"; with "nothing" the token takes slot `budget`, for others to decide. The
-    oldest `sinks` and the newest `recent` tokens are protected. Returns the output [B, Hq, D].
+    oldest `sinks` and the newest `recent` tokens are protected. With "append" the token takes the first free slot, of
+    which `budget` + 1 are there; counts [B, Hkv] int32, how many tokens a head holds, goes up by one, and the query
+    takes the place of the oldest in window_query [B, Hq, W, D] and window_positions [B, W]. Returns the output [B, Hq,
+    D].
     """
     batch, query_heads, head_dim = query.shape
     _, heads, slots, _ = key.shape
@@ -128,11 +134,13 @@ def step(
         "MAGNITUDE": magnitude is not None, "PROTECTS": sinks + recent > 0,
     }
     padded = padded_slots(budget + 1) // 16
+    window = (held if counts is None else counts, query if window_query is None else window_query,
+              seen if window_positions is None else window_positions)
     with on_device_of(key):
         step_kernel[(flats * plan.splits,)](
             query, *state, output, logits, partial, tops, weight_sums, normalisers, arrivals,
-            scale * LOG2_E.value, budget, slots // unit, padded, plan.share, plan.splits, *numbers,
-            *query.stride(), *strides, **options,
+            *window, scale * LOG2_E.value, budget, slots // unit, padded, plan.share, plan.splits, *numbers,
+            1 if window_query is None else window_query.shape[2], *query.stride(), *strides, **options,
             ROWS=GROUP_ROWS, BLOCK=plan.block, CHUNK=64 if INTERPRETED else min(CHUNK, 8 * CHUNK // group_pad),
             FUSED=plan.fused, DISCARD=plan.fused and discards(key.device),
             num_warps=WARPS if plan.fused or key.element_size() == 4 else 2, num_stages=STAGES if plan.fused else 2,
@@ -152,6 +160,7 @@ def _(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
     score: Tensor, ordinals: Tensor, magnitude: Tensor | None, held: Tensor, seen: Tensor,
     workspace: Tensor, candidates: Tensor, arrivals: Tensor,
+    counts: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
     scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int,
 ) -> Tensor:
     return query.new_empty(query.shape)

@@ -4,10 +4,12 @@ Twin of the reference's frame; nothing here returns to the host. A method says w
 
 - `_update(block) -> (rank, protected)`: brings `score` up to date for all occupied slots below block.end, those of the
   new block included, and says who goes first. rank [B, Hkv, end] float32, lowest first, ties to the lowest slot, or
-  None: the oldest first; protected [B, Hkv, end] bool, which stay whatever their rank, or None.
+  None: the oldest first; protected [B, Hkv, end] bool, which stay whatever their rank, or None. A method whose capacity
+  is more than its budget overrides `_evict` instead, and `_finish_step`.
 - `_rule`: how a decode step ranks, one of `_block_step.RULES`. With the default, "nothing", a step's token takes slot
-  `budget`, then `_update` ranks as for any block. With others the step does it all, and leaves in `score` what
-  `_update` would; `_offset` is the random generator's.
+  `budget`, then `_update` ranks as for any block. With "append" it takes the first free slot, and `_window` (counts,
+  window_query, window_positions of `_block_step.step`) is brought up to date. With others the step does it all, and
+  leaves in `score` what `_update` would; `_offset` is the random generator's.
 - `_sinks`, `_recent`: how many of the oldest and of the newest tokens of each head are protected as well. No more than
   `budget` tokens may be protected in all.
 - `_carried`: a float32 [B, Hkv, S] buffer of the method's own that moves with the tokens, or None. With
@@ -36,9 +38,9 @@ from ._launch import DTYPES, check_kernel_device, check_kernel_sizes, check_laun
 
 
 class Block(NamedTuple):
-    """Q tokens that just came into slots budget to end - 1, and how their queries attended.
+    """Q tokens that just came into slots capacity to end - 1, and how their queries attended.
 
-    query [B, Hq, Q, D]; real [B, Q] bool, False for padding; positions [Q] int64; end = budget + Q; parts
+    query [B, Hq, Q, D]; real [B, Q] bool, False for padding; positions [Q] int64; end = capacity + Q; parts
     [2, B, Hq, Q] float32: see `_block_kernels.Attended`; None at a decode step.
     """
 
@@ -50,11 +52,13 @@ class Block(NamedTuple):
 
 
 class BlockState:
-    """A cache of budget + block_size slots per KV head: the first `budget` hold tokens, the others the block at hand.
+    """A cache of capacity + block_size slots per KV head: the first `capacity` hold tokens, the others the block at
+    hand.
 
-    key, value [B, Hkv, S, D] with S = budget + block_size; occupied and positions [B, Hkv, S] bool and int64 (the token
-    in each slot, counted from 0 with padding included; -1 = free); score [B, Hkv, S] float32, what the method carries
-    of each token or ranked it by last, -inf in free slots. Between calls only the first `budget` slots are occupied.
+    key, value [B, Hkv, S, D] with S = capacity + block_size, where capacity is the config's: the budget, unless
+    evictions are less often; occupied and positions [B, Hkv, S] bool and int64 (the token in each slot, counted from 0
+    with padding included; -1 = free); score [B, Hkv, S] float32, what the method carries of each token or ranked it by
+    last, -inf in free slots. Between calls tokens sit in the first slots, without gaps, in `capacity` of them at most.
     All of them are updated in place, and a step fits in a CUDA graph. float32, float16 or bfloat16; D from 16 to 256;
     up to 16 query heads per KV head. TypeError, ValueError for anything else, and for CPU tensors outside Triton's
     interpreter.
@@ -74,7 +78,7 @@ class BlockState:
         self.config = config
         self.sizes = state_sizes(
             batch=batch, query_heads=query_heads, key_value_heads=key_value_heads,
-            slots=config.budget + config.block_size, head_dim=head_dim,
+            slots=config.capacity + config.block_size, head_dim=head_dim,
         )
         check_kernel_sizes(self.sizes)
         self.dtype = check_dtype("dtype", dtype, DTYPES)
@@ -91,9 +95,10 @@ class BlockState:
         self._ordinals = self._buffer(*rows, dtype=torch.int32)                 # numbers of tokens, padding left out
         self._held = self._buffer(batch, key_value_heads, dtype=torch.int32)    # real tokens that the row has seen
         self._carried: Tensor | None = None
+        self._window: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         self._sinks = self._recent = self._offset = 0
         self._allocate()
-        self._scratch = scratch(self.sizes, config.budget, dtype, self.device, self._rule)
+        self._scratch = scratch(self.sizes, config.capacity, dtype, self.device, self._rule)
         self.reset()
 
     @torch.inference_mode(False)  # else a state that was made in inference mode could not be used outside of it
@@ -151,12 +156,9 @@ class BlockState:
         output = block_step(
             query, key, value, self.key, self.value, self.occupied, self.positions, self._score, self._ordinals,
             self._carried if self._carries_magnitude else None, self._held, self._seen, *self._scratch,
-            self.scale, self.config.budget, self._rule, self._sinks, self._recent, self._offset,
+            *self._window, self.scale, self.config.capacity, self._rule, self._sinks, self._recent, self._offset,
         )
-        if self._rule == "nothing":
-            real = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
-            end = self.config.budget + 1
-            self._evict(Block(query[:, :, None], real, self._seen - 1, end, None), 1)
+        self._finish_step(query)
         return output
 
     def reorder(self, index: Tensor) -> None:
@@ -187,12 +189,12 @@ class BlockState:
 
     def _append(self, query: Tensor, key: Tensor, value: Tensor, real: Tensor) -> Tensor:
         """A block of Q <= block_size tokens; real [B, Q] bool. Returns [B, Hq, Q, D]."""
-        budget, count = self.config.budget, query.shape[2]
-        end = budget + count
+        capacity, count = self.config.capacity, query.shape[2]
+        end = capacity + count
         positions = self._seen + torch.arange(count, device=self.device)
         ops.arrive(
             key, value, real, self.key, self.value, self.occupied, self.positions, self._score, self._ordinals,
-            self._carried if self._carries_magnitude else None, self._held, self._seen, budget,
+            self._carried if self._carries_magnitude else None, self._held, self._seen, capacity,
         )
         self._seen += count
         self._held += real.sum(-1, keepdim=True)
@@ -201,6 +203,12 @@ class BlockState:
         )
         self._evict(Block(query, real, positions, end, parts), count)
         return output
+
+    def _finish_step(self, query: Tensor) -> None:
+        """What is left to do after a step's kernels."""
+        if self._rule == "nothing":
+            real = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
+            self._evict(Block(query[:, :, None], real, self._seen - 1, self.config.capacity + 1, None), 1)
 
     def _evict(self, block: Block, count: int) -> None:
         """The block is in its slots: update and rank, choose, settle."""

@@ -102,8 +102,10 @@ def payload(cache: thinkv.PagedCache, shape: Shape) -> int:
     return int(cache.bits_per_element() * elements / 8) + 2 * shape.batch * shape.query_heads * shape.head_dim * ITEM
 
 
-def check_row(cache: thinkv.PagedCache, query: Tensor, result: tuple[Tensor, Tensor], row: int) -> None:
-    """One row's output and sparsity against float64, over the numbers that the cache shows."""
+def check_row(
+    cache: thinkv.PagedCache, query: Tensor, result: tuple[Tensor, Tensor], row: int, looks: bool = True
+) -> None:
+    """One row's output, and sparsity where it was wanted, against float64, over the numbers that the cache shows."""
     assert not bool(result[0].isnan().any()), "part of the output was not written"
     live = cache.occupied[row].nonzero()[:, 0]
     key, value = (tensor[row:row + 1, :, live].double() for tensor in cache.dequantized())
@@ -115,16 +117,21 @@ def check_row(cache: thinkv.PagedCache, query: Tensor, result: tuple[Tensor, Ten
     assert_within(
         result[0][row:row + 1], attention.output[:, :, 0], judge.attention_error(wide, allowed)[:, :, 0], what="output"
     )
+    if not looks:
+        assert bool(result[1].isnan().all()), "nobody asked for the sparsity"
+        return
     (low, high), _ = judge.sparsity_interval(wide, allowed, cache.config.sparsity_threshold)
     share = float(result[1][row])
     assert float(low) <= share <= float(high), f"sparsity {share}, expected from {float(low)} to {float(high)}"
 
 
-def attention_benchmark(device_benchmark, draw, shape: Shape, tokens: int, gated: bool) -> None:
+def attention_benchmark(device_benchmark, draw, shape: Shape, tokens: int, gated: bool, looks: bool = False) -> None:
+    """looks: a step that wants the sparsity of every row, as one in TAU does; the others want nobody's."""
     cache = filled(shape, draw, tokens)
     query = draw(shape.batch, shape.query_heads, shape.head_dim)
     key, value = (draw(shape.batch, shape.key_value_heads, shape.tokens, shape.head_dim) for _ in range(2))
     occupied = torch.ones(1, shape.tokens, dtype=torch.bool, device=DEVICE)
+    look = torch.full((shape.batch,), looks, device=DEVICE)
 
     def verify_peer(output: Tensor) -> None:
         case = DecodeCase.of(query[-1:], key[-1:], value[-1:], occupied)
@@ -134,8 +141,8 @@ def attention_benchmark(device_benchmark, draw, shape: Shape, tokens: int, gated
         )
 
     device_benchmark(
-        lambda: thinkv.decode_attention(query, cache), moves=payload(cache, shape),
-        verify=lambda result: check_row(cache, query, result, shape.batch - 1),
+        lambda: thinkv.decode_attention(query, cache, look=look), moves=payload(cache, shape),
+        verify=lambda result: check_row(cache, query, result, shape.batch - 1, looks),
         peers=decode_peers(query, key, value), peers_move=shape.full_bytes, verify_peer=verify_peer, gated=gated,
     )
 
@@ -143,6 +150,11 @@ def attention_benchmark(device_benchmark, draw, shape: Shape, tokens: int, gated
 def test_fresh(device_benchmark, draw):
     """A cache that was filled once: the tokens of a block share their scales."""
     attention_benchmark(device_benchmark, draw, SHAPE, SHAPE.tokens, gated=True)
+
+
+def test_fresh_looked_at(device_benchmark, draw):
+    """The same where the sparsity is computed too."""
+    attention_benchmark(device_benchmark, draw, SHAPE, SHAPE.tokens, gated=True, looks=True)
 
 
 def test_churned(device_benchmark, draw):

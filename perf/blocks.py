@@ -73,16 +73,16 @@ def tokens(shape: Shape, count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]
     return query, key, value
 
 
-def full_state(method: str, shape: Shape) -> Any:
-    """A state of the method's defaults whose cache is full."""
+def full_state(method: str, shape: Shape, **options: Any) -> Any:
+    """A state of the method's defaults, but for these options, whose cache is full: a block has just evicted."""
     pair = judges.pair(method)
     assert pair.config is not None
     assert pair.state is not None
     state = getattr(pair.optimized, pair.state.__name__)(
-        pair.config(shape.slots, BLOCK), batch=shape.batch, query_heads=shape.query_heads,
+        pair.config(shape.slots, BLOCK, **options), batch=shape.batch, query_heads=shape.query_heads,
         key_value_heads=shape.key_value_heads, head_dim=shape.head_dim, dtype=DTYPE, device=DEVICE,
     )
-    for start in range(0, shape.slots + BLOCK, BLOCK):
+    for start in range(0, state.config.capacity + BLOCK, BLOCK):
         state.append_block(*tokens(shape, BLOCK, seed=start))
     return state
 

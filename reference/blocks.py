@@ -2,7 +2,8 @@
 
 A block attends causally to what is held and to itself, *before* anything is evicted (KeyDiff eq. 6); then every KV head
 of a row evicts down to the budget, by a rank that each method defines (KeyDiff A.1). Decoding is the same with blocks
-of one token. At its peak the cache holds budget + block_size tokens.
+of one token. A method may evict less often, as LongFlow's comparisons compress generated text once in 128 steps: then a
+head of a row keeps what comes until it holds more than `capacity`. At its peak it holds capacity + block_size tokens.
 """
 
 from __future__ import annotations
@@ -36,13 +37,19 @@ class AttendResult(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockConfig(MethodConfig):
-    """budget: the most tokens that a row holds per KV head. block_size: the most that come in before an eviction."""
+    """budget: the most tokens that a row keeps per KV head. block_size: the most that come in before an eviction."""
 
     block_size: int = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer("block_size", self.block_size, minimum=1)
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens that a row holds per KV head between calls: one that holds more after a block is cut to its
+        budget. The budget itself, where every token beyond it evicts one."""
+        return self.budget
 
 
 class Piece(NamedTuple):
@@ -99,11 +106,13 @@ def attention_of_block(
 
 
 class BlockState:
-    """A cache of budget + block_size slots per KV head: the first `budget` hold tokens, the others the block at hand.
+    """A cache of capacity + block_size slots per KV head: the first `capacity` hold tokens, the others the block at
+    hand.
 
-    key, value [B, Hkv, S, D] with S = budget + block_size; occupied and positions [B, Hkv, S] bool and int64 (the token
-    in each slot, counted from 0 with padding included; -1 = free); score [B, Hkv, S], what the method carries of each
-    token or ranked it by last, -inf in free slots. Between calls only the first `budget` slots are occupied.
+    key, value [B, Hkv, S, D] with S = capacity + block_size, where capacity is the config's: the budget, unless
+    evictions are less often; occupied and positions [B, Hkv, S] bool and int64 (the token in each slot, counted from 0
+    with padding included; -1 = free); score [B, Hkv, S], what the method carries of each token or ranked it by last,
+    -inf in free slots. Between calls tokens sit in the first slots, without gaps, in `capacity` of them at most.
 
     Subclasses set Config and implement `_observe` (update `score`) and `_rank`.
     """
@@ -123,7 +132,7 @@ class BlockState:
         self.config = config
         self.sizes = state_sizes(
             batch=batch, query_heads=query_heads, key_value_heads=key_value_heads,
-            slots=config.budget + config.block_size, head_dim=head_dim,
+            slots=config.capacity + config.block_size, head_dim=head_dim,
         )
         self.dtype = check_dtype("dtype", dtype)
         self.device = resolve_device(device)
@@ -195,19 +204,19 @@ class BlockState:
 
     def _append(self, query: Tensor, key: Tensor, value: Tensor, real: Tensor) -> Tensor:
         """A block of Q <= block_size tokens; real [B, Q] bool. Returns [B, Hq, Q, D]."""
-        budget, count = self.config.budget, query.shape[2]
+        start, count = self.config.capacity, query.shape[2]
         positions = torch.arange(self._seen, self._seen + count, device=self.device)
-        block = (..., slice(budget, budget + count))
-        self.key[:, :, budget:budget + count] = key
-        self.value[:, :, budget:budget + count] = value
+        block = (..., slice(start, start + count))
+        self.key[:, :, start:start + count] = key
+        self.value[:, :, start:start + count] = value
         self.occupied[block] = real[:, None]
         self.positions[block] = positions.where(real, -1)[:, None]
         self.score[block] = torch.zeros_like(self.score[block]).masked_fill(~real[:, None], -INF)
         self._seen += count
 
-        end = budget + count
+        end = start + count
         logit = block_logits(query, self.key[:, :, :end], self.occupied[..., :end], scale=self.scale)
-        weight = softmax(logit)                                                         # [B, Hq, Q, budget + Q]
+        weight = softmax(logit)                                                         # [B, Hq, Q, end]
         output = weighted_values(weight, self.value[:, :, :end], self.occupied[..., :end])
         rest = self.config.block_size - count                                           # slots beyond the block
         pad = torch.nn.functional.pad
@@ -220,7 +229,7 @@ class BlockState:
         return output.to(query.dtype)
 
     def _stays(self, rank: Tensor, protected: Tensor) -> Tensor:
-        """Which slots keep their tokens, [B, Hkv, S] bool: at most `budget` per head.
+        """Which slots keep their tokens, [B, Hkv, S] bool: `budget` of each head that is due, all of the others'.
 
         There go first the unprotected, the lowest rank first, ties to the lowest slot; then the protected, the oldest
         first. As integers, so that classes need no magic ranks: unoccupied slots lie below all.
@@ -230,32 +239,34 @@ class BlockState:
         code = torch.where(protected, slots + order(self.positions), code)
         code = torch.where(self.occupied, code, code - 3 * slots)
         kept = kept_after(code, self.config.budget)
-        return torch.zeros_like(self.occupied).scatter(-1, kept, True) & self.occupied
+        chosen = torch.zeros_like(self.occupied).scatter(-1, kept, True)
+        return self.occupied & (chosen | ~self._due())
+
+    def _due(self) -> Tensor:
+        """Which heads evict, the block in its slots: those that hold more than `capacity`. [B, Hkv, 1] bool."""
+        return self.occupied.sum(-1, keepdim=True) > self.config.capacity
 
     def _settle(self, stays: Tensor) -> None:
-        """Evict what does not stay: the j-th slot of the block that stays moves to the j-th free slot of the cache."""
-        budget = self.config.budget
-        cache, block = stays[..., :budget], stays[..., budget:]
-        slot = torch.arange(budget, device=self.device).expand(cache.shape)
-        movers = (~block).to(torch.int8).sort(dim=-1, stable=True).indices + budget     # those that stay come first
-        free = ~cache
-        ordinal = free.cumsum(-1) - 1                                                   # of each free slot
-        arrives = free & (ordinal < block.sum(-1, keepdim=True))
-        source = movers.gather(-1, ordinal.clamp(0, movers.shape[-1] - 1)).where(arrives, slot)
+        """Evict what does not stay: of n tokens that do, those in slots from n on move into the free ones of the first
+        n, the j-th to the j-th. Nothing else moves."""
+        slot = torch.arange(self.sizes.slots, device=self.device).expand(stays.shape)
+        first = slot < stays.sum(-1, keepdim=True)
+        free, moves = first & ~stays, stays & ~first                                    # as many of each
+        movers = (~moves).to(torch.int8).sort(dim=-1, stable=True).indices              # those that move come first
+        source = movers.gather(-1, (free.cumsum(-1) - 1).clamp_min(0)).where(free, slot)
         for name in self._per_slot:
             tensor = getattr(self, name)
             index = source.view(*source.shape, *[1] * (tensor.dim() - 3)).expand(*source.shape, *tensor.shape[3:])
-            tensor[:, :, :budget] = tensor.gather(2, index)
-        self.occupied[..., :budget] = cache | arrives
-        self.occupied[..., budget:] = False
-        self.positions.masked_fill_(~self.occupied, -1)
-        self.score.masked_fill_(~self.occupied, -INF)
+            tensor.copy_(tensor.gather(2, index))
+        self.occupied.copy_(first)
+        self.positions.masked_fill_(~first, -1)
+        self.score.masked_fill_(~first, -INF)
 
     def _adopt(self, positions: Tensor) -> None:
-        """Evict anew what the last block evicted, so that `positions` [B, Hkv, budget] stay (-1: none)."""
+        """Evict anew what the last block evicted, so that `positions` [B, Hkv, n] stay (-1: none)."""
         for name in self._per_slot:
             getattr(self, name).copy_(self._before[name])
-        at = self.positions[..., :, None] == positions[..., None, :]                    # [B, Hkv, S, budget]
+        at = self.positions[..., :, None] == positions[..., None, :]                    # [B, Hkv, S, n]
         self._settle(at.any(-1) & self.occupied)
 
     def _newest(self, count: int) -> Tensor:

@@ -11,6 +11,7 @@ Lockstep, laws, strategies and replay are generic; they ask here for what differ
 - `LONGEST`: the most tokens of a prompt, and the most steps, of a trace that is drawn on a GPU (default: 300 and 80);
 - `SMALL`: keyword arguments that make the config take any budget from 2 on (default: none needed);
 - `GROUPINGS`: options that change the shapes of a state, one dict each;
+- `LAWS`: options, one dict each, under which a state must obey the laws too;
 - `COMPILED`: options, one dict each, by which a state has other kernels, for `compile_only`;
 - `arguments(device)`: values of required parameters that `tiny` does not know, by parameter name, sizes as there;
   "function.parameter" where functions mean different things by it;

@@ -49,7 +49,7 @@ class Piece:
 
     @property
     def slots(self) -> int:
-        """S = budget + block_size."""
+        """S = capacity + block_size."""
         return self.before["key"].shape[2]
 
     @property
@@ -59,16 +59,21 @@ class Piece:
 
     @cached_property
     def attention(self) -> Attention:
-        """The exact attention of the block's queries over the cache and the block: slots 0 to budget + Q - 1."""
-        end = self.reference.config.budget + self.before["query"].shape[2]
+        """The exact attention of the block's queries over the cache and the block: slots 0 to capacity + Q - 1."""
+        end = self.reference.config.capacity + self.before["query"].shape[2]
         query, key, value = (self.before[name].to(self.dtype) for name in ("query", "key", "value"))
         return attend(
             query, key[:, :, :end], value[:, :, :end], self.before["occupied"][..., :end],
             scale=lockstep.scale_of(self.reference), causal=True,
         )
 
+    @cached_property
+    def due(self) -> Tensor:
+        """Which heads must evict, [B, Hkv]."""
+        return self.before["occupied"].sum(-1) > self.reference.config.capacity
+
     def wide(self, tensor: Tensor) -> Tensor:
-        """[..., budget + Q] with zeros for the slots beyond: [..., S]."""
+        """[..., capacity + Q] with zeros for the slots beyond: [..., S]."""
         return functional.pad(tensor, (0, self.slots - tensor.shape[-1]))
 
     def exact_ranks(self) -> Interval:
@@ -168,10 +173,11 @@ class Adapter(lockstep.Adapter):
         stays, right = self._stays(tested, piece, when), _holds(reference.positions, before)
         self._verdicts.append(assert_stays_right(
             stays, right, self.rank_interval(piece, error), occupied=before["occupied"], protected=before["protected"],
-            age=before["positions"], room=reference.config.budget, tie=self.ties(piece), what=f"tokens kept {when}",
+            age=before["positions"], room=reference.config.budget, crowded=piece.due, tie=self.ties(piece),
+            what=f"tokens kept {when}",
         ))
         if not torch.equal(stays, right):
-            reference._adopt(tested.positions[..., :reference.config.budget])
+            reference._adopt(tested.positions[..., :reference.config.capacity])
         assert_same(tested.positions, reference.positions, what=f"positions {when}")
         self.carried = _moved(error, before, reference)
         score = tested.score
@@ -183,14 +189,14 @@ class Adapter(lockstep.Adapter):
     @staticmethod
     def _stays(tested: Any, piece: Piece, when: str) -> Tensor:
         """Which slots of `piece.before` the tested state kept, [B, Hkv, S], after its form is checked."""
-        positions, occupied, budget = tested.positions, tested.occupied, piece.reference.config.budget
+        positions, occupied, capacity = tested.positions, tested.occupied, piece.reference.config.capacity
         shape = tuple(piece.before["occupied"].shape)
         if positions.dtype != torch.int64 or tuple(positions.shape) != shape or tuple(occupied.shape) != shape:
             fail(f"positions and occupied {when}: expected int64 and bool of shape {shape}, got {positions.dtype} of "
                  f"{tuple(positions.shape)} and {occupied.dtype} of {tuple(occupied.shape)}")
         assert_same(occupied, positions >= 0, what=f"occupied {when}, against positions >= 0")
-        if bool(occupied[..., budget:].any()):
-            fail(f"occupied {when}: slots from {budget} on are the next block's and must be free")
+        if bool(occupied[..., capacity:].any()):
+            fail(f"occupied {when}: slots from {capacity} on are the next block's and must be free")
         stays = _holds(positions, piece.before)
         strays = occupied & ~_holds(piece.before["positions"], {"positions": positions, "occupied": occupied})
         if bool(strays.any()):

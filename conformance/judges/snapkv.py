@@ -25,6 +25,9 @@ from .blocks import Piece, received_error
 
 CASES = (WindowCase, AttendCase)
 SMALL = {**blocks.SMALL, "window": 2, "kernel_size": 3}
+#: Compressed once in three tokens: with blocks of five, some rows in the prompt, others later.
+LAWS = ({"interval": 3, "block_size": 5},)
+GROUPINGS = ({"interval": 3},)
 
 
 def score_error(attention: Attention, allowed: Arithmetic, *, kernel_size: int, shared_heads: bool) -> Tensor:
@@ -120,7 +123,15 @@ def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     """See the package. A pool that reaches over the whole prefix gives all of it one sum, and nothing to judge."""
     frame = draw(blocks.frames(most))
     sizes = (3, 1, 5, 7) if frame["budget"] > 5 else (1, 3) if frame["budget"] > 2 else (1,)
-    return {**frame, "window": draw(st.integers(1, window)), "kernel_size": draw(st.sampled_from(sizes))}
+    return {
+        **frame, "window": draw(st.integers(1, window)), "kernel_size": draw(st.sampled_from(sizes)),
+        "interval": draw(st.sampled_from((1, 3, 2, 5))),
+    }
+
+
+def most_held(state: Any, tokens: int) -> int:
+    """See the package."""
+    return min(state.config.capacity, tokens)
 
 
 def attend_error(case: AttendCase, allowed: Arithmetic) -> Tensor:
@@ -144,7 +155,8 @@ def window_attention(piece: Piece) -> Attention:
 
 class Adapter(blocks.Adapter):
     """Ranks are the scores: what the window's queries give, averaged and pooled along the tokens held, in the order of
-    their positions. The bound is `score_error`'s: the sums of received_error, the pool's, one division each."""
+    their positions. The bound is `score_error`'s: the sums of received_error, the pool's, one division each. With an
+    interval, heads that evict nothing have the scores of the last time, and their bounds."""
 
     def score_error(self, piece: Piece) -> Tensor:
         state, positions = piece.reference, piece.before["positions"]
@@ -155,7 +167,8 @@ class Adapter(blocks.Adapter):
         score = piece.before["score"]
         rest = ~piece.before["occupied"] | window
         error = error + gamma(size + 2 * DIVISION / UNIT) * (score.masked_fill(rest, 0) + error) + 4 * FLUSH
-        return (error * SLACK).masked_fill(rest, 0)
+        error = (error * SLACK).masked_fill(rest, 0)
+        return error if state.config.interval == 1 else torch.where(piece.due[..., None], error, piece.carried)
 
     def rank_interval(self, piece: Piece, error: Tensor) -> Interval:
         return Interval(piece.before["rank"] - error, piece.before["rank"] + error)

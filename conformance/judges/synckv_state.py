@@ -31,10 +31,12 @@ COMPILED = ({"offload": True},)
 
 def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:
     """Static tokens left out of the dynamic set: only then are k tokens all tokens."""
-    return st.fixed_dictionaries({
-        "k": st.integers(1, 2 * most), "rho": st.sampled_from(RATIOS), "stride": st.sampled_from((1, 2, 3, 5)),
-        "clusters": st.just(1), "max_tokens": st.just(400 if torch.cuda.is_available() else 36),
-    })
+    return st.builds(
+        lambda stride, **drawn: {**drawn, "stride": stride[0], "phase": stride[1]},
+        k=st.integers(1, 2 * most), rho=st.sampled_from(RATIOS),
+        stride=st.sampled_from(((1, 0), (2, 0), (3, 0), (3, 2), (5, 0), (5, 3))), clusters=st.just(1),
+        max_tokens=st.just(400 if torch.cuda.is_available() else 36),
+    )
 
 
 def most_held(state: Any, tokens: int) -> int:

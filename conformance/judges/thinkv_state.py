@@ -85,7 +85,7 @@ class Adapter(lockstep.Adapter):
     exact = ("segments", "thought", "levels", "over_budget")
 
     def attach(self, tested: Any, reference: Any) -> None:
-        self.tested, self.prompt = tested, 0
+        self.tested, self.prompt, self.share = tested, 0, tested.sparsity.clone()
         reference._attended = lambda query: self._look(reference)
         reference._representatives = self._choose
 
@@ -110,6 +110,9 @@ class Adapter(lockstep.Adapter):
             stays[row, segment] = torch.isin(torch.arange(slots.shape[-1], device=slots.device), indices)
         return stays
 
+    def reorder(self, index: Tensor) -> None:
+        self.share = self.share[index]
+
     def before_slots(self, tested: Any, reference: Any, token: dict[str, Tensor]) -> Verdict | None:
         query, config = token["query"], reference.config
         allowed = thinkv_paging.arithmetic(self.cache, query.dtype)
@@ -117,11 +120,15 @@ class Adapter(lockstep.Adapter):
         key, _, _ = in_order(self.cache, torch.float64)
         wide = thinkv_paging.widened(self.attention, query, key, allowed)
         self.bound = thinkv_paging.attention_error(wide, allowed)[:, :, 0]
+        if (reference.tokens_seen - self.prompt - 1) % config.tau:
+            assert_same(tested.sparsity, self.share, what="sparsity, at which nobody looks in this step,")
+            return None
         (low, high), _ = thinkv_paging.sparsity_interval(wide, allowed, config.sparsity_threshold)
-        share = tested.sparsity.double()
+        self.share = tested.sparsity.clone()
+        share = self.share.double()
         if not bool(((share >= low) & (share <= high)).all()):
             fail(f"sparsity: expected between {low.tolist()} and {high.tolist()}, got {share.tolist()}")
-        if config.edges is None or (reference.tokens_seen - self.prompt - 1) % config.tau:
+        if config.edges is None:
             return None
         exact = torch.tensor(config.edges, dtype=torch.float64, device=share.device)
         edges = torch.cat((exact, exact.float().double()))                                    # a kernel has float32
@@ -139,7 +146,7 @@ class Adapter(lockstep.Adapter):
         return self.bound, None
 
     def reset(self) -> None:
-        self.prompt = 0
+        self.prompt, self.share = 0, torch.zeros_like(self.share)
 
 
 def function_of(state: Any, name: str) -> Any:

@@ -14,6 +14,8 @@ from ...reference.contract import (
     Sizes, check_attention, check_flag, check_integer, check_mask, resolve_scale,
 )
 from .. import _block_kernels as kernels
+from .._block_compress import between
+from .._block_compress import compress as compress_held
 from .._blocks import Block, BlockState, check_block
 from .._launch import check_kernel_sizes, check_launchable, key_block, on_device_of, padded_head_dim
 from .._numerics import LOG2_E, dot, finite_or_zero
@@ -133,45 +135,57 @@ def _check(
 
 
 class SnapKVState(BlockState):
-    """A SnapKV cache. `score` is the pooled attention of the last `window` tokens' queries, newly taken after every
-    block (or decode step) over the tokens then held, +inf for these tokens themselves. The pool runs along the tokens
-    held, in the order of their positions."""
+    """A SnapKV cache. `score` is the pooled attention of the last `window` tokens' queries over the tokens then held,
+    +inf for these tokens themselves. The pool runs along the tokens held, in the order of their positions.
+
+    A KV head of a row that holds at least budget + interval tokens after a block (or decode step) is compressed: its
+    scores are newly taken, and `budget` tokens stay. With an interval of 1, scores are newly taken after every block,
+    also where nothing has to go; with a longer one only then, and tokens that came since have +inf. How many tokens a
+    head holds is known on the device, where it decides: a step that compresses nothing costs attention, and three
+    launches of programs that come and go.
+    """
 
     Config = SnapKVConfig
+    _rule = "append"
 
     def _allocate(self) -> None:
-        batch, query_heads, _, _, head_dim = self.sizes
+        batch, query_heads, heads, _, head_dim = self.sizes
         observers = self.config.observers
         # A ring: the query of position p is in place p % observers.
         self._window_query = self._buffer(batch, query_heads, observers, head_dim, dtype=self.dtype)
         self._window_positions = self._buffer(batch, observers, dtype=torch.int64)
+        self._counts = self._buffer(batch, heads, dtype=torch.int32)            # tokens that a head holds
+        self._order = self._buffer(batch, heads, self.config.budget, dtype=torch.int32)
+        self._window = self._counts, self._window_query, self._window_positions
+        self._between = between(self.sizes, observers, self.device)
 
     def _buffers(self) -> tuple[Tensor, ...]:
-        return self._window_query, self._window_positions
+        return self._window_query, self._window_positions, self._counts, self._order
 
     def _clear(self) -> None:
         self._window_positions.fill_(-1)
+        self._counts.zero_()
+        self._order.copy_(torch.arange(self.config.budget, device=self.device))
 
-    def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
-        observers, end = self.config.observers, block.end
+    def _evict(self, block: Block, count: int) -> None:
+        observers = self.config.observers
         last = block.positions[-observers:]
         place = last % observers
         self._window_query.index_copy_(2, place, block.query[:, :, -observers:])
         self._window_positions.index_copy_(1, place, last.where(block.real[:, -observers:], -1))
-        occupied, positions = self.occupied[..., :end], self.positions[..., :end]
-        received = kernels.observed(
-            self._window_query, self._window_positions, self.key[:, :, :end], positions, occupied, self.scale
+        self._counts += block.real.sum(-1, keepdim=True)
+        self._compress(count, appended=False)
+
+    def _finish_step(self, query: Tensor) -> None:
+        self._compress(1, appended=True)
+
+    def _compress(self, count: int, *, appended: bool) -> None:
+        config = self.config
+        compress_held(
+            self._window_query, self._window_positions, self.key, self.value, self.occupied, self.positions,
+            self._score, self._ordinals, self._held, self._counts, self._order, *self._between, self.scale,
+            config.budget, config.capacity, count, config.kernel_size, appended,
         )
-        window = positions >= self._seen - observers
-        # In the order of positions; free slots, which got 0, come first.
-        slot = torch.where(occupied, self._ordinals[..., :end], -1).sort(-1).indices
-        in_order = received.masked_fill(window, 0.0).gather(-1, slot)
-        size = self.config.kernel_size
-        pooled = functional.pad(in_order, (size // 2, size // 2)).unfold(-1, size, 1).mean(-1)
-        score = torch.empty_like(received).scatter_(-1, slot, pooled)
-        score = score.masked_fill(window, torch.inf).masked_fill(~occupied, -torch.inf)
-        self.score[..., :end] = score
-        return score, window & occupied
 
 
 @torch.library.custom_op("kvtwin::snapkv_received", mutates_args=())

@@ -18,13 +18,13 @@ from .._numerics import LOG2_E, dot, finite_or_zero, round_output, round_to
 )
 def attend(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, slot: Tensor,
-    workspace: Tensor, arrivals: Tensor, scale: float, logits: Tensor | None = None, normalisers: Tensor | None = None,
+    workspace: Tensor, arrivals: Tensor, scale: float, logits: Tensor, normalisers: Tensor,
 ) -> Tensor:
     """query [B, Hq, D]; new_key, new_value [B, Hkv, D] go into slot [B] of the buffers key, value [B, Hkv, S, D].
     occupied [B, S]: what else is attended to. workspace, arrivals: from `scratch`. Returns [B, Hq, D].
 
-    logits [B, Hq, S], normalisers [B, Hq, 2], float32: if given, they get the logits, in base 2, -inf where no token
-    is, and each head's largest one with the sum of 2 ^ (logit - largest)."""
+    logits [B, Hq, S], normalisers [B, Hq, 2], float32: unless they are empty they get the logits, in base 2, -inf where
+    no token is, and each head's largest one with the sum of 2 ^ (logit - largest)."""
     batch, query_heads, head_dim = query.shape
     heads, slots = key.shape[1], key.shape[2]
     sizes = Sizes(batch, query_heads, heads, slots, head_dim)
@@ -37,7 +37,7 @@ def attend(
             scale * LOG2_E.value, slots, split_size, splits, heads, batch * query_heads,
             *query.stride(), *new_key.stride(), *new_value.stride(),
             GROUP=sizes.group, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), ROWS=GROUP_ROWS, BLOCK=block,
-            SPLITS=1 if splits == 1 else 8 if splits <= 8 else MAX_SPLITS, KEEP=logits is not None,
+            SPLITS=1 if splits == 1 else 8 if splits <= 8 else MAX_SPLITS, KEEP=logits.numel() > 0,
             num_warps=4, num_stages=3,
         )
     return output
@@ -46,7 +46,7 @@ def attend(
 @attend.register_fake
 def _(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, slot: Tensor,
-    workspace: Tensor, arrivals: Tensor, scale: float, logits: Tensor | None = None, normalisers: Tensor | None = None,
+    workspace: Tensor, arrivals: Tensor, scale: float, logits: Tensor, normalisers: Tensor,
 ) -> Tensor:
     return query.new_empty(query.shape)
 

@@ -53,12 +53,10 @@ class EpiKVState:
             self.key = torch.zeros(batch, key_value_heads, config.slots, head_dim, dtype=dtype, device=self.device)
             self.value = torch.zeros_like(self.key)
             self._scratch = _attend_kernels.scratch(self.sizes, self.key)
-            self._weights: tuple[Tensor, ...] = ()
-            if config.reads_attention:
-                shape = (batch, query_heads, config.slots)
-                self._weights = tuple(
-                    torch.zeros(size, dtype=torch.float32, device=self.device) for size in (shape, (*shape[:2], 2))
-                )
+            shape = (batch, query_heads, config.slots if config.reads_attention else 0)
+            self._weights = tuple(
+                torch.zeros(size, dtype=torch.float32, device=self.device) for size in (shape, (*shape[:2], 2))
+            )
 
     @property
     def occupied(self) -> Tensor:
@@ -147,7 +145,7 @@ class EpiKVState:
             query, key, value, self.key, self.value, self.occupied, self.next_slot, *self._scratch, self.scale,
             *self._weights,
         )
-        if self._weights:
+        if self.config.reads_attention:
             self.scorer.attention.look(
                 *self._weights, self.occupied, self.next_slot, self.sizes.key_value_heads
             )

@@ -22,11 +22,12 @@ class SyncKVCache(SyncCache):
         cache = SyncKVCache(model.config, k=1024, head_clusters=clusters, max_tokens=32768)
         model.generate(ids, past_key_values=cache)
 
-    offload=True keeps what is not chosen in pinned memory of the host: RuntimeError in graphs, compiled or captured,
-    MemoryError where there is none, NotImplementedError for a copy of the cache. What the other options mean, what
-    comes in a forward pass, and the errors: `SyncKVCache` of the reference. Memory is reserved for max_tokens. A model
-    on the CPU needs Triton's interpreter: TRITON_INTERPRET=1 before anything imports
-    triton, which importing a transformers model does.
+    offload=True keeps what is not chosen in pinned memory of the host: RuntimeError where it is compiled, MemoryError
+    where there is none, NotImplementedError for a copy of the cache; a captured graph of decode steps ends with
+    `cache.join()`, and spread=True lets their transfers have all of a stride to be hidden behind. What the other
+    options mean, what comes in a forward pass, and the errors: `SyncKVCache` of the reference. Memory is reserved for
+    max_tokens. A model on the CPU needs Triton's interpreter: TRITON_INTERPRET=1 before anything imports triton, which
+    importing a transformers model does.
     """
 
     State = SyncKVState

@@ -1,10 +1,10 @@
 """The kernels of SyncKV's decode step: every head's attention, then the heads' parts put together.
 
 Conventions: logits are in base 2; G query heads share a KV head. Heads are told apart by `members` [3, Hkv] int32,
-representatives first, then the others: the head, where its keys and values lie, and its cluster. `counters` int64: the
-tokens seen, the decode steps, the first token since the last anticipation and the slot that it has for heads that do
-not look for themselves; `due`: whether the step was an anticipation. All of them are the device's, so a captured step
-may be replayed as any step.
+representatives first, then the others: the head, where its keys and values lie, and its cluster. `counters` [6] int64:
+the tokens seen, the decode steps (and the config's phase), the first token since the last anticipation and the slot
+that it has for heads that do not look for themselves, and these two of the anticipation before it; `due`: whether the
+step was an anticipation. All of them are the device's, so a captured step may be replayed as any step.
 
 Scratch is contiguous. Of a step's parts those of the representatives come first, [B, N_r, G, look_splits, ...], then
 those of the others, [B, Hkv - N_r, G, list_splits, ...].
@@ -216,8 +216,11 @@ def combine_kernel(
         tl.store(counters + 1, steps)
         tl.store(due, anticipates.to(tl.int32))
         if anticipates:
+            since, first_new = tl.load(counters + 2), tl.load(counters + 3)
+            tl.store(counters + 4, since)
+            tl.store(counters + 5, first_new)
             tl.store(counters + 2, seen)
             if POOL > 0:
-                tl.store(counters + 3, 2 * POOL + stride - tl.load(counters + 3))
+                tl.store(counters + 3, 2 * POOL + stride - first_new)
             else:
                 tl.store(counters + 3, seen)

@@ -3,6 +3,8 @@
 The pool on the GPU has places for two sets of chosen tokens, the one in use and the next one, and two runs of `stride`
 slots for the newest tokens. At an anticipation, behind the computation: the newest tokens join the bank; tokens that
 are chosen again keep their places; the others come into places that the set in use has not. The next step waits for it.
+
+What travels the device says: launches of an exchange may be captured, and return at once where none is due.
 """
 
 from __future__ import annotations
@@ -13,26 +15,30 @@ import torch
 import triton
 from torch import Tensor
 
-from ...reference.contract import Sizes
+from ...reference.contract import Sizes, capturing
 from .._launch import INTERPRETED, on_device_of, padded_head_dim
-from ._offload_kernels import fetch_kernel, store_kernel
+from ._offload_kernels import append_kernel, assign_kernel, fetch_kernel, store_kernel
 from ._transfers import transfers_for
 
-#: Tokens per unit of work, and programs that share the units: enough for the wire, few enough to leave the GPU free.
+#: Tokens per unit of work, and programs that share the units: enough for the wire (16 KB each at a head_dim of 128, of
+#: which some 100 KB must be under way), few enough to leave the GPU to those that compute meanwhile.
 BLOCK = 32
-PROGRAMS = 1 if INTERPRETED else 64
+PROGRAMS = 1 if INTERPRETED else 24
+#: Entries of a list that are looked at at a time.
+CHUNK = 2048
 
 
 class Offload:
-    """Pool and bank of one layer. `places` [B, N_r, capacity] int64: the pool's slots of what is chosen, -1 for none.
+    """Pool and bank of one layer. `places` [B, N_r, capacity] int64: the pool's slots of what is chosen, negative for
+    none.
 
-    members [3, Hkv] as in `_attend_kernels`. The bank is made when the first token comes (`open`), and goes with the
-    last one (`close`).
+    members [3, Hkv] and counters as in `_attend_kernels`; due: the device's flag of an exchange. The bank is made when
+    the first token comes (`open`), and goes with the last one (`close`).
     """
 
     def __init__(
-        self, sizes: Sizes, members: Tensor, lookers: int, capacity: int, stride: int, dtype: torch.dtype,
-        device: torch.device,
+        self, sizes: Sizes, members: Tensor, counters: Tensor, due: Tensor, lookers: int, capacity: int, stride: int,
+        dtype: torch.dtype, device: torch.device,
     ) -> None:
         self.sizes, self.lookers, self.capacity, self.stride = sizes, lookers, capacity, stride
         self.dtype, self.device = dtype, device
@@ -42,13 +48,18 @@ class Offload:
         with torch.inference_mode(False):
             self.key, self.value = (torch.zeros(pool, dtype=dtype, device=device) for _ in range(2))
             self.members, self.clusters = (members[row, lookers:].contiguous() for row in (0, 2))
-            self.all_members = torch.arange(max(self.heads, 1), dtype=torch.int32, device=device)
-            self.places, self.tokens = (
-                torch.full((sizes.batch, lookers, capacity), -1, dtype=torch.int64, device=device) for _ in range(2)
+            self.counters, self.due = counters, due
+            self.always = torch.ones(1, dtype=torch.int32, device=device)
+            # See assign_kernel. The last four are its scratch.
+            lists = (sizes.batch, lookers, capacity)
+            self.tokens, self.places, self.spare, self.following, self.arriving, self.landing = (
+                torch.empty(lists, dtype=torch.int64, device=device) for _ in range(6)
             )
-            self.slot_of = torch.full(
-                (sizes.batch, lookers, sizes.slots + 1), -1, dtype=torch.int32, device=device
-            )                                               # where a chosen token lies; one entry more, for none
+            self.entry_of = torch.empty((*lists[:2], sizes.slots), dtype=torch.int32, device=device)
+            self.stays = torch.zeros(lists, dtype=torch.int32, device=device)
+            self.arrivals = torch.zeros(lists[:2], dtype=torch.int32, device=device)
+            self.banks = torch.zeros(2, dtype=torch.int64, device=device)       # where they lie, 0: nowhere
+        self.empty()
         self.bank: tuple[Tensor, Tensor] | None = None
         self.transfers = transfers_for(device)
 
@@ -56,6 +67,10 @@ class Offload:
         """The bank. MemoryError if there is no memory for it; then everything is as it was."""
         if self.bank is not None:
             return
+        if capturing(self.device):
+            raise RuntimeError(
+                "offload=True needs its bank before a graph is captured: give the state a prompt or a step first"
+            )
         shape = (self.sizes.batch, max(self.heads, 1), self.sizes.slots, self.sizes.head_dim)
         try:
             with torch.inference_mode(False):
@@ -67,16 +82,26 @@ class Offload:
                 f"offload=True needs {size} bytes of the host's memory for the bank of a layer, which cannot be had "
                 f"({error}): the state is as it was; lower max_tokens or the batch, or free memory, and try again"
             ) from error
+        for place, tensor in enumerate(self.bank):
+            self.banks[place].fill_(tensor.data_ptr())
 
     def close(self) -> None:
         """Forget every token; the bank's memory is free."""
         self.transfers.wait()
+        self.banks.zero_()
         self.bank = None
         self.transfers.release()
         for tensor in (self.key, self.value):
             tensor.zero_()
-        for tensor in (self.places, self.tokens, self.slot_of):
-            tensor.fill_(-1)
+        self.empty()
+
+    def empty(self) -> None:
+        """No token is in the pool: entry i of a set has place i, if none."""
+        place = torch.arange(self.capacity, device=self.device)
+        self.tokens.fill_(-1)
+        self.entry_of.fill_(-1)
+        self.places.copy_((-1 - place).expand(self.places.shape))
+        self.spare.copy_((place + self.capacity).expand(self.spare.shape))
 
     def store(self, key: Tensor, value: Tensor, first: int, members: Tensor) -> None:
         """key, value [B, H, T, D] of the heads `members` into the bank's slots from `first` on."""
@@ -93,55 +118,64 @@ class Offload:
             )
 
     def fill(self, key: Tensor, value: Tensor, chosen: Tensor) -> None:
-        """The prompt [B, Hkv, T, D] goes to the bank, what was chosen of it into the pool."""
+        """The prompt [B, Hkv, T, D], which is all that the counters know of, goes to the bank, what was chosen of it
+        into the pool."""
         self.store(key, value, 0, self.members)
-        self.transfers.submit(lambda: self._take(chosen, key.shape[2], 0))
+        self.transfers.submit(lambda: self.take(chosen, self.always))
 
-    def exchange(self, chosen: Tensor, since: int, seen: int, run: int) -> None:
-        """After an anticipation: the newest tokens, `since` to `seen`, which lie in a run of slots (0 or 1), join the
-        bank; what is chosen comes in."""
-        recent = self.first_new + run * self.stride
+    def exchange(self, chosen: Tensor) -> None:
+        """After a step: if it was an anticipation, the newest tokens join the bank, and what is chosen comes in."""
 
         def job() -> None:
-            new = slice(recent, recent + seen - since)
-            self.store(self.key[:, :, new], self.value[:, :, new], since, self.all_members)
-            self._take(chosen, since, recent)
+            self._append()
+            self.take(chosen, self.due)
 
         self.transfers.submit(job)
 
-    def _take(self, chosen: Tensor, since: int, recent: int) -> None:
-        """Places for all that is chosen, and the tokens that are not there yet, from `since` on out of the pool."""
-        slots, capacity = self.sizes.slots, self.capacity
-        index, old = (tokens.where(tokens >= 0, slots).clamp_max(slots) for tokens in (chosen, self.tokens))
-        there = self.slot_of.gather(-1, index).long()
-        wanted = (chosen >= 0) & (there < 0)
-        used = torch.zeros(*chosen.shape[:2], 2 * capacity + 1, dtype=torch.uint8, device=self.device)
-        used.scatter_(-1, self.places.where(self.places >= 0, 2 * capacity), 1)
-        free = used[..., :-1].sort(dim=-1, stable=True).indices                         # places not in use come first
-        number = (wanted.long().cumsum(-1) - 1).clamp_min(0)
-        places = torch.where(wanted, free.gather(-1, number), there)
-        self.slot_of.scatter_(-1, old, -1)
-        self.slot_of.scatter_(-1, index, places.int())
-        self.slot_of[..., slots] = -1
-        self.places.copy_(places)
-        self.tokens.copy_(chosen)
+    def _append(self) -> None:
         if not self.heads:
             return
-        assert self.bank is not None
-        units = self.sizes.batch * self.heads * triton.cdiv(capacity, BLOCK)
+        blocks = triton.cdiv(self.stride, BLOCK)
+        units = self.sizes.batch * self.heads * blocks
+        strides = self._bank_strides()
         with on_device_of(self.key):
-            fetch_kernel[(min(PROGRAMS, units),)](
-                *self.bank, self.key, self.value, chosen, places, wanted, self.clusters, *self.bank[0].stride()[:2],
-                *self.key.stride()[:2], since, recent, capacity, self.lookers, self.heads, units,
-                HEAD_DIM=self.sizes.head_dim, D_PAD=padded_head_dim(self.sizes.head_dim), BLOCK=BLOCK, num_warps=4,
+            append_kernel[(min(PROGRAMS, units),)](
+                self.due, self.counters, self.banks, self.key, self.value, *strides, *self.key.stride()[:2], blocks,
+                self.heads, units, HEAD_DIM=self.sizes.head_dim, D_PAD=padded_head_dim(self.sizes.head_dim),
+                BLOCK=BLOCK, num_warps=4,
             )
 
-    def everything(self, since: int, seen: int, run: int) -> tuple[Tensor, Tensor]:
-        """All keys and values [B, F, S, D], on the device; zeros where no token is. For whoever wants to look."""
+    def take(self, chosen: Tensor, due: Tensor) -> None:
+        """If `due`: places for all that is chosen, and the tokens that are not there yet."""
+        batch, lookers, head_dim = self.sizes.batch, self.lookers, self.sizes.head_dim
+        with on_device_of(self.key):
+            assign_kernel[(batch * lookers,)](
+                due, chosen, self.tokens, self.places, self.spare, self.entry_of, self.stays, self.following,
+                self.arriving, self.landing, self.arrivals, self.sizes.slots, self.capacity,
+                CHUNK=256 if self.capacity <= 256 else CHUNK, num_warps=8,
+            )
+            if not self.heads:
+                return
+            units = batch * self.heads * triton.cdiv(self.capacity, BLOCK)
+            fetch_kernel[(min(PROGRAMS, units),)](
+                due, self.counters, self.banks, self.key, self.value, self.arriving, self.landing, self.arrivals,
+                self.clusters, *self._bank_strides(), *self.key.stride()[:2], self.capacity, batch, lookers,
+                self.heads, LISTS=triton.next_power_of_2(batch * lookers), HEAD_DIM=head_dim,
+                D_PAD=padded_head_dim(head_dim), BLOCK=BLOCK, num_warps=4,
+            )
+
+    def _bank_strides(self) -> tuple[int, int]:
+        """Of rows and heads. The bank is contiguous, whoever made it."""
+        head = self.sizes.slots * self.sizes.head_dim
+        return max(self.heads, 1) * head, head
+
+    def everything(self) -> tuple[Tensor, Tensor]:
+        """All keys and values [B, F, S, D], on the device; zeros where no token is. For whoever wants to look: it
+        reads the counters."""
         self.transfers.wait()
+        seen, _, since, recent, *_ = self.counters.tolist()
         shape = (self.sizes.batch, max(self.heads, 1), self.sizes.slots, self.sizes.head_dim)
         found = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)]
-        recent = self.first_new + run * self.stride
         for whole, bank, pool in zip(found, self.bank or (), (self.key, self.value), strict=False):
             whole[:, :, :since] = bank[:, :, :since].to(self.device)
             whole[:, :, since:seen] = pool[:, :, recent:recent + seen - since]
@@ -150,7 +184,7 @@ class Offload:
     def reorder(self, index: Tensor) -> None:
         """Row b becomes what row index[b] was."""
         self.transfers.wait()
-        for tensor in (self.key, self.value, self.places, self.tokens, self.slot_of):
+        for tensor in (self.key, self.value, self.tokens, self.places, self.spare, self.entry_of):
             tensor.copy_(tensor.index_select(0, index))
         if self.bank is not None:
             if self.device.type == "cuda":
@@ -170,4 +204,5 @@ class Offload:
 
     @property
     def host_bytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.bank or ())
+        """What the bank takes of the host's memory."""
+        return sum(self.transfers.taken(tensor) for tensor in self.bank or ())

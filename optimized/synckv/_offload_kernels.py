@@ -1,6 +1,9 @@
 """Kernels that move tokens between the pool of a GPU and the bank in the host's memory, which they read and write.
 
 Both are contiguous but for their heads and rows: [B, F, slots, D] for the F heads that do not look for themselves.
+Those of an exchange do nothing unless `due` is not 0, and find in `counters` (see `_attend_kernels`) what it is about;
+where the bank lies, `banks` [2] int64 says: addresses of its keys and values, 0 where there is none. So launches that
+were captured in a graph are right for any step, and for the bank that there is when they are replayed.
 """
 
 from __future__ import annotations
@@ -10,8 +13,7 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=[
-    "source_b", "source_h", "source_t", "value_b", "value_h", "value_t", "bank_b", "bank_h", "first", "count", "heads",
-    "units",
+    "source_b", "source_h", "source_t", "value_b", "value_h", "value_t", "first", "count", "heads", "units",
 ])
 def store_kernel(
     source_key, source_value, bank_key, bank_value, members, source_b, source_h, source_t, source_d, value_b, value_h,
@@ -37,36 +39,139 @@ def store_kernel(
         tl.store(bank_value + into, v, mask=tile)
 
 
-@triton.jit(do_not_specialize=[
-    "bank_b", "bank_h", "pool_b", "pool_h", "since", "recent", "capacity", "lookers", "heads", "units",
-])
-def fetch_kernel(
-    bank_key, bank_value, pool_key, pool_value, tokens, places, wanted, clusters, bank_b, bank_h, pool_b, pool_h,
-    since, recent, capacity, lookers, heads, units,
+@triton.jit
+def _bank(banks, which: tl.constexpr, pool):
+    """The bank's keys (0) or values (1), of the pool's type."""
+    return tl.multiple_of(tl.load(banks + which).to(pool.dtype), 16)
+
+
+@triton.jit(do_not_specialize=["blocks", "heads", "units"])
+def append_kernel(
+    due, counters, banks, pool_key, pool_value, bank_b, bank_h, pool_b, pool_h, blocks, heads, units,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Tokens [B, N_r, capacity] that are `wanted` go to their places in the pool, for every head of the cluster: from
-    the bank, and from token `since` on out of the pool itself, where they lie from slot `recent` on."""
-    blocks = tl.cdiv(capacity, BLOCK)
-    d = tl.arange(0, D_PAD).to(tl.int64)
-    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-        flat = (unit // blocks).to(tl.int64)
-        b, member = flat // heads, flat % heads
-        cluster = tl.load(clusters + member).to(tl.int64)
-        number = unit % blocks * BLOCK + tl.arange(0, BLOCK)
-        entry = (b * lookers + cluster) * capacity + number
-        here = tl.load(wanted + entry, mask=number < capacity, other=0) != 0
-        token = tl.load(tokens + entry, mask=here, other=0)[:, None]
-        place = tl.load(places + entry, mask=here, other=0)[:, None]
-        tile = here[:, None] & (d < HEAD_DIM)[None, :]
-        near = token >= since
-        bank = b * bank_b + member * bank_h + token * HEAD_DIM + d[None, :]
-        pool = b * pool_b + member * pool_h
-        own = pool + (recent + token - since) * HEAD_DIM + d[None, :]
-        k = tl.load(bank_key + bank, mask=tile & (token < since), other=0.0)
-        v = tl.load(bank_value + bank, mask=tile & (token < since), other=0.0)
-        k = tl.where(near, tl.load(pool_key + own, mask=tile & near, other=0.0), k)
-        v = tl.where(near, tl.load(pool_value + own, mask=tile & near, other=0.0), v)
-        into = pool + place * HEAD_DIM + d[None, :]
-        tl.store(pool_key + into, k, mask=tile)
-        tl.store(pool_value + into, v, mask=tile)
+    """The tokens between the last two anticipations go from their run of the pool to their slots of the bank.
+
+    Units as in `store_kernel`, `blocks` of them a head.
+    """
+    if (tl.load(due) != 0) & (tl.load(banks) != 0):
+        bank_key, bank_value = _bank(banks, 0, pool_key), _bank(banks, 1, pool_value)
+        first, recent = tl.load(counters + 4), tl.load(counters + 5)
+        count = tl.load(counters + 2) - first
+        d = tl.arange(0, D_PAD).to(tl.int64)
+        for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+            flat = (unit // blocks).to(tl.int64)
+            b, member = flat // heads, flat % heads
+            t = (unit % blocks * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
+            tile = (t < count) & (d < HEAD_DIM)[None, :]
+            at = b * pool_b + member * pool_h + (recent + t) * HEAD_DIM + d[None, :]
+            into = b * bank_b + member * bank_h + (first + t) * HEAD_DIM + d[None, :]
+            tl.store(bank_key + into, tl.load(pool_key + at, mask=tile), mask=tile)
+            tl.store(bank_value + into, tl.load(pool_value + at, mask=tile), mask=tile)
+
+
+@triton.jit(do_not_specialize=["slots", "capacity"])
+def assign_kernel(
+    due, chosen, tokens, places, spare, entry_of, stays, following, arriving, landing, arrivals, slots, capacity,
+    CHUNK: tl.constexpr,
+):
+    """Program (row, R-head): which of the newly `chosen` tokens are there, and where the others go.
+
+    The 2 * capacity places of the pool belong, half of them, to the entries of the set in use (`places`: p, or -1 - p
+    where an entry has no token), and the others to nobody (`spare`). A token that is in both sets keeps its place; the
+    n-th of the other entries takes the n-th spare place, which the n-th of those that leave gives back for it.
+    `entry_of` [.., slots]: where a token stands in `tokens`, the set in use, -1 if it does not. Left in `arriving` and
+    `landing`: the `arrivals` tokens that have to come, and their places. `stays` is all 0 between launches.
+    """
+    if tl.load(due) != 0:
+        flat = tl.program_id(0).to(tl.int64)
+        list_, mine = flat * capacity, flat * slots
+        for start in range(0, capacity, CHUNK):
+            entry = start + tl.arange(0, CHUNK)
+            inside = entry < capacity
+            token = tl.load(chosen + list_ + entry, mask=inside, other=-1)
+            held = tl.load(entry_of + mine + token, mask=token >= 0, other=-1)
+            here = held >= 0
+            tl.store(stays + list_ + held, 1, mask=here)
+            place = tl.load(places + list_ + held, mask=here, other=-1)
+            tl.store(following + list_ + entry, place, mask=inside)
+        # This very program reads, here and below, what was just written.
+        tl.debug_barrier()
+        fresh_before = 0
+        coming_before = 0
+        for start in range(0, capacity, CHUNK):
+            entry = start + tl.arange(0, CHUNK)
+            inside = entry < capacity
+            token = tl.load(chosen + list_ + entry, mask=inside, other=-1)
+            fresh = inside & (tl.load(following + list_ + entry, mask=inside, other=0) < 0)
+            number = fresh_before + tl.cumsum(fresh.to(tl.int32), 0) - 1
+            place = tl.load(spare + list_ + number, mask=fresh, other=0)
+            coming = fresh & (token >= 0)
+            tl.store(following + list_ + entry, tl.where(coming, place, -1 - place), mask=fresh)
+            at = list_ + coming_before + tl.cumsum(coming.to(tl.int32), 0) - 1
+            tl.store(arriving + at, token, mask=coming)
+            tl.store(landing + at, place, mask=coming)
+            fresh_before += tl.sum(fresh.to(tl.int32), 0)
+            coming_before += tl.sum(coming.to(tl.int32), 0)
+        tl.store(arrivals + flat, coming_before)
+        tl.debug_barrier()
+        left_before = 0
+        for start in range(0, capacity, CHUNK):
+            entry = start + tl.arange(0, CHUNK)
+            inside = entry < capacity
+            leaves = inside & (tl.load(stays + list_ + entry, mask=inside, other=1) == 0)
+            place = tl.load(places + list_ + entry, mask=leaves, other=0)
+            number = left_before + tl.cumsum(leaves.to(tl.int32), 0) - 1
+            tl.store(spare + list_ + number, tl.where(place < 0, -1 - place, place), mask=leaves)
+            token = tl.load(tokens + list_ + entry, mask=leaves, other=-1)
+            tl.store(entry_of + mine + token, -1, mask=token >= 0)
+            left_before += tl.sum(leaves.to(tl.int32), 0)
+        tl.debug_barrier()
+        for start in range(0, capacity, CHUNK):
+            entry = start + tl.arange(0, CHUNK)
+            inside = entry < capacity
+            token = tl.load(chosen + list_ + entry, mask=inside, other=-1)
+            tl.store(places + list_ + entry, tl.load(following + list_ + entry, mask=inside), mask=inside)
+            tl.store(tokens + list_ + entry, token, mask=inside)
+            tl.store(entry_of + mine + token, entry, mask=token >= 0)
+            tl.store(stays + list_ + entry, 0, mask=inside)
+
+
+@triton.jit(do_not_specialize=["capacity", "batch", "lookers", "heads"])
+def fetch_kernel(
+    due, counters, banks, pool_key, pool_value, arriving, landing, arrivals, clusters, bank_b, bank_h, pool_b, pool_h,
+    capacity, batch, lookers, heads,
+    LISTS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """The tokens that `assign_kernel` found missing go to their places in the pool, for every head of the cluster: from
+    the bank, and those that joined it only now out of the pool itself, where they lie in their run.
+
+    Units are blocks of tokens of a head, first blocks first, as many as the longest list has. LISTS: no less than
+    batch * lookers.
+    """
+    if (tl.load(due) != 0) & (tl.load(banks) != 0):
+        bank_key, bank_value = _bank(banks, 0, pool_key), _bank(banks, 1, pool_value)
+        since, recent = tl.load(counters + 4), tl.load(counters + 5)
+        list_ = tl.arange(0, LISTS)
+        most = tl.max(tl.load(arrivals + list_, mask=list_ < batch * lookers, other=0), 0)
+        d = tl.arange(0, D_PAD).to(tl.int64)
+        for unit in range(tl.program_id(0), tl.cdiv(most, BLOCK) * batch * heads, tl.num_programs(0)):
+            flat = (unit % (batch * heads)).to(tl.int64)
+            b, member = flat // heads, flat % heads
+            row = b * lookers + tl.load(clusters + member)
+            number = unit // (batch * heads) * BLOCK + tl.arange(0, BLOCK)
+            here = number < tl.load(arrivals + row)
+            token = tl.load(arriving + row * capacity + number, mask=here, other=0)[:, None]
+            place = tl.load(landing + row * capacity + number, mask=here, other=0)[:, None]
+            tile = here[:, None] & (d < HEAD_DIM)[None, :]
+            near = token >= since
+            bank = b * bank_b + member * bank_h + token * HEAD_DIM + d[None, :]
+            pool = b * pool_b + member * pool_h
+            own = pool + (recent + token - since) * HEAD_DIM + d[None, :]
+            k = tl.load(bank_key + bank, mask=tile & (token < since), other=0.0)
+            v = tl.load(bank_value + bank, mask=tile & (token < since), other=0.0)
+            k = tl.where(near, tl.load(pool_key + own, mask=tile & near, other=0.0), k)
+            v = tl.where(near, tl.load(pool_value + own, mask=tile & near, other=0.0), v)
+            into = pool + place * HEAD_DIM + d[None, :]
+            tl.store(pool_key + into, k, mask=tile)
+            tl.store(pool_value + into, v, mask=tile)

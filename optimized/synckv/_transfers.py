@@ -11,17 +11,24 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ...reference.contract import capturing
+
 
 class Transfers:
     """What a state asks of who carries its tokens: memory of the host, jobs in order, a wait before their first use.
 
     A job is a function that launches what it has to on the current stream. It may run any time from `submit` to the
-    next `wait`, after all that was launched before `submit`; jobs run one after the other.
+    next `wait`, after all that was launched before `submit`; jobs run one after the other. All of it may be captured in
+    a graph, which begins with no job under way, and ends with a `wait`.
     """
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of the host that jobs may read and write. MemoryError if there is none."""
         return torch.zeros(shape, dtype=dtype)
+
+    def taken(self, memory: Tensor) -> int:
+        """The bytes that `memory`, which was allocated here, takes."""
+        return memory.untyped_storage().nbytes()
 
     def submit(self, job: Callable[[], None]) -> None:
         """Have a job done."""
@@ -41,11 +48,15 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class StreamTransfers(Transfers):
-    """On a CUDA device: pinned memory, a side stream, an event before the first use."""
+    """On a CUDA device: pinned memory, a side stream, an event before the first use.
+
+    In a capture the side stream becomes a branch of the graph, which forks and joins by events. A capture knows only
+    its own: what was under way before it is over, since a capture begins with a synchronisation.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = side_stream(device)
-        self._done = torch.cuda.Event()
+        self._done: dict[bool, torch.cuda.Event] = {}      # after the last job, by whether it was captured
         self._held: list[Tensor] = []       # else it might go while kernels still read it, of which torch knows nothing
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -56,18 +67,30 @@ class StreamTransfers(Transfers):
         self._held.append(memory)
         return memory
 
+    def taken(self, memory: Tensor) -> int:
+        """torch's allocator of pinned memory gives out blocks of powers of two."""
+        return 1 << (super().taken(memory) - 1).bit_length()
+
     def submit(self, job: Callable[[], None]) -> None:
+        captured = capturing(self._stream.device)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             job()
-            self._done.record()
+            self._done[captured] = torch.cuda.Event()
+            self._done[captured].record()
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._stream.device).wait_event(self._done)
+        captured = capturing(self._stream.device)
+        done = self._done.pop(captured, None)
+        if not captured:
+            self._done.clear()              # also of a capture that came to nothing
+        if done is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(done)
 
     def release(self) -> None:
         self._stream.synchronize()
         torch.cuda.current_stream(self._stream.device).synchronize()
+        self._done.clear()
         self._held.clear()
         empty = getattr(torch._C, "_host_emptyCache", None)
         if empty is not None:

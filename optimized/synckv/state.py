@@ -3,7 +3,7 @@
 Twin of the reference's state, which says what happens when. Everything is allocated beforehand and updated in place;
 counters live on the device, so a captured step may be replayed as any step: it holds an anticipation's launches, which
 return at once where none is due. A state that was never captured leaves those out that it knows to be idle, since it
-counts its steps on the host too. With config.offload the host decides what travels, and nothing can be captured.
+counts its steps on the host too. With config.offload a captured exchange is a branch of the graph: see `join`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SyncKVState:
         self._static = self._buffer(batch, lookers, self._fixed_count, dtype=torch.int64)
         self._fixed = self._buffer(batch, lookers, slots, dtype=torch.bool)
         self._chosen = self._buffer(batch, lookers, max(capacity, 1), dtype=torch.int64)
-        self._counters = self._buffer(4, dtype=torch.int64)
+        self._counters = self._buffer(6, dtype=torch.int64)
         self._due = self._buffer(1, dtype=torch.int32)
         self._members, self._entries = self._table()
         self._query_heads = (
@@ -77,7 +77,8 @@ class SyncKVState:
         self._offload: Offload | None = None
         if config.offload:
             self._offload = Offload(
-                self.sizes, self._members, lookers, self._chosen.shape[2], min(config.stride, slots), dtype, self.device
+                self.sizes, self._members, self._counters, self._due, lookers, self._chosen.shape[2],
+                min(config.stride, slots), dtype, self.device,
             )
         self.reset()
 
@@ -104,10 +105,16 @@ class SyncKVState:
             tensor.zero_()
         self._static.fill_(-1)
         self._chosen.fill_(-1)
-        self._counted = self._steps = self._since = 0
         if self._offload is not None:
             self._offload.close()
-            self._counters[3].fill_(self._offload.first_new)
+        self._begin(0)
+
+    def _begin(self, tokens: int) -> None:
+        """The counters after a prompt."""
+        first_new = tokens if self._offload is None else self._offload.first_new
+        self._counted, self._steps = tokens, self.config.phase
+        for place, count in enumerate((tokens, self._steps, tokens, first_new, tokens, first_new)):
+            self._counters[place].fill_(count)
 
     @property
     def tokens_seen(self) -> int:
@@ -125,15 +132,10 @@ class SyncKVState:
 
     def _gathered(self, which: int) -> Tensor:
         assert self._offload is not None
-        found = self._offload.everything(self._since, self._counted, self._run)[which]
+        found = self._offload.everything()[which]
         lookers = self.config.clusters
         both = torch.cat(((self._key, self._value)[which], found[:, :self.sizes.key_value_heads - lookers]), 1)
         return both.index_select(1, self._entries)
-
-    @property
-    def _run(self) -> int:
-        """Which of the two runs of slots new tokens of an offloaded pool go to."""
-        return self._steps // self.config.stride % 2
 
     @property
     def positions(self) -> Tensor:
@@ -164,6 +166,8 @@ class SyncKVState:
         check_room(0, total, self.config.max_tokens)
         if occupied is None:
             occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
+        if self._offload is not None and capturing(self.device):
+            raise RuntimeError("prefill with offload=True cannot be captured: it makes the bank")
         self._open()
         output = causal_attention(query, key, value, occupied, self.scale)
         looks = slice(None) if self._offload is None else self._members[0, :self.config.clusters]
@@ -171,23 +175,31 @@ class SyncKVState:
         self._value[:, :, :total].copy_(value[:, looks])
         self.occupied[:, :total].copy_(occupied)
         self._choose_first(query, key, occupied)
-        first_new = total
+        self._begin(total)
         if self._offload is not None:
             self._offload.fill(key, value, self._chosen)
-            first_new = self._offload.first_new
-        for place, count in enumerate((total, 0, total, first_new)):
-            self._counters[place].fill_(count)
-        self._counted = self._since = total
+            self._settle()
         return output
 
     def _open(self) -> None:
         """Before anything is changed: the bank, if there is none yet; and what is under way has come."""
         if self._offload is None:
             return
-        if torch.compiler.is_compiling() or capturing(self.device):
-            raise RuntimeError("offload=True cannot be compiled or captured: the host says what travels")
+        if torch.compiler.is_compiling():
+            raise RuntimeError("offload=True cannot be compiled: its transfers have a stream of their own")
         self._offload.open()
         self._offload.transfers.wait()
+
+    def _settle(self) -> None:
+        """A graph's replays wait for nothing that was launched before them on another stream."""
+        if self._captured and not capturing(self.device):
+            self.join()
+
+    def join(self) -> None:
+        """What is launched from here on finds all tokens where they belong. A step asks for that itself; a capture of
+        steps with offload has to end with it, and is refused by CUDA otherwise."""
+        if self._offload is not None:
+            self._offload.transfers.wait()
 
     def _choose_first(self, query: Tensor, key: Tensor, occupied: Tensor) -> None:
         """Eq. 3 and 4."""
@@ -215,7 +227,7 @@ class SyncKVState:
         query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. ValueError where
         config.max_tokens have been seen (by the host: what replays of a graph bring beyond is not taken in). No host
         synchronisation. With offload: MemoryError where the host has no memory for the first token's bank, RuntimeError
-        while a graph is captured.
+        for a first token while a graph is captured (see also `join`), and for a compiler.
         """
         check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
         check_launchable(query=query, key=key, value=value)
@@ -238,9 +250,9 @@ class SyncKVState:
                 self._due, self._logits, self._tops, self._sums, self.occupied, self._fixed, self._chosen, look_splits,
                 self._count, config.exclude_static,
             )
-        if away is not None and self._steps % config.stride == 0:
-            away.exchange(self._chosen, self._since, self._counted, (self._steps - 1) // config.stride % 2)
-            self._since = self._counted
+        if away is not None and (self._captured or self._steps % config.stride == 0):
+            away.exchange(self._chosen)
+            self._settle()
         return output
 
     def gpu_bytes(self) -> int:

@@ -32,19 +32,20 @@ def _weights(top, weight_sum, logit):
 
 
 @triton.jit
-def _keep(logits, at, logit, live, inside, GROUP_HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Logits of a tile, [ROWS, TILE], into places `at` of their (row, KV head); +inf where there is no token."""
+def _keep(logits, at, logit, live, inside, kept, GROUP_HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Logits of a tile, [ROWS, TILE], into places `at` of their (row, KV head), those of `kept` query heads, all or
+    none; +inf where there is no token."""
     row = tl.arange(0, ROWS)[:, None]
     tl.store(
         logits + at[None, :] * GROUP_HEADS + row, tl.where(live[None, :], logit, float("inf")),
-        mask=(row < GROUP_HEADS) & inside[None, :], eviction_policy="evict_last",
+        mask=(row < kept) & inside[None, :], eviction_policy="evict_last",
     )
 
 
 @triton.jit
 def _attend_blocks(
     acc, top, weight_sum, q, factor, words, halves, pool, key_scales, chunk_scales, physical, slot_groups, order,
-    logits, first, count, split, splits, b, h, heads, groups, row_words, base,
+    logits, kept, first, count, split, splits, b, h, heads, groups, row_words, base,
     FORMAT: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):
@@ -78,7 +79,7 @@ def _attend_blocks(
         if FORMAT == "fp8":
             logit *= tl.load(chunk_scales + scales_at * 2, mask=live, other=0.0)[None, :]
         logit = tl.where(live[None, :], logit, float("-inf"))
-        _keep(logits, (first + tile * BLOCKS) * BLOCK + i, logit, live, inside, GROUP_HEADS, ROWS)
+        _keep(logits, (first + tile * BLOCKS) * BLOCK + i, logit, live, inside, kept, GROUP_HEADS, ROWS)
         p, top, weight_sum, rescale = _weights(top, weight_sum, logit)
         v = values(
             halves + (record + BLOCK * WIDTH) * 2 + value_slot(place, LANES, BLOCK, HEAD_DIM),
@@ -100,7 +101,7 @@ def _attend_blocks(
 
 @triton.jit
 def _attend_buffer(
-    acc, top, weight_sum, q, scale, buffer_key, buffer_value, logits, at, count,
+    acc, top, weight_sum, q, scale, buffer_key, buffer_value, logits, kept, at, count,
     GROUP_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):
     """Online softmax over the buffer's `count` tokens, all pointers at the (row, KV head)."""
@@ -109,7 +110,7 @@ def _attend_buffer(
     mask = live[:, None] & (d < HEAD_DIM)[None, :]
     k = tl.load(buffer_key + i[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
     logit = tl.where(live[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
-    _keep(logits, at + i, logit, live, live, GROUP_HEADS, ROWS)
+    _keep(logits, at + i, logit, live, live, kept, GROUP_HEADS, ROWS)
     p, top, weight_sum, rescale = _weights(top, weight_sum, logit)
     v = tl.load(buffer_value + i[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
     return acc * rescale[:, None] + dot(round_to(p, v.dtype), v), top, weight_sum
@@ -131,6 +132,15 @@ def halved(q, AXIS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def heads_looked_at(look, b, GROUP_HEADS: tl.constexpr, LOOK: tl.constexpr):
+    """GROUP_HEADS where row b's sparsity is asked for, else 0. Without LOOK every row's is, and `look` is nothing."""
+    if LOOK:
+        return tl.where(tl.load(look + b) != 0, GROUP_HEADS, 0)
+    else:
+        return GROUP_HEADS
+
+
+@triton.jit
 def blocks_by_format(counts, OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr):
     """How many blocks a row has of each format."""
     t, e, r = tl.load(counts), tl.load(counts + 1), tl.load(counts + 2)
@@ -142,14 +152,14 @@ def blocks_by_format(counts, OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.co
 @triton.jit(do_not_specialize=["heads", "slots", "entries", "groups", "splits", "query_b", "query_h"])
 def attend_kernel(
     query, words, halves, pool, key_scales, chunk_scales, buffer_key, buffer_value, slot_groups, physical, order,
-    counts, buffered, logits, partial, tops, weight_sums,
+    counts, buffered, look, logits, partial, tops, weight_sums,
     scale, heads, slots, entries, groups, splits, row_words, base_0, base_1, base_2, query_b, query_h, query_d,
     OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr,
     FORMAT_0: tl.constexpr, FORMAT_1: tl.constexpr, FORMAT_2: tl.constexpr,
     LANES_0: tl.constexpr, LANES_1: tl.constexpr, LANES_2: tl.constexpr,
     UNIT_0: tl.constexpr, UNIT_1: tl.constexpr, UNIT_2: tl.constexpr,
     GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
-    D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
+    D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, LOOK: tl.constexpr,
 ):
     """Program (split, flat): a share of the blocks of a (row, KV head), for all its query heads; the last split also
     has the buffer. Maximum, sum and accumulator of the share go to memory, and logits in the order of the walk."""
@@ -168,31 +178,32 @@ def attend_kernel(
     order += b * entries
     slot_groups += b * slots
     logits += flat * row_of(slots) * GROUP_HEADS
+    kept = heads_looked_at(look, b, GROUP_HEADS, LOOK)
     zero, one, two = blocks_by_format(counts + b * 6, OF_T, OF_E, OF_R)
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
     acc, top, weight_sum = _attend_blocks(
         acc, top, weight_sum, q, factor * UNIT_0, words, halves, pool, key_scales, chunk_scales, physical, slot_groups,
-        order, logits, 0, zero, split, splits, b, h, heads, groups, row_words, base_0,
+        order, logits, kept, 0, zero, split, splits, b, h, heads, groups, row_words, base_0,
         FORMAT_0, LANES_0, UNIT_0, GROUP_HEADS, GROUP, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
     )
     if FORMAT_1 != "":
         acc, top, weight_sum = _attend_blocks(
             acc, top, weight_sum, q, factor * UNIT_1, words, halves, pool, key_scales, chunk_scales, physical,
-            slot_groups, order, logits, zero, one, split, splits, b, h, heads, groups, row_words, base_1,
+            slot_groups, order, logits, kept, zero, one, split, splits, b, h, heads, groups, row_words, base_1,
             FORMAT_1, LANES_1, UNIT_1, GROUP_HEADS, GROUP, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
         )
     if FORMAT_2 != "":
         acc, top, weight_sum = _attend_blocks(
             acc, top, weight_sum, q, factor * UNIT_2, words, halves, pool, key_scales, chunk_scales, physical,
-            slot_groups, order, logits, zero + one, two, split, splits, b, h, heads, groups, row_words, base_2,
+            slot_groups, order, logits, kept, zero + one, two, split, splits, b, h, heads, groups, row_words, base_2,
             FORMAT_2, LANES_2, UNIT_2, GROUP_HEADS, GROUP, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
         )
     if split == splits - 1:
         acc, top, weight_sum = _attend_buffer(
             acc, top, weight_sum, native, scale, buffer_key + flat * GROUP * HEAD_DIM,
-            buffer_value + flat * GROUP * HEAD_DIM, logits, (zero + one + two) * BLOCK, tl.load(buffered + b),
+            buffer_value + flat * GROUP * HEAD_DIM, logits, kept, (zero + one + two) * BLOCK, tl.load(buffered + b),
             GROUP_HEADS, HEAD_DIM, D_PAD, ROWS, TOKENS,
         )
     part = (flat * GROUP_HEADS + row) * splits + split
@@ -203,13 +214,14 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=["heads", "slots", "splits"])
 def finish_kernel(
-    logits, partial, tops, weight_sums, counts, buffered, output, below, sparsity, arrivals,
+    logits, partial, tops, weight_sums, counts, buffered, look, output, below, sparsity, arrivals,
     log_threshold, heads, slots, splits,
     GROUP_HEADS: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     D_PAD: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    LOOK: tl.constexpr,
 ):
-    """The outputs of a KV head's query heads from their splits, and how many tokens have small weights; the last head
-    of a row adds these up. log_threshold: in base 2."""
+    """The outputs of a KV head's query heads from their splits; and, of the rows that are looked at, how many tokens
+    have small weights; the last head of a row adds these up. log_threshold: in base 2."""
     flat = tl.program_id(0).to(tl.int64)
     b = flat // heads
     g, i, d = tl.arange(0, GROUP_PAD), tl.arange(0, SPLITS), tl.arange(0, D_PAD)
@@ -231,27 +243,30 @@ def finish_kernel(
     at = (flat * GROUP_HEADS + g)[:, None] * HEAD_DIM + d[None, :]
     tl.store(output + at, round_output(result, output.dtype.element_ty), mask=mask)
 
-    # The largest weight of head g is 1 / total; a token's counts by its largest. A maximum leaves first: exactly.
-    log_total = log2_or_minus_inf(total)
-    limit = tl.max(tl.where(real, -log_total, float("-inf")), 0) + log_threshold
-    counts += b * 6
-    blocks = tl.load(counts) + tl.load(counts + 1) + tl.load(counts + 2)
-    waiting = tl.load(buffered + b).to(tl.int32)
-    live = tl.load(counts + 3) + tl.load(counts + 4) + tl.load(counts + 5) + waiting
-    places = blocks * BLOCK + waiting
-    logits += flat * row_of(slots) * GROUP_HEADS
-    passed = tl.zeros([CHUNK], tl.int32)
-    for start in range(0, places, CHUNK):
-        s = start + tl.arange(0, CHUNK)
-        x = tl.load(
-            logits + s[:, None] * GROUP_HEADS + g[None, :], mask=(s < places)[:, None] & real[None, :],
-            other=float("inf"),
-        )
-        x = tl.where(real[None, :], (x - top[None, :]) - log_total[None, :], float("-inf"))
-        passed += (tl.max(x, 1) < limit).to(tl.int32)
-    tl.store(below + flat, tl.sum(passed, 0))
-    if is_last(arrivals + b, heads):
-        count = tl.load(below + b * heads)
-        for other in range(1, heads):
-            count += tl.load(below + b * heads + other)
-        tl.store(sparsity + b, tl.div_rn(count.to(tl.float32), tl.maximum(live * heads, 1).to(tl.float32)))
+    if heads_looked_at(look, b, GROUP_HEADS, LOOK) > 0:
+        # The largest weight of head g is 1 / total; a token's counts by its largest. A maximum leaves first: exactly.
+        log_total = log2_or_minus_inf(total)
+        limit = tl.max(tl.where(real, -log_total, float("-inf")), 0) + log_threshold
+        counts += b * 6
+        blocks = tl.load(counts) + tl.load(counts + 1) + tl.load(counts + 2)
+        waiting = tl.load(buffered + b).to(tl.int32)
+        live = tl.load(counts + 3) + tl.load(counts + 4) + tl.load(counts + 5) + waiting
+        places = blocks * BLOCK + waiting
+        logits += flat * row_of(slots) * GROUP_HEADS
+        passed = tl.zeros([CHUNK], tl.int32)
+        for start in range(0, places, CHUNK):
+            s = start + tl.arange(0, CHUNK)
+            x = tl.load(
+                logits + s[:, None] * GROUP_HEADS + g[None, :], mask=(s < places)[:, None] & real[None, :],
+                other=float("inf"),
+            )
+            x = tl.where(real[None, :], (x - top[None, :]) - log_total[None, :], float("-inf"))
+            passed += (tl.max(x, 1) < limit).to(tl.int32)
+        tl.store(below + flat, tl.sum(passed, 0))
+        if is_last(arrivals + b, heads):
+            count = tl.load(below + b * heads)
+            for other in range(1, heads):
+                count += tl.load(below + b * heads + other)
+            tl.store(sparsity + b, tl.div_rn(count.to(tl.float32), tl.maximum(live * heads, 1).to(tl.float32)))
+    else:
+        tl.store(sparsity + b, float("nan"), mask=flat % heads == 0)

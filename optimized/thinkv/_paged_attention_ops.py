@@ -19,7 +19,7 @@ from ._paging_ops import Layout, layout
 
 #: Programs of one warp that fit a multiprocessor, how often it gets so many, and the registers that each may have, of
 #: its 64 K.
-FRAGMENT_PROGRAMS, FRAGMENT_TURNS, FRAGMENT_REGISTERS = 12, 7, 168
+FRAGMENT_PROGRAMS, FRAGMENT_TURNS, FRAGMENT_REGISTERS = 12, 7, 128
 
 
 def _tile(block: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -62,9 +62,10 @@ def _splits(rows: int, tiles: int, device: torch.device, resident: int, turns: i
 def attend(
     query: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
     slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, arrivals: Tensor,
-    formats: str, block: int, scale: float, threshold: float,
+    look: Tensor | None, formats: str, block: int, scale: float, threshold: float,
 ) -> tuple[Tensor, Tensor]:
-    """See `decode_attention`. arrivals [B] int32, 0 between calls. Returns output and sparsity."""
+    """See `decode_attention`. arrivals [B] int32, 0 between calls; look [B] bool or None. Returns output and
+    sparsity."""
     batch, query_heads, head_dim = query.shape
     _, heads, group, _ = buffer_key.shape
     slots, entries = slot_groups.shape[1], physical.shape[1]
@@ -88,14 +89,15 @@ def attend(
     tops, weight_sums, below = scratch(count), scratch(count), scratch(flats, dtype=torch.int32)
     output, sparsity = _attended(query)
     d_pad = padded_head_dim(head_dim)
-    tables = (slot_groups, physical, order, counts, buffered, logits, partial, tops, weight_sums)
+    looks = counts if look is None else look.contiguous()
+    tables = (slot_groups, physical, order, counts, buffered, looks, logits, partial, tops, weight_sums)
     numbers = (
         scale * LOG2_E.value, heads, slots, entries, key_scales.shape[1], parts, plan_of.row_words, *plan_of.base,
         *query.stride(),
     )
     constants = {
         **plan_of.constants, **plan_of.units, "GROUP_HEADS": group_heads, "GROUP": group, "HEAD_DIM": head_dim,
-        "TILE": tile, "TOKENS": max(16, triton.next_power_of_2(group)),
+        "TILE": tile, "TOKENS": max(16, triton.next_power_of_2(group)), "LOOK": look is not None,
     }
     with on_device_of(query):
         if in_fragments:
@@ -110,10 +112,11 @@ def attend(
                 num_warps=4, num_stages=2,
             )
         finish_kernel[(flats,)](
-            logits, partial, tops, weight_sums, counts, buffered, output, below, sparsity, arrivals,
+            logits, partial, tops, weight_sums, counts, buffered, looks, output, below, sparsity, arrivals,
             math.log2(threshold), heads, slots, parts,
             GROUP_HEADS=group_heads, GROUP_PAD=triton.next_power_of_2(group_heads), BLOCK=block, HEAD_DIM=head_dim,
-            D_PAD=d_pad, SPLITS=8 if parts <= 8 else MAX_SPLITS, CHUNK=64 if INTERPRETED else 512, num_warps=4,
+            D_PAD=d_pad, SPLITS=8 if parts <= 8 else MAX_SPLITS, CHUNK=64 if INTERPRETED else 512,
+            LOOK=look is not None, num_warps=4,
         )
     return output, sparsity
 
@@ -122,7 +125,7 @@ def attend(
 def _(
     query: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
     slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, arrivals: Tensor,
-    formats: str, block: int, scale: float, threshold: float,
+    look: Tensor | None, formats: str, block: int, scale: float, threshold: float,
 ) -> tuple[Tensor, Tensor]:
     return _attended(query)
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from .._launch import INTERPRETED
 from .._longflow_scores import row_of
 from .._numerics import dot, finite_or_zero, round_to
-from ._paged_attention_kernels import blocks_by_format, halved
+from ._paged_attention_kernels import blocks_by_format, halved, heads_looked_at
 from ._paging_decode import high, low, pair
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -128,7 +128,7 @@ def _indices(order, physical, slot_groups, tile, count, BLOCKS: tl.constexpr):
 @triton.jit
 def _attend_fragments(
     acc, top, weight_sum, q, factor, words, halves, key_scales, physical, slot_groups, order, logits,
-    first, count, split, splits, row_at, base, h, heads,
+    kept, first, count, split, splits, row_at, base, h, heads,
     FORMAT: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
 ):
@@ -164,11 +164,12 @@ def _attend_fragments(
         block, group = _indices(order, physical, slot_groups, tile + 1, count, BLOCKS)
         k = _keys(word, w, x, y, z, FORMAT, LANES, RUN, TILE)
         logit = tl.dot(k, q, input_precision="ieee") * factor[None, :]                 # [TILE, 8]
-        kept = (head < GROUP_HEADS)[None, :] & (i < (count - tile * BLOCKS) * EIGHT)[:, None]
-        tl.store(
-            logits + (i + tile * TILE)[:, None] * GROUP_HEADS + head[None, :],
-            tl.where(live[:, None], logit, float("inf")), mask=kept,
-        )
+        if kept > 0:
+            inside = (head < kept)[None, :] & (i < (count - tile * BLOCKS) * EIGHT)[:, None]
+            tl.store(
+                logits + (i + tile * TILE)[:, None] * GROUP_HEADS + head[None, :],
+                tl.where(live[:, None], logit, float("inf")), mask=inside,
+            )
         logit = tl.where(live[:, None], logit, float("-inf"))
         p, top, weight_sum, rescale = _weights(top, weight_sum, logit, TILE)
         v = _values(value_word, two, FORMAT, LANES, RUN, BLOCKS)
@@ -180,7 +181,7 @@ def _attend_fragments(
 
 @triton.jit
 def _attend_buffer(
-    acc, top, weight_sum, q, scale, buffer_key, buffer_value, logits, at, count,
+    acc, top, weight_sum, q, scale, buffer_key, buffer_value, logits, kept, at, count,
     GROUP_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr,
 ):
     """As `_paged_attention_kernels._attend_buffer`: q [D, 8], acc [D, 8]."""
@@ -192,7 +193,7 @@ def _attend_buffer(
     logit = tl.where(live[:, None], dot(key, q) * scale, float("-inf"))
     tl.store(
         logits + (at + i)[:, None] * GROUP_HEADS + head[None, :], logit,
-        mask=live[:, None] & (head < GROUP_HEADS)[None, :],
+        mask=live[:, None] & (head < kept)[None, :],
     )
     p, top, weight_sum, rescale = _weights(top, weight_sum, logit, TOKENS)
     value = tl.load(
@@ -203,7 +204,7 @@ def _attend_buffer(
 
 @triton.jit(do_not_specialize=["heads", "slots", "entries", "groups", "parts", "query_b", "query_h"])
 def fragment_kernel(
-    query, words, halves, key_scales, buffer_key, buffer_value, slot_groups, physical, order, counts, buffered,
+    query, words, halves, key_scales, buffer_key, buffer_value, slot_groups, physical, order, counts, buffered, look,
     logits, partial, tops, weight_sums,
     scale, heads, slots, entries, groups, parts, row_words, base_0, base_1, base_2, query_b, query_h, query_d,
     OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr,
@@ -211,6 +212,7 @@ def fragment_kernel(
     LANES_0: tl.constexpr, LANES_1: tl.constexpr, LANES_2: tl.constexpr,
     UNIT_0: tl.constexpr, UNIT_1: tl.constexpr, UNIT_2: tl.constexpr,
     GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
+    LOOK: tl.constexpr,
 ):
     """As `_paged_attention_kernels.attend_kernel`, of which it takes the place; but the buffer is a part by itself, the
     last one: were it added to another's, its registers would be taken from that one's tiles."""
@@ -223,6 +225,7 @@ def fragment_kernel(
     at += _channel_of_key(k, HEAD_DIM).to(tl.int64)[:, None] * query_d
     native = tl.load(query + at, mask=(head < GROUP_HEADS)[None, :], other=0.0)
     logits += flat * row_of(slots) * GROUP_HEADS
+    kept = heads_looked_at(look, b, GROUP_HEADS, LOOK)
     zero, one, two = blocks_by_format(counts + b * 6, OF_T, OF_E, OF_R)
     acc = tl.zeros([HEAD_DIM, EIGHT], tl.float32)
     top = tl.full([EIGHT], float("-inf"), tl.float32)
@@ -236,19 +239,19 @@ def fragment_kernel(
         key_scales += (b * groups * heads + h) * (HEAD_DIM // 4)
         acc, top, weight_sum = _attend_fragments(
             acc, top, weight_sum, q, factor * UNIT_0, words, halves, key_scales, physical, slot_groups, order, logits,
-            0, zero, part, splits, b * row_words, base_0, h, heads,
+            kept, 0, zero, part, splits, b * row_words, base_0, h, heads,
             FORMAT_0, LANES_0, UNIT_0, GROUP_HEADS, GROUP, HEAD_DIM, TILE,
         )
         if FORMAT_1 != "":
             acc, top, weight_sum = _attend_fragments(
                 acc, top, weight_sum, q, factor * UNIT_1, words, halves, key_scales, physical, slot_groups, order,
-                logits, zero, one, part, splits, b * row_words, base_1, h, heads,
+                logits, kept, zero, one, part, splits, b * row_words, base_1, h, heads,
                 FORMAT_1, LANES_1, UNIT_1, GROUP_HEADS, GROUP, HEAD_DIM, TILE,
             )
         if FORMAT_2 != "":
             acc, top, weight_sum = _attend_fragments(
                 acc, top, weight_sum, q, factor * UNIT_2, words, halves, key_scales, physical, slot_groups, order,
-                logits, zero + one, two, part, splits, b * row_words, base_2, h, heads,
+                logits, kept, zero + one, two, part, splits, b * row_words, base_2, h, heads,
                 FORMAT_2, LANES_2, UNIT_2, GROUP_HEADS, GROUP, HEAD_DIM, TILE,
             )
     else:
@@ -256,7 +259,7 @@ def fragment_kernel(
         if waiting > 0:
             acc, top, weight_sum = _attend_buffer(
                 acc, top, weight_sum, native, scale, buffer_key + flat * GROUP * HEAD_DIM,
-                buffer_value + flat * GROUP * HEAD_DIM, logits, (zero + one + two) * EIGHT, waiting,
+                buffer_value + flat * GROUP * HEAD_DIM, logits, kept, (zero + one + two) * EIGHT, waiting,
                 GROUP_HEADS, HEAD_DIM, TOKENS,
             )
     to = (flat * GROUP_HEADS + head) * parts + part

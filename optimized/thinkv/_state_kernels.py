@@ -12,31 +12,35 @@ from ._thoughts_kernels import thought_of
 
 
 @triton.jit
-def begin_kernel(segment, seen, decoded, positions, overflow, tau, most):
-    """A token comes to row b: its position, and after every tau of them a new segment. Beyond `most` tokens, to which
-    only the replays of a graph come, none is taken in: position -1."""
+def begin_kernel(segment, seen, decoded, positions, look, overflow, tau, most):
+    """A token comes to row b: its position, and after every tau of them a new segment, and a look. Beyond `most`
+    tokens, to which only the replays of a graph come, none is taken in: position -1."""
     b = tl.program_id(0)
     number = tl.load(seen + b)
     taken = number < most
     begins = taken & ((tl.load(decoded + b) % tau) == 0)
     tl.store(segment + b, tl.load(segment + b) + begins.to(tl.int64))
     tl.store(positions + b, tl.where(taken, number, -1))
+    tl.store(look + b, begins)
     tl.store(overflow + b, True, mask=number >= most)
 
 
 @triton.jit
 def settle_kernel(
-    sparsity, thought, thoughts, segment, seen, decoded, positions, buffered, sizes, live, flush, change,
-    tau, group, segments, low, high, CLASSIFY: tl.constexpr,
+    sparsity, found, thought, thoughts, segment, seen, decoded, positions, look, buffered, sizes, live, flush,
+    change, tau, group, segments, low, high, CLASSIFY: tl.constexpr,
 ):
-    """The token of row b has been attended to: its window's thought, whether the buffer is flushed, what has ended.
-    Where no token was taken in (see `begin_kernel`), nothing."""
+    """The token of row b has been attended to: the sparsity of a look, `found`, its window's thought, whether the
+    buffer is flushed, what has ended. Where no token was taken in (see `begin_kernel`), nothing."""
     b = tl.program_id(0).to(tl.int64)
     taken = tl.load(positions + b) >= 0
     step = tl.load(decoded + b)
     kind = tl.load(thought + b)
+    looked = tl.load(look + b) != 0
+    share = tl.load(found + b)
+    tl.store(sparsity + b, share, mask=looked)
     if CLASSIFY:
-        kind = tl.where((step % tau) == 0, thought_of(tl.load(sparsity + b), low, high), kind)
+        kind = tl.where(looked, thought_of(share, low, high), kind)
         tl.store(thought + b, kind, mask=taken)
     ended = ((step + 1) % tau) == 0
     waiting = tl.load(buffered + b)

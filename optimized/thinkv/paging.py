@@ -244,21 +244,25 @@ class PagedCache:
         return total
 
 
-def decode_attention(query: Tensor, cache: PagedCache, *, scale: float | None = None) -> PagedAttentionResult:
+def decode_attention(
+    query: Tensor, cache: PagedCache, *, scale: float | None = None, look: Tensor | None = None
+) -> PagedAttentionResult:
     """Attention of one query per head to all live tokens, quantized or in the buffer, and how sparse it is.
 
     query [B, Hq, D] in the cache's dtype and on its device, any strides; scale: the factor on query . key, default
-    D ** -0.5. Returns the output [B, Hq, D] in that dtype, zeros for a row without tokens, and the sparsity [B] float32
-    with config.sparsity_threshold. No host synchronisation. TypeError, ValueError for arguments that do not fit.
+    D ** -0.5; look [B] bool: the rows whose sparsity is asked for, None for all; where none is, a step is faster.
+    Returns the output [B, Hq, D] in that dtype, zeros for a row without tokens, and the sparsity [B] float32 with
+    config.sparsity_threshold, NaN for a row that is not looked at. No host synchronisation. TypeError, ValueError for
+    arguments that do not fit.
     """
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}")
-    scale = check_decode(query, scale, shape=cache.shape, dtype=cache.dtype, device=cache.device)
+    scale = check_decode(query, scale, look, shape=cache.shape, dtype=cache.dtype, device=cache.device)
     check_launchable(query=query)
     batch, heads, head_dim = cache.shape
     check_kernel_sizes(Sizes(batch, query.shape[1], heads, cache.config.slots, head_dim))
     storage, tables = cache._storage, cache._tables
     return PagedAttentionResult(*attend(
         query, *storage, tables.slot_groups, tables.physical, tables.order, tables.counts, tables.buffered,
-        cache._arrivals, cache._formats, cache.config.block, scale, cache.config.sparsity_threshold,
+        cache._arrivals, look, cache._formats, cache.config.block, scale, cache.config.sparsity_threshold,
     ))

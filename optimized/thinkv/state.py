@@ -57,8 +57,8 @@ class ThinKVState:
         )
         by_segment = (batch, config.segments)
         self.sparsity = self._buffer(batch, dtype=torch.float32)
-        self.over_budget, self._flushing, self._change, self._every = (
-            self._buffer(batch, dtype=torch.bool) for _ in range(4)
+        self.over_budget, self._flushing, self._change, self._looks, self._every = (
+            self._buffer(batch, dtype=torch.bool) for _ in range(5)
         )
         self.levels, self._thoughts, self._held = (self._buffer(*by_segment, dtype=torch.int64) for _ in range(3))
         self._thought, self._segment, self._seen, self._decoded, self._live, self._position = (
@@ -170,17 +170,16 @@ class ThinKVState:
         check_room(self._counted, 1, self.config.max_tokens)
         config = self.config
         _begin(
-            self._segment, self._seen, self._decoded, self._position, self.cache.overflow, config.tau,
+            self._segment, self._seen, self._decoded, self._position, self._looks, self.cache.overflow, config.tau,
             config.max_tokens,
         )
         self.cache.append(key, value, self._position)
-        output, sparsity = decode_attention(query, self.cache, scale=self.scale)
-        self.sparsity.copy_(sparsity)
+        output, sparsity = decode_attention(query, self.cache, scale=self.scale, look=self._looks)
         low, high = config.edges or (0.0, 0.0)
         _settle(
-            self.sparsity, self._thought, self._thoughts, self._segment, self._seen, self._decoded, self._position,
-            self.cache.buffered, self._held, self._live, self._flushing, self._change, config.tau, config.group,
-            low, high, config.edges is not None,
+            self.sparsity, sparsity, self._thought, self._thoughts, self._segment, self._seen, self._decoded,
+            self._position, self._looks, self.cache.buffered, self._held, self._live, self._flushing, self._change,
+            config.tau, config.group, low, high, config.edges is not None,
         )
         self.cache.flush(self._flushing, self._thought, self._segment)
         self._evict()
@@ -219,27 +218,30 @@ class ThinKVState:
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("kvtwin::thinkv_begin", mutates_args=("segment", "positions", "overflow"))
+@torch.library.custom_op("kvtwin::thinkv_begin", mutates_args=("segment", "positions", "look", "overflow"))
 def _begin(
-    segment: Tensor, seen: Tensor, decoded: Tensor, positions: Tensor, overflow: Tensor, tau: int, most: int
+    segment: Tensor, seen: Tensor, decoded: Tensor, positions: Tensor, look: Tensor, overflow: Tensor, tau: int,
+    most: int,
 ) -> None:
     with on_device_of(segment):
-        begin_kernel[(len(segment),)](segment, seen, decoded, positions, overflow, tau, most, num_warps=1)
+        begin_kernel[(len(segment),)](
+            segment, seen, decoded, positions, look, overflow, tau, most, num_warps=1
+        )
 
 
 @torch.library.custom_op(
     "kvtwin::thinkv_settle",
-    mutates_args=("thought", "thoughts", "seen", "decoded", "sizes", "live", "flush", "change"),
+    mutates_args=("sparsity", "thought", "thoughts", "seen", "decoded", "sizes", "live", "flush", "change"),
 )
 def _settle(
-    sparsity: Tensor, thought: Tensor, thoughts: Tensor, segment: Tensor, seen: Tensor, decoded: Tensor,
-    positions: Tensor, buffered: Tensor, sizes: Tensor, live: Tensor, flush: Tensor, change: Tensor, tau: int,
-    group: int, low: float, high: float, by_sparsity: bool,
+    sparsity: Tensor, found: Tensor, thought: Tensor, thoughts: Tensor, segment: Tensor, seen: Tensor, decoded: Tensor,
+    positions: Tensor, look: Tensor, buffered: Tensor, sizes: Tensor, live: Tensor, flush: Tensor, change: Tensor,
+    tau: int, group: int, low: float, high: float, by_sparsity: bool,
 ) -> None:
     with on_device_of(segment):
         settle_kernel[(len(segment),)](
-            sparsity, thought, thoughts, segment, seen, decoded, positions, buffered, sizes, live, flush, change, tau,
-            group, sizes.shape[1], low, high, CLASSIFY=by_sparsity, num_warps=1,
+            sparsity, found, thought, thoughts, segment, seen, decoded, positions, look, buffered, sizes, live, flush,
+            change, tau, group, sizes.shape[1], low, high, CLASSIFY=by_sparsity, num_warps=1,
         )
 
 

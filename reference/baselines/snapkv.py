@@ -2,7 +2,8 @@
 
 Score of a prefix token = mean over the observation window's queries of the softmax over all keys (causal), smoothed
 by an average pool along the prefix; the window itself is kept. `compress` does it once, as LongFlow section 4.1 uses it
-for prompts; `SnapKVState` does it again after every block of tokens (KeyDiff A.1).
+for prompts; `SnapKVState` does it again after every block of tokens (KeyDiff A.1), or once in so many of them, as
+LongFlow's comparisons compress generated text.
 """
 
 from __future__ import annotations
@@ -27,15 +28,24 @@ __all__ = ["AttendResult", "CompressResult", "SnapKVConfig", "SnapKVState", "att
 @dataclass(frozen=True)
 class SnapKVConfig(BlockConfig):
     """budget, block_size: see `BlockConfig`. window: the last tokens, which observe and stay; at most budget of them
-    do. kernel_size: odd, the width of the average pool. Raises TypeError or ValueError for anything else."""
+    do. kernel_size: odd, the width of the average pool. interval: a KV head of a row is compressed to its budget when
+    it holds at least budget + interval tokens; 1: whenever it holds more than the budget. Raises TypeError or
+    ValueError for anything else."""
 
     window: int = 32
     kernel_size: int = 5
+    interval: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer("window", self.window, minimum=1)
         check_kernel_size(self.kernel_size)
+        check_integer("interval", self.interval, minimum=1)
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens that are held between calls: budget + interval - 1."""
+        return self.budget + self.interval - 1
 
     @property
     def observers(self) -> int:
@@ -176,9 +186,15 @@ def _rank(score: Tensor, occupied: Tensor, protected: Tensor | None) -> Tensor:
 
 
 class SnapKVState(BlockState):
-    """A SnapKV cache. `score` is the pooled attention of the last `window` tokens' queries, newly taken after every
-    block (or decode step) over the tokens then held, +inf for these tokens themselves. The pool runs along the tokens
-    held, in the order of their positions."""
+    """A SnapKV cache. `score` is the pooled attention of the last `window` tokens' queries over the tokens then held,
+    +inf for these tokens themselves. The pool runs along the tokens held, in the order of their positions.
+
+    A KV head of a row that holds at least budget + interval tokens after a block (or decode step) is compressed: its
+    scores are newly taken, and `budget` tokens stay. With an interval of 1, scores are newly taken after every block,
+    also where nothing has to go. With a longer one, heads that are not compressed observe nothing: their tokens keep
+    the scores of the last compression, and those that came since have +inf, as if in the window. What a head holds
+    decides, and not the number of steps: rows with padding are compressed at other steps than the rest.
+    """
 
     Config = SnapKVConfig
     _per_row = ("_window_query", "_window_positions")
@@ -213,6 +229,9 @@ class SnapKVState(BlockState):
         size = self.config.kernel_size
         pooled = functional.avg_pool1d(in_order, size, stride=1, padding=size // 2, count_include_pad=True)
         score = pooled.gather(-1, place).masked_fill(window, INF)
+        if self.config.interval > 1:
+            came = torch.arange(self.sizes.slots, device=self.device) >= self.config.capacity
+            score = torch.where(self._due(), score, self.score.masked_fill(came, INF))
         self.score.copy_(score.masked_fill(~self.occupied, -INF))
 
     def _rank(self) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..contract import check_integer
+from ..contract import check_flag, check_integer
 from ..synckv.contract import HeadClusters, SyncKVConfig
 from .plug import StateCache, StateLayer
 
@@ -104,8 +104,11 @@ class SyncCache(StateCache):
 
     def __init__(
         self, config: PreTrainedConfig, *, k: int, head_clusters: Sequence[HeadClusters] | None = None,
-        attention_mask: Tensor | None = None, **options: Any,
+        attention_mask: Tensor | None = None, spread: bool = False, **options: Any,
     ) -> None:
+        self._spread = check_flag("spread", spread)
+        if spread and "phase" in options:
+            raise TypeError("phase is not an option beside spread, which gives each layer its own")
         self._clusters = None if head_clusters is None else check_layers(head_clusters, config)
         if self._clusters is not None and "clusters" in options:
             raise TypeError("clusters is not an option beside head_clusters, which says how many there are")
@@ -114,11 +117,20 @@ class SyncCache(StateCache):
     def _method_config(self, budget: int, options: dict[str, Any]) -> SyncKVConfig:
         return SyncKVConfig(budget, **options)
 
+    def join(self) -> None:
+        """What is launched from here on finds all tokens where they belong: with offload, the end of a capture."""
+        for layer in self.layers:
+            if isinstance(layer, StateLayer) and layer.state is not None:
+                layer.state.join()
+
     def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
+        config: Any = self.config
+        if self._spread:
+            config = replace(config, phase=number % config.stride)
         if self._clusters is None:
-            return StateLayer(self.config, self.State, mask)
+            return StateLayer(config, self.State, mask)
         clusters = self._clusters[number]
-        config: Any = replace(self.config, clusters=len(clusters.representatives))
+        config = replace(config, clusters=len(clusters.representatives))
         state: Any = self.State
         made: Any = partial(state, head_clusters=clusters)
         return StateLayer(config, made, mask)

@@ -25,8 +25,8 @@ class SyncKVCache(SyncCache):
     k: tokens that a head attends to which does not look for itself, beside the newest ones. head_clusters: of each
     layer of the model its clusters, as `head_clusters` finds them and `HeadClusters.save` keeps them; None: heads in
     `clusters` runs, as `resolve_clusters` says, of a model that was not looked at. The other options are
-    SyncKVConfig's: rho, stride, clusters, exclude_static, max_tokens, offload. Each layer's
-    `cache.layers[i].state` is a `SyncKVState`.
+    SyncKVConfig's: rho, stride, phase, clusters, exclude_static, max_tokens, offload. spread=True: layer i has the
+    phase i mod stride, so that layers anticipate by turns. Each layer's `cache.layers[i].state` is a `SyncKVState`.
 
     The first forward pass is the prompt, which R-heads choose from; all later tokens are decode steps, one at a time,
     be they a further chunk of the prompt. ValueError beyond max_tokens, and for clusters of other layers or heads.

@@ -27,11 +27,12 @@ class SyncKVConfig:
 
     k: tokens that such a head attends to beside the newest ones. rho: the share of them that is chosen once, by the
     prompt's last token, from 0 to 1 (section 4.2; see `split_budget`). stride: decode steps from one anticipation to
-    the next, m. clusters: representative heads per layer, N_r. exclude_static: whether the dynamic set is chosen among
-    the tokens that are not in the static one; eq. 6 to the letter does not exclude them. max_tokens: the longest
-    sequence, prompt and decoded tokens, that a state has room for. offload: whether heads that do not look for
-    themselves keep their tokens in the host's memory, and only those chosen on the GPU (the reference keeps all where
-    it is). scale: the factor on query . key, default head_dim ** -0.5.
+    the next, m. phase: step t is one where m divides t + phase; 0, the paper's, up to m - 1. Layers that anticipate at
+    different steps share the wire to the host's memory out among them. clusters: representative heads per layer, N_r.
+    exclude_static: whether the dynamic set is chosen among the tokens that are not in the static one; eq. 6 to the
+    letter does not exclude them. max_tokens: the longest sequence, prompt and decoded tokens, that a state has room
+    for. offload: whether heads that do not look for themselves keep their tokens in the host's memory, and only those
+    chosen on the GPU (the reference keeps all where it is). scale: the factor on query . key, default head_dim ** -0.5.
     Raises TypeError or ValueError for anything else.
     """
 
@@ -40,6 +41,7 @@ class SyncKVConfig:
     stride: int = 5
     clusters: int = 2
     exclude_static: bool = field(default=True, kw_only=True)
+    phase: int = field(default=0, kw_only=True)
     max_tokens: int = field(default=32768, kw_only=True)
     offload: bool = field(default=False, kw_only=True)
     scale: float | None = field(default=None, kw_only=True)
@@ -47,6 +49,8 @@ class SyncKVConfig:
     def __post_init__(self) -> None:
         for name in ("k", "stride", "clusters", "max_tokens"):
             check_integer(name, getattr(self, name), minimum=1)
+        if check_integer("phase", self.phase, minimum=0) >= self.stride:
+            raise ValueError(f"phase must be below the stride of {self.stride}, got {self.phase}")
         check_ratio(self.rho)
         check_flag("exclude_static", self.exclude_static)
         check_flag("offload", self.offload)

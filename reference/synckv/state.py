@@ -63,7 +63,7 @@ class SyncKVState:
         self._static = torch.zeros(batch, clusters, slots, dtype=torch.bool, device=self.device)
         self._chosen = torch.zeros_like(self._static)
         self._attended = torch.zeros(batch, heads, slots, dtype=torch.bool, device=self.device)  # by the last step
-        self._seen = self._steps = 0
+        self._seen, self._steps = 0, self.config.phase
         self._since = 0                               # the first token after the last anticipation
 
     @property
@@ -174,6 +174,9 @@ class SyncKVState:
         slots = self.sizes.slots
         mask = torch.zeros(*tokens.shape[:2], slots + 1, dtype=torch.bool, device=self.device)  # one more, for none
         return mask.scatter(-1, tokens.where(tokens >= 0, slots), True)[..., :slots]
+
+    def join(self) -> None:
+        """What is launched from here on finds all tokens where they belong; here they always are."""
 
     def gpu_bytes(self) -> int:
         """Of the tensors on the state's device, which here is all of them."""

@@ -61,7 +61,8 @@ class Thresholds(NamedTuple):
 class PagedAttentionResult(NamedTuple):
     """One decode step over a paged cache.
 
-    output: [B, Hq, D] in query's dtype. sparsity: [B] float32 (float64 in the oracle), see `attention_sparsity`.
+    output: [B, Hq, D] in query's dtype. sparsity: [B] float32 (float64 in the oracle), see `attention_sparsity`; NaN
+    for a row that was not looked at.
     """
 
     output: Tensor

@@ -90,9 +90,10 @@ def check_rows(name: str, mask: object, shape: tuple[int, ...], layout: str, dev
 
 
 def check_decode(
-    query: object, scale: float | None, *, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    query: object, scale: float | None, look: object, *, shape: tuple[int, int, int], dtype: torch.dtype,
+    device: torch.device,
 ) -> float:
-    """query [B, Hq, D] against a cache of `shape` [B, Hkv, D]. Returns the scale."""
+    """query [B, Hq, D] against a cache of `shape` [B, Hkv, D]; look [B] bool or None. Returns the scale."""
     batch, heads, head_dim = shape
     tensor = check_tensor("query", query, dims=3, layout="[B, Hq, D]")
     if tensor.shape[0] != batch or tensor.shape[2] != head_dim:
@@ -101,4 +102,6 @@ def check_decode(
         )
     check_state_tensor("query", tensor, dtype, device)
     check_heads(tensor.shape[1], heads)
+    if look is not None:
+        check_rows("look", look, (batch,), "[B]", device)
     return resolve_scale(scale, head_dim)

@@ -340,24 +340,28 @@ def scale_of_elements(quantized: Quantized) -> Tensor:
     return scale[:, 0].expand(heads, tokens, head_dim)
 
 
-def decode_attention(query: Tensor, cache: PagedCache, *, scale: float | None = None) -> PagedAttentionResult:
+def decode_attention(
+    query: Tensor, cache: PagedCache, *, scale: float | None = None, look: Tensor | None = None
+) -> PagedAttentionResult:
     """Attention of one query per head to all live tokens, quantized or in the buffer, and how sparse it is.
 
-    query [B, Hq, D] in the cache's dtype and on its device; scale: the factor on query . key, default D ** -0.5.
-    Returns the output [B, Hq, D] in that dtype, zeros for a row without tokens, and the sparsity [B] by
-    `attention_sparsity` with config.sparsity_threshold. TypeError, ValueError for arguments that do not fit.
+    query [B, Hq, D] in the cache's dtype and on its device; scale: the factor on query . key, default D ** -0.5; look
+    [B] bool: the rows whose sparsity is asked for (section 3.1.3 looks every tau steps), None for all. Returns the
+    output [B, Hq, D] in that dtype, zeros for a row without tokens, and the sparsity [B] by `attention_sparsity` with
+    config.sparsity_threshold, NaN for a row that is not looked at. TypeError, ValueError for arguments that do not fit.
     """
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}")
-    scale = check_decode(query, scale, shape=cache.shape, dtype=cache.dtype, device=cache.device)
+    scale = check_decode(query, scale, look, shape=cache.shape, dtype=cache.dtype, device=cache.device)
     key, value, occupied = in_order(cache, accumulate_dtype(query))
     exact = query.to(key.dtype)
     weight = attention_weights(exact, key, occupied, scale=scale)                  # eq. 1
     output = weighted_values(weight, value, occupied).to(query.dtype)
     threshold = cache.config.sparsity_threshold
-    return PagedAttentionResult(
-        output, attention_sparsity(exact, key, occupied, threshold=threshold, scale=scale)
-    )
+    sparsity = attention_sparsity(exact, key, occupied, threshold=threshold, scale=scale)
+    if look is not None:
+        sparsity = sparsity.masked_fill(~look, torch.nan)
+    return PagedAttentionResult(output, sparsity)
 
 
 def in_order(cache: PagedCache, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

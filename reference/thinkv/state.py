@@ -37,7 +37,7 @@ class ThinKVState:
     dtype: that of queries, keys and values; float64 makes it the oracle. Readable, by slot [B, S]: occupied (bool),
     positions and segments (int64, -1 = free) and the stored numbers, key and value [B, Hkv, S, D] float32, dequantized
     (zeros where free); `cache`: the `PagedCache` itself, with its block table and its accounts of bytes. By row [B]:
-    sparsity (of the last step), thought (int64, of the segment that is being written), over_budget (bool). levels
+    sparsity (of the last look), thought (int64, of the segment that is being written), over_budget (bool). levels
     [B, M] int64: how often each segment was selected for eviction.
     thought is writable: whoever averages the sparsity over several layers (section 3.1.3) sets it between the first
     step of a window and the first flush after it. Without config.edges nothing else sets it, but that a prompt is
@@ -160,7 +160,9 @@ class ThinKVState:
         if begins:
             self._segment = self._segment + 1
         self.cache.append(key, value, torch.full_like(self._segment, self._seen))
-        output, self.sparsity = decode_attention(query, self.cache, scale=self.scale)
+        output, sparsity = decode_attention(query, self.cache, scale=self.scale, look=self._rows(begins))
+        if begins:
+            self.sparsity = sparsity
         self._attended(query)
         if begins and self.config.edges is not None:
             self._thought = classify(self.sparsity, self.config.edges)

@@ -1,0 +1,326 @@
+"""The headline experiments of perf/headline run from end to end, at sizes that mean nothing; so do their times here."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from kvtwin.conformance import bounds, report
+from kvtwin.conformance.cases import DecodeCase
+from kvtwin.conformance.compare import assert_within
+from kvtwin.conformance.perf_source import PERF, perf_module
+
+if not (PERF / "conftest.py").is_file():
+    pytest.skip("perf/ is not in the wheel", allow_module_level=True)
+
+headline, page, base, decoder, systems = (
+    perf_module(f"headline.{name}") for name in ("__main__", "page", "base", "decoder", "systems")
+)
+roofline = perf_module("roofline")
+
+#: What each experiment must measure, at least: ours, and who it is compared with.
+MEASURED = {
+    "longflow": {"attention module", "full KV", "longflow", "h2o fused", "snapkv", "h2o", "r-kv", "ratios"},
+    "thinkv": {"state", "full KV", "thinkv", "gather, sequential", "gather, overlapped", "r-kv", "ratios"},
+    "epikv": {"steps", "context", "context ratios"},
+    "keydiff": {"eviction", "keydiff", "one piece"},
+    "synckv": {"B1-1K", "prompt of 1K"},
+    "memory": {"full KV, grown by cat", "h2o, grown by cat", "longflow"},
+}
+
+
+def test_the_experiments_run_and_make_a_page(tmp_path, device, monkeypatch):
+    assert list(MEASURED) == list(headline.EXPERIMENTS)
+    for name, least in MEASURED.items():
+        assert headline.run_one(name, tmp_path, str(device), tiny=True) == []
+        found = json.loads((tmp_path / f"{name}.json").read_text())
+        assert found["finished"]
+        assert found["figures"].keys() >= least
+    with pytest.raises(SystemExit, match="a tiny run means nothing"):
+        page.merged(tmp_path)
+
+    for name in MEASURED:
+        path = tmp_path / f"{name}.json"
+        found = json.loads(path.read_text())
+        shares = {"share_of_bytes_bound": 0.9}
+        for one in found["figures"].values():
+            one.update({key: shares[key] for key in shares.keys() & one.keys()})
+        found["machine"]["gpu"] = "NVIDIA H200"
+        path.write_text(json.dumps(found | {"tiny": False}))
+    result = page.merged(tmp_path)
+    text = "\n".join(page.table(result))
+    assert "is missing" not in text
+    assert text.count("not measured") == 2                       # a batch of 256, and offload, are left out here
+    assert len(text.splitlines()) == 2 + 13
+    root = ElementTree.fromstring(page.svg("all", page.panels(result)))
+    assert len(root.findall("{*}g")) == 7
+
+    for folder in ("perf/baselines", "fixtures"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "README.md").write_text(f"before\n{page.BEGIN}\nformerly\n{page.END}\nafter\n")
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    assert page.main([str(tmp_path), "--store"]) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert text in readme
+    assert "formerly" not in readme
+    assert page.main(["--readme"]) == 0
+    assert (tmp_path / "README.md").read_text() == readme
+    monkeypatch.setattr(report, "resources", SimpleNamespace(files=lambda _: tmp_path / "fixtures"))
+    shown = "\n".join(report._headline())
+    assert page.svg("The papers' headline experiments", page.panels(result)) in shown
+    assert shown.count("<tr>") == 1 + 13
+
+
+def test_what_is_stored_follows_from_the_baseline():
+    """And without one nothing is stored."""
+    baselines = sorted((PERF / "baselines").glob("*-headline.json"))
+    readme = (page.ROOT / "README.md").read_text(encoding="utf-8")
+    if not baselines:
+        assert f"{page.BEGIN}\n{page.END}" in readme
+        assert not any((page.ROOT / "fixtures" / name).exists() for name in page.STORED)
+    for baseline in baselines:
+        for path, text in page.generated(json.loads(baseline.read_text(encoding="utf-8"))).items():
+            assert path.read_text(encoding="utf-8") == text, f"{path.name}: see python -m perf.headline.page --help"
+
+
+def figures(**changes):
+    return {"tiny": False, "machine": {"gpu": "NVIDIA H200"}, "figures": {}, "complaints": []} | changes
+
+
+def test_a_run_that_was_cut_short_adds_to_what_is_stored(tmp_path):
+    (tmp_path / "thinkv.json").write_text(json.dumps(figures(seconds=2.0)))
+    stored = {"experiments": {"longflow": figures(seconds=1.0), "thinkv": figures(seconds=1.0)}}
+    found = page.merged(tmp_path, stored)["experiments"]
+    assert [(name, one["seconds"]) for name, one in found.items()] == [("longflow", 1.0), ("thinkv", 2.0)]
+    (tmp_path / "thinkv.json").write_text(json.dumps(figures(machine={"gpu": "NVIDIA H100"})))
+    with pytest.raises(SystemExit, match="different machines: NVIDIA H100, NVIDIA H200"):
+        page.merged(tmp_path, stored)
+    with pytest.raises(SystemExit, match="holds no experiment"):
+        page.merged(tmp_path / "nothing")
+
+
+# ---- what an experiment does with its figures ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path):
+    found = base.Run("some", tmp_path, "cpu")
+    found.roofline = roofline.Roofline(copy=4e12, read=4.2e12, peak=4.8e12)
+    found.gpu = Clock()
+    found.tiny = False
+    return found
+
+
+class Clock(base.Host):
+    """A device whose clock moves when it is told to."""
+
+    time = 0.0
+
+    def now(self):
+        return self.time
+
+    def cold(self):
+        self.time += 1.0
+
+
+def stored(run):
+    return json.loads((run.out / "some.json").read_text())
+
+
+def test_figures_are_stored_as_they_come(run):
+    run.record("one", {"a": 1})
+    assert stored(run)["figures"] == {"one": {"a": 1}}
+    run.record("one", {"b": 2})
+    with run.part("two"):
+        run.record("two", {"c": 3})
+        raise torch.cuda.OutOfMemoryError("too much\nof it")
+    found = stored(run)
+    assert found["figures"] == {"one": {"a": 1, "b": 2}, "two": {"c": 3}}
+    assert found["complaints"] == ["two: OutOfMemoryError: too much"]
+    assert not found["finished"]
+
+
+def test_times_are_medians_and_cold_caches_are_in_none(run):
+    took = iter([9.0, 1.0, 5.0, 2.0, 3.0, 4.0])
+
+    def function():
+        run.gpu.time += next(took)
+
+    assert run.seconds(function, what="it", cold=True, rounds=5) == 3.0
+
+
+def test_wrong_results_and_impossible_times_are_complaints(run):
+    def function():
+        run.gpu.time += 1e-3
+
+    def wrong(_):
+        raise AssertionError("not one")
+
+    assert run.seconds(function, what="it", moves=4e9, check=wrong) == pytest.approx(1e-3)
+    assert run.share(2e9, 1e-3) == 0.5
+    assert run.complaints == ["it: wrong after timing: not one"]
+    run.seconds(function, what="it", moves=4.9e9)
+    assert run.complaints[1:] == ["it: faster than the roofline: 4.90 of 4.80 TB/s"]
+
+
+def test_an_experiment_out_of_time_leaves_the_rest_out_and_says_so(run, monkeypatch):
+    assert not run.late("first")
+    monkeypatch.setattr(base, "LIMIT", -1.0)
+    assert run.late("second")
+    assert run.complaints == ["second: left out, -1 s are over"]
+
+
+def test_the_largest_batch():
+    assert [base.rows_that_fit(room, 10.0, 4096) for room in (1, 155, 199, 657, 10**6)] == [1, 15, 16, 64, 4096]
+
+
+def test_full_kv_over_its_length_is_integrated():
+    """Steps of 1 ms plus 1 us a token, from 512 to 16,512: 16,000 ms, and the mean length is 8512."""
+    times = {length: 1e-3 + 1e-6 * length for length in (512, 4512, 16_512)}
+    assert base.trapezoid(times) == pytest.approx(16_000 * (1e-3 + 8512e-6))
+
+
+# ---- systems ---------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_a_model():
+    """Qwen3-1.7B has 1,720,574,976 parameters, norms' 28 * (2 * 2048 + 2 * 128) + 2048 among them; Llama's table reads
+    115 KB less than its 2 * 8,030,261,248 bytes, as its embedding gives one row."""
+    qwen, llama = decoder.QWEN_1_7B, decoder.LLAMA_8B
+    assert qwen.weight_bytes == 2 * (1_720_574_976 - 28 * (2 * 2048 + 2 * 128) - 2048)
+    assert qwen.token_bytes == 114_688
+    assert llama.weight_bytes == 2 * (8_030_261_248 - 65 * 4096 - 128_256 * 4096)
+    assert llama.token_bytes == 131_072
+
+
+def test_a_decoder_turns_heads_by_their_positions(run):
+    """Queries and keys turned by m and n have the product of those turned by m - n, which is what rotation is for."""
+    model = decoder.small(decoder.LLAMA_8B)
+    made = decoder.Decoder(model, run, 64)
+    # In float64, with tables anew: those of bfloat16 are no rotations to more than its digits.
+    rate = 5e5 ** -torch.arange(0, 1, 2 / model.head_dim, dtype=torch.float64)
+    angle = torch.outer(torch.arange(64, dtype=torch.float64), rate)
+    tables = [torch.cat(halves, 1)[:, None] for halves in ((angle.cos(), angle.cos()), (-angle.sin(), angle.sin()))]
+    half = model.head_dim // 2
+    assert torch.equal(made.cosine[..., :half], made.cosine[..., half:])
+    assert torch.equal(made.sine[..., :half], -made.sine[..., half:])
+    made.cosine, made.sine = tables
+    heads = torch.randn(2, 1, 1, model.head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+
+    def product(m, n):
+        one, other = (
+            made.rotated(head[None], made.turns(torch.tensor([at]))) for head, at in zip(heads, (m, n), strict=True)
+        )
+        return float((one * other).sum())
+
+    assert product(40, 33) == pytest.approx(product(12, 5), rel=1e-12)
+    assert product(40, 33) != pytest.approx(product(40, 34), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["math", "flash", "flash-rows"])
+def test_attention_of_a_group(run, name):
+    query, key, value = run.draw(2, 4, 16), run.draw(2, 2, 8, 16), run.draw(2, 2, 8, 16)
+    exact = torch.einsum(
+        "bhgs,bhsd->bhgd",
+        torch.einsum("bhgd,bhsd->bhgs", query.double().view(2, 2, 2, 16), key.double()).mul(0.25).softmax(-1),
+        value.double(),
+    ).flatten(1, 2)
+    case = DecodeCase.of(query, key, value, torch.ones(2, 8, dtype=torch.bool))
+    assert_within(systems.attention(name, query, key, value), exact, bounds.decode_output(case), what="output")
+
+
+def test_gathering_whole_rows(run):
+    key, value = run.draw(2, 3, 8, 16), run.draw(2, 3, 8, 16)
+    kept = torch.rand(2, 3, 8, generator=torch.Generator().manual_seed(1)).argsort(-1)[..., :5]
+    index = kept[..., None].expand(-1, -1, -1, 16)
+    found = systems.gather(key, value, kept)
+    assert torch.equal(found[0], key.gather(2, index))
+    assert torch.equal(found[1], value.gather(2, index))
+
+
+def test_rkv_drops_the_oldest_of_keys_that_are_alike(run):
+    """Of sixteen keys three are the same, and no others are alike. The latest that is alike is left out of what each of
+    the three is held to be like: so the oldest counts twice, the next once, the last not at all."""
+    model = decoder.QWEN_8B._replace(layers=1, query_heads=1, key_value_heads=1, head_dim=16)
+    cache = systems.RKV(run, model, 1, 15, 4)
+    key = torch.eye(16, dtype=torch.bfloat16)[None, None]
+    key[0, 0, 5] = key[0, 0, 8] = key[0, 0, 2]
+    window = torch.zeros(1, 1, 7, 16, dtype=torch.bfloat16)
+    assert cache.stays(window, key)[0, 0].tolist() == [*range(2), *range(3, 16)]
+
+
+# ---- states that are built instead of fed ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path, device):
+    return base.Run("some", tmp_path, device, tiny=True)
+
+
+MODEL = decoder.small(decoder.QWEN_8B)
+
+
+def tokens(run, batch, *count):
+    heads = (MODEL.query_heads, MODEL.key_value_heads, MODEL.key_value_heads)
+    return [run.draw(batch, number, *count, MODEL.head_dim) for number in heads]
+
+
+@torch.no_grad()
+def test_a_longflow_state_that_is_built_is_like_one_that_was_fed(here):
+    """The same keys and values by `prefill` and a step: the same buffers, and the same next step, to the letter."""
+    built = systems.longflow_state(here, MODEL, 2, 8)
+    fed = type(built)(built.config, **systems.sizes_of(MODEL, 2, here))
+    query, _, _ = tokens(here, 2, 7)
+    fed.prefill(query, built.key[:, :, :7], built.value[:, :, :7])
+    fed.step(query[:, :, 0], built.key[:, :, 7], built.value[:, :, 7])
+    for name in ("key", "value", "occupied", "positions", "_sink_end", "_seen"):
+        assert torch.equal(getattr(built, name), getattr(fed, name)), name
+    case = built.value.double().abs().sum(-1)
+    # A norm is a sum of 16 numbers in float32, in an order of its kernel's.
+    for state in (built, fed):
+        assert bool(((state._magnitude[..., :8] - case).abs() <= 15 * bounds.UNIT * case).all())
+    built._magnitude.copy_(fed._magnitude)
+    built.next_slot = fed.next_slot
+    given = tokens(here, 2)
+    assert torch.equal(built.step(*given), fed.step(*given))
+    assert torch.equal(built.next_slot, fed.next_slot)
+    assert torch.equal(built.score, fed.score)
+
+
+@torch.no_grad()
+def test_an_h2o_state_that_is_built_is_like_one_that_was_fed(here):
+    built = systems.h2o_state(here, MODEL, 2, 8, 4)
+    fed = type(built)(built.config, **systems.sizes_of(MODEL, 2, here))
+    query, _, _ = tokens(here, 2, 8)
+    fed.prefill(query, built.key[:, :, :8], built.value[:, :, :8])
+    held = (slice(None), slice(None), slice(8))
+    for name in ("key", "value", "occupied", "positions", "_ordinals"):
+        assert torch.equal(getattr(built, name)[held], getattr(fed, name)[held]), name
+    for name in ("occupied", "positions", "_held", "_seen"):
+        assert torch.equal(getattr(built, name), getattr(fed, name)), name
+    built.score.copy_(fed.score)
+    given = tokens(here, 2)
+    assert torch.equal(built.step(*given), fed.step(*given))
+    assert torch.equal(built.positions, fed.positions)
+
+
+@torch.no_grad()
+def test_a_thinkv_state_that_is_copied_goes_on_like_its_seed(here):
+    thinkv = perf_module("headline.thinkv")
+    seed, steps = thinkv.aged(here, MODEL, thinkv.config_of(here, 8, 32))
+    assert seed.tokens_seen == steps
+    assert int((seed.cache.groups >= 0).sum()) > 0
+    alone, three = (thinkv.copied(here, MODEL, seed, rows) for rows in (1, 3))
+    given = tokens(here, 1)
+    for _ in range(2):
+        output = seed.step(*given)
+        assert torch.equal(alone.step(*given), output)
+        # Three rows may be cut into other parts than one.
+        outputs = three.step(*(tensor.expand(3, -1, -1) for tensor in given))
+        assert torch.equal(outputs, outputs[:1].expand(3, -1, -1))
+    for state in (alone, three):
+        assert torch.equal(state.positions, seed.positions.expand(len(state.positions), -1))

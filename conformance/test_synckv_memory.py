@@ -1,0 +1,144 @@
+"""The bytes that a SyncKV state says it takes, against who gives them out: on a GPU torch's allocators, of its memory
+and of pinned memory; on the CPU a registry of every storage that is made, and still there."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvtwin.reference.synckv import SyncKVConfig
+
+pytestmark = pytest.mark.kind("equivalence")
+
+SIZES = {"batch": 1, "query_heads": 3, "key_value_heads": 3, "head_dim": 16, "dtype": torch.float32}
+
+
+def slots(device: torch.device) -> int:
+    """On a GPU so many that blocks of 512 bytes do not matter, and no power of two."""
+    return 20_000 if device.type == "cuda" else 100
+
+
+SIDES = pytest.mark.parametrize(("side", "offload"), [("reference", False), ("optimized", False), ("optimized", True)])
+
+
+class Registry(TorchDispatchMode):
+    """Every storage that an operation gives back while it is on, by whether it is still there. What lies below an
+    operation of ours it does not see, nor does that outlive it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # torch.tensor() makes its storage first, and hands it to this operation.
+        given = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
+        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in known:
+                storage = leaf.untyped_storage()
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def live(self) -> int:
+        return sum(size for reference, size in self.made.values() if not reference.expired())
+
+
+class Count:
+    """How many bytes more are given out than when it began. On the CPU all are the host's."""
+
+    def __init__(self, device: torch.device, registry: Registry) -> None:
+        self._device, self._registry = device, registry
+        self._before = self._now()
+
+    def _now(self) -> tuple[int, int, int]:
+        gc.collect()
+        if self._device.type != "cuda":
+            return 0, 0, self._registry.live()
+        torch.cuda.synchronize(self._device)
+        stats, host = torch.cuda.memory_stats(self._device), torch.cuda.host_memory_stats()
+        given = host.get("active_bytes.current", host["allocated_bytes.current"])
+        return stats["requested_bytes.all.current"], stats["allocated_bytes.all.current"], given
+
+    def taken(self) -> tuple[int, int, int]:
+        """Bytes on the GPU as they were asked for, as they were given (in blocks of 512), and on the host."""
+        requested, allocated, host = (now - before for now, before in zip(self._now(), self._before, strict=True))
+        return requested, allocated, host
+
+
+@pytest.fixture
+def count(device: torch.device) -> Iterator[Callable[[], Count]]:
+    with Registry() as registry:
+        yield lambda: Count(device, registry)
+
+
+def fed(state: Any, device: torch.device) -> None:
+    """A prompt and an anticipation."""
+    prompt, *steps = ([torch.full((1, 3, *time, 16), 0.5, device=device) for _ in range(3)] for time in ((6,), (), ()))
+    state.prefill(*prompt)
+    for given in steps:
+        state.step(*given)
+
+
+def assert_agree(state: Any, taken: tuple[int, int, int]) -> None:
+    """Exactly what was asked for; of a GPU's allocator also what was given, within 5 %."""
+    requested, allocated, host = taken
+    gpu_bytes, host_bytes = state.gpu_bytes(), state.host_bytes()
+    if state.device.type == "cuda":
+        assert (gpu_bytes, host_bytes) == (requested, host)
+        assert abs(gpu_bytes - allocated) <= 0.05 * allocated
+    else:
+        assert gpu_bytes + host_bytes == host
+
+
+def assert_each_buffer_counts(state: Any, taken: tuple[int, int, int]) -> None:
+    """To forget one is noticed; but for those of which there are two names."""
+    parts = [vars(state), *([vars(state._offload)] if state.config.offload else [])]
+    named = [(part, name, value.untyped_storage().data_ptr()) for part in parts for name, value in part.items()
+             if isinstance(value, Tensor) and value.numel()]
+    once = [(part, name) for part, name, where in named if [other for *_, other in named].count(where) == 1]
+    assert len(once) >= 8
+    for part, name in [*once, *((part, "bank") for part in parts[1:])]:
+        hidden, part[name] = part[name], None
+        with pytest.raises(AssertionError):
+            assert_agree(state, taken)
+        part[name] = hidden
+
+
+@SIDES
+def test_bytes_are_those_that_were_given_out(side, offload, twins, device, count):
+    """Of an empty state; with a bank, after a prompt and steps; after a reset; and when the state is gone."""
+    config = SyncKVConfig(8, stride=2, clusters=1, max_tokens=slots(device), offload=offload)
+
+    def new() -> Any:
+        return getattr(twins, side).synckv.SyncKVState(config, **SIZES, device=device)
+
+    cache = 2 * 3 * slots(device) * 16 * 4
+    if device.type == "cuda":
+        first = new()                                           # what is made once
+        fed(first, device)
+        first.reset()
+        del first
+    begun = count()
+    state = new()
+    assert_agree(state, begun.taken())
+    empty = state.gpu_bytes()
+    assert state.host_bytes() == 0, "no token, no bank"
+    fed(state, device)
+    assert_agree(state, begun.taken())
+    assert state.host_bytes() >= cache * 2 // 3 if offload else state.host_bytes() == 0
+    assert state.gpu_bytes() >= (cache // 3 if offload else cache), "representatives keep everything"
+    assert_each_buffer_counts(state, begun.taken())
+    state.reset()
+    assert_agree(state, begun.taken())
+    assert (state.gpu_bytes(), state.host_bytes()) == (empty, 0)
+    del state
+    assert begun.taken() == (0, 0, 0)

@@ -1,0 +1,171 @@
+"""A plain decoder of a model's true shape with random weights, each layer's its own: what surrounds the caches.
+
+Norms, products, rotation, SwiGLU and the next token are torch's and cuBLAS's, the same for every method and peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, rms_norm, silu
+
+from .base import Run
+
+ITEM = 2
+
+
+class Model(NamedTuple):
+    """Sizes; width: of the MLP; tied: the embedding is the last product's matrix; head_norm: as Qwen3 has it."""
+
+    name: str
+    layers: int
+    query_heads: int
+    key_value_heads: int
+    head_dim: int
+    hidden: int
+    width: int
+    vocabulary: int
+    tied: bool = False
+    head_norm: bool = False
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of a token in all layers."""
+        return 2 * self.layers * self.key_value_heads * self.head_dim * ITEM
+
+    @property
+    def weight_bytes(self) -> int:
+        """What a decode step reads of them: of the embedding nothing but a row, unless it is tied."""
+        heads = 2 * (self.query_heads + self.key_value_heads) * self.head_dim
+        return (self.layers * self.hidden * (heads + 3 * self.width) + self.hidden * self.vocabulary) * ITEM
+
+    def activation_bytes(self, rows: int) -> int:
+        """Room for what a step holds between its kernels, generously."""
+        return rows * ITEM * (3 * self.vocabulary + 8 * self.width + 16 * self.hidden)
+
+
+QWEN_1_7B = Model("Qwen3-1.7B", 28, 16, 8, 128, 2048, 6144, 151_936, tied=True, head_norm=True)
+QWEN_8B = Model("Qwen3-8B", 36, 32, 8, 128, 4096, 12_288, 151_936, head_norm=True)
+LLAMA_8B = Model("Llama-3.1-8B", 32, 32, 8, 128, 4096, 14_336, 128_256)
+
+
+def small(model: Model) -> Model:
+    """The same at sizes that an interpreter of kernels can do."""
+    return model._replace(
+        layers=1, query_heads=2, key_value_heads=1, head_dim=16, hidden=32, width=32, vocabulary=64,
+    )
+
+
+#: attend(layer, query [B, Hq, T, D], key [B, Hkv, T, D], value) -> [B, Hq, T, D]; T is 1 at a decode step.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+#: Cosines and sines [T, 1, D].
+Turns = tuple[Tensor, Tensor]
+
+
+class _Layer(NamedTuple):
+    qkv: Tensor
+    out: Tensor
+    up: Tensor
+    down: Tensor
+
+
+class Decoder:
+    """Weights of all layers, as the products take them, and tables of the rotation for `longest` positions."""
+
+    def __init__(self, model: Model, run: Run, longest: int, layers: int | None = None) -> None:
+        """layers: how many of the model's are there, default all."""
+        self.model = model
+        hidden, heads = model.hidden, model.query_heads * model.head_dim
+        columns = heads + 2 * model.key_value_heads * model.head_dim
+
+        def weights(rows: int, count: int) -> Tensor:
+            return run.draw(rows, count).mul_(rows**-0.5)
+
+        self.layers = [
+            _Layer(weights(hidden, columns), weights(heads, hidden), weights(hidden, 2 * model.width),
+                   weights(model.width, hidden))
+            for _ in range(model.layers if layers is None else layers)
+        ]
+        self.embedding = run.draw(model.vocabulary, hidden)
+        self.head = self.embedding if model.tied else weights(model.vocabulary, hidden)
+        self.norm, self.head_norm = (
+            torch.ones(size, dtype=torch.bfloat16, device=run.device) for size in (hidden, model.head_dim)
+        )
+        angle = torch.outer(
+            torch.arange(longest, device=run.device, dtype=torch.float32),
+            5e5 ** -torch.arange(0, 1, 2 / model.head_dim, device=run.device),
+        )
+        # For all channels, with the sign that a half has: a rotation is then two products of whole heads.
+        self.cosine, self.sine = (
+            torch.cat(halves, 1).bfloat16()[:, None]
+            for halves in ((angle.cos(), angle.cos()), (-angle.sin(), angle.sin()))
+        )
+
+    def normed(self, x: Tensor) -> Tensor:
+        return rms_norm(x, (self.model.hidden,), self.norm, 1e-6)
+
+    def turns(self, positions: Tensor) -> Turns:
+        """What rotates tokens at positions [T]."""
+        return self.cosine[positions], self.sine[positions]
+
+    def rotated(self, heads: Tensor, turns: Turns) -> Tensor:
+        """heads [B, T, H, D]."""
+        return torch.addcmul(heads * turns[0], heads.roll(heads.shape[-1] // 2, -1), turns[1])
+
+    def projected(self, number: int, x: Tensor, turns: Turns, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """query [B, Hq, T, D], key and value [B, Hkv, T, D] of a layer, from x [B * T, C]."""
+        model = self.model
+        parts = (self.normed(x) @ self.layers[number].qkv).view(batch, len(turns[0]), -1, model.head_dim)
+        count = model.query_heads + model.key_value_heads
+        heads = parts[:, :, :count]
+        if model.head_norm:
+            heads = rms_norm(heads, (model.head_dim,), self.head_norm, 1e-6)
+        heads = self.rotated(heads, turns).transpose(1, 2)
+        return heads[:, :model.query_heads], heads[:, model.query_heads:], parts[:, :, count:].transpose(1, 2)
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, attend: Attend, *, keep: Sequence[int] = (), tile: int = 0
+    ) -> tuple[Tensor, list[Tensor]]:
+        """One token more for each row: ids [B, T] at positions [T] -> the next ids [B], and what the layers `keep` put
+        out, [B, T, C]. tile: rows of x that go through the MLP at a time, default all."""
+        batch, total = ids.shape
+        x = embedding(ids, self.embedding).view(batch * total, -1)
+        kept, turns = [], self.turns(positions)
+        for number, layer in enumerate(self.layers):
+            output = attend(number, *self.projected(number, x, turns, batch))
+            x = torch.addmm(x, output.transpose(1, 2).reshape(batch * total, -1), layer.out)
+            del output
+            for part in (x.split(tile) if tile else (x,)):
+                gate, wide = (self.normed(part) @ layer.up).chunk(2, 1)
+                part.addmm_(silu(gate).mul_(wide), layer.down)
+            if number in keep:
+                kept.append(x.view(batch, total, -1))
+        last = self.normed(x.view(batch, total, -1)[:, -1])
+        return (last @ self.head.t()).argmax(-1), kept
+
+
+class Loop:
+    """A decode loop of a whole batch: every step takes the ids that the one before it gave."""
+
+    def __init__(self, decoder: Decoder, batch: int, position: int) -> None:
+        device = decoder.embedding.device
+        self.decoder = decoder
+        self.ids = torch.arange(batch, device=device).remainder(decoder.model.vocabulary)[:, None]
+        self.positions = torch.full((1,), position, dtype=torch.int64, device=device)
+
+    def step(self, attend: Attend, keep: Sequence[int] = ()) -> list[Tensor]:
+        found, kept = self.decoder.forward(self.ids, self.positions, attend, keep=keep)
+        self.ids.copy_(found[:, None])
+        return kept
+
+
+def by_token(step: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Attend:
+    """A state's step, which takes [B, H, D], as `attend`."""
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return step(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0])[:, :, None]
+
+    return attend

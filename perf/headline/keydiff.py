@@ -1,0 +1,143 @@
+"""KeyDiff's headline: eviction in time linear in the tokens, 2K to 1M, and the first token of 131,072 in blocks of 128.
+
+The paper claims O(N + B) and gives no times. Eviction: eight heads of 128 channels, a quarter stays; beside it the same
+in PyTorch (normalise, mean, cosine_similarity, topk, gather). First token: a Llama-3.1-8B shape, batch 1, budget 8192,
+every block run through all layers, in a CUDA graph that is replayed block by block; KeyDiff's, H2O's, TOVA's, SnapKV's
+and StreamingLLM's states are all this library's, so that attention is the same. And the prompt in one piece with flash
+attention, one layer measured, which needs room for all keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from kvtwin.conformance import judges
+from kvtwin.optimized import keydiff
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from .. import bench_keydiff
+from . import systems
+from .base import Run
+from .decoder import LLAMA_8B, Decoder, Model, small
+
+BLOCK = 128
+METHODS = ("keydiff", "h2o", "tova", "snapkv", "streaming_llm")
+
+
+def run(run: Run) -> None:
+    model = small(LLAMA_8B) if run.tiny else LLAMA_8B
+    tokens, budget = (48, 16) if run.tiny else (131_072, 8192)
+    with run.part("eviction"):
+        eviction(run)
+    decoder = Decoder(model, run, tokens)
+    for method in METHODS[:1] if run.tiny else METHODS:
+        if run.late(method):
+            break
+        with run.part(method):
+            first_token(run, decoder, method, tokens, budget)
+    with run.part("one piece"):
+        one_piece(run, decoder, tokens)
+
+
+def eviction(run: Run) -> None:
+    """Milliseconds by tokens, and the line through them, weighted by 1 / tokens: what a launch costs, what a token."""
+    heads, head_dim = (1, 16) if run.tiny else (bench_keydiff.HEADS, bench_keydiff.HEAD_DIM)
+    sizes = [32, 64] if run.tiny else bench_keydiff.SIZES
+    taken: dict[int, float] = {}
+    eager: dict[int, float] = {}
+    for slots in sizes:
+        key, value = (run.draw(1, heads, slots, head_dim) for _ in range(2))
+        budget = slots // 4
+        result = keydiff.evict(key, value, budget)
+        moves = 2.0 * key.nbytes + 4 * key.nbytes / 4
+        taken[slots] = 1e3 * run.seconds(
+            lambda key=key, value=value, budget=budget: keydiff.evict(key, value, budget), what=f"eviction of {slots}",
+            moves=moves, cold=True, rounds=15,
+        )
+        eager[slots] = 1e3 * run.seconds(
+            lambda key=key, value=value, budget=budget: bench_keydiff.eager(key, value, budget),
+            what=f"eager eviction of {slots}", cold=True, rounds=5,
+        )
+        if not bool((result.kept.diff() > 0).all()):
+            run.complain(f"eviction of {slots}: slots must ascend")
+        run.record("eviction", {"milliseconds": taken, "eager": eager})
+    slope, intercept = bench_keydiff.weighted_line(sizes, list(taken.values()), [1 / slots for slots in sizes])
+    most = max(abs(taken[slots] / (intercept + slope * slots) - 1) for slots in sizes)
+    run.record("eviction", {
+        "microseconds": 1e3 * intercept, "nanoseconds_per_token": 1e6 * slope, "farthest_from_the_line": most,
+    })
+
+
+def first_token(run: Run, decoder: Decoder, method: str, tokens: int, budget: int) -> None:
+    """All blocks of the prompt, one after the other: the time until the first token is there."""
+    model: Model = decoder.model
+    block = 16 if run.tiny else BLOCK
+    pair = judges.pair(method)
+    assert pair.config is not None and pair.state is not None
+    config = pair.config(budget, block)
+    kind: Any = getattr(pair.optimized, pair.state.__name__)
+    states = [kind(config, **systems.sizes_of(model, 1, run)) for _ in range(model.layers)]
+    generator = torch.Generator(run.device).manual_seed(61)
+    prompt = torch.randint(model.vocabulary, (tokens // block, block), device=run.device, generator=generator)
+    number = torch.zeros(1, dtype=torch.int64, device=run.device)
+    within = torch.arange(block, device=run.device)
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return states[layer].append_block(query, key, value)
+
+    def one_block() -> Tensor:
+        found, _ = decoder.forward(prompt[number], number * block + within, attend)
+        number.add_(1)
+        return found
+
+    def reset() -> None:
+        number.zero_()
+        for state in states:
+            state.reset()
+
+    captured = True
+    try:
+        program = run.gpu.capture(one_block)
+    except RuntimeError as error:
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            raise
+        captured = False
+    if not captured:                                                   # launched as it is, then
+        from ..device import Direct
+
+        program = Direct(one_block)
+    reset()
+    start = run.gpu.now()
+    for _ in range(tokens // block):
+        program.run()
+    seconds = run.gpu.now() - start
+    if states[-1].tokens_seen != tokens or int(states[-1].occupied.sum(-1).max()) != budget:
+        run.complain(f"{method}: not all of the prompt came in, or not {budget} of its tokens stay")
+    # Of the last blocks: weights, and keys and values of the budget.
+    moves = tokens / block * (model.weight_bytes + 0.9 * budget * model.token_bytes)
+    run.possible(method, seconds, moves)
+    ours = run.figures.get("keydiff", {}).get("seconds_to_first_token", seconds)
+    run.record(method, {
+        "seconds_to_first_token": seconds, "captured": captured, "over_keydiff": seconds / ours,
+        "peak_bytes": torch.cuda.max_memory_allocated() if run.cuda else 0,
+    })
+
+
+def one_piece(run: Run, decoder: Decoder, tokens: int) -> None:
+    """A layer of the whole prompt at once, times the layers."""
+    model = decoder.model
+    alone = Decoder(model, run, tokens, layers=1)
+    ids = torch.arange(tokens, device=run.device)[None] % model.vocabulary
+    positions = torch.arange(tokens, device=run.device)
+
+    def attend(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    seconds = run.seconds(
+        lambda: alone.forward(ids, positions, attend, tile=16_384)[0], what="one piece", capture=False, rounds=3
+    )
+    run.record("one piece", {"seconds_to_first_token": seconds * model.layers, "layers_measured": 1})

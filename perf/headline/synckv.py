@@ -1,0 +1,218 @@
+"""SyncKV's headline: steps at 16K to 128K tokens against full attention, offloaded or not; and what a prompt costs.
+
+The paper (A100, Llama-3.1-8B with weights in 4 bits, batch 1): 1.25 times as fast as full attention at 128K with
+offload, 3 times without. Here weights are in bfloat16, so that a step reads 16 GB of them whatever the cache.
+
+30 % of keys and values are resident (k a fifteenth of all tokens); queries are given, and turn from one anticipation to
+the next so far that about 0.8 of what is chosen stays. States take their prompt by `prefill`, without its attention.
+Steps are whole cycles of two strides, all layers; with offload in a graph where that can be captured, else launched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from kvtwin.optimized import synckv
+from kvtwin.optimized._attention import causal_attention
+from kvtwin.optimized.synckv import _offload as offload_module, state as state_module
+from kvtwin.optimized.synckv._transfers import StreamTransfers
+from kvtwin.reference.synckv.contract import SyncKVConfig
+from torch import Tensor
+
+from .. import bench_synckv
+from ..peers import causal_peers
+from . import systems
+from .base import Run
+from .decoder import LLAMA_8B, Decoder, Loop, Model, by_token, small
+
+STRIDE, SHARE, DRIFT = bench_synckv.STRIDE, bench_synckv.SHARE, bench_synckv.DRIFT
+CYCLE = 2 * STRIDE
+#: Room for the tokens that warm-up and rounds bring.
+SPARE = 1024
+#: Batch, tokens, and whether also offloaded, whose banks are pinned memory that the host must have.
+SETTINGS = ((1, 16, True), (1, 32, True), (1, 64, True), (1, 128, True), (4, 128, False))
+
+
+def run(run: Run) -> None:
+    model = small(LLAMA_8B)._replace(query_heads=4, key_value_heads=4) if run.tiny else LLAMA_8B
+    settings = ((1, 1, False),) if run.tiny else SETTINGS
+    decoder = Decoder(model, run, 128 if run.tiny else 2**17 + SPARE)
+    for batch, thousands, away in settings:
+        tokens = 30 if run.tiny else 1024 * thousands
+        name = f"B{batch}-{thousands}K"
+        if run.late(name):
+            break
+        with run.part(name):
+            decode(run, decoder, name, batch, tokens, offload=False)
+        if away and not run.late(f"{name} offloaded"):
+            with run.part(f"{name} offloaded"):
+                decode(run, decoder, name, batch, tokens, offload=True)
+    for _, thousands, _ in settings[:1] if run.tiny else (SETTINGS[0], SETTINGS[3]):
+        name = f"prompt of {thousands}K"
+        if not run.late(name):
+            with run.part(name):
+                prompt(run, model, name, 30 if run.tiny else 1024 * thousands)
+
+
+def state_of(run: Run, model: Model, batch: int, tokens: int, *, offload: bool) -> synckv.SyncKVState:
+    config = SyncKVConfig(
+        max(1, tokens // SHARE), stride=STRIDE, max_tokens=tokens + (64 if run.tiny else SPARE), offload=offload
+    )
+    return synckv.SyncKVState(config, **systems.sizes_of(model, batch, run))
+
+
+@contextmanager
+def without_attention() -> Iterator[None]:
+    """A state's prefill does all but its causal attention, which would take longer than all timing."""
+    original = state_module.causal_attention
+    state_module.causal_attention = lambda query, *_: torch.empty(1, device=query.device).expand(query.shape)
+    try:
+        yield
+    finally:
+        state_module.causal_attention = original
+
+
+def filled(run: Run, model: Model, batch: int, tokens: int, *, offload: bool) -> list[synckv.SyncKVState]:
+    """States of all layers, each with a prompt of its own."""
+    states = []
+    for _ in range(model.layers):
+        state = state_of(run, model, batch, tokens, offload=offload)
+        query = run.draw(batch, model.query_heads, 1, model.head_dim).expand(-1, -1, tokens, -1)
+        key, value = (run.draw(batch, model.key_value_heads, tokens, model.head_dim) for _ in range(2))
+        with without_attention():
+            state.prefill(query, key, value)
+        states.append(state)
+    return states
+
+
+def decode(run: Run, decoder: Decoder, name: str, batch: int, tokens: int, *, offload: bool) -> None:
+    model = decoder.model
+    states = filled(run, model, batch, tokens, offload=offload)
+    loop = Loop(decoder, batch, tokens - 1)
+    axes = [run.draw(batch, model.query_heads, model.head_dim) for _ in range(2)]
+    angle = torch.zeros(1, device=run.device)
+
+    def cycle(step: systems.Step, length: int) -> None:
+        for number in range(length):
+            if number % STRIDE == 0:
+                angle.add_(DRIFT).remainder_(2 * math.pi)
+                turned = (angle.cos() * axes[0] + angle.sin() * axes[1]).bfloat16()
+            loop.step(by_token(lambda layer, _, key, value, turned=turned: step(layer, turned, key, value)))
+
+    length = STRIDE if run.tiny else CYCLE
+    key = "offloaded" if offload else "synckv"
+    resident = model.token_bytes * tokens * batch * 0.3
+    moves = length * (model.weight_bytes + resident)
+    ours = lambda: cycle(lambda layer, *given: states[layer].step(*given), length)  # noqa: E731
+    captured = True
+    try:
+        seconds = run.seconds(ours, what=f"{name} {key}", moves=moves)
+    except RuntimeError as error:
+        if not offload or isinstance(error, torch.cuda.OutOfMemoryError):
+            raise
+        captured = False
+    if not captured:
+        seconds = run.seconds(ours, what=f"{name} {key}", moves=moves, capture=False)
+    before = states[0].chosen
+    cycle(lambda layer, *given: states[layer].step(*given), STRIDE)
+    overlap = float(synckv.overlap(before, states[0].chosen).mean())
+    run.record(name, {f"{key}, ms a step": seconds / length * 1e3, f"{key}, captured": captured,
+                      f"{key}, overlap": overlap,
+                      f"{key}, bytes": sum(state.gpu_bytes() for state in states)})
+    if not run.tiny and not 0.7 < overlap < 0.9:
+        run.complain(f"{name} {key}: {overlap:.2f} of what is chosen stays, about 0.8 was meant to")
+    full = f"{name}: full attention"
+    if not offload:
+        pairs = [(state.key, state.value) for state in states]
+        full_attention(run, loop, name, pairs, tokens, axes[0])
+    found = run.figures[name]
+    if "full attention, ms a step" in found:
+        whole = model.weight_bytes + batch * tokens * model.token_bytes
+        run.record(name, {
+            f"{key}, times as fast": found["full attention, ms a step"] / found[f"{key}, ms a step"],
+            "by bytes": whole / (model.weight_bytes + resident),
+        })
+    else:
+        run.complain(f"{full} was not measured")
+
+
+def full_attention(
+    run: Run, loop: Loop, name: str, pairs: list[tuple[Tensor, Tensor]], tokens: int, query: Tensor
+) -> None:
+    """The same loop over all tokens, by the fastest kernel; the query is given here, too."""
+    model, batch = loop.decoder.model, query.shape[0]
+    place = torch.full((1,), tokens - 1, dtype=torch.int64, device=run.device)
+    kernel = systems.fastest(run, model, *(tensor[:, :, :tokens] for tensor in pairs[0]))
+
+    def step(layer: int, _: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = pairs[layer]
+        keys.index_copy_(2, place, key[:, :, None])
+        values.index_copy_(2, place, value[:, :, None])
+        return systems.attention(kernel, query, keys[:, :, :tokens], values[:, :, :tokens])
+
+    moves = model.weight_bytes + batch * tokens * model.token_bytes
+    seconds = run.seconds(lambda: loop.step(by_token(step)), what=f"{name} full attention", moves=moves)
+    run.record(name, {"full attention, ms a step": seconds * 1e3, "kernel": kernel,
+                      "full attention, share of bytes bound": run.share(moves, seconds)})
+
+
+# A prompt ------------------------------------------------------------------------------------------------------------
+
+
+class Kept(StreamTransfers):
+    """Pinned memory that outlives its state: to get it takes longer than a prompt, and comes once."""
+
+    memory: ClassVar[list[Tensor]] = []
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        for number, tensor in enumerate(self.memory):
+            if tensor.shape == shape:
+                return self.memory.pop(number)
+        return super().allocate(shape, dtype)
+
+
+def prompt(run: Run, model: Model, name: str, tokens: int) -> None:
+    """One layer's whole prefill, beside its attention alone: ours, and PyTorch's."""
+    query, key, value = (
+        run.draw(1, heads, tokens, model.head_dim)
+        for heads in (model.query_heads, model.key_value_heads, model.key_value_heads)
+    )
+    occupied = torch.ones(1, tokens, dtype=torch.bool, device=run.device)
+    figures: dict[str, float] = {}
+
+    def timed(what: str, function: Callable[[], Any]) -> None:
+        figures[f"{what}, ms a layer"] = 1e3 * run.seconds(function, what=f"{name}: {what}", capture=False, rounds=3)
+        run.record(name, figures)
+
+    timed("attention alone, ours", lambda: causal_attention(query, key, value, occupied, model.head_dim**-0.5))
+    for peer, function in causal_peers(query, key, value).items():
+        timed(f"attention alone, {peer}", function)
+    for offload in (False, True):
+        if offload and not run.cuda:
+            continue
+        original = offload_module.transfers_for
+        if offload:
+            offload_module.transfers_for = Kept
+        try:
+            state = state_of(run, model, 1, tokens, offload=offload)
+
+            def prefill(state: synckv.SyncKVState = state) -> None:
+                if state._offload is not None and state._offload.bank is not None:
+                    Kept.memory.extend(state._offload.bank)
+                state.reset()
+                state.prefill(query, key, value)
+                if state._offload is not None:
+                    state._offload.transfers.wait()
+
+            timed("offloaded" if offload else "synckv", prefill)
+        finally:
+            offload_module.transfers_for = original
+            Kept.memory.clear()
+    for what in ("synckv", "offloaded"):
+        if f"{what}, ms a layer" in figures:
+            alone = figures["attention alone, ours, ms a layer"]
+            run.record(name, {f"{what}, over attention alone": figures[f"{what}, ms a layer"] / alone})

@@ -1,0 +1,282 @@
+"""Caches of all layers of a model, ours and the peers', as a decode loop finds them in the long run.
+
+Buffers are filled with random numbers instead of by running a prompt and thousands of steps: what a step reads, writes
+and decides is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from kvtwin.conformance.capacity import bytes_held
+from kvtwin.optimized import longflow
+from kvtwin.optimized.baselines import h2o
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import embedding, scaled_dot_product_attention
+
+from ..peers import BACKENDS, decode_peers
+from .base import Run
+from .decoder import Attend, Decoder, Loop, Model, by_token
+
+Step = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+# Full attention ------------------------------------------------------------------------------------------------------
+
+
+def attention(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of one query per head by that variant of `decode_peers`: query [B, Hq, D] -> [B, Hq, D]."""
+    backend = BACKENDS.get(name.removesuffix("-rows"), SDPBackend.MATH)
+    batch, query_heads, head_dim = query.shape
+    rows = query.unflatten(1, (key.shape[1], -1)) if name.endswith("-rows") else query[:, :, None]
+    with sdpa_kernel(backend):
+        found = scaled_dot_product_attention(rows, key, value, enable_gqa=not name.endswith("-rows"))
+    return found.reshape(batch, query_heads, head_dim)
+
+
+def fastest(run: Run, model: Model, key: Tensor, value: Tensor) -> str:
+    """The name of the fastest variant on this cache: keys and values [B, Hkv, S, D]."""
+    query = run.draw(key.shape[0], model.query_heads, model.head_dim)
+    peers = decode_peers(query, key, value)
+    if run.tiny:
+        return next(iter(peers), "math")
+    times = {name: run.seconds(peer, what=name, rounds=3) for name, peer in peers.items()}
+    return min(times, key=lambda name: times[name], default="math")
+
+
+class Cache:
+    """Keys and values of all layers, [B, Hkv, S, D]: static buffers, of which the first `length` slots hold tokens. The
+    new token goes into the last of these, and attention is the fastest kernel's that PyTorch has."""
+
+    def __init__(self, run: Run, model: Model, batch: int, slots: int) -> None:
+        shape = (batch, model.key_value_heads, slots, model.head_dim)
+        self.run, self.model = run, model
+        self.pairs = [(run.draw(*shape), run.draw(*shape)) for _ in range(model.layers)]
+        self.place = torch.zeros(1, dtype=torch.int64, device=run.device)
+        self.length, self.kernel = slots, "math"
+        self.at(slots)
+
+    def at(self, length: int) -> None:
+        self.length = length
+        self.place.fill_(length - 1)
+        key, value = self.pairs[0]
+        self.kernel = fastest(self.run, self.model, key[:, :, :length], value[:, :, :length])
+
+    def step(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = self.pairs[layer]
+        keys.index_copy_(2, self.place, key[:, :, None])
+        values.index_copy_(2, self.place, value[:, :, None])
+        return attention(self.kernel, query, keys[:, :, :self.length], values[:, :, :self.length])
+
+
+# Ours ----------------------------------------------------------------------------------------------------------------
+
+
+def sizes_of(model: Model, batch: int, run: Run) -> dict[str, Any]:
+    return {
+        "batch": batch, "query_heads": model.query_heads, "key_value_heads": model.key_value_heads,
+        "head_dim": model.head_dim, "dtype": torch.bfloat16, "device": run.device,
+    }
+
+
+def longflow_state(run: Run, model: Model, batch: int, budget: int) -> longflow.LongFlowState:
+    """A full one: every step overwrites a slot."""
+    state = longflow.LongFlowState(longflow.LongFlowConfig(budget), **sizes_of(model, batch, run))
+    for tensor in (state.key, state.value):
+        tensor.normal_(generator=run.generator)
+    for row in range(batch):                                           # a norm of all would widen all to float32
+        state._magnitude[row, :, :budget] = state.value[row].float().abs().sum(-1)
+    state.occupied.fill_(True)
+    state.positions.copy_(torch.arange(budget, device=run.device))
+    state.score.zero_()
+    state._seen.fill_(budget)
+    return state
+
+
+def h2o_state(run: Run, model: Model, batch: int, budget: int, block: int = 16) -> h2o.H2OState:
+    """A full one of ours: fused with attention, one token evicted per step, nothing moved."""
+    state = h2o.H2OState(h2o.H2OConfig(budget, block), **sizes_of(model, batch, run))
+    held = slice(0, budget)
+    for tensor in (state.key, state.value):
+        tensor[:, :, held].normal_(generator=run.generator)
+    state.occupied[..., held] = True
+    for tensor in (state.positions, state._ordinals):
+        tensor[..., held] = torch.arange(budget, device=run.device, dtype=tensor.dtype)
+    state.score[..., held] = torch.rand(state.score[..., held].shape, generator=run.generator, device=run.device)
+    state._held.fill_(budget)
+    state._seen.fill_(budget)
+    return state
+
+
+def bytes_per_row(run: Run, make: Callable[[int], Any], layers: int) -> float:
+    """What a row of a state takes in all layers, all of its buffers counted; of many rows, since few are cut into more
+    parts."""
+    rows = 128 if run.cuda and not run.tiny else 2
+    return layers * bytes_held(make(rows)) / rows
+
+
+# Peers that evict now and then, and close the gaps ------------------------------------------------------------------
+
+
+class Compacting(Cache):
+    """A budget that is exceeded by up to `interval` tokens and then cut; attention over the slots held on average.
+
+    `stays` says who is kept; keys and values are gathered by rows of the cache, into a buffer that all
+    layers share: a cache that rotates through buffers moves as many bytes.
+    """
+
+    WINDOW = 32
+
+    def __init__(self, run: Run, model: Model, batch: int, budget: int, interval: int) -> None:
+        super().__init__(run, model, batch, budget + interval)
+        self.budget, self.interval = budget, interval
+        self.at(budget + interval // 2)
+        window = min(self.WINDOW, budget // 2)
+        self.window = [run.draw(batch, model.query_heads, window, model.head_dim) for _ in range(model.layers)]
+        self.newest = torch.zeros(1, dtype=torch.int64, device=run.device)
+        rows = max(1, 2**29 // (model.key_value_heads * (budget + interval) * model.head_dim * 2))
+        self.rows = min(batch, rows)
+
+    @classmethod
+    def row_bytes(cls, model: Model, slots: int) -> float:
+        window = 2 * model.layers * model.query_heads * cls.WINDOW * model.head_dim
+        return model.token_bytes * slots + window
+
+    def step(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.window[layer].index_copy_(2, self.newest, query[:, :, None])
+        return super().step(layer, query, key, value)
+
+    def stays(self, window: Tensor, key: Tensor) -> Tensor:
+        """[B, Hkv, budget] int64: the slots of some rows that stay, window [B, Hq, W, D], key [B, Hkv, S, D]."""
+        raise NotImplementedError
+
+    def cut(self, layer: int) -> None:
+        """What happens to a layer every `interval` steps."""
+        key, value = self.pairs[layer]
+        for first in range(0, key.shape[0], self.rows):
+            part = slice(first, first + self.rows)
+            gather(key[part], value[part], self.stays(self.window[layer][part], key[part]))
+
+
+def gather(key: Tensor, value: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """key, value [B, Hkv, S, D] at kept [B, Hkv, N], whole rows at a time, which is faster than torch.gather."""
+    batch, heads, slots, head_dim = key.shape
+    row = torch.arange(batch * heads, device=key.device).view(batch, heads, 1) * slots + kept
+    found = [embedding(row, tensor.reshape(-1, head_dim)) for tensor in (key, value)]
+    return found[0], found[1]
+
+
+class SnapKV(Compacting):
+    """Pooled attention of the last 32 queries, by this library's kernels."""
+
+    def stays(self, window: Tensor, key: Tensor) -> Tensor:
+        from kvtwin.optimized.baselines.snapkv import choose
+
+        return choose(
+            window, key, key, self.budget, kernel_size=5, occupied=None, protected=None, shared_heads=False, scale=None
+        )
+
+
+class RKV(Compacting):
+    """R-KV's two terms: attention of the last 8 queries, and how much a key is like the others, where of each key the
+    latest that is alike is left out; hence all cosines. Importance counts a tenth."""
+
+    WINDOW = 8
+    ALIKE, IMPORTANCE = 0.5, 0.1
+
+    def __init__(self, run: Run, model: Model, batch: int, budget: int, interval: int) -> None:
+        super().__init__(run, model, batch, budget, interval)
+        self.rows = min(batch, max(1, 2**29 // (model.key_value_heads * (budget + interval) ** 2 * 2)))
+
+    def stays(self, window: Tensor, key: Tensor) -> Tensor:
+        batch, heads, slots, head_dim = key.shape
+        query = window.view(batch, heads, -1, head_dim)
+        weight = (query @ key.transpose(2, 3) * head_dim**-0.5).softmax(-1, dtype=torch.float32)
+        importance = weight.view(batch, heads, -1, window.shape[2], slots).amax(2).mean(2)
+        importance = torch.max_pool1d(importance.flatten(0, 1), 7, 1, 3).view_as(importance)
+        unit = torch.nn.functional.normalize(key, dim=-1)
+        alike = unit @ unit.transpose(2, 3)                                             # [B, Hkv, S, S]
+        alike.diagonal(dim1=2, dim2=3).zero_()
+        place = torch.arange(slots, dtype=torch.int16, device=key.device)
+        last = torch.where(alike > self.ALIKE, place, -1).amax(-1, keepdim=True).long()
+        spared = alike.gather(3, last.clamp_min(0)).masked_fill(last < 0, 0)
+        total = alike.sum(2, dtype=torch.float32)
+        del alike
+        total.scatter_add_(2, last.clamp_min(0)[..., 0], -spared[..., 0].float())
+        score = self.IMPORTANCE * importance - (1 - self.IMPORTANCE) * (total / slots).softmax(-1)
+        score[..., -window.shape[2]:] = torch.inf
+        return score.topk(self.budget, -1).indices.sort(-1).values
+
+
+class EagerH2O(Compacting):
+    """H2O as its own code has it: all weights are there to be summed. A group's queries are one product, though."""
+
+    def __init__(self, run: Run, model: Model, batch: int, budget: int, interval: int) -> None:
+        super().__init__(run, model, batch, budget, interval)
+        self.sums = torch.rand(model.layers, batch, model.key_value_heads, self.length, device=run.device)
+        self.kernel = "eager"
+
+    @classmethod
+    def row_bytes(cls, model: Model, slots: int) -> float:
+        return super().row_bytes(model, slots) + 4 * model.layers * model.key_value_heads * slots
+
+    def step(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = self.pairs[layer]
+        keys.index_copy_(2, self.place, key[:, :, None])
+        values.index_copy_(2, self.place, value[:, :, None])
+        keys, values = keys[:, :, :self.length], values[:, :, :self.length]
+        rows = query.unflatten(1, (key.shape[1], -1))
+        weight = (rows @ keys.transpose(2, 3) * key.shape[-1] ** -0.5).softmax(-1, dtype=torch.float32)
+        self.sums[layer] += weight.mean(2)
+        return (weight.to(values.dtype) @ values).flatten(1, 2)
+
+    def stays(self, window: Tensor, key: Tensor) -> Tensor:
+        sums = self.sums[0, :key.shape[0]]
+        sums = torch.nn.functional.pad(sums, (0, key.shape[2] - sums.shape[2]))
+        sums[..., -self.budget // 2:] = torch.inf
+        return sums.topk(self.budget, -1).indices.sort(-1).values
+
+
+class Gathering(Cache):
+    """Gather-compacting eviction at every step, who goes being given: attention, and the survivors moved together.
+
+    overlap: on a stream of its own, behind the layers that follow.
+    """
+
+    def __init__(self, run: Run, model: Model, batch: int, budget: int, *, overlap: bool) -> None:
+        super().__init__(run, model, batch, budget)
+        self.spare = [torch.empty_like(part) for part in self.pairs[0]]
+        self.side = torch.cuda.Stream(run.device) if overlap and run.cuda else None
+        # All but one of those held and the new one: to the memory, as good as all that are held.
+        self.row = torch.arange(batch * model.key_value_heads * budget, device=run.device)
+
+    def move(self, layer: int) -> None:
+        for tensor, spare in zip(self.pairs[layer], self.spare, strict=True):
+            table = tensor.view(-1, tensor.shape[-1])
+            torch.index_select(table, 0, self.row, out=spare.view(table.shape))
+
+    def step(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = super().step(layer, query, key, value)
+        if self.side is None:
+            self.move(layer)
+            return output
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            self.move(layer)
+        if layer == len(self.pairs) - 1:
+            torch.cuda.current_stream().wait_stream(self.side)
+        return output
+
+
+def step_seconds(
+    run: Run, what: str, decoder: Decoder, step: Step | Attend, batch: int, position: int, moves: float, **options: Any
+) -> float:
+    """A whole decode step of the model over these caches: `step` as a state has it."""
+    loop = Loop(decoder, batch, position)
+    seconds = run.seconds(lambda: loop.step(by_token(step)), what=what, moves=moves, **options)
+    if not 0 <= int(loop.ids.min()) <= int(loop.ids.max()) < decoder.model.vocabulary:
+        run.complain(f"{what}: the next tokens are not in the vocabulary")
+    return seconds
