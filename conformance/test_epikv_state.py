@@ -122,3 +122,52 @@ def test_hybrids_of_attention_and_hidden_states(options, keep, twins, device):
     run.reset()
     run.step(*drawn(91, device, heads=2))
     run.step(*drawn(92, device, heads=2))
+
+
+def shared(twins: Any, side: str, device: torch.device, **options: Any) -> tuple[Any, list[Any]]:
+    """A scorer and the states of two layers."""
+    module = getattr(twins, side).epikv
+    config = EpiKVConfig(recent=1, keep_prompt=False, hidden_size=16, **options)
+    sizes = {"batch": 1, "key_value_heads": 1, "head_dim": 16, "dtype": torch.float32, "device": device}
+    scorer = module.EpiKVScorer(config, hidden_size=16, **sizes)
+    return scorer, [module.EpiKVState(config, query_heads=2, scorer=scorer, **sizes) for _ in range(2)]
+
+
+def look(scorer: Any, layers: list[Any], token: int, targets: list[int | None]) -> None:
+    """A step in which each layer looks at one token alone, or at all alike (None); nothing changes in hidden states."""
+    device = scorer.score.device
+    key = 100 * torch.eye(16, device=device)
+    for layer, target in zip(layers, targets, strict=True):
+        query = torch.zeros(16, device=device) if target is None else key[target]
+        layer.step(query.expand(1, 2, 16), key[token].expand(1, 1, 16), key[token].expand(1, 1, 16))
+    hidden = torch.ones(1, 1, 16, device=device)
+    scorer.step((hidden, hidden if scorer.config.edges else hidden[:, :0]))
+
+
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_layers_that_share_a_scorer_have_equal_say(side, twins, device):
+    """Weights are 0 and 1, and z-scores 0, so that sums are exact: one layer looks at token 0, the other at token 1."""
+    scorer, layers = shared(twins, side, device, budget=4, policy="attn_x_hs")
+    for token in range(4):
+        look(scorer, layers, token, [0, min(1, token)])
+    scores = dict(zip(scorer.positions[0].tolist(), scorer.score[0].tolist(), strict=True))
+    assert scores == {0: 2.5, 1: 1.5, 2: 0, 3: 0}
+    for token, victim in ((4, 2), (5, 3)):
+        assert int(scorer.positions[0, scorer.next_slot]) == victim
+        look(scorer, layers, token, [token, token])
+        assert float(scorer.score[0][scorer.positions[0] == token]) == 1, "it begins with its own query's weight"
+    assert int(scorer.positions[0, scorer.next_slot]) == 4, "of equal scores the oldest, but for the newest"
+
+
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_layers_that_share_a_scorer_tell_thoughts_together(side, twins, device):
+    """One layer looks past all tokens but one, (n - 1) / n, the other past none: half of that on average, at the steps
+    at which segments begin. A thought goes before a score, and its oldest token first."""
+    scorer, layers = shared(
+        twins, side, device, budget=6, policy="segment_hs", tau=2, edges=(0.3, 0.39), sparsity_threshold=0.5
+    )
+    for token in range(6):
+        look(scorer, layers, token, [0, None])
+    thoughts = dict(zip(scorer.positions[0].tolist(), layers[0].thoughts[0].tolist(), strict=True))
+    assert thoughts == {0: 1, 1: 1, 2: 2, 3: 2, 4: 0, 5: 0}, "0, then 1/3, then 2/5"
+    assert int(scorer.positions[0, scorer.next_slot]) == 4

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance.bounds import Interval
+from kvtwin.conformance.cases import DecodeCase
 from kvtwin.conformance.compare import Mismatch
-from kvtwin.conformance.judges import epikv, epikv_scores as judge
+from kvtwin.conformance.judges import epikv, epikv_hybrids, epikv_scores as judge
 from kvtwin.reference import epikv as reference
 
 
@@ -106,24 +107,29 @@ def test_what_is_outside_is_found():
     epikv.assert_inside(torch.tensor([9.0, 1.0]), interval, what="it", where=torch.tensor([False, True]))
 
 
-def state(positions: list[int], scores: list[float], slot: int, **config: object) -> SimpleNamespace:
+def state(
+    positions: list[int], scores: list[float], slot: int, thoughts: list[int] | None = None, **config: object
+) -> SimpleNamespace:
     place = torch.tensor([positions])
     return SimpleNamespace(
         config=reference.EpiKVConfig(4, **config), positions=place, occupied=place >= 0,
         tokens_seen=max(positions) + 1, score=torch.tensor([scores]), next_slot=torch.tensor([slot]),
+        thoughts=None if thoughts is None else torch.tensor([thoughts]),
     )
 
 
 @pytest.mark.parametrize(
-    ("positions", "scores", "right", "wrong"),
+    ("positions", "scores", "right", "wrong", "thoughts"),
     [
-        ([0, 1, 2, 3], [3.0, 1.0, 2.0, 0.0], 1, {0: "scores less", 2: "scores less", 3: "protected"}),
-        ([2, 0, 1, 3], [1.0, 1.0, 5.0, 0.0], 1, {0: "ties go to the lowest index", 2: "scores less"}),
-        ([0, -1, -1, 1], [0.0, -torch.inf, -torch.inf, 0.0], 1, {2: "lowest free slot", 0: "lowest free slot"}),
+        ([0, 1, 2, 3], [3.0, 1.0, 2.0, 0.0], 1, {0: "scores less", 2: "scores less", 3: "protected"}, None),
+        ([2, 0, 1, 3], [1.0, 1.0, 5.0, 0.0], 1, {0: "ties go to the lowest index", 2: "scores less"}, None),
+        ([0, -1, -1, 1], [0.0, -torch.inf, -torch.inf, 0.0], 1, {2: "lowest free slot", 0: "lowest free slot"}, None),
+        # Transition is safe as the newest, so execution goes, of which slot 2 scores less than 0.
+        ([0, 1, 2, 3], [3.0, 1.0, 2.0, 0.0], 2, {0: "scores less", 1: "protected", 3: "protected"}, [1, 2, 1, 0]),
     ],
 )
-def test_wrong_choices_are_found(positions, scores, right, wrong):
-    """Recent: the newest token. Of equal scores the oldest token goes, wherever it sits."""
+def test_wrong_choices_are_found(positions, scores, right, wrong, thoughts):
+    """Recent: the newest token. Of equal scores the oldest token goes, wherever it sits; of thoughts the least."""
     for slot, says in {right: None, **wrong}.items():
         adapter = epikv.Adapter()
         seen = max(positions) + 1
@@ -134,10 +140,61 @@ def test_wrong_choices_are_found(positions, scores, right, wrong):
         adapter.low = adapter.high = exact
         adapter.prompt = torch.zeros(1, 0, dtype=torch.bool)
         # Two newest are safe: the next token and the one before it.
-        tested = state(positions, scores, slot, recent=2, keep_prompt=False)
-        truth = state(positions, scores, right, recent=2, keep_prompt=False)
+        tested = state(positions, scores, slot, thoughts, recent=2, keep_prompt=False)
+        truth = state(positions, scores, right, thoughts, recent=2, keep_prompt=False)
         if says is None:
             adapter._choice(tested, truth, "now")
         else:
             with pytest.raises(Mismatch, match=says):
                 adapter._choice(tested, truth, "now")
+
+
+def test_bounds_of_sums_of_weights_hold_and_are_not_loose():
+    """30 steps over 8 slots, in float32 as anybody might write it."""
+    generator = torch.Generator().manual_seed(5)
+    positions, occupied = torch.arange(8)[None], torch.ones(1, 8, dtype=torch.bool)
+    sums, computed = epikv_hybrids.Sums(), torch.zeros(1, 8)
+    sums.arrive(occupied)
+    key = torch.randn(1, 2, 8, 16, generator=generator)
+    for _ in range(30):
+        query = torch.randn(1, 4, 16, generator=generator)
+        sums.step(DecodeCase.of(query, key, key, occupied).attention, positions)
+        weight = ((query[:, :, None] * key.repeat_interleave(2, 1)).sum(-1) / 4).softmax(-1)
+        computed = computed + weight.mean(1)
+    assert abs(float(sums.exact.sum()) - 30) < 1e-12                       # each step gives 1 away, to float64's digits
+    own = torch.zeros(1, 8, dtype=torch.float64)
+    found = sums.added(Interval(own, own))
+    epikv.assert_inside(computed, found, what="sums")
+    assert float(((computed - sums.exact).abs() / (found.high - sums.exact)).max()) > 0.01
+    lost = computed - 2.0**-12
+    with pytest.raises(Mismatch, match="8 of 8 elements are out of their bounds"):
+        epikv.assert_inside(lost, found, what="sums")
+    kept = sums.added(Interval(own + torch.inf, own + torch.inf))
+    assert bool((kept.low == torch.inf).all()), "a kept prompt stays at infinity"
+
+
+def test_a_wrong_thought_is_found():
+    """Half of two tokens is looked past: between the edges, so reasoning; at an edge, either side of it is right."""
+    key = 100 * torch.eye(16)[None, None, :2]
+    case = DecodeCase.of(key[:, :, 0], key, key, torch.ones(1, 2, dtype=torch.bool), scale=1.0)
+
+    def told(thought: int, edges: tuple[float, float]) -> None:
+        config = reference.EpiKVConfig(4, policy="segment_hs", edges=edges, tau=1)
+        truth = torch.tensor([2])
+        attention = SimpleNamespace(_decoded=1, thought=truth, thoughts=torch.tensor([[1, 2]]))
+        oracle = SimpleNamespace(
+            config=config, scorer=SimpleNamespace(attention=attention), positions=torch.tensor([[0, 1]]), tokens_seen=2,
+            scale=1.0,
+        )
+        epikv_hybrids.assert_thoughts_right(
+            SimpleNamespace(thoughts=torch.tensor([[1, thought]])), oracle, case, "now"
+        )
+        assert int(attention.thought) == thought, "the reference adopts it"
+
+    told(2, (0.3, 0.6))
+    for wrong in (0, 1, 5, -1):
+        with pytest.raises(Mismatch, match=r"thought now: row 0 has .*makes it \[2\]"):
+            told(wrong, (0.3, 0.6))
+    for right in (2, 1):
+        told(right, (0.5, 0.6))
+    told(0, (0.3, 0.4))

@@ -96,7 +96,8 @@ def assert_thoughts_right(tested: Any, reference: Any, case: DecodeCase, when: s
         low, high = low * (1 - DIVISION - 2 * UNIT), high * (1 + DIVISION + 2 * UNIT)
         edges = torch.tensor(config.edges, dtype=torch.float64, device=low.device)
         least, most = ((end[:, None] >= edges).sum(1) for end in (low, high))
-        place = torch.tensor((*PLACE, -1), device=thought.device)[thought.clamp(-1, 2)]
+        known = (thought >= 0) & (thought <= 2)
+        place = torch.tensor(PLACE, device=thought.device)[thought.where(known, 0)].where(known, -1)
         wrong = (place < least) | (place > most)
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
