@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ..fixtures import accuracy_plot
+from ..fixtures import accuracy_plot, needle_plot
 from . import environment, ledger, summary
 from .results import KINDS, OUTCOMES, Result, Sum
 
@@ -131,7 +131,11 @@ def page(report: dict[str, Any]) -> str:
     parts += ["<h2>Methods</h2>", _table(("method", "tests", *MEASURES), _method_rows(report["methods"]))]
     if report["claims"]:
         parts += ["<h2>Claims of the papers</h2>", _claims(report["claims"])]
+<<<<<<< HEAD
     parts += [*_accuracy(), *_bands(), *_headline()]
+=======
+    parts += [*_accuracy(), *_needle(), *_bands()]
+>>>>>>> offload
     everything = f"<details><summary>all {len(report['tests'])}</summary>{_tests(report['tests'])}</details>"
     parts += ["<h2>Tests</h2>", everything, "</body></html>"]
     return "\n".join(parts) + "\n"
@@ -185,6 +189,21 @@ def _accuracy() -> list[str]:
         f"<p>{html.escape(accuracy_plot.caption(result))}</p>",
         plot,
         _table(accuracy_plot.columns(result), rows),
+    ]
+
+
+def _needle() -> list[str]:
+    """The stored table of pairs found by length and depth, which is no result of this run; nothing if there is none."""
+    found = needle_plot.stored()
+    if found is None:
+        return []
+    result, plot = found
+    rows = ([html.escape(cell) for cell in row] for row in needle_plot.cells(result))
+    return [
+        "<h2>One pair in a context, as stored</h2>",
+        f"<p>{html.escape(needle_plot.caption(result))}</p>",
+        plot,
+        _table(needle_plot.columns(result), rows),
     ]
 
 
