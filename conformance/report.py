@@ -131,11 +131,7 @@ def page(report: dict[str, Any]) -> str:
     parts += ["<h2>Methods</h2>", _table(("method", "tests", *MEASURES), _method_rows(report["methods"]))]
     if report["claims"]:
         parts += ["<h2>Claims of the papers</h2>", _claims(report["claims"])]
-<<<<<<< HEAD
-    parts += [*_accuracy(), *_bands(), *_headline()]
-=======
-    parts += [*_accuracy(), *_needle(), *_bands()]
->>>>>>> offload
+    parts += [*_accuracy(), *_needle(), *_headline(), *_bands()]
     everything = f"<details><summary>all {len(report['tests'])}</summary>{_tests(report['tests'])}</details>"
     parts += ["<h2>Tests</h2>", everything, "</body></html>"]
     return "\n".join(parts) + "\n"
