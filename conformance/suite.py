@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import pytest
@@ -47,6 +48,23 @@ def _release_memory() -> None:
         torch.cuda.empty_cache()
 
 
+#: The file whose tests take longest: on a GPU more than a minute each, most of it the compilation of kernels.
+LONGEST = "test_lockstep.py"
+
+
+def longest_first(items: Sequence[Any], long: Sequence[Any], workers: int) -> list[Any]:
+    """The items, the `long` ones among them first: a share of them before each of `workers` equal parts, since
+    pytest-xdist gives each process one such part to begin with."""
+    others = [item for item in items if item not in long]
+    size = -(-len(items) // workers)
+    ordered: list[Any] = []
+    for worker in range(workers):
+        share = long[worker::workers]
+        ordered += [*share, *others[:size - len(share)]]
+        others = others[max(0, size - len(share)):]
+    return [*ordered, *others]
+
+
 class Suite:
     """Registered by plugin.py for runs that include kvtwin's tests."""
 
@@ -80,6 +98,9 @@ class Suite:
         if methods is not None:
             config.hook.pytest_deselected(items=[item for item in items if item.stash[FACTS]["method"] not in methods])
             items[:] = [item for item in items if item.stash[FACTS]["method"] in methods]
+        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        if workers > 1:
+            items[:] = longest_first(items, [item for item in items if item.path.name == LONGEST], workers)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:

@@ -360,3 +360,16 @@ def test_update_golden_runs_the_recorder(pytester, in_process, monkeypatch):
     monkeypatch.setattr(suite, "subprocess", fake)
     in_process("--kv-update-golden").assert_outcomes(passed=1)
     assert [command[1:] for command in ran] == [["-m", "kvtwin.fixtures.record"]]
+
+
+@pytest.mark.parametrize(("count", "long", "workers"), [
+    (11, [4, 5, 6], 3), (10, [], 2), (5, [0, 1, 2, 3, 4], 2), (7, [6], 4),
+])
+def test_processes_begin_with_what_takes_longest(count, long, workers):
+    ordered = suite.longest_first(list(range(count)), long, workers)
+    assert sorted(ordered) == list(range(count))
+    size = -(-count // workers)
+    parts = [ordered[start:start + size] for start in range(0, count, size)]
+    shares = [len(set(part) & set(long)) for part in parts]
+    assert max(shares) - min(shares) <= 1
+    assert all(set(part[:share]) <= set(long) for part, share in zip(parts, shares, strict=True))

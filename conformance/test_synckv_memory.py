@@ -64,6 +64,9 @@ class Count:
         if self._device.type != "cuda":
             return 0, 0, self._registry.live()
         torch.cuda.synchronize(self._device)
+        # To read one number torch takes a pinned word of its own: here it has it, and has taken back what is done with.
+        torch.zeros(1, dtype=torch.int64, device=self._device).item()
+        torch.empty(1, dtype=torch.int64, pin_memory=True)
         stats, host = torch.cuda.memory_stats(self._device), torch.cuda.host_memory_stats()
         given = host.get("active_bytes.current", host["allocated_bytes.current"])
         return stats["requested_bytes.all.current"], stats["allocated_bytes.all.current"], given
