@@ -21,6 +21,11 @@ pytestmark = pytest.mark.kind("equivalence")
 SIZES = {"batch": 1, "query_heads": 3, "key_value_heads": 3, "head_dim": 16, "dtype": torch.float32}
 
 
+#: To read a number from a GPU torch pins a word of 8 bytes, which its statistics go on to count. Fewer than 128 are read
+#: here; the smallest bank has a thousand times as many bytes.
+WORDS = 8 * 128
+
+
 def slots(device: torch.device) -> int:
     """On a GPU so many that blocks of 512 bytes do not matter, and no power of two."""
     return 20_000 if device.type == "cuda" else 100
@@ -64,9 +69,6 @@ class Count:
         if self._device.type != "cuda":
             return 0, 0, self._registry.live()
         torch.cuda.synchronize(self._device)
-        # To read one number torch takes a pinned word of its own: here it has it, and has taken back what is done with.
-        torch.zeros(1, dtype=torch.int64, device=self._device).item()
-        torch.empty(1, dtype=torch.int64, pin_memory=True)
         stats, host = torch.cuda.memory_stats(self._device), torch.cuda.host_memory_stats()
         given = host.get("active_bytes.current", host["allocated_bytes.current"])
         return stats["requested_bytes.all.current"], stats["allocated_bytes.all.current"], given
@@ -92,11 +94,12 @@ def fed(state: Any, device: torch.device) -> None:
 
 
 def assert_agree(state: Any, taken: tuple[int, int, int]) -> None:
-    """Exactly what was asked for; of a GPU's allocator also what was given, within 5 %."""
+    """Exactly what was asked for, but for WORDS; of a GPU's allocator also what was given, within 5 %."""
     requested, allocated, host = taken
     gpu_bytes, host_bytes = state.gpu_bytes(), state.host_bytes()
     if state.device.type == "cuda":
-        assert (gpu_bytes, host_bytes) == (requested, host)
+        assert gpu_bytes == requested
+        assert host_bytes <= host <= host_bytes + WORDS
         assert abs(gpu_bytes - allocated) <= 0.05 * allocated
     else:
         assert gpu_bytes + host_bytes == host
@@ -144,4 +147,6 @@ def test_bytes_are_those_that_were_given_out(side, offload, twins, device, count
     assert_agree(state, begun.taken())
     assert (state.gpu_bytes(), state.host_bytes()) == (empty, 0)
     del state
-    assert begun.taken() == (0, 0, 0)
+    *gone, host = begun.taken()
+    assert gone == [0, 0]
+    assert host == 0 or (device.type == "cuda" and host <= WORDS)
