@@ -134,7 +134,7 @@ def set_up_hypothesis(config: pytest.Config) -> None:
         common["suppress_health_check"] += [HealthCheck.filter_too_much]
     # Without a GPU, to shrink a failure takes minutes: ci shows it as it was found.
     found: dict[str, Any] = {"derandomize": True, "database": None, "phases": [Phase.explicit, Phase.generate]}
-    settings.register_profile("quick", max_examples=6, **found, **common)
+    settings.register_profile("quick", max_examples=4, **found, **common)
     settings.register_profile("ci", max_examples=20, **found, **common)
     settings.register_profile("default", max_examples=50, **common)
     settings.register_profile("thorough", max_examples=1000, **common)
