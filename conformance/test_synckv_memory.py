@@ -21,8 +21,8 @@ pytestmark = pytest.mark.kind("equivalence")
 SIZES = {"batch": 1, "query_heads": 3, "key_value_heads": 3, "head_dim": 16, "dtype": torch.float32}
 
 
-#: To read a number from a GPU torch pins a word of 8 bytes, which its statistics go on to count. Fewer than 128 are read
-#: here; the smallest bank has a thousand times as many bytes.
+#: To read a number from a GPU torch pins a word of 8 bytes, which its statistics go on to count. Fewer than 128 are
+#: read here; the smallest bank has a thousand times as many bytes.
 WORDS = 8 * 128
 
 
