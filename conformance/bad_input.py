@@ -39,6 +39,14 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 STATE = {"batch": B, "query_heads": HQ, "key_value_heads": HKV, "head_dim": D, "dtype": torch.float32}
 
+#: What makes a token of query, key and value one that no state's `step` takes: (spoil, error, what it says).
+WRONG_TOKENS: list[tuple[Callable[..., tuple[Any, Any, Any]], type[Exception], str]] = [
+    (lambda q, k, v: (q[:1], k, v), ValueError, r"query must be \[B, Hq, D\]"),
+    (lambda q, k, v: (q, k[..., :8], v), ValueError, r"key must be \[B, Hkv, D\]"),
+    (lambda q, k, v: (q, k, v.half()), TypeError, "value must have the state's dtype"),
+    (lambda q, k, v: (q, None, v), TypeError, "key must be a torch.Tensor"),
+]
+
 
 def good(subject: str, device: torch.device) -> dict[str, Any]:
     """Arguments that are right."""

@@ -233,7 +233,11 @@ class Lab:
             server = self._idle.pop()
         except IndexError:
             server = Server()
-        yield server
+        try:
+            yield server
+        except BaseException:
+            server.close()
+            raise
         self._idle.append(server)
 
     def baseline(self, tests: Sequence[str]) -> float:

@@ -7,14 +7,14 @@ import html
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from importlib import resources
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ..fixtures import accuracy_plot, needle_plot
+from ..fixtures.stored import stored_result
 from . import environment, ledger, summary
 from .results import KINDS, OUTCOMES, Result, Sum
 
@@ -173,65 +173,51 @@ def _claims(claims: list[dict[str, str]]) -> str:
     return _table(("id", "where", "the paper", "verdict", "what is true", "test"), rows)
 
 
-def _accuracy() -> list[str]:
-    """The stored table of accuracy over budget, which is no result of this run; nothing if there is none."""
-    found = accuracy_plot.stored()
+def _stored(
+    name: str, title: str, caption: Callable[[dict[str, Any]], str],
+    table: Callable[[dict[str, Any]], tuple[Sequence[str], Iterable[Sequence[str]]]] | None = None,
+) -> list[str]:
+    """Stored figures, which are no result of this run, with their plot and table; nothing if there are none."""
+    found = stored_result(name)
     if found is None:
         return []
     result, plot = found
-    rows = ([html.escape(cell) for cell in row] for row in accuracy_plot.cells(result))
-    return [
-        "<h2>Accuracy over budget, as stored</h2>",
-        f"<p>{html.escape(accuracy_plot.caption(result))}</p>",
-        plot,
-        _table(accuracy_plot.columns(result), rows),
-    ]
+    parts = [f"<h2>{title}, as stored</h2>", f"<p>{html.escape(caption(result))}</p>", plot]
+    if table is not None:
+        heads, rows = table(result)
+        parts.append(_table(heads, ([html.escape(cell) for cell in row] for row in rows)))
+    return parts
+
+
+def _accuracy() -> list[str]:
+    return _stored(
+        "accuracy", "Accuracy over budget", accuracy_plot.caption,
+        lambda result: (accuracy_plot.columns(result), accuracy_plot.cells(result)),
+    )
 
 
 def _needle() -> list[str]:
-    """The stored table of pairs found by length and depth, which is no result of this run; nothing if there is none."""
-    found = needle_plot.stored()
-    if found is None:
-        return []
-    result, plot = found
-    rows = ([html.escape(cell) for cell in row] for row in needle_plot.cells(result))
-    return [
-        "<h2>One pair in a context, as stored</h2>",
-        f"<p>{html.escape(needle_plot.caption(result))}</p>",
-        plot,
-        _table(needle_plot.columns(result), rows),
-    ]
+    """Pairs found by length and depth."""
+    return _stored(
+        "needle", "One pair in a context", needle_plot.caption,
+        lambda result: (needle_plot.columns(result), needle_plot.cells(result)),
+    )
 
 
 def _bands() -> list[str]:
-    """The stored study of EpiKV's bands, which is no result of this run; nothing if there is none."""
-    data, plot = (resources.files(accuracy_plot.__package__).joinpath(f"bands.{kind}") for kind in ("json", "svg"))
-    if not (data.is_file() and plot.is_file()):
-        return []
-    result = json.loads(data.read_text(encoding="utf-8"))
-    said = (
+    """The study of EpiKV's bands."""
+    return _stored("bands", "Hidden-state change and importance by layer", lambda result: (
         f"Fixture model, {result['traces']} of {result['asked']} held-out recall documents answered right, "
         f"{result['tokens']} labelled tokens, of which {100 * result['important']:.1f} % are important. Bars: the mean "
         "over traces, with its standard error; dots: all tokens together."
-    )
-    return [
-        "<h2>Hidden-state change and importance by layer, as stored</h2>", f"<p>{html.escape(said)}</p>",
-        plot.read_text(encoding="utf-8"),
-    ]
+    ))
 
 
 def _headline() -> list[str]:
-    """The stored figures of the papers' headline experiments, which are no result of this run; nothing if there are
-    none."""
-    data, plot = (resources.files(accuracy_plot.__package__).joinpath(f"headline.{kind}") for kind in ("json", "svg"))
-    if not (data.is_file() and plot.is_file()):
-        return []
-    result = json.loads(data.read_text(encoding="utf-8"))
-    rows = ([html.escape(cell) for cell in row] for row in result["rows"])
-    return [
-        "<h2>The papers' headline experiments, as stored</h2>", f"<p>{html.escape(result['caption'])}</p>",
-        plot.read_text(encoding="utf-8"), _table(result["columns"], rows),
-    ]
+    return _stored(
+        "headline", "The papers' headline experiments", lambda result: result["caption"],
+        lambda result: (result["columns"], result["rows"]),
+    )
 
 
 def _tests(tests: list[dict[str, Any]]) -> str:

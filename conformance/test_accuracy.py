@@ -14,20 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from kvtwin.conformance import judges, report
+from kvtwin.conformance import discovery, judges, report
 from kvtwin.fixtures import accuracy, accuracy_plot, tasks
-from kvtwin.conformance import discovery
 from kvtwin.fixtures.accuracy import FULL, Plan
 from kvtwin.fixtures.accuracy_caches import States, config_of, head_clusters, way
 from kvtwin.fixtures.decoder import DecoderConfig
 from kvtwin.fixtures.load import load_bytes, load_model
+from kvtwin.fixtures.stored import stored_result
 from kvtwin.reference.baselines.h2o import H2OConfig, H2OState
 from kvtwin.reference.longflow import LongFlowConfig, LongFlowState
 from kvtwin.reference.thinkv import ThinKVConfig, ThinKVState
 
 SVG = "{http://www.w3.org/2000/svg}"
-#: What the stored table lacks as yet: too slow for a CPU.
-UNMEASURED: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -245,7 +243,7 @@ def test_table_and_plot_show_the_numbers(tiny: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def stored() -> dict[str, Any]:
-    found = accuracy_plot.stored()
+    found = stored_result("accuracy")
     assert found is not None, "fixtures/accuracy.json and .svg: see python -m kvtwin.fixtures.accuracy --help"
     return found[0]
 
@@ -260,7 +258,7 @@ def test_the_stored_result_is_whole_and_is_what_is_drawn(stored: dict[str, Any])
         rows.setdefault(row["method"], []).append(row)
     (full,) = rows.pop(FULL)
     pairs = {pair.name: pair for pair in discovery.methods()}
-    assert rows.keys() | UNMEASURED == pairs.keys()
+    assert rows.keys() == pairs.keys()
     for method, of_method in rows.items():
         shares = [config_of(pairs[method], DecoderConfig(), 1024, share, 128)[1] for share in Plan().shares]
         assert [row["budget"] for row in of_method] == [1024 * share for share in shares]
@@ -276,7 +274,7 @@ def test_the_stored_result_is_whole_and_is_what_is_drawn(stored: dict[str, Any])
                 assert row["budget"] < 1024 or row["tasks"] == full["tasks"], f"{method} has room for all"
     check_table(stored)
     check_svg(stored)
-    assert accuracy_plot.stored() == (stored, accuracy_plot.svg(stored))
+    assert stored_result("accuracy") == (stored, accuracy_plot.svg(stored))
 
 
 def test_the_readme_shows_the_stored_table(stored: dict[str, Any]) -> None:
@@ -306,7 +304,7 @@ def test_the_plot_is_of_well_formed_text_whatever_the_names() -> None:
 
 
 def test_a_tree_without_a_stored_result_has_no_part_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy_plot, "STORED", ("none.json", "none.svg"))
+    monkeypatch.setattr(report, "stored_result", lambda name: None)
     assert report._accuracy() == []
 
 

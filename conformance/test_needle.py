@@ -18,6 +18,7 @@ from kvtwin.fixtures import needle, needle_plot
 from kvtwin.fixtures.accuracy import FULL
 from kvtwin.fixtures.load import load_bytes, load_model
 from kvtwin.fixtures.needle import Plan
+from kvtwin.fixtures.stored import stored_result
 
 SVG = "{http://www.w3.org/2000/svg}"
 METHODS = {FULL, "snapkv", "keydiff", "streaming_llm", "synckv, stride 5", "synckv, stride 1"}
@@ -128,7 +129,7 @@ def test_table_and_heatmap_show_the_numbers(tiny: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def stored() -> dict[str, Any]:
-    found = needle_plot.stored()
+    found = stored_result("needle")
     assert found is not None, "fixtures/needle.json and .svg: see python -m kvtwin.fixtures.needle --help"
     return found[0]
 
@@ -146,7 +147,7 @@ def test_the_stored_result_is_whole_and_is_what_is_drawn(stored: dict[str, Any])
         assert cell["questions"] == plan["questions"] >= 8
         assert cell["accuracy"] == cell["right"] / cell["questions"]
     check_shown(stored)
-    assert needle_plot.stored() == (stored, needle_plot.svg(stored))
+    assert stored_result("needle") == (stored, needle_plot.svg(stored))
 
 
 def test_the_report_has_the_stored_heatmap_and_table(stored: dict[str, Any]) -> None:
@@ -157,7 +158,7 @@ def test_the_report_has_the_stored_heatmap_and_table(stored: dict[str, Any]) -> 
 
 
 def test_a_tree_without_a_stored_result_has_no_part_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needle_plot, "STORED", ("none.json", "none.svg"))
+    monkeypatch.setattr(report, "stored_result", lambda name: None)
     assert report._needle() == []
 
 

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+import kvtwin.fixtures.stored as stored_results
 from kvtwin.conformance import bounds, report
 from kvtwin.conformance.cases import DecodeCase
 from kvtwin.conformance.compare import assert_within
@@ -71,7 +72,7 @@ def test_the_experiments_run_and_make_a_page(tmp_path, device, monkeypatch):
     assert "formerly" not in readme
     assert page.main(["--readme"]) == 0
     assert (tmp_path / "README.md").read_text() == readme
-    monkeypatch.setattr(report, "resources", SimpleNamespace(files=lambda _: tmp_path / "fixtures"))
+    monkeypatch.setattr(stored_results, "resources", SimpleNamespace(files=lambda _: tmp_path / "fixtures"))
     shown = "\n".join(report._headline())
     assert page.svg("The papers' headline experiments", page.panels(result)) in shown
     assert shown.count("<tr>") == 1 + 13
@@ -162,15 +163,15 @@ def test_times_are_medians_and_cold_caches_are_in_none(run):
 
 def test_wrong_results_and_impossible_times_are_complaints(run):
     def function():
-        run.gpu.time += 1e-3
+        run.gpu.time += 2**-9
 
     def wrong(_):
         raise AssertionError("not one")
 
-    assert run.seconds(function, what="it", moves=4e9, check=wrong) == pytest.approx(1e-3)
+    assert run.seconds(function, what="it", moves=4e12 * 2**-9, check=wrong) == 2**-9
     assert run.share(2e9, 1e-3) == 0.5
     assert run.complaints == ["it: wrong after timing: not one"]
-    run.seconds(function, what="it", moves=4.9e9)
+    run.seconds(function, what="it", moves=4.9e12 * 2**-9)
     assert run.complaints[1:] == ["it: faster than the roofline: 4.90 of 4.80 TB/s"]
 
 
@@ -206,9 +207,10 @@ def test_a_batch_that_does_not_fit_after_all_shrinks_until_it_does(run):
 
 
 def test_full_kv_over_its_length_is_integrated():
-    """Steps of 1 ms plus 1 us a token, from 512 to 16,512: 16,000 ms, and the mean length is 8512."""
-    times = {length: 1e-3 + 1e-6 * length for length in (512, 4512, 16_512)}
-    assert base.trapezoid(times) == pytest.approx(16_000 * (1e-3 + 8512e-6))
+    """Steps of about 1 ms plus 1 us a token, from 512 to 16,512: 16,000 of them, and the mean length is 8512. In powers
+    of two, so that floats are exact."""
+    times = {length: 2**-10 + 2**-20 * length for length in (512, 4512, 16_512)}
+    assert base.trapezoid(times) == 16_000 * (2**-10 + 2**-20 * 8512)
 
 
 # ---- systems ---------------------------------------------------------------------------------------------------------
@@ -244,7 +246,10 @@ def test_a_decoder_turns_heads_by_their_positions(run):
         )
         return float((one * other).sum())
 
-    assert product(40, 33) == pytest.approx(product(12, 5), rel=1e-12)
+    # An angle below 64 is rounded by 2^-48 at most, its sine and cosine by 2^-52; a turn takes 2 products and a sum,
+    # the product of two vectors head_dim of each: for both sides of the comparison, in units of the vectors' lengths.
+    allowed = 2 * (2 * (2**-48 + 2**-51) + (model.head_dim + 6) * 2**-53) * float(heads[0].norm() * heads[1].norm())
+    assert abs(product(40, 33) - product(12, 5)) <= allowed
     assert product(40, 33) != pytest.approx(product(40, 34), rel=1e-3)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvtwin.conformance.bad_input import WRONG_TOKENS
 from kvtwin.conformance.tiny import attributes
 from kvtwin.reference.synckv.contract import HeadClusters, SyncKVConfig
 
@@ -70,15 +71,7 @@ def test_clusters_by_default_are_runs_of_heads(side, twins, device):
 
 @SIDES
 @pytest.mark.parametrize("steps", [0, 1], ids=["between anticipations", "at one"])
-@pytest.mark.parametrize(
-    ("spoil", "error", "message"),
-    [
-        (lambda q, k, v: (q[:1], k, v), ValueError, r"query must be \[B, Hq, D\]"),
-        (lambda q, k, v: (q, k[..., :8], v), ValueError, r"key must be \[B, Hkv, D\]"),
-        (lambda q, k, v: (q, k, v.half()), TypeError, "value must have the state's dtype"),
-        (lambda q, k, v: (q, None, v), TypeError, "key must be a torch.Tensor"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "error", "message"), WRONG_TOKENS)
 def test_a_wrong_token_changes_nothing(side, spoil, error, message, steps, twins, device):
     state = new_state(twins, side, device)
     for _ in range(steps):
