@@ -17,9 +17,9 @@ from ._paged_attention_kernels import attend_kernel, finish_kernel
 from ._paged_fragment_kernels import EIGHT, fragment_kernel
 from ._paging_ops import Layout, layout
 
-#: Programs of one warp that fit a multiprocessor, how often it gets so many, and the registers that each may have, of
-#: its 64 K.
-FRAGMENT_PROGRAMS, FRAGMENT_TURNS, FRAGMENT_REGISTERS = 12, 7, 128
+#: Programs of one warp that fit a multiprocessor, since each may have so many of its 64 K registers; and how often it
+#: gets so many where there is much to do: once would be the fastest if all rows were equally long.
+FRAGMENT_PROGRAMS, FRAGMENT_REGISTERS, FRAGMENT_TURNS = 16, 128, 4
 
 
 def _tile(block: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -46,16 +46,26 @@ def _fragment_tile(entries: int) -> int:
     return 16 if INTERPRETED and entries // 3 % 2 else 32
 
 
-def _splits(rows: int, tiles: int, device: torch.device, resident: int, turns: int) -> int:
-    """How many programs share a (row, KV head): see `_launch.split_slots`, of which this is the rule. `resident`: how
-    many fit a multiprocessor, which gets as many `turns` times where there are enough."""
+def _splits(rows: int, tiles: int, device: torch.device) -> int:
+    """How many programs share a (row, KV head): see `_launch.split_slots`, of which this is the rule."""
     if INTERPRETED:
         wanted = 2
-    elif rows >= resident // 2 * multiprocessors(device):
-        wanted = triton.cdiv(turns * resident * multiprocessors(device), rows)
+    elif rows >= RESIDENT // 2 * multiprocessors(device):
+        wanted = triton.cdiv(PROGRAMS * multiprocessors(device), rows)
     else:
-        wanted = resident * multiprocessors(device) // rows
+        wanted = RESIDENT * multiprocessors(device) // rows
     return max(1, min(wanted, tiles, MAX_SPLITS))
+
+
+def _fragment_splits(rows: int, tiles: int, device: torch.device) -> int:
+    """As `_splits`, for programs of one warp; rounded down, as a turn that is nearly empty takes as long as a full one.
+    The buffer's program is one more."""
+    if INTERPRETED:
+        wanted = 2
+    else:
+        at_once = FRAGMENT_PROGRAMS * multiprocessors(device)
+        wanted = (FRAGMENT_TURNS * at_once if rows >= at_once // 2 else at_once) // rows
+    return max(1, min(wanted, tiles, MAX_SPLITS - 1))
 
 
 @torch.library.custom_op("kvtwin::thinkv_paged_attention", mutates_args=("arrivals",))
@@ -77,8 +87,7 @@ def attend(
     tiles = triton.cdiv(entries // 3, tile // block)
     # Fragments have the buffer as a part by itself.
     parts = (
-        min(_splits(flats, tiles, query.device, FRAGMENT_PROGRAMS, FRAGMENT_TURNS), MAX_SPLITS - 1) + 1 if in_fragments
-        else _splits(flats, tiles, query.device, RESIDENT, PROGRAMS // RESIDENT)
+        _fragment_splits(flats, tiles, query.device) + 1 if in_fragments else _splits(flats, tiles, query.device)
     )
     count = batch * query_heads * parts
 

@@ -215,10 +215,13 @@ def fragment_kernel(
     LOOK: tl.constexpr,
 ):
     """As `_paged_attention_kernels.attend_kernel`, of which it takes the place; but the buffer is a part by itself, the
-    last one: were it added to another's, its registers would be taken from that one's tiles."""
+    last one: were it added to another's, its registers would be taken from that one's tiles. Programs that have one
+    come after all others: between them, short as they are, they would leave multiprocessors unevenly filled."""
     splits = parts - 1
-    part = tl.program_id(0) % parts
-    flat = (tl.program_id(0) // parts).to(tl.int64)
+    whole = tl.num_programs(0) // parts * splits
+    buffers = tl.program_id(0) >= whole
+    part = tl.where(buffers, splits, tl.program_id(0) % splits)
+    flat = tl.where(buffers, tl.program_id(0) - whole, tl.program_id(0) // splits).to(tl.int64)
     b, h = flat // heads, flat % heads
     head, k = tl.arange(0, EIGHT), tl.arange(0, HEAD_DIM)
     at = b * query_b + (h * GROUP_HEADS + head)[None, :] * query_h
