@@ -53,10 +53,11 @@ def _attend_tiles(
     acc, top, weight_sum, q, key, value, occupied, magnitude, logits, newest, scale, begin, end,
     key_s, key_d, value_s, value_d, occupied_s,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    MASKED: tl.constexpr, ARRIVAL: tl.constexpr,
+    MASKED: tl.constexpr, ARRIVAL: tl.constexpr, SUMS: tl.constexpr,
 ):
-    """Online softmax of ROWS queries over slots begin to end, from and to: accumulator, maximum, sum. Logits are kept.
+    """Online softmax of ROWS queries over slots begin to end, from and to: accumulator, maximum, sums. Logits are kept.
 
+    The sum is left in SUMS parts, those of a warp's own slots, so that warps need not meet for it at every tile.
     Unless MASKED all slots hold tokens and tiles are whole; else those without are not read: NaN there is harmless.
     """
     d = tl.arange(0, D_PAD).to(tl.int64)
@@ -90,7 +91,7 @@ def _attend_tiles(
         shift = finite_or_zero(new_top)
         p = tl.exp2(logit - shift[:, None])
         rescale = tl.exp2(top - shift)
-        weight_sum = weight_sum * rescale + tl.sum(p, 1)
+        weight_sum = weight_sum * rescale[:, None] + tl.sum(tl.reshape(p, (ROWS, BLOCK // SUMS, SUMS)), 1)
         v = value + s64[:, None] * value_s + d[None, :] * value_d
         v = tl.load(v, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(v)
         if not ARRIVAL:
@@ -112,7 +113,7 @@ def attend_kernel(
     occupied_b, occupied_h, occupied_s, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
-    PER_HEAD: tl.constexpr, ARRIVAL: tl.constexpr, FUSED: tl.constexpr, DISCARD: tl.constexpr,
+    PER_HEAD: tl.constexpr, ARRIVAL: tl.constexpr, FUSED: tl.constexpr, DISCARD: tl.constexpr, SUMS: tl.constexpr,
 ):
     """Program (split, flat): one share of the slots of a (row, KV head), for all its query heads. The logits and the
     share's maximum, sum and accumulator go to memory.
@@ -155,21 +156,21 @@ def attend_kernel(
         tl.debug_barrier()
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([ROWS], tl.float32)
+    weight_sum = tl.zeros([ROWS, SUMS], tl.float32)
     # A cache is full in the long run. Two loops, one of them idle, share their buffers; branches would not.
     acc, top, weight_sum = _attend_tiles(
         acc, top, weight_sum, q, key, value, mine, magnitude + flat * padded, logits + flat * padded * GROUP_PAD,
         newest, scale, begin, whole, key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s,
-        HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, False, ARRIVAL,
+        HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, False, ARRIVAL, SUMS,
     )
     acc, top, weight_sum = _attend_tiles(
         acc, top, weight_sum, q, key, value, mine, magnitude + flat * padded, logits + flat * padded * GROUP_PAD,
         newest, scale, whole, end, key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s,
-        HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, True, ARRIVAL,
+        HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, True, ARRIVAL, SUMS,
     )
     part = (flat * GROUP + row) * splits + split
     tl.store(tops + part, top, mask=row < GROUP)
-    tl.store(weight_sums + part, weight_sum, mask=row < GROUP)
+    tl.store(weight_sums + part, tl.sum(weight_sum, 1), mask=row < GROUP)
     tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
     if FUSED and is_last(arrivals + flat, splits):
         finish_group(

@@ -355,6 +355,8 @@ def _launch(
         "ARRIVAL": arrival is not None, "FUSED": at_once,
     }
     decisions, blocks = candidates.shape
+    # Programs that also finish a KV head are fewer at a time, and so sooner free what must not leave the cache.
+    warps = 4 if at_once else 2
     with on_device_of(key):
         attend_kernel[(batch * heads * splits,)](
             query, key, value, occupied, new_key, new_value, slot, positions, seen, magnitude,
@@ -366,8 +368,7 @@ def _launch(
             *new_key.stride(), *new_value.stride(),
             ROWS=GROUP_ROWS, BLOCK=block, UNIT=unit, MASK_UNIT=byte_unit,
             CHUNK=32 if INTERPRETED else min(512, 4096 // options["GROUP_PAD"]), DISCARD=discards(key.device),
-            # Programs that also finish a KV head are fewer at a time, and so sooner free what must not leave the cache.
-            **options, num_warps=4 if at_once else 2, num_stages=3 if at_once else 2,
+            SUMS=min(block, 8 * warps), **options, num_warps=warps, num_stages=3 if at_once else 2,
         )
         score_kernel[(decisions * blocks + (0 if at_once else batch * heads),)](
             logits, partial, tops, weight_sums, normalisers, magnitude, ranks, occupied, mask, positions, sink_end,

@@ -20,10 +20,11 @@ from .._launch import INTERPRETED, on_device_of, padded_head_dim
 from ._offload_kernels import append_kernel, assign_kernel, fetch_kernel, store_kernel
 from ._transfers import transfers_for
 
-#: Tokens per unit of work, and programs that share the units: enough for the wire (16 KB each at a head_dim of 128, of
-#: which some 100 KB must be under way), few enough to leave the GPU to those that compute meanwhile.
-BLOCK = 32
-PROGRAMS = 1 if INTERPRETED else 24
+#: Tokens per unit of work, and programs that share the units, with how many warps: enough for the wire (32 KB each at a
+#: head_dim of 128, of which some 100 KB must be under way), and no more: few multiprocessors are taken from those that
+#: compute meanwhile, and few requests wait in their way.
+BLOCK = 64
+PROGRAMS, WARPS = 1 if INTERPRETED else 8, 8
 #: Entries of a list that are looked at at a time.
 CHUNK = 2048
 
@@ -114,7 +115,7 @@ class Offload:
             store_kernel[(min(PROGRAMS, units),)](
                 key, value, *self.bank, members, *key.stride(), *value.stride(), *self.bank[0].stride()[:2], first,
                 count, self.heads, units, HEAD_DIM=self.sizes.head_dim, D_PAD=padded_head_dim(self.sizes.head_dim),
-                BLOCK=BLOCK, num_warps=4,
+                BLOCK=BLOCK, num_warps=WARPS,
             )
 
     def fill(self, key: Tensor, value: Tensor, chosen: Tensor) -> None:
@@ -142,7 +143,7 @@ class Offload:
             append_kernel[(min(PROGRAMS, units),)](
                 self.due, self.counters, self.banks, self.key, self.value, *strides, *self.key.stride()[:2], blocks,
                 self.heads, units, HEAD_DIM=self.sizes.head_dim, D_PAD=padded_head_dim(self.sizes.head_dim),
-                BLOCK=BLOCK, num_warps=4,
+                BLOCK=BLOCK, num_warps=WARPS,
             )
 
     def take(self, chosen: Tensor, due: Tensor) -> None:
@@ -161,7 +162,7 @@ class Offload:
                 due, self.counters, self.banks, self.key, self.value, self.arriving, self.landing, self.arrivals,
                 self.clusters, *self._bank_strides(), *self.key.stride()[:2], self.capacity, batch, lookers,
                 self.heads, LISTS=triton.next_power_of_2(batch * lookers), HEAD_DIM=head_dim,
-                D_PAD=padded_head_dim(head_dim), BLOCK=BLOCK, num_warps=4,
+                D_PAD=padded_head_dim(head_dim), BLOCK=BLOCK, num_warps=WARPS,
             )
 
     def _bank_strides(self) -> tuple[int, int]:
