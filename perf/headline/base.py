@@ -25,6 +25,8 @@ from ..roofline import Roofline, measure
 ROUNDS, SECONDS = 7, 0.8
 #: Of an experiment, after which nothing more is begun.
 LIMIT = 85.0
+#: Of its own byte bound, what a full-KV peer must reach.
+LEAST_SHARE = 0.85
 #: Kept free beside caches: for workspaces of libraries, and what fragments.
 RESERVE = 2 * 2**30
 
@@ -147,6 +149,11 @@ class Run:
         limit = None if self.roofline is None else self.roofline.limit
         if limit is not None and moves > limit * seconds:
             self.complain(f"{what}: faster than the roofline: {moves / seconds / 1e12:.2f} of {limit / 1e12:.2f} TB/s")
+
+    def own_bound(self, what: str, share: float | None) -> None:
+        """A peer that keeps everything is a peer only where it comes near the bound that its bytes set."""
+        if share is not None and share < LEAST_SHARE:
+            self.complain(f"{what} reaches {share:.0%} of its own byte bound, where {LEAST_SHARE:.0%} are wanted")
 
     def share(self, moves: float, seconds: float) -> float | None:
         """Of the bytes' own bound: what they would take at copy bandwidth, over what was taken."""

@@ -1,6 +1,7 @@
 """A plain decoder of a model's true shape with random weights, each layer's its own: what surrounds the caches.
 
-Norms, products, rotation, SwiGLU and the next token are torch's and cuBLAS's, the same for every method and peer.
+Norms, products and the next token are torch's and cuBLAS's, rotation and SwiGLU a launch each (`pointwise`): the same
+for every method and peer.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm, silu
+from torch.nn.functional import embedding, rms_norm
 
+from . import pointwise
 from .base import Run
 
 ITEM = 2
@@ -62,7 +64,7 @@ def small(model: Model) -> Model:
 #: attend(layer, query [B, Hq, T, D], key [B, Hkv, T, D], value) -> [B, Hq, T, D]; T is 1 at a decode step.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
-#: Cosines and sines [T, 1, D].
+#: Cosines and sines [T, D / 2], float32.
 Turns = tuple[Tensor, Tensor]
 
 
@@ -100,11 +102,7 @@ class Decoder:
             torch.arange(longest, device=run.device, dtype=torch.float32),
             5e5 ** -torch.arange(0, 1, 2 / model.head_dim, device=run.device),
         )
-        # For all channels, with the sign that a half has: a rotation is then two products of whole heads.
-        self.cosine, self.sine = (
-            torch.cat(halves, 1).bfloat16()[:, None]
-            for halves in ((angle.cos(), angle.cos()), (-angle.sin(), angle.sin()))
-        )
+        self.cosine, self.sine = angle.cos(), angle.sin()
 
     def normed(self, x: Tensor) -> Tensor:
         return rms_norm(x, (self.model.hidden,), self.norm, 1e-6)
@@ -113,19 +111,16 @@ class Decoder:
         """What rotates tokens at positions [T]."""
         return self.cosine[positions], self.sine[positions]
 
-    def rotated(self, heads: Tensor, turns: Turns) -> Tensor:
-        """heads [B, T, H, D]."""
-        return torch.addcmul(heads * turns[0], heads.roll(heads.shape[-1] // 2, -1), turns[1])
-
     def projected(self, number: int, x: Tensor, turns: Turns, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """query [B, Hq, T, D], key and value [B, Hkv, T, D] of a layer, from x [B * T, C]."""
         model = self.model
         parts = (self.normed(x) @ self.layers[number].qkv).view(batch, len(turns[0]), -1, model.head_dim)
         count = model.query_heads + model.key_value_heads
-        heads = parts[:, :, :count]
+        heads = parts
         if model.head_norm:
-            heads = rms_norm(heads, (model.head_dim,), self.head_norm, 1e-6)
-        heads = self.rotated(heads, turns).transpose(1, 2)
+            heads = rms_norm(parts[:, :, :count], (model.head_dim,), self.head_norm, 1e-6).contiguous()
+        pointwise.rotate(heads, count, *turns)
+        heads = heads[:, :, :count].transpose(1, 2)
         return heads[:, :model.query_heads], heads[:, model.query_heads:], parts[:, :, count:].transpose(1, 2)
 
     def forward(
@@ -138,11 +133,11 @@ class Decoder:
         kept, turns = [], self.turns(positions)
         for number, layer in enumerate(self.layers):
             output = attend(number, *self.projected(number, x, turns, batch))
-            x = torch.addmm(x, output.transpose(1, 2).reshape(batch * total, -1), layer.out)
+            add = torch.addmm if number - 1 in keep else Tensor.addmm_             # what is kept stays as it is
+            x = add(x, output.transpose(1, 2).reshape(batch * total, -1), layer.out)
             del output
             for part in (x.split(tile) if tile else (x,)):
-                gate, wide = (self.normed(part) @ layer.up).chunk(2, 1)
-                part.addmm_(silu(gate).mul_(wide), layer.down)
+                part.addmm_(pointwise.swiglu(self.normed(part) @ layer.up), layer.down)
             if number in keep:
                 kept.append(x.view(batch, total, -1))
         last = self.normed(x.view(batch, total, -1)[:, -1])

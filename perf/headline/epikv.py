@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import bench_epikv
-from . import systems
+from . import pointwise, systems
 from .base import Run
 from .decoder import ITEM, LLAMA_8B, Decoder, Loop, Model, by_token, small
 
@@ -113,8 +113,7 @@ def scorers(run: Run, model: Model, budget: int, caches: list[tuple[Tensor, Tens
 
     def written(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = caches[layer]
-        keys.index_copy_(2, place, key[:, :, None])
-        values.index_copy_(2, place, value[:, :, None])
+        pointwise.put(keys, values, place, key, value)
         return keys, values
 
     def plain(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -109,9 +109,7 @@ class Plan:
         found["milliseconds_at"] = {length: seconds * 1e3 for length, seconds in times.items()}
         found["share_at_the_end"] = shares[ends[1]]
         self.rate("full KV", found, trapezoid(times), trapezoid(moved))
-        share = run.figures["full KV"]["share_of_bytes_bound"]
-        if share is not None and share < 0.85:
-            run.complain(f"full KV reaches {share:.0%} of its own byte bound, where 85 % are wanted")
+        run.own_bound("full KV", run.figures["full KV"]["share_of_bytes_bound"])
 
     def ours(self, name: str, make: Callable[..., Any], check: bool = False, interval: int = 1) -> None:
         """States of ours, which evict every `interval` steps: so many are timed together."""

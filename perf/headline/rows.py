@@ -82,7 +82,8 @@ def _synckv(key: str) -> Callable[[Figures], str]:
         found = [
             f"{_times(one[f'{key}, times as fast'])} at {name.replace('-', ', ')} "
             f"({number(one[f'{key}, ms a step'])} against {number(one['full attention, ms a step'])} ms, "
-            f"by bytes {number(one['by bytes'])})"
+            f"by bytes {number(one['by bytes'])}; full attention at "
+            f"{one['full attention, share of bytes bound'] or 0:.0%} of its own byte bound)"
             for name, one in figures.items() if f"{key}, times as fast" in one
         ]
         return "; ".join(found) or "not measured"
@@ -94,9 +95,12 @@ def _prompt(figures: Figures) -> str:
     found = []
     for name, one in figures.items():
         if name.startswith("prompt"):
-            parts = [f"{what} {one[f'{what}, over attention alone']:.3f}" for what in ("synckv", "offloaded")
-                     if f"{what}, over attention alone" in one]
-            found.append(f"{name}: {', '.join(parts)} times its attention alone")
+            parts = [
+                f"{what} {one[f'{what}, over attention alone']:.3f} times its attention alone, "
+                f"{one[f'{what}, over the fastest attention']:.2f} times the fastest kernel's"
+                for what in ("synckv", "offloaded") if f"{what}, over attention alone" in one
+            ]
+            found.append(f"{name}: {'; '.join(parts)}")
     return "; ".join(found) or "not measured"
 
 

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from ..peers import BACKENDS, decode_peers
+from . import pointwise
 from .base import Run
 from .decoder import Attend, Decoder, Loop, Model, by_token
 
@@ -84,8 +85,7 @@ class Cache:
 
     def step(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = self.pairs[layer]
-        keys.index_copy_(2, self.place, key[:, :, None])
-        values.index_copy_(2, self.place, value[:, :, None])
+        pointwise.put(keys, values, self.place, key, value)
         return attention(self.kernel, query, keys[:, :, :self.length], values[:, :, :self.length])
 
 
@@ -261,8 +261,7 @@ class EagerH2O(Compacting):
 
     def step(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = self.pairs[layer]
-        keys.index_copy_(2, self.place, key[:, :, None])
-        values.index_copy_(2, self.place, value[:, :, None])
+        pointwise.put(keys, values, self.place, key, value)
         keys, values = keys[:, :, :self.length], values[:, :, :self.length]
         rows = query.unflatten(1, (key.shape[1], -1))
         weight = (rows @ keys.transpose(2, 3) * key.shape[-1] ** -0.5).softmax(-1, dtype=torch.float32)
