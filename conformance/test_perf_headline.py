@@ -271,8 +271,8 @@ def test_only_the_first_heads_are_turned(run):
 
 
 def test_swiglu_and_a_token_in_its_place(run):
-    """What takes torch two launches is one here. In float32 an exponential is good to 2^-20 at the least, and each of the
-    other four operations to 2^-24."""
+    """What takes torch two launches is one here. In float32 an exponential is good to 2^-20 at the least, and each of
+    the other four operations to 2^-24."""
     x = torch.randn(3, 2 * 1030, generator=torch.Generator().manual_seed(8))
     gate, wide = x.double().chunk(2, 1)
     exact = torch.nn.functional.silu(gate) * wide
