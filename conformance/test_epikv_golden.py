@@ -124,7 +124,8 @@ def follow(case: str, traces: Any, twins: Any, device: torch.device, monkeypatch
     }))
     both = Lockstep(tested, exact, Adapter())
     both.prefill(*(tensor[:, :, when[0]] for tensor in tokens))
-    followed, as_recorded, total = 0, positions(exact) == kept(recorded[0]), len(recorded) - 1 if device.type == "cuda" else FEW
+    followed, as_recorded = 0, positions(exact) == kept(recorded[0])
+    total = len(recorded) - 1 if device.type == "cuda" else FEW
     for step in range(total):
         when[0] = PROMPT + step
         both.step(*(tensor[:, :, when[0]] for tensor in tokens))
