@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -65,6 +67,26 @@ def test_a_right_step_passes(name, bench, shape, draw):
     bench.check_peer(layer, plain, layer.step()[:, :, None])
     if name != "attn_x_hs":
         assert len(layer.state.thoughts[layer.state.positions >= 7].unique()) > 1, "one thought all along"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_benchmark_runs(name, bench, shape, draw, monkeypatch):
+    """As its fixture would run it, on a tiny layer, with the peers that this machine has: "epikv" at least."""
+    seen = {}
+
+    def device_benchmark(function, *, moves, verify, peers, peers_move, verify_peer):
+        for _ in range(2):
+            output = function()
+        for peer in peers.values():
+            verify_peer(peer())
+        verify(output)
+        seen.update(peers=peers.keys(), moves=moves, peers_move=peers_move)
+
+    monkeypatch.setattr(bench, "SHAPE", shape)
+    monkeypatch.setattr(bench, "Layer", functools.partial(bench.Layer, contested=8))
+    bench.test_hybrid_step(device_benchmark, draw, bench.POLICIES[name])
+    assert "epikv" in seen["peers"]
+    assert seen["moves"] > seen["peers_move"] == shape.cache_bytes
 
 
 @pytest.mark.parametrize(("name", "damage"), [
