@@ -24,6 +24,10 @@ pytestmark = pytest.mark.kind("equivalence")
 
 F64 = torch.float64
 BANDS = ((0,), (1,))                                    # of two layers, so that the last layer's hook is used too
+SEGMENT_HS = {"policy": "segment_hs", "layers": BANDS, "tau": 2, "edges": (0.74, 0.79), "sparsity_threshold": 0.4}
+POLICIES = {"epikv": {"layers": BANDS}, "attn_x_hs": {"policy": "attn_x_hs", "layers": ((1,), ())},
+            "segment_hs": SEGMENT_HS}
+every_policy = pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 
 
 def cache_class(twins: Any, side: str) -> Any:
@@ -269,12 +273,7 @@ def test_generation_is_the_loop(family, options, twins, device):
 
 
 @pytest.mark.parametrize("side", ["reference", "optimized"])
-@pytest.mark.parametrize(
-    "options",
-    [{"policy": "attn_x_hs", "layers": ((1,), ())}, {"policy": "segment_hs", "layers": BANDS, "tau": 2,
-                                                     "edges": (0.74, 0.79), "sparsity_threshold": 0.4}],
-    ids=("attn_x_hs", "segment_hs"),
-)
+@pytest.mark.parametrize("options", [POLICIES["attn_x_hs"], SEGMENT_HS], ids=("attn_x_hs", "segment_hs"))
 def test_generation_with_a_hybrid_is_the_loop(options, side, twins, device):
     """All layers have a say in what is kept, and keep the same."""
     small = {"num_attention_heads": 2, "num_key_value_heads": 1} if side == "optimized" and device.type == "cpu" else {}
@@ -297,21 +296,23 @@ def test_generation_on_the_optimized_side_is_the_loop(twins, device):
         check(model, used, prompts(5, [0, 2], device), 8)
 
 
-def test_generations_in_a_row_do_not_leak(llama, twins, device):
+@every_policy
+def test_generations_in_a_row_do_not_leak(options, llama, twins, device):
     """A second cache on the model while the first lives, a reset, and what a plain generation does in between."""
-    inputs, made = prompts(7, [0, 2], device), {"budget": 10, "window": 4, "layers": BANDS}
+    inputs, made = prompts(7, [0, 2], device), {"budget": 10, "window": 4, **options}
+    each = sum(map(len, made["layers"]))
     first = cache_class(twins, "reference")(llama, **made)
     expected = generate(llama, inputs, 8, past_key_values=first)
     plain = generate(llama, inputs, 8)
     assert not first._passes._heard, "it has heard a forward pass on another cache"
     second = cache_class(twins, "reference")(llama, **made)
-    assert hooks(llama) == 4
+    assert hooks(llama) == 2 * each
     assert torch.equal(generate(llama, inputs, 8, past_key_values=second), expected)
     before = first.layers[0].state.positions.clone()
     first.close()
     first.close()
     assert torch.equal(first.layers[0].state.positions, before)
-    assert hooks(llama) == 2
+    assert hooks(llama) == each
     second.reset()
     assert second.get_seq_length() == 0
     one_row = {name: tensor[:1] for name, tensor in inputs.items()}
@@ -344,9 +345,10 @@ def test_no_hidden_state_outlives_a_pass(llama, twins, device):
     used.close()
 
 
-def test_an_interrupted_pass_needs_a_reset(llama, twins, device):
+@every_policy
+def test_an_interrupted_pass_needs_a_reset(options, llama, twins, device):
     inputs = prompts(5, [0, 3], device)
-    used = cache_class(twins, "reference")(llama, budget=8, window=4, layers=BANDS)
+    used = cache_class(twins, "reference")(llama, budget=8, window=4, **options)
     expected = generate(llama, inputs, 6, past_key_values=used)
     used.reset()
     feed(llama, used)

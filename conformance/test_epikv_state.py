@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -171,3 +172,70 @@ def test_layers_that_share_a_scorer_tell_thoughts_together(side, twins, device):
     thoughts = dict(zip(scorer.positions[0].tolist(), layers[0].thoughts[0].tolist(), strict=True))
     assert thoughts == {0: 1, 1: 1, 2: 2, 3: 2, 4: 0, 5: 0}, "0, then 1/3, then 2/5"
     assert int(scorer.positions[0, scorer.next_slot]) == 4
+
+
+@pytest.mark.kind("laws")
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+@pytest.mark.parametrize("policy", ["attn_x_hs", "segment_hs"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_hybrids_keep_what_their_definition_keeps(seed, policy, side, twins, device):
+    """After every step, to the letter, ties included: z-scores of windows of two are -1, 0 or 1, and queries look at 1,
+    2 or 4 tokens alike, so that nothing is rounded. What thoughts and scores keep is also what `select` keeps of the
+    whole, by thought first; what attention gave depends on who was there, and can only be played again."""
+    module, draw, budget = getattr(twins, side).epikv, random.Random(seed), 6
+    segments = {"edges": (0.31, 0.57), "tau": 2, "sparsity_threshold": 0.5} if policy == "segment_hs" else {}
+    config = EpiKVConfig(
+        budget, policy=policy, recent=2, window=2, keep_prompt=False, hidden_size=1, **segments
+    )
+    state = module.EpiKVState(
+        config, batch=1, query_heads=2, key_value_heads=1, head_dim=16, dtype=torch.float32, device=device
+    )
+    keys = 100 * torch.eye(16, device=device)
+    moves = [[draw.randint(0, 2) for _ in range(16)] for _ in range(2 if segments else 1)]
+    own, thought, gave, held = [0.0] * 16, [0] * 16, [0.0] * 16, []
+    for t in range(16):
+        held.append(t)
+        looked = draw.sample(held, draw.choice([n for n in (1, 2, 4) if n <= len(held)]))
+        hidden = [torch.full((1, 1), float(sum(band[:t + 1])), device=device) for band in moves]
+        state.step(keys[looked].sum(0).expand(1, 2, 16), *[keys[t].expand(1, 1, 16)] * 2, *hidden)
+        if t > 1:
+            signs = [(band[t] > band[t - 1]) - (band[t] < band[t - 1]) for band in moves]
+            own[t] = float(signs[0] - sum(signs[1:]))
+        if segments:
+            share = 1 - len(looked) / len(held)
+            thought[t] = thought[t - 1] if t % 2 else 0 if share > 0.57 else 2 if share > 0.31 else 1
+            whole = torch.tensor([[10 * thought[n] + own[n] for n in range(t + 1)]], device=device)
+            kept = module.select(whole, budget, prompt=0, recent=2)
+            assert kept[0].tolist() == held, f"by select, after token {t}"
+        else:
+            for token in looked:
+                gave[token] += 1 / len(looked)
+        assert sorted(n for n in state.positions[0].tolist() if n >= 0) == held, f"after token {t}"
+        scores = dict(zip(state.positions[0].tolist(), state.score[0].tolist(), strict=True))
+        assert all(scores[n] == own[n] + gave[n] for n in held), f"after token {t}: {scores}"
+        if len(held) == budget:
+            held.remove(min((n for n in held if n < t), key=lambda n: (thought[n], own[n] + gave[n], n)))
+    assert not segments or len(set(thought)) == 3
+
+
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+@pytest.mark.parametrize("options", [
+    {"policy": "attn_x_hs"}, {"policy": "segment_hs", "tau": 1, "edges": (0.3, 0.39), "sparsity_threshold": 0.5},
+], ids=("attn_x_hs", "segment_hs"))
+def test_a_step_that_was_cut_short_is_forgotten(options, side, twins, device):
+    """After one layer of two has had its say, reset: the next sequence is what it is to a scorer that saw no other."""
+    (used, layers), (fresh, others) = (shared(twins, side, device, budget=4, **options) for _ in range(2))
+    for token in range(3):
+        look(used, layers, token, [0, None])
+    key = 100 * torch.eye(16, device=device)[0]
+    layers[0].step(key.expand(1, 2, 16), *[key.expand(1, 1, 16)] * 2)
+    for layer in layers:
+        layer.reset()
+    used.reset()
+    for token in range(6):
+        for scorer, states in ((used, layers), (fresh, others)):
+            look(scorer, states, token, [max(0, token - 1), None])
+        for name in ("positions", "score", "next_slot"):
+            assert torch.equal(getattr(used, name), getattr(fresh, name)), f"{name} after token {token}"
+        if layers[0].thoughts is not None:
+            assert torch.equal(layers[0].thoughts, others[0].thoughts), f"thoughts after token {token}"

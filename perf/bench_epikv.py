@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
 import torch
 from kvtwin.conformance import bounds
+from kvtwin.conformance.bounds import Interval
 from kvtwin.conformance.cases import DecodeCase
 from kvtwin.conformance.compare import assert_same, assert_within
 from kvtwin.conformance.judges import epikv_scores
@@ -105,34 +106,42 @@ class Layers:
         return self.scorer.next_slot
 
 
-def check_scores(layers: Layers) -> None:
-    """What a token with new hidden states scores, and who goes then, against float64 and by sorting."""
-    scorer, config = layers.scorer, layers.config
-    before = scorer._previous[:, :, None].double().clone()                                # [B, 2, 1, C]
-    rings, number = scorer._values.double().clone(), scorer._tokens - 1                   # of the value that comes
-    layers.hidden.mul_(1.25)
-    slot = scorer.next_slot.clone()
-    layers.score()
+def coming_score(scorer: epikv.EpiKVScorer, hidden: Sequence[Tensor]) -> Interval:
+    """Where the score [B, 1] of the token that comes next may lie, by float64: hidden [B, 1, C] of each band."""
+    window, number = scorer.config.window, scorer._tokens - 1                            # of the value that comes
     changes = []
-    for band in (0, 1):
-        hidden = torch.cat((before[:, band], layers.hidden[band].double()), 1)           # [B, 2, C]
-        change = (hidden[:, 1] - hidden[:, 0]).square().sum(-1).sqrt()
-        error = epikv_scores.change_error(hidden[:, 1], hidden[:, 0])
-        order = (number[:, None] + 1 + torch.arange(config.window, device=DEVICE)) % config.window
-        window = rings[:, band].gather(1, order)[:, :-1]               # the oldest first; the last one makes room
-        values = torch.cat((window, change[:, None]), 1)
-        errors = torch.cat((torch.zeros_like(window), error[:, None]), 1)
-        found = epikv_scores.zscore_interval(values, errors, torch.ones_like(values, dtype=torch.bool), config.window)
-        changes.append(type(found)(*(end[:, None, None] for end in found)))
-    interval = epikv_scores.difference_interval(*changes)
-    actual = scorer.score.gather(1, slot[:, None])
-    assert_inside(actual, interval, what="score")
+    for band, states in enumerate(hidden):
+        past, present = scorer._previous[:, band].double(), states[:, 0].double()        # [B, C]
+        change = (present - past).square().sum(-1).sqrt()
+        error = epikv_scores.change_error(present, past)
+        place = number[:, None] - window + 1 + torch.arange(window, device=states.device)
+        # The oldest first; the last one makes room.
+        ring = scorer._values[:, band].double().gather(1, place % window)[:, :-1]
+        values = torch.cat((ring, change[:, None]), 1)
+        errors = torch.cat((torch.zeros_like(ring), error[:, None]), 1)
+        found = epikv_scores.zscore_interval(values.masked_fill(place < 0, 0), errors, place >= 0, window)
+        changes.append(Interval(*(end[:, None, None] for end in found)))
+    return epikv_scores.difference_interval(*changes)
+
+
+def check_next_slot(scorer: epikv.EpiKVScorer, ranked: Tensor) -> None:
+    """Of these scores [B, S] of a full cache the lowest goes, of equal ones the oldest."""
     # Of the newest ones, the token for which the slot is will be one.
-    newest = scorer.positions > scorer.tokens_seen - config.newest
-    ranked = scorer.score.masked_fill(newest, torch.inf)
+    newest = scorer.positions > scorer.tokens_seen - scorer.config.newest
+    ranked = ranked.masked_fill(newest, torch.inf)
     lowest = ranked.amin(1, keepdim=True)
     oldest = scorer.positions.masked_fill(ranked != lowest, 2**62).argmin(1)
     assert_same(scorer.next_slot, oldest, what="next slot")
+
+
+def check_scores(layers: Layers) -> None:
+    """What a token with new hidden states scores, and who goes then, against float64 and by sorting."""
+    scorer = layers.scorer
+    layers.hidden.mul_(1.25)
+    slot, interval = scorer.next_slot.clone(), coming_score(scorer, tuple(layers.hidden))
+    layers.score()
+    assert_inside(scorer.score.gather(1, slot[:, None]), interval, what="score")
+    check_next_slot(scorer, scorer.score)
 
 
 def model_step(shape: Shape, layers: Layers, draw: Callable[..., Tensor]) -> Callable[[], Tensor]:

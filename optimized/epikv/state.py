@@ -24,7 +24,8 @@ class EpiKVState:
     key, value [B, Hkv, S, D] with S = config.slots; occupied [B, S] bool, positions [B, S] int64, score [B, S],
     next_slot [B] int64 (writable) and tokens_seen: its `EpiKVScorer`'s. scorer: one that layers of a model share, whose
     owner calls its `admit` before and its `step` after all of them; by default the state has its own, and does so. With
-    a hybrid policy every layer that shares a scorer has a say, and a step takes two launches more.
+    a hybrid policy every layer that shares a scorer has a say, a step takes two launches more, and each layer has
+    memory for the logits of one: 4 bytes per query head and slot.
     """
 
     def __init__(
