@@ -5,6 +5,7 @@ Every layout holds the same numbers; what lies between them is poison, so that a
 
 from __future__ import annotations
 
+import gc
 import math
 import mmap
 
@@ -70,7 +71,9 @@ def _far(tensor: Tensor) -> Tensor:
 def untouched(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised vector. On the CPU it costs address space alone, however long, until something writes to it."""
     if device.type != "cpu":
-        # Gigabytes of a size that hardly comes again: what the allocator kept of the last ones is in the way.
+        # Gigabytes of a size that hardly comes again: in the way is what the allocator kept of the last ones, and these
+        # themselves where their cases are garbage that nobody has collected yet.
+        gc.collect()
         torch.cuda.empty_cache()
         return torch.empty(count, dtype=dtype, device=device)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)

@@ -234,20 +234,20 @@ def test_bytes_of_a_model():
     assert llama.token_bytes == 131_072
 
 
-def test_a_decoder_turns_heads_by_their_positions(run):
+def test_a_decoder_turns_heads_by_their_positions(here):
     """Queries and keys turned by m and n have the product of those turned by m - n, which is what rotation is for."""
     model = decoder.small(decoder.LLAMA_8B)
-    made = decoder.Decoder(model, run, 64)
+    made = decoder.Decoder(model, here, 64)
     rate = 5e5 ** -torch.arange(0, 1, 2 / model.head_dim, dtype=torch.float64)
     angle = torch.outer(torch.arange(64, dtype=torch.float64), rate)
     assert made.cosine.shape == made.sine.shape == angle.shape
-    made.cosine, made.sine = angle.cos().float(), angle.sin().float()
-    heads = torch.randn(2, 1, 1, 1, model.head_dim, generator=torch.Generator().manual_seed(7))
+    made.cosine, made.sine = (table.float().to(here.device) for table in (angle.cos(), angle.sin()))
+    heads = torch.randn(2, 1, 1, 1, model.head_dim, generator=torch.Generator().manual_seed(7)).to(here.device)
 
     def product(m, n):
         turned = heads.clone()
         for head, at in zip(turned, (m, n), strict=True):
-            pointwise.rotate(head, 1, *made.turns(torch.tensor([at])))
+            pointwise.rotate(head, 1, *made.turns(torch.tensor([at], device=here.device)))
         return float((turned[0].double() * turned[1].double()).sum())
 
     # Each number of a turned head is off by 4 roundings, the table's, two products' and a difference's, of |a| + |b| of
@@ -257,10 +257,10 @@ def test_a_decoder_turns_heads_by_their_positions(run):
     assert product(40, 33) != pytest.approx(product(40, 34), rel=1e-3)
 
 
-def test_only_the_first_heads_are_turned(run):
+def test_only_the_first_heads_are_turned(here):
     """And every row of a batch by the positions of its own tokens."""
-    heads = run.draw(2, 3, 4, 16)
-    before, cosine, sine = heads.clone(), torch.rand(3, 8), torch.rand(3, 8)
+    heads = here.draw(2, 3, 4, 16)
+    before, cosine, sine = heads.clone(), *(torch.rand(2, 3, 8, device=here.device))
     pointwise.rotate(heads, 3, cosine, sine)
     assert torch.equal(heads[:, :, 3], before[:, :, 3])
     for b, t in ((0, 0), (1, 2)):
@@ -270,17 +270,17 @@ def test_only_the_first_heads_are_turned(run):
         assert not torch.equal(heads[b, t, :3], before[b, t, :3])
 
 
-def test_swiglu_and_a_token_in_its_place(run):
+def test_swiglu_and_a_token_in_its_place(device):
     """What takes torch two launches is one here. In float32 an exponential is good to 2^-20 at the least, and each of
     the other four operations to 2^-24."""
-    x = torch.randn(3, 2 * 1030, generator=torch.Generator().manual_seed(8))
+    x = torch.randn(3, 2 * 1030, generator=torch.Generator().manual_seed(8)).to(device)
     gate, wide = x.double().chunk(2, 1)
     exact = torch.nn.functional.silu(gate) * wide
     assert bool(((pointwise.swiglu(x) - exact).abs() <= exact.abs() * (2**-20 + 2**-21)).all())
-    keys, values = (torch.zeros(2, 3, 5, 16) for _ in range(2))
+    keys, values = (torch.zeros(2, 3, 5, 16, device=device) for _ in range(2))
     # As a model gives them: heads of one tensor.
-    key, value = torch.randn(2, 6, 1, 16).chunk(2, 1)
-    pointwise.put(keys, values, torch.tensor([3]), key[:, :, 0], value[:, :, 0])
+    key, value = torch.randn(2, 6, 1, 16, device=device).chunk(2, 1)
+    pointwise.put(keys, values, torch.tensor([3], device=device), key[:, :, 0], value[:, :, 0])
     for whole, one in ((keys, key), (values, value)):
         assert torch.equal(whole[:, :, 3:4], one)
         assert bool((whole[:, :, [0, 1, 2, 4]] == 0).all())
