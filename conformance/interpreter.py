@@ -5,7 +5,8 @@ them back afterwards. It goes over the whole language again at every call of a d
 and finds all of it replaced: about a third of the time of a kernel that is made of small functions. Here that second
 round is left out. What is computed stays the same, since the kernel's own round has done it all. Of what it asks again
 and again the answers are kept: which functions a module has, which numpy type is meant, what becomes of two operands
-whose types have met before. Sums of integers are not computed a second time to look for overflow that nobody reports.
+whose types have met before, what a function of the language asks of the builder (interpreter_tape.py). Sums of integers
+are not computed a second time to look for overflow that nobody reports.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
+
+from .interpreter_tape import TAPED, Tapes
 
 MODULE = "triton.runtime.interpreter"
 MOST_NUMBERS = 10_000  # kept as tensors: a few hundred bytes each
@@ -208,25 +211,33 @@ def _remember(interpreter: ModuleType) -> None:
     if callable(types) and _parameters(types) == ["tt_dtype"]:
         interpreter._get_np_dtype = _numpy_types(types, interpreter.tl)  # type: ignore[attr-defined]
     builtins, one = getattr(interpreter, "_patch_builtin", None), getattr(interpreter, "_patch_attr", None)
+    if hasattr(builtins, "tapes"):
+        return  # ours
     if not callable(builtins) or not callable(one) or _parameters(builtins) != ["pkg", "builder", "scope"]:
         return
     if _parameters(one) != ["obj", "name", "member", "builder", "scope"]:
         return
     semantic = getattr(interpreter, "interpreter_semantic", None)
+    tapes = Tapes(semantic, interpreter.tl) if semantic is not None else None
 
     @cache
     def members(pkg: Any) -> list[tuple[str, Any]]:
         is_builtin = interpreter.tl.core.is_builtin
         return [(name, member) for name, member in inspect.getmembers(pkg) if is_builtin(member)]
 
+    @cache
+    def with_semantic(name: str, member: Any) -> Any:
+        return tapes.taped(member) if tapes is not None and name in TAPED else _with_semantic(member, semantic)
+
     def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
         ours = semantic is not None and semantic.builder is builder and hasattr(scope, "set_attr")
         for name, member in members(pkg):
             if ours:  # the one object that keeps what became of operands; triton 3.6 makes another for each member
-                scope.set_attr(pkg, name, _with_semantic(member, semantic))
+                scope.set_attr(pkg, name, with_semantic(name, member))
             else:
                 one(pkg, name, member, builder, scope)
 
+    patch_builtin.tapes = tapes  # type: ignore[attr-defined]
     interpreter._patch_builtin = patch_builtin  # type: ignore[attr-defined]
 
 

@@ -1,0 +1,290 @@
+"""What the functions of Triton's language ask of the interpreter, written down once and asked again without them.
+
+Interpreted, ``a + b`` passes through some twenty functions, which look at the types of both, convert, broadcast, check,
+and then ask the interpreter's builder to add two arrays. What they ask depends on the types, the numbers and the names
+that they are given and on nothing else, so here it is recorded: the tape of a call, a list of requests to the builder.
+The next call with arguments of the same kinds plays the tape. The builder, which computes, is the interpreter's own,
+and so are the arrays: the results are the same bits.
+
+A call is recorded on stand-ins for the handles that it gets, which notice whoever looks at their values instead of
+passing them on. A function that did is never taped, nor is one that returns anything but a tensor or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from types import ModuleType
+from typing import Any
+
+MOST_TAPES = 10_000  # of a function: a few kB each
+#: What is taped: functions of the language without an effect other than what they return or store.
+_NAMES = """
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__
+    __rmod__ __neg__ __invert__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__ __rlshift__ __rshift__
+    __rrshift__ __lt__ __rlt__ __le__ __rle__ __gt__ __rgt__ __ge__ __rge__ __eq__ __req__ __ne__ __rne__ __getitem__
+    logical_and logical_or abs add arange broadcast broadcast_to cast ceil clamp div_rn dot exp exp2 expand_dims fdiv
+    floor fma full join load log log2 maximum minimum mul num_programs permute program_id reshape rsqrt sqrt sqrt_rn
+    store sub to trans where
+"""
+TAPED = frozenset(_NAMES.split())
+#: Of the builder's: what answers differently to the same question.
+CHANGING = ("load", "store", "atomic", "program", "print", "assert", "assume", "barrier")
+
+
+class _Refused(Exception):
+    """Arguments that no tape can be found by."""
+
+
+class _Data:
+    """Stands in for the array of a watched handle: its size follows from its type, the rest is its value."""
+
+    def __init__(self, handle: _Watched) -> None:
+        self._handle = handle
+
+    @property
+    def size(self) -> int:
+        return self._handle.real.data.size
+
+    def __getattr__(self, name: str) -> Any:
+        self._handle.seen.append(name)
+        return getattr(self._handle.real.data, name)
+
+    def __bool__(self) -> bool:
+        self._handle.seen.append("__bool__")
+        return bool(self._handle.real.data)
+
+
+class _Watched:
+    """Stands in for a handle while a call is recorded."""
+
+    def __init__(self, real: Any, place: int, seen: list[str]) -> None:
+        self.real, self.place, self.seen = real, place, seen
+        self.data = _Data(self)
+
+    def __getattr__(self, name: str) -> Any:
+        self.seen.append(name)
+        return getattr(self.real, name)
+
+    def __bool__(self) -> bool:
+        self.seen.append("__bool__")
+        return bool(self.real)
+
+
+class _Recorder:
+    """Stands in for the builder while a call is recorded: passes on what it is asked and writes it down."""
+
+    def __init__(self, builder: Any, handles: Sequence[Any]) -> None:
+        self.builder = builder
+        self.seen: list[str] = []  # what was looked at: if anything, there is no tape
+        self.watched = [_Watched(handle, place, self.seen) for place, handle in enumerate(handles)]
+        self.requests: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.builder, name)
+        if not callable(method):
+            return method
+
+        def ask(*arguments: Any, **named: Any) -> Any:
+            real = method(*map(_real, arguments), **{name: _real(value) for name, value in named.items()})
+            constant = not any(type(argument) is _Watched for argument in (*arguments, *named.values()))
+            if constant and not any(word in name for word in CHANGING):
+                return real  # the same whenever this call is made again
+            if named or any(isinstance(argument, (list, tuple)) and _holds_watched(argument) for argument in arguments):
+                self.seen.append(name)
+            self.requests.append((method, arguments))
+            self.watched.append(_Watched(real, len(self.watched), self.seen))
+            return self.watched[-1]
+
+        return ask
+
+
+def _real(argument: Any) -> Any:
+    if type(argument) is _Watched:
+        return argument.real
+    return type(argument)(map(_real, argument)) if type(argument) in (list, tuple) else argument
+
+
+def _holds_watched(argument: Any) -> bool:
+    return any(type(value) is _Watched for value in argument)
+
+
+class Tapes:
+    """Of one interpreter: makes functions of its language that play tapes."""
+
+    def __init__(self, semantic: Any, language: ModuleType) -> None:
+        self.semantic, self.tensor = semantic, language.core.tensor
+        self.constexpr = language.core.constexpr
+        self.types = (language.core.dtype, language.core.pointer_type, language.core.block_type)
+        self.known: dict[str, dict[Any, Any]] = {}  # the tapes of each function, None for a call that cannot have one
+        self.plain = False  # whether functions are called as they are: while one that calls others is recorded
+
+    def taped(self, member: Callable[..., Any]) -> Callable[..., Any]:
+        """`member` of the language, with the interpreter for its semantic; from the second call on, its tape."""
+        known: dict[tuple[Any, ...], Callable[[list[Any]], Any] | None] = {}
+        self.known[member.__qualname__] = known
+        semantic, tensor = self.semantic, self.tensor
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            if len(arguments) == 2 and not named:  # an operator: most calls, and the same as below but for the time
+                lhs, rhs = arguments
+                if type(rhs) is tensor is type(lhs) and not self.plain:
+                    play = known.get((lhs.type.name, rhs.type.name))
+                    if play is not None:
+                        return play([lhs.handle, rhs.handle])
+            named.pop("_semantic", None)
+            if self.plain:
+                return member(*arguments, _semantic=semantic, **named)
+            key: list[Any] = []
+            handles: list[Any] = []
+            try:
+                for argument in arguments:
+                    if type(argument) is tensor:
+                        key.append(argument.type.name)
+                        handles.append(argument.handle)
+                    else:
+                        self._add_key(argument, key, handles)
+                for name, argument in named.items():
+                    key += (tensor, name)
+                    self._add_key(argument, key, handles)
+            except _Refused:
+                return member(*arguments, _semantic=semantic, **named)
+            found = tuple(key)
+            play = known.get(found)
+            if play is not None:
+                return play(handles)
+            if found in known or len(known) >= MOST_TAPES:
+                return member(*arguments, _semantic=semantic, **named)
+            returned, known[found] = self._record(member, arguments, named, handles)
+            return returned
+
+        return call
+
+    def _add_key(self, argument: Any, key: list[Any], handles: list[Any]) -> None:
+        """What a tape depends on, of one argument. No two arguments have the same: types come before values."""
+        kind = type(argument)
+        if kind is self.tensor:
+            key.append(argument.type.name)
+            handles.append(argument.handle)
+        elif kind is float:  # -0.0 equals 0.0, and NaN not itself
+            key += (kind, argument.hex())
+        elif kind in (int, bool, str):
+            key += (kind, argument)
+        elif argument is None:
+            key.append(None)
+        elif kind is self.constexpr:
+            key.append(kind)
+            self._add_key(argument.value, key, [])
+        elif kind in self.types:
+            key += (kind, argument.name)
+        elif kind is slice:
+            key.append(kind)
+            for part in (argument.start, argument.stop, argument.step):
+                self._add_key(part, key, [])
+        elif kind in (list, tuple):
+            key += (kind, len(argument))
+            inside: list[Any] = []
+            for part in argument:
+                self._add_key(part, key, inside)
+            if inside:
+                raise _Refused
+        else:
+            raise _Refused
+
+    def _record(
+        self, member: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any], handles: Sequence[Any]
+    ) -> tuple[Any, Callable[[list[Any]], Any] | None]:
+        """What `member` returns, and the tape that returns the same from handles of the same types; None if none."""
+        recorder = _Recorder(self.semantic.builder, handles)
+        watched = iter(recorder.watched[:])
+
+        def stand_in(argument: Any) -> Any:
+            return self._tensor(next(watched), vars(argument)) if type(argument) is self.tensor else argument
+
+        watching = [stand_in(argument) for argument in arguments]  # first: in the order of the handles
+        named = {name: stand_in(value) for name, value in named.items()}
+        self.plain, self.semantic.builder = True, recorder
+        try:
+            returned = member(*watching, _semantic=self.semantic, **named)
+        finally:
+            self.plain, self.semantic.builder = False, recorder.builder
+        result = self._unwatched(returned)
+        if recorder.seen or not (returned is None or type(returned) is self.tensor):
+            return result, None
+        return result, self._tape(recorder, len(handles), returned)
+
+    def _unwatched(self, returned: Any) -> Any:
+        if type(returned) is self.tensor:
+            return self._tensor(_real(returned.handle), vars(returned))
+        return tuple(map(self._unwatched, returned)) if type(returned) is tuple else returned
+
+    def _tensor(self, handle: Any, attributes: dict[str, Any]) -> Any:
+        made = object.__new__(self.tensor)
+        made.__dict__ = {**attributes, "handle": handle}
+        return made
+
+    def _tape(self, recorder: _Recorder, inputs: int, returned: Any) -> Callable[[list[Any]], Any]:
+        """Plays on a line-up of values: the inputs, the constants, the answers as they come."""
+        asked = [value for _, arguments in recorder.requests for value in arguments]
+        asked += [] if returned is None else [returned.handle]
+        constants = [_read_only(value) for value in asked if type(value) is not _Watched]
+        unused = iter(range(inputs, inputs + len(constants)))
+
+        def place(value: Any) -> int:
+            if type(value) is not _Watched:
+                return next(unused)
+            return value.place if value.place < inputs else value.place + len(constants)
+
+        steps = [(method, [place(value) for value in arguments]) for method, arguments in recorder.requests]
+        if returned is None:
+            return _player(steps, constants)
+        last = place(returned.handle)
+        if not constants and last == inputs and [places for _, places in steps] == [list(range(inputs))]:
+            return self._operator(steps[0][0], vars(returned))
+        play, new, tensor, attributes = _player(steps, constants, last), object.__new__, self.tensor, vars(returned)
+
+        def play_tensor(values: list[Any]) -> Any:
+            made = new(tensor)
+            made.__dict__ = {**attributes, "handle": play(values)}
+            return made
+
+        return play_tensor
+
+    def _operator(self, method: Callable[..., Any], attributes: dict[str, Any]) -> Callable[[list[Any]], Any]:
+        """The tape that is one request, of all inputs in their order."""
+        new, tensor = object.__new__, self.tensor
+
+        def play(values: list[Any]) -> Any:
+            made = new(tensor)
+            made.__dict__ = {**attributes, "handle": method(*values)}
+            return made
+
+        return play
+
+
+def _player(
+    requests: Sequence[tuple[Callable[..., Any], list[int]]], constants: list[Any], last: int | None = None
+) -> Callable[[list[Any]], Any]:
+    steps = [(method, _picker(places)) for method, places in requests]
+
+    def play(values: list[Any]) -> Any:
+        values += constants
+        for method, pick in steps:
+            values.append(method(*pick(values)))
+        return None if last is None else values[last]
+
+    return play
+
+
+def _picker(places: list[int]) -> Callable[[list[Any]], Any]:
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: [values[place] for place in places]
+
+
+def _read_only(constant: Any) -> Any:
+    """A constant's array is part of every tensor that is made of it."""
+    data: Any = getattr(constant, "data", None)
+    if hasattr(data, "flags"):
+        data.flags.writeable = False
+    return constant

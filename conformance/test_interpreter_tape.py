@@ -1,0 +1,227 @@
+"""What a function of Triton's language asks of the interpreter is recorded once, and played to the same bits."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kvtwin.conformance import interpreter
+from kvtwin.conformance.interpreter_tape import MOST_TAPES, TAPED, Tapes
+
+INTERPRETED = type(triton.language.standard.cdiv).__name__ == "InterpretedFunction"
+
+
+class Handle:
+    def __init__(self, data):
+        self.data, self.dtype = data, "wide"
+
+
+class Tensor:
+    def __init__(self, handle, name):
+        self.handle, self.type = handle, SimpleNamespace(name=name)
+
+
+class Builder:
+    """Stands in for the interpreter's builder: every method counts, and computes on numbers."""
+
+    options = SimpleNamespace(debug=False)
+
+    def __init__(self):
+        self.asked = []
+
+    def get_number(self, value):
+        self.asked.append("get_number")
+        return Handle(value)
+
+    def create_add(self, lhs, rhs):
+        self.asked.append("create_add")
+        return Handle(lhs.data + rhs.data)
+
+    def create_program_id(self):
+        self.asked.append("create_program_id")
+        return Handle(len(self.asked))
+
+
+def made(member):
+    """`member` taped, and the builder that it asks."""
+
+    class Other:
+        pass
+
+    core = SimpleNamespace(tensor=Tensor, constexpr=type("constexpr", (), {}), dtype=Other, pointer_type=Other)
+    core.block_type = Other
+    semantic = SimpleNamespace(builder=Builder())
+    tapes = Tapes(semantic, SimpleNamespace(core=core))
+    return tapes.taped(member), semantic.builder
+
+
+def plus(lhs, number, _semantic):
+    """Adds a number to a tensor."""
+    plus.calls += 1
+    other = _semantic.builder.get_number(number)
+    return Tensor(_semantic.builder.create_add(lhs.handle, other), lhs.type.name)
+
+
+def test_a_function_is_called_once_for_each_kind_of_arguments():
+    taped, builder = made(plus)
+    plus.calls = 0
+    for value in (1.0, 2.0, 3.0):
+        sums = taped(Tensor(Handle(value), "wide"), 5)
+        assert (sums.handle.data, sums.type.name) == (value + 5, "wide")
+        assert type(sums.handle) is Handle
+    assert plus.calls == 1
+    assert builder.asked == ["get_number"] + 3 * ["create_add"], "the number is the same every time"
+    taped(Tensor(Handle(1.0), "narrow"), 5)
+    assert plus.calls == 2, "another type"
+    assert taped(Tensor(Handle(1.0), "wide"), number=5).handle.data == 6
+    assert plus.calls == 3, "by name"
+
+
+def test_numbers_that_are_equal_are_not_one():
+    taped, _ = made(plus)
+    plus.calls = 0
+    numbers = [1, True, 1.0, 0.0, -0.0, 0, False, float("nan")]
+    for number in (*numbers, float("nan")):
+        taped(Tensor(Handle(1.0), "wide"), number)
+    assert plus.calls == len(numbers), "NaN is one"
+    assert str(taped(Tensor(Handle(-0.0), "wide"), -0.0).handle.data) == "-0.0"
+    assert str(taped(Tensor(Handle(-0.0), "wide"), 0.0).handle.data) == "0.0"
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        lambda x: bool(x.handle),
+        lambda x: bool(x.handle.data),
+        lambda x: x.handle.data.real > 1,
+        lambda x: x.handle.dtype == "wide",
+    ],
+)
+def test_a_function_that_looks_at_values_is_not_taped(looks):
+    def member(x, _semantic):
+        member.calls += 1
+        return Tensor(_semantic.builder.create_add(x.handle, x.handle), "wide") if looks(x) else x
+
+    taped, _ = made(member)
+    member.calls = 0
+    for value in (3.0, 0.0, 3.0, 1.5):
+        x = Tensor(Handle(value), "wide")
+        assert taped(x).handle.data == (2 * value if looks(x) else value)
+    assert member.calls == 4
+
+
+def test_what_changes_is_asked_each_time_and_the_rest_is_not_taped():
+    def program(_semantic):
+        return Tensor(_semantic.builder.create_program_id(), "whole")
+
+    taped, _ = made(program)
+    assert [taped().handle.data for _ in range(3)] == [1, 2, 3]
+
+    def pair(x, y, _semantic):
+        pair.calls += 1
+        return Tensor(_semantic.builder.create_add(x.handle, y[0].handle), "wide"), x
+
+    taped, _ = made(pair)
+    pair.calls = 0
+    x = Tensor(Handle(1.0), "wide")
+    for _ in range(2):
+        both = taped(x, (x,))
+        assert [type(it.handle) for it in both] == [Handle, Handle]
+    assert pair.calls == 2
+
+    def split(x, _semantic):
+        pair.calls += 1
+        return x, Tensor(_semantic.builder.create_add(x.handle, x.handle), "wide")
+
+    taped, _ = made(split)
+    for _ in range(2):
+        assert [it.handle.data for it in taped(x)] == [1, 2]
+    assert pair.calls == 4
+
+
+def test_no_more_than_so_many_are_kept(monkeypatch):
+    monkeypatch.setattr("kvtwin.conformance.interpreter_tape.MOST_TAPES", 2)
+    assert MOST_TAPES > 1000
+    taped, _ = made(plus)
+    plus.calls = 0
+    x = Tensor(Handle(1.0), "wide")
+    for _ in range(2):
+        assert [taped(x, number).handle.data for number in (1, 2, 3)] == [2, 3, 4]
+    assert plus.calls == 4
+
+
+def test_a_function_that_fails_leaves_everything_as_it_was():
+    def fails(x, _semantic):
+        assert _semantic.builder is not builder, "recorded each time: there is nothing to play"
+        raise ValueError("no")
+
+    taped, builder = made(fails)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            taped(Tensor(Handle(1.0), "wide"))
+    assert not builder.asked
+
+
+if INTERPRETED:
+
+    @triton.jit
+    def _of_all_kinds(floats, halves, wholes, mask, flag, out, half_out, count, scale, SIZE: tl.constexpr):
+        index = tl.arange(0, SIZE)
+        row = tl.program_id(0) * SIZE
+        inside = index < count
+        x = tl.load(floats + row + index, mask=inside, other=-0.0)
+        half = tl.load(halves + row + index).to(tl.float32)
+        whole = tl.load(wholes + row + index, mask=inside, other=3)
+        chosen = tl.load(mask + index) & inside | (whole % 3 == 1)
+        one = tl.load(flag, mask=count > 4, other=count - 2)  # looked at: whether it is zero, as it is first
+        table = tl.where(chosen[:, None], x[None, :] - half[:, None], whole[:, None] // 2) * scale
+        table += tl.dot(table, tl.trans(table)) + one
+        table = tl.maximum(table, tl.abs(x)[None, :].to(tl.float16)) / (tl.exp2(-tl.abs(half)) + 0.5)[:, None]
+        bits = (whole << 2 ^ whole >> 1) - ~whole
+        tl.store(out + row * SIZE + index[:, None] * SIZE + index[None, :], table, mask=inside[:, None] & (x < 2))
+        tl.store(half_out + row + index, half * bits + tl.sum(table, 0) + tl.max(x, 0))
+        tl.store(half_out + row + SIZE - 1, -one, mask=count == 4)
+
+    def _arguments(seed):
+        draw = torch.Generator().manual_seed(seed)
+        floats = torch.randn(2, 8, generator=draw)
+        floats[:, 1] = -0.0
+        floats[0, 2] = torch.inf
+        return {
+            "floats": floats, "halves": torch.randn(2, 8, generator=draw).bfloat16(),
+            "wholes": torch.randint(-9, 9, (2, 8), generator=draw), "mask": torch.rand(8, generator=draw) < 0.5,
+            "flag": torch.tensor([seed % 2]), "out": torch.zeros(2, 8, 8), "half_out": torch.zeros(2, 8).half(),
+            "count": 2 + seed % 5, "scale": (-0.0, 1.5, -2.0)[seed % 3],
+        }  # fmt: skip
+
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinities, on purpose
+    def test_a_kernel_computes_the_same_bits_with_and_without_tapes(monkeypatch):
+        assert interpreter.patch_once()
+        tapes = sys.modules[interpreter.MODULE]._patch_builtin.tapes
+        results = []
+        for plain in (True, False, False):  # as it is; recorded at times; played
+            monkeypatch.setattr(tapes, "plain", plain)
+            results.append([])
+            for seed in range(12):
+                case = _arguments(seed)
+                _of_all_kinds[(2,)](**case, SIZE=8)
+                results[-1] += [case["out"].view(torch.int32), case["half_out"].view(torch.int16)]
+        for again in results[1:]:
+            assert all(torch.equal(left, right) for left, right in zip(results[0], again, strict=True))
+        assert len({result.sum().item() for result in results[0]}) > 12, "the cases must differ"
+
+    def test_what_kernels_are_made_of_is_taped():
+        """Triton may be built otherwise one day: then tests are right, and as slow as they were."""
+        assert interpreter.patch_once()
+        _of_all_kinds[(2,)](**_arguments(1), SIZE=8)
+        known = sys.modules[interpreter.MODULE]._patch_builtin.tapes.known
+        for name in ("tensor.__add__", "tensor.__lt__", "tensor.__getitem__", "where", "load", "store", "arange"):
+            assert any(play is not None for play in known[name].values()), name
+
+    def test_every_name_is_one_of_the_language():
+        assert not [name for name in TAPED if not any(hasattr(it, name) for it in (tl, tl.math, tl.tensor))]
