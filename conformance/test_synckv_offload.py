@@ -22,7 +22,7 @@ from torch import Tensor
 from kvtwin.conformance.judges.synckv_state import Adapter
 from kvtwin.conformance.lockstep import Lockstep
 from kvtwin.optimized.synckv import SyncKVState, _offload
-from kvtwin.optimized.synckv._transfers import StreamTransfers, Transfers
+from kvtwin.optimized.synckv._transfers import StreamTransfers, Transfers, side_streams
 from kvtwin.reference.synckv import HeadClusters, SyncKVConfig
 from kvtwin.reference.synckv import SyncKVState as Reference
 
@@ -280,6 +280,36 @@ def test_layers_share_a_stream(form, device, expected):
     frames = played(both, device, form)
     assert_same([frame[:1] for frame in frames], expected)
     assert_same([frame[1:] for frame in frames], other)
+
+
+class Noted(StreamTransfers):
+    """Remembers which stream jobs ran on."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.streams: list[torch.cuda.Stream] = []
+
+    def submit(self, job: Callable[[], None]) -> None:
+        def noted() -> None:
+            self.streams.append(torch.cuda.current_stream())
+            job()
+
+        super().submit(noted)
+
+
+def test_a_caller_may_compute_on_any_stream(device, expected):
+    """torch hands out the same streams over and over. Were the caller's the one that tokens come by, they would wait in
+    line. (On the CPU there are no streams.)"""
+    for stream in side_streams(device) if device.type == "cuda" else ():
+        state = new(device)
+        state._offload.transfers = Noted(device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            frames = played(state, device)
+        torch.cuda.current_stream().wait_stream(stream)
+        assert_same(frames, expected)
+        assert state._offload.transfers.streams
+        assert stream not in state._offload.transfers.streams
 
 
 class _Both:

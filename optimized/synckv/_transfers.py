@@ -42,9 +42,13 @@ class Transfers:
 
 
 @cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all layers: tokens come in the order in which layers will ask for them."""
-    return torch.cuda.Stream(device)
+def side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """For all layers, of which one is used: tokens come in the order in which layers will ask for them.
+
+    Two, since torch hands out the same 32 streams over and over: the one that a caller computes on, or captures a graph
+    on, may be one of these, and transfers would wait in line there. The other one then is free.
+    """
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 class StreamTransfers(Transfers):
@@ -55,7 +59,7 @@ class StreamTransfers(Transfers):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = side_stream(device)
+        self._device, self._streams = device, side_streams(device)
         self._done: dict[bool, torch.cuda.Event] = {}      # after the last job, by whether it was captured
         self._held: list[Tensor] = []       # else it might go while kernels still read it, of which torch knows nothing
 
@@ -72,24 +76,27 @@ class StreamTransfers(Transfers):
         return 1 << (super().taken(memory) - 1).bit_length()
 
     def submit(self, job: Callable[[], None]) -> None:
-        captured = capturing(self._stream.device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+        captured, current = capturing(self._device), torch.cuda.current_stream(self._device)
+        stream = next(stream for stream in self._streams if stream != current)
+        stream.wait_stream(current)
+        if captured in self._done:
+            stream.wait_event(self._done[captured])     # the last job may have gone by the other stream
+        with torch.cuda.stream(stream):
             job()
             self._done[captured] = torch.cuda.Event()
             self._done[captured].record()
 
     def wait(self) -> None:
-        captured = capturing(self._stream.device)
+        captured = capturing(self._device)
         done = self._done.pop(captured, None)
         if not captured:
             self._done.clear()              # also of a capture that came to nothing
         if done is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(done)
+            torch.cuda.current_stream(self._device).wait_event(done)
 
     def release(self) -> None:
-        self._stream.synchronize()
-        torch.cuda.current_stream(self._stream.device).synchronize()
+        for stream in (*self._streams, torch.cuda.current_stream(self._device)):
+            stream.synchronize()
         self._done.clear()
         self._held.clear()
         empty = getattr(torch._C, "_host_emptyCache", None)
@@ -97,8 +104,8 @@ class StreamTransfers(Transfers):
             empty()
 
     def __del__(self) -> None:
-        if self._held:
-            self._stream.synchronize()
+        for stream in self._streams if self._held else ():
+            stream.synchronize()
 
 
 def transfers_for(device: torch.device) -> Transfers:
