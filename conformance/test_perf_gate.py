@@ -284,6 +284,11 @@ def test_a_baseline_from_a_run_and_a_run_against_a_baseline(session, capsys):
     assert stored["machine_info"]["torch"] == metadata.version("torch")
     assert str(Path.cwd()) not in text
 
+    # The headline experiments' figures, which are no benchmarks, lie beside them and stay.
+    Path("baseline.json").write_text(json.dumps(stored | {"headline": {"gpu": "some"}}))
+    assert report.main(["run.json", "--write-baseline", "baseline.json"]) == 0
+    assert json.loads(Path("baseline.json").read_text()) == stored | {"headline": {"gpu": "some"}}
+
     result, _ = session("-k", "good", "--benchmark-compare=baseline.json", "--benchmark-compare-fail=median:5%")
     result.assert_outcomes(passed=1, deselected=7)
     for line in ("test_good (NOW) *", "test_good (baseline*"):

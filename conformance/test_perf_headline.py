@@ -80,13 +80,13 @@ def test_the_experiments_run_and_make_a_page(tmp_path, device, monkeypatch):
 
 def test_what_is_stored_follows_from_the_baseline():
     """And without one nothing is stored."""
-    baselines = sorted((PERF / "baselines").glob("*-headline.json"))
+    baselines = list(page.stored())
     readme = (page.ROOT / "README.md").read_text(encoding="utf-8")
     if not baselines:
         assert f"{page.BEGIN}\n{page.END}" in readme
         assert not any((page.ROOT / "fixtures" / name).exists() for name in page.STORED)
     for baseline in baselines:
-        for path, text in page.generated(json.loads(baseline.read_text(encoding="utf-8"))).items():
+        for path, text in page.generated(baseline).items():
             assert path.read_text(encoding="utf-8") == text, f"{path.name}: see python -m perf.headline.page --help"
 
 

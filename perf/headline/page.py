@@ -1,8 +1,8 @@
 """The figures of the headline experiments as a table and as plots, for the README and the report.
 
     python -m perf.headline.page FOLDER            print the table; FOLDER is what python -m perf.headline wrote
-    python -m perf.headline.page FOLDER --store    ... into perf/baselines/MACHINE-headline.json, into fixtures/ for the
-                                                   report, and into the README between its marks
+    python -m perf.headline.page FOLDER --store    ... into perf/baselines/MACHINE.json, beside the benchmarks, into
+                                                   fixtures/ for the report, and into the README between its marks
     python -m perf.headline.page --readme          all of it again from the baseline that is stored
 """
 
@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..device import slug
-from ..report import rounded
+from ..report import HEADLINE, rounded
 from . import EXPERIMENTS
 from .plots import Panel, bars, lines, svg
 from .rows import COLUMNS, rows
@@ -120,12 +120,13 @@ def _by_number(points: Mapping[str, float]) -> dict[int, float]:
 
 def generated(result: Figures) -> dict[Path, str]:
     """What follows from the figures: files, and what they are to hold."""
-    baseline = ROOT / "perf" / "baselines" / f"{slug(result['gpu'])}-headline.json"
+    baseline = ROOT / "perf" / "baselines" / f"{slug(result['gpu'])}.json"
+    beside = json.loads(baseline.read_text(encoding="utf-8")) if baseline.exists() else {"benchmarks": []}
     report, plot = (ROOT / "fixtures" / name for name in STORED)
     readme = ROOT / "README.md"
     said = {"caption": caption(result), "columns": COLUMNS, "rows": rows(result)}
     return {
-        baseline: json.dumps(result, indent=1) + "\n",
+        baseline: json.dumps({**beside, HEADLINE: result}, indent=1) + "\n",
         report: json.dumps(said, indent=1) + "\n",
         plot: svg("The papers' headline experiments", panels(result)),
         readme: with_table(readme.read_text(encoding="utf-8"), result),
@@ -141,14 +142,21 @@ def with_table(readme: str, result: Figures) -> str:
     return "\n".join([f"{before}{BEGIN}", caption(result), "", *table(result), f"{END}{after}"])
 
 
+def stored() -> Iterator[Figures]:
+    """The experiments of each machine's baseline that has them."""
+    for path in sorted((ROOT / "perf" / "baselines").glob("*.json")):
+        found = json.loads(path.read_text(encoding="utf-8")).get(HEADLINE)
+        if found is not None:
+            yield found
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", help="what python -m perf.headline --out wrote")
     parser.add_argument("--store", action="store_true", help="write baseline, report and README")
     parser.add_argument("--readme", action="store_true", help="write report and README again, from the baseline")
     options = parser.parse_args(arguments)
-    stored = sorted((ROOT / "perf" / "baselines").glob("*-headline.json"))
-    before = json.loads(stored[0].read_text(encoding="utf-8")) if stored else None
+    before = next(stored(), None)
     if options.readme:
         if before is None:
             parser.error("there is no stored baseline")
