@@ -5,6 +5,8 @@ Configs come from judges/<method>.py, and so does what is allowed beyond attenti
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +16,7 @@ from kvtwin.conformance import bounds, discovery, judges, lockstep
 from kvtwin.conformance.cases import DecodeCase
 from kvtwin.conformance.compare import assert_same, assert_within
 from kvtwin.conformance.oracle import attend
-from kvtwin.conformance.strategies import state_traces
+from kvtwin.conformance.strategies import VANISHING, state_traces
 
 every_method = pytest.mark.parametrize("pair", discovery.methods(), ids=str)
 # Those that keep keys and values as they came.
@@ -34,7 +36,11 @@ few = settings(max_examples=max(3, settings().max_examples // 4))
 @some
 def test_a_state_keeps_step_with_float64(pair, data, twins):
     """Any config: prompt (compressed, padded or none), fill-before-evict, slot reuse, protection."""
-    lockstep.run(data.draw(state_traces(pair.name)), judges.module(twins.optimized, pair))
+    trace, module = data.draw(state_traces(pair.name)), judges.module(twins.optimized, pair)
+    lockstep.run(trace, module)
+    if trace.content in VANISHING:
+        # Few of its decisions are certain. As many again that are, so that the test is not vacuous, whatever is drawn.
+        lockstep.run(dataclasses.replace(trace, content="ordinary"), module)
 
 
 @pytest.mark.kind("laws")
