@@ -301,6 +301,16 @@ def test_reordered_rows_go_on_as_their_sources(scenario, shift, side, pair, devi
     assert_same_bits(actual, rows(play(unmoved, later), index), "reordered")
 
 
+def test_padding_of_a_prompt_gets_zeros(side, pair, device):
+    """And no token does. Padding behind tokens too, which would have something to attend to."""
+    query_heads, key_value_heads, head_dim, dtype = SHAPES[0]
+    scenario = Scenario(2, query_heads, key_value_heads, head_dim, dtype, 4, 5, 1, 0, seed=1)
+    prompt, _ = scenario.inputs(device)
+    prompt[3][-1, 3] = False
+    (frame,) = play(scenario.state(side, pair, device), (prompt, []))
+    assert torch.equal((frame["output"] == 0).all(-1).all(1), ~prompt[3])
+
+
 class _Launches(TorchDispatchMode):
     """Counts the custom operations of this package that run."""
 
