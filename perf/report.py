@@ -152,7 +152,8 @@ def main(arguments: list[str] | None = None) -> int:
             found, path = baseline(run), options.write_baseline
             if path.exists():
                 before = json.loads(path.read_text(encoding="utf-8"))
-                found |= {name: before[name] for name in (HEADLINE,) if name in before}
+                if HEADLINE in before:
+                    found[HEADLINE] = before[HEADLINE]
             path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     except Refused as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)

@@ -25,7 +25,7 @@ def _rotate_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     h, d = tl.arange(0, HEADS), tl.arange(0, HALF)
-    mask = (h < count)[:, None] & (d < HALF)[None, :]
+    mask = (h < count)[:, None]
     first = heads + (token * all_heads + h)[:, None] * (2 * HALF) + d[None, :]
     a, b = tl.load(first, mask=mask).to(tl.float32), tl.load(first + HALF, mask=mask).to(tl.float32)
     c = tl.load(cosine + token % total * HALF + d)[None, :]

@@ -33,8 +33,9 @@ STRIDE, SHARE, DRIFT = bench_synckv.STRIDE, bench_synckv.SHARE, bench_synckv.DRI
 CYCLE = 2 * STRIDE
 #: Room for the tokens that warm-up and rounds bring.
 SPARE = 1024
-#: Batch, tokens, and whether also offloaded, whose banks are pinned memory that the host must have.
+#: The tokens of the paper's figure.
 OF_THE_PAPER = 2**17
+#: Batch, tokens, and whether also offloaded, whose banks are pinned memory that the host must have.
 SETTINGS = ((1, 16, True), (1, 32, True), (1, 64, True), (1, 128, True), (4, 128, False))
 
 
