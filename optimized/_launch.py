@@ -115,13 +115,14 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def split_slots(sizes: Sizes, block: int, device: torch.device) -> tuple[int, int]:
-    """How many programs share one row's slots, and how many slots each takes (a multiple of `block`)."""
+def split_slots(sizes: Sizes, block: int, device: torch.device, programs: int = PROGRAMS) -> tuple[int, int]:
+    """How many programs share one row's slots, and how many slots each takes (a multiple of `block`). `programs` per
+    multiprocessor are wanted where there is much work."""
     rows, tiles = sizes.batch * sizes.key_value_heads, triton.cdiv(sizes.slots, block)
     if INTERPRETED:
         wanted = 2
     elif rows >= RESIDENT // 2 * multiprocessors(device):
-        wanted = triton.cdiv(PROGRAMS * multiprocessors(device), rows)
+        wanted = triton.cdiv(programs * multiprocessors(device), rows)
     else:
         wanted = RESIDENT * multiprocessors(device) // rows
     tiles_each = triton.cdiv(tiles, min(wanted, tiles, MAX_SPLITS))

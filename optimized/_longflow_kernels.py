@@ -171,7 +171,8 @@ def attend_kernel(
     part = (flat * GROUP + row) * splits + split
     tl.store(tops + part, top, mask=row < GROUP)
     tl.store(weight_sums + part, tl.sum(weight_sum, 1), mask=row < GROUP)
-    tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
+    policy: tl.constexpr = "evict_last" if FUSED else ""               # as for logits
+    tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask, eviction_policy=policy)
     if FUSED and is_last(arrivals + flat, splits):
         finish_group(
             logits, magnitude, ranks, partial, tops, weight_sums, output, flat, splits, padded,

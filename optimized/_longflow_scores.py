@@ -98,7 +98,7 @@ def finish_group(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
     CHUNK: tl.constexpr, DISCARD: tl.constexpr,
 ):
-    """The outputs of a KV head's query heads, and the ranks of its slots."""
+    """The outputs of a KV head's query heads, and the ranks of its slots. DISCARD: nobody else reads logits, parts."""
     logits += flat * padded * GROUP_PAD
     magnitude += flat * padded
     ranks += flat * padded
@@ -111,13 +111,20 @@ def finish_group(
         partial, tops, weight_sums, output, flat, splits, GROUP, GROUP_PAD, HEAD_DIM, D_PAD, SPLITS
     )
     log_total = log2_or_minus_inf(total)
+    if DISCARD and GROUP * HEAD_DIM % 32 == 0:                         # else lines are shared with other KV heads
+        tl.debug_barrier()
+        lines = GROUP * splits * HEAD_DIM // 32
+        for start in range(0, lines, 128):
+            line = tl.minimum(start + tl.arange(0, 128), lines - 1)
+            _discard(partial + flat * GROUP * splits * HEAD_DIM + line * 32)
     for start in range(0, padded, CHUNK):
         ahead = s + CHUNK
         next_size = tl.load(magnitude + ahead, mask=ahead < padded, other=0.0)
         next_logit = tl.load(
             logits + ahead[:, None] * GROUP_PAD + g[None, :], mask=(ahead < padded)[:, None], other=0.0
         )
-        tl.store(ranks + s, _rank(logit, size, top, log_total, GROUP, GROUP_PAD), mask=s < padded)
+        rank = _rank(logit, size, top, log_total, GROUP, GROUP_PAD)
+        tl.store(ranks + s, rank, mask=s < padded, eviction_policy="evict_last")
         if DISCARD:
             tl.debug_barrier()
             line = start * GROUP_PAD + tl.arange(0, CHUNK * GROUP_PAD // 32) * 32
@@ -126,8 +133,12 @@ def finish_group(
 
 
 @triton.jit
-def _sum_ranks(ranks, first, count, s, padded, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """log2 of the scores summed over KV heads first to first + count, from their ranks, [BLOCK]."""
+def _sum_ranks(
+    ranks, first, count, begin, padded, HEADS: tl.constexpr, BLOCK: tl.constexpr, DISCARD: tl.constexpr
+):
+    """log2 of the scores summed over KV heads first to first + count, from their ranks, [BLOCK] slots from begin on.
+    DISCARD: nobody else reads these ranks."""
+    s = begin + tl.arange(0, BLOCK)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, count, HEADS):
@@ -138,6 +149,10 @@ def _sum_ranks(ranks, first, count, s, padded, HEADS: tl.constexpr, BLOCK: tl.co
         shift = finite_or_zero(higher)
         total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(x - shift[:, None]), 1)
         top = higher
+        if DISCARD:
+            tl.debug_barrier()
+            line = tl.minimum(begin + tl.arange(0, BLOCK // 32) * 32, padded - 32)
+            _discard(ranks + (first + tl.minimum(k, count - 1))[None, :] * padded + line[:, None])
     return finite_or_zero(top) + log2_or_minus_inf(total)
 
 
@@ -152,7 +167,8 @@ def _masks(
     holds = tl.load(occupied + s64 * occupied_s, mask=in_row, other=0) != 0
     held = holds & False
     if ARRIVAL:
-        held = tl.load(positions + s, mask=in_row, other=0) < sinks
+        asked = tl.where(sinks > 0, slots, 0)                          # without sinks no position is below
+        held = tl.load(positions + s, mask=s < asked, other=0) < sinks
         if PROTECT_NEWEST:
             held = held | (s == newest)
     if PROTECTED:
@@ -226,7 +242,7 @@ def score_kernel(
     occupied_b, occupied_h, occupied_s, mask_b, mask_h, mask_s,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, PER_HEAD: tl.constexpr, ARRIVAL: tl.constexpr,
-    PROTECTED: tl.constexpr, PROTECT_NEWEST: tl.constexpr, FUSED: tl.constexpr,
+    PROTECTED: tl.constexpr, PROTECT_NEWEST: tl.constexpr, FUSED: tl.constexpr, DISCARD: tl.constexpr,
 ):
     """Programs (block of slots, decision): scores summed over the heads that decide together, and the block's victim;
     the last block of a decision to finish picks among them. Unless the attention did so (FUSED), logits become ranks
@@ -251,7 +267,9 @@ def score_kernel(
             tl.load(slot + decision) if ARRIVAL else -1, s, slots, ARRIVAL, PROTECTED, PROTECT_NEWEST,
         )
         if FUSED:
-            rank = _sum_ranks(ranks, decision * kv_heads, kv_heads, s, row_of(slots), 1 if PER_HEAD else 8, BLOCK)
+            rank = _sum_ranks(
+                ranks, decision * kv_heads, kv_heads, block * BLOCK, row_of(slots), 1 if PER_HEAD else 8, BLOCK, DISCARD
+            )
         else:
             _finish_normalisers(
                 tops, weight_sums, normalisers, decision * query_heads, query_heads, splits, HEADS, SPLITS

@@ -235,6 +235,9 @@ class LongFlowState:
         self._sink_end.copy_(end if sinks else torch.zeros_like(end))
 
 
+#: As in _launch, but twice as many: the fewer KV heads are under way, the fewer logits must stay in the cache.
+PROGRAMS = 32
+
 #: Slots per program where a second launch finishes scores.
 SCORE_BLOCK = 32 if INTERPRETED else 256
 
@@ -242,7 +245,8 @@ SCORE_BLOCK = 32 if INTERPRETED else 256
 def _scratch(sizes: Sizes, key: Tensor, per_head: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Room for what passes between programs: a float32 workspace, cut up by `_launch`; a candidate per block of slots;
     and counters, zero between steps: of each KV head, and of each decision."""
-    splits, _ = split_slots(sizes, key_block(sizes.head_dim, key.element_size(), sizes.slots), key.device)
+    block = key_block(sizes.head_dim, key.element_size(), sizes.slots)
+    splits, _ = split_slots(sizes, block, key.device, PROGRAMS)
     flats = sizes.batch * sizes.key_value_heads
     decisions = flats if per_head else sizes.batch
     return (
@@ -341,7 +345,7 @@ def _launch(
     batch, _, heads, slots, head_dim = sizes
     group = sizes.group
     block = key_block(head_dim, key.element_size(), slots)
-    splits, split_size = split_slots(sizes, block, key.device)
+    splits, split_size = split_slots(sizes, block, key.device, PROGRAMS)
     at_once = fused(sizes, key.device)
     workspace, candidates, arrivals = scratch
     logits, partial, tops, weight_sums, normalisers, ranks = workspace.split(_cuts(sizes, splits))
@@ -352,7 +356,7 @@ def _launch(
     options = {
         "GROUP": group, "GROUP_PAD": triton.next_power_of_2(group), "HEAD_DIM": head_dim,
         "D_PAD": padded_head_dim(head_dim), "SPLITS": 8 if splits <= 8 else MAX_SPLITS, "PER_HEAD": per_head,
-        "ARRIVAL": arrival is not None, "FUSED": at_once,
+        "ARRIVAL": arrival is not None, "FUSED": at_once, "DISCARD": discards(key.device),
     }
     decisions, blocks = candidates.shape
     # Programs that also finish a KV head are fewer at a time, and so sooner free what must not leave the cache.
@@ -367,8 +371,8 @@ def _launch(
             occupied.stride(0) // byte_unit, head_stride // byte_unit, occupied.stride(-1),
             *new_key.stride(), *new_value.stride(),
             ROWS=GROUP_ROWS, BLOCK=block, UNIT=unit, MASK_UNIT=byte_unit,
-            CHUNK=32 if INTERPRETED else min(512, 4096 // options["GROUP_PAD"]), DISCARD=discards(key.device),
-            SUMS=min(block, 8 * warps), **options, num_warps=warps, num_stages=3 if at_once else 2,
+            CHUNK=32 if INTERPRETED else min(1024, 4096 // options["GROUP_PAD"]), SUMS=min(block, 8 * warps), **options,
+            num_warps=warps, num_stages=3 if at_once else 2,
         )
         score_kernel[(decisions * blocks + (0 if at_once else batch * heads),)](
             logits, partial, tops, weight_sums, normalisers, magnitude, ranks, occupied, mask, positions, sink_end,
@@ -377,5 +381,5 @@ def _launch(
             occupied.stride(0), head_stride, occupied.stride(-1),
             mask.stride(0), mask.stride(1) if per_head else 0, mask.stride(-1),
             PROTECTED=protected is not None, PROTECT_NEWEST=protect_newest,
-            HEADS=16, BLOCK=SCORE_BLOCK, **options, num_warps=4 if at_once else 8,
+            HEADS=16, BLOCK=SCORE_BLOCK, **options, num_warps=2 if at_once else 8,
         )
