@@ -166,14 +166,16 @@ def attend_kernel(
 @triton.jit(do_not_specialize=["slots", "stride", "look_splits", "list_splits", "batch", "lookers"])
 def combine_kernel(
     partial, tops, weight_sums, entries, counters, due, output, slots, stride, look_splits, list_splits, batch, lookers,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr,
-    SPLITS: tl.constexpr, POOL: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
+    WIDTHS: tl.constexpr, SPLITS: tl.constexpr, POOL: tl.constexpr,
 ):
-    """Program (row, KV head, QUERIES of its query heads): their outputs. The first one counts the step; POOL > 0: new
-    tokens go by turns to two runs of `stride` slots that begin there, else to where they lie."""
+    """Program (row, KV head, QUERIES of its query heads, one of WIDTHS parts of their outputs, WIDTH numbers each). The
+    first one counts the step; POOL > 0: new tokens go by turns to two runs of `stride` slots that begin there, else to
+    where they lie."""
     blocks: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
     program = tl.program_id(0).to(tl.int64)
-    flat_head, row = program // blocks, program % blocks * QUERIES + tl.arange(0, QUERIES)
+    width, which = program % WIDTHS, program // WIDTHS
+    flat_head, row = which // blocks, which % blocks * QUERIES + tl.arange(0, QUERIES)
     b, head = flat_head // HEADS, flat_head % HEADS
     entry = tl.load(entries + head)                                     # of the head in `members`
     looks = entry < lookers
@@ -181,9 +183,9 @@ def combine_kernel(
     flat = tl.where(looks, b * lookers + entry, b * (HEADS - lookers) + entry - lookers)
     area = tl.where(looks, 0, (batch * lookers).to(tl.int64) * GROUP * look_splits)
     first = (area + (flat * GROUP + row) * splits)[:, None]             # [QUERIES, 1]
-    d = tl.arange(0, D_PAD).to(tl.int64)
+    d = width * WIDTH + tl.arange(0, WIDTH)
     real, in_head = (row < GROUP)[:, None], d < HEAD_DIM
-    acc = tl.zeros([QUERIES, D_PAD], tl.float32)
+    acc = tl.zeros([QUERIES, WIDTH], tl.float32)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     weight_sum = tl.zeros([QUERIES], tl.float32)
     for start in range(0, splits, SPLITS):

@@ -24,7 +24,7 @@ from ._transfers import transfers_for
 #: head_dim of 128, of which some 100 KB must be under way), and no more: few multiprocessors are taken from those that
 #: compute meanwhile, and few requests wait in their way.
 BLOCK = 64
-PROGRAMS, WARPS = 1 if INTERPRETED else 8, 8
+PROGRAMS, WARPS = 1 if INTERPRETED else 6, 8
 #: Entries of a list that are looked at at a time.
 CHUNK = 2048
 

@@ -57,7 +57,7 @@ def attend(
     pool_key, pool_value = key if pool_key is None else pool_key, value if pool_value is None else pool_value
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     shape = {
-        "HEADS": heads, "GROUP": query_heads // heads, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim),
+        "HEADS": heads, "GROUP": query_heads // heads, "HEAD_DIM": head_dim,
     }
     programs = batch * (lookers * look_splits + (heads - lookers) * list_splits)
     with on_device_of(query):
@@ -66,14 +66,18 @@ def attend(
             logits, partial, tops, weight_sums,
             scale * log2(e), slots, capacity, stride, look_splits, size, list_splits, size, batch, lookers,
             *query.stride(), *new_key.stride(), *new_value.stride(), *key.stride()[:2], *pool_key.stride()[:2],
-            **shape, ROWS=GROUP_ROWS, BLOCK=key_block(head_dim, key.element_size(), slots), num_warps=4,
+            **shape, D_PAD=padded_head_dim(head_dim), ROWS=GROUP_ROWS,
+            BLOCK=key_block(head_dim, key.element_size(), slots), num_warps=4,
         )
         # In the interpreter a program costs more than what it does.
         queries = triton.next_power_of_2(query_heads // heads) if INTERPRETED else 1
-        combine_kernel[(batch * heads * triton.cdiv(query_heads // heads, queries),)](
+        blocks, splits = batch * heads * triton.cdiv(query_heads // heads, queries), max(look_splits, list_splits)
+        # Few heads have many parts, which a program for each would read one after the other.
+        widths = 1 + (slots % 2 == 0) if INTERPRETED else 4 if splits > MERGED else 1
+        combine_kernel[(blocks * widths,)](
             partial, tops, weight_sums, entries, counters, due, output, slots, stride, look_splits, list_splits, batch,
-            lookers, **shape, QUERIES=queries,
-            SPLITS=min(MERGED, triton.next_power_of_2(max(look_splits, list_splits))), POOL=pool, num_warps=4,
+            lookers, **shape, QUERIES=queries, WIDTH=padded_head_dim(head_dim) // widths, WIDTHS=widths,
+            SPLITS=min(MERGED * widths, triton.next_power_of_2(splits)), POOL=pool, num_warps=4,
         )
     return output
 
