@@ -1,7 +1,7 @@
 """A plain decoder of a model's true shape with random weights, each layer's its own: what surrounds the caches.
 
-Norms, products and the next token are torch's and cuBLAS's, rotation and SwiGLU a launch each (`pointwise`): the same
-for every method and peer.
+Norms, products and the next token are torch's and cuBLAS's, rotation and SwiGLU a launch each (`pointwise`), and of one
+row all products (`products`): the same for every method and peer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, rms_norm
 
-from . import pointwise
+from . import pointwise, products
 from .base import Run
 
 ITEM = 2
@@ -107,6 +107,26 @@ class Decoder:
     def normed(self, x: Tensor) -> Tensor:
         return rms_norm(x, (self.model.hidden,), self.norm, 1e-6)
 
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Of the normed rows of x."""
+        if len(x) == 1:
+            return products.one_row(x, weight, norm=True)
+        return self.normed(x) @ weight
+
+    def added(self, x: Tensor, inner: Tensor, weight: Tensor, *, keep: bool) -> Tensor:
+        """x + inner @ weight; unless `keep`, x may be overwritten."""
+        if len(x) == 1:
+            return products.one_row(inner, weight, residual=x)
+        return torch.addmm(x, inner, weight) if keep else x.addmm_(inner, weight)
+
+    def mlp(self, x: Tensor, layer: _Layer, tile: int) -> Tensor:
+        """What a layer's MLP makes of x, in place but for one row."""
+        if len(x) == 1:
+            return products.one_row(products.one_row(x, layer.up, norm=True, gated=True), layer.down, residual=x)
+        for part in (x.split(tile) if tile else (x,)):
+            part.addmm_(pointwise.swiglu(self.normed(part) @ layer.up), layer.down)
+        return x
+
     def turns(self, positions: Tensor) -> Turns:
         """What rotates tokens at positions [T]."""
         return self.cosine[positions], self.sine[positions]
@@ -114,7 +134,7 @@ class Decoder:
     def projected(self, number: int, x: Tensor, turns: Turns, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """query [B, Hq, T, D], key and value [B, Hkv, T, D] of a layer, from x [B * T, C]."""
         model = self.model
-        parts = (self.normed(x) @ self.layers[number].qkv).view(batch, len(turns[0]), -1, model.head_dim)
+        parts = self.product(x, self.layers[number].qkv).view(batch, len(turns[0]), -1, model.head_dim)
         count = model.query_heads + model.key_value_heads
         heads = parts
         if model.head_norm:
@@ -133,15 +153,13 @@ class Decoder:
         kept, turns = [], self.turns(positions)
         for number, layer in enumerate(self.layers):
             output = attend(number, *self.projected(number, x, turns, batch))
-            add = torch.addmm if number - 1 in keep else Tensor.addmm_             # what is kept stays as it is
-            x = add(x, output.transpose(1, 2).reshape(batch * total, -1), layer.out)
+            output = output.transpose(1, 2).reshape(batch * total, -1)
+            x = self.added(x, output, layer.out, keep=number - 1 in keep)          # what is kept stays as it is
             del output
-            for part in (x.split(tile) if tile else (x,)):
-                part.addmm_(pointwise.swiglu(self.normed(part) @ layer.up), layer.down)
+            x = self.mlp(x, layer, tile)
             if number in keep:
                 kept.append(x.view(batch, total, -1))
-        last = self.normed(x.view(batch, total, -1)[:, -1])
-        return (last @ self.head).argmax(-1), kept
+        return self.product(x.view(batch, total, -1)[:, -1], self.head).argmax(-1), kept
 
 
 class Loop:
