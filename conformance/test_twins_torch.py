@@ -143,6 +143,28 @@ def test_steps_compile(
         assert_same_bits(attributes(one), attributes(other), f"state after step {number}")
 
 
+# Devices -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU: run with --kv-device cuda")
+@every_state
+def test_a_state_works_on_another_gpu_than_the_current_one(
+    twin: Pair, options: dict[str, Any], device: torch.device
+) -> None:
+    """The last one of this machine, and the first is the current one; where there is only one, it is both."""
+    far = torch.device("cuda", torch.cuda.device_count() - 1)
+    with torch.cuda.device(0):
+        near, away = (new_state(twin, twin.optimized, where, **options) for where in (torch.device("cuda", 0), far))
+        for number in range(12):
+            run, given = (step, token(near.device, seed=number)) if number else (prefill, prompt(near.device, seed=100))
+            output = run(away, tuple(tensor.to(far) for tensor in given))
+            assert output.device == far
+            assert_same_bits(output.to(near.device), run(near, given), f"output of step {number}")
+            for name, tensor in attributes(away).items():
+                if isinstance(tensor, Tensor):
+                    assert_same_bits(tensor.to(near.device), attributes(near)[name], f"{name} after step {number}")
+
+
 # CUDA graphs ---------------------------------------------------------------------------------------------------------
 
 
