@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ._longflow_scores import finish_group, is_last, row_of
-from ._numerics import dot, finite_or_zero, round_to
+from ._numerics import dot, finite_or_zero, l1_norms, round_to
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _write_token(
     v_new = tl.load(new_value + d * new_value_d, mask=in_head, other=0.0)
     tl.store(key + at * key_s + d * key_d, k_new, mask=in_head)
     tl.store(value + at * value_s + d * value_d, v_new, mask=in_head)
-    tl.store(magnitude + at, tl.sum(tl.abs(v_new.to(tl.float32)), 0))
+    tl.store(magnitude + at + tl.arange(0, 1), l1_norms(tl.reshape(v_new, (1, D_PAD))))
     if writes_masks:
         tl.store(occupied + at * occupied_s, 1)
         tl.store(positions + at, tl.load(seen))
@@ -178,3 +178,22 @@ def attend_kernel(
             logits, magnitude, ranks, partial, tops, weight_sums, output, flat, splits, padded,
             GROUP, GROUP_PAD, HEAD_DIM, D_PAD, SPLITS, CHUNK, DISCARD,
         )
+
+
+@triton.jit(do_not_specialize=["heads", "count", "padded"])
+def norms_kernel(
+    value, magnitude, heads, count, padded, value_b, value_h,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Program (block of slots, flat): ||v||_1 of a KV head's first `count` slots, the very bits that a step writes: of
+    equal tokens none must seem larger for having come with the prompt."""
+    blocks = tl.cdiv(count, BLOCK)
+    flat = (tl.program_id(0) // blocks).to(tl.int64)
+    s = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, D_PAD)
+    first = value + flat // heads * value_b + flat % heads * value_h
+    v = tl.load(
+        first + s.to(tl.int64)[:, None] * HEAD_DIM + d[None, :],
+        mask=(s < count)[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
+    )
+    tl.store(magnitude + flat * padded + s, l1_norms(v), mask=s < count)

@@ -88,3 +88,15 @@ def sortable(x):
     x = without_sign_of_zero(tl.where(x == x, x, float("-inf")))
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def l1_norms(x):
+    """||x||_1 of the rows of x [N, 2 ** i], i <= 8, in float32. Neighbours are added first: so the bits are the same in
+    every kernel, whatever the layout of x there."""
+    total = tl.abs(float32(x))
+    for _ in tl.static_range(8):
+        if total.shape[1] > 1:
+            left, right = tl.split(tl.reshape(total, (total.shape[0], total.shape[1] // 2, 2)))
+            total = left + right
+    return tl.reshape(total, (total.shape[0],))

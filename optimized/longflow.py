@@ -22,7 +22,7 @@ from ._launch import (
     DTYPES, GROUP_ROWS, INTERPRETED, MAX_SPLITS, check_kernel_device, check_kernel_sizes, check_launchable, discards,
     fused, key_block, mask_unit, on_device_of, padded_head_dim, padded_slots, split_slots, stride_unit,
 )
-from ._longflow_kernels import attend_kernel
+from ._longflow_kernels import attend_kernel, norms_kernel
 from ._longflow_scores import score_kernel
 from ._numerics import LOG2_E
 from .baselines.snapkv import choose, gather_tokens
@@ -179,7 +179,7 @@ class LongFlowState:
         count = kept.shape[1]
         self.key[:, :, :count] = gather_tokens(key, kept)
         self.value[:, :, :count] = gather_tokens(value, kept)
-        self._magnitude[:, :, :count] = self.value[:, :, :count].abs().sum(-1, dtype=torch.float32)
+        _store_norms(self.value, self._magnitude, count)
         kept = kept[:, None] if self.config.per_head else kept
         self.positions[..., :count] = kept
         self.occupied[..., :count] = kept >= 0
@@ -270,6 +270,23 @@ def _cuts(sizes: Sizes, splits: int) -> list[int]:
 def _after(count: int) -> int:
     """Where the next piece of scratch may begin: all aligned alike, as Triton compiles anew for another alignment."""
     return triton.cdiv(count, 32) * 32
+
+
+@torch.library.custom_op("kvtwin::longflow_norms", mutates_args=("magnitude",))
+def _store_norms(value: Tensor, magnitude: Tensor, count: int) -> None:
+    """||v||_1 of the first `count` slots of a state's values [B, Hkv, S, D] into magnitude [B, Hkv, padded]."""
+    batch, heads, _, head_dim = value.shape
+    block = 64 if INTERPRETED else 16
+    with on_device_of(value):
+        norms_kernel[(batch * heads * triton.cdiv(count, block),)](
+            value, magnitude, heads, count, magnitude.shape[2], *value.stride()[:2],
+            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), BLOCK=block, num_warps=4,
+        )
+
+
+@_store_norms.register_fake
+def _(value: Tensor, magnitude: Tensor, count: int) -> None:
+    return None
 
 
 @torch.library.custom_op("kvtwin::longflow_decode", mutates_args=())
