@@ -113,10 +113,25 @@ else:
 
     def test_other_arrays_than_those_recorded_go_the_long_way():
         player, handles, _, slow = compiled("create_fadd", handle([1.0], "float32"), handle([2.0], "float32"))
-        for other in (handle([1.0], "float64"), handle([1.0], "float32", tl.int32)):
+        others = [handle([1.0], "float64"), handle([1.0], "float32", tl.int32), handle([1.0], "float16", tl.float32)]
+        for other in others:
             made = player(other, handles[1])
             same(made.handle, module.interpreter_builder.create_fadd(other, handles[1]))
-        assert len(slow) == 2
+        assert len(slow) == len(others)
+
+    def test_copies_of_a_row_that_make_the_answer_what_it_is_are_made():
+        builder, row = module.interpreter_builder, handle([[1, 2]], "int32")
+        block = builder.create_broadcast(row, [3, 2])
+        answers = [block, builder.create_add(block, block)]
+        requests = [(builder.create_broadcast, (row, [3, 2])), (builder.create_add, (block, block))]
+        made = object.__new__(tl.tensor)
+        made.handle = answers[1]
+
+        def place(value):
+            return next((i for i, one in enumerate([row, *answers]) if one is value), None)
+
+        player = Compiler(module).player(requests, [row], answers, made, place, pytest.fail)
+        same(player(row).handle, answers[1])
 
     @pytest.mark.parametrize("name", ["cast_impl", "binary_op"])
     def test_a_builder_of_another_make_is_asked(monkeypatch, name):
