@@ -18,6 +18,8 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from .interpreter_arrays import Compiler
+from .interpreter_launch import Members, copy_nothing, remember_parameters
 from .interpreter_tape import TAPED, Tapes
 
 MODULE = "triton.runtime.interpreter"
@@ -48,6 +50,8 @@ def patch_once() -> bool:
         _remember(interpreter)
         _remember_shapes(interpreter.tl.core)
         _remember_operands(interpreter)
+        remember_parameters(interpreter)
+        copy_nothing(interpreter)
     return True
 
 
@@ -218,7 +222,7 @@ def _remember(interpreter: ModuleType) -> None:
     if _parameters(one) != ["obj", "name", "member", "builder", "scope"]:
         return
     semantic = getattr(interpreter, "interpreter_semantic", None)
-    tapes = Tapes(semantic, interpreter.tl) if semantic is not None else None
+    tapes = Tapes(semantic, interpreter.tl, Compiler(interpreter)) if semantic is not None else None
 
     @cache
     def members(pkg: Any) -> list[tuple[str, Any]]:
@@ -231,11 +235,17 @@ def _remember(interpreter: ModuleType) -> None:
 
     def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
         ours = semantic is not None and semantic.builder is builder and hasattr(scope, "set_attr")
+        if ours and members(pkg):  # with the one object that keeps what became of operands; triton 3.6 makes others
+            owner, values = replaced(pkg)
+            scope.set_attr(owner, "values", values)
+            return
         for name, member in members(pkg):
-            if ours:  # the one object that keeps what became of operands; triton 3.6 makes another for each member
-                scope.set_attr(pkg, name, with_semantic(name, member))
-            else:
-                one(pkg, name, member, builder, scope)
+            one(pkg, name, member, builder, scope)
+
+    @cache
+    def replaced(pkg: Any) -> tuple[Members, tuple[Any, ...]]:
+        found = members(pkg)
+        return Members(pkg, [name for name, _ in found]), tuple(with_semantic(name, member) for name, member in found)
 
     patch_builtin.tapes = tapes  # type: ignore[attr-defined]
     interpreter._patch_builtin = patch_builtin  # type: ignore[attr-defined]

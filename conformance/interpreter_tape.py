@@ -17,6 +17,9 @@ from operator import itemgetter
 from types import ModuleType
 from typing import Any
 
+from .interpreter_arrays import Compiler
+
+FULL = object()  # in keys: the slice of everything
 MOST_TAPES = 10_000  # of a function: a few kB each
 #: What is taped: functions of the language without an effect other than what they return or store.
 _NAMES = """
@@ -112,8 +115,8 @@ def _holds_watched(argument: Any) -> bool:
 class Tapes:
     """Of one interpreter: makes functions of its language that play tapes."""
 
-    def __init__(self, semantic: Any, language: ModuleType) -> None:
-        self.semantic, self.tensor = semantic, language.core.tensor
+    def __init__(self, semantic: Any, language: ModuleType, compiler: Compiler | None = None) -> None:
+        self.semantic, self.tensor, self.compiler = semantic, language.core.tensor, compiler
         self.constexpr = language.core.constexpr
         self.types = (language.core.dtype, language.core.pointer_type, language.core.block_type)
         self.known: dict[str, dict[Any, Any]] = {}  # the tapes of each function, None for a call that cannot have one
@@ -121,17 +124,23 @@ class Tapes:
 
     def taped(self, member: Callable[..., Any]) -> Callable[..., Any]:
         """`member` of the language, with the interpreter for its semantic; from the second call on, its tape."""
-        known: dict[tuple[Any, ...], Callable[[list[Any]], Any] | None] = {}
+        known: dict[tuple[Any, ...], Callable[..., Any] | None] = {}
         self.known[member.__qualname__] = known
         semantic, tensor = self.semantic, self.tensor
 
         def call(*arguments: Any, **named: Any) -> Any:
             if len(arguments) == 2 and not named:  # an operator: most calls, and the same as below but for the time
                 lhs, rhs = arguments
-                if type(rhs) is tensor is type(lhs) and not self.plain:
-                    play = known.get((lhs.type.name, rhs.type.name))
-                    if play is not None:
-                        return play([lhs.handle, rhs.handle])
+                if type(lhs) is tensor and not self.plain:
+                    kind = type(rhs)
+                    if kind is tensor:
+                        play = known.get((lhs.type.name, rhs.type.name))
+                        if play is not None:
+                            return play(lhs.handle, rhs.handle)
+                    elif kind is int or (kind is float and rhs):
+                        play = known.get((lhs.type.name, kind, rhs))
+                        if play is not None:
+                            return play(lhs.handle)
             named.pop("_semantic", None)
             if self.plain:
                 return member(*arguments, _semantic=semantic, **named)
@@ -152,7 +161,7 @@ class Tapes:
             found = tuple(key)
             play = known.get(found)
             if play is not None:
-                return play(handles)
+                return play(*handles)
             if found in known or len(known) >= MOST_TAPES:
                 return member(*arguments, _semantic=semantic, **named)
             returned, known[found] = self._record(member, arguments, named, handles)
@@ -166,10 +175,10 @@ class Tapes:
         if kind is self.tensor:
             key.append(argument.type.name)
             handles.append(argument.handle)
-        elif kind is float:  # -0.0 equals 0.0, and NaN not itself
-            key += (kind, argument.hex())
-        elif kind in (int, bool, str):
+        elif kind is int or kind is bool or kind is str:
             key += (kind, argument)
+        elif kind is float:  # -0.0 equals 0.0, and NaN not itself
+            key += (kind, argument if argument and argument == argument else argument.hex())
         elif argument is None:
             key.append(None)
         elif kind is self.constexpr:
@@ -177,6 +186,8 @@ class Tapes:
             self._add_key(argument.value, key, [])
         elif kind in self.types:
             key += (kind, argument.name)
+        elif kind is slice and argument.start is argument.stop is argument.step is None:
+            key.append(FULL)
         elif kind is slice:
             key.append(kind)
             for part in (argument.start, argument.stop, argument.step):
@@ -193,7 +204,7 @@ class Tapes:
 
     def _record(
         self, member: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any], handles: Sequence[Any]
-    ) -> tuple[Any, Callable[[list[Any]], Any] | None]:
+    ) -> tuple[Any, Callable[..., Any] | None]:
         """What `member` returns, and the tape that returns the same from handles of the same types; None if none."""
         recorder = _Recorder(self.semantic.builder, handles)
         watched = iter(recorder.watched[:])
@@ -223,7 +234,7 @@ class Tapes:
         made.__dict__ = {**attributes, "handle": handle}
         return made
 
-    def _tape(self, recorder: _Recorder, inputs: int, returned: Any) -> Callable[[list[Any]], Any]:
+    def _tape(self, recorder: _Recorder, inputs: int, returned: Any) -> Callable[..., Any]:
         """Plays on a line-up of values: the inputs, the constants, the answers as they come."""
         asked = [value for _, arguments in recorder.requests for value in arguments]
         asked += [] if returned is None else [returned.handle]
@@ -236,30 +247,25 @@ class Tapes:
             return value.place if value.place < inputs else value.place + len(constants)
 
         steps = [(method, [place(value) for value in arguments]) for method, arguments in recorder.requests]
-        if returned is None:
-            return _player(steps, constants)
-        last = place(returned.handle)
-        if not constants and last == inputs and [places for _, places in steps] == [list(range(inputs))]:
-            return self._operator(steps[0][0], vars(returned))
-        play, new, tensor, attributes = _player(steps, constants, last), object.__new__, self.tensor, vars(returned)
+        play = _player(steps, constants, None if returned is None else place(returned.handle))
+        new, tensor, attributes = object.__new__, self.tensor, {} if returned is None else vars(returned)
 
-        def play_tensor(values: list[Any]) -> Any:
+        def play_one_by_one(*handles: Any) -> Any:
+            handle = play([*handles])
+            if returned is None:
+                return None
             made = new(tensor)
-            made.__dict__ = {**attributes, "handle": play(values)}
+            made.__dict__ = {**attributes, "handle": handle}
             return made
 
-        return play_tensor
-
-    def _operator(self, method: Callable[..., Any], attributes: dict[str, Any]) -> Callable[[list[Any]], Any]:
-        """The tape that is one request, of all inputs in their order."""
-        new, tensor = object.__new__, self.tensor
-
-        def play(values: list[Any]) -> Any:
-            made = new(tensor)
-            made.__dict__ = {**attributes, "handle": method(*values)}
-            return made
-
-        return play
+        if self.compiler is None:
+            return play_one_by_one
+        real = [watched.real for watched in recorder.watched]
+        at_once = self.compiler.player(
+            recorder.requests, real[:inputs], real[inputs:], returned,
+            lambda value: value.place if type(value) is _Watched else None, play_one_by_one,
+        )  # fmt: skip
+        return at_once or play_one_by_one
 
 
 def _player(

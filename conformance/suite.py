@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import subprocess
 import sys
@@ -84,9 +85,22 @@ class Suite:
         self.twins = Twins(self.implementation)
         self.collector = results.Collector()
         self.written: list[str] = []
+        config.add_cleanup(gc.unfreeze)  # after pytest's own, which looks for garbage one last time
 
     def pytest_report_header(self) -> list[str]:
         return environment.header(self.backend, summary.under_test(self.implementation))
+
+    # What is imported and collected stays until the end: the garbage collector need not go over it again and again.
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self) -> Generator[None, Any, Any]:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return (yield)
+        finally:
+            gc.freeze()
+            if enabled:
+                gc.enable()
 
     # First: what -k and other plugins deselect is still there, so that no entry seems to match nothing because of them.
     @pytest.hookimpl(tryfirst=True)

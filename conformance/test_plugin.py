@@ -373,3 +373,14 @@ def test_processes_begin_with_what_takes_longest(count, long, workers):
     shares = [len(set(part) & set(long)) for part in parts]
     assert max(shares) - min(shares) <= 1
     assert all(set(part[:share]) <= set(long) for part, share in zip(parts, shares, strict=True))
+
+
+def test_the_garbage_collector_leaves_out_what_was_collected_and_all_is_put_back(python, tmp_path):
+    write(tmp_path, test_frozen="import gc\ndef test_frozen(): assert gc.isenabled() and gc.get_freeze_count() > 9999")
+    code = (
+        "import gc, sys, pytest\n"
+        f"status = pytest.main(['-q', '-p', 'no:cacheprovider', '--kv-device=cpu', {str(tmp_path)!r}])\n"
+        "sys.exit(status or gc.get_freeze_count() or not gc.isenabled())"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,356 @@
+"""What a tape asks of the interpreter's builder, as one function of arrays.
+
+The builder wraps each array that it computes, checks the array's size against its type, and unwraps it for the next
+request. Of the requests that are known here, only what they compute is left: Python source, compiled once for each kind
+of tape. It is known what a method of the builder computes if its source is one of those read here (KNOWN: triton 3.6 to
+3.9); another method, or one of another source, is called as ever.
+
+A block that one number or one row was copied into is not made where integers are added or compared: numpy gives the
+same result for the number or the row. For floating point the copies are made, as numpy's loops over them may differ in
+the sign of a zero or a NaN.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import CodeType, ModuleType
+from typing import Any
+
+import numpy as np
+
+#: The beginnings of the SHA-256 of the sources.
+KNOWN: dict[str, tuple[str, ...]] = {
+    "TensorHandle": ("3202e4a6ff09", "0efd336dc08e"),
+    "_validate_np_data_size": ("5d719f1e7c0d",),
+    "binary_op": ("df11eb49f20b", "ca085f65855c"),
+    "unary_op": ("fae9670ade6d",),
+    "ternary_op": ("83d9c33d1a21",),
+    "cast_impl": ("b221bbb79664",),
+    "create_bitcast": ("854190c7cddb",),
+    "create_expand_dims": ("c0530007993d",),
+    "create_broadcast": ("33c8c86871f4",),
+    "create_splat": ("f94c3086cfc9",),
+    "create_addptr": ("7ad12466a2d0",),
+    "create_idiv": ("bdb197d934db",),
+    "create_masked_load": ("3d7f09b9abc7", "b80d0b6693a5"),
+    "create_masked_store": ("c749a5dad7ac", "1d5e501bd65a"),
+}
+COMPARISONS = {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal}
+BITWISE = {np.bitwise_and, np.bitwise_or, np.bitwise_xor}
+OF_INTEGERS = {np.left_shift, np.right_shift, *BITWISE}
+OF_NUMBERS = {np.add, np.subtract, np.multiply, np.fmod, np.minimum, np.maximum, np.fmin, np.fmax}
+OF_FLOATS = {np.divide}
+TRUTH = np.dtype(bool)
+UNARY = {np.exp, np.exp2, np.log, np.log2, np.sqrt, np.floor, np.ceil, np.negative, np.abs}
+
+
+@dataclass(eq=False)
+class Value:
+    """Something that a tape handles, in the source that is written: an array with its type, or anything else."""
+
+    real: Any  # what it was when the tape was recorded
+    array: str = ""
+    dtype: str = ""
+    name: str = ""  # of the handle, or of what is none
+    source: int | None = None  # the input whose type of elements it has, where the source says only that
+    thin: tuple[str, tuple[int, ...]] | None = None  # the array before it was copied into a block, and its shape
+
+    @property
+    def numpy_type(self) -> Any:
+        return self.real.data.dtype
+
+
+class _Asked(Exception):
+    """Which operation a method of the builder is, and of what."""
+
+
+class _Listener:
+    """Stands in for the builder in a method that is one line: ``self.binary_op(lhs, rhs, np.add)``."""
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*arguments: Any) -> Any:
+            raise _Asked(name, arguments)
+
+        return ask
+
+
+class Compiler:
+    """Of one interpreter."""
+
+    def __init__(self, interpreter: ModuleType) -> None:
+        self.handle: Any = getattr(interpreter, "TensorHandle", None)
+        self.builder = type(getattr(interpreter, "interpreter_builder", None))
+        self.tensor, self.block = interpreter.tl.core.tensor, interpreter.tl.core.block_type
+        self.memory: Any = getattr(interpreter, "_interpreter", None)
+        parts = {name: getattr(self.builder, name, getattr(interpreter, name, None)) for name in KNOWN}
+        self.known = {name for name, part in parts.items() if digest(part) in KNOWN[name]}
+        if not {"TensorHandle", "_validate_np_data_size"} <= self.known:
+            self.known = set()
+        # numpy's warnings are filtered by the module that computes: these are the interpreter's.
+        self.module = interpreter.__name__
+
+    def player(
+        self, requests: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], handles: Sequence[Any],
+        answers: Sequence[Any], returned: Any, place: Callable[[Any], int | None],
+        otherwise: Callable[..., Any],
+    ) -> Callable[..., Any] | None:  # fmt: skip
+        """What `otherwise` is, a function of handles: the same requests, from handles of the kinds of `handles`.
+
+        None if nothing of it is known. place: where a watched argument is among handles and answers, else None.
+        """
+        if not self.known or not all(self._is_array(handle) for handle in handles):
+            return None
+        return _Writer(self, handles).player(requests, answers, returned, place, otherwise)
+
+    def _is_array(self, value: Any) -> bool:
+        return type(value) is self.handle and type(value.data) is np.ndarray and type(value.dtype) is not self.block
+
+
+def digest(part: Any) -> str | None:
+    """The first digits of what identifies the source of a function or a class; None if there is none."""
+    try:
+        return hashlib.sha256(inspect.getsource(part).encode()).hexdigest()[:12]
+    except (TypeError, OSError):
+        return None
+
+
+class _Writer:
+    """Writes the source of one tape."""
+
+    def __init__(self, compiler: Compiler, handles: Sequence[Any]) -> None:
+        self.compiler = compiler
+        self.space: dict[str, Any] = {"__name__": compiler.module, "new": object.__new__, "Handle": compiler.handle}
+        self.lines: list[str] = []
+        self.inputs = [Value(real, f"a{i}", f"h{i}.dtype", f"h{i}", i) for i, real in enumerate(handles)]
+        self.values = self.inputs[:]
+        self.arrays_alone = 0  # requests that are known
+        self.typed: set[int] = {i for i, real in enumerate(handles) if real.data.dtype != TRUTH}
+        self.flat = False  # whether the numbers of dimensions matter
+
+    def player(
+        self, requests: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], answers: Sequence[Any], returned: Any,
+        place: Callable[[Any], int | None], otherwise: Callable[..., Any],
+    ) -> Callable[..., Any] | None:  # fmt: skip
+        for (method, arguments), real in zip(requests, answers, strict=True):
+            values = []
+            for argument in arguments:
+                where = place(argument)
+                values.append(self._constant(argument) if where is None else self.values[where])
+            self.values.append(self._request(method, values, real))
+        if requests and not self.arrays_alone:
+            return None
+        if returned is not None:
+            where = place(returned.handle)
+            handle = self._handle(self._constant(returned.handle) if where is None else self.values[where])
+            self.lines += ["made = new(tensor)"]
+            self.lines += [
+                f"made.{name} = {handle if name == 'handle' else self._name(value)}"
+                for name, value in vars(returned).items()
+            ]
+            self.lines += ["return made"]
+        self.space |= {"tensor": self.compiler.tensor, "otherwise": otherwise}
+        names = ", ".join(value.name for value in self.inputs)
+        begin = [f"{value.array} = {value.name}.data" for value in self.inputs]
+        if self.arrays_alone and self.inputs:
+            begin += [f"if not ({' and '.join(self._guards())}):", f"    return otherwise({names})"]
+        source = "\n    ".join([f"def play({names}):", *begin, *(self.lines or ["pass"])])
+        exec(_compiled(source), self.space)
+        return self.space["play"]
+
+    def _guards(self) -> list[str]:
+        found = []
+        for i, value in enumerate(self.inputs):
+            found.append(f"{value.array}.dtype is {self._name(value.numpy_type)}")
+            if i in self.typed:
+                found.append(f"{value.name}.dtype.name == {self._name(value.real.dtype.name)}")
+            if self.flat:
+                found.append(f"{value.array}.ndim == {value.real.data.ndim}")
+        return found
+
+    def _name(self, value: Any) -> str:
+        name = f"k{len(self.space)}"
+        self.space[name] = value
+        return name
+
+    def _constant(self, real: Any) -> Value:
+        name = self._name(real)
+        if not self.compiler._is_array(real):
+            return Value(real, name=name)
+        return Value(real, self._name(real.data), self._name(real.dtype), name)
+
+    def _handle(self, value: Value) -> str:
+        if not value.name:
+            value.name = f"h{len(self.space)}_{len(self.lines)}"
+            self.lines += [
+                f"{value.name} = new(Handle)", f"{value.name}.data = {self._array(value)}",
+                f"{value.name}.dtype = {value.dtype}", f"{value.name}.attr = {{}}",
+            ]  # fmt: skip
+        return value.name
+
+    def _array(self, value: Value) -> str:
+        if not value.array:
+            assert value.thin is not None
+            value.array = f"a_{len(self.lines)}"
+            shape, kind = self._name(value.real.data.shape), self._name(value.numpy_type)
+            self.space["empty"] = np.empty
+            self.lines += [f"{value.array} = empty({shape}, {kind})", f"{value.array}[...] = {value.thin[0]}"]
+        return value.array
+
+    def _request(self, method: Callable[..., Any], values: list[Value], real: Any) -> Value:
+        found = self._known(method, values, real)
+        if found is not None:
+            self.arrays_alone += 1
+            return found
+        arguments = ", ".join(value.name or self._handle(value) for value in values)
+        name = f"r{len(self.lines)}"
+        self.lines += [f"{name} = {self._name(method)}({arguments})"]
+        if not self.compiler._is_array(real):
+            return Value(real, name=name)
+        self.lines += [f"{name}_a = {name}.data"]
+        return Value(real, f"{name}_a", f"{name}.dtype", name)
+
+    def _known(self, method: Callable[..., Any], values: list[Value], real: Any) -> Value | None:
+        function = getattr(method, "__func__", None)
+        if function is None or type(getattr(method, "__self__", None)) is not self.compiler.builder:
+            return None
+        handles = [value.real for value in values if type(value.real) is self.compiler.handle]
+        if not all(map(self.compiler._is_array, handles)) or not (real is None or self.compiler._is_array(real)):
+            return None
+        kind, arguments = function.__name__, values
+        operation: Any = None
+        if kind == "<lambda>":
+            try:
+                function(_Listener(), *values)
+            except _Asked as asked:
+                kind, given = asked.args
+                arguments = [value for value in given if isinstance(value, Value)]
+                rest = [value for value in given if not isinstance(value, Value)]
+                if arguments != values[: len(arguments)] or len(rest) > 1:
+                    return None
+                operation = rest[0] if rest else None
+            except Exception:
+                return None
+        write = getattr(self, f"_{kind}", None) if kind in self.compiler.known else None
+        return write(operation, real, *arguments) if write is not None else None
+
+    def _computed(self, source: str, real: Any, like: Value) -> Value:
+        name = f"a_{len(self.lines)}"
+        self.lines += [f"{name} = {source}"]
+        return Value(real, name, like.dtype, source=like.source)
+
+    def _of_type(self, source: str, real: Any) -> Value:
+        name = f"a_{len(self.lines)}"
+        self.lines += [f"{name} = {source}"]
+        return Value(real, name, self._name(real.dtype))
+
+    def _operands(self, exact: bool, real: Any, *values: Value) -> list[str]:
+        """The arrays of operands; where the result is `exact`, as they were before they were copied into blocks."""
+        thin = [value.thin or (self._array(value), value.real.data.shape) for value in values] if exact else []
+        if any(value.thin for value in values) and thin:
+            try:
+                shape = np.broadcast_shapes(*(shape for _, shape in thin))
+            except ValueError:
+                shape = ()
+            if shape == real.data.shape:
+                self.flat = True
+                return [array for array, _ in thin]
+        return [self._array(value) for value in values]
+
+    def _binary_op(self, operation: Any, real: Any, lhs: Value, rhs: Value) -> Value | None:
+        kind = lhs.numpy_type
+        if rhs.numpy_type != kind or type(operation) is not np.ufunc:
+            return None
+        whole = kind.kind in "iu"
+        # Of truth values triton 3.9 makes numbers first, for which all but these are something else.
+        may_be = BITWISE if kind == TRUTH else COMPARISONS | OF_NUMBERS | (OF_INTEGERS if whole else OF_FLOATS)
+        if operation not in may_be or real.data.dtype != (TRUTH if operation in COMPARISONS else kind):
+            return None
+        exact = whole or kind == TRUTH or operation in COMPARISONS
+        left, right = self._operands(exact, real, lhs, rhs)
+        return self._computed(f"{self._name(operation)}({left}, {right})", real, lhs)
+
+    def _unary_op(self, operation: Any, real: Any, value: Value) -> Value | None:
+        if operation not in UNARY or real.data.dtype != value.numpy_type:
+            return None
+        return self._computed(f"{self._name(operation)}({self._array(value)})", real, value)
+
+    def _ternary_op(self, operation: Any, real: Any, condition: Value, lhs: Value, rhs: Value) -> Value | None:
+        if operation is not np.where or condition.numpy_type != TRUTH:
+            return None
+        if not lhs.numpy_type == rhs.numpy_type == real.data.dtype:
+            return None
+        arrays = self._operands(True, real, condition, lhs, rhs)
+        return self._computed(f"{self._name(np.where)}({', '.join(arrays)})", real, rhs)
+
+    def _cast_impl(self, _: Any, real: Any, value: Value, target: Value) -> Value | None:
+        if "bf16" in (value.real.dtype.name, real.dtype.name):
+            return None
+        self._look_at_type(value)
+        return self._of_type(f"{self._array(value)}.astype({self._name(real.data.dtype)})", real)
+
+    def _look_at_type(self, value: Value) -> None:
+        if value.source is not None:
+            self.typed.add(value.source)
+
+    def _create_bitcast(self, _: Any, real: Any, value: Value, target: Value) -> Value:
+        return self._of_type(f"{self._array(value)}.view({self._name(real.data.dtype)})", real)
+
+    def _create_expand_dims(self, _: Any, real: Any, value: Value, axis: Value) -> Value | None:
+        if type(axis.real) is not int or not 0 <= axis.real <= value.real.data.ndim:
+            return None
+        index = (*[slice(None)] * axis.real, None)
+        return self._computed(f"{self._array(value)}[{self._name(index)}]", real, value)
+
+    def _create_broadcast(self, _: Any, real: Any, value: Value, shape: Value) -> Value:
+        return Value(real, dtype=value.dtype, source=value.source, thin=(self._array(value), value.real.data.shape))
+
+    def _create_splat(self, _: Any, real: Any, target: Value, value: Value) -> Value | None:
+        if real.data.dtype != value.numpy_type:
+            return None
+        self._look_at_type(value)
+        return Value(real, dtype=value.dtype, source=value.source, thin=(self._array(value), value.real.data.shape))
+
+    def _create_addptr(self, _: Any, real: Any, pointer: Value, offset: Value) -> Value | None:
+        width = max(1, pointer.real.get_element_ty().primitive_bitwidth // 8)
+        if pointer.numpy_type != np.uint64 or offset.numpy_type.kind not in "iu":
+            return None
+        base, steps = self._operands(True, real, pointer, offset)
+        self.space["uint64"] = np.dtype(np.uint64)
+        steps = steps if offset.numpy_type == np.uint64 else f"{steps}.astype(uint64)"
+        return self._computed(f"{base} + {width} * {steps}", real, pointer)
+
+    def _create_idiv(self, _: Any, real: Any, lhs: Value, rhs: Value) -> Value | None:
+        if lhs.numpy_type != rhs.numpy_type or lhs.numpy_type.kind not in "iu":
+            return None
+        left, right = self._operands(True, real, lhs, rhs)
+        return self._computed(f"({left} - {self._name(np.fmod)}({left}, {right})) // {right}", real, lhs)
+
+    def _create_masked_load(
+        self, _: Any, real: Any, pointers: Value, mask: Value, other: Value, *policies: Value
+    ) -> Value | None:
+        if mask.numpy_type != TRUTH:
+            return None
+        kind, source = self._name(real.data.dtype), self._array(pointers)
+        self.space["zeros"] = np.zeros
+        rest = f"zeros({source}.shape, {kind})" if other.real is None else self._array(other)
+        return self._of_type(f"{self._load()}({source}, {self._array(mask)}, {rest}, {kind})", real)
+
+    def _load(self) -> str:
+        self.space["load"] = self.compiler.memory.load
+        return "load"
+
+    def _create_masked_store(
+        self, _: Any, real: Any, pointers: Value, value: Value, mask: Value, *policies: Value
+    ) -> Value:
+        self.space["store"] = self.compiler.memory.store
+        self.lines += [f"store({self._array(pointers)}, {self._array(value)}, {self._array(mask)})"]
+        return Value(real, name="None")
+
+
+@cache
+def _compiled(source: str) -> CodeType:
+    return compile(source, "<tape>", "exec")

@@ -1,0 +1,92 @@
+"""What the launch of a kernel in Triton's interpreter asks each time, and which never changes.
+
+The parameters of a function are looked up once. What belongs to a module of the language is put in place, and put back,
+in one go. Tensors that lie in the CPU's memory already are not copied there, which would be onto themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import itemgetter
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+
+class Members:
+    """Some of the members of a module or a class, as one attribute: their values, in order."""
+
+    def __init__(self, owner: Any, names: Sequence[str]) -> None:
+        self._owner, self._names = owner, names
+        pick = itemgetter(*names) if len(names) > 1 else lambda mapping: (mapping[names[0]],)
+        self._pick: Callable[[Any], tuple[Any, ...]] | None = pick if type(owner) is ModuleType else None
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        if self._pick is not None:
+            return self._pick(vars(self._owner))
+        return tuple([getattr(self._owner, name) for name in self._names])
+
+    @values.setter
+    def values(self, values: Sequence[Any]) -> None:
+        if self._pick is not None:
+            vars(self._owner).update(zip(self._names, values, strict=True))
+            return
+        for name, value in zip(self._names, values, strict=True):
+            setattr(self._owner, name, value)
+
+
+def remember_parameters(interpreter: ModuleType) -> None:
+    """The interpreter looks at a function's parameters through an `inspect` that knows them by now."""
+    if interpreter.__dict__.get("inspect") is not inspect:
+        return
+    specification = cache(inspect.getfullargspec)
+
+    def getcallargs(function: Any, /, *arguments: Any, **named: Any) -> dict[str, Any]:
+        if type(function) is not FunctionType:
+            return inspect.getcallargs(function, *arguments, **named)
+        found = specification(function)
+        names = found.args
+        known = {**dict(zip(names, arguments, strict=False)), **named}
+        if (
+            found.varargs or found.varkw or found.kwonlyargs or known.keys() != set(names)
+            or len(arguments) + len(named) != len(names)
+        ):  # fmt: skip
+            return inspect.getcallargs(function, *arguments, **named)  # defaults, or an error to raise
+        return known
+
+    ours = {"getfullargspec": specification, "getcallargs": getcallargs}
+    interpreter.inspect = SimpleNamespace(**{**vars(inspect), **ours})  # type: ignore[attr-defined]
+
+
+def copy_nothing(interpreter: ModuleType) -> None:
+    """Arguments that are tensors in the CPU's memory are those that the kernel gets."""
+    executor = getattr(interpreter, "GridExecutor", None)
+    to, back = getattr(executor, "_init_args_hst", None), getattr(executor, "_restore_args_dev", None)
+    if executor is None or to is None or back is None or hasattr(to, "copies"):
+        return
+    if [*inspect.signature(to).parameters] != ["self", "args_dev", "kwargs"]:
+        return
+    if [*inspect.signature(back).parameters] != ["self", "args_dev", "args_hst", "kwargs", "kwargs_hst"]:
+        return
+
+    def is_here(argument: Any) -> bool:
+        kind = type(argument)
+        if kind is torch.Tensor:
+            return argument.device.type == "cpu"
+        return kind in (int, float, bool, str, torch.dtype) or argument is None
+
+    def init_args_hst(self: Any, args_dev: Any, kwargs: Any) -> Any:
+        if all(map(is_here, args_dev)) and all(map(is_here, kwargs.values())):
+            return args_dev, kwargs
+        return to(self, args_dev, kwargs)
+
+    def restore_args_dev(self: Any, args_dev: Any, args_hst: Any, kwargs: Any, kwargs_hst: Any) -> None:
+        if args_hst is not args_dev or kwargs_hst is not kwargs:
+            back(self, args_dev, args_hst, kwargs, kwargs_hst)
+
+    init_args_hst.copies = to  # type: ignore[attr-defined]
+    executor._init_args_hst, executor._restore_args_dev = init_args_hst, restore_args_dev
