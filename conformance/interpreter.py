@@ -47,12 +47,26 @@ def patch_once() -> bool:
         return False
     if not hasattr(original, "patches"):
         interpreter._patch_lang = _once(original, interpreter.tl)  # type: ignore[attr-defined]
+        _read_numbers(interpreter)
         _remember(interpreter)
         _remember_shapes(interpreter.tl.core)
         _remember_operands(interpreter)
         remember_parameters(interpreter)
         copy_nothing(interpreter)
     return True
+
+
+def _read_numbers(interpreter: ModuleType) -> None:
+    """A tensor of one element is a number, also where numpy (from 2.4 on) refuses the array that triton 3.6 gives it."""
+    original = getattr(interpreter, "_patch_lang_tensor", None)
+    if original is None or _parameters(original) != ["tensor", "scope"]:
+        return
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_lang_tensor  # type: ignore[attr-defined]
 
 
 def _remember_shapes(core: ModuleType) -> None:

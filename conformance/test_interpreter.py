@@ -36,6 +36,14 @@ def _kernel(source, target, count, SIZE: tl.constexpr):
     tl.store(target + index, _shifted(x) / tl.sum(_shifted(x), 0), mask=index < count)
 
 
+@triton.jit
+def _counting_kernel(count, target):
+    total = 0
+    for _ in range(0, tl.load(count)):
+        total += 2
+    tl.store(target, total)
+
+
 def run(count: int = 5) -> torch.Tensor:
     x = torch.linspace(-3, 4, count)
     target = torch.full_like(x, torch.nan)
@@ -210,6 +218,12 @@ if INTERPRETED:
         rounds.seen.clear()
         run()
         assert "_kernel" in rounds.seen, "the kernel after a failed one must patch again"
+
+    def test_a_number_that_was_loaded_is_one():
+        """Triton 3.6 makes an index of an array of one dimension, which numpy 2.4 refuses."""
+        target = torch.zeros(1, dtype=torch.int32)
+        _counting_kernel[(1,)](torch.tensor([3], dtype=torch.int32), target)
+        assert target.tolist() == [6]
 
     def test_it_is_in_force_here():
         assert hasattr(sys.modules[interpreter.MODULE]._patch_lang, "patches")

@@ -84,7 +84,7 @@ def _synckv(key: str) -> Callable[[Figures], str]:
             if f"{key}, times as fast" not in one:
                 continue
             text = f"{_times(one[f'{key}, times as fast'])} at {name.replace('-', ', ')}"
-            if name.endswith("128K"):
+            if one["full attention, share of bytes bound"] is not None:
                 text += (
                     f" ({number(one[f'{key}, ms a step'])} against {number(one['full attention, ms a step'])} ms, by "
                     f"bytes {number(one['by bytes'])}, full attention at "
