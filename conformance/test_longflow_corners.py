@@ -156,22 +156,18 @@ def test_longflow_merges_many_splits(case):
 
 
 @SIDES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_longflow_ties_tokens_of_a_prompt_with_those_of_steps(name, dtype, twins, device):
+def test_longflow_ties_tokens_of_a_prompt_with_those_of_steps(name, twins, device):
     """The same token again and again: whichever way it came in, its norm has the same bits, and the lowest slot that is
     not the newest goes. A sum of the norm in another order after a prompt once made tokens from there larger."""
-    module, rows = getattr(twins, name).longflow, 8
+    module, rows, head_dim = getattr(twins, name).longflow, 32, 160
     generator = torch.Generator(device).manual_seed(0)
-    for head_dim in (16, 160):
-        state = module.LongFlowState(
-            LongFlowConfig(4), batch=rows, query_heads=1, key_value_heads=1, head_dim=head_dim, dtype=dtype,
-            device=device,
-        )
-        query, key, value = (
-            torch.randn(rows, 1, 1, head_dim, generator=generator, device=device).to(dtype) for _ in range(3)
-        )
-        state.prefill(*(tensor.expand(-1, -1, 3, -1).contiguous() for tensor in (query, key, value)))
-        expected = [0, 1, 0, 1, 0]                                                  # the first step fills slot 3
-        for victim in expected:
-            state.step(query[:, :, 0], key[:, :, 0], value[:, :, 0])
-            assert state.next_slot.tolist() == [victim] * rows
+    state = module.LongFlowState(
+        LongFlowConfig(4), batch=rows, query_heads=1, key_value_heads=1, head_dim=head_dim, dtype=torch.float32,
+        device=device,
+    )
+    query, key, value = (torch.randn(rows, 1, 1, head_dim, generator=generator, device=device) for _ in range(3))
+    value /= head_dim                            # norms near 1, whose logarithms are near 0: there a last bit shows
+    state.prefill(*(tensor.expand(-1, -1, 3, -1).contiguous() for tensor in (query, key, value)))
+    for victim in (0, 1, 0, 1):                  # the first step fills slot 3
+        state.step(query[:, :, 0], key[:, :, 0], value[:, :, 0])
+        assert state.next_slot.tolist() == [victim] * rows
