@@ -57,7 +57,7 @@ def patch_once() -> bool:
 
 
 def _read_numbers(interpreter: ModuleType) -> None:
-    """A tensor of one element is a number, also where numpy (from 2.4 on) refuses the array that triton 3.6 gives it."""
+    """A tensor of one element is a number, also where numpy (2.4 and later) refuses the array that triton 3.6 takes."""
     original = getattr(interpreter, "_patch_lang_tensor", None)
     if original is None or _parameters(original) != ["tensor", "scope"]:
         return
