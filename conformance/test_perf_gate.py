@@ -313,6 +313,30 @@ def test_a_wrong_run_becomes_no_baseline(session, capsys):
     assert not Path("baseline.json").exists()
 
 
+def test_a_run_of_some_benchmarks_replaces_these_in_a_baseline(session, capsys):
+    session("-k", "good or informs")
+    assert report.main(["run.json", "--write-baseline", "baseline.json"]) == 0
+    whole = json.loads(Path("baseline.json").read_text())
+    whole["headline"] = "kept"
+    Path("baseline.json").write_text(json.dumps(whole))
+    _, run = session("-k", "good")
+    run["benchmarks"][0]["stats"]["median"] = 7.0
+    run["datetime"] = "later"
+    Path("run.json").write_text(json.dumps(run))
+    assert report.main(["run.json", "--write-baseline", "baseline.json", "--part"]) == 0
+    after = json.loads(Path("baseline.json").read_text())
+    [good], [other] = ([one for one in after["benchmarks"] if ("good" in one["name"]) is it] for it in (True, False))
+    assert good["stats"]["median"] == 7.0
+    assert good["extra_info"]["run"]["datetime"] == "later"
+    assert other in whole["benchmarks"]
+    assert (after["headline"], after["datetime"]) == ("kept", whole["datetime"])
+
+    whole["machine_info"]["gpu"] = "another"
+    Path("baseline.json").write_text(json.dumps(whole))
+    assert report.main(["run.json", "--write-baseline", "baseline.json", "--part"]) == 1
+    assert "the baseline is of another" in capsys.readouterr().err
+
+
 def test_what_was_reached_becomes_thresholds(session, capsys):
     """Of every gated benchmark, slow ones too: what is too slow is for the bars to say."""
     session("-k", "good or slow or informs")

@@ -2,10 +2,11 @@
 
     python perf/report.py RUN.json                                                 the table, in Markdown
     python perf/report.py RUN.json --write-baseline perf/baselines/nvidia-h200.json
+    python perf/report.py RUN.json --write-baseline perf/baselines/nvidia-h200.json --part
     python perf/report.py RUN.json --held                                          the level reached, as TOML
 
 RUN.json comes from --benchmark-json. A baseline is the same file without single timings: --benchmark-compare=PATH
-reads it.
+reads it. --part: in a baseline that is there, this run's benchmarks alone are replaced; each says which run it is of.
 """
 
 from __future__ import annotations
@@ -106,6 +107,17 @@ def baseline(run: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def replaced(before: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """The baseline `before` with the benchmarks of another, which keep the command and the date of their own run."""
+    if before["machine_info"]["gpu"] != found["machine_info"]["gpu"]:
+        raise Refused(f"the baseline is of {before['machine_info']['gpu']}, the run of {found['machine_info']['gpu']}")
+    whole = {one["fullname"]: one for one in before["benchmarks"]}
+    for one in found["benchmarks"]:
+        run = {name: found[name] for name in ("command", "datetime", "roofline")}
+        whole[one["fullname"]] = {**one, "extra_info": {**one["extra_info"], "run": run}}
+    return {**before, "benchmarks": [whole[name] for name in sorted(whole)]}
+
+
 def rounded(value: Any) -> Any:
     """Floats to DIGITS significant digits, all the way down."""
     if isinstance(value, float):
@@ -140,6 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the JSON that --benchmark-json wrote")
     parser.add_argument("--write-baseline", metavar="PATH", type=Path, help="write a baseline of this machine")
+    parser.add_argument("--part", action="store_true", help="with --write-baseline: keep what this run lacks")
     parser.add_argument("--held", action="store_true", help="print the level reached, for perf/thresholds")
     options = parser.parse_args(arguments)
     run = json.loads(options.run.read_text(encoding="utf-8"))
@@ -152,7 +165,9 @@ def main(arguments: list[str] | None = None) -> int:
             found, path = baseline(run), options.write_baseline
             if path.exists():
                 before = json.loads(path.read_text(encoding="utf-8"))
-                if HEADLINE in before:
+                if options.part:
+                    found = replaced(before, found)
+                elif HEADLINE in before:
                     found[HEADLINE] = before[HEADLINE]
             path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     except Refused as error:
