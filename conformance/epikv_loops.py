@@ -88,7 +88,7 @@ class EpiKVLoop(Loop):
         found = score(*changes, policy=config.policy, window=config.window)
         return torch.cat((torch.zeros(1, 1, dtype=F64), found), 1)
 
-    def alive(self) -> list[list[int]]:
+    def held_by_layer(self) -> list[list[int]]:
         """By layer, what is held when the next token has not come yet: with the one that goes for it."""
         return [[token + self.padding for token in kept] for kept in self.kept]
 
@@ -209,7 +209,7 @@ def check(
         for number, layers in enumerate(seen):
             if number:
                 logits = loop.feed(tokens[-1:], [True])
-            assert [layer[row] for layer in layers] == loop.alive(), f"row {row} after pass {number}"
+            assert [layer[row] for layer in layers] == loop.held_by_layer(), f"row {row} after pass {number}"
             assert logits is not None
             tokens.append(int(logits.argmax()))
         assert generated[row] == tokens, f"row {row}: generated {generated[row]}, not {tokens}"

@@ -33,7 +33,8 @@ def played(
     state: Any, device: torch.device, form: int = 0, around: Callable[[Any], Any] = lambda state: nullcontext()
 ) -> list[Tensor]:
     """Outputs and choices of a prompt and some steps. around(state): a context of what is launched at a time."""
-    static, graph, held = [tokens(2, device) for _ in range(form or 1)], None, []
+    static, graph = [tokens(2, device) for _ in range(form or 1)], None
+    held: list[Tensor] = []
     if form:
         as_in_a_graph(state, device)
     if form and device.type == "cuda":
@@ -78,6 +79,7 @@ class Replayed(SyncKVState):
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         given = (query, key, value)
+        assert self._offload is not None
         if self._offload.bank is None or self.device.type != "cuda":
             return super().step(*given)
         if self.graph is None:
