@@ -64,16 +64,17 @@ class Value:
         return self.real.data.dtype
 
 
-class _Asked(Exception):
-    """Which operation a method of the builder is, and of what."""
-
-
 class _Listener:
     """Stands in for the builder in a method that is one line: ``self.binary_op(lhs, rhs, np.add)``."""
 
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, tuple[Any, ...]]] = []
+        self.answer = object()  # with which nothing can be done but return it
+
     def __getattr__(self, name: str) -> Any:
         def ask(*arguments: Any) -> Any:
-            raise _Asked(name, arguments)
+            self.asked.append((name, arguments))
+            return self.answer
 
         return ask
 
@@ -223,17 +224,19 @@ class _Writer:
         kind, arguments = function.__name__, values
         operation: Any = None
         if kind == "<lambda>":
+            listener = _Listener()
             try:
-                function(_Listener(), *values)
-            except _Asked as asked:
-                kind, given = asked.args
-                arguments = [value for value in given if isinstance(value, Value)]
-                rest = [value for value in given if not isinstance(value, Value)]
-                if arguments != values[: len(arguments)] or len(rest) > 1:
-                    return None
-                operation = rest[0] if rest else None
+                answer = function(listener, *values)
             except Exception:
                 return None
+            if answer is not listener.answer or len(listener.asked) != 1:
+                return None
+            [(kind, given)] = listener.asked
+            arguments = [value for value in given if isinstance(value, Value)]
+            rest = [value for value in given if not isinstance(value, Value)]
+            if arguments != values[: len(arguments)] or len(rest) > 1:
+                return None
+            operation = rest[0] if rest else None
         write = getattr(self, f"_{kind}", None) if kind in self.compiler.known else None
         return write(operation, real, *arguments) if write is not None else None
 

@@ -145,6 +145,16 @@ else:
         monkeypatch.setitem(KNOWN, "TensorHandle", ("another",))
         assert not Compiler(module).known
 
+    @pytest.mark.parametrize("more", [
+        lambda self, lhs, rhs: self.unary_op(self.binary_op(lhs, rhs, np.add), np.negative),
+        lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.add).clone(),
+        lambda self, lhs, rhs: (self.binary_op(lhs, rhs, np.subtract), self.binary_op(lhs, rhs, np.add))[1],
+        lambda self, lhs, rhs: self.binary_op(rhs, lhs, np.add),
+    ])  # fmt: skip
+    def test_what_does_more_than_pass_on_a_request_is_left_to_the_builder(monkeypatch, more):
+        monkeypatch.setattr(module.InterpreterBuilder, "create_fadd", more)
+        assert compiled("create_fadd", handle([1.0], "float32"), handle([2.0], "float32"))[0] is None
+
     def test_brain_floats_and_truth_values_that_are_added_are_left_to_the_builder():
         half = module.TensorHandle(np.array([0x3F80], dtype=np.uint16), tl.bfloat16)
         assert compiled("create_fp_ext", half, tl.float32)[0] is None

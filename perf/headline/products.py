@@ -24,9 +24,14 @@ def one_row(
     half are gates, and silu(gate) * rest [1, N / 2] is returned. residual [1, N] is added.
     """
     inner, columns = weight.shape
-    if x.shape[0] != 1 or not weight.t().is_contiguous():
-        raise ValueError(f"x must be one row and weight transposed, got {tuple(x.shape)} and strides {weight.stride()}")
+    if x.shape != (1, inner) or not x.is_contiguous() or not weight.t().is_contiguous():
+        raise ValueError(
+            f"x must be one row and weight transposed, got {tuple(x.shape)} of strides {x.stride()} and strides "
+            f"{weight.stride()}"
+        )
     count = columns // 2 if gated else columns
+    if residual is not None and not (residual.shape == (1, count) and residual.is_contiguous()):
+        raise ValueError(f"residual must be one row of {count}, got {tuple(residual.shape)}, {residual.stride()}")
     out = torch.empty(1, count, dtype=x.dtype, device=x.device)
     whole = inner <= BLOCK
     rows = 1 if whole else ROWS
