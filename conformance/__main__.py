@@ -99,8 +99,6 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
         *("--import-mode", "importlib", "--strict-markers", "--tb", "short", "-o", "filterwarnings=error"),
         # This module has imported the plugin before pytest could rewrite its asserts. It has none that tests rely on.
         *("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"),
-        # Six times a test it goes over every logger that transformers and torch have. What they log is on stderr.
-        *("-p", "no:logging"),
         f"--kv-device={chosen.device}",
         f"--kv-report={chosen.report}",
         f"--kv-methods={','.join(chosen.methods)}",
