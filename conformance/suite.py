@@ -91,6 +91,7 @@ class Suite:
         return environment.header(self.backend, summary.under_test(self.implementation))
 
     # What is imported and collected stays until the end: the garbage collector need not go over it again and again.
+    # (Nor does it free cycles that collecting left behind, or show any of this in gc.get_objects.)
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Generator[None, Any, Any]:
         enabled = gc.isenabled()
