@@ -32,7 +32,7 @@ def splits_of(sizes: Sizes, lookers: int, listed: int, itemsize: int, device: to
         each = max(2, triton.cdiv(tiles, 2))
     else:
         work = sizes.batch * (lookers * tiles + (sizes.key_value_heads - lookers) * list_tiles)
-        # About as many programs as fit at a time, while their shares are short; else twice as many: their ends differ less.
+        # About as many programs as fit at a time, while shares are short; else twice as many, whose ends differ less.
         fit = RESIDENT * multiprocessors(device)
         each = triton.cdiv(work, fit if work <= SHORT * fit else 2 * fit)
         each = max(each, 4, triton.cdiv(tiles, MAX_SPLITS))
