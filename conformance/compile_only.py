@@ -113,7 +113,16 @@ def stand_in(capability: int) -> Compiled:
 
 
 def compile_pair(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int] = HEAD_DIMS) -> None:
-    """Call every function and the state of a pair, on tensors of this type: its state with heads of each size."""
+    """Call every function and the state of a pair, on tensors of this type: its state with heads of each size; where
+    many KV heads are worked on otherwise than few, as if they were many, too."""
+    _call_all(pair, dtype, head_dims)
+    if hasattr(pair.optimized, "fused"):
+        few, pair.optimized.fused = pair.optimized.fused, lambda *_: True
+        _call_all(pair, dtype, head_dims)
+        pair.optimized.fused = few
+
+
+def _call_all(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int]) -> None:
     from . import tiny
 
     device = torch.device("cpu")
