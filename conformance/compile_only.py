@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -117,9 +118,8 @@ def compile_pair(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int] = HEAD
     many KV heads are worked on otherwise than few, as if they were many, too."""
     _call_all(pair, dtype, head_dims)
     if hasattr(pair.optimized, "fused"):
-        few, pair.optimized.fused = pair.optimized.fused, lambda *_: True
-        _call_all(pair, dtype, head_dims)
-        pair.optimized.fused = few
+        with mock.patch.object(pair.optimized, "fused", lambda *_: True):
+            _call_all(pair, dtype, head_dims)
 
 
 def _call_all(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int]) -> None:
