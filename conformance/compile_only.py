@@ -12,6 +12,7 @@ import argparse
 import importlib
 import os
 import pkgutil
+import re
 import sys
 import time
 from collections import Counter
@@ -59,6 +60,20 @@ class Driver:
         return torch.device("cpu")
 
 
+def key_orders(code: str) -> dict[str, set[str]]:
+    """In which orders a kernel's dots sum the products of a query and a key, by the type of the keys, which are what is
+    transposed. Two in one kernel, and equal keys in two of its loops have unequal logits: see _numerics.of_any_width.
+
+    code: in Triton's GPU dialect. An order is what it calls kWidth; products that no tensor core sums have none.
+    """
+    transposed = set(re.findall(r"(%\S+) = tt\.trans ", code))
+    orders: dict[str, set[str]] = {}
+    for operand, keys, order in re.findall(r"tt\.dot %\S+, (%\S+), .*? \* tensor<(\w+), .*?kWidth = (\d+)", code):
+        if operand in transposed:
+            orders.setdefault(keys, set()).add(order)
+    return orders
+
+
 class Compiled:
     """What was compiled: how many kernels by name, and what the compiler said of those it refused."""
 
@@ -71,9 +86,12 @@ class Compiled:
         def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
             start, name = time.perf_counter(), kernel.__name__
             try:
-                shared = run(kernel, *arguments, grid=grid, warmup=True, **options).metadata.shared
-                if shared > SHARED:
-                    raise MemoryError(f"{shared} bytes of shared memory, of {SHARED}")
+                made = run(kernel, *arguments, grid=grid, warmup=True, **options)
+                if made.metadata.shared > SHARED:
+                    raise MemoryError(f"{made.metadata.shared} bytes of shared memory, of {SHARED}")
+                for keys, orders in key_orders(made.asm["ttgir"]).items():
+                    if len(orders) > 1:
+                        raise ArithmeticError(f"logits of keys {keys} are summed in orders {sorted(orders)}")
                 self.done[name] += 1
             except Exception as error:  # the compiler's errors have no common base
                 self.refused.setdefault(name, "\n".join(_causes(error)))

@@ -211,6 +211,26 @@ def test_a_stream_sees_its_newest_tokens_until_it_first_chooses(side, twins, dev
     assert shown.sets == [[], [1]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 24, 128, 256])
+def test_of_equal_tokens_the_first_are_chosen(head_dim, dtype, twins, device):
+    """Whatever a query is, in whichever tile they lie: whole ones, one that ends early, and those of a row with
+    padding, where every slot is asked whether it holds a token. A compiler may order the additions of each otherwise.
+    """
+    sizes = {"batch": 2, "query_heads": 4, "key_value_heads": 2, "head_dim": head_dim}
+    state = twins.optimized.synckv.SyncKVState(
+        SyncKVConfig(2, rho=0.0, stride=1, clusters=1, max_tokens=140), **sizes, dtype=dtype, device=device
+    )
+    padding = torch.tensor([[0], [3]], device=device)
+    query, key, value = tokens(1, device, 132, dtype=dtype, **sizes)
+    key = key[:, :, :1].expand_as(key)
+    state.prefill(query, key, value, torch.arange(132, device=device) >= padding)
+    for step in range(8):
+        assert torch.equal(state.chosen[:, 0], padding + torch.arange(2, device=device)), f"{step} steps"
+        query, _, value = tokens(2 + step, device, dtype=dtype, **sizes)
+        state.step(query, key[:, :, 0], value)
+
+
 def frames(state: Any, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
     yield (state.prefill(*tokens(1, device, 7, **LITTLE)), state.chosen)
     for step in range(3):

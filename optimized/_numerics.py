@@ -53,6 +53,17 @@ def dot(a, b):
 
 
 @triton.jit
+def of_any_width(mask):
+    """mask [N] as it is, read from bytes, for the loads of a `dot`'s operands.
+
+    The compiler takes the narrowest load that an operand hangs on for its width, that of its mask too, and with it
+    another order of additions: logits of equal keys would differ between a loop with such a mask and one without. It
+    does not look through a reduction.
+    """
+    return tl.max(mask.to(tl.int32)[:, None], 1) != 0
+
+
+@triton.jit
 def sum_of_products(a, b, AXIS: tl.constexpr):
     """The sum of a * b along an axis, float32, the same number in every lane that holds it.
 

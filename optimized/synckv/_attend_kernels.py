@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .._longflow_kernels import _all_occupied
-from .._numerics import dot, finite_or_zero, round_output, round_to
+from .._numerics import dot, finite_or_zero, of_any_width, round_output, round_to
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _attend_tiles(
             slot = tl.where(place < capacity, listed, first_new + (slot - capacity))
             holds = inside & (slot >= 0)
         elif MASKED:
-            there = tl.load(occupied + slot, mask=inside, other=0) != 0
+            there = of_any_width(tl.load(occupied + slot, mask=inside, other=0) != 0)
             holds = (there | (place == newest)) & inside
         if HEAD_DIM != D_PAD:
             tile = (d < HEAD_DIM)[None, :]
