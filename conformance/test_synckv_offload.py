@@ -133,6 +133,14 @@ def test_a_slow_stream_changes_nothing(programs, form, device, expected, monkeyp
     assert_same(played(state, device, form), expected)
 
 
+@pytest.mark.parametrize("share", [-1, 10], ids=["all programs", "few of them"])
+def test_whoever_fetches_leaves_nothing_out(share, device, expected, monkeypatch):
+    """Three programs, or two of them, have up to six units between them, a token of a head each."""
+    for name, value in {"PROGRAMS": 3, "FEW": 2, "SHARE": share, "BLOCK": 1}.items():
+        monkeypatch.setattr(_offload, name, value)
+    assert_same(played(new(device), device), expected)
+
+
 @FORMS
 def test_layers_share_a_stream(form, device, expected):
     """Two layers of different phases; what comes for one may delay the other, and nothing else."""

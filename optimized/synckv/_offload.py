@@ -22,9 +22,11 @@ from ._transfers import transfers_for
 
 #: Tokens per unit of work, and programs that share the units, with how many warps: enough for the wire (32 KB each at a
 #: head_dim of 128, of which some 100 KB must be under way), and no more: few multiprocessors are taken from those that
-#: compute meanwhile, and few requests wait in their way.
+#: compute meanwhile, and few requests wait in their way. Where no more than SHARE tenths of a list are fetched, FEW
+#: programs do it: slower, but behind the computation that does not show, and what they disturb does.
 BLOCK = 64
-PROGRAMS, WARPS = 1 if INTERPRETED else 6, 8
+PROGRAMS, FEW, WARPS = 1 if INTERPRETED else 8, 6, 8
+SHARE = 3
 #: Entries of a list that are looked at at a time.
 CHUNK = 2048
 
@@ -161,8 +163,8 @@ class Offload:
             fetch_kernel[(min(PROGRAMS, units),)](
                 due, self.counters, self.banks, self.key, self.value, self.arriving, self.landing, self.arrivals,
                 self.clusters, *self._bank_strides(), *self.key.stride()[:2], self.capacity, batch, lookers,
-                self.heads, LISTS=triton.next_power_of_2(batch * lookers), HEAD_DIM=head_dim,
-                D_PAD=padded_head_dim(head_dim), BLOCK=BLOCK, num_warps=WARPS,
+                self.heads, FEW, LISTS=triton.next_power_of_2(batch * lookers), HEAD_DIM=head_dim,
+                D_PAD=padded_head_dim(head_dim), BLOCK=BLOCK, SHARE=SHARE, num_warps=WARPS,
             )
 
     def _bank_strides(self) -> tuple[int, int]:

@@ -137,17 +137,17 @@ def assign_kernel(
             tl.store(stays + list_ + entry, 0, mask=inside)
 
 
-@triton.jit(do_not_specialize=["capacity", "batch", "lookers", "heads"])
+@triton.jit(do_not_specialize=["capacity", "batch", "lookers", "heads", "few"])
 def fetch_kernel(
     due, counters, banks, pool_key, pool_value, arriving, landing, arrivals, clusters, bank_b, bank_h, pool_b, pool_h,
-    capacity, batch, lookers, heads,
-    LISTS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    capacity, batch, lookers, heads, few,
+    LISTS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr,
 ):
     """The tokens that `assign_kernel` found missing go to their places in the pool, for every head of the cluster: from
     the bank, and those that joined it only now out of the pool itself, where they lie in their run.
 
-    Units are blocks of tokens of a head, first blocks first, as many as the longest list has. LISTS: no less than
-    batch * lookers.
+    Units are blocks of tokens of a head, first blocks first, as many as the longest list has; `few` programs take them,
+    and all that there are where more than SHARE tenths of a list are missing. LISTS: no less than batch * lookers.
     """
     if (tl.load(due) != 0) & (tl.load(banks) != 0):
         bank_key, bank_value = _bank(banks, 0, pool_key), _bank(banks, 1, pool_value)
@@ -155,7 +155,10 @@ def fetch_kernel(
         list_ = tl.arange(0, LISTS)
         most = tl.max(tl.load(arrivals + list_, mask=list_ < batch * lookers, other=0), 0)
         d = tl.arange(0, D_PAD).to(tl.int64)
-        for unit in range(tl.program_id(0), tl.cdiv(most, BLOCK) * batch * heads, tl.num_programs(0)):
+        units = tl.cdiv(most, BLOCK) * batch * heads
+        programs = tl.num_programs(0)
+        programs = tl.where(most * 10 > capacity * SHARE, programs, tl.minimum(few, programs))
+        for unit in range(tl.where(tl.program_id(0) < programs, tl.program_id(0), units), units, programs):
             flat = (unit % (batch * heads)).to(tl.int64)
             b, member = flat // heads, flat % heads
             row = b * lookers + tl.load(clusters + member)
