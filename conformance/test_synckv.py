@@ -218,15 +218,18 @@ def test_of_equal_tokens_the_first_are_chosen(head_dim, dtype, twins, device):
     padding, where every slot is asked whether it holds a token. A compiler may order the additions of each otherwise.
     """
     sizes = {"batch": 2, "query_heads": 4, "key_value_heads": 2, "head_dim": head_dim}
+    # Large logits: the last bit of small ones is lost where the denominator's logarithm is subtracted.
+    config = SyncKVConfig(2, rho=0.0, stride=1, max_tokens=170, scale=1.0)
     state = twins.optimized.synckv.SyncKVState(
-        SyncKVConfig(2, rho=0.0, stride=1, clusters=1, max_tokens=140), **sizes, dtype=dtype, device=device
+        config, HeadClusters((0, 1), (0, 1)), **sizes, dtype=dtype, device=device
     )
     padding = torch.tensor([[0], [3]], device=device)
+    first = (padding + torch.arange(2, device=device))[:, None].expand(-1, 2, -1)
     query, key, value = tokens(1, device, 132, dtype=dtype, **sizes)
     key = key[:, :, :1].expand_as(key)
     state.prefill(query, key, value, torch.arange(132, device=device) >= padding)
-    for step in range(8):
-        assert torch.equal(state.chosen[:, 0], padding + torch.arange(2, device=device)), f"{step} steps"
+    for step in range(3 if device.type == "cpu" else 32):
+        assert torch.equal(state.chosen, first), f"after {step} steps"
         query, _, value = tokens(2 + step, device, dtype=dtype, **sizes)
         state.step(query, key[:, :, 0], value)
 

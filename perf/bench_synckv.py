@@ -323,7 +323,7 @@ def in_turns(gpu: Device, functions: dict[str, Callable[[], Tensor]]) -> dict[st
     return {name: median(end - start for start, end in of_one[2:]) for name, of_one in spans.items()}
 
 
-def test_offloaded_stack(device_benchmark, draw, gpu):
+def test_offloaded_stack(device_benchmark, draw, gpu, benchmark):
     """A stride of steps of a whole model in a graph, keys and values of most heads on the host; beside it the same
     model with full attention. What the transfers take, and how much of it is hidden, say graphs of the same stride
     with the transfers in line, and left out."""
@@ -361,6 +361,7 @@ def test_offloaded_stack(device_benchmark, draw, gpu):
         travel = took["in line"] - took["skipped"]
         hidden = 1 - (took["behind"] - took["skipped"]) / travel
         times = ", ".join(f"{name} {seconds / STRIDE * 1e3:.2f}" for name, seconds in took.items())
+        benchmark.extra_info["offload"] = {"overlap": overlaps[-1], "hidden": hidden, "seconds_a_stride": took}
         print(f"overlap {overlaps[-1]:.2f}; ms a step: {times}; {hidden:.0%} of the transfers hidden")
         assert hidden >= 0.9, f"{hidden:.0%} of the transfers' time is hidden; the specification asks for 90 %"
 
