@@ -3,7 +3,8 @@
 The interpreter accepts what the compiler refuses: a variable that changes its shape in a loop, a layout that cannot be
 converted. Here every operation of every pair is called as in test_twins_torch.py, on tensors in memory, with a stand-in
 for Triton's driver that names a GPU: kernels are compiled for it, down to machine code, and never launched. What they
-would compute stays unknown; that is the GPU run's to say.
+would compute stays unknown; that is the GPU run's to say. But for one thing, which the code shows and random inputs
+seldom do: whether a kernel sums the logits of equal keys in one order (`key_orders`).
 """
 
 from __future__ import annotations
