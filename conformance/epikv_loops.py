@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.hf_cases import Loop
-from kvtwin.conformance.tiny_models import generate
+from kvtwin.conformance.hf_cases import Loop, check_against_loops
 from kvtwin.reference.epikv import hidden_change, kv_variance, rolling_mean, rolling_zscore, score, select
 
 F64 = torch.float64
@@ -193,23 +192,10 @@ def held(layer: Any, row: int) -> list[int]:
 def check(
     model: Any, cache: Any, inputs: dict[str, Tensor], new: int, bands: Any = BANDS, kind: type[WholeLoop] = WholeLoop
 ) -> None:
-    """Same tokens as a loop per row, and after every forward pass the same in every layer."""
-    seen: list[list[list[list[int]]]] = []                                                 # [pass][layer][row]
-    rows = range(len(inputs["input_ids"]))
-    hook = model.model.register_forward_hook(
-        lambda *_: seen.append([[held(layer, row) for row in rows] for layer in cache.layers])
-    )
-    generated = generate(model, inputs, new, past_key_values=cache).tolist()
-    hook.remove()
-    for row in rows:
-        mask = inputs["attention_mask"][row].bool().tolist()
-        loop = kind(model, cache.config, bands, mask.count(False))
-        logits = loop.feed(inputs["input_ids"][row].tolist(), mask)
-        tokens: list[int] = []
-        for number, layers in enumerate(seen):
-            if number:
-                logits = loop.feed(tokens[-1:], [True])
-            assert [layer[row] for layer in layers] == loop.held_by_layer(), f"row {row} after pass {number}"
-            assert logits is not None
-            tokens.append(int(logits.argmax()))
-        assert generated[row] == tokens, f"row {row}: generated {generated[row]}, not {tokens}"
+    """Against a loop per row, token by token and layer by layer."""
+
+    def make(padding: int) -> tuple[WholeLoop, Any]:
+        loop = kind(model, cache.config, bands, padding)
+        return loop, loop.held_by_layer
+
+    check_against_loops(make, model, cache, inputs, new, held)

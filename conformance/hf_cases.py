@@ -202,6 +202,34 @@ def check_against_loop(
         assert generated[row] == tokens, f"row {row}: generated {generated[row]}, not {tokens}"
 
 
+def check_against_loops(
+    make: Callable[[int], tuple[Loop, Callable[[], list[Any]]]], model: Any, cache: Any, inputs: dict[str, Tensor],
+    new: int, held: Callable[[Any, int], Any],
+) -> None:
+    """Same tokens as a loop per row, and after every forward pass the same held in every layer, whatever that is with a
+    method: held(layer, row) in the cache; make(padding), called when the cache was used: a row's loop, and what says
+    the same of all its layers."""
+    seen: list[list[list[Any]]] = []                                                       # [pass][layer][row]
+    rows = range(len(inputs["input_ids"]))
+    hook = model.model.register_forward_hook(
+        lambda *_: seen.append([[held(layer, row) for row in rows] for layer in cache.layers])
+    )
+    generated = generate(model, inputs, new, past_key_values=cache).tolist()
+    hook.remove()
+    for row in rows:
+        real = inputs["attention_mask"][row].bool().tolist()
+        loop, held_by_loop = make(real.count(False))
+        logits = loop.feed(inputs["input_ids"][row].tolist(), real)
+        tokens: list[int] = []
+        for number, layers in enumerate(seen):
+            if number:
+                logits = loop.feed(tokens[-1:], [True])
+            assert [layer[row] for layer in layers] == held_by_loop(), f"row {row} after pass {number}"
+            assert logits is not None
+            tokens.append(int(logits.argmax()))
+        assert generated[row] == tokens, f"row {row}: generated {generated[row]}, not {tokens}"
+
+
 def feed(model: Any, cache: Any, ids: Any = (3, 1, 4), **options: Any) -> None:
     """One forward pass over one row."""
     with torch.no_grad():

@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
 
 from kvtwin.conformance import tiny_models
-from kvtwin.conformance.hf_cases import Loop, feed
+from kvtwin.conformance.hf_cases import Loop, check_against_loops, feed
 from kvtwin.conformance.tiny_models import generate, prompts
 from kvtwin.reference.attention import logits
 from kvtwin.reference.hf.plug_synckv import SyncCache, watching
@@ -66,30 +66,16 @@ def chosen(state: Any, row: int, padding: int = 0) -> list[list[int]]:
 
 
 def check(model: Any, cache: Any, inputs: dict[str, Tensor], new: int, phases: Sequence[int] = (0, 0)) -> None:
-    """Same tokens as a loop per row, and after every forward pass the same choice in every layer."""
-    seen: list[list[list[list[list[int]]]]] = []                                           # [pass][layer][row][head]
-    rows = range(len(inputs["input_ids"]))
-    hook = model.model.register_forward_hook(
-        lambda *_: seen.append([[chosen(layer.state, row) for row in rows] for layer in cache.layers])
-    )
-    generated = generate(model, inputs, new, past_key_values=cache).tolist()
-    hook.remove()
-    clusters = tuple(layer.state.head_clusters for layer in cache.layers)
-    config = cache.layers[0].state.config
-    config = SyncKVConfig(config.k, config.rho, config.stride, config.clusters, max_tokens=config.max_tokens)
-    for row in rows:
-        real = inputs["attention_mask"][row].bool().tolist()
-        loop, padding = SyncLoop(model, config, clusters, phases), real.count(False)
-        logit = loop.feed(inputs["input_ids"][row].tolist(), real)
-        tokens: list[int] = []
-        for number, layers in enumerate(seen):
-            if number:
-                logit = loop.feed(tokens[-1:], [True])
-            expected = [chosen(state, 0, padding) for state in loop.states]
-            assert [layer[row] for layer in layers] == expected, f"row {row} after pass {number}"
-            assert logit is not None
-            tokens.append(int(logit.argmax()))
-        assert generated[row] == tokens, f"row {row}: generated {generated[row]}, not {tokens}"
+    """Against a loop per row, token by token; and what each layer has chosen, after every forward pass."""
+
+    def make(padding: int) -> tuple[SyncLoop, Any]:
+        clusters = tuple(layer.state.head_clusters for layer in cache.layers)
+        config = cache.layers[0].state.config
+        config = SyncKVConfig(config.k, config.rho, config.stride, config.clusters, max_tokens=config.max_tokens)
+        loop = SyncLoop(model, config, clusters, phases)
+        return loop, lambda: [chosen(state, 0, padding) for state in loop.states]
+
+    check_against_loops(make, model, cache, inputs, new, lambda layer, row: chosen(layer.state, row))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="needs transformers: python -m pip in
 
 from kvtwin.conformance import tiny_models
 from kvtwin.conformance.compare import assert_within
-from kvtwin.conformance.hf_cases import Loop, feed
+from kvtwin.conformance.hf_cases import Loop, check_against_loops, feed
 from kvtwin.conformance.tiny_models import generate, prompts
 from kvtwin.reference.hf.plug_thinkv import ThoughtCache, ThoughtLayer
 from kvtwin.reference.thinkv.contract import ThinKVConfig, Thought, Thresholds
@@ -107,28 +107,15 @@ def held(state: Any, row: int, padding: int = 0) -> dict[int, int]:
 
 
 def check(model: Any, cache: Any, inputs: dict[str, Tensor], new: int) -> list[list[int]]:
-    """Same tokens as a loop per row, and after every forward pass the same in every layer. Returns rows' thoughts."""
-    seen: list[list[list[dict[int, int]]]] = []                                            # [pass][layer][row]
-    rows = range(len(inputs["input_ids"]))
-    hook = model.model.register_forward_hook(
-        lambda *_: seen.append([[held(layer.state, row) for row in rows] for layer in cache.layers])
-    )
-    generated = generate(model, inputs, new, past_key_values=cache).tolist()
-    hook.remove()
-    told = []
-    for row in rows:
-        loop = ThinKVLoop(model, cache.config, cache.thresholds)
-        logits = loop.feed(inputs["input_ids"][row].tolist(), inputs["attention_mask"][row].bool().tolist())
-        tokens: list[int] = []
-        for number, layers in enumerate(seen):
-            if number:
-                logits = loop.feed(tokens[-1:], [True])
-            assert [layer[row] for layer in layers] == loop.held(), f"row {row} after pass {number}"
-            assert logits is not None
-            tokens.append(int(logits.argmax()))
-        assert generated[row] == tokens, f"row {row}: generated {generated[row]}, not {tokens}"
-        told.append(loop.told)
-    return told
+    """Against a loop per row, token by token and layer by layer. Returns rows' thoughts."""
+    loops = []
+
+    def make(_: int) -> tuple[ThinKVLoop, Any]:
+        loops.append(ThinKVLoop(model, cache.config, cache.thresholds))
+        return loops[-1], loops[-1].held
+
+    check_against_loops(make, model, cache, inputs, new, lambda layer, row: held(layer.state, row))
+    return [loop.told for loop in loops]
 
 
 def cache_of(twins: Any, side: str, model: Any, **options: Any) -> Any:

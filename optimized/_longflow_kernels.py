@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ._longflow_scores import finish_group, is_last, row_of
-from ._numerics import dot, finite_or_zero, l1_norms, round_to
+from ._numerics import dot, finite_or_zero, l1_norms, of_any_width, round_to
 
 
 @triton.jit
@@ -71,9 +71,8 @@ def _attend_tiles(
         if MASKED:
             holds = tl.load(occupied + s64 * occupied_s, mask=inside, other=0) != 0
             holds = (holds | (s == newest)) & inside
-            # No maximum of anything: behind a reduction the compiler does not see that flags are bytes, for which it
-            # would lay out queries a second time, and fewer programs would fit on a multiprocessor.
-            holds = tl.max(holds.to(tl.int32)[:, None], 1) != 0
+            # Else queries would be laid out a second time, too, and fewer programs would fit on a multiprocessor.
+            holds = of_any_width(holds)
             tile = tile & holds[:, None] if HEAD_DIM != D_PAD else holds[:, None]
         k = key + s64[:, None] * key_s + d[None, :] * key_d
         k = tl.load(k, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(k)
