@@ -350,11 +350,6 @@ def test_a_longflow_state_that_is_built_is_like_one_that_was_fed(here):
     fed.step(query[:, :, 0], built.key[:, :, 7], built.value[:, :, 7])
     for name in ("key", "value", "occupied", "positions", "_sink_end", "_seen"):
         assert torch.equal(getattr(built, name), getattr(fed, name)), name
-    case = built.value.double().abs().sum(-1)
-    # A norm is a sum of 16 numbers in float32, in an order of its kernel's.
-    for state in (built, fed):
-        assert bool(((state._magnitude[..., :8] - case).abs() <= 15 * bounds.UNIT * case).all())
-    built._magnitude.copy_(fed._magnitude)
     built.next_slot = fed.next_slot
     given = tokens(here, 2)
     assert torch.equal(built.step(*given), fed.step(*given))

@@ -22,6 +22,9 @@ MAX_GROUP = 16
 #: Where there is little, as many as fit at a time. Measured best of 4 to 32 on an H200.
 PROGRAMS, RESIDENT = 16, 4
 
+#: Programs per multiprocessor that the end of a launch is made of, all that run at a time. 2 to 6 are as good.
+LATE = 3
+
 #: The most programs that share a row's slots; their partial results are merged as one tile.
 MAX_SPLITS = 64
 
@@ -97,6 +100,21 @@ def fused(sizes: Sizes, device: torch.device) -> bool:
     if INTERPRETED:
         return sizes.slots % 2 == 0
     return sizes.batch * sizes.key_value_heads >= 2 * multiprocessors(device)
+
+
+def early_rows(sizes: Sizes, splits: int, device: torch.device) -> int:
+    """How many rows of a batch come before those that the end of a launch is made of, of which each KV head has
+    `splits` programs; in the interpreter half of them."""
+    if INTERPRETED:
+        return (sizes.batch + 1) // 2
+    return max(0, sizes.batch - triton.cdiv(LATE * multiprocessors(device), sizes.key_value_heads * splits))
+
+
+@lru_cache
+def launches_early(device: torch.device) -> bool:
+    """Whether a launch may begin, to wait on the device, before the one before it has ended (programmatic dependent
+    launch)."""
+    return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def padded_slots(slots: int) -> int:

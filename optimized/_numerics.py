@@ -88,6 +88,17 @@ def log2_or_minus_inf(x):
 
 
 @triton.jit
+def fast_log2(x):
+    """log2 of x >= 0 to 2^-22, absolute for results within [-1, 1], else relative; -inf at 0."""
+    if _INTERPRETED:
+        return log2_or_minus_inf(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def without_sign_of_zero(x):
     """x, -0 as +0. Adding +0 does not do it: fused with the product before, it leaves one that vanishes its sign."""
     return tl.where(x == 0.0, 0.0, x)
@@ -102,12 +113,9 @@ def sortable(x):
 
 
 @triton.jit
-def l1_norms(x):
-    """||x||_1 of the rows of x [N, 2 ** i], i <= 8, in float32. Neighbours are added first: so the bits are the same in
-    every kernel, whatever the layout of x there."""
-    total = tl.abs(float32(x))
-    for _ in tl.static_range(8):
-        if total.shape[1] > 1:
-            left, right = tl.split(tl.reshape(total, (total.shape[0], total.shape[1] // 2, 2)))
-            total = left + right
-    return tl.reshape(total, (total.shape[0],))
+def row_norms(x, ROWS: tl.constexpr):
+    """||x||_1 of the rows of x [N, D], ROWS times, [ROWS, N]: laid out as the products of ROWS queries with N keys are,
+    and by tensor cores, which have the time."""
+    if _INTERPRETED:
+        x = float32(x)
+    return dot(tl.full([ROWS, x.shape[1]], 1.0, x.dtype), tl.trans(tl.abs(x)))

@@ -1,11 +1,14 @@
 """LongFlow on the GPU: two launches per decode step, and nothing returns to the host.
 
 The first writes the new token and runs split-KV attention with all G query heads of a KV head in one program and an
-online softmax, and keeps the logits. Splits are merged and logits become log scores as soon as all programs of a KV
-head are done, where there are many heads, else in the second launch. That one picks the slot.
+online softmax, and keeps the logits, log2 ||v||_1 added: norms are made anew from the values at hand, by tensor cores,
+in less time than stored ones could be read. Splits are merged and logits become log scores as soon as all programs of a
+KV head are done, where there are many heads, else in the second launch. That one picks the slot.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,10 +23,11 @@ from ..reference.longflow import CompressResult, DecodeResult, LongFlowConfig
 from ._attention import causal_attention
 from ._launch import (
     DTYPES, GROUP_ROWS, INTERPRETED, MAX_SPLITS, check_kernel_device, check_kernel_sizes, check_launchable, discards,
-    fused, key_block, mask_unit, on_device_of, padded_head_dim, padded_slots, split_slots, stride_unit,
+    early_rows, fused, key_block, launches_early, mask_unit, on_device_of, padded_head_dim, padded_slots, split_slots,
+    stride_unit,
 )
-from ._longflow_kernels import attend_kernel, norms_kernel
-from ._longflow_scores import score_kernel
+from ._longflow_kernels import attend_kernel
+from ._longflow_scores import choose_kernel, score_kernel
 from ._numerics import LOG2_E
 from .baselines.snapkv import choose, gather_tokens
 
@@ -119,8 +123,6 @@ class LongFlowState:
         self.positions = buffer(*rows, slots, dtype=torch.int64)
         self._next_slot = buffer(*rows, dtype=torch.int64)
         self.score = buffer(*rows, slots, dtype=torch.float32)
-        # ||v_j||_1, set when a token comes in.
-        self._magnitude = buffer(batch, heads, padded_slots(slots), dtype=torch.float32)
         self._sink_end = buffer(batch, dtype=torch.int64)                       # positions below this are sinks
         self._seen = buffer(1, dtype=torch.int64)                               # on the device: graphs replay it
         with torch.inference_mode(False):
@@ -179,7 +181,6 @@ class LongFlowState:
         count = kept.shape[1]
         self.key[:, :, :count] = gather_tokens(key, kept)
         self.value[:, :, :count] = gather_tokens(value, kept)
-        _store_norms(self.value, self._magnitude, count)
         kept = kept[:, None] if self.config.per_head else kept
         self.positions[..., :count] = kept
         self.occupied[..., :count] = kept >= 0
@@ -198,8 +199,8 @@ class LongFlowState:
         if self.config.check_finite:
             check_all_finite(query=query, key=key, value=value)
         output: Tensor = _step(
-            query, key, value, self.key, self.value, self._magnitude, self.occupied, self.positions, self._next_slot,
-            self.score, self._sink_end, self._seen, *self._scratch,
+            query, key, value, self.key, self.value, self.occupied, self.positions, self._next_slot, self.score,
+            self._sink_end, self._seen, *self._scratch,
             self.scale, self.config.per_head, self.config.protect_newest,
         )
         return output
@@ -208,7 +209,7 @@ class LongFlowState:
         """Row b becomes what row index[b] was (beam search). index [B] int64."""
         index = check_reorder(index, self.sizes.batch, self.device)
         for tensor in (
-            self.key, self.value, self.occupied, self.positions, self._next_slot, self.score, self._magnitude,
+            self.key, self.value, self.occupied, self.positions, self._next_slot, self.score,
             self._sink_end,
         ):
             tensor.copy_(tensor.index_select(0, index))
@@ -238,19 +239,43 @@ class LongFlowState:
 #: As in _launch, but twice as many: the fewer KV heads are under way, the fewer logits must stay in the cache.
 PROGRAMS = 32
 
+#: Registers of a thread of 16-bit caches where three programs are to fit on a multiprocessor, as shared memory lets
+#: them. Left to itself the compiler takes 118 or 206, by the shape, or spills to stay below 128.
+REGISTERS = 168
+
 #: Slots per program where a second launch finishes scores.
 SCORE_BLOCK = 32 if INTERPRETED else 256
+
+
+class _Work(NamedTuple):
+    """How a step is cut into programs: tiles of `block` slots; of a batch's first `early` rows each KV head's slots
+    among `splits` programs, `split_size` to each, of the others among `late_splits`."""
+
+    block: int
+    early: int
+    splits: int
+    split_size: int
+    late_splits: int
+    late_size: int
+
+
+def _cut(sizes: Sizes, key: Tensor) -> _Work:
+    block = key_block(sizes.head_dim, key.element_size(), sizes.slots)
+    splits, size = split_slots(sizes, block, key.device, PROGRAMS)
+    if not fused(sizes, key.device) or size < 2 * block or 2 * splits > MAX_SPLITS:
+        return _Work(block, 0, splits, size, splits, size)
+    finer = triton.cdiv(size, 2 * block) * block
+    late_splits = triton.cdiv(sizes.slots, finer)
+    return _Work(block, early_rows(sizes, late_splits, key.device), splits, size, late_splits, finer)
 
 
 def _scratch(sizes: Sizes, key: Tensor, per_head: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Room for what passes between programs: a float32 workspace, cut up by `_launch`; a candidate per block of slots;
     and counters, zero between steps: of each KV head, and of each decision."""
-    block = key_block(sizes.head_dim, key.element_size(), sizes.slots)
-    splits, _ = split_slots(sizes, block, key.device, PROGRAMS)
     flats = sizes.batch * sizes.key_value_heads
     decisions = flats if per_head else sizes.batch
     return (
-        torch.empty(sum(_cuts(sizes, splits)), dtype=torch.float32, device=key.device),
+        torch.empty(sum(_cuts(sizes, _cut(sizes, key).late_splits)), dtype=torch.float32, device=key.device),
         torch.empty(decisions, triton.cdiv(sizes.slots, SCORE_BLOCK), dtype=torch.int64, device=key.device),
         torch.zeros(_after(flats) + decisions, dtype=torch.int32, device=key.device),
     )
@@ -272,23 +297,6 @@ def _after(count: int) -> int:
     return triton.cdiv(count, 32) * 32
 
 
-@torch.library.custom_op("kvtwin::longflow_norms", mutates_args=("magnitude",))
-def _store_norms(value: Tensor, magnitude: Tensor, count: int) -> None:
-    """||v||_1 of the first `count` slots of a state's values [B, Hkv, S, D] into magnitude [B, Hkv, padded]."""
-    batch, heads, _, head_dim = value.shape
-    block = 64 if INTERPRETED else 16
-    with on_device_of(value):
-        norms_kernel[(batch * heads * triton.cdiv(count, block),)](
-            value, magnitude, heads, count, magnitude.shape[2], *value.stride()[:2],
-            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), BLOCK=block, num_warps=4,
-        )
-
-
-@_store_norms.register_fake
-def _(value: Tensor, magnitude: Tensor, count: int) -> None:
-    return None
-
-
 @torch.library.custom_op("kvtwin::longflow_decode", mutates_args=())
 def _decode(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, protected: Tensor | None, scale: float,
@@ -299,9 +307,8 @@ def _decode(
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     score = torch.empty(occupied.shape, dtype=torch.float32, device=query.device)
     slot = torch.empty(occupied.shape[:-1], dtype=torch.int64, device=query.device)
-    magnitude = torch.empty(*key.shape[:2], padded_slots(sizes.slots), dtype=torch.float32, device=query.device)
     _launch(
-        sizes, query, key, value, occupied, protected, magnitude, output, score, slot,
+        sizes, query, key, value, occupied, protected, output, score, slot,
         _scratch(sizes, key, per_head), scale=scale, per_head=per_head,
     )
     return output, score, slot
@@ -322,12 +329,12 @@ def _(
 @torch.library.custom_op(
     "kvtwin::longflow_step",
     mutates_args=(
-        "key", "value", "magnitude", "occupied", "positions", "next_slot", "score", "seen", "workspace", "candidates",
+        "key", "value", "occupied", "positions", "next_slot", "score", "seen", "workspace", "candidates",
         "arrivals",
     ),
 )
 def _step(
-    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, magnitude: Tensor,
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor,
     occupied: Tensor, positions: Tensor, next_slot: Tensor, score: Tensor, sink_end: Tensor, seen: Tensor,
     workspace: Tensor, candidates: Tensor, arrivals: Tensor, scale: float, per_head: bool, protect_newest: bool,
 ) -> Tensor:
@@ -335,7 +342,7 @@ def _step(
     sizes = Sizes(batch, query_heads, key.shape[1], key.shape[2], head_dim)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _launch(
-        sizes, query, key, value, occupied, None, magnitude, output, score, next_slot,
+        sizes, query, key, value, occupied, None, output, score, next_slot,
         (workspace, candidates, arrivals), scale=scale, per_head=per_head,
         arrival=(new_key, new_value, positions, sink_end, seen), protect_newest=protect_newest,
     )
@@ -344,7 +351,7 @@ def _step(
 
 @_step.register_fake
 def _(
-    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, magnitude: Tensor,
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor,
     occupied: Tensor, positions: Tensor, next_slot: Tensor, score: Tensor, sink_end: Tensor, seen: Tensor,
     workspace: Tensor, candidates: Tensor, arrivals: Tensor, scale: float, per_head: bool, protect_newest: bool,
 ) -> Tensor:
@@ -353,7 +360,7 @@ def _(
 
 def _launch(
     sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, protected: Tensor | None,
-    magnitude: Tensor, output: Tensor, score: Tensor, slot: Tensor,
+    output: Tensor, score: Tensor, slot: Tensor,
     scratch: tuple[Tensor, Tensor, Tensor], *, scale: float, per_head: bool,
     arrival: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None, protect_newest: bool = False,
 ) -> None:
@@ -361,8 +368,9 @@ def _launch(
     slots follow from positions; without it the cache stays as it is and `protected` is a mask."""
     batch, _, heads, slots, head_dim = sizes
     group = sizes.group
-    block = key_block(head_dim, key.element_size(), slots)
-    splits, split_size = split_slots(sizes, block, key.device, PROGRAMS)
+    group_pad = triton.next_power_of_2(group)
+    work = _cut(sizes, key)
+    splits = work.late_splits                                                   # which are the more
     at_once = fused(sizes, key.device)
     workspace, candidates, arrivals = scratch
     logits, partial, tops, weight_sums, normalisers, ranks = workspace.split(_cuts(sizes, splits))
@@ -370,33 +378,46 @@ def _launch(
     unit, byte_unit = stride_unit(key, value), mask_unit(occupied)
     head_stride = occupied.stride(1) if per_head else 0
     mask = occupied if protected is None else protected
-    options = {
-        "GROUP": group, "GROUP_PAD": triton.next_power_of_2(group), "HEAD_DIM": head_dim,
-        "D_PAD": padded_head_dim(head_dim), "SPLITS": 8 if splits <= 8 else MAX_SPLITS, "PER_HEAD": per_head,
-        "ARRIVAL": arrival is not None, "FUSED": at_once, "DISCARD": discards(key.device),
+    masks = (
+        occupied.stride(0), head_stride, occupied.stride(-1),
+        mask.stride(0), mask.stride(1) if per_head else 0, mask.stride(-1),
+    )
+    discard, dependent = discards(key.device), at_once and launches_early(key.device)
+    options = {"GROUP": group, "HEAD_DIM": head_dim, "PER_HEAD": per_head, "ARRIVAL": arrival is not None}
+    splitting = {
+        "GROUP_PAD": group_pad, "D_PAD": padded_head_dim(head_dim),
+        "SPLITS": 8 if splits <= 8 else 16 if splits <= 16 else MAX_SPLITS,
     }
+    protection = {"PROTECTED": protected is not None, "PROTECT_NEWEST": protect_newest}
+    registers = {"maxnreg": REGISTERS} if at_once and key.element_size() == 2 and not torch.version.hip else {}
     decisions, blocks = candidates.shape
     # Programs that also finish a KV head are fewer at a time, and so sooner free what must not leave the cache.
     warps = 4 if at_once else 2
     with on_device_of(key):
-        attend_kernel[(batch * heads * splits,)](
-            query, key, value, occupied, new_key, new_value, slot, positions, seen, magnitude,
+        attend_kernel[(heads * (work.early * work.splits + (batch - work.early) * splits),)](
+            query, key, value, occupied, new_key, new_value, slot, positions, seen,
             logits, partial, tops, weight_sums, ranks, output, arrivals,
-            scale * LOG2_E.value, slots, split_size, splits, heads,
+            scale * LOG2_E.value, slots, *work[1:], heads,
             *query.stride(), *(stride // unit for stride in key.stride()[:3]), key.stride(3),
             *(stride // unit for stride in value.stride()[:3]), value.stride(3),
             occupied.stride(0) // byte_unit, head_stride // byte_unit, occupied.stride(-1),
             *new_key.stride(), *new_value.stride(),
-            ROWS=GROUP_ROWS, BLOCK=block, UNIT=unit, MASK_UNIT=byte_unit,
-            CHUNK=32 if INTERPRETED else min(1024, 4096 // options["GROUP_PAD"]), SUMS=min(block, 8 * warps), **options,
-            num_warps=warps, num_stages=3 if at_once else 2,
+            ROWS=GROUP_ROWS, BLOCK=work.block, UNIT=unit, MASK_UNIT=byte_unit,
+            CHUNK=32 if INTERPRETED else min(1024, 4096 // group_pad), SUMS=min(work.block, 8 * warps), WARPS=warps,
+            FUSED=at_once, DISCARD=discard, DEPENDENT=dependent, **options, **splitting,
+            num_warps=warps, num_stages=3 if at_once else 2, **registers,
         )
-        score_kernel[(decisions * blocks + (0 if at_once else batch * heads),)](
-            logits, partial, tops, weight_sums, normalisers, magnitude, ranks, occupied, mask, positions, sink_end,
-            seen, output, score, slot, candidates, arrivals[_after(batch * heads):],
-            slots, splits, heads, blocks,
-            occupied.stride(0), head_stride, occupied.stride(-1),
-            mask.stride(0), mask.stride(1) if per_head else 0, mask.stride(-1),
-            PROTECTED=protected is not None, PROTECT_NEWEST=protect_newest,
-            HEADS=16, BLOCK=SCORE_BLOCK, **options, num_warps=2 if at_once else 8,
-        )
+        if at_once:
+            row = min(4096, triton.next_power_of_2(padded_slots(slots)))
+            choose_kernel[(decisions,)](
+                ranks, occupied, mask, positions, sink_end, seen, score, slot, slots, heads, *masks,
+                HEADS=1 if per_head else 8, BLOCK=32 if INTERPRETED else row, DISCARD=discard, DEPENDENT=dependent,
+                **options, **protection, num_warps=16, **({"launch_pdl": True} if dependent else {}),
+            )
+        else:
+            score_kernel[(decisions * blocks + batch * heads,)](
+                logits, partial, tops, weight_sums, normalisers, occupied, mask, positions, sink_end,
+                seen, output, score, slot, candidates, arrivals[_after(batch * heads):],
+                slots, splits, heads, blocks, *masks,
+                HEADS=16, BLOCK=SCORE_BLOCK, **options, **splitting, **protection, num_warps=8,
+            )

@@ -34,8 +34,8 @@ def log_score_interval(attention: Attention, allowed: Arithmetic, *, per_head: b
 
     attention of one query (Q = 1). Returns [B, S], or [B, Hkv, S] per head; -inf where unoccupied or v_j = 0.
     - log a_hj: `log_weight_error`.
-    - N_j = ||v_j||_1: D absolute values, gamma(D), and FLUSH for each subnormal one: then the lower end can be -inf.
-      Its logarithm: LOG max(1, |log2 N_j|).
+    - N_j = ||v_j||_1: D absolute values, c roundings each, as tensor cores may add them up, gamma(c D), and FLUSH for
+      each subnormal one: then the lower end can be -inf. Its logarithm: LOG max(1, |log2 N_j|).
     - x_hj = log a_hj + log N_j, kept in one sum or per KV head: 4 u (|log a_hj| + |log N_j|).
     - the logsumexp over H heads, by a running maximum over them, or within the group and then over KV heads: each head
       meets at most H + 1 exponentials and products (its own, and one wherever the maximum rises; G + Hkv <= H + 1), H
@@ -48,7 +48,7 @@ def log_score_interval(attention: Attention, allowed: Arithmetic, *, per_head: b
     log_weight = log_weight.masked_fill(~seen, 0)
     below, above = (error[:, :, 0] for error in log_weight_error(attention, allowed))
     norm = attention.magnitude
-    relative = (gamma(attention.head_dim) + attention.head_dim * FLUSH / norm.clamp_min(1e-300)) * SLACK
+    relative = (gamma(allowed.dot * attention.head_dim) + attention.head_dim * FLUSH / norm.clamp_min(1e-300)) * SLACK
     log_norm = norm.log()                                                                 # -inf for a zero value
     size = per_query_head(log_norm.abs().masked_fill(norm == 0, 0), attention.query_heads)
     loss = per_query_head(torch.log1p(-relative.clamp_max(1)), attention.query_heads)

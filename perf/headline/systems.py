@@ -104,7 +104,6 @@ def longflow_state(run: Run, model: Model, batch: int, budget: int) -> longflow.
     state = longflow.LongFlowState(longflow.LongFlowConfig(budget), **sizes_of(model, batch, run))
     for tensor in (state.key, state.value):
         tensor.normal_(generator=run.generator)
-    longflow._store_norms(state.value, state._magnitude, budget)
     state.occupied.fill_(True)
     state.positions.copy_(torch.arange(budget, device=run.device))
     state.score.zero_()
