@@ -136,12 +136,13 @@ def test_longflow_state_made_in_inference_mode_is_usable_outside(name, twins, de
 
 
 def test_longflow_reset_mends_an_interrupted_launch(device):
-    """The counter by which the last block of a decision knows itself starts at zero again."""
-    state = made(longflow, device)
+    """The counters by which whoever comes last knows itself start at zero again."""
+    state, fresh = made(longflow, device), made(longflow, device)
     state._scratch[2].fill_(1)
     state.reset()
     for step in range(6):
-        state.step(*token(device, seed=step))
+        given = token(device, seed=step)
+        assert torch.equal(state.step(*given), fresh.step(*given))
     assert state.positions.amax(-1).tolist() == [5, 5] and bool(state.occupied.all())
 
 
@@ -152,6 +153,25 @@ def test_longflow_merges_many_splits(case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(longflow, "split_slots", lambda sizes, block, *_: (-(-sizes.slots // 16), 16))
         actual = longflow.decode_attention(**case.inputs)
+    judge.assert_decode_right(actual, case)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_longflow_cuts_the_last_rows_finer(batch, device):
+    """Where heads are many. Every share has slots of its own, and rows are right whichever way they are cut."""
+    block = longflow.key_block(32, 4, 512)
+    case = DecodeCase(
+        batch=batch, key_value_heads=2, group=2, head_dim=32, dtype=torch.float32, slots=4 * block - 3,
+        occupancy="full", device=str(device),
+    )
+    sizes = longflow.Sizes(batch, 4, 2, case.slots, 32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(longflow, "fused", lambda *_: True)
+        patch.setattr(longflow, "split_slots", lambda *_: (2, 2 * block))
+        patch.setattr(longflow, "early_rows", lambda *_: (batch + 1) // 2)
+        work = longflow._cut(sizes, case.key)
+        actual = longflow.decode_attention(**case.inputs)
+    assert work == (block, (batch + 1) // 2, 2, 2 * block, 4, block)
     judge.assert_decode_right(actual, case)
 
 

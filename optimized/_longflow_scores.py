@@ -182,6 +182,12 @@ def _candidates(rank, holds, held, score, s, slots, count):
 
 
 @triton.jit
+def _slot_of(candidates):
+    """The slot of the best of candidates [N]."""
+    return tl.min(candidates, 0) & _INDEX
+
+
+@triton.jit
 def _finish_normalisers(
     tops, weight_sums, normalisers, first, count, splits, HEADS: tl.constexpr, SPLITS: tl.constexpr
 ):
@@ -273,7 +279,7 @@ def score_kernel(
                 i = start + tl.arange(0, 64)
                 found = tl.load(candidates + decision * blocks + i, mask=i < blocks, other=_NO_SLOT)
                 best = tl.minimum(best, found)
-            tl.store(slot + decision, tl.min(best, 0) & _INDEX)
+            tl.store(slot + decision, _slot_of(best))
         if ARRIVAL and (block == 0) & (decision == 0):
             tl.store(seen, tl.load(seen) + 1)
 
@@ -311,7 +317,7 @@ def choose_kernel(
         )
         count = GROUP * kv_heads * HEAD_DIM
         best = tl.minimum(best, _candidates(rank, holds, held, score + decision * slots, s, slots, count))
-    tl.store(slot + decision, tl.min(best, 0) & _INDEX)
+    tl.store(slot + decision, _slot_of(best))
     if ARRIVAL and decision == 0:
         tl.store(seen, tl.load(seen) + 1)
     if DISCARD:

@@ -200,8 +200,7 @@ class LongFlowState:
             check_all_finite(query=query, key=key, value=value)
         output: Tensor = _step(
             query, key, value, self.key, self.value, self.occupied, self.positions, self._next_slot, self.score,
-            self._sink_end, self._seen, *self._scratch,
-            self.scale, self.config.per_head, self.config.protect_newest,
+            self._sink_end, self._seen, *self._scratch, self.scale, self.config.per_head, self.config.protect_newest,
         )
         return output
 
@@ -209,8 +208,7 @@ class LongFlowState:
         """Row b becomes what row index[b] was (beam search). index [B] int64."""
         index = check_reorder(index, self.sizes.batch, self.device)
         for tensor in (
-            self.key, self.value, self.occupied, self.positions, self._next_slot, self.score,
-            self._sink_end,
+            self.key, self.value, self.occupied, self.positions, self._next_slot, self.score, self._sink_end,
         ):
             tensor.copy_(tensor.index_select(0, index))
 
