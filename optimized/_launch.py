@@ -14,6 +14,9 @@ from ..reference.contract import Sizes, check_dtype
 #: True when Triton runs these kernels on the CPU through its interpreter (TRITON_INTERPRET=1 before triton's import).
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
+#: Whether kernels may hold instructions of NVIDIA's GPUs.
+PTX: bool = not INTERPRETED and torch.version.hip is None
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIM = range(16, 257)
 MAX_GROUP = 16
@@ -114,7 +117,7 @@ def early_rows(sizes: Sizes, splits: int, device: torch.device) -> int:
 def launches_early(device: torch.device) -> bool:
     """Whether a launch may begin, to wait on the device, before the one before it has ended (programmatic dependent
     launch)."""
-    return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return PTX and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def padded_slots(slots: int) -> int:
@@ -125,7 +128,7 @@ def padded_slots(slots: int) -> int:
 @lru_cache
 def discards(device: torch.device) -> bool:
     """Whether lines can be dropped from the cache there, unwritten."""
-    return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return PTX and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @lru_cache

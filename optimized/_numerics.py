@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._launch import INTERPRETED
+from ._launch import INTERPRETED, PTX
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
+_PTX = tl.constexpr(PTX)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -90,12 +91,10 @@ def log2_or_minus_inf(x):
 @triton.jit
 def fast_log2(x):
     """log2 of x >= 0 to 2^-22, absolute for results within [-1, 1], else relative; -inf at 0."""
-    if _INTERPRETED:
-        return log2_or_minus_inf(x)
+    if _PTX:
+        return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return log2_or_minus_inf(x)
 
 
 @triton.jit

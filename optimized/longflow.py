@@ -22,9 +22,9 @@ from ..reference.contract import (
 from ..reference.longflow import CompressResult, DecodeResult, LongFlowConfig
 from ._attention import causal_attention
 from ._launch import (
-    DTYPES, GROUP_ROWS, INTERPRETED, MAX_SPLITS, check_kernel_device, check_kernel_sizes, check_launchable, discards,
-    early_rows, fused, key_block, launches_early, mask_unit, on_device_of, padded_head_dim, padded_slots, split_slots,
-    stride_unit,
+    DTYPES, GROUP_ROWS, INTERPRETED, MAX_SPLITS, PTX, check_kernel_device, check_kernel_sizes, check_launchable,
+    discards, early_rows, fused, key_block, launches_early, mask_unit, on_device_of, padded_head_dim, padded_slots,
+    split_slots, stride_unit,
 )
 from ._longflow_kernels import attend_kernel
 from ._longflow_scores import choose_kernel, score_kernel
@@ -387,7 +387,7 @@ def _launch(
         "SPLITS": 8 if splits <= 8 else 16 if splits <= 16 else MAX_SPLITS,
     }
     protection = {"PROTECTED": protected is not None, "PROTECT_NEWEST": protect_newest}
-    registers = {"maxnreg": REGISTERS} if at_once and key.element_size() == 2 and not torch.version.hip else {}
+    registers = {"maxnreg": REGISTERS} if PTX and at_once and key.element_size() == 2 else {}
     decisions, blocks = candidates.shape
     # Programs that also finish a KV head are fewer at a time, and so sooner free what must not leave the cache.
     warps = 4 if at_once else 2
