@@ -175,10 +175,29 @@ def test_longflow_cuts_the_last_rows_finer(batch, device):
     judge.assert_decode_right(actual, case)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("many", [False, True], ids=["few heads", "many heads"])
+@pytest.mark.parametrize("slots", [17, 65, 129, 200])
+def test_longflow_ties_whole_tiles_with_the_last_one(slots, many, dtype, device):
+    """The same token in every slot, of which the first goes. The last tile is not whole and has a loop of its own, in
+    which a GPU once rounded the product with the scale, as it did not in the other."""
+    generator = torch.Generator(device).manual_seed(slots)
+    for head_dim in (64, 128):
+        query, key, value = (
+            torch.randn(32, heads, head_dim, generator=generator, device=device).to(dtype) for heads in (4, 2, 2)
+        )
+        key, value = (x[:, :, None].expand(-1, -1, slots, -1).contiguous() for x in (key, value))
+        occupied = torch.ones(32, slots, dtype=torch.bool, device=device)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(longflow, "fused", lambda *_: many)
+            slot = longflow.decode_attention(query, key, value, occupied, scale=0.3).slot
+        assert slot.tolist() == [0] * 32
+
+
 @SIDES
 def test_longflow_ties_tokens_of_a_prompt_with_those_of_steps(name, twins, device):
-    """The same token again and again: whichever way it came in, its norm has the same bits, and the lowest slot that is
-    not the newest goes. A sum of the norm in another order after a prompt once made tokens from there larger."""
+    """The same token again and again: whichever way it came in, the lowest slot that is not the newest goes. A norm
+    kept from the prompt, its sum in another order, once made tokens from there larger."""
     module, rows, head_dim = getattr(twins, name).longflow, 32, 160
     generator = torch.Generator(device).manual_seed(0)
     state = module.LongFlowState(

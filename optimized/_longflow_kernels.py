@@ -84,7 +84,8 @@ def _attend_tiles(
             tile = tile & holds[:, None] if HEAD_DIM != D_PAD else holds[:, None]
         k = key + first * key_s + k_near + far[:, None] * key_s
         k = tl.load(k, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(k)
-        logit = dot(q, tl.trans(k)) * scale                            # [ROWS, BLOCK]
+        raw = dot(q, tl.trans(k))                                      # [ROWS, BLOCK]
+        logit = raw * scale
         if MASKED:
             logit = tl.where(holds[None, :], logit, float("-inf"))
         new_top = tl.maximum(top, tl.max(logit, 1))
@@ -94,13 +95,15 @@ def _attend_tiles(
         weight_sum = weight_sum * rescale[:, None] + tl.sum(tl.reshape(p, (ROWS, BLOCK // SUMS, SUMS)), 1)
         v = value + first * value_s + v_near + far[:, None] * value_s
         v = tl.load(v, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(v)
+        # In so many words: fused or not, as the compiler likes, equal tokens would differ in the last bit from one loop
+        # to the other. Slots without a token get the -inf of a value of zeros.
+        kept = tl.fma(raw, scale, fast_log2(row_norms(v, ROWS)))
         # Short-lived, amid keys and values that are read only once: let these lines stay in the cache.
         real = (row < GROUP_PAD)[:, None]
         if MASKED:
             real = real & inside[None, :]
         tl.store(
-            logits + s64[None, :] * GROUP_PAD + row[:, None], logit + fast_log2(row_norms(v, ROWS)), mask=real,
-            eviction_policy="evict_last",
+            logits + s64[None, :] * GROUP_PAD + row[:, None], kept, mask=real, eviction_policy="evict_last"
         )
         acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
         top = new_top

@@ -90,7 +90,8 @@ def log2_or_minus_inf(x):
 
 @triton.jit
 def fast_log2(x):
-    """log2 of x >= 0 to 2^-22, absolute for results within [-1, 1], else relative; -inf at 0."""
+    """log2 of x >= 0 to 2^-22, absolute for results within [-1, 1], else relative; -inf at 0. A GPU's bits are others than
+    the interpreter's."""
     if _PTX:
         return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -114,7 +115,7 @@ def sortable(x):
 @triton.jit
 def row_norms(x, ROWS: tl.constexpr):
     """||x||_1 of the rows of x [N, D], ROWS times, [ROWS, N]: laid out as the products of ROWS queries with N keys are,
-    and by tensor cores, which have the time."""
+    and, of 16-bit types, by tensor cores, which have the time."""
     if _INTERPRETED:
         x = float32(x)
     return dot(tl.full([ROWS, x.shape[1]], 1.0, x.dtype), tl.trans(tl.abs(x)))
