@@ -90,8 +90,8 @@ def log2_or_minus_inf(x):
 
 @triton.jit
 def fast_log2(x):
-    """log2 of x >= 0 to 2^-22, absolute for results within [-1, 1], else relative; -inf at 0. A GPU's bits are others than
-    the interpreter's."""
+    """log2 of x >= 0 to 2^-22, absolute for results within [-1, 1], else relative; -inf at 0. A GPU's bits
+    are not the interpreter's."""
     if _PTX:
         return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
