@@ -93,7 +93,8 @@ def test_longflow_state_keeps_heads_apart(prompt, per_head, seed, padding, twins
 
 
 FAR = pytest.mark.parametrize(
-    ("batch", "heads", "length"), [(3, 1, 5), (1, 3, 5), (1, 1, 4)], ids=["rows", "heads", "tokens"]
+    ("batch", "heads", "length"), [(3, 1, 5), (1, 3, 5), (1, 1, 4), (1, 1, 17)],
+    ids=["rows", "heads", "tokens", "tiles"],                              # 16 tokens are a tile, in the interpreter
 )
 
 

@@ -37,7 +37,8 @@ def log_score_interval(attention: Attention, allowed: Arithmetic, *, per_head: b
     - N_j = ||v_j||_1: D absolute values, c roundings each, as tensor cores may add them up, gamma(c D), and FLUSH for
       each subnormal one: then the lower end can be -inf. Its logarithm: LOG max(1, |log2 N_j|).
     - x_hj = log a_hj + log N_j, kept in one sum or per KV head: 4 u (|log a_hj| + |log N_j|). Or log N_j is added to
-      s_j before the maximum and the normaliser's logarithm leave: three of the four roundings in delta_j, and of these.
+      s_j before the maximum and the normaliser's logarithm leave: three roundings, of numbers up to |s_j| + |m| +
+      |log N_j|, which the four in delta_j and these four cover.
     - the logsumexp over H heads, by a running maximum over them, or within the group and then over KV heads: each head
       meets at most H + 1 exponentials and products (its own, and one wherever the maximum rises; G + Hkv <= H + 1), H
       additions, two logarithms of at most H (one within the group), and roundings of arguments: 4 u (|x_hj| + |X_j|),
