@@ -124,7 +124,7 @@ def attend_kernel(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
     PER_HEAD: tl.constexpr, ARRIVAL: tl.constexpr, FUSED: tl.constexpr, DISCARD: tl.constexpr, DEPENDENT: tl.constexpr,
-    SUMS: tl.constexpr, WARPS: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """Program (split, flat): one share of the slots of a (row, KV head), for all its query heads. The logits and the
     share's maximum, sum and accumulator go to memory.
@@ -180,6 +180,7 @@ def attend_kernel(
         tl.debug_barrier()
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
+    SUMS: tl.constexpr = min(BLOCK, 8 * WARPS)                         # see _attend_tiles
     weight_sum = tl.zeros([ROWS, SUMS], tl.float32)
     # A cache is full in the long run. Two loops, one of them idle, share their buffers; branches would not.
     acc, top, weight_sum = _attend_tiles(

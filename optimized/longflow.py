@@ -401,7 +401,7 @@ def _launch(
             occupied.stride(0) // byte_unit, head_stride // byte_unit, occupied.stride(-1),
             *new_key.stride(), *new_value.stride(),
             ROWS=GROUP_ROWS, BLOCK=work.block, UNIT=unit, MASK_UNIT=byte_unit,
-            CHUNK=32 if INTERPRETED else min(1024, 4096 // group_pad), SUMS=min(work.block, 8 * warps), WARPS=warps,
+            CHUNK=32 if INTERPRETED else min(1024, 4096 // group_pad), WARPS=warps,
             FUSED=at_once, DISCARD=discard, DEPENDENT=dependent, **options, **splitting,
             num_warps=warps, num_stages=3 if at_once else 2, **registers,
         )
