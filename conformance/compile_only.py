@@ -3,8 +3,9 @@
 The interpreter accepts what the compiler refuses: a variable that changes its shape in a loop, a layout that cannot be
 converted. Here every operation of every pair is called as in test_twins_torch.py, on tensors in memory, with a stand-in
 for Triton's driver that names a GPU: kernels are compiled for it, down to machine code, and never launched. What they
-would compute stays unknown; that is the GPU run's to say. But for one thing, which the code shows and random inputs
-seldom do: whether a kernel sums the logits of equal keys in one order (`key_orders`).
+would compute stays unknown; that is the GPU run's to say. But for what the code shows and random inputs seldom do:
+whether a kernel sums the logits of equal keys in one order (`key_orders`), and whether a line that stands in two of its
+loops rounds alike in both (`fused_here_only`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -36,6 +38,8 @@ HEAD_DIMS = (16, 128)
 DTYPES = (torch.float32, torch.bfloat16)
 #: Kernels whose logits make sums, the same for all tokens, and no token's score: no tie hangs on them.
 SUMS_ALONE = ("attention_kernel",)
+#: Lines whose numbers make sums, the same for all tokens: the weights of an online softmax.
+SUMMED = ("p = tl.exp2(logit - shift[:, None])",)
 #: Stands in, in every module of the optimized side, for what asks a GPU: the H200's answers.
 ANSWERS: dict[str, Callable[..., Any]] = {
     "check_kernel_device": lambda *_: None, "multiprocessors": lambda _: 132, "discards": lambda _: True,
@@ -78,10 +82,35 @@ def key_orders(code: str) -> dict[str, set[str]]:
     return orders
 
 
+def fused_here_only(code: str, folder: Path) -> set[str]:
+    """Lines of kernels in a folder, inlined in several places of one, whose additions were fused with the product
+    before in one place and not in another, where a mask came between. Equal tokens that meet such a line in different
+    loops differ in the last bit, unless it says `tl.fma`.
+
+    code: in PTX, with the lines that it comes from. A call within calls counts as one with its like from Triton 3.9 on,
+    which does not name those above it.
+    """
+    files = {number: Path(name) for number, name in re.findall(r'\.file\s+(\d+) "(.*)"', code)}
+    places: dict[tuple[str, ...], dict[tuple[str, str], set[str]]] = {}
+    here: set[str] = set()
+    for line in code.splitlines():
+        if at := re.match(r"\s*\.loc\s+(\d+) (\d+) (\d+)(, [^/]*)?[^@]*(.*)", line):
+            *place, caller, callers = at.groups()                      # Triton 3.9 writes the one, 3.6 the others
+            here = places.setdefault(tuple(place), {}).setdefault((caller, callers), set())
+        elif addition := re.match(r"\s*(fma|add|sub)\.(?:\w+\.)*f32", line):
+            here.add("fused" if addition[1] == "fma" else "apart")
+    return {
+        files[file].read_text(encoding="utf-8").splitlines()[int(number) - 1].strip()
+        for (file, number, _), kinds in places.items()
+        if {"fused"} in kinds.values() and {"apart"} in kinds.values() and files[file].is_relative_to(folder)
+    }
+
+
 class Compiled:
     """What was compiled: how many kernels by name, and what the compiler said of those it refused."""
 
     def __init__(self) -> None:
+        self.folder = Path(*importlib.import_module(discovery.OPTIMIZED).__path__)
         self.done: Counter[str] = Counter()
         self.refused: dict[str, str] = {}
         self.seconds = 0.0
@@ -96,6 +125,8 @@ class Compiled:
                 for keys, orders in key_orders(made.asm["ttgir"]).items():
                     if len(orders) > 1 and name not in SUMS_ALONE:
                         raise ArithmeticError(f"logits of keys {keys} are summed in orders {sorted(orders)}")
+                if lines := fused_here_only(made.asm["ptx"], self.folder) - set(SUMMED):
+                    raise ArithmeticError(f"fused with a product in one loop and not in another: {sorted(lines)}")
                 self.done[name] += 1
             except Exception as error:  # the compiler's errors have no common base
                 self.refused.setdefault(name, "\n".join(_causes(error)))
