@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,6 +41,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 SUMS_ALONE = ("attention_kernel",)
 #: Lines whose numbers make sums, the same for all tokens: the weights of an online softmax.
 SUMMED = ("p = tl.exp2(logit - shift[:, None])",)
+#: Where device functions are that a kernel calls for many a thing.
+HELPERS = "_numerics.py"
 #: Stands in, in every module of the optimized side, for what asks a GPU: the H200's answers.
 ANSWERS: dict[str, Callable[..., Any]] = {
     "check_kernel_device": lambda *_: None, "multiprocessors": lambda _: 132, "discards": lambda _: True,
@@ -87,23 +90,31 @@ def fused_here_only(code: str, folder: Path) -> set[str]:
     before in one place and not in another, where a mask came between. Equal tokens that meet such a line in different
     loops differ in the last bit, unless it says `tl.fma`.
 
-    code: in PTX, with the lines that it comes from. A call within calls counts as one with its like from Triton 3.9 on,
-    which does not name those above it.
+    code: in PTX, with the lines that it comes from. Triton up to 3.8 names all calls above one, later ones the next.
     """
     files = {number: Path(name) for number, name in re.findall(r'\.file\s+(\d+) "(.*)"', code)}
-    places: dict[tuple[str, ...], dict[tuple[str, str], set[str]]] = {}
+    places: dict[tuple[str, ...], dict[tuple[str, ...], set[str]]] = {}
     here: set[str] = set()
     for line in code.splitlines():
-        if at := re.match(r"\s*\.loc\s+(\d+) (\d+) (\d+)(, [^/]*)?[^@]*(.*)", line):
-            *place, caller, callers = at.groups()                      # Triton 3.9 writes the one, 3.6 the others
-            here = places.setdefault(tuple(place), {}).setdefault((caller, callers), set())
+        if at := re.match(r"\s*\.loc\s+(\d+ \d+ \d+)(.*)", line):
+            callers = tuple(re.findall(r"inlined_at (\d+ \d+ \d+)|@\[ (\S+)", at[2]))
+            here = places.setdefault(tuple(at[1].split()), {}).setdefault(callers, set())
         elif addition := re.match(r"\s*(fma|add|sub)\.(?:\w+\.)*f32", line):
             here.add("fused" if addition[1] == "fma" else "apart")
-    return {
-        files[file].read_text(encoding="utf-8").splitlines()[int(number) - 1].strip()
-        for (file, number, _), kinds in places.items()
-        if {"fused"} in kinds.values() and {"apart"} in kinds.values() and files[file].is_relative_to(folder)
-    }
+    found = set()
+    for (file, number, _), kinds in places.items():
+        fused, apart = ([callers for callers, kind in kinds.items() if kind == {only}] for only in ("fused", "apart"))
+        # What is called for many a thing is compared where the same one is done.
+        first = 1 if files[file].name == HELPERS else 0
+        if files[file].is_relative_to(folder) and any(_in_two_loops(*pair, first) for pair in product(fused, apart)):
+            found.add(files[file].read_text(encoding="utf-8").splitlines()[int(number) - 1].strip())
+    return found
+
+
+def _in_two_loops(one: Sequence[object], other: Sequence[object], first: int) -> bool:
+    """Whether two ways to a line, from its caller up, part at one call, not before the `first`."""
+    differ = [i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
+    return len(one) == len(other) and len(differ) == 1 and differ[0] >= first
 
 
 class Compiled:
