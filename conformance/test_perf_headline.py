@@ -18,8 +18,8 @@ from kvtwin.conformance.perf_source import PERF, perf_module
 if not (PERF / "conftest.py").is_file():
     pytest.skip("perf/ is not in the wheel", allow_module_level=True)
 
-headline, page, base, decoder, pointwise, systems = (
-    perf_module(f"headline.{name}") for name in ("__main__", "page", "base", "decoder", "pointwise", "systems")
+headline, page, rows, base, decoder, pointwise, systems = (
+    perf_module(f"headline.{name}") for name in ("__main__", "page", "rows", "base", "decoder", "pointwise", "systems")
 )
 roofline = perf_module("roofline")
 
@@ -104,6 +104,25 @@ def test_a_run_that_was_cut_short_adds_to_what_is_stored(tmp_path):
         page.merged(tmp_path, stored)
     with pytest.raises(SystemExit, match="holds no experiment"):
         page.merged(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        (None, "64.0 times: 128 tokens against 2; "),
+        (1.0, "at least 64.0 times: 128 tokens, the most that was tried, against 2; "),
+    ],
+    ids=["no more fits", "no more was tried"],
+)
+def test_a_length_that_memory_did_not_end_is_a_lower_bound(last, said):
+    tried = {64: 1.0, 128: 1.0} | ({} if last else {256: None})
+    context = {"hidden states": {"longest": 128, "tried": tried}} | {
+        name: {"longest": 2, "tried": {}} for name in ("attention weights kept", "attention weights, a layer at a time")
+    }
+    measured = {"context": context, "context ratios": {"hidden states over weights kept": 64.0}}
+    table = rows.rows({"experiments": {"epikv": figures(figures=measured)}})
+    (cell,) = (row[2] for row in table if "feasible context" in row[0])
+    assert cell.startswith(said)
 
 
 # ---- what an experiment does with its figures ------------------------------------------------------------------------

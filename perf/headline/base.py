@@ -23,8 +23,8 @@ from ..roofline import Roofline, measure
 
 #: What one figure may take: rounds at most, and seconds after which there are no more rounds.
 ROUNDS, SECONDS = 7, 0.8
-#: Of an experiment, after which nothing more is begun.
-LIMIT = 85.0
+#: Of an experiment, after which nothing more is begun: twice what one took that compiled all of its kernels.
+LIMIT = 200.0
 #: Of its own byte bound, what a full-KV peer must reach.
 LEAST_SHARE = 0.85
 #: Kept free beside caches: for workspaces of libraries, and what fragments.

@@ -164,7 +164,7 @@ def context(run: Run, model: Model) -> None:
     tried: dict[str, list[int]] = {
         "attention weights kept": [2 * k, 4 * k, 6 * k, 8 * k, 12 * k],
         "attention weights, a layer at a time": [4 * k, 8 * k, 12 * k, 16 * k, 20 * k, 24 * k, 32 * k],
-        "hidden states": [64 * k, 256 * k, 512 * k, 640 * k, 768 * k],
+        "hidden states": [64 * k, 256 * k, 512 * k, 640 * k, 768 * k, 896 * k],
     }
     for name, lengths in tried.items():
         found: dict[int, dict[str, float] | None] = {}

@@ -112,8 +112,10 @@ def _prompt(figures: Figures) -> str:
 def _context(figures: Figures) -> str:
     found = {name: one["longest"] for name, one in figures["context"].items()}
     ratios = figures["context ratios"]
+    ended = None in figures["context"]["hidden states"]["tried"].values()
     return (
-        f"{_times(ratios['hidden states over weights kept'])}: {found['hidden states']:,} tokens against "
+        f"{'' if ended else 'at least '}{_times(ratios['hidden states over weights kept'])}: "
+        f"{found['hidden states']:,} tokens{'' if ended else ', the most that was tried,'} against "
         f"{found['attention weights kept']:,}; a layer at a time {found['attention weights, a layer at a time']:,}"
     )
 
