@@ -122,11 +122,12 @@ OURS, HELPERS, ELSEWHERE = 1, 2, 3
         ([(2, [7, 9], "less"), (2, [8, 9], "fused")], True),
         ([(2, [7], "fused"), (2, [8], "other")], False),
         ([(2, [7], "fused"), (3, [8], "apart")], False),
+        ([(0, [7], "fused"), (0, [8], "apart")], False),
         ([(2, [7], "fused"), (2, [7], "apart"), (2, [8], "fused")], False),
         ([(2, [7], "fused", HELPERS), (2, [8], "apart", HELPERS)], False),
         ([(2, [7], "fused", ELSEWHERE), (2, [8], "apart", ELSEWHERE)], False),
     ],
-    ids=["alike", "unlike", "a difference", "no sum", "two lines", "both in one place", "a helper", "not ours"],
+    ids=["alike", "unlike", "a difference", "no sum", "two lines", "no line", "both in one", "a helper", "not ours"],
 )
 def test_a_line_that_is_fused_in_one_loop_alone_is_refused(code, refused, old, monkeypatch, tmp_path):
     assert refused_of(code, tmp_path, old=old) == ({"x = a * b + c"} if refused else set())
