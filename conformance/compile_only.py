@@ -103,9 +103,9 @@ def fused_here_only(code: str, folder: Path) -> set[str]:
             here.add("fused" if addition[1] == "fma" else "apart")
     found = set()
     for (file, number, _), kinds in places.items():
-        fused, apart = ([callers for callers, kind in kinds.items() if kind == {only}] for only in ("fused", "apart"))
         if number == "0":                                              # several lines at once
             continue
+        fused, apart = ([callers for callers, kind in kinds.items() if kind == {only}] for only in ("fused", "apart"))
         # What is called for many a thing is compared where the same one is done.
         first = 1 if files[file].name == HELPERS else 0
         if files[file].is_relative_to(folder) and any(_in_two_loops(*pair, first) for pair in product(fused, apart)):

@@ -1,4 +1,5 @@
-"""Device functions that give the same, correctly rounded bits compiled for a GPU and in Triton's CPU interpreter."""
+"""Device functions that give the same, correctly rounded bits compiled for a GPU and in Triton's CPU interpreter, but
+for those that say otherwise."""
 
 from __future__ import annotations
 
