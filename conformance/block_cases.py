@@ -13,7 +13,7 @@ from torch import Tensor
 from . import contents
 from .cases import Case, StateTrace
 from .oracle import Attention, attend
-from .strategies import GROUPS, SCALES, TRIPLES, _common, _counts
+from .strategies import GROUPS, SCALES, TRIPLES, _common, _counts, contents_of
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "spread", "channels_first")
 
@@ -89,7 +89,7 @@ def attend_cases(
     largest = min(slots, room, 20 if cpu else 256)
     return AttendCase(
         **sizes,
-        content=draw(st.sampled_from(content)),
+        content=draw(contents_of(content)),
         layout=draw(st.sampled_from(LAYOUTS)),
         poison=draw(st.sampled_from(contents.POISONS)),
         scale=draw(st.sampled_from(SCALES)),

@@ -116,7 +116,7 @@ def header(backend: Backend, under_test: str) -> list[str]:
 
 
 def set_up_hypothesis(config: pytest.Config) -> None:
-    """Register the profiles ``quick``, ``ci``, ``default`` and ``thorough``, and load one.
+    """Register the profiles ``quick``, ``ci``, ``default``, ``thorough`` and ``soak``, and load one.
 
     --hypothesis-profile chooses; without it ``ci`` is loaded where the environment says CI, else ``default``.
     """
@@ -135,6 +135,9 @@ def set_up_hypothesis(config: pytest.Config) -> None:
     # Without a GPU, to shrink a failure takes minutes: ci shows it as it was found.
     found: dict[str, Any] = {"derandomize": True, "database": None, "phases": [Phase.explicit, Phase.generate]}
     settings.register_profile("quick", max_examples=4, **found, **common)
+    # Draws as much as quick, but what it draws depends on the seed.
+    soak = {**found, "derandomize": False, "phases": [Phase.generate]}
+    settings.register_profile("soak", max_examples=4, **soak, **common)
     settings.register_profile("ci", max_examples=20, **found, **common)
     settings.register_profile("default", max_examples=50, **common)
     settings.register_profile("thorough", max_examples=1000, **common)

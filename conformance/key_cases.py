@@ -13,10 +13,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from . import contents
+from . import contents, draws
 from .cases import Case
 from .layouts import REPEATED
-from .strategies import TRIPLES, _common, _counts, _layouts
+from .strategies import TRIPLES, _common, _counts, _layouts, contents_of
 
 #: The first is what failing examples shrink to. "sizes" and "subnormal" are for cosines: other similarities overflow.
 CONTENTS = ("ordinary", "collinear", "duplicates", "near_ties", "zero_keys", "integers", "equal_keys", "opposite",
@@ -178,22 +178,24 @@ def key_cases(
     sizes = draw(_common(device, TRIPLES))
     sizes["group"] = 1
     least, most = slots or (1, None)
-    total = draw(_counts(sizes, most, gpu=8192, least=least))
-    budget = draw(st.integers(1, total + 2))
+    plain = draws.plain_only()
+    total = draw(_counts(sizes, most, gpu=8192, least=max(2, least) if plain else least))
+    budget = draw(st.integers(1, max(1, total - 1) if plain else total + 2))
     own = draw(st.sampled_from((True, True, False)))
     metric = similarity[0] if own else draw(st.sampled_from(similarity))
+    masks = st.sampled_from(occupancy[:1]) | st.sampled_from(occupancy)
     fitting = [name for name in content if metric == "cosine" or name not in COSINE_ONLY]
     return KeyCase(
         **sizes,
-        content=draw(st.sampled_from(fitting)),
+        content=draw(contents_of(fitting)),
         layout=draw(_layouts(sizes["dtype"]) if layout is None else st.sampled_from(layout)),
         poison=draw(st.sampled_from(contents.POISONS)),
         seed=draw(st.integers(0, 2**31 - 1)),
         slots=total,
         budget=budget,
-        recent=draw(st.sampled_from((0, 0, 1, min(budget, 3), budget))),
-        occupancy=draw(st.sampled_from(occupancy[:1]) | st.sampled_from(occupancy)),
-        protect=draw(st.sampled_from(("none", "none", "random", "newest", "all_but_one", "all"))),
+        recent=0 if plain else draw(st.sampled_from((0, 0, 1, min(budget, 3), budget))),
+        occupancy=draw(st.sampled_from(occupancy[:1]) if plain else masks),
+        protect="none" if plain else draw(st.sampled_from(("none", "none", "random", "newest", "all_but_one", "all"))),
         per_head=draw(st.booleans()),
         anchor=anchor[0] if own else draw(st.sampled_from(anchor)),
         similarity=metric,

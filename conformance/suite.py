@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from . import environment, interpreter, options, results, stack, summary, tally
+from . import draws, environment, interpreter, options, results, stack, summary, tally
 from .impl import NotProvided, Twins
 from .report import build_report, write_report
 
@@ -33,6 +33,7 @@ VACUOUS = (
     "vacuous: {decisive} of {total} decisions were decisive ({share:.0%}); with less than half of them, this test "
     "would accept wrong evictions (draw data whose scores lie further apart than their bounds)"
 )
+UNDECIDED = "too few decisions: of {total}, in the cases that it takes, {decisive} had one right answer only"
 TALLY = pytest.StashKey[tally.Tally]()
 FACTS = pytest.StashKey[dict[str, Any]]()
 
@@ -64,6 +65,16 @@ def longest_first(items: Sequence[Any], long: Sequence[Any], workers: int) -> li
         ordered += [*share, *others[:size - len(share)]]
         others = others[max(0, size - len(share)):]
     return [*ordered, *others]
+
+
+def judge_tally(counted: tally.Tally, implementation: str | None) -> None:
+    """Raise if a test that passed has decided too little: of our own it is vacuous, of theirs not provided."""
+    if not counted.vacuous:
+        return
+    if implementation is not None:
+        raise NotProvided(UNDECIDED.format(decisive=counted.decisive, total=counted.total))
+    share = counted.decisive / counted.total
+    pytest.fail(VACUOUS.format(decisive=counted.decisive, total=counted.total, share=share), pytrace=False)
 
 
 class Suite:
@@ -139,15 +150,15 @@ class Suite:
                 raise
             # No example was left to judge.
             raise NotProvided(", ".join(counted.refused)) from None
-        if counted.vacuous:
-            share = counted.decisive / counted.total
-            pytest.fail(VACUOUS.format(decisive=counted.decisive, total=counted.total, share=share), pytrace=False)
+        judge_tally(counted, self.implementation)
         return outcome
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
         test = pyfuncitem.obj
-        pyfuncitem.obj = functools.partial(stack.call, test)
+        pyfuncitem.obj = functools.partial(
+            stack.call, draws.until_decided, test, pyfuncitem.nodeid
+        )
         try:
             return (yield)
         finally:

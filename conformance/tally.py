@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 
 # A test whose decisions are mostly left open by the bounds would accept wrong ones: it has tested nothing.
 LEAST_DECISIVE_SHARE = 0.5
+# Or it has seen this many that were not open, among cases drawn so that most are not (draws.py). A wrong choice that is
+# right by chance every second time passes so many decisions once in 65,536 runs.
+LEAST_PLAIN_DECISIONS = 16
 
 
 @dataclass
@@ -23,6 +26,10 @@ class Tally:
 
     total: int = 0
     decisive: int = 0
+    # The part of both that came from plain cases (draws.py).
+    plain_total: int = 0
+    plain_decisive: int = 0
+    asked: bool = False  # a comparator of decisions was called, even if masks decided everything
     bound_utilisation: float | None = None
     ties: int = 0
     # With --kv-impl only: the test took something from the implementation under test; calls of its functions that
@@ -32,12 +39,20 @@ class Tally:
     refused: Counter[str] = field(default_factory=Counter)
 
     @property
+    def enough(self) -> bool:
+        """True if decisions were compared and enough of them had one right answer only."""
+        if self.total and self.decisive >= LEAST_DECISIVE_SHARE * self.total:
+            return True
+        return self.plain_decisive >= max(LEAST_PLAIN_DECISIONS, LEAST_DECISIVE_SHARE * self.plain_total)
+
+    @property
     def vacuous(self) -> bool:
-        """True if decisions were compared and less than half of them could have been wrong."""
-        return self.total > 0 and self.decisive < LEAST_DECISIVE_SHARE * self.total
+        """True if decisions were compared and too few of them could have been wrong."""
+        return self.total > 0 and not self.enough
 
 
 _running: ContextVar[Tally | None] = ContextVar("kvtwin_tally", default=None)
+_plain: ContextVar[bool] = ContextVar("kvtwin_plain", default=False)
 
 
 @contextmanager
@@ -51,14 +66,38 @@ def opened() -> Iterator[Tally]:
         _running.reset(token)
 
 
+def running() -> Tally | None:
+    """The tally of the running test."""
+    return _running.get()
+
+
+@contextmanager
+def plain_round() -> Iterator[None]:
+    """Inside of the ``with`` block only plain cases are drawn (draws.py); their decisions are also counted apart."""
+    token = _plain.set(True)
+    try:
+        yield
+    finally:
+        _plain.reset(token)
+
+
+def in_plain_round() -> bool:
+    """True inside of `plain_round`."""
+    return _plain.get()
+
+
 def decisions(total: int, decisive: int) -> None:
     """Report ``total`` kept/evicted decisions compared, of which ``decisive`` had one right answer only."""
     if not 0 <= decisive <= total:
         raise ValueError(f"decisive must lie in 0..total, got {decisive} of {total}")
     tally = _running.get()
     if tally is not None:
+        tally.asked = True
         tally.total += int(total)
         tally.decisive += int(decisive)
+        if _plain.get():
+            tally.plain_total += int(total)
+            tally.plain_decisive += int(decisive)
 
 
 def utilisation(fraction: float) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtwin.conformance import discovery, judges, lockstep
+from kvtwin.conformance import discovery, draws, judges, lockstep
 from kvtwin.conformance.block_model import Head, vectors
 from kvtwin.conformance.compare import assert_within
 
@@ -123,7 +123,7 @@ def test_a_state_is_a_list_of_tokens(pair, side, twins, device):
     module = judges.module(getattr(twins, side), pair)
     machine = type("Machine", (TokenLists,), {"pair": pair, "tested": module, "device": device})
     examples = settings().max_examples
-    run_state_machine_as_test(machine, settings=settings(
+    draws.run_machine(machine, settings=settings(
         max_examples=max(6, examples) if side == "reference" else max(3, examples // 3),
         stateful_step_count=12 if side == "reference" else 6,
     ))

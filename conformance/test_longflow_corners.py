@@ -32,10 +32,12 @@ def token(device, *time, seed=0):
     return [torch.randn(2, heads, *time, 16, generator=generator, device=device) for heads in (2, 1, 1)]
 
 
-FAR = decode_cases(content=("ordinary",), layout=("far",), slots=(2, 3))
+FAR = decode_cases(
+    content=("ordinary",), layout=("far",), slots=(2, 3), dtypes=(torch.float16, torch.bfloat16)
+)
 
 
-@given(case=FAR.filter(lambda case: case.dtype.itemsize == 2))
+@given(case=FAR)
 @few
 def test_longflow_reads_beyond_two_to_the_31_elements(case, twins):
     """Slots that lie 2^31 elements apart and more, aligned strides or not."""

@@ -9,9 +9,10 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test,
+    RuleBasedStateMachine, initialize, invariant, precondition, rule,
 )
 
+from kvtwin.conformance import draws
 from kvtwin.reference.longflow import LongFlowConfig
 
 pytestmark = pytest.mark.kind("equivalence")
@@ -151,4 +152,4 @@ def test_longflow_state_is_a_list_of_tokens(name, twins, device):
     machine = type("Machine", (TokenList,), {"side": getattr(twins, name), "device": device})
     examples = settings().max_examples
     steps = settings(max_examples=max(5, examples // 2), stateful_step_count=8 if name == "optimized" else 20)
-    run_state_machine_as_test(machine, settings=steps)
+    draws.run_machine(machine, settings=steps)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvtwin.conformance import draws
 from kvtwin.conformance.compare import assert_same
 from kvtwin.conformance.judges.thinkv_paging import assert_attention_right, assert_same_contents, assert_same_tables
 from kvtwin.conformance.paged_cases import FORMATS, config_of
@@ -155,7 +156,7 @@ class TokenLists(RuleBasedStateMachine):
 
 def test_a_paged_cache_is_a_list_of_tokens(twins, device):
     machine = type("Machine", (TokenLists,), {"twins": twins, "device": device})
-    run_state_machine_as_test(machine, settings=settings(
+    draws.run_machine(machine, settings=settings(
         max_examples=max(6, settings().max_examples * 3 // 10), stateful_step_count=16,
     ))
 

@@ -1,0 +1,102 @@
+"""The soak runs each test that draws once per seed, goes on where it was stopped, and finds tests that luck decides."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import settings
+
+from kvtwin.conformance import soak
+
+pytest_plugins = ["pytester"]
+
+TESTS = """
+from hypothesis import given, settings, strategies as st
+from kvtwin.conformance import tally
+
+SEEN = {seen!r}
+once = settings(max_examples=1, derandomize=False, database=None)
+
+@once
+@given(number=st.integers(0, 2**62))
+def test_right(twins, number):
+    with open(SEEN, "a") as file:
+        file.write(f"{{number}}\\n")
+
+@once
+@given(number=st.integers(0, 7))
+def test_right_by_luck(twins, number):
+    assert number != 3
+
+@once
+@given(number=st.integers(0, 7))
+def test_undecided_by_luck(twins, number):
+    tally.decisions(10, 4 if number in (0, 3) else 10)
+
+def test_that_draws_nothing(twins):
+    raise AssertionError("not for the soak")
+"""
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
+    """Soak the tests above under some seeds; the records by the names of the tests."""
+    pytester.makepyfile(test_mine=TESTS.format(seen=str(pytester.path / "seen")))
+    results = pytester.path / "out.jsonl"
+    monkeypatch.setenv(soak.RESULTS, str(results))
+
+    def soaked(seeds: int, *arguments: str):
+        monkeypatch.setenv(soak.SEEDS, f"1:{seeds}")
+        profile = ("--hypothesis-profile", settings.get_current_profile_name())
+        plugins = ("-p", "no:cacheprovider", "-p", "kvtwin.conformance.soak")
+        pytester.runpytest_inprocess(*plugins, *profile, "--kv-device", "auto", *arguments)
+        return {record["nodeid"].split("::")[1]: record for record in soak.read(results)}
+
+    return soaked
+
+
+def test_each_seed_draws_other_cases_and_luck_is_found(run, pytester):
+    records = run(40)
+    assert set(records) == {"test_right", "test_right_by_luck", "test_undecided_by_luck"}
+    assert records["test_right"]["failures"] == []
+    numbers = (pytester.path / "seen").read_text().split()
+    assert len(numbers) == 80, "a test that draws one example, always the simplest, draws two"
+    assert len(set(numbers)) == 41
+    assert records["test_right_by_luck"]["failures"][0].startswith("seed ")
+    # It draws on until it has decided enough, and then it is right under every seed.
+    assert records["test_undecided_by_luck"]["failures"] == []
+    assert records["test_undecided_by_luck"]["plain_rounds"] > 0
+    expected = "3 tests that draw, 80 runs without a false alarm, 1 tests with one; 1 tests drew plain cases"
+    assert soak.summary(list(records.values()))[0].startswith(expected)
+
+
+def test_it_goes_on_where_it_was_stopped(run, pytester):
+    assert set(run(2, "-k", "test_right and not luck")) == {"test_right"}
+    results = pytester.path / "out.jsonl"
+    with results.open("a") as file:
+        file.write('{"nodeid": "cut of\n')  # as a run leaves it that is killed while it writes
+    assert len(run(2)) == 3
+    names = [record["nodeid"] for record in soak.read(results)]
+    assert len(names) == len(set(names)) == 3, "what was done is not done again"
+    assert len((pytester.path / "seen").read_text().split()) == 4
+
+
+@pytest.mark.parametrize("seeds", ["0", "-3", "many"])
+def test_a_wrong_number_of_seeds_is_refused(tmp_path, seeds, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        soak.main([f"--seeds={seeds}"])
+    assert "--seeds" in capsys.readouterr().err
+
+
+def test_a_record_adds_up():
+    record = soak.Record("a", 1, 2)
+    with soak.tally.opened() as counted:
+        record.add(counted)
+        assert record.shares == [], "nothing was asked"
+        soak.tally.decisions(4, 3)
+        record.add(counted)
+        soak.tally.decisions(4, 4)
+        record.add(counted)
+    assert (record.shares, record.least_decisions) == ([0.75, 0.875], 3)
+    assert json.loads(json.dumps(vars(record)))["nodeid"] == "a"
