@@ -1,9 +1,9 @@
-"""What a tape asks of the interpreter's builder, as one function of arrays.
+"""A tape as one function of arrays.
 
 The builder wraps each array that it computes, checks the array's size against its type, and unwraps it for the next
-request. Of the requests that are known here, only what they compute is left: Python source, compiled once for each kind
-of tape. It is known what a method of the builder computes if its source is one of those read here (KNOWN: triton 3.6 to
-3.9); another method, or one of another source, is called as ever.
+request. Where it is known what a method of the builder computes, only the computation is left: Python source, compiled
+once for each kind of tape. METHODS names the methods that are known, and internals.py lists their sources. Every other
+method is called as ever.
 
 A block that one number or one row was copied into is not made where integers are added or compared: numpy gives the
 same result for the number or the row. For floating point the copies are made, as numpy's loops over them may differ in
@@ -12,8 +12,6 @@ the sign of a zero or a NaN.
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,23 +20,11 @@ from typing import Any
 
 import numpy as np
 
-#: The beginnings of the SHA-256 of the sources.
-KNOWN: dict[str, tuple[str, ...]] = {
-    "TensorHandle": ("3202e4a6ff09", "0efd336dc08e"),
-    "_validate_np_data_size": ("5d719f1e7c0d",),
-    "binary_op": ("df11eb49f20b", "ca085f65855c"),
-    "unary_op": ("fae9670ade6d",),
-    "ternary_op": ("83d9c33d1a21",),
-    "cast_impl": ("b221bbb79664",),
-    "create_bitcast": ("854190c7cddb",),
-    "create_expand_dims": ("c0530007993d",),
-    "create_broadcast": ("33c8c86871f4",),
-    "create_splat": ("f94c3086cfc9",),
-    "create_addptr": ("7ad12466a2d0",),
-    "create_idiv": ("bdb197d934db",),
-    "create_masked_load": ("3d7f09b9abc7", "b80d0b6693a5"),
-    "create_masked_store": ("c749a5dad7ac", "1d5e501bd65a"),
-}
+#: Methods of the builder whose computation is written down here.
+METHODS = {
+    "binary_op", "unary_op", "ternary_op", "cast_impl", "create_bitcast", "create_expand_dims", "create_broadcast",
+    "create_splat", "create_addptr", "create_idiv", "create_masked_load", "create_masked_store",
+}  # fmt: skip
 COMPARISONS = {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal}
 BITWISE = {np.bitwise_and, np.bitwise_or, np.bitwise_xor}
 OF_INTEGERS = {np.left_shift, np.right_shift, *BITWISE}
@@ -83,14 +69,10 @@ class Compiler:
     """Of one interpreter."""
 
     def __init__(self, interpreter: ModuleType) -> None:
-        self.handle: Any = getattr(interpreter, "TensorHandle", None)
-        self.builder = type(getattr(interpreter, "interpreter_builder", None))
+        self.handle: Any = interpreter.TensorHandle
+        self.builder = type(interpreter.interpreter_builder)
         self.tensor, self.block = interpreter.tl.core.tensor, interpreter.tl.core.block_type
-        self.memory: Any = getattr(interpreter, "_interpreter", None)
-        parts = {name: getattr(self.builder, name, getattr(interpreter, name, None)) for name in KNOWN}
-        self.known = {name for name, part in parts.items() if digest(part) in KNOWN[name]}
-        if not {"TensorHandle", "_validate_np_data_size"} <= self.known:
-            self.known = set()
+        self.memory: Any = interpreter._interpreter
         # numpy's warnings are filtered by the module that computes: these are the interpreter's.
         self.module = interpreter.__name__
 
@@ -103,20 +85,12 @@ class Compiler:
 
         None if nothing of it is known. place: where a watched argument is among handles and answers, else None.
         """
-        if not self.known or not all(self._is_array(handle) for handle in handles):
+        if not all(self._is_array(handle) for handle in handles):
             return None
         return _Writer(self, handles).player(requests, answers, returned, place, otherwise)
 
     def _is_array(self, value: Any) -> bool:
         return type(value) is self.handle and type(value.data) is np.ndarray and type(value.dtype) is not self.block
-
-
-def digest(part: Any) -> str | None:
-    """The first digits of what identifies the source of a function or a class; None if there is none."""
-    try:
-        return hashlib.sha256(inspect.getsource(part).encode()).hexdigest()[:12]
-    except (TypeError, OSError):
-        return None
 
 
 class _Writer:
@@ -237,7 +211,7 @@ class _Writer:
             if arguments != values[: len(arguments)] or len(rest) > 1:
                 return None
             operation = rest[0] if rest else None
-        write = getattr(self, f"_{kind}", None) if kind in self.compiler.known else None
+        write = getattr(self, f"_{kind}", None) if kind in METHODS else None
         return write(operation, real, *arguments) if write is not None else None
 
     def _computed(self, source: str, real: Any, like: Value) -> Value:
