@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
         prepared = interpreter.prepare()  # the arithmetic of the run that saved the case
     except ValueError as error:
         parser.error(str(error))
-    if prepared is not None and prepared.problems:
+    if prepared is not None and not prepared.in_order:
         print(f"interpreter: {prepared}", file=sys.stderr)
     side = Twins(None if options.impl == OPTIMIZED else options.impl).optimized
     failures = 0

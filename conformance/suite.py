@@ -191,7 +191,7 @@ class Suite:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         summary.write(terminalreporter, self.collector.results, self.implementation)
         # A quiet run has no header.
-        if self.interpreter is not None and self.interpreter.problems and not self.interpreter_shown:
+        if self.interpreter is not None and not self.interpreter.in_order and not self.interpreter_shown:
             terminalreporter.write_line(environment.interpreter_line(self.interpreter))
         if self.written:
             terminalreporter.write_line(f"kvtwin report: {', '.join(self.written)}")

@@ -1,8 +1,9 @@
 """Everything that touches Triton's interpreter: one call, `prepare`, before a kernel is interpreted on the CPU.
 
-`prepare` applies the accelerator, which leaves out work that the interpreter does twice and computes the same bits.
-KVTWIN_INTERPRETER=plain turns the accelerator off. It is also off where Triton is not one of the versions that it
-knows (internals.py). docs/interpreter.md explains what it does.
+`prepare` gives the interpreter arithmetic whose results depend on the operands alone, and not on the CPU
+(arithmetic.py). It also applies the accelerator, which leaves out work that the interpreter does twice and computes the
+same bits. KVTWIN_INTERPRETER=plain turns the accelerator off. It is also off where Triton is not one of the versions
+that it knows (internals.py). docs/interpreter.md explains both.
 """
 
 from __future__ import annotations
@@ -30,27 +31,38 @@ FALSE = ("", "0", "false", "off", "no", "n")
 class Prepared:
     """What `prepare` did in this process. ``str`` of it is one line for people.
 
-    problems: why the accelerator is off although it was asked for.
+    problems: why the accelerator is off although it was asked for. doubts: why results may depend on the CPU.
     """
 
     mode: str
     version: str
     problems: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
 
     @property
     def accelerated(self) -> bool:
         return self.mode == "fast" and not self.problems
 
+    @property
+    def in_order(self) -> bool:
+        """Whether there is nothing that a reader must know."""
+        return not self.problems and not self.doubts
+
     def __str__(self) -> str:
         if self.accelerated:
-            return f"accelerated ({VARIABLE}=plain turns this off)"
-        if self.mode == "plain":
-            return f"plain ({VARIABLE}=plain)"
-        more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
-        return (
-            f"plain and slow: the accelerator is written for triton {VERSIONS}, and triton {self.version} differs: "
-            f"{self.problems[0]}{more}"
-        )
+            said = f"accelerated ({VARIABLE}=plain turns this off)"
+        elif self.mode == "plain":
+            said = f"plain ({VARIABLE}=plain)"
+        else:
+            said = (
+                f"plain and slow: the accelerator is written for triton {VERSIONS}, and triton {self.version} differs: "
+                f"{_first(self.problems)}"
+            )
+        return f"{said}; results may depend on this CPU: {_first(self.doubts)}" if self.doubts else said
+
+
+def _first(reasons: tuple[str, ...]) -> str:
+    return reasons[0] + (f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else "")
 
 
 def mode() -> str:
@@ -73,11 +85,13 @@ def prepare() -> Prepared | None:
         return None
     done: Prepared | None = getattr(module, "_kvtwin", None)
     if done is None:
-        from . import language
+        from . import arithmetic, language
 
-        found = problems(module) if asked == "fast" else []
-        done = Prepared(asked, importlib.import_module("triton").__version__, tuple(found))
+        doubts = arithmetic.problems(module)
+        found = problems(module) + doubts if asked == "fast" else []
+        done = Prepared(asked, importlib.import_module("triton").__version__, tuple(found), tuple(doubts))
         language.read_numbers(module)
+        arithmetic.install(module)
         if done.accelerated:
             language.accelerate(module)
         module._kvtwin = done  # type: ignore[attr-defined]

@@ -5,9 +5,8 @@ request. Where it is known what a method of the builder computes, only the compu
 once for each kind of tape. METHODS names the methods that are known, and internals.py lists their sources. Every other
 method is called as ever.
 
-A block that one number or one row was copied into is not made where integers are added or compared: numpy gives the
-same result for the number or the row. For floating point the copies are made, as numpy's loops over them may differ in
-the sign of a zero or a NaN.
+A block that one number or one row was copied into is not made where its elements are added, compared or selected: the
+result is the same for the number or the row. (But for the sign and the payload of a NaN.)
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from . import arithmetic, elementary
+
 #: Methods of the builder whose computation is written down here.
 METHODS = {
     "binary_op", "unary_op", "ternary_op", "cast_impl", "create_bitcast", "create_expand_dims", "create_broadcast",
@@ -28,10 +29,18 @@ METHODS = {
 COMPARISONS = {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal}
 BITWISE = {np.bitwise_and, np.bitwise_or, np.bitwise_xor}
 OF_INTEGERS = {np.left_shift, np.right_shift, *BITWISE}
-OF_NUMBERS = {np.add, np.subtract, np.multiply, np.fmod, np.minimum, np.maximum, np.fmin, np.fmax}
+#: What stands for numpy's function where numbers are floats, and numpy's function, which is as good for integers.
+CHOICES = {
+    arithmetic.minimum: np.minimum, arithmetic.maximum: np.maximum, arithmetic.fmin: np.fmin,
+    arithmetic.fmax: np.fmax,
+}  # fmt: skip
+OF_NUMBERS = {np.add, np.subtract, np.multiply, np.fmod, *CHOICES}
 OF_FLOATS = {np.divide}
 TRUTH = np.dtype(bool)
-UNARY = {np.exp, np.exp2, np.log, np.log2, np.sqrt, np.floor, np.ceil, np.negative, np.abs}
+UNARY = {
+    elementary.exp, elementary.exp2, elementary.log, elementary.log2, elementary.sin, elementary.cos, np.sqrt, np.floor,
+    np.ceil, np.negative, np.abs,
+}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -224,10 +233,10 @@ class _Writer:
         self.lines += [f"{name} = {source}"]
         return Value(real, name, self._name(real.dtype))
 
-    def _operands(self, exact: bool, real: Any, *values: Value) -> list[str]:
-        """The arrays of operands; where the result is `exact`, as they were before they were copied into blocks."""
-        thin = [value.thin or (self._array(value), value.real.data.shape) for value in values] if exact else []
-        if any(value.thin for value in values) and thin:
+    def _operands(self, real: Any, *values: Value) -> list[str]:
+        """The arrays of operands, as they were before they were copied into blocks if the result is the same."""
+        if any(value.thin for value in values):
+            thin = [value.thin or (self._array(value), value.real.data.shape) for value in values]
             try:
                 shape = np.broadcast_shapes(*(shape for _, shape in thin))
             except ValueError:
@@ -239,15 +248,15 @@ class _Writer:
 
     def _binary_op(self, operation: Any, real: Any, lhs: Value, rhs: Value) -> Value | None:
         kind = lhs.numpy_type
-        if rhs.numpy_type != kind or type(operation) is not np.ufunc:
+        if rhs.numpy_type != kind:
             return None
         whole = kind.kind in "iu"
         # Of truth values triton 3.9 makes numbers first, for which all but these are something else.
         may_be = BITWISE if kind == TRUTH else COMPARISONS | OF_NUMBERS | (OF_INTEGERS if whole else OF_FLOATS)
         if operation not in may_be or real.data.dtype != (TRUTH if operation in COMPARISONS else kind):
             return None
-        exact = whole or kind == TRUTH or operation in COMPARISONS
-        left, right = self._operands(exact, real, lhs, rhs)
+        operation = CHOICES.get(operation, operation) if whole else operation
+        left, right = self._operands(real, lhs, rhs)
         return self._computed(f"{self._name(operation)}({left}, {right})", real, lhs)
 
     def _unary_op(self, operation: Any, real: Any, value: Value) -> Value | None:
@@ -260,14 +269,17 @@ class _Writer:
             return None
         if not lhs.numpy_type == rhs.numpy_type == real.data.dtype:
             return None
-        arrays = self._operands(True, real, condition, lhs, rhs)
+        arrays = self._operands(real, condition, lhs, rhs)
         return self._computed(f"{self._name(np.where)}({', '.join(arrays)})", real, rhs)
 
     def _cast_impl(self, _: Any, real: Any, value: Value, target: Value) -> Value | None:
         if "bf16" in (value.real.dtype.name, real.dtype.name):
             return None
         self._look_at_type(value)
-        return self._of_type(f"{self._array(value)}.astype({self._name(real.data.dtype)})", real)
+        made = self._name(real.data.dtype)
+        if value.numpy_type.kind == "f" and real.data.dtype.kind in "iu":
+            return self._of_type(f"{self._name(arithmetic.to_integer)}({self._array(value)}, {made})", real)
+        return self._of_type(f"{self._array(value)}.astype({made})", real)
 
     def _look_at_type(self, value: Value) -> None:
         if value.source is not None:
@@ -295,7 +307,7 @@ class _Writer:
         width = max(1, pointer.real.get_element_ty().primitive_bitwidth // 8)
         if pointer.numpy_type != np.uint64 or offset.numpy_type.kind not in "iu":
             return None
-        base, steps = self._operands(True, real, pointer, offset)
+        base, steps = self._operands(real, pointer, offset)
         self.space["uint64"] = np.dtype(np.uint64)
         steps = steps if offset.numpy_type == np.uint64 else f"{steps}.astype(uint64)"
         return self._computed(f"{base} + {width} * {steps}", real, pointer)
@@ -303,7 +315,7 @@ class _Writer:
     def _create_idiv(self, _: Any, real: Any, lhs: Value, rhs: Value) -> Value | None:
         if lhs.numpy_type != rhs.numpy_type or lhs.numpy_type.kind not in "iu":
             return None
-        left, right = self._operands(True, real, lhs, rhs)
+        left, right = self._operands(real, lhs, rhs)
         return self._computed(f"({left} - {self._name(np.fmod)}({left}, {right})) // {right}", real, lhs)
 
     def _create_masked_load(
