@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from .interpreter import FALSE, INTERPRET, Prepared, interprets
+
 if TYPE_CHECKING:
     import torch
 
-INTERPRET = "TRITON_INTERPRET"
 DISTRIBUTIONS = ("kvtwin", "torch", "triton", "numpy", "hypothesis", "pytest", "transformers", "safetensors")
 HEADER_VERSIONS = ("kvtwin", "python", "torch", "triton", "hypothesis")
-FALSE = ("", "0", "false", "off", "no", "n")  # as triton reads an environment variable
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ def _check_triton(*, interpreted: bool) -> None:
     standard = sys.modules.get("triton.language.standard")
     if standard is None:
         return
-    # triton.jit made tl.cdiv when triton was imported, so its type tells what the variable said then.
-    if (type(standard.cdiv).__name__ == "InterpretedFunction") == interpreted:
+    if interprets(standard) == interpreted:
         return
     wanted, cure = (
         (f"with {INTERPRET}=1", f"set {INTERPRET}=1 in the environment") if interpreted
@@ -104,13 +103,19 @@ def describe(backend: Backend) -> dict[str, Any]:
     }
 
 
-def header(backend: Backend, under_test: str) -> list[str]:
-    """The lines that pytest prints at the top of a run."""
+def interpreter_line(prepared: Prepared) -> str:
+    """What the run says about Triton's interpreter."""
+    return f"kvtwin interpreter: {prepared}"
+
+
+def header(backend: Backend, under_test: str, prepared: Prepared | None) -> list[str]:
+    """The lines that pytest prints at the top of a run. prepared: None where no kernel is interpreted."""
     versions = ", ".join(f"{name} {version(name) or 'not installed'}" for name in HEADER_VERSIONS)
     interpreter = f", {INTERPRET}=1" if backend.interpreter else ""
     return [
         f"kvtwin: {versions}",
         f"kvtwin device: {backend}, {backend.why}{interpreter}",
+        *([] if prepared is None else [interpreter_line(prepared)]),
         f"kvtwin under test: {under_test}",
     ]
 

@@ -61,12 +61,19 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     import torch
 
+    from . import interpreter
     from .impl import NotProvided, Twins
 
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         # Before the kernels import triton.
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+        os.environ.setdefault(interpreter.INTERPRET, "1")
+    try:
+        prepared = interpreter.prepare()  # the arithmetic of the run that saved the case
+    except ValueError as error:
+        parser.error(str(error))
+    if prepared is not None and not prepared.in_order:
+        print(f"interpreter: {prepared}", file=sys.stderr)
     side = Twins(None if options.impl == OPTIMIZED else options.impl).optimized
     failures = 0
     for file in options.files:

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from . import draws, environment, interpreter, options, results, stack, summary, tally
+from . import draws, environment, interpreter, options, results, summary, tally
 from .impl import NotProvided, Twins
+from .interpreter import stack
 from .report import build_report, write_report
 
 MARKERS = (
@@ -89,6 +90,11 @@ class Suite:
         for line in WARNINGS:
             config.addinivalue_line("filterwarnings", line)
         self.backend = environment.choose(config.getoption("kv_device"))
+        try:
+            self.interpreter = interpreter.prepare()
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
+        self.interpreter_shown = False
         environment.set_up_hypothesis(config)
         if config.getoption("kv_update_golden") and not hasattr(config, "workerinput"):
             _record_goldens()
@@ -99,7 +105,8 @@ class Suite:
         config.add_cleanup(gc.unfreeze)  # after pytest's own, which looks for garbage one last time
 
     def pytest_report_header(self) -> list[str]:
-        return environment.header(self.backend, summary.under_test(self.implementation))
+        self.interpreter_shown = True
+        return environment.header(self.backend, summary.under_test(self.implementation), self.interpreter)
 
     # What is imported and collected stays until the end: the garbage collector need not go over it again and again.
     # (Nor does it free cycles that collecting left behind, or show any of this in gc.get_objects.)
@@ -130,7 +137,6 @@ class Suite:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        interpreter.patch_once()  # before each test: one of them is the first to import triton
         with tally.opened() as item.stash[TALLY]:
             try:
                 return (yield)
@@ -195,6 +201,9 @@ class Suite:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         summary.write(terminalreporter, self.collector.results, self.implementation)
+        # A quiet run has no header.
+        if self.interpreter is not None and not self.interpreter.in_order and not self.interpreter_shown:
+            terminalreporter.write_line(environment.interpreter_line(self.interpreter))
         if self.written:
             terminalreporter.write_line(f"kvtwin report: {', '.join(self.written)}")
 

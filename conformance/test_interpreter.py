@@ -1,10 +1,11 @@
-"""The interpreter patches Triton's language once per kernel, and computes what it did without that.
+"""The accelerated interpreter patches Triton's language once per kernel, and computes what it did without that.
 
 Where this run compiles its kernels, all of it is done in a process of its own.
 """
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -15,8 +16,10 @@ import triton
 import triton.language as tl
 
 from kvtwin.conformance import interpreter
+from kvtwin.conformance.interpreter import language
 
-INTERPRETED = type(triton.language.standard.cdiv).__name__ == "InterpretedFunction"
+INTERPRETED = interpreter.interprets(triton.language.standard)
+ACCELERATED = INTERPRETED and interpreter.prepare().accelerated
 
 
 @triton.jit
@@ -53,9 +56,9 @@ def run(count: int = 5) -> torch.Tensor:
 
 @pytest.fixture
 def rounds(monkeypatch):
-    """How often the language is patched; with our patch of the patching, as every test here has it."""
+    """How often the language is patched, with `once` to patch it once per kernel; at first it is patched every time."""
     module = sys.modules[interpreter.MODULE]
-    original = getattr(module._patch_lang, "patches", module._patch_lang)
+    original = inspect.unwrap(module._patch_lang)
     seen = []
 
     def counted(fn):
@@ -63,15 +66,9 @@ def rounds(monkeypatch):
         return original(fn)
 
     monkeypatch.setattr(module, "_patch_lang", counted)
-    return SimpleNamespace(seen=seen, module=module)
-
-
-@pytest.mark.parametrize("patch", [None, lambda: None, lambda fn, scope: None])
-def test_an_interpreter_of_another_make_is_left_alone(monkeypatch, patch):
-    monkeypatch.setitem(sys.modules, interpreter.MODULE, SimpleNamespace(_patch_lang=patch, tl=tl))
-    assert not interpreter.patch_once()
-    monkeypatch.delitem(sys.modules, interpreter.MODULE)
-    assert not interpreter.patch_once()
+    return SimpleNamespace(
+        seen=seen, once=lambda: monkeypatch.setattr(module, "_patch_lang", language._once(counted, tl))
+    )
 
 
 class Sized:
@@ -85,7 +82,7 @@ class Sized:
 
 
 def kept_class(kept=frozenset({"double"}), own=lambda own, size: {"own": own}):
-    body = {"__init__": interpreter._kept(Sized.__init__, lambda own, size: size or None, set(kept), own)}
+    body = {"__init__": language._kept(Sized.__init__, lambda own, size: size or None, set(kept), own)}
     return type("Kept", (Sized,), body)
 
 
@@ -121,7 +118,7 @@ def promoted(lhs, rhs, flag=False):
 
 
 def test_operands_that_stay_as_they_are_are_asked_about_once():
-    alike, promoted.calls = interpreter._unchanged_pair(promoted, Operand), 0
+    alike, promoted.calls = language._unchanged_pair(promoted, Operand), 0
     a, b, wide = Operand("narrow"), Operand("narrow"), Operand("wide")
     assert alike(a, b) == alike(b, a)[::-1] == (a, b)
     assert promoted.calls == 1
@@ -143,7 +140,7 @@ def test_operands_of_other_shapes_are_made_of_one_shape_and_nothing_else():
         checked.calls += 1
         return broadcast(lhs, rhs)
 
-    alike, checked.calls = interpreter._unchanged_pair(checked, Operand, broadcast), 0
+    alike, checked.calls = language._unchanged_pair(checked, Operand, broadcast), 0
     for data in (1.0, 2.0):
         made = alike(Operand("1x1 half", data), Operand("4x4 whole", 3.0))
         assert [(side.type.name, float(side.handle.data)) for side in made] == [("4x4 half", data), ("4x4 whole", 3.0)]
@@ -151,7 +148,7 @@ def test_operands_of_other_shapes_are_made_of_one_shape_and_nothing_else():
 
 
 def test_numbers_are_made_tensors_once_for_each_value_and_kind():
-    alike, promoted.calls = interpreter._unchanged_pair(promoted, Operand), 0
+    alike, promoted.calls = language._unchanged_pair(promoted, Operand), 0
     a, nan = Operand("narrow"), float("nan")
     numbers = [1, 1.0, True, 2.5, -2.5, float("inf")]
     made = [alike(a, number)[1] for number in numbers] + [alike(number, a)[0] for number in numbers]
@@ -165,6 +162,8 @@ def test_numbers_are_made_tensors_once_for_each_value_and_kind():
         made[0].handle.data[...] = 7
 
 
+accelerated = pytest.mark.skipif(not ACCELERATED, reason="the accelerator is off")
+
 if INTERPRETED:
 
     @triton.jit
@@ -176,20 +175,21 @@ if INTERPRETED:
         signs = (1 - x) * -0.0 + (x > 0) * 1
         tl.store(target + index, small + whole % 7 + signs / (2 * x) + tl.where(x > 1, 1, -0.0))
 
+    @accelerated
     def test_arithmetic_is_the_same_without_what_is_kept(monkeypatch):
         x = torch.tensor([-2.0, -0.0, 0.5, 3.0])
         kept, plain = torch.zeros(2, 4), torch.zeros(4)
         for row in kept:
             _arithmetic[(1,)](x, row, SIZE=4)
         semantic = sys.modules[interpreter.MODULE].interpreter_semantic
-        assert interpreter.OPERANDS.keys() <= vars(semantic).keys(), "nothing is kept: is Triton built otherwise now?"
-        for name in interpreter.OPERANDS:
+        assert set(language.OPERANDS) <= vars(semantic).keys()
+        for name in language.OPERANDS:
             monkeypatch.delattr(semantic, name)
         _arithmetic[(1,)](x, plain, SIZE=4)
         assert torch.equal(kept.view(torch.int32), plain.view(torch.int32).expand(2, -1))
 
+    @accelerated
     def test_types_of_one_shape_are_made_once():
-        assert interpreter.patch_once()
         types = [tl.block_type(tl.float32, [4, 8]), tl.block_type(tl.int1, [4, 8]), tl.block_type(tl.float32, (4, 8))]
         assert types[0].shape is types[2].shape
         assert types[0] == types[2] != types[1]
@@ -202,7 +202,7 @@ if INTERPRETED:
 
     def test_a_kernel_patches_once_and_computes_the_same(rounds):
         plain, without = run(), len(rounds.seen)
-        assert interpreter.patch_once()
+        rounds.once()
         run()  # the first kernel in a process may patch what the modules of device functions see
         rounds.seen.clear()
         assert torch.equal(run(), plain)
@@ -210,7 +210,7 @@ if INTERPRETED:
         assert without > 4, "the device functions patched nothing: is there still something to leave out?"
 
     def test_the_language_is_put_back_also_when_a_kernel_fails(rounds):
-        assert interpreter.patch_once()
+        rounds.once()
         original = tl.load
         with pytest.raises(Exception, match="NoneType"):
             _kernel[(1,)](None, torch.empty(1), 1, SIZE=8)
@@ -225,8 +225,10 @@ if INTERPRETED:
         _counting_kernel[(1,)](torch.tensor([3], dtype=torch.int32), target)
         assert target.tolist() == [6]
 
-    def test_it_is_in_force_here():
-        assert hasattr(sys.modules[interpreter.MODULE]._patch_lang, "patches")
+    @accelerated
+    def test_the_accelerator_is_in_force_here():
+        patch = sys.modules[interpreter.MODULE]._patch_lang
+        assert inspect.unwrap(patch) is not patch
 
 else:
 

@@ -14,16 +14,11 @@ import triton
 import triton.language as tl
 
 from kvtwin.conformance import interpreter
-from kvtwin.conformance.interpreter_arrays import KNOWN, Compiler, digest
+from kvtwin.conformance.interpreter.arrays import Compiler
 
-INTERPRETED = type(triton.language.standard.cdiv).__name__ == "InterpretedFunction"
-
-
-def test_a_source_is_known_by_what_it_says():
-    assert digest(test_a_source_is_known_by_what_it_says) == digest(test_a_source_is_known_by_what_it_says)
-    assert digest(test_a_source_is_known_by_what_it_says) != digest(digest)
-    assert digest(None) is None
-    assert digest(len) is None
+INTERPRETED = interpreter.interprets(triton.language.standard)
+if INTERPRETED and not interpreter.prepare().accelerated:
+    pytest.skip("the accelerator is off", allow_module_level=True)
 
 
 if not INTERPRETED:
@@ -37,13 +32,12 @@ if not INTERPRETED:
         assert done.returncode == 0, done.stdout + done.stderr
 
 else:
-    assert interpreter.patch_once()
     module = sys.modules[interpreter.MODULE]
 
     def handle(values, kind, dtype=None):
         return module.TensorHandle(np.array(values, dtype=kind), dtype or tl.dtype(kind.replace("float", "fp")))
 
-    def compiled(name, *arguments, compiler=None, answer=None):
+    def compiled(name, *arguments):
         """The tape of one request of these arguments, as a function of those that are handles; what the builder says;
         how often that function had to go the long way."""
         builder = module.interpreter_builder
@@ -64,7 +58,7 @@ else:
         def place(value):
             return next((i for i, one in enumerate([*handles, real]) if one is value), None)
 
-        player = (compiler or Compiler(module)).player([(method, arguments)], handles, [real], made, place, otherwise)
+        player = Compiler(module).player([(method, arguments)], handles, [real], made, place, otherwise)
         return player, handles, real, slow
 
     def same(left, right):
@@ -133,18 +127,6 @@ else:
         player = Compiler(module).player(requests, [row], answers, made, place, pytest.fail)
         same(player(row).handle, answers[1])
 
-    @pytest.mark.parametrize("name", ["cast_impl", "binary_op"])
-    def test_a_builder_of_another_make_is_asked(monkeypatch, name):
-        request = {
-            "cast_impl": ("create_fp_ext", handle([1.0], "float32"), tl.float64),
-            "binary_op": ("create_fadd", handle([1.0], "float32"), handle([2.0], "float32")),
-        }[name]
-        assert compiled(*request)[0] is not None
-        monkeypatch.setitem(KNOWN, name, ("another",))
-        assert compiled(*request, compiler=Compiler(module))[0] is None
-        monkeypatch.setitem(KNOWN, "TensorHandle", ("another",))
-        assert not Compiler(module).known
-
     @pytest.mark.parametrize("more", [
         lambda self, lhs, rhs: self.unary_op(self.binary_op(lhs, rhs, np.add), np.negative),
         lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.add).clone(),
@@ -164,10 +146,6 @@ else:
     def test_warnings_are_the_interpreters():
         player, *_ = compiled("create_exp2", handle([1.0], "float32"))
         assert player.__globals__["__name__"] == interpreter.MODULE
-
-    def test_all_that_is_known_is_what_this_triton_has():
-        """Triton may be built otherwise one day: then tests are right, and as slow as they were."""
-        assert Compiler(module).known == KNOWN.keys()
 
     @triton.jit
     def _blocks(pointer, out, number, SIZE: tl.constexpr):

@@ -11,9 +11,12 @@ import triton
 import triton.language as tl
 
 from kvtwin.conformance import interpreter
-from kvtwin.conformance.interpreter_tape import MOST_TAPES, TAPED, Tapes
+from kvtwin.conformance.interpreter.tape import MOST_TAPES, TAPED, Tapes
 
-INTERPRETED = type(triton.language.standard.cdiv).__name__ == "InterpretedFunction"
+INTERPRETED = interpreter.interprets(triton.language.standard)
+accelerated = pytest.mark.skipif(
+    INTERPRETED and not interpreter.prepare().accelerated, reason="the accelerator is off"
+)
 
 
 class Handle:
@@ -145,7 +148,7 @@ def test_what_changes_is_asked_each_time_and_the_rest_is_not_taped():
 
 
 def test_no_more_than_so_many_are_kept(monkeypatch):
-    monkeypatch.setattr("kvtwin.conformance.interpreter_tape.MOST_TAPES", 2)
+    monkeypatch.setattr("kvtwin.conformance.interpreter.tape.MOST_TAPES", 2)
     assert MOST_TAPES > 1000
     taped, _ = made(plus)
     plus.calls = 0
@@ -199,9 +202,9 @@ if INTERPRETED:
             "count": 2 + seed % 5, "scale": (-0.0, 1.5, -2.0)[seed % 3],
         }  # fmt: skip
 
+    @accelerated
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinities, on purpose
     def test_a_kernel_computes_the_same_bits_with_and_without_tapes(monkeypatch):
-        assert interpreter.patch_once()
         tapes = sys.modules[interpreter.MODULE]._patch_builtin.tapes
         results = []
         for plain in (True, False, False):  # as it is; recorded at times; played
@@ -215,9 +218,8 @@ if INTERPRETED:
             assert all(torch.equal(left, right) for left, right in zip(results[0], again, strict=True))
         assert len({result.sum().item() for result in results[0]}) > 12, "the cases must differ"
 
+    @accelerated
     def test_what_kernels_are_made_of_is_taped():
-        """Triton may be built otherwise one day: then tests are right, and as slow as they were."""
-        assert interpreter.patch_once()
         _of_all_kinds[(2,)](**_arguments(1), SIZE=8)
         known = sys.modules[interpreter.MODULE]._patch_builtin.tapes.known
         for name in ("tensor.__add__", "tensor.__lt__", "tensor.__getitem__", "where", "load", "store", "arange"):

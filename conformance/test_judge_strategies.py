@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance import cases, contents, layouts, strategies, tally
+from kvtwin.conformance import cases, contents, interpreter, layouts, strategies, tally
 from kvtwin.conformance.cases import DecodeCase, StateTrace, WindowCase
 from kvtwin.conformance.compare import Mismatch
 from kvtwin.conformance.judges.longflow import assert_slot_right, rank_interval
@@ -253,6 +253,7 @@ SAVED = (
 @pytest.mark.parametrize("case", SAVED, ids=lambda case: case.kind)
 def test_a_saved_case_comes_back_whole_and_replays(case, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # which replaying on the CPU would set, for good
+    monkeypatch.setattr(interpreter, "prepare", lambda: None)  # it would import triton, with that variable set
     path = tmp_path / "case.safetensors"
     assert case.save(path) == f"python -m kvtwin.conformance.replay {path}"
     loaded = cases.load(path)

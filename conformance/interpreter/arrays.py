@@ -1,19 +1,16 @@
-"""What a tape asks of the interpreter's builder, as one function of arrays.
+"""A tape as one function of arrays.
 
 The builder wraps each array that it computes, checks the array's size against its type, and unwraps it for the next
-request. Of the requests that are known here, only what they compute is left: Python source, compiled once for each kind
-of tape. It is known what a method of the builder computes if its source is one of those read here (KNOWN: triton 3.6 to
-3.9); another method, or one of another source, is called as ever.
+request. Where it is known what a method of the builder computes, only the computation is left: Python source, compiled
+once for each kind of tape. METHODS names the methods that are known, and internals.py lists their sources. Every other
+method is called as ever.
 
-A block that one number or one row was copied into is not made where integers are added or compared: numpy gives the
-same result for the number or the row. For floating point the copies are made, as numpy's loops over them may differ in
-the sign of a zero or a NaN.
+A block that one number or one row was copied into is not made where its elements are added, compared or selected: the
+result is the same for the number or the row. (But for the sign and the payload of a NaN.)
 """
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,30 +19,28 @@ from typing import Any
 
 import numpy as np
 
-#: The beginnings of the SHA-256 of the sources.
-KNOWN: dict[str, tuple[str, ...]] = {
-    "TensorHandle": ("3202e4a6ff09", "0efd336dc08e"),
-    "_validate_np_data_size": ("5d719f1e7c0d",),
-    "binary_op": ("df11eb49f20b", "ca085f65855c"),
-    "unary_op": ("fae9670ade6d",),
-    "ternary_op": ("83d9c33d1a21",),
-    "cast_impl": ("b221bbb79664",),
-    "create_bitcast": ("854190c7cddb",),
-    "create_expand_dims": ("c0530007993d",),
-    "create_broadcast": ("33c8c86871f4",),
-    "create_splat": ("f94c3086cfc9",),
-    "create_addptr": ("7ad12466a2d0",),
-    "create_idiv": ("bdb197d934db",),
-    "create_masked_load": ("3d7f09b9abc7", "b80d0b6693a5"),
-    "create_masked_store": ("c749a5dad7ac", "1d5e501bd65a"),
-}
+from . import arithmetic, elementary
+
+#: Methods of the builder whose computation is written down here.
+METHODS = {
+    "binary_op", "unary_op", "ternary_op", "cast_impl", "create_bitcast", "create_expand_dims", "create_broadcast",
+    "create_splat", "create_addptr", "create_idiv", "create_masked_load", "create_masked_store",
+}  # fmt: skip
 COMPARISONS = {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal}
 BITWISE = {np.bitwise_and, np.bitwise_or, np.bitwise_xor}
 OF_INTEGERS = {np.left_shift, np.right_shift, *BITWISE}
-OF_NUMBERS = {np.add, np.subtract, np.multiply, np.fmod, np.minimum, np.maximum, np.fmin, np.fmax}
+#: What stands for numpy's function where numbers are floats, and numpy's function, which is as good for integers.
+CHOICES = {
+    arithmetic.minimum: np.minimum, arithmetic.maximum: np.maximum, arithmetic.fmin: np.fmin,
+    arithmetic.fmax: np.fmax,
+}  # fmt: skip
+OF_NUMBERS = {np.add, np.subtract, np.multiply, np.fmod, *CHOICES}
 OF_FLOATS = {np.divide}
 TRUTH = np.dtype(bool)
-UNARY = {np.exp, np.exp2, np.log, np.log2, np.sqrt, np.floor, np.ceil, np.negative, np.abs}
+UNARY = {
+    elementary.exp, elementary.exp2, elementary.log, elementary.log2, elementary.sin, elementary.cos, np.sqrt, np.floor,
+    np.ceil, np.negative, np.abs,
+}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -83,14 +78,10 @@ class Compiler:
     """Of one interpreter."""
 
     def __init__(self, interpreter: ModuleType) -> None:
-        self.handle: Any = getattr(interpreter, "TensorHandle", None)
-        self.builder = type(getattr(interpreter, "interpreter_builder", None))
+        self.handle: Any = interpreter.TensorHandle
+        self.builder = type(interpreter.interpreter_builder)
         self.tensor, self.block = interpreter.tl.core.tensor, interpreter.tl.core.block_type
-        self.memory: Any = getattr(interpreter, "_interpreter", None)
-        parts = {name: getattr(self.builder, name, getattr(interpreter, name, None)) for name in KNOWN}
-        self.known = {name for name, part in parts.items() if digest(part) in KNOWN[name]}
-        if not {"TensorHandle", "_validate_np_data_size"} <= self.known:
-            self.known = set()
+        self.memory: Any = interpreter._interpreter
         # numpy's warnings are filtered by the module that computes: these are the interpreter's.
         self.module = interpreter.__name__
 
@@ -103,20 +94,12 @@ class Compiler:
 
         None if nothing of it is known. place: where a watched argument is among handles and answers, else None.
         """
-        if not self.known or not all(self._is_array(handle) for handle in handles):
+        if not all(self._is_array(handle) for handle in handles):
             return None
         return _Writer(self, handles).player(requests, answers, returned, place, otherwise)
 
     def _is_array(self, value: Any) -> bool:
         return type(value) is self.handle and type(value.data) is np.ndarray and type(value.dtype) is not self.block
-
-
-def digest(part: Any) -> str | None:
-    """The first digits of what identifies the source of a function or a class; None if there is none."""
-    try:
-        return hashlib.sha256(inspect.getsource(part).encode()).hexdigest()[:12]
-    except (TypeError, OSError):
-        return None
 
 
 class _Writer:
@@ -237,7 +220,7 @@ class _Writer:
             if arguments != values[: len(arguments)] or len(rest) > 1:
                 return None
             operation = rest[0] if rest else None
-        write = getattr(self, f"_{kind}", None) if kind in self.compiler.known else None
+        write = getattr(self, f"_{kind}", None) if kind in METHODS else None
         return write(operation, real, *arguments) if write is not None else None
 
     def _computed(self, source: str, real: Any, like: Value) -> Value:
@@ -250,10 +233,10 @@ class _Writer:
         self.lines += [f"{name} = {source}"]
         return Value(real, name, self._name(real.dtype))
 
-    def _operands(self, exact: bool, real: Any, *values: Value) -> list[str]:
-        """The arrays of operands; where the result is `exact`, as they were before they were copied into blocks."""
-        thin = [value.thin or (self._array(value), value.real.data.shape) for value in values] if exact else []
-        if any(value.thin for value in values) and thin:
+    def _operands(self, real: Any, *values: Value) -> list[str]:
+        """The arrays of operands, as they were before they were copied into blocks if the result is the same."""
+        if any(value.thin for value in values):
+            thin = [value.thin or (self._array(value), value.real.data.shape) for value in values]
             try:
                 shape = np.broadcast_shapes(*(shape for _, shape in thin))
             except ValueError:
@@ -265,15 +248,15 @@ class _Writer:
 
     def _binary_op(self, operation: Any, real: Any, lhs: Value, rhs: Value) -> Value | None:
         kind = lhs.numpy_type
-        if rhs.numpy_type != kind or type(operation) is not np.ufunc:
+        if rhs.numpy_type != kind:
             return None
         whole = kind.kind in "iu"
         # Of truth values triton 3.9 makes numbers first, for which all but these are something else.
         may_be = BITWISE if kind == TRUTH else COMPARISONS | OF_NUMBERS | (OF_INTEGERS if whole else OF_FLOATS)
         if operation not in may_be or real.data.dtype != (TRUTH if operation in COMPARISONS else kind):
             return None
-        exact = whole or kind == TRUTH or operation in COMPARISONS
-        left, right = self._operands(exact, real, lhs, rhs)
+        operation = CHOICES.get(operation, operation) if whole else operation
+        left, right = self._operands(real, lhs, rhs)
         return self._computed(f"{self._name(operation)}({left}, {right})", real, lhs)
 
     def _unary_op(self, operation: Any, real: Any, value: Value) -> Value | None:
@@ -286,14 +269,17 @@ class _Writer:
             return None
         if not lhs.numpy_type == rhs.numpy_type == real.data.dtype:
             return None
-        arrays = self._operands(True, real, condition, lhs, rhs)
+        arrays = self._operands(real, condition, lhs, rhs)
         return self._computed(f"{self._name(np.where)}({', '.join(arrays)})", real, rhs)
 
     def _cast_impl(self, _: Any, real: Any, value: Value, target: Value) -> Value | None:
         if "bf16" in (value.real.dtype.name, real.dtype.name):
             return None
         self._look_at_type(value)
-        return self._of_type(f"{self._array(value)}.astype({self._name(real.data.dtype)})", real)
+        made = self._name(real.data.dtype)
+        if value.numpy_type.kind == "f" and real.data.dtype.kind in "iu":
+            return self._of_type(f"{self._name(arithmetic.to_integer)}({self._array(value)}, {made})", real)
+        return self._of_type(f"{self._array(value)}.astype({made})", real)
 
     def _look_at_type(self, value: Value) -> None:
         if value.source is not None:
@@ -321,7 +307,7 @@ class _Writer:
         width = max(1, pointer.real.get_element_ty().primitive_bitwidth // 8)
         if pointer.numpy_type != np.uint64 or offset.numpy_type.kind not in "iu":
             return None
-        base, steps = self._operands(True, real, pointer, offset)
+        base, steps = self._operands(real, pointer, offset)
         self.space["uint64"] = np.dtype(np.uint64)
         steps = steps if offset.numpy_type == np.uint64 else f"{steps}.astype(uint64)"
         return self._computed(f"{base} + {width} * {steps}", real, pointer)
@@ -329,7 +315,7 @@ class _Writer:
     def _create_idiv(self, _: Any, real: Any, lhs: Value, rhs: Value) -> Value | None:
         if lhs.numpy_type != rhs.numpy_type or lhs.numpy_type.kind not in "iu":
             return None
-        left, right = self._operands(True, real, lhs, rhs)
+        left, right = self._operands(real, lhs, rhs)
         return self._computed(f"({left} - {self._name(np.fmod)}({left}, {right})) // {right}", real, lhs)
 
     def _create_masked_load(

@@ -1,13 +1,13 @@
-"""What the functions of Triton's language ask of the interpreter, written down once and asked again without them.
+"""Tapes: what a function of Triton's language asks of the interpreter's builder, recorded once and asked again.
 
-Interpreted, ``a + b`` passes through some twenty functions, which look at the types of both, convert, broadcast, check,
-and then ask the interpreter's builder to add two arrays. What they ask depends on the types, the numbers and the names
-that they are given and on nothing else, so here it is recorded: the tape of a call, a list of requests to the builder.
-The next call with arguments of the same kinds plays the tape. The builder, which computes, is the interpreter's own,
-and so are the arrays: the results are the same bits.
+Interpreted, ``a + b`` passes through some twenty functions, which look at the types of both operands, convert,
+broadcast, check, and then ask the builder to add two arrays. What they ask depends on the types, the numbers and the
+names that they are given, and on nothing else. So the first call records the list of its requests to the builder: its
+tape. The next call with arguments of the same kinds plays the tape. The builder, which computes, and the arrays are the
+interpreter's own, so the results have the same bits.
 
-A call is recorded on stand-ins for the handles that it gets, which notice whoever looks at their values instead of
-passing them on. A function that did is never taped, nor is one that returns anything but a tensor or None.
+A call is recorded on stand-ins for the handles that it gets. They notice a function that looks at their values instead
+of passing them on. Such a function has no tape, nor has one that returns anything but a tensor or None.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from operator import itemgetter
 from types import ModuleType
 from typing import Any
 
-from .interpreter_arrays import Compiler
+from .arrays import Compiler
 
 FULL = object()  # in keys: the slice of everything
 MOST_TAPES = 10_000  # of a function: a few kB each

@@ -1,6 +1,6 @@
-"""What the launch of a kernel in Triton's interpreter asks each time, and which never changes.
+"""What the launch of a kernel in Triton's interpreter asks each time although it never changes.
 
-The parameters of a function are looked up once. What belongs to a module of the language is put in place, and put back,
+The parameters of a function are looked up once. The functions of a module of the language are replaced, and put back,
 in one go. Tensors that lie in the CPU's memory already are not copied there, which would be onto themselves.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, wraps
 from operator import itemgetter
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -40,9 +40,7 @@ class Members:
 
 
 def remember_parameters(interpreter: ModuleType) -> None:
-    """The interpreter looks at a function's parameters through an `inspect` that knows them by now."""
-    if interpreter.__dict__.get("inspect") is not inspect:
-        return
+    """Give the interpreter an `inspect` that looks at each function once."""
     specification = cache(inspect.getfullargspec)
 
     def getcallargs(function: Any, /, *arguments: Any, **named: Any) -> dict[str, Any]:
@@ -63,15 +61,9 @@ def remember_parameters(interpreter: ModuleType) -> None:
 
 
 def copy_nothing(interpreter: ModuleType) -> None:
-    """Arguments that are tensors in the CPU's memory are those that the kernel gets."""
-    executor = getattr(interpreter, "GridExecutor", None)
-    to, back = getattr(executor, "_init_args_hst", None), getattr(executor, "_restore_args_dev", None)
-    if executor is None or to is None or back is None or hasattr(to, "copies"):
-        return
-    if [*inspect.signature(to).parameters] != ["self", "args_dev", "kwargs"]:
-        return
-    if [*inspect.signature(back).parameters] != ["self", "args_dev", "args_hst", "kwargs", "kwargs_hst"]:
-        return
+    """Let a kernel have tensors in the CPU's memory as they are, instead of copies of them."""
+    executor = interpreter.GridExecutor
+    to, back = executor._init_args_hst, executor._restore_args_dev
 
     def is_here(argument: Any) -> bool:
         kind = type(argument)
@@ -79,14 +71,15 @@ def copy_nothing(interpreter: ModuleType) -> None:
             return argument.device.type == "cpu"
         return kind in (int, float, bool, str, torch.dtype) or argument is None
 
+    @wraps(to)
     def init_args_hst(self: Any, args_dev: Any, kwargs: Any) -> Any:
         if all(map(is_here, args_dev)) and all(map(is_here, kwargs.values())):
             return args_dev, kwargs
         return to(self, args_dev, kwargs)
 
+    @wraps(back)
     def restore_args_dev(self: Any, args_dev: Any, args_hst: Any, kwargs: Any, kwargs_hst: Any) -> None:
         if args_hst is not args_dev or kwargs_hst is not kwargs:
             back(self, args_dev, args_hst, kwargs, kwargs_hst)
 
-    init_args_hst.copies = to  # type: ignore[attr-defined]
     executor._init_args_hst, executor._restore_args_dev = init_args_hst, restore_args_dev

@@ -1,28 +1,28 @@
-"""Triton's interpreter, without work that it does twice.
+"""Triton's language, patched once per kernel instead of once per call of a device function.
 
 To interpret a kernel, Triton replaces every function of ``triton.language`` by one that computes with numpy, and puts
-them back afterwards. It goes over the whole language again at every call of a device function from within the kernel,
-and finds all of it replaced: about a third of the time of a kernel that is made of small functions. Here that second
-round is left out. What is computed stays the same, since the kernel's own round has done it all. Of what it asks again
-and again the answers are kept: which functions a module has, which numpy type is meant, what becomes of two operands
-whose types have met before, what a function of the language asks of the builder (interpreter_tape.py). Sums of integers
-are not computed a second time to look for overflow that nobody reports.
+the functions back afterwards. It does so again at every call of a device function from within the kernel, and finds
+all of them replaced: about a third of the time of a kernel that is made of small functions. `accelerate` leaves the
+second round out. It also keeps the answers to questions that are asked again and again: which functions a module has,
+which numpy type is meant, what becomes of two operands whose types have met before, what a function of the language
+asks of the builder (tape.py). Sums of integers are not computed a second time to look for an overflow that nobody
+reports. None of this changes what is computed.
+
+Every function here expects an interpreter without `internals.problems`.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
-from .interpreter_arrays import Compiler
-from .interpreter_launch import Members, copy_nothing, remember_parameters
-from .interpreter_tape import TAPED, Tapes
+from .arrays import Compiler
+from .launch import Members, copy_nothing, remember_parameters
+from .tape import TAPED, Tapes
 
-MODULE = "triton.runtime.interpreter"
 MOST_NUMBERS = 10_000  # kept as tensors: a few hundred bytes each
 
 
@@ -33,35 +33,24 @@ class _Nothing:
         """Undo nothing."""
 
 
-def patch_once() -> bool:
-    """Make the interpreter patch the language once per kernel; whether it does now.
+def accelerate(interpreter: ModuleType) -> None:
+    """Apply the accelerator to Triton's interpreter. Call this once for a module."""
+    interpreter._patch_lang = _once(interpreter._patch_lang, interpreter.tl)  # type: ignore[attr-defined]
+    _remember(interpreter)
+    _remember_shapes(interpreter.tl.core)
+    _remember_operands(interpreter)
+    remember_parameters(interpreter)
+    copy_nothing(interpreter)
 
-    False where no kernel can be interpreted in this process, or where the interpreter is built otherwise than the ones
-    that this was written for (triton 3.6 to 3.9): it is then left as it is.
+
+def read_numbers(interpreter: ModuleType) -> None:
+    """Let a tensor of one element be an index. Triton 3.6 makes a number of its array in a way that numpy 2.4 refuses.
+
+    This is no acceleration: without it, kernels fail that loop over a number that they loaded.
     """
-    interpreter = sys.modules.get(MODULE)
-    if interpreter is None:
-        return False
-    original = getattr(interpreter, "_patch_lang", None)
-    if not callable(original) or _parameters(original) != ["fn"] or not hasattr(interpreter, "tl"):
-        return False
-    if not hasattr(original, "patches"):
-        interpreter._patch_lang = _once(original, interpreter.tl)  # type: ignore[attr-defined]
-        _read_numbers(interpreter)
-        _remember(interpreter)
-        _remember_shapes(interpreter.tl.core)
-        _remember_operands(interpreter)
-        remember_parameters(interpreter)
-        copy_nothing(interpreter)
-    return True
+    original = interpreter._patch_lang_tensor
 
-
-def _read_numbers(interpreter: ModuleType) -> None:
-    """A tensor of one element is a number, also where numpy (2.4 and later) refuses the array that triton 3.6 takes."""
-    original = getattr(interpreter, "_patch_lang_tensor", None)
-    if original is None or _parameters(original) != ["tensor", "scope"]:
-        return
-
+    @wraps(original)
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:
         original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
@@ -70,9 +59,9 @@ def _read_numbers(interpreter: ModuleType) -> None:
 
 
 def _remember_shapes(core: ModuleType) -> None:
-    """Types of blocks, and tensors, get what the first of their kind made of its shape."""
-    kinds, tensors = getattr(core, "block_type", None), getattr(core, "tensor", None)
-    constant, sequence = getattr(core, "constexpr", ()), (list, tuple, getattr(core, "tuple", tuple))
+    """Give types of blocks, and tensors, what the first of their kind made of its shape."""
+    kinds, tensors = core.block_type, core.tensor
+    constant, sequence = core.constexpr, (list, tuple, getattr(core, "tuple", tuple))
 
     def kind(element_ty: Any, shape: Any) -> Any:
         if not isinstance(shape, sequence):
@@ -80,23 +69,21 @@ def _remember_shapes(core: ModuleType) -> None:
         sizes = tuple(size.value if isinstance(size, constant) else size for size in shape)
         return (element_ty.name, sizes) if all(type(size) is int for size in sizes) else None
 
-    if inspect.isclass(kinds) and _parameters(kinds.__init__) == ["self", "element_ty", "shape"]:
-        kinds.__init__ = _kept(  # type: ignore[method-assign]
-            kinds.__init__, kind, {"shape", "numel", "name"}, lambda element_ty, shape: {"element_ty": element_ty}
-        )
-        if _parameters(getattr(kinds, "with_element_ty", kind)) == ["self", "scalar_ty"]:
-            kinds.with_element_ty = _of_one_name(kinds.with_element_ty)  # type: ignore[attr-defined]
-    if inspect.isclass(tensors) and _parameters(tensors.__init__) == ["self", "handle", "type"]:
-        tensors.__init__ = _kept(  # type: ignore[method-assign]
-            tensors.__init__, lambda handle, type: type.name, {"shape", "numel"},
-            lambda handle, type: {"handle": handle, "type": type, "dtype": type.scalar},
-        )
+    kinds.__init__ = _kept(
+        kinds.__init__, kind, {"shape", "numel", "name"}, lambda element_ty, shape: {"element_ty": element_ty}
+    )
+    kinds.with_element_ty = _of_one_name(kinds.with_element_ty)
+    tensors.__init__ = _kept(
+        tensors.__init__, lambda handle, type: type.name, {"shape", "numel"},
+        lambda handle, type: {"handle": handle, "type": type, "dtype": type.scalar},
+    )
 
 
 def _of_one_name(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Of a function of two types: what it returned for two of the same names. Types never change."""
     known: dict[tuple[str, str], Any] = {}
 
+    @wraps(original)
     def made_of(self: Any, scalar_ty: Any) -> Any:
         key = (self.name, scalar_ty.name)
         if key not in known:
@@ -106,14 +93,16 @@ def _of_one_name(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], An
     return made_of
 
 
+#: Functions of the semantic that `_remember_operands` replaces.
+OPERANDS = ("cast", "broadcast_impl_value", "binary_op_type_checking_impl", "binary_op_sanitize_overflow_impl")
+
+
 def _remember_operands(interpreter: ModuleType) -> None:
-    """Tensors of types that once went unchanged through an operator's preparations do so at once from then on."""
-    semantic, tensor = getattr(interpreter, "interpreter_semantic", None), interpreter.tl.core.tensor
-    for name, parameters in OPERANDS.items():
-        if not callable(getattr(semantic, name, None)) or _parameters(getattr(semantic, name)) != parameters:
-            return
-    assert semantic is not None
-    # On this object alone: the compiler's, of the same class, has handles of its own.
+    """Let tensors pass an operator's preparations at once if tensors of the same types went through unchanged before.
+
+    The semantic of the interpreter is an object of its own. The compiler's, of the same class, stays as it is.
+    """
+    semantic, tensor = interpreter.interpreter_semantic, interpreter.tl.core.tensor
     semantic.cast = _unchanged_cast(semantic.cast)
     semantic.broadcast_impl_value = _unchanged_pair(semantic.broadcast_impl_value, tensor)
     semantic.binary_op_type_checking_impl = _unchanged_pair(
@@ -121,6 +110,7 @@ def _remember_operands(interpreter: ModuleType) -> None:
     )
     looks_for_overflow, options = semantic.binary_op_sanitize_overflow_impl, semantic.builder.options
 
+    @wraps(looks_for_overflow)
     def look_for_overflow(lhs: Any, rhs: Any, binary_op: Any) -> None:
         if options.debug:  # else what it finds is thrown away
             looks_for_overflow(lhs, rhs, binary_op)
@@ -128,19 +118,10 @@ def _remember_operands(interpreter: ModuleType) -> None:
     semantic.binary_op_sanitize_overflow_impl = look_for_overflow
 
 
-OPERANDS = {
-    "cast": ["input", "dst_ty", "fp_downcast_rounding"],
-    "broadcast_impl_value": ["lhs", "rhs"],
-    "binary_op_type_checking_impl": [
-        "lhs", "rhs", "allow_lhs_ptr", "allow_rhs_ptr", "arithmetic_check", "div_or_mod",
-    ],
-    "binary_op_sanitize_overflow_impl": ["lhs", "rhs", "binary_op"],
-}  # fmt: skip
-
-
 def _unchanged_cast(original: Callable[..., Any]) -> Callable[..., Any]:
     known: set[tuple[str, str]] = set()
 
+    @wraps(original)
     def cast(input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
         key = (input.type.name, dst_ty.name)
         if fp_downcast_rounding is None and key in known:
@@ -164,6 +145,7 @@ def _unchanged_pair(
     of_another_shape: set[Any] = set()
     numbers: dict[Any, Any] = {}
 
+    @wraps(original)
     def made_alike(lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
         key: tuple[Any, ...]
         tensors = (type(lhs) is tensor, type(rhs) is tensor)
@@ -206,6 +188,7 @@ def _kept(
     must be all but their `own`; those without a key, and those of a class with other attributes, are made as ever."""
     known: dict[Any, dict[str, Any]] = {}
 
+    @wraps(original)
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
         key = None if named else key_of(*arguments)
         found = known.get(key) if key is not None else None
@@ -224,19 +207,15 @@ def _kept(
 
 
 def _remember(interpreter: ModuleType) -> None:
-    """Keep the answers of two functions of the interpreter, where it has them as we know them."""
-    types = getattr(interpreter, "_get_np_dtype", None)
-    if callable(types) and _parameters(types) == ["tt_dtype"]:
-        interpreter._get_np_dtype = _numpy_types(types, interpreter.tl)  # type: ignore[attr-defined]
-    builtins, one = getattr(interpreter, "_patch_builtin", None), getattr(interpreter, "_patch_attr", None)
-    if hasattr(builtins, "tapes"):
-        return  # ours
-    if not callable(builtins) or not callable(one) or _parameters(builtins) != ["pkg", "builder", "scope"]:
-        return
-    if _parameters(one) != ["obj", "name", "member", "builder", "scope"]:
-        return
-    semantic = getattr(interpreter, "interpreter_semantic", None)
-    tapes = Tapes(semantic, interpreter.tl, Compiler(interpreter)) if semantic is not None else None
+    """Keep the answers of two functions of the interpreter: numpy types, and what replaces the functions of a module.
+
+    The functions of a module get the interpreter's one semantic, which remembers operands. Triton 3.6 makes a new one
+    for each function.
+    """
+    interpreter._get_np_dtype = _numpy_types(interpreter._get_np_dtype, interpreter.tl)  # type: ignore[attr-defined]
+    builtins, one = interpreter._patch_builtin, interpreter._patch_attr
+    semantic = interpreter.interpreter_semantic
+    tapes = Tapes(semantic, interpreter.tl, Compiler(interpreter))
 
     @cache
     def members(pkg: Any) -> list[tuple[str, Any]]:
@@ -244,22 +223,22 @@ def _remember(interpreter: ModuleType) -> None:
         return [(name, member) for name, member in inspect.getmembers(pkg) if is_builtin(member)]
 
     @cache
-    def with_semantic(name: str, member: Any) -> Any:
-        return tapes.taped(member) if tapes is not None and name in TAPED else _with_semantic(member, semantic)
+    def replaced(pkg: Any) -> tuple[Members, tuple[Any, ...]]:
+        found = members(pkg)
+        return Members(pkg, [name for name, _ in found]), tuple(with_semantic(name, member) for name, member in found)
 
+    @cache
+    def with_semantic(name: str, member: Any) -> Any:
+        return tapes.taped(member) if name in TAPED else _with_semantic(member, semantic)
+
+    @wraps(builtins)
     def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
-        ours = semantic is not None and semantic.builder is builder and hasattr(scope, "set_attr")
-        if ours and members(pkg):  # with the one object that keeps what became of operands; triton 3.6 makes others
+        if semantic.builder is builder and members(pkg):
             owner, values = replaced(pkg)
             scope.set_attr(owner, "values", values)
             return
         for name, member in members(pkg):
             one(pkg, name, member, builder, scope)
-
-    @cache
-    def replaced(pkg: Any) -> tuple[Members, tuple[Any, ...]]:
-        found = members(pkg)
-        return Members(pkg, [name for name, _ in found]), tuple(with_semantic(name, member) for name, member in found)
 
     patch_builtin.tapes = tapes  # type: ignore[attr-defined]
     interpreter._patch_builtin = patch_builtin  # type: ignore[attr-defined]
@@ -276,16 +255,13 @@ def _with_semantic(member: Callable[..., Any], semantic: Any) -> Callable[..., A
 def _numpy_types(original: Callable[[Any], Any], language: ModuleType) -> Callable[[Any], Any]:
     known = cache(original)
 
+    @wraps(original)
     def get_np_dtype(tt_dtype: Any) -> Any:
         element = tt_dtype.element_ty if isinstance(tt_dtype, language.block_type) else tt_dtype
         # Numbers only: types of pointers cannot be looked up.
         return known(element) if type(element) is language.dtype else original(tt_dtype)
 
     return get_np_dtype
-
-
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)
 
 
 def _once(original: Callable[[Any], Any], language: ModuleType) -> Callable[[Any], Any]:
@@ -298,6 +274,7 @@ def _once(original: Callable[[Any], Any], language: ModuleType) -> Callable[[Any
         modules = [value for value in function.__globals__.values() if isinstance(value, ModuleType)]
         return frozenset(module.__name__ for module in modules if module in (language, language.core))
 
+    @wraps(original)
     def patch_lang(fn: Any) -> Any:
         nonlocal patched, kept
         if patched and seen_by(fn) <= patched | kept:
@@ -306,9 +283,7 @@ def _once(original: Callable[[Any], Any], language: ModuleType) -> Callable[[Any
         if patched:
             kept |= seen_by(fn) - patched
             return scope
-        restore = getattr(scope, "restore", None)
-        if restore is None:
-            return scope
+        restore = scope.restore
         patched = seen_by(fn)
 
         def restore_and_forget() -> None:
@@ -319,5 +294,4 @@ def _once(original: Callable[[Any], Any], language: ModuleType) -> Callable[[Any
         scope.restore = restore_and_forget
         return scope
 
-    patch_lang.patches = original  # type: ignore[attr-defined]
     return patch_lang

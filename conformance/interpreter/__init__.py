@@ -1,0 +1,116 @@
+"""Everything that touches Triton's interpreter: one call, `prepare`, before a kernel is interpreted on the CPU.
+
+`prepare` gives the interpreter arithmetic whose results depend on the operands alone, and not on the CPU
+(arithmetic.py). It also applies the accelerator, which leaves out work that the interpreter does twice and computes the
+same bits. KVTWIN_INTERPRETER=plain turns the accelerator off. It is also off where Triton is not one of the versions
+that it knows (internals.py). docs/interpreter.md explains both.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+
+from .internals import MODULE, VERSIONS, problems
+
+__all__ = ["FALSE", "INTERPRET", "MODULE", "VARIABLE", "Prepared", "interprets", "mode", "prepare"]
+
+#: The environment variable that chooses the mode, and what it may say. The first mode is the default.
+VARIABLE = "KVTWIN_INTERPRETER"
+MODES = ("fast", "plain")
+#: Triton's variable that turns its interpreter on, and what it may say for no.
+INTERPRET = "TRITON_INTERPRET"
+FALSE = ("", "0", "false", "off", "no", "n")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `prepare` did in this process. ``str`` of it is one line for people.
+
+    problems: why the accelerator is off although it was asked for. doubts: why results may depend on the CPU.
+    """
+
+    mode: str
+    version: str
+    problems: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def accelerated(self) -> bool:
+        return self.mode == "fast" and not self.problems
+
+    @property
+    def in_order(self) -> bool:
+        """Whether there is nothing that a reader must know."""
+        return not self.problems and not self.doubts
+
+    def __str__(self) -> str:
+        if self.accelerated:
+            said = f"accelerated ({VARIABLE}=plain turns this off)"
+        elif self.mode == "plain":
+            said = f"plain ({VARIABLE}=plain)"
+        else:
+            said = (
+                f"plain and slow: the accelerator is written for triton {VERSIONS}, and triton {self.version} differs: "
+                f"{_first(self.problems)}"
+            )
+        return f"{said}; results may depend on this CPU: {_first(self.doubts)}" if self.doubts else said
+
+
+def _first(reasons: tuple[str, ...]) -> str:
+    return reasons[0] + (f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else "")
+
+
+def mode() -> str:
+    """The mode that KVTWIN_INTERPRETER asks for. ValueError if it names none."""
+    asked = os.environ.get(VARIABLE, MODES[0])
+    if asked not in MODES:
+        raise ValueError(f"{VARIABLE} must be {' or '.join(map(repr, MODES))}, got {asked!r}")
+    return asked
+
+
+def prepare() -> Prepared | None:
+    """Prepare Triton's interpreter in this process, and import it for that. None if kernels are not interpreted here.
+
+    The first call decides: later ones change nothing and return what it did. ValueError if KVTWIN_INTERPRETER names no
+    mode.
+    """
+    asked = mode()
+    module = _interpreter()
+    if module is None:
+        return None
+    done: Prepared | None = getattr(module, "_kvtwin", None)
+    if done is None:
+        from . import arithmetic, language
+
+        doubts = arithmetic.problems(module)
+        found = problems(module) + doubts if asked == "fast" else []
+        done = Prepared(asked, importlib.import_module("triton").__version__, tuple(found), tuple(doubts))
+        language.read_numbers(module)
+        arithmetic.install(module)
+        if done.accelerated:
+            language.accelerate(module)
+        module._kvtwin = done  # type: ignore[attr-defined]
+    return done
+
+
+def _interpreter() -> ModuleType | None:
+    """Triton's interpreter where it runs the kernels of this process, else None."""
+    language = sys.modules.get("triton.language.standard")
+    if language is None:
+        if os.environ.get(INTERPRET, "").lower() in FALSE or importlib.util.find_spec("triton") is None:
+            return None
+        language = importlib.import_module("triton.language.standard")
+    return sys.modules.get(MODULE) if interprets(language) else None
+
+
+def interprets(standard: ModuleType) -> bool:
+    """Whether triton was imported with its interpreter on, judged by its module triton.language.standard.
+
+    triton.jit made tl.cdiv when triton was imported, so its type tells what TRITON_INTERPRET said then.
+    """
+    return type(standard.cdiv).__name__ == "InterpretedFunction"

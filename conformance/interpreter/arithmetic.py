@@ -1,0 +1,242 @@
+"""Arithmetic of the interpreter that depends on the operands alone: the same bits on every CPU, anywhere in a tile.
+
+Triton's interpreter computes with numpy. Some of numpy's results depend on more than their operands. The order in which
+a matrix product adds up depends on the BLAS, on the CPU, and on the place of a row in its matrix. The order of a sum
+depends on the memory layout and on dimensions of 1. The sign of a zero that is the larger of +0 and -0, and the integer
+that NaN becomes, depend on the instructions of the CPU; so do exponentials and logarithms (elementary.py). A verdict on
+a kernel must not depend on any of that: equal tokens have equal scores, wherever they lie.
+
+`install` gives the interpreter a numpy of its own, in which REPLACED stands for numpy's functions. The functions here
+are made of operations that IEEE 754 or the integers define to the last bit. Results that are NaN have any sign and
+payload.
+
+The rest of what the interpreter computes needs no replacement. Elementwise + - * / sqrt, fmod, floor, ceil, comparisons
+and casts between floating types are defined by IEEE 754; so is `fma`, which is one rounding or two by the version of
+Triton. argmin and argmax return the first of equal elements, whatever the sign of a zero, or the first NaN. cumsum and
+cumprod go along the axis one by one. A reduction or a scan by any other function calls that function, in Python, on one
+element after the other. Integers are exact in any order.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from . import elementary
+from .internals import digest, lookup
+
+Array = np.ndarray[Any, Any]
+
+#: Products that a dot holds at a time: what fits into a cache.
+MOST_PRODUCTS = 1 << 18
+#: What floats of each width are as integers.
+BITS: dict[int, np.dtype[Any]] = {2: np.dtype(np.int16), 4: np.dtype(np.int32), 8: np.dtype(np.int64)}
+
+
+def is_float(x: Any) -> bool:
+    return x.dtype.kind == "f"
+
+
+# Sums -----------------------------------------------------------------------------------------------------------------
+
+
+def dot(a: Array, b: Array, dtype: Any = None) -> Array:
+    """a [..., M, K] @ b [..., K, N]. Products are rounded, then added in an order that depends on K alone.
+
+    float16 is added in float32, and rounded once. Integers are numpy's, which uses no BLAS for them.
+    """
+    kind = np.dtype(np.result_type(a, b) if dtype is None else dtype)
+    if kind.kind != "f":
+        return np.matmul(a, b, dtype=dtype)
+    wide = np.dtype(np.float32) if kind == np.float16 else kind
+    a, b = (side.astype(kind, copy=False).astype(wide, copy=False) for side in (a, b))
+    with np.errstate(all="ignore"):
+        if a.shape[-2] > b.shape[-1]:  # numpy is fast along the last axis: let it be the longer one
+            found = _dot(np.swapaxes(b, -1, -2), np.swapaxes(a, -1, -2))
+            return np.swapaxes(found, -1, -2).astype(kind, copy=False)
+        return _dot(a, b).astype(kind, copy=False)
+
+
+def _dot(a: Array, b: Array) -> Array:
+    b = np.ascontiguousarray(b)
+    rows = max(1, MOST_PRODUCTS // b.size)
+    found = np.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
+    for first in range(0, a.shape[-2], rows):
+        some = slice(first, first + rows)
+        found[..., some, :] = _folded(a[..., some, :, None] * b[..., None, :, :])
+    return found
+
+
+def _folded(x: Array) -> Array:
+    """The sum over the last axis but one: the second half is added to the first until one row is left. Changes x."""
+    n = x.shape[-2]
+    while n > 1:
+        half = n // 2
+        first = x[..., :half, :]
+        np.add(first, x[..., half:2 * half, :], out=first)
+        if n % 2:
+            x[..., half, :] = x[..., n - 1, :]
+        n -= half
+    return x[..., 0, :]
+
+
+def total(x: Array, axis: int | None = None, keepdims: bool = False) -> Any:
+    """np.sum, in an order that depends on the axis's length alone; float16 is added in float32, and rounded once."""
+    if not is_float(x):
+        return np.sum(x, axis=axis, keepdims=keepdims)
+    rest = x.astype(np.float32) if x.dtype == np.float16 else x
+    if axis is None:
+        rest, axis, shape = rest.ravel(), 0, [1] * x.ndim
+    else:
+        axis %= x.ndim
+        shape = [*x.shape[:axis], 1, *x.shape[axis + 1:]]
+    before: Any = (slice(None),) * axis
+    n = rest.shape[axis]
+    with np.errstate(all="ignore"):
+        while n > 1:
+            half = n // 2
+            added = rest[*before, :half] + rest[*before, half:2 * half]
+            rest = np.concatenate([added, rest[*before, n - 1:]], axis=axis) if n % 2 else added
+            n -= half
+        found = rest[*before, 0].astype(x.dtype)  # a copy also where there was nothing to add
+    return found.reshape(shape) if keepdims else found
+
+
+# The larger and the smaller -------------------------------------------------------------------------------------------
+
+
+def _choice(ufunc: np.ufunc, of_signs: np.ufunc) -> Callable[[Array, Array], Array]:
+    """An elementwise maximum or minimum. of_signs: makes one zero's bits of those of two."""
+
+    def choose(a: Array, b: Array) -> Array:
+        with np.errstate(invalid="ignore"):
+            found: Array = ufunc(a, b)
+        if not is_float(found) or found.all():
+            return found
+        bits = BITS[found.dtype.itemsize]
+        zeros = of_signs(a.view(bits), b.view(bits)).view(found.dtype)
+        return np.where((a == 0) & (b == 0), zeros, found)
+
+    return choose
+
+
+def _extreme(ufunc: np.ufunc, of_signs: np.ufunc) -> Callable[..., Any]:
+    """The maximum or minimum along an axis."""
+
+    def reduce(x: Array, axis: int | None = None, keepdims: bool = False) -> Any:
+        with np.errstate(invalid="ignore"):
+            found = ufunc.reduce(x, axis=axis, keepdims=keepdims)
+        if not is_float(x) or found.all():
+            return found
+        # Of the bits of what is no zero, those that change nothing in the signs of the zeros.
+        bits = BITS[x.dtype.itemsize]
+        signs = np.where(x == 0, x.view(bits), bits.type(of_signs.identity))
+        zeros = of_signs.reduce(signs, axis=axis, keepdims=keepdims).view(x.dtype)
+        return np.where(found == 0, zeros, found)
+
+    return reduce
+
+
+#: +0 is larger than -0. These have NaN for a result if one operand is NaN ...
+maximum, largest = (make(np.maximum, np.bitwise_and) for make in (_choice, _extreme))
+minimum, smallest = (make(np.minimum, np.bitwise_or) for make in (_choice, _extreme))
+#: ... and these the other operand.
+fmax, nanmax = (make(np.fmax, np.bitwise_and) for make in (_choice, _extreme))
+fmin, nanmin = (make(np.fmin, np.bitwise_or) for make in (_choice, _extreme))
+
+
+def clip(x: Array, low: Array, high: Array) -> Array:
+    """np.clip of three arrays."""
+    return minimum(maximum(x, low), high)
+
+
+# Integers of floats ---------------------------------------------------------------------------------------------------
+
+
+def to_integer(x: Array, dtype: np.dtype[Any]) -> Array:
+    """Floats as integers, towards zero. What is too large becomes the largest integer, NaN becomes 0, as on a GPU."""
+    limits = np.iinfo(dtype)
+    low, high = float(limits.min), float(limits.max + 1)  # powers of 2, or 0
+    with np.errstate(invalid="ignore"):
+        whole = np.trunc(x.astype(np.float32) if x.dtype == np.float16 else x)
+        inside = (whole >= low) & (whole < high)
+        if inside.all():
+            return whole.astype(dtype)
+        found = np.where(inside, whole, 0.0).astype(dtype)
+        return np.where(whole >= high, dtype.type(limits.max), np.where(whole < low, dtype.type(limits.min), found))
+
+
+def cast(x: Array, dtype: np.dtype[Any]) -> Array:
+    """``x.astype(dtype)``, defined for all floats."""
+    return to_integer(x, dtype) if x.dtype.kind == "f" and dtype.kind in "iu" else x.astype(dtype)
+
+
+# Installation ---------------------------------------------------------------------------------------------------------
+
+#: What stands for numpy's functions of these names.
+REPLACED: dict[str, Callable[..., Any]] = {
+    "matmul": dot, "sum": total, "maximum": maximum, "minimum": minimum, "fmax": fmax, "fmin": fmin, "max": largest,
+    "min": smallest, "nanmax": nanmax, "nanmin": nanmin, "clip": clip,
+    "exp": elementary.exp, "exp2": elementary.exp2, "log": elementary.log, "log2": elementary.log2,
+    "sin": elementary.sin, "cos": elementary.cos,
+}  # fmt: skip
+#: What else the interpreters of triton 3.6 to 3.9 use of numpy: types, and functions that depend on operands alone.
+#: (vectorize calls Python functions: erf, which is replaced, and a product of integers.)
+EXACT = frozenset("""
+    abs add any arange argmax argmin array asarray ascontiguousarray bitwise_and bitwise_or bitwise_xor bool_
+    broadcast_arrays broadcast_to ceil concatenate cumprod cumsum divide dtype empty equal expand_dims flip float16
+    float32 float64 floating floor fmod frombuffer full full_like greater greater_equal histogram iinfo int16 int32
+    int64 int8 issubdtype left_shift less less_equal logical_and logical_not moveaxis multiply nanargmax nanargmin
+    ndarray ndindex negative not_equal ones ones_like repeat right_shift set_printoptions signedinteger sqrt stack
+    subtract swapaxes take_along_axis transpose uint16 uint32 uint64 uint8 unravel_index unsignedinteger vectorize where
+    zeros zeros_like
+""".split())  # noqa: SIM905
+#: Methods that are replaced: the beginnings of the SHA-256 of their sources.
+SOURCES = {
+    "InterpreterBuilder.cast_impl": "b221bbb79664",
+    "InterpreterBuilder.create_rsqrt": "b5d679bd6fbf",
+    "InterpreterBuilder.create_erf": "2e056dcbd539",
+}
+
+
+def problems(interpreter: ModuleType) -> list[str]:
+    """Why `install` may leave arithmetic in an interpreter that depends on the CPU, one line each."""
+    try:
+        source = inspect.getsource(interpreter)
+    except (TypeError, OSError):
+        return ["its interpreter has no source"]
+    used = set(re.findall(r"\bnp\.(\w+)", source))
+    found = [f"its interpreter uses numpy.{name}" for name in sorted(used - REPLACED.keys() - EXACT)]
+    return found + [
+        f"{name} has another source" for name, known in SOURCES.items() if digest(lookup(interpreter, name)) != known
+    ]
+
+
+def install(interpreter: ModuleType) -> None:
+    """Give the interpreter this arithmetic, as far as it has places for it. Call this once for a module."""
+    ours = ModuleType("numpy")
+    vars(ours).update({**vars(np), **REPLACED})
+    interpreter.np = ours  # type: ignore[attr-defined]
+    handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+    casts = builder.cast_impl
+
+    @wraps(casts)
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        # bfloat16 and float8 are integers to numpy alone.
+        if src.data.dtype.kind == "f" and dst_type.scalar.is_int():
+            return handle(cast(src.data, interpreter._get_np_dtype(dst_type)), dst_type.scalar)
+        return casts(self, src, dst_type)
+
+    def unary(name: str, function: Callable[[Array], Array]) -> None:
+        original = getattr(builder, name)
+        setattr(builder, name, wraps(original)(lambda self, arg: self.unary_op(arg, function)))
+
+    builder.cast_impl = cast_impl
+    unary("create_rsqrt", elementary.rsqrt)
+    unary("create_erf", elementary.erf)

@@ -1,0 +1,104 @@
+"""What this package needs of Triton's internals: names, parameters, and sources that were read.
+
+The accelerator replaces private functions of ``triton.runtime.interpreter``, and it copies what some of them do. It is
+right only for the functions that it was written against, those of triton 3.6 to 3.9. `problems` compares an installed
+interpreter with them. The accelerator is not applied where it finds a difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from types import ModuleType
+from typing import Any
+
+#: The module of Triton's interpreter. Triton imports it where kernels are interpreted, and only there.
+MODULE = "triton.runtime.interpreter"
+#: The versions of Triton whose sources are listed below.
+VERSIONS = "3.6 to 3.9"
+
+#: What the accelerator looks up by name, from the module of the interpreter.
+NAMES = [
+    "inspect", "_interpreter.load", "_interpreter.store", "interpreter_builder",
+    "interpreter_semantic.builder.options.debug", "tl.math", "tl.core.constexpr", "tl.core.dtype",
+    "tl.core.pointer_type", "tl.block_type", "tl.tensor",
+]  # fmt: skip
+
+#: Functions that the accelerator calls or wraps, and whose parameters it relies on.
+PARAMETERS = {
+    "_patch_lang_tensor": ["tensor", "scope"],
+    "tl.core.is_builtin": ["fn"],
+}
+
+#: Functions and classes that the accelerator replaces, copies or leaves out: the beginnings of the SHA-256 of their
+#: sources, one for each different source in the versions above.
+SOURCES: dict[str, tuple[str, ...]] = {
+    "TensorHandle": ("3202e4a6ff09", "0efd336dc08e"),
+    "_validate_np_data_size": ("5d719f1e7c0d",),
+    "_get_np_dtype": ("8f20d41e3207",),
+    "_LangPatchScope": ("1b26f629cd73",),
+    "_patch_attr": ("935587c8b82c", "e0c1b7d65a24"),
+    "_patch_builtin": ("3c21c270fa61",),
+    "_patch_lang": ("e5beeba74ada",),
+    "GridExecutor._init_args_hst": ("e9ee939d3d8b", "00bbe9762d0c"),
+    "GridExecutor._restore_args_dev": ("53bb81587d69",),
+    "GridExecutor.__call__": ("a8a9450a0a04", "e52d3746b0f3"),
+    "InterpretedFunction.__call__": ("f2446df46264",),
+    "InterpreterBuilder.binary_op": ("df11eb49f20b", "ca085f65855c"),
+    "InterpreterBuilder.unary_op": ("fae9670ade6d",),
+    "InterpreterBuilder.ternary_op": ("83d9c33d1a21",),
+    "InterpreterBuilder.cast_impl": ("b221bbb79664",),
+    "InterpreterBuilder.create_bitcast": ("854190c7cddb",),
+    "InterpreterBuilder.create_expand_dims": ("c0530007993d",),
+    "InterpreterBuilder.create_broadcast": ("33c8c86871f4",),
+    "InterpreterBuilder.create_splat": ("f94c3086cfc9",),
+    "InterpreterBuilder.create_addptr": ("7ad12466a2d0",),
+    "InterpreterBuilder.create_idiv": ("bdb197d934db",),
+    "InterpreterBuilder.create_masked_load": ("3d7f09b9abc7", "b80d0b6693a5"),
+    "InterpreterBuilder.create_masked_store": ("c749a5dad7ac", "1d5e501bd65a"),
+    "tl.core.block_type.__init__": ("403f4b016ec5",),
+    "tl.core.block_type.with_element_ty": ("bfc3811c453d",),
+    "tl.core.tensor.__init__": ("d9b043b5c989",),
+    "interpreter_semantic.cast": ("193ece285f97", "b69dba3389e6"),
+    "interpreter_semantic.broadcast_impl_value": ("9b7949138c0d", "4217098736a2", "90c3a175f679"),
+    "interpreter_semantic.binary_op_type_checking_impl": ("503ea09edfd5", "1d2ffc4e5a2e"),
+    "interpreter_semantic.binary_op_sanitize_overflow_impl": ("1ad65a10738d", "bdd7f3e24aa6"),
+}
+
+
+def problems(interpreter: ModuleType) -> list[str]:
+    """How a module differs from the interpreters that the accelerator knows, one line each. Empty if it does not.
+
+    A function that this package has replaced is judged by its original, to which ``__wrapped__`` leads.
+    """
+    found = [f"there is no {name}" for name in NAMES if lookup(interpreter, name) is None]
+    for name, parameters in PARAMETERS.items():
+        if (taken := _parameters(lookup(interpreter, name))) != parameters:
+            found.append(f"{name} takes {taken}, not {parameters}")
+    for name, known in SOURCES.items():
+        part = lookup(interpreter, name)
+        if part is None:
+            found.append(f"there is no {name}")
+        elif digest(part) not in known:
+            found.append(f"{name} has another source")
+    return found
+
+
+def lookup(interpreter: ModuleType, name: str) -> Any:
+    """What a dotted name means in the interpreter's module; None if it means nothing there."""
+    part: Any = interpreter
+    for step in name.split("."):
+        part = getattr(part, step, None)
+    return part
+
+
+def digest(part: Any) -> str | None:
+    """The first digits of the SHA-256 of the source of a function or a class; None if it has no source."""
+    try:
+        return hashlib.sha256(inspect.getsource(part).encode()).hexdigest()[:12]
+    except (TypeError, OSError):
+        return None
+
+
+def _parameters(function: Any) -> list[str] | None:
+    return list(inspect.signature(function).parameters) if callable(function) else None
