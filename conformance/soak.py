@@ -3,6 +3,7 @@
 A test of drawn cases may be right for one seed and wrong for another. This runs each such test once for each of many
 seeds and writes one line of JSON per test. A test that fails under a seed, on code that is right, raises a false alarm:
 that is a defect of the test. The run can be stopped at any time; started again with the same --results, it goes on.
+Runs of other seeds, of other machines too, may be added to the same file: the summary at the end is of all its lines.
 
 Exit code 0 if no test failed under any seed, 1 if one did, and pytest's own codes for the rest.
 """
@@ -65,7 +66,10 @@ class Soak:
         self.seeds = range(int(first), int(first) + int(count))
         self.results = Path(os.environ[RESULTS])
         self.controls = not hasattr(config, "workerinput")
-        self.done = {record["nodeid"] for record in read(self.results)}
+        wanted = (self.seeds.start, len(self.seeds))
+        self.done = {
+            record["nodeid"] for record in read(self.results) if (record["first"], record["count"]) == wanted
+        }
 
     # Last: the suite has ordered and deselected by then.
     @pytest.hookimpl(trylast=True)
@@ -160,16 +164,18 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[str]:
-    """What a run found, in lines to print."""
-    failed = [record for record in records if record["failures"]]
-    runs = sum(record["count"] for record in records if not record["failures"])
-    again = Counter(record["plain_rounds"] > 0 for record in records)[True]
+    """What all runs of a file found, in lines to print."""
+    seeds, failed, again = Counter[str](), [], set()
+    for record in records:
+        seeds[record["nodeid"]] += 0 if record["failures"] else record["count"]
+        failed += [record] if record["failures"] else []
+        again |= {record["nodeid"]} if record["plain_rounds"] else set()
     lines = [
-        f"{len(records)} tests that draw, {runs} runs without a false alarm, {len(failed)} tests with one; "
-        f"{again} tests drew plain cases under some seed; {sum(record['seconds'] for record in records):.0f} s"
+        f"{len(seeds)} tests that draw, under {min(seeds.values(), default=0)} seeds or more each: {seeds.total()} runs "
+        f"without a false alarm, {len({record['nodeid'] for record in failed})} tests with one; {len(again)} tests drew "
+        f"plain cases under some seed; {sum(record['seconds'] for record in records):.0f} s"
     ]
-    lines += [f"  {record['nodeid']}: {record['failures'][0]}" for record in failed]
-    return lines
+    return lines + [f"  {record['nodeid']}: {record['failures'][0]}" for record in failed]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -67,8 +67,19 @@ def test_each_seed_draws_other_cases_and_luck_is_found(run, pytester):
     # It draws on until it has decided enough, and then it is right under every seed.
     assert records["test_undecided_by_luck"]["failures"] == []
     assert records["test_undecided_by_luck"]["plain_rounds"] > 0
-    expected = "3 tests that draw, 80 runs without a false alarm, 1 tests with one; 1 tests drew plain cases"
+    expected = (
+        "3 tests that draw, under 0 seeds or more each: 80 runs without a false alarm, 1 tests with one; 1 tests drew "
+        "plain cases under some seed"
+    )
     assert soak.summary(list(records.values()))[0].startswith(expected)
+
+
+def test_runs_of_other_seeds_add_up(run, pytester):
+    run(2, "-k", "test_right and not luck")
+    run(3, "-k", "test_right and not luck")
+    records = soak.read(pytester.path / "out.jsonl")
+    assert [record["count"] for record in records] == [2, 3]
+    assert soak.summary(records)[0].startswith("1 tests that draw, under 5 seeds or more each: 5 runs without")
 
 
 def test_it_goes_on_where_it_was_stopped(run, pytester):
