@@ -170,10 +170,11 @@ def summary(records: Sequence[dict[str, Any]]) -> list[str]:
         seeds[record["nodeid"]] += 0 if record["failures"] else record["count"]
         failed += [record] if record["failures"] else []
         again |= {record["nodeid"]} if record["plain_rounds"] else set()
+    alarms, seconds = len({record["nodeid"] for record in failed}), sum(record["seconds"] for record in records)
     lines = [
-        f"{len(seeds)} tests that draw, under {min(seeds.values(), default=0)} seeds or more each: {seeds.total()} runs "
-        f"without a false alarm, {len({record['nodeid'] for record in failed})} tests with one; {len(again)} tests drew "
-        f"plain cases under some seed; {sum(record['seconds'] for record in records):.0f} s"
+        f"{len(seeds)} tests that draw, under {min(seeds.values(), default=0)} seeds or more each: {seeds.total()} "
+        f"runs without a false alarm, {alarms} tests with one; {len(again)} tests drew plain cases under some seed; "
+        f"{seconds:.0f} s"
     ]
     return lines + [f"  {record['nodeid']}: {record['failures'][0]}" for record in failed]
 
