@@ -115,13 +115,13 @@ def _choice(ufunc: np.ufunc, of_signs: np.ufunc) -> Callable[[Array, Array], Arr
     """An elementwise maximum or minimum. of_signs: makes one zero's bits of those of two."""
 
     def choose(a: Array, b: Array) -> Array:
-        with np.errstate(invalid="ignore"):
+        with np.errstate(all="ignore"):
             found: Array = ufunc(a, b)
-        if not is_float(found) or found.all():
-            return found
-        bits = BITS[found.dtype.itemsize]
-        zeros = of_signs(a.view(bits), b.view(bits)).view(found.dtype)
-        return np.where((a == 0) & (b == 0), zeros, found)
+            if not is_float(found) or found.all():
+                return found
+            bits = BITS[found.dtype.itemsize]
+            zeros = of_signs(a.view(bits), b.view(bits)).view(found.dtype)
+            return np.where((a == 0) & (b == 0), zeros, found)
 
     return choose
 
@@ -130,15 +130,14 @@ def _extreme(ufunc: np.ufunc, of_signs: np.ufunc) -> Callable[..., Any]:
     """The maximum or minimum along an axis."""
 
     def reduce(x: Array, axis: int | None = None, keepdims: bool = False) -> Any:
-        with np.errstate(invalid="ignore"):
+        with np.errstate(all="ignore"):
             found = ufunc.reduce(x, axis=axis, keepdims=keepdims)
-        if not is_float(x) or found.all():
-            return found
-        # Of the bits of what is no zero, those that change nothing in the signs of the zeros.
-        bits = BITS[x.dtype.itemsize]
-        signs = np.where(x == 0, x.view(bits), bits.type(of_signs.identity))
-        zeros = of_signs.reduce(signs, axis=axis, keepdims=keepdims).view(x.dtype)
-        return np.where(found == 0, zeros, found)
+            if not is_float(x) or found.all():
+                return found
+            bits = BITS[x.dtype.itemsize]
+            signs = np.where(x == 0, x.view(bits), bits.type(of_signs.identity))
+            zeros = of_signs.reduce(signs, axis=axis, keepdims=keepdims).view(x.dtype)
+            return np.where(found == 0, zeros, found)
 
     return reduce
 
@@ -163,7 +162,7 @@ def to_integer(x: Array, dtype: np.dtype[Any]) -> Array:
     """Floats as integers, towards zero. What is too large becomes the largest integer, NaN becomes 0, as on a GPU."""
     limits = np.iinfo(dtype)
     low, high = float(limits.min), float(limits.max + 1)  # powers of 2, or 0
-    with np.errstate(invalid="ignore"):
+    with np.errstate(all="ignore"):
         whole = np.trunc(x.astype(np.float32) if x.dtype == np.float16 else x)
         inside = (whole >= low) & (whole < high)
         if inside.all():
