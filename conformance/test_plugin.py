@@ -18,7 +18,7 @@ import pytest
 from hypothesis import settings
 
 from kvtwin.conformance import __main__ as main_job
-from kvtwin.conformance import environment, options, plugin, suite
+from kvtwin.conformance import environment, interpreter, options, plugin, suite
 
 pytest_plugins = ["pytester"]
 
@@ -40,7 +40,7 @@ def in_process(pytester: pytest.Pytester):
 @pytest.fixture
 def python(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     """Run Python in the test's folder, in the environment of a shell that knows nothing of Triton or CI."""
-    for name in (environment.INTERPRET, "CI", "PYTEST_ADDOPTS"):
+    for name in (interpreter.INTERPRET, interpreter.VARIABLE, "CI", "PYTEST_ADDOPTS"):
         monkeypatch.delenv(name, raising=False)
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -180,6 +180,7 @@ def test_it(device):
     ran = python("-m", "pytest", "--kv-device", "auto", CUDA_VISIBLE_DEVICES="")
     assert "1 passed" in ran.stdout, ran.stdout + ran.stderr
     assert "kvtwin device: cpu (Triton interpreter), no CUDA device, TRITON_INTERPRET=1" in ran.stdout
+    assert "kvtwin interpreter: accelerated (KVTWIN_INTERPRETER=plain turns this off)" in ran.stdout
 
 
 def test_triton_imported_too_early_stops_the_run(pytester, python):
