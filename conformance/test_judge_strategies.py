@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import resource
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import HealthCheck, Phase, find, given, seed, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance import cases, contents, interpreter, layouts, strategies, tally
@@ -23,19 +25,36 @@ from kvtwin.reference import longflow
 CPU = torch.device("cpu")
 
 
-def census(strategy: st.SearchStrategy, count: int) -> list:
-    """What a strategy draws; cases make no tensors until asked, so a thousand cost little."""
+BATCH = 50
+
+
+def census(strategy: st.SearchStrategy, count: int, first: int = 0) -> list:
+    """What a strategy draws; cases make no tensors until asked, so a thousand cost little.
+
+    In batches of one seed each, from `first` on: within a run Hypothesis varies what it has drawn before.
+    """
     seen = []
+    for number in range(first, first + count // BATCH):
 
-    @settings(
-        max_examples=count, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(strategy)
-    def collect(case):
-        seen.append(case)
+        @seed(number)
+        @settings(
+            max_examples=BATCH, database=None, deadline=None, phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(strategy)
+        def collect(case):
+            seen.append(case)
 
-    collect()
+        collect()
+    return seen
+
+
+def assert_reaches(strategy: st.SearchStrategy, corners: list[Callable[[Any], bool]]) -> list:
+    """Each corner is among what the strategy draws, 5 times at least; draws until that is so, and not for ever."""
+    seen: list = []
+    while not all(sum(map(corner, seen)) >= 5 for corner in corners):
+        assert len(seen) < 10_000, [sum(map(corner, seen)) for corner in corners]
+        seen += census(strategy, 250, first=len(seen))
     return seen
 
 
@@ -67,28 +86,23 @@ def test_sizes_on_the_cpu_stay_within_what_the_interpreter_can_do(decodes):
 
 
 def test_prompts_and_traces_reach_their_corners():
-    prompts = census(strategies.window_cases(device=CPU), 250)
-    for reached in (
-        [case.budget == 0 for case in prompts], [case.budget > case.tokens for case in prompts],
-        [case.observers == case.tokens for case in prompts], [case.budget < case.observers for case in prompts],
-        [case.kernel_size == 1 for case in prompts], [case.occupancy == "left_padding" for case in prompts],
-        [case.occupancy == "empty_row" for case in prompts], [case.protect != "none" for case in prompts],
-        [case.observers > 16 for case in prompts],
-    ):
-        assert sum(reached) >= 5
-    traces = census(strategies.state_traces("longflow", device=CPU), 200)
+    assert_reaches(strategies.window_cases(device=CPU), [
+        lambda case: case.budget == 0, lambda case: case.budget > case.tokens,
+        lambda case: case.observers == case.tokens, lambda case: case.budget < case.observers,
+        lambda case: case.kernel_size == 1, lambda case: case.occupancy == "left_padding",
+        lambda case: case.occupancy == "empty_row", lambda case: case.protect != "none",
+        lambda case: case.observers > 16,
+    ])
+    traces = assert_reaches(strategies.state_traces("longflow", device=CPU), [
+        lambda trace: trace.options["budget"] == 1, lambda trace: trace.options["per_head"],
+        lambda trace: trace.options["sinks"] > 0, lambda trace: not trace.options["protect_newest"],
+        lambda trace: not trace.prompt, lambda trace: trace.padding == "left_padding",
+        lambda trace: trace.prompt > trace.options["budget"],
+        lambda trace: 0 < trace.prompt < trace.options["budget"],
+        lambda trace: trace.steps > trace.options["budget"],
+    ])
     for trace in traces:
         longflow.LongFlowConfig(**trace.options)
-    options = [trace.options for trace in traces]
-    for reached in (
-        [one["budget"] == 1 for one in options], [one["per_head"] for one in options],
-        [one["sinks"] > 0 for one in options], [not one["protect_newest"] for one in options],
-        [not trace.prompt for trace in traces], [trace.padding == "left_padding" for trace in traces],
-        [trace.prompt > trace.options["budget"] for trace in traces],
-        [0 < trace.prompt < trace.options["budget"] for trace in traces],
-        [trace.steps > trace.options["budget"] for trace in traces],
-    ):
-        assert sum(reached) >= 5
 
 
 def test_on_a_gpu_a_dozen_specialisations_and_large_sizes_are_drawn():
