@@ -18,9 +18,10 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -128,6 +129,10 @@ class Compiled:
         self.refused: dict[str, str] = {}
         self.seconds = 0.0
 
+    def listed_instead(self, kernel: Any) -> None:
+        """Stands in for a launch where kernels are counted and not compiled: by the module's name and the kernel's."""
+        self.done[f"{kernel.fn.__module__}.{kernel.__name__}"] += 1
+
     def instead_of_launching(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
             start, name = time.perf_counter(), kernel.__name__
@@ -157,8 +162,9 @@ def _causes(error: BaseException | None) -> list[str]:
     return said[::-1]
 
 
-def stand_in(capability: int) -> Compiled:
-    """From here on kernels of this process are compiled, not launched. RuntimeError under Triton's interpreter."""
+def stand_in(capability: int, *, listed: bool = False) -> Compiled:
+    """From here on kernels of this process are compiled, not launched; if `listed`, not even that. RuntimeError under
+    Triton's interpreter."""
     from triton.runtime import driver, jit
 
     from ..optimized import _launch
@@ -167,28 +173,39 @@ def stand_in(capability: int) -> Compiled:
         raise RuntimeError("TRITON_INTERPRET is set: there is nothing to compile; unset it")
     driver.set_active(Driver(capability))
     compiled = Compiled()
-    jit.JITFunction.run = compiled.instead_of_launching(jit.JITFunction.run)
-    optimized = importlib.import_module(discovery.OPTIMIZED)
-    for module in pkgutil.walk_packages(optimized.__path__, f"{discovery.OPTIMIZED}."):
-        if ".hf" in module.name:
-            continue
-        found = importlib.import_module(module.name)
+    if listed:
+        jit.JITFunction.run = lambda kernel, *arguments, **options: compiled.listed_instead(kernel)
+    else:
+        jit.JITFunction.run = compiled.instead_of_launching(jit.JITFunction.run)
+    for module in modules():
         for name, answer in ANSWERS.items():
-            if hasattr(found, name):
-                setattr(found, name, answer)
+            if hasattr(module, name):
+                setattr(module, name, answer)
     return compiled
+
+
+def modules(package: str = discovery.OPTIMIZED) -> Iterator[ModuleType]:
+    """The modules of the optimized side, but those that need transformers."""
+    found = importlib.import_module(package)
+    yield found
+    for inner in pkgutil.iter_modules(getattr(found, "__path__", ())):
+        if inner.name != "hf":
+            yield from modules(f"{package}.{inner.name}")
 
 
 def compile_pair(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int] = HEAD_DIMS) -> None:
     """Call every function and the state of a pair, on tensors of this type: its state with heads of each size; where
     many KV heads are worked on otherwise than few, as if they were many, too."""
-    _call_all(pair, dtype, head_dims)
+    call_all(pair, dtype, head_dims)
     if hasattr(pair.optimized, "fused"):
         with mock.patch.object(pair.optimized, "fused", return_value=True):
-            _call_all(pair, dtype, head_dims)
+            call_all(pair, dtype, head_dims)
 
 
-def _call_all(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int]) -> None:
+def call_all(
+    pair: Pair, dtype: torch.dtype, head_dims: Sequence[int], optional: Sequence[bool] = (False, True)
+) -> None:
+    """Call every function of a pair, without and with optional arguments, and its state with heads of each size."""
     from . import tiny
 
     device = torch.device("cpu")
@@ -197,9 +214,9 @@ def _call_all(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int]) -> None:
         return value.to(to) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     functions = tiny.public_functions(pair.optimized, pair.optimized.__all__)
-    for name in functions.keys() - set(judges.ask(pair.name, "ON_THE_HOST", ())):
-        for optional in (False, True):
-            given = tiny.arguments(pair, functions[name], device, optional=optional)
+    for name in sorted(functions.keys() - set(judges.ask(pair.name, "ON_THE_HOST", ()))):
+        for more in optional:
+            given = tiny.arguments(pair, functions[name], device, optional=more)
             holder = next((value for value in given.values() if hasattr(value, "dequantized")), None)
             to = getattr(holder, "dtype", dtype)  # a cache takes its own type alone
             functions[name](**{key: cast(value, to) for key, value in given.items()})
@@ -220,13 +237,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="default: all")
     parser.add_argument("--head-dim", nargs="+", type=int, default=HEAD_DIMS, metavar="D", help="of states (16 128)")
     parser.add_argument("--capability", type=int, default=CAPABILITY, metavar="N", help="of the GPU (%(default)s)")
+    parser.add_argument("--list", action="store_true", help="name the kernels, and compile none")
     chosen = parser.parse_args(arguments)
     pairs = {pair.name: pair for pair in discovery.pairs()}
     unknown = [name for name in chosen.methods if name not in pairs]
     if unknown:
         parser.error(f"no method {', '.join(unknown)}; there are: {', '.join(pairs)}")
     os.environ.pop("TRITON_INTERPRET", None)
-    compiled = stand_in(chosen.capability)
+    compiled = stand_in(chosen.capability, listed=chosen.list)
     broken: dict[str, str] = {}
     for name in chosen.methods or pairs:
         for dtype in DTYPES:
@@ -234,9 +252,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 compile_pair(pairs[name], dtype, chosen.head_dim)
             except Exception as error:  # what is computed here is not, so Python around the kernels may stumble
                 broken[f"{name}, {dtype}"] = f"{type(error).__name__}: {error}"
-        print(f"{name}: {compiled.seconds:.0f} s, {sum(compiled.done.values())} kernels so far", flush=True)
+        if not chosen.list:
+            print(f"{name}: {compiled.seconds:.0f} s, {sum(compiled.done.values())} kernels so far", flush=True)
     for name, number in sorted(compiled.done.items()):
-        print(f"{name:32s}{number:4d}{'  and refused otherwise' if name in compiled.refused else ''}")
+        refused = "  and refused otherwise" if name in compiled.refused else ""
+        print(name if chosen.list else f"{name:32s}{number:4d}{refused}")
     for name, said in {**compiled.refused, **broken}.items():
         print(f"\nFAILED {name}\n{said}", file=sys.stderr)
     return 1 if compiled.refused or broken else 0
