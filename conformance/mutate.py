@@ -112,8 +112,10 @@ class Tree:
         (root / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n", encoding="utf-8")
 
 
-def _functions(node: ast.Module | ast.ClassDef) -> list[str]:
-    return [inner.name for inner in node.body if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)]
+def _functions(node: ast.Module | ast.ClassDef | ast.If) -> list[str]:
+    """The functions of a module or a class, those too that it has only if something holds."""
+    found = [inner.name for inner in node.body if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return found + [name for inner in node.body if isinstance(inner, ast.If) for name in _functions(inner)]
 
 
 def here() -> Tree:

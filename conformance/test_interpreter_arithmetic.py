@@ -336,6 +336,15 @@ if INTERPRETED:
     def test_this_triton_leaves_no_doubt():
         assert arithmetic.problems(sys.modules[interpreter.MODULE]) == []
 
+    def test_the_interpreter_has_these_functions_for_numpys():
+        its = sys.modules[interpreter.MODULE].np
+        replaced = {name for name in vars(np) if getattr(its, name) is not getattr(np, name)}
+        assert replaced == {
+            "matmul", "sum", "maximum", "minimum", "fmax", "fmin", "max", "min", "nanmax", "nanmin", "clip", "exp",
+            "exp2", "log", "log2", "sin", "cos",
+        }  # fmt: skip
+        assert not [name for name in replaced if getattr(its, name).__module__.startswith("numpy")]
+
     @triton.jit
     def _everything(a, b, floats, wholes, ROWS: tl.constexpr, INNER: tl.constexpr):
         row, inner = tl.arange(0, ROWS), tl.arange(0, INNER)
