@@ -28,9 +28,8 @@ def test_each_host_changes_something():
 def test_a_probe_names_what_runs_and_notices_what_cannot(monkeypatch):
     import os
 
-    able, detail = hosts.probe(dict(os.environ))
-    assert able
-    assert "torch" in detail
+    monkeypatch.setattr(hosts, "PROBE", "print('Core: Zen'); print(1.5, 'AVX2')")
+    assert hosts.probe(dict(os.environ)) == (True, "BLAS kernels Zen, torch AVX2")
     monkeypatch.setattr(hosts, "PROBE", "import os; os.kill(os.getpid(), 4)")
     assert hosts.probe(dict(os.environ)) == (False, "this CPU lacks an instruction (signal 4)")
     monkeypatch.setattr(hosts, "PROBE", "raise ImportError('no numpy')")

@@ -9,11 +9,13 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch
 import triton
 
-from kvtwin.conformance import interpreter
-from kvtwin.conformance.cases import DecodeCase
+from kvtwin.conformance import environment, interpreter
 from kvtwin.conformance.interpreter import Prepared, internals
+
+pytest_plugins = ["pytester"]
 
 INTERPRETED = interpreter.interprets(triton.language.standard)
 #: Runs in a process of its own: prepares the interpreter twice and prints what came of it.
@@ -35,11 +37,6 @@ def prepared(before: str = "", **variables: str) -> subprocess.CompletedProcess[
         [sys.executable, "-c", PREPARE.format(before=before)], capture_output=True, text=True, check=False,
         env={**kept, "TRITON_INTERPRET": "1", **variables},
     )
-
-
-def test_the_accelerator_is_on_by_default():
-    ran = prepared()
-    assert ran.stdout.splitlines() == ["accelerated (KVTWIN_INTERPRETER=plain turns this off)", "taped"], ran.stderr
 
 
 def test_the_variable_turns_the_accelerator_off():
@@ -124,61 +121,43 @@ if INTERPRETED:
 
 # --- what a run says ---
 
-PASSING = "def test_passes(): pass\n"
 #: A conftest.py that makes Triton unknown before the plugin sees it.
 UNKNOWN = "import triton.runtime.interpreter as module\nmodule._patch_lang = lambda fn: None\n"
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Run pytest on a passing test on the CPU; what it prints, and the lines of it about the interpreter."""
+@pytest.mark.parametrize(
+    ("prepared", "line"),
+    [
+        (Prepared("fast", "3.7.1"), "kvtwin interpreter: accelerated (KVTWIN_INTERPRETER=plain turns this off)"),
+        (Prepared("plain", "3.7.1"), "kvtwin interpreter: plain (KVTWIN_INTERPRETER=plain)"),
+    ],
+)
+def test_the_header_says_which_interpreter_runs(prepared, line):
+    """test_plugin.py sees it in a run."""
+    backend = environment.Backend(torch.device("cpu"), True, "Triton interpreter", "no CUDA device")
+    assert line in environment.header(backend, "kvtwin.optimized", prepared)
+    assert not any("kvtwin interpreter" in said for said in environment.header(backend, "kvtwin.optimized", None))
+
+
+def test_a_run_with_another_mode_is_a_usage_error(pytester, monkeypatch):
+    pytester.makepyfile("def test_passes(): pass")
+    monkeypatch.setenv(interpreter.VARIABLE, "off")
+    ran = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--kv-device=auto")
+    assert ran.ret == pytest.ExitCode.USAGE_ERROR
+    ran.stderr.fnmatch_lines(["ERROR: KVTWIN_INTERPRETER must be 'fast' or 'plain', got 'off'"])
+
+
+def test_an_unknown_triton_is_announced_once(tmp_path, monkeypatch):
+    """Not by each process, and at the end of a quiet run, which has no header."""
+    pytest.importorskip("xdist", reason="needs pytest-xdist")
     for name in ("CI", "PYTEST_ADDOPTS", interpreter.VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    (tmp_path / "test_it.py").write_text(PASSING)
-
-    def pytest_on_it(*arguments: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-        ran = subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--kv-device=cpu", *arguments],
-            cwd=tmp_path, env={**os.environ, "TRITON_INTERPRET": "1", **variables}, capture_output=True, text=True,
-            check=False,
-        )
-        said = (ran.stdout + ran.stderr).splitlines()
-        return ran, [line for line in said if line.startswith("kvtwin interpreter:")]
-
-    pytest_on_it.folder = tmp_path
-    return pytest_on_it
-
-
-def test_the_header_says_which_interpreter_runs(run):
-    """Of the accelerated one, test_plugin.py sees the line."""
-    assert run(KVTWIN_INTERPRETER="plain")[1] == ["kvtwin interpreter: plain (KVTWIN_INTERPRETER=plain)"]
-
-
-def test_a_run_with_another_mode_is_a_usage_error(run):
-    ran, _ = run(KVTWIN_INTERPRETER="off")
-    assert ran.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "ERROR: KVTWIN_INTERPRETER must be 'fast' or 'plain', got 'off'" in ran.stderr
-
-
-@pytest.mark.parametrize("arguments", [(), ("-q", "-n1")], ids=" ".join)
-def test_an_unknown_triton_is_announced_once(run, arguments):
-    """In the header, or at the end of a quiet run; not by each process."""
-    if "-n1" in arguments:
-        pytest.importorskip("xdist", reason="needs pytest-xdist")
-    (run.folder / "conftest.py").write_text(UNKNOWN)
-    ran, (line,) = run(*arguments)
+    (tmp_path / "test_it.py").write_text("def test_passes(): pass\n")
+    (tmp_path / "conftest.py").write_text(UNKNOWN)
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--kv-device=cpu", "-q", "-n1"], cwd=tmp_path,
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+    )
+    (line,) = [said for said in (ran.stdout + ran.stderr).splitlines() if said.startswith("kvtwin interpreter:")]
     assert line.endswith(f"triton {triton.__version__} differs: _patch_lang has another source")
     assert ran.returncode == 0
-
-
-def test_a_replay_prepares_the_interpreter_too(tmp_path):
-    file = tmp_path / "case.safetensors"
-    DecodeCase(batch=1, slots=6).save(file)
-    code = (
-        f"import sys; from kvtwin.conformance import interpreter, replay; status = replay.main([{str(file)!r}, "
-        "'--device', 'cpu']); print(sys.modules[interpreter.MODULE]._kvtwin); sys.exit(status)"
-    )
-    kept = {name: value for name, value in os.environ.items() if name != interpreter.VARIABLE}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=kept)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines()[-1] == "accelerated (KVTWIN_INTERPRETER=plain turns this off)"

@@ -267,7 +267,8 @@ SAVED = (
 @pytest.mark.parametrize("case", SAVED, ids=lambda case: case.kind)
 def test_a_saved_case_comes_back_whole_and_replays(case, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # which replaying on the CPU would set, for good
-    monkeypatch.setattr(interpreter, "prepare", lambda: None)  # it would import triton, with that variable set
+    prepared = []
+    monkeypatch.setattr(interpreter, "prepare", lambda: prepared.append(True))  # would import triton, that variable set
     path = tmp_path / "case.safetensors"
     assert case.save(path) == f"python -m kvtwin.conformance.replay {path}"
     loaded = cases.load(path)
@@ -282,6 +283,7 @@ def test_a_saved_case_comes_back_whole_and_replays(case, tmp_path, capsys, monke
     with tally.opened():
         assert main([str(path), "--impl", "kvtwin.reference", "--device", "cpu"]) == 0
     assert "right" in capsys.readouterr().out
+    assert prepared, "a replay on the CPU has the arithmetic of the run that saved the case"
 
 
 def test_a_case_that_holds_one_tensor_twice_is_saved_too(tmp_path):
