@@ -278,6 +278,8 @@ class _Writer:
         self._look_at_type(value)
         made = self._name(real.data.dtype)
         if value.numpy_type.kind == "f" and real.data.dtype.kind in "iu":
+            if not real.dtype.is_int():  # a float8, which is an integer to numpy alone
+                return None
             return self._of_type(f"{self._name(arithmetic.to_integer)}({self._array(value)}, {made})", real)
         return self._of_type(f"{self._array(value)}.astype({made})", real)
 
