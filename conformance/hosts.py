@@ -28,7 +28,7 @@ from . import plugin
 
 CORES = ("Prescott", "Nehalem", "Sandybridge", "Haswell", "Zen", "SkylakeX", "Cooperlake", "SapphireRapids")
 CAPABILITIES = ("default", "avx2", "avx512")
-#: Tests of what equal operands have to give: of the interpreter, of ties, to the letter.
+#: The tests of equal operands: of the interpreter, of ties, and of exact results.
 TIES = "interpreter or exact or ties or tie or equal"
 #: And the tests that compare runs of a state, or a state with float64.
 SELECTED = f"{TIES} or test_laws or lockstep"
