@@ -50,7 +50,8 @@ class Record:
     def add(self, counted: tally.Tally) -> None:
         if not counted.asked:
             return
-        self.least_decisions = min(counted.decisive, self.least_decisions or counted.decisive)
+        least = counted.decisive if self.least_decisions is None else self.least_decisions
+        self.least_decisions = min(counted.decisive, least)
         self.plain_rounds += counted.plain_total > 0
         self.undecided += counted.total == 0
         if counted.total:
@@ -68,7 +69,8 @@ class Soak:
         self.controls = not hasattr(config, "workerinput")
         wanted = (self.seeds.start, len(self.seeds))
         self.done = {
-            record["nodeid"] for record in read(self.results) if (record["first"], record["count"]) == wanted
+            record["nodeid"] for record in read(self.results)
+            if (record["first"], record["count"]) == wanted and not record["failures"]
         }
 
     # Last: the suite has ordered and deselected by then.
@@ -115,9 +117,7 @@ def draw_at_least(test: Any, examples: int) -> None:
         setattr(test, attribute, settings(own, max_examples=examples))
 
 
-def over_seeds(
-    test: Callable[..., Any], arguments: dict[str, Any], seeds: Iterable[int], record: Record
-) -> None:
+def over_seeds(test: Callable[..., Any], arguments: dict[str, Any], seeds: Iterable[int], record: Record) -> None:
     """Run a test once for each seed, as a run of pytest would: with a tally of its own. Raises AssertionError."""
     core: Any = importlib.import_module("hypothesis.core")
 
@@ -151,16 +151,20 @@ def _first_lines(error: BaseException) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a file of results; [] if there is none. A last line that was cut off is left out."""
+    """The records of a file of results, of each test and range of seeds the last one; [] if there is no file.
+
+    A line that was cut off is left out.
+    """
     if not path.is_file():
         return []
-    found = []
+    found: dict[Any, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            found.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError:
             continue
-    return found
+        found[record["nodeid"], record["first"], record["count"]] = record
+    return list(found.values())
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -202,8 +206,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *places, "-p", "kvtwin.conformance.soak", f"--kv-device={given.device}",
         f"--hypothesis-profile={given.profile}", "-q", *others,
     ])  # fmt: skip
-    print("\n".join(summary(read(given.results))))
-    return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED and read(given.results) else int(code)
+    records = read(given.results)
+    print("\n".join(summary(records)))
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED and records:  # all of it was done before
+        code = pytest.ExitCode.OK
+    return int(code) or int(any(record["failures"] for record in records))
 
 
 if __name__ == "__main__":

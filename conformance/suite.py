@@ -162,9 +162,7 @@ class Suite:
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
         test = pyfuncitem.obj
-        pyfuncitem.obj = functools.partial(
-            stack.call, draws.until_decided, test, pyfuncitem.nodeid
-        )
+        pyfuncitem.obj = functools.partial(stack.call, draws.until_decided, test, pyfuncitem.nodeid)
         try:
             return (yield)
         finally:

@@ -93,6 +93,26 @@ def test_it_goes_on_where_it_was_stopped(run, pytester):
     assert len((pytester.path / "seen").read_text().split()) == 4
 
 
+def test_a_test_with_a_false_alarm_runs_again_and_its_last_record_counts(run, pytester):
+    assert run(40)["test_right_by_luck"]["failures"]
+    path = pytester.path / "test_mine.py"
+    path.write_text(path.read_text().replace("assert number != 3", "pass"))
+    assert run(40)["test_right_by_luck"]["failures"] == []
+    assert len((pytester.path / "seen").read_text().split()) == 80, "test_right is done"
+
+
+def test_a_file_with_a_false_alarm_is_no_success(tmp_path, monkeypatch):
+    results = tmp_path / "out.jsonl"
+    record = {"nodeid": "a", "first": 1, "count": 2, "seconds": 1.0, "plain_rounds": 0, "failures": []}
+    for name in (soak.SEEDS, soak.RESULTS):
+        monkeypatch.setenv(name, "")  # main sets them
+    monkeypatch.setattr(soak.pytest, "main", lambda arguments: pytest.ExitCode.NO_TESTS_COLLECTED)
+    results.write_text(json.dumps(record) + "\n")
+    assert soak.main(["--results", str(results)]) == 0
+    results.write_text(json.dumps({**record, "failures": ["seed 1: wrong"]}) + "\n")
+    assert soak.main(["--results", str(results)]) == 1
+
+
 @pytest.mark.parametrize("seeds", ["0", "-3", "many"])
 def test_a_wrong_number_of_seeds_is_refused(tmp_path, seeds, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -105,9 +125,11 @@ def test_a_record_adds_up():
     with soak.tally.opened() as counted:
         record.add(counted)
         assert record.shares == [], "nothing was asked"
+        soak.tally.decisions(0, 0)
+        record.add(counted)
         soak.tally.decisions(4, 3)
         record.add(counted)
         soak.tally.decisions(4, 4)
         record.add(counted)
-    assert (record.shares, record.least_decisions) == ([0.75, 0.875], 3)
+    assert (record.shares, record.least_decisions, record.undecided) == ([0.75, 0.875], 0, 1)
     assert json.loads(json.dumps(vars(record)))["nodeid"] == "a"
