@@ -65,6 +65,8 @@ class KeyMachine(Machine):
         key = keydiff.held_keys(case.key, case.mask).float()
         if case.anchor == "mean_normalized":
             return self.total(self.unit(key))
+        if case.anchor == "median":
+            return dataclasses.replace(self, powers=False).scaled(self.anchor(key, case.mask, case.anchor))
         scaled = dataclasses.replace(self, powers=False).scaled(key.flatten(2)).view(key.shape)
         return self.anchor(scaled, case.mask, case.anchor)
 

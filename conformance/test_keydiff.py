@@ -211,6 +211,30 @@ def test_keydiff_orders_nearly_collinear_keys(twins, device):
     assert float((high - low).max()) < 0.01 * float(high.max() - low.min()), "bounds that order them"
 
 
+def test_keydiff_finds_the_direction_of_a_median_that_is_far_smaller_than_the_largest_key(twins, device):
+    """One key of 2^100, the others about 2^-60: the median divided by the largest key would vanish in float32."""
+    key = torch.randn(1, 1, 21, 64, generator=torch.Generator().manual_seed(3)) * 2.0**-60
+    key[:, :, 5] = torch.randn(64, generator=torch.Generator().manual_seed(4)) * 2.0**100
+    case = KeyCase.of(key.to(device), budget=7, anchor="median")
+    module = twins.optimized.keydiff
+    judge.assert_score_right(module.score(**case.score_inputs), case)
+    verdict = judge.assert_evict_right(module.evict(**case.inputs), case)
+    assert bool(verdict.decisive.all())
+
+
+@pytest.mark.parametrize("anchor", ANCHORS)
+@pytest.mark.parametrize("exponent", (-60, -100, -130))
+def test_keydiff_scores_against_an_anchor_that_nearly_vanishes(anchor, exponent, twins, device):
+    """The largest channel cancels, or is zero in the median; the others are 2^exponent of it."""
+    key = torch.zeros(1, 1, 3, 16)
+    key[0, 0, :, 0] = torch.tensor((1.0, 0.0, -1.0))
+    key[..., 1] = 2.0**exponent
+    case = KeyCase.of(key.to(device), anchor=anchor)
+    score = twins.optimized.keydiff.score(**case.score_inputs)
+    judge.assert_score_right(score, case)
+    assert bool(score.isfinite().all())
+
+
 def test_scores_of_nearly_collinear_keys_in_bfloat16_say_nothing(device):
     """Why keys are not scored in their own type: of 2048 scores a handful differ, and the top quarter is nearly that
     of chance."""

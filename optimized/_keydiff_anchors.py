@@ -14,7 +14,7 @@ def any_score(key: Tensor, occupied: Tensor, anchor: str, similarity: str) -> Te
     held = _held(key, occupied)
     if similarity == "cosine":
         direction = _direction(held, occupied, anchor)                                  # [B, Hkv, D]
-        result = -(direction[:, :, None] * _unit(held)).sum(-1) * inverse_length(direction)
+        result = over_length(-(direction[:, :, None] * _unit(held)).sum(-1), direction)
     else:
         result = _measure(held, occupied, anchor, similarity)
     return result.masked_fill(~occupied, -torch.inf)
@@ -28,11 +28,13 @@ def any_rank(key: Tensor, occupied: Tensor, anchor: str, similarity: str) -> Ten
     return -(_direction(held, occupied, anchor)[:, :, None] * _unit(held)).sum(-1)
 
 
-def inverse_length(direction: Tensor) -> Tensor:
-    """1 / ||direction||, [..., D] -> [..., 1]; 0 for zero."""
+def over_length(product: Tensor, direction: Tensor) -> Tensor:
+    """product [..., S] / ||direction [..., D]||; 0 where the direction is zero."""
     largest = direction.abs().amax(-1, keepdim=True)
+    # In two divisions: the inverse of a subnormal length overflows.
     scaled = direction / largest.masked_fill(largest == 0, 1)
-    return torch.where(largest == 0, 0, 1 / (scaled.square().sum(-1, keepdim=True).sqrt() * largest))
+    length = scaled.square().sum(-1, keepdim=True).sqrt().clamp_min(1)
+    return product.masked_fill(largest == 0, 0) / largest.masked_fill(largest == 0, 1) / length
 
 
 def sortable(rank: Tensor) -> Tensor:
@@ -58,6 +60,8 @@ def _direction(held: Tensor, occupied: Tensor, anchor: str) -> Tensor:
     """The anchor but for a positive factor that keeps it in range, [B, Hkv, D]."""
     if anchor == "mean_normalized":
         return _unit(held).sum(2)
+    if anchor == "median":  # one of the numbers, which may be far smaller than the largest
+        return _unit(_center(held, occupied, anchor))
     largest = held.abs().amax((2, 3), keepdim=True)
     return _center(held / largest.masked_fill(largest == 0, 1), occupied, anchor)
 

@@ -17,7 +17,7 @@ from ..reference.contract import (
 )
 from ..reference.keydiff import EvictResult, KeyDiffConfig
 from ._blocks import Block, BlockState
-from ._keydiff_anchors import ANCHORS, SIMILARITIES, any_rank, any_score, inverse_length, sortable
+from ._keydiff_anchors import ANCHORS, SIMILARITIES, any_rank, any_score, over_length, sortable
 from ._keydiff_kernels import anchor_kernel, rank_kernel
 from ._keydiff_select import select
 from ._keydiff_step import lengths, scratch, step, warps_of
@@ -235,7 +235,7 @@ def _shielded(
 
 def _cosine(rank: Tensor, direction: Tensor, occupied: Tensor | None) -> Tensor:
     """Ranks against a sum of normalised keys [B, Hkv, D] as cosines with it; 0 if that is zero."""
-    cosine = rank * inverse_length(direction)
+    cosine = over_length(rank, direction)
     return cosine if occupied is None else cosine.masked_fill(~_per_head(occupied, rank[..., None]), -torch.inf)
 
 

@@ -189,9 +189,12 @@ def center(keys: Tensor, occupied: Tensor, anchor: str) -> Tensor:
 
 def direction(keys: Tensor, occupied: Tensor, anchor: str) -> Tensor:
     """A positive multiple of the anchor that neither over- nor underflows, [B, Hkv, 1, D]: sum_j k^_j for
-    "mean_normalized", else the anchor of the keys divided by the largest magnitude in the head."""
+    "mean_normalized", the median divided by its largest magnitude, the mean of the keys divided by the largest
+    magnitude in the head."""
     if anchor == "mean_normalized":
         return normalized(keys).sum(2, keepdim=True)
+    if anchor == "median":
+        return scaled_down(center(keys, occupied, anchor))[0]
     scaled, _ = scaled_down(keys.flatten(2))
     return center(scaled.view(keys.shape), occupied, anchor)
 

@@ -113,12 +113,15 @@ class Keys:
         """|computed - true| of it in each channel, up to a common factor.
 
         A mean of scaled keys: each key is scaled (DIVISION) and meets n roundings and one division; keys far below the
-        largest vanish. A median is one of the numbers: it is scaled alone.
+        largest vanish. A median is one of the numbers in each channel, scaled (DIVISION) by the largest of these;
+        numbers below 2^-126 may count as zero.
         """
         if self.anchor == "mean_normalized":
             return self.unit_sum_error if self.carried is None else self.carried
         if self.anchor == "median":
-            return DIVISION * self.direction.abs() * SLACK + FLUSH
+            largest = keydiff.center(self.key, self.occupied, self.anchor).abs().amax(-1, keepdim=True)
+            lost = (FLUSH / largest.clamp_min(1e-300)).clamp_max(1).masked_fill(largest == 0, 0)
+            return DIVISION * self.direction.abs() * SLACK + lost + FLUSH
         size = keydiff.scaled_down(self.key.flatten(2))[0].view(self.key.shape).abs().sum(2, keepdim=True) / self.count
         return (gamma(self.count) + 2 * DIVISION) * size * SLACK + LOST
 
