@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from . import discovery, options, plugin, suite
+from . import discovery, plugin
+from .harness import options, suite
 
 DEFAULT_REPORT = Path("kvtwin-report.html")
 MOST_JOBS = 4  # each takes about a GB

@@ -103,13 +103,13 @@ def measured(method: str, model: Model, budget: int) -> int:
     import torch
 
     from ..optimized._launch import INTERPRETED
-    from . import judges
+    from .judge import checkers
 
-    pair = judges.pair(method)
+    pair = checkers.pair(method)
     assert pair.config is not None
     assert pair.state is not None
     options = {"hidden_size": model.hidden_size} if method == "epikv" else {}
-    state = getattr(judges.module(_optimized(), pair), pair.state.__name__)(
+    state = getattr(checkers.module(_optimized(), pair), pair.state.__name__)(
         pair.config(budget=budget, **options), batch=1, query_heads=model.query_heads,
         key_value_heads=model.key_value_heads, head_dim=model.head_dim, dtype=torch.bfloat16,
         device="cpu" if INTERPRETED else "cuda",
@@ -119,7 +119,7 @@ def measured(method: str, model: Model, budget: int) -> int:
 
 
 def _optimized() -> Any:
-    from .impl import Twins
+    from .harness.impl import Twins
 
     return Twins().optimized
 

@@ -28,7 +28,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from . import discovery, judges
+from . import discovery
+from .judge import checkers
 from .discovery import Pair
 
 CAPABILITY = 90
@@ -206,7 +207,7 @@ def call_all(
     pair: Pair, dtype: torch.dtype, head_dims: Sequence[int], optional: Sequence[bool] = (False, True)
 ) -> None:
     """Call every function of a pair, without and with optional arguments, and its state with heads of each size."""
-    from . import tiny
+    from .cases import tiny
 
     device = torch.device("cpu")
 
@@ -214,7 +215,7 @@ def call_all(
         return value.to(to) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     functions = tiny.public_functions(pair.optimized, pair.optimized.__all__)
-    for name in sorted(functions.keys() - set(judges.ask(pair.name, "ON_THE_HOST", ()))):
+    for name in sorted(functions.keys() - set(checkers.ask(pair.name, "ON_THE_HOST", ()))):
         for more in optional:
             given = tiny.arguments(pair, functions[name], device, optional=more)
             holder = next((value for value in given.values() if hasattr(value, "dequantized")), None)
@@ -222,14 +223,14 @@ def call_all(
             functions[name](**{key: cast(value, to) for key, value in given.items()})
     states = [
         ({**options, **more}, head_dim) for options in tiny.groupings(pair)
-        for head_dim in head_dims for more in ({}, *judges.ask(pair.name, "COMPILED", ()))
+        for head_dim in head_dims for more in ({}, *checkers.ask(pair.name, "COMPILED", ()))
     ]
     for options, head_dim in states if pair.state else ():
         state = tiny.new_state(pair, pair.optimized, device, **options, dtype=dtype, head_dim=head_dim)
         prompt, token = (make(device, seed=1, head_dim=head_dim) for make in (tiny.prompt, tiny.token))
         for give, made in ((state.prefill, prompt), (state.step, token)):
             tokens = [cast(tensor) for tensor in made]
-            give(*tokens, **judges.extras(state, *tokens))
+            give(*tokens, **checkers.extras(state, *tokens))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """The claims ledger: what the papers say, what of it is true, and which test shows it.
 
-``claims/<method>.toml`` holds one ``[[claim]]`` table per theorem, bound, rewriting, count or figure of a paper::
+``<method>/claims.toml`` holds one ``[[claim]]`` table per theorem, bound, rewriting, count or figure of a paper::
 
     [[claim]]
     id = "LF-3"                       # parts are LF-1a, LF-1b
@@ -9,7 +9,7 @@
     assumptions = "what it assumes"   # "" if nothing
     verdict = "holds"                 # holds, holds-if (an added assumption), false, inconsistent
     corrected = "what is true"        # optional; needed for false
-    test = "test_longflow_claims.py::test_exact_effect"     # or a list of several
+    test = "longflow/test_longflow_claims.py::test_exact_effect"     # or a list of several
 
 ``python -m kvtwin.conformance.ledger`` prints the table, ``--readme`` writes it into README.md between its markers.
 """
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FOLDER = HERE / "claims"
+FILE = "claims.toml"
 README = HERE.parent / "README.md"
 BEGIN = "<!-- claims: begin (written by python -m kvtwin.conformance.ledger --readme) -->"
 END = "<!-- claims: end -->"
@@ -54,7 +54,7 @@ class LedgerError(ValueError):
 
 @dataclass(frozen=True)
 class Claim:
-    """One ``[[claim]]``. ``tests`` are "file.py::function" of this folder."""
+    """One ``[[claim]]``. ``tests`` are "file.py::function", the file relative to this folder."""
 
     id: str
     method: str
@@ -74,9 +74,9 @@ class Mark:
     test: str
 
 
-def load(folder: Path = FOLDER) -> tuple[Claim, ...]:
+def load(folder: Path = HERE) -> tuple[Claim, ...]:
     """Every claim, in the order of the files. Raises LedgerError."""
-    claims = [claim for path in sorted(folder.glob("*.toml")) for claim in _read(path)]
+    claims = [claim for path in sorted(folder.rglob(FILE)) for claim in _read(path)]
     twice = [name for name, count in Counter(claim.id for claim in claims).items() if count > 1]
     if twice:
         raise LedgerError(f"{folder}: ids used twice: {', '.join(twice)}")
@@ -91,11 +91,11 @@ def _read(path: Path) -> Iterator[Claim]:
     if set(tables) != {"claim"}:
         raise LedgerError(f"{path}: expected [[claim]] tables only, found {', '.join(tables) or 'nothing'}")
     for number, table in enumerate(tables["claim"], start=1):
-        name = f"{path.name}, {table.get('id', f'claim {number}')}"
+        name = f"{path.parent.name}/{path.name}, {table.get('id', f'claim {number}')}"
         unknown = set(table) - {*TEXTS, "corrected", "test"}
         if unknown:
             raise LedgerError(f"{name}: unknown keys: {', '.join(sorted(unknown))}")
-        yield _claim(name, path.stem, table)
+        yield _claim(name, path.parent.name, table)
 
 
 def _claim(name: str, method: str, table: dict[str, object]) -> Claim:
@@ -123,12 +123,12 @@ def _claim(name: str, method: str, table: dict[str, object]) -> Claim:
 def marks(folder: Path = HERE) -> tuple[Mark, ...]:
     """Every claim marker in the test files of ``folder``, read off their syntax trees."""
     found: list[Mark] = []
-    for path in sorted(folder.glob("test_*.py")):
+    for path in sorted(folder.rglob("test_*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 ids = (name for decorator in node.decorator_list for name in _ids(decorator))
-                found += [Mark(name, f"{path.name}::{node.name}") for name in ids]
+                found += [Mark(name, f"{path.relative_to(folder).as_posix()}::{node.name}") for name in ids]
     return tuple(found)
 
 

@@ -2,7 +2,7 @@
 
 An installed plugin is loaded by every pytest run of its environment. So this module imports nothing heavy, defines no
 fixture and touches no environment; ``suite.Suite``, which does, is registered only once the run is seen to include the
-tests beside this file, or to ask for them with a ``--kv-*`` option.
+tests below this folder, or to ask for them with a ``--kv-*`` option.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from . import options
+from .harness import options
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = "kvtwin.conformance"
@@ -35,14 +35,14 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
     # By a route that the command line does not show: a link, another plugin.
-    if file_path.parent.resolve() == HERE:
+    if HERE in file_path.resolve().parents:
         _activate(parent.config)
 
 
 def _activate(config: pytest.Config) -> None:
     if not config.pluginmanager.has_plugin(SUITE):
-        from . import pytest_fixtures
-        from .suite import Suite
+        from .harness import pytest_fixtures
+        from .harness.suite import Suite
 
         config.pluginmanager.register(Suite(config), SUITE)
         config.pluginmanager.register(pytest_fixtures, f"{SUITE}-fixtures")

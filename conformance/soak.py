@@ -23,7 +23,8 @@ from typing import Any
 
 import pytest
 
-from . import draws, options, plugin, tally
+from .harness import draws, options, tally
+from . import plugin
 
 SEEDS = "KVTWIN_SOAK_SEEDS"  # how the processes of pytest-xdist learn which seeds there are: "FIRST:COUNT"
 RESULTS = "KVTWIN_SOAK_RESULTS"
@@ -121,8 +122,8 @@ def over_seeds(test: Callable[..., Any], arguments: dict[str, Any], seeds: Itera
     """Run a test once for each seed, as a run of pytest would: with a tally of its own. Raises AssertionError."""
     core: Any = importlib.import_module("hypothesis.core")
 
-    from .impl import NotProvided
-    from .suite import judge_tally
+    from .harness.impl import NotProvided
+    from .harness.suite import judge_tally
 
     before = core.global_force_seed
     try:

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kvtwin.conformance import bounds
-from kvtwin.conformance.bounds import Interval
-from kvtwin.conformance.cases import DecodeCase
-from kvtwin.conformance.compare import assert_same, assert_within
-from kvtwin.conformance.judges import epikv_scores
-from kvtwin.conformance.judges.epikv import assert_inside
+from kvtwin.conformance.judge import bounds
+from kvtwin.conformance.judge.bounds import Interval
+from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge.checkers import epikv_scores
+from kvtwin.conformance.judge.checkers.epikv import assert_inside
 from kvtwin.optimized import epikv
 from torch import Tensor
 from torch.nn import functional

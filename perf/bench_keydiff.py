@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kvtwin.conformance.bounds import UNIT
-from kvtwin.conformance.compare import assert_same
-from kvtwin.conformance.judges import keydiff as judge
-from kvtwin.conformance.key_cases import KeyCase
-from kvtwin.conformance.oracle import upcast
+from kvtwin.conformance.judge.bounds import UNIT
+from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.conformance.judge.checkers import keydiff as judge
+from kvtwin.conformance.cases.key_cases import KeyCase
+from kvtwin.conformance.judge.oracle import upcast
 from kvtwin.optimized import keydiff
 from kvtwin.reference import keydiff as reference
 from torch import Tensor

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kvtwin.conformance import bounds
-from kvtwin.conformance.cases import DecodeCase, WindowCase
-from kvtwin.conformance.compare import assert_same, assert_within
-from kvtwin.conformance.judges.longflow import assert_decode_right
-from kvtwin.conformance.judges.snapkv import assert_compress_right
-from kvtwin.conformance.oracle import attend
+from kvtwin.conformance.judge import bounds
+from kvtwin.conformance.cases.case import DecodeCase, WindowCase
+from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge.checkers.longflow import assert_decode_right
+from kvtwin.conformance.judge.checkers.snapkv import assert_compress_right
+from kvtwin.conformance.judge.oracle import attend
 from kvtwin.optimized import longflow
 from kvtwin.optimized._attention import causal_attention
 from kvtwin.reference import longflow as reference

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-from kvtwin.conformance import bounds
-from kvtwin.conformance.cases import DecodeCase
-from kvtwin.conformance.compare import assert_within
+from kvtwin.conformance.judge import bounds
+from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.optimized import synckv
 from kvtwin.optimized.synckv import _offload
 from kvtwin.optimized.synckv._transfers import StreamTransfers, Transfers

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kvtwin.conformance import bounds
-from kvtwin.conformance.cases import DecodeCase
-from kvtwin.conformance.compare import assert_same, assert_within
-from kvtwin.conformance.judges import thinkv_paging as judge
-from kvtwin.conformance.oracle import attend
+from kvtwin.conformance.judge import bounds
+from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge.checkers import thinkv_paging as judge
+from kvtwin.conformance.judge.oracle import attend
 from kvtwin.optimized import thinkv
 from kvtwin.optimized.thinkv.eviction import segment_representatives
 from kvtwin.reference.thinkv.contract import ThinKVConfig, Thought

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from kvtwin.conformance import judges
-from kvtwin.conformance.block_cases import AttendCase
-from kvtwin.conformance.compare import assert_same, assert_within
-from kvtwin.conformance.judges import h2o
-from kvtwin.conformance.judges.blocks import assert_attend_right
-from kvtwin.conformance.oracle import upcast_all
+from kvtwin.conformance.judge import checkers
+from kvtwin.conformance.cases.block_cases import AttendCase
+from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge.checkers import h2o
+from kvtwin.conformance.judge.checkers.blocks import assert_attend_right
+from kvtwin.conformance.judge.oracle import upcast_all
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
@@ -75,7 +75,7 @@ def tokens(shape: Shape, count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]
 
 def full_state(method: str, shape: Shape, **options: Any) -> Any:
     """A state of the method's defaults, but for these options, whose cache is full: a block has just evicted."""
-    pair = judges.pair(method)
+    pair = checkers.pair(method)
     assert pair.config is not None
     assert pair.state is not None
     state = getattr(pair.optimized, pair.state.__name__)(
@@ -124,7 +124,7 @@ def time_block(device_benchmark: DeviceBenchmark, method: str, shape: Shape, *, 
 
 def time_attend(device_benchmark: DeviceBenchmark, method: str, shape: Shape, *, gated: bool = True) -> None:
     """The function: a block's attention, and what each key receives of it."""
-    pair = judges.pair(method)
+    pair = checkers.pair(method)
     query, _, _ = tokens(shape, shape.queries, seed=1)
     _, key, value = tokens(shape, shape.slots + shape.queries, seed=2)
     occupied = torch.ones(shape.batch, key.shape[2], dtype=torch.bool, device=DEVICE)
@@ -140,7 +140,7 @@ def time_attend(device_benchmark: DeviceBenchmark, method: str, shape: Shape, *,
         )
         case._adopt({"query": query[row], "key": key[row], "value": value[row], "occupied": occupied[row]})
         # VATP's is H2O's.
-        error = judges.ask(method, "attend_error", h2o.attend_error)
+        error = checkers.ask(method, "attend_error", h2o.attend_error)
         assert_attend_right([part[row] for part in result], case, pair.reference.attend, error)
 
     device_benchmark(
@@ -152,7 +152,7 @@ def time_attend(device_benchmark: DeviceBenchmark, method: str, shape: Shape, *,
 
 def eager(method: str, given: tuple[Tensor, ...], cache: tuple[Tensor, Tensor]) -> dict[str, Callable[[], Any]]:
     """The reference's attention and aggregate of one token over the cache, where the method has such a function."""
-    pair = judges.pair(method)
+    pair = checkers.pair(method)
     if "attend" not in pair.exports:
         return {}
     occupied = torch.ones(cache[0].shape[0], cache[0].shape[2], dtype=torch.bool, device=DEVICE)
@@ -211,11 +211,11 @@ class _Rows:
 def check_state(state: Any, given: tuple[Tensor, ...], method: str) -> None:
     """The state takes the tokens once more, and so does a float64 reference that was brought to the same point: the
     output within its bound, the choice by intervals, scores, positions, and keys and values to the letter."""
-    pair = judges.pair(method)
+    pair = checkers.pair(method)
     rows = torch.randperm(state.sizes.batch, generator=torch.Generator().manual_seed(3))[:ROWS_CHECKED].to(DEVICE)
     reference = _reference(pair, state, rows)
     query, key, value = (tensor[rows] for tensor in given)
-    adapter = judges.ask(method, "Adapter", None)()
+    adapter = checkers.ask(method, "Adapter", None)()
     tested = _Rows(state, given, rows)
     output, truth, bound = adapter.append_block(tested, reference, {"query": query, "key": key, "value": value})
     assert_within(output, truth, bound, what="output")

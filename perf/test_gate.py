@@ -1,7 +1,7 @@
 """The gate on the device itself: a real decode step passes its thresholds, and a fifth more time does not.
 
 Runs inside of this run: one that measures, one held to what that measured, one held to it with a delay captured in the
-same graph. What needs no GPU is tested in conformance/test_perf_gate.py.
+same graph. What needs no GPU is tested in conformance/meta/test_perf_gate.py.
 """
 
 from __future__ import annotations

@@ -10,9 +10,7 @@ from torch.nn import functional
 
 from ...reference.baselines.snapkv import CompressResult, SnapKVConfig
 from ...reference.blocks import AttendResult
-from ...reference.contract import (
-    Sizes, check_attention, check_flag, check_integer, check_mask, resolve_scale,
-)
+from ...reference.contract import Sizes, check_attention, check_flag, check_integer, check_mask, resolve_scale
 from .. import _block_kernels as kernels
 from .._block_compress import between
 from .._block_compress import compress as compress_held

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from kvtwin.conformance import judges
+from kvtwin.conformance.judge import checkers
 from kvtwin.optimized import keydiff
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -75,7 +75,7 @@ def first_token(run: Run, decoder: Decoder, method: str, tokens: int, budget: in
     """All blocks of the prompt, one after the other: the time until the first token is there."""
     model: Model = decoder.model
     block = 16 if run.tiny else BLOCK
-    pair = judges.pair(method)
+    pair = checkers.pair(method)
     assert pair.config is not None and pair.state is not None
     config = pair.config(budget, block)
     kind: Any = getattr(pair.optimized, pair.state.__name__)

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from kvtwin.conformance import discovery, judges
+from kvtwin.conformance import discovery
+from kvtwin.conformance.judge import checkers
 from torch import Tensor
 
 from . import systems
@@ -41,9 +42,9 @@ def run(run: Run) -> None:
 
 
 def state_of(run: Run, model: Model, method: str, batch: int, tokens: int, budget: int) -> Any:
-    pair = judges.pair(method)
+    pair = checkers.pair(method)
     assert pair.config is not None and pair.state is not None
-    options: dict[str, Any] = {judges.ask(method, "BUDGET", "budget"): budget}
+    options: dict[str, Any] = {checkers.ask(method, "BUDGET", "budget"): budget}
     if method in ("thinkv", "synckv"):
         options["max_tokens"] = tokens
     if method == "epikv":
@@ -96,10 +97,10 @@ def one(
     states = [make() for _ in range(model.layers)]
     for state in states:
         given = [run.draw(batch, count, prompt, model.head_dim) for count in heads]
-        state.prefill(*given, **judges.extras(state, *given))
+        state.prefill(*given, **checkers.extras(state, *given))
         del given
     token = [run.draw(batch, count, model.head_dim) for count in heads]
-    more = judges.extras(states[0], *token)
+    more = checkers.extras(states[0], *token)
     for _ in range(steps):
         for state in states:
             output = state.step(*token, **more)

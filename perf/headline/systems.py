@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from kvtwin.conformance import bounds
+from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.capacity import bytes_held
-from kvtwin.conformance.cases import DecodeCase
-from kvtwin.conformance.compare import assert_within
+from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.optimized import longflow
 from kvtwin.optimized.baselines import h2o, snapkv
 from torch import Tensor

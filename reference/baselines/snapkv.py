@@ -17,9 +17,7 @@ from torch.nn import functional
 
 from ..attention import INF, causal_logits, logits, per_kv_head, softmax
 from ..blocks import AttendResult, BlockConfig, BlockState, Piece, attention_of_block, group_mean, order
-from ..contract import (
-    Sizes, check_attention, check_flag, check_integer, check_mask, resolve_scale,
-)
+from ..contract import Sizes, check_attention, check_flag, check_integer, check_mask, resolve_scale
 from ..selection import kept_after
 
 __all__ = ["AttendResult", "CompressResult", "SnapKVConfig", "SnapKVState", "attend", "compress", "window_score"]

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from ..attention import causal_attention
-from ..contract import (
-    check_prompt, check_reorder, check_step, resolve_device, resolve_scale, state_sizes,
-)
+from ..contract import check_prompt, check_reorder, check_step, resolve_device, resolve_scale, state_sizes
 from .contract import ThinKVConfig, Thought
 from .contract_state import check_room, check_thought
 from .eviction import anneal, segment_representatives

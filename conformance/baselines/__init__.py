@@ -1,0 +1,1 @@
+"""The baselines: a folder of tests and mutants each."""

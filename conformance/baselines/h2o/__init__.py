@@ -1,0 +1,1 @@
+"""H2O: its tests and mutants."""

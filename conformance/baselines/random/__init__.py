@@ -1,0 +1,1 @@
+"""Random eviction: its tests and mutants."""

@@ -1,0 +1,1 @@
+"""SnapKV: its tests and mutants."""

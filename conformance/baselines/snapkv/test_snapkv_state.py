@@ -1,0 +1,129 @@
+"""SnapKV's state under test: a prompt in one block is compressed as `compress` does it, and decoding does it anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvtwin.conformance.judge import lockstep
+from kvtwin.conformance.cases.case import WindowCase
+from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge.checkers import snapkv as judge
+from kvtwin.conformance.judge.oracle import upcast_all
+from kvtwin.conformance.cases.strategies import state_traces
+from kvtwin.reference.baselines import snapkv
+
+pytestmark = pytest.mark.kind("equivalence")
+
+SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
+some = settings(max_examples=max(4, settings().max_examples // 2))
+few = settings(max_examples=max(3, settings().max_examples // 6))
+
+
+def prompt(count, seed, device, heads=2):
+    generator = torch.Generator().manual_seed(seed)
+    names = (("query", 2 * heads), ("key", heads), ("value", heads))
+    return {name: torch.randn(1, h, count, 16, generator=generator).to(device) for name, h in names}
+
+
+def new(module, device, dtype=torch.float32, heads=2, **config):
+    return module.SnapKVState(
+        module.SnapKVConfig(**config), batch=1, query_heads=2 * heads, key_value_heads=heads, head_dim=16, dtype=dtype,
+        device=device,
+    )
+
+
+@given(
+    count=st.integers(2, 24), budget=st.integers(1, 12), window=st.integers(1, 6),
+    kernel_size=st.sampled_from((3, 1, 5, 7)), seed=st.integers(0, 2**31),
+)
+@some
+def test_snapkv_state_compresses_a_prompt_as_compress_does(count, budget, window, kernel_size, seed, device):
+    """One block, in float64, every head for itself: other code, the same tokens."""
+    given_ = upcast_all(prompt(count, seed, device))
+    state = new(
+        snapkv, device, torch.float64, budget=budget, block_size=count, window=window, kernel_size=kernel_size
+    )
+    state.prefill(**given_)
+    observers = given_["query"][:, :, -min(window, budget):]
+    kept = snapkv.compress(observers, given_["key"], given_["value"], budget, kernel_size=kernel_size).kept
+    held = state.positions[..., :budget].sort(-1).values[..., -kept.shape[2]:]
+    assert_same(held, kept, what="tokens held")
+
+
+@given(
+    count=st.integers(2, 12), block=st.integers(1, 12), window=st.integers(1, 6),
+    kernel_size=st.sampled_from((3, 1, 5)), seed=st.integers(0, 2**31),
+)
+@example(count=9, block=2, window=5, kernel_size=3, seed=1)
+@few
+def test_snapkv_state_remembers_the_window_across_blocks(count, block, window, kernel_size, seed, twins, device):
+    """With room for all, scores are those of the last `window` tokens' queries over everything, whatever the blocks."""
+    given_ = prompt(count, seed, device, heads=1)
+    state = new(
+        twins.optimized.baselines.snapkv, device, heads=1, budget=count, block_size=block, window=window,
+        kernel_size=kernel_size,
+    )
+    state.prefill(**given_)
+    case = WindowCase.of(
+        given_["query"][:, :, -window:], given_["key"], given_["value"], budget=count, kernel_size=kernel_size
+    )
+    truth = snapkv.window_score(**upcast_all(case.score_inputs))
+    assert_within(state.score[..., :count], truth, judge.score_bound(case, shared_heads=False), what="score")
+
+
+def test_snapkv_state_window_goes_with_its_row(twins, device):
+    """Rows change places; what decides then about each is what its own window asked for."""
+    generator = torch.Generator().manual_seed(12)
+    query, key, value = (torch.randn(2, heads, 13, 16, generator=generator).to(device) for heads in (2, 1, 1))
+    config = {"budget": 7, "block_size": 5, "window": 4, "kernel_size": 1}
+    both = lockstep.pair(
+        "snapkv", twins.optimized.baselines.snapkv, config=config, batch=2, query_heads=2, key_value_heads=1,
+        head_dim=16, dtype=torch.float32, device=device,
+    )
+    both.prefill(*(tensor[:, :, :10] for tensor in (query, key, value)))
+    both.reorder(torch.tensor([1, 0], device=device))
+    for step in range(10, 13):
+        both.step(*(tensor[:, :, step] for tensor in (query, key, value)))
+
+
+@given(trace=state_traces("snapkv", content=("ordinary", "integers"), max_prompt=16, max_steps=4))
+@few
+def test_snapkv_state_keeps_step_where_scores_decide(trace, twins):
+    lockstep.run(trace, twins.optimized.baselines.snapkv)
+
+
+@SIDES
+def test_snapkv_state_pools_along_positions_and_not_slots(side, twins, device):
+    """Token 3 is looked at, and lies in the last slot; what comes after it lies in the first, and is next to it."""
+    state = new(
+        getattr(twins, side).baselines.snapkv, device, heads=1, budget=4, block_size=1, window=1, kernel_size=3
+    )
+    key = torch.zeros(1, 1, 12, 16, device=device)
+    key[0, 0, 3, 0] = 8
+    query = torch.zeros(1, 2, 12, 16, device=device)
+    query[..., 0] = 8
+    held = []
+    for step in range(12):
+        state.step(*(tensor[:, :, step] for tensor in (query, key, key)))
+        held.append(sorted(state.positions[0, 0, :4].tolist()))
+    # The pool of 3 gives token 3's attention to the tokens before and after it; those after it come to be, and stay.
+    assert held[3:6] == [[0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5]]
+    assert all({2, 3, 4} <= set(tokens) for tokens in held[5:])
+
+
+@SIDES
+def test_snapkv_state_counts_padding_as_a_place_in_the_window(side, twins, device):
+    """The window is the last `window` places of the text. Padding in it asks nothing, and leaves room for others."""
+    state = new(
+        getattr(twins, side).baselines.snapkv, device, heads=1, budget=3, block_size=8, window=3, kernel_size=1
+    )
+    given_ = prompt(8, 5, device, heads=1)
+    occupied = torch.ones(1, 8, dtype=torch.bool, device=device)
+    occupied[0, 6] = False
+    state.prefill(**given_, occupied=occupied)
+    held = state.positions[0, 0, :3].tolist()
+    assert {5, 7} < set(held) and 6 not in held
+    assert (state.score[0, 0, :3] == torch.inf).sum() == 2

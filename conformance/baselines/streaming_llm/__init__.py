@@ -1,0 +1,1 @@
+"""StreamingLLM: its tests and mutants."""

@@ -1,0 +1,1 @@
+"""TOVA: its tests and mutants."""

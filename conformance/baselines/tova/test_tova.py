@@ -1,0 +1,117 @@
+"""TOVA under test: the newest query decides, by logarithms, ties to the lowest slot, and nobody is protected."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kvtwin.conformance.judge import lockstep
+from kvtwin.conformance.cases.strategies import VANISHING, state_traces
+
+pytestmark = pytest.mark.kind("equivalence")
+
+SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
+few = settings(max_examples=max(3, settings().max_examples // 6))
+
+TIES = ("duplicates", "equal_keys", "identical", "near_ties")
+
+
+def new(module, device, budget, block):
+    return module.TOVAState(
+        module.TOVAConfig(budget, block), batch=2, query_heads=1, key_value_heads=1, head_dim=16,
+        dtype=torch.float32, device=device,
+    )
+
+
+@given(trace=state_traces("tova", content=VANISHING, max_prompt=12, max_steps=6))
+@few
+def test_tova_tells_weights_apart_that_vanish(trace, twins):
+    """Logits that spread over hundreds and thousands: most weights are 0 in float32, their logarithms are not."""
+    lockstep.run(trace, twins.optimized.baselines.tova)
+
+
+@SIDES
+@pytest.mark.parametrize("how", ("steps", "block"))
+@pytest.mark.parametrize("budget", [3, 4])
+def test_tova_evicts_the_least_of_weights_that_vanish(side, how, budget, twins, device):
+    """exp(-150) and exp(-600) are 0 in float32: the token of the latter goes, which is not in the lowest slot."""
+    state = new(getattr(twins, side).baselines.tova, device, budget=budget, block=8)
+    key = torch.zeros(2, 1, budget + 1, 16, device=device)
+    key[:, 0, :3, 0] = torch.tensor([-150.0, -600.0, -300.0])
+    query = torch.zeros_like(key)
+    query[..., 0] = 4  # the default scale is 1 / 4
+    if how == "steps":
+        for token in range(budget + 1):
+            state.step(*(tensor[:, :, token] for tensor in (query, key, key)))
+    else:
+        state.prefill(query, key, key)
+    assert sorted(state.positions[0, 0, :budget].tolist()) == [0, *range(2, budget + 1)]
+
+
+@given(trace=state_traces("tova", content=TIES, max_prompt=12, max_steps=6))
+@few
+def test_tova_settles_ties_by_slot(trace, twins):
+    """Bitwise equal keys weigh the same, whatever their values: the lowest slot goes."""
+    lockstep.run(trace, twins.optimized.baselines.tova)
+
+
+@SIDES
+def test_tova_of_equal_keys_evicts_the_lowest_slots(side, twins, device):
+    state = new(getattr(twins, side).baselines.tova, device, budget=3, block=1)
+    token = torch.ones(3, 2, 1, 16, device=device)
+    held = []
+    for _ in range(6):
+        state.step(*token)
+        held.append(state.positions[0, 0, :3].tolist())
+    assert held == [[0, -1, -1], [0, 1, -1], [0, 1, 2], [3, 1, 2], [4, 1, 2], [5, 1, 2]]
+
+
+@SIDES
+def test_tova_of_equal_keys_evicts_the_lowest_slots_of_a_block(side, twins, device):
+    """First those of the block, which is all there is; then those of the cache, and the block takes their slots."""
+    state = new(getattr(twins, side).baselines.tova, device, budget=3, block=6)
+    state.append_block(*torch.ones(3, 2, 1, 6, 16, device=device))
+    assert state.positions[0, 0, :3].tolist() == [3, 4, 5]
+    state.append_block(*torch.ones(3, 2, 1, 2, 16, device=device))
+    assert state.positions[0, 0, :3].tolist() == [6, 7, 5]
+
+
+@SIDES
+def test_tova_protects_nobody(side, twins, device):
+    """The newest token goes at once if its own query looks elsewhere."""
+    state = new(getattr(twins, side).baselines.tova, device, budget=2, block=1)
+    for step in range(5):
+        key = torch.full((2, 1, 16), -float(step), device=device)
+        state.step(torch.ones(2, 1, 16, device=device), key, key)
+    assert state.positions[0, 0].tolist() == [0, 1, -1]
+
+
+@SIDES
+def test_tova_asks_the_last_query_that_is_real(side, twins, device):
+    """Row 0's block ends with padding, whose query looks at token 1; its last real one looks at token 0. Row 1 ends
+    with that same query, unpadded."""
+    state = new(getattr(twins, side).baselines.tova, device, budget=2, block=4)
+    key = torch.zeros(2, 1, 4, 16, device=device)
+    for token in range(4):
+        key[:, :, token, token] = 8
+    query = torch.zeros_like(key)
+    query[0, 0, 2, 0] = query[0, 0, 3, 1] = query[1, 0, 3, 1] = 8
+    query[:, :, :, 2] += 4                                                               # all like token 2 as well
+    occupied = torch.tensor([[True] * 3 + [False], [True] * 4], device=device)
+    state.prefill(query, key, key, occupied)
+    assert sorted(state.positions[0, 0, :2].tolist()) == [0, 2]
+    assert sorted(state.positions[1, 0, :2].tolist()) == [1, 2]
+
+
+@SIDES
+def test_tova_keeps_its_scores_through_padding(side, twins, device):
+    """A block that is all padding in one row has no query there: that row's scores stay, and nothing leaves."""
+    state = new(getattr(twins, side).baselines.tova, device, budget=3, block=2)
+    generator = torch.Generator().manual_seed(4)
+    state.prefill(*torch.randn(3, 2, 1, 3, 16, generator=generator).to(device))
+    before, positions = state.score.clone(), state.positions.clone()
+    tokens = torch.randn(3, 2, 1, 2, 16, generator=generator).to(device)
+    state.append_block(*tokens, torch.tensor([[False, False], [True, False]], device=device))
+    assert torch.equal(state.score[0], before[0]) and torch.equal(state.positions[0], positions[0])
+    assert not torch.equal(state.score[1], before[1])

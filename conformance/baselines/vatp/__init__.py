@@ -1,0 +1,1 @@
+"""VATP: its tests and mutants."""

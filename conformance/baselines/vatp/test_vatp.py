@@ -1,0 +1,111 @@
+"""VATP under test: sizes of values outweigh attention, values of nothing tie, and the first token stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtwin.conformance.judge import lockstep
+from kvtwin.conformance.cases.block_cases import sized
+from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.strategies import state_traces
+
+pytestmark = pytest.mark.kind("equivalence")
+
+SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
+few = settings(max_examples=max(3, settings().max_examples // 6))
+
+
+def new(module, device, budget, block, recent):
+    return module.VATPState(
+        module.VATPConfig(budget, block, recent), batch=1, query_heads=1, key_value_heads=1, head_dim=16,
+        dtype=torch.float32, device=device,
+    )
+
+
+@given(trace=state_traces("vatp", content=("ordinary", "equal_keys"), max_prompt=12, max_steps=6))
+@few
+def test_vatp_ranks_by_attention_times_size(trace, twins):
+    """Flat values and spikes over powers of two: ||v||_1 decides, and not ||v||_2."""
+    lockstep.run(sized(trace), twins.optimized.baselines.vatp)
+
+
+@pytest.mark.parametrize(("prompt", "steps"), [(0, 14), (14, 0)], ids=["steps", "blocks"])
+def test_vatp_evicts_by_size_for_long(prompt, steps, twins, device):
+    """Nearly every choice is one that H2O, or ||v||_2, or the largest element would make otherwise."""
+    config = {"budget": 6, "block_size": 3, "recent": 1}
+    trace = StateTrace(
+        method="vatp", group=2, prompt=prompt, steps=steps, config=tuple(config.items()), device=str(device), seed=9
+    )
+    lockstep.run(sized(trace), twins.optimized.baselines.vatp)
+
+
+def test_vatp_sizes_go_with_their_rows(twins, device):
+    """Rows whose values are of other sizes change places; from then on each evicts by its own again."""
+    generator = torch.Generator().manual_seed(11)
+    query, key, value = torch.randn(3, 2, 1, 14, 16, generator=generator)
+    value *= torch.exp2(torch.randint(-5, 5, (2, 1, 14, 1), generator=generator).float())
+    tokens = {name: x.to(device) for name, x in (("query", query), ("key", key), ("value", value))}
+    both = lockstep.pair(
+        "vatp", twins.optimized.baselines.vatp, config={"budget": 5, "block_size": 6, "recent": 1}, batch=2,
+        query_heads=1, key_value_heads=1, head_dim=16, dtype=torch.float32, device=device,
+    )
+    both.prefill(**{name: tensor[:, :, :6] for name, tensor in tokens.items()})
+    both.reorder(torch.tensor([1, 0], device=device))
+    for step in range(6, 14):
+        both.step(**{name: tensor[:, :, step] for name, tensor in tokens.items()})
+
+
+@given(trace=state_traces("vatp", content=("zero_values", "tiny_values"), max_prompt=12, max_steps=6))
+@few
+def test_vatp_of_values_that_are_next_to_nothing(trace, twins):
+    lockstep.run(trace, twins.optimized.baselines.vatp)
+
+
+@SIDES
+def test_vatp_evicts_values_of_zero_by_slot(side, twins, device):
+    """They rank 0 whatever looks at them, all of them: the lowest slot goes first, but for the first token."""
+    state = new(getattr(twins, side).baselines.vatp, device, budget=4, block=1, recent=1)
+    generator = torch.Generator().manual_seed(1)
+    query, key = torch.randn(2, 1, 1, 8, 16, generator=generator).to(device)
+    value = torch.zeros_like(key)
+    held = []
+    for step in range(8):
+        state.step(*(tensor[:, :, step] for tensor in (query, key, value)))
+        held.append(state.positions[0, 0, :4].tolist())
+    # The first and the newest are protected: slot 1 goes, again and again, since its owner is the newest no more.
+    assert held[3:] == [[0, 1, 2, 3], [0, 4, 2, 3], [0, 5, 2, 3], [0, 6, 2, 3], [0, 7, 2, 3]]
+
+
+@SIDES
+def test_vatp_keeps_the_large_value_and_the_first_token(side, twins, device):
+    """Equal keys: sums are the older the larger, sizes are what the values say; token 0 has none and stays."""
+    state = new(getattr(twins, side).baselines.vatp, device, budget=3, block=8, recent=1)
+    zeros = torch.zeros(1, 1, 8, 16, device=device)
+    value = torch.full_like(zeros, 0.01)
+    value[0, 0, 0], value[0, 0, 5] = 0, 100
+    state.prefill(zeros, zeros, value)
+    assert state.positions[0, 0, :3].tolist() == [0, 5, 7]
+
+
+@SIDES
+def test_vatp_of_one_slot_keeps_the_first_token(side, twins, device):
+    state = new(getattr(twins, side).baselines.vatp, device, budget=1, block=2, recent=None)
+    generator = torch.Generator().manual_seed(2)
+    state.prefill(*torch.randn(3, 1, 1, 5, 16, generator=generator).to(device))
+    assert state.positions[0, 0].tolist() == [0, -1, -1]
+
+
+@given(recent=st.integers(0, 3))
+@few
+def test_vatp_score_is_the_sum_of_weights_alone(recent, twins, device):
+    """The value's size enters the rank, not the score: two values, one score."""
+    module = twins.optimized.baselines.vatp
+    generator = torch.Generator().manual_seed(recent)
+    query, key, value = torch.randn(3, 1, 1, 4, 16, generator=generator).to(device)
+    one, other = (new(module, device, 4, 4, recent) for _ in range(2))
+    one.prefill(query, key, value)
+    other.prefill(query, key, 8 * value)
+    assert torch.equal(one.score, other.score)

@@ -1,0 +1,1 @@
+"""The inputs of tests: Hypothesis strategies, contents, memory layouts, tiny models."""

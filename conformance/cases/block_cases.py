@@ -1,0 +1,122 @@
+"""Inputs of the baselines' `attend`: the newest Q tokens' queries over S slots, drawn like every other case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from . import contents
+from .case import Case, StateTrace
+from ..judge.oracle import Attention, attend
+from .strategies import GROUPS, SCALES, TRIPLES, _common, _counts, contents_of
+
+LAYOUTS = ("contiguous", "transposed", "sliced", "spread", "channels_first")
+
+
+@dataclass(frozen=True, repr=False)
+class AttendCase(Case):
+    """query [B, Hq, Q, D] of the tokens in the last Q of S slots; key, value [B, Hkv, S, D]; occupied [B, S], or
+    [B, Hkv, S] with per_head. method: whose `attend` it is for."""
+
+    kind: ClassVar[str] = "attend"
+
+    method: str = "h2o"
+    slots: int = 1
+    queries: int = 1
+    occupancy: str = "full"
+    per_head: bool = False
+
+    query = property(lambda self: self.tensor("query"))
+    key = property(lambda self: self.tensor("key"))
+    value = property(lambda self: self.tensor("value"))
+    occupied = property(lambda self: self.tensor("occupied"))
+
+    def make(self) -> dict[str, Tensor | None]:
+        generator = self.generator()
+        query, key, value = contents.fill(
+            self.content, generator, batch=self.batch, key_value_heads=self.key_value_heads, group=self.group,
+            queries=self.queries, slots=self.slots, head_dim=self.head_dim, dtype=self.dtype, scale=self.factor,
+        )
+        heads = (self.key_value_heads,) if self.per_head else ()
+        occupied = contents.occupancy(self.occupancy, generator, (self.batch, *heads, self.slots))
+        key, value = (contents.poison(self.poison, tensor, occupied) for tensor in (key, value))
+        # A query that is padding in every head is nobody's: it may hold anything.
+        padding = ~(occupied if occupied.dim() == 2 else occupied.any(1))[:, self.slots - self.queries:]
+        return {
+            "query": contents.poison(self.poison, query, ~padding), "key": key, "value": value, "occupied": occupied,
+        }
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of `attend`."""
+        self.used()
+        return {
+            "query": self.query, "key": self.key, "value": self.value, "occupied": self.occupied, "scale": self.scale,
+        }
+
+    @cached_property
+    def attention(self) -> Attention:
+        """The exact attention, for the bounds."""
+        return attend(self.query, self.key, self.value, self.occupied, scale=self.scale, causal=True)
+
+    @cached_property
+    def real(self) -> Tensor:
+        """Which of the last Q slots hold a token, [B, Hkv, Q] bool."""
+        occupied = self.occupied if self.per_head else self.occupied[:, None]
+        return occupied[..., self.slots - self.queries:].expand(-1, self.key_value_heads, -1)
+
+
+@st.composite
+def attend_cases(
+    draw: st.DrawFn, method: str, *, device: torch.device | str | None = None,
+    content: tuple[str, ...] = contents.CONTENTS, occupancy: tuple[str, ...] = contents.OCCUPANCIES,
+    most: int | None = None,
+) -> AttendCase:
+    """Blocks of one token to all S, with room before them or none."""
+    sizes = draw(_common(device, TRIPLES, rows=2))
+    cpu = sizes["device"].startswith("cpu")
+    if cpu:
+        # Each query head is a program, and each 16 queries of it.
+        sizes["group"] = draw(st.sampled_from(GROUPS[:5]))
+    slots = draw(_counts(sizes, most or (40 if cpu else None), gpu=2048))
+    # The oracle holds several [B, Hq, Q, S] in float64.
+    room = max(1, 2**24 // (sizes["batch"] * sizes["key_value_heads"] * sizes["group"] * slots))
+    largest = min(slots, room, 20 if cpu else 256)
+    return AttendCase(
+        **sizes,
+        content=draw(contents_of(content)),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        poison=draw(st.sampled_from(contents.POISONS)),
+        scale=draw(st.sampled_from(SCALES)),
+        seed=draw(st.integers(0, 2**31 - 1)),
+        method=method,
+        slots=slots,
+        queries=draw(st.integers(1, largest) | st.sampled_from((1, largest))),
+        occupancy=draw(st.sampled_from(occupancy)),
+        per_head=draw(st.booleans()),
+    )
+
+
+def sized(trace: StateTrace) -> StateTrace:
+    """The trace with values whose sizes matter: flat ones and lone spikes in turn (which ||v||_1 and ||v||_2 order
+    differently), over powers of two, so that they outweigh attention; the first token's value is 0."""
+    made = dict(trace.tensors)
+    for name in ("prompt_value", "value"):
+        value = made.get(name)
+        if value is None:
+            continue
+        start = trace.prompt if name == "value" else 0
+        number = torch.arange(start, start + value.shape[2], device=value.device)
+        size = torch.exp2((number * 5 % 7 - 3).float()) * (number > 0)
+        spike = torch.zeros(value.shape[-1], device=value.device)
+        spike[0] = 2
+        shape = torch.where(number[:, None] % 2 == 0, spike, torch.full_like(spike, 4 / value.shape[-1]))
+        made[name] = trace.place(name, (size[:, None] * shape).to(value.dtype).expand(value.shape).contiguous())
+    changed = replace(trace)
+    changed._adopt(made)
+    return changed

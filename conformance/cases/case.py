@@ -1,0 +1,382 @@
+"""One drawn input for the twins: a recipe whose repr makes it again, its tensors, and a file that holds them.
+
+A case is a frozen dataclass of small things (sizes, names, a seed); its tensors are made at first use. Hypothesis
+shrinks and prints the small things. `save` writes the tensors themselves, so that a case from a GPU replays anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from . import contents
+from .layouts import REPEATED, lay_out
+from ..judge.oracle import Attention, attend
+
+#: Every kind of case by its name; subclasses enter themselves.
+KINDS: dict[str, type[Case]] = {}
+
+#: The case whose arguments were asked for last, and the test that did.
+_latest: list[tuple[Case, str | None]] = []
+
+
+def running_test() -> str | None:
+    """The id of the test that runs, None outside of pytest."""
+    return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0] or None
+
+
+def forget() -> None:
+    """Let go of the case that `latest` remembers; the tensors of some are gigabytes long."""
+    _latest.clear()
+
+
+def latest() -> Case | None:
+    """The last case that the running test used; Hypothesis ends with the smallest failing one."""
+    return next((case for case, test in _latest if test == running_test()), None)
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """What all cases share. Sizes as in the design: B, Hkv, G, D; `group` query heads per KV head.
+
+    A subclass has a `kind` of its own and implements `make`; judge/checkers/<method>.py may hold further ones.
+    """
+
+    kind: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        KINDS[cls.kind] = cls
+
+    batch: int = 1
+    key_value_heads: int = 1
+    group: int = 1
+    head_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    content: str = "ordinary"
+    layout: str = "contiguous"
+    poison: str = "nan"
+    scale: float | None = None
+    seed: int = 0
+    device: str = "cpu"
+
+    def __repr__(self) -> str:
+        """The constructor's call, without what is at its default."""
+        shown = [
+            f"{field.name}={value!r}" for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What Hypothesis prints of a falsifying example."""
+        printer.text(repr(self))
+
+    @property
+    def query_heads(self) -> int:
+        return self.key_value_heads * self.group
+
+    @property
+    def factor(self) -> float:
+        """The scale in force."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """The tensors by name, laid out."""
+        return {
+            name: None if tensor is None else self.place(name, tensor) for name, tensor in self.make().items()
+        }
+
+    def make(self) -> dict[str, Tensor | None]:
+        raise NotImplementedError
+
+    def place(self, name: str, tensor: Tensor) -> Tensor:
+        """`tensor` in the case's layout. Where a layout repeats an axis, its first entry is repeated."""
+        return lay_out(tensor, self.layout)
+
+    def tensor(self, name: str) -> Tensor:
+        found = self.tensors[name]
+        assert found is not None
+        return found
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(self.seed)
+
+    def used(self) -> None:
+        _latest[:] = [(self, running_test())]
+
+    def save(self, path: Path | str) -> str:
+        """Write the case; returns the command that replays it."""
+        from safetensors.torch import save_file
+
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["dtype"] = str(self.dtype).removeprefix("torch.")
+        # Copies: a case may hold one tensor under two names, which a file may not.
+        tensors = {
+            name: tensor.clone(memory_format=torch.contiguous_format)
+            for name, tensor in self.tensors.items() if tensor is not None
+        }
+        absent = [name for name in self.tensors if name not in tensors]
+        description = json.dumps({"kind": self.kind, "absent": absent, **fields})
+        save_file(tensors, path, metadata={"kvtwin": description})
+        return f"python -m kvtwin.conformance.judge.replay {path}"
+
+    def _adopt(self, tensors: dict[str, Tensor | None]) -> None:
+        self.__dict__["tensors"] = tensors
+
+
+@dataclass(frozen=True, repr=False)
+class DecodeCase(Case):
+    """Arguments of a `decode_attention`: query [B, Hq, D], key and value [B, Hkv, S, D], masks, scale, per_head."""
+
+    kind: ClassVar[str] = "decode"
+
+    slots: int = 1
+    occupancy: str = "full"
+    protect: str = "none"
+    per_head: bool = False
+
+    query = property(lambda self: self.tensor("query"))
+    key = property(lambda self: self.tensor("key"))
+    value = property(lambda self: self.tensor("value"))
+    occupied = property(lambda self: self.tensor("occupied"))
+    protected = property(lambda self: self.tensors["protected"])
+
+    def make(self) -> dict[str, Tensor | None]:
+        generator = self.generator()
+        tokens = contents.fill(
+            self.content, generator, batch=self.batch, key_value_heads=self.key_value_heads, group=self.group,
+            queries=1, slots=self.slots, head_dim=self.head_dim, dtype=self.dtype, scale=self.factor,
+        )
+        shape = (self.batch, self.key_value_heads, self.slots) if self.per_head else (self.batch, self.slots)
+        occupied = contents.occupancy(self.occupancy, generator, shape)
+        protected = contents.protection(self.protect, generator, shape)
+        key, value = tokens.key, tokens.value
+        if self.layout not in REPEATED:
+            key, value = (contents.poison(self.poison, tensor, occupied) for tensor in (key, value))
+        return {
+            "query": tokens.query[:, :, 0], "key": key, "value": value, "occupied": occupied, "protected": protected,
+        }
+
+    def place(self, name: str, tensor: Tensor) -> Tensor:
+        # One axis of one tensor is repeated; masks and queries stay their own.
+        if self.layout in REPEATED and name not in ("key", "value"):
+            return tensor
+        return lay_out(tensor, self.layout)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of `decode_attention`."""
+        self.used()
+        return {
+            "query": self.query, "key": self.key, "value": self.value, "occupied": self.occupied,
+            "protected": self.protected, "scale": self.scale, "per_head": self.per_head,
+        }
+
+    @cached_property
+    def attention(self) -> Attention:
+        """The exact attention, for the bounds."""
+        return attend(self.query, self.key, self.value, self.occupied, scale=self.scale)
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None, *,
+           protected: Tensor | None = None, scale: float | None = None, per_head: bool = False) -> DecodeCase:
+        """A case from tensors at hand."""
+        batch, heads, slots, head_dim = key.shape
+        if occupied is None:
+            occupied = torch.ones(
+                (batch, heads, slots) if per_head else (batch, slots), dtype=torch.bool, device=key.device
+            )
+        case = cls(
+            batch=batch, key_value_heads=heads, group=query.shape[1] // heads, head_dim=head_dim, dtype=key.dtype,
+            content="given", scale=scale, slots=slots, per_head=per_head, device=str(key.device),
+        )
+        case._adopt({"query": query, "key": key, "value": value, "occupied": occupied, "protected": protected})
+        return case
+
+
+@dataclass(frozen=True, repr=False)
+class WindowCase(Case):
+    """A prompt of `tokens` tokens to be compressed: query_window [B, Hq, W, D], key and value [B, Hkv, T, D]."""
+
+    kind: ClassVar[str] = "window"
+
+    tokens: int = 1
+    observers: int = 1
+    budget: int = 1
+    kernel_size: int = 5
+    occupancy: str = "none"
+    protect: str = "none"
+
+    query_window = property(lambda self: self.tensor("query_window"))
+    key = property(lambda self: self.tensor("key"))
+    value = property(lambda self: self.tensor("value"))
+    occupied = property(lambda self: self.tensors["occupied"])
+    protected = property(lambda self: self.tensors["protected"])
+
+    @property
+    def mask(self) -> Tensor:
+        """occupied, all True where it was not given."""
+        if self.occupied is not None:
+            return self.occupied
+        return torch.ones(self.batch, self.tokens, dtype=torch.bool, device=self.device)
+
+    def make(self) -> dict[str, Tensor | None]:
+        generator = self.generator()
+        query, key, value = contents.fill(
+            self.content, generator, batch=self.batch, key_value_heads=self.key_value_heads, group=self.group,
+            queries=self.observers, slots=self.tokens, head_dim=self.head_dim, dtype=self.dtype, scale=self.factor,
+        )
+        shape = (self.batch, self.tokens)
+        occupied = None if self.occupancy == "none" else contents.occupancy(self.occupancy, generator, shape)
+        if occupied is not None:
+            # Padding rows of the window hold zeros.
+            padding = ~occupied[:, None, self.tokens - self.observers:, None]
+            query = query.masked_fill(padding, 0)
+            key, value = (contents.poison(self.poison, tensor, occupied) for tensor in (key, value))
+        return {
+            "query_window": query, "key": key, "value": value, "occupied": occupied,
+            "protected": contents.protection(self.protect, generator, shape),
+        }
+
+    @property
+    def snapkv_inputs(self) -> dict[str, Any]:
+        """Keyword arguments of `snapkv.compress`, but for shared_heads."""
+        self.used()
+        return {
+            "query_window": self.query_window, "key": self.key, "value": self.value, "budget": self.budget,
+            "kernel_size": self.kernel_size, "occupied": self.occupied, "protected": self.protected,
+            "scale": self.scale,
+        }
+
+    @property
+    def score_inputs(self) -> dict[str, Any]:
+        """Keyword arguments of `snapkv.window_score`, but for shared_heads."""
+        return {
+            name: value for name, value in self.snapkv_inputs.items() if name not in ("value", "budget", "protected")
+        }
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of `longflow.compress_prefill`."""
+        return {**self.snapkv_inputs, "window": self.observers}
+
+    @cached_property
+    def attention(self) -> Attention:
+        """The exact attention of the window's queries, for the bounds."""
+        return attend(self.query_window, self.key, self.value, self.mask, scale=self.scale, causal=True)
+
+    @classmethod
+    def of(cls, query_window: Tensor, key: Tensor, value: Tensor, *, budget: int, kernel_size: int = 5,
+           occupied: Tensor | None = None, protected: Tensor | None = None, scale: float | None = None) -> WindowCase:
+        """A case from tensors at hand."""
+        batch, heads, tokens, head_dim = key.shape
+        case = cls(
+            batch=batch, key_value_heads=heads, group=query_window.shape[1] // heads, head_dim=head_dim,
+            dtype=key.dtype, content="given", scale=scale, tokens=tokens, observers=query_window.shape[2],
+            budget=budget, kernel_size=kernel_size, device=str(key.device),
+        )
+        case._adopt({
+            "query_window": query_window, "key": key, "value": value, "occupied": occupied, "protected": protected,
+        })
+        return case
+
+
+@dataclass(frozen=True, repr=False)
+class StateTrace(Case):
+    """A run of a method's State: a prompt of `prompt` tokens (0: none), then `steps` decode steps.
+
+    config: the keyword arguments of the method's config, as a tuple of pairs, so that a trace can be hashed. padding:
+    the prompt's occupancy ("none": not given). Tensors: prompt_query [B, Hq, T, D], prompt_key, prompt_value
+    [B, Hkv, T, D], prompt_occupied [B, T]; query [B, Hq, n, D], key, value [B, Hkv, n, D] of n = steps tokens.
+    """
+
+    kind: ClassVar[str] = "state"
+
+    method: str = "longflow"
+    config: tuple[tuple[str, Any], ...] = (("budget", 1),)
+    prompt: int = 0
+    padding: str = "none"
+    steps: int = 1
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the method's config, which need not know a scale."""
+        return dict(self.config) | ({} if self.scale is None else {"scale": self.scale})
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Keyword arguments of the method's State, besides its config."""
+        return {
+            "batch": self.batch, "query_heads": self.query_heads, "key_value_heads": self.key_value_heads,
+            "head_dim": self.head_dim, "dtype": self.dtype, "device": torch.device(self.device),
+        }
+
+    def make(self) -> dict[str, Tensor | None]:
+        generator, total = self.generator(), self.prompt + self.steps
+        query, key, value = contents.fill(
+            self.content, generator, batch=self.batch, key_value_heads=self.key_value_heads, group=self.group,
+            queries=total, slots=total, head_dim=self.head_dim, dtype=self.dtype, scale=self.factor,
+        )
+        made: dict[str, Tensor | None] = {}
+        parts = {"query": query, "key": key, "value": value}
+        for name, tensor in parts.items():
+            made[name] = tensor[:, :, self.prompt:].contiguous()
+        if self.prompt:
+            for name, tensor in parts.items():
+                made[f"prompt_{name}"] = tensor[:, :, :self.prompt].contiguous()
+            occupied = None
+            if self.padding != "none":
+                occupied = contents.occupancy(self.padding, generator, (self.batch, self.prompt))
+                for name in ("prompt_query", "prompt_key", "prompt_value"):
+                    made[name] = contents.poison(self.poison, made[name], occupied)  # type: ignore[arg-type]
+            made["prompt_occupied"] = occupied
+        return made
+
+    def place(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor if self.layout in REPEATED or "occupied" in name else lay_out(tensor, self.layout)
+
+    @property
+    def prompt_inputs(self) -> dict[str, Tensor | None] | None:
+        """Keyword arguments of State.prefill, or None without a prompt."""
+        self.used()
+        if not self.prompt:
+            return None
+        return {name: self.tensors[f"prompt_{name}"] for name in ("query", "key", "value", "occupied")}
+
+    def step_inputs(self, step: int) -> dict[str, Tensor]:
+        """Keyword arguments of State.step: query [B, Hq, D], key and value [B, Hkv, D]."""
+        self.used()
+        return {name: self.tensor(name)[:, :, step] for name in ("query", "key", "value")}
+
+
+def load(path: Path | str, device: str | None = None) -> Case:
+    """A saved case, on `device` (default: the CPU)."""
+    from safetensors import safe_open
+
+    from ..judge import checkers
+
+    checkers.every()  # they may hold further kinds
+    with safe_open(path, "pt") as file:
+        fields = json.loads(file.metadata()["kvtwin"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    fields["dtype"] = getattr(torch, fields["dtype"])
+    fields["device"] = device or "cpu"
+    if "config" in fields:
+        fields["config"] = tuple((name, value) for name, value in fields["config"])
+    absent = fields.pop("absent")
+    case = KINDS[fields.pop("kind")](**fields)
+    case._adopt({
+        **dict.fromkeys(absent),
+        **{name: case.place(name, tensor.to(fields["device"])) for name, tensor in tensors.items()},
+    })
+    return case

@@ -1,0 +1,203 @@
+"""Inputs of KeyDiff's functions: keys over S slots and what of them is to stay, drawn like every other case.
+
+Contents here are about directions, which is all that KeyDiff sees: keys that nearly agree, keys that cancel, keys
+without any direction, keys of every size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from . import contents
+from ..harness import draws
+from .case import Case
+from .layouts import REPEATED
+from .strategies import TRIPLES, _common, _counts, _layouts, contents_of
+
+#: The first is what failing examples shrink to. "sizes" and "subnormal" are for cosines: other similarities overflow.
+CONTENTS = ("ordinary", "collinear", "duplicates", "near_ties", "zero_keys", "integers", "equal_keys", "opposite",
+            "outliers", "sizes", "subnormal")
+#: Those whose ranks lie too close together for any arithmetic to order.
+UNDECIDED = ("near_ties", "opposite")
+COSINE_ONLY = ("sizes", "subnormal")
+ANCHORS = ("mean_normalized", "mean", "median")
+SIMILARITIES = ("cosine", "dot", "euclidean")
+
+
+def fill(content: str, generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Keys [B, Hkv, S, D] of the given content, rounded to `dtype`."""
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, device=generator.device)
+
+    def integers(low: int, high: int, *sizes: int) -> Tensor:
+        return torch.randint(low, high, sizes, generator=generator, device=generator.device)
+
+    batch, heads, slots, head_dim = shape
+    key, lead = normal(*shape), normal(batch, heads, 1, head_dim)
+    chosen = torch.randperm(slots, generator=generator, device=generator.device)[:2 + slots // 4]
+    if content == "collinear":
+        # cos(k_i, k_j) is about 0.99, as the paper finds it in models.
+        key = lead + 0.1 * key
+    elif content == "zero_keys":
+        key[:, :, chosen[1:]] = 0
+    elif content == "integers":
+        # Equal ranks that no equal keys explain.
+        key = key.round().clamp(-1, 1)
+    elif content == "equal_keys":
+        key = key[:, :, :1].expand(shape)
+    elif content == "opposite":
+        # The anchor vanishes, but for rounding (and the odd key out).
+        key = lead * torch.exp2(integers(-3, 4, 1, 1, slots, 1).float())
+        key[:, :, 1::2] *= -1
+    elif content == "outliers":
+        key = lead + 0.5 * key
+        key[:, :, chosen[0]] *= -50
+    elif content == "sizes":
+        half = {torch.float16: 10, torch.bfloat16: 120, torch.float32: 120}[dtype]
+        key = key * torch.exp2(integers(-half, half, 1, 1, slots, 1).float())
+        key = key.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    elif content == "subnormal":
+        least = -24 if dtype == torch.float16 else -126
+        key[:, :, chosen] *= 2.0**least
+    key = key.to(dtype)
+    if content in ("duplicates", "near_ties"):
+        key = key.clone()
+        key[:, :, chosen] = key[:, :, chosen[:1]]
+        for place, slot in enumerate(chosen[1:].tolist() if content == "near_ties" else ()):
+            channel = place % head_dim
+            key[:, :, slot, channel] = contents.next_up(key[:, :, slot, channel])
+    return key
+
+
+@dataclass(frozen=True, repr=False)
+class KeyCase(Case):
+    """key, value [B, Hkv, S, D]; occupied and protected [B, S], or [B, Hkv, S] with per_head, or None. recent and
+    protected tokens are at most `budget` per head."""
+
+    kind: ClassVar[str] = "keys"
+
+    slots: int = 1
+    budget: int = 1
+    recent: int = 0
+    occupancy: str = "none"
+    protect: str = "none"
+    per_head: bool = False
+    anchor: str = "mean_normalized"
+    similarity: str = "cosine"
+
+    key = property(lambda self: self.tensor("key"))
+    value = property(lambda self: self.tensor("value"))
+    occupied = property(lambda self: self.tensors["occupied"])
+    protected = property(lambda self: self.tensors["protected"])
+
+    def make(self) -> dict[str, Tensor | None]:
+        generator = self.generator()
+        shape = (self.batch, self.key_value_heads, self.slots, self.head_dim)
+        key = fill(self.content, generator, shape, self.dtype)
+        value = torch.randn(shape, generator=generator, device=generator.device).to(self.dtype)
+        heads = (self.key_value_heads,) if self.per_head else ()
+        masks = (self.batch, *heads, self.slots)
+        occupied = None if self.occupancy == "none" else contents.occupancy(self.occupancy, generator, masks)
+        if occupied is not None and self.layout not in REPEATED:
+            key, value = (contents.poison(self.poison, tensor, occupied) for tensor in (key, value))
+        protected = contents.protection(self.protect, generator, masks)
+        if protected is not None:
+            # The first of them that find room beside the recent tokens; unoccupied slots may be protected at will.
+            held = protected if occupied is None else protected & occupied
+            protected = protected & ((held.cumsum(-1) <= self.budget - self.recent) | ~held)
+        return {"key": key, "value": value, "occupied": occupied, "protected": protected}
+
+    def place(self, name: str, tensor: Tensor) -> Tensor:
+        # Masks keep their own: where a layout repeats an axis, keys and values alone do.
+        return tensor if self.layout in REPEATED and name not in ("key", "value") else super().place(name, tensor)
+
+    @property
+    def mask(self) -> Tensor:
+        """occupied as [B, Hkv, S], all True where it was not given."""
+        return self._wide(self.occupied, default=True)
+
+    @property
+    def shielded(self) -> Tensor:
+        """What may not go, protected or recent, [B, Hkv, S]."""
+        mask = self.mask
+        later = mask.flip(-1).cumsum(-1).flip(-1)
+        return mask & ((later <= self.recent) | self._wide(self.protected, default=False))
+
+    def _wide(self, mask: Tensor | None, *, default: bool) -> Tensor:
+        shape = (self.batch, self.key_value_heads, self.slots)
+        if mask is None:
+            return torch.full(shape, default, device=self.device)
+        return (mask if mask.dim() == 3 else mask[:, None]).expand(shape)
+
+    @property
+    def pairwise_inputs(self) -> dict[str, Any]:
+        """Keyword arguments of `pairwise_score`."""
+        self.used()
+        return {"key": self.key, "occupied": self.occupied}
+
+    @property
+    def score_inputs(self) -> dict[str, Any]:
+        """Keyword arguments of `score`."""
+        return {**self.pairwise_inputs, "anchor": self.anchor, "similarity": self.similarity}
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of `evict`."""
+        return {
+            **self.score_inputs, "value": self.value, "budget": self.budget, "recent": self.recent,
+            "protected": self.protected,
+        }
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor | None = None, *, budget: int = 1, recent: int = 0,
+           occupied: Tensor | None = None, protected: Tensor | None = None, anchor: str = "mean_normalized",
+           similarity: str = "cosine") -> KeyCase:
+        """A case from tensors at hand; without a value, the keys are the values too."""
+        batch, heads, slots, head_dim = key.shape
+        case = cls(
+            batch=batch, key_value_heads=heads, head_dim=head_dim, dtype=key.dtype, content="given", slots=slots,
+            budget=budget, recent=recent, anchor=anchor, similarity=similarity, device=str(key.device),
+        )
+        case._adopt({
+            "key": key, "value": key if value is None else value, "occupied": occupied, "protected": protected,
+        })
+        return case
+
+
+@st.composite
+def key_cases(
+    draw: st.DrawFn, *, device: torch.device | str | None = None, slots: tuple[int, int] | None = None,
+    content: tuple[str, ...] = CONTENTS, anchor: tuple[str, ...] = ANCHORS, similarity: tuple[str, ...] = SIMILARITIES,
+    occupancy: tuple[str, ...] = ("none", *contents.OCCUPANCIES), layout: tuple[str, ...] | None = None,
+) -> KeyCase:
+    """Budgets from 1 to beyond S. Most cases are of KeyDiff's own anchor and similarity, most have no free slots."""
+    sizes = draw(_common(device, TRIPLES))
+    sizes["group"] = 1
+    least, most = slots or (1, None)
+    plain = draws.plain_only()
+    total = draw(_counts(sizes, most, gpu=8192, least=max(2, least) if plain else least))
+    budget = draw(st.integers(1, max(1, total - 1) if plain else total + 2))
+    own = draw(st.sampled_from((True, True, False)))
+    metric = similarity[0] if own else draw(st.sampled_from(similarity))
+    masks = st.sampled_from(occupancy[:1]) | st.sampled_from(occupancy)
+    fitting = [name for name in content if metric == "cosine" or name not in COSINE_ONLY]
+    return KeyCase(
+        **sizes,
+        content=draw(contents_of(fitting)),
+        layout=draw(_layouts(sizes["dtype"]) if layout is None else st.sampled_from(layout)),
+        poison=draw(st.sampled_from(contents.POISONS)),
+        seed=draw(st.integers(0, 2**31 - 1)),
+        slots=total,
+        budget=budget,
+        recent=0 if plain else draw(st.sampled_from((0, 0, 1, min(budget, 3), budget))),
+        occupancy=draw(st.sampled_from(occupancy[:1]) if plain else masks),
+        protect="none" if plain else draw(st.sampled_from(("none", "none", "random", "newest", "all_but_one", "all"))),
+        per_head=draw(st.booleans()),
+        anchor=anchor[0] if own else draw(st.sampled_from(anchor)),
+        similarity=metric,
+    )

@@ -1,0 +1,174 @@
+"""Drawn contents of ThinKV's paged cache: tokens of several thoughts, some evicted since, some in the buffer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ...reference.thinkv.contract import BITS, LETTERS, ThinKVConfig
+from . import contents, strategies
+from .case import Case
+
+#: What R, E and T are stored in: the paper's choice, then others that differ in how many formats there are.
+FORMATS = (
+    "nvfp4 nvfp4 ternary", "fp8 nvfp4 ternary", "int4 int4 int2", "nvfp4 int4 ternary", "nvfp4 int4 fp8", "fp8 fp8 fp8",
+)
+CONTENTS = (
+    "ordinary", "duplicates", "zero_values", "dominant", "equal_keys", "overflow_88", "extreme_1e4", "zero_query",
+    "tiny_values", "identical",
+)
+
+
+def config_of(formats: str, *, tokens: int, group: int = 4, block: int = 2, **options: Any) -> ThinKVConfig:
+    """A config with room for `tokens` live tokens; formats of R, E and T with spaces between."""
+    given: dict[str, Any] = {"budget": tokens, "tau": 8, "retention": (4, 2), "max_tokens": tokens, **options}
+    return ThinKVConfig(group=group, block=block, formats=dict(zip("RET", formats.split(), strict=True)), **given)
+
+
+def of_types(config: ThinKVConfig) -> tuple[str, ...]:
+    """The formats in the order of the numbers of thought types."""
+    return tuple(config.formats[letter] for letter in sorted(LETTERS, key=lambda letter: LETTERS[letter]))
+
+
+@dataclass(frozen=True, repr=False)
+class PagedCase(Case):
+    """A cache after `tokens` tokens: query [B, Hq, D], key and value [B, Hkv, T, D].
+
+    Each window of tau tokens is one segment of one type, in each row another; rows after the first join late. Buffers
+    are flushed when they are full and at the end of a window, and `evictions` times a share of what is quantized goes.
+    """
+
+    kind: ClassVar[str] = "thinkv_paged"
+
+    tokens: int = 1
+    shared: int = 4
+    block: int = 2
+    formats: str = FORMATS[0]
+    evictions: int = 0
+
+    query = property(lambda self: self.tensor("query"))
+
+    def make(self) -> dict[str, Tensor | None]:
+        made = contents.fill(
+            self.content, self.generator(), batch=self.batch, key_value_heads=self.key_value_heads, group=self.group,
+            queries=1, slots=self.tokens, head_dim=self.head_dim, dtype=self.dtype, scale=self.factor,
+        )
+        return {"query": made.query[:, :, 0], "key": made.key, "value": made.value}
+
+    @property
+    def config(self) -> ThinKVConfig:
+        return config_of(self.formats, tokens=self.tokens, group=self.shared, block=self.block)
+
+    def cache(self, module: Any, dtype: torch.dtype | None = None) -> Any:
+        """`module`'s PagedCache with these tokens in it; in dtype float64 the oracle's."""
+        self.used()
+        cache = module.PagedCache(
+            self.config, batch=self.batch, key_value_heads=self.key_value_heads, head_dim=self.head_dim,
+            dtype=dtype or self.dtype, device=self.device,
+        )
+        for call, *given in self.calls():
+            getattr(cache, call)(*(
+                x.to(cache.dtype) if isinstance(x, Tensor) and x.is_floating_point()
+                else torch.isin(cache.positions, x) & (cache.groups >= 0) if call == "evict" else x for x in given
+            ))
+        return cache
+
+    def calls(self) -> Iterator[tuple[Any, ...]]:
+        """What is done to the cache, methods with arguments; `evict` has positions instead of slots."""
+        rng, config, rows = random.Random(self.seed), self.config, range(self.batch)
+        joins = [rng.randrange(self.tokens) if row else 0 for row in rows]
+        goes = {rng.randrange(self.tokens) for _ in range(self.evictions)}
+        waiting, kinds = [0] * self.batch, [0] * self.batch
+        for t in range(self.tokens):
+            if t % config.tau == 0:
+                kinds = [rng.randrange(3) for _ in rows]
+            here = [t if t >= joins[row] else -1 for row in rows]
+            yield "append", self.tensor("key")[:, :, t], self.tensor("value")[:, :, t], self.numbers(here)
+            waiting = [count + (position >= 0) for count, position in zip(waiting, here, strict=True)]
+            full = [count == config.group or (count > 0 and (t + 1) % config.tau == 0) for count in waiting]
+            if any(full):
+                yield "flush", self.numbers(full), self.numbers(kinds), self.numbers([t // config.tau] * self.batch)
+                waiting = [0 if flushed else count for count, flushed in zip(waiting, full, strict=True)]
+            if t in goes:
+                share = rng.choice((0.3, 0.7, 1.0))
+                yield "evict", self.numbers([p for p in range(t + 1) if rng.random() < share])
+
+    def numbers(self, of_rows: list[Any]) -> Tensor:
+        kind = torch.bool if of_rows and isinstance(of_rows[0], bool) else torch.int64
+        return torch.tensor(of_rows, dtype=kind, device=self.device)
+
+
+# By hand -------------------------------------------------------------------------------------------------------------
+
+
+def empty(module: Any, device: torch.device, *, batch: int = 1, heads: int = 1, dtype: torch.dtype = torch.float32,
+          formats: str = FORMATS[0], head_dim: int = 16, **options: Any) -> Any:
+    """A cache with room for 24 tokens, or as config_of's options say."""
+    config = config_of(formats, **{"tokens": 24, **options})
+    return module.PagedCache(config, batch=batch, key_value_heads=heads, head_dim=head_dim, dtype=dtype, device=device)
+
+
+def numbers(*of_rows: Any, device: torch.device) -> Tensor:
+    return torch.tensor(of_rows, device=device)
+
+
+def put(cache: Any, first: int, count: int, *, thought: int | None = None, segment: int = 0, seed: int = 0) -> None:
+    """Tokens first to first + count - 1 in every row; with a thought they are flushed."""
+    batch, heads, head_dim = cache.shape
+    generator = torch.Generator().manual_seed(1000 * seed + first)
+    for position in range(first, first + count):
+        key, value = torch.randn(2, batch, heads, head_dim, generator=generator).to(cache.device, cache.dtype)
+        cache.append(key, value, torch.full((batch,), position, device=cache.device))
+    if thought is not None:
+        asked = torch.ones(batch, dtype=torch.bool, device=cache.device)
+        cache.flush(asked, torch.full((batch,), thought, device=cache.device),
+                    torch.full((batch,), segment, device=cache.device))
+
+
+def leave(cache: Any, *positions: int) -> None:
+    """Tokens of these positions are evicted, in every row."""
+    cache.evict(torch.isin(cache.positions, torch.tensor(positions, device=cache.device)))
+
+
+# Drawn ---------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def paged_cases(
+    draw: st.DrawFn, *, device: torch.device | None = None, content: tuple[str, ...] = CONTENTS,
+    formats: tuple[str, ...] = FORMATS, dtypes: tuple[torch.dtype, ...] = strategies.DTYPES, most: int | None = None,
+) -> PagedCase:
+    """Small in Triton's interpreter; on a GPU with the paper's groups and blocks as well."""
+    where = device or strategies.default_device()
+    small = where.type == "cpu"
+    sizes: dict[str, Any]
+    if small:
+        batch = draw(st.integers(1, 2))
+        sizes = {"batch": batch, "key_value_heads": draw(st.integers(1, 3 - batch)),
+                 "group": draw(st.sampled_from((1, 2, 3, 5, 8))), "dtype": draw(st.sampled_from(dtypes)),
+                 "head_dim": draw(st.sampled_from((16, 32, 24, 17, 80)))}
+        shared, block = draw(st.sampled_from(((4, 2), (6, 4), (3, 3), (16, 8), (5, 1))))
+        low = [dtype for dtype in dtypes if dtype != torch.float32]
+        if draw(st.booleans()) and low:                                                # what fragments can be of
+            sizes.update(head_dim=draw(st.sampled_from((64, 128))), dtype=draw(st.sampled_from(low)))
+            shared, block, formats = 16, 8, tuple(one for one in formats if "fp8" not in one) or formats
+    else:
+        triples = [one for one in strategies.TRIPLES if one[2] in dtypes]
+        head_dim, group, dtype = draw(st.sampled_from(triples))
+        sizes = {"batch": draw(st.integers(1, 4)), "key_value_heads": draw(st.sampled_from((1, 2, 8))),
+                 "group": group, "head_dim": head_dim, "dtype": dtype}
+        shared, block = draw(st.sampled_from(((16, 8), (4, 2))))
+    return PagedCase(
+        **sizes, device=str(where), seed=draw(st.integers(0, 2**31 - 1)), content=draw(st.sampled_from(content)),
+        scale=draw(st.sampled_from(strategies.SCALES)), tokens=draw(st.integers(1, most or (18 if small else 300))),
+        shared=shared, block=block, formats=draw(st.sampled_from(formats)), evictions=draw(st.integers(0, 3)),
+    )
+
+
+assert all(set(formats.split()) <= BITS.keys() for formats in FORMATS)

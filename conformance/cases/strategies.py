@@ -1,0 +1,219 @@
+"""Hypothesis strategies: they draw small things (sizes, dtype, layout, pathology, seed), cases.py makes the tensors.
+
+Sizes follow the device. In Triton's interpreter on the CPU a program instance costs a millisecond, so B * Hkv stays at
+3 and S at 48, but any head_dim and group may come. On a GPU every (head_dim, group, dtype) is compiled, so these come
+from TRIPLES, and S goes to 4096. Everything shrinks towards one row, one head, one slot, float32, ordinary content.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from . import contents
+from ..harness import draws
+from ..judge import checkers
+from .case import DecodeCase, StateTrace, WindowCase
+from .layouts import LAYOUTS
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HEAD_DIMS = (16, 32, 64, 80, 96, 128, 160, 256, 17, 24, 40, 200)
+#: What plain cases (draws.py) are drawn from.
+PLAIN_DTYPES = (torch.float32,)
+GROUPS = (1, 2, 3, 4, 5, 8, 16)
+SCALES = (None, 0.5, 1.0, -0.25)
+TRIPLES = (
+    (16, 1, torch.float32), (64, 8, torch.float16), (128, 4, torch.bfloat16), (80, 3, torch.bfloat16),
+    (96, 5, torch.float16), (160, 2, torch.float32), (256, 16, torch.bfloat16), (32, 2, torch.bfloat16),
+    (128, 8, torch.float32), (128, 1, torch.float16), (24, 4, torch.float32), (200, 7, torch.float16),
+)
+#: What states are driven with on a GPU; each costs compilations of every kernel of a step and a prefill.
+STATE_TRIPLES = TRIPLES[:6]
+
+#: Contents in which a prompt or a trace is drawn: those that say something about many queries.
+TRACE_CONTENTS = ("ordinary", "duplicates", "zero_values", "near_ties", "overflow_88", "extreme_1e4", "integers",
+                  "equal_keys", "all_below_104", "identical")
+
+
+#: Contents whose logits spread so far that most weights of a softmax vanish: linear scores then leave choices open.
+VANISHING = ("overflow_88", "extreme_1e4", "all_below_104")
+DECIDED = tuple(content for content in TRACE_CONTENTS if content not in VANISHING)
+
+
+def contents_of(names: Sequence[str], plain: Sequence[str] = ("ordinary",)) -> st.SearchStrategy[str]:
+    """One of the contents `names`; in a round of plain cases one that is in `plain`."""
+    return st.sampled_from(draws.plain_among(names, plain))
+
+
+def default_device() -> torch.device:
+    """Where the implementation under test runs: as the plugin decides, which leaves TRITON_INTERPRET set on the CPU."""
+    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() not in ("", "0", "false", "off", "no", "n")
+    if interpreted or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@st.composite
+def _common(
+    draw: st.DrawFn, device: torch.device | str | None, gpu_triples: tuple, rows: int = 3,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+) -> dict:
+    """Sizes and dtype. B * Hkv is at most `rows` on the CPU."""
+    where = torch.device(device) if device is not None else default_device()
+    dtypes = tuple(draws.plain_among(dtypes, PLAIN_DTYPES))
+    if where.type == "cpu":
+        batch = draw(st.integers(1, rows))
+        heads = draw(st.integers(1, rows // batch))
+        head_dim, group, dtype = draw(st.sampled_from(HEAD_DIMS)), draw(st.sampled_from(GROUPS)), draw(
+            st.sampled_from(dtypes)
+        )
+    else:
+        batch, heads = draw(st.integers(1, 4)), draw(st.sampled_from((1, 2, 3, 8)))
+        head_dim, group, dtype = draw(st.sampled_from([triple for triple in gpu_triples if triple[2] in dtypes]))
+    return {
+        "batch": batch, "key_value_heads": heads, "group": group, "head_dim": head_dim, "dtype": dtype,
+        "device": str(where),
+    }
+
+
+def _counts(sizes: dict, most: int | None, cpu: int = 48, gpu: int = 4096, least: int = 1) -> st.SearchStrategy[int]:
+    """Numbers of slots: all small ones, and on a GPU large ones as well, seldom a multiple of a block."""
+    if draws.plain_only():
+        most = max(least, min(most or draws.PLAIN_SLOTS, draws.PLAIN_SLOTS))
+    elif most is None and sizes["device"].startswith("cpu"):
+        most = cpu
+    elif most is None:
+        # The oracle spreads keys over query heads in float64: that is to stay within a gigabyte.
+        row = sizes["batch"] * sizes["key_value_heads"] * sizes["group"] * sizes["head_dim"]
+        most = min(gpu, 2**27 // row)
+    if most <= 64:
+        return st.integers(least, max(least, most))
+    return st.integers(least, 64) | st.integers(65, most)
+
+
+def _layouts(dtype: torch.dtype) -> st.SearchStrategy[str]:
+    # 2^31 elements of 4 bytes are 8 GB on a GPU, once for the keys and once for the values.
+    return st.sampled_from([name for name in LAYOUTS if name != "far" or dtype.itemsize == 2])
+
+
+_SEEDS = st.integers(0, 2**31 - 1)
+
+
+@st.composite
+def decode_cases(
+    draw: st.DrawFn, *, device: torch.device | str | None = None, slots: tuple[int, int] | None = None,
+    content: tuple[str, ...] = contents.CONTENTS, occupancy: tuple[str, ...] = contents.OCCUPANCIES,
+    protect: tuple[str, ...] = contents.PROTECTIONS, layout: tuple[str, ...] | None = None,
+    per_head: bool | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES,
+) -> DecodeCase:
+    """Inputs of a `decode_attention`. Arguments narrow what is drawn: `slots` is the least and the most S.
+
+    Half of all cases have every slot occupied, since only there a choice is made by score.
+    """
+    sizes = draw(_common(device, TRIPLES, dtypes=dtypes))
+    full = [name for name in occupancy if name == "full"]
+    masks = st.sampled_from(full) | st.sampled_from(occupancy) if full else st.sampled_from(occupancy)
+    bare = [name for name in protect if name == "none"]
+    shields = st.sampled_from(bare) | st.sampled_from(protect) if bare else st.sampled_from(protect)
+    least, most = slots or (1, None)
+    if draws.plain_only():
+        masks, shields, least = st.sampled_from(full or occupancy), st.sampled_from(bare or protect), max(2, least)
+    return DecodeCase(
+        **sizes,
+        content=draw(contents_of(content)),
+        layout=draw(_layouts(sizes["dtype"]) if layout is None else st.sampled_from(layout)),
+        poison=draw(st.sampled_from(contents.POISONS)),
+        scale=draw(st.sampled_from(SCALES)),
+        seed=draw(_SEEDS),
+        slots=draw(_counts(sizes, most, least=least)),
+        occupancy=draw(masks), protect=draw(shields),
+        per_head=draw(st.booleans()) if per_head is None else per_head,
+    )
+
+
+WINDOW_MASKS = ("none", "none", "left_padding", "random", "empty_row", "one_token")
+
+
+@st.composite
+def window_cases(
+    draw: st.DrawFn, *, device: torch.device | str | None = None, tokens: tuple[int, int] | None = None,
+    content: tuple[str, ...] = TRACE_CONTENTS, max_window: int | None = None,
+) -> WindowCase:
+    """Prompts to compress. The window is at most `max_window` and T; budgets run from 0 to beyond T."""
+    sizes = draw(_common(device, TRIPLES, rows=2))
+    max_window = max_window or 64
+    if sizes["device"].startswith("cpu"):
+        # Each query head is a program, and each 16 queries of it.
+        sizes["group"] = draw(st.sampled_from(GROUPS[:4]))
+        max_window = min(max_window, 20 if sizes["batch"] * sizes["key_value_heads"] * sizes["group"] < 4 else 10)
+    least, most = tokens or (1, None)
+    plain = draws.plain_only()
+    total = draw(_counts(sizes, most, gpu=2048, least=max(4, least) if plain else least))
+    observers = draw(st.integers(1, min(max(1, total - 2) if plain else total, max_window)))
+    budgets = st.integers(0, total + 2) | st.integers(min(observers, total), total)
+    masks, shields = st.sampled_from(WINDOW_MASKS), st.sampled_from(("none", "none", "random", "all_but_one", "newest"))
+    if plain:
+        budgets = st.integers(min(observers + 1, total), max(1, total - 1))
+        masks, shields = st.just("none"), st.just("none")
+    return WindowCase(
+        **sizes,
+        content=draw(contents_of(content)),
+        layout=draw(st.sampled_from(("contiguous", "transposed", "sliced", "spread", "channels_first"))),
+        poison=draw(st.sampled_from(contents.POISONS)),
+        scale=draw(st.sampled_from(SCALES)),
+        seed=draw(_SEEDS),
+        tokens=total, observers=observers,
+        budget=draw(budgets),
+        kernel_size=draw(st.sampled_from((1,) if plain else (5, 1, 3, 7))),
+        occupancy=draw(masks),
+        protect=draw(shields),
+    )
+
+
+@st.composite
+def state_traces(
+    draw: st.DrawFn, method: str, *, device: torch.device | str | None = None, max_budget: int | None = None,
+    max_prompt: int | None = None, max_steps: int | None = None, prompt: bool | None = None,
+    content: tuple[str, ...] = TRACE_CONTENTS,
+) -> StateTrace:
+    """Runs of a method's State: a config, a prompt or none, and steps, usually more than there are free slots.
+
+    What configs there are, judge/checkers/<method>.py says. prompt: True always draws one, False never.
+    """
+    sizes = draw(_common(device, STATE_TRIPLES, rows=2))
+    cpu = sizes["device"].startswith("cpu")
+    longest, most = (24, 10) if cpu else checkers.ask(method, "LONGEST", (300, 80))
+    configs = checkers.ask(method, "configs", _budgets)
+    config = draw(configs(max_budget or (8 if cpu else 64), 8 if cpu else 32))
+    with_prompt = draw(st.booleans()) if prompt is None else prompt
+    lengths, steps = st.integers(1, max_prompt or longest), st.integers(1, max_steps or most)
+    paddings = st.sampled_from(("none", "none", "left_padding", "random", "empty_row"))
+    if draws.plain_only():  # as many tokens as there may be, so that some have to go
+        with_prompt = prompt is not False
+        lengths, steps = st.just(max_prompt or longest), st.just(max_steps or most)
+        paddings = st.just("none")
+    length = draw(lengths) if with_prompt else 0
+    scaled = "scale" in inspect.signature(checkers.pair(method).config or dict).parameters
+    return StateTrace(
+        **sizes,
+        content=draw(contents_of(content)),
+        layout=draw(st.sampled_from(("contiguous", "transposed", "sliced", "spread"))),
+        poison=draw(st.sampled_from(contents.POISONS)),
+        scale=draw(st.sampled_from(SCALES)) if scaled else None,
+        seed=draw(_SEEDS),
+        method=method,
+        config=tuple(config.items()),
+        prompt=length,
+        padding=draw(paddings) if length else "none",
+        steps=draw(steps),
+    )
+
+
+def _budgets(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:
+    """Configs of a method that says nothing else."""
+    return st.fixed_dictionaries({"budget": st.integers(1, most)})

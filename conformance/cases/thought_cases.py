@@ -1,0 +1,174 @@
+"""Inputs of ThinKV's thoughts and eviction: decode steps with a threshold, and segments of keys to cluster.
+
+Contents of segments are about distances: keys in clumps, keys far from 0, copies, keys of every size, lattices on which
+distances are equal that no equal keys explain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from . import contents
+from ..harness import draws
+from .case import Case, DecodeCase
+from .strategies import DTYPES, HEAD_DIMS, PLAIN_DTYPES, contents_of, decode_cases, default_device
+
+#: The first is what failing examples shrink to.
+CONTENTS = ("ordinary", "clumps", "offset", "duplicates", "sizes", "equal_keys", "integers", "near_ties")
+#: Those of which many distances lie too close together for any arithmetic to order.
+UNDECIDED = ("integers", "near_ties")
+DECIDED = tuple(content for content in CONTENTS if content not in UNDECIDED)
+LAYOUTS = ("contiguous", "transposed", "sliced", "spread", "channels_first")
+#: What a GPU compiles for: few, since each takes seconds.
+GPU_PAIRS = ((128, torch.bfloat16), (64, torch.float16), (40, torch.float32))
+
+
+@dataclass(frozen=True, repr=False)
+class SparsityCase(DecodeCase):
+    """Arguments of `attention_sparsity`."""
+
+    kind: ClassVar[str] = "sparsity"
+
+    threshold: float = 0.01
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of `attention_sparsity`."""
+        self.used()
+        return {
+            "query": self.query, "key": self.key, "occupied": self.occupied, "threshold": self.threshold,
+            "scale": self.scale,
+        }
+
+    @classmethod
+    def given(cls, query: Tensor, key: Tensor, occupied: Tensor | None = None, *, threshold: float = 0.01,
+              scale: float | None = None) -> SparsityCase:
+        """A case from tensors at hand."""
+        case = cls.of(query, key, key, occupied, scale=scale)
+        made = cls(**_fields(case), threshold=threshold)
+        made._adopt(case.tensors)
+        return made
+
+
+def _fields(case: DecodeCase) -> dict[str, Any]:
+    """What a DecodeCase was made of."""
+    return {field.name: getattr(case, field.name) for field in dataclasses.fields(DecodeCase)}
+
+
+@st.composite
+def sparsity_cases(draw: st.DrawFn, **narrowed: Any) -> SparsityCase:
+    """Decode steps of every kind; arguments as for `decode_cases`."""
+    case = draw(decode_cases(per_head=False, protect=("none",), **narrowed))
+    return SparsityCase(**_fields(case), threshold=draw(st.sampled_from((0.01, 0.01, 0.3, 0.9, 1e-4))))
+
+
+def fill(content: str, generator: torch.Generator, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    """Keys [Hkv, L, D] of the given content, rounded to `dtype`."""
+    heads, tokens, head_dim = shape
+    device = generator.device
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, device=device)
+
+    key = normal(*shape)
+    chosen = torch.randperm(tokens, generator=generator, device=device)
+    if content == "clumps":
+        clumps = 1 + tokens // 5
+        which = torch.randint(clumps, (tokens,), generator=generator, device=device)
+        key = 3 * normal(heads, clumps, head_dim)[:, which] + 0.2 * key
+    elif content == "offset":
+        key = key + 8 * normal(heads, 1, head_dim)
+    elif content == "sizes":
+        key = key * torch.exp2(torch.randint(-6, 7, (tokens, 1), generator=generator, device=device).float())
+    elif content == "equal_keys":
+        key = key[:, :1].expand(shape)
+    elif content == "integers":
+        key = key.round().clamp(-1, 1)
+    key = key.to(dtype).clone()
+    if content == "duplicates":
+        # Half of the tokens are copies of others.
+        half = (tokens + 1) // 2
+        source = torch.randint(half, (tokens - half,), generator=generator, device=device)
+        key[:, chosen[half:]] = key[:, chosen[source]]
+    elif content == "near_ties":
+        copies = chosen[:1 + tokens // 2]
+        key[:, copies] = key[:, copies[:1]]
+        for place, token in enumerate(copies[1:].tolist()):
+            channel = place % head_dim
+            key[:, token, channel] = contents.next_up(key[:, token, channel])
+    return key
+
+
+@dataclass(frozen=True, repr=False)
+class SegmentCase(Case):
+    """Arguments of `select_representatives`: key_segment [Hkv, L, D], or [L, D] where it is flat (one KV head)."""
+
+    kind: ClassVar[str] = "segment"
+
+    tokens: int = 1
+    keep: int = 1
+    flat: bool = False
+
+    key_segment = property(lambda self: self.tensor("key_segment"))
+
+    def make(self) -> dict[str, Tensor | None]:
+        shape = (self.key_value_heads, self.tokens, self.head_dim)
+        return {"key_segment": fill(self.content, self.generator(), shape, self.dtype)}
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of `select_representatives`."""
+        self.used()
+        return {"key_segment": self.key_segment[0] if self.flat else self.key_segment, "keep": self.keep}
+
+    @property
+    def vectors(self) -> Tensor:
+        """One vector per token, [L, F], in the case's dtype."""
+        vectors: Tensor = self.key_segment.transpose(0, 1).flatten(1)
+        return vectors
+
+    @classmethod
+    def of(cls, key_segment: Tensor, keep: int) -> SegmentCase:
+        """A case from keys [Hkv, L, D] at hand."""
+        heads, tokens, head_dim = key_segment.shape
+        case = cls(
+            key_value_heads=heads, head_dim=head_dim, dtype=key_segment.dtype, content="given", tokens=tokens,
+            keep=keep, device=str(key_segment.device),
+        )
+        case._adopt({"key_segment": key_segment})
+        return case
+
+
+@st.composite
+def segment_cases(
+    draw: st.DrawFn, *, device: torch.device | str | None = None, content: tuple[str, ...] = DECIDED,
+    tokens: tuple[int, int] = (1, 48), shrinks: bool = False,
+) -> SegmentCase:
+    """Segments of up to 48 tokens, of up to 128 on a GPU; keep from 1 to beyond all tokens, or, if it `shrinks`, below
+    their number."""
+    where = torch.device(device) if device is not None else default_device()
+    least, most = tokens
+    dtypes = draws.plain_among(DTYPES, PLAIN_DTYPES)
+    if where.type == "cpu":
+        head_dim, dtype = draw(st.sampled_from(HEAD_DIMS)), draw(st.sampled_from(dtypes))
+        total = draw(st.integers(least, most))
+    else:
+        head_dim, dtype = draw(st.sampled_from([pair for pair in GPU_PAIRS if pair[1] in dtypes]))
+        total = draw(st.integers(max(17, least), 32) | st.integers(65, 128))
+    heads = draw(st.integers(1, 3))
+    return SegmentCase(
+        key_value_heads=heads, head_dim=head_dim, dtype=dtype,
+        content=draw(contents_of(content)),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        seed=draw(st.integers(0, 2**31 - 1)),
+        device=str(where),
+        tokens=total,
+        keep=draw(st.integers(1, max(1, total - 1)) if shrinks else st.integers(1, total + 2)),
+        flat=heads == 1 and draw(st.booleans()),
+    )

@@ -1,0 +1,118 @@
+"""Any pair, run on tiny tensors: for tests that ask whether and how it runs, not what comes out.
+
+A function's arguments are made from their names, which mean the same everywhere (DESIGN section 1); a state is driven
+through the interface that all states share.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import discovery
+from ..judge import checkers
+from ..discovery import Pair
+
+BATCH, QUERY_HEADS, KEY_VALUE_HEADS, SLOTS, HEAD_DIM, WINDOW, BUDGET = 2, 4, 2, 6, 16, 2, 4
+HEADS = (QUERY_HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS)  # of query, key and value
+
+
+def groupings(pair: Pair) -> list[dict[str, Any]]:
+    """Options to try: none, and those that its judge says change a state's shapes."""
+    return [{}, *checkers.ask(pair.name, "GROUPINGS", ())]
+
+
+def states() -> list[tuple[Pair, dict[str, Any]]]:
+    """Every method with each of its groupings."""
+    return [(pair, options) for pair in discovery.methods() for options in groupings(pair)]
+
+
+def public_functions(owner: Any, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """Those of `names` that are functions of the module or class `owner`."""
+    return {name: member for name in names if inspect.isfunction(member := inspect.getattr_static(owner, name))}
+
+
+def _random(seed: int, device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def prompt(device: torch.device, *, seed: int, head_dim: int = HEAD_DIM) -> tuple[Tensor, Tensor, Tensor]:
+    """query [B, Hq, T, D], key and value [B, Hkv, T, D]; longer than the budget of `new_state`."""
+    query, key, value = (
+        _random(3 * seed + number, device, BATCH, heads, SLOTS, head_dim) for number, heads in enumerate(HEADS)
+    )
+    return query, key, value
+
+
+def token(device: torch.device, *, seed: int, head_dim: int = HEAD_DIM) -> tuple[Tensor, Tensor, Tensor]:
+    """query [B, Hq, D], key and value [B, Hkv, D]."""
+    query, key, value = (tensor[:, :, 0].contiguous() for tensor in prompt(device, seed=seed, head_dim=head_dim))
+    return query, key, value
+
+
+def arguments(pair: Pair, function: Callable[..., Any], device: torch.device, *, optional: bool) -> dict[str, Any]:
+    """What a function of `pair` requires, and with `optional` whatever else it takes of the names below, or of those
+    that the pair's judge adds."""
+    query, key, value = prompt(device, seed=0)
+    occupied = torch.ones(BATCH, SLOTS, dtype=torch.bool, device=device)
+    occupied[0, :2] = False
+    protected = torch.zeros_like(occupied)
+    protected[:, 3] = True
+    known = {
+        "query": query[:, :, 0], "query_window": query[:, :, :WINDOW], "key": key, "value": value,
+        "occupied": occupied, "protected": protected, "budget": BUDGET - 1, "scale": 0.5,
+        **checkers.ask(pair.name, "arguments", lambda device: {})(device),
+    }
+    prefix = f"{function.__name__}."
+    known |= {name.removeprefix(prefix): value for name, value in known.items() if name.startswith(prefix)}
+    parameters = inspect.signature(function).parameters
+    required = {name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty}
+    if required - known.keys():
+        unknown = ", ".join(sorted(required - known.keys()))
+        raise LookupError(f"{function.__name__} requires {unknown}: see arguments() in judge/checkers/{pair.name}.py")
+    return {name: known[name] for name in parameters if name in required or (optional and name in known)}
+
+
+def new_state(
+    pair: Pair, side: Any, device: torch.device, *, dtype: torch.dtype = torch.float32, head_dim: int = HEAD_DIM,
+    **options: Any,
+) -> Any:
+    """The state of `pair` in `side`, one of its modules; of the config's options those in `options` that it has."""
+    assert pair.config is not None
+    assert pair.state is not None
+    fields = {name: value for name, value in options.items() if name in inspect.signature(pair.config).parameters}
+    return getattr(side, pair.state.__name__)(
+        checkers.small_config(pair, BUDGET, fields), batch=BATCH, query_heads=QUERY_HEADS,
+        key_value_heads=KEY_VALUE_HEADS, head_dim=head_dim, dtype=dtype, device=device,
+    )
+
+
+def attributes(state: Any) -> dict[str, Any]:
+    """Copies of everything public that is no method. What unoccupied slots hold is unspecified: zeros here.
+
+    Keys and values that are computed when they are asked for, out of something shorter, are left out: they take long in
+    the interpreter, and outputs depend on them.
+    """
+    computed = {name for name in ("key", "value") if isinstance(inspect.getattr_static(state, name, None), property)}
+    public = {name for name in dir(state) if not name.startswith("_")} - computed
+    names = sorted(name for name in public if not inspect.ismethod(getattr(state, name)))
+    values = {name: value for name in names if not is_part(value := getattr(state, name))}
+    hidden = ~state.occupied if state.occupied.dim() == 3 else ~state.occupied[:, None]
+    for name in {"key", "value"} & values.keys():
+        values[name] = values[name].masked_fill(hidden[..., None], 0)
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def is_part(value: Any) -> bool:
+    """Whether it is an object that holds tensors of its own, and no plain value or config."""
+    return type(value).__module__.startswith("kvtwin.") and not is_dataclass(value) and not isinstance(value, tuple)
+
+
+def description(value: Any) -> Any:
+    """Of a tensor its dtype, shape and device; any other value itself."""
+    return (value.dtype, tuple(value.shape), value.device) if isinstance(value, Tensor) else value

@@ -1,0 +1,1 @@
+"""EpiKV: its tests, claims and mutants."""

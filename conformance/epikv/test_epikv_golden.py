@@ -1,0 +1,140 @@
+"""EpiKV under test against the golden trace: scores and kept tokens of float64 on a trained model's vectors.
+
+The state under test goes in lockstep with float64, which takes over a choice that is as right as its own. From there on
+the record shows another state than is right: every step until then is compared with it, and these must be half of them
+at least. The first steps of four cases on the CPU, all on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge.checkers.epikv import Adapter
+from kvtwin.conformance.judge.lockstep import Lockstep
+from kvtwin.fixtures import block_traces, record_epikv
+from kvtwin.fixtures.load import load_trace
+from kvtwin.fixtures.record_epikv import PROMPT, positions
+from kvtwin.reference.epikv.contract import EpiKVConfig
+
+pytestmark = pytest.mark.kind("golden")
+
+CASES = ("3.attn_x_hs", "3.epikv", "3.hs_variance", "6.kv_key", "6.lag_kv", "6.segment_hs")
+FEW = 12                                                                # steps of a case on the CPU
+HYBRIDS = ("3.attn_x_hs", "6.segment_hs")
+
+
+@pytest.fixture(scope="module")
+def traces() -> Any:
+    return load_trace("capture"), load_trace("epikv")
+
+
+def test_every_recorded_case_is_replayed(traces):
+    assert tuple(sorted(traces[1].metadata["cases"])) == CASES
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_evicts(case, traces):
+    held = traces[1].tensors[f"{case}.held"]
+    assert int(held[-1].max()) == PROMPT + len(held) - 2
+    assert int((held[-1] >= 0).sum()) < len(held)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_epikv_reference_repeats_the_golden_trace(case, traces):
+    """All steps, in float64: decisions to the letter, the rest as near as `--check` allows."""
+    about = traces[1].metadata["cases"][case]
+    given = record_epikv.inputs(traces[0], about, torch.float64, "cpu")
+    for name, tensor in record_epikv.record_case(*given, EpiKVConfig(**about["config"])).items():
+        stored = traces[1].tensors[f"{case}.{name}"]
+        if tensor.is_floating_point():
+            allowed = record_epikv.tolerance(traces[0], about, name)
+            assert_within(tensor, stored, torch.full_like(stored, allowed), what=name)
+        else:
+            assert_same(tensor, stored, what=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_the_record_decides_is_certain(case, traces):
+    """By more than float64 can lose, on any machine; but for ties that no rounding moves: of a row's first two tokens,
+    which have nothing to deviate from, and of a first chunk, infinite."""
+    about = traces[1].metadata["cases"][case]
+    held, margin = (traces[1].tensors[f"{case}.{name}"] for name in ("held", "margin"))
+    firsts = (held[1:] == 0).any(1) & (held[1:] == 1).any(1)
+    tied = (margin == 0) & (firsts | (about["config"]["policy"] == "lag_kv"))
+    assert bool(((margin > record_epikv.tolerance(traces[0], about, "margin")) | tied).all())
+    assert int((tied | margin.isinf()).sum()) < 2 * len(margin) / 3, "scores decide too little"
+
+
+def test_thoughts_of_the_record_are_certain_and_all_there(traces):
+    """No weight lies at the threshold, and no sparsity at an edge; each edge has sparsities on both sides."""
+    about = traces[1].metadata["cases"]["6.segment_hs"]
+    stored = {name: traces[1].tensors[f"6.segment_hs.{name}"] for name in ("thought", "sparsity", "leeway")}
+    assert float(stored["leeway"].min()) > record_epikv.tolerance(traces[0], about, "leeway")
+    edges = torch.tensor(about["config"]["edges"], dtype=torch.float64)
+    away = (stored["sparsity"][:, None] - edges).abs().min()
+    assert float(away) > record_epikv.tolerance(traces[0], about, "sparsity")
+    by_hand = torch.tensor([1, 2, 0], dtype=torch.int8)[(stored["sparsity"][:, None] >= edges).sum(1)]
+    every = by_hand.repeat_interleave(about["config"]["tau"])[:len(stored["thought"])]
+    assert_same(stored["thought"], every, what="thoughts")
+    assert stored["thought"][:FEW].unique().tolist() == [0, 1, 2], "the CPU's steps have them all"
+
+
+@pytest.mark.parametrize("case", HYBRIDS)
+def test_attention_decides_in_a_hybrid(case, traces):
+    """The same budget, window and hidden states keep other tokens where it has no say, by "epikv"."""
+    about = traces[1].metadata["cases"][case]
+    alone = {**about["config"], "policy": "epikv", "edges": None}
+    given = record_epikv.inputs(traces[0], {**about, "config": alone}, torch.float64, "cpu")
+    plain = record_epikv.record_case(*given, EpiKVConfig(**alone))["held"]
+    differ = (traces[1].tensors[f"{case}.held"] != plain).any(1)
+    assert int(differ[:1 + FEW].sum()) > FEW // 2, "the CPU's steps would not notice"
+
+
+def test_epikv_follows_the_golden_trace(traces, twins, device, monkeypatch):
+    for case in ("3.epikv", "6.lag_kv", *(("3.hs_variance", "6.kv_key") if device.type == "cuda" else ())):
+        follow(case, traces, twins, device, monkeypatch)
+
+
+@pytest.mark.parametrize("case", HYBRIDS)
+def test_hybrids_follow_the_golden_trace(case, traces, twins, device, monkeypatch):
+    follow(case, traces, twins, device, monkeypatch)
+
+
+def follow(case: str, traces: Any, twins: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = traces[1].metadata["cases"][case]
+    config, recorded = EpiKVConfig(**about["config"]), traces[1].tensors[f"{case}.held"]
+    thoughts = traces[1].tensors.get(f"{case}.thought")
+    tokens, hidden = record_epikv.inputs(traces[0], about, torch.bfloat16, device)
+    sizes = block_traces.sizes(tokens)
+    tested = twins.optimized.epikv.EpiKVState(config, **sizes)
+    exact = twins.reference.epikv.EpiKVState(config, **{**sizes, "dtype": torch.float64})
+    when: list[Any] = [slice(0, PROMPT)]
+
+    def from_capture(*_: Any) -> dict[str, torch.Tensor]:
+        """[B, L, T, C] or [B, L, C]."""
+        return {name: tensor[:, when[0]][:, None] for name, tensor in hidden.items()}
+
+    monkeypatch.setattr("kvtwin.conformance.judge.checkers.epikv.extras", from_capture)
+    monkeypatch.setattr(Adapter, "_extras", staticmethod(lambda state, count, tokens: {
+        name: tensor if tensor.dim() == 4 else tensor[:, :, None] for name, tensor in from_capture().items()
+    }))
+    both = Lockstep(tested, exact, Adapter())
+    both.prefill(*(tensor[:, :, when[0]] for tensor in tokens))
+    followed, as_recorded = 0, positions(exact) == kept(recorded[0])
+    total = len(recorded) - 1 if device.type == "cuda" else FEW
+    for step in range(total):
+        when[0] = PROMPT + step
+        both.step(*(tensor[:, :, when[0]] for tensor in tokens))
+        as_recorded &= positions(exact) == kept(recorded[step + 1])
+        if thoughts is not None:
+            as_recorded &= bool((exact.thoughts[exact.positions == when[0]] == thoughts[step]).all())
+        followed += as_recorded
+    assert 2 * followed >= total, f"{followed} of {total} steps are the record's"
+
+
+def kept(row: torch.Tensor) -> list[int]:
+    return [token for token in row.tolist() if token >= 0]

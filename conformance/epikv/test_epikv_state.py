@@ -1,0 +1,241 @@
+"""EpiKV's state where drawn traces seldom get: caches of several tiles, prompts that are kept, rows that begin late."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtwin.conformance.judge.checkers.epikv import SEGMENTS, Adapter, extras
+from kvtwin.conformance.judge.lockstep import Lockstep, pair
+from kvtwin.reference.epikv.contract import EpiKVConfig
+
+pytestmark = pytest.mark.kind("equivalence")
+
+
+def both(twins: Any, device: torch.device, heads: int = 1, **config: Any) -> Lockstep:
+    return pair(
+        "epikv", twins.optimized.epikv, config=config, batch=2, query_heads=2, key_value_heads=heads, head_dim=16,
+        dtype=torch.float32, device=device,
+    )
+
+
+def drawn(seed: int, device: torch.device, *time: int, heads: int = 1) -> list[Tensor]:
+    """The same numbers on every device: decisions on few tokens may be too close to call on others."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, count, *time, 16, generator=generator).to(device) for count in (2, heads, heads)]
+
+
+@pytest.mark.parametrize("policy", ["kv_val", "attn_x_hs"])
+def test_attention_over_several_tiles_and_splits(policy, twins, device):
+    """A cache of three tiles for two programs, with logits that rise from tile to tile."""
+    run = both(twins, device, heads=2, budget=46, policy=policy, keep_prompt=False)
+    query, key, value = drawn(1, device, 44, heads=2)
+    key = key + torch.arange(44, device=device)[:, None] / 16 * query[:, :1].mean(2, keepdim=True)
+    run.prefill(query, key, value)
+    for step in range(3):
+        run.step(*drawn(2 + step, device, heads=2))
+    assert int(run.tested.occupied.sum()) == 92
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"budget": 9}, {"budget": 4, "count_prompt": False, "max_prompt": 6}, {"budget": 9, "policy": "lag_kv"}],
+    ids=("counts", "beside", "ties"),
+)
+def test_a_kept_prompt(options, twins, device):
+    """It stays whole and scores +inf; what is left of the budget, or a budget beside it, is fought for. Also where all
+    others score +inf as well, as in a first chunk."""
+    run = both(twins, device, window=4, **options)
+    occupied = torch.tensor([[True] * 5, [False] * 2 + [True] * 3], device=device)
+    run.prefill(*drawn(3, device, 5), occupied)
+    for step in range(7):
+        run.step(*drawn(4 + step, device))
+        positions = run.tested.positions
+        assert bool(((positions[0][:, None] == torch.arange(5, device=device)).sum(0) == 1).all())
+        most = 9 if run.tested.config.count_prompt else 9 - 2 * torch.arange(2, device=device)
+        assert bool((run.tested.occupied.sum(1) <= most).all())
+        assert bool((run.tested.score[(positions >= 0) & (positions < 5)] == torch.inf).all())
+    assert run.tested.tokens_seen == 12
+
+
+def test_a_row_that_begins_with_its_first_step(twins, device):
+    """All padding: its first token has nothing before it, and scores 0 whatever its hidden state."""
+    run = both(twins, device, budget=4, window=3, keep_prompt=False)
+    occupied = torch.tensor([[True] * 3, [False] * 3], device=device)
+    run.prefill(*drawn(30, device, 3), occupied)
+    run.step(*drawn(31, device))
+    row = run.tested.positions[1]
+    assert row.sort().values.tolist() == [-1, -1, -1, 3]
+    assert float(run.tested.score[1][row == 3]) == 0
+    for step in range(5):
+        run.step(*drawn(32 + step, device))
+
+
+@pytest.mark.parametrize("policy", ["band_adaptive", "lag_kv"])
+def test_a_longer_run_with_reset_and_beams(policy, twins, device):
+    bands = {"bands": (2, 1)} if policy == "band_adaptive" else {}
+    run = both(twins, device, budget=6, recent=3, policy=policy, window=3, chunk=3, keep_prompt=False, **bands)
+    run.prefill(*drawn(40, device, 7))
+    for step in range(5):
+        run.step(*drawn(41 + step, device))
+    run.reorder(torch.tensor([1, 1], device=device))
+    for step in range(3):
+        run.step(*drawn(50 + step, device))
+    run.reset()
+    for step in range(3):
+        run.step(*drawn(60 + step, device))
+
+
+def test_the_paper_s_budgets_and_windows(twins, device):
+    """Defaults: 64 values, recency of a quarter; hidden states of another size than the heads'."""
+    config = EpiKVConfig(16, hidden_size=40)
+    sizes = {"batch": 1, "query_heads": 1, "key_value_heads": 1, "head_dim": 16, "device": device}
+    run = Lockstep(
+        twins.optimized.epikv.EpiKVState(config, dtype=torch.bfloat16, **sizes),
+        twins.reference.epikv.EpiKVState(config, dtype=torch.float64, **sizes), Adapter(),
+    )
+    tokens = [tensor[:1, :1].bfloat16() for tensor in drawn(70, device, 30)]
+    assert extras(run.tested, *tokens)["hidden_a"].shape == (1, 1, 30, 40)
+    run.prefill(*(tensor[:, :, :8] for tensor in tokens))
+    for step in range(8, 26):
+        run.step(*(tensor[:, :, step] for tensor in tokens))
+    assert run.tested.config.newest == 4
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("options", [{"policy": "attn_x_hs"}, {"policy": "segment_hs", **SEGMENTS}],
+                         ids=("attn_x_hs", "segment_hs"))
+def test_hybrids_of_attention_and_hidden_states(options, keep, twins, device):
+    """Over eviction from the prompt on, steps, other rows, and a fresh start; a prompt that is kept scores +inf."""
+    kept = {"count_prompt": False, "max_prompt": 9} if keep else {"keep_prompt": False}
+    run = both(twins, device, heads=2, budget=6, recent=2, window=5, **kept, **options)
+    occupied = torch.tensor([[True] * 9, [False] * 2 + [True] * 7], device=device)
+    run.prefill(*drawn(80, device, 9, heads=2), occupied)
+    for step in range(9):
+        run.step(*drawn(81 + step, device, heads=2))
+    run.reorder(torch.tensor([1, 1], device=device))
+    run.step(*drawn(90, device, heads=2))
+    assert run.summary.decisive >= 4
+    run.reset()
+    run.step(*drawn(91, device, heads=2))
+    run.step(*drawn(92, device, heads=2))
+
+
+def shared(twins: Any, side: str, device: torch.device, **options: Any) -> tuple[Any, list[Any]]:
+    """A scorer and the states of two layers."""
+    module = getattr(twins, side).epikv
+    config = EpiKVConfig(recent=1, keep_prompt=False, hidden_size=16, **options)
+    sizes = {"batch": 1, "key_value_heads": 1, "head_dim": 16, "dtype": torch.float32, "device": device}
+    scorer = module.EpiKVScorer(config, hidden_size=16, **sizes)
+    return scorer, [module.EpiKVState(config, query_heads=2, scorer=scorer, **sizes) for _ in range(2)]
+
+
+def look(scorer: Any, layers: list[Any], token: int, targets: list[int | None]) -> None:
+    """A step in which each layer looks at one token alone, or at all alike (None); nothing changes in hidden states."""
+    device = scorer.score.device
+    key = 100 * torch.eye(16, device=device)
+    for layer, target in zip(layers, targets, strict=True):
+        query = torch.zeros(16, device=device) if target is None else key[target]
+        layer.step(query.expand(1, 2, 16), key[token].expand(1, 1, 16), key[token].expand(1, 1, 16))
+    hidden = torch.ones(1, 1, 16, device=device)
+    scorer.step((hidden, hidden if scorer.config.edges else hidden[:, :0]))
+
+
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_layers_that_share_a_scorer_have_equal_say(side, twins, device):
+    """Weights are 0 and 1, and z-scores 0, so that sums are exact: one layer looks at token 0, the other at token 1."""
+    scorer, layers = shared(twins, side, device, budget=4, policy="attn_x_hs")
+    for token in range(4):
+        look(scorer, layers, token, [0, min(1, token)])
+    scores = dict(zip(scorer.positions[0].tolist(), scorer.score[0].tolist(), strict=True))
+    assert scores == {0: 2.5, 1: 1.5, 2: 0, 3: 0}
+    for token, victim in ((4, 2), (5, 3)):
+        assert int(scorer.positions[0, scorer.next_slot]) == victim
+        look(scorer, layers, token, [token, token])
+        assert float(scorer.score[0][scorer.positions[0] == token]) == 1, "it begins with its own query's weight"
+    assert int(scorer.positions[0, scorer.next_slot]) == 4, "of equal scores the oldest, but for the newest"
+
+
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_layers_that_share_a_scorer_tell_thoughts_together(side, twins, device):
+    """One layer looks past all tokens but one, (n - 1) / n, the other past none: half of that on average, at the steps
+    at which segments begin. A thought goes before a score, and its oldest token first."""
+    scorer, layers = shared(
+        twins, side, device, budget=6, policy="segment_hs", tau=2, edges=(0.3, 0.39), sparsity_threshold=0.5
+    )
+    for token in range(6):
+        look(scorer, layers, token, [0, None])
+    thoughts = dict(zip(scorer.positions[0].tolist(), layers[0].thoughts[0].tolist(), strict=True))
+    assert thoughts == {0: 1, 1: 1, 2: 2, 3: 2, 4: 0, 5: 0}, "0, then 1/3, then 2/5"
+    assert int(scorer.positions[0, scorer.next_slot]) == 4
+
+
+@pytest.mark.kind("laws")
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+@pytest.mark.parametrize("policy", ["attn_x_hs", "segment_hs"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_hybrids_keep_what_their_definition_keeps(seed, policy, side, twins, device):
+    """After every step, to the letter, ties included: z-scores of windows of two are -1, 0 or 1, and queries look at 1,
+    2 or 4 tokens alike, so that nothing is rounded. What thoughts and scores keep is also what `select` keeps of the
+    whole, by thought first; what attention gave depends on who was there, and can only be played again."""
+    module, draw, budget = getattr(twins, side).epikv, random.Random(seed), 6
+    segments = {"edges": (0.31, 0.57), "tau": 2, "sparsity_threshold": 0.5} if policy == "segment_hs" else {}
+    config = EpiKVConfig(
+        budget, policy=policy, recent=2, window=2, keep_prompt=False, hidden_size=1, **segments
+    )
+    state = module.EpiKVState(
+        config, batch=1, query_heads=2, key_value_heads=1, head_dim=16, dtype=torch.float32, device=device
+    )
+    keys = 100 * torch.eye(16, device=device)
+    moves = [[draw.randint(0, 2) for _ in range(16)] for _ in range(2 if segments else 1)]
+    own, thought, gave, held = [0.0] * 16, [0] * 16, [0.0] * 16, []
+    for t in range(16):
+        held.append(t)
+        looked = draw.sample(held, draw.choice([n for n in (1, 2, 4) if n <= len(held)]))
+        hidden = [torch.full((1, 1), float(sum(band[:t + 1])), device=device) for band in moves]
+        state.step(keys[looked].sum(0).expand(1, 2, 16), *[keys[t].expand(1, 1, 16)] * 2, *hidden)
+        if t > 1:
+            signs = [(band[t] > band[t - 1]) - (band[t] < band[t - 1]) for band in moves]
+            own[t] = float(signs[0] - sum(signs[1:]))
+        if segments:
+            share = 1 - len(looked) / len(held)
+            thought[t] = thought[t - 1] if t % 2 else 0 if share > 0.57 else 2 if share > 0.31 else 1
+            whole = torch.tensor([[10 * thought[n] + own[n] for n in range(t + 1)]], device=device)
+            kept = module.select(whole, budget, prompt=0, recent=2)
+            assert kept[0].tolist() == held, f"by select, after token {t}"
+        else:
+            for token in looked:
+                gave[token] += 1 / len(looked)
+        assert sorted(n for n in state.positions[0].tolist() if n >= 0) == held, f"after token {t}"
+        scores = dict(zip(state.positions[0].tolist(), state.score[0].tolist(), strict=True))
+        assert all(scores[n] == own[n] + gave[n] for n in held), f"after token {t}: {scores}"
+        if len(held) == budget:
+            held.remove(min((n for n in held if n < t), key=lambda n: (thought[n], own[n] + gave[n], n)))
+    assert not segments or len(set(thought)) == 3
+
+
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+@pytest.mark.parametrize("options", [
+    {"policy": "attn_x_hs"}, {"policy": "segment_hs", "tau": 1, "edges": (0.3, 0.39), "sparsity_threshold": 0.5},
+], ids=("attn_x_hs", "segment_hs"))
+def test_a_step_that_was_cut_short_is_forgotten(options, side, twins, device):
+    """After one layer of two has had its say, reset: the next sequence is what it is to a scorer that saw no other."""
+    (used, layers), (fresh, others) = (shared(twins, side, device, budget=4, **options) for _ in range(2))
+    for token in range(3):
+        look(used, layers, token, [0, None])
+    key = 100 * torch.eye(16, device=device)[0]
+    layers[0].step(key.expand(1, 2, 16), *[key.expand(1, 1, 16)] * 2)
+    for layer in layers:
+        layer.reset()
+    used.reset()
+    for token in range(6):
+        for scorer, states in ((used, layers), (fresh, others)):
+            look(scorer, states, token, [max(0, token - 1), None])
+        for name in ("positions", "score", "next_slot"):
+            assert torch.equal(getattr(used, name), getattr(fresh, name)), f"{name} after token {token}"
+        if layers[0].thoughts is not None:
+            assert torch.equal(layers[0].thoughts, others[0].thoughts), f"thoughts after token {token}"

@@ -1,0 +1,1 @@
+"""Tests that run over every method that discovery finds."""

@@ -1,0 +1,133 @@
+"""`attend` of every method that has one against float64: the output, and what each key received."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+
+from kvtwin.conformance import discovery
+from kvtwin.conformance.judge import checkers
+from kvtwin.conformance.cases.block_cases import AttendCase, attend_cases
+from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.conformance.harness.impl import Twins
+
+ATTENDS = [pair for pair in discovery.methods() if AttendCase in checkers.ask(pair.name, "CASES", ())]
+pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.parametrize("pair", ATTENDS, ids=str)]
+
+some = settings(max_examples=max(3, settings().max_examples // 3))
+few = settings(max_examples=max(2, settings().max_examples // 5))
+
+
+def attend(pair: discovery.Pair, twins: Twins, case: AttendCase) -> Any:
+    return checkers.module(twins.optimized, pair).attend(**case.inputs)
+
+
+def assert_right(pair: discovery.Pair, twins: Twins, case: AttendCase) -> None:
+    judge = checkers.of(pair.name)
+    assert judge is not None
+    assert list(judge.replay(case, checkers.module(twins.optimized, pair))) == ["attend: right"]
+
+
+@given(data=st.data())
+@some
+def test_attend_is_what_float64_says(pair, data, twins):
+    assert_right(pair, twins, data.draw(attend_cases(pair.name)))
+
+
+@given(data=st.data())
+@few
+def test_attend_of_queries_that_are_padding(pair, data, twins):
+    """Rows and heads whose newest slots are free, whose block is all padding, or that hold nothing at all."""
+    case = data.draw(attend_cases(pair.name, occupancy=("random", "one_token", "empty_row"), content=("ordinary",)))
+    assert_right(pair, twins, case)
+    output, received = attend(pair, twins, case)
+    hidden = ~case.real.repeat_interleave(case.group, 1)                                  # [B, Hq, Q]
+    assert bool((output[hidden] == 0).all()), "a query at a free slot gives zeros"
+    occupied = case.occupied if case.per_head else case.occupied[:, None].expand(received.shape)
+    assert bool((received[~occupied] == 0).all()), "a free slot receives nothing"
+
+
+@pytest.mark.parametrize(("group", "head_dim", "dtype", "queries", "slots"), [
+    (1, 80, torch.float32, 1, 33), (3, 96, torch.bfloat16, 7, 20), (5, 160, torch.float16, 3, 19),
+    (8, 16, torch.float32, 1, 1), (8, 80, torch.bfloat16, 17, 17),
+], ids=str)
+def test_attend_of_every_shape(pair, group, head_dim, dtype, queries, slots, twins, device):
+    """Groups and head sizes that are no powers of two; one query, one slot, and a block of everything."""
+    assert_right(pair, twins, AttendCase(
+        group=group, head_dim=head_dim, dtype=dtype, queries=queries, slots=slots, method=pair.name, seed=group,
+        device=str(device), per_head=True, occupancy="random" if slots > queries else "full",
+    ))
+
+
+@given(data=st.data())
+@few
+def test_attend_with_heads_that_hold_different_tokens(pair, data, twins):
+    """Two KV heads, a mask each; where the masks are equal, one mask for both says the same, to the bit."""
+    case = data.draw(attend_cases(pair.name, content=("ordinary", "overflow_88"), occupancy=("random", "left_padding")))
+    case = replace(case, batch=1, key_value_heads=2, per_head=True)
+    assert_right(pair, twins, case)
+    shared = case.occupied[:, 0]
+    inputs = {**case.inputs, "occupied": shared[:, None].expand(1, 2, -1)}
+    module = checkers.module(twins.optimized, pair)
+    for one, other in zip(module.attend(**inputs), module.attend(**{**inputs, "occupied": shared}), strict=True):
+        assert_same(other, one, what="one mask for all heads")
+
+
+@given(data=st.data())
+@few
+def test_attend_gives_the_same_bits_again(pair, data, twins):
+    case = data.draw(attend_cases(pair.name, most=24))
+    for one, other in zip(attend(pair, twins, case), attend(pair, twins, case), strict=True):
+        assert_same(other, one, what="launched again")
+
+
+@given(data=st.data())
+@few
+def test_attend_reads_nothing_of_free_slots(pair, data, twins):
+    """Whatever they hold, NaN and infinity too, in keys, values and the queries of padding."""
+    case = data.draw(attend_cases(pair.name, occupancy=("random", "left_padding"), content=("ordinary",), most=24))
+    clean, poisoned = (attend(pair, twins, replace(case, poison=poison)) for poison in ("zero", "nan"))
+    for one, other in zip(clean, poisoned, strict=True):
+        assert_same(other, one, what="free slots poisoned")
+
+
+def allocations(act: Any, device: torch.device) -> int:
+    """Bytes of the largest tensor that `act()` allocates; on a GPU, of all that it holds at once."""
+    if device.type == "cuda":
+        act()  # compiles
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        act()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        act()
+    results: Any = seen.profiler
+    return max(event.nbytes() for event in results.kineto_results.events() if event.name() == "[memory]")
+
+
+def test_attend_never_holds_the_attention_matrix(pair, twins, device):
+    """Of B Hq Q S weights in 16 bits, the whole call holds less than a quarter; the reference, which does hold them in
+    float32, shows that such a matrix would be seen."""
+    gpu = device.type == "cuda"
+    batch, heads, group, queries, slots, head_dim = (2, 4, 4, 128, 8192, 128) if gpu else (1, 1, 2, 48, 160, 16)
+    case = AttendCase(
+        batch=batch, key_value_heads=heads, group=group, head_dim=head_dim, dtype=torch.bfloat16, queries=queries,
+        slots=slots, method=pair.name, device=str(device),
+    )
+    inputs = case.inputs
+    matrix = batch * heads * group * queries * slots
+    most = {
+        side: allocations(lambda side=side: checkers.module(getattr(twins, side), pair).attend(**inputs), device)
+        for side in ("reference", "optimized")
+    }
+    assert most["reference"] >= 4 * matrix, "the reference makes the matrix: the measurement is blind"
+    assert most["optimized"] < 2 * matrix / 4, f"attend allocates {most['optimized']} bytes; {matrix} weights"
+

@@ -1,0 +1,90 @@
+"""Methods of the block frame against their golden traces: what float64 evicted of a trained model's tokens.
+
+The first steps of one KV head on the CPU (heads decide alone), everything on a GPU. The state under test runs in
+lockstep with the reference; its choices are those of the trace until, within the bounds, one legally differs, and from
+there on lockstep alone judges.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvtwin.conformance import discovery
+from kvtwin.conformance.judge import checkers, lockstep
+from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.fixtures.block_traces import gone, inputs, sizes
+from kvtwin.fixtures.load import Trace, load_trace, manifest
+from kvtwin.reference.blocks import BlockState
+
+GOLDEN = [
+    pair for pair in discovery.methods()
+    if issubclass(pair.state or object, BlockState) and f"traces/{pair.name}.safetensors" in manifest()
+    and "3.64.evicted" in load_trace(pair.name).tensors
+]
+pytestmark = [pytest.mark.kind("golden"), pytest.mark.parametrize("pair", GOLDEN, ids=str)]
+
+CASES = ("3.64", "6.64")  # layer.budget
+CPU_STEPS = 48
+
+
+def traces(pair: discovery.Pair, case: str) -> tuple[Trace, dict[str, torch.Tensor], dict[str, Any]]:
+    """The capture; what is recorded of the case; and what it says about itself."""
+    capture, golden = load_trace("capture"), load_trace(pair.name)
+    tensors = {name: golden.tensors[f"{case}.{name}"].long() for name in ("held", "evicted", "last")}
+    return capture, tensors, golden.metadata["cases"][case]
+
+
+def test_every_recorded_case_is_replayed(pair):
+    assert set(load_trace(pair.name).metadata["cases"]) == set(CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_reference_repeats_its_golden_trace(pair, case, twins):
+    """All steps of the first case, in float64: decisions to the letter."""
+    capture, golden, about = traces(pair, case)
+    prompt, config = capture.metadata["prompt"], pair.config(**about["config"])
+    tensors = inputs(capture, about["layer"], torch.float64, "cpu")
+    state = getattr(checkers.module(twins.reference, pair), pair.state.__name__)(config, **sizes(tensors))
+    for number, start in enumerate(range(0, prompt, config.block_size)):
+        state.append_block(*(tensor[:, :, start:min(prompt, start + config.block_size)] for tensor in tensors))
+        assert_same(state.positions[0, :, :config.budget], golden["held"][number], what=f"held after block {number}")
+    steps = len(golden["evicted"]) if case == CASES[0] else CPU_STEPS
+    for step in range(steps):
+        before = state.positions[0, :, :config.budget].clone()
+        state.step(*(tensor[:, :, prompt + step] for tensor in tensors))
+        evicted = gone(before, state.positions[0, :, :config.budget], prompt + step)
+        assert_same(evicted, golden["evicted"][step], what=f"the tokens that leave at step {step}")
+    if steps == len(golden["evicted"]):
+        assert_same(state.positions[0, :, :config.budget], golden["last"], what="held after the last step")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_state_follows_its_golden_trace(pair, case, twins, device):
+    capture, golden, about = traces(pair, case)
+    prompt, steps, budget = capture.metadata["prompt"], len(golden["evicted"]), about["config"]["budget"]
+    tensors, heads = inputs(capture, about["layer"], torch.bfloat16, device), slice(None)
+    if device.type == "cpu":
+        steps = CPU_STEPS if case == CASES[0] else CPU_STEPS // 12
+        first, group = CASES.index(case), tensors[0].shape[1] // tensors[1].shape[1]
+        heads = slice(first, first + 1)
+        tensors = [tensors[0][:, first * group:(first + 1) * group], *(tensor[:, heads] for tensor in tensors[1:])]
+    both = lockstep.pair(
+        pair.name, checkers.module(twins.optimized, pair), config=about["config"], **sizes(tensors)
+    )
+    both.prefill(*(tensor[:, :, :prompt] for tensor in tensors))
+    golden = {name: tensor.to(device)[:, heads] for name, tensor in golden.items() if name != "last"}
+    followed = 0
+    if not both.summary.adjudicated:
+        assert_same(both.tested.positions[0, :, :budget], golden["held"][-1], what="held after the prompt")
+    for step in range(steps):
+        before = both.tested.positions[0, :, :budget].clone()
+        both.step(*(tensor[:, :, prompt + step] for tensor in tensors))
+        if both.summary.adjudicated:
+            continue
+        evicted = gone(before, both.tested.positions[0, :, :budget], prompt + step)
+        assert_same(evicted, golden["evicted"][step], what=f"the tokens that leave at step {step}")
+        followed += 1
+    assert 2 * followed > steps or both.summary.adjudicated

@@ -1,0 +1,61 @@
+"""Methods of the block frame on caches of many slots: several tiles, splits, chunks and blocks of every kernel.
+
+On the CPU as many as the interpreter's small tiles need for that; on a GPU what its large ones need, once with few
+heads and many slots and once with many heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from kvtwin.conformance import discovery
+from kvtwin.conformance.judge import checkers, lockstep
+from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.reference.blocks import BlockState
+
+BLOCKS = [pair for pair in discovery.methods() if issubclass(pair.state or object, BlockState)]
+pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.parametrize("pair", BLOCKS, ids=str)]
+
+CPU: dict[str, dict[str, Any]] = {
+    # The interpreter's steps go one way with an even budget and another with an odd one.
+    "odd": {"budget": 69, "block_size": 50, "prompt": 130, "steps": 3, "group": 3, "dtype": torch.float32},
+    "even": {"budget": 80, "block_size": 70, "prompt": 140, "steps": 3, "group": 2, "dtype": torch.bfloat16},
+    "heads": {"budget": 5, "block_size": 3, "prompt": 9, "steps": 2, "batch": 2, "key_value_heads": 3},
+}
+GPU: dict[str, dict[str, Any]] = {
+    "odd": {"budget": 5001, "block_size": 300, "prompt": 8600, "steps": 8, "group": 4, "head_dim": 128,
+            "dtype": torch.bfloat16},
+    "even": {"budget": 1000, "block_size": 128, "prompt": 1700, "steps": 16, "batch": 2, "key_value_heads": 2,
+             "group": 8, "head_dim": 64, "dtype": torch.float16},
+    "heads": {"budget": 48, "block_size": 64, "prompt": 90, "steps": 3, "batch": 34, "key_value_heads": 8, "group": 4,
+              "head_dim": 128, "dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("size", CPU)
+def test_a_large_cache_keeps_step_with_float64(pair, size, twins, device):
+    given = dict((CPU if device.type == "cpu" else GPU)[size])
+    own = {name: value for name, value in checkers.ask(pair.name, "SMALL", {}).items() if name != "block_size"}
+    config = {"budget": given.pop("budget"), "block_size": given.pop("block_size"), **own}
+    trace = StateTrace(
+        method=pair.name, config=tuple(config.items()), seed=6, padding="random", device=str(device), **given
+    )
+    summary = lockstep.run(trace, checkers.module(twins.optimized, pair))
+    assert summary.steps == trace.steps
+
+
+@pytest.mark.parametrize("size", CPU)
+def test_the_sizes_are_beyond_one_tile(pair, size):
+    """What the test above is for: a prompt beyond the budget, and more slots than a tile has."""
+    cpu, gpu = CPU[size], GPU[size]
+    for given in (cpu, gpu):
+        assert 0.59 * given["prompt"] > given["budget"], "about 0.7 of a padded prompt is real"
+    if size != "heads":
+        assert cpu["budget"] + cpu["block_size"] > 64 and gpu["budget"] + gpu["block_size"] > 512
+        assert {"odd": 1, "even": 0}[size] == cpu["budget"] % 2
+    fields = {field.name for field in dataclasses.fields(StateTrace)}
+    assert {*cpu, *gpu} - {"budget", "block_size"} <= fields

@@ -1,0 +1,347 @@
+"""Laws that hold for every method, checked on its state alone: methods are discovered, none is named here.
+
+The laws below that compare bits run one state twice and differ in what must not matter. What a law may change only
+within a bound (permuted slots, other batch sizes) needs a method's bounds and stands in test_<method>.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvtwin.conformance import discovery
+from kvtwin.conformance.judge import checkers
+from kvtwin.conformance.cases.tiny import attributes
+
+
+@dataclass(frozen=True)
+class Ruled(discovery.Pair):
+    """A method, under options that its judge wants the laws to hold for too."""
+
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def label(self) -> str:
+        return "-".join((self.name, *(f"{name}={value}" for name, value in self.options)))
+
+
+RULED = [
+    Ruled(pair.name, pair.path, pair.exports, tuple(options.items()))
+    for pair in discovery.methods() for options in ({}, *checkers.ask(pair.name, "LAWS", ()))
+]
+pytestmark = [pytest.mark.kind("laws"), pytest.mark.parametrize("pair", RULED, ids=lambda pair: pair.label)]
+
+# (query heads, key/value heads, head_dim, dtype): few, since each is compiled on a GPU.
+SHAPES = (
+    (4, 2, 16, torch.float32),
+    (3, 1, 24, torch.bfloat16),
+    (10, 2, 32, torch.float16),
+)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A prompt (perhaps none, perhaps padded on the left) and some decode steps, drawn from a seed."""
+
+    batch: int
+    query_heads: int
+    key_value_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    budget: int
+    prompt: int
+    padding: int
+    steps: int
+    seed: int
+
+    def state(self, side: object, pair: Ruled, device: torch.device) -> object:
+        """A fresh state of the method on one side."""
+        return getattr(checkers.module(side, pair), pair.state.__name__)(
+            checkers.small_config(pair, self.budget, dict(pair.options)), batch=self.batch,
+            query_heads=self.query_heads, key_value_heads=self.key_value_heads, head_dim=self.head_dim,
+            dtype=self.dtype, device=device,
+        )
+
+    def inputs(self, device: torch.device) -> tuple[tuple[Tensor, ...] | None, list[tuple[Tensor, ...]]]:
+        """(query, key, value, occupied) of the prompt or None, and (query, key, value) of each step."""
+        generator = torch.Generator(device).manual_seed(self.seed)
+
+        def token(*time: int) -> tuple[Tensor, ...]:
+            return tuple(
+                torch.randn(
+                    self.batch, heads, *time, self.head_dim, generator=generator, device=device
+                ).to(self.dtype)
+                for heads in (self.query_heads, self.key_value_heads, self.key_value_heads)
+            )
+
+        prompt = None
+        if self.prompt:
+            occupied = torch.ones(self.batch, self.prompt, dtype=torch.bool, device=device)
+            occupied[-1, :self.padding] = False
+            prompt = (*token(self.prompt), occupied)
+        return prompt, [token() for _ in range(self.steps)]
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, max_budget: int = 6) -> Scenario:
+    query_heads, key_value_heads, head_dim, dtype = draw(st.sampled_from(SHAPES))
+    prompt = draw(st.integers(0, 9))
+    return Scenario(
+        batch=draw(st.integers(2, 3)), query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim,
+        dtype=dtype, budget=draw(st.integers(2, max_budget)), prompt=prompt,
+        padding=draw(st.integers(0, max(0, prompt - 1))), steps=draw(st.integers(1, 5)),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+# The one that no profile leaves out: more tokens than the budget at once, padding, and slots that are used again.
+FULL = Scenario(
+    batch=2, query_heads=4, key_value_heads=2, head_dim=16, dtype=torch.float32, budget=4, prompt=8, padding=3,
+    steps=2, seed=20,
+)
+
+
+def few(law):
+    """FULL and a few drawn scenarios: every method on both sides obeys every law, one token a tenth of a second. Under
+    other options than the default ones FULL has to do: lockstep draws these too."""
+    drawn = [name for name in ("row", "shift") if name in inspect.signature(law).parameters]
+    limited = settings(max_examples=max(1, settings().max_examples // 7))
+
+    @functools.wraps(law)
+    def sparing(scenario, pair, **others):
+        if scenario == FULL or not pair.options:
+            law(scenario=scenario, pair=pair, **others)
+
+    return example(scenario=FULL, **dict.fromkeys(drawn, 1))(limited(sparing))
+
+
+def snapshot(state: object) -> dict[str, Tensor]:
+    """The readable state: what a later step, or a user, could see of it. Unoccupied slots hold nothing."""
+    return {name: value for name, value in attributes(state).items() if isinstance(value, Tensor)}
+
+
+def play(state: object, inputs: tuple, *, before_step=lambda state: None) -> list[dict[str, Tensor]]:
+    """Run the scenario; what could be seen after the prompt and after each step, outputs included."""
+    prompt, steps = inputs
+    frames = []
+    if prompt is not None:
+        query, key, value, occupied = prompt
+        output = state.prefill(query, key, value, occupied, **checkers.extras(state, query, key, value))
+        frames.append({"output": output, **snapshot(state)})
+    for token in steps:
+        before_step(state)
+        frames.append({"output": state.step(*token, **checkers.extras(state, *token)), **snapshot(state)})
+    return frames
+
+
+def plain(scenario: Scenario, side: object, pair: Ruled, device: torch.device) -> list[dict[str, Tensor]]:
+    """The scenario as it is, in a fresh state: what a law compares with. FULL's, which all laws want, is kept."""
+    key = (id(side), pair.label, device)
+    if scenario == FULL and key in KEPT:
+        return KEPT[key]
+    frames = play(scenario.state(side, pair, device), scenario.inputs(device))
+    if scenario == FULL:
+        KEPT[key] = frames
+    return frames
+
+
+KEPT: dict[tuple[int, str, torch.device], list[dict[str, Tensor]]] = {}
+
+
+def assert_same_bits(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor]], why: str) -> None:
+    assert len(actual) == len(expected)
+    for step, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        for name in e:
+            same = torch.equal(bits(a[name]), bits(e[name]))
+            assert same, f"{why}: {name} differs at frame {step}:\n{a[name]}\nexpected the same bits as\n{e[name]}"
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """A view in which NaN equals itself and -0 differs from 0."""
+    kinds = {torch.float64: torch.int64, torch.float32: torch.int32}
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.contiguous().view(kinds.get(tensor.dtype, torch.int16))
+
+
+def rows(frames: list[dict[str, Tensor]], index: Tensor) -> list[dict[str, Tensor]]:
+    return [{name: tensor[index] for name, tensor in frame.items()} for frame in frames]
+
+
+def map_inputs(inputs: tuple, change) -> tuple:
+    prompt, steps = inputs
+    return (
+        None if prompt is None else tuple(map(change, prompt)), [tuple(map(change, token)) for token in steps]
+    )
+
+
+@pytest.fixture(scope="session", params=("reference", "optimized"))
+def side(request, twins):
+    """Both twins must obey."""
+    return getattr(twins, request.param)
+
+
+@given(scenario=scenarios())
+@few
+def test_kept_and_evicted_make_the_input(scenario, side, pair, device):
+    """Slots hold distinct tokens that came in; who left stays away; never more than the budget."""
+    state = scenario.state(side, pair, device)
+    prompt, steps = scenario.inputs(device)
+    frames = play(state, (prompt, steps))
+    most = checkers.ask(pair.name, "most_held", lambda state, tokens: min(scenario.budget, tokens))
+    tokens = scenario.prompt
+    real = torch.full((scenario.batch,), tokens, device=device)
+    if prompt is not None:
+        real = prompt[3].sum(-1)
+    alive = [set(range(tokens)) for _ in range(scenario.batch)]
+    if prompt is not None:
+        alive = [set(row.nonzero().flatten().tolist()) for row in prompt[3]]
+    for number, frame in enumerate(frames):
+        step = number - (prompt is not None)
+        seen = tokens + step + 1
+        positions, occupied = frame["positions"], frame["occupied"]
+        assert torch.equal(positions >= 0, occupied), "a slot is occupied exactly when a token sits in it"
+        assert torch.equal(torch.where(occupied, positions, -1), positions), "a free slot's position is -1"
+        for b in range(scenario.batch):
+            arrived = alive[b] | ({seen - 1} if step >= 0 else set())
+            held: set[int] = set()
+            for head in positions[b].reshape(-1, positions.shape[-1]):
+                kept = head[head >= 0].tolist()
+                assert len(kept) == len(set(kept)), f"frame {number}, row {b}: a token sits in two slots: {kept}"
+                assert len(kept) <= most(state, int(real[b]) + step + 1), f"over budget: {kept}"
+                assert set(kept) <= arrived, f"frame {number}, row {b}: {set(kept) - arrived} came from nowhere"
+                held |= set(kept)
+            alive[b] = held
+    assert state.tokens_seen == tokens + scenario.steps
+
+
+@given(scenario=scenarios())
+@few
+def test_the_same_input_gives_the_same_bits(scenario, side, pair, device):
+    again = play(scenario.state(side, pair, device), scenario.inputs(device))
+    assert_same_bits(again, plain(scenario, side, pair, device), "launched again")
+
+
+@given(scenario=scenarios())
+@few
+def test_a_reset_state_is_a_fresh_one(scenario, side, pair, device):
+    inputs = scenario.inputs(device)
+    other = replace(scenario, seed=scenario.seed ^ 1, padding=0, steps=1).inputs(device)
+    state = scenario.state(side, pair, device)
+    play(state, other)
+    state.reset()
+    assert_same_bits(play(state, inputs), plain(scenario, side, pair, device), "after reset()")
+
+
+@given(scenario=scenarios(), row=st.integers(0, 1))
+@few
+def test_rows_do_not_see_each_other(scenario, row, side, pair, device):
+    """Replacing all the other rows of a batch, by NaN too, changes no bit of a row."""
+    inputs = scenario.inputs(device)
+    alone = torch.arange(scenario.batch, device=device) == row
+
+    def replace_others(tensor: Tensor) -> Tensor:
+        others = ~alone.view(-1, *[1] * (tensor.dim() - 1))
+        return tensor if tensor.dtype == torch.bool else tensor.masked_fill(others, torch.nan)
+
+    index = torch.tensor([row], device=device)
+    mixed = play(scenario.state(side, pair, device), map_inputs(inputs, replace_others))
+    assert_same_bits(rows(mixed, index), rows(plain(scenario, side, pair, device), index), "other rows replaced")
+
+
+@given(scenario=scenarios(), shift=st.integers(1, 2))
+@few
+def test_permuted_rows_give_permuted_results(scenario, shift, side, pair, device):
+    index = torch.arange(scenario.batch, device=device).roll(shift)
+    inputs = scenario.inputs(device)
+    permuted = play(scenario.state(side, pair, device), map_inputs(inputs, lambda tensor: tensor[index]))
+    assert_same_bits(permuted, rows(plain(scenario, side, pair, device), index), "rows permuted")
+
+
+def poison_slots(state: object) -> None:
+    """NaN and infinity in the slots of keys and values that hold no token."""
+    slots = state.occupied if state.occupied.dim() == 3 else state.occupied[:, None]
+    for tensor, value in ((state.key, torch.nan), (state.value, torch.inf)):
+        tensor.copy_(torch.where(slots[..., None], tensor, value))
+
+
+@given(scenario=scenarios(max_budget=12))
+@few
+def test_what_lies_in_unoccupied_slots_influences_nothing(scenario, side, pair, device):
+    """NaN in every free slot before each step, NaN and infinity in the prompt's padding."""
+    prompt, steps = scenario.inputs(device)
+    poison = checkers.ask(pair.name, "poison", poison_slots)
+    if prompt is not None:
+        hidden = ~prompt[3][:, None, :, None]
+        prompt = (*(tensor.masked_fill(hidden, torch.nan) for tensor in prompt[:3]), prompt[3])
+    poisoned = play(scenario.state(side, pair, device), (prompt, steps), before_step=poison)
+    assert_same_bits(poisoned, plain(scenario, side, pair, device), "unoccupied slots poisoned")
+
+
+@given(scenario=scenarios(), shift=st.integers(0, 2))
+@few
+def test_reordered_rows_go_on_as_their_sources(scenario, shift, side, pair, device):
+    """Beam search: after reorder(index), row b continues what row index[b] was. Rows may be repeated."""
+    prompt, steps = scenario.inputs(device)
+    index = (torch.arange(scenario.batch, device=device) * (shift != 2)).roll(shift)
+    state = scenario.state(side, pair, device)
+    play(state, (prompt, steps))
+    state.reorder(index)
+    later = replace(scenario, prompt=0, seed=scenario.seed ^ 2).inputs(device)
+    actual = play(state, map_inputs(later, lambda tensor: tensor[index]))
+    unmoved = scenario.state(side, pair, device)
+    play(unmoved, (prompt, steps))
+    assert_same_bits(actual, rows(play(unmoved, later), index), "reordered")
+
+
+def test_padding_of_a_prompt_gets_zeros(side, pair, device):
+    """And no token does. Padding behind tokens too, which would have something to attend to."""
+    query_heads, key_value_heads, head_dim, dtype = SHAPES[0]
+    scenario = Scenario(2, query_heads, key_value_heads, head_dim, dtype, 4, 5, 1, 0, seed=1)
+    prompt, _ = scenario.inputs(device)
+    prompt[3][-1, 3] = False
+    (frame,) = play(scenario.state(side, pair, device), (prompt, []))
+    assert torch.equal((frame["output"] == 0).all(-1).all(1), ~prompt[3])
+
+
+class _Launches(TorchDispatchMode):
+    """Counts the custom operations of this package that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "kvtwin":
+            self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def bytes_of_slots(state: object) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in (state.key, state.value))
+
+
+def test_it_happened(pair, twins, device):
+    """The cache is smaller than its input, tokens really left it, and on our optimized side kernels really ran."""
+    query_heads, key_value_heads, head_dim, dtype = SHAPES[0]
+    scenario = Scenario(2, query_heads, key_value_heads, head_dim, dtype, 4, 9, 0, 3, seed=1)
+    state = scenario.state(twins.optimized, pair, device)
+    with _Launches() as launches:
+        play(state, scenario.inputs(device))
+    full = 2 * scenario.batch * key_value_heads * (scenario.prompt + scenario.steps) * head_dim * dtype.itemsize
+    held = checkers.ask(pair.name, "bytes_of", bytes_of_slots)(state)
+    assert held < full, f"the cache holds {held} bytes, all its input would take {full}"
+    if checkers.ask(pair.name, "EVICTS", True):
+        assert int(state.occupied.sum(-1).max()) < state.tokens_seen
+    assert scenario.budget < state.tokens_seen
+    if type(state).__module__.startswith("kvtwin.optimized"):
+        assert launches.names, "no kvtwin operation ran: which code computed this?"

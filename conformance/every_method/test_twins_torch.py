@@ -1,0 +1,228 @@
+"""What torch asks of the optimized side, for every pair: opcheck, torch.compile without graph breaks, CUDA graphs.
+
+About our own kernels whatever --kv-impl says (see test_twins.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvtwin.conformance import discovery
+from kvtwin.conformance.judge import checkers
+from kvtwin.conformance.discovery import Pair
+from kvtwin.conformance.cases.tiny import (
+    arguments, attributes, description, groupings, new_state, prompt, public_functions, states, token,
+)
+from kvtwin.optimized._launch import INTERPRETED
+
+every_pair = pytest.mark.parametrize("twin", discovery.pairs(), ids=str)
+every_method = pytest.mark.parametrize("twin", discovery.methods(), ids=str)
+every_state = pytest.mark.parametrize(("twin", "options"), states(), ids=str)
+
+
+def assert_same_bits(actual: Any, expected: Any, what: str) -> None:
+    """Equal to the bit: tensors, and tuples and dictionaries of them."""
+    if isinstance(expected, Tensor):
+        assert description(actual) == description(expected), what
+        one, other = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (actual, expected))
+        assert torch.equal(one, other), f"{what} differs: {actual} and {expected}"
+    elif isinstance(expected, tuple):
+        assert len(actual) == len(expected)
+        for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_same_bits(one, other, f"{what}[{number}]")
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for name in expected:
+            assert_same_bits(actual[name], expected[name], f"{what}.{name}")
+    else:
+        assert actual == expected, what
+
+
+def prefill(state: Any, tokens: tuple[Tensor, ...]) -> Any:
+    return state.prefill(*tokens, **checkers.extras(state, *tokens))
+
+
+def step(state: Any, tokens: tuple[Tensor, ...]) -> Any:
+    """Captured in a graph, what else the step takes is made from the tokens anew in each replay."""
+    return state.step(*tokens, **checkers.extras(state, *tokens))
+
+
+# Operations ----------------------------------------------------------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """Keeps the arguments of every kind of call of an operation of ours, as they were before it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "kvtwin":
+            assert not kwargs
+            kind = tuple((arg.dim(), arg.dtype) if isinstance(arg, Tensor) else type(arg) for arg in args)
+            before = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)
+            self.seen.setdefault((func, kind), (func, before))
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def calls_of(twin: Pair, device: torch.device) -> list[tuple[Any, tuple[Any, ...]]]:
+    """(operation, arguments) of what a pair's functions and state call."""
+    with Calls() as calls:
+        for function in public_functions(twin.optimized, twin.optimized.__all__).values():
+            for optional in (False, True):
+                function(**arguments(twin, function, device, optional=optional))
+        for options in groupings(twin) if twin.state else ():
+            state = new_state(twin, twin.optimized, device, **options)
+            prefill(state, prompt(device, seed=1))
+            step(state, token(device, seed=2))
+    return list(calls.seen.values())
+
+
+@every_pair
+def test_operations_pass_opcheck(twin: Pair, device: torch.device) -> None:
+    calls = calls_of(twin, device)
+    assert calls, "no torch.library operation was called"
+    for operation, args in calls:
+        torch.library.opcheck(operation, args)
+
+
+def test_no_operation_goes_unchecked(device: torch.device) -> None:
+    """The test above reaches all that is registered under kvtwin::."""
+    reached = {operation.name() for twin in discovery.pairs() for operation, _ in calls_of(twin, device)}
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("kvtwin::")}
+    assert registered == {name.removesuffix(".default") for name in reached}
+
+
+# torch.compile -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled() -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """torch.compile with one graph for all: traced only on the CPU, by inductor too on a GPU."""
+    torch.compiler.reset()
+    backend = "eager" if INTERPRETED else "inductor"
+    yield lambda function: torch.compile(function, fullgraph=True, backend=backend)
+    torch.compiler.reset()
+
+
+@every_pair
+@pytest.mark.filterwarnings("ignore")  # what compilers have to say is not about us
+def test_functions_compile(twin: Pair, compiled: Callable[..., Any], device: torch.device) -> None:
+    functions = public_functions(twin.optimized, twin.optimized.__all__)
+    for name in functions.keys() - set(checkers.ask(twin.name, "ON_THE_HOST", ())):
+        function = functions[name]
+        for optional in (False, True):
+            given = arguments(twin, function, device, optional=optional)
+            actual, expected = compiled(function)(**given), function(**given)
+            if INTERPRETED or name == "decode_attention":  # inductor fuses, and rounds, what is not inside our kernels
+                assert_same_bits(actual, expected, name)
+
+
+@every_state
+@pytest.mark.filterwarnings("ignore")
+def test_steps_compile(
+    twin: Pair, options: dict[str, Any], compiled: Callable[..., Any], device: torch.device
+) -> None:
+    """Each step replaces a token; the buffers are the same tensors all along."""
+    one, other = (new_state(twin, twin.optimized, device, **options) for _ in range(2))
+    graph = compiled(one.step)
+    for state in (one, other):
+        prefill(state, prompt(device, seed=0))
+    for number in range(1, 5):
+        given = token(device, seed=number)
+        more = checkers.extras(one, *given)
+        assert_same_bits(graph(*given, **more), other.step(*given, **more), f"output of step {number}")
+        assert_same_bits(attributes(one), attributes(other), f"state after step {number}")
+
+
+# Devices -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU: run with --kv-device cuda")
+@every_state
+def test_a_state_works_on_another_gpu_than_the_current_one(
+    twin: Pair, options: dict[str, Any], device: torch.device
+) -> None:
+    """The last one of this machine, and the first is the current one; where there is only one, it is both."""
+    far = torch.device("cuda", torch.cuda.device_count() - 1)
+    with torch.cuda.device(0):
+        near, away = (new_state(twin, twin.optimized, where, **options) for where in (torch.device("cuda", 0), far))
+        for number in range(12):
+            run, given = (step, token(near.device, seed=number)) if number else (prefill, prompt(near.device, seed=100))
+            output = run(away, tuple(tensor.to(far) for tensor in given))
+            assert output.device == far
+            assert_same_bits(output.to(near.device), run(near, given), f"output of step {number}")
+            for name, tensor in attributes(away).items():
+                if isinstance(tensor, Tensor):
+                    assert_same_bits(tensor.to(near.device), attributes(near)[name], f"{name} after step {number}")
+
+
+# CUDA graphs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU: run with --kv-device cuda")
+class TestCudaGraphs:
+    """A step captured once and replayed: everything that changes from step to step is in the state's own tensors."""
+
+    def captured(self, state: Any, static: tuple[Tensor, ...], device: torch.device) -> tuple[Any, Tensor]:
+        """A graph of state.step(*static) and its output. The state is as empty afterwards as before."""
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(2):  # compiles the kernels
+                step(state, static)
+        torch.cuda.current_stream(device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = step(state, static)
+        state.reset()
+        return graph, output
+
+    @every_state
+    def test_replayed_steps_are_the_eager_ones(self, twin: Pair, options: dict[str, Any], device: torch.device) -> None:
+        replayed, eager = (new_state(twin, twin.optimized, device, **options) for _ in range(2))
+        static = token(device, seed=0)
+        graph, output = self.captured(replayed, static, device)
+        for round_ in range(2):
+            for state in (replayed, eager):
+                state.reset()
+                prefill(state, prompt(device, seed=100 + round_))
+            for number in range(1, 65):
+                given = token(device, seed=number)
+                for place, tensor in zip(static, given, strict=True):
+                    place.copy_(tensor)
+                graph.replay()
+                assert_same_bits(output, step(eager, given), f"output of step {number}")
+                assert_same_bits(attributes(replayed), attributes(eager), f"state after step {number}")
+
+    @every_method
+    def test_a_step_without_prompt_can_be_captured(self, twin: Pair, device: torch.device) -> None:
+        """Filling an empty cache: the first slots are free ones."""
+        replayed, eager = (new_state(twin, twin.optimized, device) for _ in range(2))
+        static = token(device, seed=0)
+        graph, output = self.captured(replayed, static, device)
+        for number in range(12):
+            graph.replay()
+            assert_same_bits(output, step(eager, static), f"output of step {number}")
+        assert_same_bits(attributes(replayed), attributes(eager), "state")
+
+    @every_method
+    @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+    def test_check_finite_is_refused(self, twin: Pair, device: torch.device) -> None:
+        """It reads tensors on the host, which no graph can repeat."""
+        state = new_state(twin, twin.optimized, device, check_finite=True)
+        if not getattr(state.config, "check_finite", False):
+            return
+        static = token(device, seed=0)
+        step(state, static)
+        with pytest.raises(ValueError, match="check_finite"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            step(state, static)

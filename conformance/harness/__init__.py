@@ -1,0 +1,1 @@
+"""The pytest side: options, machine, implementation under test, statistics, results, summary and report."""

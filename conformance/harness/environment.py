@@ -1,0 +1,150 @@
+"""The machine a run uses: its device, Triton's interpreter, versions, Hypothesis profiles."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ..interpreter import FALSE, INTERPRET, Prepared, interprets
+
+if TYPE_CHECKING:
+    import torch
+
+DISTRIBUTIONS = ("kvtwin", "torch", "triton", "numpy", "hypothesis", "pytest", "transformers", "safetensors")
+HEADER_VERSIONS = ("kvtwin", "python", "torch", "triton", "hypothesis")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where the implementation under test runs. ``why`` says how that was decided, for the header."""
+
+    device: torch.device
+    interpreter: bool
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.device} ({self.name})"
+
+
+def choose(requested: str | None) -> Backend:
+    """The backend for ``--kv-device``; without a GPU this turns Triton's interpreter on, before triton is imported.
+
+    Raises pytest.UsageError where the request cannot be met: never a silent change of device, never a skip.
+    """
+    wants_interpreter = os.environ.get(INTERPRET, "").lower() not in FALSE
+    if requested == "cuda" and wants_interpreter:
+        raise pytest.UsageError(
+            f"--kv-device cuda, but {INTERPRET}={os.environ[INTERPRET]} is set: Triton would interpret the kernels "
+            "instead of compiling them; unset it"
+        )
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    if requested == "cuda" and not has_cuda:
+        raise pytest.UsageError(f"--kv-device cuda, but torch {torch.__version__} sees no CUDA device here")
+    if requested == "cuda" or (requested in (None, "auto") and has_cuda and not wants_interpreter):
+        _check_triton(interpreted=False)
+        device = torch.device("cuda", torch.cuda.current_device())
+        return Backend(device, False, torch.cuda.get_device_name(device), "compiled kernels")
+    if requested == "cpu":
+        why = "as --kv-device says"
+    elif has_cuda:
+        why = f"{INTERPRET} was set"
+    else:
+        why = "no CUDA device"
+    # An imported triton has read the variable already: setting it now would leave half of it compiled.
+    _check_triton(interpreted=True)
+    os.environ[INTERPRET] = "1"
+    return Backend(torch.device("cpu"), True, "Triton interpreter", why)
+
+
+def _check_triton(*, interpreted: bool) -> None:
+    """Raise pytest.UsageError if triton is imported already in the other mode than the one wanted."""
+    standard = sys.modules.get("triton.language.standard")
+    if standard is None:
+        return
+    if interprets(standard) == interpreted:
+        return
+    wanted, cure = (
+        (f"with {INTERPRET}=1", f"set {INTERPRET}=1 in the environment") if interpreted
+        else (f"without {INTERPRET}", f"unset {INTERPRET}")
+    )
+    raise pytest.UsageError(
+        f"kvtwin needs triton imported {wanted} here, but something imported it otherwise before the tests were "
+        f"collected (a conftest.py, a plugin, or a transformers model imported there); {cure} before pytest starts"
+    )
+
+
+def version(distribution: str) -> str | None:
+    """The installed version, None if it is not installed. Imports nothing."""
+    if distribution == "python":
+        return platform.python_version()
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def describe(backend: Backend) -> dict[str, Any]:
+    """The environment part of a report."""
+    return {
+        "device": str(backend.device),
+        "backend": backend.name,
+        "interpreter": backend.interpreter,
+        "platform": platform.platform(),
+        "versions": {name: version(name) for name in ("python", *DISTRIBUTIONS)},
+    }
+
+
+def interpreter_line(prepared: Prepared) -> str:
+    """What the run says about Triton's interpreter."""
+    return f"kvtwin interpreter: {prepared}"
+
+
+def header(backend: Backend, under_test: str, prepared: Prepared | None) -> list[str]:
+    """The lines that pytest prints at the top of a run. prepared: None where no kernel is interpreted."""
+    versions = ", ".join(f"{name} {version(name) or 'not installed'}" for name in HEADER_VERSIONS)
+    interpreter = f", {INTERPRET}=1" if backend.interpreter else ""
+    return [
+        f"kvtwin: {versions}",
+        f"kvtwin device: {backend}, {backend.why}{interpreter}",
+        *([] if prepared is None else [interpreter_line(prepared)]),
+        f"kvtwin under test: {under_test}",
+    ]
+
+
+def set_up_hypothesis(config: pytest.Config) -> None:
+    """Register the profiles ``quick``, ``ci``, ``default``, ``thorough`` and ``soak``, and load one.
+
+    --hypothesis-profile chooses; without it ``ci`` is loaded where the environment says CI, else ``default``.
+    """
+    try:
+        from hypothesis import HealthCheck, Phase, settings
+    except ImportError:
+        raise pytest.UsageError("kvtwin's tests need hypothesis: python -m pip install 'kvtwin[test]'") from None
+
+    common: dict[str, Any] = {
+        "deadline": None,  # the interpreter takes a second for what a GPU does in a microsecond
+        "print_blob": True,
+        "suppress_health_check": [HealthCheck.too_slow],
+    }
+    if config.getoption("kv_impl") is not None:  # other people's functions may refuse most examples: see impl.py
+        common["suppress_health_check"] += [HealthCheck.filter_too_much]
+    # Without a GPU, to shrink a failure takes minutes: ci shows it as it was found.
+    found: dict[str, Any] = {"derandomize": True, "database": None, "phases": [Phase.explicit, Phase.generate]}
+    settings.register_profile("quick", max_examples=4, **found, **common)
+    # Draws as much as quick, but what it draws depends on the seed.
+    soak = {**found, "derandomize": False, "phases": [Phase.generate]}
+    settings.register_profile("soak", max_examples=4, **soak, **common)
+    settings.register_profile("ci", max_examples=20, **found, **common)
+    settings.register_profile("default", max_examples=50, **common)
+    settings.register_profile("thorough", max_examples=1000, **common)
+    if not config.getoption("--hypothesis-profile", default=None):  # else Hypothesis's own plugin loads it
+        settings.load_profile("ci" if os.environ.get("CI") else "default")

@@ -1,0 +1,34 @@
+"""The fixtures of kvtwin's tests; registered with suite.Suite, so that other projects' runs don't see their names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from .impl import Twins
+
+if TYPE_CHECKING:
+    import torch
+
+    from .suite import Suite
+
+
+def _suite(request: pytest.FixtureRequest) -> Suite:
+    from ..plugin import SUITE
+
+    suite: Suite | None = request.config.pluginmanager.get_plugin(SUITE)
+    assert suite is not None, "registered together with this module"
+    return suite
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the implementation under test runs; its tensors must lie there."""
+    return _suite(request).backend.device
+
+
+@pytest.fixture(scope="session")
+def twins(request: pytest.FixtureRequest) -> Twins:
+    """``twins.reference`` and ``twins.optimized``, the implementation under test."""
+    return _suite(request).twins

@@ -1,0 +1,185 @@
+"""What a run found out, test by test: collected from pytest's reports, summed up for the summary and the report."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pytest
+
+from .. import discovery
+from . import tally
+from .impl import NotProvided
+
+KINDS = ("equivalence", "laws", "claims", "golden", "bad_input")
+OUTCOMES = ("passed", "failed", "error", "not provided", "skipped", "xfailed")
+FAILED = ("failed", "error")
+# A test that carries no marker is classified by the name of its file: test_longflow_golden.py holds goldens.
+KIND_OF_FILE = {"golden": "golden", "input": "bad_input", "claims": "claims", "laws": "laws"}
+ATTRIBUTE = "kvtwin"  # where a test report carries what we add; pytest-xdist takes it along
+
+
+@dataclass
+class Result:
+    """One test. ``method`` and ``kind`` are None for tests of the suite itself."""
+
+    nodeid: str
+    method: str | None = None
+    kind: str | None = None
+    claims: tuple[str, ...] = ()
+    outcome: str = "passed"
+    duration: float = 0.0
+    decisions: int = 0
+    decisive: int = 0
+    utilisation: float | None = None
+    adjudicated: int = 0
+    touched: bool = False
+    answered: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    message: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome in FAILED
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"claims": list(self.claims)}
+
+
+@dataclass
+class Sum:
+    """The results of one method, or of one kind of its tests."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    decisions: int = 0
+    decisive: int = 0
+    utilisation: float | None = None
+    adjudicated: int = 0
+
+    @property
+    def decisive_share(self) -> float | None:
+        return self.decisive / self.decisions if self.decisions else None
+
+    @property
+    def failed(self) -> int:
+        return sum(self.outcomes[outcome] for outcome in FAILED)
+
+    def add(self, result: Result) -> None:
+        self.outcomes[result.outcome] += 1
+        self.decisions += result.decisions
+        self.decisive += result.decisive
+        self.adjudicated += result.adjudicated
+        if result.utilisation is not None:
+            self.utilisation = max(result.utilisation, self.utilisation or 0.0)
+
+
+def total(results: Iterable[Result]) -> Sum:
+    """The sum of ``results``."""
+    summed = Sum()
+    for result in results:
+        summed.add(result)
+    return summed
+
+
+def classify(item: pytest.Item) -> dict[str, Any]:
+    """The method, the kind and the claims of a test, from its markers, parameters and file name."""
+    claims = tuple(str(mark.args[0]) for mark in item.iter_markers("claim") if mark.args)
+    kind_mark = item.get_closest_marker("kind")
+    if kind_mark is not None:
+        kind = kind_mark.args[0] if kind_mark.args else None
+        if kind not in KINDS:
+            raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.kind({kind!r}): the kinds are {', '.join(KINDS)}")
+    elif claims:
+        kind = "claims"
+    else:
+        kind = _kind_of_file(item)
+    method = _method_of(item)
+    return {"method": method, "kind": kind if method else None, "claims": list(claims)}
+
+
+def _method_of(item: pytest.Item) -> str | None:
+    mark = item.get_closest_marker("method")
+    if mark is not None and mark.args:
+        return str(mark.args[0])
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    names = {pair.name for pair in discovery.pairs()}
+    for parameter in ("method", "pair"):
+        name = str(parameters.get(parameter, ""))
+        if name in names:
+            return name
+    stem = item.path.stem
+    fitting = [name for name in names if stem == f"test_{name}" or stem.startswith(f"test_{name}_")]
+    return max(fitting, key=len, default=None)
+
+
+def _kind_of_file(item: pytest.Item) -> str:
+    kinds = (KIND_OF_FILE[part] for part in re.split("_", item.path.stem) if part in KIND_OF_FILE)
+    return next(kinds, "equivalence")
+
+
+def annotate(report: pytest.TestReport, error: object, facts: dict[str, Any], counted: tally.Tally) -> None:
+    """Give a test report what the controlling process needs of this test: plain values only.
+
+    ``error`` is what the phase raised, None if nothing.
+    """
+    facts = facts | {
+        "decisions": counted.total,
+        "decisive": counted.decisive,
+        "utilisation": counted.bound_utilisation,
+        "adjudicated": counted.ties,
+        "touched": counted.touched,
+        "answered": counted.answered,
+        "refused": dict(counted.refused),
+    }
+    if isinstance(error, NotProvided) and isinstance(report.longrepr, tuple):
+        facts["outcome"] = "not provided"
+        report.longrepr = (*report.longrepr[:2], f"Skipped: {error}")  # without the exception's qualified name
+    setattr(report, ATTRIBUTE, facts)
+
+
+def is_not_provided(report: pytest.TestReport | pytest.CollectReport) -> bool:
+    """True for a test skipped because the implementation under test lacks what the test is about."""
+    return getattr(report, ATTRIBUTE, {}).get("outcome") == "not provided"
+
+
+class Collector:
+    """Turns the reports of a test's phases into one Result."""
+
+    def __init__(self) -> None:
+        self._results: dict[str, Result] = {}
+
+    @property
+    def results(self) -> list[Result]:
+        return list(self._results.values())
+
+    def add(self, report: pytest.TestReport) -> None:
+        """Take the report of one phase (setup, call, teardown) of a test."""
+        result = self._results.setdefault(report.nodeid, Result(report.nodeid))
+        result.duration += report.duration
+        facts = dict(getattr(report, ATTRIBUTE, {}))
+        provided = facts.pop("outcome", "skipped")
+        for name, value in facts.items():
+            setattr(result, name, tuple(value) if name == "claims" else value)
+        if report.failed:
+            result.outcome = "failed" if report.when == "call" else "error"
+            result.message = _failure(report)
+        elif report.skipped and not result.failed:
+            xfailed: str | None = getattr(report, "wasxfail", None)
+            result.outcome = provided if xfailed is None else "xfailed"
+            result.message = _reason(report) if xfailed is None else xfailed
+
+    def add_collection_error(self, report: pytest.CollectReport) -> None:
+        """Take the report of a file that could not be collected."""
+        self._results[report.nodeid] = Result(report.nodeid, outcome="error", message=_failure(report))
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    return report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
+
+
+def _failure(report: pytest.TestReport | pytest.CollectReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(crash.message if crash is not None else report.longrepr)

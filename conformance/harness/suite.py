@@ -1,0 +1,213 @@
+"""The part of the plugin that runs kvtwin's tests: markers, the tally of each test, summary and report."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import pytest
+
+from . import draws, environment, options, results, summary, tally
+from .. import interpreter
+from .impl import NotProvided, Twins
+from ..interpreter import stack
+from .report import build_report, write_report
+
+MARKERS = (
+    "kind(name): what a test is about: equivalence, laws, claims, golden or bad_input",
+    "claim(id): the test checks this claim of the ledger in claims/*.toml",
+    "method(name): the method that a test is about, where neither its file's name nor a parameter says so",
+)
+WARNINGS = (
+    # A skips file for the whole suite stays usable while one file of it runs.
+    "default::kvtwin.conformance.harness.options.UnmatchedEntryWarning",
+    # numpy's, about lanes of a block that the kernel masks out; an error there would be the interpreter's.
+    "ignore::RuntimeWarning:triton.runtime.interpreter",
+    # pytest-benchmark's, when tests run in several processes; what is timed is timed elsewhere.
+    "ignore:Benchmarks are automatically disabled",
+)
+VACUOUS = (
+    "vacuous: {decisive} of {total} decisions were decisive ({share:.0%}); with less than half of them, this test "
+    "would accept wrong evictions (draw data whose scores lie further apart than their bounds)"
+)
+UNDECIDED = "too few decisions: of {total}, in the cases that it takes, {decisive} had one right answer only"
+TALLY = pytest.StashKey[tally.Tally]()
+FACTS = pytest.StashKey[dict[str, Any]]()
+
+
+def _release_memory() -> None:
+    """Test processes may share a GPU: none sits on the memory of a test that is over."""
+    cases = sys.modules.get(f"{__package__}.cases")
+    if cases is None:
+        return
+    import torch
+
+    cases.forget()
+    if torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
+
+
+#: The file whose tests take longest: on a GPU more than a minute each, most of it the compilation of kernels.
+LONGEST = "test_lockstep.py"
+
+
+def longest_first(items: Sequence[Any], long: Sequence[Any], workers: int) -> list[Any]:
+    """The items, the `long` ones among them first: a share of them before each of `workers` equal parts, since
+    pytest-xdist gives each process one such part to begin with."""
+    others = [item for item in items if item not in long]
+    size = -(-len(items) // workers)
+    ordered: list[Any] = []
+    for worker in range(workers):
+        share = long[worker::workers]
+        ordered += [*share, *others[:size - len(share)]]
+        others = others[max(0, size - len(share)):]
+    return [*ordered, *others]
+
+
+def judge_tally(counted: tally.Tally, implementation: str | None) -> None:
+    """Raise if a test that passed has decided too little: of our own it is vacuous, of theirs not provided."""
+    if not counted.vacuous:
+        return
+    if implementation is not None:
+        raise NotProvided(UNDECIDED.format(decisive=counted.decisive, total=counted.total))
+    share = counted.decisive / counted.total
+    pytest.fail(VACUOUS.format(decisive=counted.decisive, total=counted.total, share=share), pytrace=False)
+
+
+class Suite:
+    """Registered by plugin.py for runs that include kvtwin's tests."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        """Decide the backend before anything imports triton. Raises pytest.UsageError."""
+        self.config = config
+        options.check(config)
+        for marker in MARKERS:
+            config.addinivalue_line("markers", marker)
+        for line in WARNINGS:
+            config.addinivalue_line("filterwarnings", line)
+        self.backend = environment.choose(config.getoption("kv_device"))
+        try:
+            self.interpreter = interpreter.prepare()
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
+        self.interpreter_shown = False
+        environment.set_up_hypothesis(config)
+        if config.getoption("kv_update_golden") and not hasattr(config, "workerinput"):
+            _record_goldens()
+        self.implementation: str | None = config.getoption("kv_impl")
+        self.twins = Twins(self.implementation)
+        self.collector = results.Collector()
+        self.written: list[str] = []
+        config.add_cleanup(gc.unfreeze)  # after pytest's own, which looks for garbage one last time
+
+    def pytest_report_header(self) -> list[str]:
+        self.interpreter_shown = True
+        return environment.header(self.backend, summary.under_test(self.implementation), self.interpreter)
+
+    # What is imported and collected stays until the end: the garbage collector need not go over it again and again.
+    # (Nor does it free cycles that collecting left behind, or show any of this in gc.get_objects.)
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self) -> Generator[None, Any, Any]:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return (yield)
+        finally:
+            gc.freeze()
+            if enabled:
+                gc.enable()
+
+    # First: what -k and other plugins deselect is still there, so that no entry seems to match nothing because of them.
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        options.apply_entries(config, items)
+        for item in items:
+            item.stash[FACTS] = results.classify(item)
+        methods = options.methods(config)
+        if methods is not None:
+            config.hook.pytest_deselected(items=[item for item in items if item.stash[FACTS]["method"] not in methods])
+            items[:] = [item for item in items if item.stash[FACTS]["method"] in methods]
+        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        if workers > 1:
+            items[:] = longest_first(items, [item for item in items if item.path.name == LONGEST], workers)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        with tally.opened() as item.stash[TALLY]:
+            try:
+                return (yield)
+            finally:
+                _release_memory()
+
+    # Outermost: a test fails as vacuous only if all else about it is right.
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        from hypothesis.errors import Unsatisfiable
+
+        counted = item.stash[TALLY]
+        try:
+            outcome = yield
+        except Unsatisfiable:
+            if not counted.refused:
+                raise
+            # No example was left to judge.
+            raise NotProvided(", ".join(counted.refused)) from None
+        judge_tally(counted, self.implementation)
+        return outcome
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+        test = pyfuncitem.obj
+        pyfuncitem.obj = functools.partial(stack.call, draws.until_decided, test, pyfuncitem.nodeid)
+        try:
+            return (yield)
+        finally:
+            pyfuncitem.obj = test
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        made = yield
+        error = call.excinfo.value if call.excinfo else None
+        results.annotate(made, error, item.stash[FACTS], item.stash[TALLY])
+        return made
+
+    # First: pytest's own answer for a skipped test would be "skipped".
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        if results.is_not_provided(report):
+            return "not provided", "n", "NOT PROVIDED"
+        return None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.collector.add(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.collector.add_collection_error(report)
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        path = options.report_path(self.config)
+        if path is not None and not hasattr(self.config, "workerinput"):
+            found = build_report(self.config, self.backend, self.implementation, self.collector.results, exitstatus)
+            self.written = write_report(found, path)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        summary.write(terminalreporter, self.collector.results, self.implementation)
+        # A quiet run has no header.
+        if self.interpreter is not None and not self.interpreter.in_order and not self.interpreter_shown:
+            terminalreporter.write_line(environment.interpreter_line(self.interpreter))
+        if self.written:
+            terminalreporter.write_line(f"kvtwin report: {', '.join(self.written)}")
+
+
+def _record_goldens() -> None:
+    command = [sys.executable, "-m", "kvtwin.fixtures.record"]
+    if subprocess.run(command, check=False).returncode:
+        raise pytest.UsageError(f"--kv-update-golden: {' '.join(command)} failed")

@@ -1,0 +1,137 @@
+"""The terminal summary: methods against kinds of tests, how much the decisions decided, claims against the ledger."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+from .. import discovery, ledger
+from . import results
+from .results import KINDS, Result, Sum
+
+NONE = "-"
+COLUMNS = ("method", *(kind.replace("_", " ") for kind in KINDS), "decisive", "of bound", "ties")
+SHORT = {"error": "error", "not provided": "n/p", "skipped": "skipped", "xfailed": "xfailed"}
+LEGEND = (
+    "decisive: share of kept/evicted decisions that only one answer fits; of bound: largest error as a share of what\n"
+    "the arithmetic can lose; ties: choices that differ within the bounds, adjudicated"
+)
+
+
+def under_test(implementation: str | None) -> str:
+    """The implementation under test in words: its name and, for other people's, where it lies."""
+    if implementation is None:
+        return discovery.OPTIMIZED
+    module = importlib.import_module(implementation)
+    return f"{implementation} ({getattr(module, '__file__', None) or 'built in'})"
+
+
+def by_method(found: Iterable[Result]) -> dict[str, dict[str, Sum]]:
+    """method -> kind -> sum, with the whole method under kind "all"; methods in the order of discovery."""
+    found = [result for result in found if result.method]
+    names = [pair.name for pair in discovery.pairs()]
+    seen = {str(result.method) for result in found}
+    rows = {}
+    for method in sorted(seen, key=lambda name: (names.index(name) if name in names else len(names), name)):
+        own = [result for result in found if result.method == method]
+        rows[method] = {kind: results.total(one for one in own if one.kind == kind) for kind in KINDS}
+        rows[method]["all"] = results.total(own)
+    return rows
+
+
+def cell(summed: Sum) -> str:
+    """Counts of one kind of tests: "12", "11, 1 failed", "0, 4 n/p"."""
+    if not summed.outcomes:
+        return NONE
+    parts = [str(summed.outcomes["passed"])]
+    parts += [f"{summed.outcomes['failed']} failed"] if summed.outcomes["failed"] else []
+    parts += [f"{summed.outcomes[outcome]} {short}" for outcome, short in SHORT.items() if summed.outcomes[outcome]]
+    return ", ".join(parts)
+
+
+def percent(share: float | None) -> str:
+    """A share as a percentage with three digits, small ones included."""
+    return NONE if share is None else f"{100 * share:.3g} %"
+
+
+def rows(found: Iterable[Result]) -> list[tuple[str, ...]]:
+    """The table's body, as text."""
+    return [
+        (
+            method,
+            *(cell(kinds[kind]) for kind in KINDS),
+            percent(kinds["all"].decisive_share),
+            percent(kinds["all"].utilisation),
+            str(kinds["all"].adjudicated) if kinds["all"].decisions else NONE,
+        )
+        for method, kinds in by_method(found).items()
+    ]
+
+
+def claim_outcomes(found: Iterable[Result]) -> dict[str, str]:
+    """claim id -> "passed", "failed", or another outcome, over all tests that carry its marker."""
+    outcomes: dict[str, str] = {}
+    for result in found:
+        for claim in result.claims:
+            outcome = "failed" if result.failed else result.outcome
+            # One failure rules, then one pass: a claim with a skipped variant is checked all the same.
+            if outcome == "failed" or outcomes.get(claim) not in ("failed", "passed"):
+                outcomes[claim] = outcome
+    return outcomes
+
+
+def claim_lines(found: Iterable[Result]) -> list[str]:
+    """One line per method that has a ledger and ran some of its claims."""
+    outcomes = claim_outcomes(found)
+    claims = ledger.load()
+    lines = []
+    for method in dict.fromkeys(claim.method for claim in claims):
+        own = [claim for claim in claims if claim.method == method]
+        checked = [claim for claim in own if outcomes.get(claim.id) in ("passed", "failed")]
+        if not checked:
+            continue
+        shown = ledger.counted(claim for claim in checked if outcomes[claim.id] == "passed")
+        failed = ", ".join(claim.id for claim in checked if outcomes[claim.id] == "failed")
+        parts = [part for part in (shown, f"FAILED: {failed}" if failed else "") if part]
+        lines.append(f"claims of {method}: {len(checked)} of {len(own)} checked: {'; '.join(parts)}")
+    return lines
+
+
+def refusals(found: Iterable[Result]) -> list[str]:
+    """Which arguments the implementation under test does not take, and how often tests passed over it."""
+    found = [result for result in found if result.refused]
+    counts: Counter[str] = sum((Counter(result.refused) for result in found), Counter())
+    answered = sum(result.answered for result in found)
+    tests = f"{len(found)} test{'s' if len(found) > 1 else ''}"
+    heading = f"passed over in {tests}, calls whose argument is not taken ({answered} calls were answered):"
+    return [heading, *(f"  {count} x {what}" for what, count in sorted(counts.items()))] if found else []
+
+
+def write(terminal: pytest.TerminalReporter, found: list[Result], implementation: str | None) -> None:
+    """Print the summary; nothing if no test of a method ran."""
+    body = rows(found)
+    if not body:
+        return
+    terminal.write_sep("=", f"kvtwin: {implementation or discovery.OPTIMIZED} against float64")
+    table = [COLUMNS, *body]
+    widths = [max(len(row[column]) for row in table) for column in range(len(COLUMNS))]
+    for row in table:
+        bad = any(" failed" in text or " error" in text for text in row)
+        line = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+        terminal.write_line(line.rstrip(), red=bad, bold=row is COLUMNS)
+    for line in claim_lines(found):
+        terminal.write_line(line, red="FAILED" in line)
+    own = results.total(result for result in found if not result.method)
+    if own.outcomes:
+        terminal.write_line(f"the suite's own tests: {cell(own)}", red=bool(own.failed))
+    if any("n/p" in text for row in body for text in row):
+        missing = Counter(result.message for result in found if result.outcome == "not provided")
+        for message, count in sorted(missing.items()):
+            terminal.write_line(f"n/p = {message} ({count} test{'s' if count > 1 else ''})", yellow=True)
+    for line in refusals(found):
+        terminal.write_line(line, yellow=True)
+    for line in LEGEND.splitlines():
+        terminal.write_line(line, light=True)

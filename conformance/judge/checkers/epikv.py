@@ -1,0 +1,281 @@
+"""What the judge must know of EpiKV: its state, judged by the scores of `epikv_scores`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ....reference.epikv.contract import POLICIES
+from .. import lockstep
+from ...cases import tiny
+from ..bounds import Interval
+from ...cases.case import DecodeCase
+from ..compare import Verdict, assert_eviction_right, assert_kept_right, assert_same, fail
+from . import epikv_hybrids, epikv_scores
+
+__all__ = ["GROUPINGS", "KEEPS_PROMPTS", "SMALL", "Adapter", "arguments", "assert_inside", "configs", "extras"]
+
+#: Prompts compete, so that budgets may be small.
+SEGMENTS = {"tau": 2, "edges": (0.3, 0.6), "sparsity_threshold": 0.3}
+SMALL = {"keep_prompt": False, "window": 3, "chunk": 2}
+KEEPS_PROMPTS = True
+GROUPINGS = ({"policy": "lag_kv"}, {"policy": "kv_val"}, {"policy": "attn_x_hs"}, {"policy": "segment_hs", **SEGMENTS})
+
+
+@st.composite
+def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
+    """See the package. Mostly prompts compete, and windows have more than two values, of which scores are +-1 and tie:
+    so that much is decided."""
+    budget, kept = draw(st.integers(1, most)), draw(st.sampled_from((False, False, True)))
+    policy = draw(st.sampled_from(POLICIES))
+    return {
+        "budget": budget, "policy": policy,
+        "recent": draw(st.none() | st.integers(1, budget)), "window": draw(st.sampled_from((4, 7, 64, 5, 2))),
+        "chunk": draw(st.sampled_from((2, 1, 3, 7))),
+        **({"count_prompt": False, "max_prompt": 300 if torch.cuda.is_available() else 24} if kept else
+           {"keep_prompt": False}),
+        **({**SEGMENTS, "tau": draw(st.sampled_from((3, 1, 5)))} if policy == "segment_hs" else {}),
+        **({"bands": draw(st.sampled_from(((2, 1), (1, 3))))} if policy == "band_adaptive" else {}),
+    }
+
+
+def extras(state: Any, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
+    """Hidden states for tokens without any: band A's of the query, band B's of key and value; a power of two apart from
+    layer to layer, and from channel to channel."""
+    config = state.config
+    if not config.reads_hidden:
+        return {}
+    size = config.hidden_size or query.shape[1] * query.shape[-1]
+
+    def flat(tensor: Tensor) -> Tensor:
+        return tensor.flatten(1) if tensor.dim() == 3 else tensor.transpose(1, 2).flatten(2)
+
+    def band(vectors: Tensor, layers: int) -> Tensor:
+        wide = vectors.repeat(*[1] * (vectors.dim() - 1), -(-size // vectors.shape[-1]))[..., :size]
+        channel = torch.arange(size, device=wide.device)
+        factors = [torch.exp2(-((channel + layer) % 3).float()).to(wide.dtype) for layer in range(layers)]
+        return torch.stack([wide * factor for factor in factors], 1)
+
+    one, other = config.layers
+    second = {"hidden_b": band(torch.cat((flat(key), flat(value)), -1), other)} if other else {}
+    return {"hidden_a": band(flat(query), one), **second}
+
+
+def arguments(device: torch.device) -> dict[str, Any]:
+    """See the package."""
+    hidden = torch.randn(2, tiny.BATCH, tiny.SLOTS, 24, generator=torch.Generator().manual_seed(7)).to(device)
+    series = hidden[0, ..., 0].abs().contiguous()
+    return {
+        "hidden": hidden[0], "previous": hidden[1], "g": series, "change_a": series, "change_b": series.flip(0),
+        "key_or_value": tiny.prompt(device, seed=0)[1], "lag_kv.chunk": 2, "window": 3, "select.score": series,
+        "score.policy": "hs_variance", "select.prompt": 1, "select.recent": 1, "select.budget": 3,
+    }
+
+
+def assert_inside(actual: Tensor, interval: Interval, *, what: str, where: Tensor | None = None) -> None:
+    """Every element (of those under the mask `where`) lies in its interval; NaN does not."""
+    actual = actual.double()
+    wrong = ~((actual >= interval.low) & (actual <= interval.high))
+    if where is not None:
+        wrong = wrong & where
+    if bool(wrong.any()):
+        at = tuple(wrong.nonzero()[0].tolist())
+        fail(
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are out of their bounds; the first, at {at}: "
+            f"expected from {interval.low[at].item()!r} to {interval.high[at].item()!r}, got {actual[at].item()!r}"
+        )
+
+
+class Adapter(lockstep.Adapter):
+    """EpiKV: every token's score within its interval, which is worked out from all that came, once, when it comes.
+    Which tokens are protected, and which slots a row may use, follow from positions, the config and the padding."""
+
+    exact: tuple[str, ...] = ("next_slot",)
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.history: dict[str, Tensor] = {}
+        self.low: Tensor | None = None
+        self.high: Tensor | None = None
+        self.prompt: Tensor | None = None
+        self.sums = epikv_hybrids.Sums()
+
+    def reorder(self, index: Tensor) -> None:
+        self.history = {name: tensor.index_select(0, index) for name, tensor in self.history.items()}
+        if self.low is not None and self.high is not None:
+            self.low, self.high = self.low.index_select(0, index), self.high.index_select(0, index)
+        if self.prompt is not None:
+            self.prompt = self.prompt.index_select(0, index)
+        self.sums.reorder(index)
+
+    # Scores ----------------------------------------------------------------------------------------------------------
+
+    def _arrive(self, state: Any, tokens: dict[str, Tensor], occupied: Tensor) -> None:
+        """Tokens [B, H, n, D] come: their intervals, of their scores as they are frozen."""
+        config, count = state.config, occupied.shape[1]
+        if config.reads_hidden:
+            new = {name: tensor.double() for name, tensor in self._extras(state, count, tokens).items()}
+        else:
+            new = {name: tokens[name].double() for name in ("key", "value")}
+        new["occupied"] = occupied
+        self.history = {
+            name: torch.cat((self.history[name], tensor), 1 if name == "occupied" else 2) if self.history else tensor
+            for name, tensor in new.items()
+        }
+        past = self.history
+        if config.reads_hidden:
+            found = epikv_scores.hidden_interval(
+                tuple(past[name] for name in ("hidden_a", "hidden_b") if name in past), past["occupied"],
+                policy=config.policy, window=config.window,
+            )
+        else:
+            found = epikv_scores.vector_interval(
+                past["key"], past["value"], past["occupied"], policy=config.policy, window=config.window,
+                chunk=config.chunk,
+            )
+        low, high = (end[:, -count:] for end in found)
+        if self.prompt is None and config.keep_prompt and state.tokens_seen == count:
+            low = high = torch.full_like(low, torch.inf)                                 # a kept prompt
+        self.low = low if self.low is None else torch.cat((self.low, low), 1)
+        self.high = high if self.high is None else torch.cat((self.high, high), 1)
+        self.sums.arrive(occupied)
+
+    def _scores(self, state: Any) -> Interval:
+        """The intervals of all tokens that came, by their places."""
+        assert self.low is not None
+        assert self.high is not None
+        own = Interval(self.low, self.high)
+        return self.sums.added(own) if state.config.policy == "attn_x_hs" else own
+
+    @staticmethod
+    def _extras(state: Any, count: int, tokens: dict[str, Tensor]) -> dict[str, Tensor]:
+        """hidden_a and hidden_b of `count` tokens, [B, L, n, C]."""
+        return extras(state, **tokens)
+
+    def _held(self, state: Any) -> Interval:
+        """The intervals of the tokens in the slots, [B, S]; -inf where there is none."""
+        place = state.positions.clamp_min(0)
+        free = state.positions < 0
+        return Interval(*(end.gather(1, place).masked_fill(free, -torch.inf) for end in self._scores(state)))
+
+    # What lockstep asks ----------------------------------------------------------------------------------------------
+
+    def after_prompt(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> Verdict | None:
+        config, occupied = reference.config, prompt["occupied"]
+        tokens = {name: prompt[name] for name in ("query", "key", "value")}
+        self._arrive(reference, tokens, occupied)
+        self.prompt = occupied if config.keep_prompt else occupied[:, :0]
+        total = occupied.shape[1]
+        verdict = None
+        if config.policy == "attn_x_hs" and not config.keep_prompt:
+            self.sums.prompt(prompt, reference.scale)
+        if not config.keep_prompt and total > config.budget:
+            scores = self._scores(reference)
+            kept, right = tested.positions[:, :config.budget], reference.positions[:, :config.budget]
+            verdict = assert_kept_right(
+                kept, right, scores, occupied=occupied, protected=None, window=config.newest,
+                tie=exact_ties(scores, occupied), what="tokens kept of the prompt",
+            )
+            if bool((kept != right).any()):
+                self._adopt(reference, kept, prompt)
+        self._check_scores(tested, reference, "after the prompt")
+        self._choice(tested, reference, "after the prompt")
+        return verdict
+
+    def after_step(self, tested: Any, reference: Any, query: Tensor) -> tuple[Tensor, Verdict | None]:
+        bound, _ = super().after_step(tested, reference, query)
+        when = f"at token {reference.tokens_seen - 1}"
+        if reference.config.reads_attention:
+            case = DecodeCase.of(query, tested.key, tested.value, reference.occupied, scale=reference.scale)
+            if reference.thoughts is None:
+                self.sums.step(case.attention, reference.positions)
+            else:
+                epikv_hybrids.assert_thoughts_right(tested, reference, case, when)
+        self._check_scores(tested, reference, when)
+        return bound, self._choice(tested, reference, when)
+
+    def before_slots(self, tested: Any, reference: Any, token: dict[str, Tensor]) -> Verdict | None:
+        tokens = {name: tensor[:, :, None] for name, tensor in token.items()}
+        if self.prompt is None:
+            self.prompt = torch.zeros(len(token["key"]), 0, dtype=torch.bool, device=token["key"].device)
+        self._arrive(reference, tokens, torch.ones_like(tokens["key"][:, 0, :, 0], dtype=torch.bool))
+        return None
+
+    def _adopt(self, reference: Any, kept: Tensor, prompt: dict[str, Tensor]) -> None:
+        """The reference keeps these prompt tokens [B, N] instead."""
+        scorer, count = reference.scorer, kept.shape[1]
+        scores = torch.full((len(kept), prompt["occupied"].shape[1]), -torch.inf, dtype=torch.float64)
+        scores = scores.to(kept.device).scatter(1, scorer.positions.clamp_min(0), scorer.score)
+        low, high = self._scores(reference)
+        middle = torch.where(scores == -torch.inf, (low + high) / 2, scores)
+        if scorer.attention is not None:
+            grown = self.sums.exact
+            assert grown is not None
+            parts = (middle - grown, grown) if reference.config.policy == "attn_x_hs" else (middle, None)
+            scorer.attention.admit(kept, *(
+                part if part is None else part.gather(1, kept.clamp_min(0)).masked_fill(kept < 0, fill)
+                for part, fill in zip(parts, (-torch.inf, 0), strict=True)
+            ))
+        scorer.positions[:, :count] = kept
+        scorer.score[:, :count] = middle.gather(1, kept.clamp_min(0)).masked_fill(kept < 0, -torch.inf)
+        for name in ("key", "value"):
+            place = kept.clamp_min(0)[:, None, :, None].expand(-1, prompt[name].shape[1], -1, prompt[name].shape[3])
+            getattr(reference, name)[:, :, :count] = prompt[name].double().gather(2, place)
+        scorer._choose()
+
+    def _check_scores(self, tested: Any, reference: Any, when: str) -> None:
+        assert_same(tested.positions, reference.positions, what=f"positions {when}")
+        if tested.score.dtype != torch.float32:
+            fail(f"score must be float32, got {tested.score.dtype}")
+        assert_inside(tested.score, self._held(reference), what=f"score {when}")
+        assert_inside(reference.score, self._held(reference), what=f"the oracle's score {when}")
+
+    def _choice(self, tested: Any, reference: Any, when: str) -> Verdict:
+        """The next slot, judged and adopted."""
+        config, positions = reference.config, reference.positions
+        slots = positions.shape[1]
+        index = torch.arange(slots, device=positions.device).expand(positions.shape)
+        assert self.prompt is not None
+        room = torch.full_like(positions[:, :1], config.budget)
+        if not config.count_prompt:
+            room = room + self.prompt.sum(1, keepdim=True)
+        usable, occupied = index < room, reference.occupied
+        newest = positions > reference.tokens_seen - config.newest
+        protected = occupied & (newest | (positions < self.prompt.shape[1])) | ~usable
+        if reference.thoughts is not None:
+            # Of those that may go, the least important thoughts alone.
+            thought = torch.where(occupied & ~protected, reference.thoughts, 3)
+            protected = protected | occupied & (thought > thought.amin(1, keepdim=True))
+        # Ties go to the oldest: slots in the order of age. Rows with a free slot are judged by index, as they are.
+        full = (occupied | ~usable).all(1, keepdim=True)
+        age = positions.where(occupied, reference.tokens_seen + index)
+        order = torch.where(full, age.argsort(dim=1, stable=True), index)
+        place = torch.empty_like(order).scatter(1, order, index)
+        held = self._held(reference)
+        scores = Interval(*(end.gather(1, order) for end in held))
+        occupied, protected = ((x | ~usable).gather(1, order) for x in (occupied, protected))
+        for state in (tested, reference):
+            chosen = state.next_slot
+            if chosen.dtype != torch.int64 or bool(((chosen < 0) | (chosen >= slots)).any()):
+                fail(f"next_slot {when}: expected int64 from 0 to {slots - 1}, got {chosen.dtype}: {chosen.tolist()}")
+        verdict = assert_eviction_right(
+            place.gather(1, tested.next_slot[:, None])[:, 0], place.gather(1, reference.next_slot[:, None])[:, 0],
+            scores, occupied=occupied, protected=protected, tie=exact_ties(scores, occupied),
+            what=f"next_slot {when}, slots from the oldest token to the newest",
+        )
+        reference.next_slot = tested.next_slot.clone()
+        return verdict
+
+
+def exact_ties(scores: Interval, occupied: Tensor) -> Tensor:
+    """Which slots [B, S] score the same in any arithmetic, by the lowest of each class: scores that no rounding moves,
+    0 for what never changed or has nothing before it, and the infinity of a first chunk."""
+    index = torch.arange(occupied.shape[1], device=occupied.device).expand(occupied.shape)
+    fixed = (scores.low == scores.high) & occupied
+    equal = fixed[:, :, None] & fixed[:, None, :] & (scores.low[:, :, None] == scores.low[:, None, :])
+    return torch.where(fixed, index[:, None, :].where(equal, occupied.shape[1]).amin(-1), index)

@@ -1,0 +1,111 @@
+"""EpiKV's hybrids judged: sums of attention weights, which grow over a token's life, and thoughts of segments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....reference.epikv.contract import EpiKVConfig
+from ...harness import tally
+from ..bounds import DIVISION, SLACK, UNIT, Interval, arithmetic, gamma
+from ...cases.case import DecodeCase
+from ..compare import assert_same, fail
+from ..oracle import Attention, attend
+from ...cases.thought_cases import SparsityCase
+from . import blocks
+from .thinkv_thoughts import share_interval
+
+#: Thought types by rising sparsity: execution, reasoning, transition; and the place of each type in that order.
+BY_SPARSITY, PLACE = (1, 2, 0), (2, 0, 1)
+
+
+def given(attention: Attention) -> tuple[Tensor, Tensor]:
+    """What the queries give each token, the mean over all query heads [B, S], and |computed - true|.
+
+    `blocks.received_error` for the mean over a group. The mean over Hkv of them, or over Hq heads at once, meets at
+    most Hq further additions and a division; that over layers, of which there is one here, another.
+    """
+    each, error = blocks.received(attention), blocks.received_error(attention, arithmetic(attention.dtype))
+    total, off = each.mean(1), error.mean(1)
+    return total, (off + (gamma(attention.query_heads) + 2 * DIVISION) * (total + off)) * SLACK
+
+
+class Sums:
+    """A_j of all tokens that came, by their places [B, N], float64, and how far a computed one may lie from it."""
+
+    def __init__(self) -> None:
+        self.exact: Tensor | None = None
+        self.error: Tensor | None = None
+
+    def arrive(self, occupied: Tensor) -> None:
+        """Tokens [B, n] come, with nothing yet."""
+        more = torch.zeros(occupied.shape, dtype=torch.float64, device=occupied.device)
+        self.exact, self.error = (
+            more if tensor is None else torch.cat((tensor, more), 1) for tensor in (self.exact, self.error)
+        )
+
+    def prompt(self, prompt: dict[str, Tensor], scale: float) -> None:
+        """A prompt's queries gave its tokens something."""
+        tokens = (prompt[name] for name in ("query", "key", "value", "occupied"))
+        self.exact, self.error = given(attend(*tokens, scale=scale, causal=True))
+
+    def step(self, attention: Attention, positions: Tensor) -> None:
+        """A step's query gave the tokens in slots, positions [B, S], something: one rounding of each sum."""
+        assert self.exact is not None
+        assert self.error is not None
+        more, off = given(attention)
+        more, off = (x.masked_fill(positions < 0, 0) for x in (more, off))
+        place = positions.clamp_min(0)
+        self.exact = self.exact.scatter_add(1, place, more)
+        error = self.error.scatter_add(1, place, off)
+        grown = torch.zeros_like(error).scatter_add(1, place, (positions >= 0).double())
+        self.error = error + grown * UNIT * (self.exact + error) * SLACK
+
+    def added(self, own: Interval) -> Interval:
+        """Intervals of scores [B, N] of which `own` is the frozen part: one rounding."""
+        assert self.exact is not None
+        assert self.error is not None
+        low, high = own.low + self.exact - self.error, own.high + self.exact + self.error
+        return Interval(low - UNIT * SLACK * low.abs().nan_to_num(posinf=0), high + UNIT * SLACK
+                        * high.abs().nan_to_num(posinf=0))
+
+    def reorder(self, index: Tensor) -> None:
+        if self.exact is not None and self.error is not None:
+            self.exact, self.error = self.exact.index_select(0, index), self.error.index_select(0, index)
+
+
+def assert_thoughts_right(tested: Any, reference: Any, case: DecodeCase, when: str) -> None:
+    """Of the token that came in this step, and of all others; the reference adopts a thought of a segment that the
+    bounds of its sparsity allow."""
+    config, attention = reference.config, reference.scorer.attention
+    assert isinstance(config, EpiKVConfig)
+    assert config.edges is not None
+    newest = reference.positions == reference.tokens_seen - 1                           # [B, S], one each
+    if tuple(tested.thoughts.shape) != tuple(newest.shape) or tested.thoughts.dtype != torch.int64:
+        fail(f"thoughts {when}: expected int64 of shape {tuple(newest.shape)}, got {tested.thoughts.dtype} of "
+             f"{tuple(tested.thoughts.shape)}")
+    thought = tested.thoughts[newest]
+    if (attention._decoded - 1) % config.tau == 0:
+        sparsity = SparsityCase.given(
+            case.query, case.key, case.occupied, threshold=config.sparsity_threshold, scale=reference.scale
+        )
+        (low, high), _ = share_interval(sparsity)
+        # Edges are rounded to float32, and the mean over one layer is a division.
+        low, high = low * (1 - DIVISION - 2 * UNIT), high * (1 + DIVISION + 2 * UNIT)
+        edges = torch.tensor(config.edges, dtype=torch.float64, device=low.device)
+        least, most = ((end[:, None] >= edges).sum(1) for end in (low, high))
+        known = (thought >= 0) & (thought <= 2)
+        place = torch.tensor(PLACE, device=thought.device)[thought.where(known, 0)].where(known, -1)
+        wrong = (place < least) | (place > most)
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            fail(
+                f"thought {when}: row {row} has {thought[row].item()}, but a sparsity from {low[row].item()!r} to "
+                f"{high[row].item()!r} makes it {sorted({BY_SPARSITY[int(least[row])], BY_SPARSITY[int(most[row])]})}"
+            )
+        tally.adjudicated(int((thought != attention.thought).sum()))
+        attention.thought = thought.clone()
+        attention.thoughts = torch.where(newest, thought[:, None], attention.thoughts)
+    assert_same(tested.thoughts, attention.thoughts, what=f"thoughts {when}")

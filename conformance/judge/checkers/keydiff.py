@@ -1,0 +1,397 @@
+"""KeyDiff judged: bounds of its scores, ranks and of the sum that a state carries along; its choices and configs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ....reference import keydiff
+from .. import compare
+from ..bounds import DIVISION, FLUSH, SLACK, UNIT, Interval, gamma
+from ...cases.case import Case
+from ..compare import Verdict, assert_same, assert_within, fail, gathered
+from ...cases.key_cases import ANCHORS, SIMILARITIES, KeyCase
+from ..oracle import oracle, upcast, upcast_all
+from ..ties import tie_classes
+from . import blocks
+from .blocks import Piece
+
+CASES = (KeyCase,)
+#: What a state's shapes and budgets need, for the laws: see the package. Their prompts are one block or two.
+SMALL = {"block_size": 6}
+
+#: An approximate square root, or its inverse (PTX sqrt.approx, rsqrt.approx: 2^-22.9 at the worst).
+ROOT = 2.0**-22
+#: What may vanish of a product with a normalised key: keys of lengths from 2^-40 on need not be scaled up.
+LOST = FLUSH * 2.0**40
+
+
+def arguments(device: torch.device) -> dict[str, Any]:
+    """See the package."""
+    return {"recent": 1}
+
+
+# Bounds --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Exact directions of low-precision keys, in float64, and how far computed ones may be from them.
+
+    key [B, Hkv, S, D], zeros where unoccupied; occupied [B, Hkv, S]; anchor as in `score`. carried [B, Hkv, 1, D]: how
+    far the sum of normalised keys may be off, if it need not be summed anew (see `Drift`).
+
+    A computed k^_id = k_id / ||k_i|| is k^_id (1 + common)(1 + own) + vanished:
+    - own, other in each channel: the scaling by the largest magnitude and the division (or product with an inverse),
+      2 DIVISION.
+    - common to the channels of a key: of the length, gamma(D) / 2 of the sum of squares of scaled numbers (DIVISION), a
+      ROOT; and of a factor that all ranks share, as of those who rank by the cosine, one DIVISION. 2 DIVISION + ROOT +
+      gamma(D + 2) / 2.
+    - vanished: channels below 2^-126 may count as zero, by the triangle inequality 2 sqrt(D) FLUSH / ||k_i|| of a unit
+      vector; no more than 1, since no sign changes.
+    """
+
+    key: Tensor
+    occupied: Tensor
+    anchor: str = "mean_normalized"
+    carried: Tensor | None = None
+
+    @property
+    def head_dim(self) -> int:
+        return self.key.shape[-1]
+
+    @property
+    def own(self) -> float:
+        return 2 * DIVISION
+
+    @property
+    def common(self) -> float:
+        common: float = ROOT + 2 * DIVISION + gamma(self.head_dim + 2) / 2
+        return common
+
+    @cached_property
+    def unit(self) -> Tensor:
+        """k^_i, [B, Hkv, S, D]."""
+        return keydiff.normalized(self.key)
+
+    @cached_property
+    def vanished(self) -> Tensor:
+        """[B, Hkv, S, 1]; 0 for zero keys."""
+        size = self.key.norm(dim=-1, keepdim=True)
+        lost = (2 * self.head_dim**0.5 * FLUSH / size.clamp_min(1e-300)).clamp_max(1)
+        return lost.masked_fill(size == 0, 0)
+
+    @cached_property
+    def count(self) -> Tensor:
+        """How many keys there are, [B, Hkv, 1, 1] float64, at least 1."""
+        return self.occupied.sum(-1).clamp_min(1)[..., None, None].double()
+
+    @cached_property
+    def unit_sum_error(self) -> Tensor:
+        """|computed - true| of sum_j k^_j in each channel, [B, Hkv, 1, D], summed anew.
+
+        Each term carries its own error, and meets at most n roundings in any order of summation.
+        """
+        size = self.unit.abs()
+        term = ((1 + self.own) * (1 + self.common) - 1) * size + self.vanished
+        error = (term + gamma(self.count) * (size + term)).sum(2, keepdim=True) + LOST
+        return error * SLACK
+
+    @cached_property
+    def direction(self) -> Tensor:
+        """What takes the anchor's place in ranks, [B, Hkv, 1, D]: see the reference's `direction`."""
+        return keydiff.direction(self.key, self.occupied, self.anchor)
+
+    @cached_property
+    def direction_error(self) -> Tensor:
+        """|computed - true| of it in each channel, up to a common factor.
+
+        A mean of scaled keys: each key is scaled (DIVISION) and meets n roundings and one division; keys far below the
+        largest vanish. A median is one of the numbers in each channel, scaled (DIVISION) by the largest of these;
+        numbers below 2^-126 may count as zero.
+        """
+        if self.anchor == "mean_normalized":
+            return self.unit_sum_error if self.carried is None else self.carried
+        if self.anchor == "median":
+            largest = keydiff.center(self.key, self.occupied, self.anchor).abs().amax(-1, keepdim=True)
+            lost = (FLUSH / largest.clamp_min(1e-300)).clamp_max(1).masked_fill(largest == 0, 0)
+            return DIVISION * self.direction.abs() * SLACK + lost + FLUSH
+        size = keydiff.scaled_down(self.key.flatten(2))[0].view(self.key.shape).abs().sum(2, keepdim=True) / self.count
+        return (gamma(self.count) + 2 * DIVISION) * size * SLACK + LOST
+
+    def product_error(self, extra: float = 0, *, order_only: bool = False) -> Tensor:
+        """|computed - true| of k^_i . direction, [B, Hkv, S]; 0 for a zero key.
+
+        By channels: the error of each factor, gamma(D) for the products and their sum, `extra` for what else befalls
+        the direction's channels; by keys: the common error of the length. Products may vanish.
+
+        order_only: up to a number that all keys of a head share. An error e of the direction moves k^_i . direction by
+        k^_i . e = c . e + (k^_i - c) . e, whatever c: the first part moves all alike and changes no order. With c the
+        mean of the k^_i the rest is small where keys nearly agree, so that n keys in any order of summation, gamma(n),
+        are still told apart. (A zero key ranks 0 to the letter, among keys that have moved: it takes all of c . e.)
+        """
+        size, direction = self.unit.abs(), self.direction.abs()
+        off = self.direction_error + extra * (direction + self.direction_error)
+        each = self.own * size + self.vanished
+        center = self.unit.sum(2, keepdim=True) / self.count if order_only else torch.zeros_like(direction)
+        channels = each * (direction + off) + (self.unit - center).abs() * off
+        channels = channels + gamma(self.head_dim) * (size + each) * (direction + off)
+        error = channels.sum(-1)
+        true = (self.unit * self.direction).sum(-1).abs()
+        error = (error + self.common * (true + error + (size * off).sum(-1)) + self.head_dim * LOST) * SLACK
+        return self._held(error) if order_only else self._of_keys(error)
+
+    def cosine_error(self) -> Tensor:
+        """|computed - true| of cos(anchor, k_i), [B, Hkv, S]; 0 for a zero key.
+
+        The product above over the anchor's length L: the anchor may be divided by n and by L in each channel (2
+        DIVISION), L is off by the anchor's error, the sum of squares and a ROOT; a last division. So everything is
+        divided by L: where the anchor vanishes a cosine is noise, but still a cosine, at most 1 and what rounding adds.
+        """
+        length = self.direction.norm(dim=-1)                                            # [B, Hkv, 1]
+        off = self.direction_error.norm(dim=-1) + (2 * DIVISION + ROOT + gamma(self.head_dim + 2)) * length
+        off = off + LOST
+        true = (self.unit * self.direction).sum(-1).abs()
+        product = self.product_error(2 * DIVISION)
+        least = length - off
+        ratio = true / length.clamp_min(1e-300)
+        error = (product + ratio * off) / least.clamp_min(1e-300) * (1 + DIVISION) + DIVISION * ratio
+        most = 1 + ratio + 4 * (self.own + self.common + ROOT + gamma(2 * self.head_dim + 2))
+        error = torch.where(least > 0, torch.minimum(error, most), most)
+        return self._of_keys(error * SLACK)
+
+    def mean_error(self) -> tuple[Tensor, Tensor]:
+        """The anchor mu itself, and |computed - true| of it, [B, Hkv, 1, D]."""
+        mu = keydiff.center(self.key, self.occupied, self.anchor)
+        if self.anchor == "median":
+            return mu, torch.full_like(mu, FLUSH)
+        if self.anchor == "mean_normalized":
+            error = self.direction_error / self.count
+        else:
+            error = gamma(self.count) * self.key.abs().sum(2, keepdim=True) / self.count + 2 * FLUSH
+        return mu, (error + DIVISION * (mu.abs() + error)) * SLACK + FLUSH
+
+    def dot_error(self, *, order_only: bool = False) -> Tensor:
+        """|computed - true| of mu . k_i: the anchor's error, and gamma(D). order_only: see `product_error`."""
+        mu, off = self.mean_error()
+        size = self.key.abs()
+        apart = (self.key - self.key.sum(2, keepdim=True) / self.count).abs() if order_only else size
+        error = apart * off + size * gamma(self.head_dim) * (mu.abs() + off) + FLUSH * (2 + size + mu.abs())
+        return self._held(error.sum(-1) * SLACK)
+
+    def distance_error(self) -> Tensor:
+        """|computed - true| of ||k_i - mu||: by the triangle inequality the length of the errors of the difference,
+        and those of a length, of which squares below FLUSH may vanish."""
+        mu, off = self.mean_error()
+        difference = (self.key - mu).abs()
+        error = (off + UNIT * (difference + off) + FLUSH).norm(dim=-1)
+        of_length = gamma(self.head_dim + 2) / 2 + ROOT + 3 * DIVISION
+        error = error + of_length * (difference.norm(dim=-1) + error) + (self.head_dim * FLUSH) ** 0.5
+        return self._held(error * SLACK)
+
+    def pairwise_error(self) -> Tensor:
+        """|computed - true| of sum_j k^_i . k^_j, [B, Hkv, S], summed over channels and keys in any order.
+
+        Each of the n D products carries both keys' errors and meets at most n + D roundings.
+        """
+        size = self.unit.abs()
+        relative = ((1 + self.own) * (1 + self.common)) ** 2 * (1 + gamma(self.count + self.head_dim)) - 1
+        total = (size + self.vanished).sum(2, keepdim=True)
+        error = relative * (size + self.vanished) * total
+        error = error + self.vanished * total + size * self.vanished.sum(2, keepdim=True)
+        error = error.sum(-1) + self.count[..., 0] * self.head_dim * LOST
+        return self._of_keys(error * SLACK)
+
+    def _of_keys(self, error: Tensor) -> Tensor:
+        """0 for zero keys and unoccupied slots: nothing is computed there that could err."""
+        return error.masked_fill(~self.occupied | (self.key == 0).all(-1), 0)
+
+    def _held(self, error: Tensor) -> Tensor:
+        return error.masked_fill(~self.occupied, 0)
+
+
+def score_error(keys: Keys, similarity: str) -> Tensor:
+    """Bound of `score`, [B, Hkv, S]; 0 where unoccupied, and for a cosine with a zero key."""
+    return {"cosine": keys.cosine_error, "dot": keys.dot_error, "euclidean": keys.distance_error}[similarity]()
+
+
+def rank_error(keys: Keys, similarity: str) -> Tensor:
+    """Bound of what orders evictions, as the reference's `rank` has it (cosines without their divisions), but for a
+    number that all keys of a head may share."""
+    if similarity == "euclidean":
+        return keys.distance_error()
+    return (keys.product_error if similarity == "cosine" else keys.dot_error)(order_only=True)
+
+
+def keys_of(case: KeyCase) -> Keys:
+    occupied = case.mask
+    return Keys(keydiff.held_keys(upcast(case.key), occupied), occupied, case.anchor)
+
+
+def rank_interval(case: KeyCase) -> Interval:
+    """Where the computed rank of each key may lie, [B, Hkv, S]."""
+    keys = keys_of(case)
+    rank = keydiff.rank(upcast(case.key), keys.occupied, case.anchor, case.similarity)
+    error = rank_error(keys, case.similarity)
+    return Interval(rank - error, rank + error)
+
+
+def equal_keys(key: Tensor, occupied: Tensor) -> Tensor:
+    """Classes of keys that must rank the same, [B, Hkv, S]: bitwise equal ones, and all zero keys."""
+    return tie_classes(key, key, occupied, per_head=True)
+
+
+# Verdicts ------------------------------------------------------------------------------------------------------------
+
+
+def assert_score_right(actual: Tensor, case: KeyCase) -> float:
+    """actual: `score(**case.score_inputs)` of the implementation under test. Returns the utilisation."""
+    if actual.dtype != torch.float32:
+        fail(f"score must be float32, got {actual.dtype}")
+    truth = keydiff.score(**upcast_all(case.score_inputs))
+    return assert_within(actual, truth, score_error(keys_of(case), case.similarity), what="score")
+
+
+def assert_pairwise_right(actual: Tensor, case: KeyCase) -> float:
+    """actual: `pairwise_score(**case.pairwise_inputs)`."""
+    if actual.dtype != torch.float32:
+        fail(f"pairwise score must be float32, got {actual.dtype}")
+    keys = keys_of(case)
+    # By the sum over j first (eq. 10): the same number, without S^2 of anything.
+    truth = -(keydiff.direction(keys.key, keys.occupied, "mean_normalized") * keys.unit).sum(-1)
+    truth = truth.masked_fill(~keys.occupied, -torch.inf)
+    return assert_within(actual, truth, keys.pairwise_error(), what="pairwise score")
+
+
+def assert_evict_right(actual: Any, case: KeyCase) -> Verdict:
+    """actual: `evict(**case.inputs)`: `kept` a right choice, the rest bit by bit what `kept` says."""
+    key, value, kept, occupied = actual
+    truth = oracle(keydiff.evict, case)
+    mask = case.mask
+    verdict = compare.assert_kept_right(
+        kept, truth.kept, rank_interval(case), occupied=mask, protected=case.shielded, window=0,
+        tie=equal_keys(case.key, mask),
+    )
+    for name, tensor, source in (("key", key, case.key), ("value", value, case.value)):
+        if tensor.dtype != case.dtype:
+            fail(f"kept {name} must be {case.dtype}, got {tensor.dtype}")
+        assert_same(tensor, gathered(source, kept), what=f"kept {name}")
+    if occupied.dtype != torch.bool:
+        fail(f"occupied must be bool, got {occupied.dtype}")
+    assert_same(occupied, kept >= 0, what="occupied")
+    return verdict
+
+
+def replay(case: Case, module: Any) -> Iterator[str]:
+    """See the package."""
+    assert isinstance(case, KeyCase)
+    assert_score_right(module.score(**case.score_inputs), case)
+    yield "score: right"
+    assert_pairwise_right(module.pairwise_score(**case.pairwise_inputs), case)
+    yield "pairwise_score: right"
+    assert_evict_right(module.evict(**case.inputs), case)
+    yield "evict: right"
+
+
+# The state -----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
+    """See the package."""
+    frame = draw(blocks.frames(most))
+    # A block is many launches, so most are longer: a prompt is few of them.
+    frame["block_size"] = draw(st.integers(most - 1, 2 * most) | st.just(frame["block_size"]))
+    own = draw(st.sampled_from((True, True, True, False)))
+    return {
+        **frame,
+        "recent": draw(st.sampled_from((0, 0, 1, frame["budget"]))),
+        "anchor": ANCHORS[0] if own else draw(st.sampled_from(ANCHORS)),
+        "similarity": SIMILARITIES[0] if own else draw(st.sampled_from(SIMILARITIES)),
+        "refresh": draw(st.integers(1, 4)),
+    }
+
+
+class Drift:
+    """How far a sum of normalised keys may be off that is carried from step to step, and summed anew every `refresh`.
+
+    A step adds the new key to the sum, ranks by it, and subtracts the evicted key. So while it is carried each step
+    adds to the error that it began with: of the new key and of the evicted one what each may be off (they need not be
+    computed alike), and a rounding of each of the two sums. At any step the sum may stem from any of the last `refresh`
+    ones, or be new: the largest error of these is allowed. A block of several tokens sums anew.
+    """
+
+    # Of the last piece: the sum itself, how many keys it was of, and the most that may vanish of one.
+    total: Tensor
+    held: Tensor
+    vanished: Tensor
+
+    def __init__(self, refresh: int) -> None:
+        self.refresh = refresh
+        #: By the step that each stems from: errors [B, W, Hkv, 1, D], the oldest first.
+        self.errors: Tensor | None = None
+
+    def after(self, keys: Keys, fresh: Tensor) -> Tensor:
+        """The bound at this piece: `fresh` [B, Hkv, S] bool, the tokens that it brought. [B, Hkv, 1, D]."""
+        term = (1 + keys.own) * (1 + keys.common) - 1
+        total, held = keys.unit.sum(2, keepdim=True), keys.occupied.sum(-1)[..., None, None]
+        arrived = (keys.unit * fresh[..., None]).sum(2, keepdim=True)
+        vanished = keys.vanished.amax(2, keepdim=True)
+        summed_anew = keys.unit_sum_error[:, None]
+        if self.errors is None or not bool((fresh.sum(-1) <= 1).all()):
+            self.errors = summed_anew
+        else:
+            before = total - arrived                                                    # what the last step left
+            gone = term * (self.total - before).abs() + self.vanished
+            left = (self.held > held - fresh.sum(-1)[..., None, None])[:, None]
+            error = self.errors[:, -self.refresh:]
+            subtracted = error + gone[:, None]
+            subtracted = subtracted + UNIT * (before.abs()[:, None] + subtracted)
+            error = torch.where(left, subtracted, error) + (term * arrived.abs() + vanished)[:, None]
+            error = (error + UNIT * (total.abs()[:, None] + error)) * SLACK
+            self.errors = torch.cat((error, summed_anew), 1)
+        self.total, self.held, self.vanished = total, held, vanished
+        return self.errors.amax(1)
+
+    def reorder(self, index: Tensor) -> None:
+        if self.errors is not None:
+            for name in ("errors", "total", "held", "vanished"):
+                setattr(self, name, getattr(self, name).index_select(0, index))
+
+
+class Adapter(blocks.Adapter):
+    """KeyDiff: scores and ranks of all tokens held, anew at every piece, by an anchor that may be carried along."""
+
+    drift: Drift | None = None
+
+    def score_error(self, piece: Piece) -> Tensor:
+        config, before = piece.reference.config, piece.before
+        key = keydiff.held_keys(before["key"], before["occupied"])
+        keys = Keys(key, before["occupied"], config.anchor)
+        fresh = torch.zeros_like(before["occupied"])
+        fresh[..., config.budget:] = before["occupied"][..., config.budget:]
+        self.drift = self.drift or Drift(config.refresh)
+        self.keys = Keys(key, before["occupied"], config.anchor, self.drift.after(keys, fresh))
+        return score_error(self.keys, config.similarity)
+
+    def rank_interval(self, piece: Piece, error: Tensor) -> Interval:
+        rank, lost = piece.before["rank"], rank_error(self.keys, piece.reference.config.similarity)
+        return Interval(rank - lost, rank + lost)
+
+    def ties(self, piece: Piece) -> Tensor:
+        return equal_keys(piece.before["key"], piece.before["occupied"])
+
+    def reorder(self, index: Tensor) -> None:
+        super().reorder(index)
+        if self.drift is not None:
+            self.drift.reorder(index)
+
+    def reset(self) -> None:
+        super().reset()
+        self.drift = None

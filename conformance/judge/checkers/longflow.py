@@ -1,0 +1,239 @@
+"""LongFlow judged: bounds of its scores, its choice of a slot, its state, its configs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ....reference import longflow
+from ....reference.attention import per_query_head
+from .. import bounds, lockstep
+from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
+from ...cases.case import Case, DecodeCase, WindowCase
+from ..compare import Verdict, assert_eviction_right, assert_same, assert_within, fail
+from ..oracle import Attention, oracle
+from ..ties import tie_classes
+from . import snapkv
+
+CASES = (DecodeCase,)
+#: What changes the shapes of a state.
+GROUPINGS = ({"per_head": True},)
+
+# Bounds --------------------------------------------------------------------------------------------------------------
+
+
+def log_score_interval(attention: Attention, allowed: Arithmetic, *, per_head: bool) -> Interval:
+    """Where the computed log score of each slot may lie: logsumexp over heads h of log a_hj + log ||v_j||_1.
+
+    attention of one query (Q = 1). Returns [B, S], or [B, Hkv, S] per head; -inf where unoccupied or v_j = 0.
+    - log a_hj: `log_weight_error`.
+    - N_j = ||v_j||_1: D absolute values, c roundings each, as tensor cores may add them up, gamma(c D), and FLUSH for
+      each subnormal one: then the lower end can be -inf. Its logarithm: LOG max(1, |log2 N_j|).
+    - x_hj = log a_hj + log N_j, kept in one sum or per KV head: 4 u (|log a_hj| + |log N_j|). Or log N_j is added to
+      s_j before the maximum and the normaliser's logarithm leave: three roundings, of numbers up to |s_j| + |m| +
+      |log N_j|, which the four in delta_j and these four cover.
+    - the logsumexp over H heads, by a running maximum over them, or within the group and then over KV heads: each head
+      meets at most H + 1 exponentials and products (its own, and one wherever the maximum rises; G + Hkv <= H + 1), H
+      additions, two logarithms of at most H (one within the group), and roundings of arguments: 4 u (|x_hj| + |X_j|),
+      X_j the result.
+    Heads are averaged by their shares: an error of x_hj counts as much as head h has of the sum.
+    """
+    log_weight = (attention.logit - attention.lse)[:, :, 0]                              # [B, Hq, S]
+    seen = attention.seen[:, :, 0]
+    log_weight = log_weight.masked_fill(~seen, 0)
+    below, above = (error[:, :, 0] for error in log_weight_error(attention, allowed))
+    norm = attention.magnitude
+    relative = (gamma(allowed.dot * attention.head_dim) + attention.head_dim * FLUSH / norm.clamp_min(1e-300)) * SLACK
+    log_norm = norm.log()                                                                 # -inf for a zero value
+    size = per_query_head(log_norm.abs().masked_fill(norm == 0, 0), attention.query_heads)
+    loss = per_query_head(torch.log1p(-relative.clamp_max(1)), attention.query_heads)
+    gain = per_query_head(torch.log1p(relative), attention.query_heads)
+    term = log_weight + per_query_head(log_norm, attention.query_heads)
+    rounding = LOG * (1 + size) + 4 * UNIT * (log_weight.abs() + size)
+    rounding = rounding + 4 * UNIT * term.abs().masked_fill(term.isinf(), 0)
+    low, high = term + below + loss - rounding, term + above + gain + rounding
+
+    batch, heads, slots = attention.value.shape[0], attention.key_value_heads if per_head else 1, term.shape[-1]
+    shared = attention.query_heads // heads
+    total, low, high = (
+        x.masked_fill(~seen, -torch.inf).view(batch, heads, shared, slots).logsumexp(2) for x in (term, low, high)
+    )
+    common = (shared + 1) * (EXP + UNIT) + gamma(shared) + 2 * LOG * (1 + math.log(shared))
+    common = common + 4 * UNIT * total.abs().masked_fill(total.isinf(), 0)
+    low, high = low - common * SLACK, high + common * SLACK
+    return Interval(low, high) if per_head else Interval(low[:, 0], high[:, 0])
+
+
+def linear_score_error(attention: Attention, allowed: Arithmetic, *, per_head: bool) -> Tensor:
+    """|computed - true| of the linear score, mean_h a_hj ||v_j||_1 / D: [B, S], or [B, Hkv, S] per head.
+
+    It may be the exponential of the log score, so it carries that one's relative error, one exponential more, the
+    division by H D (a constant: DIVISION and two roundings), and FLUSH: of the result, of each weight before it is
+    multiplied with ||v_j||_1 / D, of each product.
+    """
+    low, high = log_score_interval(attention, allowed, per_head=per_head)
+    heads = attention.key_value_heads if per_head else 1
+    shared = attention.query_heads // heads
+    divisor = shared * attention.head_dim
+    contribution = attention.weight[:, :, 0] * per_query_head(attention.magnitude, attention.query_heads)
+    batch, _, slots = contribution.shape
+    score = contribution.view(batch, heads, shared, slots).sum(2) / divisor
+    size = per_query_head(attention.magnitude, attention.query_heads).view(batch, heads, shared, slots).sum(2) / divisor
+    last = EXP + DIVISION + 2 * UNIT
+    low, high = ((x if per_head else x[:, None]).exp() / divisor for x in (low, high))
+    error = torch.maximum(high * (1 + last) - score, score - low * (1 - last)).clamp_min(0)
+    error = error * SLACK + FLUSH * (size + shared + 2)
+    return error if per_head else error[:, 0]
+
+
+def score_bound(case: Any, allowed: Arithmetic | None = None) -> Tensor:
+    """Bound of LongFlow's linear score, shaped like it; 0 for unoccupied and protected slots (their +-inf is exact)."""
+    attention = case.attention
+    error = linear_score_error(attention, allowed or arithmetic(attention.dtype), per_head=case.per_head)
+    error = error.masked_fill(~case.occupied, 0)
+    return error if case.protected is None else error.masked_fill(case.protected, 0)
+
+
+def rank_interval(case: Any, allowed: Arithmetic | None = None) -> Interval:
+    """Where the computed log score, by which LongFlow evicts, may lie: [B, S] or [B, Hkv, S]."""
+    attention = case.attention
+    return log_score_interval(attention, allowed or arithmetic(attention.dtype), per_head=case.per_head)
+
+
+# Verdicts ------------------------------------------------------------------------------------------------------------
+
+
+def assert_decode_right(actual: Any, case: DecodeCase, *, allowed: Arithmetic | None = None) -> Verdict:
+    """actual: `decode_attention(**case.inputs)` of the implementation under test: output, score, slot."""
+    truth = oracle(longflow.decode_attention, case)
+    output, score, slot = actual
+    if output.dtype != case.dtype or score.dtype != torch.float32:
+        fail(f"output must be {case.dtype} and score float32, got {output.dtype} and {score.dtype}")
+    assert_within(output, truth.output, bounds.decode_output(case, allowed), what="output")
+    assert_within(score, truth.score, score_bound(case, allowed), what="score")
+    return assert_slot_right(slot, case, truth=truth.slot, allowed=allowed)
+
+
+def assert_slot_right(
+    slot: Tensor, case: DecodeCase, *, truth: Tensor | None = None, allowed: Arithmetic | None = None
+) -> Verdict:
+    """The slot that LongFlow overwrites next, in the log domain."""
+    return assert_eviction_right(
+        slot, oracle(longflow.decode_attention, case).slot if truth is None else truth,
+        rank_interval(case, allowed), occupied=case.occupied, protected=case.protected,
+        tie=tie_classes(case.key, case.value, case.occupied, per_head=case.per_head),
+    )
+
+
+def replay(case: Case, module: Any) -> Iterator[str]:
+    """See the package."""
+    assert isinstance(case, DecodeCase)
+    assert_decode_right(module.decode_attention(**case.inputs), case)
+    yield "decode_attention: right"
+
+
+# The state -----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
+    """See the package."""
+    budget, protect_newest = draw(st.integers(1, most)), draw(st.booleans())
+    # The config refuses protected tokens that fill the budget.
+    spare = budget - 1 - (protect_newest and budget > 1)
+    return {
+        "budget": budget, "protect_newest": protect_newest, "sinks": draw(st.integers(0, max(0, min(3, spare)))),
+        "per_head": draw(st.booleans()), "window": draw(st.integers(1, window)),
+        "kernel_size": draw(st.sampled_from((5, 1, 3, 7))),
+    }
+
+
+class Adapter(lockstep.Adapter):
+    """LongFlow: scores and the next slot as `decode_attention` gives them on the state's own slots.
+
+    Which tokens are protected is worked out anew, from positions, the config and the prompt's padding.
+    """
+
+    exact: tuple[str, ...] = ("next_slot",)
+
+    def __init__(self, allowed: Arithmetic | None = None) -> None:
+        self.allowed = allowed
+        self.sink_end: Tensor | None = None
+
+    def after_prompt(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> Verdict | None:
+        config, occupied = reference.config, prompt["occupied"]
+        self.sink_end = _sink_end(config.sinks, occupied)
+        tokens, target = occupied.shape[1], config.budget - 1
+        if tokens <= target:
+            return None
+        observers = prompt["query"][:, :, -config.window:]
+        observers = observers.masked_fill(~occupied[:, None, -observers.shape[2]:, None], 0)
+        sinks = occupied & (torch.arange(tokens, device=occupied.device) < self.sink_end[:, None])
+        case = WindowCase.of(
+            observers, prompt["key"], prompt["value"], budget=target, kernel_size=config.kernel_size,
+            occupied=occupied, protected=sinks, scale=config.scale,
+        )
+        # One choice for all heads, whether or not they decide alone later.
+        kept, right = (_shared(state.positions)[:, :target] for state in (tested, reference))
+        if config.per_head:
+            assert_same(tested.positions, tested.positions[:, :1].expand_as(tested.positions),
+                        what="positions after the prompt, which is compressed for all heads together, by head")
+        verdict = snapkv.assert_kept_right(
+            kept, right, case, shared_heads=True, allowed=self.allowed, what="tokens kept of the prompt"
+        )
+        if bool((kept != right).any()):
+            lockstep.adopt_prompt(reference, kept, prompt["key"], prompt["value"])
+        return verdict
+
+    def after_step(self, tested: Any, reference: Any, query: Tensor) -> tuple[Tensor, Verdict | None]:
+        config, protected = reference.config, self._protected(reference)
+        case = DecodeCase.of(
+            query, tested.key, tested.value, reference.occupied,
+            protected=protected, scale=config.scale, per_head=config.per_head,
+        )
+        assert_within(
+            tested.score, reference.score, score_bound(case, self.allowed), what="score of the last step"
+        )
+        verdict = assert_slot_right(
+            tested.next_slot, case, truth=reference.next_slot, allowed=self.allowed,
+        )
+        reference.next_slot = tested.next_slot.clone()
+        return bounds.decode_output(case, self.allowed), verdict
+
+    def reorder(self, index: Tensor) -> None:
+        if self.sink_end is not None:
+            self.sink_end = self.sink_end.index_select(0, index)
+
+    def reset(self) -> None:
+        self.sink_end = None
+
+    def _protected(self, state: Any) -> Tensor:
+        """Sinks, and the newest token where the config protects it. Called after a step: the newest is the last."""
+        positions, config = state.positions, state.config
+        end = self.sink_end
+        if end is None:
+            end = torch.full(positions.shape[:1], config.sinks, device=positions.device)
+        protected = state.occupied & (positions < end.view(-1, *[1] * (positions.dim() - 1)))
+        if config.protect_newest:
+            protected = protected | (positions == state.tokens_seen - 1)
+        return protected
+
+
+def _sink_end(sinks: int, occupied: Tensor) -> Tensor:
+    """One past the position of each row's last sink, [B]: the first `sinks` tokens of the prompt that are no padding;
+    where it has fewer, those that follow it."""
+    ends = []
+    for row in occupied:
+        present = row.nonzero()[:sinks, 0].tolist()
+        missing = sinks - len(present)
+        ends.append(len(row) + missing if missing else present[-1] + 1 if present else 0)
+    return torch.tensor(ends, device=occupied.device)
+
+
+def _shared(positions: Tensor) -> Tensor:
+    return positions[:, 0] if positions.dim() == 3 else positions

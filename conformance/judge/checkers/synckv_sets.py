@@ -1,0 +1,89 @@
+"""SyncKV's functions judged: which tokens a head may choose, by the intervals of its log-weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....reference import synckv
+from .. import compare
+from ..bounds import Arithmetic, Interval, arithmetic, log_weight_error
+from ..compare import fail
+from ..oracle import upcast_all
+from ...cases.synckv_cases import SetsCase
+from ..ties import tie_classes
+
+
+def weight_interval(case: SetsCase, allowed: Arithmetic | None = None) -> Interval:
+    """Where the log of each token's pooled weight may lie, [B, N_r, S]; -inf where no token is.
+
+    log a_hj lies within `log_weight_error`, and the largest of a group within the largest of their ends.
+    """
+    attention = case.attention
+    error = log_weight_error(attention, allowed or arithmetic(case.dtype))
+    exact = (attention.logit - attention.lse).masked_fill(~attention.seen, 0)             # [B, Hq, 1, S]
+    groups = (case.key_value_heads, case.group)
+    return Interval(*(
+        (exact + side).masked_fill(~attention.seen, -torch.inf)[:, :, 0].unflatten(1, groups).amax(2) for side in error
+    ))
+
+
+def free_of(case: SetsCase, taken: Tensor | None) -> Tensor:
+    """The tokens that may be chosen, [B, N_r, S] bool."""
+    slot = torch.arange(case.slots, device=case.device)
+    held: Tensor = case.occupied[:, None].expand(-1, case.key_value_heads, -1)
+    return held if taken is None else held & ~(taken[..., None] == slot).any(2)
+
+
+def assert_chosen_right(actual: Tensor, truth: Tensor, case: SetsCase, taken: Tensor | None, *, what: str) -> None:
+    """actual [B, N_r, count]: as many of the best tokens as there are, ascending, then -1; of equals the lowest.
+
+    The comparator is about evictions, of which the lowest index of equals goes: here it sees the slots backwards.
+    """
+    if actual.dtype != torch.int64 or tuple(actual.shape) != tuple(truth.shape):
+        fail(f"{what}: expected int64 of shape {tuple(truth.shape)}, got {actual.dtype} of {tuple(actual.shape)}")
+    if actual.shape[-1] == 0:
+        return
+    free = free_of(case, taken)
+    compare.assert_kept_right(
+        backwards(actual, case.slots), backwards(truth, case.slots),
+        Interval(*(end.flip(-1) for end in weight_interval(case))), occupied=free.flip(-1), protected=None, window=0,
+        tie=tie_classes(case.key, torch.ones_like(case.key), free, per_head=True).flip(-1),
+        what=f"{what}, slots counted from the end",
+    )
+
+
+def backwards(index: Tensor, slots: int) -> Tensor:
+    """Slots counted from the end; what ascended, -1 at the end, still does."""
+    held = (index >= 0).sum(-1, keepdim=True)
+    number = torch.arange(index.shape[-1], device=index.device)
+    turned = index.gather(-1, torch.where(number < held, held - 1 - number, number))
+    return torch.where(turned < 0, turned, slots - 1 - turned)
+
+
+def assert_initial_right(actual: Any, case: SetsCase) -> None:
+    """actual: `initial_sets(**case.inputs)`. The dynamic set is judged by the static one that it goes with."""
+    static, dynamic = actual
+    exact = upcast_all(case.inputs)
+    truth = synckv.initial_sets(**exact)
+    assert_chosen_right(static, truth.static, case, None, what="static")
+    rest = {name: exact[name] for name in ("query", "key", "occupied", "scale")}
+    expected = synckv.anticipate(**rest, static=static, k_dynamic=truth.dynamic.shape[-1])
+    assert_chosen_right(dynamic, expected, case, static, what="dynamic")
+
+
+def assert_anticipation_right(actual: Tensor, case: SetsCase) -> None:
+    """actual: `anticipate(**case.step_inputs)`."""
+    truth = synckv.anticipate(**upcast_all(case.step_inputs))
+    assert_chosen_right(actual, truth, case, case.static if case.exclude_static else None, what="dynamic")
+
+
+def replay(case: SetsCase, module: Any) -> Iterator[str]:
+    """A saved case judged again."""
+    assert_initial_right(module.initial_sets(**case.inputs), case)
+    yield "initial sets"
+    assert_anticipation_right(module.anticipate(**case.step_inputs), case)
+    yield "anticipation"

@@ -1,0 +1,163 @@
+"""SyncKV's state judged, step by step: attention of each head over what it may see, and what R-heads choose.
+
+A choice that differs within the bounds of its log-weights, the reference adopts. Which tokens a head attended to at a
+step the reference says: the sets in use, which both sides share by then, and the tokens since they were chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ....reference.synckv.sets import split_budget
+from .. import bounds, compare, lockstep
+from ..bounds import Interval
+from ...cases.case import DecodeCase
+from ..compare import Verdict, assert_same, fail
+from ...cases.synckv_cases import RATIOS, SetsCase
+from ..ties import tie_classes
+from . import synckv_sets
+from .synckv_sets import backwards, weight_interval
+
+BUDGET, EVICTS = "k", False
+SMALL = {"stride": 2, "clusters": 1, "max_tokens": 160 if torch.cuda.is_available() else 24}
+#: An anticipation at every step, so that its operations are seen to run.
+GROUPINGS = ({"stride": 1, "exclude_static": False},)
+COMPILED = ({"offload": True},)
+
+
+def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:
+    """Static tokens left out of the dynamic set: only then are k tokens all tokens."""
+    return st.builds(
+        lambda stride, **drawn: {**drawn, "stride": stride[0], "phase": stride[1]},
+        k=st.integers(1, 2 * most), rho=st.sampled_from(RATIOS),
+        stride=st.sampled_from(((1, 0), (2, 0), (3, 0), (3, 2), (5, 0), (5, 3))), clusters=st.just(1),
+        max_tokens=st.just(400 if torch.cuda.is_available() else 36),
+    )
+
+
+def most_held(state: Any, tokens: int) -> int:
+    """All of them."""
+    return tokens
+
+
+def bytes_of(state: Any) -> int:
+    """Of the keys and values that a step attends to, the newest tokens apart."""
+    lookers = len(state.head_clusters.representatives)
+    chosen = int((state.chosen >= 0).sum()) / lookers
+    tokens = lookers * int(state.occupied.sum()) + (state.sizes.key_value_heads - lookers) * chosen
+    return int(2 * tokens * state.sizes.head_dim * state.dtype.itemsize)
+
+
+def sets_case(state: Any, query: Tensor, key: Tensor, occupied: Tensor) -> SetsCase:
+    """What R-heads choose by: query [B, Hq, D] of the layer, key [B, Hkv, S, D], occupied [B, S]."""
+    heads = list(state.head_clusters.representatives)
+    query = query.unflatten(1, (key.shape[1], -1))[:, heads].flatten(1, 2)
+    case = SetsCase.of(query, key[:, heads], key[:, heads], occupied, scale=lockstep.scale_of(state))
+    assert isinstance(case, SetsCase)
+    return case
+
+
+def mask_of(tokens: Tensor, slots: int) -> Tensor:
+    """tokens [B, N_r, N], -1 for none -> [B, N_r, S] bool."""
+    return (tokens[..., None] == torch.arange(slots, device=tokens.device)).any(2)
+
+
+def assert_union_right(chosen: Tensor, truth: Tensor, case: SetsCase, static: Tensor) -> Verdict:
+    """The static tokens and the best of the others, ascending, then -1: [B, N_r, k] int64."""
+    free = case.occupied[:, None].expand(-1, case.key_value_heads, -1)
+    return compare.assert_kept_right(
+        backwards(chosen, case.slots), backwards(truth, case.slots),
+        Interval(*(end.flip(-1) for end in weight_interval(case))), occupied=free.flip(-1),
+        protected=mask_of(static, case.slots).flip(-1), window=0,
+        tie=tie_classes(case.key, torch.ones_like(case.key), free, per_head=True).flip(-1),
+        what="chosen, slots counted from the end",
+    )
+
+
+class Adapter(lockstep.Adapter):
+    """See the module."""
+
+    exact = ("static", "chosen")
+
+    def after_prompt(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> Verdict | None:
+        occupied, query = prompt["occupied"], prompt["query"]
+        total = occupied.shape[1]
+        token = torch.arange(total, device=occupied.device)
+        last = torch.where(occupied, token, 0).amax(1)
+        newest = query.take_along_dim(last[:, None, None, None], 2)[:, :, 0]
+        # A row without tokens has a query of whatever lies in its padding.
+        newest = newest.masked_fill(~occupied.any(1)[:, None, None], 0)
+        case = sets_case(reference, newest, prompt["key"], occupied)
+        static = split_budget(reference.config.k, reference.config.rho)[0]
+        for name, count in (("static", min(static, total)), ("chosen", min(reference.config.k, total))):
+            one, other = getattr(tested, name), getattr(reference, name)
+            assert_same(one[..., count:], other[..., count:], what=f"{name} beyond all tokens")
+            if count:
+                synckv_sets.assert_chosen_right(one[..., :count], other[..., :count], case, None, what=name)
+        reference._static = mask_of(tested.static, reference.sizes.slots)
+        self._adopt(tested, reference)
+        return None
+
+    def before_slots(self, tested: Any, reference: Any, token: dict[str, Tensor]) -> Verdict | None:
+        config = reference.config
+        if reference._steps % config.stride:
+            return None
+        slots = reference.tokens_seen
+        key = reference.key[:, :, :slots].to(token["key"].dtype)
+        case = sets_case(reference, token["query"], key, reference.occupied[:, :slots])
+        static, chosen, truth = reference.static, tested.chosen, reference.chosen
+        # Places beyond the last slot hold nothing: of them the comparison to the letter, afterwards, has its say.
+        chosen, truth = (tokens[..., :min(slots, tokens.shape[-1])] for tokens in (chosen, truth))
+        verdict = None
+        if config.exclude_static:
+            verdict = assert_union_right(chosen, truth, case, static)
+        else:
+            self._dynamic(chosen, case, static, split_budget(config.k, config.rho)[1])
+        self._adopt(tested, reference)
+        return verdict
+
+    @staticmethod
+    def _dynamic(chosen: Tensor, case: SetsCase, static: Tensor, count: int) -> None:
+        """Eq. 6 to the letter: of the dynamic set the part is seen that is not static. Whatever else was in it, the
+        best static tokens are as right as any."""
+        fixed, seen = mask_of(static, case.slots), mask_of(chosen, case.slots)
+        assert_same(seen & fixed, fixed, what="static tokens among the chosen")
+        low, high = weight_interval(case)
+        candidates = case.occupied[:, None].expand(low.shape)
+        size = min(count, case.slots)
+        if not size:
+            assert_same(seen, fixed, what="chosen without a dynamic set")
+            return
+        if bool(((seen & ~fixed).sum(-1) > size).any()):
+            fail(f"chosen: more than {size} tokens that are not static")
+        score = torch.where(seen & ~fixed, torch.inf, torch.where(fixed, low, torch.nan))
+        score = score.masked_fill(~fixed & ~seen, -torch.inf).masked_fill(~candidates, -torch.inf)
+        dynamic = ranked(score, fixed | seen, size)
+        truth = ranked((low + high) / 2, candidates, size)
+        synckv_sets.assert_chosen_right(dynamic, truth, case, None, what="dynamic")
+
+    @staticmethod
+    def _adopt(tested: Any, reference: Any) -> None:
+        reference._chosen = mask_of(tested.chosen, reference.sizes.slots)
+
+    def after_step(self, tested: Any, reference: Any, query: Tensor) -> tuple[Tensor, Verdict | None]:
+        seen = slice(0, reference.tokens_seen)
+        key, value = (tensor[:, :, seen].to(query.dtype) for tensor in (reference.key, reference.value))
+        case = DecodeCase.of(
+            query, key, value, reference._attended[:, :, seen], scale=lockstep.scale_of(reference), per_head=True
+        )
+        self.bound = bounds.decode_output(case)
+        return self.bound, None
+
+
+def ranked(score: Tensor, candidates: Tensor, count: int) -> Tensor:
+    """The best `count` candidates, of equals the first, ascending, then -1."""
+    slots = score.shape[-1]
+    score = score.double().clamp_min(-1e300).masked_fill(~candidates, -torch.inf)
+    best = score.sort(stable=True, dim=-1, descending=True).indices[..., :count]
+    best = best.masked_fill(~candidates.gather(-1, best), slots).sort(-1).values
+    return best.masked_fill(best == slots, -1)

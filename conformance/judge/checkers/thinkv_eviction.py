@@ -1,0 +1,210 @@
+"""ThinKV's k-means judged, round by round: each assignment against centroids that follow, in float64, from the
+assignment before it, since a legal tie early on changes everything after it; then which tokens stay.
+
+A cluster is near enough if its distance, less its bound, exceeds no other cluster's plus its own. Tokens with bitwise
+equal keys have equal distances in any arithmetic: they go the same way, and the lowest index comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...harness import tally
+from ..bounds import FLUSH, SLACK, UNIT, gamma
+from ..compare import fail
+from ...cases.thought_cases import SegmentCase
+from ..ties import tie_classes
+
+ROUNDS = 10
+
+
+class Distances(NamedTuple):
+    """||x_j - centroid_c||^2 [L, k] in float64, and how far a computed one may be from it, but for what all clusters of
+    a token share; inf for a cluster without tokens. own, own_error [L]: to the token's own cluster, without that
+    allowance."""
+
+    squared: Tensor
+    error: Tensor
+    own: Tensor
+    own_error: Tensor
+
+
+def distances(token: Tensor, member: Tensor) -> Distances:
+    """Of float64 keys [L, F] to the means of the clusters in member [L, k] bool.
+
+    Two ways of computing them are allowed; the bound is the larger of theirs. u = 2^-24, n tokens in a cluster.
+
+    *Through the Gram matrix of centred keys.* The origin is the mean of all tokens, or of those at a quarter and three
+    quarters; y_jd are the larger sizes after that. A computed origin is off by gamma(L + 2) of the mean |x_d|, which
+    moves all tokens alike and so no distance; the subtraction rounds, 1 u of y.
+    Then G_ji errs by gamma(2.1 F + 8) A_ji, A = y y': F products are summed, each addition losing 2 u in a tensor core;
+    the lesser products of keys taken apart into three of 8 bits are 2^-7 of them, and those left out 2 u. A mean over a
+    cluster's tokens adds gamma(2.1 n + 6), three parts and a division again; the mean of these within the cluster
+    gamma(n + 5). With a_jc and b_c the means of A over the cluster and over pairs in it, distance_jc without the norm
+    errs by gamma(2.1 F + 3.1 n + 24) (2 a_jc + b_c); the norm itself by gamma(2.1 F + 8) A_jj, and three roundings.
+
+    *From centroids.* These err by h_cd = gamma(n + 2) mean |x_id| over the cluster, differences by u, and sums of
+    squares by gamma(F + 4): gamma(F + 8) distance + sum_d (2 |x_jd - c_d| h_cd + h_cd^2).
+
+    Products and parts of numbers below FLUSH vanish: FLUSH times F (1 + the largest y) each.
+    """
+    size, channels = token.shape
+    count = member.sum(0).double()                                                        # [k]
+    full = count.clamp_min(1)
+    centroid = (member.double().T @ token) / full[:, None]                                # [k, F]
+    apart = (token[:, None] - centroid).abs()                                             # [L, k, F]
+    squared = apart.square().sum(-1)
+
+    pair = token[[size // 4, 3 * size // 4]]
+    sizes = torch.stack([
+        (token - some.mean(0)).abs() * (1 + UNIT) + gamma(size + 2) * some.abs().mean(0) for some in (token, pair)
+    ]).amax(0)                                                                            # y, [L, F]
+    gram = sizes @ sizes.T                                                                # A, [L, L]
+    average = (gram @ member.double()) / full                                             # a, [L, k]
+    within = (average * member).sum(0) / full                                             # b, [k]
+    vanished = 8 * FLUSH * channels * (1 + sizes.max())
+    through_gram = gamma(2.1 * channels + 3.1 * full + 24) * (2 * average + within) + vanished
+    norm = gamma(2.1 * channels + 16) * gram.diagonal()
+
+    drift = gamma(full + 2)[:, None] * (member.double().T @ token.abs()) / full[:, None]  # h, [k, F]
+    from_centroids = gamma(channels + 8) * squared + (2 * apart * drift + drift.square()).sum(-1) + vanished
+
+    error = torch.maximum(through_gram, from_centroids) * SLACK
+    own_error = torch.maximum(through_gram + norm[:, None], from_centroids) * SLACK
+    empty = count == 0
+    own, own_error = ((tensor.masked_fill(~member, 0)).sum(1) for tensor in (squared, own_error))
+    return Distances(squared.masked_fill(empty, torch.inf), error.masked_fill(empty, 0), own, own_error)
+
+
+class Counts(NamedTuple):
+    """Decisions of a case, and how many of them had one right answer."""
+
+    total: int
+    decisive: int
+
+
+def assert_representatives_right(actual: Any, case: Any) -> Counts:
+    """actual: `select_representatives(**case.inputs)` of a SegmentCase (or of what has its vectors, tokens and keep).
+
+    Decisions: each token's cluster in every round that differs from the one before, if there were several; each
+    cluster's nearest token of three or more; each token that might stay in place of an empty cluster.
+    """
+    indices, assignments = actual
+    size, keep = case.tokens, min(case.keep, case.tokens)
+    for name, tensor, shape in (("indices", indices, (keep,)), ("assignments", assignments, (ROUNDS, size))):
+        if tensor.dtype != torch.int64 or tuple(tensor.shape) != shape:
+            fail(f"{name}: expected int64 of shape {shape}, got {tensor.dtype} of {tuple(tensor.shape)}")
+    if bool((indices.diff() <= 0).any()) or int(indices[0]) < 0 or int(indices[-1]) >= size:
+        fail(f"indices: expected {keep} distinct tokens of 0..{size - 1}, ascending, got {indices.tolist()}")
+    if bool((assignments < 0).any()) or bool((assignments >= max(keep, 1)).any()):
+        fail(f"assignments: expected clusters of 0..{keep - 1}, got {assignments.tolist()}")
+    if case.keep >= size:
+        every = torch.arange(size, device=indices.device).expand(ROUNDS, size)
+        if not torch.equal(assignments, every):
+            fail(f"assignments: each of {size} tokens is its own cluster, got {assignments.tolist()}")
+        return Counts(0, 0)
+    token = case.vectors.double().contiguous()
+    vectors, held = case.vectors[None, None], torch.ones(1, size, dtype=torch.bool, device=token.device)
+    kind = tie_classes(vectors, vectors, held)[0]
+    cluster = torch.arange(keep, device=token.device)
+    start = cluster * size // keep
+    member = torch.arange(size, device=token.device)[:, None] == start
+    counts, before = Counts(0, 0), None
+    for number, assigned in enumerate(assignments):
+        # Of clusters that begin with equal keys the first takes all.
+        behind = (kind[start][:, None] == kind[start]).tril(-1).any(1) if number == 0 else torch.zeros_like(start) > 0
+        found = _check_round(distances(token, member), assigned, behind, kind, number)
+        if before is None or not torch.equal(before, assigned):
+            counts = Counts(counts.total + found.total, counts.decisive + found.decisive)
+        before, member = assigned, assigned[:, None] == cluster
+    found = _check_choice(distances(token, member), member, indices, kind)
+    counts = Counts(counts.total + found.total, counts.decisive + found.decisive)
+    tally.decisions(counts.total, counts.decisive)
+    return counts
+
+
+def _check_round(found: Distances, assigned: Tensor, behind: Tensor, kind: Tensor, number: int) -> Counts:
+    """One round's assignment [L]. behind [k]: clusters that lose an exact tie with an earlier one."""
+    low, high = found.squared - found.error, found.squared + found.error
+    legal = (low <= high.amin(1, keepdim=True)) & found.squared.isfinite() & ~behind
+    wrong = ~legal.gather(1, assigned[:, None])[:, 0]
+    if bool(wrong.any()):
+        token = int(wrong.nonzero()[0])
+        best, taken = int(high[token].argmin()), int(assigned[token])
+        fail(
+            f"round {number}: token {token} is assigned to cluster {taken} at {found.squared[token, taken].item():.9g} "
+            f"+- {found.error[token, taken].item():.3g}, but cluster {best} is at "
+            f"{found.squared[token, best].item():.9g} +- {found.error[token, best].item():.3g}"
+        )
+    wrong = assigned != assigned[kind]
+    if bool(wrong.any()):
+        token = int(wrong.nonzero()[0])
+        fail(f"round {number}: tokens {int(kind[token])} and {token} are equal, but go to different clusters")
+    contested = (found.squared.isfinite() & ~behind).sum(1) > 1
+    return Counts(int(contested.sum()), int((contested & (legal.sum(1) == 1)).sum()))
+
+
+def _check_choice(found: Distances, member: Tensor, indices: Tensor, kind: Tensor) -> Counts:
+    """What stays, given the last assignment: of each cluster a nearest token, and farthest ones for empty clusters."""
+    low, high = found.own - found.own_error, found.own + found.own_error
+    stays = torch.zeros_like(kind, dtype=torch.bool).index_fill(0, indices, True)
+    total = decisive = 0
+    nearest = torch.zeros_like(stays)
+    for number, tokens in enumerate(member.T):
+        at = tokens.nonzero()[:, 0]
+        if len(at) == 0:
+            continue
+        legal = at[:1]
+        if len(at) > 2:
+            legal = at[low[at] <= high[at].min()]
+            legal = legal[kind[legal] == legal]                        # of equal ones the first
+            classes = len(kind[at].unique())
+            total, decisive = total + (classes > 1), decisive + (classes > 1 and len(legal) == 1)
+        kept = legal[stays[legal]]
+        if len(kept) == 0:
+            fail(
+                f"cluster {number} of tokens {at.tolist()} must keep one of {legal.tolist()}, but of it stay "
+                f"{at[stays[at]].tolist()}\n  distances {found.own[at].tolist()}"
+            )
+        # Any of these may be it; the others then stay for their distance, which is best for the nearest.
+        nearest[kept[high[kept].argmin()]] = True
+    filling, gone = stays & ~nearest, ~stays
+    if bool(filling.any()) and bool(gone.any()):
+        last, first = torch.where(filling, high, torch.inf), torch.where(gone, low, -torch.inf)
+        if bool(last.min() < first.max()):
+            near, far = int(last.argmin()), int(first.argmax())
+            fail(
+                f"token {near}, at {found.own[near].item():.9g} from its centroid, stays in place of an empty cluster, "
+                f"but token {far}, at {found.own[far].item():.9g}, goes"
+            )
+    missing = int((~member.any(0)).sum())
+    if int(filling.sum()) != missing:
+        fail(f"{missing} clusters are empty, but {int(filling.sum())} tokens stay beside the clusters' nearest")
+    _check_equals(member, stays, kind)
+    if missing:
+        rest, index = ~nearest, torch.arange(len(kind), device=kind.device)
+        equal = kind[:, None] == kind
+        above = (((low > high[:, None]) | (equal & (index < index[:, None]))) & rest).sum(1)
+        below = (((high < low[:, None]) | (equal & (index > index[:, None]))) & rest).sum(1)
+        sure = (above >= missing) | (below >= int(rest.sum()) - missing)
+        total, decisive = total + int(rest.sum()), decisive + int((rest & sure).sum())
+    return Counts(total, decisive)
+
+
+def _check_equals(member: Tensor, stays: Tensor, kind: Tensor) -> None:
+    """Of tokens with equal keys, which share a cluster, those that stay are the first ones."""
+    for first in kind.unique().tolist():
+        at = (kind == first).nonzero()[:, 0]
+        kept = stays[at]
+        if bool((kept[1:] & ~kept[:-1]).any()):
+            fail(f"of the equal tokens {at.tolist()} the first must stay, but {at[kept].tolist()} do")
+
+
+def replay(case: SegmentCase, module: Any) -> Iterator[str]:
+    """A saved case judged again."""
+    counts = assert_representatives_right(module.select_representatives(**case.inputs), case)
+    yield f"representatives, {counts.decisive} of {counts.total} decisions with one answer"

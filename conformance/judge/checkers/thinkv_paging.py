@@ -1,0 +1,195 @@
+"""ThinKV's paged cache judged: the bound of attention over it, and what it stores. (Of its sparsity: thinkv_thoughts.)
+
+The truth is the reference's cache in float64, which holds the same bits: dequantized numbers are exact there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....reference.attention import per_query_head
+from ....reference.thinkv.paging import PagedCache, in_order
+from ...harness import tally
+from ..bounds import SLACK, UNIT, Arithmetic, Interval, gamma, output_error, weight_error
+from ..compare import assert_same, assert_within, fail
+from ..oracle import Attention, attend
+from ...cases.paged_cases import PagedCase
+from .thinkv_thoughts import share_interval
+
+#: What the twins show of their tables.
+TABLES = (
+    "positions", "occupied", "segments", "thoughts", "groups", "evicted", "block_thoughts", "physical", "buffered",
+    "overflow",
+)
+
+
+@dataclass(frozen=True)
+class PagedArithmetic(Arithmetic):
+    """tiles [B]: in how many pieces a row's tokens may come at the most. chunked: are there fp8 blocks?"""
+
+    tiles: Tensor | None = None
+    chunked: bool = False
+
+    def rises(self, attention: Attention) -> Tensor:
+        """Pieces are blocks of the table, where a few tokens may be left, and the buffer; one more to combine."""
+        assert self.tiles is not None
+        return torch.minimum(attention.count, (self.tiles + 1)[:, None, None, None])
+
+
+def arithmetic(cache: PagedCache, dtype: torch.dtype) -> PagedArithmetic:
+    """What is allowed of attention over a cache whose queries are `dtype`: P is cast to that type (in float16 it has
+    more digits than in bfloat16; `attention_error` says what it lacks)."""
+    blocks = (cache.block_thoughts >= 0).sum(1)
+    return PagedArithmetic(
+        dtype, dtype, tiles=(blocks + 1).double(), chunked="fp8" in cache.config.formats.values()
+    )
+
+
+def attention_of(cache: PagedCache, query: Tensor, scale: float | None = None) -> Attention:
+    """Exact attention of low-precision queries [B, Hq, D] to a float64 cache's live tokens, in order of position."""
+    key, value, occupied = in_order(cache, torch.float64)
+    return attend(query, key, value, occupied, scale=scale)
+
+
+def widened(attention: Attention, query: Tensor, key: Tensor, allowed: PagedArithmetic) -> Attention:
+    """`attention` with dot products so much larger that `bounds.logit_error` covers what is special here.
+
+    fp8: a chunk's scale may be applied to the dot product instead of to its elements: one rounding more, and another
+    for each element, whose product with its scale the truth rounds to float32. That is D + 4 for D + 2 terms' worth.
+    bfloat16: queries may be cast to float16, near 2^14 at the largest, where rounding is by 2^-25 at the most: 2^-39 of
+    the largest |q_d| each, so 2^-39 max |q_d| sum |k_d| |scale|.
+    """
+    dot, terms = attention.dot, allowed.dot * (attention.head_dim + 2)
+    if allowed.chunked:
+        dot = dot * (1 + 2 / (attention.head_dim + 2))
+    if allowed.dtype == torch.bfloat16:
+        largest = query.double().abs().amax(-1)[:, :, None, None]
+        sums = per_query_head(key.abs().sum(-1), attention.query_heads)[:, :, None]           # [B, Hq, 1, n]
+        dot = dot + 2.0**-39 * abs(attention.scale) * largest * sums / gamma(terms)
+    return replace(attention, dot=dot.masked_fill(~attention.seen, 0))
+
+
+def attention_error(attention: Attention, allowed: PagedArithmetic) -> Tensor:
+    """Bound of the output [B, Hq, Q, D] over a cache: that of any attention (`bounds.output_error`) and, of each value,
+    what its format adds. fp8: the scale may be applied to P (one rounding), which may be cast as two bfloat16 numbers
+    (2^-16), and the truth rounds the element (one more): together below u_P, but in float32, where there is no cast:
+    3 u. bfloat16: P may be float16 near 2^7, where rounding is by 2^-25 at the most: 2^-32 of each weight."""
+    error = output_error(attention, allowed)
+    values = per_query_head(attention.value.abs(), attention.query_heads)
+    extra = torch.zeros_like(attention.weight)
+    if allowed.chunked and allowed.dtype == torch.float32:
+        extra = 3 * UNIT * (attention.weight + weight_error(attention, allowed).absolute)
+    if allowed.dtype == torch.bfloat16:
+        extra = 2.0**-32 * attention.seen.to(extra.dtype)
+    return error + (extra @ values) * SLACK
+
+
+def sparsity_interval(wide: Attention, allowed: PagedArithmetic, threshold: float) -> tuple[Interval, Tensor]:
+    """`share_interval` of `widened` attention."""
+    heads = wide.key_value_heads
+    given: Any = SimpleNamespace(
+        attention=wide, key_value_heads=heads, group=wide.query_heads // heads, occupied=wide.occupied,
+        threshold=threshold, dtype=allowed.dtype,
+    )
+    return share_interval(given, allowed)
+
+
+def assert_attention_right(
+    result: Any, cache: PagedCache, query: Tensor, *, scale: float | None = None, what: str = ""
+) -> None:
+    """A `decode_attention` result within its bounds; cache: the float64 reference's, query: the tested side's."""
+    allowed = arithmetic(cache, query.dtype)
+    attention = attention_of(cache, query, scale)
+    key, _, _ = in_order(cache, torch.float64)
+    wide = widened(attention, query, key, allowed)
+    assert_within(
+        result.output, attention.output[:, :, 0], attention_error(wide, allowed)[:, :, 0], what=f"{what}output"
+    )
+    (low, high), undecided = sparsity_interval(wide, allowed, cache.config.sparsity_threshold)
+    share = result.sparsity.double()
+    if not bool(((share >= low) & (share <= high)).all()):
+        fail(f"{what}sparsity: expected between {low.tolist()} and {high.tolist()}, got {share.tolist()}")
+    total = int(attention.occupied.sum()) * attention.key_value_heads
+    tally.decisions(total, total - int(undecided.sum()))
+
+
+def poison(cache: Any) -> None:
+    """NaN, or every bit, wherever our own optimized cache has room and no token. Others, the reference's too, have no
+    room that this could know of.
+
+    Values' scales, a byte of a block that is no other's, are the largest there are instead: nothing ever writes a
+    NaN there, and what is finite may be multiplied by the weight of no token, 0.
+    """
+    if not hasattr(cache, "_storage"):
+        return
+    from ....optimized.thinkv import _paging_ops as ops
+
+    storage, config, (_, heads, head_dim) = cache._storage, cache.config, cache.shape
+    pool, key_scales = storage.pool.view(torch.uint8), storage.key_scales.view(torch.uint8)
+    kept = torch.zeros_like(pool, dtype=torch.bool)
+    spoilt = torch.full_like(pool, 255)
+    of_types = [config.format_of(thought) for thought in range(3)]
+    parts = {fmt: ops.record_places(fmt, config.block, config.group, head_dim) for fmt in of_types}
+    sizes = {fmt: ops.record_bytes(fmt, config.block, config.group, head_dim) for fmt in of_types}
+    bases = {fmt: 4 * base for fmt, base in zip(cache._layout.formats, cache._layout.base, strict=False)}
+    for fmt, room in {of_types[thought]: cache._layout.room[thought] for thought in range(3)}.items():
+        records = spoilt[:, bases[fmt]:bases[fmt] + room * heads * sizes[fmt]].view(len(pool), -1, sizes[fmt])
+        records[:, :, parts[fmt].scales.flatten()] = ops.LARGEST_SCALE
+    for b, slot in (cache.groups >= 0).nonzero().tolist():
+        entry, place = divmod(slot, config.block)
+        fmt = of_types[cache.block_thoughts[b, entry]]
+        for head in range(heads):
+            start = bases[fmt] + (int(cache.physical[b, entry]) * heads + head) * sizes[fmt]
+            for bytes_of in parts[fmt]:
+                kept[b, start + bytes_of[place]] = True
+    pool.copy_(torch.where(kept, pool, spoilt))
+    groups = torch.zeros_like(cache._tables.group_tokens, dtype=torch.bool)
+    for b, slot in (cache.groups >= 0).nonzero().tolist():
+        groups[b, cache.groups[b, slot]] = True
+    key_scales.masked_fill_(~groups[:, :, None, None], 255)
+    if storage.chunk_scales.shape[1] > 1:
+        storage.chunk_scales.masked_fill_(~groups[:, :, None, None], torch.nan)
+    places = torch.arange(config.group, device=cache.device)
+    waiting = (places < cache.buffered[:, None])[:, None, :, None]
+    for buffer in (storage.buffer_key, storage.buffer_value):
+        buffer.masked_fill_(~waiting, torch.nan)
+
+
+def assert_same_tables(actual: Any, expected: PagedCache, *, what: str = "") -> None:
+    """Two caches with the same tables, to the letter."""
+    for name in TABLES:
+        one, other = getattr(actual, name), getattr(expected, name)
+        if one.dtype != other.dtype:
+            fail(f"{what}{name}: expected {other.dtype}, got {one.dtype}")
+        assert_same(one, other, what=f"{what}{name}")
+
+
+def assert_same_contents(actual: Any, expected: Any, *, numbers: bool = False, what: str = "") -> None:
+    """Two caches that store the same codes and scales, bit by bit; or the same numbers, the buffer's too."""
+    if numbers:
+        names, mine, theirs = ("keys", "values"), actual.dequantized(), expected.dequantized()
+    else:
+        names, mine, theirs = expected.codes()._fields, actual.codes(), expected.codes()
+    for name, one, other in zip(names, mine, theirs, strict=True):
+        assert_same(one, other, what=f"{what}{'dequantized' if numbers else 'codes'}().{name}")
+
+
+def replay(case: PagedCase, module: Any) -> Iterator[str]:
+    """A saved case judged again."""
+    from ....reference import thinkv
+
+    tested, expected = case.cache(module), case.cache(thinkv)
+    assert_same_tables(tested, expected)
+    yield "tables"
+    assert_same_contents(tested, expected)
+    assert_same_contents(tested, expected, numbers=True)
+    yield "codes, scales and numbers"
+    result = module.decode_attention(case.query, tested, scale=case.scale)
+    assert_attention_right(result, case.cache(thinkv, torch.float64), case.query, scale=case.scale)
+    yield "attention and sparsity"

@@ -1,0 +1,81 @@
+"""TOVA judged: bounds of the newest query's weights and of their logarithms, and its configs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ....reference.baselines import tova
+from ...cases import block_cases
+from ..bounds import DIVISION, EXP, FLUSH, SLACK, UNIT, Arithmetic, Interval
+from ...cases.case import Case
+from ..oracle import Attention
+from . import blocks, h2o
+from .blocks import SMALL as SMALL
+from .blocks import Piece, equal_keys, log_sum_interval, received, received_error
+
+CASES = (block_cases.AttendCase,)
+arguments = h2o.arguments
+
+
+def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:
+    """See the package."""
+    return blocks.frames(most)
+
+
+def newest(attention: Attention, real: Tensor) -> Attention:
+    """The attention of each head's last real query alone (Q = 1); real [B, Hkv, Q] bool. Query 0 where there is none,
+    which sees nothing."""
+    number = torch.arange(real.shape[-1], device=real.device)
+    last = number.where(real, -1).amax(-1).clamp_min(0)                                       # [B, Hkv]
+    last = last.repeat_interleave(attention.query_heads // attention.key_value_heads, 1)      # [B, Hq]
+    index = last[..., None, None].expand(-1, -1, 1, attention.logit.shape[-1])
+    return replace(attention, logit=attention.logit.gather(2, index), dot=attention.dot.gather(2, index))
+
+
+def weight_error(attention: Attention, allowed: Arithmetic) -> Tensor:
+    """|computed - true| of mean_h a_hj of one query, [B, Hkv, S]: computed as a mean of weights (`received_error`), or
+    as the exponential of the logarithm that ranks (`log_sum_interval`), one exponential and a division by G more."""
+    low, high = log_sum_interval(attention, allowed)
+    group = attention.query_heads // attention.key_value_heads
+    truth, last = received(attention), EXP + DIVISION + 2 * UNIT
+    error = torch.maximum(high.exp() / group * (1 + last) - truth, truth - low.exp() / group * (1 - last))
+    error = error * SLACK + 4 * FLUSH * attention.seen[:, :, 0].unflatten(1, (-1, group)).any(2)
+    return torch.maximum(error, received_error(attention, allowed))
+
+
+def attend_error(case: block_cases.AttendCase, allowed: Arithmetic) -> Tensor:
+    """Bound of `attend(...).received`, [B, Hkv, S]."""
+    return weight_error(newest(case.attention, case.real), allowed)
+
+
+class Adapter(blocks.Adapter):
+    """Ranks are logarithms of the newest query's weights. Bitwise equal keys tie, whatever their values."""
+
+    def score_error(self, piece: Piece) -> Tensor:
+        error = piece.wide(weight_error(self._newest(piece), piece.allowed))
+        # A row of padding alone keeps its scores.
+        came = piece.before["real"].any(-1)[:, None, None]
+        return torch.where(came, error, piece.carried)
+
+    def rank_interval(self, piece: Piece, error: Tensor) -> Interval:
+        low, high = (piece.wide(end) for end in log_sum_interval(self._newest(piece), piece.allowed))
+        return Interval(low, high)
+
+    def ties(self, piece: Piece) -> Tensor:
+        return equal_keys(piece)
+
+    @staticmethod
+    def _newest(piece: Piece) -> Attention:
+        real = piece.before["real"][:, None].expand(-1, piece.attention.key_value_heads, -1)
+        return newest(piece.attention, real)
+
+
+def replay(case: Case, module: Any) -> Iterator[str]:
+    """See the package."""
+    yield from blocks.replay_attend(case, module, "tova", tova.attend, attend_error)

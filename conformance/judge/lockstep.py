@@ -1,0 +1,228 @@
+"""Lockstep: the state under test and a float64 reference state take the same tokens, step by step, and are compared.
+
+After the prompt and after every step: output and scores within their bounds; occupied, positions and every counter to
+the letter; keys and values of occupied slots bit by bit; the next choice by interval. A choice that differs within its
+bounds is an adjudicated tie, and the reference adopts it: the slot is written into reference.next_slot, or, after a
+prompt, the reference's slots are filled anew from the prompt at the positions that the other side kept. So one legal
+tie does not make the rest of the trace incomparable.
+
+An adapter says what a method allows beyond that: `Adapter` here, or the one in judge/checkers/<method>.py. Everything
+else is generic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import bounds, checkers
+from ..cases.case import DecodeCase, StateTrace
+from .compare import Verdict, assert_same, assert_within, fail, gathered
+from .oracle import upcast, upcast_all
+
+
+@dataclass
+class Summary:
+    """What a run saw: steps compared, choices that had one answer only, choices adopted."""
+
+    steps: int = 0
+    decisive: int = 0
+    adjudicated: int = 0
+
+    def add(self, verdict: Verdict | None) -> None:
+        if verdict is not None:
+            self.decisive += int(verdict.decisive.sum())
+            self.adjudicated += int(verdict.adjudicated.sum())
+
+    def __str__(self) -> str:
+        return f"{self.steps} steps, {self.decisive} decisive choices, {self.adjudicated} adjudicated ties"
+
+
+class Adapter:
+    """What the judge must know of a method's state: here one that keeps keys and values as they came, attends to all
+    of a prompt, and to the slots that are occupied after a step. Methods override what is otherwise with them.
+
+    `tested` and `reference` are the two states; tensors of `prompt` and `token` are those that `tested` gets.
+    """
+
+    #: Attributes that hold, for each occupied slot, what must be equal to the letter: [B, Hkv, S, ...].
+    stored: tuple[str, ...] = ("key", "value")
+    #: Attributes that are compared to the letter besides occupied, positions and tokens_seen, once choices are judged.
+    exact: tuple[str, ...] = ()
+
+    def attach(self, tested: Any, reference: Any) -> None:
+        """Called once, before either state has seen a token."""
+
+    def prefill(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Give both the prompt: query, key, value, and occupied unless all are. The output under test, the truth, and
+        the bound of their difference."""
+        more = checkers.extras(tested, prompt["query"], prompt["key"], prompt["value"])
+        output = tested.prefill(**prompt, **more)
+        truth = reference.prefill(**upcast_all(prompt), **upcast_all(more))
+        query, key, value, occupied = (whole(prompt)[name] for name in ("query", "key", "value", "occupied"))
+        return output, truth, bounds.causal_output(query, key, value, occupied, scale=scale_of(reference))
+
+    def append_block(self, tested: Any, reference: Any, block: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Like `prefill`, for states that also take tokens later: `append_block`."""
+        raise NotImplementedError(f"{type(tested).__name__} takes no blocks, as far as its judge knows")
+
+    def after_prompt(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> Verdict | None:
+        """Judge what the prompt (or block) left; make the reference adopt what differs legally. Runs before slots are
+        compared. prompt: with `occupied` in any case."""
+
+    def before_slots(self, tested: Any, reference: Any, token: dict[str, Tensor]) -> Verdict | None:
+        """After a step, judge what it evicted at once, by its own scores; make the reference adopt it. Not needed where
+        a step evicts what `next_slot` named before it."""
+
+    def after_step(self, tested: Any, reference: Any, query: Tensor) -> tuple[Tensor, Verdict | None]:
+        """Judge scores and next choice, adopt; return the bound of the step's output [B, Hq, D], and the verdict."""
+        case = DecodeCase.of(
+            query, tested.key, tested.value, reference.occupied,
+            scale=scale_of(reference), per_head=reference.occupied.dim() == 3,
+        )
+        return bounds.decode_output(case), None
+
+    def reorder(self, index: Tensor) -> None:
+        """Rows were reordered; called after both states were."""
+
+    def reset(self) -> None:
+        """Both states were reset."""
+
+
+def whole(prompt: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A prompt's tensors with `occupied`, all True where it was not given."""
+    batch, _, tokens, _ = prompt["key"].shape
+    return {"occupied": torch.ones(batch, tokens, dtype=torch.bool, device=prompt["key"].device), **prompt}
+
+
+def scale_of(state: Any) -> float | None:
+    """The factor on query . key that a state's config gives; None: the default."""
+    return getattr(state.config, "scale", None)
+
+
+class Lockstep:
+    """Two states driven together. `reference` is the reference module's state, on float64 copies of the inputs."""
+
+    def __init__(self, tested: Any, reference: Any, adapter: Adapter) -> None:
+        self.tested, self.reference, self.adapter = tested, reference, adapter
+        self.summary = Summary()
+        adapter.attach(tested, reference)
+
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
+        """Give both the prompt [B, H, T, D], compare; returns the output under test."""
+        return self._give("prefill", "prompt", query, key, value, occupied)
+
+    def append_block(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
+        """The same at any time, for states that take blocks."""
+        return self._give("append_block", "block", query, key, value, occupied)
+
+    def _give(
+        self, method: str, what: str, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None
+    ) -> Tensor:
+        tokens = {"query": query, "key": key, "value": value}
+        if occupied is not None:
+            tokens["occupied"] = occupied
+        output, truth, bound = getattr(self.adapter, method)(self.tested, self.reference, tokens)
+        self._dtype(output, query)
+        assert_within(output, truth, bound, what=f"{method}'s output")
+        self.summary.add(self.adapter.after_prompt(self.tested, self.reference, whole(tokens)))
+        self.compare(f"after the {what}")
+        return output
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Give both one token, compare; returns the output under test."""
+        when = f"at step {self.summary.steps}"
+        more = checkers.extras(self.tested, query, key, value)
+        output = self.tested.step(query, key, value, **more)
+        truth = self.reference.step(upcast(query), upcast(key), upcast(value), **upcast_all(more))
+        self._dtype(output, query)
+        self.summary.add(
+            self.adapter.before_slots(self.tested, self.reference, {"query": query, "key": key, "value": value})
+        )
+        # Slots first: where a token went astray, that is what to say, not what it did to the output.
+        self.compare(when, choice=False)
+        bound, verdict = self.adapter.after_step(self.tested, self.reference, query)
+        assert_within(output, truth, bound, what=f"output {when}")
+        self.summary.add(verdict)
+        self.summary.steps += 1
+        self.compare(when)
+        return output
+
+    def compare(self, when: str, *, choice: bool = True) -> None:
+        """Everything that must be equal to the letter. choice=False leaves out what the adapter has yet to judge."""
+        tested, reference = self.tested, self.reference
+        if tested.tokens_seen != reference.tokens_seen:
+            fail(f"tokens_seen {when}: expected {reference.tokens_seen}, got {tested.tokens_seen}")
+        assert_same(tested.occupied, reference.occupied, what=f"occupied {when}")
+        assert_same(tested.positions, reference.positions, what=f"positions {when}")
+        occupied = reference.occupied if reference.occupied.dim() == 3 else reference.occupied[:, None]
+        for name in self.adapter.stored:
+            one, other = getattr(tested, name), getattr(reference, name)
+            where = occupied.view(*occupied.shape, *[1] * (one.dim() - occupied.dim()))
+            assert_same(one, other, where=where, what=f"{name} {when}")
+        for name in self.adapter.exact if choice else ():
+            assert_same(getattr(tested, name), getattr(reference, name), what=f"{name} {when}")
+
+    def reset(self) -> None:
+        self.tested.reset()
+        self.reference.reset()
+        self.adapter.reset()
+        self.compare("after reset")
+
+    def reorder(self, index: Tensor) -> None:
+        self.tested.reorder(index)
+        self.reference.reorder(index)
+        self.adapter.reorder(index)
+        self.compare("after reorder")
+
+    @staticmethod
+    def _dtype(output: Tensor, query: Tensor) -> None:
+        if output.dtype != query.dtype:
+            fail(f"output must have query's dtype {query.dtype}, got {output.dtype}")
+
+
+def adopt_prompt(reference: Any, kept: Tensor, key: Tensor, value: Tensor) -> None:
+    """Fill the reference's slots anew: slot i of row b holds prompt token kept[b, i] [B, N], -1 holds nothing."""
+    count, slots = kept.shape[1], reference.occupied.shape[-1]
+    reference.key[:, :, :count] = gathered(upcast(key), kept)
+    reference.value[:, :, :count] = gathered(upcast(value), kept)
+    wide = kept[:, None] if reference.positions.dim() == 3 else kept
+    reference.positions[..., :count] = wide
+    reference.occupied[..., :count] = wide >= 0
+    index = torch.arange(slots, device=kept.device)
+    reference.next_slot = index.where(~reference.occupied, slots).amin(-1)
+
+
+def pair(
+    method: str, tested: ModuleType, reference: ModuleType | None = None, *, config: dict[str, Any], **sizes: Any
+) -> Lockstep:
+    """A lockstep of a method's states. tested, reference: the method's modules on both sides (their *Config, *State).
+
+    config: keyword arguments of the method's *Config. sizes: batch, query_heads, key_value_heads, head_dim, dtype,
+    device of the state under test.
+    """
+    found = checkers.pair(method)
+    reference = reference or found.reference
+    assert found.config is not None
+    assert found.state is not None
+    options, state = found.config(**config), found.state.__name__
+    return Lockstep(
+        getattr(tested, state)(options, **sizes),
+        getattr(reference, state)(options, **{**sizes, "dtype": torch.float64}),
+        checkers.ask(method, "Adapter", Adapter)(),
+    )
+
+
+def run(trace: StateTrace, tested: ModuleType, reference: ModuleType | None = None) -> Summary:
+    """Drive a drawn trace through both sides; `tested` is the method's module of the implementation under test."""
+    both = pair(trace.method, tested, reference, config=trace.options, **trace.sizes)
+    prompt = trace.prompt_inputs
+    if prompt is not None:
+        both.prefill(**prompt)  # type: ignore[arg-type]
+    for step in range(trace.steps):
+        both.step(**trace.step_inputs(step))
+    return both.summary

@@ -1,0 +1,122 @@
+"""The truth: the reference on the very low-precision inputs that the implementation got, upcast to float64.
+
+`oracle` runs any reference function so. `attend` does the same with attention itself and keeps everything that the
+error bounds need: logits, sizes of the dot products behind them, normalisers, weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...reference import attention as eager
+from ...reference.contract import resolve_scale
+
+T = TypeVar("T")
+
+
+def upcast(value: Any) -> Any:
+    """A floating tensor in float64, exactly; anything else as it is."""
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def upcast_all(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments, upcast."""
+    return {name: upcast(value) for name, value in inputs.items()}
+
+
+def oracle(function: Callable[..., T], case: Any) -> T:
+    """`function` of the reference on case.inputs (a dict of keyword arguments), computed in float64."""
+    return function(**upcast_all(case.inputs))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Exact attention of Q queries per head over S slots, in float64, with what it was computed from.
+
+    logit, dot [B, Hq, Q, S]: scale * q . k (-inf where a query does not see the slot), and |scale| * sum_d |q_d k_d|
+    (0 there). value [B, Hkv, S, D], zero where unoccupied. dtype: that of the low-precision inputs.
+    """
+
+    logit: Tensor
+    dot: Tensor
+    value: Tensor
+    occupied: Tensor
+    scale: float
+    dtype: torch.dtype
+
+    @property
+    def query_heads(self) -> int:
+        return self.logit.shape[1]
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.value.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.value.shape[-1]
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """Which slots a query attends to, [B, Hq, Q, S] bool."""
+        return self.logit != -torch.inf
+
+    @cached_property
+    def count(self) -> Tensor:
+        """How many slots it attends to, [B, Hq, Q, 1] float64, at least 1."""
+        return self.seen.sum(-1, keepdim=True).clamp_min(1).double()
+
+    @cached_property
+    def top(self) -> Tensor:
+        """The row maximum m, [B, Hq, Q, 1]; 0 for a query that sees nothing."""
+        top = self.logit.amax(-1, keepdim=True)
+        return top.masked_fill(top == -torch.inf, 0)
+
+    @cached_property
+    def lse(self) -> Tensor:
+        """log sum_j exp(s_j), [B, Hq, Q, 1]; 0 for a query that sees nothing."""
+        lse = self.logit.logsumexp(-1, keepdim=True)
+        return lse.masked_fill(lse == -torch.inf, 0)
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """a_j, [B, Hq, Q, S]; 0 where unseen."""
+        return eager.softmax(self.logit)
+
+    @cached_property
+    def output(self) -> Tensor:
+        """sum_j a_j v_j, [B, Hq, Q, D]."""
+        return eager.weighted_values(self.weight, self.value, self.occupied)
+
+    @cached_property
+    def magnitude(self) -> Tensor:
+        """||v_j||_1, [B, Hkv, S]."""
+        return self.value.abs().sum(-1)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None, causal: bool = False
+) -> Attention:
+    """Exact attention of low-precision inputs: query [B, Hq, Q, D], or [B, Hq, D] for Q = 1.
+
+    key, value [B, Hkv, S, D]; occupied [B, S] or [B, Hkv, S] bool. causal: the queries belong to the last Q of the S
+    tokens and see no later ones; queries at unoccupied positions (padding) then see nothing.
+    """
+    factor = resolve_scale(scale, query.shape[-1])
+    block = query if query.dim() == 4 else query[:, :, None]
+    q, k = upcast(block), upcast(key)
+    if causal:
+        padding = ~eager.per_kv_head(occupied)[..., key.shape[2] - block.shape[2]:, None]    # [B, 1 or Hkv, Q, 1]
+        padding = eager.per_query_head(padding, q.shape[1]) if padding.shape[1] > 1 else padding
+        q = q.masked_fill(padding, 0)
+        logit = eager.causal_logits(q, k, occupied, scale=factor).masked_fill(padding, -torch.inf)
+    else:
+        logit = eager.logits(q, k, occupied, scale=factor)
+    dot = eager.logits(q.abs(), k.abs(), occupied, scale=abs(factor)).masked_fill(logit == -torch.inf, 0)
+    return Attention(logit, dot, eager.zero_unoccupied(upcast(value), occupied), occupied, factor, query.dtype)

@@ -1,0 +1,1 @@
+"""KeyDiff: its tests, claims and mutants."""

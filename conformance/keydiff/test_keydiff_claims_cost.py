@@ -1,0 +1,215 @@
+"""What KeyDiff costs: operations and complexities (claims KD-6, KD-8; the memory of KD-6 is in ..._blocks).
+
+Counts are exact: operations are those of a number that tallies them. A test named ..._rejects_... shows that a slightly
+changed statement fails, so that the test beside it is not empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from kvtwin.conformance.judge.claim_geometry import kept, smallest, unit, whole_vectors
+from kvtwin.conformance.judge.claim_math import Counted, add_up
+
+
+# ---- KD-8: the operations of A.2.1 -----------------------------------------------------------------------------------
+
+FLOPS = {"multiply": 1, "add": 1, "divide": 5, "root": 8}                              # A.2.1; a comparison is an add
+SIZES = [(1, 1), (2, 5), (10, 7), (16, 8), (9, 32)]
+
+
+def root(x: Counted) -> Counted:
+    x.tally["root"] += 1
+    return Counted(Fraction(math.sqrt(x.number)), x.tally)
+
+
+def dot(left: Iterable[Counted], right: Iterable[Counted]) -> Counted:
+    return add_up(x * y for x, y in zip(left, right, strict=True))
+
+
+def counted(keys: Sequence[Sequence[int]]) -> tuple[list[list[Counted]], Counter[str]]:
+    tally: Counter[str] = Counter()
+    return [[Counted(x, tally) for x in key] for key in keys], tally
+
+
+def normalise(keys: list[list[Counted]]) -> tuple[list[Counted], list[list[Counted]]]:
+    """Norms and normalised keys, with one division per key: A.2.1, first two items."""
+    norms = [root(dot(key, key)) for key in keys]
+    factors = [Counted(1, norm.tally) / norm for norm in norms]
+    return norms, [[x * factor for x in key] for key, factor in zip(keys, factors, strict=True)]
+
+
+def scores(keys: list[list[Counted]], *, average: bool = True) -> list[Counted]:
+    """cos(mu, k_i), operation by operation as A.2.1 describes it, the division by n left out or not."""
+    norms, normalised = normalise(keys)
+    anchor = [add_up(column) for column in zip(*normalised, strict=True)]
+    tally = anchor[0].tally
+    if average:
+        factor = Counted(1, tally) / Counted(len(keys), tally)
+        anchor = [x * factor for x in anchor]
+    length = root(dot(anchor, anchor))
+    floor = Counted(Fraction(1, 10**8), tally)
+    result = []
+    for key, norm in zip(keys, norms, strict=True):
+        product = norm * length
+        tally["add"] += 1                                                              # the comparison of max(., eps)
+        result.append(dot(anchor, key) / (product if product.number > floor.number else floor))
+    return result
+
+
+def ranks(keys: list[list[Counted]]) -> list[Counted]:
+    """k^_i . sum of k^: what orders the tokens, without another division."""
+    _, normalised = normalise(keys)
+    anchor = [add_up(column) for column in zip(*normalised, strict=True)]
+    return [dot(key, anchor) for key in normalised]
+
+
+def some_keys(n: int, d: int) -> list[list[int]]:
+    return [[(i * j + i + j) % 5 + 1 for j in range(d)] for i in range(n)]
+
+
+def tallied(n: int, d: int, make: Callable = scores, **options: bool) -> Counter[str]:
+    keys, tally = counted(some_keys(n, d))
+    make(keys, **options)
+    return tally
+
+
+def flops(tally: Counter[str]) -> int:
+    return sum(FLOPS[name] * count for name, count in tally.items())
+
+
+def printed_counts(n: int, d: int) -> Counter[str]:
+    return Counter(multiply=3 * n * d + d + n, add=3 * n * d - n - 1, divide=2 * n + 2, root=n + 1)
+
+
+@pytest.mark.claim("KD-8a")
+@pytest.mark.parametrize(("n", "d"), SIZES)
+def test_printed_count_has_one_division_too_many_and_d_products_too_few(n, d):
+    found, printed = tallied(n, d), printed_counts(n, d)
+    difference = {name: printed[name] - found[name] for name in FLOPS}
+    assert difference == {"multiply": -d, "add": 0, "divide": 1, "root": 0}
+    assert flops(printed) - flops(found) == 5 - d                                      # they cancel for d = 5 alone
+    assert (flops(found) == flops(printed)) is (d == 5)
+
+
+@pytest.mark.claim("KD-8b")
+@pytest.mark.parametrize(("n", "d"), SIZES)
+def test_scores_cost_what_they_cost(n, d):
+    found = tallied(n, d)
+    assert found == Counter(multiply=3 * n * d + 2 * d + n, add=3 * n * d - n - 1, divide=2 * n + 1, root=n + 1)
+    assert flops(found) == (6 * d + 18) * n + 2 * d + 12
+    assert flops(found) != (6 * d + 18) * n + d + 12
+    # Without the division by n, which changes no cosine:
+    assert flops(tallied(n, d, average=False)) == (6 * d + 18) * n + d + 7
+    assert flops(tallied(n, d, average=False)) != flops(found)
+
+
+@pytest.mark.claim("KD-8b")
+def test_counted_scores_are_keydiffs():
+    """What was counted computes the right thing: it ranks as exact arithmetic does."""
+    whole = whole_vectors(3)[::11]
+    keys, _ = counted(whole)
+    exact = [unit(v) for v in whole]
+    for make in (scores, ranks):
+        found = [x.number for x in make(keys)]
+        assert smallest(found, 7) == kept(exact, 7) != smallest([-x for x in found], 7)
+
+
+@pytest.mark.claim("KD-8c")
+@pytest.mark.parametrize(("n", "d"), SIZES)
+def test_printed_items_add_up_to_the_printed_total(n, d):
+    assert flops(printed_counts(n, d)) == (6 * d + 18) * n + d + 17
+    assert flops(printed_counts(n, d)) != (6 * d + 18) * n + d + 16
+    # The two parts, too: anchor and cosines.
+    anchor = Counter(multiply=2 * n * d, add=2 * n * d - n - d, root=n, divide=n + 1)
+    assert anchor + Counter(multiply=n * d + d + n, add=n * d + d - 1, divide=n + 1, root=1) == printed_counts(n, d)
+
+
+@pytest.mark.claim("KD-8d")
+@pytest.mark.parametrize(("n", "d"), SIZES)
+def test_ranks_cost_less_than_scores(n, d):
+    found = tallied(n, d, ranks)
+    assert flops(found) == (6 * d + 11) * n - d < flops(tallied(n, d))
+    assert flops(found) != (6 * d + 11) * n
+    assert found["divide"] == found["root"] == n
+
+
+def matrix_products(queries: int, n: int, d: int) -> int:
+    """Operations of Q K' and P V for so many queries: a lower bound of attention's."""
+    tally: Counter[str] = Counter()
+    row = [Counted(1, tally)] * d
+    for _ in range(queries):
+        weight = [dot(row, row) for _ in range(n)]
+        for _ in range(d):
+            dot(weight, [weight[0]] * n)
+    return flops(tally)
+
+
+@pytest.mark.claim("KD-8e")
+def test_scores_cost_little_beside_many_queries_only():
+    n, d = 64, 16
+    scoring, one = flops(tallied(n, d)), matrix_products(1, n, d)
+    assert one == 4 * n * d - n - d
+    assert scoring > one * Fraction(3, 2)                                              # decoding, one head per KV head
+    assert scoring < matrix_products(2, n, d)
+    assert matrix_products(8, n, d) == 8 * one                                         # a block: linear in its queries
+    share = Fraction((6 * 128 + 18) * 2176 + 2 * 128 + 12, 4 * 128 * (4 * 2176 * 128 - 2176 - 128))
+    assert Fraction(3, 1000) < share < Fraction(4, 1000)                               # G 4, B 128, N 2048, d 128
+
+
+# ---- KD-6: complexities ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.claim("KD-6a")
+@pytest.mark.parametrize("d", [1, 4, 16])
+def test_scores_take_time_linear_in_the_cache(d):
+    costs = [flops(tallied(n, d)) for n in range(1, 9)]
+    steps = {after - before for before, after in pairwise(costs)}
+    assert steps == {6 * d + 18} != {6 * d + 17}
+    assert flops(tallied(8, 2 * d)) > flops(tallied(8, d))                             # d is not free, only suppressed
+
+
+@cache
+def comparisons(size: int, index: int) -> Fraction:
+    """The mean number that quickselect with a random pivot takes to find the index-th of `size`."""
+    if size == 1:
+        return Fraction(0)
+    parts = (
+        comparisons(pivot, index) if index < pivot else comparisons(size - 1 - pivot, index - pivot - 1)
+        for pivot in range(size) if pivot != index
+    )
+    return size - 1 + sum(parts, Fraction(0)) / size
+
+
+@pytest.mark.claim("KD-6b")
+def test_selection_is_linear_on_average_and_quadratic_at_worst():
+    means = {size: max(comparisons(size, index) for index in range(size)) for size in range(1, 41)}
+    assert all(mean <= 4 * size for size, mean in means.items())
+    assert not all(mean <= 2 * size for size, mean in means.items())
+    worst = [sum(range(size)) for size in range(1, 41)]                                # always the smallest as pivot
+    assert worst[-1] == 40 * 39 // 2 > 4 * 40
+
+
+def weights(budget: int, block: int, rows: int) -> int:
+    """Attention weights of the last `rows` of a block's queries over a full cache and the block, causal."""
+    return sum(budget + i for i in range(block - rows + 1, block + 1))
+
+
+@pytest.mark.claim("KD-6c")
+def test_weights_that_the_other_methods_need():
+    for budget in range(1, 10):
+        for block in range(1, 10):
+            every = weights(budget, block, block)
+            assert every == budget * block + block * (block + 1) // 2                  # H2O
+            assert budget * block + block**2 <= 2 * every <= 2 * (budget * block + block**2)
+            assert weights(budget, block, 1) == budget + block                         # TOVA
+            for window in range(1, block + 1):                                         # SnapKV
+                assert (budget + block) * window <= 2 * weights(budget, block, window) <= 2 * (budget + block) * window
+    assert not 2 * weights(9, 9, 9) <= 9 * 9 + 9                                       # not O(N B + B)
+    assert not weights(9, 9, 9) <= 9 + 9                                               # nor O(N + B)

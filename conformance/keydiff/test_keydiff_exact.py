@@ -1,0 +1,240 @@
+"""KeyDiff where one answer is right to the letter: ties, protection, NaN, and bits that must not change.
+
+On both sides: the judge orders ties for the reference, so only here is its own order seen.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.conformance.judge.checkers import keydiff as judge
+from kvtwin.conformance.cases.key_cases import KeyCase, key_cases
+from kvtwin.conformance.cases.layouts import lay_out
+
+pytestmark = [
+    pytest.mark.kind("laws"), pytest.mark.parametrize("side", ("reference", "optimized")),
+    pytest.mark.filterwarnings("ignore:overflow encountered"),  # see test_keydiff.py
+]
+
+few = settings(max_examples=max(3, settings().max_examples // 6))
+
+NAN, INF = float("nan"), float("inf")
+SLOTS, HEAD_DIM = 40, 16
+KINDS = [
+    ("mean_normalized", "cosine", "contiguous"), ("mean_normalized", "cosine", "channels_first"),
+    ("mean", "dot", "contiguous"), ("median", "euclidean", "channels_first"), ("mean", "cosine", "channels_first"),
+]
+
+
+def keys(device, seed: int = 0, heads: int = 1) -> torch.Tensor:
+    """[1, heads, S, D], all in one half space: the anchor is far from zero."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(1, heads, SLOTS, HEAD_DIM, generator=generator) + 1).to(device)
+
+
+def mask(device, *slots: int) -> torch.Tensor:
+    """[1, S] bool, True at these slots."""
+    return torch.isin(torch.arange(SLOTS, device=device), torch.tensor(slots, device=device))[None]
+
+
+def kept(result) -> list[int]:
+    return result.kept[0, 0].tolist()
+
+
+def dropped(result) -> list[int]:
+    return sorted(set(range(SLOTS)) - set(kept(result)))
+
+
+# Ties ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("anchor", "similarity", "layout"), KINDS)
+def test_of_equal_keys_the_oldest_go(anchor, similarity, layout, side, twins, device):
+    """Whatever the strides, by which sums may run."""
+    evict = getattr(twins, side).keydiff.evict
+    options = {"anchor": anchor, "similarity": similarity}
+    for factor in (1, 0):
+        key = lay_out(keys(device)[:, :, :1].expand(1, 1, SLOTS, HEAD_DIM) * factor, layout)
+        assert kept(evict(key, key, 7, **options)) == list(range(SLOTS - 7, SLOTS))
+    held = evict(key, key, 7, **options, protected=mask(device, 0, 3), recent=1)
+    assert kept(held) == [0, 3, *range(SLOTS - 5, SLOTS)]
+    # Equal keys among others, whether they rank lowest or highest.
+    for sign in (1, -1):
+        key, places = keys(device, seed=1), [2, 17, 20, 33, 39]
+        key[:, :, places] = sign * key.mean(2, keepdim=True)
+        key = lay_out(key, layout)
+        for budget in (3, 37) if (sign < 0) != (similarity == "euclidean") or sign < 0 else (37,):
+            result = evict(key, key, budget, **options)
+            equal_kept = [place for place in places if place in kept(result)]
+            assert equal_kept == places[len(places) - len(equal_kept):], "the older ones went first"
+
+
+def test_zero_keys_rank_where_the_anchor_is_at_right_angles(side, twins, device):
+    """A zero key normalises to zero: it ranks between keys that agree with the anchor and those that oppose it."""
+    module = getattr(twins, side).keydiff
+    key = keys(device)
+    key[:, :, 5] = -key.mean(2)
+    key[:, :, [9, 30]] = 0
+    key[:, :, 30, ::2] = -0.0
+    score = module.score(key)
+    assert score[0, 0, [9, 30]].tolist() == [0, 0]
+    assert kept(module.evict(key, key, 3)) == [5, 9, 30]
+    assert kept(module.evict(key, key, 2)) == [5, 30]
+    pairwise = module.pairwise_score(key)
+    assert pairwise[0, 0, [9, 30]].tolist() == [0, 0]
+    judge.assert_pairwise_right(pairwise, KeyCase.of(key))
+
+
+def test_a_vanishing_anchor_makes_all_keys_equal_or_nearly(side, twins, device):
+    """Keys +-e1: the sum of the normalised keys is 0, cosines with it are 0 or noise, ranks are defined."""
+    module = getattr(twins, side).keydiff
+    key = torch.zeros(1, 1, 8, HEAD_DIM, device=device)
+    key[..., ::2, 0], key[..., 1::2, 0] = 1, -1
+    score = module.score(key)
+    assert bool((score.abs() <= 1 + 1e-5).all())
+    stay = kept(module.evict(key, key, 3))
+    assert len(set(stay)) == 3 and stay == sorted(stay) and set(stay) <= set(range(8))
+
+
+# Numbers that are none -----------------------------------------------------------------------------------------------
+
+
+def test_a_key_that_is_no_number_leaves_no_order(side, twins, device):
+    """Its head's anchor is NaN, so are all ranks; the lowest slots go. Other heads do not notice."""
+    module = getattr(twins, side).keydiff
+    clean = module.evict(keys(device, heads=2), keys(device, heads=2), 7)
+    for number in (NAN, INF):
+        key = keys(device, heads=2)
+        key[0, 0, 20, 3] = number
+        assert bool(module.score(key)[0, 0].isnan().all())
+        result = module.evict(key, key, 7)
+        assert result.kept[0, 0].tolist() == list(range(SLOTS - 7, SLOTS))
+        assert_same(result.kept[0, 1], clean.kept[0, 1], what="kept of the other head")
+    held = module.evict(key, key, 7, protected=mask(device, 2))
+    assert held.kept[0, 0].tolist() == [2, *range(SLOTS - 6, SLOTS)]
+
+
+# Counts and protection -----------------------------------------------------------------------------------------------
+
+
+def test_whatever_the_budget_it_is_kept_to(side, twins, device):
+    module = getattr(twins, side).keydiff
+    key = keys(device)
+    value = keys(device, seed=2)
+    order = module.evict(key, value, 1)
+    assert order.key.shape == (1, 1, 1, HEAD_DIM) and order.occupied.all()
+    for budget in (SLOTS, SLOTS + 1, 10**6):
+        everything = module.evict(key, value, budget)
+        assert kept(everything) == list(range(SLOTS)) and bool(everything.occupied.all())
+        assert torch.equal(everything.key, key) and torch.equal(everything.value, value)
+    occupied = mask(device, 4, 9, SLOTS - 1)
+    few_tokens = module.evict(key, value, 5, occupied=occupied, recent=5)
+    assert kept(few_tokens) == [4, 9, SLOTS - 1, -1, -1]
+    assert few_tokens.occupied[0, 0].tolist() == [True] * 3 + [False] * 2
+    for name, tensor in (("key", key), ("value", value)):
+        got = getattr(few_tokens, name)[0, 0]
+        assert torch.equal(got[:3], tensor[0, 0, [4, 9, SLOTS - 1]]) and bool((got[3:] == 0).all())
+    nothing = module.evict(key, value, 5, occupied=torch.zeros_like(occupied))
+    assert kept(nothing) == [-1] * 5 and bool((nothing.key == 0).all())
+    assert bool((module.score(key, occupied=torch.zeros_like(occupied)) == -INF).all())
+
+
+def test_recent_and_protected_tokens_stay(side, twins, device):
+    """The worst of all: keys right on the anchor."""
+    module = getattr(twins, side).keydiff
+    key = keys(device)
+    key[:, :, [1, 8, 38, 39]] = 5 * key.mean(2, keepdim=True)
+    assert not {1, 8, 38, 39} & set(kept(module.evict(key, key, 30)))
+    assert {38, 39} <= set(kept(module.evict(key, key, 30, recent=2)))
+    assert {1, 8} <= set(kept(module.evict(key, key, 2, protected=mask(device, 1, 8))))
+    assert kept(module.evict(key, key, 4, recent=2, protected=mask(device, 1, 8))) == [1, 8, 38, 39]
+    # The newest that there is, not the last slots; and protection of an empty slot is none.
+    occupied = ~mask(device, 36, 37, 38, 39)
+    result = module.evict(key, key, 3, occupied=occupied, recent=2, protected=mask(device, 8, 38, 39))
+    assert kept(result) == [8, 34, 35]
+    # A protected token that is recent too takes one place.
+    assert kept(module.evict(key, key, 2, recent=2, protected=mask(device, 39))) == [38, 39]
+    per_head = torch.stack([mask(device, 1, 8), mask(device, 3)], 1)
+    both = module.evict(torch.cat((key, key), 1), torch.cat((key, key), 1), 2, protected=per_head)
+    assert both.kept[0, 0].tolist() == [1, 8] and 3 in both.kept[0, 1].tolist()
+
+
+def test_positions_and_queries_play_no_part(side, twins, device):
+    """The score is of the set of keys: their order and their sizes do not matter (KD-5)."""
+    module = getattr(twins, side).keydiff
+    key = keys(device)
+    order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1)).to(device)
+    best, moved = kept(module.evict(key, key, 9)), kept(module.evict(key[:, :, order], key, 9))
+    assert sorted(order[moved].tolist()) == best
+    powers = torch.exp2(torch.randint(-20, 20, (SLOTS, 1), generator=torch.Generator().manual_seed(2)).float())
+    assert kept(module.evict(key * powers.to(device), key, 9)) == best
+
+
+def test_keys_of_any_size_have_directions(side, twins, device):
+    """Squares overflow and vanish in float32; cosines are of directions."""
+    module = getattr(twins, side).keydiff
+    key = keys(device).clamp(-3, 3)
+    best = kept(module.evict(key, key, 9))
+    for factor in (2.0**125, 2.0**-120):
+        judge.assert_score_right(module.score(key * factor), KeyCase.of(key * factor))
+        assert kept(module.evict(key * factor, key, 9)) == best
+
+
+# Bits ----------------------------------------------------------------------------------------------------------------
+
+
+def assert_same_bits(one, other, what: str) -> None:
+    for name, first, second in zip(("key", "value", "kept", "occupied"), one, other, strict=True):
+        assert_same(second, first, what=f"{name}, {what}")
+
+
+@given(case=key_cases())
+@few
+def test_the_same_bits_again(case, side, twins):
+    module = getattr(twins, side).keydiff
+    assert_same(module.score(**case.score_inputs), module.score(**case.score_inputs), what="score, launched again")
+    assert_same_bits(module.evict(**case.inputs), module.evict(**case.inputs), "launched again")
+
+
+@given(case=key_cases(occupancy=("random", "left_padding"), content=("ordinary", "sizes"), layout=("contiguous",)))
+@few
+def test_what_lies_in_unoccupied_slots_influences_nothing(case, side, twins):
+    module = getattr(twins, side).keydiff
+    score, result = module.score(**case.score_inputs), module.evict(**case.inputs)
+    free, number = ~case.mask[..., None], 7e4 if case.poison == "nan" else NAN
+    if number == 7e4 and case.dtype == torch.float16:
+        number = 6e4
+    other = {"key": case.key.masked_fill(free, number), "value": case.value.masked_fill(free, number)}
+    again = module.score(**{**case.score_inputs, "key": other["key"]})
+    assert_same(again, score, what=f"score with {number} in free slots")
+    assert_same_bits(module.evict(**{**case.inputs, **other}), result, f"with {number} in free slots")
+
+
+@given(case=key_cases(content=("ordinary", "collinear"), layout=("contiguous",)).filter(lambda case: case.batch > 1))
+@few
+def test_rows_do_not_see_each_other(case, side, twins):
+    module = getattr(twins, side).keydiff
+    score, result = module.score(**case.score_inputs), module.evict(**case.inputs)
+    key = case.key.clone()
+    key[1:] = NAN
+    again = module.score(**{**case.score_inputs, "key": key})
+    assert_same(again[:1], score[:1], what="score of the first row")
+    after = module.evict(**{**case.inputs, "key": key})
+    assert_same_bits([field[:1] for field in after], [field[:1] for field in result], "of the first row")
+
+
+@given(case=key_cases(content=("ordinary", "collinear", "zero_keys")))
+@few
+def test_masks_per_head_that_are_equal_are_one_mask(case, side, twins):
+    """[B, S] and its expansion to [B, Hkv, S] say the same."""
+    if case.per_head or case.occupied is None:
+        return
+    module = getattr(twins, side).keydiff
+    wide = {
+        name: None if mask is None else mask[:, None].expand(case.mask.shape)
+        for name, mask in (("occupied", case.occupied), ("protected", case.protected))
+    }
+    assert_same_bits(module.evict(**{**case.inputs, **wide}), module.evict(**case.inputs), "with masks per head")

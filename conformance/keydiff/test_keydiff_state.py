@@ -1,0 +1,257 @@
+"""KeyDiff's cache, block by block: any block size, blocks of all and of one, the peak, and a sum carried for long."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtwin.conformance.judge import lockstep
+from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.judge.compare import assert_same, assert_within, gathered
+from kvtwin.conformance.judge.checkers import keydiff as judge
+from kvtwin.conformance.cases.key_cases import KeyCase, fill
+from kvtwin.optimized import keydiff as optimized
+from kvtwin.reference import keydiff
+from kvtwin.reference.keydiff import KeyDiffConfig
+
+pytestmark = [
+    pytest.mark.kind("equivalence"),
+    pytest.mark.filterwarnings("ignore:overflow encountered"),  # see test_keydiff.py
+]
+
+few = settings(max_examples=max(3, settings().max_examples // 6))
+SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
+HEAD_DIM = 16
+
+
+def tokens(device, count: int, *, seed: int, content: str = "ordinary", heads: int = 1, dtype=torch.float32):
+    """query, key, value of `count` tokens in one row: [1, H, T, D]."""
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = (1, heads, count, HEAD_DIM)
+    return [fill(name, generator, shape, dtype) for name in ("ordinary", content, "ordinary")]
+
+
+def made(module, device, *, heads: int = 1, dtype=torch.float32, batch: int = 1, **config):
+    return module.KeyDiffState(
+        KeyDiffConfig(**config), batch=batch, query_heads=heads, key_value_heads=heads, head_dim=HEAD_DIM, dtype=dtype,
+        device=device,
+    )
+
+
+def both(twins, device, *, heads: int = 1, dtype=torch.float32, batch: int = 1, **config) -> lockstep.Lockstep:
+    return lockstep.pair(
+        "keydiff", twins.optimized.keydiff, config=config, batch=batch, query_heads=heads, key_value_heads=heads,
+        head_dim=HEAD_DIM, dtype=dtype, device=device,
+    )
+
+
+def held(state) -> torch.Tensor:
+    """The positions that a state holds, ascending, [B, Hkv, budget]."""
+    return state.positions[..., :state.config.budget].sort(-1).values
+
+
+# Blocks --------------------------------------------------------------------------------------------------------------
+
+
+@SIDES
+@pytest.mark.parametrize(("total", "budget", "recent"), [(40, 9, 0), (23, 22, 5), (12, 12, 3)])
+def test_one_block_is_one_eviction(total, budget, recent, side, twins, device):
+    """A block size of at least T: what stays of a prompt is what `evict` keeps of its keys (KD-7)."""
+    module = getattr(twins, side).keydiff
+    query, key, value = tokens(device, total, seed=total, heads=2, dtype=torch.bfloat16)
+    state = made(module, device, heads=2, dtype=torch.bfloat16, budget=budget, block_size=total + 3, recent=recent)
+    state.prefill(query, key, value)
+    case = KeyCase.of(key, value, budget=budget, recent=recent)
+    kept = held(state)
+    actual = keydiff.EvictResult(gathered(key, kept), gathered(value, kept), kept, kept >= 0)
+    judge.assert_evict_right(actual, case)
+    assert_same(kept, module.evict(**case.inputs).kept, what="positions held, against what evict keeps")
+
+
+@SIDES
+def test_blocks_of_one_are_decoding(side, twins, device):
+    """append_block in blocks of one, and steps: the same tokens stay, and attend to the same."""
+    module = getattr(twins, side).keydiff
+    query, key, value = tokens(device, 11, seed=3)
+    blocks, steps = (made(module, device, budget=4, block_size=1, refresh=3) for _ in range(2))
+    drivers = [
+        lockstep.Lockstep(state, made(keydiff, device, budget=4, block_size=1, dtype=torch.float64), judge.Adapter())
+        for state in (blocks, steps)
+    ] if side == "optimized" else []
+    if drivers:
+        drivers[0].append_block(query, key, value)
+        for token in range(11):
+            drivers[1].step(query[:, :, token], key[:, :, token], value[:, :, token])
+        assert all(driver.summary.adjudicated == 0 for driver in drivers)
+    else:
+        output = blocks.append_block(query, key, value)
+        for token in range(11):
+            one = steps.step(query[:, :, token], key[:, :, token], value[:, :, token])
+            assert torch.equal(one, output[:, :, token])
+    assert_same(steps.positions, blocks.positions, what="positions")
+    for name in ("key", "value"):
+        where = blocks.occupied[..., None]
+        assert_same(getattr(steps, name), getattr(blocks, name), where=where, what=name)
+
+
+@given(data=st.data())
+@few
+def test_keydiff_takes_blocks_of_any_size(data, twins, device):
+    """Blocks, padded or not, and steps, in any order."""
+    budget, size = data.draw(st.integers(1, 8)), data.draw(st.integers(3, 12))
+    run = both(
+        twins, device, batch=2, dtype=data.draw(st.sampled_from((torch.float32, torch.bfloat16))),
+        budget=budget, block_size=size, recent=data.draw(st.integers(0, budget)), refresh=2,
+    )
+    seed = data.draw(st.integers(0, 2**16))
+    for number, count in enumerate(data.draw(st.lists(st.integers(0, 2 * size), min_size=2, max_size=4))):
+        drawn = [
+            torch.cat([part, part.flip(2)])
+            for part in tokens(device, max(count, 1), seed=seed + number, dtype=run.tested.dtype)
+        ]
+        if not count:
+            run.step(*(part[:, :, 0] for part in drawn))
+            continue
+        generator = torch.Generator(device).manual_seed(seed + number)
+        padding = torch.rand(2, count, generator=generator, device=device) < data.draw(st.sampled_from((0.0, 0.4, 1.0)))
+        run.append_block(*drawn, ~padding)
+
+
+def test_the_peak_is_budget_and_block(twins, device):
+    """KD-7: never more than budget + block_size tokens per head, in buffers of that many slots; and as many come."""
+    budget, size = 6, 4
+    state = made(twins.optimized.keydiff, device, budget=budget, block_size=size)
+    reference = made(keydiff, device, budget=budget, block_size=size)
+    assert state.key.shape[2] == state.value.shape[2] == state.occupied.shape[-1] == budget + size
+    peak = 0
+    query, key, value = tokens(device, 30, seed=1)
+    for start in range(0, 30, size):
+        block = [part[:, :, start:start + size] for part in (query, key, value)]
+        reference.append_block(*block)
+        peak = max(peak, int(reference._before["occupied"].sum(-1).max()))
+        assert int(reference.occupied.sum(-1).max()) == min(budget, reference.tokens_seen)
+    state.append_block(query, key, value)
+    assert state.key.shape[2] == budget + size
+    assert int(state.occupied.sum(-1).max()) == budget
+    assert peak == budget + size
+
+
+# Steps ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("refresh", "content"), [(1, "ordinary"), (7, "turning"), (7, "collinear"), (1000, "collinear")]
+)
+def test_a_carried_sum_keeps_to_its_bound_over_many_steps(refresh, content, twins, device):
+    """More steps than one refresh, and (refresh 1000) as many steps without any: scores and victims stay right."""
+    gpu = device.type == "cuda"
+    budget, steps = (100, 3 * max(refresh, 100) + 30) if gpu else (8, 24 if refresh > 1 else 8)
+    run = both(twins, device, budget=budget, block_size=16, refresh=refresh, recent=2)
+    total = budget + 5 + steps
+    query, key, value = tokens(device, total, seed=refresh, content="collinear" if content == "turning" else content)
+    if content == "turning":
+        # Keys that turn round: a sum that forgot what left would still point where they came from.
+        key[:, :, total // 2:] = key[:, :, total // 2:].roll(1, -1)
+    run.prefill(*(part[:, :, :budget + 5] for part in (query, key, value)))
+    for token in range(budget + 5, total):
+        run.step(query[:, :, token], key[:, :, token], value[:, :, token])
+    assert run.summary.steps == steps
+    assert run.summary.decisive > steps // 2, "most of the choices have one right answer"
+
+
+@pytest.mark.parametrize("refresh", [1, 3])
+def test_a_carried_sum_is_renewed(refresh, device):
+    """Our own: an error put into the sum is gone `refresh` steps later, and not before."""
+    state = made(optimized, device, budget=6, block_size=8, refresh=refresh)
+    query, key, value = tokens(device, 20, seed=8)
+    state.prefill(*(part[:, :, :8] for part in (query, key, value)))
+    for token in range(8, 8 + refresh):
+        held_keys = judge.Keys(state.key[:, :, :6].double(), state.occupied[..., :6])
+        if token == 8:
+            state._anchor += 1.0
+        error = (state._anchor[:, :, None] - held_keys.unit.sum(2, keepdim=True)).abs()
+        assert float(error.min()) > 0.9
+        state.step(query[:, :, token], key[:, :, token], value[:, :, token])
+    held_keys = judge.Keys(state.key[:, :, :6].double(), state.occupied[..., :6])
+    error = (state._anchor[:, :, None] - held_keys.unit.sum(2, keepdim=True)).abs()
+    # Summed with the key that left, which was taken out: at most as much again.
+    assert bool((error < 3 * held_keys.unit_sum_error.amax()).all())
+
+
+@SIDES
+def test_queries_decide_nothing(side, twins, device):
+    """The same keys, other queries, more of them per KV head: the same tokens stay."""
+    module = getattr(twins, side).keydiff
+    _, key, value = tokens(device, 12, seed=9)
+    kept = []
+    for group in (1, 3):
+        state = module.KeyDiffState(
+            KeyDiffConfig(5, block_size=9), batch=1, query_heads=group, key_value_heads=1, head_dim=HEAD_DIM,
+            dtype=torch.float32, device=device,
+        )
+        query, _, _ = tokens(device, 12, seed=group, heads=group)
+        state.prefill(*(part[:, :, :9] for part in (query, key, value)))
+        for token in range(9, 12):
+            state.step(query[:, :, token], key[:, :, token], value[:, :, token])
+        kept.append(state)
+    assert_same(kept[1].positions, kept[0].positions, what="positions")
+    assert_same(kept[1].score, kept[0].score, what="score")
+
+
+@SIDES
+def test_recent_tokens_stay_for_as_long_as_they_are_recent(side, twins, device):
+    """Every key like the others, but one: only recency keeps them."""
+    state = made(getattr(twins, side).keydiff, device, budget=5, block_size=3, recent=3)
+    query, key, value = tokens(device, 16, seed=4)
+    key = key[:, :, :1] + 0.01 * key
+    key[:, :, 3] *= -1
+    state.prefill(*(part[:, :, :7] for part in (query, key, value)))
+    for token in range(7, 16):
+        state.step(query[:, :, token], key[:, :, token], value[:, :, token])
+        present = set(held(state)[0, 0].tolist())
+        assert {token, token - 1, token - 2} <= present, f"the three newest after token {token}: {present}"
+        assert 3 in present, "what points elsewhere stays"
+
+
+@SIDES
+def test_equal_keys_leave_by_their_slots(side, twins, device):
+    """All the same key: the lowest slot goes each time, and the newest takes its place."""
+    state = made(getattr(twins, side).keydiff, device, budget=3, block_size=2)
+    query, key, value = tokens(device, 9, seed=5)
+    key = key[:, :, :1].expand(key.shape)
+    state.prefill(*(part[:, :, :3] for part in (query, key, value)))
+    assert state.positions[0, 0].tolist() == [0, 1, 2, -1, -1]
+    for token in range(3, 6):
+        state.step(query[:, :, token], key[:, :, token], value[:, :, token])
+        assert state.positions[0, 0].tolist() == [token, 1, 2, -1, -1]
+    state.append_block(*(part[:, :, 6:8] for part in (query, key, value)))
+    assert state.positions[0, 0].tolist() == [6, 7, 2, -1, -1]
+
+
+@SIDES
+def test_scores_move_with_their_tokens(side, twins, device):
+    """`score` is the cosine among what was held before the eviction; a free slot has none."""
+    state = made(getattr(twins, side).keydiff, device, budget=6, block_size=20)
+    query, key, value = tokens(device, 17, seed=6)
+    state.prefill(query, key, value)
+    case, place = KeyCase.of(key), state.positions[..., :6]
+    error = judge.score_error(judge.keys_of(case), case.similarity)
+    truth = keydiff.score(key.double())
+    assert_within(state.score[..., :6], truth.gather(-1, place), error.gather(-1, place), what="scores of what stays")
+    assert bool((state.score[..., 6:] == -torch.inf).all())
+
+
+def test_keydiff_state_keeps_step_over_many_evictions(twins, device):
+    """A long run in one trace: slots are reused many times over."""
+    gpu = device.type == "cuda"
+    config = {"budget": 60 if gpu else 6, "block_size": 32 if gpu else 8, "recent": 2, "refresh": 5}
+    trace = StateTrace(
+        batch=2, key_value_heads=1, group=2, head_dim=HEAD_DIM, dtype=torch.float16, seed=1, device=str(device),
+        method="keydiff", config=tuple(config.items()), prompt=150 if gpu else 13, padding="left_padding",
+        steps=600 if gpu else 14,
+    )
+    summary = lockstep.run(trace, twins.optimized.keydiff)
+    assert summary.steps == trace.steps
+    assert summary.decisive > trace.steps, "most of the choices have one right answer"

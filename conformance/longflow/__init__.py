@@ -1,0 +1,1 @@
+"""LongFlow: its tests, claims and mutants."""

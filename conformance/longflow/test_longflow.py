@@ -1,0 +1,175 @@
+"""LongFlow under test against float64: output, scores and the slot to overwrite, for every kind of content.
+
+Its state over drawn traces: test_lockstep.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtwin.conformance.judge import bounds, lockstep
+from kvtwin.conformance.cases.case import DecodeCase, StateTrace
+from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge.checkers import longflow as judge
+from kvtwin.conformance.judge.checkers.snapkv import assert_compress_right
+from kvtwin.conformance.judge.oracle import attend
+from kvtwin.conformance.cases.strategies import DECIDED, decode_cases, window_cases
+
+pytestmark = pytest.mark.kind("equivalence")
+
+some = settings(max_examples=max(4, settings().max_examples // 2))
+few = settings(max_examples=max(3, settings().max_examples // 4))
+
+# The logits that break a softmax without a running maximum: exp overflows, sums overflow, all underflow.
+BREAKING = ("overflow_88", "many_87", "all_below_104", "extreme_1e4")
+# Tokens of which several must score the same, so that the tie rule decides to the letter.
+TIED = ("duplicates", "identical", "equal_keys", "zero_values", "all_zero_values", "integers")
+
+
+@given(case=decode_cases())
+def test_longflow_decodes_as_float64_would(case, twins):
+    """Any shape, dtype, layout, mask and content, poisoned free slots included."""
+    judge.assert_decode_right(twins.optimized.longflow.decode_attention(**case.inputs), case)
+
+
+SCORED = ("ordinary", "dominant", "near_ties")
+
+
+@given(case=decode_cases(occupancy=("full",), protect=("none", "newest"), content=SCORED))
+@some
+def test_longflow_evicts_what_float64_would(case, twins):
+    """Full caches, where every choice is one of scores."""
+    actual = twins.optimized.longflow.decode_attention(**case.inputs)
+    judge.assert_slot_right(actual.slot, case)
+
+
+@pytest.mark.parametrize("content", BREAKING)
+@given(data=st.data())
+@few
+def test_longflow_survives_the_logits_that_break_the_papers_kernel(content, data, twins):
+    """Finite output and the right victim where expf overflows (LF-12)."""
+    case = data.draw(decode_cases(content=(content,), occupancy=("full", "random")))
+    actual = twins.optimized.longflow.decode_attention(**case.inputs)
+    assert bool(actual.output.isfinite().all())
+    judge.assert_decode_right(actual, case)
+
+
+@pytest.mark.parametrize("content", TIED)
+@given(data=st.data())
+@few
+def test_longflow_breaks_ties_to_the_lowest_index(content, data, twins):
+    case = data.draw(decode_cases(content=(content,), occupancy=("full",), protect=("none", "random"), slots=(2, 40)))
+    judge.assert_decode_right(twins.optimized.longflow.decode_attention(**case.inputs), case)
+
+
+@given(case=decode_cases())
+@few
+def test_longflow_gives_the_same_bits_again(case, twins):
+    first = twins.optimized.longflow.decode_attention(**case.inputs)
+    again = twins.optimized.longflow.decode_attention(**case.inputs)
+    for name, one, other in zip(("output", "score", "slot"), first, again, strict=True):
+        assert_same(other, one, what=f"{name}, launched again")
+
+
+def rebuilt(case: DecodeCase, change) -> DecodeCase:
+    """The case with `change(name, tensor)` applied to each of its tensors."""
+    tensors = {
+        name: None if tensor is None else change(name, tensor)
+        for name, tensor in (
+            ("query", case.query), ("key", case.key), ("value", case.value), ("occupied", case.occupied),
+            ("protected", case.protected),
+        )
+    }
+    return DecodeCase.of(**tensors, scale=case.scale, per_head=case.per_head)
+
+
+@given(case=decode_cases(occupancy=("full",)), seed=st.integers(0, 2**32 - 1))
+@few
+def test_longflow_does_not_care_where_tokens_sit(case, seed, twins, device):
+    """Slots permuted: right by the same truth, and the same token goes where one answer only is right."""
+    order = torch.randperm(case.slots, generator=torch.Generator(device).manual_seed(seed), device=device)
+    permuted = rebuilt(case, lambda name, tensor: {
+        "query": lambda: tensor, "key": lambda: tensor[:, :, order], "value": lambda: tensor[:, :, order],
+    }.get(name, lambda: tensor[..., order])())
+    decode = twins.optimized.longflow.decode_attention
+    plain, moved = decode(**case.inputs), decode(**permuted.inputs)
+    verdict = judge.assert_decode_right(moved, permuted)
+    tie = judge.tie_classes(case.key, case.value, case.occupied, per_head=case.per_head)
+    classes = (tie == tie.gather(-1, plain.slot[..., None])).sum(-1)
+    # Among equal tokens the index decides, and that is what was permuted.
+    assert_same(order[moved.slot], plain.slot, where=verdict.decisive & (classes == 1), what="the token that goes")
+
+
+@given(case=decode_cases(occupancy=("full",)), shift=st.integers(1, 3))
+@few
+def test_longflow_does_not_care_which_head_is_which(case, shift, twins):
+    """KV heads permuted with their groups of query heads."""
+    heads = torch.arange(case.key_value_heads, device=case.query.device).roll(shift)
+    queries = (heads[:, None] * case.group + torch.arange(case.group, device=heads.device)).flatten()
+
+    def change(name, tensor):
+        if name == "query":
+            return tensor[:, queries]
+        return tensor[:, heads] if name in ("key", "value") or case.per_head else tensor
+
+    permuted = rebuilt(case, change)
+    decode = twins.optimized.longflow.decode_attention
+    plain, moved = decode(**case.inputs), decode(**permuted.inputs)
+    verdict = judge.assert_decode_right(moved, permuted)
+    expected = plain.slot[:, heads] if case.per_head else plain.slot
+    assert_same(moved.slot, expected, where=verdict.decisive, what="the slot that goes")
+
+
+@given(case=decode_cases(occupancy=("full", "random")), extra=st.integers(1, 20))
+@few
+def test_longflow_ignores_extra_padding_slots(case, extra, twins):
+    """Free slots appended, NaN in them: same output and scores within the bound, and the first free slot is next."""
+    def pad(name, tensor):
+        if name == "query":
+            return tensor
+        if name in ("key", "value"):
+            return torch.cat((tensor, tensor.new_full((*tensor.shape[:2], extra, tensor.shape[3]), torch.nan)), 2)
+        return torch.cat((tensor, tensor.new_zeros((*tensor.shape[:-1], extra))), -1)
+
+    padded = rebuilt(case, pad)
+    actual = twins.optimized.longflow.decode_attention(**padded.inputs)
+    judge.assert_decode_right(actual, padded)
+    assert_within(
+        actual.output, attend(case.query, case.key, case.value, case.occupied, scale=case.scale).output[:, :, 0],
+        bounds.decode_output(padded), what="output with padding slots",
+    )
+
+
+@given(case=decode_cases(), row=st.integers(0, 2))
+@few
+def test_longflow_decodes_a_row_alone_as_in_a_batch(case, row, twins):
+    """Another batch size may split the work otherwise: right by the same bounds, equal where decisive."""
+    row %= case.batch
+    alone = rebuilt(case, lambda name, tensor: tensor[row:row + 1])
+    decode = twins.optimized.longflow.decode_attention
+    single, batched = decode(**alone.inputs), decode(**case.inputs)
+    verdict = judge.assert_decode_right(single, alone)
+    assert_same(single.slot, batched.slot[row:row + 1], where=verdict.decisive, what="slot of the row alone")
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_longflow_state_keeps_step_over_many_evictions(per_head, twins, device):
+    """Slots are reused many times over: stale scores, masks or norms would show."""
+    gpu = device.type == "cuda"
+    config = {"budget": 100 if gpu else 5, "per_head": per_head, "sinks": 1, "window": 4}
+    trace = StateTrace(
+        batch=2, key_value_heads=1, group=2, head_dim=16, dtype=torch.float16, seed=per_head + 1, device=str(device),
+        config=tuple(config.items()), prompt=150 if gpu else 9, padding="left_padding", steps=600 if gpu else 40,
+    )
+    summary = lockstep.run(trace, twins.optimized.longflow)
+    assert summary.steps == trace.steps
+    assert summary.decisive > trace.steps, "most of the choices have one right answer"
+
+
+@given(case=window_cases(content=DECIDED))
+@some
+def test_longflow_compresses_a_prompt_as_float64_would(case, twins):
+    assert_compress_right(twins.optimized.longflow.compress_prefill(**case.inputs), case)

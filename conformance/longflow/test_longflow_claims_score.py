@@ -1,0 +1,266 @@
+"""LongFlow's score, its cost, and the term that it leaves out: eq. 6, 8, 12 and 13, D.1 (claims LF-1 to LF-4).
+
+Everything but the tests of the twins is exact (see claim_math). A test named ..._rejects_... shows that a slightly
+stronger statement fails, so that the test beside it is not empty.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kvtwin.conformance.judge.bounds import arithmetic
+from kvtwin.conformance.judge.claim_math import (
+    Counted, Vector, add_up, attention, caches, components, effect, many, masses, minus, norm1, one_head, scaled,
+    softmax, square, vector, without,
+)
+from kvtwin.conformance.judge.checkers.longflow import linear_score_error
+from kvtwin.conformance.judge.oracle import attend
+
+HALF = Fraction(1, 2)
+
+
+@pytest.fixture(scope="module", params=["reference", "optimized"])
+def longflow(request, twins):
+    return getattr(twins, request.param).longflow
+
+
+def remainder(mass, values, index) -> Vector:
+    """R = (o - o^(\\i)) - c (section 3.3), from the definitions."""
+    return minus(effect(mass, values, index), scaled(softmax(mass)[index], values[index]))
+
+
+# ---- LF-1: eq. 6 and its cost ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.claim("LF-1a")
+@many
+@given(weight=st.fractions(0, 1), value=st.lists(components, min_size=1, max_size=4))
+def test_score_is_weight_times_norm(weight, value):
+    assert norm1(scaled(weight, value)) == weight * norm1(value)
+
+
+@pytest.mark.claim("LF-1a")
+def test_score_rejects_negative_weights_and_signed_sums():
+    value = vector(1, -1)
+    assert norm1(scaled(-HALF, value)) != -HALF * norm1(value)
+    assert norm1(scaled(HALF, value)) != HALF * abs(sum(value))
+
+
+@pytest.mark.claim("LF-1a")
+@pytest.mark.parametrize("logits", [[0.0], [0.0] * 4, [1.0, -2.0, 0.5, 3.0, 0.0, -1.0, 2.0]])
+def test_twins_score_is_weight_times_norm(longflow, device, logits):
+    """Against the left side of eq. 6 in float64, over D, within what float32 arithmetic can lose (bounds.py)."""
+    values = torch.tensor([[(-1.0) ** d * (j + d) for d in range(16)] for j in range(len(logits))])
+    case = one_head(logits, values, device)
+    score = longflow.decode_attention(**case).score[0].cpu().double()
+    weight = torch.tensor(logits, dtype=torch.float64).softmax(0)[:, None]
+    left = (weight * values.double()).abs().sum(1) / 16                                # ||a v||_1 / D
+    slack = linear_score_error(attend(**case), arithmetic(torch.float32), per_head=False)[0].cpu()
+    assert (abs(score - left) <= slack).all()
+    assert not (abs(score - left * 0.99) <= slack).any()
+    assert not (abs(score - (weight * values.double()).sum(1).abs() / 16) <= slack).any()   # |sum| is not sum ||
+
+
+def decode(query, keys, values, tally) -> tuple[list[list[Counted]], Counted, Counter[str]]:
+    """One head's attention, operation by operation: contributions [n][d], the softmax denominator, the count so far."""
+    scale = Counted(1, tally)
+    weight = [(add_up(q * k for q, k in zip(query, key, strict=True)) * scale).exp() for key in keys]
+    denominator = add_up(weight)
+    contribution = [[p * v for v in value] for p, value in zip(weight, values, strict=True)]
+    for column in zip(*contribution, strict=True):
+        add_up(column) / denominator                                                   # the output, for its cost
+    return contribution, denominator, Counter(tally)
+
+
+@pytest.mark.claim("LF-1b")
+@pytest.mark.parametrize(("n", "d"), [(1, 1), (2, 3), (5, 4), (16, 8)])
+def test_score_costs_half_an_attention(n, d):
+    tally: Counter[str] = Counter()
+    row = [Counted(1, tally)] * d
+    contribution, denominator, attention_cost = decode(row, [row] * n, [row] * n, tally)
+    assert attention_cost.total() == 4 * n * d + 2 * n - 1
+    for vector_ in contribution:
+        add_up(abs(x) for x in vector_) / denominator
+    extra = tally - attention_cost
+    assert extra == Counter(abs=n * d, add=n * (d - 1), divide=n)
+    assert extra.total() == 2 * n * d != 0                                             # "no overhead" would be 0
+    # 2nd on top of 4nd and lower terms: at least 7/5, in the limit 3/2, of attention's own operations
+    share = Fraction(extra.total(), attention_cost.total())
+    assert Fraction(2 * d, 4 * d + 2) < share < HALF or (n, d) == (1, 1)
+    assert 2 * n * d != 2 * n * d - n                                                  # one addition less per token
+
+
+@pytest.mark.claim("LF-1b")
+@pytest.mark.parametrize(("group", "head_dim", "share"), [(1, 128, Fraction(1, 128)), (4, 128, Fraction(1, 32))])
+def test_score_buffer_is_auxiliary_storage(group, head_dim, share):
+    """Algorithm 1, line 7: one float32 per query head and token, against bfloat16 keys and values."""
+    key_value_heads = 8
+    buffer = 4 * group * key_value_heads
+    cache = 2 * 2 * key_value_heads * head_dim
+    assert Fraction(buffer, cache) == share == Fraction(group, head_dim)
+    assert buffer > 0                                                                  # "no auxiliary storage"
+
+
+@pytest.mark.claim("LF-1c")
+@pytest.mark.parametrize(("n", "d"), [(1, 1), (2, 3), (5, 4), (16, 8)])
+def test_cached_norms_make_the_score_one_product_per_token(n, d):
+    tally: Counter[str] = Counter()
+    row = [Counted((-1) ** i * i, tally) for i in range(d)]
+    weight = [Counted(j + 1, tally) for j in range(n)]
+    cached = [Counted(norm1(tuple(x.number for x in row)), Counter())] * n
+    fast = [p * norm for p, norm in zip(weight, cached, strict=True)]
+    assert tally.total() == n and tally.total() != n - 1
+    slow = [add_up(abs(p * x) for x in row) for p in weight]
+    assert [x.number for x in fast] == [x.number for x in slow]
+    # the norm of the one new token: d absolute values, d - 1 additions per step
+    tally.clear()
+    add_up(abs(x) for x in row)
+    assert tally.total() == 2 * d - 1
+
+
+# ---- LF-2: eq. 8 and 11 ----------------------------------------------------------------------------------------------
+
+
+def error_terms(before, after, values, index) -> tuple[Fraction, Fraction, Fraction]:
+    """||o' - o'^(\\i)||^2, ||c'||^2 and ||c||^2 of eq. 8: at step t + 1, at t + 1, at t."""
+    exact = square(effect(after, values, index))
+    return exact, *(square(scaled(softmax(mass)[index], values[index])) for mass in (after, before))
+
+
+@pytest.mark.claim("LF-2")
+@many
+@given(cache=caches(), data=st.data())
+def test_error_splits_in_two(cache, data):
+    before, values = cache
+    after = data.draw(st.lists(masses, min_size=len(before), max_size=len(before)))
+    exact, middle, ours = error_terms(before, after, values, index=0)
+    assert abs(exact - ours) <= abs(exact - middle) + abs(middle - ours)
+
+
+@pytest.mark.claim("LF-2")
+def test_error_split_rejects_either_term_alone():
+    values = [vector(1), vector(-1)]
+    drifted = error_terms(vector(1, 1), vector(2, 1), values, 0)
+    exact, middle, ours = drifted
+    assert abs(exact - ours) == abs(exact - middle) + abs(middle - ours)               # so 0.99 of the sum fails, too
+    assert abs(exact - ours) > abs(exact - middle)
+    assert abs(exact - ours) > abs(middle - ours)
+
+
+# ---- LF-3: eq. 12 ----------------------------------------------------------------------------------------------------
+
+
+def printed_remainder(mass, values, index) -> Vector:
+    """Eq. 12: -a / (1 - a) (o - c)."""
+    weight = softmax(mass)[index]
+    rest = minus(attention(mass, values), scaled(weight, values[index]))
+    return scaled(-weight / (1 - weight), rest)
+
+
+@pytest.mark.claim("LF-3a")
+@many
+@given(cache=caches())
+def test_remainder_of_the_denominator_approximation(cache):
+    mass, values = cache
+    for index in range(len(mass)):
+        assert remainder(mass, values, index) == printed_remainder(mass, values, index)
+
+
+@pytest.mark.claim("LF-3a")
+def test_remainder_rejects_the_wrong_sign_and_a_single_token():
+    mass, values = vector(3, 1), [vector(1), vector(2)]
+    assert remainder(mass, values, 0) != scaled(Fraction(-1), printed_remainder(mass, values, 0))
+    with pytest.raises(ZeroDivisionError):                                             # a = 1: nothing would be left
+        printed_remainder(mass[:1], values[:1], 0)
+
+
+@pytest.mark.claim("LF-3b")
+@many
+@given(cache=caches())
+def test_effect_in_closed_form(cache):
+    mass, values = cache
+    full = attention(mass, values)
+    for index, (weight, value) in enumerate(zip(softmax(mass), values, strict=True)):
+        rest = attention(without(mass, index), without(values, index))
+        assert remainder(mass, values, index) == scaled(-weight, rest)
+        assert effect(mass, values, index) == scaled(weight, minus(value, rest))
+        assert effect(mass, values, index) == scaled(weight / (1 - weight), minus(value, full))
+
+
+@pytest.mark.claim("LF-3b")
+def test_effect_rejects_forgetting_the_rescaling():
+    mass, values = vector(3, 1), [vector(1), vector(2)]
+    assert effect(mass, values, 0) != scaled(Fraction(3, 4), minus(values[0], attention(mass, values)))
+
+
+@pytest.mark.claim("LF-3c")
+@pytest.mark.parametrize(("n", "d"), [(2, 1), (4, 3), (9, 5)])
+def test_exact_effects_of_all_tokens_cost_as_much_as_one_attention(n, d):
+    """Given o and the weights: one subtraction and one product per channel, two operations per token."""
+    tally: Counter[str] = Counter()
+    mass = [Fraction(j + 1) for j in range(n)]
+    values = [vector(*((j * i) % 5 - 2 for i in range(d))) for j in range(n)]
+    output = [Counted(x, tally) for x in attention(mass, values)]
+    one = Counted(1, tally)
+    exact = []
+    for weight, value in zip(softmax(mass), values, strict=True):
+        counted = Counted(weight, tally)
+        factor = counted / (one - counted)
+        exact.append(tuple((factor * (Counted(v, tally) - o)).number for v, o in zip(value, output, strict=True)))
+    assert exact == [effect(mass, values, index) for index in range(n)]
+    assert tally.total() == n * (2 * d + 2)
+    assert tally.total() < n * (n - 1) * d or n == 2                                   # eq. 4 for every candidate
+    assert tally.total() != n * (2 * d + 1)
+
+
+# ---- LF-4: eq. 13 ----------------------------------------------------------------------------------------------------
+
+
+def remainder_within(mass, values, index, bound: Callable[[Fraction], Fraction]) -> bool:
+    """||R|| <= bound(a) V, compared squared."""
+    largest = max(map(square, values))
+    return square(remainder(mass, values, index)) <= bound(softmax(mass)[index]) ** 2 * largest
+
+
+@pytest.mark.claim("LF-4a")
+@many
+@given(cache=caches())
+def test_remainder_bounds_of_the_paper(cache):
+    mass, values = cache
+    chain = (lambda a: a, lambda a: a * (1 + a) / (1 - a), lambda a: 2 * a / (1 - a))
+    assert square(attention(mass, values)) <= max(map(square, values))                 # ||o|| <= V
+    for index, weight in enumerate(softmax(mass)):
+        assert remainder_within(mass, values, index, chain[1])
+        assert remainder_within(mass, values, index, chain[2])
+        assert all(small(weight) <= large(weight) for small, large in pairwise(chain))
+        assert chain[2](weight) / chain[0](weight) == 2 / (1 - weight) > 2             # how loose it is
+
+
+@pytest.mark.claim("LF-4a")
+def test_remainder_bounds_reject_less_than_half():
+    mass, values = vector(1, 1000), [vector(-1), vector(1)]
+    assert not remainder_within(mass, values, 0, lambda a: Fraction(49, 100) * 2 * a / (1 - a))
+    assert not remainder_within(mass, values, 0, lambda a: Fraction(99, 100) * a * (1 + a) / (1 - a))
+
+
+@pytest.mark.claim("LF-4b")
+@many
+@given(cache=caches())
+def test_remainder_is_at_most_the_weight_times_the_largest_value(cache):
+    mass, values = cache
+    assert all(remainder_within(mass, values, index, lambda a: a) for index in range(len(mass)))
+
+
+@pytest.mark.claim("LF-4b")
+@pytest.mark.parametrize("mass", [vector(1, 1, 1), vector(1, 10**6, 1), vector(10**6, 1, 1)])
+def test_remainder_rejects_99_percent_when_the_others_agree(mass):
+    values = [vector(0, 0), vector(3, 4), vector(3, 4)]
+    assert remainder_within(mass, values, 0, lambda a: a)
+    assert not remainder_within(mass, values, 0, lambda a: Fraction(99, 100) * a)

@@ -1,0 +1,116 @@
+"""LongFlow where KV heads are many: what is read for the last time is dropped from a GPU's cache; nobody may miss it.
+
+As many as that takes are not drawn on any device: here a few are treated so. On a GPU lines are dropped indeed; in the
+interpreter they are overwritten, with the sizes of blocks that a GPU has, and programs run in any order, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+
+from kvtwin.conformance.judge import lockstep
+from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.judge.checkers import longflow as judge
+from kvtwin.conformance.cases.strategies import decode_cases, state_traces
+from kvtwin.optimized import _longflow_scores, longflow
+from kvtwin.optimized._launch import INTERPRETED
+
+pytestmark = pytest.mark.kind("equivalence")
+
+some = settings(max_examples=max(4, settings().max_examples // 2))
+LINE = 128  # bytes
+BEHIND = 2**16  # numbers behind the workspace, should a line be missed
+
+
+@triton.jit
+def overwritten(line):
+    """What becomes of lines that are dropped, at the worst: whole ones, wherever `line` points in them."""
+    first = (tl.ravel(line).to(tl.int64) // 128 * 128).to(tl.pointer_type(tl.float32))
+    tl.store(first[:, None] + tl.arange(0, 32)[None, :], float("nan"))
+
+
+def in_line(make):
+    """`_scratch` with its workspace at the beginning of a line, as a GPU's memory is given out."""
+    def scratch(*arguments):
+        workspace, *rest = make(*arguments)
+        room = torch.full((len(workspace) + BEHIND,), torch.nan, device=workspace.device)
+        begin = -room.data_ptr() % LINE // 4
+        return room[begin:begin + len(workspace)], *rest
+
+    return scratch
+
+
+def in_any_order(builder, seed):
+    """`set_grid_idx` of the interpreter's builder, to which programs come one after the other."""
+    place, orders = builder.set_grid_idx, {}
+
+    def set_grid_idx(x, y, z):
+        count = builder.grid_dim[0]
+        if count not in orders:
+            orders[count] = random.Random(seed).sample(range(count), count)
+        place(orders[count][x], y, z)
+
+    return set_grid_idx
+
+
+@contextmanager
+def many_heads(seed: int = 0) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(longflow, "fused", lambda *_: True)
+        patch.setattr(longflow, "split_slots", lambda sizes, block, *_: (triton.cdiv(sizes.slots, block), block))
+        if INTERPRETED:
+            patch.setattr(longflow, "discards", lambda _: True)
+            patch.setattr(longflow, "_scratch", in_line(longflow._scratch))
+            patch.setattr(longflow, "SCORE_BLOCK", 256)
+            patch.setattr(longflow, "INTERPRETED", False)  # which decides about the sizes of blocks alone
+            patch.setattr(_longflow_scores, "_discard", overwritten)
+            builder = sys.modules["triton.runtime.interpreter"].interpreter_builder
+            patch.setattr(builder, "set_grid_idx", in_any_order(builder, seed))
+        yield
+
+
+def test_pieces_of_scratch_begin_lines(device):
+    """Lines are shared by no two of them."""
+    with many_heads():
+        for slots in (1, 127, 129, 3200):
+            sizes = longflow.Sizes(3, 7 * 5, 5, slots, 24)
+            assert all(cut * 4 % LINE == 0 for cut in longflow._cuts(sizes, 3))
+            workspace, *_ = longflow._scratch(sizes, torch.empty(0, device=device), False)
+            assert workspace.data_ptr() % LINE == 0
+
+
+@given(case=decode_cases(slots=(1, 600), content=("ordinary",), layout=("contiguous", "transposed")))
+@some
+def test_longflow_of_many_heads_decodes_as_float64_would(case):
+    with many_heads(case.seed):
+        actual = longflow.decode_attention(**case.inputs)
+    judge.assert_decode_right(actual, case)
+
+
+@pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per head"])
+@pytest.mark.parametrize("heads", [8, 11])
+def test_longflow_sums_ranks_over_several_chunks_of_heads(heads, per_head, device):
+    case = DecodeCase(
+        batch=2, key_value_heads=heads, group=2, head_dim=24, slots=300, per_head=per_head, occupancy="full",
+        device=str(device),
+    )
+    with many_heads():
+        actual = longflow.decode_attention(**case.inputs)
+    judge.assert_decode_right(actual, case)
+
+
+@given(trace=state_traces("longflow", content=("ordinary",)))
+@some
+def test_longflow_of_many_heads_keeps_step_with_float64(trace):
+    """Scratch is used again by every step."""
+    with many_heads(trace.seed):
+        lockstep.run(trace, longflow)

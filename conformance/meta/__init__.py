@@ -1,0 +1,1 @@
+"""Tests of the suite itself: judge, interpreter, plugin, packaging, performance gates."""

@@ -1,0 +1,374 @@
+"""The judge judged: lockstep of block states lets a right one through and notices each way in which one can go wrong.
+
+The states under test are the reference's in float32 or 16 bits, whole or with one fault.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvtwin.conformance.judge import checkers, lockstep
+from kvtwin.conformance.harness import tally
+from kvtwin.conformance.cases.block_cases import sized
+from kvtwin.conformance.judge.bounds import Interval
+from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.judge.compare import JudgeError, Mismatch
+from kvtwin.conformance.judge.compare_stays import assert_stays_right
+from kvtwin.reference.baselines import h2o, random, snapkv, streaming_llm, tova, vatp
+
+MODULES = {module.__name__.rpartition(".")[2]: module for module in (h2o, random, snapkv, streaming_llm, tova, vatp)}
+OPTIONS = {"streaming_llm": {"sinks": 2}, "snapkv": {"window": 3, "kernel_size": 3}}
+
+
+@pytest.fixture(autouse=True)
+def keep_failures_out_of_the_tree(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTWIN_FAILURES", str(tmp_path))
+
+
+def trace(method: str, **options) -> StateTrace:
+    config = {"budget": 6, "block_size": 4, **OPTIONS.get(method, {}), **options.pop("config", {})}
+    sizes = {"batch": 2, "key_value_heads": 2, "group": 2, "prompt": 15, "steps": 6, "seed": 3, **options}
+    return StateTrace(method=method, config=tuple(config.items()), **sizes)
+
+
+def faulty(method: str, state: type) -> SimpleNamespace:
+    """A stand-in for the module under test: the reference's, with a state that misbehaves."""
+    config = checkers.pair(method).config.__name__
+    return SimpleNamespace(**{config: checkers.pair(method).config, checkers.pair(method).state.__name__: state})
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("options", [
+    {}, {"padding": "random", "dtype": torch.bfloat16, "seed": 2}, {"config": {"budget": 1, "sinks": 0}},
+    {"prompt": 0, "steps": 14, "dtype": torch.float16}, {"config": {"block_size": 20}},
+], ids=["prompt", "padded", "budget_1", "steps", "one_block"])
+def test_a_right_state_passes(name, options):
+    if name != "streaming_llm" and "sinks" in options.get("config", {}):
+        options = {"config": {"budget": 1}}
+    with tally.opened() as seen:
+        summary = lockstep.run(trace(name, **options), MODULES[name])
+    assert 0 < seen.bound_utilisation <= 1
+    if options.get("config", {}).get("budget") != 1:
+        assert seen.total >= seen.decisive > 20
+        assert summary.decisive >= 5, "the trace is too short to show anything"
+
+
+class SumsStayBehind(h2o.H2OState):
+    """The sums stay in their slots when the tokens move."""
+
+    _per_slot = ("key", "value", "occupied", "positions")
+
+
+class ForgetsSums(h2o.H2OState):
+    """Only the last block's weights count."""
+
+    def _observe(self, piece):
+        self.score.clamp_max_(0)
+        super()._observe(piece)
+
+
+class SumsOverHeads(h2o.H2OState):
+    """Not averaged: the same choices, another score."""
+
+    def _observe(self, piece):
+        before = self.score.clone()
+        super()._observe(piece)
+        self.score.add_((self.score - before).nan_to_num(0))
+
+
+class SumsPadding(h2o.H2OState):
+    """Padding in a block counts as a query that looks at the first token."""
+
+    def _observe(self, piece):
+        super()._observe(piece)
+        self.score[..., 0] += (~piece.real).sum(-1, keepdim=True)
+
+
+class ProtectsNothing(h2o.H2OState):
+    def _rank(self):
+        return self.score, torch.zeros_like(self.occupied)
+
+
+class ProtectsOneTooMany(h2o.H2OState):
+    def _rank(self):
+        return self.score, self._newest(self.config.protected + 1)
+
+
+class KeepsTheWorst(h2o.H2OState):
+    def _rank(self):
+        rank, protected = super()._rank()
+        return -rank, protected
+
+
+class EvictsFirst(h2o.H2OState):
+    """The cache is cut before the block has seen it: rows that are not full give it away."""
+
+    def _append(self, query, key, value, real):
+        self.occupied[..., 0] = False
+        return super()._append(query, key, value, real)
+
+
+class EvictsEarly(h2o.H2OState):
+    """Never more than budget - 1 tokens."""
+
+    def _stays(self, rank, protected):
+        stays = super()._stays(rank, protected)
+        oldest = self.positions.masked_fill(~stays, 99).argmin(-1, keepdim=True)
+        return stays.scatter(-1, oldest, stays.sum(-1, keepdim=True) < self.config.budget)
+
+
+class KeepsTwice(h2o.H2OState):
+    def _settle(self, stays):
+        super()._settle(stays)
+        self.positions[..., 1] = self.positions[..., 0]
+
+
+class MovesInAnotherOrder(h2o.H2OState):
+    """The newest survivor goes into the first free slot."""
+
+    def _settle(self, stays):
+        super()._settle(stays)
+        if bool(self.occupied[..., :2].all()):
+            for name in self._per_slot:
+                tensor = getattr(self, name)
+                tensor[:, :, :2] = tensor[:, :, :2].flip(2)
+
+
+class LeavesTheBlock(h2o.H2OState):
+    """The block's slots are not freed."""
+
+    def _settle(self, stays):
+        super()._settle(stays)
+        self.occupied[..., -1] = True
+
+
+class SeesTheFuture(h2o.H2OState):
+    def append_block(self, query, key, value, occupied=None):
+        return super().append_block(query.flip(2), key, value, occupied).flip(2)
+
+
+class ForgetsTheBlock(h2o.H2OState):
+    """A value of the block's survivors is not brought along."""
+
+    def _settle(self, stays):
+        value = self.value.clone()
+        super()._settle(stays)
+        self.value.copy_(value)
+
+
+class LowPrecision(h2o.H2OState):
+    """Sums in bfloat16."""
+
+    def _observe(self, piece):
+        super()._observe(piece)
+        self.score.copy_(self.score.bfloat16())
+
+
+@pytest.mark.parametrize(("state", "says"), [
+    (SumsStayBehind, "score (in the piece|at token)"), (ForgetsSums, "score (in the piece|at token)|is evicted"),
+    (SumsOverHeads, "score in the piece"), (SumsPadding, "score in the piece|is evicted"),
+    (ProtectsNothing, "protected slots .* are evicted"), (ProtectsOneTooMany, "is evicted with a score"),
+    (KeepsTheWorst, "is evicted with a score"), (EvictsFirst, "is evicted with a score"),
+    (EvictsEarly, "must stay, got 5"), (KeepsTwice, "holds a token twice"), (MovesInAnotherOrder, "positions in the"),
+    (LeavesTheBlock, "against positions"), (SeesTheFuture, "output|score|is evicted"),
+    (ForgetsTheBlock, "prefill's output"), (LowPrecision, "score in the piece"),
+], ids=lambda value: getattr(value, "__name__", ""))
+def test_a_faulty_state_is_noticed(state, says):
+    with pytest.raises(Mismatch, match=f"(?s){says}"), tally.opened():
+        lockstep.run(trace("h2o", padding="random"), faulty("h2o", state))
+
+
+class IgnoresValues(vatp.VATPState):
+    def _rank(self):
+        return self.score, super()._rank()[1]
+
+
+class SquaresValues(vatp.VATPState):
+    """||v||_2 in place of ||v||_1."""
+
+    def _rank(self):
+        return self.score * self.value.square().sum(-1).sqrt(), super()._rank()[1]
+
+
+class LosesTheFirst(vatp.VATPState):
+    def _rank(self):
+        return super()._rank()[0], self._newest(self.config.protected)
+
+
+class FirstQuery(tova.TOVAState):
+    """The oldest query of the block observes."""
+
+    def _observe(self, piece):
+        super()._observe(piece._replace(real=piece.real & (piece.real.cumsum(-1) == 1)))
+
+
+class LinearRanks(tova.TOVAState):
+    """Weights that underflow rank alike."""
+
+    def _rank(self):
+        return self.score, super()._rank()[1]
+
+
+class PadsDifferently(snapkv.SnapKVState):
+    """Tokens of the window are in reach of the pool."""
+
+    def _observe(self, piece):
+        super()._observe(piece)
+        size = self.config.kernel_size
+        self.score.add_(torch.isfinite(self.score) * 1e-3 * size)
+
+
+class PoolsBySlot(snapkv.SnapKVState):
+    """The pool runs along slots, not along positions."""
+
+    def _observe(self, piece):
+        positions = self.positions.clone()
+        order = torch.arange(positions.shape[-1]).expand(positions.shape)
+        seen, self.positions = self._seen, torch.where(self.occupied, order, -1)
+        self._seen = int(positions.shape[-1])
+        super()._observe(piece._replace(positions=piece.positions - seen + self._seen))
+        self.positions, self._seen = positions, seen
+
+
+class EvictsOneEarly(snapkv.SnapKVState):
+    """Due with a token less than budget + interval."""
+
+    def _due(self):
+        return self.occupied.sum(-1, keepdim=True) >= self.config.capacity
+
+
+class ObservesAnyway(snapkv.SnapKVState):
+    """Scores are newly taken where nothing is compressed."""
+
+    def _observe(self, piece):
+        self._due = lambda: self.occupied.any(-1, keepdim=True)
+        super()._observe(piece)
+        del self._due
+
+
+class LosesTheSink(streaming_llm.StreamingLLMState):
+    def _rank(self):
+        return self.positions, self._oldest(self.config.sinks - 1)
+
+
+class AnotherSeed(random.RandomState):
+    def _observe(self, piece):
+        self.score.copy_(random.score(self.positions, seed=self.config.seed + 1))
+
+
+@pytest.mark.parametrize(("name", "state", "options"), [
+    ("vatp", IgnoresValues, {}), ("vatp", SquaresValues, {}), ("vatp", LosesTheFirst, {}), ("tova", FirstQuery, {}),
+    ("tova", LinearRanks, {"content": "extreme_1e4", "steps": 20}), ("snapkv", PadsDifferently, {}),
+    ("snapkv", PoolsBySlot, {}), ("snapkv", EvictsOneEarly, {"config": {"interval": 3}}),
+    ("snapkv", ObservesAnyway, {"config": {"interval": 3}}), ("streaming_llm", LosesTheSink, {}),
+    ("random", AnotherSeed, {}),
+], ids=lambda value: getattr(value, "__name__", ""))
+def test_a_faulty_method_is_noticed(name, state, options):
+    made = trace(name, **options)
+    with pytest.raises(Mismatch), tally.opened():
+        lockstep.run(sized(made) if name == "vatp" else made, faulty(name, state))
+
+
+class PicksTheLast(tova.TOVAState):
+    """Of near ties it keeps others than float64 would, within the bound."""
+
+    def _rank(self):
+        rank, protected = super()._rank()
+        return rank.round(decimals=5) + 1e-9 * 0 - 1e-7 * self.positions / 100, protected
+
+
+def near_tie_trace(method: str, tokens: int, **config) -> StateTrace:
+    """Tokens whose keys differ by ulps of one channel."""
+    key = torch.zeros(1, 1, tokens, 16)
+    key[0, 0, :, 0] = 1 + torch.arange(tokens) * 2.0**-23
+    made = trace(method, batch=1, key_value_heads=1, group=1, prompt=0, steps=tokens, config=config)
+    made._adopt({"query": torch.ones_like(key), "key": key, "value": torch.ones_like(key)})
+    return made
+
+
+def test_a_legal_tie_is_adopted_and_the_rest_of_the_trace_stays_comparable():
+    with tally.opened() as seen:
+        summary = lockstep.run(near_tie_trace("tova", 20), faulty("tova", PicksTheLast))
+    assert summary.adjudicated > 3 and seen.ties == summary.adjudicated and summary.steps == 20
+
+
+def test_blocks_reset_and_reorder_are_followed():
+    for method, module in MODULES.items():
+        made = trace(method, padding="left_padding")
+        both = lockstep.pair(method, module, config=made.options, **made.sizes)
+        for _ in range(2):
+            both.prefill(**made.prompt_inputs)
+            for step in range(4):
+                both.step(**made.step_inputs(step))
+                both.reorder(torch.tensor([1, 1] if step == 1 else [1, 0]))
+                both.append_block(**made.prompt_inputs)
+            both.reset()
+
+
+class MixesRows(h2o.H2OState):
+    """The sums of the rows stay where they are."""
+
+    def reorder(self, index):
+        score = self.score.clone()
+        super().reorder(index)
+        self.score.copy_(torch.where(self.occupied, score, -torch.inf))
+
+
+def test_a_reorder_that_forgets_the_sums_is_noticed():
+    made = trace("h2o")
+    both = lockstep.pair("h2o", faulty("h2o", MixesRows), h2o, config=made.options, **made.sizes)
+    both.prefill(**made.prompt_inputs)
+    both.reorder(torch.tensor([1, 0]))
+    with pytest.raises(Mismatch, match="score at token|is evicted"):
+        both.step(**made.step_inputs(0))
+
+
+# The comparator alone ------------------------------------------------------------------------------------------------
+
+MASK = torch.tensor([[True] * 5 + [False]])
+AGE = torch.tensor([[7, 2, 9, 4, 5, -1]])
+
+
+def stays(*slots: int) -> torch.Tensor:
+    return torch.zeros(1, 6, dtype=torch.bool).index_fill(1, torch.tensor(slots, dtype=torch.int64), True)
+
+
+def judged(held, *, scores=(1.0, 2.0, 3.0, 4.0, 5.0, 0.0), protected=(), room=3, tie=None, error=0.0, truth=None):
+    score = torch.tensor([scores], dtype=torch.float64)
+    return assert_stays_right(
+        held, truth if truth is not None else held, Interval(score - error, score + error), occupied=MASK,
+        protected=stays(*protected), age=AGE, room=room, tie=tie,
+    )
+
+
+def test_stays_by_score_then_protection_then_age():
+    assert bool(judged(stays(2, 3, 4)).decisive.all())
+    assert not bool(judged(stays(0, 1, 2, 3, 4), room=5).scored.any()), "room for all"
+    judged(stays(0, 3, 4), protected=(0,))
+    # Three protected tokens, ages 7, 2 and 9, and room for two: the newest stay, whatever their scores.
+    judged(stays(0, 2), protected=(0, 1, 2), room=2)
+
+
+@pytest.mark.parametrize(("held", "options", "says"), [
+    (stays(1, 3, 4), {}, "token 2 is evicted with a score"), (stays(3, 4), {}, "3 of 5 tokens must stay, got 2"),
+    (stays(1, 2, 3, 4), {"room": 5}, "though there is room"), (stays(2, 3, 4), {"protected": (0,)}, "protected slots"),
+    (stays(1, 2), {"protected": (0, 1, 2), "room": 2}, r"newest protected .* \[0, 2\], got \[1, 2\]"),
+    (stays(0, 2, 4), {"scores": (1.0, 1.0, 1.0, 1.0, 5.0, 0.0), "tie": torch.tensor([[0, 0, 0, 0, 4, 5]])},
+     "the lower index must go first"),
+])
+def test_stays_that_are_wrong(held, options, says, monkeypatch):
+    with pytest.raises(Mismatch, match=says):
+        judged(held, **options)
+
+
+def test_stays_within_the_bounds_are_adjudicated():
+    verdict = judged(stays(1, 3, 4), truth=stays(2, 3, 4), error=0.5)
+    assert bool(verdict.adjudicated.all()) and not bool(verdict.decisive.any())
+
+
+def test_an_oracle_that_is_wrong_by_its_own_bounds_is_an_error_of_the_judge():
+    with pytest.raises(JudgeError, match="contradicts itself"):
+        judged(stays(2, 3, 4), truth=stays(0, 1, 2))

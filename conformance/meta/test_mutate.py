@@ -1,0 +1,236 @@
+"""The mutation runner, on a toy package; that the mutants here still apply.
+
+Whether the suite kills them is what ``tox -e mutants`` shows: it takes minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtwin.conformance import discovery
+from kvtwin.conformance.mutation import mutate
+from kvtwin.conformance.mutation.mutate import Lab, Mutant, MutantError, Tree, verdict
+from kvtwin.conformance.mutation.mutate_probe import is_wrong
+
+MUTANTS = mutate.load()
+
+# The mutants here -----------------------------------------------------------------------------------------------------
+
+
+def test_every_mutant_applies_and_names_tests_that_exist():
+    mutate.here().check(MUTANTS)
+
+
+def test_there_are_mutants_of_every_method():
+    counts = Counter(mutant.method for mutant in MUTANTS)
+    pairs = {pair.name for pair in discovery.pairs()}
+    assert {pair.name for pair in discovery.methods()} <= counts.keys() <= {*pairs, "interpreter"}
+    assert counts["longflow"] + counts["snapkv"] >= 20
+
+
+@pytest.mark.parametrize("file", sorted({mutant.method for mutant in MUTANTS}))
+def test_the_stored_matrix_says_that_these_very_mutants_were_killed(file):
+    rows = mutate.stored(mutate.matrix_file(file))
+    mutants = [mutant for mutant in MUTANTS if mutant.method == file]
+    assert [(row["name"], row["digest"], row["status"]) for row in rows] == [
+        (mutant.name, mutant.digest, "killed") for mutant in mutants
+    ], "run: tox -e mutants -- --store"
+    for row, mutant in zip(rows, mutants, strict=True):
+        assert row["killed_by"]
+        assert set(row["killed_by"]) <= set(mutant.killers)
+
+
+# Files of mutants -----------------------------------------------------------------------------------------------------
+
+FILE = """
+control = "test_toy.py::test_two"
+[[mutant]]
+name = "a"
+file = "code/toy.py"
+replace = [["x + 1", "x + 2"]]
+what = "one too many"
+killers = ["test_toy.py::test_add"]
+"""
+
+
+def load(folder: Path, text: str) -> list[Mutant]:
+    (folder / "toy").mkdir(exist_ok=True)
+    (folder / "toy" / "mutants.toml").write_text(text)
+    return mutate.load(folder)
+
+
+def test_load(tmp_path):
+    (mutant,) = load(tmp_path, FILE)
+    assert mutant == Mutant(
+        "a", "toy", "code/toy.py", (("x + 1", "x + 2"),), "one too many", ("test_toy.py::test_add",),
+        "test_toy.py::test_two",
+    )
+    assert replace(mutant, what="else").digest == mutant.digest != replace(mutant, replace=(("x", "y"),)).digest
+
+
+@pytest.mark.parametrize(("old", "new", "says"), [
+    ('what = "one too many"', "", r"toy/mutants.toml: a: unknown \[\], missing \['what'\]"),
+    ('what = "one', 'crahs = true\nwhat = "one', "unknown .*crahs"),
+    ('[["x + 1", "x + 2"]]', '["x + 1", "x + 2"]', "replace must be a list of"),
+    ('control = "test_toy.py::test_two"', "", "no control"),
+    ("test_two", "test_add", "its control is one of its killers"),
+    (FILE, FILE + FILE.replace('control = "test_toy.py::test_two"', ""), "names must be unique: a"),
+])
+def test_a_file_that_breaks_the_rules_is_refused(old, new, says, tmp_path):
+    with pytest.raises(MutantError, match=says):
+        load(tmp_path, FILE.replace(old, new))
+
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+CODE = """
+import os
+
+def add(x):
+    return x + 1
+
+def two():
+    return 2
+"""
+TESTS = """
+import pytest
+from toy.code import toy
+
+def test_two():
+    assert toy.two() == 2
+
+@pytest.mark.parametrize("x", [0, 1])
+def test_add(x):
+    assert toy.add(x) == x + 1
+
+def test_type():
+    assert isinstance(toy.add(1), int)
+"""
+ADD, TYPE = "test_toy.py::test_add", "test_toy.py::test_type"
+
+
+@pytest.fixture
+def tree(tmp_path) -> Tree:
+    folders = {"code": tmp_path / "sources" / "code", "tests": tmp_path / "sources" / "tests"}
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+    (folders["code"] / "toy.py").write_text(CODE)
+    (folders["tests"] / "test_toy.py").write_text(TESTS)
+    return Tree("toy", folders, tests="tests", linked=(), arguments=())
+
+
+def toy(old: str, new: str, killers: tuple[str, ...] = (ADD,), **options) -> Mutant:
+    return Mutant("m", "toy", "code/toy.py", ((old, new),), "", killers, "test_toy.py::test_two", **options)
+
+
+def test_mutants_in_processes_of_their_own(tree, tmp_path):
+    """Killed, survived, unable to run, and killed by a signal; the sources stay as they are."""
+    with Lab(tree, tmp_path) as lab:
+        _all_kinds(lab)
+    assert (tree.folders["code"] / "toy.py").read_text() == CODE
+
+
+def _all_kinds(lab: Lab) -> None:
+    assert lab.baseline([ADD, TYPE]) > 0
+    killed = lab.run(toy("x + 1", "x + 2", (ADD, TYPE)))
+    assert (killed.status, killed.killed_by, killed.let_live) == ("killed", (ADD,), (TYPE,))
+    broken = lab.run(toy("x + 1", "y + 1"))
+    assert broken.status == "broken" and "NameError" in broken.detail
+    crashed = lab.run(toy("return x + 1", "os.abort()", crash=True))
+    assert (crashed.status, crashed.killed_by) == ("killed", (ADD,))
+    with pytest.raises(MutantError, match="the suite is not in order"):
+        lab.baseline(["test_toy.py::test_nothing"])
+
+
+@pytest.mark.parametrize(("mutant", "says"), [
+    (toy("x + 3", "x + 2"), r"code/toy.py must hold this exactly once, but does 0 times: 'x \+ 3'"),
+    (toy("return", "yield"), "exactly once, but does 2 times"),
+    (toy("x + 1", "x + 1"), "changes nothing"),
+    (toy("x + 1", "x +"), "m: invalid syntax"),
+    (toy("x + 1", "x + 2", ("test_toy.py::test_subtract",)), "there is no test test_toy.py::test_subtract"),
+    (replace(toy("x", "y"), file="code/other.py"), "there is no file code/other.py"),
+])
+def test_mutants_that_cannot_be_applied_are_named(mutant, says, tree):
+    with pytest.raises(MutantError, match=f"toy.toml: m: .*{says}|{says}"):
+        tree.check([mutant])
+
+
+def said(**outcomes: str) -> list[dict[str, str]]:
+    names = {"two": "test_toy.py::test_two", "add0": f"{ADD}[0]", "add1": f"{ADD}[1]", "type": TYPE}
+    return [{"test": names[name], "outcome": outcome} for name, outcome in outcomes.items()]
+
+
+BOTH = toy("x", "y", (ADD, TYPE))
+
+
+@pytest.mark.parametrize(("mutant", "facts", "code", "status", "killed_by"), [
+    (BOTH, said(two="passed", add0="passed", add1="wrong", type="passed"), 1, "killed", (ADD,)),
+    (BOTH, said(two="passed", add0="passed", add1="passed", type="passed"), 0, "survived", ()),
+    (BOTH, said(two="passed", add0="error", add1="passed", type="passed"), 1, "broken", ()),
+    (BOTH, said(two="passed", add0="error", add1="passed", type="wrong"), 1, "killed", (TYPE,)),
+    (BOTH, said(two="wrong"), 1, "broken", ()),
+    (BOTH, said(add0="wrong", add1="wrong", type="wrong"), 1, "broken", ()),
+    (BOTH, [{"broken": "does not import"}], 1, "broken", ()),
+    (BOTH, said(two="passed", add0="started"), -signal.SIGSEGV, "broken", ()),
+    (replace(BOTH, crash=True), said(two="passed", add0="started"), -signal.SIGSEGV, "killed", (ADD,)),
+    (replace(BOTH, crash=True), said(two="passed", add0="started"), -signal.SIGXCPU, "broken", ()),
+    (replace(BOTH, crash=True), said(two="started"), -signal.SIGSEGV, "broken", (),),
+    (replace(BOTH, crash=True), said(two="passed", add0="wrong", add1="passed", type="passed"), 1, "killed", (ADD,)),
+])
+def test_verdict(mutant, facts, code, status, killed_by):
+    found = verdict(mutant, facts, code)
+    assert found["status"] == status
+    assert status != "killed" or found["killed_by"] == killed_by
+    assert bool(found["detail"]) == (status == "broken")
+
+
+def test_what_counts_as_found_wrong():
+    assert is_wrong(AssertionError()) and is_wrong(pytest.fail.Exception("did not raise"))
+    assert is_wrong(ExceptionGroup("flaky", [ValueError(), AssertionError()]))
+    assert not is_wrong(NameError()) and not is_wrong(ExceptionGroup("flaky", [ValueError()]))
+
+
+# The matrix -----------------------------------------------------------------------------------------------------------
+
+
+def result(name: str, status: str, **options) -> mutate.Result:
+    fields = {"killed_by": (), "let_live": (), "seconds": 1.0, **options}
+    return mutate.Result(name, "toy", "", "code/toy.py", digest=BOTH.digest, status=status, **fields)
+
+
+def test_matrix():
+    lines = mutate.matrix([
+        result("one", "killed", killed_by=(ADD,), let_live=(TYPE,)), result("second", "survived", let_live=(ADD,)),
+    ]).splitlines()
+    assert lines[:2] == [f" 1 {ADD}", f" 2 {TYPE}"]
+    assert [line.split() for line in lines[3:]] == [
+        [], ["12"], ["one", "killed", "#o", "1.0", "s"], ["second", "survived", "o.", "1.0", "s"],
+    ]
+
+
+def test_results_of_a_part_are_stored_among_those_of_the_rest(tmp_path):
+    path, everyone = tmp_path / "toy.json", [replace(BOTH, name=name) for name in ("b", "a", "c")]
+    gone = replace(BOTH, name="gone")
+    mutate.store([result(name, "killed", killed_by=(ADD,)) for name in ("a", "b", "gone")], [*everyone, gone], tmp_path)
+    mutate.store([result("c", "killed"), result("a", "survived")], everyone, tmp_path)
+    assert [(row["name"], row["status"]) for row in mutate.stored(path)] == [
+        ("b", "killed"), ("a", "survived"), ("c", "killed"),
+    ]
+    assert sum('"status"' in line for line in path.read_text().splitlines()) == 3, "a line for each"
+    changed = [replace(BOTH, name="b", file="code/new.py"), *everyone[1:]]
+    mutate.store([result("c", "killed")], changed, tmp_path)
+    assert [row["name"] for row in mutate.stored(path)] == ["a", "c"], "what was found of another substitution is gone"
+    record = json.loads(path.read_text())
+    assert record["schema"] == mutate.SCHEMA and {"python", "torch", "triton"} <= record["versions"].keys()
+    assert [path.name for path in tmp_path.iterdir()] == ["toy.json"]
+
+
+def test_unknown_names_are_refused(capsys):
+    assert mutate.main(["--only", "no-such-mutant"]) == 2
+    assert "no such method or mutant: no-such-mutant" in capsys.readouterr().err

@@ -1,0 +1,131 @@
+"""What is installed: the wheel holds the whole tree and nothing else, from any directory, under no name but kvtwin."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kvtwin.conformance import plugin
+
+ROOT = plugin.HERE.parent
+FOLDERS = ("reference", "optimized", "conformance", "fixtures")
+
+
+def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def in_tree(folder: Path) -> set[str]:
+    """The files below ``folder``, as paths in it, less what Python and tools leave there."""
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    left = ("__pycache__", ".")
+    return {path.as_posix() for path in paths if not any(part.startswith(left) for part in path.parts)}
+
+
+@pytest.fixture(scope="module")
+def source() -> Path:
+    """The source tree, whose pyproject.toml says what goes into the wheel."""
+    if not (ROOT / "pyproject.toml").is_file():
+        pytest.skip("needs the source tree, and these tests are installed")
+    return ROOT
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
+    """The wheel, built from a copy: a build in the tree leaves folders there that later builds would take up."""
+    copy = tmp_path_factory.mktemp("copy")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(source / name, copy)
+    for name in FOLDERS:
+        shutil.copytree(source / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+    # The backend that pip calls, without pip.
+    code = "import setuptools.build_meta as backend; print(backend.build_wheel('.'))"
+    built = python("-c", code, folder=copy)
+    assert built.returncode == 0, built.stderr
+    with zipfile.ZipFile(copy / built.stdout.splitlines()[-1]) as opened:
+        yield opened
+
+
+def test_the_wheel_holds_the_tree(source, wheel):
+    """An unlisted sub-package works in an editable install, and is missing from the wheel."""
+    files = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    expected = {f"kvtwin/{folder}/{path}" for folder in FOLDERS for path in in_tree(source / folder)}
+    assert files == expected, "see packages and package-data in pyproject.toml"
+
+
+def test_the_wheel_installs_no_name_but_ours(wheel):
+    assert {name.split("/")[0].split("-")[0] for name in wheel.namelist()} == {"kvtwin"}
+    assert "kvtwin/__init__.py" not in wheel.namelist(), "kvtwin is a namespace package"
+
+
+def test_the_wheel_carries_licence_plugin_and_types(wheel):
+    metadata = {name.split(".dist-info/")[1]: name for name in wheel.namelist() if ".dist-info/" in name}
+    assert "licenses/LICENSE" in metadata or "LICENSE" in metadata
+    assert "kvtwin = kvtwin.conformance.plugin" in wheel.read(metadata["entry_points.txt"]).decode()
+    assert {f"kvtwin/{folder}/py.typed" for folder in FOLDERS} <= set(wheel.namelist())
+
+
+def test_every_package_is_listed(source):
+    listed = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    found = {
+        ".".join(("kvtwin", *path.parent.relative_to(source).parts))
+        for folder in FOLDERS
+        for path in (source / folder).rglob("__init__.py")
+    }
+    assert set(listed) == found
+
+
+def test_installed_under_kvtwin_alone(tmp_path):
+    """No import statement finds reference, fixtures, ... from a directory that is not the source tree."""
+    code = f"import importlib.util; print([name for name in {FOLDERS!r} if importlib.util.find_spec(name)])"
+    assert python("-c", code, folder=tmp_path).stdout.strip() == "[]"
+
+
+def test_the_entry_point_is_the_plugin():
+    (entry,) = importlib.metadata.entry_points(group="pytest11", name=plugin.NAME)
+    assert entry.value == plugin.__name__
+
+
+def test_collects_from_any_directory(tmp_path):
+    """As ``pytest --pyargs kvtwin.conformance`` outside of the tree: every test file, no error."""
+    ran = python(
+        *("-m", "pytest", "--pyargs", "kvtwin.conformance", "--collect-only", "-q", "--import-mode", "importlib"),
+        *("-p", "no:cacheprovider", "--kv-device", "cpu"),
+        folder=tmp_path,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    collected = {line.split("::")[0].split("/")[-1] for line in ran.stdout.splitlines() if "::" in line}
+    files = {path.name: path.read_text(encoding="utf-8") for path in plugin.HERE.rglob("test_*.py")}
+    assert collected <= set(files)
+    for name in set(files) - collected:  # a file may skip itself where what it is about is not installed
+        assert re.search(r"^pytest\.importorskip|allow_module_level", files[name], flags=re.MULTILINE), name
+
+
+def blocks(text: str) -> list[str]:
+    """The Python blocks of a Markdown file."""
+    return re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_readme_is_true(source, tmp_path):
+    """Its library code runs; the function that it asks other people for has the signature that we call."""
+    code = blocks((source / "README.md").read_text(encoding="utf-8"))
+    (theirs,) = [block for block in code if block.startswith("# my_kernels/longflow.py")]
+    # The example with transformers: test_longflow_hf_readme.py.
+    ours = [block for block in code if block is not theirs and "transformers" not in block]
+    assert len(ours) == 2
+    check = (
+        "import inspect\nours = inspect.signature(decode_attention)\n"
+        f"exec({theirs!r})\nassert list(inspect.signature(decode_attention).parameters) == list(ours.parameters)\n"
+    )
+    ran = python("-c", "\n".join([*ours, check]), folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr

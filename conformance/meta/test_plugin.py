@@ -1,0 +1,388 @@
+"""The plugin in runs of its own: options, backend, skips and expected failures, vacuous tests, strangers' projects.
+
+Runs that import the optimized side, or depend on the environment, are processes of their own; the others run in this
+one, on the reference alone and under this run's Hypothesis profile, which they would change otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import settings
+
+from kvtwin.conformance import __main__ as main_job
+from kvtwin.conformance.harness import environment, options, suite
+from kvtwin.conformance import interpreter, plugin
+
+pytest_plugins = ["pytester"]
+
+PASSING = "def test_passes(twins): assert twins.reference.longflow.LongFlowConfig(budget=4).budget == 4"
+
+
+@pytest.fixture
+def in_process(pytester: pytest.Pytester):
+    """Run pytest on files of the test's own, with our part of the plugin active."""
+
+    def run(*arguments: str, active: bool = True) -> pytest.RunResult:
+        profile = ("--hypothesis-profile", settings.get_current_profile_name())
+        chosen = ("--kv-device", "auto") if active else ()
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", *profile, *chosen, *arguments)
+
+    return run
+
+
+@pytest.fixture
+def python(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
+    """Run Python in the test's folder, in the environment of a shell that knows nothing of Triton or CI."""
+    for name in (interpreter.INTERPRET, interpreter.VARIABLE, "CI", "PYTEST_ADDOPTS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, cwd=pytester.path, capture_output=True, text=True, timeout=100, check=False)
+
+    return run
+
+
+def write(folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+
+
+# --- strangers ---
+
+
+def test_loading_the_plugin_imports_nothing_heavy(python):
+    """Every pytest run of an environment that kvtwin is installed in pays for this import."""
+    heavy = {"torch", "triton", "hypothesis", "numpy", "transformers", "safetensors"}
+    code = f"import sys, kvtwin.conformance.plugin; print(sorted({heavy!r} & set(sys.modules)))"
+    assert python("-c", code).stdout.strip() == "[]"
+
+
+def test_a_strangers_run_is_left_alone(pytester, python):
+    write(
+        pytester.path,
+        test_mine="""
+            import os, sys
+            def test_mine(request):
+                assert "TRITON_INTERPRET" not in os.environ
+                assert not {"torch", "triton", "hypothesis"} & set(sys.modules)
+                assert "kind" not in str(request.config.getini("markers"))
+            def test_no_fixture_of_ours(request):
+                manager = request.session._fixturemanager
+                assert not manager.getfixturedefs("twins", request.node)
+                assert not manager.getfixturedefs("device", request.node)
+        """.replace("\n            ", "\n"),
+    )
+    ran = python("-m", "pytest", "-p", "no:benchmark", "-p", "no:anyio")
+    assert "2 passed" in ran.stdout, ran.stdout
+    assert not [line for line in ran.stdout.splitlines() if line.startswith("kvtwin")]  # no header, no summary
+
+
+HERE = plugin.HERE
+
+
+@pytest.mark.parametrize(
+    ("argument", "pyargs", "included"),
+    [
+        (str(HERE), False, True),
+        (str(HERE / "meta" / "test_plugin.py"), False, True),
+        (f"{HERE / 'meta' / 'test_plugin.py'}::test_name[a/b]", False, True),
+        (str(HERE.parent), False, True),
+        ("kvtwin.conformance", True, True),
+        ("kvtwin.conformance.meta.test_plugin::test_name", True, True),
+        ("kvtwin", True, True),
+        ("kvtwin.conformance", False, False),
+        ("kvtwin.conformances", True, False),
+        ("numpy", True, False),
+        ("tests", False, False),
+        (f"{HERE}-other", False, False),
+    ],
+)
+def test_which_arguments_include_our_tests(argument, pyargs, included, tmp_path):
+    config = SimpleNamespace(invocation_params=SimpleNamespace(dir=tmp_path), getoption=lambda name: pyargs)
+    assert plugin._names_own_tests(config, argument) is included
+
+
+def test_a_project_that_holds_our_environment_is_a_strangers(monkeypatch, tmp_path):
+    """pytest does not collect from .venv, so running it on the project's root runs none of our tests."""
+    config = SimpleNamespace(invocation_params=SimpleNamespace(dir=tmp_path), getoption=lambda name: False)
+    installed = tmp_path / ".venv" / "lib" / "python3.11" / "site-packages" / "kvtwin" / "conformance"
+    monkeypatch.setattr(plugin, "HERE", installed)
+    assert not plugin._names_own_tests(config, str(tmp_path))
+    assert plugin._names_own_tests(config, str(installed))
+
+
+def test_our_tests_wake_the_plugin_by_whatever_route_they_come(pytester, in_process):
+    """The command line does not show them: a conftest brings them in."""
+    path = HERE / "meta" / "test_ledger.py"
+    pytester.makeconftest(
+        f"""
+        def pytest_configure(config): config.args[:] = [{str(path)!r}]
+        def pytest_sessionfinish(session): print("awake:", session.config.pluginmanager.has_plugin({plugin.SUITE!r}))
+        """
+    )
+    result = in_process("-k", "test_load", active=False)
+    assert result.parseoutcomes()["passed"] == 1
+    result.stdout.fnmatch_lines(["*awake: True*"])
+
+
+def test_tests_of_another_copy_are_refused(pytester, in_process):
+    pytester.makeconftest((HERE / "conftest.py").read_text())
+    pytester.makepyfile(PASSING)
+    result = in_process()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: the tests in {pytester.path} would run on the kvtwin * {HERE.parent}; *"])
+
+
+def test_without_the_plugin_our_tests_say_so(pytester):
+    alone = ("-c", os.devnull, f"--rootdir={HERE}", "-p", "no:cacheprovider")  # without our settings, which are strict
+    result = pytester.runpytest_inprocess(*alone, "-p", "no:kvtwin", str(HERE / "meta" / "test_ledger.py"))
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: these tests need kvtwin's pytest plugin, *"])
+
+
+# --- backend ---
+
+
+def test_header_names_device_versions_and_what_is_tested(pytester, in_process):
+    torch = metadata.version("torch")
+    pytester.makepyfile(PASSING)
+    result = in_process()
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(
+        [
+            f"kvtwin: kvtwin *, python 3.*, torch {torch}, triton *, hypothesis *",
+            "kvtwin device: c* (*), *",
+            "kvtwin under test: kvtwin.optimized",
+        ]
+    )
+
+
+def test_without_cuda_the_interpreter_is_on_before_triton_is_imported(pytester, python):
+    write(
+        pytester.path,
+        test_it="""
+import triton, triton.language as tl
+def test_it(device):
+    assert device.type == "cpu"
+    assert type(tl.cdiv).__name__ == "InterpretedFunction"
+""",
+    )
+    ran = python("-m", "pytest", "--kv-device", "auto", CUDA_VISIBLE_DEVICES="")
+    assert "1 passed" in ran.stdout, ran.stdout + ran.stderr
+    assert "kvtwin device: cpu (Triton interpreter), no CUDA device, TRITON_INTERPRET=1" in ran.stdout
+    assert "kvtwin interpreter: accelerated (KVTWIN_INTERPRETER=plain turns this off)" in ran.stdout
+
+
+def test_triton_imported_too_early_stops_the_run(pytester, python):
+    write(pytester.path, conftest="import triton", test_it=PASSING)
+    ran = python("-m", "pytest", "--kv-device", "cpu")
+    assert ran.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "kvtwin needs triton imported with TRITON_INTERPRET=1" in ran.stderr
+    assert "conftest.py" in ran.stderr  # who may have done it, and what to do:
+    assert "set TRITON_INTERPRET=1 in the environment" in ran.stderr
+
+
+def test_triton_imported_early_but_interpreted_is_fine(pytester, python):
+    write(pytester.path, conftest="import triton", test_it=PASSING)
+    ran = python("-m", "pytest", "--kv-device", "cpu", TRITON_INTERPRET="1")
+    assert "1 passed" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_cuda_without_cuda_is_an_error_not_a_skip(pytester, python):
+    write(pytester.path, test_it=PASSING)
+    ran = python("-m", "pytest", "--kv-device", "cuda", CUDA_VISIBLE_DEVICES="")
+    assert ran.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--kv-device cuda, but torch" in ran.stderr
+    assert "sees no CUDA device" in ran.stderr
+
+
+def test_cuda_with_the_interpreter_is_an_error(pytester, python):
+    write(pytester.path, test_it=PASSING)
+    ran = python("-m", "pytest", "--kv-device", "cuda", TRITON_INTERPRET="1")
+    assert ran.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--kv-device cuda, but TRITON_INTERPRET=1 is set" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ci", "profile"),
+    [([], "", "default"), ([], "true", "ci"), (["--hypothesis-profile", "thorough"], "true", "thorough")],
+)
+def test_hypothesis_profile(pytester, monkeypatch, arguments, ci, profile):
+    """On set_up_hypothesis itself: a whole run would leave its profile behind in this process."""
+    loaded, registered = [], []
+    config = pytester.parseconfig(*arguments)
+    fake = SimpleNamespace(load_profile=loaded.append, register_profile=lambda name, **values: registered.append(name))
+    monkeypatch.setattr("hypothesis.settings", fake)
+    monkeypatch.setenv("CI", ci)
+    environment.set_up_hypothesis(config)
+    assert set(registered) == {"quick", "ci", "default", "thorough", "soak"}
+    assert loaded == ([] if arguments else [profile])  # Hypothesis's own plugin loads what its option names
+
+
+# --- skips and expected failures ---
+
+THREE = """
+def test_one(twins): pass
+def test_two(twins): assert False
+def test_three(twins): pass
+"""
+
+
+def test_skips_file(pytester, in_process):
+    pytester.makepyfile(THREE)
+    pytester.path.joinpath("skips.txt").write_text("# ours does not do this\n\n::test_two  # because\n")
+    result = in_process("--kv-skips", "skips.txt", "-rs")
+    result.assert_outcomes(passed=2, skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED*--kv-skips skips.txt:3*"])
+
+
+def test_xfails_file_and_an_expected_failure_that_passes(pytester, in_process):
+    pytester.makepyfile(THREE)
+    pytester.path.joinpath("xfails.txt").write_text("test_two\ntest_three\n")
+    result = in_process("--kv-xfails", "xfails.txt")
+    result.assert_outcomes(passed=1, xfailed=1, failed=1)
+    result.stdout.fnmatch_lines(["*XPASS(strict)*xfails.txt:2*"])
+
+
+@pytest.mark.parametrize("option", ["--kv-skips", "--kv-xfails"])
+def test_an_entry_that_matches_nothing_warns(pytester, in_process, option):
+    pytester.makepyfile(PASSING)
+    pytester.path.joinpath("list.txt").write_text("test_gone\n")
+    result = in_process(option, "list.txt")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines([f"*UnmatchedEntryWarning: {option} list.txt:1: 'test_gone' matches no test"])
+    strict = in_process(option, "list.txt", "-W", "error::kvtwin.conformance.harness.options.UnmatchedEntryWarning")
+    assert strict.ret == pytest.ExitCode.USAGE_ERROR
+
+
+def test_deselection_does_not_make_an_entry_match_nothing(pytester, in_process):
+    pytester.makepyfile(THREE)
+    pytester.path.joinpath("skips.txt").write_text("test_two\n")
+    result = in_process("--kv-skips", "skips.txt", "-k", "test_one")
+    result.assert_outcomes(passed=1, deselected=2)
+    result.stdout.no_fnmatch_line("*UnmatchedEntryWarning*")
+
+
+def test_an_unreadable_list_is_a_usage_error(pytester, in_process):
+    pytester.makepyfile(PASSING)
+    result = in_process("--kv-skips", "nowhere.txt")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--kv-skips: cannot read *nowhere.txt*"])
+
+
+@pytest.mark.parametrize(("line", "text"), [("a # b", "a"), ("a[x#1]", "a[x#1]"), ("  a b ", "a b"), ("#", None)])
+def test_lines_of_a_list(tmp_path, line, text):
+    path = tmp_path / "list.txt"
+    path.write_text(line + "\n")
+    config = SimpleNamespace(getoption=lambda dest: str(path), invocation_params=SimpleNamespace(dir=tmp_path))
+    assert [entry.text for entry in options.read_entries(config, "kv_skips")] == ([] if text is None else [text])
+
+
+# --- vacuous tests ---
+
+TALLIED = """
+import pytest
+from hypothesis import given, strategies
+from kvtwin.conformance import tally
+
+@pytest.mark.parametrize("decisive", [{decisive}])
+def test_decisions(twins, decisive):
+    tally.decisions(10, decisive)
+
+@given(strategies.sampled_from([0, {decisive}, 10]))
+def test_over_all_examples(twins, decisive):
+    tally.decisions(10 if decisive == {decisive} else 0, min(decisive, 10 if decisive == {decisive} else 0))
+"""
+
+
+@pytest.mark.parametrize(("decisive", "outcome"), [(4, {"failed": 2}), (5, {"passed": 2})])
+def test_a_test_that_decides_less_than_half_is_vacuous(pytester, in_process, decisive, outcome):
+    pytester.makepyfile(TALLIED.format(decisive=decisive))
+    result = in_process()
+    result.assert_outcomes(**outcome)
+    if "failed" in outcome:
+        result.stdout.fnmatch_lines(["vacuous: 4 of 10 decisions were decisive (40%)*"])
+
+
+def test_a_failure_is_not_hidden_behind_vacuity(pytester, in_process):
+    pytester.makepyfile(
+        """
+        from kvtwin.conformance import tally
+        def test_wrong(twins):
+            tally.decisions(10, 0)
+            assert "the eviction" == "wrong"
+        """
+    )
+    result = in_process()
+    result.assert_outcomes(failed=1)
+    result.stdout.no_fnmatch_line("*vacuous*")
+    result.stdout.no_fnmatch_line("*stack.py*")  # where the test is called from is no part of a traceback
+
+
+# --- the main job ---
+
+
+def test_the_main_job_knows_its_methods(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main_job.main(["longflow", "nonsense"])
+    assert stopped.value.code == 2
+    assert "no method 'nonsense'; there are: " in capsys.readouterr().err
+
+
+def test_the_main_job_that_verifies_nothing_fails(pytester, python):
+    """An implementation without any of our methods: all is skipped, which pytest calls a success."""
+    write(pytester.path, empty="")
+    one = "test_longflow_evicts_what_float64_would"
+    ran = python("-m", "kvtwin.conformance", "longflow", "--impl=empty", "--device=cpu", "-j1", "-k", one)
+    assert "kvtwin under test: empty (" in ran.stdout
+    assert ran.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, ran.stdout + ran.stderr
+    assert "nothing is verified" in ran.stderr
+    report = json.loads(pytester.path.joinpath("kvtwin-report.json").read_text())
+    assert report["totals"]["not_provided"] > 0
+    assert {test["method"] for test in report["tests"]} == {"longflow"}
+    assert pytester.path.joinpath("kvtwin-report.html").is_file()
+
+
+def test_update_golden_runs_the_recorder(pytester, in_process, monkeypatch):
+    """The option is a call of the script: nothing else may write a golden."""
+    ran = []
+    pytester.makepyfile(PASSING)
+    fake = SimpleNamespace(run=lambda command, check: ran.append(command) or SimpleNamespace(returncode=0))
+    monkeypatch.setattr(suite, "subprocess", fake)
+    in_process("--kv-update-golden").assert_outcomes(passed=1)
+    assert [command[1:] for command in ran] == [["-m", "kvtwin.fixtures.record"]]
+
+
+@pytest.mark.parametrize(("count", "long", "workers"), [
+    (11, [4, 5, 6], 3), (10, [], 2), (5, [0, 1, 2, 3, 4], 2), (7, [6], 4),
+])
+def test_processes_begin_with_what_takes_longest(count, long, workers):
+    ordered = suite.longest_first(list(range(count)), long, workers)
+    assert sorted(ordered) == list(range(count))
+    size = -(-count // workers)
+    parts = [ordered[start:start + size] for start in range(0, count, size)]
+    shares = [len(set(part) & set(long)) for part in parts]
+    assert max(shares) - min(shares) <= 1
+    assert all(set(part[:share]) <= set(long) for part, share in zip(parts, shares, strict=True))
+
+
+def test_the_garbage_collector_leaves_out_what_was_collected_and_all_is_put_back(python, tmp_path):
+    write(tmp_path, test_frozen="import gc\ndef test_frozen(): assert gc.isenabled() and gc.get_freeze_count() > 9999")
+    code = (
+        "import gc, sys, pytest\n"
+        f"status = pytest.main(['-q', '-p', 'no:cacheprovider', '--kv-device=cpu', {str(tmp_path)!r}])\n"
+        "sys.exit(status or gc.get_freeze_count() or not gc.isenabled())"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stdout + done.stderr

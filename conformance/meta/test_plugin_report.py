@@ -1,0 +1,247 @@
+"""The terminal summary, the report, and how tests are told apart by method and kind."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+
+import pytest
+from hypothesis import settings
+
+from kvtwin.conformance.harness import report as reports
+from kvtwin.conformance.harness import results, summary
+
+pytest_plugins = ["pytester"]
+
+# One test of every outcome. Their ids stand in the ledger; what they test is not what it says there.
+EVERY_OUTCOME = """
+import pytest
+from kvtwin.conformance import tally
+from kvtwin.conformance.harness.impl import NotProvided
+
+pytestmark = pytest.mark.method("longflow")
+
+@pytest.mark.kind("equivalence")
+def test_passes(twins):
+    tally.decisions(30, 30)
+    tally.decisions(10, 9)
+    tally.utilisation(0.0625)
+    tally.utilisation(0.03125)
+    tally.adjudicated(2)
+
+@pytest.mark.kind("equivalence")
+def test_fails(twins):
+    tally.utilisation(float("inf"))
+    assert "<b>" == "a & b"
+
+@pytest.mark.kind("laws")
+def test_not_provided(twins):
+    raise NotProvided("theirs.longflow.decode_attention")
+
+@pytest.mark.kind("golden")
+def test_skips(twins):
+    pytest.skip("for a reason")
+
+@pytest.mark.kind("golden")
+@pytest.mark.xfail(reason="known")
+def test_xfails(twins):
+    assert False
+
+@pytest.mark.claim("LF-3")
+def test_claim(twins):
+    pass
+
+@pytest.fixture
+def broken():
+    raise RuntimeError("broken")
+
+@pytest.mark.kind("bad_input")
+def test_error(broken):
+    pass
+
+@pytest.mark.method("snapkv")
+@pytest.mark.kind("laws")
+def test_other_method(twins):
+    pass
+"""
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester):
+    def run(text: str, *arguments: str) -> pytest.RunResult:
+        pytester.makepyfile(text)
+        profile = ("--hypothesis-profile", settings.get_current_profile_name())
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", "--kv-device", "auto", *profile, *arguments)
+
+    return run
+
+
+def test_summary_has_a_row_per_method_and_a_column_per_kind(run):
+    result = run(EVERY_OUTCOME, "-rs")
+    outcomes = {"failed": 1, "passed": 3, "skipped": 1, "xfailed": 1, "not": 1, "errors": 1}
+    assert result.parseoutcomes() | outcomes == result.parseoutcomes()
+    result.stdout.fnmatch_lines(
+        [
+            "*= kvtwin: kvtwin.optimized against float64 =*",
+            "method * equivalence * laws * claims * golden * bad input * decisive * of bound * ties",
+            "longflow  1, 1 failed  0, 1 n/p  1 * 0, 1 skipped, 1 xfailed  0, 1 error  97.5 % * inf % * 2",
+            "snapkv    -            1         - * - * - * - * - * -",
+            "n/p = not provided: theirs.longflow.decode_attention (1 test)",
+        ]
+    )
+
+
+def test_a_run_without_tests_of_a_method_has_no_summary(run):
+    run("def test_it(twins): pass").stdout.no_fnmatch_line("*against float64*")
+
+
+def test_json_report(run, pytester):
+    result = run(EVERY_OUTCOME, "--kv-report", "out.json")
+    report = json.loads(pytester.path.joinpath("out.json").read_text())
+    result.stdout.fnmatch_lines(["kvtwin report: *out.json"])
+    assert not pytester.path.joinpath("out.html").exists()
+    assert set(report) == {
+        "schema_version", "created", "arguments", "exit_status", "environment", "implementation", "totals",
+        "methods", "claims", "tests",
+    }  # fmt: skip
+    assert report["schema_version"] == 1  # a change of this number is a promise broken: say so in the README
+    assert report["exit_status"] == 1
+    assert report["implementation"] == "kvtwin.optimized"
+    assert set(report["environment"]) == {"device", "backend", "interpreter", "platform", "versions"}
+    assert set(report["environment"]["versions"]) >= {"kvtwin", "python", "torch", "triton", "hypothesis"}
+    assert report["totals"] == {
+        "passed": 3, "failed": 1, "error": 1, "not_provided": 1, "skipped": 1, "xfailed": 1,
+    }  # fmt: skip
+    assert set(report["methods"]) == {"longflow", "snapkv"}
+    assert set(report["methods"]["longflow"]) == {*results.KINDS, "all"}
+    assert report["methods"]["longflow"]["all"]["decisive_share"] == 39 / 40
+
+
+def test_json_report_of_each_test(run, pytester):
+    run(EVERY_OUTCOME, "--kv-report", "out.json")
+    tests = json.loads(pytester.path.joinpath("out.json").read_text())["tests"]
+    by_name = {test["nodeid"].split("::")[1]: test for test in tests}
+    passed = by_name["test_passes"]
+    assert passed.pop("duration") >= 0
+    assert passed.pop("nodeid").endswith(".py::test_passes")
+    assert passed == {
+        "method": "longflow", "kind": "equivalence", "claims": [], "outcome": "passed", "decisions": 40, "decisive": 39,
+        "utilisation": 0.0625, "adjudicated": 2, "touched": False, "answered": 0, "refused": {}, "message": "",
+    }  # fmt: skip
+    outcomes = {name: test["outcome"] for name, test in by_name.items()}
+    assert outcomes == {
+        "test_passes": "passed", "test_fails": "failed", "test_not_provided": "not provided", "test_skips": "skipped",
+        "test_xfails": "xfailed", "test_claim": "passed", "test_error": "error", "test_other_method": "passed",
+    }  # fmt: skip
+    assert by_name["test_claim"]["claims"] == ["LF-3"]
+    assert by_name["test_claim"]["kind"] == "claims"
+    assert by_name["test_fails"]["utilisation"] is None  # JSON has no infinity
+    assert "a & b" in by_name["test_fails"]["message"]
+    assert by_name["test_error"]["message"].endswith("broken")
+    assert by_name["test_not_provided"]["message"] == "not provided: theirs.longflow.decode_attention"
+
+
+def test_results_come_from_other_processes(pytester):
+    """pytest-xdist runs tests in processes of their own, and sends what fits into plain values."""
+    pytest.importorskip("xdist", reason="needs pytest-xdist")
+    pytester.makepyfile(EVERY_OUTCOME)
+    arguments = ("-n", "1", "-p", "no:cacheprovider", "-p", "no:benchmark", "--kv-device=cpu", "--kv-report=out.json")
+    result = pytester.runpytest_subprocess(*arguments, "-k", "passes or provided or fails")
+    result.stdout.fnmatch_lines(["longflow  1, 1 failed  0, 1 n/p * 97.5 % * inf % * 2", "*1 not provided in *"])
+    report = json.loads(pytester.path.joinpath("out.json").read_text())
+    assert (report["totals"]["passed"], report["totals"]["failed"], report["totals"]["not_provided"]) == (1, 1, 1)
+    assert report["tests"][0]["decisions"] == 40
+
+
+class Page(html.parser.HTMLParser):
+    """Collects text and what the page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        assert not {"src", "href"} & {name for name, _ in attributes}, "the page stands alone"
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_html_report_has_json_beside_it(run, pytester):
+    run(EVERY_OUTCOME, "--kv-report", "out.html").stdout.fnmatch_lines(["kvtwin report: *out.html, *out.json"])
+    assert json.loads(pytester.path.joinpath("out.json").read_text())["schema_version"] == reports.SCHEMA_VERSION
+    page = Page()
+    page.feed(pytester.path.joinpath("out.html").read_text())
+    assert page.open == []
+    assert "script" not in page.tags
+    assert "b" not in page.tags, "messages are escaped"
+    for text in ("3 passed", "test_fails", "a & b", "97.5 %", "not provided", "kvtwin.optimized"):
+        assert text in page.text
+
+
+@pytest.mark.parametrize(("path", "complaint"), [("out.txt", "end in .html or .json"), ("no/out.json", "no such f")])
+def test_a_report_that_cannot_be_written_stops_the_run_at_its_start(run, path, complaint):
+    result = run("def test_it(): pass", "--kv-report", path)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*--kv-report *{path}: *{complaint}*"])
+
+
+# --- method and kind ---
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected", "kind"),
+    [
+        ("test_longflow", "def test_it(): pass", "longflow", "equivalence"),
+        ("test_longflow_state", "def test_it(): pass", "longflow", "equivalence"),
+        ("test_longflow_input", "def test_it(): pass", "longflow", "bad_input"),
+        ("test_longflow_golden", "def test_it(): pass", "longflow", "golden"),
+        ("test_longflow_claims_more", "def test_it(): pass", "longflow", "claims"),
+        ("test_longflow", "import pytest\n@pytest.mark.kind('laws')\ndef test_it(): pass", "longflow", "laws"),
+        ("test_longflow", "import pytest\n@pytest.mark.claim('LF-3')\ndef test_it(): pass", "longflow", "claims"),
+        ("test_laws", PARAMETRIZED := """
+import pytest
+from kvtwin.conformance import discovery
+@pytest.mark.parametrize("method", [one for one in discovery.methods() if one.name == "longflow"], ids=str)
+def test_it(method): pass
+""", "longflow", "laws"),
+        ("test_twins", PARAMETRIZED.replace("method", "pair").replace("pairs", "methods"), "longflow", "equivalence"),
+        ("test_any", "import pytest\n@pytest.mark.method('longflow')\ndef test_it(): pass", "longflow", "equivalence"),
+        ("test_longflowers", "def test_it(): pass", None, None),
+        ("test_plugin", "def test_it(): pass", None, None),
+    ],
+)  # fmt: skip
+def test_method_and_kind(pytester, file, text, expected, kind):
+    path = pytester.makepyfile(**{file: text})
+    profile = ("--hypothesis-profile", settings.get_current_profile_name())
+    config = pytester.parseconfigure(path, "--kv-device", "auto", *profile)
+    (item,) = pytester.genitems([pytester.getnode(config, path)])
+    assert results.classify(item) == {
+        "method": expected,
+        "kind": kind,
+        "claims": ["LF-3"] if "claim('LF-3')" in text else [],
+    }
+
+
+def test_an_unknown_kind_is_a_usage_error(run):
+    result = run("import pytest\n@pytest.mark.kind('law')\ndef test_it(): pass")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*mark.kind('law'): the kinds are equivalence, laws, claims, golden, bad_input"])
+
+
+def test_a_claim_with_a_skipped_variant_is_checked_and_one_with_a_failed_variant_failed():
+    def of(*outcomes: str) -> str:
+        found = [results.Result(str(number), claims=("LF-3",), outcome=one) for number, one in enumerate(outcomes)]
+        return summary.claim_outcomes(found)["LF-3"]
+
+    assert of("passed", "skipped") == of("skipped", "passed") == "passed"
+    assert of("passed", "failed", "passed") == of("error", "passed") == "failed"
+    assert of("skipped") == "skipped"

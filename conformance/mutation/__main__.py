@@ -1,0 +1,9 @@
+"""See mutate.py."""
+
+from __future__ import annotations
+
+import sys
+
+from .mutate import main
+
+sys.exit(main())

@@ -1,0 +1,433 @@
+"""Mutation testing: every way to be wrong that ``<method>/mutants.toml`` lists must be noticed by the suite.
+
+``python -m kvtwin.conformance.mutation [METHOD...] [--only NAME] [--jobs 2] [--store]`` applies each mutant to a copy
+of the package and runs, in a process of its own (mutate_server.py), the tests that should notice::
+
+    control = "baselines/snapkv/test_snapkv.py::test_other"  # a test that no mutant of this file concerns: it must pass
+
+    [[mutant]]
+    name = "tie-to-the-highest-index"
+    file = "optimized/_longflow_kernels.py"
+    replace = [["old text", "new text"]]        # each old text stands in the file exactly once
+    what = "what is wrong with it, in a line"
+    killers = ["longflow/test_longflow.py::test_ties"]  # at least one of them must fail
+    control = "test_..."                        # optional: another control for this one
+    crash = true                                # optional: the process may end by a signal instead
+
+A mutant is *killed* when a killer finds something wrong (mutate_probe.py says what counts), *survives* when all pass,
+and is *broken*, which proves nothing, when it does not import, fails its control, or makes killers stop by other errors
+or by a signal that is not expected. Exit code 0 if all are killed, 1 if not, 2 where a file of mutants, or the suite
+without any mutant, is not in order. ``--store`` writes the kill matrix beside the mutants.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import signal
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import mutate_probe
+from .mutate_probe import ORDER, PROFILE
+from .mutate_server import Server
+
+HERE = Path(__file__).resolve().parent.parent  # the folder of all tests
+FILE = "mutants.toml"
+SCHEMA = 1
+TEXTS = ("name", "file", "what")
+OPTIONAL = ("control", "crash")
+CPU_SECONDS = 240  # of one process: a mutant may loop for ever
+RUNS_WITH = ("torch", "triton", "hypothesis", "pytest")
+
+
+class MutantError(ValueError):
+    """A file of mutants that breaks the rules above, or a suite that fails without any; the message says which."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A namespace package's folders by name, as {"optimized": path}, and how its tests are run.
+
+    tests: the folder that test ids are relative to. linked: folders that are too large to copy, and never mutated.
+    """
+
+    namespace: str
+    folders: dict[str, Path]
+    tests: str = "conformance"
+    linked: tuple[str, ...] = ("fixtures",)
+    arguments: tuple[str, ...] = ("--kv-device", "cpu")
+
+    def source(self, file: str) -> str:
+        folder, _, rest = file.partition("/")
+        if folder not in self.folders or not (self.folders[folder] / rest).is_file():
+            raise MutantError(f"there is no file {file}")
+        return (self.folders[folder] / rest).read_text(encoding="utf-8")
+
+    def tests_in(self, file: str) -> set[str]:
+        """The test functions of a test file, "Class::function" where one is in a class."""
+        tree = ast.parse(self.source(f"{self.tests}/{file}"))
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        inner = {f"{node.name}::{name}" for node in classes for name in _functions(node)}
+        return {*_functions(tree), *(node.name for node in classes), *inner}
+
+    def check(self, mutants: Iterable[Mutant]) -> None:
+        """MutantError, naming all that is wrong, unless each mutant applies, is Python, and names tests that exist."""
+        problems = []
+        for mutant in mutants:
+            try:
+                compile(mutant.applied_to(self.source(mutant.file)), mutant.file, "exec")
+                for test in (mutant.control, *mutant.killers):
+                    file, _, function = test.partition("::")
+                    if function and function.partition("[")[0] not in self.tests_in(file):
+                        raise MutantError(f"there is no test {test}")
+            except (MutantError, SyntaxError) as error:
+                problems.append(f"{mutant.method}/{FILE}: {mutant.name}: {error}")
+        if problems:
+            raise MutantError("\n".join(problems))
+
+    def copy(self, root: Path) -> None:
+        """The package under `root`, with an empty configuration of pytest beside it."""
+        (root / self.namespace).mkdir(parents=True)
+        for name, folder in self.folders.items():
+            target = root / self.namespace / name
+            if name in self.linked:
+                target.symlink_to(folder, target_is_directory=True)
+            else:
+                shutil.copytree(folder, target, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+        (root / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n", encoding="utf-8")
+
+
+def _functions(node: ast.Module | ast.ClassDef | ast.If) -> list[str]:
+    """The functions of a module or a class, those too that it has only if something holds."""
+    found = [inner.name for inner in node.body if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return found + [name for inner in node.body if isinstance(inner, ast.If) for name in _functions(inner)]
+
+
+def here() -> Tree:
+    """The package that this module belongs to: a source tree or an installed one."""
+    folders = {}
+    for name in ("reference", "optimized", "conformance", "fixtures"):
+        spec = importlib.util.find_spec(f"kvtwin.{name}")
+        if spec is None or spec.origin is None:
+            raise MutantError(f"kvtwin.{name} is not installed")
+        folders[name] = Path(spec.origin).parent
+    return Tree("kvtwin", folders)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One ``[[mutant]]``; ``method`` is the name of its file."""
+
+    name: str
+    method: str
+    file: str
+    replace: tuple[tuple[str, str], ...]
+    what: str
+    killers: tuple[str, ...]
+    control: str
+    crash: bool = False
+
+    @property
+    def digest(self) -> str:
+        """Of what it does: a stored result is about this very substitution."""
+        return hashlib.sha256(repr((self.file, self.replace)).encode()).hexdigest()[:12]
+
+    @property
+    def module(self) -> str:
+        return self.file.removesuffix(".py").replace("/", ".")
+
+    def applied_to(self, source: str) -> str:
+        """The mutated source; MutantError unless each old text stands in `source` exactly once."""
+        mutated = source
+        for old, new in self.replace:
+            found = source.count(old)
+            if found != 1 or mutated.count(old) != 1:
+                raise MutantError(f"{self.file} must hold this exactly once, but does {found} times: {old!r}")
+            mutated = mutated.replace(old, new)
+        if mutated == source:
+            raise MutantError("changes nothing")
+        return mutated
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a mutant. killed_by, let_live: killers that failed, that passed; detail: why it is broken."""
+
+    name: str
+    method: str
+    what: str
+    file: str
+    digest: str
+    status: str
+    killed_by: tuple[str, ...]
+    let_live: tuple[str, ...]
+    seconds: float
+    detail: str = ""
+
+
+def load(folder: Path = HERE) -> list[Mutant]:
+    """All mutants, by method, then as listed. MutantError for a file that breaks the rules above."""
+    mutants = [mutant for file in sorted(folder.rglob(FILE)) for mutant in _load_file(file)]
+    names = [mutant.name for mutant in mutants]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise MutantError(f"names must be unique: {', '.join(twice)}")
+    return mutants
+
+
+def _load_file(file: Path) -> list[Mutant]:
+    tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    control = tables.get("control")
+    found = []
+    for number, table in enumerate(tables.get("mutant", []), start=1):
+        where = f"{file.parent.name}/{file.name}: {table.get('name', f'mutant {number}')}"
+        unknown = set(table) - {*TEXTS, *OPTIONAL, "replace", "killers"}
+        missing = [key for key in (*TEXTS, "replace", "killers") if not table.get(key)]
+        if unknown or missing:
+            raise MutantError(f"{where}: unknown {sorted(unknown)}, missing {missing}")
+        if not all(isinstance(pair, list) and [type(text) for text in pair] == [str, str] for pair in table["replace"]):
+            raise MutantError(f"{where}: replace must be a list of [old text, new text]")
+        table = {"control": control, **table}
+        if not isinstance(table["control"], str):
+            raise MutantError(f"{where}: no control, neither its own nor the file's")
+        if table["control"] in table["killers"]:
+            raise MutantError(f"{where}: its control is one of its killers")
+        table["replace"] = tuple((old, new) for old, new in table["replace"])
+        table["killers"] = tuple(table["killers"])
+        found.append(Mutant(method=file.parent.name, **table))
+    return found
+
+
+class Lab:
+    """A pristine copy of the tree, and a copy of that for each mutant. Leaving its ``with`` block ends its servers."""
+
+    def __init__(self, tree: Tree, root: Path) -> None:
+        self.tree, self.root = tree, root
+        self.pristine = root / "pristine"
+        tree.copy(self.pristine)
+        self._idle: list[Server] = []  # one for each thread that was ever in `run` at the same time
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    @contextlib.contextmanager
+    def _server(self) -> Iterator[Server]:
+        try:
+            server = self._idle.pop()
+        except IndexError:
+            server = Server()
+        try:
+            yield server
+        except BaseException:
+            server.close()
+            raise
+        self._idle.append(server)
+
+    def baseline(self, tests: Sequence[str]) -> float:
+        """Run tests on the unmutated copy; MutantError unless all pass. Returns CPU seconds."""
+        facts, code, seconds = self._pytest(self.pristine, tests)
+        passed = {fact["test"] for fact in facts if fact.get("outcome") == "passed"}
+        bad = [fact for fact in facts if fact.get("outcome") in ("wrong", "error") or "broken" in fact]
+        lacking = [test for test in tests if not any(_is_of(done, test) for done in passed)]
+        if bad or lacking or code:
+            said = [f"{fact.get('test', '')} {fact.get('message', fact.get('broken', ''))}".strip() for fact in bad]
+            lacking = [f"{test} did not pass" for test in lacking]
+            raise MutantError("\n  ".join(["without any mutant the suite is not in order:", *said, *lacking]))
+        return seconds
+
+    def run(self, mutant: Mutant) -> Result:
+        """Apply a mutant to a copy and see what its killers say."""
+        root = self.root / mutant.name
+        # With the byte code that the baseline left there; the mutated file's own would be stale.
+        shutil.copytree(self.pristine, root, symlinks=True)
+        source = root / self.tree.namespace / mutant.file
+        source.write_text(mutant.applied_to(source.read_text(encoding="utf-8")), encoding="utf-8")
+        for stale in source.parent.glob(f"__pycache__/{source.stem}.*"):
+            stale.unlink()
+        facts, code, seconds = self._pytest(root, mutant.killers, mutant)
+        shutil.rmtree(root)
+        outcome = verdict(mutant, facts, code)
+        return Result(
+            mutant.name, mutant.method, mutant.what, mutant.file, mutant.digest, seconds=round(seconds, 1), **outcome
+        )
+
+    def _pytest(
+        self, root: Path, tests: Sequence[str], mutant: Mutant | None = None
+    ) -> tuple[list[dict[str, Any]], int, float]:
+        """Run tests in a copy, after the mutant's control.
+
+        Returns what the probe noted, tests by their ids as in the files of mutants, the process's exit code (negative:
+        a signal), and CPU seconds with those of its children.
+        """
+        tree, folder = self.tree, Path(tempfile.mkdtemp(dir=self.root))
+        log, output = folder / "log.jsonl", folder / "output.txt"
+        order = {"log": str(log), "seconds": CPU_SECONDS, "control": "", "module": None}
+        if mutant is not None:
+            tests = (mutant.control, *tests)
+            source = root / tree.namespace / mutant.file
+            order |= {"control": mutant.control, "module": f"{tree.namespace}.{mutant.module}", "source": str(source)}
+        prefix = f"{tree.namespace}/{tree.tests}/"
+        arguments = [
+            *("-q", "-p", "no:cacheprovider", "-p", mutate_probe.__name__, f"--hypothesis-profile={PROFILE}"),
+            *(*tree.arguments, *(f"{prefix}{test}" for test in tests)),
+        ]
+        path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+        environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, ORDER: json.dumps(order)}
+        environ.pop("PYTEST_ADDOPTS", None)
+        with self._server() as server:
+            code, seconds = server.pytest(arguments, root=root, environ=environ, output=output)
+        facts = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.is_file() else []
+        for fact in facts:
+            fact |= {"test": fact["test"].removeprefix(prefix)} if "test" in fact else {}
+        if not facts:
+            said = output.read_text(encoding="utf-8", errors="replace").strip()
+            facts.append({"broken": f"pytest ran nothing: {said[-1000:]}"})
+        return facts, code, seconds
+
+
+def _is_of(test: str, named: str) -> bool:
+    """Whether a test is `named`, or is one of its parameters' or its file's."""
+    return test == named or test.startswith((f"{named}[", f"{named}::"))
+
+
+def verdict(mutant: Mutant, facts: Sequence[dict[str, Any]], code: int) -> dict[str, Any]:
+    """status, killed_by, let_live and detail of a mutant, from what the probe noted and the process's exit code."""
+    said = {fact["test"]: fact for fact in facts if "test" in fact}  # the last word on each test
+    control = [fact for test, fact in said.items() if _is_of(test, mutant.control)]
+    named = {
+        killer: [fact["outcome"] for test, fact in said.items() if _is_of(test, killer)] for killer in mutant.killers
+    }
+    # A test that began and never ended is where a signal struck.
+    deadly = {"wrong", "started"} if code < 0 and mutant.crash and code != -signal.SIGXCPU else {"wrong"}
+    killed_by = tuple(killer for killer, outcomes in named.items() if deadly & set(outcomes))
+    let_live = tuple(killer for killer, outcomes in named.items() if outcomes and set(outcomes) <= {"passed"})
+    detail = next((fact["broken"] for fact in facts if "broken" in fact), "")
+    if not detail and {fact["outcome"] for fact in control} != {"passed"}:
+        detail = f"fails its control: {_messages(control)}"
+    if not detail and not killed_by and code < 0:
+        detail = f"ended by {signal.Signals(-code).name}, which kills only a mutant with crash = true"
+    elif not detail and not killed_by and len(let_live) < len(mutant.killers):
+        detail = f"neither passed nor found wrong: {_messages(said.values())}"
+    status = "broken" if detail else "killed" if killed_by else "survived"
+    return {"status": status, "killed_by": killed_by, "let_live": let_live, "detail": detail}
+
+
+def _messages(facts: Iterable[dict[str, Any]]) -> str:
+    lines = [
+        f"{fact['test']}: {fact['outcome']}: {fact.get('message', '')[:500]}"
+        for fact in facts if fact["outcome"] != "passed"
+    ]
+    return "; ".join(lines) or "it did not run"
+
+
+def matrix(results: Sequence[Result]) -> str:
+    """The kill matrix: a row per mutant, a column per test; # killed it, o was named but passed, . was not asked."""
+    tests = sorted({test for result in results for test in (*result.killed_by, *result.let_live)})
+    width = max((len(result.name) for result in results), default=0)
+    numbers = [f"{number:2}" for number in range(1, len(tests) + 1)]
+    lines = [f"{number} {test}" for number, test in zip(numbers, tests, strict=True)]
+    lines += ["", *(" " * (width + 12) + "".join(number[digit] for number in numbers) for digit in (0, 1))]
+    for result in results:
+        row = "".join("#" if test in result.killed_by else "o" if test in result.let_live else "." for test in tests)
+        lines.append(f"{result.name:{width}}  {result.status:8}  {row}  {result.seconds:5.1f} s")
+    return "\n".join(lines)
+
+
+def matrix_file(method: str, folder: Path = HERE) -> Path:
+    """Where the kill matrix of a file of mutants is stored: beside it."""
+    (mutants,) = (path for path in folder.rglob(FILE) if path.parent.name == method)
+    return mutants.with_suffix(".json")
+
+
+def store(results: Sequence[Result], mutants: Sequence[Mutant], folder: Path = HERE) -> None:
+    """Write results into mutants.json beside each file of mutants, in its order, one line each. Those of mutants
+    that did not run this time are kept if they are about the same substitution."""
+    versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in RUNS_WITH}
+    for method in sorted({result.method for result in results}):
+        path, order = matrix_file(method, folder), {m.name: m.digest for m in mutants if m.method == method}
+        old = stored(path) if path.is_file() else []
+        rows = {row["name"]: row for row in old if order.get(row["name"]) == row["digest"]}
+        for result in results:
+            if result.method == method:
+                rows[result.name] = {key: value for key, value in asdict(result).items() if value and key != "method"}
+        lines = ",\n  ".join(json.dumps(rows[name]) for name in order if name in rows)
+        head = json.dumps({
+            "schema": SCHEMA, "method": method, "command": f"python -m kvtwin.conformance.mutation {method}",
+            "versions": versions, "cpu_seconds": round(sum(row["seconds"] for row in rows.values())),
+        }, indent=1).removesuffix("\n}")
+        path.write_text(f'{head},\n "mutants": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
+
+
+def stored(path: Path) -> list[dict[str, Any]]:
+    """The stored results of a method, as tables of Result's fields; those that are empty are left out."""
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["mutants"]
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvtwin.conformance.mutation", description=__doc__.splitlines()[0])
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help="files of mutants, default all")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this mutant alone; may be repeated")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes at a time (2)")
+    parser.add_argument("--store", action="store_true", help="write the results beside the mutants, in mutants.json")
+    options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {options.jobs}")
+    try:
+        results, everyone = _run(options.methods, options.only, options.jobs)
+    except MutantError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"\n{matrix(results)}")
+    if options.store:
+        store(results, everyone)
+    alive = [result for result in results if result.status != "killed"]
+    for result in alive:
+        print(f"\n{result.status}: {result.name} ({result.what})\n  {result.detail or 'nothing noticed it'}")
+    print(f"\n{len(results) - len(alive)} of {len(results)} mutants killed")
+    return 1 if alive else 0
+
+
+def _run(methods: Sequence[str], only: Sequence[str] | None, jobs: int) -> tuple[list[Result], list[Mutant]]:
+    everyone = load()
+    chosen = [mutant for mutant in everyone if not methods or mutant.method in methods]
+    chosen = [mutant for mutant in chosen if not only or mutant.name in only]
+    unknown = {*methods, *(only or ())} - {mutant.method for mutant in everyone} - {mutant.name for mutant in everyone}
+    if unknown or not chosen:
+        raise MutantError(f"no such method or mutant: {', '.join(sorted(unknown))}")
+    tree = here()
+    tree.check(chosen)
+    with tempfile.TemporaryDirectory(prefix="kvtwin-mutants-") as folder:
+        tests = sorted({test for mutant in chosen for test in (mutant.control, *mutant.killers)})
+        results = []
+        with Lab(tree, Path(folder)) as lab, ThreadPoolExecutor(jobs) as pool:
+            seconds = sum(pool.map(lab.baseline, [tests[start::jobs] for start in range(min(jobs, len(tests)))]))
+            print(f"{len(tests)} tests pass without any mutant ({seconds:.0f} s of CPU)", flush=True)
+            for result in pool.map(lab.run, chosen):
+                print(f"{result.status:8} {result.name} ({result.seconds:.1f} s)", flush=True)
+                results.append(result)
+    print(f"{seconds + sum(result.seconds for result in results):.0f} s of CPU in all")
+    return results, everyone
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""SyncKV: its tests, claims and mutants."""

@@ -1,0 +1,1 @@
+"""ThinKV: its tests, claims and mutants."""

@@ -1,0 +1,111 @@
+"""ThinKV under test against the golden trace: the thoughts, tokens and outputs of float64 on a trained model's vectors.
+
+The state under test goes in lockstep with float64, which takes over a choice that is as right as its own. From there on
+the record shows another state than is right: every window until then is compared with it, and these must be half of
+them at least. The small case on the CPU, all on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge.checkers import thinkv_paging
+from kvtwin.conformance.judge.checkers.thinkv_state import Adapter
+from kvtwin.conformance.judge.lockstep import Lockstep
+from kvtwin.fixtures import block_traces, record_thinkv
+from kvtwin.fixtures.load import load_trace
+from kvtwin.fixtures.record_thinkv import positions
+from kvtwin.reference.thinkv.contract import ThinKVConfig, Thought
+
+pytestmark = pytest.mark.kind("golden")
+
+CASES = ("3.16", "3.48", "6.64")  # layer.budget; the first has one KV head
+
+
+@pytest.fixture(scope="module")
+def traces() -> Any:
+    return load_trace("capture"), load_trace("thinkv")
+
+
+def started(module: Any, case: str, traces: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """An empty state of the case, with its query, key and value [1, H, T, D] in `dtype`."""
+    about = traces[1].metadata["cases"][case]
+    tensors = record_thinkv.inputs(traces[0], about, dtype, device)
+    return module.ThinKVState(ThinKVConfig(**about["config"]), **block_traces.sizes(tensors)), tensors
+
+
+def test_every_recorded_case_is_replayed(traces):
+    assert set(traces[1].metadata["cases"]) == set(CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_has_every_thought(case, traces):
+    """And thoughts are what the sparsities say."""
+    about = traces[1].metadata["cases"][case]
+    shares, thoughts = (traces[1].tensors[f"{case}.{name}"] for name in ("sparsity", "thought"))
+    assert set(thoughts.tolist()) == set(Thought)
+    low, high = about["config"]["edges"]
+    told = [0 if share >= high else 2 if share >= low else 1 for share in shares.tolist()]
+    assert thoughts.tolist() == told
+    held = (traces[1].tensors[f"{case}.held"] >= 0).sum(1)
+    assert int(held[-1]) < about["prompt"] + about["steps"]
+    assert len(thoughts) == about["steps"] // about["config"]["tau"] == len(held) - 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_thinkv_reference_repeats_the_golden_trace(case, traces, twins):
+    """All steps, in float64: decisions to the letter, the rest as near as `--check` allows."""
+    golden = traces[1]
+    about = golden.metadata["cases"][case]
+    state, tensors = started(twins.reference.thinkv, case, traces, torch.device("cpu"), torch.float64)
+    again = record_thinkv.record_case(tensors, about["prompt"], state.config)
+    for name, tensor in again.items():
+        stored = golden.tensors[f"{case}.{name}"]
+        if tensor.is_floating_point():
+            allowed = record_thinkv.tolerance(traces[0], about, name)
+            assert_within(tensor, stored, torch.full_like(stored, allowed), what=name)
+        else:
+            assert_same(tensor, stored, what=name)
+
+
+def test_thinkv_follows_the_golden_trace(traces, twins, device):
+    for case in CASES if device.type == "cuda" else CASES[:1]:
+        follow(case, traces, twins, device)
+
+
+def follow(case: str, traces: Any, twins: Any, device: torch.device) -> None:
+    golden = traces[1]
+    about = golden.metadata["cases"][case]
+    recorded = {name: golden.tensors[f"{case}.{name}"] for name in ("thought", "held", "output")}
+    prompt, tau = about["prompt"], about["config"]["tau"]
+    tested, tensors = started(twins.optimized.thinkv, case, traces, device, torch.bfloat16)
+    exact, _ = started(twins.reference.thinkv, case, traces, device, torch.float64)
+    adapter = Adapter()
+    adapter.stored = ()                                                    # at the ends of windows only, see below
+    both = Lockstep(tested, exact, adapter)
+    both.prefill(*(tensor[:, :, :prompt] for tensor in tensors))
+    as_recorded, followed = same_tokens(exact, recorded["held"][0]), 0
+    for step in range(about["steps"]):
+        output = both.step(*(tensor[:, :, prompt + step] for tensor in tensors))
+        window, place = divmod(step, tau)
+        if place == 0:
+            as_recorded &= int(exact.thought) == int(recorded["thought"][window])
+        if place < tau - 1:
+            continue
+        thinkv_paging.assert_same_tables(tested.cache, exact.cache, what=f"at the end of window {window}: ")
+        thinkv_paging.assert_same_contents(tested.cache, exact.cache, what=f"at the end of window {window}: ")
+        if as_recorded:
+            truth = recorded["output"][window].to(device)[None]
+            assert_within(output, truth, adapter.bound, what=f"output at the end of window {window}")
+            followed += 1
+        as_recorded &= same_tokens(exact, recorded["held"][window + 1])
+    windows = len(recorded["thought"])
+    assert 2 * followed >= windows, f"{followed} of {windows} windows are the record's"
+
+
+def same_tokens(state: Any, held: torch.Tensor) -> bool:
+    return positions(state) == [position for position in held.tolist() if position >= 0]

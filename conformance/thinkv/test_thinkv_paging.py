@@ -1,0 +1,353 @@
+"""ThinKV's paged cache: the twins store the same bits in the same places, and attention over them is float64's."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge.checkers.thinkv_paging import (
+    arithmetic, assert_attention_right, assert_same_contents, assert_same_tables, attention_error, attention_of, poison,
+    widened,
+)
+from kvtwin.conformance.cases.paged_cases import FORMATS, PagedCase, empty, leave, numbers, paged_cases, put
+from kvtwin.conformance.cases.strategies import default_device
+from kvtwin.reference.thinkv.contract_paging import BlockEntry
+from kvtwin.reference.thinkv.paging import in_order
+
+D = 16  # of `empty`
+sides = pytest.mark.parametrize("side", ("reference", "optimized"))
+few = settings(max_examples=max(6, settings().max_examples * 3 // 10))
+fewer = settings(max_examples=max(2, settings().max_examples // 10))
+
+
+# Against the truth ---------------------------------------------------------------------------------------------------
+
+
+# Fragments: several tiles of one format, of two sizes; three formats.
+@example(case=PagedCase(
+    dtype=torch.bfloat16, head_dim=64, group=4, tokens=60, shared=16, block=8, evictions=1, seed=7,
+    device=str(default_device()),
+))
+@example(case=PagedCase(
+    dtype=torch.float16, formats=FORMATS[3], head_dim=128, group=8, tokens=40, shared=16, block=8, evictions=1, seed=8,
+    device=str(default_device()),
+))
+# P of fp8 blocks is two numbers, of which float16 needs both.
+@example(case=PagedCase(
+    dtype=torch.float16, formats=FORMATS[-1], batch=2, group=8, tokens=12, seed=7, device=str(default_device())
+))
+@given(case=paged_cases())
+@few
+def test_paged_attention_is_as_float64_would(case, twins):
+    """Tables to the letter, codes and scales to the bit, attention and sparsity within what arithmetic can lose."""
+    tested, expected = case.cache(twins.optimized.thinkv), case.cache(twins.reference.thinkv)
+    assert_same_tables(tested, expected)
+    assert_same_contents(tested, expected, numbers=case.seed % 2 == 0)
+    truth = case.cache(twins.reference.thinkv, torch.float64)
+    assert_same_tables(truth, expected)
+    result = twins.optimized.thinkv.decode_attention(case.query, tested, scale=case.scale)
+    assert_attention_right(result, truth, case.query, scale=case.scale)
+    assert result.output.dtype == case.dtype
+    assert result.sparsity.dtype == torch.float32
+
+
+@given(case=paged_cases())
+@settings(max_examples=max(20, settings().max_examples))
+def test_reference_is_within_its_own_bound(case, twins):
+    """In low precision too: the judge's bound is about any correct arithmetic."""
+    result = twins.reference.thinkv.decode_attention(case.query, case.cache(twins.reference.thinkv), scale=case.scale)
+    assert_attention_right(result, case.cache(twins.reference.thinkv, torch.float64), case.query, scale=case.scale)
+
+
+@pytest.mark.parametrize("formats", (FORMATS[0], FORMATS[-1]))
+def test_bound_is_not_loose(formats, twins, device):
+    """float32, D = 16, ordinary data: errors reach a hundredth of the bound."""
+    case = PagedCase(batch=2, group=2, head_dim=D, tokens=8, formats=formats, seed=3, device=str(device))
+    result = twins.optimized.thinkv.decode_attention(case.query, case.cache(twins.optimized.thinkv))
+    truth = case.cache(twins.reference.thinkv, torch.float64)
+    allowed, attention = arithmetic(truth, case.dtype), attention_of(truth, case.query)
+    bound = attention_error(widened(attention, case.query, in_order(truth, torch.float64)[0], allowed), allowed)
+    used = assert_within(result.output, attention.output[:, :, 0], bound[:, :, 0], what="output")
+    assert used > 0.01
+
+
+@pytest.mark.parametrize("formats", ("nvfp4 int4 ternary", "nvfp4 fp8 int2"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_lone_token_comes_back_exactly(formats, dtype, twins, device):
+    """Its weight is 1, so the output is its value as it is stored: every code of a format, scales small and large. (An
+    fp8 scale has 24 bits: there the product, and P with it, may round.)"""
+    cache = empty(twins.optimized.thinkv, device, batch=3, dtype=dtype, formats=formats, group=16)
+    steps = torch.arange(D, device=device).to(dtype) - D // 2
+    size = numbers(0.0078125, 1.0, 300.0, device=device).to(dtype)
+    value = (steps * size[:, None])[:, None]                                       # [B, Hkv, D]
+    kinds = numbers(0, 1, 2, device=device)
+    cache.append(value, value, torch.zeros_like(kinds))
+    cache.flush(torch.ones_like(kinds, dtype=torch.bool), kinds, torch.zeros_like(kinds))
+    held = cache.dequantized()[1][:, :, :1]                                        # [B, Hkv, 1, D]
+    query = torch.ones(3, 2, D, dtype=dtype, device=device)
+    output = twins.optimized.thinkv.decode_attention(query, cache).output
+    expected = held[:, 0].expand(3, 2, D)
+    for row, kind in enumerate(kinds.tolist()):
+        if cache.config.format_of(kind) != "fp8":
+            assert_same(output[row], expected[row], what=f"output of row {row}")
+        elif dtype == torch.bfloat16:
+            assert_same(output[row], expected[row].to(dtype), what=f"output of row {row}")
+        assert bool(expected[row].any())
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+@sides
+def test_walkthrough_of_figure_5(side, twins, device):
+    """D.6, step by step, with blocks and groups of 4."""
+    cache = empty(getattr(twins, side).thinkv, device, group=4, block=4, tau=4, tokens=32)
+    put(cache, 0, 3, thought=2, segment=0)                                         # a: reasoning, A B C
+    assert cache.block_table(0) == [BlockEntry(0, 0, 3, 2, (0,), ((1, 1, 1, 0),), (0, 0, 0, 0))]
+    put(cache, 3, 4, thought=1, segment=1)                                         # b: execution never joins reasoning
+    put(cache, 7, 1, thought=1, segment=1)
+    assert [entry.thought for entry in cache.block_table(0)] == [2, 1, 1]
+    assert [entry.filled for entry in cache.block_table(0)] == [3, 4, 1]
+    assert [entry.physical for entry in cache.block_table(0)] == [0, 1, 2]         # R and E share a format's pool
+    put(cache, 8, 4, thought=0, segment=2)                                         # c: transition; it ends, TBE marks
+    leave(cache, 1, 2, 4, 5)
+    marked = cache.block_table(0)
+    assert marked[0] == BlockEntry(0, 0, 1, 2, (0,), ((1, 0, 0, 0),), (0, 1, 1, 0))
+    assert marked[1] == BlockEntry(1, 1, 2, 1, (3,), ((1, 0, 0, 1),), (0, 1, 1, 0))
+    assert marked[3] == BlockEntry(3, 0, 4, 0, (8,), ((1, 1, 1, 1),), (0, 0, 0, 0))
+    put(cache, 12, 4, thought=2, segment=3)                                        # d: marked slots first, then a block
+    reused = cache.block_table(0)
+    assert [entry.thought for entry in reused] == [2, 1, 1, 0, 2]
+    assert reused[0] == BlockEntry(0, 0, 4, 2, (0, 12), ((1, 0, 0, 0), (0, 1, 1, 1)), (0, 0, 0, 0))
+    assert reused[4] == BlockEntry(4, 3, 1, 2, (12,), ((1, 0, 0, 0),), (0, 0, 0, 0))
+    held = [0, 12, 13, 14, 3, -1, -1, 6, 7, -1, -1, -1, 8, 9, 10, 11, 15, -1, -1, -1]
+    assert cache.positions[0, :20].tolist() == held
+    assert cache.groups[0, :4].tolist() == [0, 4, 4, 4], "one group of scales per flush"
+
+
+@sides
+def test_blocks_and_scales_come_back(side, twins, device):
+    """A block that loses its last token is free, whatever its other slots are; so is a group of scales."""
+    cache = empty(getattr(twins, side).thinkv, device)
+    put(cache, 0, 4, thought=2)
+    put(cache, 4, 3, thought=0)
+    leave(cache, 0, 4, 5)
+    assert cache.block_thoughts[0, :5].tolist() == [2, 2, -1, 0, -1]
+    assert cache.physical[0, :5].tolist() == [0, 1, -1, 1, -1]
+    assert not bool(cache.evicted[0, 4:].any()), "a free block has no marks"
+    assert cache.evicted[0, :4].tolist() == [True, False, False, False]
+    put(cache, 7, 4, thought=1)
+    assert cache.block_thoughts[0, :5].tolist() == [2, 2, 1, 0, 1], "the lowest free entries"
+    assert cache.physical[0, :5].tolist() == [0, 1, 2, 1, 3]
+    leave(cache, 1, 2, 3)
+    put(cache, 11, 2, thought=0)
+    assert cache.groups[0, 6:8].tolist() == [1, 0], "group 0 lost its tokens, 1 has one left"
+    assert cache.physical[0, :5].tolist() == [0, -1, 2, 1, 3], "the lowest of each pool"
+    leave(cache, *range(20))
+    assert not bool(cache.occupied.any())
+    assert bool((cache.block_thoughts == -1).all())
+    assert bool((cache.physical == -1).all())
+
+
+@sides
+def test_free_slots_anywhere_in_the_table_are_found(side, twins, device):
+    """The first, one far behind it, and the last: more slots than are looked at together."""
+    cache = empty(getattr(twins, side).thinkv, device, tokens=64, group=20)
+    for segment in range(2):
+        put(cache, 20 * segment, 20, thought=2, segment=segment)
+    leave(cache, 1, 36, 39)
+    put(cache, 40, 4, thought=2, segment=2)
+    # Tokens 40 to 43 lie in slots 1, 36, 39 and 40.
+    assert cache.positions[0, :42].tolist() == [0, 40, *range(2, 36), 41, 37, 38, 42, 43, -1]
+
+
+@sides
+def test_evict_passes_over_what_is_not_quantized(side, twins, device):
+    cache = empty(getattr(twins, side).thinkv, device)
+    put(cache, 0, 2, thought=1)
+    put(cache, 2, 2)
+    everything = torch.ones_like(cache.occupied)
+    cache.evict(everything)
+    assert cache.positions[cache.occupied].tolist() == [2, 3]
+    cache.evict(everything)
+    assert cache.buffered.tolist() == [2]
+    assert not bool(cache.evicted.any())
+
+
+@sides
+def test_rows_are_each_for_themselves(side, twins, device):
+    """Tokens for some rows, flushes of some, by other types; a row that releases starts anew; rows are copied."""
+    cache = empty(getattr(twins, side).thinkv, device, batch=3)
+    key = torch.randn(3, 1, D, device=device)
+    for position in range(3):
+        cache.append(key, key, numbers(position, -1, 10 + position, device=device))
+    cache.flush(numbers(True, True, False, device=device), numbers(2, 7, 0, device=device),
+                numbers(1, 99, 0, device=device))                                  # nothing waits in row 1: no error
+    assert cache.buffered.tolist() == [0, 0, 3]
+    assert cache.segments[0, :3].tolist() == [1, 1, 1]
+    assert not bool(cache.occupied[1].any())
+    assert cache.positions[2, -4:].tolist() == [10, 11, 12, -1]
+    before = cache.codes()
+    cache.reorder(numbers(2, 0, 0, device=device))
+    assert cache.buffered.tolist() == [3, 0, 0]
+    assert_same(cache.positions[1], cache.positions[2], what="two copies of a row")
+    assert_same(cache.codes().keys[2], before.keys[0], what="codes of a copied row")
+    cache.release(numbers(True, False, True, device=device))
+    assert cache.occupied.sum(1).tolist() == [0, 3, 0]
+    cache.append(key, key, numbers(0, 3, 0, device=device))                        # and positions may come again
+    assert cache.buffered.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("what", ("append", "blocks", "thought", "segment"))
+def test_no_room_corrupts_nothing(what, twins, device):
+    """The optimized side cannot ask: it says so in `overflow`, and leaves the row, and its neighbours, as they were."""
+    cache = empty(twins.optimized.thinkv, device, batch=2, tokens=4)
+    put(cache, 0, 4)
+    if what == "blocks":
+        for first in (4, 8):                                                       # the type's pool has 4 blocks of 2
+            put(cache, first, 0, thought=0)
+            put(cache, first, 4)
+        before = [x.clone() for x in (cache.positions, cache.physical, *cache.codes())]
+        assert cache.overflow.tolist() == [False, False]
+        put(cache, 12, 0, thought=0)
+        assert cache.overflow.tolist() == [True, True]
+        assert cache.buffered.tolist() == [4, 4]
+    else:
+        before = [x.clone() for x in (cache.positions, cache.physical, *cache.codes())]
+        if what == "append":
+            cache.append(torch.ones(2, 1, D, device=device), torch.ones(2, 1, D, device=device),
+                         numbers(4, -1, device=device))
+        else:
+            wrong = numbers(3 if what == "thought" else 99, 1, device=device)
+            right = numbers(1, 1, device=device)
+            cache.flush(numbers(True, False, device=device), *((wrong, right) if what == "thought" else (right, wrong)))
+        assert cache.overflow.tolist() == [True, False]
+    for one, other in zip((cache.positions, cache.physical, *cache.codes()), before, strict=True):
+        assert_same(one, other, what="what is held")
+
+
+# What must not matter ------------------------------------------------------------------------------------------------
+
+
+def twice(case: PagedCase, module: Any, change: Any) -> None:
+    """Attention to the bit the same after `change(cache)`."""
+    cache = case.cache(module)
+    before = module.decode_attention(case.query, cache, scale=case.scale)
+    change(cache)
+    after = module.decode_attention(case.query, cache, scale=case.scale)
+    assert_same(after.output, before.output, what="output")
+    assert_same(after.sparsity, before.sparsity, what="sparsity")
+
+
+@given(case=paged_cases(content=("ordinary",)))
+@fewer
+def test_nothing_but_live_tokens_matters(case, twins):
+    """Poison wherever no live token is stored: codes, E4M3 and float32 NaN for scales, NaN in the buffer."""
+    twice(case, twins.optimized.thinkv, poison)
+
+
+@sides
+def test_what_evicted_tokens_held_does_not_matter(side, twins, device):
+    """Two caches that differ in tokens that are evicted: the mirror images of others, so that scales are the same."""
+    module = getattr(twins, side).thinkv
+    results = []
+    for sign in (1, -1):
+        cache = empty(module, device)
+        key, value = torch.randn(2, 1, 1, D, generator=torch.Generator().manual_seed(2)).to(device)
+        for position, factor in enumerate((1, sign, 0.5, sign)):
+            cache.append(factor * key, factor * value, numbers(position, device=device))
+        cache.flush(numbers(True, device=device), numbers(1, device=device), numbers(0, device=device))
+        leave(cache, 1, 3)
+        results.append(module.decode_attention(key[:, [0, 0]], cache))
+    assert_same(results[1].output, results[0].output, what="output")
+    assert_same(results[1].sparsity, results[0].sparsity, what="sparsity")
+
+
+@given(case=paged_cases(content=("ordinary", "dominant")), data=st.data())
+@fewer
+def test_rows_do_not_see_each_other(case, data, twins):
+    """At a fixed shape, to the bit: other rows are released or swapped, and a launch is repeated."""
+    module = twins.optimized.thinkv
+    cache = case.cache(module)
+    before = module.decode_attention(case.query, cache, scale=case.scale)
+    again = module.decode_attention(case.query, cache, scale=case.scale)
+    assert_same(again.output, before.output, what="output, launched again")
+    row = data.draw(st.integers(0, case.batch - 1))
+    cache.release(torch.arange(case.batch, device=case.query.device) != row)
+    alone = module.decode_attention(case.query, cache, scale=case.scale)
+    assert_same(alone.output[row], before.output[row], what="output without the other rows")
+    assert_same(alone.sparsity[row], before.sparsity[row], what="sparsity without the other rows")
+    index = torch.full((case.batch,), row, device=case.query.device)
+    cache.reorder(index)
+    copied = module.decode_attention(case.query[index], cache, scale=case.scale)
+    assert_same(copied.output, before.output[index], what="output of a copied row")
+
+
+@given(case=paged_cases(content=("ordinary",), most=8), layout=st.sampled_from(("transposed", "sliced", "spread")))
+@fewer
+def test_strides_do_not_matter(case, layout, twins):
+    """Of queries, keys and values, whatever lies between their numbers."""
+    module, other = twins.optimized.thinkv, dataclasses.replace(case, layout=layout)
+    one, two = case.cache(module), other.cache(module)
+    assert_same_contents(two, one, numbers=True)
+    results = [module.decode_attention(of.query, cache, scale=case.scale) for of, cache in ((case, one), (other, two))]
+    assert_same(results[1].output, results[0].output, what="output")
+
+
+@sides
+def test_nothing_is_attended_to_where_nothing_is(side, twins, device):
+    module = getattr(twins, side).thinkv
+    cache = empty(module, device, batch=2)
+    key = torch.ones(2, 1, D, device=device)
+    cache.append(key, 3 * key, numbers(-1, 5, device=device))
+    result = module.decode_attention(torch.ones(2, 3, D, device=device), cache)
+    assert not bool(result.output[0].any())
+    assert_same(result.output[1], torch.full((3, D), 3.0, device=device), what="the one token in a buffer")
+    assert result.sparsity.tolist() == [0, 0]
+
+
+@sides
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, D), (torch.bfloat16, 64)])
+def test_sparsity_is_of_the_rows_that_are_looked_at(dtype, head_dim, side, twins, device):
+    """The others' is NaN, everybody's output the same bits; on either way through the kernels, with any stride."""
+    module = getattr(twins, side).thinkv
+    cache = empty(module, device, batch=3, dtype=dtype, head_dim=head_dim, block=8)
+    put(cache, 0, 4, thought=2)
+    put(cache, 4, 4, thought=2)
+    put(cache, 8, 2)
+    query = 4 * torch.randn(3, 3, head_dim, generator=torch.Generator().manual_seed(19)).to(device, dtype)
+    everybody = module.decode_attention(query, cache)
+    assert not bool(everybody.sparsity.isnan().any())
+    for looks in ([True, False, True], [False, True, False], [False] * 3, [True] * 3):
+        look = torch.tensor([looks, [not it for it in looks]], device=device).T.contiguous()[:, 0]
+        assert look.stride() == (2,)
+        result = module.decode_attention(query, cache, look=look)
+        assert_same(result.output, everybody.output, what="output")
+        assert torch.equal(result.sparsity.isnan(), ~look)
+        assert_same(result.sparsity[look], everybody.sparsity[look], what="sparsity")
+
+
+@sides
+def test_sparsity_takes_each_head_by_its_own_sum(side, twins, device):
+    """Logits in base 2 fall by 1 per token, or by 3: weights 2^-1, 2^-2, ... and 7/8, 7/64, .... The largest of all is
+    7/8, and tokens 6 to 9 have less than a hundredth of it; of tokens with the same largest logit only 7 to 9 would.
+    In the buffer as in blocks."""
+    module = getattr(twins, side).thinkv
+    for flushed in (False, True):
+        cache = empty(module, device, formats="fp8 fp8 fp8", group=10)
+        for position in range(10):
+            key = torch.zeros(1, 1, D, device=device)
+            key[..., 0], key[..., 1] = -position, 14                               # a scale of 2^-5: all is exact
+            cache.append(key, key, numbers(position, device=device))
+        if flushed:
+            cache.flush(*(numbers(x, device=device) for x in (True, 2, 0)))
+        query = torch.zeros(1, 2, D, device=device)
+        query[0, :, 0] = numbers(1.0, 3.0, device=device) * float(torch.tensor(2.0).log())
+        result = module.decode_attention(query, cache, scale=1.0)
+        assert_same(result.sparsity, torch.tensor([0.4], device=device), what="sparsity")

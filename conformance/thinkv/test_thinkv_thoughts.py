@@ -1,0 +1,269 @@
+"""ThinKV's thoughts under test: what a decode step looks past, what that says, and how the thresholds are found."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.conformance.judge.checkers import thinkv_thoughts as judge
+from kvtwin.conformance.cases.thought_cases import SparsityCase, sparsity_cases
+
+pytestmark = pytest.mark.kind("equivalence")
+
+SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
+some = settings(max_examples=max(4, settings().max_examples // 3))
+few = settings(max_examples=max(3, settings().max_examples // 6))
+
+
+def of(twins, side):
+    return getattr(twins, side).thinkv
+
+
+# Sparsity ------------------------------------------------------------------------------------------------------------
+
+
+@given(case=sparsity_cases())
+@some
+def test_sparsity_is_what_float64_says(case, twins):
+    """Any shape, dtype, layout, mask and content, poisoned free slots included."""
+    judge.assert_sparsity_right(twins.optimized.thinkv.attention_sparsity(**case.inputs), case)
+
+
+@given(case=sparsity_cases(slots=(20, 48), content=("ordinary",)))
+@few
+def test_sparsity_of_the_reference_in_float32_is_right_too(case, twins):
+    inputs = {
+        name: value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in case.inputs.items()
+    }
+    judge.assert_sparsity_right(twins.reference.thinkv.attention_sparsity(**inputs), case)
+
+
+@given(case=sparsity_cases(content=("ordinary",), layout=("far",), slots=(3, 5)))
+@few
+def test_sparsity_reads_beyond_two_to_the_31_elements(case, twins):
+    judge.assert_sparsity_right(twins.optimized.thinkv.attention_sparsity(**case.inputs), case)
+
+
+def aimed(device, *weights: list[float]) -> SparsityCase:
+    """One row of one KV head per list of query heads' weights (up to a factor): [heads][group][tokens]."""
+    heads, group, tokens = len(weights), len(weights[0]), len(weights[0][0])
+    query = torch.zeros(1, heads * group, 16, device=device)
+    key = torch.zeros(1, heads, tokens, 16, device=device)
+    for head, rows in enumerate(weights):
+        for member, row in enumerate(rows):
+            query[0, head * group + member, member] = 1
+            key[0, head, :, member] = torch.tensor(row).log()
+    return SparsityCase.given(query, key, scale=1.0)
+
+
+@SIDES
+def test_sparsity_pools_a_group_by_its_largest_weights(side, twins, device):
+    """Both heads look at the first two tokens, and at one of the others with 0.015 of that: nothing is looked past. By
+    the mean both of the others would be, and by either head alone one."""
+    case = aimed(device, [[1.0, 1.0, 0.015, 1e-4], [1.0, 1.0, 1e-4, 0.015]])
+    assert of(twins, side).attention_sparsity(**case.inputs).tolist() == [0.0]
+    for head in (0, 1):
+        alone = SparsityCase.given(case.query[:, head:head + 1], case.key, scale=1.0)
+        assert of(twins, side).attention_sparsity(**alone.inputs).tolist() == [0.25]
+
+
+@SIDES
+def test_sparsity_normalises_before_it_pools(side, twins, device):
+    """The second head spreads its weight: its largest is a hundredth of the first's, whatever its logits are."""
+    spread = [50.0] * 400
+    case = aimed(device, [[1.0] + [1e-6] * 399, spread])
+    # 1 / 400 of all goes to each token by the second head: below 0.01 of the first head's largest, but for that one.
+    share = of(twins, side).attention_sparsity(**case.inputs)
+    assert share.tolist() == [torch.tensor(399 / 400).item()]
+
+
+@SIDES
+def test_sparsity_is_averaged_over_kv_heads(side, twins, device):
+    case = aimed(device, [[1.0, 1.0, 1.0, 0.001]], [[1.0, 0.001, 0.001, 0.001]])
+    assert of(twins, side).attention_sparsity(**case.inputs).tolist() == [0.5]
+
+
+@SIDES
+def test_sparsity_of_few_tokens(side, twins, device):
+    """One token is looked at whatever its logit, none are a share of 0, and free slots are no tokens."""
+    key = torch.full((3, 1, 5, 16), math.nan, device=device)
+    occupied = torch.zeros(3, 5, dtype=torch.bool, device=device)
+    occupied[0, 3] = occupied[2, 1] = occupied[2, 4] = True
+    key[0, 0, 3], key[2, 0, 1], key[2, 0, 4] = -100.0, 1.0, -1.0
+    found = of(twins, side).attention_sparsity(torch.ones(3, 2, 16, device=device), key, occupied)
+    assert found.tolist() == [0.0, 0.0, 0.5]
+
+
+def test_sparsity_at_the_threshold_counts_as_looked_at(twins):
+    """Strictly below: in float64, the share of the largest weight to the last bit, and the next number above it."""
+    case = aimed("cpu", [[1.0, 0.25]])
+    query, key = case.query.double(), case.key.double()
+    call = twins.reference.thinkv.attention_sparsity
+    logits = key[0, 0, :, 0]
+    first, second = (logits - logits.max()).softmax(-1).tolist()
+    threshold = next(
+        ratio for ratio in (math.nextafter(second / first, end) for end in (0, second / first, 1))
+        if ratio * first == second
+    )
+    assert call(query, key, case.occupied, threshold=threshold, scale=1.0).tolist() == [0.0]
+    above = threshold
+    while above * first == second:
+        above = math.nextafter(above, 1)
+    assert call(query, key, case.occupied, threshold=above, scale=1.0).tolist() == [0.5]
+
+
+@given(case=sparsity_cases(slots=(2, 40), layout=("contiguous",)), seed=st.integers(0, 2**32 - 1))
+@few
+def test_sparsity_of_a_row_is_its_own_to_the_bit(case, seed, twins):
+    """Launched again, and with every other row replaced."""
+    call = twins.optimized.thinkv.attention_sparsity
+    plain = call(**case.inputs)
+    assert_same(call(**case.inputs), plain, what="sparsity, again")
+    generator = torch.Generator(case.key.device).manual_seed(seed)
+    others = [
+        torch.cat([tensor[:1], torch.randn(
+            tensor[1:].shape, generator=generator, device=tensor.device
+        ).to(tensor.dtype)]) for tensor in (case.query, case.key)
+    ]
+    changed = call(others[0], others[1], case.occupied, threshold=case.threshold, scale=case.scale)
+    assert_same(changed[:1], plain[:1], what="sparsity of the row that stayed")
+
+
+# Classification ------------------------------------------------------------------------------------------------------
+
+
+@SIDES
+@given(
+    edges=st.tuples(st.floats(0, 1, width=32), st.floats(0, 1, width=32)).map(sorted).map(tuple),
+    shape=st.sampled_from(((), (3,), (2, 5))), data=st.data(),
+    dtype=st.sampled_from((torch.float32, torch.float16, torch.bfloat16)),
+)
+@example(edges=(0.3, 0.7), shape=(7,), data=None, dtype=torch.float32)
+@few
+def test_classify_splits_at_the_edges(side, edges, shape, data, dtype, twins, device):
+    """On an edge, one number beside it, beyond all, and NaN: T from theta_2 on, R from theta_1 on, else E."""
+    theta = torch.tensor(edges).to(dtype)
+    beside = [torch.nextafter(theta.float(), torch.full((2,), end)).to(dtype) for end in (-1.0, 2.0)]
+    special = torch.tensor([math.nan, math.inf, -math.inf, 0.0]).to(dtype)
+    values = torch.cat([theta, *beside, special])
+    count = math.prod(shape)
+    picked = range(count) if data is None else [data.draw(st.integers(0, len(values) - 1)) for _ in range(count)]
+    sparsity = values[list(picked)].view(shape).to(device)
+    found = of(twins, side).classify(sparsity, edges)
+    low, high = torch.tensor(edges).tolist()  # in float32
+    expected = [0 if x >= high else 2 if x >= low else 1 for x in sparsity.float().flatten().tolist()]
+    assert found.dtype == torch.int64 and found.shape == sparsity.shape
+    assert found.flatten().tolist() == expected
+
+
+@SIDES
+def test_classify_rounds_its_edges_to_float32(side, twins, device):
+    """float32(0.7) is less than 0.7, and is on the edge all the same."""
+    assert torch.tensor(0.7).double().item() < 0.7
+    assert of(twins, side).classify(torch.tensor([0.7], device=device), (0.1, 0.7)).tolist() == [0]
+    strided = torch.tensor([[0.2, 0.9], [0.8, 0.05]], device=device).T
+    assert of(twins, side).classify(strided, (0.1, 0.7)).tolist() == [[2, 0], [0, 1]]
+
+
+# Calibration ---------------------------------------------------------------------------------------------------------
+
+STEP = 1 / 512
+
+
+def spikes(*places: float, times: int = 40) -> torch.Tensor:
+    """Steps [len(places) * times] whose sparsity is one of a few numbers, all as often."""
+    return torch.tensor(places, dtype=torch.float64).repeat(times)
+
+
+def valley(steps: torch.Tensor, left: float, right: float, factor: float | None = None) -> float:
+    """Where the density of the steps is least between two modes, by bisection of its derivative."""
+    width = float(steps.std()) * (len(steps) ** -0.2 if factor is None else factor)
+
+    def slope(x: float) -> float:
+        return float(-((x - steps) * (-((x - steps) / width).square() / 2).exp()).sum())
+
+    while right - left > 1e-12:
+        middle = (left + right) / 2
+        left, right = (middle, right) if slope(middle) < 0 else (left, middle)
+    return left
+
+
+TRIMODAL = [(0.1, 0.5, 0.9), (0.05, 0.45, 0.95), (0.12, 0.5, 0.85), (0.0, 0.42, 1.0), (0.2, 0.55, 0.97)]
+
+
+@SIDES
+@pytest.mark.parametrize("bandwidth", [None, 0.25])
+def test_calibrate_finds_the_valleys(side, bandwidth, twins, device):
+    """Each grid point beside the least one lies higher, so the least grid point is within a step of the valley; so is
+    a mean of such. Layers of one and of two modes are passed over; of the five that are left, four are chosen: those
+    that have three modes in both prompts, then the first of the others."""
+    flat, two = spikes(0.3, times=120), spikes(0.2, 0.8, 0.8)
+    rows = [spikes(*places) for places in TRIMODAL]
+    first = [two, rows[0], rows[1], flat, rows[2], rows[3], rows[4]]
+    second = [two, rows[1], flat, flat, rows[3], two, rows[0]]
+    traces = [torch.stack(prompt).to(device) for prompt in (first, second)]
+    found = of(twins, side).calibrate(traces, bandwidth=bandwidth)
+    assert found.layers == (1, 2, 4, 6)
+    inside = [places for prompt in (first, second) for layer in found.layers for places in TRIMODAL
+              if torch.equal(prompt[layer], spikes(*places))]
+    assert len(inside) == 7
+    for number in (0, 1):
+        exact = [valley(spikes(*places), *places[number:number + 2], bandwidth) for places in inside]
+        assert abs(found.edges[number] - sum(exact) / len(exact)) <= STEP
+
+
+@SIDES
+def test_calibrate_of_clouds_lies_between_them(side, twins, device):
+    """Random steps around 0.1, 0.5 and 0.9: of float16 as of float64, and of prompts of several lengths."""
+    generator = torch.Generator().manual_seed(5)
+    traces = []
+    for steps in (150, 300):
+        centres = torch.tensor([0.1, 0.5, 0.9])[torch.arange(steps) % 3]
+        noise = 0.03 * torch.randn(5, steps, generator=generator)
+        traces.append((centres + noise).clamp(0, 1).to(device))
+    found = of(twins, side).calibrate([trace.half() for trace in traces])
+    assert found.layers == (0, 1, 2, 3)
+    assert all(isinstance(layer, int) for layer in found.layers)
+    low, high = found.edges
+    assert 0.2 < low < 0.4 < 0.6 < high < 0.8
+    other = of(twins, "reference").calibrate([trace.half() for trace in traces])
+    assert other.layers == found.layers
+    # Two least grid points of nearly one density: whichever arithmetic says.
+    assert all(abs(one - two) <= STEP for one, two in zip(found.edges, other.edges, strict=True))
+
+
+@SIDES
+def test_calibrate_takes_the_middle_of_a_flat_valley(side, twins, device):
+    """With so narrow kernels the density between the spikes is 0, to the last bit."""
+    traces = [torch.stack([spikes(0.0, 0.5, 1.0)] * 2).to(device)]
+    found = of(twins, side).calibrate(traces, layers=2, bandwidth=0.005, grid=1025)
+    assert found.layers == (0, 1)
+    assert all(abs(edge - middle) <= 1 / 1024 for edge, middle in zip(found.edges, (0.25, 0.75), strict=True))
+
+
+@SIDES
+def test_calibrate_says_how_many_modes_there_are(side, twins, device):
+    prompts = [torch.stack([spikes(0.1, 0.5, 0.9), spikes(0.2, 0.8, 0.8), spikes(0.4, times=120)])] * 2
+    prompts[1] = prompts[1][[0, 2, 2]]
+    with pytest.raises(ValueError, match=(
+        r"traces must have at least layers = 2 layers with 3 modes in some prompt, got 1; modes by prompt: "
+        r"layer 0: 3, 3; layer 1: 2, 1; layer 2: 1, 1"
+    )):
+        of(twins, side).calibrate([prompt.to(device) for prompt in prompts], layers=2)
+
+
+def test_calibrate_of_the_reference_asks_for_scipy(twins, device, monkeypatch):
+    """The optimized side does without."""
+    traces = [torch.stack([spikes(0.1, 0.5, 0.9)] * 2).to(device)]
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    assert twins.optimized.thinkv.calibrate(traces, layers=1).layers == (0,)
+    with pytest.raises(ImportError, match=r"calibrate needs scipy.*pip install 'kvtwin\[calibrate\]'"):
+        twins.reference.thinkv.calibrate(traces, layers=1)
