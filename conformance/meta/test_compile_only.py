@@ -168,7 +168,8 @@ def refused_of(code, folder, old=True):
 STEP = """
 import sys
 import torch
-from kvtwin.conformance import compile_only, discovery, tiny
+from kvtwin.conformance import compile_only, discovery
+from kvtwin.conformance.cases import tiny
 compiled = compile_only.stand_in(90)
 pair = {pair.name: pair for pair in discovery.pairs()}[sys.argv[1]]
 device = torch.device("cpu")

@@ -215,7 +215,10 @@ def test_matrix():
 
 
 def test_results_of_a_part_are_stored_among_those_of_the_rest(tmp_path):
-    path, everyone = tmp_path / "toy.json", [replace(BOTH, name=name) for name in ("b", "a", "c")]
+    folder = tmp_path / "toy"
+    folder.mkdir()
+    (folder / "mutants.toml").touch()
+    path, everyone = folder / "mutants.json", [replace(BOTH, name=name) for name in ("b", "a", "c")]
     gone = replace(BOTH, name="gone")
     mutate.store([result(name, "killed", killed_by=(ADD,)) for name in ("a", "b", "gone")], [*everyone, gone], tmp_path)
     mutate.store([result("c", "killed"), result("a", "survived")], everyone, tmp_path)
@@ -228,7 +231,7 @@ def test_results_of_a_part_are_stored_among_those_of_the_rest(tmp_path):
     assert [row["name"] for row in mutate.stored(path)] == ["a", "c"], "what was found of another substitution is gone"
     record = json.loads(path.read_text())
     assert record["schema"] == mutate.SCHEMA and {"python", "torch", "triton"} <= record["versions"].keys()
-    assert [path.name for path in tmp_path.iterdir()] == ["toy.json"]
+    assert {path.name for path in folder.iterdir()} == {"mutants.toml", "mutants.json"}
 
 
 def test_unknown_names_are_refused(capsys):

@@ -294,7 +294,7 @@ def test_lines_of_a_list(tmp_path, line, text):
 TALLIED = """
 import pytest
 from hypothesis import given, strategies
-from kvtwin.conformance import tally
+from kvtwin.conformance.harness import tally
 
 @pytest.mark.parametrize("decisive", [{decisive}])
 def test_decisions(twins, decisive):
@@ -318,7 +318,7 @@ def test_a_test_that_decides_less_than_half_is_vacuous(pytester, in_process, dec
 def test_a_failure_is_not_hidden_behind_vacuity(pytester, in_process):
     pytester.makepyfile(
         """
-        from kvtwin.conformance import tally
+        from kvtwin.conformance.harness import tally
         def test_wrong(twins):
             tally.decisions(10, 0)
             assert "the eviction" == "wrong"

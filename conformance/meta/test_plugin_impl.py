@@ -197,7 +197,7 @@ SPOILED = {  # what is spoiled: how, and what the judge says of it
 }
 JUDGED = """
 from hypothesis import Phase, given, settings
-from kvtwin.conformance import strategies
+from kvtwin.conformance.cases import strategies
 from kvtwin.conformance.judge.checkers.longflow import assert_decode_right
 
 # The same examples every time; a failure is enough, it need not be small.

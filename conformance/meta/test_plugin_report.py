@@ -16,7 +16,7 @@ pytest_plugins = ["pytester"]
 # One test of every outcome. Their ids stand in the ledger; what they test is not what it says there.
 EVERY_OUTCOME = """
 import pytest
-from kvtwin.conformance import tally
+from kvtwin.conformance.harness import tally
 from kvtwin.conformance.harness.impl import NotProvided
 
 pytestmark = pytest.mark.method("longflow")

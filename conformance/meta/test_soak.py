@@ -13,7 +13,7 @@ pytest_plugins = ["pytester"]
 
 TESTS = """
 from hypothesis import given, settings, strategies as st
-from kvtwin.conformance import tally
+from kvtwin.conformance.harness import tally
 
 SEEN = {seen!r}
 once = settings(max_examples=1, derandomize=False, database=None)
