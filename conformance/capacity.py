@@ -102,7 +102,7 @@ def measured(method: str, model: Model, budget: int) -> int:
     """Bytes that a request takes with this method, in all layers of the model."""
     import torch
 
-    from ..optimized._launch import INTERPRETED
+    from ..optimized._common.launch import INTERPRETED
     from .judge import checkers
 
     pair = checkers.pair(method)

@@ -11,6 +11,7 @@ loops rounds alike in both (`fused_here_only`).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import pkgutil
@@ -44,7 +45,7 @@ SUMS_ALONE = ("attention_kernel",)
 #: Lines whose numbers make sums, the same for all tokens: the weights of an online softmax.
 SUMMED = ("p = tl.exp2(logit - shift[:, None])",)
 #: Where device functions are that a kernel calls for many a thing.
-HELPERS = "_numerics.py"
+HELPERS = "numerics.py"
 #: Stands in, in every module of the optimized side, for what asks a GPU: the H200's answers.
 ANSWERS: dict[str, Callable[..., Any]] = {
     "check_kernel_device": lambda *_: None, "multiprocessors": lambda _: 132, "discards": lambda _: True,
@@ -75,7 +76,8 @@ class Driver:
 
 def key_orders(code: str) -> dict[str, set[str]]:
     """In which orders a kernel's dots sum the products of a query and a key, by the type of the keys, which are what is
-    transposed. Two in one kernel, and equal keys in two of its loops have unequal logits: see _numerics.of_any_width.
+    transposed. Two in one kernel, and equal keys in two of its loops have unequal logits: see of_any_width in
+    _common/numerics.py.
 
     code: in Triton's GPU dialect. An order is what it calls kWidth; products that no tensor core sums have none.
     """
@@ -168,7 +170,7 @@ def stand_in(capability: int, *, listed: bool = False) -> Compiled:
     Triton's interpreter."""
     from triton.runtime import driver, jit
 
-    from ..optimized import _launch
+    from ..optimized._common import launch as _launch
 
     if _launch.INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set: there is nothing to compile; unset it")
@@ -198,8 +200,11 @@ def compile_pair(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int] = HEAD
     """Call every function and the state of a pair, on tensors of this type: its state with heads of each size; where
     many KV heads are worked on otherwise than few, as if they were many, too."""
     call_all(pair, dtype, head_dims)
-    if hasattr(pair.optimized, "fused"):
-        with mock.patch.object(pair.optimized, "fused", return_value=True):
+    choosing = [module for module in modules(pair.optimized.__name__) if hasattr(module, "fused")]
+    if choosing:
+        with contextlib.ExitStack() as stack:
+            for module in choosing:
+                stack.enter_context(mock.patch.object(module, "fused", return_value=True))
             call_all(pair, dtype, head_dims)
 
 

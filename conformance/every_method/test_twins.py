@@ -199,7 +199,7 @@ def test_sides_do_not_import_each_other(side: str, file: str) -> None:
         (OPTIMIZED, "from ..reference.longflow import DecodeResult, LongFlowConfig", True),
         (OPTIMIZED, "from ..reference.hf.plug_thinkv import ThoughtCache", True),
         (OPTIMIZED, "from ..reference.hf.thinkv import ThinKVCache", False),
-        (OPTIMIZED, "from ._launch import INTERPRETED\nimport torch\nimport triton", True),
+        (OPTIMIZED, "from ._common.launch import INTERPRETED\nimport torch\nimport triton", True),
         (OPTIMIZED, "from ..reference.longflow import log_score", False),
         (OPTIMIZED, "from ..reference.longflow import LongFlowConfig, LongFlowState", False),
         (OPTIMIZED, "from ..reference.longflow import *", False),

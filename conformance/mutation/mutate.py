@@ -7,7 +7,7 @@ of the package and runs, in a process of its own (mutate_server.py), the tests t
 
     [[mutant]]
     name = "tie-to-the-highest-index"
-    file = "optimized/_longflow_kernels.py"
+    file = "optimized/longflow/_attend_kernels.py"
     replace = [["old text", "new text"]]        # each old text stands in the file exactly once
     what = "what is wrong with it, in a line"
     killers = ["longflow/test_longflow.py::test_ties"]  # at least one of them must fail

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._numerics import sortable
+from ..numerics import sortable
 
 _NEVER = tl.constexpr(2**31 - 1)
 _LOWEST = tl.constexpr(-(2**31))

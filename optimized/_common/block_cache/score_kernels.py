@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._longflow_scores import _discard
-from ._numerics import finite_or_zero, log2_or_minus_inf, sortable, sum_of_products
+from ..scratch import discard
+from ..numerics import finite_or_zero, log2_or_minus_inf, sortable, sum_of_products
 
 NOTHING = tl.constexpr(0)
 SUM = tl.constexpr(1)
@@ -139,7 +139,7 @@ def score_slots(
         if DISCARD and RULE < RANDOM:
             tl.debug_barrier()
             line = start * GROUP_PAD + tl.arange(0, CHUNK * GROUP_PAD // 32) * 32
-            _discard(logits + tl.minimum(line, padded * GROUP_PAD - 32))
+            discard(logits + tl.minimum(line, padded * GROUP_PAD - 32))
         s, reads, logit, old, ordinal, size = ahead, next_reads, next_logit, next_old, next_ordinal, next_size
     return tl.min(best, 0), tl.sum(newest, 0)
 

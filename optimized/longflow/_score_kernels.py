@@ -12,30 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._launch import ROW_UNIT
-from ._numerics import finite_or_zero, log2_or_minus_inf, round_output, sortable, sum_of_products
+from .._common.numerics import finite_or_zero, log2_or_minus_inf, round_output, sortable, sum_of_products
+from .._common.scratch import discard, is_last, row_of
 
 _FREE = tl.constexpr(-(2**31))
 _PROTECTED = tl.constexpr(2**31 - 1)
 _NO_SLOT = tl.constexpr(2**63 - 1)
 _INDEX = tl.constexpr(2**32 - 1)
-_ROW_UNIT = tl.constexpr(ROW_UNIT)
-
-
-@triton.jit
-def row_of(slots):
-    """Slots of a row of scratch, so that every row is aligned and a tile never leaves its row."""
-    return (slots + _ROW_UNIT - 1) // _ROW_UNIT * _ROW_UNIT
-
-
-@triton.jit
-def is_last(counter, count):
-    """Whether `count` programs have come here, with this one: then all that they wrote can be read."""
-    tl.debug_barrier()
-    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
-    if last:
-        tl.store(counter, 0)                                           # ready for the next step
-    return last
 
 
 @triton.jit
@@ -91,14 +74,6 @@ def _rank(logit, top, log_total, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr):
 
 
 @triton.jit
-def _discard(line):
-    """Drop lines of 128 bytes from the cache: nobody reads them again, so they need not go to memory."""
-    tl.inline_asm_elementwise(
-        "discard.global.L2 [$1], 128; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def finish_group(
     logits, ranks, partial, tops, weight_sums, output, flat, splits, room, padded,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
@@ -120,7 +95,7 @@ def finish_group(
         lines = GROUP * room * HEAD_DIM // 32
         for start in range(0, lines, 128):
             line = tl.minimum(start + tl.arange(0, 128), lines - 1)
-            _discard(partial + flat * GROUP * room * HEAD_DIM + line * 32)
+            discard(partial + flat * GROUP * room * HEAD_DIM + line * 32)
     for start in range(0, padded, CHUNK):
         ahead = s + CHUNK
         next_logit = tl.load(
@@ -131,7 +106,7 @@ def finish_group(
         if DISCARD:
             tl.debug_barrier()
             line = start * GROUP_PAD + tl.arange(0, CHUNK * GROUP_PAD // 32) * 32
-            _discard(logits + tl.minimum(line, padded * GROUP_PAD - 32))
+            discard(logits + tl.minimum(line, padded * GROUP_PAD - 32))
         s, logit = ahead, next_logit
 
 
@@ -325,4 +300,4 @@ def choose_kernel(
         lines = kv_heads * padded // 32
         for start in range(0, lines, 512):
             line = tl.minimum(start + tl.arange(0, 512), lines - 1)
-            _discard(ranks + first * padded + line * 32)
+            discard(ranks + first * padded + line * 32)

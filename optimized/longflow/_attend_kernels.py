@@ -1,4 +1,4 @@
-"""The kernel that starts a LongFlow decode step; one of `_longflow_scores` finishes it.
+"""The kernel that starts a LongFlow decode step; one of `_score_kernels.py` finishes it.
 
 Conventions: see there. Strides of the caches come divided by UNIT, those of the mask by MASK_UNIT (see _launch).
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._longflow_scores import finish_group, is_last, row_of
-from ._numerics import dot, fast_log2, finite_or_zero, of_any_width, round_to, row_norms
+from .._common.scratch import all_occupied, is_last, row_of
+from ._score_kernels import finish_group
+from .._common.numerics import dot, fast_log2, finite_or_zero, of_any_width, round_to, row_norms
 
 
 @triton.jit
@@ -32,19 +33,6 @@ def _write_token(
     if writes_masks:
         tl.store(occupied + at * occupied_s, 1)
         tl.store(positions + at, tl.load(seen))
-
-
-@triton.jit
-def _all_occupied(occupied, occupied_s, newest, begin, end, MASK_UNIT: tl.constexpr):
-    """Whether every slot of a range holds a token: then tiles need no mask but at the range's end."""
-    if MASK_UNIT == 16:
-        end = end // 16 * 16                                           # it is, and now the compiler knows
-    missing = tl.zeros([2048], tl.int32)
-    for start in range(begin, end, 2048):
-        s = start + tl.arange(0, 2048)
-        holds = tl.load(occupied + s.to(tl.int64) * occupied_s, mask=s < end, other=1) != 0
-        missing += tl.where(holds | (s == newest), 0, 1)
-    return tl.sum(missing, 0) == 0
 
 
 @triton.jit
@@ -166,7 +154,7 @@ def attend_kernel(
         newest = tl.load(slot + decision).to(tl.int32)
     # Asked before the token is written: one wait for all of these loads.
     whole = begin
-    if _all_occupied(mine, occupied_s, newest, begin, end, MASK_UNIT):
+    if all_occupied(mine, occupied_s, newest, begin, end, MASK_UNIT):
         whole = begin + (end - begin) // BLOCK * BLOCK
     if ARRIVAL:
         if (newest >= begin) & (newest < end):

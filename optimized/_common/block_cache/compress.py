@@ -1,7 +1,7 @@
 """SnapKV's state after a block or a step: heads that are due observe anew, evict down to the budget, and close up.
 
 Three launches: the softmaxes of the window's queries, what every key receives of them, and `compress_kernel`, which
-does the rest of a head. For heads that are not due all three come and go. Buffers are as in `_block_kernels_evict.py`,
+does the rest of a head. For heads that are not due all three come and go. Buffers are as in `evict_kernels.py`,
 and `capacity` is how many tokens a head may hold between calls: more of them, and it is due.
 
 A pool runs along tokens in the order in which they came. Since the last compression that is the order of their slots;
@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference.contract import Sizes
-from ._block_kernels import Window, launch_attention, launch_received
-from ._block_kernels_evict import _NEVER, _leaving, _real_before, _threshold, _write_codes
-from ._launch import INTERPRETED, on_device_of, padded_head_dim
+from ....reference.contract import Sizes
+from .kernels import Window, launch_attention, launch_received
+from .evict_kernels import _NEVER, _leaving, _real_before, _threshold, _write_codes
+from ..launch import INTERPRETED, on_device_of, padded_head_dim
 
 
 #: Warps and slots at a time of a program that most often only comes and goes: with 16 warps, or 4096 slots, a
@@ -29,7 +29,7 @@ PASSING_WARPS, PASSING_CHUNK = 8, 2048
 
 
 class Between(NamedTuple):
-    """What passes between the launches of a compression. parts float32: see `_block_kernels.Attended`; received
+    """What passes between the launches of a compression. parts float32: see `kernels.Attended`; received
     float32: what each slot's key received; numbers [4, B * Hkv, S] int32: see `compress_kernel`."""
 
     parts: Tensor

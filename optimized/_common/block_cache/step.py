@@ -1,4 +1,4 @@
-"""The operation of a decode step on a state's buffers; see `_block_kernels_decode.py`."""
+"""The operation of a decode step on a state's buffers; see `decode_kernels.py`."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 import triton
 from torch import Tensor
 
-from ..reference.contract import Sizes
-from ._block_kernels_decode import finish_kernel, step_kernel
-from ._block_kernels_scores import AGE, APPEND, NEWEST, NOTHING, RANDOM, SUM
-from ._launch import (
+from ....reference.contract import Sizes
+from .decode_kernels import finish_kernel, step_kernel
+from .score_kernels import AGE, APPEND, NEWEST, NOTHING, RANDOM, SUM
+from ..launch import (
     GROUP_ROWS, INTERPRETED, MAX_SPLITS, discards, fused, key_block, on_device_of, padded_head_dim, padded_slots,
     split_slots,
 )
-from ._numerics import LOG2_E
+from ..numerics import LOG2_E
 
 #: Where a head's last program finishes it: slots at a time, stages, warps, registers. Such programs are fewer at a time
 #: (three to a multiprocessor), and so sooner free what must not leave the cache. Measured best on an H200.
 CHUNK, STAGES, WARPS, REGISTERS = 512, 3, 4, 168
 
-#: Rules of `step`, by name; see `_block_kernels_scores.py`.
+#: Rules of `step`, by name; see `score_kernels.py`.
 RULES = {"nothing": NOTHING, "sum": SUM, "newest": NEWEST, "random": RANDOM, "age": AGE, "append": APPEND}
 #: After which something else decides what goes: a head's last program finishes it, since there is little to finish.
 BARE = ("nothing", "append")
@@ -55,7 +55,7 @@ def _plan(sizes: Sizes, budget: int, itemsize: int, device: torch.device, rule: 
     sizes = sizes._replace(slots=budget)
     block = key_block(head_dim, itemsize, budget)
     if itemsize == 4:
-        block = 16                                                     # see _block_kernels.FLOAT32_TILE
+        block = 16                                                     # see kernels.FLOAT32_TILE
     splits, split_size = split_slots(sizes, block, device)
     sixteens = triton.cdiv(budget + 1, 16)
     blocks = triton.cdiv(sixteens, 2 if INTERPRETED else 16)

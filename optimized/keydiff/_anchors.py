@@ -7,6 +7,8 @@ from torch import Tensor
 
 ANCHORS = ("mean_normalized", "mean", "median")
 SIMILARITIES = ("cosine", "dot", "euclidean")
+#: Eq. 8, which the kernels compute.
+DEFAULT = ("mean_normalized", "cosine")
 
 
 def any_score(key: Tensor, occupied: Tensor, anchor: str, similarity: str) -> Tensor:
@@ -35,6 +37,19 @@ def over_length(product: Tensor, direction: Tensor) -> Tensor:
     scaled = direction / largest.masked_fill(largest == 0, 1)
     length = scaled.square().sum(-1, keepdim=True).sqrt().clamp_min(1)
     return product.masked_fill(largest == 0, 0) / largest.masked_fill(largest == 0, 1) / length
+
+
+def cosine(rank: Tensor, direction: Tensor, occupied: Tensor | None) -> Tensor:
+    """Ranks against a sum of normalised keys [B, Hkv, D] as cosines with it; 0 if that is zero."""
+    result = over_length(rank, direction)
+    return result if occupied is None else result.masked_fill(~per_head(occupied, rank[..., None]), -torch.inf)
+
+
+def per_head(mask: Tensor | None, key: Tensor) -> Tensor:
+    """A mask of key's slots as [B, Hkv, S], all True for None."""
+    if mask is None:
+        return torch.ones((), dtype=torch.bool, device=key.device).expand(key.shape[:3])
+    return (mask if mask.dim() == 3 else mask[:, None]).expand(key.shape[:3])
 
 
 def sortable(rank: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import INTERPRETED, on_device_of, padded_head_dim, stride_unit
+from .launch import INTERPRETED, on_device_of, padded_head_dim, stride_unit
 
 #: Codes per program of the search, and tokens per program of the gathering.
 CHUNK = 2048

@@ -1,13 +1,13 @@
-"""The kernels of a block's attention, launched by `_block_kernels.py`: two passes over the keys.
+"""The kernels of a block's attention, launched by `kernels.py`: two passes over the keys.
 
 `attention_kernel`: an online softmax; the output, and each query's softmax shift and the inverse of its sum.
 `received_kernel`: the logits again, key by key; a key's weights summed over queries and heads. `newest_kernel`: what
 the newest query alone gives each key.
 
-With POSITIONS queries are not those of the last slots, but a window's: see `_block_kernels.Window`. With DUE heads that
+With POSITIONS queries are not those of the last slots, but a window's: see `kernels.Window`. With DUE heads that
 hold `capacity` tokens or less are passed over. In the first, a query's row is query * GROUP + head of the group: all
 heads of a KV head share the keys that are read. Logits are in base 2. Strides of queries and caches come divided by
-UNIT (see _launch.stride_unit).
+UNIT (see _common.launch.stride_unit).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._numerics import dot, finite_or_zero, log2_or_minus_inf, round_output, round_to
+from ..numerics import dot, finite_or_zero, log2_or_minus_inf, round_output, round_to
 
 _SIZES = [
     "slots", "count", "heads", "query_b", "query_h", "query_q", "key_b", "key_h", "key_s", "value_b", "value_h",

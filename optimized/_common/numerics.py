@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._launch import INTERPRETED, PTX
+from .launch import INTERPRETED, PTX
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _PTX = tl.constexpr(PTX)

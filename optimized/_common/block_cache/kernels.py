@@ -1,6 +1,6 @@
 """Attention of a block of queries, and what every key received of it, without a [Q, S] matrix in memory.
 
-Two passes over the keys: see `_block_kernels_attend.py`.
+Two passes over the keys: see `attend_kernels.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ._block_kernels_attend import attention_kernel, newest_kernel, received_kernel
-from ._launch import INTERPRETED, RESIDENT, multiprocessors, on_device_of, padded_head_dim, stride_unit
-from ._numerics import LOG2_E
+from .attend_kernels import attention_kernel, newest_kernel, received_kernel
+from ..launch import INTERPRETED, RESIDENT, multiprocessors, on_device_of, padded_head_dim, stride_unit
+from ..numerics import LOG2_E
 
 
 class Attended(NamedTuple):

@@ -6,9 +6,9 @@ Twin of the reference's frame; nothing here returns to the host. A method says w
   new block included, and says who goes first. rank [B, Hkv, end] float32, lowest first, ties to the lowest slot, or
   None: the oldest first; protected [B, Hkv, end] bool, which stay whatever their rank, or None. A method whose capacity
   is more than its budget overrides `_evict` instead, and `_finish_step`.
-- `_rule`: how a decode step ranks, one of `_block_step.RULES`. With the default, "nothing", a step's token takes slot
+- `_rule`: how a decode step ranks, one of `step.RULES`. With the default, "nothing", a step's token takes slot
   `budget`, then `_update` ranks as for any block. With "append" it takes the first free slot, and `_window` (counts,
-  window_query, window_positions of `_block_step.step`) is brought up to date. With others the step does it all, and
+  window_query, window_positions of `step.step`) is brought up to date. With others the step does it all, and
   leaves in `score` what `_update` would; `_offset` is the random generator's.
 - `_sinks`, `_recent`: how many of the oldest and of the newest tokens of each head are protected as well. No more than
   `budget` tokens may be protected in all.
@@ -25,23 +25,23 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..reference.blocks import BlockConfig
-from ..reference.contract import (
+from ....reference.blocks import BlockConfig
+from ....reference.contract import (
     Sizes, capturing, check_attention, check_dtype, check_prompt, check_reorder, check_slot_mask, check_step,
     check_tensor, resolve_device, resolve_scale, state_sizes,
 )
-from . import _block_ops as ops
-from ._block_kernels import attend
-from ._block_step import scratch
-from ._block_step import step as block_step
-from ._launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
+from . import ops as ops
+from .kernels import attend
+from .step import scratch
+from .step import step as block_step
+from ..launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
 
 
 class Block(NamedTuple):
     """Q tokens that just came into slots capacity to end - 1, and how their queries attended.
 
     query [B, Hq, Q, D]; real [B, Q] bool, False for padding; positions [Q] int64; end = capacity + Q; parts
-    [2, B, Hq, Q] float32: see `_block_kernels.Attended`; None at a decode step.
+    [2, B, Hq, Q] float32: see `kernels.Attended`; None at a decode step.
     """
 
     query: Tensor

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference.contract import Sizes
-from ._launch import INTERPRETED, key_block, on_device_of, padded_head_dim, stride_unit
-from ._numerics import LOG2_E, dot, finite_or_zero, round_output, round_to
+from ...reference.contract import Sizes
+from .launch import INTERPRETED, key_block, on_device_of, padded_head_dim, stride_unit
+from .numerics import LOG2_E, dot, finite_or_zero, round_output, round_to
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float) -> Tensor:

@@ -1,8 +1,7 @@
-"""KeyDiff's kernels over whole caches: the sum of normalised keys, and ranks against it; `_keydiff_step.py` has a step.
+"""KeyDiff's kernels over whole caches: the sum of normalised keys, and ranks against it; `_step.py` has a step.
 
 Scratch is indexed by the flat number of the (row of the batch, KV head); strides of keys come divided by UNIT (see
-_launch.stride_unit). A rank follows from a key, the inverse of its length and the anchor, by the same operations in
-every tile, and lengths that are compared come from one kernel: so equal keys get equal ranks. Sums over programs are
+`stride_unit`). A rank follows from a key, the inverse of its length and the anchor, by the same operations in every tile, and lengths that are compared come from one kernel: so equal keys get equal ranks. Sums over programs are
 taken in a fixed order; the only atomics count integers.
 """
 
@@ -11,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._launch import INTERPRETED
-from ._numerics import float32, sum_of_products
+from .._common.launch import INTERPRETED
+from .._common.numerics import float32, sum_of_products
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _FREE = tl.constexpr(-(2**31))

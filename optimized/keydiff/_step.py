@@ -1,7 +1,7 @@
 """KeyDiff's decode step: the new token in slot `budget` meets the carried anchor, all are ranked, and one leaves.
 
 `length_kernel` takes the new key's length and adds it to the anchor; `step_kernel` reads the keys once. What a state
-carries per slot is the inverse of its key's length, always from `length_kernel`: see `_keydiff_kernels`.
+carries per slot is the inverse of its key's length, always from `length_kernel`: see `_kernels.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._keydiff_kernels import any_units, inverse_lengths, load_rows, odd_ranks, ranks, sum_partials
-from ._launch import INTERPRETED, key_block, multiprocessors, on_device_of, padded_head_dim
-from ._numerics import sortable
+from ._kernels import any_units, inverse_lengths, load_rows, odd_ranks, ranks, sum_partials
+from .._common.launch import INTERPRETED, key_block, multiprocessors, on_device_of, padded_head_dim
+from .._common.numerics import sortable
 
 #: Programs per multiprocessor that share the keys, and how many tiles are on their way to one.
 PROGRAMS = 64

@@ -5,7 +5,7 @@ to arrive merges the splits. With FUSED it then finishes the head: logits become
 picked, and the new token takes it. Else, where few heads have many slots, `finish_kernel` cuts that among programs.
 Until it takes a slot the new token is read from where the caller has it; its logit stands behind those of the cache.
 
-Buffers as in `_block_kernels_evict.py`; rows of slots come divided by UNIT, so that the compiler knows their alignment.
+Buffers as in `evict_kernels.py`; rows of slots come divided by UNIT, so that the compiler knows their alignment.
 With the rule APPEND `budget` is how many tokens a head may hold at most before this one, `counts` how many it holds:
 the new one takes the first slot behind them. Scratch is indexed by flat, or by the query head; logits [flats, padded,
 GROUP_PAD] are in base 2.
@@ -16,9 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._block_kernels_scores import APPEND, NOTHING, RANDOM, new_score_of, normalise, score_slots
-from ._longflow_scores import is_last
-from ._numerics import dot, finite_or_zero, round_output, round_to
+from .score_kernels import APPEND, NOTHING, RANDOM, new_score_of, normalise, score_slots
+from ..scratch import is_last
+from ..numerics import dot, finite_or_zero, round_output, round_to
 
 _NEVER = tl.constexpr(2**63 - 1)
 _INDEX = tl.constexpr(2**32 - 1)
