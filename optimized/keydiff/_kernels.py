@@ -1,8 +1,9 @@
 """KeyDiff's kernels over whole caches: the sum of normalised keys, and ranks against it; `_step.py` has a step.
 
 Scratch is indexed by the flat number of the (row of the batch, KV head); strides of keys come divided by UNIT (see
-`stride_unit`). A rank follows from a key, the inverse of its length and the anchor, by the same operations in every tile, and lengths that are compared come from one kernel: so equal keys get equal ranks. Sums over programs are
-taken in a fixed order; the only atomics count integers.
+`stride_unit`). A rank follows from a key, the inverse of its length and the anchor, by the same operations in every
+tile, and lengths that are compared come from one kernel: so equal keys get equal ranks. Sums over programs are taken in
+a fixed order; the only atomics count integers.
 """
 
 from __future__ import annotations
