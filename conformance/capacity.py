@@ -146,8 +146,10 @@ def table(model: Model, memory: int, context: int, budget: int) -> list[Row]:
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
     parser.add_argument("--memory", default="80GB", help="of the GPU, such as 80GB or 80GiB (%(default)s)")
     parser.add_argument("--context", type=int, default=32768, help="tokens of a request (%(default)s)")
