@@ -22,6 +22,9 @@ Lockstep, laws, strategies and replay are generic; they ask here for what differ
 - `most_held(state, tokens)`: the most tokens that a row (of a head) may hold after so many real ones (default: the
   budget); `poison(state)`: spoils whatever a state keeps where no token is (default: NaN and infinity in the free slots
   of `key` and `value`); `bytes_of(state)`: what it takes to hold its tokens (default: the memory of `key` and `value`);
+- `CACHES`: of a method whose cache for transformers is derived, options of small budgets by name, for its tests; the
+  first serves where one will do. `REFUSED`: options that its constructor refuses, each with the error and its message;
+- `TRACE`: options of the golden trace's config besides the budget and the block size (default: none);
 - `CASES` and `replay(case, module)`: the kinds of cases that are this pair's, and how a saved one is judged again,
   `module` being the pair's of the implementation under test; yields what was found right, raises AssertionError.
 
