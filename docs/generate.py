@@ -174,7 +174,7 @@ def first_sentence(value: Any) -> str:
 
 
 ESCAPED = re.compile(r"([\\*_\[\]<>|#~$^{}])")
-ITEM = re.compile(r"^([a-z_][\w, ]{0,60}?(?: (?:and|or) \w+)?)(?: (\[[^\]]*\](?: \w+)?))?: (?=\S)")
+ITEM = re.compile(r"^[a-z_][\w, ]{0,60}?(?: \[[^\]]*\](?: \w+)?)?: (?=\S)")
 
 #: Starts a paragraph after a list of items.
 AFTER = ("Raises ", "Returns ", "TypeError", "ValueError")
@@ -197,20 +197,21 @@ def prose(doc: str) -> str:
         text: list[str] = []
         for line in lines:
             begins = not text or text[-1].endswith((".", ":"))  # of a sentence: an item does not start within one
-            if begins and ITEM.match(line):
-                text.append(f"- {escape(line)}")
-            elif text and not (begins and line.startswith(AFTER)):
-                text[-1] += f" {escape(line.strip())}"
+            if text and not (begins and (ITEM.match(line) or line.startswith(AFTER))):
+                text[-1] += f" {line.strip()}"
             else:
-                text.append(escape(line.strip()))
-        previous = ""
+                text.append(line.strip())
+        inside = False
         for one in text:
-            if previous and not (one.startswith("- ") and previous.startswith("- ")):
+            item = bool(ITEM.match(one))
+            if inside and not item:
                 out.append("")
-            out.append(one)
-            previous = one
+            parts = re.split(f"(?<=\\.) (?={ITEM.pattern.removeprefix('^')})", one) if item else [one]
+            out += [f"- {escape(part)}" if item else escape(part) for part in parts if part]
+            out += [] if item else [""]
+            inside = item
         out.append("")
-    return "\n".join(out)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(out))
 
 
 def cache_entry(name: str) -> Iterator[str]:
