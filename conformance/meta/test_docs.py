@@ -15,7 +15,10 @@ from kvtwin.conformance.judge.checkers import longflow as judge
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.meta.docs_source import DOCS, ROOT, docs_module
 
-generate = docs_module("generate", "and so are the README and the pages")
+if not (DOCS / "generate.py").is_file():
+    pytest.skip("docs/ is not in the wheel", allow_module_level=True)
+
+generate = docs_module("generate", "its pages are tested here")
 
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 PROLOGUE = """

@@ -69,7 +69,7 @@ def test_every_method_has_a_ledger():
 
 def test_the_docs_show_the_ledger():
     """The page of all claims has the whole table, and a method's page has the method's own, and no other's."""
-    generate = docs_module("generate", "its tests need the source tree")
+    generate = docs_module("generate", "its pages show the claims")
     claims = ledger.load()
     assert ledger.table(claims) in generate.claims_page()
     for method in {claim.method for claim in claims}:
