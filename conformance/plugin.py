@@ -16,7 +16,7 @@ from .harness import options
 HERE = Path(__file__).resolve().parent
 PACKAGE = "kvtwin.conformance"
 NAME = "kvtwin"  # of the entry point
-SUITE = "kvtwin-suite"
+SUITE = options.SUITE
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,7 +23,9 @@ from typing import Any
 
 import pytest
 
-from .harness import draws, options, tally
+from .cases import draws
+from .harness import options
+from .judge import stats
 from . import plugin
 
 SEEDS = "KVTWIN_SOAK_SEEDS"  # how the processes of pytest-xdist learn which seeds there are: "FIRST:COUNT"
@@ -48,7 +50,7 @@ class Record:
     plain_rounds: int = 0  # seeds that needed further rounds of plain cases
     undecided: int = 0  # seeds under which masks decided everything
 
-    def add(self, counted: tally.Tally) -> None:
+    def add(self, counted: stats.Stats) -> None:
         if not counted.asked:
             return
         least = counted.decisive if self.least_decisions is None else self.least_decisions
@@ -77,7 +79,7 @@ class Soak:
     # Last: the suite has ordered and deselected by then.
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        wanted = [item for item in items if item.nodeid not in self.done and draws.draws(getattr(item, "obj", None))]
+        wanted = [item for item in items if item.nodeid not in self.done and draws.is_drawn(getattr(item, "obj", None))]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(wanted)])
         items[:] = wanted
         for item in wanted:
@@ -119,20 +121,20 @@ def draw_at_least(test: Any, examples: int) -> None:
 
 
 def over_seeds(test: Callable[..., Any], arguments: dict[str, Any], seeds: Iterable[int], record: Record) -> None:
-    """Run a test once for each seed, as a run of pytest would: with a tally of its own. Raises AssertionError."""
+    """Run a test once for each seed, as a run of pytest would: with statistics of its own. Raises AssertionError."""
     core: Any = importlib.import_module("hypothesis.core")
 
     from .harness.impl import NotProvided
-    from .harness.suite import judge_tally
+    from .harness.suite import check_decided
 
     before = core.global_force_seed
     try:
         for seed in seeds:
             core.global_force_seed = seed
-            with tally.opened() as counted:
+            with stats.collect() as counted:
                 try:
                     test(**arguments)
-                    judge_tally(counted, None)
+                    check_decided(counted, None)
                 except NotProvided:
                     raise
                 except Exception as error:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from . import contents
-from ..harness import draws
+from . import draws
 from .case import Case
 from .layouts import REPEATED
 from .strategies import TRIPLES, _common, _counts, _layouts, contents_of

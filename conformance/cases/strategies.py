@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 
 from . import contents
-from ..harness import draws
+from . import draws
 from ..judge import checkers
 from .case import DecodeCase, StateTrace, WindowCase
 from .layouts import LAYOUTS

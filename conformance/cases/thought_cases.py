@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from . import contents
-from ..harness import draws
+from . import draws
 from .case import Case, DecodeCase
 from .strategies import DTYPES, HEAD_DIMS, PLAIN_DTYPES, contents_of, decode_cases, default_device
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.harness import draws
+from kvtwin.conformance.cases import draws
 from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.judge.block_model import Head, vectors
 from kvtwin.conformance.judge.compare import assert_within

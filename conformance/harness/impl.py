@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import pytest
 
 from .. import discovery
-from . import tally
+from ..judge import stats
 
 NOT_PROVIDED = "not provided: "
 MISSING: Any = object()
@@ -122,7 +122,7 @@ class Method:
         found = getattr(self._module, name, MISSING)
         if found is MISSING or found is None:
             raise NotProvided(f"{self._name}.{name}")
-        tally.touched()
+        stats.touched()
         result = _result_type(self._pair.reference, name)
         if isinstance(found, type) or not callable(found):
             return found
@@ -160,7 +160,7 @@ def _judgeable(function: Callable[..., Any], result: type[tuple[Any, ...]] | Non
             returned = function(*args, **kwargs)
         except NotImplementedError as error:
             _refused(f"{name}: {error}")
-        tally.answered()
+        stats.answered()
         return returned if result is None else normalise(returned, result, name)
 
     return call
@@ -169,7 +169,7 @@ def _judgeable(function: Callable[..., Any], result: type[tuple[Any, ...]] | Non
 def _refused(what: str) -> NoReturn:
     import hypothesis  # not installed wherever this module is imported
 
-    tally.refused(what)
+    stats.refused(what)
     if hypothesis.currently_in_test_context():
         hypothesis.reject()
     raise NotProvided(what)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+SUITE = "kvtwin-suite"  # the name under which plugin.py registers suite.Suite
 DEVICES = ("auto", "cpu", "cuda")
 # dest of every option and the value that it has when nobody gave it
 DEFAULTS = {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from .impl import Twins
+from .options import SUITE
 
 if TYPE_CHECKING:
     import torch
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 
 def _suite(request: pytest.FixtureRequest) -> Suite:
-    from ..plugin import SUITE
-
     suite: Suite | None = request.config.pluginmanager.get_plugin(SUITE)
     assert suite is not None, "registered together with this module"
     return suite

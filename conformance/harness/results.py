@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from .. import discovery
-from . import tally
+from ..judge import stats
 from .impl import NotProvided
 
 KINDS = ("equivalence", "laws", "claims", "golden", "bad_input")
@@ -120,7 +120,7 @@ def _kind_of_file(item: pytest.Item) -> str:
     return next(kinds, "equivalence")
 
 
-def annotate(report: pytest.TestReport, error: object, facts: dict[str, Any], counted: tally.Tally) -> None:
+def annotate(report: pytest.TestReport, error: object, facts: dict[str, Any], counted: stats.Stats) -> None:
     """Give a test report what the controlling process needs of this test: plain values only.
 
     ``error`` is what the phase raised, None if nothing.

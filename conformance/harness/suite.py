@@ -1,4 +1,4 @@
-"""The part of the plugin that runs kvtwin's tests: markers, the tally of each test, summary and report."""
+"""The part of the plugin that runs kvtwin's tests: markers, the statistics of each test, summary and report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from . import draws, environment, options, results, summary, tally
+from . import environment, options, results, summary
+from ..cases import draws
+from ..judge import stats
 from .. import interpreter
 from .impl import NotProvided, Twins
 from ..interpreter import stack
@@ -36,13 +38,13 @@ VACUOUS = (
     "would accept wrong evictions (draw data whose scores lie further apart than their bounds)"
 )
 UNDECIDED = "too few decisions: of {total}, in the cases that it takes, {decisive} had one right answer only"
-TALLY = pytest.StashKey[tally.Tally]()
+STATS = pytest.StashKey[stats.Stats]()
 FACTS = pytest.StashKey[dict[str, Any]]()
 
 
 def _release_memory() -> None:
     """Test processes may share a GPU: none sits on the memory of a test that is over."""
-    cases = sys.modules.get(f"{__package__}.cases")
+    cases = sys.modules.get("kvtwin.conformance.cases.case")
     if cases is None:
         return
     import torch
@@ -69,7 +71,7 @@ def longest_first(items: Sequence[Any], long: Sequence[Any], workers: int) -> li
     return [*ordered, *others]
 
 
-def judge_tally(counted: tally.Tally, implementation: str | None) -> None:
+def check_decided(counted: stats.Stats, implementation: str | None) -> None:
     """Raise if a test that passed has decided too little: of our own it is vacuous, of theirs not provided."""
     if not counted.vacuous:
         return
@@ -138,7 +140,7 @@ class Suite:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        with tally.opened() as item.stash[TALLY]:
+        with stats.collect() as item.stash[STATS]:
             try:
                 return (yield)
             finally:
@@ -149,7 +151,7 @@ class Suite:
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
         from hypothesis.errors import Unsatisfiable
 
-        counted = item.stash[TALLY]
+        counted = item.stash[STATS]
         try:
             outcome = yield
         except Unsatisfiable:
@@ -157,7 +159,7 @@ class Suite:
                 raise
             # No example was left to judge.
             raise NotProvided(", ".join(counted.refused)) from None
-        judge_tally(counted, self.implementation)
+        check_decided(counted, self.implementation)
         return outcome
 
     @pytest.hookimpl(wrapper=True)
@@ -175,7 +177,7 @@ class Suite:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         made = yield
         error = call.excinfo.value if call.excinfo else None
-        results.annotate(made, error, item.stash[FACTS], item.stash[TALLY])
+        results.annotate(made, error, item.stash[FACTS], item.stash[STATS])
         return made
 
     # First: pytest's own answer for a skipped test would be "skipped".

@@ -20,10 +20,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import replay
-from ..harness import tally
+from . import stats
 from .bounds import Interval
-
+from ..cases import failures
 
 #: How a wrong choice is reported: `fail` of the side under test, `_contradict` of the oracle.
 Complain = Callable[[str], NoReturn]
@@ -49,7 +48,7 @@ class Verdict:
 
 def fail(message: str) -> NoReturn:
     """Raise Mismatch; the case in hand is saved and the command that replays it is added."""
-    command = replay.save_latest()
+    command = failures.save_latest()
     raise Mismatch(message if command is None else f"{message}\n  replay: {command}")
 
 
@@ -57,7 +56,7 @@ def assert_within(actual: Tensor, truth: Tensor, bound: Tensor, *, what: str = "
     """|actual - truth| <= bound in every element; infinities of the truth must be met exactly, NaN never passes.
 
     actual: any floating dtype; truth: the oracle's float64; bound: like truth, >= 0. Returns the utilisation, the
-    largest error as a fraction of its bound (0 where a bound of 0 is met), which is also reported to the tally.
+    largest error as a fraction of its bound (0 where a bound of 0 is met), which is also recorded in stats.
     """
     if tuple(actual.shape) != tuple(truth.shape):
         fail(f"{what}: expected shape {tuple(truth.shape)}, got {tuple(actual.shape)}")
@@ -86,7 +85,7 @@ def assert_within(actual: Tensor, truth: Tensor, bound: Tensor, *, what: str = "
             f"{fraction[at].item():.4g} times what the arithmetic can lose"
         )
     used = float(fraction.max())
-    tally.utilisation(used)
+    stats.utilisation(used)
     return used
 
 
@@ -152,8 +151,8 @@ def assert_eviction_right(
     comparable = ~_not_numbers(scores, candidates).any(-1)
     scored = ~sealed & (candidates.sum(-1) > 1) & comparable
     verdict = Verdict(scored, scored & (clear | alone), scored & (slot != truth))
-    tally.decisions(int(verdict.scored.sum()), int(verdict.decisive.sum()))
-    tally.adjudicated(int(verdict.adjudicated.sum()))
+    stats.decisions(int(verdict.scored.sum()), int(verdict.decisive.sum()))
+    stats.adjudicated(int(verdict.adjudicated.sum()))
     return verdict
 
 
@@ -239,8 +238,8 @@ def assert_kept_right(
             sure = _sure(ends, contested, int((right & contested).sum()), one["tie"])
             total, decisive = total + int(contested.sum()), decisive + int(sure.sum())
             facts[:, row] = torch.stack([contested.any(), sure.sum() == contested.sum(), (stays != right).any()])
-    tally.decisions(total, decisive)
-    tally.adjudicated(int(facts[2].sum()))
+    stats.decisions(total, decisive)
+    stats.adjudicated(int(facts[2].sum()))
     return Verdict(*(fact.view(occupied.shape[:-1]) for fact in facts))
 
 

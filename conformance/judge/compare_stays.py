@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ..harness import tally
+from . import stats
 from .bounds import Interval
 from .compare import Complain, Verdict, _check_cut, _contradict, _first, _indices, fail
 
@@ -52,8 +52,8 @@ def assert_stays_right(
     verdict = Verdict(
         contested.any(-1), contested.any(-1) & (sure == contested.sum(-1)), crowded & (stays != right).any(-1)
     )
-    tally.decisions(int(contested.sum()), int(sure.sum()))
-    tally.adjudicated(int(verdict.adjudicated.sum()))
+    stats.decisions(int(contested.sum()), int(sure.sum()))
+    stats.adjudicated(int(verdict.adjudicated.sum()))
     return verdict
 
 

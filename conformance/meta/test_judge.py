@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance.judge import bounds
-from kvtwin.conformance.harness import tally
+from kvtwin.conformance.judge import stats
 from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.cases.case import DecodeCase, WindowCase
 from kvtwin.conformance.judge.compare import (
@@ -46,7 +46,7 @@ BOUND = torch.tensor([0.5, 0.25, 0.0, 0.0, 0.0], dtype=torch.float64)
 
 
 def test_numbers_within_their_bounds_pass_and_report_how_much_of_them_they_used():
-    with tally.opened() as seen:
+    with stats.collect() as seen:
         used = assert_within(torch.tensor([1.25, -2.0, 0.0, torch.inf, -torch.inf]), TRUTH, BOUND)
         assert_within(TRUTH.float(), TRUTH, BOUND)
     assert used == 0.5 and seen.bound_utilisation == 0.5
@@ -128,7 +128,7 @@ def test_a_tie_is_adjudicated_exactly_when_the_intervals_touch(error, overlaps):
         with pytest.raises(Mismatch):
             choose(0, scores, truth=1)
         return
-    with tally.opened() as seen:
+    with stats.collect() as seen:
         verdict = choose(0, scores, truth=1)
     assert verdict.adjudicated.item() and not verdict.decisive.item()
     assert (seen.total, seen.decisive, seen.ties) == (1, 0, 1)
@@ -193,7 +193,7 @@ def test_an_oracle_that_is_wrong_by_its_own_intervals_is_the_judges_error():
 def test_scores_of_minus_infinity_are_equal_not_ordered():
     """Zero values, and norms that may have been flushed to zero."""
     scores = Interval(torch.tensor([-torch.inf, 0.0, -torch.inf]), torch.tensor([-80.0, 0.0, -torch.inf]))
-    with tally.opened():  # not decisive, which is right here
+    with stats.collect():  # not decisive, which is right here
         assert choose(0, scores, truth=2).adjudicated.item()
     with pytest.raises(Mismatch):
         choose(1, scores, truth=2)
@@ -247,7 +247,7 @@ SCORES = [5.0, 1.0, 3.0, 1.5, 9.0]  # the last token is the window
 
 
 def test_the_best_of_the_prefix_stay_with_the_window():
-    with tally.opened() as seen:
+    with stats.collect() as seen:
         verdict = keep([0, 2, 4], around(SCORES, 0.25))
     # Four tokens of the prefix were decided by score, the window was not.
     assert (seen.total, seen.decisive) == (4, 4) and verdict.decisive.item()
@@ -258,7 +258,7 @@ def test_the_best_of_the_prefix_stay_with_the_window():
 
 
 def test_kept_tokens_near_the_cut_are_adjudicated_and_those_far_from_it_decisive():
-    with tally.opened() as seen:
+    with stats.collect() as seen:
         verdict = keep([0, 3, 4], around(SCORES, 1.0), truth=[0, 2, 4])
     assert verdict.adjudicated.item() and (seen.total, seen.decisive, seen.ties) == (4, 1, 1)
 
@@ -309,7 +309,7 @@ def test_of_the_window_the_newest_stay():
 
 def test_of_equal_tokens_the_lower_indices_are_evicted():
     scores, tie = around([1.0, 1.0, 1.0, 9.0, 9.0], 0.1), [0, 0, 0, 3, 4]
-    with tally.opened() as seen:
+    with stats.collect() as seen:
         keep([2, 3, 4], scores, tie=tie)
     assert (seen.total, seen.decisive) == (4, 4)
     for wrong in ([0, 3, 4], [1, 3, 4]):
@@ -359,7 +359,7 @@ def computed(case: DecodeCase, machine: Machine | None = None) -> DecodeResult:
 def test_a_right_step_passes_and_each_field_can_fail(per_head):
     case = DecodeCase(batch=3, key_value_heads=2, group=2, slots=20, protect="newest", per_head=per_head, seed=5)
     right = computed(case)
-    with tally.opened() as seen:
+    with stats.collect() as seen:
         verdict = assert_decode_right(right, case)
     assert bool(verdict.decisive.all()) and seen.decisive == seen.total == verdict.scored.numel()
     truth = oracle(decode_attention, case)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvtwin.conformance.judge import checkers, lockstep
-from kvtwin.conformance.harness import tally
+from kvtwin.conformance.judge import stats
 from kvtwin.conformance.cases.block_cases import sized
 from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.cases.case import StateTrace
@@ -48,7 +48,7 @@ def faulty(method: str, state: type) -> SimpleNamespace:
 def test_a_right_state_passes(name, options):
     if name != "streaming_llm" and "sinks" in options.get("config", {}):
         options = {"config": {"budget": 1}}
-    with tally.opened() as seen:
+    with stats.collect() as seen:
         summary = lockstep.run(trace(name, **options), MODULES[name])
     assert 0 < seen.bound_utilisation <= 1
     if options.get("config", {}).get("budget") != 1:
@@ -177,7 +177,7 @@ class LowPrecision(h2o.H2OState):
     (ForgetsTheBlock, "prefill's output"), (LowPrecision, "score in the piece"),
 ], ids=lambda value: getattr(value, "__name__", ""))
 def test_a_faulty_state_is_noticed(state, says):
-    with pytest.raises(Mismatch, match=f"(?s){says}"), tally.opened():
+    with pytest.raises(Mismatch, match=f"(?s){says}"), stats.collect():
         lockstep.run(trace("h2o", padding="random"), faulty("h2o", state))
 
 
@@ -268,7 +268,7 @@ class AnotherSeed(random.RandomState):
 ], ids=lambda value: getattr(value, "__name__", ""))
 def test_a_faulty_method_is_noticed(name, state, options):
     made = trace(name, **options)
-    with pytest.raises(Mismatch), tally.opened():
+    with pytest.raises(Mismatch), stats.collect():
         lockstep.run(sized(made) if name == "vatp" else made, faulty(name, state))
 
 
@@ -290,7 +290,7 @@ def near_tie_trace(method: str, tokens: int, **config) -> StateTrace:
 
 
 def test_a_legal_tie_is_adopted_and_the_rest_of_the_trace_stays_comparable():
-    with tally.opened() as seen:
+    with stats.collect() as seen:
         summary = lockstep.run(near_tie_trace("tova", 20), faulty("tova", PicksTheLast))
     assert summary.adjudicated > 3 and seen.ties == summary.adjudicated and summary.steps == 20
 

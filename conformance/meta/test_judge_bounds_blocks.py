@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvtwin.conformance.cases import contents
 from kvtwin.conformance.judge import checkers, lockstep
-from kvtwin.conformance.harness import tally
+from kvtwin.conformance.judge import stats
 from kvtwin.conformance.cases.block_cases import AttendCase, sized
 from kvtwin.conformance.judge.bounds import arithmetic
 from kvtwin.conformance.cases.case import StateTrace
@@ -135,7 +135,7 @@ def test_no_correct_arithmetic_exceeds_the_bounds_of_sums_over_many_blocks(dtype
         )
         state = emulated(machine, checkers.pair(name).state)
         tested = type("Tested", (), {state.__mro__[1].__name__: state})
-        with tally.opened():
+        with stats.collect():
             lockstep.run(trace, tested, module)
             if name == "vatp" and content == "ordinary":
                 lockstep.run(sized(trace), tested, module)
@@ -149,7 +149,7 @@ def test_errors_of_sums_are_noticed_once_they_exceed_their_bound():
 
     trace = StateTrace(method="h2o", group=2, prompt=10, steps=3, config=(("budget", 6), ("block_size", 4)))
     tested = type("Tested", (), {"H2OState": emulated(Sloppy(), h2o.H2OState)})
-    with pytest.raises(Mismatch, match="score"), tally.opened():
+    with pytest.raises(Mismatch, match="score"), stats.collect():
         lockstep.run(trace, tested, h2o)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....reference.epikv.contract import EpiKVConfig
-from ...harness import tally
+from .. import stats
 from ..bounds import DIVISION, SLACK, UNIT, Interval, arithmetic, gamma
 from ...cases.case import DecodeCase
 from ..compare import assert_same, fail
@@ -105,7 +105,7 @@ def assert_thoughts_right(tested: Any, reference: Any, case: DecodeCase, when: s
                 f"thought {when}: row {row} has {thought[row].item()}, but a sparsity from {low[row].item()!r} to "
                 f"{high[row].item()!r} makes it {sorted({BY_SPARSITY[int(least[row])], BY_SPARSITY[int(most[row])]})}"
             )
-        tally.adjudicated(int((thought != attention.thought).sum()))
+        stats.adjudicated(int((thought != attention.thought).sum()))
         attention.thought = thought.clone()
         attention.thoughts = torch.where(newest, thought[:, None], attention.thoughts)
     assert_same(tested.thoughts, attention.thoughts, what=f"thoughts {when}")

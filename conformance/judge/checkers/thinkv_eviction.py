@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...harness import tally
+from .. import stats
 from ..bounds import FLUSH, SLACK, UNIT, gamma
 from ..compare import fail
 from ...cases.thought_cases import SegmentCase
@@ -123,7 +123,7 @@ def assert_representatives_right(actual: Any, case: Any) -> Counts:
         before, member = assigned, assigned[:, None] == cluster
     found = _check_choice(distances(token, member), member, indices, kind)
     counts = Counts(counts.total + found.total, counts.decisive + found.decisive)
-    tally.decisions(counts.total, counts.decisive)
+    stats.decisions(counts.total, counts.decisive)
     return counts
 
 

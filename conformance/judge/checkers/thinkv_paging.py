@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....reference.attention import per_query_head
 from ....reference.thinkv.paging import PagedCache, in_order
-from ...harness import tally
+from .. import stats
 from ..bounds import SLACK, UNIT, Arithmetic, Interval, gamma, output_error, weight_error
 from ..compare import assert_same, assert_within, fail
 from ..oracle import Attention, attend
@@ -116,7 +116,7 @@ def assert_attention_right(
     if not bool(((share >= low) & (share <= high)).all()):
         fail(f"{what}sparsity: expected between {low.tolist()} and {high.tolist()}, got {share.tolist()}")
     total = int(attention.occupied.sum()) * attention.key_value_heads
-    tally.decisions(total, total - int(undecided.sum()))
+    stats.decisions(total, total - int(undecided.sum()))
 
 
 def poison(cache: Any) -> None:

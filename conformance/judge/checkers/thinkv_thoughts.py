@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....reference.thinkv import thoughts
-from ...harness import tally
+from .. import stats
 from ..bounds import SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ..compare import JudgeError, fail
 from ..oracle import oracle
@@ -77,8 +77,8 @@ def assert_sparsity_right(actual: Any, case: SparsityCase, *, allowed: Arithmeti
             f"side of the threshold is open make it {interval.low[row].item()!r} to {interval.high[row].item()!r}"
         )
     decisions = int(case.occupied.sum()) * case.key_value_heads
-    tally.decisions(decisions, decisions - int(open_.sum()))
-    tally.adjudicated(int(((actual.double() - truth).abs() > truth * gamma(case.key_value_heads + 6) * SLACK).sum()))
+    stats.decisions(decisions, decisions - int(open_.sum()))
+    stats.adjudicated(int(((actual.double() - truth).abs() > truth * gamma(case.key_value_heads + 6) * SLACK).sum()))
 
 
 def replay(case: SparsityCase, module: Any) -> Iterator[str]:
