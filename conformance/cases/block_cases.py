@@ -65,7 +65,7 @@ class AttendCase(Case):
         return attend(self.query, self.key, self.value, self.occupied, scale=self.scale, causal=True)
 
     @cached_property
-    def real(self) -> Tensor:
+    def valid(self) -> Tensor:
         """Which of the last Q slots hold a token, [B, Hkv, Q] bool."""
         occupied = self.occupied if self.per_head else self.occupied[:, None]
         return occupied[..., self.slots - self.queries:].expand(-1, self.key_value_heads, -1)

@@ -122,7 +122,7 @@ class KeyCase(Case):
         return self._wide(self.occupied, default=True)
 
     @property
-    def shielded(self) -> Tensor:
+    def protected_or_recent(self) -> Tensor:
         """What may not go, protected or recent, [B, Hkv, S]."""
         mask = self.mask
         later = mask.flip(-1).cumsum(-1).flip(-1)

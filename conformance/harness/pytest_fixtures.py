@@ -1,4 +1,4 @@
-"""The fixtures of kvtwin's tests; registered with suite.Suite, so that other projects' runs don't see their names."""
+"""The fixtures of kvtwin's tests, registered together with suite.Suite: other projects' runs do not get them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _suite(request: pytest.FixtureRequest) -> Suite:
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the implementation under test runs; its tensors must lie there."""
+    """The device of the implementation under test; its tensors must be on it."""
     return _suite(request).backend.device
 
 

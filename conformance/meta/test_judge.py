@@ -55,9 +55,11 @@ def test_numbers_within_their_bounds_pass_and_report_how_much_of_them_they_used(
 
 
 @pytest.mark.parametrize(("at", "wrong", "says"), [
-    (0, 2.0, r"error 1, bound 0\.5: 2 times"), (1, -1.0, r"at \(1,\)"), (2, 1e-300, "bound 0"), (0, torch.nan, "nan"),
-    (2, torch.nan, "nan"), (3, torch.nan, "nan"), (3, 3e38, "truth inf"), (3, -torch.inf, "-inf"),
-    (4, torch.inf, "inf"), (0, torch.inf, "actual inf"),
+    (0, 2.0, r"error 1, bound 0\.5: 2 times the bound"), (1, -1.0, r"at \(1,\)"), (2, 1e-300, "bound 0"),
+    (0, torch.nan, "got nan"),
+    (2, torch.nan, r"expected 0\.0, got nan"), (3, torch.nan, "nan"), (3, 3e38, "expected inf, got 3"),
+    (3, -torch.inf, "-inf"),
+    (4, torch.inf, "inf"), (0, torch.inf, "got inf"),
 ])
 def test_numbers_beyond_their_bounds_fail(at, wrong, says):
     actual = TRUTH.clone()
@@ -253,7 +255,7 @@ def test_the_best_of_the_prefix_stay_with_the_window():
     assert (seen.total, seen.decisive) == (4, 4) and verdict.decisive.item()
     with pytest.raises(Mismatch, match=r"token 2 is evicted with a score in \[2.75, 3.25\], but token 3 is kept"):
         keep([0, 3, 4], around(SCORES, 0.25), truth=[0, 2, 4])
-    with pytest.raises(Mismatch, match="tokens of the window.*evicted, though there is room"):
+    with pytest.raises(Mismatch, match="tokens of the window.*evicted, although the budget has room"):
         keep([0, 2, 3], around(SCORES, 0.25), truth=[0, 2, 4])
 
 
@@ -289,21 +291,21 @@ def test_protected_tokens_stay_before_the_window_and_the_window_before_the_prefi
     shield = [False, True, False, False, False]
     assert not keep([1, 4], exact(SCORES), protected=shield).scored.item()
     for wrong in ([0, 4], [0, 1]):
-        with pytest.raises(Mismatch, match="evicted, though there is room"):
+        with pytest.raises(Mismatch, match="evicted, although the budget has room"):
             keep(wrong, exact(SCORES), protected=shield, truth=[1, 4])
     # More protected tokens than places: by score again.
     both = [True, True, False, False, False]
     keep([0], exact(SCORES), protected=both)
     with pytest.raises(Mismatch, match="token 0 is evicted"):
         keep([1], exact(SCORES), protected=both, truth=[0])
-    with pytest.raises(Mismatch, match="kept before those that go first|evicted, though there is room"):
+    with pytest.raises(Mismatch, match="kept before tokens of higher priority|evicted, although the budget has room"):
         keep([4], exact(SCORES), protected=both, truth=[0])
 
 
 def test_of_the_window_the_newest_stay():
     keep([3, 4], exact(SCORES), window=3)
     for wrong in ([2, 4], [0, 4]):
-        with pytest.raises(Mismatch, match="the newest must stay"):
+        with pytest.raises(Mismatch, match="the newest must be kept"):
             keep(wrong, exact(SCORES), window=3, truth=[3, 4])
 
 

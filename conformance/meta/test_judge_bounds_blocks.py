@@ -61,13 +61,13 @@ def received(machine: Machine, weight: Tensor, heads: int) -> Tensor:
 def used_by(machine: Machine, case: AttendCase) -> dict[str, float]:
     """Largest error over bound of what keys receive from a block, and of the newest query's weights."""
     attention, allowed = case.attention, arithmetic(case.dtype)
-    query = case.query.masked_fill(~case.real.repeat_interleave(case.group, 1)[..., None], 0)
+    query = case.query.masked_fill(~case.valid.repeat_interleave(case.group, 1)[..., None], 0)
     weight, log_weight = weights(machine, query, zero_unoccupied(case.key, case.occupied), attention.seen, case.factor)
     found = {"received": assert_within(
         received(machine, weight, case.key_value_heads), blocks.received(attention),
         blocks.received_error(attention, allowed), what="received",
     )}
-    newest = tova_judge.newest(attention, case.real)
+    newest = tova_judge.newest(attention, case.valid)
     last = (attention.logit == newest.logit).all(-1).to(torch.int8).argmax(2)[..., None, None]
     one, log = (x.gather(2, last.expand(-1, -1, 1, x.shape[-1])) for x in (weight, log_weight))
     total = machine.log2_of_sum(log[:, :, 0].unflatten(1, (case.key_value_heads, -1)))
@@ -171,7 +171,7 @@ def test_tova_newest_is_the_last_real_query():
     occupied[1, -1] = False
     occupied[2, -3:] = False
     case._adopt({**case.tensors, "occupied": occupied})
-    newest = tova_judge.newest(case.attention, case.real)
+    newest = tova_judge.newest(case.attention, case.valid)
     for row, query in ((0, 2), (1, 1)):
         assert torch.equal(newest.logit[row, :, 0], case.attention.logit[row, :, query])
     assert not bool(newest.seen[2].any())

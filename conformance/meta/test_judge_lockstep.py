@@ -161,7 +161,7 @@ class Unsure(LongFlowState):
 
 @pytest.mark.parametrize(("state", "says"), [
     (StaleSlot, "value at step 6"), (WrongPositions, "positions at step 6"), (EvictsNewest, "which is protected"),
-    (ProtectsNothing, "score of the last step.*truth inf"), (WrongVictim, "scores less"),
+    (ProtectsNothing, "score of the last step.*expected inf"), (WrongVictim, "scores less"),
     (NeverFills, "the lowest free slot"), (ForgetsACounter, "tokens_seen at step 8"),
     (SpoiltOutput, "output at step"), (SpoiltScore, "score of the last step"), (GhostSlots, "occupied at step 0"),
     (Unsure, "dtype"),

@@ -141,7 +141,7 @@ def test_tests_of_another_copy_are_refused(pytester, in_process):
     pytester.makepyfile(PASSING)
     result = in_process()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: the tests in {pytester.path} would run on the kvtwin * {HERE.parent}; *"])
+    result.stderr.fnmatch_lines([f"ERROR: the tests in {pytester.path} would test the kvtwin * {HERE.parent}; *"])
 
 
 def test_without_the_plugin_our_tests_say_so(pytester):

@@ -322,7 +322,7 @@ def test_what_they_refuse_is_passed_over_and_counted(pytester):
             "longflow  1, 2 failed, 2 n/p *",
             "n/p = not provided: their_kernels.longflow.decode_attention: protected (1 test)",
             "n/p = not provided: their_kernels.longflow.decode_attention: scale (1 test)",
-            "passed over in 3 tests, calls whose argument is not taken (* were answered):",
+            "unsupported arguments, skipped in 3 tests (* calls returned):",
             "  * x their_kernels.longflow.decode_attention: protected",
             "  1 x their_kernels.longflow.decode_attention: scale",
         ]

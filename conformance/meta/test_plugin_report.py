@@ -187,7 +187,9 @@ def test_html_report_has_json_beside_it(run, pytester):
         assert text in page.text
 
 
-@pytest.mark.parametrize(("path", "complaint"), [("out.txt", "end in .html or .json"), ("no/out.json", "no such f")])
+@pytest.mark.parametrize(("path", "complaint"), [
+    ("out.txt", "that ends in .html or .json"), ("no/out.json", "does not exist"),
+])
 def test_a_report_that_cannot_be_written_stops_the_run_at_its_start(run, path, complaint):
     result = run("def test_it(): pass", "--kv-report", path)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
