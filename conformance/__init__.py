@@ -1,4 +1,4 @@
-"""The conformance suite: float64 arithmetic judges between two implementations of every method.
+"""The conformance suite: it compares implementations of every method with the reference run in float64.
 
-``python -m kvtwin.conformance`` runs it; ``pytest --pyargs kvtwin.conformance`` does too, with all of pytest's options.
+Run it with ``python -m kvtwin.conformance``, or with ``pytest --pyargs kvtwin.conformance`` and pytest's options.
 """

@@ -1,9 +1,10 @@
-"""How many requests fit on a GPU, by method: python -m kvtwin.conformance.capacity --model llama-3.1-8b --memory 80GB
+"""Number of requests that fit on a GPU: python -m kvtwin.conformance.capacity --model llama-3.1-8b --memory 80GB
 
-Bytes are counted, not estimated: of each method that takes a budget the optimized state of one layer is made, at the
-model's sizes, and all tensors that it holds are added up (keys, values, positions, scores, scratch). EpiKV's scorer
-counts once per request, all else once per layer. ThinKV's pools depend on what the model thinks: counted are 4.5 bits
-per number, as tokens of reasoning have, before its tables. Weights are in bfloat16; activations are not counted.
+Bytes are counted, not estimated: for each method with a budget, the optimized state of one layer is created with the
+model's sizes, and the bytes of all its tensors are added (keys, values, positions, scores, scratch). EpiKV's scorer
+counts once per request, everything else once per layer. ThinKV's pools depend on the thoughts of the model: 4.5 bits
+per number are counted, as for reasoning tokens, without its tables. Weights are in bfloat16; activations are not
+counted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Model:
 
     @property
     def scalars_per_token(self) -> int:
-        """Numbers that a token's keys and values have, in all layers."""
+        """Numbers in a token's keys and values, in all layers."""
         return 2 * self.layers * self.key_value_heads * self.head_dim
 
     @property
@@ -57,7 +58,7 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 @dataclass(frozen=True)
 class Row:
-    """One method. bytes_per_token: what a token more costs, in all layers; bytes_per_request: at the budget."""
+    """One method. bytes_per_token: per further token, in all layers; bytes_per_request: at the budget."""
 
     method: str
     bytes_per_token: float
@@ -74,12 +75,12 @@ def memory_of(text: str) -> int:
 
 
 def requests(pool: int, each: int) -> int:
-    """How many requests of `each` bytes fit in `pool` bytes."""
+    """The number of requests of `each` bytes that fit in `pool` bytes."""
     return max(0, pool) // each
 
 
 def bytes_held(value: Any, seen: set[int] | None = None) -> int:
-    """Of all tensors that an object of ours holds, each memory once."""
+    """The bytes of all tensors that one of our objects holds; shared memory counts once."""
     import torch
 
     seen = set() if seen is None else seen
@@ -99,7 +100,7 @@ def bytes_held(value: Any, seen: set[int] | None = None) -> int:
 
 
 def measured(method: str, model: Model, budget: int) -> int:
-    """Bytes that a request takes with this method, in all layers of the model."""
+    """Bytes of a request with this method, in all layers of the model."""
     import torch
 
     from ..optimized._common.launch import INTERPRETED
@@ -125,7 +126,7 @@ def _optimized() -> Any:
 
 
 def table(model: Model, memory: int, context: int, budget: int) -> list[Row]:
-    """All methods that take a budget and keep nothing else; "full" keeps the context."""
+    """A row per method with a budget, and one for "full", which keeps the whole context."""
     import inspect
 
     from . import discovery
@@ -151,9 +152,9 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
-    parser.add_argument("--memory", default="80GB", help="of the GPU, such as 80GB or 80GiB (%(default)s)")
-    parser.add_argument("--context", type=int, default=32768, help="tokens of a request (%(default)s)")
-    parser.add_argument("--budget", type=int, default=2048, help="tokens that a method keeps (%(default)s)")
+    parser.add_argument("--memory", default="80GB", help="GPU memory, such as 80GB or 80GiB (default: %(default)s)")
+    parser.add_argument("--context", type=int, default=32768, help="tokens per request (default: %(default)s)")
+    parser.add_argument("--budget", type=int, default=2048, help="tokens that a method keeps (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     try:
@@ -161,13 +162,13 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
     except ValueError as error:
         parser.error(str(error))
     if min(options.context, options.budget) < 1:
-        parser.error("context and budget must be at least 1")
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # states are made on the CPU; no kernel runs
+        parser.error(f"context and budget must be at least 1, got {options.context} and {options.budget}")
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # states are created on the CPU; no kernel runs
     rows = table(MODELS[options.model], memory, options.context, options.budget)
     if options.json:
         print(json.dumps([row.__dict__ for row in rows], indent=2))
         return 0
-    print(f"{options.model}, {options.memory}, {options.context} tokens each, of which methods keep {options.budget}")
+    print(f"{options.model}, {options.memory}, {options.context} tokens per request, budget {options.budget}")
     print(f"{'method':16}{'bytes per token':>18}{'MiB per request':>18}{'requests':>10}")
     for row in rows:
         print(f"{row.method:16}{row.bytes_per_token:18,.0f}{row.bytes_per_request / 2**20:18.1f}{row.requests:10d}")

@@ -1,4 +1,4 @@
-"""Refuses to run these tests without their plugin, or on another copy of kvtwin than the one that they lie in."""
+"""Raises a usage error if the tests run without kvtwin's plugin, or against another copy of kvtwin."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("kvtwin is not installed; in its folder: python -m pip install -e '.[test]'") from None
     if here != plugin.HERE:
         raise pytest.UsageError(
-            f"the tests in {here} would run on the kvtwin that is installed from {plugin.HERE.parent}; install this "
-            "one (python -m pip install -e .), or run the other's tests: pytest --pyargs kvtwin.conformance"
+            f"the tests in {here} would test the kvtwin installed from {plugin.HERE.parent}; install this copy "
+            "(python -m pip install -e .), or run the installed tests: pytest --pyargs kvtwin.conformance"
         )
     if not config.pluginmanager.has_plugin(plugin.NAME):
-        raise pytest.UsageError("these tests need kvtwin's pytest plugin, which was not loaded: add -p kvtwin")
+        raise pytest.UsageError("these tests need kvtwin's pytest plugin, which is not loaded: add -p kvtwin")

@@ -1,8 +1,8 @@
-"""Which twins there are: found in the folders, never listed by hand.
+"""Discovery of the twins in the source folders.
 
-A *pair* is a module with an ``__all__`` that lies in ``kvtwin.reference`` or ``kvtwin.reference.baselines``; its twin
-has the same name under ``kvtwin.optimized``. A *method* is a pair whose ``__all__`` holds a ``*Config``. ``__all__`` is
-read off the syntax tree, so that looking around imports neither torch nor triton.
+A *pair* is a module with an ``__all__`` in ``kvtwin.reference`` or ``kvtwin.reference.baselines``, and the module of
+the same name under ``kvtwin.optimized``. A *method* is a pair whose ``__all__`` contains a ``*Config``. ``__all__`` is
+read from the syntax tree, so that discovery imports neither torch nor triton.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_PAIRS = (*FOLDERS, "hf")
 
 @dataclass(frozen=True)
 class Pair:
-    """One module and its twin. ``name`` is "longflow" or "snapkv", ``path`` "longflow" or "baselines.snapkv"."""
+    """A module and its twin. ``name`` is for example "snapkv", ``path`` "baselines.snapkv"."""
 
     name: str
     path: str
@@ -39,23 +39,23 @@ class Pair:
 
     @property
     def optimized(self) -> ModuleType:
-        """Our own optimized side; what a run tests is ``twins.optimized`` (see ``--kv-impl``)."""
+        """kvtwin's own optimized module; the implementation under test is ``twins.optimized`` (see ``--kv-impl``)."""
         return importlib.import_module(f"{OPTIMIZED}.{self.path}")
 
     @property
     def config(self) -> type | None:
-        """The method's configuration class, None for a pair that is no method."""
+        """The method's configuration class; None if the pair is not a method."""
         return self._class("Config")
 
     @property
     def state(self) -> type | None:
-        """The reference's state class, None for a pair that has none."""
+        """The reference's state class; None if there is none."""
         return self._class("State")
 
     def _class(self, suffix: str) -> type | None:
         names = [export for export in self.exports if export.endswith(suffix)]
         if len(names) > 1:
-            raise LookupError(f"{self.path}: one *{suffix} per module, __all__ holds {', '.join(names)}")
+            raise LookupError(f"{self.path}: expected at most one *{suffix} in __all__, got {', '.join(names)}")
         return getattr(self.reference, names[0]) if names else None
 
     def __str__(self) -> str:
@@ -68,12 +68,12 @@ def _found() -> tuple[Pair, ...]:
     names = [pair.name for pair in found]
     for name in names:
         if names.count(name) > 1:
-            raise LookupError(f"two modules are called {name!r}: a pair's name is what tests and reports know it by")
+            raise LookupError(f"two modules are called {name!r}, but names of pairs must be unique")
     return tuple(sorted(found, key=lambda pair: (not pair.is_method, pair.name)))
 
 
 def pairs() -> list[Pair]:
-    """Every pair, methods first, each group by name."""
+    """All pairs, sorted by name, methods first."""
     return list(_found())
 
 

@@ -1,9 +1,9 @@
-"""``python -m kvtwin.conformance.hosts``: the same verdict on other machines, as far as one machine can show it.
+"""``python -m kvtwin.conformance.hosts``: check that the verdict does not depend on the machine.
 
-A host is this machine with one thing changed that another machine may have otherwise: the BLAS kernels, numpy's and
-torch's instruction sets, the number of threads, the version of numpy, the interpreter without its accelerator. Each
-host runs the tests whose verdict could depend on that in processes of its own. What this CPU cannot run is named and
-left out. Exit code 0 if every host that ran is green, 1 if not, 2 for wrong usage.
+A host is this machine with one property changed that differs between machines: the BLAS kernels, the instruction sets
+of numpy and torch, the number of threads, the version of numpy, or the interpreter without its accelerator. Each host
+runs, in separate processes, the tests whose verdict could depend on it. Hosts that this CPU cannot run are reported and
+skipped. Exit code 0 if every host that ran is green, 1 if not, 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from . import plugin
 
 CORES = ("Prescott", "Nehalem", "Sandybridge", "Haswell", "Zen", "SkylakeX", "Cooperlake", "SapphireRapids")
 CAPABILITIES = ("default", "avx2", "avx512")
-#: The tests of equal operands: of the interpreter, of ties, and of exact results.
+#: Tests with equal operands: of the interpreter, of ties, and of exact results.
 TIES = "interpreter or exact or ties or tie or equal"
-#: And the tests that compare runs of a state, or a state with float64.
+#: The tests above, and those that compare two runs of a state, or a state with float64.
 SELECTED = f"{TIES} or test_laws or lockstep"
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-#: Prints what runs the products here; ends by a signal where the CPU lacks an instruction.
+#: Prints which kernels compute products; dies from a signal if the CPU lacks an instruction.
 PROBE = """
 import numpy, torch
 x = numpy.ones((64, 64), "f")
@@ -61,7 +61,7 @@ class Outcome:
 
 
 def hosts() -> list[Host]:
-    """All of them, in the order in which they run."""
+    """All hosts, in the order in which they run."""
     made = [Host(f"blas-{core}", {"OPENBLAS_CORETYPE": core}) for core in CORES]
     made += [Host("numpy-baseline", {"NPY_DISABLE_CPU_FEATURES": " ".join(dispatched_features())})]
     made += [Host(f"torch-{name}", {"ATEN_CPU_CAPABILITY": name}) for name in CAPABILITIES]
@@ -71,7 +71,7 @@ def hosts() -> list[Host]:
 
 
 def dispatched_features() -> list[str]:
-    """The CPU features that numpy would use here beyond those that it was built for."""
+    """The CPU features that numpy uses here beyond its baseline."""
     package = "numpy._core" if numpy.__version__ >= "2" else "numpy.core"
     core = importlib.import_module(f"{package}._multiarray_umath")
     return [name for name in core.__cpu_dispatch__ if core.__cpu_features__.get(name)]
@@ -83,11 +83,11 @@ def oldest(name: str) -> str:
         found = re.match(rf"{name}>=([0-9.]+)", requirement)
         if found:
             return found[1]
-    raise LookupError(f"kvtwin names no lowest version of {name}")
+    raise LookupError(f"kvtwin requires no minimum version of {name}")
 
 
 def probe(environment: dict[str, str]) -> tuple[bool, str]:
-    """Whether this CPU can run a host, and what its products are computed by."""
+    """Whether this CPU can run a host, and which kernels compute products there."""
     command = [sys.executable, "-c", PROBE]
     run = subprocess.run(
         command, env=environment | {"OPENBLAS_VERBOSE": "2"}, capture_output=True, text=True, check=False
@@ -101,9 +101,9 @@ def probe(environment: dict[str, str]) -> tuple[bool, str]:
 
 
 def install(requirement: str, folder: Path) -> str | None:
-    """Put a version of numpy into `folder`; what pip said if it failed. "numpy" alone takes the newest there is."""
+    """Install numpy into `folder`; "numpy" alone installs the newest version. Returns pip's error, if any."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
-    # Not tox's constraints: they pin the version that this is to differ from.
+    # Ignore tox's constraints, which pin the version of numpy.
     environment = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
     run = subprocess.run([*command, requirement], env=environment, capture_output=True, text=True, check=False)
     return None if run.returncode == 0 else (run.stderr.strip().splitlines() or ["pip failed"])[-1]
@@ -137,19 +137,19 @@ def run_host(host: Host, arguments: Sequence[str], folder: Path) -> Outcome:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m kvtwin.conformance.hosts",
-        description="Run the tests whose verdict a machine could change as other machines would. "
-        "All further arguments go to pytest.",
+        description="Run the tests whose verdict could depend on the machine, on simulated other machines. "
+        "Other arguments go to pytest.",
     )
-    parser.add_argument("--only", metavar="NAMES", help="these hosts alone, comma-separated")
-    parser.add_argument("--ties", action="store_true", help="only the tests of ties and of the interpreter")
-    parser.add_argument("--list", action="store_true", help="print the hosts and what they change")
+    parser.add_argument("--only", metavar="NAMES", help="run these hosts only, comma-separated")
+    parser.add_argument("--ties", action="store_true", help="run only the tests of ties and of the interpreter")
+    parser.add_argument("--list", action="store_true", help="print the hosts and their settings")
     parser.add_argument("--hypothesis-profile", default="quick", metavar="NAME", help="default: %(default)s")
     given, others = parser.parse_known_args(arguments)
     every = {host.name: host for host in hosts()}
     names = list(every) if given.only is None else given.only.split(",")
     unknown = [name for name in names if name not in every]
     if unknown:
-        parser.error(f"--only: there is no host {unknown[0]!r}; there are {', '.join(every)}")
+        parser.error(f"--only: unknown host {unknown[0]!r}; expected one of {', '.join(every)}")
     chosen = [every[name] for name in names]
     if given.ties:
         chosen = [Host(host.name, host.variables, TIES, host.numpy) for host in chosen]

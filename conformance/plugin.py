@@ -1,8 +1,8 @@
-"""The pytest plugin (entry point ``kvtwin``): options for everybody, everything else for runs of kvtwin's own tests.
+"""The pytest plugin (entry point ``kvtwin``): its options, and the activation of the suite.
 
-An installed plugin is loaded by every pytest run of its environment. So this module imports nothing heavy, defines no
-fixture and touches no environment; ``suite.Suite``, which does, is registered only once the run is seen to include the
-tests below this folder, or to ask for them with a ``--kv-*`` option.
+pytest loads an installed plugin in every run of its environment. So this module imports nothing heavy, defines no
+fixtures and does not change the environment. ``suite.Suite`` does all that; it is registered only if the run includes
+tests of this folder or uses a ``--kv-*`` option.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .harness import options
 HERE = Path(__file__).resolve().parent
 PACKAGE = "kvtwin.conformance"
 NAME = "kvtwin"  # of the entry point
-SUITE = "kvtwin-suite"
+SUITE = options.SUITE
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
-    # By a route that the command line does not show: a link, another plugin.
+    # Collected although the command line does not name it, for example through a symlink or another plugin.
     if HERE in file_path.resolve().parents:
         _activate(parent.config)
 
@@ -49,12 +49,12 @@ def _activate(config: pytest.Config) -> None:
 
 
 def _names_own_tests(config: pytest.Config, argument: str) -> bool:
-    """True if a command line argument is, holds, or lies in the folder of this file."""
+    """True if a command line argument names the folder of this file, a parent of it, or a path inside it."""
     name = argument.split("::")[0]
     if config.getoption("pyargs") and (name == "kvtwin" or f"{name}.".startswith(f"{PACKAGE}.")):
         return True
     path = (config.invocation_params.dir / name).resolve()
     if path == HERE or HERE in path.parents:
         return True
-    # A project's folder can hold the environment that kvtwin is installed in; pytest does not collect from there.
+    # A parent folder may contain kvtwin in a virtual environment, where pytest collects nothing.
     return path in HERE.parents and "site-packages" not in HERE.relative_to(path).parts

@@ -1,9 +1,9 @@
-"""``python -m kvtwin.conformance.soak``: every test that draws, under many seeds.
+"""``python -m kvtwin.conformance.soak``: run every test with drawn cases under many seeds.
 
-A test of drawn cases may be right for one seed and wrong for another. This runs each such test once for each of many
-seeds and writes one line of JSON per test. A test that fails under a seed, on code that is right, raises a false alarm:
-that is a defect of the test. The run can be stopped at any time; started again with the same --results, it goes on.
-Runs of other seeds, of other machines too, may be added to the same file: the summary at the end is of all its lines.
+A test with drawn cases may pass with one seed and fail with another. This command runs each such test once per seed and
+writes one line of JSON per test. On correct code a failure is a false alarm, a defect of the test. The run can be
+stopped at any time and resumed with the same --results. Runs with other seeds, or on other machines, may append to the
+same file; the summary at the end covers all its lines.
 
 Exit code 0 if no test failed under any seed, 1 if one did, and pytest's own codes for the rest.
 """
@@ -23,20 +23,22 @@ from typing import Any
 
 import pytest
 
-from .harness import draws, options, tally
+from .cases import draws
+from .harness import options
+from .judge import stats
 from . import plugin
 
-SEEDS = "KVTWIN_SOAK_SEEDS"  # how the processes of pytest-xdist learn which seeds there are: "FIRST:COUNT"
+SEEDS = "KVTWIN_SOAK_SEEDS"  # passes the seeds to the processes of pytest-xdist: "FIRST:COUNT"
 RESULTS = "KVTWIN_SOAK_RESULTS"
 PROFILE = "soak"
-LEAST_EXAMPLES = 2  # the first that Hypothesis draws is the simplest one, whatever the seed
-MOST_FAILURES = 3  # of one test; then it runs no further seeds
-RECORD = "kvtwin_soak"  # the name among a report's user_properties
+LEAST_EXAMPLES = 2  # with any seed, Hypothesis draws the simplest example first
+MOST_FAILURES = 3  # of one test, before its remaining seeds are skipped
+RECORD = "kvtwin_soak"  # the key in a report's user_properties
 
 
 @dataclass
 class Record:
-    """What became of one test. ``shares`` are the least and the largest decisive share that a seed gave."""
+    """The result of one test. ``shares``: the smallest and the largest decisive share over all seeds."""
 
     nodeid: str
     first: int
@@ -45,10 +47,10 @@ class Record:
     failures: list[str] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
     least_decisions: int | None = None
-    plain_rounds: int = 0  # seeds that needed further rounds of plain cases
-    undecided: int = 0  # seeds under which masks decided everything
+    plain_rounds: int = 0  # seeds that needed plain rounds
+    undecided: int = 0  # seeds with which masks settled every decision
 
-    def add(self, counted: tally.Tally) -> None:
+    def add(self, counted: stats.Stats) -> None:
         if not counted.asked:
             return
         least = counted.decisive if self.least_decisions is None else self.least_decisions
@@ -74,16 +76,16 @@ class Soak:
             if (record["first"], record["count"]) == wanted and not record["failures"]
         }
 
-    # Last: the suite has ordered and deselected by then.
+    # Last: after the suite has ordered and deselected tests.
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        wanted = [item for item in items if item.nodeid not in self.done and draws.draws(getattr(item, "obj", None))]
+        wanted = [item for item in items if item.nodeid not in self.done and draws.is_drawn(getattr(item, "obj", None))]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(wanted)])
         items[:] = wanted
         for item in wanted:
             draw_at_least(item.function, LEAST_EXAMPLES)  # type: ignore[attr-defined]
 
-    # Inside of the suite's wrapper, which has put its own callable in the test's place.
+    # Inside the suite's wrapper, which replaces the test by its own callable.
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Any:
         test = pyfuncitem.obj
@@ -109,7 +111,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def draw_at_least(test: Any, examples: int) -> None:
-    """Let a test draw that many examples; it may draw more already."""
+    """Raise a test's max_examples to `examples` if it is lower."""
     from hypothesis import settings
 
     attribute = "_hypothesis_internal_use_settings"
@@ -119,20 +121,20 @@ def draw_at_least(test: Any, examples: int) -> None:
 
 
 def over_seeds(test: Callable[..., Any], arguments: dict[str, Any], seeds: Iterable[int], record: Record) -> None:
-    """Run a test once for each seed, as a run of pytest would: with a tally of its own. Raises AssertionError."""
+    """Run a test once per seed, each time with new statistics, as pytest does. Raises AssertionError."""
     core: Any = importlib.import_module("hypothesis.core")
 
     from .harness.impl import NotProvided
-    from .harness.suite import judge_tally
+    from .harness.suite import check_decided
 
     before = core.global_force_seed
     try:
         for seed in seeds:
             core.global_force_seed = seed
-            with tally.opened() as counted:
+            with stats.collect() as counted:
                 try:
                     test(**arguments)
-                    judge_tally(counted, None)
+                    check_decided(counted, None)
                 except NotProvided:
                     raise
                 except Exception as error:
@@ -152,9 +154,9 @@ def _first_lines(error: BaseException) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a file of results, of each test and range of seeds the last one; [] if there is no file.
+    """The last record of each test and range of seeds in a file of results; [] if the file does not exist.
 
-    A line that was cut off is left out.
+    Skips incomplete lines.
     """
     if not path.is_file():
         return []
@@ -169,7 +171,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[str]:
-    """What all runs of a file found, in lines to print."""
+    """The summary of all runs in a file, as lines to print."""
     seeds, failed, again = Counter[str](), [], set()
     for record in records:
         seeds[record["nodeid"]] += 0 if record["failures"] else record["count"]
@@ -187,21 +189,21 @@ def summary(records: Sequence[dict[str, Any]]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m kvtwin.conformance.soak",
-        description="Run every test that draws under many seeds. All further arguments go to pytest (-k, -n, paths).",
+        description="Run every test with drawn cases under many seeds. Other arguments go to pytest (-k, -n, paths).",
     )
-    parser.add_argument("--seeds", type=int, default=200, metavar="N", help="how many (default: %(default)s)")
-    parser.add_argument("--first", type=int, default=1, metavar="SEED", help="the first seed (default: %(default)s)")
-    parser.add_argument("--device", choices=options.DEVICES, default="auto", help="default: CUDA if there is one")
+    parser.add_argument("--seeds", type=int, default=200, metavar="N", help="number of seeds (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=1, metavar="SEED", help="first seed (default: %(default)s)")
+    parser.add_argument("--device", choices=options.DEVICES, default="auto", help="default: CUDA if it is available")
     parser.add_argument(
         "--results", type=Path, default=Path("kvtwin-soak.jsonl"), metavar="PATH",
-        help="one line of JSON per test; tests that it has already are left out (default: %(default)s)",
+        help="file with one line of JSON per test; tests already in it are skipped (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--profile", default=PROFILE, metavar="NAME", help="Hypothesis profile (default: %(default)s)")
     given, others = parser.parse_known_args(arguments)
     if given.seeds < 1:
         parser.error(f"--seeds must be at least 1, got {given.seeds}")
     os.environ[SEEDS], os.environ[RESULTS] = f"{given.first}:{given.seeds}", str(given.results.resolve())
-    # Paths of tests, if any are named, take the place of the whole suite.
+    # Run the whole suite unless paths of tests are given.
     places = [] if any(Path(part.split("::")[0]).exists() for part in others) else [str(plugin.HERE)]
     code = pytest.main([
         *places, "-p", "kvtwin.conformance.soak", f"--kv-device={given.device}",
@@ -209,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ])  # fmt: skip
     records = read(given.results)
     print("\n".join(summary(records)))
-    if code == pytest.ExitCode.NO_TESTS_COLLECTED and records:  # all of it was done before
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED and records:  # all tests are in the file
         code = pytest.ExitCode.OK
     return int(code) or int(any(record["failures"] for record in records))
 

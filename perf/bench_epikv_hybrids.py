@@ -130,7 +130,7 @@ def check_attention(layer: Layer, output: Tensor, rows: slice) -> DecodeCase:
 
 def check_sums(after: Tensor, before: Tensor, case: DecodeCase) -> None:
     """What tokens have received by now, [b, S], the new one nothing before."""
-    more, error = epikv_hybrids.given(case.attention)
+    more, error = epikv_hybrids.received(case.attention)
     total = before.double() + more
     assert_within(after, total, error + UNIT * (total + error) * SLACK, what="attention received")
 

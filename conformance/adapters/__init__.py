@@ -1,8 +1,8 @@
-"""Other people's packages in the shape of ours, for ``--kv-impl``: a thin module each, which computes nothing itself.
+"""Adapters that give third-party packages our interface, for ``--kv-impl``. They only translate.
 
-An adapter has attributes with our methods' names, and on them the functions that the package can serve. What it lacks
-is left out: *not provided*. Where it has the function but does not take an argument (a mask, say), the adapter raises
-NotImplementedError naming that: the example is passed over, and the summary says how many were, and why.
+An adapter has attributes with our methods' names, which have the functions that the package supports. Missing functions
+are reported as *not provided*. If a function does not support an argument, such as a mask, the adapter raises
+NotImplementedError with its name: the example is skipped, and the summary counts it.
 
-``<name>.xfails`` beside an adapter lists the tests that fail for differences that CONTRIBUTING.md explains.
+``<name>.xfails`` beside an adapter lists the tests that fail because of differences that CONTRIBUTING.md explains.
 """

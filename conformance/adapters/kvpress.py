@@ -1,18 +1,19 @@
-"""kvpress's presses in the shape of our methods: ``--kv-impl=kvtwin.conformance.adapters.kvpress``; extra ``kvpress``.
+"""Adapter for kvpress: ``--kv-impl=kvtwin.conformance.adapters.kvpress``. Needs the extra ``kvpress``.
 
-A press hangs on an attention layer of a model and compresses the prompt's cache. Here the layer is a stub whose query
-projection is the identity and whose RoPE turns by nothing, so that the queries which a press computes are those of the
-test. Scores and choices are those of kvpress's own ``score`` and ``compress``. What is translated:
+A press is attached to an attention layer of a model and compresses the prompt's cache. Here the layer is a stub whose
+query projection is the identity and whose RoPE angle is 0, so that the press uses the test's queries. Scores and
+choices come from kvpress's own ``score`` and ``compress``. The adapter translates:
 
-- A budget becomes the compression ratio that gives it, with half a token to spare: 1 - budget / tokens, rounded, can
-  keep a token less.
-- Which tokens a press keeps is read off a ``compress`` whose values are the tokens' indices. They are sorted: kvpress
-  leaves tokens in the order of their scores.
-- Scores are handed on in float32, whatever they were computed in. SnapKVPress gives the window's tokens the largest
-  score of the batch and 1 more; ours is +inf.
-- A press returns no attention output, the model's layer does: here torch's attention, which is not under test.
+- A budget becomes a compression ratio with half a token of margin, since 1 - budget / tokens, rounded, can keep one
+  token too few.
+- The kept tokens are found by calling ``compress`` with the tokens' indices as values. They are sorted, since kvpress
+  returns tokens in the order of their scores.
+- Scores are converted to float32. SnapKVPress gives the window's tokens the largest score of the batch plus 1; ours is
+  +inf.
+- A press returns no attention output; the model's layer computes it. The adapter uses torch's attention, which is not
+  under test.
 
-Not provided: states (a press cuts a prompt; the rest is the model's), heads that share a choice, pairwise scores.
+Not provided: states (a press only compresses a prompt), heads that share a choice, pairwise scores.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def keep_streaming_llm(positions: Tensor, budget: int, *, sinks: int = 4) -> Ten
     _refuse(free_slots=bool((positions < 0).any()), order=bool((positions.diff() < 0).any()), sinks=slots <= sinks)
     key = torch.zeros(1, 1, slots, 1, device=positions.device)
     kept = _compress(StreamingLLMPress(n_sink=sinks), key, key, budget)["kept"][0, 0]
-    stays = torch.zeros(slots, dtype=torch.bool, device=positions.device).index_fill(0, kept, True)
-    return stays.expand(positions.shape)
+    keep_mask = torch.zeros(slots, dtype=torch.bool, device=positions.device).index_fill(0, kept, True)
+    return keep_mask.expand(positions.shape)
 
 
 keydiff = SimpleNamespace(score=score_keydiff, evict=evict_keydiff)
@@ -123,7 +124,7 @@ def _compress(
 
 
 def _layer(key: Tensor, query: Tensor | None, value: Tensor) -> tuple[Any, ...]:
-    """The arguments of a press: a layer that projects the hidden states, which are the queries of the last tokens."""
+    """The arguments of a press, with a stub layer whose hidden states are the queries of the last tokens."""
     batch, heads, tokens, head_dim = key.shape
     query = key.new_zeros(batch, heads, 1, head_dim) if query is None else query
     config = SimpleNamespace(num_attention_heads=query.shape[1], num_key_value_heads=heads)

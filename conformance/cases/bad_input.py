@@ -1,6 +1,6 @@
-"""LongFlow and its SnapKV called with right arguments, for the tests of bad input to spoil.
+"""Valid calls of LongFlow and SnapKV, for tests of bad input.
 
-A `Call` holds arguments that fit; a test replaces some and says how the call must be refused.
+A `Call` has valid arguments. A test replaces some and asserts how the call is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QUERY, TOKEN, CACHE = (B, HQ, D), (B, HKV, D), (B, HKV, S, D)
 PROMPT, WINDOW, SHARED, PER_HEAD = (B, HQ, S, D), (B, HQ, W, D), (B, S), (B, HKV, S)
 MASKS = {"occupied", "protected"}
 
-# The tensor arguments of each subject, and what else its call needs.
+# The tensor arguments of each function or method, and its other arguments.
 SUBJECTS: dict[str, dict[str, tuple[int, ...]]] = {
     "decode_attention": {"query": QUERY, "key": CACHE, "value": CACHE, "occupied": SHARED, "protected": SHARED},
     "decode_per_head": {"query": QUERY, "key": CACHE, "value": CACHE, "occupied": PER_HEAD, "protected": PER_HEAD},
@@ -39,7 +39,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 STATE = {"batch": B, "query_heads": HQ, "key_value_heads": HKV, "head_dim": D, "dtype": torch.float32}
 
-#: What makes a token of query, key and value one that no state's `step` takes: (spoil, error, what it says).
+#: Invalid tokens for any state's `step`: (change of query, key and value; error; pattern of its message).
 WRONG_TOKENS: list[tuple[Callable[..., tuple[Any, Any, Any]], type[Exception], str]] = [
     (lambda q, k, v: (q[:1], k, v), ValueError, r"query must be \[B, Hq, D\]"),
     (lambda q, k, v: (q, k[..., :8], v), ValueError, r"key must be \[B, Hkv, D\]"),
@@ -49,7 +49,7 @@ WRONG_TOKENS: list[tuple[Callable[..., tuple[Any, Any, Any]], type[Exception], s
 
 
 def good(subject: str, device: torch.device) -> dict[str, Any]:
-    """Arguments that are right."""
+    """Valid arguments of a function or method."""
     generator = torch.Generator().manual_seed(1)
     tensors: dict[str, Any] = {}
     for name, shape in SUBJECTS[subject].items():
@@ -80,7 +80,7 @@ def used_state(twins: Twins, side: str, device: torch.device, empty: bool, check
 
 
 class Call:
-    """One call of a subject; for methods, on a state of its own: an empty one for prefill, else one in use."""
+    """A call of a function or of a state's method. Each call has its own state: empty for prefill, else used."""
 
     def __init__(
         self, twins: Twins, side: str, subject: str, device: torch.device, *, check_finite: bool = False
@@ -102,7 +102,7 @@ class Call:
 
     @contextmanager
     def refused(self, error: type[Exception], *says: str) -> Iterator[None]:
-        """The block raises exactly `error`, its message holds every pattern of `says`, and the state stays as it is."""
+        """Assert that the block raises exactly `error` with every pattern of `says`, and leaves the state unchanged."""
         before = contents(self.state)
         with pytest.raises(error) as caught:
             yield
@@ -113,7 +113,7 @@ class Call:
 
 
 def contents(state: Any) -> dict[str, Any]:
-    """Everything that a state holds, private or not, tensors as their bytes."""
+    """All attributes of a state, with tensors as bytes."""
     return {
         name: value.cpu().contiguous().reshape(-1).view(torch.uint8).tolist() if isinstance(value, Tensor) else value
         for name, value in (vars(state) if state is not None else {}).items()
@@ -121,7 +121,7 @@ def contents(state: Any) -> dict[str, Any]:
 
 
 def refused(function: Callable[..., Any], error: type[Exception], *says: str, **arguments: Any) -> None:
-    """The same for a call without a state."""
+    """Assert that a call without a state raises exactly `error` with every pattern of `says`."""
     with pytest.raises(error) as caught:
         function(**arguments)
     assert caught.type is error, repr(caught.value)

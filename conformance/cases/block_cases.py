@@ -1,4 +1,4 @@
-"""Inputs of the baselines' `attend`: the newest Q tokens' queries over S slots, drawn like every other case."""
+"""Cases of the baselines' `attend`: queries of the newest Q tokens over S slots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS = ("contiguous", "transposed", "sliced", "spread", "channels_first")
 @dataclass(frozen=True, repr=False)
 class AttendCase(Case):
     """query [B, Hq, Q, D] of the tokens in the last Q of S slots; key, value [B, Hkv, S, D]; occupied [B, S], or
-    [B, Hkv, S] with per_head. method: whose `attend` it is for."""
+    [B, Hkv, S] with per_head. method: the method whose `attend` is tested."""
 
     kind: ClassVar[str] = "attend"
 
@@ -45,7 +45,7 @@ class AttendCase(Case):
         heads = (self.key_value_heads,) if self.per_head else ()
         occupied = contents.occupancy(self.occupancy, generator, (self.batch, *heads, self.slots))
         key, value = (contents.poison(self.poison, tensor, occupied) for tensor in (key, value))
-        # A query that is padding in every head is nobody's: it may hold anything.
+        # A query that is padding in every head may hold anything.
         padding = ~(occupied if occupied.dim() == 2 else occupied.any(1))[:, self.slots - self.queries:]
         return {
             "query": contents.poison(self.poison, query, ~padding), "key": key, "value": value, "occupied": occupied,
@@ -65,8 +65,8 @@ class AttendCase(Case):
         return attend(self.query, self.key, self.value, self.occupied, scale=self.scale, causal=True)
 
     @cached_property
-    def real(self) -> Tensor:
-        """Which of the last Q slots hold a token, [B, Hkv, Q] bool."""
+    def valid(self) -> Tensor:
+        """The queries, of the last Q slots, whose slot holds a token, [B, Hkv, Q] bool."""
         occupied = self.occupied if self.per_head else self.occupied[:, None]
         return occupied[..., self.slots - self.queries:].expand(-1, self.key_value_heads, -1)
 
@@ -77,11 +77,11 @@ def attend_cases(
     content: tuple[str, ...] = contents.CONTENTS, occupancy: tuple[str, ...] = contents.OCCUPANCIES,
     most: int | None = None,
 ) -> AttendCase:
-    """Blocks of one token to all S, with room before them or none."""
+    """Blocks of one token up to all S tokens."""
     sizes = draw(_common(device, TRIPLES, rows=2))
     cpu = sizes["device"].startswith("cpu")
     if cpu:
-        # Each query head is a program, and each 16 queries of it.
+        # Every 16 queries of a query head are a program instance.
         sizes["group"] = draw(st.sampled_from(GROUPS[:5]))
     slots = draw(_counts(sizes, most or (40 if cpu else None), gpu=2048))
     # The oracle holds several [B, Hq, Q, S] in float64.
@@ -103,8 +103,8 @@ def attend_cases(
 
 
 def sized(trace: StateTrace) -> StateTrace:
-    """The trace with values whose sizes matter: flat ones and lone spikes in turn (which ||v||_1 and ||v||_2 order
-    differently), over powers of two, so that they outweigh attention; the first token's value is 0."""
+    """The trace with values whose norms decide: alternately constant values and single spikes (which ||v||_1 and
+    ||v||_2 order differently), times powers of two that outweigh attention. The first token's value is 0."""
     made = dict(trace.tensors)
     for name in ("prompt_value", "value"):
         value = made.get(name)

@@ -1,7 +1,8 @@
-"""One drawn input for the twins: a recipe whose repr makes it again, its tensors, and a file that holds them.
+"""Cases: inputs for the twins, drawn by Hypothesis.
 
-A case is a frozen dataclass of small things (sizes, names, a seed); its tensors are made at first use. Hypothesis
-shrinks and prints the small things. `save` writes the tensors themselves, so that a case from a GPU replays anywhere.
+A case is a frozen dataclass of sizes, names and a seed; its tensors are made at first use. Hypothesis shrinks and
+prints these fields, and the repr of a case creates it again. `save` writes the tensors too, so that a case from a GPU
+can be replayed on any machine.
 """
 
 from __future__ import annotations
@@ -21,33 +22,33 @@ from . import contents
 from .layouts import REPEATED, lay_out
 from ..judge.oracle import Attention, attend
 
-#: Every kind of case by its name; subclasses enter themselves.
+#: Every kind of case by name; subclasses register themselves.
 KINDS: dict[str, type[Case]] = {}
 
-#: The case whose arguments were asked for last, and the test that did.
+#: The case whose inputs were used last, and the test that used them.
 _latest: list[tuple[Case, str | None]] = []
 
 
 def running_test() -> str | None:
-    """The id of the test that runs, None outside of pytest."""
+    """The id of the running test; None outside of pytest."""
     return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0] or None
 
 
 def forget() -> None:
-    """Let go of the case that `latest` remembers; the tensors of some are gigabytes long."""
+    """Release the case that `latest` returns, since its tensors may take gigabytes."""
     _latest.clear()
 
 
 def latest() -> Case | None:
-    """The last case that the running test used; Hypothesis ends with the smallest failing one."""
+    """The case that the running test used last. Hypothesis runs the smallest failing example last."""
     return next((case for case, test in _latest if test == running_test()), None)
 
 
 @dataclass(frozen=True, repr=False)
 class Case:
-    """What all cases share. Sizes as in the design: B, Hkv, G, D; `group` query heads per KV head.
+    """Base class of all cases. Sizes: batch B, key_value_heads Hkv, group G query heads per KV head, head_dim D.
 
-    A subclass has a `kind` of its own and implements `make`; judge/checkers/<method>.py may hold further ones.
+    A subclass sets its own `kind` and implements `make`. judge/checkers/<method>.py may define further subclasses.
     """
 
     kind: ClassVar[str] = ""
@@ -69,7 +70,7 @@ class Case:
     device: str = "cpu"
 
     def __repr__(self) -> str:
-        """The constructor's call, without what is at its default."""
+        """The constructor call, without default values."""
         shown = [
             f"{field.name}={value!r}" for field in dataclasses.fields(self)
             if (value := getattr(self, field.name)) != field.default
@@ -77,7 +78,7 @@ class Case:
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What Hypothesis prints of a falsifying example."""
+        """How Hypothesis prints a falsifying example."""
         printer.text(repr(self))
 
     @property
@@ -86,12 +87,12 @@ class Case:
 
     @property
     def factor(self) -> float:
-        """The scale in force."""
+        """The scale, with the default resolved."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @cached_property
     def tensors(self) -> dict[str, Tensor | None]:
-        """The tensors by name, laid out."""
+        """The tensors by name, in the case's memory layout."""
         return {
             name: None if tensor is None else self.place(name, tensor) for name, tensor in self.make().items()
         }
@@ -100,7 +101,7 @@ class Case:
         raise NotImplementedError
 
     def place(self, name: str, tensor: Tensor) -> Tensor:
-        """`tensor` in the case's layout. Where a layout repeats an axis, its first entry is repeated."""
+        """Convert `tensor` to the case's layout. If the layout repeats an axis, its first entry is repeated."""
         return lay_out(tensor, self.layout)
 
     def tensor(self, name: str) -> Tensor:
@@ -120,7 +121,7 @@ class Case:
 
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["dtype"] = str(self.dtype).removeprefix("torch.")
-        # Copies: a case may hold one tensor under two names, which a file may not.
+        # Copy: a case may hold one tensor under two names, which safetensors rejects.
         tensors = {
             name: tensor.clone(memory_format=torch.contiguous_format)
             for name, tensor in self.tensors.items() if tensor is not None
@@ -168,7 +169,7 @@ class DecodeCase(Case):
         }
 
     def place(self, name: str, tensor: Tensor) -> Tensor:
-        # One axis of one tensor is repeated; masks and queries stay their own.
+        # Only keys and values have a repeated axis.
         if self.layout in REPEATED and name not in ("key", "value"):
             return tensor
         return lay_out(tensor, self.layout)
@@ -190,7 +191,7 @@ class DecodeCase(Case):
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None, *,
            protected: Tensor | None = None, scale: float | None = None, per_head: bool = False) -> DecodeCase:
-        """A case from tensors at hand."""
+        """Make a case from given tensors."""
         batch, heads, slots, head_dim = key.shape
         if occupied is None:
             occupied = torch.ones(
@@ -206,7 +207,7 @@ class DecodeCase(Case):
 
 @dataclass(frozen=True, repr=False)
 class WindowCase(Case):
-    """A prompt of `tokens` tokens to be compressed: query_window [B, Hq, W, D], key and value [B, Hkv, T, D]."""
+    """A prompt of `tokens` tokens to compress: query_window [B, Hq, W, D], key and value [B, Hkv, T, D]."""
 
     kind: ClassVar[str] = "window"
 
@@ -225,7 +226,7 @@ class WindowCase(Case):
 
     @property
     def mask(self) -> Tensor:
-        """occupied, all True where it was not given."""
+        """occupied, all True if it was not given."""
         if self.occupied is not None:
             return self.occupied
         return torch.ones(self.batch, self.tokens, dtype=torch.bool, device=self.device)
@@ -239,7 +240,7 @@ class WindowCase(Case):
         shape = (self.batch, self.tokens)
         occupied = None if self.occupancy == "none" else contents.occupancy(self.occupancy, generator, shape)
         if occupied is not None:
-            # Padding rows of the window hold zeros.
+            # Padding in the window holds zeros.
             padding = ~occupied[:, None, self.tokens - self.observers:, None]
             query = query.masked_fill(padding, 0)
             key, value = (contents.poison(self.poison, tensor, occupied) for tensor in (key, value))
@@ -278,7 +279,7 @@ class WindowCase(Case):
     @classmethod
     def of(cls, query_window: Tensor, key: Tensor, value: Tensor, *, budget: int, kernel_size: int = 5,
            occupied: Tensor | None = None, protected: Tensor | None = None, scale: float | None = None) -> WindowCase:
-        """A case from tensors at hand."""
+        """Make a case from given tensors."""
         batch, heads, tokens, head_dim = key.shape
         case = cls(
             batch=batch, key_value_heads=heads, group=query_window.shape[1] // heads, head_dim=head_dim,
@@ -295,8 +296,8 @@ class WindowCase(Case):
 class StateTrace(Case):
     """A run of a method's State: a prompt of `prompt` tokens (0: none), then `steps` decode steps.
 
-    config: the keyword arguments of the method's config, as a tuple of pairs, so that a trace can be hashed. padding:
-    the prompt's occupancy ("none": not given). Tensors: prompt_query [B, Hq, T, D], prompt_key, prompt_value
+    config: the keyword arguments of the method's config, as a tuple of pairs, so that traces are hashable. padding:
+    the prompt's occupancy ("none": no mask). Tensors: prompt_query [B, Hq, T, D], prompt_key, prompt_value
     [B, Hkv, T, D], prompt_occupied [B, T]; query [B, Hq, n, D], key, value [B, Hkv, n, D] of n = steps tokens.
     """
 
@@ -310,7 +311,7 @@ class StateTrace(Case):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of the method's config, which need not know a scale."""
+        """Keyword arguments of the method's config, with `scale` only if it is given."""
         return dict(self.config) | ({} if self.scale is None else {"scale": self.scale})
 
     @property
@@ -360,12 +361,12 @@ class StateTrace(Case):
 
 
 def load(path: Path | str, device: str | None = None) -> Case:
-    """A saved case, on `device` (default: the CPU)."""
+    """Load a saved case to `device` (default: the CPU)."""
     from safetensors import safe_open
 
     from ..judge import checkers
 
-    checkers.every()  # they may hold further kinds
+    checkers.every()  # import them all: they may define further kinds
     with safe_open(path, "pt") as file:
         fields = json.loads(file.metadata()["kvtwin"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

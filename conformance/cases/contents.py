@@ -1,8 +1,8 @@
-"""What a case's tensors hold: ordinary numbers, and every kind of content that has broken a kernel.
+"""Contents of a case's tensors: ordinary numbers, and every kind of content that has broken a kernel.
 
-Tensors are filled on the case's device from a torch.Generator with the case's seed, so a seed means other numbers on a
-GPU than on the CPU; a saved case holds the numbers themselves. Numbers are made in float32 and then rounded to the
-case's dtype: that rounding is before the judge's beginning and part of no bound.
+Tensors are filled on the case's device from a torch.Generator with the case's seed, so the same seed gives other
+numbers on a GPU than on the CPU; a saved case contains the numbers themselves. Numbers are made in float32 and rounded
+to the case's dtype. The rounded numbers are the inputs, so this rounding is not part of any bound.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Contents of query, key and value; the first is what failing examples shrink to.
+#: Contents of query, key and value. Failing examples shrink to the first.
 CONTENTS = (
     "ordinary", "duplicates", "near_ties", "zero_values", "dominant", "equal_keys", "overflow_88", "extreme_1e4",
     "many_87", "all_below_104", "integers", "identical", "zero_query", "tiny_values", "all_zero_values",
 )
 OCCUPANCIES = ("full", "random", "left_padding", "one_free", "one_token", "empty_row")
 PROTECTIONS = ("none", "newest", "random", "all_but_one", "all")
-#: What unoccupied slots hold.
+#: Contents of unoccupied slots.
 POISONS = ("zero", "nan", "inf", "largest", "stale")
 
 
@@ -36,14 +36,14 @@ def fill(
     content: str, generator: torch.Generator, *, batch: int, key_value_heads: int, group: int, queries: int,
     slots: int, head_dim: int, dtype: torch.dtype, scale: float,
 ) -> Tokens:
-    """Query, key and value of the given content, rounded to `dtype`."""
+    """Make query, key and value of the given content, rounded to `dtype`."""
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=generator.device)
 
     query = normal(batch, key_value_heads * group, queries, head_dim)
     key, value = normal(2, batch, key_value_heads, slots, head_dim)
     if content in AIMS:
-        # Heads of one group look in nearly one direction, so that all of them see the logits that are aimed at.
+        # The queries of a group are nearly parallel, so that all of them get the intended logits.
         lead = query[:, ::group, :1]
         query = lead.repeat_interleave(group, 1) * (1 + 0.01 * normal(*query.shape))
         low, high = AIMS[content]
@@ -63,7 +63,7 @@ def fill(
     elif content == "zero_query":
         query = torch.zeros_like(query)
     elif content == "tiny_values":
-        # Down to where numbers are subnormal, which hardware may flush to zero: each token another power of two.
+        # A power of two per token, down to subnormal numbers, which hardware may flush to zero.
         least = -22 if dtype == torch.float16 else -126
         power = torch.randint(least, least // 2, (slots, 1), generator=generator, device=generator.device)
         value = value * torch.exp2(power.float())
@@ -77,7 +77,7 @@ def fill(
     return Tokens(query, key, value)
 
 
-#: Contents that aim at logits: between which two numbers.
+#: Contents with logits in a given range.
 AIMS = {
     "overflow_88": (-120.0, 120.0), "extreme_1e4": (-1e4, 1e4), "many_87": (86.5, 87.5),
     "all_below_104": (-140.0, -104.5),
@@ -90,9 +90,9 @@ def _some(generator: torch.Generator, slots: int, count: int) -> Tensor:
 
 
 def _copies(key: Tensor, value: Tensor, generator: torch.Generator, *, exact: bool) -> tuple[Tensor, Tensor]:
-    """The token that scores least, several times over; or, if not exact, several tokens one ulp from it.
+    """Make several copies of the token with the lowest score; if not exact, tokens one ulp from it.
 
-    It is made least by its value alone: 2^-4 of what it was.
+    Its score is the lowest because its value is scaled by 2^-4.
     """
     slots = key.shape[2]
     chosen = _some(generator, slots, min(slots, 2 + slots // 4))
@@ -108,13 +108,13 @@ def _copies(key: Tensor, value: Tensor, generator: torch.Generator, *, exact: bo
 
 
 def next_up(tensor: Tensor) -> Tensor:
-    """The next number away from zero in the tensor's own dtype: one ulp."""
+    """The next number away from zero in the tensor's dtype: one ulp."""
     bits = tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
     return (bits + 1).view(tensor.dtype)
 
 
 def occupancy(kind: str, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    """Which of the last axis's slots hold a token, [B, S] or [B, Hkv, S] bool."""
+    """Make a mask of occupied slots, [B, S] or [B, Hkv, S] bool."""
     slots, device = shape[-1], generator.device
     index = torch.arange(slots, device=device).expand(shape)
     draw = torch.randint(slots, shape[:-1], generator=generator, device=device)[..., None]
@@ -133,7 +133,7 @@ def occupancy(kind: str, generator: torch.Generator, shape: tuple[int, ...]) -> 
 
 
 def protection(kind: str, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor | None:
-    """Which slots may not be evicted, like `occupancy`; a protected slot need not be occupied."""
+    """Make a mask of protected slots, like `occupancy`. A protected slot may be unoccupied."""
     slots, device = shape[-1], generator.device
     index = torch.arange(slots, device=device).expand(shape)
     if kind == "none":
@@ -148,7 +148,7 @@ def protection(kind: str, generator: torch.Generator, shape: tuple[int, ...]) ->
 
 
 def poison(kind: str, tensor: Tensor, occupied: Tensor) -> Tensor:
-    """key or value [B, Hkv, S, D] with its unoccupied slots overwritten."""
+    """Overwrite the unoccupied slots of key or value [B, Hkv, S, D]."""
     fills = {"zero": 0.0, "nan": math.nan, "inf": math.inf, "largest": torch.finfo(tensor.dtype).max}
     if kind not in fills:
         return tensor

@@ -1,6 +1,6 @@
-"""Tensors to quantize, drawn: shapes, groups, types, layouts, and whatever numbers are hard on a format.
+"""Cases of `quantize`: shapes, groups, dtypes, layouts, and numbers that are hard for a format.
 
-Tensors are made on the CPU from the case's seed and then moved, so a case's repr makes it again anywhere.
+Tensors are made on the CPU from the case's seed and then moved, so a case's repr creates it again on any device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .layouts import lay_out
 
 FORMATS = tuple(BITS)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-#: The first is what failing examples shrink to.
+#: Failing examples shrink to the first.
 CONTENTS = ("ordinary", "sizes", "small_scales", "saturated", "outlier", "zeros", "halfway", "subnormal", "largest",
             "special", "mixed")  # fmt: skip
 #: x [A, B, T, D] in memory; of fewer dimensions the last.
@@ -27,7 +27,7 @@ LAYOUTS = ("contiguous", "sliced", "spread", "channels_first", "transposed")
 
 @dataclass(frozen=True)
 class FormatCase:
-    """What `quantize` is called with. leading: the dimensions before T and D."""
+    """Arguments of `quantize`. leading: the dimensions before T and D."""
 
     leading: tuple[int, ...] = ()
     tokens: int = 1
@@ -59,7 +59,7 @@ class FormatCase:
 
 
 def fill(content: str, generator: torch.Generator, shape: tuple[int, ...], fmt: str) -> Tensor:
-    """Numbers [..., T, D], float64, so that its rounding to another type is the case's."""
+    """Numbers [..., T, D] in float64; the case rounds them to its dtype."""
     def normal() -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
@@ -79,7 +79,7 @@ def fill(content: str, generator: torch.Generator, shape: tuple[int, ...], fmt: 
     if content == "zeros":
         return torch.where(between(0, 1, *sizes) < 0.5, 0, normal()) * between(-1, 1).sign()
     if content == "halfway":
-        # Midpoints of the format times scales of few bits, of which some become the scale.
+        # Midpoints of the format times numbers of few bits, some of which become the scale.
         halves = torch.tensor([0.0, *map(float, midpoints(MAGNITUDES[fmt])), largest], dtype=torch.float64)
         chosen = torch.randint(len(halves), shape, generator=generator)
         chosen = torch.where(between(0, 1) < 0.2, len(halves) - 1, chosen)
@@ -105,9 +105,9 @@ def fill(content: str, generator: torch.Generator, shape: tuple[int, ...], fmt: 
 def format_cases(
     draw: st.DrawFn, *, formats: tuple[str, ...] = FORMATS, content: tuple[str, ...] = CONTENTS, most: int = 40
 ) -> FormatCase:
-    """At most `most` tokens and channels; groups that are whole, that end short, and that are longer than the axis.
+    """At most `most` tokens and channels; complete groups, incomplete ones, and groups longer than the axis.
 
-    Chunks of tokens, of which the kernels take one at a time, stay few.
+    Cases have few chunks of tokens, since kernels process one chunk at a time.
     """
     fmt = draw(st.sampled_from(formats))
     leading = draw(st.sampled_from(((), (2,), (1, 2), (2, 1), (2, 2), (1, 1, 2))))

@@ -1,5 +1,5 @@
-"""What the tests of `kvtwin.*.hf` share: a decoder written by hand in float64, and the tests that every method passes
-whose State takes blocks. Needs transformers.
+"""Shared parts of the tests of `kvtwin.*.hf`: a float64 decoder independent of transformers, and the tests of all
+methods whose State has `append_block`. Needs transformers.
 
     class TestH2OCache(BlockCacheTests):
         method = "h2o"
@@ -23,22 +23,22 @@ from . import tiny_models
 from .tiny_models import FAMILIES, cache_class, generate, prompts
 
 F64 = torch.float64
-# Whether prefill_chunk_size begins at token 0 of a cache that is not empty: wrong for every cache.
+# Whether transformers starts prefill_chunk_size at token 0 of a cache that is not empty, which is wrong for all caches.
 STARTS_AT_0 = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 21)
 
 
-# A decoder by hand ---------------------------------------------------------------------------------------------------
+# A decoder without transformers --------------------------------------------------------------------------------------
 
 
 class Loop:
-    """One row in float64, token after token. Weights are read off the model; transformers computes nothing here.
+    """A decoder of one row in float64. It reads the model's weights; transformers computes nothing here.
 
-    `attend` says what is remembered; `alive` which tokens are, by their index in the row with padding.
+    `attend` implements the cache; `alive` returns the cached tokens by their index in the row, padding included.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.seen = 0                                                               # tokens so far, padding left out
+        self.seen = 0                                                               # tokens so far, without padding
 
     def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The new tokens' attention in a layer: query [Q, Hq, D]; key, value [Q, Hkv, D] -> [Q, Hq, D]."""
@@ -49,7 +49,7 @@ class Loop:
         raise NotImplementedError
 
     def feed(self, ids: list[int], real: list[bool]) -> Tensor | None:
-        """The logits [V] after these tokens, of which those that are not `real` are padding; None if all are."""
+        """The logits [V] after these tokens. `real` is False for padding; None if all tokens are padding."""
         ids = [token for token, is_real in zip(ids, real, strict=True) if is_real]
         return self.forward(ids) if ids else None
 
@@ -85,7 +85,7 @@ class Loop:
         return y if norm is None else self.norm(y, norm)
 
     def rotate(self, x: Tensor, places: Tensor) -> Tensor:
-        """Rotary embedding of [Q, H, D]: the pair (d, d + D/2) turns by place * theta ** (-2d / D)."""
+        """Rotary embedding of [Q, H, D]: rotates the pair (d, d + D/2) by place * theta ** (-2d / D)."""
         half = x.shape[-1] // 2
         theta = self.model.config.rope_parameters["rope_theta"]
         angle = places[:, None, None] * theta ** (-torch.arange(half, dtype=F64) / half)
@@ -94,10 +94,7 @@ class Loop:
 
 
 class StateLoop(Loop):
-    """A loop whose layers each drive a reference State with what they computed, block by block.
-
-    Padding goes into the State as NaN.
-    """
+    """A loop with a reference State per layer, fed block by block. Padding is NaN."""
 
     def __init__(self, model: Any, method: str, config: Any) -> None:
         super().__init__(model)
@@ -132,55 +129,55 @@ class StateLoop(Loop):
         return output[0].transpose(0, 1)[self._real]
 
     def alive(self) -> list[list[list[int]]]:
-        return [[_held(head) for head in state.positions[0].tolist()] for state in self.states]
+        return [[_cached(head) for head in state.positions[0].tolist()] for state in self.states]
 
 
-def _held(positions: list[int]) -> list[int]:
+def _cached(positions: list[int]) -> list[int]:
     return sorted(position for position in positions if position >= 0)
 
 
-# transformers against it ---------------------------------------------------------------------------------------------
+# Comparison with transformers ----------------------------------------------------------------------------------------
 
 
 def watch(model: Any, cache: Any) -> list[list[list[list[list[int]]]]]:
-    """Fills up with what is alive after each forward pass: [pass][layer][row][head] -> ascending positions."""
+    """Record the cached tokens after each forward pass: [pass][layer][row][head] -> ascending positions."""
     seen: list[list[list[list[list[int]]]]] = []
 
-    def look(*_: Any) -> None:
+    def record(*_: Any) -> None:
         layers = []
         for layer in cache.layers:
             positions, heads = layer.state.positions, layer.state.key.shape[1]
             assert layer.state.key.shape[2] == positions.shape[-1] == _capacity(cache.config) + _block(cache.config)
             rows = positions.tolist() if positions.dim() == 3 else [[row] * heads for row in positions.tolist()]
-            layers.append([[_held(head) for head in row] for row in rows])
+            layers.append([[_cached(head) for head in row] for row in rows])
             most = max(len(head) for row in layers[-1] for head in row)
             room = _capacity(cache.config)
-            assert most <= room, f"{most} tokens are held, and at most {room} may be"
+            assert most <= room, f"expected at most {room} cached tokens, got {most}"
         seen.append(layers)
 
-    model.model.register_forward_hook(look)
+    model.model.register_forward_hook(record)
     return seen
 
 
 def _capacity(config: Any) -> int:
-    """The most tokens that a State holds between calls."""
+    """The most tokens that a State keeps between calls."""
     return getattr(config, "capacity", config.budget)
 
 
 def _block(config: Any) -> int:
-    """Tokens that a State holds beside these."""
+    """The further slots of a State, for a block."""
     return getattr(config, "block_size", 0)
 
 
 def cuts(start: int, stop: int, size: int) -> list[tuple[int, int]]:
-    """[start, stop) in pieces of at most `size`; whole where it is 0."""
+    """Split [start, stop) into chunks of at most `size`; one chunk if it is 0."""
     return [(at, min(at + size, stop)) for at in range(start, stop, size)] if size else [(start, stop)]
 
 
 def check_against_loop(
     make: Callable[[], Loop], model: Any, cache: Any, inputs: dict[str, Tensor], new: int, *, chunk: int = 0
 ) -> None:
-    """Same tokens as a loop per row, and after every forward pass the same tokens alive in every layer and KV head."""
+    """Assert that each row generates the loop's tokens and, after every forward pass, caches the loop's tokens."""
     alive = watch(model, cache)
     options = {"prefill_chunk_size": chunk} if chunk else {}
     generated = generate(model, inputs, new, past_key_values=cache, **options).tolist()
@@ -195,50 +192,52 @@ def check_against_loop(
             for a, b in cuts(start, stop, _block(cache.config)):
                 fed = ids[a:b] if stop <= total else tokens[-1:]
                 logits = loop.feed(fed, real[a:b] if stop <= total else [True])
-            held = [layer[row] for layer in layers]
-            assert held == loop.alive(), f"row {row}, tokens {start} to {stop}: {held} are alive, not {loop.alive()}"
+            cached, expected = [layer[row] for layer in layers], loop.alive()
+            assert cached == expected, f"row {row}, tokens {start} to {stop}: expected {expected} cached, got {cached}"
             if stop >= total:
                 assert logits is not None
                 tokens.append(int(logits.argmax()))
-        assert generated[row] == tokens, f"row {row}: generated {generated[row]}, not {tokens}"
+        assert generated[row] == tokens, f"row {row}: expected tokens {tokens}, got {generated[row]}"
 
 
 def check_against_loops(
     make: Callable[[int], tuple[Loop, Callable[[], list[Any]]]], model: Any, cache: Any, inputs: dict[str, Tensor],
-    new: int, held: Callable[[Any, int], Any],
+    new: int, contents: Callable[[Any, int], Any],
 ) -> None:
-    """Same tokens as a loop per row, and after every forward pass the same held in every layer, whatever that is with a
-    method: held(layer, row) in the cache; make(padding), called when the cache was used: a row's loop, and what says
-    the same of all its layers."""
+    """Assert that each row generates the loop's tokens and, after every forward pass, has the loop's cache contents.
+
+    contents(layer, row): the contents of a layer of the cache. make(padding), called after the cache was used: a row's
+    loop, and a function that returns the contents of all its layers.
+    """
     seen: list[list[list[Any]]] = []                                                       # [pass][layer][row]
     rows = range(len(inputs["input_ids"]))
     hook = model.model.register_forward_hook(
-        lambda *_: seen.append([[held(layer, row) for row in rows] for layer in cache.layers])
+        lambda *_: seen.append([[contents(layer, row) for row in rows] for layer in cache.layers])
     )
     generated = generate(model, inputs, new, past_key_values=cache).tolist()
     hook.remove()
     for row in rows:
         real = inputs["attention_mask"][row].bool().tolist()
-        loop, held_by_loop = make(real.count(False))
+        loop, contents_of_loop = make(real.count(False))
         logits = loop.feed(inputs["input_ids"][row].tolist(), real)
         tokens: list[int] = []
         for number, layers in enumerate(seen):
             if number:
                 logits = loop.feed(tokens[-1:], [True])
-            assert [layer[row] for layer in layers] == held_by_loop(), f"row {row} after pass {number}"
+            assert [layer[row] for layer in layers] == contents_of_loop(), f"row {row} after pass {number}"
             assert logits is not None
             tokens.append(int(logits.argmax()))
-        assert generated[row] == tokens, f"row {row}: generated {generated[row]}, not {tokens}"
+        assert generated[row] == tokens, f"row {row}: expected tokens {tokens}, got {generated[row]}"
 
 
 def feed(model: Any, cache: Any, ids: Any = (3, 1, 4), **options: Any) -> None:
-    """One forward pass over one row."""
+    """Run one forward pass over one row."""
     with torch.no_grad():
         model(torch.tensor([list(ids)], device=model.device), past_key_values=cache, **options)
 
 
 def check_second_turn_in_chunks(model: Any, cache: Any, masked: bool) -> None:
-    """A second turn in chunks, by a cache with room: the stock model's tokens, or refused where transformers errs."""
+    """A second turn in chunks, below the budget: the stock model's tokens, or refused if transformers is wrong."""
     first = model.generate(**prompts(5, [0]), past_key_values=cache, max_new_tokens=4)
     ids = torch.cat([first, prompts(7, [0])["input_ids"]], 1)
     turn = {"input_ids": ids, "max_new_tokens": 4}
@@ -259,9 +258,9 @@ class BlockCacheTests:
     """Tests of NAMECache on both sides; test_caches.py makes a subclass for each method."""
 
     method: ClassVar[str]
-    # Options of small budgets; the first is also used where one will do.
+    # Options with small budgets. Tests that need one config use the first.
     small: ClassVar[dict[str, dict[str, Any]]]
-    # Options that the constructor refuses, beside those that all do: (options, error, message).
+    # Further options that the constructor refuses: (options, error, message).
     refused: ClassVar[list[tuple[dict[str, Any], type[Exception], str]]] = []
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -269,23 +268,24 @@ class BlockCacheTests:
             metafunc.parametrize("small_options", self.small.values(), ids=self.small)
 
     def cache(self, twins: Any, side: str, model: Any, **options: Any) -> Any:
-        """A cache that was told of no defaults a small budget cannot have."""
+        """A cache whose options allow small budgets."""
         model.set_attn_implementation("kvtwin")
         config = checkers.ask(self.method, "SMALL", {}) | options
         return cache_class(twins, side, self.method)(model.config, **config)
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_full_budget_is_the_stock_model(self, twins: Any, device: torch.device, family: str) -> None:
-        """Padding spans a whole chunk, so that a chunk of one row holds nothing."""
+        """Padding spans a whole chunk, so that one row has an empty chunk."""
         inputs = prompts(9, [0, 4], device)
         for dtype in (torch.float32, F64):
             model = tiny_models.model(family, dtype, device)
             expected = generate(model, inputs, 12, past_key_values=DynamicCache(config=model.config))
-            assert len(set(expected[0].tolist())) > 5, "a loop of few tokens proves little"
+            assert len(set(expected[0].tolist())) > 5, "the model repeats a few tokens"
             for chunk in (None, 3):
                 used = self.cache(twins, "reference", model, budget=20, block_size=4)
                 tokens = generate(model, inputs, 12, past_key_values=used, prefill_chunk_size=chunk)
-                assert torch.equal(tokens, expected), f"{dtype}, {chunk}: {tokens.tolist()}, not {expected.tolist()}"
+                said = f"{dtype}, {chunk}: expected {expected.tolist()}, got {tokens.tolist()}"
+                assert torch.equal(tokens, expected), said
 
     @pytest.mark.parametrize(("family", "padding", "chunk"), [("llama", [0, 4], 0), ("qwen3", [0, 0], 3)])
     def test_full_budget_on_the_optimized_side(
@@ -317,7 +317,7 @@ class BlockCacheTests:
         return lambda: StateLoop(model, self.method, config)
 
     def test_a_chunk_is_as_good_as_a_block(self, twins: Any, device: torch.device) -> None:
-        """The same blocks, whether transformers cuts the prompt or the State does."""
+        """Chunks made by transformers give the same result as blocks made by the State."""
         inputs, options = prompts(11, [0, 5], device), {"budget": 6, "block_size": 4}
         model, results = tiny_models.model("llama", F64, device), []
         for chunk in (None, 4, 8):
@@ -335,7 +335,7 @@ class BlockCacheTests:
         )
         assert torch.equal(generate(model, inputs, 8, num_beams=3, past_key_values=used), expected)
 
-    # What is refused
+    # Bad input
 
     @pytest.mark.kind("bad_input")
     def test_options(self) -> None:

@@ -1,7 +1,7 @@
-"""Inputs of KeyDiff's functions: keys over S slots and what of them is to stay, drawn like every other case.
+"""Cases of KeyDiff's functions: keys over S slots, a budget and protected tokens.
 
-Contents here are about directions, which is all that KeyDiff sees: keys that nearly agree, keys that cancel, keys
-without any direction, keys of every size.
+KeyDiff uses the directions of keys, so the contents vary these: nearly parallel keys, keys that cancel, zero keys, keys
+of every magnitude.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from . import contents
-from ..harness import draws
+from . import draws
 from .case import Case
 from .layouts import REPEATED
 from .strategies import TRIPLES, _common, _counts, _layouts, contents_of
 
-#: The first is what failing examples shrink to. "sizes" and "subnormal" are for cosines: other similarities overflow.
+#: Failing examples shrink to the first. "sizes" and "subnormal" are for cosines; other similarities overflow.
 CONTENTS = ("ordinary", "collinear", "duplicates", "near_ties", "zero_keys", "integers", "equal_keys", "opposite",
             "outliers", "sizes", "subnormal")
-#: Those whose ranks lie too close together for any arithmetic to order.
+#: Contents whose ranks are too close for any arithmetic to order.
 UNDECIDED = ("near_ties", "opposite")
 COSINE_ONLY = ("sizes", "subnormal")
 ANCHORS = ("mean_normalized", "mean", "median")
@@ -41,17 +41,17 @@ def fill(content: str, generator: torch.Generator, shape: tuple[int, ...], dtype
     key, lead = normal(*shape), normal(batch, heads, 1, head_dim)
     chosen = torch.randperm(slots, generator=generator, device=generator.device)[:2 + slots // 4]
     if content == "collinear":
-        # cos(k_i, k_j) is about 0.99, as the paper finds it in models.
+        # cos(k_i, k_j) is about 0.99, as the paper reports for models.
         key = lead + 0.1 * key
     elif content == "zero_keys":
         key[:, :, chosen[1:]] = 0
     elif content == "integers":
-        # Equal ranks that no equal keys explain.
+        # Equal ranks of different keys.
         key = key.round().clamp(-1, 1)
     elif content == "equal_keys":
         key = key[:, :, :1].expand(shape)
     elif content == "opposite":
-        # The anchor vanishes, but for rounding (and the odd key out).
+        # The anchor is 0 up to rounding (and an unpaired key).
         key = lead * torch.exp2(integers(-3, 4, 1, 1, slots, 1).float())
         key[:, :, 1::2] *= -1
     elif content == "outliers":
@@ -76,8 +76,8 @@ def fill(content: str, generator: torch.Generator, shape: tuple[int, ...], dtype
 
 @dataclass(frozen=True, repr=False)
 class KeyCase(Case):
-    """key, value [B, Hkv, S, D]; occupied and protected [B, S], or [B, Hkv, S] with per_head, or None. recent and
-    protected tokens are at most `budget` per head."""
+    """key, value [B, Hkv, S, D]; occupied and protected [B, S], or [B, Hkv, S] with per_head, or None. At most
+    `budget` tokens per head are recent or protected."""
 
     kind: ClassVar[str] = "keys"
 
@@ -107,23 +107,23 @@ class KeyCase(Case):
             key, value = (contents.poison(self.poison, tensor, occupied) for tensor in (key, value))
         protected = contents.protection(self.protect, generator, masks)
         if protected is not None:
-            # The first of them that find room beside the recent tokens; unoccupied slots may be protected at will.
-            held = protected if occupied is None else protected & occupied
-            protected = protected & ((held.cumsum(-1) <= self.budget - self.recent) | ~held)
+            # Protect at most budget - recent tokens, the first ones; any number of unoccupied slots may be protected.
+            tokens = protected if occupied is None else protected & occupied
+            protected = protected & ((tokens.cumsum(-1) <= self.budget - self.recent) | ~tokens)
         return {"key": key, "value": value, "occupied": occupied, "protected": protected}
 
     def place(self, name: str, tensor: Tensor) -> Tensor:
-        # Masks keep their own: where a layout repeats an axis, keys and values alone do.
+        # Only keys and values have a repeated axis.
         return tensor if self.layout in REPEATED and name not in ("key", "value") else super().place(name, tensor)
 
     @property
     def mask(self) -> Tensor:
-        """occupied as [B, Hkv, S], all True where it was not given."""
+        """occupied as [B, Hkv, S], all True if it was not given."""
         return self._wide(self.occupied, default=True)
 
     @property
-    def shielded(self) -> Tensor:
-        """What may not go, protected or recent, [B, Hkv, S]."""
+    def protected_or_recent(self) -> Tensor:
+        """The tokens that must not be evicted, protected or recent, [B, Hkv, S]."""
         mask = self.mask
         later = mask.flip(-1).cumsum(-1).flip(-1)
         return mask & ((later <= self.recent) | self._wide(self.protected, default=False))
@@ -157,7 +157,7 @@ class KeyCase(Case):
     def of(cls, key: Tensor, value: Tensor | None = None, *, budget: int = 1, recent: int = 0,
            occupied: Tensor | None = None, protected: Tensor | None = None, anchor: str = "mean_normalized",
            similarity: str = "cosine") -> KeyCase:
-        """A case from tensors at hand; without a value, the keys are the values too."""
+        """Make a case from given tensors; the values default to the keys."""
         batch, heads, slots, head_dim = key.shape
         case = cls(
             batch=batch, key_value_heads=heads, head_dim=head_dim, dtype=key.dtype, content="given", slots=slots,
@@ -175,7 +175,7 @@ def key_cases(
     content: tuple[str, ...] = CONTENTS, anchor: tuple[str, ...] = ANCHORS, similarity: tuple[str, ...] = SIMILARITIES,
     occupancy: tuple[str, ...] = ("none", *contents.OCCUPANCIES), layout: tuple[str, ...] | None = None,
 ) -> KeyCase:
-    """Budgets from 1 to beyond S. Most cases are of KeyDiff's own anchor and similarity, most have no free slots."""
+    """Budgets from 1 to beyond S. Most cases use KeyDiff's own anchor and similarity and have no free slots."""
     sizes = draw(_common(device, TRIPLES))
     sizes["group"] = 1
     least, most = slots or (1, None)

@@ -1,6 +1,6 @@
-"""Where a tensor's numbers lie in memory: the layouts that callers have, and those that break index arithmetic.
+"""Memory layouts of tensors: those that callers use, and those that break index arithmetic.
 
-Every layout holds the same numbers; what lies between them is poison, so that a kernel which reads beside them shows.
+Every layout holds the same numbers. The memory between them is poisoned, to expose kernels that read it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import mmap
 import torch
 from torch import Tensor
 
-#: Names a case may carry. Those that repeat an axis (stride 0) need contents that are equal along it: see REPEATED.
+#: Names of layouts. Those in REPEATED repeat an axis (stride 0), so their contents are equal along it.
 LAYOUTS = (
     "contiguous", "transposed", "sliced", "spread", "channels_first", "repeat_rows", "repeat_heads", "repeat_slots",
     "far",
@@ -24,7 +24,7 @@ FAR = 2**31
 
 
 def lay_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same numbers as `tensor` (first axis rows, second heads or slots, last channels or slots), laid out anew."""
+    """Copy `tensor` (first axis rows, second heads or slots, last channels or slots) to the given layout."""
     if layout == "contiguous":
         return tensor.contiguous()
     if layout == "transposed":
@@ -57,7 +57,7 @@ def _poisoned(like: Tensor, shape: list[int]) -> Tensor:
 
 
 def _far(tensor: Tensor) -> Tensor:
-    """Room whose last row (or head, or slot) begins more than FAR elements after the first. Its pages are untouched."""
+    """An uninitialised tensor whose last row (or head, or slot) begins more than FAR elements after the first."""
     strides = list(tensor.contiguous().stride())
     axis = next((axis for axis in range(tensor.dim() - 1) if tensor.shape[axis] > 1), None)
     if axis is None:
@@ -69,10 +69,10 @@ def _far(tensor: Tensor) -> Tensor:
 
 
 def untouched(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised vector. On the CPU it costs address space alone, however long, until something writes to it."""
+    """An uninitialised vector. On the CPU it only reserves address space until it is written to."""
     if device.type != "cpu":
-        # Gigabytes of a size that hardly comes again: in the way is what the allocator kept of the last ones, and these
-        # themselves where their cases are garbage that nobody has collected yet.
+        # Gigabytes of a size that is rarely reused: first free the blocks that the allocator cached for earlier
+        # tensors of this kind, and such tensors that are not yet garbage-collected.
         gc.collect()
         torch.cuda.empty_cache()
         return torch.empty(count, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Drawn contents of ThinKV's paged cache: tokens of several thoughts, some evicted since, some in the buffer."""
+"""Cases of ThinKV's paged cache: tokens of several thought types, some evicted, some still in the buffer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...reference.thinkv.contract import BITS, LETTERS, ThinKVConfig
 from . import contents, strategies
 from .case import Case
 
-#: What R, E and T are stored in: the paper's choice, then others that differ in how many formats there are.
+#: Formats of R, E and T: the paper's choice, then combinations of one to three formats.
 FORMATS = (
     "nvfp4 nvfp4 ternary", "fp8 nvfp4 ternary", "int4 int4 int2", "nvfp4 int4 ternary", "nvfp4 int4 fp8", "fp8 fp8 fp8",
 )
@@ -26,13 +26,13 @@ CONTENTS = (
 
 
 def config_of(formats: str, *, tokens: int, group: int = 4, block: int = 2, **options: Any) -> ThinKVConfig:
-    """A config with room for `tokens` live tokens; formats of R, E and T with spaces between."""
+    """A config for up to `tokens` live tokens. formats: those of R, E and T, separated by spaces."""
     given: dict[str, Any] = {"budget": tokens, "tau": 8, "retention": (4, 2), "max_tokens": tokens, **options}
     return ThinKVConfig(group=group, block=block, formats=dict(zip("RET", formats.split(), strict=True)), **given)
 
 
 def of_types(config: ThinKVConfig) -> tuple[str, ...]:
-    """The formats in the order of the numbers of thought types."""
+    """The formats by thought type number."""
     return tuple(config.formats[letter] for letter in sorted(LETTERS, key=lambda letter: LETTERS[letter]))
 
 
@@ -40,8 +40,9 @@ def of_types(config: ThinKVConfig) -> tuple[str, ...]:
 class PagedCase(Case):
     """A cache after `tokens` tokens: query [B, Hq, D], key and value [B, Hkv, T, D].
 
-    Each window of tau tokens is one segment of one type, in each row another; rows after the first join late. Buffers
-    are flushed when they are full and at the end of a window, and `evictions` times a share of what is quantized goes.
+    Each window of tau tokens is a segment with a thought type per row. Rows after the first start at a later token.
+    Buffers are flushed when they are full and at the end of a window, and a share of the quantized tokens is evicted
+    `evictions` times.
     """
 
     kind: ClassVar[str] = "thinkv_paged"
@@ -66,7 +67,7 @@ class PagedCase(Case):
         return config_of(self.formats, tokens=self.tokens, group=self.shared, block=self.block)
 
     def cache(self, module: Any, dtype: torch.dtype | None = None) -> Any:
-        """`module`'s PagedCache with these tokens in it; in dtype float64 the oracle's."""
+        """`module`'s PagedCache with these tokens; dtype float64 for the oracle's."""
         self.used()
         cache = module.PagedCache(
             self.config, batch=self.batch, key_value_heads=self.key_value_heads, head_dim=self.head_dim,
@@ -80,7 +81,7 @@ class PagedCase(Case):
         return cache
 
     def calls(self) -> Iterator[tuple[Any, ...]]:
-        """What is done to the cache, methods with arguments; `evict` has positions instead of slots."""
+        """The calls on the cache: method and arguments. `evict` gets positions instead of slots."""
         rng, config, rows = random.Random(self.seed), self.config, range(self.batch)
         joins = [rng.randrange(self.tokens) if row else 0 for row in rows]
         goes = {rng.randrange(self.tokens) for _ in range(self.evictions)}
@@ -104,12 +105,12 @@ class PagedCase(Case):
         return torch.tensor(of_rows, dtype=kind, device=self.device)
 
 
-# By hand -------------------------------------------------------------------------------------------------------------
+# Built by tests ------------------------------------------------------------------------------------------------------
 
 
 def empty(module: Any, device: torch.device, *, batch: int = 1, heads: int = 1, dtype: torch.dtype = torch.float32,
           formats: str = FORMATS[0], head_dim: int = 16, **options: Any) -> Any:
-    """A cache with room for 24 tokens, or as config_of's options say."""
+    """An empty cache for up to 24 tokens, or with other options of `config_of`."""
     config = config_of(formats, **{"tokens": 24, **options})
     return module.PagedCache(config, batch=batch, key_value_heads=heads, head_dim=head_dim, dtype=dtype, device=device)
 
@@ -119,7 +120,7 @@ def numbers(*of_rows: Any, device: torch.device) -> Tensor:
 
 
 def put(cache: Any, first: int, count: int, *, thought: int | None = None, segment: int = 0, seed: int = 0) -> None:
-    """Tokens first to first + count - 1 in every row; with a thought they are flushed."""
+    """Append tokens first to first + count - 1 to every row; with a thought, flush them."""
     batch, heads, head_dim = cache.shape
     generator = torch.Generator().manual_seed(1000 * seed + first)
     for position in range(first, first + count):
@@ -132,7 +133,7 @@ def put(cache: Any, first: int, count: int, *, thought: int | None = None, segme
 
 
 def leave(cache: Any, *positions: int) -> None:
-    """Tokens of these positions are evicted, in every row."""
+    """Evict the tokens at these positions in every row."""
     cache.evict(torch.isin(cache.positions, torch.tensor(positions, device=cache.device)))
 
 
@@ -144,7 +145,7 @@ def paged_cases(
     draw: st.DrawFn, *, device: torch.device | None = None, content: tuple[str, ...] = CONTENTS,
     formats: tuple[str, ...] = FORMATS, dtypes: tuple[torch.dtype, ...] = strategies.DTYPES, most: int | None = None,
 ) -> PagedCase:
-    """Small in Triton's interpreter; on a GPU with the paper's groups and blocks as well."""
+    """Small cases in Triton's interpreter; on a GPU also the paper's groups and blocks."""
     where = device or strategies.default_device()
     small = where.type == "cpu"
     sizes: dict[str, Any]
@@ -155,7 +156,7 @@ def paged_cases(
                  "head_dim": draw(st.sampled_from((16, 32, 24, 17, 80)))}
         shared, block = draw(st.sampled_from(((4, 2), (6, 4), (3, 3), (16, 8), (5, 1))))
         low = [dtype for dtype in dtypes if dtype != torch.float32]
-        if draw(st.booleans()) and low:                                                # what fragments can be of
+        if draw(st.booleans()) and low:                                                # for fragment kernels
             sizes.update(head_dim=draw(st.sampled_from((64, 128))), dtype=draw(st.sampled_from(low)))
             shared, block, formats = 16, 8, tuple(one for one in formats if "fp8" not in one) or formats
     else:

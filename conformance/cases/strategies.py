@@ -1,8 +1,8 @@
-"""Hypothesis strategies: they draw small things (sizes, dtype, layout, pathology, seed), cases.py makes the tensors.
+"""Hypothesis strategies for cases: they draw sizes, dtype, layout, content and seed; case.py makes the tensors.
 
-Sizes follow the device. In Triton's interpreter on the CPU a program instance costs a millisecond, so B * Hkv stays at
-3 and S at 48, but any head_dim and group may come. On a GPU every (head_dim, group, dtype) is compiled, so these come
-from TRIPLES, and S goes to 4096. Everything shrinks towards one row, one head, one slot, float32, ordinary content.
+Sizes depend on the device. In Triton's interpreter on the CPU a program instance takes a millisecond, so B * Hkv is at
+most 3 and S at most 48, with any head_dim and group. On a GPU every (head_dim, group, dtype) is compiled, so these come
+from TRIPLES, and S is at most 4096. Cases shrink to one row, one head, one slot, float32 and ordinary content.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from hypothesis import strategies as st
 
 from . import contents
-from ..harness import draws
+from . import draws
 from ..judge import checkers
 from .case import DecodeCase, StateTrace, WindowCase
 from .layouts import LAYOUTS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 160, 256, 17, 24, 40, 200)
-#: What plain cases (draws.py) are drawn from.
+#: The dtypes of plain cases (draws.py).
 PLAIN_DTYPES = (torch.float32,)
 GROUPS = (1, 2, 3, 4, 5, 8, 16)
 SCALES = (None, 0.5, 1.0, -0.25)
@@ -32,26 +32,26 @@ TRIPLES = (
     (96, 5, torch.float16), (160, 2, torch.float32), (256, 16, torch.bfloat16), (32, 2, torch.bfloat16),
     (128, 8, torch.float32), (128, 1, torch.float16), (24, 4, torch.float32), (200, 7, torch.float16),
 )
-#: What states are driven with on a GPU; each costs compilations of every kernel of a step and a prefill.
+#: The triples for states on a GPU. Each compiles every kernel of a step and of a prefill.
 STATE_TRIPLES = TRIPLES[:6]
 
-#: Contents in which a prompt or a trace is drawn: those that say something about many queries.
+#: Contents of prompts and traces: those that are meaningful for many queries.
 TRACE_CONTENTS = ("ordinary", "duplicates", "zero_values", "near_ties", "overflow_88", "extreme_1e4", "integers",
                   "equal_keys", "all_below_104", "identical")
 
 
-#: Contents whose logits spread so far that most weights of a softmax vanish: linear scores then leave choices open.
+#: Contents whose logits spread so far that most softmax weights underflow, so that linear scores decide little.
 VANISHING = ("overflow_88", "extreme_1e4", "all_below_104")
 DECIDED = tuple(content for content in TRACE_CONTENTS if content not in VANISHING)
 
 
 def contents_of(names: Sequence[str], plain: Sequence[str] = ("ordinary",)) -> st.SearchStrategy[str]:
-    """One of the contents `names`; in a round of plain cases one that is in `plain`."""
+    """One of the contents `names`; in a plain round, one that is in `plain`."""
     return st.sampled_from(draws.plain_among(names, plain))
 
 
 def default_device() -> torch.device:
-    """Where the implementation under test runs: as the plugin decides, which leaves TRITON_INTERPRET set on the CPU."""
+    """The device of the implementation under test. On the CPU the plugin has set TRITON_INTERPRET."""
     interpreted = os.environ.get("TRITON_INTERPRET", "").lower() not in ("", "0", "false", "off", "no", "n")
     if interpreted or not torch.cuda.is_available():
         return torch.device("cpu")
@@ -82,13 +82,13 @@ def _common(
 
 
 def _counts(sizes: dict, most: int | None, cpu: int = 48, gpu: int = 4096, least: int = 1) -> st.SearchStrategy[int]:
-    """Numbers of slots: all small ones, and on a GPU large ones as well, seldom a multiple of a block."""
+    """Numbers of slots: all small ones and, on a GPU, large ones, which are rarely multiples of a block."""
     if draws.plain_only():
         most = max(least, min(most or draws.PLAIN_SLOTS, draws.PLAIN_SLOTS))
     elif most is None and sizes["device"].startswith("cpu"):
         most = cpu
     elif most is None:
-        # The oracle spreads keys over query heads in float64: that is to stay within a gigabyte.
+        # The oracle expands keys over query heads in float64: limit that to a gigabyte.
         row = sizes["batch"] * sizes["key_value_heads"] * sizes["group"] * sizes["head_dim"]
         most = min(gpu, 2**27 // row)
     if most <= 64:
@@ -97,7 +97,7 @@ def _counts(sizes: dict, most: int | None, cpu: int = 48, gpu: int = 4096, least
 
 
 def _layouts(dtype: torch.dtype) -> st.SearchStrategy[str]:
-    # 2^31 elements of 4 bytes are 8 GB on a GPU, once for the keys and once for the values.
+    # 2^31 elements of 4 bytes take 8 GB on a GPU, for the keys and again for the values.
     return st.sampled_from([name for name in LAYOUTS if name != "far" or dtype.itemsize == 2])
 
 
@@ -111,18 +111,18 @@ def decode_cases(
     protect: tuple[str, ...] = contents.PROTECTIONS, layout: tuple[str, ...] | None = None,
     per_head: bool | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> DecodeCase:
-    """Inputs of a `decode_attention`. Arguments narrow what is drawn: `slots` is the least and the most S.
+    """Inputs of a `decode_attention`. Arguments restrict what is drawn; `slots`: the least and the most S.
 
-    Half of all cases have every slot occupied, since only there a choice is made by score.
+    In at least half of the cases every slot is occupied, since scores decide only then.
     """
     sizes = draw(_common(device, TRIPLES, dtypes=dtypes))
     full = [name for name in occupancy if name == "full"]
     masks = st.sampled_from(full) | st.sampled_from(occupancy) if full else st.sampled_from(occupancy)
     bare = [name for name in protect if name == "none"]
-    shields = st.sampled_from(bare) | st.sampled_from(protect) if bare else st.sampled_from(protect)
+    protections = st.sampled_from(bare) | st.sampled_from(protect) if bare else st.sampled_from(protect)
     least, most = slots or (1, None)
     if draws.plain_only():
-        masks, shields, least = st.sampled_from(full or occupancy), st.sampled_from(bare or protect), max(2, least)
+        masks, protections, least = st.sampled_from(full or occupancy), st.sampled_from(bare or protect), max(2, least)
     return DecodeCase(
         **sizes,
         content=draw(contents_of(content)),
@@ -131,7 +131,7 @@ def decode_cases(
         scale=draw(st.sampled_from(SCALES)),
         seed=draw(_SEEDS),
         slots=draw(_counts(sizes, most, least=least)),
-        occupancy=draw(masks), protect=draw(shields),
+        occupancy=draw(masks), protect=draw(protections),
         per_head=draw(st.booleans()) if per_head is None else per_head,
     )
 
@@ -144,11 +144,11 @@ def window_cases(
     draw: st.DrawFn, *, device: torch.device | str | None = None, tokens: tuple[int, int] | None = None,
     content: tuple[str, ...] = TRACE_CONTENTS, max_window: int | None = None,
 ) -> WindowCase:
-    """Prompts to compress. The window is at most `max_window` and T; budgets run from 0 to beyond T."""
+    """Prompts to compress. The window is at most `max_window` and at most T; budgets go from 0 to beyond T."""
     sizes = draw(_common(device, TRIPLES, rows=2))
     max_window = max_window or 64
     if sizes["device"].startswith("cpu"):
-        # Each query head is a program, and each 16 queries of it.
+        # Every 16 queries of a query head are a program instance.
         sizes["group"] = draw(st.sampled_from(GROUPS[:4]))
         max_window = min(max_window, 20 if sizes["batch"] * sizes["key_value_heads"] * sizes["group"] < 4 else 10)
     least, most = tokens or (1, None)
@@ -156,10 +156,11 @@ def window_cases(
     total = draw(_counts(sizes, most, gpu=2048, least=max(4, least) if plain else least))
     observers = draw(st.integers(1, min(max(1, total - 2) if plain else total, max_window)))
     budgets = st.integers(0, total + 2) | st.integers(min(observers, total), total)
-    masks, shields = st.sampled_from(WINDOW_MASKS), st.sampled_from(("none", "none", "random", "all_but_one", "newest"))
+    masks = st.sampled_from(WINDOW_MASKS)
+    protections = st.sampled_from(("none", "none", "random", "all_but_one", "newest"))
     if plain:
         budgets = st.integers(min(observers + 1, total), max(1, total - 1))
-        masks, shields = st.just("none"), st.just("none")
+        masks, protections = st.just("none"), st.just("none")
     return WindowCase(
         **sizes,
         content=draw(contents_of(content)),
@@ -171,7 +172,7 @@ def window_cases(
         budget=draw(budgets),
         kernel_size=draw(st.sampled_from((1,) if plain else (5, 1, 3, 7))),
         occupancy=draw(masks),
-        protect=draw(shields),
+        protect=draw(protections),
     )
 
 
@@ -183,7 +184,7 @@ def state_traces(
 ) -> StateTrace:
     """Runs of a method's State: a config, a prompt or none, and steps, usually more than there are free slots.
 
-    What configs there are, judge/checkers/<method>.py says. prompt: True always draws one, False never.
+    Configs come from judge/checkers/<method>.py. prompt: True always draws a prompt, False never.
     """
     sizes = draw(_common(device, STATE_TRIPLES, rows=2))
     cpu = sizes["device"].startswith("cpu")
@@ -193,7 +194,7 @@ def state_traces(
     with_prompt = draw(st.booleans()) if prompt is None else prompt
     lengths, steps = st.integers(1, max_prompt or longest), st.integers(1, max_steps or most)
     paddings = st.sampled_from(("none", "none", "left_padding", "random", "empty_row"))
-    if draws.plain_only():  # as many tokens as there may be, so that some have to go
+    if draws.plain_only():  # as many tokens as possible, so that some are evicted
         with_prompt = prompt is not False
         lengths, steps = st.just(max_prompt or longest), st.just(max_steps or most)
         paddings = st.just("none")
@@ -215,5 +216,5 @@ def state_traces(
 
 
 def _budgets(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Configs of a method that says nothing else."""
+    """The default configs: a budget alone."""
     return st.fixed_dictionaries({"budget": st.integers(1, most)})

@@ -1,4 +1,4 @@
-"""Inputs of SyncKV's selections: decode steps of representative heads, with a budget and tokens that are taken."""
+"""Cases of SyncKV's selections: decode steps of representative heads, with a budget and a static set."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SetsCase(DecodeCase):
         order = torch.rand(
             self.batch, self.key_value_heads, self.slots, generator=self.generator(), device=self.device
         ).argsort(-1)[..., :self.taken]
-        # Some rows have fewer.
+        # Some rows have fewer static tokens.
         return {**super().make(), "static": order.masked_fill(order % 7 == 3, -1)}
 
     def place(self, name: str, tensor: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class SetsCase(DecodeCase):
 
 @st.composite
 def sets_cases(draw: st.DrawFn, **narrowed: Any) -> SetsCase:
-    """Steps of every kind; arguments as for `decode_cases`. k runs from 1 to beyond S."""
+    """Decode steps; arguments as for `decode_cases`. k goes from 1 to beyond S."""
     case = draw(decode_cases(per_head=False, protect=("none",), **narrowed))
     fields = {field.name: getattr(case, field.name) for field in dataclasses.fields(DecodeCase)}
     return SetsCase(

@@ -1,7 +1,7 @@
-"""Inputs of ThinKV's thoughts and eviction: decode steps with a threshold, and segments of keys to cluster.
+"""Cases of ThinKV's thoughts and eviction: decode steps with a threshold, and segments of keys to cluster.
 
-Contents of segments are about distances: keys in clumps, keys far from 0, copies, keys of every size, lattices on which
-distances are equal that no equal keys explain.
+The contents of segments vary the distances: clusters of keys, keys far from 0, copies, keys of every magnitude, and
+lattices, on which different keys have equal distances.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from . import contents
-from ..harness import draws
+from . import draws
 from .case import Case, DecodeCase
 from .strategies import DTYPES, HEAD_DIMS, PLAIN_DTYPES, contents_of, decode_cases, default_device
 
-#: The first is what failing examples shrink to.
+#: Failing examples shrink to the first.
 CONTENTS = ("ordinary", "clumps", "offset", "duplicates", "sizes", "equal_keys", "integers", "near_ties")
-#: Those of which many distances lie too close together for any arithmetic to order.
+#: Contents with many distances too close for any arithmetic to order.
 UNDECIDED = ("integers", "near_ties")
 DECIDED = tuple(content for content in CONTENTS if content not in UNDECIDED)
 LAYOUTS = ("contiguous", "transposed", "sliced", "spread", "channels_first")
-#: What a GPU compiles for: few, since each takes seconds.
+#: head_dim and dtype on a GPU: few, since each takes seconds to compile.
 GPU_PAIRS = ((128, torch.bfloat16), (64, torch.float16), (40, torch.float32))
 
 
@@ -49,7 +49,7 @@ class SparsityCase(DecodeCase):
     @classmethod
     def given(cls, query: Tensor, key: Tensor, occupied: Tensor | None = None, *, threshold: float = 0.01,
               scale: float | None = None) -> SparsityCase:
-        """A case from tensors at hand."""
+        """Make a case from given tensors."""
         case = cls.of(query, key, key, occupied, scale=scale)
         made = cls(**_fields(case), threshold=threshold)
         made._adopt(case.tensors)
@@ -57,13 +57,13 @@ class SparsityCase(DecodeCase):
 
 
 def _fields(case: DecodeCase) -> dict[str, Any]:
-    """What a DecodeCase was made of."""
+    """The fields of a DecodeCase."""
     return {field.name: getattr(case, field.name) for field in dataclasses.fields(DecodeCase)}
 
 
 @st.composite
 def sparsity_cases(draw: st.DrawFn, **narrowed: Any) -> SparsityCase:
-    """Decode steps of every kind; arguments as for `decode_cases`."""
+    """Decode steps with a threshold; arguments as for `decode_cases`."""
     case = draw(decode_cases(per_head=False, protect=("none",), **narrowed))
     return SparsityCase(**_fields(case), threshold=draw(st.sampled_from((0.01, 0.01, 0.3, 0.9, 1e-4))))
 
@@ -107,7 +107,7 @@ def fill(content: str, generator: torch.Generator, shape: tuple[int, int, int], 
 
 @dataclass(frozen=True, repr=False)
 class SegmentCase(Case):
-    """Arguments of `select_representatives`: key_segment [Hkv, L, D], or [L, D] where it is flat (one KV head)."""
+    """Arguments of `select_representatives`: key_segment [Hkv, L, D], or [L, D] if flat (one KV head)."""
 
     kind: ClassVar[str] = "segment"
 
@@ -135,7 +135,7 @@ class SegmentCase(Case):
 
     @classmethod
     def of(cls, key_segment: Tensor, keep: int) -> SegmentCase:
-        """A case from keys [Hkv, L, D] at hand."""
+        """Make a case from given keys [Hkv, L, D]."""
         heads, tokens, head_dim = key_segment.shape
         case = cls(
             key_value_heads=heads, head_dim=head_dim, dtype=key_segment.dtype, content="given", tokens=tokens,
@@ -150,8 +150,8 @@ def segment_cases(
     draw: st.DrawFn, *, device: torch.device | str | None = None, content: tuple[str, ...] = DECIDED,
     tokens: tuple[int, int] = (1, 48), shrinks: bool = False,
 ) -> SegmentCase:
-    """Segments of up to 48 tokens, of up to 128 on a GPU; keep from 1 to beyond all tokens, or, if it `shrinks`, below
-    their number."""
+    """Segments of up to 48 tokens, or 128 on a GPU. keep goes from 1 to beyond the number of tokens, or stays below it
+    if `shrinks`."""
     where = torch.device(device) if device is not None else default_device()
     least, most = tokens
     dtypes = draws.plain_among(DTYPES, PLAIN_DTYPES)

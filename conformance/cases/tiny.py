@@ -1,7 +1,7 @@
-"""Any pair, run on tiny tensors: for tests that ask whether and how it runs, not what comes out.
+"""Calls of any pair on tiny tensors, for tests that do not check the numbers.
 
-A function's arguments are made from their names, which mean the same everywhere (DESIGN section 1); a state is driven
-through the interface that all states share.
+Arguments are made by parameter name, since a name means the same in every function. States are used through the
+interface that all states share.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEADS = (QUERY_HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS)  # of query, key and val
 
 
 def groupings(pair: Pair) -> list[dict[str, Any]]:
-    """Options to try: none, and those that its judge says change a state's shapes."""
+    """Options to test: none, and the checker's GROUPINGS, which change a state's shapes."""
     return [{}, *checkers.ask(pair.name, "GROUPINGS", ())]
 
 
@@ -56,8 +56,8 @@ def token(device: torch.device, *, seed: int, head_dim: int = HEAD_DIM) -> tuple
 
 
 def arguments(pair: Pair, function: Callable[..., Any], device: torch.device, *, optional: bool) -> dict[str, Any]:
-    """What a function of `pair` requires, and with `optional` whatever else it takes of the names below, or of those
-    that the pair's judge adds."""
+    """The required arguments of a function of `pair`, and with `optional` also the optional ones that are known here or
+    to the pair's checker."""
     query, key, value = prompt(device, seed=0)
     occupied = torch.ones(BATCH, SLOTS, dtype=torch.bool, device=device)
     occupied[0, :2] = False
@@ -82,7 +82,7 @@ def new_state(
     pair: Pair, side: Any, device: torch.device, *, dtype: torch.dtype = torch.float32, head_dim: int = HEAD_DIM,
     **options: Any,
 ) -> Any:
-    """The state of `pair` in `side`, one of its modules; of the config's options those in `options` that it has."""
+    """The state of `pair` in its module `side`, with those of `options` that the config has."""
     assert pair.config is not None
     assert pair.state is not None
     fields = {name: value for name, value in options.items() if name in inspect.signature(pair.config).parameters}
@@ -93,10 +93,10 @@ def new_state(
 
 
 def attributes(state: Any) -> dict[str, Any]:
-    """Copies of everything public that is no method. What unoccupied slots hold is unspecified: zeros here.
+    """Copies of all public attributes except methods, with zeros in unoccupied slots, whose contents are unspecified.
 
-    Keys and values that are computed when they are asked for, out of something shorter, are left out: they take long in
-    the interpreter, and outputs depend on them.
+    Omits keys and values that are properties computed from compressed data: they are slow in the interpreter, and
+    outputs depend on them.
     """
     computed = {name for name in ("key", "value") if isinstance(inspect.getattr_static(state, name, None), property)}
     public = {name for name in dir(state) if not name.startswith("_")} - computed
@@ -109,10 +109,10 @@ def attributes(state: Any) -> dict[str, Any]:
 
 
 def is_part(value: Any) -> bool:
-    """Whether it is an object that holds tensors of its own, and no plain value or config."""
+    """Whether `value` is one of our objects that hold tensors, not a plain value or a config."""
     return type(value).__module__.startswith("kvtwin.") and not is_dataclass(value) and not isinstance(value, tuple)
 
 
 def description(value: Any) -> Any:
-    """Of a tensor its dtype, shape and device; any other value itself."""
+    """The dtype, shape and device of a tensor; any other value unchanged."""
     return (value.dtype, tuple(value.shape), value.device) if isinstance(value, Tensor) else value

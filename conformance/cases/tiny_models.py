@@ -1,6 +1,7 @@
-"""Tiny random models of transformers for the tests of `kvtwin.*.hf`, and what these share. Needs transformers.
+"""Tiny random models of transformers, and helpers, for the tests of `kvtwin.*.hf`. Needs transformers.
 
-Every weight comes from a generator of its own, wide enough that nothing is neutral and greedy decoding wanders.
+Weights are drawn from a separate generator with a large spread, so that every parameter matters and greedy decoding
+does not repeat itself.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ def prompts(length: int, padding: list[int], device: torch.device | str = "cpu")
 
 
 def generate(model: Any, inputs: dict[str, Tensor], new: int, **options: Any) -> Tensor:
-    """Greedy; the generated tokens alone, [B, new]."""
+    """Decode greedily; returns the generated tokens, [B, new]."""
     options = {"do_sample": False, **options}
     return model.generate(**inputs, max_new_tokens=new, **options)[:, inputs["input_ids"].shape[1]:]
 
 
 def cache_class(twins: Any, side: str, method: str = "longflow") -> type[StateCache]:
-    """A method's cache on a side; for an implementation that brings only its State, our plug around it."""
+    """A method's cache class on a side. A third-party State is wrapped in our cache adapter."""
     pair = checkers.pair(method)
     assert pair.config is not None
     assert pair.state is not None

@@ -47,7 +47,7 @@ def test_attend_of_queries_that_are_padding(pair, data, twins):
     case = data.draw(attend_cases(pair.name, occupancy=("random", "one_token", "empty_row"), content=("ordinary",)))
     assert_right(pair, twins, case)
     output, received = attend(pair, twins, case)
-    hidden = ~case.real.repeat_interleave(case.group, 1)                                  # [B, Hq, Q]
+    hidden = ~case.valid.repeat_interleave(case.group, 1)                                  # [B, Hq, Q]
     assert bool((output[hidden] == 0).all()), "a query at a free slot gives zeros"
     occupied = case.occupied if case.per_head else case.occupied[:, None].expand(received.shape)
     assert bool((received[~occupied] == 0).all()), "a free slot receives nothing"

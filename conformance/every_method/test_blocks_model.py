@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.harness import draws
+from kvtwin.conformance.cases import draws
 from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.judge.block_model import Head, vectors
 from kvtwin.conformance.judge.compare import assert_within
@@ -109,7 +109,7 @@ class TokenLists(RuleBasedStateMachine):
                     assert state.key[b, 0, slot].tolist() == token.key
                     assert state.value[b, 0, slot].tolist() == token.value
             expected = torch.tensor([row.scores(slots)], dtype=torch.float64, device=self.device)
-            carried = torch.zeros_like(expected) if adapter.carried is None else adapter.carried[b]
+            carried = torch.zeros_like(expected) if adapter.previous_error is None else adapter.previous_error[b]
             assert_within(state.score[b], expected, carried, what=f"score of row {b}, against the list of its tokens")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvtwin.conformance.judge import bounds, checkers, lockstep
 from kvtwin.conformance import discovery
-from kvtwin.conformance.harness import draws
+from kvtwin.conformance.cases import draws
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.oracle import attend
 from kvtwin.conformance.cases.tiny import attributes

@@ -197,7 +197,7 @@ def test_kept_and_evicted_make_the_input(scenario, side, pair, device):
     state = scenario.state(side, pair, device)
     prompt, steps = scenario.inputs(device)
     frames = play(state, (prompt, steps))
-    most = checkers.ask(pair.name, "most_held", lambda state, tokens: min(scenario.budget, tokens))
+    most = checkers.ask(pair.name, "max_kept", lambda state, tokens: min(scenario.budget, tokens))
     tokens = scenario.prompt
     real = torch.full((scenario.batch,), tokens, device=device)
     if prompt is not None:

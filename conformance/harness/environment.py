@@ -1,4 +1,4 @@
-"""The machine a run uses: its device, Triton's interpreter, versions, Hypothesis profiles."""
+"""The environment of a run: device, Triton's interpreter, versions, Hypothesis profiles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADER_VERSIONS = ("kvtwin", "python", "torch", "triton", "hypothesis")
 
 @dataclass(frozen=True)
 class Backend:
-    """Where the implementation under test runs. ``why`` says how that was decided, for the header."""
+    """The device of the implementation under test. ``why``: the reason for the choice, for the header."""
 
     device: torch.device
     interpreter: bool
@@ -34,14 +34,14 @@ class Backend:
 
 
 def choose(requested: str | None) -> Backend:
-    """The backend for ``--kv-device``; without a GPU this turns Triton's interpreter on, before triton is imported.
+    """The backend for ``--kv-device``. Without a GPU, turn Triton's interpreter on before triton is imported.
 
-    Raises pytest.UsageError where the request cannot be met: never a silent change of device, never a skip.
+    Raises pytest.UsageError if the request cannot be met. It never changes the device or skips tests silently.
     """
     wants_interpreter = os.environ.get(INTERPRET, "").lower() not in FALSE
     if requested == "cuda" and wants_interpreter:
         raise pytest.UsageError(
-            f"--kv-device cuda, but {INTERPRET}={os.environ[INTERPRET]} is set: Triton would interpret the kernels "
+            f"--kv-device cuda, but {INTERPRET}={os.environ[INTERPRET]} is set, so Triton would interpret the kernels "
             "instead of compiling them; unset it"
         )
     import torch
@@ -59,14 +59,14 @@ def choose(requested: str | None) -> Backend:
         why = f"{INTERPRET} was set"
     else:
         why = "no CUDA device"
-    # An imported triton has read the variable already: setting it now would leave half of it compiled.
+    # If triton was imported without the variable, setting it now would leave half of triton compiled.
     _check_triton(interpreted=True)
     os.environ[INTERPRET] = "1"
     return Backend(torch.device("cpu"), True, "Triton interpreter", why)
 
 
 def _check_triton(*, interpreted: bool) -> None:
-    """Raise pytest.UsageError if triton is imported already in the other mode than the one wanted."""
+    """Raise pytest.UsageError if triton was already imported in the wrong mode."""
     standard = sys.modules.get("triton.language.standard")
     if standard is None:
         return
@@ -77,13 +77,13 @@ def _check_triton(*, interpreted: bool) -> None:
         else (f"without {INTERPRET}", f"unset {INTERPRET}")
     )
     raise pytest.UsageError(
-        f"kvtwin needs triton imported {wanted} here, but something imported it otherwise before the tests were "
-        f"collected (a conftest.py, a plugin, or a transformers model imported there); {cure} before pytest starts"
+        f"kvtwin needs triton imported {wanted}, but triton was imported otherwise before the tests were collected "
+        f"(by a conftest.py, a plugin, or a transformers model imported there); {cure} before pytest starts"
     )
 
 
 def version(distribution: str) -> str | None:
-    """The installed version, None if it is not installed. Imports nothing."""
+    """The installed version; None if it is not installed. Imports nothing."""
     if distribution == "python":
         return platform.python_version()
     try:
@@ -104,12 +104,12 @@ def describe(backend: Backend) -> dict[str, Any]:
 
 
 def interpreter_line(prepared: Prepared) -> str:
-    """What the run says about Triton's interpreter."""
+    """The line about Triton's interpreter."""
     return f"kvtwin interpreter: {prepared}"
 
 
 def header(backend: Backend, under_test: str, prepared: Prepared | None) -> list[str]:
-    """The lines that pytest prints at the top of a run. prepared: None where no kernel is interpreted."""
+    """The lines at the top of a run. prepared: None if no kernel is interpreted."""
     versions = ", ".join(f"{name} {version(name) or 'not installed'}" for name in HEADER_VERSIONS)
     interpreter = f", {INTERPRET}=1" if backend.interpreter else ""
     return [
@@ -123,7 +123,7 @@ def header(backend: Backend, under_test: str, prepared: Prepared | None) -> list
 def set_up_hypothesis(config: pytest.Config) -> None:
     """Register the profiles ``quick``, ``ci``, ``default``, ``thorough`` and ``soak``, and load one.
 
-    --hypothesis-profile chooses; without it ``ci`` is loaded where the environment says CI, else ``default``.
+    Loads the one of --hypothesis-profile; by default ``ci`` if the variable CI is set, else ``default``.
     """
     try:
         from hypothesis import HealthCheck, Phase, settings
@@ -131,20 +131,20 @@ def set_up_hypothesis(config: pytest.Config) -> None:
         raise pytest.UsageError("kvtwin's tests need hypothesis: python -m pip install 'kvtwin[test]'") from None
 
     common: dict[str, Any] = {
-        "deadline": None,  # the interpreter takes a second for what a GPU does in a microsecond
+        "deadline": None,  # the interpreter is about a million times slower than a GPU
         "print_blob": True,
         "suppress_health_check": [HealthCheck.too_slow],
     }
-    if config.getoption("kv_impl") is not None:  # other people's functions may refuse most examples: see impl.py
+    if config.getoption("kv_impl") is not None:  # these functions may refuse most examples: see impl.py
         common["suppress_health_check"] += [HealthCheck.filter_too_much]
-    # Without a GPU, to shrink a failure takes minutes: ci shows it as it was found.
+    # Without a GPU shrinking takes minutes, so these profiles report the failure as found.
     found: dict[str, Any] = {"derandomize": True, "database": None, "phases": [Phase.explicit, Phase.generate]}
     settings.register_profile("quick", max_examples=4, **found, **common)
-    # Draws as much as quick, but what it draws depends on the seed.
+    # As many examples as quick, but drawn from the seed.
     soak = {**found, "derandomize": False, "phases": [Phase.generate]}
     settings.register_profile("soak", max_examples=4, **soak, **common)
     settings.register_profile("ci", max_examples=20, **found, **common)
     settings.register_profile("default", max_examples=50, **common)
     settings.register_profile("thorough", max_examples=1000, **common)
-    if not config.getoption("--hypothesis-profile", default=None):  # else Hypothesis's own plugin loads it
+    if not config.getoption("--hypothesis-profile", default=None):  # otherwise Hypothesis's own plugin loads it
         settings.load_profile("ci" if os.environ.get("CI") else "default")

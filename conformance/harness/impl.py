@@ -1,13 +1,12 @@
 """The two sides of a run: ``twins.reference`` and ``twins.optimized``, the implementation under test.
 
-With ``--kv-impl my_package`` the second is a facade over somebody else's module. It finds methods by our names
-(``my_package.longflow``; ``my_package.baselines.snapkv`` or ``my_package.snapkv``; submodules or attributes), turns
-what functions return into our result types, and answers a missing name with NotProvided: pytest sees a skipped test,
-the summary and the report see a test whose subject is *not provided*, and nobody sees a passed one.
+With ``--kv-impl my_package`` the second is a facade over that package. It finds methods by our names
+(``my_package.longflow``; ``my_package.baselines.snapkv`` or ``my_package.snapkv``; submodules or attributes), converts
+return values to our result types, and raises NotProvided for a missing name: pytest reports the test as skipped, and
+the summary and the report as *not provided*.
 
-A function may also lack a part: called with an argument that it does not take, it raises NotImplementedError. A test
-of examples (Hypothesis) then passes over that one, and the summary counts what was passed over; any other test, or one
-that is left without an example, is *not provided*.
+A function may raise NotImplementedError for an argument that it does not support. A Hypothesis test skips that example,
+and the summary counts the skipped ones. Any other test, or a test without a remaining example, is *not provided*.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any, NoReturn
 import pytest
 
 from .. import discovery
-from . import tally
+from ..judge import stats
 
 NOT_PROVIDED = "not provided: "
 MISSING: Any = object()
@@ -31,14 +30,14 @@ _Skipped: Any = pytest.skip.Exception  # the class is public, its type is not
 
 
 class NotProvided(_Skipped):
-    """Raised where a test asks for something that the implementation under test does not have."""
+    """Raised if a test uses something that the implementation under test does not have."""
 
     def __init__(self, what: str) -> None:
         super().__init__(NOT_PROVIDED + what)
 
 
 class Twins:
-    """What the ``twins`` fixture is. Methods are attributes: ``twins.optimized.longflow.decode_attention``."""
+    """The ``twins`` fixture. Methods are attributes: ``twins.optimized.longflow.decode_attention``."""
 
     def __init__(self, implementation: str | None = None) -> None:
         """``implementation`` is the module to test, None for kvtwin.optimized. Raises pytest.UsageError."""
@@ -54,7 +53,7 @@ class Twins:
 
 
 class Side:
-    """One of our own packages, whose modules are imported when they are asked for."""
+    """One of our own packages. Modules are imported at first access."""
 
     def __init__(self, package: str) -> None:
         self._package = package
@@ -65,7 +64,7 @@ class Side:
         qualified = f"{self._package}.{name}"
         if any(qualified == f"{self._package}.{folder}" for folder in discovery.FOLDERS):
             return Side(qualified)
-        # Hypothesis asks every argument for attributes of its own: an answer must be an AttributeError.
+        # Hypothesis looks up attributes on every argument and expects an AttributeError.
         if importlib.util.find_spec(qualified) is None:
             raise AttributeError(f"{self._package} has no module {name!r}")
         return importlib.import_module(qualified)
@@ -75,10 +74,10 @@ class Side:
 
 
 class Facade:
-    """Somebody else's package, or its ``baselines``, in the shape of ours."""
+    """A third-party package, or its ``baselines``, with the interface of ours."""
 
     def __init__(self, name: str, *places: Any, folder: str = "") -> None:
-        """``places`` are looked through in order; ``folder`` is "" or "baselines"."""
+        """``places`` are searched in order; ``folder`` is "" or "baselines"."""
         self._name, self._places, self._folder = name, places, folder
 
     def __getattr__(self, name: str) -> Any:
@@ -107,7 +106,7 @@ class Facade:
 
 
 class Method:
-    """Somebody else's module for one method. Configs and result types are always ours: defined once, for both sides."""
+    """A third-party module for one method. Configs and result types are always kvtwin's."""
 
     def __init__(self, name: str, module: Any, pair: discovery.Pair) -> None:
         self._name, self._module, self._pair = name, module, pair
@@ -122,7 +121,7 @@ class Method:
         found = getattr(self._module, name, MISSING)
         if found is MISSING or found is None:
             raise NotProvided(f"{self._name}.{name}")
-        tally.touched()
+        stats.touched()
         result = _result_type(self._pair.reference, name)
         if isinstance(found, type) or not callable(found):
             return found
@@ -133,9 +132,9 @@ class Method:
 
 
 def normalise(value: Any, result: type[tuple[Any, ...]], name: str) -> Any:
-    """``value`` as the NamedTuple ``result``: its fields by attribute, by key, or in order.
+    """Convert ``value`` to the NamedTuple ``result``: its fields by attribute, by key, or in order.
 
-    Raises TypeError, which fails the test, if they are not there.
+    Raises TypeError, which fails the test, if a field is missing.
     """
     fields: Sequence[str] = result._fields  # type: ignore[attr-defined]
     if isinstance(value, result):
@@ -160,23 +159,23 @@ def _judgeable(function: Callable[..., Any], result: type[tuple[Any, ...]] | Non
             returned = function(*args, **kwargs)
         except NotImplementedError as error:
             _refused(f"{name}: {error}")
-        tally.answered()
+        stats.answered()
         return returned if result is None else normalise(returned, result, name)
 
     return call
 
 
 def _refused(what: str) -> NoReturn:
-    import hypothesis  # not installed wherever this module is imported
+    import hypothesis  # optional: this module is also imported without it
 
-    tally.refused(what)
+    stats.refused(what)
     if hypothesis.currently_in_test_context():
         hypothesis.reject()
     raise NotProvided(what)
 
 
 def _result_type(module: ModuleType, name: str) -> type[tuple[Any, ...]] | None:
-    """The NamedTuple that our function of this name returns; None for classes and functions of one tensor."""
+    """The NamedTuple that our function of this name returns; None for classes and functions that return a tensor."""
     function = getattr(module, name, None)
     if function is None or isinstance(function, type):
         return None
@@ -187,18 +186,18 @@ def _result_type(module: ModuleType, name: str) -> type[tuple[Any, ...]] | None:
 
 
 def _member(place: Any, name: str) -> Any:
-    """An attribute or, for a package, a submodule; MISSING if there is neither."""
+    """An attribute or, for a package, a submodule; MISSING if it has neither."""
     found = getattr(place, name, MISSING)
     if found is not MISSING or not isinstance(place, ModuleType) or not hasattr(place, "__path__"):
         return found
     qualified = f"{place.__name__}.{name}"
-    # Look before importing: an import error inside a module that is there is a fault to show, not an absence.
+    # Check that it exists first: an import error inside an existing module must be raised, not treated as missing.
     return MISSING if importlib.util.find_spec(qualified) is None else _imported(qualified)
 
 
 def _imported(name: str) -> ModuleType:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # errors in our tests; what their packages import may be deprecated
+        warnings.simplefilter("ignore")  # our tests turn warnings into errors; imports may raise deprecation warnings
         return importlib.import_module(name)
 
 

@@ -1,6 +1,6 @@
-"""The plugin's command line, and the files that ``--kv-skips`` and ``--kv-xfails`` name.
+"""The plugin's command-line options, and the files of ``--kv-skips`` and ``--kv-xfails``.
 
-Nothing here imports torch, triton or hypothesis: an installed plugin is loaded by every pytest run of its environment.
+This module does not import torch, triton or hypothesis, since pytest loads it in every run of its environment.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+SUITE = "kvtwin-suite"  # the name under which plugin.py registers suite.Suite
 DEVICES = ("auto", "cpu", "cuda")
-# dest of every option and the value that it has when nobody gave it
+# dest of every option -> its default
 DEFAULTS = {
     "kv_impl": None,
     "kv_device": None,
@@ -27,61 +28,62 @@ DEFAULTS = {
 
 
 class UnmatchedEntryWarning(pytest.PytestWarning):
-    """An entry of a ``--kv-skips`` or ``--kv-xfails`` file that matches no collected test."""
+    """An entry of a ``--kv-skips`` or ``--kv-xfails`` file matches no collected test."""
 
 
 def add(parser: pytest.Parser) -> None:
-    group = parser.getgroup("kvtwin", "kvtwin: KV-cache methods against float64 arithmetic")
+    group = parser.getgroup("kvtwin", "kvtwin: KV-cache methods compared with float64")
     group.addoption(
         "--kv-impl",
         metavar="MODULE",
-        help="test this module instead of kvtwin.optimized; it has modules, or attributes, with our methods' names",
+        help="test this module instead of kvtwin.optimized; its submodules or attributes have our methods' names",
     )
     group.addoption(
         "--kv-device",
         choices=DEVICES,
-        help="where the implementation runs: auto (the default) takes CUDA if there is one; cpu runs Triton's "
-        "interpreter; cuda without CUDA is an error",
+        help="device of the implementation: auto (default) uses CUDA if it is available; cpu uses Triton's "
+        "interpreter; cuda is an error without a CUDA device",
     )
     group.addoption(
         "--kv-report",
         metavar="PATH",
-        help="write the results: PATH.json gets JSON; PATH.html gets one self-contained page, with JSON beside it",
+        help="write a report: PATH.json writes JSON; PATH.html writes one self-contained page, and JSON beside it",
     )
     group.addoption(
         "--kv-skips",
         metavar="FILE",
-        help="skip the tests whose id contains one of this file's lines (# starts a comment)",
+        help="skip tests whose id contains a line of this file (# starts a comment)",
     )
     group.addoption(
         "--kv-xfails",
         metavar="FILE",
-        help="expect the tests whose id contains one of this file's lines to fail; one that passes is a failure",
+        help="expect tests whose id contains a line of this file to fail; a test that passes is a failure",
     )
     group.addoption(
         "--kv-update-golden",
         action="store_true",
-        help="record the golden traces again (python -m kvtwin.fixtures.record) before the tests run",
+        help="record the golden traces again (python -m kvtwin.fixtures.record) before running the tests",
     )
-    group.addoption("--kv-methods", metavar="NAMES", help=argparse.SUPPRESS)  # the main job's: names, comma-separated
+    # Set by python -m kvtwin.conformance: names, comma-separated.
+    group.addoption("--kv-methods", metavar="NAMES", help=argparse.SUPPRESS)
 
 
 def any_given(config: pytest.Config) -> bool:
-    """True if the command line holds one of our options."""
+    """True if the command line has one of our options."""
     return any(config.getoption(dest) != default for dest, default in DEFAULTS.items())
 
 
 def check(config: pytest.Config) -> None:
-    """Refuse, before anything runs, what could only fail at the end."""
+    """Check options that are used only at the end of a run."""
     path = report_path(config)
     if path is not None and path.suffix not in (".html", ".json"):
-        raise pytest.UsageError(f"--kv-report {path.name}: the name must end in .html or .json")
+        raise pytest.UsageError(f"--kv-report {path.name}: expected a name that ends in .html or .json")
     if path is not None and not path.parent.is_dir():
-        raise pytest.UsageError(f"--kv-report {path}: there is no such folder")
+        raise pytest.UsageError(f"--kv-report {path}: the folder does not exist")
 
 
 def report_path(config: pytest.Config) -> Path | None:
-    """Where ``--kv-report`` goes; relative to where pytest was started, whatever has changed the folder since."""
+    """The path of ``--kv-report``, relative to the folder in which pytest was started."""
     return _path(config, "kv_report")
 
 
@@ -92,7 +94,7 @@ def _path(config: pytest.Config, dest: str) -> Path | None:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a skips or xfails file: ``text`` is looked for in the ids of the tests."""
+    """One line of a skips or xfails file. It matches the tests whose ids contain ``text``."""
 
     text: str
     where: str
@@ -102,7 +104,7 @@ class Entry:
 
 
 def read_entries(config: pytest.Config, dest: str) -> list[Entry]:
-    """The entries of the file that option ``dest`` names, none if it is not given."""
+    """The entries of option ``dest``'s file; none if the option is not given."""
     path = _path(config, dest)
     if path is None:
         return []
@@ -111,19 +113,19 @@ def read_entries(config: pytest.Config, dest: str) -> list[Entry]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise pytest.UsageError(f"{option}: cannot read {path}: {error}") from error
-    # A comment starts a line or follows a space: a "#" inside a test id belongs to it.
+    # A comment starts at the beginning of a line or after a space; a "#" inside a test id is part of the id.
     lines = ((number, f" {line}".split(" #")[0].strip()) for number, line in enumerate(text.splitlines(), start=1))
     return [Entry(text=line, where=f"{option} {path.name}:{number}") for number, line in lines if line]
 
 
 def methods(config: pytest.Config) -> frozenset[str] | None:
-    """The methods whose tests are wanted, None for all tests, those of the suite itself too."""
+    """The methods whose tests run; None for all tests, including those of the suite itself."""
     names: str | None = config.getoption("kv_methods")
     return None if names is None else frozenset(names.split(","))
 
 
 def apply_entries(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
-    """Mark the tests that the two files name; warn of entries that name none."""
+    """Add skip and xfail markers to the tests that match an entry; warn about entries without a match."""
     items = list(items)
     skips, xfails = read_entries(config, "kv_skips"), read_entries(config, "kv_xfails")
     used: set[Entry] = set()
@@ -144,5 +146,5 @@ def apply_entries(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
 def _warn(message: str) -> None:
     try:
         warnings.warn(UnmatchedEntryWarning(message), stacklevel=2)
-    except UnmatchedEntryWarning as error:  # the user's filters turn warnings into errors
+    except UnmatchedEntryWarning as error:  # if the user's filters turn warnings into errors
         raise pytest.UsageError(str(error)) from None

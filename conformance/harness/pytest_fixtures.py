@@ -1,4 +1,4 @@
-"""The fixtures of kvtwin's tests; registered with suite.Suite, so that other projects' runs don't see their names."""
+"""The fixtures of kvtwin's tests, registered together with suite.Suite: other projects' runs do not get them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from .impl import Twins
+from .options import SUITE
 
 if TYPE_CHECKING:
     import torch
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 
 def _suite(request: pytest.FixtureRequest) -> Suite:
-    from ..plugin import SUITE
-
     suite: Suite | None = request.config.pluginmanager.get_plugin(SUITE)
     assert suite is not None, "registered together with this module"
     return suite
@@ -24,7 +23,7 @@ def _suite(request: pytest.FixtureRequest) -> Suite:
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the implementation under test runs; its tensors must lie there."""
+    """The device of the implementation under test; its tensors must be on it."""
     return _suite(request).backend.device
 
 

@@ -1,4 +1,4 @@
-"""The report of a run (``--kv-report``): JSON for programs, and one self-contained page of HTML for people."""
+"""The report of a run (``--kv-report``): JSON, and one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from . import environment, summary
 from .. import ledger
 from .results import KINDS, OUTCOMES, Result, Sum
 
-# Raise it when a key changes its meaning or goes; new keys alone don't.
+# Increase it when a key is removed or changes its meaning; new keys do not change it.
 SCHEMA_VERSION = 1
 
 
@@ -30,7 +30,7 @@ def build_report(
     found: Sequence[Result],
     exitstatus: int,
 ) -> dict[str, Any]:
-    """All of a run as plain values; see the README for the schema."""
+    """A run as plain values; see the README for the schema."""
     outcomes = summary.claim_outcomes(found)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -61,7 +61,7 @@ def build_report(
 
 
 def write_report(report: dict[str, Any], path: Path) -> list[str]:
-    """Write ``report`` to ``path``: .json gets JSON alone, .html the page, and JSON beside it. Returns the paths."""
+    """Write ``report`` to ``path``: .json writes JSON, .html the page and JSON beside it. Returns the paths."""
     text = json.dumps(report, indent=1, allow_nan=False) + "\n"
     path.with_suffix(".json").write_text(text, encoding="utf-8")
     if path.suffix == ".json":
@@ -88,7 +88,7 @@ def _sum(summed: Sum) -> dict[str, Any]:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: an error without bound becomes null (and has failed its test)."""
+    """Replace infinities and NaN, which JSON does not have, by null; such a test has failed."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
     }
@@ -112,7 +112,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f4f6f8; paddi
 
 
 def page(report: dict[str, Any]) -> str:
-    """The HTML page: no script, no other file."""
+    """The HTML page, without scripts or further files."""
     failed = [test for test in report["tests"] if test["outcome"] in ("failed", "error")]
     totals = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in report["totals"].items() if count)
     title = f"kvtwin: {report['implementation']} against float64"
@@ -178,7 +178,7 @@ def _stored(
     name: str, title: str, caption: Callable[[dict[str, Any]], str],
     table: Callable[[dict[str, Any]], tuple[Sequence[str], Iterable[Sequence[str]]]] | None = None,
 ) -> list[str]:
-    """Stored figures, which are no result of this run, with their plot and table; nothing if there are none."""
+    """Stored figures, which this run did not measure, with plot and table; nothing if there are none."""
     found = stored_result(name)
     if found is None:
         return []

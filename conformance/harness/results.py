@@ -1,4 +1,4 @@
-"""What a run found out, test by test: collected from pytest's reports, summed up for the summary and the report."""
+"""The results of a run by test, collected from pytest's reports, and their sums for the summary and the report."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from .. import discovery
-from . import tally
+from ..judge import stats
 from .impl import NotProvided
 
 KINDS = ("equivalence", "laws", "claims", "golden", "bad_input")
 OUTCOMES = ("passed", "failed", "error", "not provided", "skipped", "xfailed")
 FAILED = ("failed", "error")
-# A test that carries no marker is classified by the name of its file: test_longflow_golden.py holds goldens.
+# A test without a marker is classified by the name of its file, such as test_longflow_golden.py.
 KIND_OF_FILE = {"golden": "golden", "input": "bad_input", "claims": "claims", "laws": "laws"}
-ATTRIBUTE = "kvtwin"  # where a test report carries what we add; pytest-xdist takes it along
+ATTRIBUTE = "kvtwin"  # the attribute of a test report with our data; pytest-xdist transfers it
 
 
 @dataclass
@@ -120,10 +120,10 @@ def _kind_of_file(item: pytest.Item) -> str:
     return next(kinds, "equivalence")
 
 
-def annotate(report: pytest.TestReport, error: object, facts: dict[str, Any], counted: tally.Tally) -> None:
-    """Give a test report what the controlling process needs of this test: plain values only.
+def annotate(report: pytest.TestReport, error: object, facts: dict[str, Any], counted: stats.Stats) -> None:
+    """Add the data of a test to its report, as plain values, for the controlling process.
 
-    ``error`` is what the phase raised, None if nothing.
+    ``error`` is the exception of the phase, None if there is none.
     """
     facts = facts | {
         "decisions": counted.total,
@@ -141,7 +141,7 @@ def annotate(report: pytest.TestReport, error: object, facts: dict[str, Any], co
 
 
 def is_not_provided(report: pytest.TestReport | pytest.CollectReport) -> bool:
-    """True for a test skipped because the implementation under test lacks what the test is about."""
+    """True for a test skipped because the implementation under test does not provide its subject."""
     return getattr(report, ATTRIBUTE, {}).get("outcome") == "not provided"
 
 
@@ -156,7 +156,7 @@ class Collector:
         return list(self._results.values())
 
     def add(self, report: pytest.TestReport) -> None:
-        """Take the report of one phase (setup, call, teardown) of a test."""
+        """Add the report of one phase (setup, call, teardown) of a test."""
         result = self._results.setdefault(report.nodeid, Result(report.nodeid))
         result.duration += report.duration
         facts = dict(getattr(report, ATTRIBUTE, {}))
@@ -172,7 +172,7 @@ class Collector:
             result.message = _reason(report) if xfailed is None else xfailed
 
     def add_collection_error(self, report: pytest.CollectReport) -> None:
-        """Take the report of a file that could not be collected."""
+        """Add the report of a file that could not be collected."""
         self._results[report.nodeid] = Result(report.nodeid, outcome="error", message=_failure(report))
 
 

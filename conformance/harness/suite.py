@@ -1,4 +1,4 @@
-"""The part of the plugin that runs kvtwin's tests: markers, the tally of each test, summary and report."""
+"""The part of the plugin that runs kvtwin's tests: markers, statistics of each test, summary and report."""
 
 from __future__ import annotations
 
@@ -12,37 +12,39 @@ from typing import Any
 
 import pytest
 
-from . import draws, environment, options, results, summary, tally
+from . import environment, options, results, summary
+from ..cases import draws
+from ..judge import stats
 from .. import interpreter
 from .impl import NotProvided, Twins
 from ..interpreter import stack
 from .report import build_report, write_report
 
 MARKERS = (
-    "kind(name): what a test is about: equivalence, laws, claims, golden or bad_input",
-    "claim(id): the test checks this claim of the ledger in claims/*.toml",
-    "method(name): the method that a test is about, where neither its file's name nor a parameter says so",
+    "kind(name): the kind of the test: equivalence, laws, claims, golden or bad_input",
+    "claim(id): the test checks this claim of the ledger in <method>/claims.toml",
+    "method(name): the tested method, if neither the file's name nor a parameter names it",
 )
 WARNINGS = (
-    # A skips file for the whole suite stays usable while one file of it runs.
+    # A skips file for the whole suite may be used with a part of the suite.
     "default::kvtwin.conformance.harness.options.UnmatchedEntryWarning",
-    # numpy's, about lanes of a block that the kernel masks out; an error there would be the interpreter's.
+    # From numpy, about masked lanes of a block: the kernel discards their results.
     "ignore::RuntimeWarning:triton.runtime.interpreter",
-    # pytest-benchmark's, when tests run in several processes; what is timed is timed elsewhere.
+    # From pytest-benchmark, when tests run in several processes; the suite measures no times.
     "ignore:Benchmarks are automatically disabled",
 )
 VACUOUS = (
-    "vacuous: {decisive} of {total} decisions were decisive ({share:.0%}); with less than half of them, this test "
-    "would accept wrong evictions (draw data whose scores lie further apart than their bounds)"
+    "vacuous: {decisive} of {total} decisions were decisive ({share:.0%}), expected at least half: this test would "
+    "accept wrong evictions (draw data whose scores differ by more than their bounds)"
 )
-UNDECIDED = "too few decisions: of {total}, in the cases that it takes, {decisive} had one right answer only"
-TALLY = pytest.StashKey[tally.Tally]()
+UNDECIDED = "too few decisions: {decisive} of {total} were decisive in the cases that it supports"
+STATS = pytest.StashKey[stats.Stats]()
 FACTS = pytest.StashKey[dict[str, Any]]()
 
 
 def _release_memory() -> None:
-    """Test processes may share a GPU: none sits on the memory of a test that is over."""
-    cases = sys.modules.get(f"{__package__}.cases")
+    """Free the memory of a finished test, since test processes may share a GPU."""
+    cases = sys.modules.get("kvtwin.conformance.cases.case")
     if cases is None:
         return
     import torch
@@ -52,13 +54,15 @@ def _release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-#: The file whose tests take longest: on a GPU more than a minute each, most of it the compilation of kernels.
+#: The file with the longest tests: more than a minute each on a GPU, mostly to compile kernels.
 LONGEST = "test_lockstep.py"
 
 
 def longest_first(items: Sequence[Any], long: Sequence[Any], workers: int) -> list[Any]:
-    """The items, the `long` ones among them first: a share of them before each of `workers` equal parts, since
-    pytest-xdist gives each process one such part to begin with."""
+    """The items in `workers` equal parts, each of which begins with a share of the `long` ones.
+
+    pytest-xdist initially gives one such part to each process.
+    """
     others = [item for item in items if item not in long]
     size = -(-len(items) // workers)
     ordered: list[Any] = []
@@ -69,8 +73,8 @@ def longest_first(items: Sequence[Any], long: Sequence[Any], workers: int) -> li
     return [*ordered, *others]
 
 
-def judge_tally(counted: tally.Tally, implementation: str | None) -> None:
-    """Raise if a test that passed has decided too little: of our own it is vacuous, of theirs not provided."""
+def check_decided(counted: stats.Stats, implementation: str | None) -> None:
+    """Raise if a passed test compared too few decisive decisions: vacuous for our side, not provided for --kv-impl."""
     if not counted.vacuous:
         return
     if implementation is not None:
@@ -103,14 +107,14 @@ class Suite:
         self.twins = Twins(self.implementation)
         self.collector = results.Collector()
         self.written: list[str] = []
-        config.add_cleanup(gc.unfreeze)  # after pytest's own, which looks for garbage one last time
+        config.add_cleanup(gc.unfreeze)  # after pytest's own cleanup, which collects garbage once more
 
     def pytest_report_header(self) -> list[str]:
         self.interpreter_shown = True
         return environment.header(self.backend, summary.under_test(self.implementation), self.interpreter)
 
-    # What is imported and collected stays until the end: the garbage collector need not go over it again and again.
-    # (Nor does it free cycles that collecting left behind, or show any of this in gc.get_objects.)
+    # Modules and collected tests live until the end, so exclude them from garbage collection.
+    # (This also keeps cycles left over from collection, and hides all of it from gc.get_objects.)
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Generator[None, Any, Any]:
         enabled = gc.isenabled()
@@ -122,7 +126,7 @@ class Suite:
             if enabled:
                 gc.enable()
 
-    # First: what -k and other plugins deselect is still there, so that no entry seems to match nothing because of them.
+    # First: before -k and other plugins deselect tests, so that entries for those tests have a match.
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         options.apply_entries(config, items)
@@ -138,26 +142,26 @@ class Suite:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        with tally.opened() as item.stash[TALLY]:
+        with stats.collect() as item.stash[STATS]:
             try:
                 return (yield)
             finally:
                 _release_memory()
 
-    # Outermost: a test fails as vacuous only if all else about it is right.
+    # Outermost: a test fails as vacuous only if it passed otherwise.
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
         from hypothesis.errors import Unsatisfiable
 
-        counted = item.stash[TALLY]
+        counted = item.stash[STATS]
         try:
             outcome = yield
         except Unsatisfiable:
             if not counted.refused:
                 raise
-            # No example was left to judge.
+            # The implementation refused every example.
             raise NotProvided(", ".join(counted.refused)) from None
-        judge_tally(counted, self.implementation)
+        check_decided(counted, self.implementation)
         return outcome
 
     @pytest.hookimpl(wrapper=True)
@@ -175,10 +179,10 @@ class Suite:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         made = yield
         error = call.excinfo.value if call.excinfo else None
-        results.annotate(made, error, item.stash[FACTS], item.stash[TALLY])
+        results.annotate(made, error, item.stash[FACTS], item.stash[STATS])
         return made
 
-    # First: pytest's own answer for a skipped test would be "skipped".
+    # First: pytest itself would report "skipped".
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
         if results.is_not_provided(report):

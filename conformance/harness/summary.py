@@ -1,4 +1,4 @@
-"""The terminal summary: methods against kinds of tests, how much the decisions decided, claims against the ledger."""
+"""The terminal summary: a table of methods and kinds of tests, decisive shares, and claims of the ledger."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEGEND = (
 
 
 def under_test(implementation: str | None) -> str:
-    """The implementation under test in words: its name and, for other people's, where it lies."""
+    """The name of the implementation under test and, for --kv-impl, its path."""
     if implementation is None:
         return discovery.OPTIMIZED
     module = importlib.import_module(implementation)
@@ -30,7 +30,7 @@ def under_test(implementation: str | None) -> str:
 
 
 def by_method(found: Iterable[Result]) -> dict[str, dict[str, Sum]]:
-    """method -> kind -> sum, with the whole method under kind "all"; methods in the order of discovery."""
+    """method -> kind -> sum, with the sum over all kinds under "all"; methods in the order of discovery."""
     found = [result for result in found if result.method]
     names = [pair.name for pair in discovery.pairs()]
     seen = {str(result.method) for result in found}
@@ -43,7 +43,7 @@ def by_method(found: Iterable[Result]) -> dict[str, dict[str, Sum]]:
 
 
 def cell(summed: Sum) -> str:
-    """Counts of one kind of tests: "12", "11, 1 failed", "0, 4 n/p"."""
+    """Format the counts of one kind of tests: "12", "11, 1 failed", "0, 4 n/p"."""
     if not summed.outcomes:
         return NONE
     parts = [str(summed.outcomes["passed"])]
@@ -53,12 +53,12 @@ def cell(summed: Sum) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share as a percentage with three digits, small ones included."""
+    """Format a share as a percentage with three significant digits."""
     return NONE if share is None else f"{100 * share:.3g} %"
 
 
 def rows(found: Iterable[Result]) -> list[tuple[str, ...]]:
-    """The table's body, as text."""
+    """The rows of the table, as text."""
     return [
         (
             method,
@@ -77,7 +77,7 @@ def claim_outcomes(found: Iterable[Result]) -> dict[str, str]:
     for result in found:
         for claim in result.claims:
             outcome = "failed" if result.failed else result.outcome
-            # One failure rules, then one pass: a claim with a skipped variant is checked all the same.
+            # A failure takes precedence, then a pass: a claim with a skipped variant counts as checked.
             if outcome == "failed" or outcomes.get(claim) not in ("failed", "passed"):
                 outcomes[claim] = outcome
     return outcomes
@@ -101,12 +101,12 @@ def claim_lines(found: Iterable[Result]) -> list[str]:
 
 
 def refusals(found: Iterable[Result]) -> list[str]:
-    """Which arguments the implementation under test does not take, and how often tests passed over it."""
+    """The calls that the implementation under test refused, and how often."""
     found = [result for result in found if result.refused]
     counts: Counter[str] = sum((Counter(result.refused) for result in found), Counter())
     answered = sum(result.answered for result in found)
     tests = f"{len(found)} test{'s' if len(found) > 1 else ''}"
-    heading = f"passed over in {tests}, calls whose argument is not taken ({answered} calls were answered):"
+    heading = f"unsupported arguments, skipped in {tests} ({answered} calls returned):"
     return [heading, *(f"  {count} x {what}" for what, count in sorted(counts.items()))] if found else []
 
 

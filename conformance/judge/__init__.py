@@ -1,1 +1,1 @@
-"""What is right: the float64 oracle, derived error bounds, comparators, lockstep, replay, and a checker per method."""
+"""The judge: float64 oracle, error bounds, comparators, statistics, lockstep, replay, and a checker per method."""

@@ -1,8 +1,8 @@
-"""The block frame told with plain lists: tokens that carry their keys, values and sums about, slot by slot.
+"""A model of the block cache with plain lists, for the stateful tests.
 
-One `Head` is one KV head of one row. It knows nothing of tensors of slots, masks, sorting networks or scatters: a token
-is an object, and what belongs to it goes where it goes. Numbers are float64, so choices are the reference's unless two
-scores lie as close as float64 can tell.
+A `Head` is one KV head of one row: a list of slots with tokens as objects that hold their key, value and score. It uses
+no tensors of slots, masks, sorting networks or scatters. Numbers are float64, so its choices equal the reference's
+unless two scores differ by float64 rounding only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Vector = list[float]
 
 @dataclass
 class Token:
-    """One token as it came in, and what was added up for it since."""
+    """A token and its score so far."""
 
     position: int
     key: Vector
@@ -29,14 +29,14 @@ class Token:
 
 @dataclass
 class Head:
-    """Slots of one KV head of one row: `capacity` for the cache. config: the method's."""
+    """The `capacity` slots of one KV head of one row. config: the method's."""
 
     method: str
     config: Any
     scale: float
     slots: list[Token | None] = field(default_factory=list)
     seen: int = 0
-    # SnapKV's: (position, the group's queries) of the last tokens, None for padding.
+    # For SnapKV: (position, the group's queries) of the last tokens, None for padding.
     window: deque[tuple[int, list[Vector]] | None] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -45,49 +45,50 @@ class Head:
 
     @property
     def tokens(self) -> list[Token]:
-        """What is held, by slot."""
+        """The cached tokens in slot order."""
         return [token for token in self.slots if token is not None]
 
     def positions(self, slots: int) -> list[int]:
-        """As a state shows them: [S], -1 = free."""
+        """The positions as a state returns them: [S], -1 = free."""
         shown = [-1 if token is None else token.position for token in self.slots]
         return shown + [-1] * (slots - len(shown))
 
     def scores(self, slots: int) -> list[float]:
-        """As a state shows them, -inf for free slots."""
+        """The scores as a state returns them, -inf for free slots."""
         shown = [-math.inf if token is None else token.score for token in self.slots]
         return shown + [-math.inf] * (slots - len(shown))
 
-    def take(self, queries: list[list[Vector]], keys: list[Vector], values: list[Vector], real: list[bool],
+    def take(self, queries: list[list[Vector]], keys: list[Vector], values: list[Vector], valid: list[bool],
              keep: set[int] | None = None) -> None:
-        """A block: queries[i] are those of the group, of token i. keep: the positions to keep, where near ties leave
-        the choice open, and the method's own choice if None."""
-        numbers = range(self.seen, self.seen + len(real))
+        """Add a block. queries[i]: the queries of the group for token i. keep: the positions to keep, where near ties
+        allow several choices; None: choose by the method's rule."""
+        numbers = range(self.seen, self.seen + len(valid))
         fresh = [
             Token(number, key, value) if there else None
-            for number, key, value, there in zip(numbers, keys, values, real, strict=True)
+            for number, key, value, there in zip(numbers, keys, values, valid, strict=True)
         ]
-        self.seen += len(real)
+        self.seen += len(valid)
         self.slots += fresh
-        for number, group, there in zip(numbers, queries, real, strict=True):
+        for number, group, there in zip(numbers, queries, valid, strict=True):
             if there:
                 self._observe(number, group)
             self.window.append((number, group) if there else None)
-        due = len(self.tokens) > self.config.capacity
-        self._finish(due, numbers)
-        gone = self._victims() if due else []
+        over_budget = len(self.tokens) > self.config.capacity
+        self._finish(over_budget, numbers)
+        victims = self._victims() if over_budget else []
         if keep is not None:
-            gone = [token for token in self.tokens if token.position not in keep]
-        leaving = {token.position for token in gone}
-        stay = [None if token is None or token.position in leaving else token for token in self.slots]
-        count = sum(token is not None for token in stay)
-        self.slots, behind = stay[:count] + [None] * (self.config.capacity - count), stay[count:]
-        for token in behind:
+            victims = [token for token in self.tokens if token.position not in keep]
+        evicted = {token.position for token in victims}
+        kept = [None if token is None or token.position in evicted else token for token in self.slots]
+        count = sum(token is not None for token in kept)
+        # Kept tokens below slot `count` stay in their slots; the others fill the free slots there.
+        self.slots, rest = kept[:count] + [None] * (self.config.capacity - count), kept[count:]
+        for token in rest:
             if token is not None:
                 self.slots[self.slots.index(None)] = token
 
     def weights(self, group: list[Vector], upto: int) -> dict[int, float]:
-        """Each token's weight by position, averaged over the group, from queries that see positions up to `upto`."""
+        """Each token's weight by position, averaged over the group's queries. They attend up to `upto`."""
         mean: dict[int, float] = {}
         for query in group:
             logits = {
@@ -101,7 +102,7 @@ class Head:
         return mean
 
     def _observe(self, number: int, group: list[Vector]) -> None:
-        """What the query of one token does to the scores. H2O and VATP add, TOVA remembers the newest."""
+        """Update the scores with the query of one token: H2O and VATP add its weights, TOVA stores them."""
         if self.method not in ("h2o", "vatp", "tova"):
             return
         weights = self.weights(group, number)
@@ -109,12 +110,12 @@ class Head:
             weight = weights.get(token.position, 0.0)
             token.score = weight if self.method == "tova" else token.score + weight
 
-    def _finish(self, due: bool, arrived: range) -> None:
-        """Scores that are taken anew after a block; SnapKV's with an interval only where something is `due` to go."""
+    def _finish(self, over_budget: bool, arrived: range) -> None:
+        """Recompute scores after a block. SnapKV with an interval does so only if the head is over budget."""
         if self.method == "random":
             for token in self.tokens:
                 token.score = float(splitmix64((self.config.seed << 32) + token.position) >> 40)
-        elif self.method == "snapkv" and not due and self.config.interval > 1:
+        elif self.method == "snapkv" and not over_budget and self.config.interval > 1:
             for token in self.tokens:
                 token.score = math.inf if token.position in arrived else token.score
         elif self.method == "snapkv":
@@ -137,12 +138,12 @@ class Head:
         return token.position >= self.seen - self.config.observers
 
     def _victims(self) -> list[Token]:
-        """Who goes, of tokens in order of their slots: sorted() keeps that order among equals."""
+        """The tokens to evict. sorted() is stable, so equal tokens remain in slot order."""
         tokens = self.tokens
-        shielded = self._protected([token.position for token in tokens])
-        others = sorted((token for token in tokens if token.position not in shielded), key=self._rank)
-        last = sorted((token for token in tokens if token.position in shielded), key=lambda token: token.position)
-        return (others + last)[:max(0, len(tokens) - self.config.budget)]
+        protected = self._protected([token.position for token in tokens])
+        by_rank = sorted((token for token in tokens if token.position not in protected), key=self._rank)
+        by_age = sorted((token for token in tokens if token.position in protected), key=lambda token: token.position)
+        return (by_rank + by_age)[:max(0, len(tokens) - self.config.budget)]
 
     def _rank(self, token: Token) -> float:
         if self.method == "vatp":
@@ -160,7 +161,7 @@ class Head:
 
 
 def splitmix64(state: int) -> int:
-    """Steele, Lea and Flood's generator on Python's integers."""
+    """Steele, Lea and Flood's generator with Python integers."""
     mask = 2**64 - 1
     z = (state + 0x9E3779B97F4A7C15) & mask
     z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & mask
@@ -169,5 +170,5 @@ def splitmix64(state: int) -> int:
 
 
 def vectors(tensor: Tensor) -> list[Any]:
-    """A tensor as nested lists of Python's floats."""
+    """Convert a tensor to nested lists of floats."""
     return tensor.double().tolist()

@@ -1,21 +1,21 @@
-"""How far correct arithmetic may be from the truth: a priori error bounds, derived, with no tolerance in them.
+"""A priori error bounds of correct arithmetic against the truth. Every term is derived; there are no tolerances.
 
-The model. Inputs are float32, float16 or bfloat16 and taken as exact. Everything in between is float32: every
-operation rounds, fl(a op b) = (a op b)(1 + e) with |e| <= u = 2^-24, in any order of summation, fused or not, and may
-take numbers below 2^-126, results and values, for zero. On top of that hardware may
+The model. Inputs are float32, float16 or bfloat16 and are exact. Intermediate results are float32: every operation
+rounds, fl(a op b) = (a op b)(1 + e) with |e| <= u = 2^-24, in any order of summation, fused or not, and may flush
+operands and results below 2^-126 to zero. In addition, hardware may
 
 - truncate in tensor cores, so that a dot product of 16-bit inputs loses 2u per addition (c = 2, else c = 1);
 - approximate exp2 to 2^-22 relative (PTX ex2.approx), log2 to 2^-22 absolute for results within [-1, 1], else
   relative (lg2.approx), and division to 2 ulp (div.full): EXP, LOG, DIVISION below;
-- cast the weights P to the value's 16-bit type before P @ V (u_P), and does round the output to it (u_out).
+- cast the weights P to the value's 16-bit type before P @ V (u_P); it always rounds the output to that type (u_out).
 
-A softmax may be blocked: a running maximum, and a factor exp(m_old - m_new) wherever it rises. A rise costs one
-exponential and one multiplication. Blocks have at least `block` = 16 slots, what a tensor core takes at the least.
-gamma(n) = n u / (1 - n u) bounds n roundings in a row: |prod (1 + e_i) - 1| <= gamma(n).
+A softmax may be blocked: it keeps a running maximum and multiplies by exp(m_old - m_new) wherever the maximum rises. A
+rise costs one exponential and one multiplication. Blocks have at least `block` = 16 slots, the smallest tile of a
+tensor core. gamma(n) = n u / (1 - n u) bounds n successive roundings: |prod (1 + e_i) - 1| <= gamma(n).
 
-What follows is exact in the large terms (differences of exponentials, not their linearisation), so it stays true for
-logits of 1e4, where a weight may be off by percents. Not covered, and not drawn: intermediate overflow of float32.
-The oracle's own float64 error is below 2^-25 of each bound; SLACK pays for it.
+The bounds are exact in the large terms (differences of exponentials, not their linearisation), so they hold for logits
+of 1e4, where a weight may be off by percents. Intermediate overflow of float32 is not covered, and no case is drawn
+with it. The oracle's own float64 error is below 2^-25 of each bound; SLACK covers it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ LOG = 2.0**-22
 DIVISION = 4 * UNIT
 SLACK = 1 + 2.0**-20
 
-#: Unit roundoff, and the absolute error of rounding to the smallest numbers, of the types an output may have.
+#: For each output type: unit roundoff, and the absolute error of rounding to subnormal numbers.
 UNITS = {torch.float32: UNIT, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 TINY = {torch.float32: FLUSH, torch.float16: 2.0**-25, torch.bfloat16: FLUSH}
 
 
 class Interval(NamedTuple):
-    """Where a computed score may lie: low <= score <= high, tensors of the scores' shape; -inf is a score too."""
+    """The interval of a computed score: low <= score <= high, tensors of the scores' shape; -inf is a valid score."""
 
     low: Tensor
     high: Tensor
@@ -51,7 +51,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The arithmetic that an implementation is allowed, for inputs of `dtype`. `weight_dtype`: what P is cast to."""
+    """The arithmetic allowed for inputs of `dtype`. `weight_dtype`: the type that P is cast to."""
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -59,34 +59,35 @@ class Arithmetic:
 
     @property
     def dot(self) -> int:
-        """c: rounding errors per addition of a dot product."""
+        """c: the number of unit roundoffs per addition of a dot product."""
         return 1 if self.dtype == torch.float32 else 2
 
     def rises(self, attention: Attention) -> Tensor:
-        """R: how often a running maximum can rise after a slot went in, [B, Hq, Q, 1]: once per later block, once more
-        where splits are combined, and never more often than there are slots."""
+        """R: how often a running maximum can rise after a slot was added, [B, Hq, Q, 1]: once per later block,
+        once more where splits are combined, and at most as often as there are slots."""
         blocks = math.ceil(attention.logit.shape[-1] / self.block) + 1
         return attention.count.clamp_max(blocks)
 
 
 def arithmetic(dtype: torch.dtype, *, weight_dtype: torch.dtype | None = None, block: int = 16) -> Arithmetic:
-    """What we allow for inputs of `dtype`: P may be cast to that type, unless `weight_dtype` says that it is not."""
+    """The allowed arithmetic for inputs of `dtype`. P may be cast to `weight_dtype`, which defaults to `dtype`."""
     return Arithmetic(dtype, weight_dtype or dtype, block)
 
 
 def gamma(count: Tensor | float) -> Any:
-    """n u / (1 - n u): the relative error of n roundings in a row."""
+    """n u / (1 - n u): the relative error of n successive roundings."""
     return count * UNIT / (1 - count * UNIT)
 
 
 def logit_error(attention: Attention, allowed: Arithmetic) -> Tensor:
-    """delta_j [B, Hq, Q, S]: |computed s_j - s_j|, as an exponent's argument: everything up to the exponential.
+    """delta_j [B, Hq, Q, S]: the error of s_j as the argument of the exponential, |computed s_j - s_j|.
 
-    s_j = scale * q . k_j. The dot product: a term meets at most D roundings, products included, c of them each; two
-    more for the scale (itself rounded, in base 2 with log2(e) in it) and its product: gamma(c (D + 2)) * |scale| sum_d
-    |q_d k_jd|. Subtracting the maximum, or the log-sum-exp as two parts or one, converting between bases: at most four
-    roundings of numbers no larger than |s_j| + |m| (rescalings telescope: m - m_1 + m_1 - m_2 + ... rounds no more
-    than u (m - s_j) in all): 4 u (|s_j| + |m|). Products that underflow: FLUSH each.
+    s_j = scale * q . k_j. In the dot product, a term passes through at most D operations, its product included, with c
+    roundings each. Two more follow for the scale (itself rounded; in base 2 it contains log2(e)) and the product with
+    it: gamma(c (D + 2)) * |scale| sum_d |q_d k_jd|. Subtracting the maximum, or the log-sum-exp in one or two parts,
+    and converting between bases: at most four roundings of numbers no larger than |s_j| + |m|: 4 u (|s_j| + |m|).
+    (Rescalings telescope: m - m_1 + m_1 - m_2 + ... adds at most u (m - s_j) in all.) Products that underflow: FLUSH
+    each.
     """
     logit = attention.logit.masked_fill(~attention.seen, 0)
     terms = allowed.dot * (attention.head_dim + 2)
@@ -95,9 +96,10 @@ def logit_error(attention: Attention, allowed: Arithmetic) -> Tensor:
 
 
 class WeightError(NamedTuple):
-    """Errors of softmax weights. tau, below, above: bounds of logarithms, [B, Hq, Q, S] (denominators [B, Hq, Q, 1]).
+    """Errors of softmax weights, [B, Hq, Q, S] (denominators [B, Hq, Q, 1]).
 
-    absolute: |computed a_j - a_j|, without underflow (that is FLUSH), for weights divided by their own sum.
+    tau, denominator_below, denominator_above: errors of logarithms. absolute: |computed a_j - a_j| for weights divided
+    by their own sum, without underflow (which is FLUSH).
     """
 
     tau: Tensor
@@ -110,23 +112,23 @@ def weight_error(attention: Attention, allowed: Arithmetic) -> WeightError:
     """rho_j a_j, the error of a_j = softmax(s)_j: from delta_j, the exponentials, the sum and the division.
 
     The computed exponential is exp(s_j - m) exp(t_j), |t_j| <= tau_j = delta_j + (1 + R) (EXP + u): one exponential
-    and up to R rescalings, each an exponential and a product. What the maximum m is cancels. So the computed weight
-    is a_j exp(t_j) / sum_i a_i exp(t_i), up to gamma(n + 1) of the sum over the n slots seen and DIVISION. It grows
-    with t_j and falls with every other t_i, so the extremes are at t_j = +-tau_j, t_i = -+tau_i:
+    and up to R rescalings, each an exponential and a product. The maximum m cancels. So the computed weight is
+    a_j exp(t_j) / sum_i a_i exp(t_i), up to gamma(n + 1) of the sum over the n attended slots and DIVISION. It
+    increases with t_j and decreases with every other t_i, so the extremes are at t_j = +-tau_j, t_i = -+tau_i:
 
         up_j   =  tau_j - log(a_j e^tau_j  + sum_{i != j} a_i e^-tau_i) + g
         down_j = -tau_j - log(a_j e^-tau_j + sum_{i != j} a_i e^tau_i)  - g,   g = gamma(n + 1) + DIVISION
 
-    as errors of log a_j. This is the max and the average of the deltas in one: a lone dominant token has no error but
-    g. No weight exceeds e^g.
+    as errors of log a_j. This covers both the largest and the average delta: a single dominant token has the error g
+    only. No weight exceeds e^g.
     """
     weight, seen = attention.weight, attention.seen
     tau = logit_error(attention, allowed) + (1 + allowed.rises(attention)) * (EXP + UNIT) * SLACK
-    # Beyond e^300 a bound says nothing anyhow (no weight exceeds e^g); inf - inf must not come of it.
+    # A bound beyond e^300 is meaningless (no weight exceeds e^g), and larger ones could give inf - inf.
     tau = tau.masked_fill(~seen, 0).clamp_max(300)
     grown, shrunk = weight * tau.exp(), weight * (-tau).exp()
     least, most = shrunk.sum(-1, keepdim=True), grown.sum(-1, keepdim=True)
-    # 1 stands in for the empty row.
+    # An empty row gets 1.
     least, most = (total.masked_fill(total == 0, 1) for total in (least, most))
     last = (gamma(attention.count + 1) + DIVISION) * SLACK
     up = tau - (least - shrunk + grown).log() + last
@@ -139,10 +141,11 @@ def weight_error(attention: Attention, allowed: Arithmetic) -> WeightError:
 def output_error(attention: Attention, allowed: Arithmetic) -> Tensor:
     """Attention output [B, Hq, Q, D]: sum_j a_j |v_jd| (rho_j + u_P + gamma(c n)) + u_out |o_d|, and underflow.
 
-    Each term of sum_j a_j v_jd carries its weight's error, the cast of P (u_P; to float16 also 2^-25 absolute, half
-    its smallest number, since P <= 1), and at most n roundings as product and sum over the n slots seen, c each.
-    Absolute: exponentials, rescaled sums and casts below FLUSH vanish (four FLUSH of each |v_jd|), as do products and
-    sums below it (four FLUSH per slot). The last rounding, to the output's type, is of the computed number.
+    Each term of sum_j a_j v_jd has its weight's error, the cast of P (u_P; to float16 also 2^-25 absolute, half its
+    smallest number, since P <= 1), and at most n roundings in the product and the sum over the n attended slots, c
+    each. Absolute: exponentials, rescaled sums and casts below FLUSH flush to zero (four FLUSH of each |v_jd|), as do
+    products and sums below it (four FLUSH per slot). The last rounding, to the output's type, applies to the computed
+    number.
     """
     error = weight_error(attention, allowed).absolute
     unit, tiny = 0.0, 4 * FLUSH
@@ -155,16 +158,18 @@ def output_error(attention: Attention, allowed: Arithmetic) -> Tensor:
     values = per_query_head(attention.value.abs(), attention.query_heads)                 # [B, Hq, S, D]
     total = (per_weight + tiny * attention.seen) @ values + 4 * FLUSH * attention.count
     total = (total + UNITS[allowed.dtype] * (attention.output.abs() + total) + TINY[allowed.dtype]) * SLACK
-    # A query that sees nothing has an output of exact zeros.
+    # A query that attends to nothing has an output of exact zeros.
     return total.masked_fill(~attention.seen.any(-1, keepdim=True), 0)
 
 
 def log_weight_error(attention: Attention, allowed: Arithmetic) -> Interval:
-    """Errors of log a_hj = s_j - lse, or of a_hj = exp(s_j - lse) relative, as (below <= 0, above >= 0), [B, Hq, Q, S].
+    """Errors of log a_hj = s_j - lse, as (below <= 0, above >= 0), [B, Hq, Q, S]; also relative errors of
+    a_hj = exp(s_j - lse).
 
-    Numerator and normaliser err independently here, since logits may be stored, or made twice: tau_j from the one and
-    the weighted average of e^+-tau_i from the other, plus the logarithm of the sum, LOG max(1, log2(l)), and roundings
-    of lse = m + log l and of the difference beyond those in delta_j: with log l = lse - m, 6 u (lse - m) + LOG.
+    The errors of numerator and normaliser are independent here, since logits may be stored, or computed twice: tau_j
+    from the numerator, and the weighted average of e^+-tau_i from the normaliser. To these add the logarithm of the sum
+    l, LOG max(1, log2(l)), and the roundings of lse = m + log l and of the difference beyond those in delta_j: with
+    log l = lse - m, together 6 u (lse - m) + LOG.
     """
     errors = weight_error(attention, allowed)
     spread = attention.lse - attention.top

@@ -1,8 +1,8 @@
-"""Exact arithmetic for claims about directions, and KeyDiff on them.
+"""Exact arithmetic for claims about directions, and KeyDiff on such directions.
 
-Directions are unit vectors with rational components: whole vectors of one length (which tie and cancel exactly), or
-points of the plane put on the sphere (which come as close to each other as one likes). Cosines between them are
-rational, so that claims about cosines, and about who is kept, are checked with no rounding and hence no slack.
+Directions are unit vectors with rational components: integer vectors of one length, which can tie and cancel exactly,
+or stereographic projections of rational points, which can be arbitrarily close. Their cosines are rational, so claims
+about cosines, and about the kept tokens, are checked without rounding and without slack.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from hypothesis import strategies as st
 
 from .claim_math import Vector, combine, dot, scaled, square, vector
 
-LENGTHS = {2: 65, 3: 15, 4: 6}  # of the whole vectors in each dimension: there are 36, 150 and 312 of them
+LENGTHS = {2: 65, 3: 15, 4: 6}  # of the integer vectors in each dimension, of which there are 36, 150 and 312
 
 
 def on_sphere(point: Vector) -> Vector:
-    """The unit vector behind a point: stereographic, every rational unit vector but -e1 is one."""
+    """The inverse stereographic projection of a point. It reaches every rational unit vector but -e1."""
     length = square(point)
     return ((1 - length) / (1 + length), *scaled(2 / (1 + length), point))
 
 
 @cache
 def whole_vectors(dim: int) -> tuple[tuple[int, ...], ...]:
-    """All whole vectors of length LENGTHS[dim]."""
+    """All integer vectors of length LENGTHS[dim]."""
     length = LENGTHS[dim]
     return tuple(v for v in product(range(-length, length + 1), repeat=dim) if sum(x * x for x in v) == length**2)
 
 
 def unit(whole: Sequence[int]) -> Vector:
-    """The direction of one of them."""
+    """The direction of an integer vector."""
     return scaled(Fraction(1, LENGTHS[len(whole)]), vector(*whole))
 
 
@@ -61,18 +61,18 @@ def mean(keys: Sequence[Vector]) -> Vector:
 
 
 def row_sums(keys: Sequence[Vector]) -> list[Fraction]:
-    """CosSim(K) 1 of eq. 7, for normalised keys."""
+    """CosSim(K) 1 (eq. 7) of normalised keys."""
     return [sum((dot(key, other) for other in keys), Fraction(0)) for key in keys]
 
 
 def smallest(values: Sequence[Fraction], count: int) -> tuple[int, ...]:
-    """The `count` indices that stay when the largest goes first, of equals the lowest index: ascending."""
+    """The `count` indices kept, ascending, if the largest value is evicted first (the lowest index in a tie)."""
     evicted = sorted(range(len(values)), key=lambda index: (-values[index], index))
     return tuple(sorted(evicted[len(values) - count:]))
 
 
 def kept(keys: Sequence[Vector], budget: int) -> tuple[int, ...]:
-    """What KeyDiff keeps of normalised keys (eq. 8): the lowest cosines with the anchor."""
+    """The keys that KeyDiff keeps of normalised keys (eq. 8): those with the lowest cosines with the anchor."""
     anchor = total(keys)
     return smallest([dot(key, anchor) for key in keys], budget)
 
@@ -82,10 +82,10 @@ def chosen(keys: Sequence[Vector], indices: Sequence[int]) -> list[Vector]:
 
 
 def similarity(keys: Sequence[Vector]) -> Fraction:
-    """The objective of eq. 9: the sum of all pairwise cosines, each key with itself included."""
+    """The objective of eq. 9: the sum of all pairwise cosines, including each key with itself."""
     return sum(row_sums(keys), Fraction(0))
 
 
 def least_similarity(keys: Sequence[Vector], budget: int) -> Fraction:
-    """The optimum of eq. 9, by trying all sets. similarity(S) = ||sum of S||^2 (KD-4a), which is quicker."""
+    """The optimum of eq. 9 over all subsets, with similarity(S) = ||sum of S||^2 (KD-4a)."""
     return min(square(total(subset)) for subset in combinations(keys, budget))

@@ -1,10 +1,10 @@
-"""Exact arithmetic for claims about softmax attention, and the published kernel taken literally.
+"""Exact arithmetic for claims about softmax attention, and a literal transcription of the published kernel.
 
-A claim about scores s is checked here on masses x = exp(s) > 0. Attention weights are x_j / sum(x), so with rational
-masses and rational values everything is rational, and both sides of a claim are compared with no rounding and hence no
-slack. Nothing is lost: every positive rational is exp of a real score, the rationals are dense, and the claims compare
-continuous functions without strict signs. Where a bound holds tanh(w/4), w a difference of scores, exp(w) is a ratio
-of masses, and the comparison is still rational (see `at_most_tanh`).
+A claim about scores s is checked on masses x = exp(s) > 0. Attention weights are x_j / sum(x), so rational masses and
+values make everything rational, and both sides of a claim are compared without rounding and without slack. This is no
+restriction: every positive rational is exp of a real score, the rationals are dense, and the claims compare continuous
+functions with non-strict inequalities. Where a bound contains tanh(w/4), with w a difference of scores, exp(w) is a
+ratio of masses, and the comparison is still rational (see `at_most_tanh`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def vector(*components: int | Fraction) -> Vector:
 
 
 def lowest(scores: Iterable) -> int:
-    """argmin, ties to the lowest index."""
+    """argmin; ties go to the lowest index."""
     scores = list(scores)
     return scores.index(min(scores))
 
@@ -84,8 +84,7 @@ def lowest(scores: Iterable) -> int:
 
 
 def growth(before: Sequence[Fraction], after: Sequence[Fraction]) -> Fraction:
-    """exp(w), w = max ds - min ds: how far apart the changes of the scores lie. Adding a constant to all changes
-    nothing."""
+    """exp(w) with w = max ds - min ds, the spread of the scores' changes. A constant added to all of them cancels."""
     ratios = [b / a for a, b in zip(before, after, strict=True)]
     return max(ratios) / min(ratios)
 
@@ -107,10 +106,10 @@ def at_most_tanh(x: Fraction, growth: Fraction) -> bool:
 
 # ---- what to draw ----------------------------------------------------------------------------------------------------
 
-# Exact examples are cheap: two for one of the profile's.
+# Exact examples are cheap: draw twice as many as the profile says.
 many = settings(max_examples=2 * settings().max_examples)
 
-# Scores in +-60 log 2 = +-41.6, whole numbers and near-ties (a relative step of 2^-20) alike.
+# Scores in +-60 log 2 = +-41.6, including near-ties (a relative step of 2^-20).
 masses = st.builds(
     lambda exponent, mantissa: Fraction(2) ** exponent * (1 + Fraction(mantissa, 2**20)),
     st.integers(-60, 60), st.integers(0, 2**20 - 1) | st.integers(0, 2),
@@ -128,7 +127,7 @@ small_components = st.integers(-2, 2).map(Fraction)
 def caches(draw: st.DrawFn, min_size: int = 2, max_size: int = 6) -> tuple[list[Fraction], list[Vector]]:
     """Masses and values of a cache of tokens with value vectors of one to three components.
 
-    Wide ranges, or small whole numbers alone: near-ties and bounds that are nearly attained come from those.
+    Wide ranges, or small integers only, which give near-ties and nearly attained bounds.
     """
     size, dim = draw(st.integers(min_size, max_size)), draw(st.integers(1, 3))
     mass, component = (small_masses, small_components) if draw(st.booleans()) else (masses, components)
@@ -140,7 +139,7 @@ def caches(draw: st.DrawFn, min_size: int = 2, max_size: int = 6) -> tuple[list[
 
 
 class Counted:
-    """A rational number that tallies the operations made on it, by name, in the Counter it carries."""
+    """A rational number that counts the operations on it, by name, in a shared Counter."""
 
     def __init__(self, number: int | Fraction, tally: Counter[str]) -> None:
         self.number, self.tally = Fraction(number), tally
@@ -165,7 +164,7 @@ class Counted:
         return self._new("abs", abs(self.number))
 
     def exp(self) -> Counted:
-        """Stands for the exponential of a score; 2 ** x keeps it rational."""
+        """Count an exponential; compute 2 ** x, which is rational."""
         return self._new("exp", Fraction(2) ** int(self.number))
 
 
@@ -185,8 +184,8 @@ def algorithm_one(
 ) -> tuple[Tensor, Tensor, int]:
     """LongFlow's Algorithm 1 from line 17 on, in the arithmetic of `score`'s dtype: output [D], scores [S], victim.
 
-    score [S] are the logits of line 16, value [S, D], mask [S] bool. The running maximum is missing, as the paper has
-    it (section 3.4). The loop starts at 0 and steps by `block` (LF-16); normalise=False leaves out line 34.
+    score [S] are the logits of line 16; value [S, D]; mask [S] bool. There is no running maximum, as in the paper
+    (section 3.4). The loop starts at 0 and steps by `block` (LF-16). normalise=False skips line 34.
     """
     slots = score.shape[0]
     mask = torch.ones(slots, dtype=torch.bool) if mask is None else mask
@@ -209,7 +208,7 @@ def algorithm_one(
 def one_head(score: Sequence[float], value: Tensor, device: torch.device) -> dict[str, object]:
     """Arguments of decode_attention for one head whose logits are exactly `score` (float32 numbers, one per slot).
 
-    The query is the first unit vector and the scale is 1, so q . k is one product and zeros: exact in any order of
+    The query is the first unit vector and the scale is 1, so q . k is one product plus zeros, exact in any order of
     summation. value [S, D] float32. All slots are occupied.
     """
     query = torch.zeros(1, 1, value.shape[1])

@@ -1,8 +1,8 @@
-"""Attention and scores in float32 as different machines would compute them, to judge the judge's bounds by.
+"""Attention and scores in float32 as different machines compute them, to test the bounds.
 
-Every variant here is correct arithmetic by the model of bounds.py: what differs is the order of sums, fusing, tensor
-cores that truncate, how far an approximate exponential is off and in which direction, blocks, the type of P, and
-whether the score is an exponential of its logarithm. Slow and plain; nothing is vectorised over the summed axis.
+Every variant is correct arithmetic in the model of bounds.py. Variants differ in the order of sums, in fused
+multiply-add, in truncating tensor cores, in the error of an approximate exponential, in blocks, in the type of P, and
+in whether the score is the exponential of its logarithm. The code is slow: nothing is vectorised over the summed axis.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Computed(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """One way to compute.
+    """One variant of the arithmetic.
 
     order: of every sum. fused: multiply-add rounds once. truncates: sums round toward zero, as tensor cores may (only
-    for 16-bit inputs). lean: the exponential is off by its full allowance, +1, -1, or 0 (as good as float32 can).
-    flushes: subnormal operands and results count as zero. block: slots per step of the running maximum, 0 for one
-    pass. weight_dtype: what P is cast to. logs: the linear score is the exponential of the log score.
+    for 16-bit inputs). lean: the exponential has its full allowed error, +1 or -1, or none beyond rounding, 0. flushes:
+    subnormal operands and results flush to zero. block: slots per step of the running maximum, 0 for one pass.
+    weight_dtype: the type that P is cast to. logs: the linear score is the exponential of the log score.
     """
 
     order: str = "sequential"
@@ -85,7 +85,7 @@ class Machine:
                 parts = [self.plus(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
             return parts[0]
         if self.order == "strided":
-            # Four accumulators, then those.
+            # Four accumulators, summed at the end.
             parts = [self._in_turn(parts[lane::4]) for lane in range(min(4, len(parts)))]
         return self._in_turn([parts[i] for i in self._indices(len(parts))])
 
@@ -111,7 +111,7 @@ class Machine:
     def decode(
         self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float, per_head: bool = False
     ) -> Computed:
-        """One decode step as LongFlow takes it; arguments as for `decode_attention`."""
+        """LongFlow's decode step; arguments as for `decode_attention`."""
         batch, heads, slots, head_dim = key.shape
         query_heads = query.shape[1]
         mask = per_kv_head(occupied).expand(batch, heads, slots)
@@ -137,7 +137,7 @@ class Machine:
         return Computed(output, *((score, log_score) if per_head else (score[:, 0], log_score[:, 0])))
 
     def log2_of_sum(self, term: Tensor) -> Tensor:
-        """log2 of the sum of 2^term over axis 2 of [B, groups, heads, S]; with blocks by a running maximum."""
+        """log2 of the sum of 2^term over axis 2 of [B, groups, heads, S]; with blocks, by a running maximum."""
         peak = term.amax(2)
         empty = peak == -math.inf
         if not self.block:

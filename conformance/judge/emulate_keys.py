@@ -1,4 +1,4 @@
-"""KeyDiff in float32 as different machines would compute it, to judge its judge's bounds by: see emulate.py."""
+"""KeyDiff in float32 as different machines compute it, to test its bounds: see emulate.py."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .emulate import Machine
 from .checkers.keydiff import ROOT
 from ..cases.key_cases import KeyCase
 
-#: Roots and divisions are off by their full allowance, but for the rounding that ends them.
+#: The share of their allowed error that roots and divisions have before their last rounding.
 ALMOST = 1 - 2.0**-4
 
 
 @dataclass(frozen=True)
 class KeyMachine(Machine):
-    """One way to compute KeyDiff. powers: keys are scaled by a power of two, not by their largest element. late: ranks
-    are products of the scaled keys, divided by lengths afterwards."""
+    """One variant of KeyDiff's arithmetic. powers: keys are scaled by a power of two, not by their largest element.
+    late: ranks are products of the scaled keys, and are divided by lengths afterwards."""
 
     powers: bool = False
     late: bool = False
@@ -30,7 +30,7 @@ class KeyMachine(Machine):
         return (squares.double().sqrt() * (1 + self.lean * ROOT * ALMOST)).float()
 
     def over(self, left: Tensor, right: Tensor) -> Tensor:
-        """left / right, and 0 where right is."""
+        """left / right, and 0 where right is 0."""
         exact = left.double() / right.double().masked_fill(right == 0, 1) * (1 - self.lean * DIVISION / 2 * ALMOST)
         return torch.where(right == 0, 0, exact).float()
 
@@ -61,7 +61,7 @@ class KeyMachine(Machine):
         return self.over(self.total(self.unit(key) if anchor == "mean_normalized" else key), count)
 
     def direction(self, case: KeyCase) -> Tensor:
-        """[B, H, 1, D], in the reference's scale."""
+        """[B, H, 1, D], scaled as in the reference."""
         key = keydiff.held_keys(case.key, case.mask).float()
         if case.anchor == "mean_normalized":
             return self.total(self.unit(key))

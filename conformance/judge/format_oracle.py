@@ -1,7 +1,7 @@
-"""ThinKV's number formats a third time: one group, one element after another, in exact rational arithmetic.
+"""ThinKV's number formats in exact rational arithmetic, one group and one element at a time.
 
-This is what both sides are held to. Where the semantics say float32 (a division, fp8's scale), the exact number is
-rounded by `float32`; nothing else is.
+Both sides are tested against this. Where the semantics specify float32 (a division, fp8's scale), `float32` rounds the
+exact number; nothing else is rounded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BITS = {"fp8": 8, "nvfp4": 4, "ternary": 2, "int4": 4, "int2": 2}
 
 
 def floating(code: int, exponent_bits: int, mantissa_bits: int) -> Fraction:
-    """What the bits of a small IEEE-like number without a sign say, its bias 2^(exponent_bits - 1) - 1."""
+    """The value of an unsigned IEEE-like number with bias 2^(exponent_bits - 1) - 1."""
     exponent, mantissa = divmod(code, 1 << mantissa_bits)
     bias = (1 << exponent_bits - 1) - 1
     hidden = (1 << mantissa_bits) if exponent else 0
@@ -48,20 +48,20 @@ def float32(x: Fraction) -> Fraction:
 
 
 def nearest(ratio: Fraction, values: Sequence[Fraction]) -> int:
-    """The index of the value nearest to ratio; halfway, the even one."""
+    """The index of the value nearest to ratio; halfway, the even index."""
     above = min(bisect_left(values, ratio), len(values) - 1)
     return min((max(above - 1, 0), above), key=lambda index: (abs(values[index] - ratio), index % 2))
 
 
 class Group(NamedTuple):
-    """One quantized group. scale: what its bits or its float32 say; step: that with the second scale; codes: ints."""
+    """One quantized group. scale: the stored scale; step: the scale times the second scale; codes: ints."""
 
     scale: Fraction
     step: Fraction
     codes: list[int]
 
     def values(self, fmt: str) -> list[Fraction]:
-        """What the codes stand for, exactly."""
+        """The exact values of the codes."""
         half = 1 << BITS[fmt] - 1
         return [(-1 if code & half else 1) * MAGNITUDES[fmt][code % half] * self.step for code in self.codes]
 
@@ -73,7 +73,7 @@ def magnitude(x: float) -> Fraction:
 
 
 def quantize(group: Sequence[float], fmt: str, rule: str = "amax", second: Fraction | None = None) -> Group:
-    """One group of float32 numbers. second: the scale of the whole tensor, see `tensor_scale`."""
+    """Quantize one group of float32 numbers. second: the scale of the whole tensor, see `tensor_scale`."""
     values = MAGNITUDES[fmt]
     sizes = [magnitude(x) for x in group]
     amax = max(sizes)
@@ -86,7 +86,7 @@ def quantize(group: Sequence[float], fmt: str, rule: str = "amax", second: Fract
     elif rule == "mse":
         scale = step = least_squares(sizes, amax)
     else:
-        scale = step = E4M3[nearest(amax / values[-1], E4M3)]  # exact: float32's rounding before it changes nothing
+        scale = step = E4M3[nearest(amax / values[-1], E4M3)]  # rounding to float32 first would not change it
     codes = []
     for x, size in zip(group, sizes, strict=True):
         ratio = size / step if step else Fraction(0)
@@ -102,7 +102,7 @@ def tensor_scale(elements: Sequence[float]) -> Fraction:
 
 
 def least_squares(sizes: Sequence[Fraction], amax: Fraction) -> Fraction:
-    """The scale of rule "mse", its sum of squares as float64 has it."""
+    """The scale of rule "mse", with the sum of squares in float64."""
     best, least = Fraction(0), float("inf")
     for k in range(16, 7, -1):
         scale = E4M3[nearest(float32(amax * k / 16), E4M3)]

@@ -1,13 +1,12 @@
-"""Lockstep: the state under test and a float64 reference state take the same tokens, step by step, and are compared.
+"""Lockstep: feed the same tokens to the state under test and to a float64 reference state, and compare after each step.
 
-After the prompt and after every step: output and scores within their bounds; occupied, positions and every counter to
-the letter; keys and values of occupied slots bit by bit; the next choice by interval. A choice that differs within its
-bounds is an adjudicated tie, and the reference adopts it: the slot is written into reference.next_slot, or, after a
-prompt, the reference's slots are filled anew from the prompt at the positions that the other side kept. So one legal
-tie does not make the rest of the trace incomparable.
+After the prompt and after every step, outputs and scores must be within their bounds; occupied, positions and every
+counter must be equal; keys and values of occupied slots must be bitwise equal; the next choice is checked against
+intervals of scores. A choice that differs within its bounds is an adjudicated tie, and the reference adopts it: the
+slot is written to reference.next_slot, or, after a prompt, the reference's slots are filled again with the tokens that
+the state under test kept. So the rest of the trace stays comparable after a legal tie.
 
-An adapter says what a method allows beyond that: `Adapter` here, or the one in judge/checkers/<method>.py. Everything
-else is generic.
+An adapter adds what is specific to a method: `Adapter` here, or the one in judge/checkers/<method>.py.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .oracle import upcast, upcast_all
 
 @dataclass
 class Summary:
-    """What a run saw: steps compared, choices that had one answer only, choices adopted."""
+    """Counts of a run: compared steps, decisive choices, adopted choices."""
 
     steps: int = 0
     decisive: int = 0
@@ -43,23 +42,23 @@ class Summary:
 
 
 class Adapter:
-    """What the judge must know of a method's state: here one that keeps keys and values as they came, attends to all
-    of a prompt, and to the slots that are occupied after a step. Methods override what is otherwise with them.
+    """Method-specific checks of lockstep. This class fits a state that stores keys and values unchanged, and attends to
+    the whole prompt and to the slots that are occupied after a step. Methods override the rest.
 
-    `tested` and `reference` are the two states; tensors of `prompt` and `token` are those that `tested` gets.
+    `tested` and `reference` are the two states; tensors of `prompt` and `token` are the inputs of `tested`.
     """
 
-    #: Attributes that hold, for each occupied slot, what must be equal to the letter: [B, Hkv, S, ...].
+    #: Attributes [B, Hkv, S, ...] that must be equal in every occupied slot.
     stored: tuple[str, ...] = ("key", "value")
-    #: Attributes that are compared to the letter besides occupied, positions and tokens_seen, once choices are judged.
+    #: Attributes besides occupied, positions and tokens_seen that must be equal once choices have been checked.
     exact: tuple[str, ...] = ()
 
     def attach(self, tested: Any, reference: Any) -> None:
-        """Called once, before either state has seen a token."""
+        """Called once, before either state gets a token."""
 
     def prefill(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Give both the prompt: query, key, value, and occupied unless all are. The output under test, the truth, and
-        the bound of their difference."""
+        """Feed both states the prompt: query, key, value, and occupied unless all tokens are valid. Returns the output
+        under test, the truth, and the error bound."""
         more = checkers.extras(tested, prompt["query"], prompt["key"], prompt["value"])
         output = tested.prefill(**prompt, **more)
         truth = reference.prefill(**upcast_all(prompt), **upcast_all(more))
@@ -67,19 +66,19 @@ class Adapter:
         return output, truth, bounds.causal_output(query, key, value, occupied, scale=scale_of(reference))
 
     def append_block(self, tested: Any, reference: Any, block: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Like `prefill`, for states that also take tokens later: `append_block`."""
-        raise NotImplementedError(f"{type(tested).__name__} takes no blocks, as far as its judge knows")
+        """Like `prefill`, for states that have `append_block`."""
+        raise NotImplementedError(f"the adapter of {type(tested).__name__} does not support append_block")
 
     def after_prompt(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> Verdict | None:
-        """Judge what the prompt (or block) left; make the reference adopt what differs legally. Runs before slots are
-        compared. prompt: with `occupied` in any case."""
+        """Check the choices after a prompt (or block), and make the reference adopt legal differences. Called before
+        slots are compared. prompt: always contains `occupied`."""
 
     def before_slots(self, tested: Any, reference: Any, token: dict[str, Tensor]) -> Verdict | None:
-        """After a step, judge what it evicted at once, by its own scores; make the reference adopt it. Not needed where
-        a step evicts what `next_slot` named before it."""
+        """Check what a step evicted by its own scores, and make the reference adopt it. Not needed if a step evicts the
+        slot that `next_slot` named before the step."""
 
     def after_step(self, tested: Any, reference: Any, query: Tensor) -> tuple[Tensor, Verdict | None]:
-        """Judge scores and next choice, adopt; return the bound of the step's output [B, Hq, D], and the verdict."""
+        """Check scores and the next choice, and adopt it. Returns the output's bound [B, Hq, D] and the verdict."""
         case = DecodeCase.of(
             query, tested.key, tested.value, reference.occupied,
             scale=scale_of(reference), per_head=reference.occupied.dim() == 3,
@@ -87,25 +86,25 @@ class Adapter:
         return bounds.decode_output(case), None
 
     def reorder(self, index: Tensor) -> None:
-        """Rows were reordered; called after both states were."""
+        """Called after both states were reordered."""
 
     def reset(self) -> None:
-        """Both states were reset."""
+        """Called after both states were reset."""
 
 
 def whole(prompt: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A prompt's tensors with `occupied`, all True where it was not given."""
+    """A prompt's tensors with `occupied`, all True if it was not given."""
     batch, _, tokens, _ = prompt["key"].shape
     return {"occupied": torch.ones(batch, tokens, dtype=torch.bool, device=prompt["key"].device), **prompt}
 
 
 def scale_of(state: Any) -> float | None:
-    """The factor on query . key that a state's config gives; None: the default."""
+    """The scale of query . key in a state's config; None: the default."""
     return getattr(state.config, "scale", None)
 
 
 class Lockstep:
-    """Two states driven together. `reference` is the reference module's state, on float64 copies of the inputs."""
+    """Drives two states together. `reference` is the reference module's state; it gets float64 copies of the inputs."""
 
     def __init__(self, tested: Any, reference: Any, adapter: Adapter) -> None:
         self.tested, self.reference, self.adapter = tested, reference, adapter
@@ -113,14 +112,14 @@ class Lockstep:
         adapter.attach(tested, reference)
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        """Give both the prompt [B, H, T, D], compare; returns the output under test."""
-        return self._give("prefill", "prompt", query, key, value, occupied)
+        """Feed both states the prompt [B, H, T, D] and compare them. Returns the output under test."""
+        return self._feed("prefill", "prompt", query, key, value, occupied)
 
     def append_block(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        """The same at any time, for states that take blocks."""
-        return self._give("append_block", "block", query, key, value, occupied)
+        """Like `prefill`, at any time, for states that have `append_block`."""
+        return self._feed("append_block", "block", query, key, value, occupied)
 
-    def _give(
+    def _feed(
         self, method: str, what: str, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None
     ) -> Tensor:
         tokens = {"query": query, "key": key, "value": value}
@@ -134,7 +133,7 @@ class Lockstep:
         return output
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Give both one token, compare; returns the output under test."""
+        """Feed both states one token and compare them. Returns the output under test."""
         when = f"at step {self.summary.steps}"
         more = checkers.extras(self.tested, query, key, value)
         output = self.tested.step(query, key, value, **more)
@@ -143,7 +142,7 @@ class Lockstep:
         self.summary.add(
             self.adapter.before_slots(self.tested, self.reference, {"query": query, "key": key, "value": value})
         )
-        # Slots first: where a token went astray, that is what to say, not what it did to the output.
+        # Compare slots first: a misplaced token also changes the output, and the slot is the cause.
         self.compare(when, choice=False)
         bound, verdict = self.adapter.after_step(self.tested, self.reference, query)
         assert_within(output, truth, bound, what=f"output {when}")
@@ -153,7 +152,7 @@ class Lockstep:
         return output
 
     def compare(self, when: str, *, choice: bool = True) -> None:
-        """Everything that must be equal to the letter. choice=False leaves out what the adapter has yet to judge."""
+        """Compare everything that must be equal. choice=False skips what the adapter checks later."""
         tested, reference = self.tested, self.reference
         if tested.tokens_seen != reference.tokens_seen:
             fail(f"tokens_seen {when}: expected {reference.tokens_seen}, got {tested.tokens_seen}")
@@ -186,7 +185,7 @@ class Lockstep:
 
 
 def adopt_prompt(reference: Any, kept: Tensor, key: Tensor, value: Tensor) -> None:
-    """Fill the reference's slots anew: slot i of row b holds prompt token kept[b, i] [B, N], -1 holds nothing."""
+    """Refill the reference's slots: slot i of row b gets prompt token kept[b, i] [B, N]; -1: nothing."""
     count, slots = kept.shape[1], reference.occupied.shape[-1]
     reference.key[:, :, :count] = gathered(upcast(key), kept)
     reference.value[:, :, :count] = gathered(upcast(value), kept)
@@ -200,7 +199,7 @@ def adopt_prompt(reference: Any, kept: Tensor, key: Tensor, value: Tensor) -> No
 def pair(
     method: str, tested: ModuleType, reference: ModuleType | None = None, *, config: dict[str, Any], **sizes: Any
 ) -> Lockstep:
-    """A lockstep of a method's states. tested, reference: the method's modules on both sides (their *Config, *State).
+    """A lockstep of a method's states. tested, reference: the method's modules on both sides.
 
     config: keyword arguments of the method's *Config. sizes: batch, query_heads, key_value_heads, head_dim, dtype,
     device of the state under test.
@@ -218,7 +217,7 @@ def pair(
 
 
 def run(trace: StateTrace, tested: ModuleType, reference: ModuleType | None = None) -> Summary:
-    """Drive a drawn trace through both sides; `tested` is the method's module of the implementation under test."""
+    """Run a drawn trace on both sides. `tested` is the method's module of the implementation under test."""
     both = pair(trace.method, tested, reference, config=trace.options, **trace.sizes)
     prompt = trace.prompt_inputs
     if prompt is not None:

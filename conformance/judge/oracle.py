@@ -1,7 +1,7 @@
-"""The truth: the reference on the very low-precision inputs that the implementation got, upcast to float64.
+"""The truth: the reference run in float64 on the low-precision inputs of the implementation under test.
 
-`oracle` runs any reference function so. `attend` does the same with attention itself and keeps everything that the
-error bounds need: logits, sizes of the dot products behind them, normalisers, weights.
+`oracle` runs any reference function this way. `attend` does so for attention and keeps everything that the error bounds
+need: logits, the magnitudes of the dot products behind them, normalisers, weights.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ T = TypeVar("T")
 
 
 def upcast(value: Any) -> Any:
-    """A floating tensor in float64, exactly; anything else as it is."""
+    """Convert a floating tensor to float64, which is exact; return anything else unchanged."""
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def upcast_all(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments, upcast."""
+    """`upcast` every keyword argument."""
     return {name: upcast(value) for name, value in inputs.items()}
 
 
 def oracle(function: Callable[..., T], case: Any) -> T:
-    """`function` of the reference on case.inputs (a dict of keyword arguments), computed in float64."""
+    """Call a reference function in float64 with case.inputs, a dict of keyword arguments."""
     return function(**upcast_all(case.inputs))
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Exact attention of Q queries per head over S slots, in float64, with what it was computed from.
+    """Exact attention of Q queries per head over S slots in float64, with its inputs.
 
-    logit, dot [B, Hq, Q, S]: scale * q . k (-inf where a query does not see the slot), and |scale| * sum_d |q_d k_d|
+    logit, dot [B, Hq, Q, S]: scale * q . k (-inf where the slot is masked for the query), and |scale| * sum_d |q_d k_d|
     (0 there). value [B, Hkv, S, D], zero where unoccupied. dtype: that of the low-precision inputs.
     """
 
@@ -64,29 +64,29 @@ class Attention:
 
     @cached_property
     def seen(self) -> Tensor:
-        """Which slots a query attends to, [B, Hq, Q, S] bool."""
+        """The slots that a query attends to, [B, Hq, Q, S] bool."""
         return self.logit != -torch.inf
 
     @cached_property
     def count(self) -> Tensor:
-        """How many slots it attends to, [B, Hq, Q, 1] float64, at least 1."""
+        """The number of slots that a query attends to, [B, Hq, Q, 1] float64, at least 1."""
         return self.seen.sum(-1, keepdim=True).clamp_min(1).double()
 
     @cached_property
     def top(self) -> Tensor:
-        """The row maximum m, [B, Hq, Q, 1]; 0 for a query that sees nothing."""
+        """The row maximum m, [B, Hq, Q, 1]; 0 for a query that attends to nothing."""
         top = self.logit.amax(-1, keepdim=True)
         return top.masked_fill(top == -torch.inf, 0)
 
     @cached_property
     def lse(self) -> Tensor:
-        """log sum_j exp(s_j), [B, Hq, Q, 1]; 0 for a query that sees nothing."""
+        """log sum_j exp(s_j), [B, Hq, Q, 1]; 0 for a query that attends to nothing."""
         lse = self.logit.logsumexp(-1, keepdim=True)
         return lse.masked_fill(lse == -torch.inf, 0)
 
     @cached_property
     def weight(self) -> Tensor:
-        """a_j, [B, Hq, Q, S]; 0 where unseen."""
+        """a_j, [B, Hq, Q, S]; 0 where masked."""
         return eager.softmax(self.logit)
 
     @cached_property
@@ -106,7 +106,7 @@ def attend(
     """Exact attention of low-precision inputs: query [B, Hq, Q, D], or [B, Hq, D] for Q = 1.
 
     key, value [B, Hkv, S, D]; occupied [B, S] or [B, Hkv, S] bool. causal: the queries belong to the last Q of the S
-    tokens and see no later ones; queries at unoccupied positions (padding) then see nothing.
+    tokens and attend to no later ones; queries at unoccupied positions (padding) attend to nothing.
     """
     factor = resolve_scale(scale, query.shape[-1])
     block = query if query.dim() == 4 else query[:, :, None]

@@ -1,7 +1,7 @@
-"""A paged cache told as a list of tokens: what a sequence holds, and what any table that holds it must look like.
+"""A model of the paged cache: a list of tokens, and the conditions that the cache's tables must meet.
 
-A `Sequence` knows nothing of slots: its tokens have positions, a thought type, a segment, and the numbers that are left
-of them once the tokens that waited together are quantized. `check` holds a table against it.
+A `Sequence` has no slots. Its tokens have a position, a thought type, a segment, and their key and value, which are
+quantized together with the other tokens of the buffer. `check` compares a cache's tables with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...reference.thinkv.contract import ThinKVConfig, Thought
 
 @dataclass(eq=False)
 class Listed:
-    """A token: key and value [Hkv, D] float32, exactly as attention is to see them. thought None: it waits."""
+    """A token: key and value [Hkv, D] float32, as attention uses them. thought None: the token is in the buffer."""
 
     position: int
     key: Tensor
@@ -31,7 +31,7 @@ class Listed:
 
 @dataclass
 class Sequence:
-    """The live tokens of one row. most: of each thought type the most quantized ones that there ever were."""
+    """The live tokens of one row. most: the peak number of quantized tokens of each thought type."""
 
     config: ThinKVConfig
     tokens: list[Listed] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Sequence:
         self.tokens.append(Listed(position, key.float(), value.float()))
 
     def flush(self, thought: int, segment: int) -> None:
-        """All that wait are quantized together: keys by channel, values by token."""
+        """Quantize the buffer: keys by channel, values by token."""
         waiting, fmt = self.waiting, self.config.format_of(thought)
         if not waiting:
             return
@@ -62,7 +62,7 @@ class Sequence:
         self.most[thought] = max(self.most[thought], self.live(thought))
 
     def evict(self, positions: set[int]) -> None:
-        """Of the quantized ones."""
+        """Evict quantized tokens by position."""
         self.tokens = [token for token in self.tokens if token.thought is None or token.position not in positions]
 
     def live(self, thought: int) -> int:
@@ -73,7 +73,7 @@ class Sequence:
         return Sequence(self.config, tokens, self.most.copy())
 
     def in_order(self) -> tuple[list[int], Tensor, Tensor]:
-        """Positions, keys and values [Hkv, n, D], the oldest first; there is at least one."""
+        """Positions, keys and values [Hkv, n, D], the oldest first. There must be at least one token."""
         tokens = sorted(self.tokens, key=lambda token: token.position)
         return (
             [token.position for token in tokens], torch.stack([token.key for token in tokens], 1),
@@ -81,44 +81,44 @@ class Sequence:
         )
 
     def check(self, cache: Any, row: int) -> None:
-        """The tables of a row hold these tokens, each once, and nothing else; and are no larger than they may be."""
+        """Assert that a row's tables hold exactly these tokens, once each, and use no more blocks than allowed."""
         config, size = self.config, self.config.block
         names = ("positions", "occupied", "segments", "thoughts", "groups", "evicted", "block_thoughts", "physical")
         table = {name: getattr(cache, name)[row].tolist() for name in names}
         buffer = config.blocks * size
-        held = {p: slot for slot, p in enumerate(table["positions"]) if p >= 0}
+        slot_of = {p: slot for slot, p in enumerate(table["positions"]) if p >= 0}
         assert sorted(p for p in table["positions"] if p >= 0) == sorted(token.position for token in self.tokens), (
-            "a live token was lost or doubled"
+            "a live token is missing or stored twice"
         )
         assert table["occupied"] == [p >= 0 for p in table["positions"]]
         for token in self.quantized:
-            slot = held[token.position]
-            assert slot < buffer, "a quantized token lies in the buffer"
+            slot = slot_of[token.position]
+            assert slot < buffer, "a quantized token is in the buffer"
             assert (table["thoughts"][slot], table["segments"][slot]) == (token.thought, token.segment)
             assert table["block_thoughts"][slot // size] == token.thought, "one type per block"
             assert table["groups"][slot] >= 0
             assert not table["evicted"][slot], "a live token is marked as evicted"
-        assert [held[token.position] - buffer for token in self.waiting] == list(range(len(self.waiting)))
+        assert [slot_of[token.position] - buffer for token in self.waiting] == list(range(len(self.waiting)))
         assert int(cache.buffered[row]) == len(self.waiting)
         free = [slot for slot, p in enumerate(table["positions"]) if p < 0]
         assert all(table[name][slot] == -1 for name in ("segments", "thoughts", "groups") for slot in free)
 
         used = [entry for entry, thought in enumerate(table["block_thoughts"]) if thought >= 0]
-        filled = Counter(held[token.position] // size for token in self.quantized)
-        assert sorted(filled) == used, "a block without tokens is held, or one with tokens is free"
+        filled = Counter(slot_of[token.position] // size for token in self.quantized)
+        assert sorted(filled) == used, "a block without tokens is in use, or one with tokens is free"
         assert [entry for entry, block in enumerate(table["physical"]) if block >= 0] == used
         pools = Counter((config.format_of(table["block_thoughts"][e]), table["physical"][e]) for e in used)
         assert all(count == 1 for count in pools.values()), "a physical block is used twice"
         marked = {slot // size for slot, gone in enumerate(table["evicted"]) if gone}
-        assert marked <= set(used), "a mark in a free block"
-        assert len({table["groups"][held[token.position]] for token in self.quantized}) <= len(self.quantized)
+        assert marked <= set(used), "a slot of a free block is marked as evicted"
+        assert len({table["groups"][slot_of[token.position]] for token in self.quantized}) <= len(self.quantized)
         for thought in Thought:
             blocks = sum(table["block_thoughts"][entry] == thought for entry in used)
             assert blocks * size < self.most[thought] + 2 * size, f"type {thought}: more than its peak and 2 blocks"
             assert blocks <= ceil(self.most[thought] / size), f"type {thought}: more blocks than its peak fills"
 
     def blocks_after(self, cache: Any, row: int, thought: int) -> int:
-        """How many blocks a row has after a flush of what waits: free slots of that type's blocks are used first."""
+        """The number of blocks of a row after a flush of the buffer, which first fills free slots of its type."""
         thoughts = cache.block_thoughts[row]
         holes = int((thoughts == thought).sum()) * self.config.block - self.live(thought)
         opened = ceil(max(0, len(self.waiting) - holes) / self.config.block)

@@ -1,49 +1,27 @@
-"""A failing case is kept as a safetensors file; ``kvtwin replay FILE`` judges it again.
+"""Judge a saved case again: ``kvtwin replay FILE``.
 
-Files go to the folder that KVTWIN_FAILURES names, default `kvtwin-failures` in the current one, one per test: while
-Hypothesis shrinks, each failing example overwrites the last, and it ends with the smallest.
+A failing test saves its case (cases/failures.py) and prints this command.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import checkers, lockstep
 from ..cases import case as cases
 from ..discovery import OPTIMIZED
 
-FOLDER = "KVTWIN_FAILURES"
-
-
-def save_latest() -> str | None:
-    """Save the case that the running test used last; the command that replays it, None where there is none.
-
-    Outside of a test nothing is saved: a script has its case at hand.
-    """
-    case, test = cases.latest(), cases.running_test()
-    if case is None or test is None:
-        return None
-    name = re.sub(r"[^\w.=-]+", "_", test.rsplit("/", 1)[-1])
-    folder = Path(os.environ.get(FOLDER, "kvtwin-failures"))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return case.save(folder / f"{name[:150]}.safetensors")
-    except OSError as error:  # a read-only folder must not hide the failure itself
-        return f"(not saved: {error})"
-
 
 def judged(case: cases.Case, side: Any) -> Iterator[str]:
-    """Judge a case with everything that applies to it; yields what was found right. Raises AssertionError.
+    """Judge a case with every check that applies to it. Yields a line per passed check; raises AssertionError.
 
     side: the implementation under test, like `twins.optimized`.
     """
-    from . import checkers, lockstep
-
     if isinstance(case, cases.StateTrace):
         summary = lockstep.run(case, checkers.module(side, checkers.pair(case.method)))
         yield f"lockstep of {case.method}: right, {summary}"

@@ -1,6 +1,6 @@
-"""Exact ties: tokens that score the same in any arithmetic, because nothing that their scores are made of differs.
+"""Exact ties: tokens that score the same in any arithmetic, because the inputs of their scores are equal.
 
-Two float64 results that happen to be equal are no tie: another arithmetic may separate them.
+Two float64 scores that happen to be equal are not a tie: other arithmetic may separate them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from torch.nn import functional
 
 
 def tie_classes(key: Tensor, value: Tensor, occupied: Tensor, *, per_head: bool = False) -> Tensor:
-    """Which slots hold tokens that must score the same: [B, S] (or [B, Hkv, S]) int64, the lowest slot of each class.
+    """Classes of tokens that score the same: [B, S] (or [B, Hkv, S]) int64, the lowest slot of each class.
 
-    Bitwise equal key and value, in every KV head that shares the decision; or a value of zeros, which scores 0
-    whatever its key. Unoccupied slots are classes of their own.
+    Tokens tie if key and value are bitwise equal in every KV head that shares the decision, or if their values are
+    zero, which gives a score of 0 for any key. Every unoccupied slot is its own class.
     """
     batch, heads, slots, _ = key.shape
     zero = (value == 0).all(-1)                                                           # [B, Hkv, S]
@@ -35,7 +35,7 @@ def _classes(bits: Tensor, zero: Tensor, holds: Tensor) -> Tensor:
     """One row: bits [S, n], zero and holds [S] -> the lowest equal slot [S]."""
     slots = bits.shape[0]
     index = torch.arange(slots, device=bits.device)
-    # A hash brings equal rows together; that they are equal is then checked bit by bit.
+    # Rows with equal hashes are then compared bit by bit.
     factor = torch.arange(1, bits.shape[1] + 1, device=bits.device) * 0x9E3779B97F4A7C1 | 1
     factor = factor * (factor >> 29 ^ factor)
     found = (bits * factor).sum(-1)
@@ -53,10 +53,10 @@ def _lowest_equal(values: Tensor, index: Tensor) -> Tensor:
 def window_ties(
     key: Tensor, occupied: Tensor, window: int, kernel_size: int, *, shared_heads: bool
 ) -> Tensor:
-    """Prefix tokens that must score the same, as `tie_classes`: [B, T] or [B, Hkv, T].
+    """Classes of prefix tokens that score the same, as `tie_classes`: [B, T] or [B, Hkv, T].
 
-    A pooled score depends on the keys in reach of the pool (not on values): two tokens tie if their neighbourhoods are
-    bitwise equal, in every head if heads share the score. Beyond the prefix and at unoccupied tokens the pool adds 0.
+    A pooled score depends on the keys within reach of the pool, not on values. Two tokens tie if these keys are bitwise
+    equal, in every head if heads share the score. Outside the prefix and at unoccupied tokens the pool adds 0.
     """
     batch, heads, tokens, _ = key.shape
     shape = (batch, heads, tokens)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvtwin.conformance.harness import tally
+from kvtwin.conformance.judge import stats
 from kvtwin.conformance.judge.bounds import arithmetic, output_error
 from kvtwin.conformance.judge.claim_math import (
     algorithm_one, attention, caches, lowest, many, norm1, one_head, softmax, vector,
@@ -149,7 +149,7 @@ def test_twins_choose_right_up_to_logits_of_ten_thousand(longflow, device, eight
     case = one_head([eighth / 8 for eighth in eighths], VALUES[: len(eighths)], device)
     result = longflow.decode_attention(**case)
     right = right_victims(case)
-    tally.decisions(1, len(right) == 1)
+    stats.decisions(1, len(right) == 1)
     assert result.slot.item() in right
     assert result.output.isfinite().all() and output_is_right(result.output, case)
 

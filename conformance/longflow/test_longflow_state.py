@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     RuleBasedStateMachine, initialize, invariant, precondition, rule,
 )
 
-from kvtwin.conformance.harness import draws
+from kvtwin.conformance.cases import draws
 from kvtwin.reference.longflow import LongFlowConfig
 
 pytestmark = pytest.mark.kind("equivalence")

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.harness import draws, tally
+from kvtwin.conformance.cases import draws
+from kvtwin.conformance.judge import stats
 from kvtwin.conformance.cases import key_cases, strategies, thought_cases
 from kvtwin.conformance.cases.key_cases import UNDECIDED
 
@@ -26,13 +27,13 @@ def drawing(decide):
     @given(number=st.integers(0, 2**62))
     def test(number):
         seen.append((draws.plain_only(), number))
-        tally.decisions(*decide(draws.plain_only()))
+        stats.decisions(*decide(draws.plain_only()))
 
     return test, seen
 
 
-def counted(test) -> tally.Tally:
-    with tally.opened() as found:
+def counted(test) -> stats.Stats:
+    with stats.collect() as found:
         draws.until_decided(test, "name")
     return found
 
@@ -78,7 +79,7 @@ def test_a_test_that_asks_for_no_decision_or_draws_nothing_is_called_once():
 
     def without_draws():
         calls.append("plain")
-        tally.decisions(10, 0)
+        stats.decisions(10, 0)
 
     counted(without_a_comparator)
     assert counted(without_draws).vacuous, "a fault of its author: nothing else can be drawn"
@@ -93,7 +94,7 @@ def test_an_implementation_that_refuses_plain_cases_ends_the_rounds():
         import hypothesis
 
         hypothesis.assume(not draws.plain_only())
-        tally.decisions(10, 1)
+        stats.decisions(10, 1)
 
     assert counted(test).vacuous
 
@@ -116,13 +117,13 @@ def test_a_state_machine_runs_again_and_longer():
         @rule(number=st.integers(0, 2**62))
         def decide(self, number):
             runs[-1] += 1
-            tally.decisions(1, draws.plain_only())
+            stats.decisions(1, draws.plain_only())
 
     def test():
         draws.run_machine(Machine, settings=settings(SETTINGS, stateful_step_count=4))
 
-    assert draws.draws(test)
-    assert counted(test).plain_decisive >= tally.LEAST_PLAIN_DECISIONS
+    assert draws.is_drawn(test)
+    assert counted(test).plain_decisive >= stats.LEAST_PLAIN_DECISIONS
     assert max(runs) > 4
 
 
@@ -130,12 +131,12 @@ def test_too_few_decisions_of_our_own_are_vacuous_and_of_others_not_provided(pyt
     pytester.makepyfile(
         """
         from hypothesis import given, settings, strategies
-        from kvtwin.conformance.harness import tally
+        from kvtwin.conformance.judge import stats
 
         @settings(max_examples=3)
         @given(strategies.integers())
         def test_undecided(twins, number):
-            tally.decisions(10, 4)
+            stats.decisions(10, 4)
         """
     )
     pytester.mkpydir("theirs")
@@ -167,7 +168,7 @@ def collected(strategy):
 
 def plain(strategy):
     """A hundred plain cases."""
-    with tally.plain_round():
+    with stats.plain_round():
         return collected(strategy)
 
 

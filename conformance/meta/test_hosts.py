@@ -59,7 +59,7 @@ def test_a_host_is_red_where_a_test_fails_or_none_runs(tmp_path, monkeypatch, co
 def test_an_unknown_host_is_wrong_usage(capsys):
     with pytest.raises(SystemExit, match="2"):
         hosts.main(["--only", "blas-Pentium"])
-    assert "there is no host 'blas-Pentium'; there are blas-Prescott" in capsys.readouterr().err
+    assert "unknown host 'blas-Pentium'; expected one of blas-Prescott" in capsys.readouterr().err
 
 
 def test_the_list_runs_nothing():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance.judge import bounds
-from kvtwin.conformance.harness import tally
+from kvtwin.conformance.judge import stats
 from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.cases.case import DecodeCase, WindowCase
 from kvtwin.conformance.judge.compare import (
@@ -46,7 +46,7 @@ BOUND = torch.tensor([0.5, 0.25, 0.0, 0.0, 0.0], dtype=torch.float64)
 
 
 def test_numbers_within_their_bounds_pass_and_report_how_much_of_them_they_used():
-    with tally.opened() as seen:
+    with stats.collect() as seen:
         used = assert_within(torch.tensor([1.25, -2.0, 0.0, torch.inf, -torch.inf]), TRUTH, BOUND)
         assert_within(TRUTH.float(), TRUTH, BOUND)
     assert used == 0.5 and seen.bound_utilisation == 0.5
@@ -55,9 +55,11 @@ def test_numbers_within_their_bounds_pass_and_report_how_much_of_them_they_used(
 
 
 @pytest.mark.parametrize(("at", "wrong", "says"), [
-    (0, 2.0, r"error 1, bound 0\.5: 2 times"), (1, -1.0, r"at \(1,\)"), (2, 1e-300, "bound 0"), (0, torch.nan, "nan"),
-    (2, torch.nan, "nan"), (3, torch.nan, "nan"), (3, 3e38, "truth inf"), (3, -torch.inf, "-inf"),
-    (4, torch.inf, "inf"), (0, torch.inf, "actual inf"),
+    (0, 2.0, r"error 1, bound 0\.5: 2 times the bound"), (1, -1.0, r"at \(1,\)"), (2, 1e-300, "bound 0"),
+    (0, torch.nan, "got nan"),
+    (2, torch.nan, r"expected 0\.0, got nan"), (3, torch.nan, "nan"), (3, 3e38, "expected inf, got 3"),
+    (3, -torch.inf, "-inf"),
+    (4, torch.inf, "inf"), (0, torch.inf, "got inf"),
 ])
 def test_numbers_beyond_their_bounds_fail(at, wrong, says):
     actual = TRUTH.clone()
@@ -128,7 +130,7 @@ def test_a_tie_is_adjudicated_exactly_when_the_intervals_touch(error, overlaps):
         with pytest.raises(Mismatch):
             choose(0, scores, truth=1)
         return
-    with tally.opened() as seen:
+    with stats.collect() as seen:
         verdict = choose(0, scores, truth=1)
     assert verdict.adjudicated.item() and not verdict.decisive.item()
     assert (seen.total, seen.decisive, seen.ties) == (1, 0, 1)
@@ -193,7 +195,7 @@ def test_an_oracle_that_is_wrong_by_its_own_intervals_is_the_judges_error():
 def test_scores_of_minus_infinity_are_equal_not_ordered():
     """Zero values, and norms that may have been flushed to zero."""
     scores = Interval(torch.tensor([-torch.inf, 0.0, -torch.inf]), torch.tensor([-80.0, 0.0, -torch.inf]))
-    with tally.opened():  # not decisive, which is right here
+    with stats.collect():  # not decisive, which is right here
         assert choose(0, scores, truth=2).adjudicated.item()
     with pytest.raises(Mismatch):
         choose(1, scores, truth=2)
@@ -247,18 +249,18 @@ SCORES = [5.0, 1.0, 3.0, 1.5, 9.0]  # the last token is the window
 
 
 def test_the_best_of_the_prefix_stay_with_the_window():
-    with tally.opened() as seen:
+    with stats.collect() as seen:
         verdict = keep([0, 2, 4], around(SCORES, 0.25))
     # Four tokens of the prefix were decided by score, the window was not.
     assert (seen.total, seen.decisive) == (4, 4) and verdict.decisive.item()
     with pytest.raises(Mismatch, match=r"token 2 is evicted with a score in \[2.75, 3.25\], but token 3 is kept"):
         keep([0, 3, 4], around(SCORES, 0.25), truth=[0, 2, 4])
-    with pytest.raises(Mismatch, match="tokens of the window.*evicted, though there is room"):
+    with pytest.raises(Mismatch, match="tokens of the window.*evicted, although the budget has room"):
         keep([0, 2, 3], around(SCORES, 0.25), truth=[0, 2, 4])
 
 
 def test_kept_tokens_near_the_cut_are_adjudicated_and_those_far_from_it_decisive():
-    with tally.opened() as seen:
+    with stats.collect() as seen:
         verdict = keep([0, 3, 4], around(SCORES, 1.0), truth=[0, 2, 4])
     assert verdict.adjudicated.item() and (seen.total, seen.decisive, seen.ties) == (4, 1, 1)
 
@@ -289,27 +291,27 @@ def test_protected_tokens_stay_before_the_window_and_the_window_before_the_prefi
     shield = [False, True, False, False, False]
     assert not keep([1, 4], exact(SCORES), protected=shield).scored.item()
     for wrong in ([0, 4], [0, 1]):
-        with pytest.raises(Mismatch, match="evicted, though there is room"):
+        with pytest.raises(Mismatch, match="evicted, although the budget has room"):
             keep(wrong, exact(SCORES), protected=shield, truth=[1, 4])
     # More protected tokens than places: by score again.
     both = [True, True, False, False, False]
     keep([0], exact(SCORES), protected=both)
     with pytest.raises(Mismatch, match="token 0 is evicted"):
         keep([1], exact(SCORES), protected=both, truth=[0])
-    with pytest.raises(Mismatch, match="kept before those that go first|evicted, though there is room"):
+    with pytest.raises(Mismatch, match="kept before tokens of higher priority|evicted, although the budget has room"):
         keep([4], exact(SCORES), protected=both, truth=[0])
 
 
 def test_of_the_window_the_newest_stay():
     keep([3, 4], exact(SCORES), window=3)
     for wrong in ([2, 4], [0, 4]):
-        with pytest.raises(Mismatch, match="the newest must stay"):
+        with pytest.raises(Mismatch, match="the newest must be kept"):
             keep(wrong, exact(SCORES), window=3, truth=[3, 4])
 
 
 def test_of_equal_tokens_the_lower_indices_are_evicted():
     scores, tie = around([1.0, 1.0, 1.0, 9.0, 9.0], 0.1), [0, 0, 0, 3, 4]
-    with tally.opened() as seen:
+    with stats.collect() as seen:
         keep([2, 3, 4], scores, tie=tie)
     assert (seen.total, seen.decisive) == (4, 4)
     for wrong in ([0, 3, 4], [1, 3, 4]):
@@ -359,7 +361,7 @@ def computed(case: DecodeCase, machine: Machine | None = None) -> DecodeResult:
 def test_a_right_step_passes_and_each_field_can_fail(per_head):
     case = DecodeCase(batch=3, key_value_heads=2, group=2, slots=20, protect="newest", per_head=per_head, seed=5)
     right = computed(case)
-    with tally.opened() as seen:
+    with stats.collect() as seen:
         verdict = assert_decode_right(right, case)
     assert bool(verdict.decisive.all()) and seen.decisive == seen.total == verdict.scored.numel()
     truth = oracle(decode_attention, case)

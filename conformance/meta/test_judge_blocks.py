@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from kvtwin.conformance.judge import checkers, lockstep
-from kvtwin.conformance.harness import tally
+from kvtwin.conformance.judge import stats
 from kvtwin.conformance.cases.block_cases import sized
 from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.cases.case import StateTrace
 from kvtwin.conformance.judge.compare import JudgeError, Mismatch
-from kvtwin.conformance.judge.compare_stays import assert_stays_right
+from kvtwin.conformance.judge.compare_by_age import assert_kept_by_age_right
 from kvtwin.reference.baselines import h2o, random, snapkv, streaming_llm, tova, vatp
 
 MODULES = {module.__name__.rpartition(".")[2]: module for module in (h2o, random, snapkv, streaming_llm, tova, vatp)}
@@ -48,7 +48,7 @@ def faulty(method: str, state: type) -> SimpleNamespace:
 def test_a_right_state_passes(name, options):
     if name != "streaming_llm" and "sinks" in options.get("config", {}):
         options = {"config": {"budget": 1}}
-    with tally.opened() as seen:
+    with stats.collect() as seen:
         summary = lockstep.run(trace(name, **options), MODULES[name])
     assert 0 < seen.bound_utilisation <= 1
     if options.get("config", {}).get("budget") != 1:
@@ -168,16 +168,16 @@ class LowPrecision(h2o.H2OState):
 
 
 @pytest.mark.parametrize(("state", "says"), [
-    (SumsStayBehind, "score (in the piece|at token)"), (ForgetsSums, "score (in the piece|at token)|is evicted"),
-    (SumsOverHeads, "score in the piece"), (SumsPadding, "score in the piece|is evicted"),
+    (SumsStayBehind, "score (in the chunk|at token)"), (ForgetsSums, "score (in the chunk|at token)|is evicted"),
+    (SumsOverHeads, "score in the chunk"), (SumsPadding, "score in the chunk|is evicted"),
     (ProtectsNothing, "protected slots .* are evicted"), (ProtectsOneTooMany, "is evicted with a score"),
     (KeepsTheWorst, "is evicted with a score"), (EvictsFirst, "is evicted with a score"),
-    (EvictsEarly, "must stay, got 5"), (KeepsTwice, "holds a token twice"), (MovesInAnotherOrder, "positions in the"),
+    (EvictsEarly, "to be kept, got 5"), (KeepsTwice, "holds a token twice"), (MovesInAnotherOrder, "positions in the"),
     (LeavesTheBlock, "against positions"), (SeesTheFuture, "output|score|is evicted"),
-    (ForgetsTheBlock, "prefill's output"), (LowPrecision, "score in the piece"),
+    (ForgetsTheBlock, "prefill's output"), (LowPrecision, "score in the chunk"),
 ], ids=lambda value: getattr(value, "__name__", ""))
 def test_a_faulty_state_is_noticed(state, says):
-    with pytest.raises(Mismatch, match=f"(?s){says}"), tally.opened():
+    with pytest.raises(Mismatch, match=f"(?s){says}"), stats.collect():
         lockstep.run(trace("h2o", padding="random"), faulty("h2o", state))
 
 
@@ -268,7 +268,7 @@ class AnotherSeed(random.RandomState):
 ], ids=lambda value: getattr(value, "__name__", ""))
 def test_a_faulty_method_is_noticed(name, state, options):
     made = trace(name, **options)
-    with pytest.raises(Mismatch), tally.opened():
+    with pytest.raises(Mismatch), stats.collect():
         lockstep.run(sized(made) if name == "vatp" else made, faulty(name, state))
 
 
@@ -290,7 +290,7 @@ def near_tie_trace(method: str, tokens: int, **config) -> StateTrace:
 
 
 def test_a_legal_tie_is_adopted_and_the_rest_of_the_trace_stays_comparable():
-    with tally.opened() as seen:
+    with stats.collect() as seen:
         summary = lockstep.run(near_tie_trace("tova", 20), faulty("tova", PicksTheLast))
     assert summary.adjudicated > 3 and seen.ties == summary.adjudicated and summary.steps == 20
 
@@ -332,43 +332,45 @@ MASK = torch.tensor([[True] * 5 + [False]])
 AGE = torch.tensor([[7, 2, 9, 4, 5, -1]])
 
 
-def stays(*slots: int) -> torch.Tensor:
+def keep_mask(*slots: int) -> torch.Tensor:
     return torch.zeros(1, 6, dtype=torch.bool).index_fill(1, torch.tensor(slots, dtype=torch.int64), True)
 
 
-def judged(held, *, scores=(1.0, 2.0, 3.0, 4.0, 5.0, 0.0), protected=(), room=3, tie=None, error=0.0, truth=None):
+def judged(held, *, scores=(1.0, 2.0, 3.0, 4.0, 5.0, 0.0), protected=(), budget=3, tie=None, error=0.0, truth=None):
     score = torch.tensor([scores], dtype=torch.float64)
-    return assert_stays_right(
+    return assert_kept_by_age_right(
         held, truth if truth is not None else held, Interval(score - error, score + error), occupied=MASK,
-        protected=stays(*protected), age=AGE, room=room, tie=tie,
+        protected=keep_mask(*protected), age=AGE, budget=budget, tie=tie,
     )
 
 
-def test_stays_by_score_then_protection_then_age():
-    assert bool(judged(stays(2, 3, 4)).decisive.all())
-    assert not bool(judged(stays(0, 1, 2, 3, 4), room=5).scored.any()), "room for all"
-    judged(stays(0, 3, 4), protected=(0,))
-    # Three protected tokens, ages 7, 2 and 9, and room for two: the newest stay, whatever their scores.
-    judged(stays(0, 2), protected=(0, 1, 2), room=2)
+def test_evicts_by_score_then_protected_by_age():
+    assert bool(judged(keep_mask(2, 3, 4)).decisive.all())
+    assert not bool(judged(keep_mask(0, 1, 2, 3, 4), budget=5).scored.any()), "no row is over budget"
+    judged(keep_mask(0, 3, 4), protected=(0,))
+    # Three protected tokens, ages 7, 2 and 9, and a budget of two: the newest are kept, whatever their scores.
+    judged(keep_mask(0, 2), protected=(0, 1, 2), budget=2)
 
 
 @pytest.mark.parametrize(("held", "options", "says"), [
-    (stays(1, 3, 4), {}, "token 2 is evicted with a score"), (stays(3, 4), {}, "3 of 5 tokens must stay, got 2"),
-    (stays(1, 2, 3, 4), {"room": 5}, "though there is room"), (stays(2, 3, 4), {"protected": (0,)}, "protected slots"),
-    (stays(1, 2), {"protected": (0, 1, 2), "room": 2}, r"newest protected .* \[0, 2\], got \[1, 2\]"),
-    (stays(0, 2, 4), {"scores": (1.0, 1.0, 1.0, 1.0, 5.0, 0.0), "tie": torch.tensor([[0, 0, 0, 0, 4, 5]])},
-     "the lower index must go first"),
+    (keep_mask(1, 3, 4), {}, "token 2 is evicted with a score"),
+    (keep_mask(3, 4), {}, "expected 3 of 5 tokens to be kept, got 2"),
+    (keep_mask(1, 2, 3, 4), {"budget": 5}, "although the budget has room"),
+    (keep_mask(2, 3, 4), {"protected": (0,)}, "protected slots"),
+    (keep_mask(1, 2), {"protected": (0, 1, 2), "budget": 2}, r"newest protected .* \[0, 2\], got \[1, 2\]"),
+    (keep_mask(0, 2, 4), {"scores": (1.0, 1.0, 1.0, 1.0, 5.0, 0.0), "tie": torch.tensor([[0, 0, 0, 0, 4, 5]])},
+     "the lower index must be evicted first"),
 ])
-def test_stays_that_are_wrong(held, options, says, monkeypatch):
+def test_wrong_keep_masks_are_found(held, options, says, monkeypatch):
     with pytest.raises(Mismatch, match=says):
         judged(held, **options)
 
 
-def test_stays_within_the_bounds_are_adjudicated():
-    verdict = judged(stays(1, 3, 4), truth=stays(2, 3, 4), error=0.5)
+def test_keep_masks_within_the_bounds_are_adjudicated():
+    verdict = judged(keep_mask(1, 3, 4), truth=keep_mask(2, 3, 4), error=0.5)
     assert bool(verdict.adjudicated.all()) and not bool(verdict.decisive.any())
 
 
 def test_an_oracle_that_is_wrong_by_its_own_bounds_is_an_error_of_the_judge():
     with pytest.raises(JudgeError, match="contradicts itself"):
-        judged(stays(2, 3, 4), truth=stays(0, 1, 2))
+        judged(keep_mask(2, 3, 4), truth=keep_mask(0, 1, 2))

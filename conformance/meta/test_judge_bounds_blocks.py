@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvtwin.conformance.cases import contents
 from kvtwin.conformance.judge import checkers, lockstep
-from kvtwin.conformance.harness import tally
+from kvtwin.conformance.judge import stats
 from kvtwin.conformance.cases.block_cases import AttendCase, sized
 from kvtwin.conformance.judge.bounds import arithmetic
 from kvtwin.conformance.cases.case import StateTrace
@@ -61,13 +61,13 @@ def received(machine: Machine, weight: Tensor, heads: int) -> Tensor:
 def used_by(machine: Machine, case: AttendCase) -> dict[str, float]:
     """Largest error over bound of what keys receive from a block, and of the newest query's weights."""
     attention, allowed = case.attention, arithmetic(case.dtype)
-    query = case.query.masked_fill(~case.real.repeat_interleave(case.group, 1)[..., None], 0)
+    query = case.query.masked_fill(~case.valid.repeat_interleave(case.group, 1)[..., None], 0)
     weight, log_weight = weights(machine, query, zero_unoccupied(case.key, case.occupied), attention.seen, case.factor)
     found = {"received": assert_within(
         received(machine, weight, case.key_value_heads), blocks.received(attention),
         blocks.received_error(attention, allowed), what="received",
     )}
-    newest = tova_judge.newest(attention, case.real)
+    newest = tova_judge.newest(attention, case.valid)
     last = (attention.logit == newest.logit).all(-1).to(torch.int8).argmax(2)[..., None, None]
     one, log = (x.gather(2, last.expand(-1, -1, 1, x.shape[-1])) for x in (weight, log_weight))
     total = machine.log2_of_sum(log[:, :, 0].unflatten(1, (case.key_value_heads, -1)))
@@ -135,7 +135,7 @@ def test_no_correct_arithmetic_exceeds_the_bounds_of_sums_over_many_blocks(dtype
         )
         state = emulated(machine, checkers.pair(name).state)
         tested = type("Tested", (), {state.__mro__[1].__name__: state})
-        with tally.opened():
+        with stats.collect():
             lockstep.run(trace, tested, module)
             if name == "vatp" and content == "ordinary":
                 lockstep.run(sized(trace), tested, module)
@@ -149,7 +149,7 @@ def test_errors_of_sums_are_noticed_once_they_exceed_their_bound():
 
     trace = StateTrace(method="h2o", group=2, prompt=10, steps=3, config=(("budget", 6), ("block_size", 4)))
     tested = type("Tested", (), {"H2OState": emulated(Sloppy(), h2o.H2OState)})
-    with pytest.raises(Mismatch, match="score"), tally.opened():
+    with pytest.raises(Mismatch, match="score"), stats.collect():
         lockstep.run(trace, tested, h2o)
 
 
@@ -171,7 +171,7 @@ def test_tova_newest_is_the_last_real_query():
     occupied[1, -1] = False
     occupied[2, -3:] = False
     case._adopt({**case.tensors, "occupied": occupied})
-    newest = tova_judge.newest(case.attention, case.real)
+    newest = tova_judge.newest(case.attention, case.valid)
     for row, query in ((0, 2), (1, 1)):
         assert torch.equal(newest.logit[row, :, 0], case.attention.logit[row, :, query])
     assert not bool(newest.seen[2].any())

@@ -208,7 +208,7 @@ def test_the_wrong_one_of_equal_keys_is_caught(factor):
     key[:, :, 5, 2] *= -1 if factor == 0 else 1  # -0 is 0
     case = KeyCase.of(key, budget=3)
     assert evicted(case)["kept"].tolist() == [[[4, 5, 6]]]
-    with pytest.raises(Mismatch, match="the lower index must go first"):
+    with pytest.raises(Mismatch, match="the lower index must be evicted first"):
         judge.assert_evict_right(given_back(case, torch.tensor([[[3, 5, 6]]])), case)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance.judge import checkers, lockstep
-from kvtwin.conformance.harness import tally
+from kvtwin.conformance.judge import stats
 from kvtwin.conformance.cases.case import KINDS, Case, StateTrace
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.judge.oracle import upcast
@@ -53,7 +53,7 @@ class Faulty:
 @pytest.mark.parametrize("name", TRACES)
 def test_a_right_state_passes(name):
     trace = TRACES[name]
-    with tally.opened() as seen:
+    with stats.collect() as seen:
         summary = lockstep.run(trace, longflow)
     assert summary.steps == trace.steps and seen.total >= seen.decisive >= summary.decisive
     if name != "budget 1":
@@ -161,13 +161,13 @@ class Unsure(LongFlowState):
 
 @pytest.mark.parametrize(("state", "says"), [
     (StaleSlot, "value at step 6"), (WrongPositions, "positions at step 6"), (EvictsNewest, "which is protected"),
-    (ProtectsNothing, "score of the last step.*truth inf"), (WrongVictim, "scores less"),
+    (ProtectsNothing, "score of the last step.*expected inf"), (WrongVictim, "scores less"),
     (NeverFills, "the lowest free slot"), (ForgetsACounter, "tokens_seen at step 8"),
     (SpoiltOutput, "output at step"), (SpoiltScore, "score of the last step"), (GhostSlots, "occupied at step 0"),
     (Unsure, "dtype"),
 ], ids=lambda value: getattr(value, "__name__", ""))
 def test_a_faulty_step_is_noticed(state, says):
-    with pytest.raises(Mismatch, match="(?s)" + says), tally.opened():
+    with pytest.raises(Mismatch, match="(?s)" + says), stats.collect():
         lockstep.run(TRACES["steps"], Faulty(state))
 
 
@@ -206,7 +206,7 @@ class SeesTheFuture(LongFlowState):
 ], ids=lambda value: getattr(value, "__name__", ""))
 def test_a_faulty_prompt_is_noticed(state, says):
     trace = StateTrace(key_value_heads=2, config=config(window=3), prompt=20, steps=1, seed=3)
-    with pytest.raises(Mismatch, match=says), tally.opened():
+    with pytest.raises(Mismatch, match=says), stats.collect():
         lockstep.run(trace, Faulty(state))
 
 
@@ -233,7 +233,7 @@ def near_tie_tokens(steps: int) -> dict[str, Tensor]:
 def test_a_legal_tie_is_adopted_and_the_rest_of_the_trace_stays_comparable():
     trace = StateTrace(config=config(protect_newest=False), steps=20)
     trace._adopt(near_tie_tokens(20))
-    with tally.opened() as seen:
+    with stats.collect() as seen:
         summary = lockstep.run(trace, Faulty(PicksTheLast))
     assert summary.adjudicated > 3 and seen.ties == summary.adjudicated
 
@@ -257,7 +257,7 @@ def test_a_legal_choice_of_the_prompt_is_adopted(per_head):
     options = config(budget=5, window=2, kernel_size=1, protect_newest=False, per_head=per_head)
     trace = StateTrace(config=options, prompt=12, steps=6)
     trace._adopt({**near_tie_tokens(6), **prompt, "prompt_occupied": None})
-    with tally.opened():
+    with stats.collect():
         summary = lockstep.run(trace, Faulty(KeepsAnother))
     assert summary.adjudicated >= 1 and summary.steps == 6
 
@@ -303,7 +303,7 @@ def test_every_judge_is_found_by_its_name():
 def test_without_a_judge_states_must_agree_to_the_letter(state, says, monkeypatch):
     """The adapter that serves where a method has none knows of attention and of slots, and of no score."""
     monkeypatch.setattr(checkers, "of", lambda name: None)
-    with tally.opened():
+    with stats.collect():
         if state is None:
             assert lockstep.run(TRACES["prompt"], longflow).steps == 9
         else:

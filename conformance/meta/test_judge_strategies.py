@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvtwin.conformance.cases import case as cases, contents, layouts, strategies
 from kvtwin.conformance import interpreter
-from kvtwin.conformance.harness import tally
+from kvtwin.conformance.judge import stats
 from kvtwin.conformance.cases.case import DecodeCase, StateTrace, WindowCase
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.judge.checkers.longflow import assert_slot_right, rank_interval
@@ -282,7 +282,7 @@ def test_a_saved_case_comes_back_whole_and_replays(case, tmp_path, capsys, monke
         if tensor is not None:
             assert tensor.equal(other) or bool(tensor.isnan().any())
             assert tensor.stride() == other.stride() and tensor.dtype == other.dtype
-    with tally.opened():
+    with stats.collect():
         assert main([str(path), "--impl", "kvtwin.reference", "--device", "cpu"]) == 0
     assert "right" in capsys.readouterr().out
     assert prepared, "a replay on the CPU has the arithmetic of the run that saved the case"

@@ -158,7 +158,7 @@ def test_another_token_of_a_cluster_is_found():
     for place in range(3):
         indices = found.indices.clone()
         indices[place] = gone
-        with pytest.raises(Mismatch, match=r"must keep one of|distinct|stays in place"):
+        with pytest.raises(Mismatch, match=r"must keep one of|distinct|is kept in place"):
             judge.assert_representatives_right(found._replace(indices=indices.sort().values), case)
 
 
@@ -177,9 +177,9 @@ def test_ties_out_of_order_are_found():
     case = SegmentCase.of(torch.ones(1, 6, 16), 3)
     found = select_representatives(**case.inputs)
     judge.assert_representatives_right(found, case)
-    with pytest.raises(Mismatch, match="must keep one of|first must stay"):
+    with pytest.raises(Mismatch, match="must keep one of|first must be kept"):
         judge.assert_representatives_right(found._replace(indices=torch.tensor([1, 2, 3])), case)
-    with pytest.raises(Mismatch, match="first must stay"):
+    with pytest.raises(Mismatch, match="first must be kept"):
         judge.assert_representatives_right(found._replace(indices=torch.tensor([0, 2, 3])), case)
     with pytest.raises(Mismatch, match="round 0"):
         judge.assert_representatives_right(found._replace(assignments=found.assignments + 1), case)
@@ -191,7 +191,7 @@ def test_a_near_token_in_place_of_an_empty_cluster_is_found():
     case = SegmentCase.of(key, 3)
     found = select_representatives(**case.inputs)
     assert found.indices.tolist() == [0, 1, 5]
-    with pytest.raises(Mismatch, match="stays in place of an empty cluster"):
+    with pytest.raises(Mismatch, match="is kept in place of an empty cluster, but"):
         judge.assert_representatives_right(found._replace(indices=torch.tensor([0, 3, 5])), case)
 
 

@@ -116,7 +116,7 @@ def test_what_a_timed_step_left_wrong_is_noticed(name, damage, bench, shape, dra
 @pytest.mark.parametrize(("name", "buffer", "says"), [
     ("attn_x_hs", "received", "attention received"), ("attn_x_hs", "frozen", "own score"),
     ("segment_hs", "score", "new token's score"), ("segment_hs", "thought", "thoughts"),
-    ("segment_hs_looked_at", "thought", "a sparsity from"),
+    ("segment_hs_looked_at", "thought", "of sparsity"),
 ])
 def test_a_step_that_goes_wrong_is_noticed(name, buffer, says, bench, shape, draw, monkeypatch):
     """The step that the check itself makes, and whose buffers it has seen before."""

@@ -141,7 +141,7 @@ def test_tests_of_another_copy_are_refused(pytester, in_process):
     pytester.makepyfile(PASSING)
     result = in_process()
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: the tests in {pytester.path} would run on the kvtwin * {HERE.parent}; *"])
+    result.stderr.fnmatch_lines([f"ERROR: the tests in {pytester.path} would test the kvtwin * {HERE.parent}; *"])
 
 
 def test_without_the_plugin_our_tests_say_so(pytester):
@@ -291,24 +291,24 @@ def test_lines_of_a_list(tmp_path, line, text):
 
 # --- vacuous tests ---
 
-TALLIED = """
+RECORDED = """
 import pytest
 from hypothesis import given, strategies
-from kvtwin.conformance.harness import tally
+from kvtwin.conformance.judge import stats
 
 @pytest.mark.parametrize("decisive", [{decisive}])
 def test_decisions(twins, decisive):
-    tally.decisions(10, decisive)
+    stats.decisions(10, decisive)
 
 @given(strategies.sampled_from([0, {decisive}, 10]))
 def test_over_all_examples(twins, decisive):
-    tally.decisions(10 if decisive == {decisive} else 0, min(decisive, 10 if decisive == {decisive} else 0))
+    stats.decisions(10 if decisive == {decisive} else 0, min(decisive, 10 if decisive == {decisive} else 0))
 """
 
 
 @pytest.mark.parametrize(("decisive", "outcome"), [(4, {"failed": 2}), (5, {"passed": 2})])
 def test_a_test_that_decides_less_than_half_is_vacuous(pytester, in_process, decisive, outcome):
-    pytester.makepyfile(TALLIED.format(decisive=decisive))
+    pytester.makepyfile(RECORDED.format(decisive=decisive))
     result = in_process()
     result.assert_outcomes(**outcome)
     if "failed" in outcome:
@@ -318,9 +318,9 @@ def test_a_test_that_decides_less_than_half_is_vacuous(pytester, in_process, dec
 def test_a_failure_is_not_hidden_behind_vacuity(pytester, in_process):
     pytester.makepyfile(
         """
-        from kvtwin.conformance.harness import tally
+        from kvtwin.conformance.judge import stats
         def test_wrong(twins):
-            tally.decisions(10, 0)
+            stats.decisions(10, 0)
             assert "the eviction" == "wrong"
         """
     )

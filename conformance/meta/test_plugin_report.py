@@ -16,22 +16,22 @@ pytest_plugins = ["pytester"]
 # One test of every outcome. Their ids stand in the ledger; what they test is not what it says there.
 EVERY_OUTCOME = """
 import pytest
-from kvtwin.conformance.harness import tally
+from kvtwin.conformance.judge import stats
 from kvtwin.conformance.harness.impl import NotProvided
 
 pytestmark = pytest.mark.method("longflow")
 
 @pytest.mark.kind("equivalence")
 def test_passes(twins):
-    tally.decisions(30, 30)
-    tally.decisions(10, 9)
-    tally.utilisation(0.0625)
-    tally.utilisation(0.03125)
-    tally.adjudicated(2)
+    stats.decisions(30, 30)
+    stats.decisions(10, 9)
+    stats.utilisation(0.0625)
+    stats.utilisation(0.03125)
+    stats.adjudicated(2)
 
 @pytest.mark.kind("equivalence")
 def test_fails(twins):
-    tally.utilisation(float("inf"))
+    stats.utilisation(float("inf"))
     assert "<b>" == "a & b"
 
 @pytest.mark.kind("laws")
@@ -187,7 +187,9 @@ def test_html_report_has_json_beside_it(run, pytester):
         assert text in page.text
 
 
-@pytest.mark.parametrize(("path", "complaint"), [("out.txt", "end in .html or .json"), ("no/out.json", "no such f")])
+@pytest.mark.parametrize(("path", "complaint"), [
+    ("out.txt", "that ends in .html or .json"), ("no/out.json", "does not exist"),
+])
 def test_a_report_that_cannot_be_written_stops_the_run_at_its_start(run, path, complaint):
     result = run("def test_it(): pass", "--kv-report", path)
     assert result.ret == pytest.ExitCode.USAGE_ERROR

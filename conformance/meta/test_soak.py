@@ -13,7 +13,7 @@ pytest_plugins = ["pytester"]
 
 TESTS = """
 from hypothesis import given, settings, strategies as st
-from kvtwin.conformance.harness import tally
+from kvtwin.conformance.judge import stats
 
 SEEN = {seen!r}
 once = settings(max_examples=1, derandomize=False, database=None)
@@ -32,7 +32,7 @@ def test_right_by_luck(twins, number):
 @once
 @given(number=st.integers(0, 7))
 def test_undecided_by_luck(twins, number):
-    tally.decisions(10, 4 if number in (0, 3) else 10)
+    stats.decisions(10, 4 if number in (0, 3) else 10)
 
 def test_that_draws_nothing(twins):
     raise AssertionError("not for the soak")
@@ -122,14 +122,14 @@ def test_a_wrong_number_of_seeds_is_refused(tmp_path, seeds, capsys):
 
 def test_a_record_adds_up():
     record = soak.Record("a", 1, 2)
-    with soak.tally.opened() as counted:
+    with soak.stats.collect() as counted:
         record.add(counted)
         assert record.shares == [], "nothing was asked"
-        soak.tally.decisions(0, 0)
+        soak.stats.decisions(0, 0)
         record.add(counted)
-        soak.tally.decisions(4, 3)
+        soak.stats.decisions(4, 3)
         record.add(counted)
-        soak.tally.decisions(4, 4)
+        soak.stats.decisions(4, 4)
         record.add(counted)
     assert (record.shares, record.least_decisions, record.undecided) == ([0.75, 0.875], 0, 1)
     assert json.loads(json.dumps(vars(record)))["nodeid"] == "a"

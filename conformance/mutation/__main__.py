@@ -1,4 +1,4 @@
-"""See mutate.py."""
+"""The command line of mutate.py."""
 
 from __future__ import annotations
 

@@ -1,23 +1,23 @@
-"""Mutation testing: every way to be wrong that ``<method>/mutants.toml`` lists must be noticed by the suite.
+"""Mutation testing: the suite must detect every mutant that ``<method>/mutants.toml`` lists.
 
 ``python -m kvtwin.conformance.mutation [METHOD...] [--only NAME] [--jobs 2] [--store]`` applies each mutant to a copy
-of the package and runs, in a process of its own (mutate_server.py), the tests that should notice::
+of the package and runs, in a separate process (mutate_server.py), the tests that should detect it::
 
-    control = "baselines/snapkv/test_snapkv.py::test_other"  # a test that no mutant of this file concerns: it must pass
+    control = "baselines/snapkv/test_snapkv.py::test_other"  # must pass with every mutant of this file
 
     [[mutant]]
     name = "tie-to-the-highest-index"
     file = "optimized/longflow/_attend_kernels.py"
-    replace = [["old text", "new text"]]        # each old text stands in the file exactly once
+    replace = [["old text", "new text"]]        # each old text occurs in the file exactly once
     what = "what is wrong with it, in a line"
     killers = ["longflow/test_longflow.py::test_ties"]  # at least one of them must fail
     control = "test_..."                        # optional: another control for this one
-    crash = true                                # optional: the process may end by a signal instead
+    crash = true                                # optional: dying from a signal counts as killed
 
-A mutant is *killed* when a killer finds something wrong (mutate_probe.py says what counts), *survives* when all pass,
-and is *broken*, which proves nothing, when it does not import, fails its control, or makes killers stop by other errors
-or by a signal that is not expected. Exit code 0 if all are killed, 1 if not, 2 where a file of mutants, or the suite
-without any mutant, is not in order. ``--store`` writes the kill matrix beside the mutants.
+A mutant is *killed* if a killer fails (mutate_probe.py defines which errors count), and *survives* if all killers
+pass. It is *broken*, which proves nothing, if it does not import, fails its control, or ends killers with other errors
+or an unexpected signal. Exit code 0 if all mutants are killed, 1 if not, 2 if a file of mutants is invalid or the suite
+fails without mutants. ``--store`` writes the kill matrix beside the mutants.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ RUNS_WITH = ("torch", "triton", "hypothesis", "pytest")
 
 
 class MutantError(ValueError):
-    """A file of mutants that breaks the rules above, or a suite that fails without any; the message says which."""
+    """A file of mutants is invalid, or the suite fails without mutants."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A namespace package's folders by name, as {"optimized": path}, and how its tests are run.
+    """The folders of a namespace package by name, as {"optimized": path}, and how to run its tests.
 
-    tests: the folder that test ids are relative to. linked: folders that are too large to copy, and never mutated.
+    tests: the folder that test ids are relative to. linked: large folders, which are linked and cannot be mutated.
     """
 
     namespace: str
@@ -75,7 +75,7 @@ class Tree:
     def source(self, file: str) -> str:
         folder, _, rest = file.partition("/")
         if folder not in self.folders or not (self.folders[folder] / rest).is_file():
-            raise MutantError(f"there is no file {file}")
+            raise MutantError(f"file {file} does not exist")
         return (self.folders[folder] / rest).read_text(encoding="utf-8")
 
     def tests_in(self, file: str) -> set[str]:
@@ -86,7 +86,7 @@ class Tree:
         return {*_functions(tree), *(node.name for node in classes), *inner}
 
     def check(self, mutants: Iterable[Mutant]) -> None:
-        """MutantError, naming all that is wrong, unless each mutant applies, is Python, and names tests that exist."""
+        """Raise MutantError, with all problems, unless each mutant applies, is Python, and names existing tests."""
         problems = []
         for mutant in mutants:
             try:
@@ -94,14 +94,14 @@ class Tree:
                 for test in (mutant.control, *mutant.killers):
                     file, _, function = test.partition("::")
                     if function and function.partition("[")[0] not in self.tests_in(file):
-                        raise MutantError(f"there is no test {test}")
+                        raise MutantError(f"test {test} does not exist")
             except (MutantError, SyntaxError) as error:
                 problems.append(f"{mutant.method}/{FILE}: {mutant.name}: {error}")
         if problems:
             raise MutantError("\n".join(problems))
 
     def copy(self, root: Path) -> None:
-        """The package under `root`, with an empty configuration of pytest beside it."""
+        """Copy the package to `root`, with an empty pytest configuration beside it."""
         (root / self.namespace).mkdir(parents=True)
         for name, folder in self.folders.items():
             target = root / self.namespace / name
@@ -113,7 +113,7 @@ class Tree:
 
 
 def _functions(node: ast.Module | ast.ClassDef | ast.If) -> list[str]:
-    """The functions of a module or a class, those too that it has only if something holds."""
+    """The functions of a module or a class, including those inside `if` statements."""
     found = [inner.name for inner in node.body if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)]
     return found + [name for inner in node.body if isinstance(inner, ast.If) for name in _functions(inner)]
 
@@ -144,7 +144,7 @@ class Mutant:
 
     @property
     def digest(self) -> str:
-        """Of what it does: a stored result is about this very substitution."""
+        """Hash of the substitution; stored results belong to one substitution."""
         return hashlib.sha256(repr((self.file, self.replace)).encode()).hexdigest()[:12]
 
     @property
@@ -152,12 +152,12 @@ class Mutant:
         return self.file.removesuffix(".py").replace("/", ".")
 
     def applied_to(self, source: str) -> str:
-        """The mutated source; MutantError unless each old text stands in `source` exactly once."""
+        """The mutated source. Raises MutantError unless each old text occurs in `source` exactly once."""
         mutated = source
         for old, new in self.replace:
             found = source.count(old)
             if found != 1 or mutated.count(old) != 1:
-                raise MutantError(f"{self.file} must hold this exactly once, but does {found} times: {old!r}")
+                raise MutantError(f"{self.file}: expected this text exactly once, found it {found} times: {old!r}")
             mutated = mutated.replace(old, new)
         if mutated == source:
             raise MutantError("changes nothing")
@@ -166,7 +166,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutant. killed_by, let_live: killers that failed, that passed; detail: why it is broken."""
+    """The result of a mutant. killed_by, let_live: killers that failed, that passed; detail: why it is broken."""
 
     name: str
     method: str
@@ -181,7 +181,7 @@ class Result:
 
 
 def load(folder: Path = HERE) -> list[Mutant]:
-    """All mutants, by method, then as listed. MutantError for a file that breaks the rules above."""
+    """All mutants by method, in the order of the files. Raises MutantError for an invalid file."""
     mutants = [mutant for file in sorted(folder.rglob(FILE)) for mutant in _load_file(file)]
     names = [mutant.name for mutant in mutants]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -204,9 +204,9 @@ def _load_file(file: Path) -> list[Mutant]:
             raise MutantError(f"{where}: replace must be a list of [old text, new text]")
         table = {"control": control, **table}
         if not isinstance(table["control"], str):
-            raise MutantError(f"{where}: no control, neither its own nor the file's")
+            raise MutantError(f"{where}: neither the mutant nor the file has a control")
         if table["control"] in table["killers"]:
-            raise MutantError(f"{where}: its control is one of its killers")
+            raise MutantError(f"{where}: the control is one of the killers")
         table["replace"] = tuple((old, new) for old, new in table["replace"])
         table["killers"] = tuple(table["killers"])
         found.append(Mutant(method=file.parent.name, **table))
@@ -214,13 +214,13 @@ def _load_file(file: Path) -> list[Mutant]:
 
 
 class Lab:
-    """A pristine copy of the tree, and a copy of that for each mutant. Leaving its ``with`` block ends its servers."""
+    """A clean copy of the tree, and a further copy for each mutant. Leaving the ``with`` block stops the servers."""
 
     def __init__(self, tree: Tree, root: Path) -> None:
         self.tree, self.root = tree, root
         self.pristine = root / "pristine"
         tree.copy(self.pristine)
-        self._idle: list[Server] = []  # one for each thread that was ever in `run` at the same time
+        self._idle: list[Server] = []  # one per thread that was in `run` at the same time
 
     def __enter__(self) -> Lab:
         return self
@@ -243,7 +243,7 @@ class Lab:
         self._idle.append(server)
 
     def baseline(self, tests: Sequence[str]) -> float:
-        """Run tests on the unmutated copy; MutantError unless all pass. Returns CPU seconds."""
+        """Run tests on the unmutated copy. Raises MutantError unless all pass. Returns CPU seconds."""
         facts, code, seconds = self._pytest(self.pristine, tests)
         passed = {fact["test"] for fact in facts if fact.get("outcome") == "passed"}
         bad = [fact for fact in facts if fact.get("outcome") in ("wrong", "error") or "broken" in fact]
@@ -251,13 +251,13 @@ class Lab:
         if bad or lacking or code:
             said = [f"{fact.get('test', '')} {fact.get('message', fact.get('broken', ''))}".strip() for fact in bad]
             lacking = [f"{test} did not pass" for test in lacking]
-            raise MutantError("\n  ".join(["without any mutant the suite is not in order:", *said, *lacking]))
+            raise MutantError("\n  ".join(["the suite fails without mutants:", *said, *lacking]))
         return seconds
 
     def run(self, mutant: Mutant) -> Result:
-        """Apply a mutant to a copy and see what its killers say."""
+        """Apply a mutant to a copy and run its killers."""
         root = self.root / mutant.name
-        # With the byte code that the baseline left there; the mutated file's own would be stale.
+        # Includes the byte code of the baseline run; that of the mutated file is stale and removed below.
         shutil.copytree(self.pristine, root, symlinks=True)
         source = root / self.tree.namespace / mutant.file
         source.write_text(mutant.applied_to(source.read_text(encoding="utf-8")), encoding="utf-8")
@@ -275,8 +275,8 @@ class Lab:
     ) -> tuple[list[dict[str, Any]], int, float]:
         """Run tests in a copy, after the mutant's control.
 
-        Returns what the probe noted, tests by their ids as in the files of mutants, the process's exit code (negative:
-        a signal), and CPU seconds with those of its children.
+        Returns the probe's records, with test ids as in the files of mutants, the exit code of the process (negative:
+        a signal), and CPU seconds including its children.
         """
         tree, folder = self.tree, Path(tempfile.mkdtemp(dir=self.root))
         log, output = folder / "log.jsonl", folder / "output.txt"
@@ -305,18 +305,18 @@ class Lab:
 
 
 def _is_of(test: str, named: str) -> bool:
-    """Whether a test is `named`, or is one of its parameters' or its file's."""
+    """Whether a test is `named`, one of its parameter sets, or a test of that file."""
     return test == named or test.startswith((f"{named}[", f"{named}::"))
 
 
 def verdict(mutant: Mutant, facts: Sequence[dict[str, Any]], code: int) -> dict[str, Any]:
-    """status, killed_by, let_live and detail of a mutant, from what the probe noted and the process's exit code."""
-    said = {fact["test"]: fact for fact in facts if "test" in fact}  # the last word on each test
+    """status, killed_by, let_live and detail of a mutant, from the probe's records and the exit code."""
+    said = {fact["test"]: fact for fact in facts if "test" in fact}  # the last record of each test
     control = [fact for test, fact in said.items() if _is_of(test, mutant.control)]
     named = {
         killer: [fact["outcome"] for test, fact in said.items() if _is_of(test, killer)] for killer in mutant.killers
     }
-    # A test that began and never ended is where a signal struck.
+    # A signal struck in a test that started and did not end.
     deadly = {"wrong", "started"} if code < 0 and mutant.crash and code != -signal.SIGXCPU else {"wrong"}
     killed_by = tuple(killer for killer, outcomes in named.items() if deadly & set(outcomes))
     let_live = tuple(killer for killer, outcomes in named.items() if outcomes and set(outcomes) <= {"passed"})
@@ -340,7 +340,7 @@ def _messages(facts: Iterable[dict[str, Any]]) -> str:
 
 
 def matrix(results: Sequence[Result]) -> str:
-    """The kill matrix: a row per mutant, a column per test; # killed it, o was named but passed, . was not asked."""
+    """The kill matrix: a row per mutant, a column per test; # killed it, o passed, . is not one of its killers."""
     tests = sorted({test for result in results for test in (*result.killed_by, *result.let_live)})
     width = max((len(result.name) for result in results), default=0)
     numbers = [f"{number:2}" for number in range(1, len(tests) + 1)]
@@ -353,14 +353,14 @@ def matrix(results: Sequence[Result]) -> str:
 
 
 def matrix_file(method: str, folder: Path = HERE) -> Path:
-    """Where the kill matrix of a file of mutants is stored: beside it."""
+    """The path of a method's kill matrix, beside its file of mutants."""
     (mutants,) = (path for path in folder.rglob(FILE) if path.parent.name == method)
     return mutants.with_suffix(".json")
 
 
 def store(results: Sequence[Result], mutants: Sequence[Mutant], folder: Path = HERE) -> None:
-    """Write results into mutants.json beside each file of mutants, in its order, one line each. Those of mutants
-    that did not run this time are kept if they are about the same substitution."""
+    """Write results to mutants.json beside each file of mutants, in its order, one line each. Stored results of mutants
+    that did not run are kept if their substitution is unchanged."""
     versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in RUNS_WITH}
     for method in sorted({result.method for result in results}):
         path, order = matrix_file(method, folder), {m.name: m.digest for m in mutants if m.method == method}
@@ -378,16 +378,16 @@ def store(results: Sequence[Result], mutants: Sequence[Mutant], folder: Path = H
 
 
 def stored(path: Path) -> list[dict[str, Any]]:
-    """The stored results of a method, as tables of Result's fields; those that are empty are left out."""
+    """The stored results of a method, as tables of Result's fields without empty ones."""
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["mutants"]
     return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvtwin.conformance.mutation", description=__doc__.splitlines()[0])
-    parser.add_argument("methods", nargs="*", metavar="METHOD", help="files of mutants, default all")
-    parser.add_argument("--only", action="append", metavar="NAME", help="this mutant alone; may be repeated")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes at a time (2)")
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help="methods whose mutants run (default: all)")
+    parser.add_argument("--only", action="append", metavar="NAME", help="run only this mutant; may be repeated")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="parallel processes (default: 2)")
     parser.add_argument("--store", action="store_true", help="write the results beside the mutants, in mutants.json")
     options = parser.parse_args(arguments)
     if options.jobs < 1:
@@ -402,7 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         store(results, everyone)
     alive = [result for result in results if result.status != "killed"]
     for result in alive:
-        print(f"\n{result.status}: {result.name} ({result.what})\n  {result.detail or 'nothing noticed it'}")
+        print(f"\n{result.status}: {result.name} ({result.what})\n  {result.detail or 'no killer failed'}")
     print(f"\n{len(results) - len(alive)} of {len(results)} mutants killed")
     return 1 if alive else 0
 
@@ -421,11 +421,11 @@ def _run(methods: Sequence[str], only: Sequence[str] | None, jobs: int) -> tuple
         results = []
         with Lab(tree, Path(folder)) as lab, ThreadPoolExecutor(jobs) as pool:
             seconds = sum(pool.map(lab.baseline, [tests[start::jobs] for start in range(min(jobs, len(tests)))]))
-            print(f"{len(tests)} tests pass without any mutant ({seconds:.0f} s of CPU)", flush=True)
+            print(f"{len(tests)} tests pass without mutants ({seconds:.0f} s of CPU)", flush=True)
             for result in pool.map(lab.run, chosen):
                 print(f"{result.status:8} {result.name} ({result.seconds:.1f} s)", flush=True)
                 results.append(result)
-    print(f"{seconds + sum(result.seconds for result in results):.0f} s of CPU in all")
+    print(f"{seconds + sum(result.seconds for result in results):.0f} s of CPU in total")
     return results, everyone
 
 

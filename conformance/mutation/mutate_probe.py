@@ -1,7 +1,7 @@
-"""The pytest plugin inside a mutant's process (see mutate.py): it notes, test by test, what became of it and why.
+"""The pytest plugin in a mutant's process (see mutate.py): it records the outcome of each test.
 
-A mutant is killed by a test that found something *wrong*: an assertion, the judge, an exception that did not come. A
-kernel that cannot run at all is no such finding: a NameError in it would be seen by any test, or by none that matters.
+A test kills a mutant if it finds a *wrong* result: a failed assertion, an error of the judge, a missing exception.
+Other errors do not count: any test detects a kernel that cannot run, for example because of a NameError.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 
 import pytest
 
-#: Holds the json of what mutate.py asks for: log, seconds of CPU, control ("": none), module (None: no mutant), source.
+#: JSON with the order of mutate.py: log, seconds of CPU, control ("": none), module (None: no mutant), source.
 ORDER = "KVTWIN_MUTANT"
 PROFILE = "mutants"
 
-#: What a test raises when the code that it tests is wrong. Failed: an exception did not come; JudgeError: the oracle is
-#: the reference, which may be the mutant; OpCheckError: torch's opcheck.
+#: Exceptions of a test whose code under test is wrong. Failed: an expected exception was not raised; JudgeError: the
+#: oracle is the reference, which may be the mutant; OpCheckError: from torch's opcheck.
 WRONG = {"AssertionError", "Failed", "JudgeError", "OpCheckError"}
 
 
 def is_wrong(error: BaseException) -> bool:
-    """Whether a test's exception says that what it tests is wrong, rather than that it could not run."""
-    if isinstance(error, BaseExceptionGroup):  # Hypothesis, of an example that fails at times
+    """Whether a test's exception means a wrong result, and not that the code could not run."""
+    if isinstance(error, BaseExceptionGroup):  # from Hypothesis, for a flaky example
         return any(is_wrong(inner) for inner in error.exceptions)
     return any(kind.__name__ in WRONG for kind in type(error).__mro__)
 
@@ -38,14 +38,14 @@ class Probe:
         self.log = Path(order["log"])
 
     def note(self, **fact: Any) -> None:
-        """One line, written at once: the next test may end the process."""
+        """Write one line immediately, since the next test may end the process."""
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(fact) + "\n")
 
     def is_control(self, nodeid: str) -> bool:
         return nodeid.endswith(f"/{self.order['control']}") if self.order["control"] else False
 
-    # First: Hypothesis's own plugin then finds the profile. Shrinking would take longer than all the rest.
+    # First: before Hypothesis's plugin looks for the profile. It has no shrinking, which would take most of the time.
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
         from hypothesis import Phase, settings
@@ -61,7 +61,7 @@ class Probe:
         items.sort(key=lambda item: not self.is_control(item.nodeid))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """The mutated module imports, and it is the mutated one that does."""
+        """Check that the mutated module can be imported, and that it comes from the mutated copy."""
         if self.order["module"] is None:
             return
         try:

@@ -1,7 +1,7 @@
-"""Processes for mutate.py that begin with what every one of them imports: a server imports it once, then forks.
+"""A fork server for mutate.py: it imports the common packages once and forks a process for each run of pytest.
 
-Half of a mutant's time was the import of torch, Triton and Hypothesis. The server runs as a script that knows nothing
-of the package under test: what is mutated is imported after the fork, from the copy.
+The import of torch, Triton and Hypothesis took half of a mutant's time. The server is a script that does not import the
+package under test: each fork imports it from the mutated copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-#: What tests import sooner or later. Those that are not installed are left out.
+#: Modules that most tests import. Those that are not installed are skipped.
 IMPORTS = (
     "numpy", "torch", "torch.library", "torch.testing", "torch._meta_registrations", "torch.export", "triton",
     "triton.language", "triton.runtime.interpreter", "hypothesis", "hypothesis.strategies",
@@ -25,10 +25,10 @@ IMPORTS = (
 
 
 class Server:
-    """Runs pytest in forks of a process that has imported IMPORTS. One at a time; `close` it in the end."""
+    """Runs pytest in forks of a process that has imported IMPORTS, one at a time. Call `close` at the end."""
 
     def __init__(self) -> None:
-        # Triton decides when it is imported whether its own functions are interpreted.
+        # Triton reads the variable at import to decide whether its own functions are interpreted.
         environ = {"OMP_NUM_THREADS": "1", **os.environ, "TRITON_INTERPRET": "1"}
         command = [sys.executable, "-P", __file__]
         self._process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -36,9 +36,11 @@ class Server:
     def pytest(
         self, arguments: Sequence[str], *, root: Path, environ: Mapping[str, str], output: Path
     ) -> tuple[int, float]:
-        """Run ``python -m pytest`` in the folder `root`, with `environ` and no other variables, output into the file
-        `output`. Returns its exit code (negative: a signal) and CPU seconds with those of its children. RuntimeError if
-        the server is gone."""
+        """Run ``python -m pytest`` in the folder `root` with the variables `environ`, and write its output to `output`.
+
+        Returns the exit code (negative: a signal) and CPU seconds including its children. Raises RuntimeError if the
+        server has ended.
+        """
         order = {"arguments": list(arguments), "root": str(root), "environ": dict(environ), "output": str(output)}
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -55,7 +57,7 @@ class Server:
 
 
 def _serve() -> None:
-    # Answers leave by a descriptor of their own: whatever is printed goes elsewhere.
+    # Use a separate descriptor for answers, so that printed output cannot mix with them.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for name in IMPORTS:
@@ -72,7 +74,7 @@ def _serve() -> None:
 
 
 def _become_pytest(order: dict[str, Any]) -> None:
-    """What ``python -m pytest`` is from its start to its end; does not return."""
+    """Run pytest like ``python -m pytest`` and exit; does not return."""
     code = 70
     try:
         with open(os.devnull) as nothing, open(order["output"], "w") as output:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.harness import tally
+from kvtwin.conformance.judge import stats
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.checkers import thinkv_eviction as judge
 from kvtwin.conformance.cases.layouts import lay_out
@@ -181,7 +181,7 @@ def test_representatives_of_the_reference_in_its_inputs_type_are_right_too(case,
 @few
 def test_representatives_of_distances_too_close_to_order(case, twins):
     """Lattices and near-ties: legal, and in form; decisions are not counted."""
-    with tally.opened():
+    with stats.collect():
         judge.assert_representatives_right(twins.optimized.thinkv.select_representatives(**case.inputs), case)
 
 

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtwin.conformance.harness import draws
+from kvtwin.conformance.cases import draws
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.checkers.thinkv_paging import (
     assert_attention_right, assert_same_contents, assert_same_tables,

@@ -38,7 +38,7 @@ def test_h2o_sums_are_column_sums_whatever_the_blocks(seed, block, count, twins,
     both.prefill(query, key, value)
     occupied = torch.ones(1, count, dtype=torch.bool, device=device)
     sums = blocks.received(attend(query, key, value, occupied, causal=True))
-    score, bound = both.tested.score[..., :count], both.adapter.carried[..., :count]
+    score, bound = both.tested.score[..., :count], both.adapter.previous_error[..., :count]
     assert_within(score, sums, bound, what="score against the columns of the whole")
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.case import WindowCase
-from kvtwin.conformance.harness import tally
+from kvtwin.conformance.judge import stats
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.checkers import snapkv as judge
 from kvtwin.conformance.cases.strategies import DECIDED, VANISHING, window_cases
@@ -53,7 +53,7 @@ def test_snapkv_keeps_what_it_may_where_weights_vanish(case, shared_heads, twins
     """Most scores are 0 within their bounds, so few decisions have one answer only: those, and the form, are judged,
     but decisions are not counted (of 1,431 that logits of 1e4 gave, 39 were decisive)."""
     actual = twins.optimized.baselines.snapkv.compress(**case.snapkv_inputs, shared_heads=shared_heads)
-    with tally.opened():
+    with stats.collect():
         judge.assert_compress_right(actual, case, shared_heads=shared_heads)
 
 

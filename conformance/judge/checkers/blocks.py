@@ -1,7 +1,8 @@
-"""States of the block frame judged: KeyDiff's and every baseline's. Not a pair's judge, but what these share.
+"""Shared checker of block caches: the states of KeyDiff and of every baseline.
 
-`Adapter` drives a prompt piece by piece, as the frame cuts it, and judges after each piece what it evicted. A method's
-judge subclasses it and says where the computed scores and ranks may lie; the frame's own rules are to the letter.
+`Adapter` feeds a prompt in the chunks that the block cache uses, and checks after each chunk what was evicted. A
+method's checker subclasses it and bounds the computed scores and ranks. The block cache's own rules are checked
+exactly.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ from ...cases.block_cases import AttendCase
 from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ...cases.case import Case
 from ..compare import Verdict, assert_same, assert_within, fail
-from ..compare_stays import assert_stays_right
+from ..compare_by_age import assert_kept_by_age_right
 from ..oracle import Attention, attend, oracle, upcast_all
 from ..ties import tie_classes
 
-#: What a state's shapes and budgets need, for the laws: see the package.
+#: Options that allow small budgets, for the laws: see the package.
 SMALL = {"block_size": 6}
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A block of Q tokens as the reference saw it, after scores were brought up to date and before anything left.
+class Chunk:
+    """A chunk of Q tokens in the reference, after scores were updated and before tokens were evicted.
 
     before: the reference's `_before`: key, value, occupied, positions, score, rank, protected [B, Hkv, S, ...], all
-    float64; query [B, Hq, Q, D] upcast; real [B, Q]. carried [B, Hkv, S]: what each held token's score had lost before
-    this piece, 0 for the new ones. reference: the state, by now without what it evicted.
+    float64; query [B, Hq, Q, D] upcast; real [B, Q]. previous_error [B, Hkv, S]: the error bound of each token's score
+    before this chunk, 0 for new tokens. reference: the state, which has evicted tokens since.
     """
 
     reference: Any
     before: dict[str, Tensor]
     dtype: torch.dtype
-    carried: Tensor
+    previous_error: Tensor
     allowed: Arithmetic
 
     @property
@@ -58,7 +59,7 @@ class Piece:
 
     @cached_property
     def attention(self) -> Attention:
-        """The exact attention of the block's queries over the cache and the block: slots 0 to capacity + Q - 1."""
+        """Exact attention of the chunk's queries over the cache and the chunk: slots 0 to capacity + Q - 1."""
         end = self.reference.config.capacity + self.before["query"].shape[2]
         query, key, value = (self.before[name].to(self.dtype) for name in ("query", "key", "value"))
         return attend(
@@ -67,12 +68,12 @@ class Piece:
         )
 
     @cached_property
-    def due(self) -> Tensor:
-        """Which heads must evict, [B, Hkv]."""
+    def over_budget(self) -> Tensor:
+        """The heads that must evict, [B, Hkv] bool."""
         return self.before["occupied"].sum(-1) > self.reference.config.capacity
 
     def wide(self, tensor: Tensor) -> Tensor:
-        """[..., capacity + Q] with zeros for the slots beyond: [..., S]."""
+        """[..., capacity + Q] padded with zeros to [..., S]."""
         return functional.pad(tensor, (0, self.slots - tensor.shape[-1]))
 
     def exact_ranks(self) -> Interval:
@@ -81,47 +82,47 @@ class Piece:
 
 
 class Adapter(lockstep.Adapter):
-    """A state of the block frame. What a method's judge overrides:
+    """Adapter of a block cache. A method's checker overrides:
 
-    - `score_error(piece)`: [B, Hkv, S], how far the computed `score` may lie from `piece.before["score"]` once the
-      piece is in; what accumulates adds to `piece.carried`, which has travelled with its tokens. Default: 0, for exact
+    - `score_error(chunk)`: [B, Hkv, S], the bound of the computed `score` against `chunk.before["score"]` after the
+      chunk. Scores that accumulate add to `chunk.previous_error`, which follows its tokens. Default: 0, for exact
       scores.
-    - `rank_interval(piece, error)`: where the computed rank may lie, in the terms of `piece.before["rank"]`; `error` is
-      what score_error returned. Default: exact ranks.
-    - `ties(piece)`: [B, Hkv, S] int64, the lowest slot of each class of tokens that must rank the same in any
-      arithmetic (see `ties.tie_classes`), so that their order is by slot. Default: equal ranks, as fits exact ones.
+    - `rank_interval(chunk, error)`: the interval of the computed rank, around `chunk.before["rank"]`; `error` is the
+      result of score_error. Default: exact ranks.
+    - `ties(chunk)`: [B, Hkv, S] int64, the lowest slot of each class of tokens that rank the same in any arithmetic
+      (see `ties.tie_classes`), so that the slot decides. Default: tokens of equal rank, which suits exact ranks.
 
-    All see the reference before it evicted. It is given what the tested state keeps (`_adopt`) wherever that differs
-    and is right, so what is compared next has seen the same history.
+    All three see the reference before it evicts. Where the tested state's choice differs and is right, the reference
+    adopts it (`_adopt`), so that both states have the same history afterwards.
     """
 
     def __init__(self, allowed: Arithmetic | None = None) -> None:
         self.allowed = allowed
-        self.carried: Tensor | None = None
+        self.previous_error: Tensor | None = None
         self._verdicts: list[Verdict] = []
         self._bound: Tensor | None = None
 
-    # What methods define ---------------------------------------------------------------------------------------------
+    # Overridden by methods -------------------------------------------------------------------------------------------
 
-    def score_error(self, piece: Piece) -> Tensor:
-        return torch.zeros_like(piece.carried)
+    def score_error(self, chunk: Chunk) -> Tensor:
+        return torch.zeros_like(chunk.previous_error)
 
-    def rank_interval(self, piece: Piece, error: Tensor) -> Interval:
-        return piece.exact_ranks()
+    def rank_interval(self, chunk: Chunk, error: Tensor) -> Interval:
+        return chunk.exact_ranks()
 
-    def ties(self, piece: Piece) -> Tensor:
-        rank, occupied = piece.before["rank"], piece.before["occupied"]
-        index = torch.arange(piece.slots, device=rank.device).expand(rank.shape)
+    def ties(self, chunk: Chunk) -> Tensor:
+        rank, occupied = chunk.before["rank"], chunk.before["occupied"]
+        index = torch.arange(chunk.slots, device=rank.device).expand(rank.shape)
         equal = (rank[..., :, None] == rank[..., None, :]) & occupied[..., None, :]         # [B, Hkv, S, S]
-        return torch.where(occupied, index[..., None, :].where(equal, piece.slots).amin(-1), index)
+        return torch.where(occupied, index[..., None, :].where(equal, chunk.slots).amin(-1), index)
 
-    # What lockstep asks ----------------------------------------------------------------------------------------------
+    # Called by lockstep ----------------------------------------------------------------------------------------------
 
     def prefill(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        return self._pieces(tested, reference, prompt, "prefill")
+        return self._chunks(tested, reference, prompt, "prefill")
 
     def append_block(self, tested: Any, reference: Any, block: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        return self._pieces(tested, reference, block, "append_block")
+        return self._chunks(tested, reference, block, "append_block")
 
     def after_prompt(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> Verdict | None:
         verdicts, self._verdicts = self._verdicts, []
@@ -137,83 +138,83 @@ class Adapter(lockstep.Adapter):
         return self._bound[:, :, 0], None
 
     def reorder(self, index: Tensor) -> None:
-        if self.carried is not None:
-            self.carried = self.carried.index_select(0, index)
+        if self.previous_error is not None:
+            self.previous_error = self.previous_error.index_select(0, index)
 
     def reset(self) -> None:
-        self.carried = None
+        self.previous_error = None
 
-    # One piece -------------------------------------------------------------------------------------------------------
+    # One chunk -------------------------------------------------------------------------------------------------------
 
-    def _pieces(
+    def _chunks(
         self, tested: Any, reference: Any, tokens: dict[str, Tensor], first: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Give both `tokens` in pieces of block_size, the first one by the method `first`, the others appended."""
+        """Feed `tokens` to both states in chunks of block_size, the first with method `first`, the rest appended."""
         size, outputs = reference.config.block_size, []
         for start in range(0, tokens["key"].shape[2], size):
-            piece = {
+            chunk = {
                 name: tensor[:, start:start + size] if name == "occupied" else tensor[:, :, start:start + size]
                 for name, tensor in tokens.items() if tensor is not None
             }
             give = "append_block" if start else first
-            output, truth = getattr(tested, give)(**piece), getattr(reference, give)(**upcast_all(piece))
-            when = f"in the piece up to token {reference.tokens_seen - 1}"
-            outputs.append((output, truth, self._judge(tested, reference, piece["query"].dtype, when)))
+            output, truth = getattr(tested, give)(**chunk), getattr(reference, give)(**upcast_all(chunk))
+            when = f"in the chunk up to token {reference.tokens_seen - 1}"
+            outputs.append((output, truth, self._judge(tested, reference, chunk["query"].dtype, when)))
         output, truth, bound = (torch.cat(parts, 2) for parts in zip(*outputs, strict=True))
         return output, truth, bound
 
     def _judge(self, tested: Any, reference: Any, dtype: torch.dtype, when: str) -> Tensor:
-        """After both took a piece: what stayed, where it lies, and its scores; adopts. The bound of the output."""
+        """Check the kept tokens, their slots and scores after a chunk, and adopt. Returns the bound of the output."""
         before = reference._before
         allowed = self.allowed or arithmetic(dtype)
-        carried = torch.zeros_like(before["score"]) if self.carried is None else self.carried
-        piece = Piece(reference, before, dtype, carried, allowed)
-        error = self.score_error(piece)
-        stays, right = self._stays(tested, piece, when), _holds(reference.positions, before)
-        self._verdicts.append(assert_stays_right(
-            stays, right, self.rank_interval(piece, error), occupied=before["occupied"], protected=before["protected"],
-            age=before["positions"], room=reference.config.budget, crowded=piece.due, tie=self.ties(piece),
-            what=f"tokens kept {when}",
+        previous = torch.zeros_like(before["score"]) if self.previous_error is None else self.previous_error
+        chunk = Chunk(reference, before, dtype, previous, allowed)
+        error = self.score_error(chunk)
+        kept, expected = self._keep_mask(tested, chunk, when), _still_in(reference.positions, before)
+        self._verdicts.append(assert_kept_by_age_right(
+            kept, expected, self.rank_interval(chunk, error), occupied=before["occupied"],
+            protected=before["protected"], age=before["positions"], budget=reference.config.budget,
+            over_budget=chunk.over_budget, tie=self.ties(chunk), what=f"tokens kept {when}",
         ))
-        if not torch.equal(stays, right):
+        if not torch.equal(kept, expected):
             reference._adopt(tested.positions[..., :reference.config.capacity])
         assert_same(tested.positions, reference.positions, what=f"positions {when}")
-        self.carried = _moved(error, before, reference)
+        self.previous_error = _follow_tokens(error, before, reference)
         score = tested.score
         if score.dtype != torch.float32:
             fail(f"score must be float32, got {score.dtype}")
-        assert_within(score, reference.score, self.carried, what=f"score {when}")
-        return bounds.output_error(piece.attention, allowed)
+        assert_within(score, reference.score, self.previous_error, what=f"score {when}")
+        return bounds.output_error(chunk.attention, allowed)
 
     @staticmethod
-    def _stays(tested: Any, piece: Piece, when: str) -> Tensor:
-        """Which slots of `piece.before` the tested state kept, [B, Hkv, S], after its form is checked."""
-        positions, occupied, capacity = tested.positions, tested.occupied, piece.reference.config.capacity
-        shape = tuple(piece.before["occupied"].shape)
+    def _keep_mask(tested: Any, chunk: Chunk, when: str) -> Tensor:
+        """Check the form of the tested state's slots. Returns the slots of `chunk.before` that it kept, [B, Hkv, S]."""
+        positions, occupied, capacity = tested.positions, tested.occupied, chunk.reference.config.capacity
+        shape = tuple(chunk.before["occupied"].shape)
         if positions.dtype != torch.int64 or tuple(positions.shape) != shape or tuple(occupied.shape) != shape:
             fail(f"positions and occupied {when}: expected int64 and bool of shape {shape}, got {positions.dtype} of "
                  f"{tuple(positions.shape)} and {occupied.dtype} of {tuple(occupied.shape)}")
         assert_same(occupied, positions >= 0, what=f"occupied {when}, against positions >= 0")
         if bool(occupied[..., capacity:].any()):
-            fail(f"occupied {when}: slots from {capacity} on are the next block's and must be free")
-        stays = _holds(positions, piece.before)
-        strays = occupied & ~_holds(piece.before["positions"], {"positions": positions, "occupied": occupied})
-        if bool(strays.any()):
-            at = tuple(strays.nonzero()[0].tolist())
-            fail(f"positions {when}: slot {at} holds token {positions[at].item()}, which was not there to be kept")
-        if bool((stays.sum(-1) != occupied.sum(-1)).any()):
-            at = tuple((stays.sum(-1) != occupied.sum(-1)).nonzero()[0].tolist())
+            fail(f"occupied {when}: slots from {capacity} on must be free for the next block")
+        kept = _still_in(positions, chunk.before)
+        unknown = occupied & ~_still_in(chunk.before["positions"], {"positions": positions, "occupied": occupied})
+        if bool(unknown.any()):
+            at = tuple(unknown.nonzero()[0].tolist())
+            fail(f"positions {when}: slot {at} holds token {positions[at].item()}, which was not in the cache before")
+        if bool((kept.sum(-1) != occupied.sum(-1)).any()):
+            at = tuple((kept.sum(-1) != occupied.sum(-1)).nonzero()[0].tolist())
             fail(f"positions {when}: head {at} holds a token twice: {positions[at].tolist()}")
-        return stays
+        return kept
 
 
-def _holds(positions: Tensor, before: dict[str, Tensor]) -> Tensor:
-    """Which slots of `before` hold a token that is among `positions` [B, Hkv, n]: [B, Hkv, S] bool."""
+def _still_in(positions: Tensor, before: dict[str, Tensor]) -> Tensor:
+    """The slots of `before` whose token is among `positions` [B, Hkv, n]: [B, Hkv, S] bool."""
     return (before["positions"][..., :, None] == positions[..., None, :]).any(-1) & before["occupied"]
 
 
-def _moved(error: Tensor, before: dict[str, Tensor], reference: Any) -> Tensor:
-    """error [B, Hkv, S], by the slots before the eviction, brought to where the tokens now are; 0 where none is."""
+def _follow_tokens(error: Tensor, before: dict[str, Tensor], reference: Any) -> Tensor:
+    """error [B, Hkv, S] by the slots before the eviction, moved to the tokens' slots after it; 0 in free slots."""
     same = reference.positions[..., :, None] == before["positions"][..., None, :]             # [B, Hkv, now, then]
     source = same.to(torch.int8).argmax(-1)
     return error.gather(-1, source).masked_fill(~reference.occupied, 0)
@@ -225,11 +226,11 @@ def _moved(error: Tensor, before: dict[str, Tensor], reference: Any) -> Tensor:
 def received_error(attention: Attention, allowed: Arithmetic) -> Tensor:
     """|computed - true| of sum_i mean_h a_hij over the Q queries i and the G heads h of a KV head: [B, Hkv, S].
 
-    A weight exp(s - lse) carries `log_weight_error` relatively. All terms are nonnegative: each meets at most Q + G
-    additions, head by head and query by query; or ceil(Q / 16) G + 16, where tiles of 16 queries or more are added up
-    before the queries of a tile are. Then the division by G (or by a mean's Q G: two of them at the most), and two
-    products with powers of two between bases or splits: gamma(that many + 2) and 2 DIVISION relatively. Weights,
-    factors exp(m - lse) of splits, products and sums below FLUSH may vanish: 4 FLUSH per term.
+    A weight exp(s - lse) has the relative error `log_weight_error`. All terms are nonnegative. Each passes through at
+    most Q + G additions, head by head and query by query; or ceil(Q / 16) G + 16, where tiles of 16 queries or more are
+    summed before the queries within a tile. Then follow the division by G (or a mean's Q G: at most two divisions) and
+    two products with powers of two between bases or splits: a relative error of gamma(additions + 2) and 2 DIVISION.
+    Weights, factors exp(m - lse) of splits, products and sums below FLUSH may flush to zero: 4 FLUSH per term.
     """
     below, above = log_weight_error(attention, allowed)
     relative = torch.maximum(torch.expm1(above.clamp_max(300)), -torch.expm1(below))
@@ -248,11 +249,12 @@ def received(attention: Attention) -> Tensor:
 
 
 def log_sum_interval(attention: Attention, allowed: Arithmetic) -> Interval:
-    """Where the computed log sum_h a_hj over the G heads of a KV head may lie, one query (Q = 1): [B, Hkv, S].
+    """Interval of the computed log sum_h a_hj over the G heads of a KV head, for one query (Q = 1): [B, Hkv, S].
 
-    log a_hj carries `log_weight_error`. The logsumexp, by a running maximum or in one: each head meets at most G + 1
-    exponentials and products, G additions, a logarithm of at most G, and roundings of arguments and of a constant
-    taken off (log G): 4 u (|log a_hj| + |X_j|), X_j the result. Heads count by their shares.
+    log a_hj has the error `log_weight_error`. In the logsumexp, with a running maximum or in one pass, each head passes
+    through at most G + 1 exponentials and products, G additions, a logarithm of a number up to G, and roundings of
+    arguments and of a constant that is subtracted (log G): 4 u (|log a_hj| + |X_j|), with X_j the result. The error of
+    a head counts in proportion to its share of the sum.
     """
     log_weight = (attention.logit - attention.lse)[:, :, 0]                                   # [B, Hq, S]
     seen, heads = attention.seen[:, :, 0], attention.key_value_heads
@@ -273,28 +275,27 @@ def log_sum_interval(attention: Attention, allowed: Arithmetic) -> Interval:
 # Configs, arguments, ties ---------------------------------------------------------------------------------------------
 
 
-def frames(most: int) -> st.SearchStrategy[dict[str, int]]:
-    """budget and block_size: on the CPU, where budgets are small, blocks of 1 to 9, mostly of several tokens (each
-    costs
-    an attention, and decode steps are blocks of one)."""
+def block_configs(most: int) -> st.SearchStrategy[dict[str, int]]:
+    """budget and block_size. On the CPU budgets are small and blocks have 1 to 9 tokens, mostly several: each block
+    costs an attention, and decode steps are already blocks of one token."""
     sizes = st.integers(min(4, most), most + 1) | st.integers(1, most + 1)
     return st.fixed_dictionaries({"budget": st.integers(1, most), "block_size": sizes})
 
 
 def attend_arguments(device: torch.device) -> dict[str, Any]:
-    """See the package: what `attend` calls query has a time axis."""
+    """See the package. The query of `attend` has a time axis."""
     return {"query": tiny.prompt(device, seed=0)[0][:, :, -tiny.WINDOW:]}
 
 
-def no_ties(piece: Piece) -> Tensor:
-    """Every token is a class of its own."""
-    return torch.arange(piece.slots, device=piece.carried.device).expand(piece.carried.shape)
+def no_ties(chunk: Chunk) -> Tensor:
+    """No ties: every token is its own class."""
+    return torch.arange(chunk.slots, device=chunk.previous_error.device).expand(chunk.previous_error.shape)
 
 
-def equal_keys(piece: Piece) -> Tensor:
-    """Classes of tokens with bitwise equal keys: what ranks by the queries of now alone cannot tell apart."""
-    key = piece.before["key"]
-    return tie_classes(key, torch.ones_like(key), piece.before["occupied"], per_head=True)
+def equal_keys(chunk: Chunk) -> Tensor:
+    """Classes of tokens with bitwise equal keys, which rank the same if only the current queries decide."""
+    key = chunk.before["key"]
+    return tie_classes(key, torch.ones_like(key), chunk.before["occupied"], per_head=True)
 
 
 # `attend` ------------------------------------------------------------------------------------------------------------
@@ -320,7 +321,7 @@ def assert_attend_right(
 def replay_attend(
     case: Case, module: Any, method: str, reference: Callable[..., Any], error: AttendError
 ) -> Iterator[str]:
-    """What a judge's `replay` does about an AttendCase, if it is the method's own."""
+    """Replay an AttendCase if it belongs to `method`: part of a checker's `replay`."""
     if isinstance(case, AttendCase) and case.method == method:
         assert_attend_right(module.attend(**case.inputs), case, reference, error)
         yield "attend: right"

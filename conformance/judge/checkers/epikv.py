@@ -1,4 +1,4 @@
-"""What the judge must know of EpiKV: its state, judged by the scores of `epikv_scores`."""
+"""Checker of EpiKV: its state against the score intervals of `epikv_scores`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import epikv_hybrids, epikv_scores
 
 __all__ = ["GROUPINGS", "KEEPS_PROMPTS", "SMALL", "Adapter", "arguments", "assert_inside", "configs", "extras"]
 
-#: Prompts compete, so that budgets may be small.
+#: Prompt tokens may be evicted, so small budgets are allowed.
 SEGMENTS = {"tau": 2, "edges": (0.3, 0.6), "sparsity_threshold": 0.3}
 SMALL = {"keep_prompt": False, "window": 3, "chunk": 2}
 KEEPS_PROMPTS = True
@@ -27,8 +27,8 @@ GROUPINGS = ({"policy": "lag_kv"}, {"policy": "kv_val"}, {"policy": "attn_x_hs"}
 
 @st.composite
 def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
-    """See the package. Mostly prompts compete, and windows have more than two values, of which scores are +-1 and tie:
-    so that much is decided."""
+    """See the package. Most configs may evict prompt tokens and use windows of more than two values (the scores of two
+    values are +-1 and tie), so that most decisions are decisive."""
     budget, kept = draw(st.integers(1, most)), draw(st.sampled_from((False, False, True)))
     policy = draw(st.sampled_from(POLICIES))
     return {
@@ -43,8 +43,8 @@ def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
 
 
 def extras(state: Any, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor]:
-    """Hidden states for tokens without any: band A's of the query, band B's of key and value; a power of two apart from
-    layer to layer, and from channel to channel."""
+    """Hidden states made from the tokens: band A from the query, band B from key and value. Layers and channels differ
+    by powers of two."""
     config = state.config
     if not config.reads_hidden:
         return {}
@@ -76,7 +76,7 @@ def arguments(device: torch.device) -> dict[str, Any]:
 
 
 def assert_inside(actual: Tensor, interval: Interval, *, what: str, where: Tensor | None = None) -> None:
-    """Every element (of those under the mask `where`) lies in its interval; NaN does not."""
+    """Assert that every element (of those under the mask `where`) is within its interval; NaN is not."""
     actual = actual.double()
     wrong = ~((actual >= interval.low) & (actual <= interval.high))
     if where is not None:
@@ -85,13 +85,13 @@ def assert_inside(actual: Tensor, interval: Interval, *, what: str, where: Tenso
         at = tuple(wrong.nonzero()[0].tolist())
         fail(
             f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are out of their bounds; the first, at {at}: "
-            f"expected from {interval.low[at].item()!r} to {interval.high[at].item()!r}, got {actual[at].item()!r}"
+            f"expected {interval.low[at].item()!r} to {interval.high[at].item()!r}, got {actual[at].item()!r}"
         )
 
 
 class Adapter(lockstep.Adapter):
-    """EpiKV: every token's score within its interval, which is worked out from all that came, once, when it comes.
-    Which tokens are protected, and which slots a row may use, follow from positions, the config and the padding."""
+    """Checks every token's score against its interval, which is computed once, when the token arrives. The protected
+    tokens and the slots that a row may use are derived from positions, the config and the padding."""
 
     exact: tuple[str, ...] = ("next_slot",)
 
@@ -116,7 +116,7 @@ class Adapter(lockstep.Adapter):
     # Scores ----------------------------------------------------------------------------------------------------------
 
     def _arrive(self, state: Any, tokens: dict[str, Tensor], occupied: Tensor) -> None:
-        """Tokens [B, H, n, D] come: their intervals, of their scores as they are frozen."""
+        """Compute the intervals of new tokens [B, H, n, D], whose scores are frozen from now on."""
         config, count = state.config, occupied.shape[1]
         if config.reads_hidden:
             new = {name: tensor.double() for name, tensor in self._extras(state, count, tokens).items()}
@@ -140,13 +140,13 @@ class Adapter(lockstep.Adapter):
             )
         low, high = (end[:, -count:] for end in found)
         if self.prompt is None and config.keep_prompt and state.tokens_seen == count:
-            low = high = torch.full_like(low, torch.inf)                                 # a kept prompt
+            low = high = torch.full_like(low, torch.inf)                                 # the prompt is kept
         self.low = low if self.low is None else torch.cat((self.low, low), 1)
         self.high = high if self.high is None else torch.cat((self.high, high), 1)
         self.sums.arrive(occupied)
 
     def _scores(self, state: Any) -> Interval:
-        """The intervals of all tokens that came, by their places."""
+        """The intervals of all tokens so far, by position."""
         assert self.low is not None
         assert self.high is not None
         own = Interval(self.low, self.high)
@@ -157,13 +157,13 @@ class Adapter(lockstep.Adapter):
         """hidden_a and hidden_b of `count` tokens, [B, L, n, C]."""
         return extras(state, **tokens)
 
-    def _held(self, state: Any) -> Interval:
-        """The intervals of the tokens in the slots, [B, S]; -inf where there is none."""
+    def _slot_intervals(self, state: Any) -> Interval:
+        """The intervals of the tokens in the slots, [B, S]; -inf in free slots."""
         place = state.positions.clamp_min(0)
         free = state.positions < 0
         return Interval(*(end.gather(1, place).masked_fill(free, -torch.inf) for end in self._scores(state)))
 
-    # What lockstep asks ----------------------------------------------------------------------------------------------
+    # Called by lockstep ----------------------------------------------------------------------------------------------
 
     def after_prompt(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> Verdict | None:
         config, occupied = reference.config, prompt["occupied"]
@@ -207,7 +207,7 @@ class Adapter(lockstep.Adapter):
         return None
 
     def _adopt(self, reference: Any, kept: Tensor, prompt: dict[str, Tensor]) -> None:
-        """The reference keeps these prompt tokens [B, N] instead."""
+        """Make the reference keep these prompt tokens [B, N] instead."""
         scorer, count = reference.scorer, kept.shape[1]
         scores = torch.full((len(kept), prompt["occupied"].shape[1]), -torch.inf, dtype=torch.float64)
         scores = scores.to(kept.device).scatter(1, scorer.positions.clamp_min(0), scorer.score)
@@ -232,11 +232,11 @@ class Adapter(lockstep.Adapter):
         assert_same(tested.positions, reference.positions, what=f"positions {when}")
         if tested.score.dtype != torch.float32:
             fail(f"score must be float32, got {tested.score.dtype}")
-        assert_inside(tested.score, self._held(reference), what=f"score {when}")
-        assert_inside(reference.score, self._held(reference), what=f"the oracle's score {when}")
+        assert_inside(tested.score, self._slot_intervals(reference), what=f"score {when}")
+        assert_inside(reference.score, self._slot_intervals(reference), what=f"the oracle's score {when}")
 
     def _choice(self, tested: Any, reference: Any, when: str) -> Verdict:
-        """The next slot, judged and adopted."""
+        """Check the next slot and adopt it."""
         config, positions = reference.config, reference.positions
         slots = positions.shape[1]
         index = torch.arange(slots, device=positions.device).expand(positions.shape)
@@ -248,33 +248,33 @@ class Adapter(lockstep.Adapter):
         newest = positions > reference.tokens_seen - config.newest
         protected = occupied & (newest | (positions < self.prompt.shape[1])) | ~usable
         if reference.thoughts is not None:
-            # Of those that may go, the least important thoughts alone.
+            # Only the least important thoughts among the unprotected tokens may be evicted.
             thought = torch.where(occupied & ~protected, reference.thoughts, 3)
             protected = protected | occupied & (thought > thought.amin(1, keepdim=True))
-        # Ties go to the oldest: slots in the order of age. Rows with a free slot are judged by index, as they are.
+        # Ties go to the oldest token, so sort the slots by age. Rows with a free slot are compared in slot order.
         full = (occupied | ~usable).all(1, keepdim=True)
         age = positions.where(occupied, reference.tokens_seen + index)
         order = torch.where(full, age.argsort(dim=1, stable=True), index)
         place = torch.empty_like(order).scatter(1, order, index)
-        held = self._held(reference)
-        scores = Interval(*(end.gather(1, order) for end in held))
+        intervals = self._slot_intervals(reference)
+        scores = Interval(*(end.gather(1, order) for end in intervals))
         occupied, protected = ((x | ~usable).gather(1, order) for x in (occupied, protected))
         for state in (tested, reference):
             chosen = state.next_slot
             if chosen.dtype != torch.int64 or bool(((chosen < 0) | (chosen >= slots)).any()):
-                fail(f"next_slot {when}: expected int64 from 0 to {slots - 1}, got {chosen.dtype}: {chosen.tolist()}")
+                fail(f"next_slot {when}: expected int64 in 0..{slots - 1}, got {chosen.dtype}: {chosen.tolist()}")
         verdict = assert_eviction_right(
             place.gather(1, tested.next_slot[:, None])[:, 0], place.gather(1, reference.next_slot[:, None])[:, 0],
             scores, occupied=occupied, protected=protected, tie=exact_ties(scores, occupied),
-            what=f"next_slot {when}, slots from the oldest token to the newest",
+            what=f"next_slot {when} (slots sorted from the oldest to the newest token)",
         )
         reference.next_slot = tested.next_slot.clone()
         return verdict
 
 
 def exact_ties(scores: Interval, occupied: Tensor) -> Tensor:
-    """Which slots [B, S] score the same in any arithmetic, by the lowest of each class: scores that no rounding moves,
-    0 for what never changed or has nothing before it, and the infinity of a first chunk."""
+    """Classes of slots [B, S] that score the same in any arithmetic, the lowest slot of each: scores without rounding,
+    such as 0 for a token without a change or a predecessor, and the infinity of a first chunk."""
     index = torch.arange(occupied.shape[1], device=occupied.device).expand(occupied.shape)
     fixed = (scores.low == scores.high) & occupied
     equal = fixed[:, :, None] & fixed[:, None, :] & (scores.low[:, :, None] == scores.low[:, None, :])

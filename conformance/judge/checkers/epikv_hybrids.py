@@ -1,4 +1,4 @@
-"""EpiKV's hybrids judged: sums of attention weights, which grow over a token's life, and thoughts of segments."""
+"""Checker of EpiKV's hybrid policies: accumulated attention weights, and the thought types of segments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....reference.epikv.contract import EpiKVConfig
-from ...harness import tally
+from .. import stats
 from ..bounds import DIVISION, SLACK, UNIT, Interval, arithmetic, gamma
 from ...cases.case import DecodeCase
 from ..compare import assert_same, fail
@@ -17,15 +17,15 @@ from ...cases.thought_cases import SparsityCase
 from . import blocks
 from .thinkv_thoughts import share_interval
 
-#: Thought types by rising sparsity: execution, reasoning, transition; and the place of each type in that order.
+#: Thought types by rising sparsity: execution, reasoning, transition; and the rank of each type in that order.
 BY_SPARSITY, PLACE = (1, 2, 0), (2, 0, 1)
 
 
-def given(attention: Attention) -> tuple[Tensor, Tensor]:
-    """What the queries give each token, the mean over all query heads [B, S], and |computed - true|.
+def received(attention: Attention) -> tuple[Tensor, Tensor]:
+    """The attention weight that each token receives, averaged over all query heads [B, S], and |computed - true|.
 
-    `blocks.received_error` for the mean over a group. The mean over Hkv of them, or over Hq heads at once, meets at
-    most Hq further additions and a division; that over layers, of which there is one here, another.
+    `blocks.received_error` bounds the mean over a group. The mean over the Hkv groups, or over all Hq heads at once,
+    adds at most Hq additions and a division; the mean over layers, of which there is one here, another division.
     """
     each, error = blocks.received(attention), blocks.received_error(attention, arithmetic(attention.dtype))
     total, off = each.mean(1), error.mean(1)
@@ -33,29 +33,29 @@ def given(attention: Attention) -> tuple[Tensor, Tensor]:
 
 
 class Sums:
-    """A_j of all tokens that came, by their places [B, N], float64, and how far a computed one may lie from it."""
+    """The sums A_j of all tokens so far, by position [B, N], float64, and their error bounds."""
 
     def __init__(self) -> None:
         self.exact: Tensor | None = None
         self.error: Tensor | None = None
 
     def arrive(self, occupied: Tensor) -> None:
-        """Tokens [B, n] come, with nothing yet."""
+        """Add new tokens [B, n] with sums of 0."""
         more = torch.zeros(occupied.shape, dtype=torch.float64, device=occupied.device)
         self.exact, self.error = (
             more if tensor is None else torch.cat((tensor, more), 1) for tensor in (self.exact, self.error)
         )
 
     def prompt(self, prompt: dict[str, Tensor], scale: float) -> None:
-        """A prompt's queries gave its tokens something."""
+        """Set the sums to the weights from a prompt's queries."""
         tokens = (prompt[name] for name in ("query", "key", "value", "occupied"))
-        self.exact, self.error = given(attend(*tokens, scale=scale, causal=True))
+        self.exact, self.error = received(attend(*tokens, scale=scale, causal=True))
 
     def step(self, attention: Attention, positions: Tensor) -> None:
-        """A step's query gave the tokens in slots, positions [B, S], something: one rounding of each sum."""
+        """Add the weights from a step's query to the tokens in slots, positions [B, S]: one rounding per sum."""
         assert self.exact is not None
         assert self.error is not None
-        more, off = given(attention)
+        more, off = received(attention)
         more, off = (x.masked_fill(positions < 0, 0) for x in (more, off))
         place = positions.clamp_min(0)
         self.exact = self.exact.scatter_add(1, place, more)
@@ -64,7 +64,7 @@ class Sums:
         self.error = error + grown * UNIT * (self.exact + error) * SLACK
 
     def added(self, own: Interval) -> Interval:
-        """Intervals of scores [B, N] of which `own` is the frozen part: one rounding."""
+        """Intervals of the scores [B, N], the sums plus the frozen part `own`: one rounding."""
         assert self.exact is not None
         assert self.error is not None
         low, high = own.low + self.exact - self.error, own.high + self.exact + self.error
@@ -77,8 +77,8 @@ class Sums:
 
 
 def assert_thoughts_right(tested: Any, reference: Any, case: DecodeCase, when: str) -> None:
-    """Of the token that came in this step, and of all others; the reference adopts a thought of a segment that the
-    bounds of its sparsity allow."""
+    """Check the thought types of all tokens after a step. The reference adopts a type that the bounds of the segment's
+    sparsity allow."""
     config, attention = reference.config, reference.scorer.attention
     assert isinstance(config, EpiKVConfig)
     assert config.edges is not None
@@ -102,10 +102,10 @@ def assert_thoughts_right(tested: Any, reference: Any, case: DecodeCase, when: s
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             fail(
-                f"thought {when}: row {row} has {thought[row].item()}, but a sparsity from {low[row].item()!r} to "
-                f"{high[row].item()!r} makes it {sorted({BY_SPARSITY[int(least[row])], BY_SPARSITY[int(most[row])]})}"
+                f"thought {when}: row {row}, of sparsity {low[row].item()!r} to {high[row].item()!r}: expected one of "
+                f"{sorted({BY_SPARSITY[int(least[row])], BY_SPARSITY[int(most[row])]})}, got {thought[row].item()}"
             )
-        tally.adjudicated(int((thought != attention.thought).sum()))
+        stats.adjudicated(int((thought != attention.thought).sum()))
         attention.thought = thought.clone()
         attention.thoughts = torch.where(newest, thought[:, None], attention.thoughts)
     assert_same(tested.thoughts, attention.thoughts, what=f"thoughts {when}")

@@ -1,6 +1,7 @@
-"""Where EpiKV's scores may lie: bounds of changes, rolling windows, variances and lags, from low-precision inputs.
+"""Intervals of EpiKV's scores: bounds of changes, rolling windows, variances and lags.
 
-All in float64, of exact inputs; the arithmetic allowed is that of `bounds`, and roots to 2^-22 relative (ROOT).
+Everything is computed in float64 from exact inputs. The allowed arithmetic is that of `bounds`, with square roots to
+2^-22 relative (ROOT).
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ ROOT = 2.0**-22
 
 
 class Values(NamedTuple):
-    """Numbers per token [B, L, T], float64, how far a computed one may lie from each, and which tokens [B, T] have
-    one."""
+    """Exact values per token [B, L, T] float64, their error bounds, and the tokens [B, T] that have a value."""
 
     exact: Tensor
     error: Tensor
@@ -26,7 +26,7 @@ class Values(NamedTuple):
 
 
 def root_of_squares(squares: Tensor, count: float) -> Tensor:
-    """Relative error of the root of a sum of `count` squares of exact numbers that were rounded once: sqrt(1 + t) with
+    """Relative error of the root of a sum of `count` squares of numbers that were rounded once: sqrt(1 + t) with
     |t| <= gamma(count + 4), and ROOT."""
     t = gamma(count + 4)
     return torch.full_like(squares, (t / 2 * (1 + t) + ROOT) * SLACK)
@@ -35,8 +35,8 @@ def root_of_squares(squares: Tensor, count: float) -> Tensor:
 def change_error(hidden: Tensor, previous: Tensor) -> Tensor:
     """|computed - true| of ||h - p||_2, [...]: h, p [..., C] float64.
 
-    Differences round once, squares once, sums at most C times: `root_of_squares`. Squares below FLUSH may vanish, which
-    moves the root by no more than sqrt(C FLUSH). Equal states give exactly 0.
+    Differences round once, squares once, sums at most C times: `root_of_squares`. Squares below FLUSH may flush to
+    zero, which changes the root by at most sqrt(C FLUSH). Equal states give exactly 0.
     """
     size = hidden.shape[-1]
     norm = (hidden - previous).square().sum(-1).sqrt()
@@ -45,8 +45,10 @@ def change_error(hidden: Tensor, previous: Tensor) -> Tensor:
 
 
 def mean_error(x: Tensor, error: Tensor, there: Tensor) -> Tensor:
-    """|computed - true| of the mean of those that are there, [...]: x, error, there [..., n]. The mean error of the
-    terms; n roundings of sums and DIVISION, relative to the mean size."""
+    """|computed - true| of the mean of the x that are `there`, [...]: x, error, there [..., n].
+
+    The mean error of the terms, plus n roundings of the sum and DIVISION, relative to the mean magnitude.
+    """
     count = there.sum(-1).clamp_min(1)
     spread = error.masked_fill(~there, 0).sum(-1) / count
     size = x.abs().masked_fill(~there, 0).sum(-1) / count + spread
@@ -54,7 +56,7 @@ def mean_error(x: Tensor, error: Tensor, there: Tensor) -> Tensor:
 
 
 class Deviation(NamedTuple):
-    """d_i = x_i - mean [..., n], sigma = rms(d) [...], and how far computed ones may lie from them."""
+    """d_i = x_i - mean [..., n], sigma = rms(d) [...], and their error bounds."""
 
     each: Tensor
     each_error: Tensor
@@ -63,12 +65,12 @@ class Deviation(NamedTuple):
 
 
 def deviation(x: Tensor, error: Tensor, there: Tensor) -> Deviation:
-    """Of the x [..., n] that are there.
+    """Deviation of the x [..., n] that are `there`.
 
-    A computed d_i is d_i + r_i + c: its term's error and a rounding, and the error of the mean, which is the same for
-    all, |c| <= off. As the d_i add up to 0, c moves the mean square by 2 c mean(r) + c^2 only; rms(d + r) lies within
-    rms(r) of rms(d) (the triangle inequality). Then come n + 3 roundings of squares and sums, a division and a root,
-    and sqrt(FLUSH) for squares that vanish.
+    A computed d_i is d_i + r_i + c: r_i is the error of the term and a rounding; c is the error of the mean, the same
+    for all terms, |c| <= off. As the d_i sum to 0, c changes the mean square by 2 c mean(r) + c^2 only; rms(d + r) is
+    within rms(r) of rms(d) (triangle inequality). Then follow n + 3 roundings of squares and sums, a division and a
+    root, and sqrt(FLUSH) for squares that flush to zero.
     """
     count = there.sum(-1).clamp_min(1)
     centre = x.masked_fill(~there, 0).sum(-1) / count
@@ -87,11 +89,12 @@ def deviation(x: Tensor, error: Tensor, there: Tensor) -> Deviation:
 
 
 def zscore_interval(x: Tensor, error: Tensor, there: Tensor, window: int) -> Interval:
-    """Where the computed z-score of the last x [..., n] may lie, [...].
+    """Interval of the computed z-score of the last x [..., n], [...].
 
-    d' / sigma' for all d' and sigma' within their errors. A z-score that is not 0 has sigma' above the threshold
-    4 u window max|x'|, so sigma' is no smaller; and sigma'^2 >= d'^2 / n up to rounding, so |z'| <= sqrt(n) whatever
-    the errors. Where sigma's interval meets the threshold's, 0 is right as well; below it, nothing but 0.
+    It contains d' / sigma' for all d' and sigma' within their errors. A z-score other than 0 requires sigma' above the
+    threshold 4 u window max|x'|, so sigma' is at least that; and sigma'^2 >= d'^2 / n up to rounding, so
+    |z'| <= sqrt(n) whatever the errors. Where sigma's interval overlaps the threshold's, 0 is right too; below the
+    threshold only 0 is right.
     """
     found = deviation(x, error, there)
     count = there.sum(-1).clamp_min(1).double()
@@ -119,7 +122,7 @@ def zscore_interval(x: Tensor, error: Tensor, there: Tensor, window: int) -> Int
 
 
 def windows(values: Values, window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The last `window` of the values, errors and masks up to each token, padding moved to the front."""
+    """The last `window` values, errors and masks up to each token, with padding moved to the front."""
     order = exact.compacted(values.there)[:, None].expand(values.exact.shape)
     there = values.there[:, None].expand(values.exact.shape).gather(-1, order)
     parts = (values.exact.gather(-1, order).masked_fill(~there, 0), values.error.gather(-1, order), there)
@@ -129,7 +132,7 @@ def windows(values: Values, window: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rolled_interval(values: Values, window: int, *, zscore: bool) -> Interval:
-    """Where rolling z-scores or means may lie, [B, L, T]; exactly 0 where there is no value."""
+    """Intervals of rolling z-scores or means, [B, L, T]; exactly 0 for tokens without a value."""
     x, error, mask = windows(values, window)
     if zscore:
         found = zscore_interval(x, error, mask, window)
@@ -143,8 +146,10 @@ def rolled_interval(values: Values, window: int, *, zscore: bool) -> Interval:
 
 
 def difference_interval(*bands: Interval) -> Interval:
-    """The mean over the layers of one band minus that of the other, if there is one, [B, L, T] -> [B, T]: sums of L
-    terms, two divisions, a difference."""
+    """Interval of the mean over one band's layers, minus that of the other band if there is one: [B, L, T] -> [B, T].
+
+    Sums of L terms, two divisions, a difference.
+    """
     ends = []
     for found in bands:
         layers = found.low.shape[1]
@@ -158,8 +163,7 @@ def difference_interval(*bands: Interval) -> Interval:
 
 
 def hidden_interval(hidden: tuple[Tensor, ...], occupied: Tensor, *, policy: str, window: int) -> Interval:
-    """Where the scores of a sequence's tokens may lie, [B, T]: hidden of both bands, or of one, [B, L, T, C] float64.
-    """
+    """Intervals of the scores of a sequence's tokens, [B, T]. hidden: of one or both bands, [B, L, T, C] float64."""
     index = torch.arange(occupied.shape[1], device=occupied.device).where(occupied, -1)
     last = index.cummax(1).values
     before = torch.cat((torch.full_like(last[:, :1], -1), last[:, :-1]), 1)
@@ -178,7 +182,8 @@ def hidden_interval(hidden: tuple[Tensor, ...], occupied: Tensor, *, policy: str
 def variance_of(x: Tensor) -> Values:
     """Variances of x [B, Hkv, T, D] float64, averaged over heads, as `Values` [B, 1, T] of all tokens.
 
-    With rms(d) = sigma and its error e before the last roundings: |sigma'^2 - sigma^2| <= 2 sigma e + e^2."""
+    With sigma = rms(d) and its error e before the last roundings, |sigma'^2 - sigma^2| <= 2 sigma e + e^2.
+    """
     found = deviation(x, torch.zeros_like(x), torch.ones_like(x, dtype=torch.bool))
     error = 2 * found.sigma * found.sigma_error + found.sigma_error.square()
     variance, heads = found.sigma.square(), x.shape[1]
@@ -188,10 +193,10 @@ def variance_of(x: Tensor) -> Values:
 
 
 def spread_interval(x: Tensor, low: Tensor, high: Tensor) -> Interval:
-    """Where `lag_spread` may lie, [..., Hkv, n]: x [..., Hkv, n, D]; low, high [..., Hkv, D], exact.
+    """Interval of `lag_spread`, [..., Hkv, n]: x [..., Hkv, n, D]; low, high [..., Hkv, D], exact.
 
-    (x - low) and (high - low) round once each, and DIVISION; then as any deviation. Where a channel's range lies so
-    near the threshold that rounding decides about it (1e-6 itself is rounded), any spread is right.
+    (x - low) and (high - low) round once each, then DIVISION; the rest is as for any deviation. Where rounding decides
+    whether a channel's range exceeds the threshold (1e-6 itself is rounded), any spread is right.
     """
     width = high - low
     limit = exact.LEAST_RANGE * torch.maximum(low.abs(), high.abs()).amax(-1, keepdim=True)
@@ -208,7 +213,7 @@ def spread_interval(x: Tensor, low: Tensor, high: Tensor) -> Interval:
 
 
 def lag_interval(key: Tensor, value: Tensor, occupied: Tensor, chunk: int) -> Interval:
-    """Where `lag_kv` may lie, [B, T]: key, value [B, Hkv, T, D] float64."""
+    """Interval of `lag_kv`, [B, T]: key, value [B, Hkv, T, D] float64."""
     low, high = torch.zeros(2, *occupied.shape, dtype=torch.float64, device=key.device)
     for row, mask in enumerate(occupied):
         tokens = mask.nonzero()[:, 0]
@@ -226,7 +231,7 @@ def lag_interval(key: Tensor, value: Tensor, occupied: Tensor, chunk: int) -> In
 
 
 def vector_interval(key: Tensor, value: Tensor, occupied: Tensor, *, policy: str, window: int, chunk: int) -> Interval:
-    """Where the scores of a sequence's tokens may lie, [B, T], for the policies that read keys and values."""
+    """Intervals of the scores of a sequence's tokens, [B, T], for the policies that read keys and values."""
     key, value = (x.double().masked_fill(~occupied[:, None, :, None], 0) for x in (key, value))
     if policy == "lag_kv":
         return lag_interval(key, value, occupied, chunk)

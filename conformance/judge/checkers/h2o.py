@@ -1,4 +1,4 @@
-"""H2O judged: bounds of its sums of weights, which add up over a token's life, and its configs."""
+"""Checker of H2O: bounds of its accumulated attention weights, and configs to draw."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..bounds import SLACK, UNIT, Arithmetic, Interval
 from ...cases.case import Case
 from . import blocks
 from .blocks import SMALL as SMALL
-from .blocks import Piece, received_error
+from .blocks import Chunk, received_error
 
 CASES = (block_cases.AttendCase,)
 #: See the package.
@@ -33,8 +33,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 @st.composite
 def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     """See the package."""
-    frame = draw(blocks.frames(most))
-    return {**frame, "recent": draw(st.none() | st.integers(0, frame["budget"]))}
+    config = draw(blocks.block_configs(most))
+    return {**config, "recent": draw(st.none() | st.integers(0, config["budget"]))}
 
 
 def arguments(device: torch.device) -> dict[str, Any]:
@@ -42,16 +42,16 @@ def arguments(device: torch.device) -> dict[str, Any]:
     return blocks.attend_arguments(device)
 
 
-def sum_error(piece: Piece) -> Tensor:
-    """|computed - true| of the sums of weights after a piece, [B, Hkv, S].
+def sum_error(chunk: Chunk) -> Tensor:
+    """|computed - true| of the accumulated weights after a chunk, [B, Hkv, S].
 
-    What a token's sum had lost before (`carried`), what this piece's column sum loses (`received_error`), and one
-    rounding of their sum: u (|score| + both).
+    The error of the token's sum before the chunk (`previous_error`), the error of the chunk's column sum
+    (`received_error`), and one rounding of their sum: u (|score| + both).
     """
-    error = piece.carried + piece.wide(received_error(piece.attention, piece.allowed))
-    score = piece.before["score"].masked_fill(~piece.before["occupied"], 0)
+    error = chunk.previous_error + chunk.wide(received_error(chunk.attention, chunk.allowed))
+    score = chunk.before["score"].masked_fill(~chunk.before["occupied"], 0)
     error = error + UNIT * (score.abs() + error) * SLACK
-    return error.masked_fill(~piece.before["occupied"], 0)
+    return error.masked_fill(~chunk.before["occupied"], 0)
 
 
 def attend_error(case: block_cases.AttendCase, allowed: Arithmetic) -> Tensor:
@@ -60,16 +60,16 @@ def attend_error(case: block_cases.AttendCase, allowed: Arithmetic) -> Tensor:
 
 
 class Adapter(blocks.Adapter):
-    """Ranks are the scores. No two tokens tie: equal ones came at different times, so other queries saw them."""
+    """Ranks are the scores. No two tokens tie: equal tokens arrive at different times and receive other queries."""
 
-    def score_error(self, piece: Piece) -> Tensor:
-        return sum_error(piece)
+    def score_error(self, chunk: Chunk) -> Tensor:
+        return sum_error(chunk)
 
-    def rank_interval(self, piece: Piece, error: Tensor) -> Interval:
-        return Interval(piece.before["rank"] - error, piece.before["rank"] + error)
+    def rank_interval(self, chunk: Chunk, error: Tensor) -> Interval:
+        return Interval(chunk.before["rank"] - error, chunk.before["rank"] + error)
 
-    def ties(self, piece: Piece) -> Tensor:
-        return blocks.no_ties(piece)
+    def ties(self, chunk: Chunk) -> Tensor:
+        return blocks.no_ties(chunk)
 
 
 def replay(case: Case, module: Any) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""KeyDiff judged: bounds of its scores, ranks and of the sum that a state carries along; its choices and configs."""
+"""Checker of KeyDiff: bounds of its scores, its ranks and the running sum of a state; its choices; configs to draw."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...cases.key_cases import ANCHORS, SIMILARITIES, KeyCase
 from ..oracle import oracle, upcast, upcast_all
 from ..ties import tie_classes
 from . import blocks
-from .blocks import Piece
+from .blocks import Chunk
 
 CASES = (KeyCase,)
 #: See the package.
@@ -34,12 +34,12 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"budget": 4, "anchor": "mode"}, ValueError, "anchor must be"),
     ({"budget": 4, "similarity": "angle"}, ValueError, "similarity must be"),
 ]
-#: What a state's shapes and budgets need, for the laws: see the package. Their prompts are one block or two.
+#: Options that allow small budgets, for the laws: see the package. Their prompts are one or two blocks long.
 SMALL = {"block_size": 6}
 
 #: An approximate square root, or its inverse (PTX sqrt.approx, rsqrt.approx: 2^-22.9 at the worst).
 ROOT = 2.0**-22
-#: What may vanish of a product with a normalised key: keys of lengths from 2^-40 on need not be scaled up.
+#: The part of a product with a normalised key that may flush to zero: keys longer than 2^-40 need not be scaled up.
 LOST = FLUSH * 2.0**40
 
 
@@ -53,19 +53,19 @@ def arguments(device: torch.device) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Keys:
-    """Exact directions of low-precision keys, in float64, and how far computed ones may be from them.
+    """Exact directions of low-precision keys, in float64, and their error bounds.
 
-    key [B, Hkv, S, D], zeros where unoccupied; occupied [B, Hkv, S]; anchor as in `score`. carried [B, Hkv, 1, D]: how
-    far the sum of normalised keys may be off, if it need not be summed anew (see `Drift`).
+    key [B, Hkv, S, D], zeros where unoccupied; occupied [B, Hkv, S]; anchor as in `score`. carried [B, Hkv, 1, D]: the
+    error of the sum of normalised keys, if it may be carried from step to step instead of recomputed (see `Drift`).
 
     A computed k^_id = k_id / ||k_i|| is k^_id (1 + common)(1 + own) + vanished:
-    - own, other in each channel: the scaling by the largest magnitude and the division (or product with an inverse),
-      2 DIVISION.
-    - common to the channels of a key: of the length, gamma(D) / 2 of the sum of squares of scaled numbers (DIVISION), a
-      ROOT; and of a factor that all ranks share, as of those who rank by the cosine, one DIVISION. 2 DIVISION + ROOT +
-      gamma(D + 2) / 2.
-    - vanished: channels below 2^-126 may count as zero, by the triangle inequality 2 sqrt(D) FLUSH / ||k_i|| of a unit
-      vector; no more than 1, since no sign changes.
+    - own, independent for each channel: the scaling by the largest magnitude and the division (or the product with an
+      inverse), 2 DIVISION.
+    - common to all channels of a key: the error of the length, which is gamma(D) / 2 for the sum of squares of scaled
+      numbers (DIVISION) and a ROOT; and one DIVISION for a factor that all ranks share, as in implementations that rank
+      by the cosine. Together 2 DIVISION + ROOT + gamma(D + 2) / 2.
+    - vanished: channels below 2^-126 may flush to zero, by the triangle inequality 2 sqrt(D) FLUSH / ||k_i|| of a unit
+      vector; at most 1, since no sign changes.
     """
 
     key: Tensor
@@ -100,14 +100,14 @@ class Keys:
 
     @cached_property
     def count(self) -> Tensor:
-        """How many keys there are, [B, Hkv, 1, 1] float64, at least 1."""
+        """The number of keys, [B, Hkv, 1, 1] float64, at least 1."""
         return self.occupied.sum(-1).clamp_min(1)[..., None, None].double()
 
     @cached_property
     def unit_sum_error(self) -> Tensor:
-        """|computed - true| of sum_j k^_j in each channel, [B, Hkv, 1, D], summed anew.
+        """|computed - true| of sum_j k^_j in each channel, [B, Hkv, 1, D], when summed over all keys.
 
-        Each term carries its own error, and meets at most n roundings in any order of summation.
+        Each term has its own error and passes through at most n roundings in any order of summation.
         """
         size = self.unit.abs()
         term = ((1 + self.own) * (1 + self.common) - 1) * size + self.vanished
@@ -116,16 +116,16 @@ class Keys:
 
     @cached_property
     def direction(self) -> Tensor:
-        """What takes the anchor's place in ranks, [B, Hkv, 1, D]: see the reference's `direction`."""
+        """The vector that ranks use instead of the anchor, [B, Hkv, 1, D]: see the reference's `direction`."""
         return keydiff.direction(self.key, self.occupied, self.anchor)
 
     @cached_property
     def direction_error(self) -> Tensor:
-        """|computed - true| of it in each channel, up to a common factor.
+        """|computed - true| of `direction` in each channel, up to a common factor.
 
-        A mean of scaled keys: each key is scaled (DIVISION) and meets n roundings and one division; keys far below the
-        largest vanish. A median is one of the numbers in each channel, scaled (DIVISION) by the largest of these;
-        numbers below 2^-126 may count as zero.
+        For a mean, each key is scaled (DIVISION) and passes through n roundings and one division; keys far below the
+        largest may flush to zero. A median is one of the numbers in each channel, scaled (DIVISION) by the largest of
+        the medians; numbers below 2^-126 may flush to zero.
         """
         if self.anchor == "mean_normalized":
             return self.unit_sum_error if self.carried is None else self.carried
@@ -139,13 +139,14 @@ class Keys:
     def product_error(self, extra: float = 0, *, order_only: bool = False) -> Tensor:
         """|computed - true| of k^_i . direction, [B, Hkv, S]; 0 for a zero key.
 
-        By channels: the error of each factor, gamma(D) for the products and their sum, `extra` for what else befalls
-        the direction's channels; by keys: the common error of the length. Products may vanish.
+        Per channel: the error of each factor, gamma(D) for the products and their sum, and `extra` for further errors
+        of the direction's channels. Per key: the common error of the length. Products may flush to zero.
 
-        order_only: up to a number that all keys of a head share. An error e of the direction moves k^_i . direction by
-        k^_i . e = c . e + (k^_i - c) . e, whatever c: the first part moves all alike and changes no order. With c the
-        mean of the k^_i the rest is small where keys nearly agree, so that n keys in any order of summation, gamma(n),
-        are still told apart. (A zero key ranks 0 to the letter, among keys that have moved: it takes all of c . e.)
+        order_only: the bound up to a number that all keys of a head share. An error e of the direction changes
+        k^_i . direction by k^_i . e = c . e + (k^_i - c) . e for any c. The first part is the same for all keys and
+        changes no order. With c the mean of the k^_i, the second part is small where keys nearly agree, so that such
+        keys remain distinguishable although their n terms are summed in any order, gamma(n). (A zero key ranks exactly
+        0 among keys whose ranks have moved, so its bound includes all of c . e.)
         """
         size, direction = self.unit.abs(), self.direction.abs()
         off = self.direction_error + extra * (direction + self.direction_error)
@@ -156,14 +157,15 @@ class Keys:
         error = channels.sum(-1)
         true = (self.unit * self.direction).sum(-1).abs()
         error = (error + self.common * (true + error + (size * off).sum(-1)) + self.head_dim * LOST) * SLACK
-        return self._held(error) if order_only else self._of_keys(error)
+        return self._of_occupied(error) if order_only else self._of_keys(error)
 
     def cosine_error(self) -> Tensor:
         """|computed - true| of cos(anchor, k_i), [B, Hkv, S]; 0 for a zero key.
 
-        The product above over the anchor's length L: the anchor may be divided by n and by L in each channel (2
-        DIVISION), L is off by the anchor's error, the sum of squares and a ROOT; a last division. So everything is
-        divided by L: where the anchor vanishes a cosine is noise, but still a cosine, at most 1 and what rounding adds.
+        The product above divided by the anchor's length L. The anchor may be divided by n and by L in each channel (2
+        DIVISION); L has the anchor's error, the error of the sum of squares and a ROOT; then one last division.
+        Everything is divided by L: where the anchor vanishes, the cosine is noise, but is still at most 1 up to
+        rounding.
         """
         length = self.direction.norm(dim=-1)                                            # [B, Hkv, 1]
         off = self.direction_error.norm(dim=-1) + (2 * DIVISION + ROOT + gamma(self.head_dim + 2)) * length
@@ -194,22 +196,22 @@ class Keys:
         size = self.key.abs()
         apart = (self.key - self.key.sum(2, keepdim=True) / self.count).abs() if order_only else size
         error = apart * off + size * gamma(self.head_dim) * (mu.abs() + off) + FLUSH * (2 + size + mu.abs())
-        return self._held(error.sum(-1) * SLACK)
+        return self._of_occupied(error.sum(-1) * SLACK)
 
     def distance_error(self) -> Tensor:
-        """|computed - true| of ||k_i - mu||: by the triangle inequality the length of the errors of the difference,
-        and those of a length, of which squares below FLUSH may vanish."""
+        """|computed - true| of ||k_i - mu||: by the triangle inequality, the length of the difference's errors, plus
+        the error of computing a length, in which squares below FLUSH may flush to zero."""
         mu, off = self.mean_error()
         difference = (self.key - mu).abs()
         error = (off + UNIT * (difference + off) + FLUSH).norm(dim=-1)
         of_length = gamma(self.head_dim + 2) / 2 + ROOT + 3 * DIVISION
         error = error + of_length * (difference.norm(dim=-1) + error) + (self.head_dim * FLUSH) ** 0.5
-        return self._held(error * SLACK)
+        return self._of_occupied(error * SLACK)
 
     def pairwise_error(self) -> Tensor:
         """|computed - true| of sum_j k^_i . k^_j, [B, Hkv, S], summed over channels and keys in any order.
 
-        Each of the n D products carries both keys' errors and meets at most n + D roundings.
+        Each of the n D products has the errors of both keys and passes through at most n + D roundings.
         """
         size = self.unit.abs()
         relative = ((1 + self.own) * (1 + self.common)) ** 2 * (1 + gamma(self.count + self.head_dim)) - 1
@@ -220,10 +222,10 @@ class Keys:
         return self._of_keys(error * SLACK)
 
     def _of_keys(self, error: Tensor) -> Tensor:
-        """0 for zero keys and unoccupied slots: nothing is computed there that could err."""
+        """The error, with 0 for zero keys and unoccupied slots, whose results are exact."""
         return error.masked_fill(~self.occupied | (self.key == 0).all(-1), 0)
 
-    def _held(self, error: Tensor) -> Tensor:
+    def _of_occupied(self, error: Tensor) -> Tensor:
         return error.masked_fill(~self.occupied, 0)
 
 
@@ -233,8 +235,8 @@ def score_error(keys: Keys, similarity: str) -> Tensor:
 
 
 def rank_error(keys: Keys, similarity: str) -> Tensor:
-    """Bound of what orders evictions, as the reference's `rank` has it (cosines without their divisions), but for a
-    number that all keys of a head may share."""
+    """Bound of the reference's `rank`, which orders evictions (cosines without their divisions), up to a number that
+    all keys of a head may share."""
     if similarity == "euclidean":
         return keys.distance_error()
     return (keys.product_error if similarity == "cosine" else keys.dot_error)(order_only=True)
@@ -246,7 +248,7 @@ def keys_of(case: KeyCase) -> Keys:
 
 
 def rank_interval(case: KeyCase) -> Interval:
-    """Where the computed rank of each key may lie, [B, Hkv, S]."""
+    """Interval of the computed rank of each key, [B, Hkv, S]."""
     keys = keys_of(case)
     rank = keydiff.rank(upcast(case.key), keys.occupied, case.anchor, case.similarity)
     error = rank_error(keys, case.similarity)
@@ -254,7 +256,7 @@ def rank_interval(case: KeyCase) -> Interval:
 
 
 def equal_keys(key: Tensor, occupied: Tensor) -> Tensor:
-    """Classes of keys that must rank the same, [B, Hkv, S]: bitwise equal ones, and all zero keys."""
+    """Classes of keys that rank the same, [B, Hkv, S]: bitwise equal keys, and all zero keys."""
     return tie_classes(key, key, occupied, per_head=True)
 
 
@@ -274,19 +276,19 @@ def assert_pairwise_right(actual: Tensor, case: KeyCase) -> float:
     if actual.dtype != torch.float32:
         fail(f"pairwise score must be float32, got {actual.dtype}")
     keys = keys_of(case)
-    # By the sum over j first (eq. 10): the same number, without S^2 of anything.
+    # Sum over j first (eq. 10): the same number in O(S) memory.
     truth = -(keydiff.direction(keys.key, keys.occupied, "mean_normalized") * keys.unit).sum(-1)
     truth = truth.masked_fill(~keys.occupied, -torch.inf)
     return assert_within(actual, truth, keys.pairwise_error(), what="pairwise score")
 
 
 def assert_evict_right(actual: Any, case: KeyCase) -> Verdict:
-    """actual: `evict(**case.inputs)`: `kept` a right choice, the rest bit by bit what `kept` says."""
+    """actual: `evict(**case.inputs)`. `kept` must be a right choice, and the other fields exact copies by `kept`."""
     key, value, kept, occupied = actual
     truth = oracle(keydiff.evict, case)
     mask = case.mask
     verdict = compare.assert_kept_right(
-        kept, truth.kept, rank_interval(case), occupied=mask, protected=case.shielded, window=0,
+        kept, truth.kept, rank_interval(case), occupied=mask, protected=case.protected_or_recent, window=0,
         tie=equal_keys(case.key, mask),
     )
     for name, tensor, source in (("key", key, case.key), ("value", value, case.value)):
@@ -316,13 +318,13 @@ def replay(case: Case, module: Any) -> Iterator[str]:
 @st.composite
 def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     """See the package."""
-    frame = draw(blocks.frames(most))
-    # A block is many launches, so most are longer: a prompt is few of them.
-    frame["block_size"] = draw(st.integers(most - 1, 2 * most) | st.just(frame["block_size"]))
+    config = draw(blocks.block_configs(most))
+    # A block costs many launches, so most blocks are long and a prompt has few of them.
+    config["block_size"] = draw(st.integers(most - 1, 2 * most) | st.just(config["block_size"]))
     own = draw(st.sampled_from((True, True, True, False)))
     return {
-        **frame,
-        "recent": draw(st.sampled_from((0, 0, 1, frame["budget"]))),
+        **config,
+        "recent": draw(st.sampled_from((0, 0, 1, config["budget"]))),
         "anchor": ANCHORS[0] if own else draw(st.sampled_from(ANCHORS)),
         "similarity": SIMILARITIES[0] if own else draw(st.sampled_from(SIMILARITIES)),
         "refresh": draw(st.integers(1, 4)),
@@ -330,35 +332,35 @@ def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
 
 
 class Drift:
-    """How far a sum of normalised keys may be off that is carried from step to step, and summed anew every `refresh`.
+    """The error of a sum of normalised keys that is carried from step to step and recomputed every `refresh` steps.
 
-    A step adds the new key to the sum, ranks by it, and subtracts the evicted key. So while it is carried each step
-    adds to the error that it began with: of the new key and of the evicted one what each may be off (they need not be
-    computed alike), and a rounding of each of the two sums. At any step the sum may stem from any of the last `refresh`
-    ones, or be new: the largest error of these is allowed. A block of several tokens sums anew.
+    A step adds the new key to the sum, ranks by it, and subtracts the evicted key. So each step adds to the initial
+    error: the errors of the new and of the evicted key (which need not be computed in the same way), and a rounding of
+    each of the two sums. At any step the sum may have been recomputed at any of the last `refresh` steps, or now: the
+    largest of these errors is allowed. A block of several tokens recomputes the sum.
     """
 
-    # Of the last piece: the sum itself, how many keys it was of, and the most that may vanish of one.
+    # Of the last chunk: the sum, the number of keys in it, and the most of one key that may flush to zero.
     total: Tensor
     held: Tensor
     vanished: Tensor
 
     def __init__(self, refresh: int) -> None:
         self.refresh = refresh
-        #: By the step that each stems from: errors [B, W, Hkv, 1, D], the oldest first.
+        #: Errors [B, W, Hkv, 1, D] by the step at which the sum was recomputed, the oldest first.
         self.errors: Tensor | None = None
 
     def after(self, keys: Keys, fresh: Tensor) -> Tensor:
-        """The bound at this piece: `fresh` [B, Hkv, S] bool, the tokens that it brought. [B, Hkv, 1, D]."""
+        """The bound after this chunk, [B, Hkv, 1, D]. fresh [B, Hkv, S] bool: the tokens of the chunk."""
         term = (1 + keys.own) * (1 + keys.common) - 1
         total, held = keys.unit.sum(2, keepdim=True), keys.occupied.sum(-1)[..., None, None]
         arrived = (keys.unit * fresh[..., None]).sum(2, keepdim=True)
         vanished = keys.vanished.amax(2, keepdim=True)
-        summed_anew = keys.unit_sum_error[:, None]
+        recomputed = keys.unit_sum_error[:, None]
         if self.errors is None or not bool((fresh.sum(-1) <= 1).all()):
-            self.errors = summed_anew
+            self.errors = recomputed
         else:
-            before = total - arrived                                                    # what the last step left
+            before = total - arrived                                                    # after the last step's eviction
             gone = term * (self.total - before).abs() + self.vanished
             left = (self.held > held - fresh.sum(-1)[..., None, None])[:, None]
             error = self.errors[:, -self.refresh:]
@@ -366,7 +368,7 @@ class Drift:
             subtracted = subtracted + UNIT * (before.abs()[:, None] + subtracted)
             error = torch.where(left, subtracted, error) + (term * arrived.abs() + vanished)[:, None]
             error = (error + UNIT * (total.abs()[:, None] + error)) * SLACK
-            self.errors = torch.cat((error, summed_anew), 1)
+            self.errors = torch.cat((error, recomputed), 1)
         self.total, self.held, self.vanished = total, held, vanished
         return self.errors.amax(1)
 
@@ -377,12 +379,12 @@ class Drift:
 
 
 class Adapter(blocks.Adapter):
-    """KeyDiff: scores and ranks of all tokens held, anew at every piece, by an anchor that may be carried along."""
+    """Scores and ranks of all cached tokens, recomputed at every chunk, by an anchor that may be carried along."""
 
     drift: Drift | None = None
 
-    def score_error(self, piece: Piece) -> Tensor:
-        config, before = piece.reference.config, piece.before
+    def score_error(self, chunk: Chunk) -> Tensor:
+        config, before = chunk.reference.config, chunk.before
         key = keydiff.held_keys(before["key"], before["occupied"])
         keys = Keys(key, before["occupied"], config.anchor)
         fresh = torch.zeros_like(before["occupied"])
@@ -391,12 +393,12 @@ class Adapter(blocks.Adapter):
         self.keys = Keys(key, before["occupied"], config.anchor, self.drift.after(keys, fresh))
         return score_error(self.keys, config.similarity)
 
-    def rank_interval(self, piece: Piece, error: Tensor) -> Interval:
-        rank, lost = piece.before["rank"], rank_error(self.keys, piece.reference.config.similarity)
+    def rank_interval(self, chunk: Chunk, error: Tensor) -> Interval:
+        rank, lost = chunk.before["rank"], rank_error(self.keys, chunk.reference.config.similarity)
         return Interval(rank - lost, rank + lost)
 
-    def ties(self, piece: Piece) -> Tensor:
-        return equal_keys(piece.before["key"], piece.before["occupied"])
+    def ties(self, chunk: Chunk) -> Tensor:
+        return equal_keys(chunk.before["key"], chunk.before["occupied"])
 
     def reorder(self, index: Tensor) -> None:
         super().reorder(index)

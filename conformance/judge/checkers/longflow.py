@@ -1,4 +1,4 @@
-"""LongFlow judged: bounds of its scores, its choice of a slot, its state, its configs."""
+"""Checker of LongFlow: bounds of its scores, its choice of a slot, its state, and configs to draw."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from ..ties import tie_classes
 from . import snapkv
 
 CASES = (DecodeCase,)
-#: What changes the shapes of a state.
+#: Options that change the shapes of a state.
 GROUPINGS = ({"per_head": True},)
 
 # Bounds --------------------------------------------------------------------------------------------------------------
 
 
 def log_score_interval(attention: Attention, allowed: Arithmetic, *, per_head: bool) -> Interval:
-    """Where the computed log score of each slot may lie: logsumexp over heads h of log a_hj + log ||v_j||_1.
+    """Interval of the computed log score of each slot: logsumexp over heads h of log a_hj + log ||v_j||_1.
 
-    attention of one query (Q = 1). Returns [B, S], or [B, Hkv, S] per head; -inf where unoccupied or v_j = 0.
+    attention: of one query (Q = 1). Returns [B, S], or [B, Hkv, S] per head; -inf where unoccupied or v_j = 0.
     - log a_hj: `log_weight_error`.
-    - N_j = ||v_j||_1: D absolute values, c roundings each, as tensor cores may add them up, gamma(c D), and FLUSH for
-      each subnormal one: then the lower end can be -inf. Its logarithm: LOG max(1, |log2 N_j|).
-    - x_hj = log a_hj + log N_j, kept in one sum or per KV head: 4 u (|log a_hj| + |log N_j|). Or log N_j is added to
-      s_j before the maximum and the normaliser's logarithm leave: three roundings, of numbers up to |s_j| + |m| +
-      |log N_j|, which the four in delta_j and these four cover.
-    - the logsumexp over H heads, by a running maximum over them, or within the group and then over KV heads: each head
-      meets at most H + 1 exponentials and products (its own, and one wherever the maximum rises; G + Hkv <= H + 1), H
-      additions, two logarithms of at most H (one within the group), and roundings of arguments: 4 u (|x_hj| + |X_j|),
-      X_j the result.
-    Heads are averaged by their shares: an error of x_hj counts as much as head h has of the sum.
+    - N_j = ||v_j||_1: D absolute values with c roundings each, as tensor cores may sum them, gamma(c D), and FLUSH for
+      each subnormal one, so the lower end can be -inf. Its logarithm: LOG max(1, |log2 N_j|).
+    - x_hj = log a_hj + log N_j, added in one sum or per KV head: 4 u (|log a_hj| + |log N_j|). Or log N_j is added to
+      s_j before the maximum and the normaliser's logarithm are subtracted: three roundings of numbers up to
+      |s_j| + |m| + |log N_j|, which the four in delta_j and these four cover.
+    - the logsumexp over H heads, with a running maximum over them, or within the group and then over KV heads: each
+      head passes through at most H + 1 exponentials and products (its own, and one wherever the maximum rises;
+      G + Hkv <= H + 1), H additions, two logarithms of at most H (one within the group), and roundings of arguments:
+      4 u (|x_hj| + |X_j|), with X_j the result.
+    The error of x_hj counts in proportion to head h's share of the sum.
     """
     log_weight = (attention.logit - attention.lse)[:, :, 0]                              # [B, Hq, S]
     seen = attention.seen[:, :, 0]
@@ -72,9 +72,9 @@ def log_score_interval(attention: Attention, allowed: Arithmetic, *, per_head: b
 def linear_score_error(attention: Attention, allowed: Arithmetic, *, per_head: bool) -> Tensor:
     """|computed - true| of the linear score, mean_h a_hj ||v_j||_1 / D: [B, S], or [B, Hkv, S] per head.
 
-    It may be the exponential of the log score, so it carries that one's relative error, one exponential more, the
-    division by H D (a constant: DIVISION and two roundings), and FLUSH: of the result, of each weight before it is
-    multiplied with ||v_j||_1 / D, of each product.
+    It may be computed as the exponential of the log score. So it has the relative error of the log score, one more
+    exponential, the division by H D (a constant: DIVISION and two roundings), and FLUSH for the result, for each weight
+    before its product with ||v_j||_1 / D, and for each product.
     """
     low, high = log_score_interval(attention, allowed, per_head=per_head)
     heads = attention.key_value_heads if per_head else 1
@@ -100,7 +100,7 @@ def score_bound(case: Any, allowed: Arithmetic | None = None) -> Tensor:
 
 
 def rank_interval(case: Any, allowed: Arithmetic | None = None) -> Interval:
-    """Where the computed log score, by which LongFlow evicts, may lie: [B, S] or [B, Hkv, S]."""
+    """Interval of the computed log score, by which LongFlow evicts: [B, S] or [B, Hkv, S]."""
     attention = case.attention
     return log_score_interval(attention, allowed or arithmetic(attention.dtype), per_head=case.per_head)
 
@@ -122,7 +122,7 @@ def assert_decode_right(actual: Any, case: DecodeCase, *, allowed: Arithmetic | 
 def assert_slot_right(
     slot: Tensor, case: DecodeCase, *, truth: Tensor | None = None, allowed: Arithmetic | None = None
 ) -> Verdict:
-    """The slot that LongFlow overwrites next, in the log domain."""
+    """Check the slot that LongFlow overwrites next, in the log domain."""
     return assert_eviction_right(
         slot, oracle(longflow.decode_attention, case).slot if truth is None else truth,
         rank_interval(case, allowed), occupied=case.occupied, protected=case.protected,
@@ -144,7 +144,7 @@ def replay(case: Case, module: Any) -> Iterator[str]:
 def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     """See the package."""
     budget, protect_newest = draw(st.integers(1, most)), draw(st.booleans())
-    # The config refuses protected tokens that fill the budget.
+    # The config rejects protected tokens that fill the budget.
     spare = budget - 1 - (protect_newest and budget > 1)
     return {
         "budget": budget, "protect_newest": protect_newest, "sinks": draw(st.integers(0, max(0, min(3, spare)))),
@@ -154,9 +154,9 @@ def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
 
 
 class Adapter(lockstep.Adapter):
-    """LongFlow: scores and the next slot as `decode_attention` gives them on the state's own slots.
+    """Checks scores and the next slot against `decode_attention` on the state's own slots.
 
-    Which tokens are protected is worked out anew, from positions, the config and the prompt's padding.
+    The protected tokens are derived from positions, the config and the prompt's padding.
     """
 
     exact: tuple[str, ...] = ("next_slot",)
@@ -178,11 +178,11 @@ class Adapter(lockstep.Adapter):
             observers, prompt["key"], prompt["value"], budget=target, kernel_size=config.kernel_size,
             occupied=occupied, protected=sinks, scale=config.scale,
         )
-        # One choice for all heads, whether or not they decide alone later.
+        # The prompt is compressed for all heads together, even if each head evicts alone later.
         kept, right = (_shared(state.positions)[:, :target] for state in (tested, reference))
         if config.per_head:
             assert_same(tested.positions, tested.positions[:, :1].expand_as(tested.positions),
-                        what="positions after the prompt, which is compressed for all heads together, by head")
+                        what="positions after the prompt, by head (expected the same tokens in all heads)")
         verdict = snapkv.assert_kept_right(
             kept, right, case, shared_heads=True, allowed=self.allowed, what="tokens kept of the prompt"
         )
@@ -213,7 +213,7 @@ class Adapter(lockstep.Adapter):
         self.sink_end = None
 
     def _protected(self, state: Any) -> Tensor:
-        """Sinks, and the newest token where the config protects it. Called after a step: the newest is the last."""
+        """Sinks, and the newest token if the config protects it. Called after a step, whose token is the newest."""
         positions, config = state.positions, state.config
         end = self.sink_end
         if end is None:
@@ -225,8 +225,8 @@ class Adapter(lockstep.Adapter):
 
 
 def _sink_end(sinks: int, occupied: Tensor) -> Tensor:
-    """One past the position of each row's last sink, [B]: the first `sinks` tokens of the prompt that are no padding;
-    where it has fewer, those that follow it."""
+    """One past the position of each row's last sink, [B]. Sinks are the first `sinks` tokens of the prompt that are not
+    padding; if it has fewer, also the tokens after it."""
     ends = []
     for row in occupied:
         present = row.nonzero()[:sinks, 0].tolist()

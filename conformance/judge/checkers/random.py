@@ -1,4 +1,4 @@
-"""Random eviction judged: scores are exact, so everything but the attention is to the letter."""
+"""Checker of random eviction: scores are exact, so only the attention output has an error bound."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRACE = {"seed": 1}
 @st.composite
 def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     """See the package."""
-    return {**draw(blocks.frames(most)), "seed": draw(st.integers(0, 2**32 - 1))}
+    return {**draw(blocks.block_configs(most)), "seed": draw(st.integers(0, 2**32 - 1))}
 
 
 def arguments(device: torch.device) -> dict[str, Any]:
@@ -34,4 +34,4 @@ def arguments(device: torch.device) -> dict[str, Any]:
 
 
 class Adapter(blocks.Adapter):
-    """Ranks are the scores, 24 bits of a hash of the position: equal ones go by slot."""
+    """Ranks are the scores, 24 bits of a hash of the position. The slot decides between equal ranks."""

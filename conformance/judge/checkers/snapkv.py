@@ -1,5 +1,5 @@
-"""SnapKV judged: the bound of its window scores, which tokens of a prompt it keeps, and its state, which does it anew
-after every block."""
+"""Checker of SnapKV: the bound of its window scores, the tokens of a prompt that it keeps, and its state, which scores
+all tokens again after every block."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ..compare import Verdict, assert_same, assert_within, fail, gathered
 from ..oracle import Attention, upcast_all
 from ..ties import tie_classes, window_ties
 from . import blocks, h2o
-from .blocks import Piece, received_error
+from .blocks import Chunk, received_error
 
 CASES = (WindowCase, AttendCase)
 SMALL = {**blocks.SMALL, "window": 2, "kernel_size": 3}
-#: Compressed once in three tokens: with blocks of five, some rows in the prompt, others later.
+#: Compresses after every third token: with blocks of five, some rows within the prompt and others later.
 LAWS = ({"interval": 3, "block_size": 5},)
 GROUPINGS = ({"interval": 3},)
 
@@ -33,9 +33,9 @@ GROUPINGS = ({"interval": 3},)
 def score_error(attention: Attention, allowed: Arithmetic, *, kernel_size: int, shared_heads: bool) -> Tensor:
     """|computed - true| of SnapKV's window score, [B, T] with shared_heads, else [B, Hkv, T]; 0 for the window itself.
 
-    attention of the W window queries, causal. A weight exp(s_j - lse) carries `log_weight_error` relatively; mean over
-    W queries and H heads and the pool over kernel_size tokens are sums of nonnegative terms: W + H + kernel_size
-    additions and four divisions. Every weight and product may flush: FLUSH each.
+    attention: causal attention of the W window queries. A weight exp(s_j - lse) has the relative error
+    `log_weight_error`. The mean over W queries and H heads and the pool over kernel_size tokens sum nonnegative terms:
+    W + H + kernel_size additions and four divisions. Every weight and product may flush to zero: FLUSH each.
     """
     below, above = log_weight_error(attention, allowed)
     relative = torch.maximum(torch.expm1(above.clamp_max(300)), -torch.expm1(below))
@@ -91,7 +91,7 @@ def assert_compress_right(
 
 
 def score_interval(case: WindowCase, *, shared_heads: bool, allowed: Arithmetic | None = None) -> Interval:
-    """Where the computed window score of each token may lie."""
+    """Interval of the computed window score of each token."""
     truth = snapkv.window_score(**upcast_all(case.score_inputs), shared_heads=shared_heads)
     bound = score_bound(case, shared_heads=shared_heads, allowed=allowed)
     return Interval(truth - bound, truth + bound)
@@ -101,7 +101,7 @@ def assert_kept_right(
     kept: Tensor, truth: Tensor, case: WindowCase, *, shared_heads: bool, allowed: Arithmetic | None = None,
     what: str = "kept",
 ) -> Verdict:
-    """kept [B, N], or [B, Hkv, N] where heads choose for themselves, of a compressed prompt."""
+    """kept [B, N], or [B, Hkv, N] where each head chooses, of a compressed prompt."""
     occupied, protected = case.mask, case.protected
     tie = window_ties(case.key, occupied, case.observers, case.kernel_size, shared_heads=shared_heads)
     if not shared_heads:
@@ -133,66 +133,68 @@ TRACE = {"window": 16}
 
 @st.composite
 def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
-    """See the package. A pool that reaches over the whole prefix gives all of it one sum, and nothing to judge."""
-    frame = draw(blocks.frames(most))
-    sizes = (3, 1, 5, 7) if frame["budget"] > 5 else (1, 3) if frame["budget"] > 2 else (1,)
+    """See the package. A pool over the whole prefix would give all its tokens one score, with nothing to decide."""
+    config = draw(blocks.block_configs(most))
+    sizes = (3, 1, 5, 7) if config["budget"] > 5 else (1, 3) if config["budget"] > 2 else (1,)
     return {
-        **frame, "window": draw(st.integers(1, window)), "kernel_size": draw(st.sampled_from(sizes)),
+        **config, "window": draw(st.integers(1, window)), "kernel_size": draw(st.sampled_from(sizes)),
         "interval": draw(st.sampled_from((1, 3, 2, 5))),
     }
 
 
-def most_held(state: Any, tokens: int) -> int:
+def max_kept(state: Any, tokens: int) -> int:
     """See the package."""
     return min(state.config.capacity, tokens)
 
 
 def attend_error(case: AttendCase, allowed: Arithmetic) -> Tensor:
-    """Bound of `attend(...).received`, [B, Hkv, S]: a mean over the queries that are real."""
-    return received_error(case.attention, allowed) / case.real.sum(-1).clamp_min(1)[..., None]
+    """Bound of `attend(...).received`, [B, Hkv, S]: a mean over the valid queries."""
+    return received_error(case.attention, allowed) / case.valid.sum(-1).clamp_min(1)[..., None]
 
 
-def window_attention(piece: Piece) -> Attention:
-    """The exact attention of the last tokens' queries, which the reference keeps, over all slots, before eviction."""
-    state, before = piece.reference, piece.before
+def window_attention(chunk: Chunk) -> Attention:
+    """Exact attention of the window's queries, which the reference stores, over all slots before eviction."""
+    state, before = chunk.reference, chunk.before
     query, occupied = state._window_query, before["occupied"]
     future = before["positions"][:, :, None] > state._window_positions[:, None, :, None]      # [B, Hkv, W, S]
-    future = future.repeat_interleave(piece.group, 1)
+    future = future.repeat_interleave(chunk.group, 1)
     logit = eager.logits(query, before["key"], occupied, scale=state.scale).masked_fill(future, -torch.inf)
     dot = eager.logits(query.abs(), before["key"].abs(), occupied, scale=abs(state.scale))
     return Attention(
         logit, dot.masked_fill(logit == -torch.inf, 0), eager.zero_unoccupied(before["value"], occupied), occupied,
-        state.scale, piece.dtype,
+        state.scale, chunk.dtype,
     )
 
 
 class Adapter(blocks.Adapter):
-    """Ranks are the scores: what the window's queries give, averaged and pooled along the tokens held, in the order of
-    their positions. The bound is `score_error`'s: the sums of received_error, the pool's, one division each. With an
-    interval, heads that evict nothing have the scores of the last time, and their bounds."""
+    """Ranks are the scores: the weights from the window's queries, averaged and pooled along the cached tokens in the
+    order of their positions. The bound follows `score_error`: the sums of received_error and of the pool, one division
+    each. With an interval, heads that evict nothing keep their previous scores and bounds."""
 
-    def score_error(self, piece: Piece) -> Tensor:
-        state, positions = piece.reference, piece.before["positions"]
+    def score_error(self, chunk: Chunk) -> Tensor:
+        state, positions = chunk.reference, chunk.before["positions"]
         observing = (state._window_positions >= 0).sum(-1).clamp_min(1)[:, None, None]
-        error = received_error(window_attention(piece), piece.allowed) / observing
+        error = received_error(window_attention(chunk), chunk.allowed) / observing
         size, window = state.config.kernel_size, positions >= state.tokens_seen - state.config.observers
         error = self._pooled(error.masked_fill(window, 0), positions, size)
-        score = piece.before["score"]
-        rest = ~piece.before["occupied"] | window
+        score = chunk.before["score"]
+        rest = ~chunk.before["occupied"] | window
         error = error + gamma(size + 2 * DIVISION / UNIT) * (score.masked_fill(rest, 0) + error) + 4 * FLUSH
         error = (error * SLACK).masked_fill(rest, 0)
-        return error if state.config.interval == 1 else torch.where(piece.due[..., None], error, piece.carried)
+        if state.config.interval == 1:
+            return error
+        return torch.where(chunk.over_budget[..., None], error, chunk.previous_error)
 
-    def rank_interval(self, piece: Piece, error: Tensor) -> Interval:
-        return Interval(piece.before["rank"] - error, piece.before["rank"] + error)
+    def rank_interval(self, chunk: Chunk, error: Tensor) -> Interval:
+        return Interval(chunk.before["rank"] - error, chunk.before["rank"] + error)
 
-    def ties(self, piece: Piece) -> Tensor:
-        """Tokens tie whose neighbours in reach of the pool, in order of position, have bitwise equal keys in turn; next
+    def ties(self, chunk: Chunk) -> Tensor:
+        """Two tokens tie if the keys within reach of the pool are bitwise equal one by one, in order of position. Next
         to the window and before the first token the pool adds 0."""
-        config, before = piece.reference.config, piece.before
+        config, before = chunk.reference.config, chunk.before
         positions, occupied = before["positions"], before["occupied"]
-        names = blocks.equal_keys(piece)
-        window = positions >= piece.reference.tokens_seen - config.observers
+        names = blocks.equal_keys(chunk)
+        window = positions >= chunk.reference.tokens_seen - config.observers
         place = positions.sort(dim=-1, stable=True).indices                                   # free slots come first
         names = names.masked_fill(window | ~occupied, -1).gather(-1, place)
         around = functional.pad(names, (config.kernel_size // 2,) * 2, value=-1).unfold(-1, config.kernel_size, 1)
@@ -201,7 +203,7 @@ class Adapter(blocks.Adapter):
 
     @staticmethod
     def _pooled(tensor: Tensor, positions: Tensor, size: int) -> Tensor:
-        """The average pool of [B, Hkv, S] along the order of positions."""
+        """Average pool of [B, Hkv, S] along the tokens in order of position."""
         place = positions.sort(dim=-1, stable=True).indices
         in_order = functional.avg_pool1d(tensor.gather(-1, place), size, stride=1, padding=size // 2)
         return torch.empty_like(tensor).scatter(-1, place, in_order)

@@ -1,4 +1,4 @@
-"""StreamingLLM judged: positions alone decide, so everything but the attention is to the letter."""
+"""Checker of StreamingLLM: positions alone decide, so only the attention output has an error bound."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 @st.composite
 def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     """See the package."""
-    frame = draw(blocks.frames(most))
-    return {**frame, "sinks": draw(st.integers(0, min(4, frame["budget"] - 1)))}
+    config = draw(blocks.block_configs(most))
+    return {**config, "sinks": draw(st.integers(0, min(4, config["budget"] - 1)))}
 
 
 def arguments(device: torch.device) -> dict[str, Any]:
@@ -36,4 +36,4 @@ def arguments(device: torch.device) -> dict[str, Any]:
 
 
 class Adapter(blocks.Adapter):
-    """Ranks are positions, scores 0."""
+    """Ranks are positions; scores are 0."""

@@ -1,4 +1,4 @@
-"""What the judge must know of SyncKV."""
+"""Checker of SyncKV: its functions (synckv_sets.py) and its state (synckv_state.py)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from ...cases.synckv_cases import SetsCase
 from ...cases.tiny import BATCH, KEY_VALUE_HEADS, SLOTS
 from .synckv_sets import assert_anticipation_right, assert_initial_right, replay, weight_interval
-from .synckv_state import BUDGET, COMPILED, EVICTS, GROUPINGS, SMALL, Adapter, bytes_of, configs, most_held
+from .synckv_state import BUDGET, COMPILED, EVICTS, GROUPINGS, SMALL, Adapter, bytes_of, configs, max_kept
 
 __all__ = [
     "BUDGET", "CASES", "COMPILED", "EVICTS", "GROUPINGS", "ON_THE_HOST", "SMALL", "Adapter", "arguments",
-    "assert_anticipation_right", "assert_initial_right", "bytes_of", "configs", "most_held", "replay",
+    "assert_anticipation_right", "assert_initial_right", "bytes_of", "configs", "max_kept", "replay",
     "weight_interval",
 ]
 

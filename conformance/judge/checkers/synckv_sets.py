@@ -1,4 +1,4 @@
-"""SyncKV's functions judged: which tokens a head may choose, by the intervals of its log-weights."""
+"""Checker of SyncKV's functions: the tokens that a head may choose, by intervals of its log-weights."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ..ties import tie_classes
 
 
 def weight_interval(case: SetsCase, allowed: Arithmetic | None = None) -> Interval:
-    """Where the log of each token's pooled weight may lie, [B, N_r, S]; -inf where no token is.
+    """Interval of the log of each token's pooled weight, [B, N_r, S]; -inf in free slots.
 
-    log a_hj lies within `log_weight_error`, and the largest of a group within the largest of their ends.
+    log a_hj has the error `log_weight_error`, and the maximum over a group is within the maxima of the ends.
     """
     attention = case.attention
     error = log_weight_error(attention, allowed or arithmetic(case.dtype))
@@ -32,16 +32,16 @@ def weight_interval(case: SetsCase, allowed: Arithmetic | None = None) -> Interv
 
 
 def free_of(case: SetsCase, taken: Tensor | None) -> Tensor:
-    """The tokens that may be chosen, [B, N_r, S] bool."""
+    """The tokens that can be chosen, [B, N_r, S] bool."""
     slot = torch.arange(case.slots, device=case.device)
     held: Tensor = case.occupied[:, None].expand(-1, case.key_value_heads, -1)
     return held if taken is None else held & ~(taken[..., None] == slot).any(2)
 
 
 def assert_chosen_right(actual: Tensor, truth: Tensor, case: SetsCase, taken: Tensor | None, *, what: str) -> None:
-    """actual [B, N_r, count]: as many of the best tokens as there are, ascending, then -1; of equals the lowest.
+    """Assert that actual [B, N_r, count] holds the best tokens (the lowest index in a tie), ascending, then -1.
 
-    The comparator is about evictions, of which the lowest index of equals goes: here it sees the slots backwards.
+    The comparator of evictions evicts the lowest index in a tie, so it gets the slots in reverse order.
     """
     if actual.dtype != torch.int64 or tuple(actual.shape) != tuple(truth.shape):
         fail(f"{what}: expected int64 of shape {tuple(truth.shape)}, got {actual.dtype} of {tuple(actual.shape)}")
@@ -52,12 +52,12 @@ def assert_chosen_right(actual: Tensor, truth: Tensor, case: SetsCase, taken: Te
         backwards(actual, case.slots), backwards(truth, case.slots),
         Interval(*(end.flip(-1) for end in weight_interval(case))), occupied=free.flip(-1), protected=None, window=0,
         tie=tie_classes(case.key, torch.ones_like(case.key), free, per_head=True).flip(-1),
-        what=f"{what}, slots counted from the end",
+        what=f"{what} (slots counted from the end)",
     )
 
 
 def backwards(index: Tensor, slots: int) -> Tensor:
-    """Slots counted from the end; what ascended, -1 at the end, still does."""
+    """Slots counted from the end, ascending again, with -1 at the end."""
     held = (index >= 0).sum(-1, keepdim=True)
     number = torch.arange(index.shape[-1], device=index.device)
     turned = index.gather(-1, torch.where(number < held, held - 1 - number, number))
@@ -65,7 +65,7 @@ def backwards(index: Tensor, slots: int) -> Tensor:
 
 
 def assert_initial_right(actual: Any, case: SetsCase) -> None:
-    """actual: `initial_sets(**case.inputs)`. The dynamic set is judged by the static one that it goes with."""
+    """actual: `initial_sets(**case.inputs)`. The dynamic set is checked given the actual static set."""
     static, dynamic = actual
     exact = upcast_all(case.inputs)
     truth = synckv.initial_sets(**exact)
@@ -82,7 +82,7 @@ def assert_anticipation_right(actual: Tensor, case: SetsCase) -> None:
 
 
 def replay(case: SetsCase, module: Any) -> Iterator[str]:
-    """A saved case judged again."""
+    """Judge a saved case again."""
     assert_initial_right(module.initial_sets(**case.inputs), case)
     yield "initial sets"
     assert_anticipation_right(module.anticipate(**case.step_inputs), case)

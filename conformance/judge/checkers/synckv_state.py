@@ -1,7 +1,7 @@
-"""SyncKV's state judged, step by step: attention of each head over what it may see, and what R-heads choose.
+"""Checker of SyncKV's state: at each step, every head's attention over its set of tokens, and the R-heads' choices.
 
-A choice that differs within the bounds of its log-weights, the reference adopts. Which tokens a head attended to at a
-step the reference says: the sets in use, which both sides share by then, and the tokens since they were chosen.
+The reference adopts a choice that differs within the bounds of its log-weights. The tokens that a head attends to come
+from the reference: the sets in use, which are equal on both sides by then, and the tokens that arrived since.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .synckv_sets import backwards, weight_interval
 
 BUDGET, EVICTS = "k", False
 SMALL = {"stride": 2, "clusters": 1, "max_tokens": 160 if torch.cuda.is_available() else 24}
-#: An anticipation at every step, so that its operations are seen to run.
+#: Anticipates at every step, so that tests cover its operations.
 GROUPINGS = ({"stride": 1, "exclude_static": False},)
 COMPILED = ({"offload": True},)
 
 
 def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Static tokens left out of the dynamic set: only then are k tokens all tokens."""
+    """Configs that exclude static tokens from the dynamic set; only then a budget of k tokens covers k tokens."""
     return st.builds(
         lambda stride, **drawn: {**drawn, "stride": stride[0], "phase": stride[1]},
         k=st.integers(1, 2 * most), rho=st.sampled_from(RATIOS),
@@ -39,21 +39,21 @@ def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-def most_held(state: Any, tokens: int) -> int:
-    """All of them."""
+def max_kept(state: Any, tokens: int) -> int:
+    """All tokens: SyncKV evicts none."""
     return tokens
 
 
 def bytes_of(state: Any) -> int:
-    """Of the keys and values that a step attends to, the newest tokens apart."""
-    lookers = len(state.head_clusters.representatives)
-    chosen = int((state.chosen >= 0).sum()) / lookers
-    tokens = lookers * int(state.occupied.sum()) + (state.sizes.key_value_heads - lookers) * chosen
+    """The bytes of the keys and values that a step attends to, without the newest tokens."""
+    representatives = len(state.head_clusters.representatives)
+    chosen = int((state.chosen >= 0).sum()) / representatives
+    tokens = representatives * int(state.occupied.sum()) + (state.sizes.key_value_heads - representatives) * chosen
     return int(2 * tokens * state.sizes.head_dim * state.dtype.itemsize)
 
 
 def sets_case(state: Any, query: Tensor, key: Tensor, occupied: Tensor) -> SetsCase:
-    """What R-heads choose by: query [B, Hq, D] of the layer, key [B, Hkv, S, D], occupied [B, S]."""
+    """The inputs of the R-heads' choice: query [B, Hq, D] of the layer, key [B, Hkv, S, D], occupied [B, S]."""
     heads = list(state.head_clusters.representatives)
     query = query.unflatten(1, (key.shape[1], -1))[:, heads].flatten(1, 2)
     case = SetsCase.of(query, key[:, heads], key[:, heads], occupied, scale=lockstep.scale_of(state))
@@ -67,19 +67,19 @@ def mask_of(tokens: Tensor, slots: int) -> Tensor:
 
 
 def assert_union_right(chosen: Tensor, truth: Tensor, case: SetsCase, static: Tensor) -> Verdict:
-    """The static tokens and the best of the others, ascending, then -1: [B, N_r, k] int64."""
+    """Assert that `chosen` [B, N_r, k] int64 holds the static tokens and the best others, ascending, then -1."""
     free = case.occupied[:, None].expand(-1, case.key_value_heads, -1)
     return compare.assert_kept_right(
         backwards(chosen, case.slots), backwards(truth, case.slots),
         Interval(*(end.flip(-1) for end in weight_interval(case))), occupied=free.flip(-1),
         protected=mask_of(static, case.slots).flip(-1), window=0,
         tie=tie_classes(case.key, torch.ones_like(case.key), free, per_head=True).flip(-1),
-        what="chosen, slots counted from the end",
+        what="chosen (slots counted from the end)",
     )
 
 
 class Adapter(lockstep.Adapter):
-    """See the module."""
+    """The lockstep adapter; the module's docstring describes its checks."""
 
     exact = ("static", "chosen")
 
@@ -89,7 +89,7 @@ class Adapter(lockstep.Adapter):
         token = torch.arange(total, device=occupied.device)
         last = torch.where(occupied, token, 0).amax(1)
         newest = query.take_along_dim(last[:, None, None, None], 2)[:, :, 0]
-        # A row without tokens has a query of whatever lies in its padding.
+        # In a row without tokens the query is padding, which may hold anything.
         newest = newest.masked_fill(~occupied.any(1)[:, None, None], 0)
         case = sets_case(reference, newest, prompt["key"], occupied)
         static = split_budget(reference.config.k, reference.config.rho)[0]
@@ -110,7 +110,7 @@ class Adapter(lockstep.Adapter):
         key = reference.key[:, :, :slots].to(token["key"].dtype)
         case = sets_case(reference, token["query"], key, reference.occupied[:, :slots])
         static, chosen, truth = reference.static, tested.chosen, reference.chosen
-        # Places beyond the last slot hold nothing: of them the comparison to the letter, afterwards, has its say.
+        # Only compare as many entries as there are slots; `compare` checks the -1 after them.
         chosen, truth = (tokens[..., :min(slots, tokens.shape[-1])] for tokens in (chosen, truth))
         verdict = None
         if config.exclude_static:
@@ -122,21 +122,22 @@ class Adapter(lockstep.Adapter):
 
     @staticmethod
     def _dynamic(chosen: Tensor, case: SetsCase, static: Tensor, count: int) -> None:
-        """Eq. 6 to the letter: of the dynamic set the part is seen that is not static. Whatever else was in it, the
-        best static tokens are as right as any."""
-        fixed, seen = mask_of(static, case.slots), mask_of(chosen, case.slots)
-        assert_same(seen & fixed, fixed, what="static tokens among the chosen")
+        """Check a dynamic set that may contain static tokens (eq. 6 literally). Only its tokens outside the static set
+        are visible; assume that the rest of it are the best static tokens."""
+        fixed, visible = mask_of(static, case.slots), mask_of(chosen, case.slots)
+        assert_same(visible & fixed, fixed, what="static tokens among the chosen")
         low, high = weight_interval(case)
         candidates = case.occupied[:, None].expand(low.shape)
         size = min(count, case.slots)
         if not size:
-            assert_same(seen, fixed, what="chosen without a dynamic set")
+            assert_same(visible, fixed, what="chosen without a dynamic set")
             return
-        if bool(((seen & ~fixed).sum(-1) > size).any()):
-            fail(f"chosen: more than {size} tokens that are not static")
-        score = torch.where(seen & ~fixed, torch.inf, torch.where(fixed, low, torch.nan))
-        score = score.masked_fill(~fixed & ~seen, -torch.inf).masked_fill(~candidates, -torch.inf)
-        dynamic = ranked(score, fixed | seen, size)
+        if bool(((visible & ~fixed).sum(-1) > size).any()):
+            fail(f"chosen: expected at most {size} tokens that are not static, "
+                 f"got {int((visible & ~fixed).sum(-1).max())}")
+        score = torch.where(visible & ~fixed, torch.inf, torch.where(fixed, low, torch.nan))
+        score = score.masked_fill(~fixed & ~visible, -torch.inf).masked_fill(~candidates, -torch.inf)
+        dynamic = ranked(score, fixed | visible, size)
         truth = ranked((low + high) / 2, candidates, size)
         synckv_sets.assert_chosen_right(dynamic, truth, case, None, what="dynamic")
 
@@ -155,7 +156,7 @@ class Adapter(lockstep.Adapter):
 
 
 def ranked(score: Tensor, candidates: Tensor, count: int) -> Tensor:
-    """The best `count` candidates, of equals the first, ascending, then -1."""
+    """The best `count` candidates (the first in a tie), ascending, then -1."""
     slots = score.shape[-1]
     score = score.double().clamp_min(-1e300).masked_fill(~candidates, -torch.inf)
     best = score.sort(stable=True, dim=-1, descending=True).indices[..., :count]

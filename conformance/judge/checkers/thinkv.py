@@ -1,4 +1,4 @@
-"""What the judge must know of ThinKV."""
+"""Checker of ThinKV: thoughts, eviction, paged cache and state, each in a module thinkv_*.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ...cases.paged_cases import PagedCase
 from ...cases.thought_cases import SegmentCase, SparsityCase
 from ...cases.tiny import BATCH, HEAD_DIM, KEY_VALUE_HEADS, SLOTS
 from . import thinkv_eviction, thinkv_paging, thinkv_thoughts
-from .thinkv_state import COMPILED, LONGEST, LOSSY, SMALL, Adapter, bytes_of, configs, most_held, poison
+from .thinkv_state import COMPILED, LONGEST, LOSSY, SMALL, Adapter, bytes_of, configs, max_kept, poison
 
 __all__ = [
     "CASES", "COMPILED", "LONGEST", "LOSSY", "ON_THE_HOST", "SMALL", "Adapter", "arguments", "bytes_of", "configs",
-    "most_held", "poison", "replay",
+    "max_kept", "poison", "replay",
 ]
 
 CASES = (PagedCase, SegmentCase, SparsityCase)
@@ -30,7 +30,7 @@ def replay(case: Any, module: Any) -> Iterator[str]:
 
 
 def paged_cache(device: torch.device) -> Any:
-    """The optimized side's, after each of its operations."""
+    """A paged cache of the optimized side on which every operation has run."""
     from ....optimized import thinkv
 
     case = PagedCase(

@@ -1,8 +1,9 @@
-"""ThinKV's k-means judged, round by round: each assignment against centroids that follow, in float64, from the
-assignment before it, since a legal tie early on changes everything after it; then which tokens stay.
+"""Checker of ThinKV's k-means, round by round, and of the tokens that it keeps.
 
-A cluster is near enough if its distance, less its bound, exceeds no other cluster's plus its own. Tokens with bitwise
-equal keys have equal distances in any arithmetic: they go the same way, and the lowest index comes first.
+Each assignment is compared with float64 centroids of the previous actual assignment, since an early legal tie changes
+all later rounds. A cluster is right if its distance minus its bound is at most every other cluster's distance plus that
+cluster's bound. Tokens with bitwise equal keys have equal distances in any arithmetic: they share a cluster, and the
+lowest index comes first.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...harness import tally
+from .. import stats
 from ..bounds import FLUSH, SLACK, UNIT, gamma
 from ..compare import fail
 from ...cases.thought_cases import SegmentCase
@@ -23,9 +24,8 @@ ROUNDS = 10
 
 
 class Distances(NamedTuple):
-    """||x_j - centroid_c||^2 [L, k] in float64, and how far a computed one may be from it, but for what all clusters of
-    a token share; inf for a cluster without tokens. own, own_error [L]: to the token's own cluster, without that
-    allowance."""
+    """||x_j - centroid_c||^2 [L, k] in float64 and its error bound up to a term that all clusters of a token share; inf
+    for a cluster without tokens. own, own_error [L]: of the token's own cluster, including the shared term."""
 
     squared: Tensor
     error: Tensor
@@ -34,23 +34,24 @@ class Distances(NamedTuple):
 
 
 def distances(token: Tensor, member: Tensor) -> Distances:
-    """Of float64 keys [L, F] to the means of the clusters in member [L, k] bool.
+    """Distances of float64 keys [L, F] to the means of the clusters in member [L, k] bool.
 
-    Two ways of computing them are allowed; the bound is the larger of theirs. u = 2^-24, n tokens in a cluster.
+    Two ways of computing them are allowed, and the bound is the larger of the two. u = 2^-24, n tokens in a cluster.
 
-    *Through the Gram matrix of centred keys.* The origin is the mean of all tokens, or of those at a quarter and three
-    quarters; y_jd are the larger sizes after that. A computed origin is off by gamma(L + 2) of the mean |x_d|, which
-    moves all tokens alike and so no distance; the subtraction rounds, 1 u of y.
-    Then G_ji errs by gamma(2.1 F + 8) A_ji, A = y y': F products are summed, each addition losing 2 u in a tensor core;
-    the lesser products of keys taken apart into three of 8 bits are 2^-7 of them, and those left out 2 u. A mean over a
-    cluster's tokens adds gamma(2.1 n + 6), three parts and a division again; the mean of these within the cluster
-    gamma(n + 5). With a_jc and b_c the means of A over the cluster and over pairs in it, distance_jc without the norm
-    errs by gamma(2.1 F + 3.1 n + 24) (2 a_jc + b_c); the norm itself by gamma(2.1 F + 8) A_jj, and three roundings.
+    *Through the Gram matrix of centred keys.* The origin is the mean of all tokens, or of the two tokens at one and
+    three quarters; y_jd is the larger magnitude of the two after centring. A computed origin has the error gamma(L + 2)
+    of the mean |x_d|, which shifts all tokens alike and changes no distance; the subtraction rounds, 1 u of y.
+    Then G_ji has the error gamma(2.1 F + 8) A_ji, with A = y y': F products are summed, and each addition loses 2 u in
+    a tensor core; if keys are split into three parts of 8 bits, the smaller products are 2^-7 of the others, and those
+    left out 2 u. A mean over a cluster's tokens adds gamma(2.1 n + 6), with three parts and a division again; the mean
+    of these within the cluster adds gamma(n + 5). With a_jc and b_c the means of A over the cluster and over pairs in
+    it, distance_jc without the norm has the error gamma(2.1 F + 3.1 n + 24) (2 a_jc + b_c); the norm has the error
+    gamma(2.1 F + 8) A_jj and three roundings.
 
-    *From centroids.* These err by h_cd = gamma(n + 2) mean |x_id| over the cluster, differences by u, and sums of
-    squares by gamma(F + 4): gamma(F + 8) distance + sum_d (2 |x_jd - c_d| h_cd + h_cd^2).
+    *From centroids.* Centroids have the error h_cd = gamma(n + 2) mean |x_id| over the cluster, differences u, and sums
+    of squares gamma(F + 4): gamma(F + 8) distance + sum_d (2 |x_jd - c_d| h_cd + h_cd^2).
 
-    Products and parts of numbers below FLUSH vanish: FLUSH times F (1 + the largest y) each.
+    Products and parts of numbers below FLUSH flush to zero: FLUSH times F (1 + the largest y) each.
     """
     size, channels = token.shape
     count = member.sum(0).double()                                                        # [k]
@@ -90,8 +91,8 @@ class Counts(NamedTuple):
 def assert_representatives_right(actual: Any, case: Any) -> Counts:
     """actual: `select_representatives(**case.inputs)` of a SegmentCase (or of what has its vectors, tokens and keep).
 
-    Decisions: each token's cluster in every round that differs from the one before, if there were several; each
-    cluster's nearest token of three or more; each token that might stay in place of an empty cluster.
+    Decisions: each token's cluster, if there are several, in every round that differs from the previous one; the
+    nearest token of each cluster of three or more; each token that may be kept in place of an empty cluster.
     """
     indices, assignments = actual
     size, keep = case.tokens, min(case.keep, case.tokens)
@@ -105,17 +106,17 @@ def assert_representatives_right(actual: Any, case: Any) -> Counts:
     if case.keep >= size:
         every = torch.arange(size, device=indices.device).expand(ROUNDS, size)
         if not torch.equal(assignments, every):
-            fail(f"assignments: each of {size} tokens is its own cluster, got {assignments.tolist()}")
+            fail(f"assignments: expected each of {size} tokens in its own cluster, got {assignments.tolist()}")
         return Counts(0, 0)
     token = case.vectors.double().contiguous()
-    vectors, held = case.vectors[None, None], torch.ones(1, size, dtype=torch.bool, device=token.device)
-    kind = tie_classes(vectors, vectors, held)[0]
+    vectors, occupied = case.vectors[None, None], torch.ones(1, size, dtype=torch.bool, device=token.device)
+    kind = tie_classes(vectors, vectors, occupied)[0]
     cluster = torch.arange(keep, device=token.device)
     start = cluster * size // keep
     member = torch.arange(size, device=token.device)[:, None] == start
     counts, before = Counts(0, 0), None
     for number, assigned in enumerate(assignments):
-        # Of clusters that begin with equal keys the first takes all.
+        # Of clusters whose initial keys are equal, the first gets all tokens.
         behind = (kind[start][:, None] == kind[start]).tril(-1).any(1) if number == 0 else torch.zeros_like(start) > 0
         found = _check_round(distances(token, member), assigned, behind, kind, number)
         if before is None or not torch.equal(before, assigned):
@@ -123,12 +124,12 @@ def assert_representatives_right(actual: Any, case: Any) -> Counts:
         before, member = assigned, assigned[:, None] == cluster
     found = _check_choice(distances(token, member), member, indices, kind)
     counts = Counts(counts.total + found.total, counts.decisive + found.decisive)
-    tally.decisions(counts.total, counts.decisive)
+    stats.decisions(counts.total, counts.decisive)
     return counts
 
 
 def _check_round(found: Distances, assigned: Tensor, behind: Tensor, kind: Tensor, number: int) -> Counts:
-    """One round's assignment [L]. behind [k]: clusters that lose an exact tie with an earlier one."""
+    """Check one round's assignment [L]. behind [k]: clusters that lose an exact tie with an earlier one."""
     low, high = found.squared - found.error, found.squared + found.error
     legal = (low <= high.amin(1, keepdim=True)) & found.squared.isfinite() & ~behind
     wrong = ~legal.gather(1, assigned[:, None])[:, 0]
@@ -143,17 +144,17 @@ def _check_round(found: Distances, assigned: Tensor, behind: Tensor, kind: Tenso
     wrong = assigned != assigned[kind]
     if bool(wrong.any()):
         token = int(wrong.nonzero()[0])
-        fail(f"round {number}: tokens {int(kind[token])} and {token} are equal, but go to different clusters")
+        fail(f"round {number}: tokens {int(kind[token])} and {token} are equal, but are assigned to different clusters")
     contested = (found.squared.isfinite() & ~behind).sum(1) > 1
     return Counts(int(contested.sum()), int((contested & (legal.sum(1) == 1)).sum()))
 
 
 def _check_choice(found: Distances, member: Tensor, indices: Tensor, kind: Tensor) -> Counts:
-    """What stays, given the last assignment: of each cluster a nearest token, and farthest ones for empty clusters."""
+    """Check the kept tokens: a nearest token of each cluster, and the farthest tokens in place of empty clusters."""
     low, high = found.own - found.own_error, found.own + found.own_error
-    stays = torch.zeros_like(kind, dtype=torch.bool).index_fill(0, indices, True)
+    keep_mask = torch.zeros_like(kind, dtype=torch.bool).index_fill(0, indices, True)
     total = decisive = 0
-    nearest = torch.zeros_like(stays)
+    nearest = torch.zeros_like(keep_mask)
     for number, tokens in enumerate(member.T):
         at = tokens.nonzero()[:, 0]
         if len(at) == 0:
@@ -161,30 +162,31 @@ def _check_choice(found: Distances, member: Tensor, indices: Tensor, kind: Tenso
         legal = at[:1]
         if len(at) > 2:
             legal = at[low[at] <= high[at].min()]
-            legal = legal[kind[legal] == legal]                        # of equal ones the first
+            legal = legal[kind[legal] == legal]                        # the first of equal ones
             classes = len(kind[at].unique())
             total, decisive = total + (classes > 1), decisive + (classes > 1 and len(legal) == 1)
-        kept = legal[stays[legal]]
+        kept = legal[keep_mask[legal]]
         if len(kept) == 0:
             fail(
-                f"cluster {number} of tokens {at.tolist()} must keep one of {legal.tolist()}, but of it stay "
-                f"{at[stays[at]].tolist()}\n  distances {found.own[at].tolist()}"
+                f"cluster {number} of tokens {at.tolist()} must keep one of {legal.tolist()}, got "
+                f"{at[keep_mask[at]].tolist()}\n  distances {found.own[at].tolist()}"
             )
-        # Any of these may be it; the others then stay for their distance, which is best for the nearest.
+        # Any of these may be the nearest. The others were kept for their distance; assume the most favourable case.
         nearest[kept[high[kept].argmin()]] = True
-    filling, gone = stays & ~nearest, ~stays
-    if bool(filling.any()) and bool(gone.any()):
-        last, first = torch.where(filling, high, torch.inf), torch.where(gone, low, -torch.inf)
+    filling, evicted = keep_mask & ~nearest, ~keep_mask
+    if bool(filling.any()) and bool(evicted.any()):
+        last, first = torch.where(filling, high, torch.inf), torch.where(evicted, low, -torch.inf)
         if bool(last.min() < first.max()):
             near, far = int(last.argmin()), int(first.argmax())
             fail(
-                f"token {near}, at {found.own[near].item():.9g} from its centroid, stays in place of an empty cluster, "
-                f"but token {far}, at {found.own[far].item():.9g}, goes"
+                f"token {near}, at {found.own[near].item():.9g} from its centroid, is kept in place of an empty "
+                f"cluster, but token {far}, at {found.own[far].item():.9g}, is evicted"
             )
     missing = int((~member.any(0)).sum())
     if int(filling.sum()) != missing:
-        fail(f"{missing} clusters are empty, but {int(filling.sum())} tokens stay beside the clusters' nearest")
-    _check_equals(member, stays, kind)
+        fail(f"{missing} clusters are empty: expected {missing} tokens beside the clusters' nearest, "
+             f"got {int(filling.sum())}")
+    _check_equals(member, keep_mask, kind)
     if missing:
         rest, index = ~nearest, torch.arange(len(kind), device=kind.device)
         equal = kind[:, None] == kind
@@ -195,16 +197,16 @@ def _check_choice(found: Distances, member: Tensor, indices: Tensor, kind: Tenso
     return Counts(total, decisive)
 
 
-def _check_equals(member: Tensor, stays: Tensor, kind: Tensor) -> None:
-    """Of tokens with equal keys, which share a cluster, those that stay are the first ones."""
+def _check_equals(member: Tensor, keep_mask: Tensor, kind: Tensor) -> None:
+    """Check that the first tokens are kept among those with equal keys, which share a cluster."""
     for first in kind.unique().tolist():
         at = (kind == first).nonzero()[:, 0]
-        kept = stays[at]
+        kept = keep_mask[at]
         if bool((kept[1:] & ~kept[:-1]).any()):
-            fail(f"of the equal tokens {at.tolist()} the first must stay, but {at[kept].tolist()} do")
+            fail(f"of the equal tokens {at.tolist()} the first must be kept, got {at[kept].tolist()}")
 
 
 def replay(case: SegmentCase, module: Any) -> Iterator[str]:
-    """A saved case judged again."""
+    """Judge a saved case again."""
     counts = assert_representatives_right(module.select_representatives(**case.inputs), case)
-    yield f"representatives, {counts.decisive} of {counts.total} decisions with one answer"
+    yield f"representatives, {counts.decisive} of {counts.total} decisions decisive"

@@ -1,6 +1,6 @@
-"""ThinKV's paged cache judged: the bound of attention over it, and what it stores. (Of its sparsity: thinkv_thoughts.)
+"""Checker of ThinKV's paged cache: the bound of attention over it, and its contents (its sparsity: thinkv_thoughts).
 
-The truth is the reference's cache in float64, which holds the same bits: dequantized numbers are exact there.
+The truth is the reference's cache in float64. It stores the same bits, and its dequantized numbers are exact.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from ....reference.attention import per_query_head
 from ....reference.thinkv.paging import PagedCache, in_order
-from ...harness import tally
+from .. import stats
 from ..bounds import SLACK, UNIT, Arithmetic, Interval, gamma, output_error, weight_error
 from ..compare import assert_same, assert_within, fail
 from ..oracle import Attention, attend
 from ...cases.paged_cases import PagedCase
 from .thinkv_thoughts import share_interval
 
-#: What the twins show of their tables.
+#: The public tables of both sides.
 TABLES = (
     "positions", "occupied", "segments", "thoughts", "groups", "evicted", "block_thoughts", "physical", "buffered",
     "overflow",
@@ -31,20 +31,20 @@ TABLES = (
 
 @dataclass(frozen=True)
 class PagedArithmetic(Arithmetic):
-    """tiles [B]: in how many pieces a row's tokens may come at the most. chunked: are there fp8 blocks?"""
+    """tiles [B]: the most tiles in which a row's tokens are processed. chunked: whether there are fp8 blocks."""
 
     tiles: Tensor | None = None
     chunked: bool = False
 
     def rises(self, attention: Attention) -> Tensor:
-        """Pieces are blocks of the table, where a few tokens may be left, and the buffer; one more to combine."""
+        """Tiles are blocks of the table, which may hold few tokens, and the buffer; one more rise to combine them."""
         assert self.tiles is not None
         return torch.minimum(attention.count, (self.tiles + 1)[:, None, None, None])
 
 
 def arithmetic(cache: PagedCache, dtype: torch.dtype) -> PagedArithmetic:
-    """What is allowed of attention over a cache whose queries are `dtype`: P is cast to that type (in float16 it has
-    more digits than in bfloat16; `attention_error` says what it lacks)."""
+    """The arithmetic allowed for attention over a cache with queries of `dtype`. P is cast to that type; float16 in
+    place of bfloat16 has more digits, and `attention_error` bounds its smaller range."""
     blocks = (cache.block_thoughts >= 0).sum(1)
     return PagedArithmetic(
         dtype, dtype, tiles=(blocks + 1).double(), chunked="fp8" in cache.config.formats.values()
@@ -58,12 +58,12 @@ def attention_of(cache: PagedCache, query: Tensor, scale: float | None = None) -
 
 
 def widened(attention: Attention, query: Tensor, key: Tensor, allowed: PagedArithmetic) -> Attention:
-    """`attention` with dot products so much larger that `bounds.logit_error` covers what is special here.
+    """`attention` with dot products enlarged so that `bounds.logit_error` covers the errors of the paged cache.
 
     fp8: a chunk's scale may be applied to the dot product instead of to its elements: one rounding more, and another
-    for each element, whose product with its scale the truth rounds to float32. That is D + 4 for D + 2 terms' worth.
-    bfloat16: queries may be cast to float16, near 2^14 at the largest, where rounding is by 2^-25 at the most: 2^-39 of
-    the largest |q_d| each, so 2^-39 max |q_d| sum |k_d| |scale|.
+    for each element, since the truth rounds its product with the scale to float32. That is D + 4 instead of D + 2
+    terms. bfloat16: queries may be scaled to at most about 2^14 and cast to float16, whose absolute rounding error is
+    at most 2^-25: 2^-39 of the largest |q_d| each, so 2^-39 max |q_d| sum |k_d| |scale|.
     """
     dot, terms = attention.dot, allowed.dot * (attention.head_dim + 2)
     if allowed.chunked:
@@ -76,10 +76,13 @@ def widened(attention: Attention, query: Tensor, key: Tensor, allowed: PagedArit
 
 
 def attention_error(attention: Attention, allowed: PagedArithmetic) -> Tensor:
-    """Bound of the output [B, Hq, Q, D] over a cache: that of any attention (`bounds.output_error`) and, of each value,
-    what its format adds. fp8: the scale may be applied to P (one rounding), which may be cast as two bfloat16 numbers
-    (2^-16), and the truth rounds the element (one more): together below u_P, but in float32, where there is no cast:
-    3 u. bfloat16: P may be float16 near 2^7, where rounding is by 2^-25 at the most: 2^-32 of each weight."""
+    """Bound of the output [B, Hq, Q, D] over a cache: `bounds.output_error`, plus the error that each format adds.
+
+    fp8: the scale may be applied to P (one rounding), P may be cast to two bfloat16 numbers (2^-16), and the truth
+    rounds the element (one more). Together this is below u_P, except in float32, where P is not cast: 3 u. bfloat16: P
+    may be scaled to about 2^7 and cast to float16, whose absolute rounding error is at most 2^-25: 2^-32 of each
+    weight.
+    """
     error = output_error(attention, allowed)
     values = per_query_head(attention.value.abs(), attention.query_heads)
     extra = torch.zeros_like(attention.weight)
@@ -103,7 +106,7 @@ def sparsity_interval(wide: Attention, allowed: PagedArithmetic, threshold: floa
 def assert_attention_right(
     result: Any, cache: PagedCache, query: Tensor, *, scale: float | None = None, what: str = ""
 ) -> None:
-    """A `decode_attention` result within its bounds; cache: the float64 reference's, query: the tested side's."""
+    """Assert that a `decode_attention` result is within its bounds. cache: the reference's, in float64."""
     allowed = arithmetic(cache, query.dtype)
     attention = attention_of(cache, query, scale)
     key, _, _ = in_order(cache, torch.float64)
@@ -114,17 +117,16 @@ def assert_attention_right(
     (low, high), undecided = sparsity_interval(wide, allowed, cache.config.sparsity_threshold)
     share = result.sparsity.double()
     if not bool(((share >= low) & (share <= high)).all()):
-        fail(f"{what}sparsity: expected between {low.tolist()} and {high.tolist()}, got {share.tolist()}")
+        fail(f"{what}sparsity: expected {low.tolist()} to {high.tolist()}, got {share.tolist()}")
     total = int(attention.occupied.sum()) * attention.key_value_heads
-    tally.decisions(total, total - int(undecided.sum()))
+    stats.decisions(total, total - int(undecided.sum()))
 
 
 def poison(cache: Any) -> None:
-    """NaN, or every bit, wherever our own optimized cache has room and no token. Others, the reference's too, have no
-    room that this could know of.
+    """Fill all free memory of our own optimized cache with NaN, or with 1 bits. Does nothing for other caches.
 
-    Values' scales, a byte of a block that is no other's, are the largest there are instead: nothing ever writes a
-    NaN there, and what is finite may be multiplied by the weight of no token, 0.
+    Free value scales, bytes that belong to one token each, get the largest finite scale instead: the cache never stores
+    NaN there, and kernels may multiply a finite number by the weight 0 of a free slot.
     """
     if not hasattr(cache, "_storage"):
         return
@@ -162,7 +164,7 @@ def poison(cache: Any) -> None:
 
 
 def assert_same_tables(actual: Any, expected: PagedCache, *, what: str = "") -> None:
-    """Two caches with the same tables, to the letter."""
+    """Assert that two caches have equal tables."""
     for name in TABLES:
         one, other = getattr(actual, name), getattr(expected, name)
         if one.dtype != other.dtype:
@@ -171,7 +173,7 @@ def assert_same_tables(actual: Any, expected: PagedCache, *, what: str = "") -> 
 
 
 def assert_same_contents(actual: Any, expected: Any, *, numbers: bool = False, what: str = "") -> None:
-    """Two caches that store the same codes and scales, bit by bit; or the same numbers, the buffer's too."""
+    """Assert that two caches store bitwise equal codes and scales; or, with `numbers`, equal dequantized numbers."""
     if numbers:
         names, mine, theirs = ("keys", "values"), actual.dequantized(), expected.dequantized()
     else:
@@ -181,7 +183,7 @@ def assert_same_contents(actual: Any, expected: Any, *, numbers: bool = False, w
 
 
 def replay(case: PagedCase, module: Any) -> Iterator[str]:
-    """A saved case judged again."""
+    """Judge a saved case again."""
     from ....reference import thinkv
 
     tested, expected = case.cache(module), case.cache(thinkv)

@@ -1,9 +1,9 @@
-"""ThinKV's state judged, step by step: attention and sparsity within their bounds, what is stored to the letter.
+"""Checker of ThinKV's state: at each step, attention and sparsity within their bounds, and exactly equal contents.
 
-Which tokens stay of a segment that shrinks, k-means decides, and a legal tie early in it changes all that follows. So
-the reference takes its choices from the side under test: from that module's `select_representatives`, on the very keys
-that the segment has, each result judged round by round. What the tested state then holds must be just that. A thought
-type may differ where the sparsity's interval contains an edge: the reference adopts it.
+k-means decides which tokens of a shrinking segment are kept, and an early legal tie changes all later rounds. So the
+reference takes these choices from the module under test: it calls that module's `select_representatives` with the
+segment's keys, checks each result round by round, and expects the tested state to keep exactly these tokens. A thought
+type may differ where the interval of the sparsity contains an edge; the reference adopts it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..compare import Verdict, assert_same, fail
 from . import thinkv_paging
 from .thinkv_eviction import assert_representatives_right
 
-#: Windows of two tokens, so that something ends at every other step. On a GPU, graphs replay many steps.
+#: Windows of two tokens, so that a window ends at every other step. On a GPU, graphs replay many steps.
 SMALL = {
     "tau": 2, "group": 2, "block": 2, "retention": (1,), "edges": (0.2, 0.5), "sparsity_threshold": 0.3,
     "max_tokens": 160 if torch.cuda.is_available() else 24,
 }
 LOSSY = True
-#: The reference goes token by token, in Python: on a GPU with a launch for all that it does.
+#: Short on a GPU, since the reference runs token by token and launches a kernel for every operation.
 LONGEST = (140, 24)
 FORMATS = ("nvfp4 nvfp4 ternary", "fp8 nvfp4 ternary", "int4 int4 int2")
 COMPILED = tuple(
@@ -43,7 +43,7 @@ COMPILED = tuple(
 
 
 def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Short windows, so that thoughts come and go; room for the longest trace."""
+    """Short windows, so that thoughts change often; max_tokens covers the longest trace."""
     cpu = not torch.cuda.is_available()
     shapes = ((4, 2, 2, (2, 1)), (4, 3, 2, (1,)), (3, 2, 1, (3, 2, 1)), (6, 4, 2, (4, 2)))
     return st.builds(
@@ -58,20 +58,20 @@ def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-def most_held(state: Any, tokens: int) -> int:
-    """The floors of all earlier segments, or the budget, and the segment that is being written."""
+def max_kept(state: Any, tokens: int) -> int:
+    """The larger of the budget and the minimum of all earlier segments plus the current segment."""
     config = state.config
     segments = -(-tokens // config.tau) + 1
     return min(tokens, max(config.budget, config.retention[-1] * (segments - 1) + config.tau))
 
 
 def poison(state: Any) -> None:
-    """What no token of the cache is in, spoiled."""
+    """Poison the free memory of the cache."""
     thinkv_paging.poison(state.cache)
 
 
 def bytes_of(state: Any) -> int:
-    """Codes and scales of the tokens, and the buffer at its full size; the tables are as large for any head_dim."""
+    """Bytes of the tokens' codes and scales and of the full buffer, without tables, whose size does not depend on D."""
     _, heads, head_dim = state.cache.shape
     quantized = int((state.cache.groups >= 0).sum())
     buffer = 2 * state.sizes.batch * heads * state.config.group * head_dim * state.dtype.itemsize
@@ -79,36 +79,36 @@ def bytes_of(state: Any) -> int:
 
 
 class Adapter(lockstep.Adapter):
-    """See the module."""
+    """The lockstep adapter; the module's docstring describes its checks."""
 
     stored = ("key", "value")
     exact = ("segments", "thought", "levels", "over_budget")
 
     def attach(self, tested: Any, reference: Any) -> None:
         self.tested, self.prompt, self.share = tested, 0, tested.sparsity.clone()
-        reference._attended = lambda query: self._look(reference)
+        reference._attended = lambda query: self._snapshot(reference)
         reference._representatives = self._choose
 
-    def _look(self, reference: Any) -> None:
-        """The reference's cache as attention saw it, before the step's tokens were quantized and evicted."""
+    def _snapshot(self, reference: Any) -> None:
+        """Copy the reference's cache at attention, before the step quantizes and evicts tokens."""
         self.cache = copy.copy(reference.cache)
         self.cache._rows = copy.deepcopy(reference.cache._rows)
 
     def _choose(self, key: Tensor, slots: Tensor, keep: Tensor) -> Tensor:
-        """Like `segment_representatives`, as the tested side has it."""
+        """`segment_representatives` with the tested module's `select_representatives`."""
         select = function_of(self.tested, "select_representatives")
         if select is None:
             return segment_representatives(key, slots, keep)
-        stays = slots >= 0
-        for row, segment in stays.any(-1).nonzero().tolist():
-            held, count = slots[row, segment][stays[row, segment]], int(keep[row, segment])
-            given = key[row][:, held].float()
+        keep_mask = slots >= 0
+        for row, segment in keep_mask.any(-1).nonzero().tolist():
+            members, count = slots[row, segment][keep_mask[row, segment]], int(keep[row, segment])
+            given = key[row][:, members].float()
             result = select(given, count)
             vectors = given.transpose(0, 1).flatten(1)
-            assert_representatives_right(result, SimpleNamespace(keep=count, tokens=len(held), vectors=vectors))
+            assert_representatives_right(result, SimpleNamespace(keep=count, tokens=len(members), vectors=vectors))
             indices, _ = result
-            stays[row, segment] = torch.isin(torch.arange(slots.shape[-1], device=slots.device), indices)
-        return stays
+            keep_mask[row, segment] = torch.isin(torch.arange(slots.shape[-1], device=slots.device), indices)
+        return keep_mask
 
     def reorder(self, index: Tensor) -> None:
         self.share = self.share[index]
@@ -121,17 +121,17 @@ class Adapter(lockstep.Adapter):
         wide = thinkv_paging.widened(self.attention, query, key, allowed)
         self.bound = thinkv_paging.attention_error(wide, allowed)[:, :, 0]
         if (reference.tokens_seen - self.prompt - 1) % config.tau:
-            assert_same(tested.sparsity, self.share, what="sparsity, at which nobody looks in this step,")
+            assert_same(tested.sparsity, self.share, what="sparsity (unchanged in this step)")
             return None
         (low, high), _ = thinkv_paging.sparsity_interval(wide, allowed, config.sparsity_threshold)
         self.share = tested.sparsity.clone()
         share = self.share.double()
         if not bool(((share >= low) & (share <= high)).all()):
-            fail(f"sparsity: expected between {low.tolist()} and {high.tolist()}, got {share.tolist()}")
+            fail(f"sparsity: expected {low.tolist()} to {high.tolist()}, got {share.tolist()}")
         if config.edges is None:
             return None
         exact = torch.tensor(config.edges, dtype=torch.float64, device=share.device)
-        edges = torch.cat((exact, exact.float().double()))                                    # a kernel has float32
+        edges = torch.cat((exact, exact.float().double()))                                    # kernels: float32
         open_ = ((low[:, None] <= edges) & (edges <= high[:, None])).any(1)
         if bool((tested.thought != reference.thought).any()):
             assert_same(tested.thought, reference.thought, where=~open_, what="thought")
@@ -150,7 +150,7 @@ class Adapter(lockstep.Adapter):
 
 
 def function_of(state: Any, name: str) -> Any:
-    """A function of the module, or package, that a state's class comes from; None if there is none."""
+    """A function of the module or package that defines a state's class; None if it has none."""
     parts = type(state).__module__.split(".")
     for end in range(len(parts), 0, -1):
         module = sys.modules.get(".".join(parts[:end]))

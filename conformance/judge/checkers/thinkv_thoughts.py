@@ -1,4 +1,4 @@
-"""ThinKV's thoughts judged: between which two counts of tokens a step's sparsity may lie."""
+"""Checker of ThinKV's thoughts: the interval of a step's sparsity, from the tokens that may be below the threshold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....reference.thinkv import thoughts
-from ...harness import tally
+from .. import stats
 from ..bounds import SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ..compare import JudgeError, fail
 from ..oracle import oracle
@@ -18,13 +18,13 @@ from ...cases.thought_cases import SparsityCase
 
 
 def log_ratios(case: SparsityCase, allowed: Arithmetic) -> Interval:
-    """log of each token's pooled weight over its KV head's largest one, [B, Hkv, S]; -inf where no token is.
+    """Interval of the log of each token's pooled weight over its KV head's largest, [B, Hkv, S]; -inf in free slots.
 
-    Pooled weight: w_j = max_h a_hj over the group, log a_hj within `log_weight_error`, and a maximum of numbers within
-    intervals lies within the maxima of their ends. So does max_j w_j, and the difference within both together. Where
-    the comparison itself is made adds its roundings, which are relative for weights and relative to the logarithms for
-    these: of the threshold, of its product or sum with the maximum, and of the difference: 8 u (1 + |log w_j| + |log
-    max|), put onto the ratio.
+    The pooled weight is w_j = max_h a_hj over the group. log a_hj has the error `log_weight_error`, and a maximum of
+    numbers within intervals is within the maxima of their ends. The same holds for max_j w_j; the errors of the
+    difference add. The comparison adds roundings, relative to the weights or to their logarithms: of the threshold, of
+    its product or sum with the maximum, and of the difference. They are added to the ratio: 8 u (1 + |log w_j| +
+    |log max|).
     """
     attention = case.attention
     error = log_weight_error(attention, allowed)
@@ -45,10 +45,10 @@ def log_ratios(case: SparsityCase, allowed: Arithmetic) -> Interval:
 
 
 def share_interval(case: SparsityCase, allowed: Arithmetic | None = None) -> tuple[Interval, Tensor]:
-    """Where the sparsity of each row may lie [B], and which tokens' side of the threshold is open [B, Hkv, S].
+    """Interval of each row's sparsity [B], and the tokens that may be on either side of the threshold [B, Hkv, S].
 
-    Tokens surely below the threshold count, the open ones may. What is counted exactly is divided by a number of tokens
-    and averaged over KV heads: Hkv + 6 roundings, a division's four among them.
+    Tokens surely below the threshold count; those that may be on either side count or not. The exact count is divided
+    by the number of tokens and averaged over KV heads: Hkv + 6 roundings, including four of a division.
     """
     ratio = log_ratios(case, allowed or arithmetic(case.dtype))
     held, cut = case.occupied[:, None], math.log(case.threshold)
@@ -66,22 +66,22 @@ def assert_sparsity_right(actual: Any, case: SparsityCase, *, allowed: Arithmeti
     truth = oracle(thoughts.attention_sparsity, case)
     interval, open_ = share_interval(case, allowed)
     if bool(((truth < interval.low) | (truth > interval.high)).any()):
-        raise JudgeError(f"sparsity: the oracle's {truth.tolist()} lies beyond {[end.tolist() for end in interval]}")
+        raise JudgeError(f"sparsity: the oracle's {truth.tolist()} is outside {[end.tolist() for end in interval]}")
     if actual.dtype != torch.float32 or tuple(actual.shape) != tuple(truth.shape):
         fail(f"sparsity: expected float32 of shape {tuple(truth.shape)}, got {actual.dtype} of {tuple(actual.shape)}")
     wrong = ~((actual.double() >= interval.low) & (actual.double() <= interval.high))
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
         fail(
-            f"sparsity: row {row} has {actual[row].item()!r}, the truth is {truth[row].item()!r}, and tokens whose "
-            f"side of the threshold is open make it {interval.low[row].item()!r} to {interval.high[row].item()!r}"
+            f"sparsity: row {row}: expected {interval.low[row].item()!r} to {interval.high[row].item()!r} "
+            f"(float64: {truth[row].item()!r}), got {actual[row].item()!r}"
         )
     decisions = int(case.occupied.sum()) * case.key_value_heads
-    tally.decisions(decisions, decisions - int(open_.sum()))
-    tally.adjudicated(int(((actual.double() - truth).abs() > truth * gamma(case.key_value_heads + 6) * SLACK).sum()))
+    stats.decisions(decisions, decisions - int(open_.sum()))
+    stats.adjudicated(int(((actual.double() - truth).abs() > truth * gamma(case.key_value_heads + 6) * SLACK).sum()))
 
 
 def replay(case: SparsityCase, module: Any) -> Iterator[str]:
-    """A saved case judged again."""
+    """Judge a saved case again."""
     assert_sparsity_right(module.attention_sparsity(**case.inputs), case)
     yield "sparsity"

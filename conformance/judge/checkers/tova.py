@@ -1,4 +1,4 @@
-"""TOVA judged: bounds of the newest query's weights and of their logarithms, and its configs."""
+"""Checker of TOVA: bounds of the newest query's weights and of their logarithms, and configs to draw."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...cases.case import Case
 from ..oracle import Attention
 from . import blocks, h2o
 from .blocks import SMALL as SMALL
-from .blocks import Piece, equal_keys, log_sum_interval, received, received_error
+from .blocks import Chunk, equal_keys, log_sum_interval, received, received_error
 
 CASES = (block_cases.AttendCase,)
 arguments = h2o.arguments
@@ -34,22 +34,23 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:
     """See the package."""
-    return blocks.frames(most)
+    return blocks.block_configs(most)
 
 
-def newest(attention: Attention, real: Tensor) -> Attention:
-    """The attention of each head's last real query alone (Q = 1); real [B, Hkv, Q] bool. Query 0 where there is none,
-    which sees nothing."""
-    number = torch.arange(real.shape[-1], device=real.device)
-    last = number.where(real, -1).amax(-1).clamp_min(0)                                       # [B, Hkv]
+def newest(attention: Attention, valid: Tensor) -> Attention:
+    """The attention of each head's last valid query alone (Q = 1); valid [B, Hkv, Q] bool. A head without a valid query
+    gets query 0, which sees nothing."""
+    number = torch.arange(valid.shape[-1], device=valid.device)
+    last = number.where(valid, -1).amax(-1).clamp_min(0)                                       # [B, Hkv]
     last = last.repeat_interleave(attention.query_heads // attention.key_value_heads, 1)      # [B, Hq]
     index = last[..., None, None].expand(-1, -1, 1, attention.logit.shape[-1])
     return replace(attention, logit=attention.logit.gather(2, index), dot=attention.dot.gather(2, index))
 
 
 def weight_error(attention: Attention, allowed: Arithmetic) -> Tensor:
-    """|computed - true| of mean_h a_hj of one query, [B, Hkv, S]: computed as a mean of weights (`received_error`), or
-    as the exponential of the logarithm that ranks (`log_sum_interval`), one exponential and a division by G more."""
+    """|computed - true| of mean_h a_hj of one query, [B, Hkv, S]. It is computed as a mean of weights
+    (`received_error`), or as the exponential of the logarithm that ranks (`log_sum_interval`), which adds one
+    exponential and a division by G. The bound is the larger of the two."""
     low, high = log_sum_interval(attention, allowed)
     group = attention.query_heads // attention.key_value_heads
     truth, last = received(attention), EXP + DIVISION + 2 * UNIT
@@ -60,29 +61,29 @@ def weight_error(attention: Attention, allowed: Arithmetic) -> Tensor:
 
 def attend_error(case: block_cases.AttendCase, allowed: Arithmetic) -> Tensor:
     """Bound of `attend(...).received`, [B, Hkv, S]."""
-    return weight_error(newest(case.attention, case.real), allowed)
+    return weight_error(newest(case.attention, case.valid), allowed)
 
 
 class Adapter(blocks.Adapter):
-    """Ranks are logarithms of the newest query's weights. Bitwise equal keys tie, whatever their values."""
+    """Ranks are logarithms of the newest query's weights. Tokens with bitwise equal keys tie, whatever their values."""
 
-    def score_error(self, piece: Piece) -> Tensor:
-        error = piece.wide(weight_error(self._newest(piece), piece.allowed))
-        # A row of padding alone keeps its scores.
-        came = piece.before["real"].any(-1)[:, None, None]
-        return torch.where(came, error, piece.carried)
+    def score_error(self, chunk: Chunk) -> Tensor:
+        error = chunk.wide(weight_error(self._newest(chunk), chunk.allowed))
+        # A row whose chunk is all padding keeps its scores.
+        has_tokens = chunk.before["real"].any(-1)[:, None, None]
+        return torch.where(has_tokens, error, chunk.previous_error)
 
-    def rank_interval(self, piece: Piece, error: Tensor) -> Interval:
-        low, high = (piece.wide(end) for end in log_sum_interval(self._newest(piece), piece.allowed))
+    def rank_interval(self, chunk: Chunk, error: Tensor) -> Interval:
+        low, high = (chunk.wide(end) for end in log_sum_interval(self._newest(chunk), chunk.allowed))
         return Interval(low, high)
 
-    def ties(self, piece: Piece) -> Tensor:
-        return equal_keys(piece)
+    def ties(self, chunk: Chunk) -> Tensor:
+        return equal_keys(chunk)
 
     @staticmethod
-    def _newest(piece: Piece) -> Attention:
-        real = piece.before["real"][:, None].expand(-1, piece.attention.key_value_heads, -1)
-        return newest(piece.attention, real)
+    def _newest(chunk: Chunk) -> Attention:
+        valid = chunk.before["real"][:, None].expand(-1, chunk.attention.key_value_heads, -1)
+        return newest(chunk.attention, valid)
 
 
 def replay(case: Case, module: Any) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""VATP judged: H2O's sums, bounds of their products with the values' sizes, and its configs."""
+"""Checker of VATP: H2O's accumulated weights, bounds of their products with ||v||_1, and configs to draw."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..bounds import FLUSH, SLACK, UNIT, Interval, gamma
 from ...cases.case import Case
 from . import blocks, h2o
 from .blocks import SMALL as SMALL
-from .blocks import Piece
+from .blocks import Chunk
 
 CASES = (block_cases.AttendCase,)
 arguments = h2o.arguments
@@ -33,20 +33,20 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 @st.composite
 def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     """See the package."""
-    frame = draw(blocks.frames(most))
-    return {**frame, "recent": draw(st.none() | st.integers(0, frame["budget"] - 1))}
+    config = draw(blocks.block_configs(most))
+    return {**config, "recent": draw(st.none() | st.integers(0, config["budget"] - 1))}
 
 
-def product_interval(piece: Piece, error: Tensor) -> Interval:
-    """Where the computed score * ||v||_1 may lie, [B, Hkv, S], of a score within `error` of the truth.
+def product_interval(chunk: Chunk, error: Tensor) -> Interval:
+    """Interval of the computed score * ||v||_1, [B, Hkv, S], for a score within `error` of the truth.
 
-    ||v||_1 sums D nonnegative numbers, gamma(D), of which subnormal ones may vanish, FLUSH each; a zero value has a
-    norm of exactly 0, and ranks there. The product rounds once, and may vanish: FLUSH.
+    ||v||_1 sums D nonnegative numbers: gamma(D). Subnormal ones may flush to zero: FLUSH each. A zero value has a norm
+    of exactly 0, and rank 0. The product rounds once and may flush to zero: FLUSH.
     """
-    occupied = piece.before["occupied"]
-    score = piece.before["score"].masked_fill(~occupied, 0)
-    norm = piece.before["value"].masked_fill(~occupied[..., None], 0).abs().sum(-1)
-    head_dim = piece.before["value"].shape[-1]
+    occupied = chunk.before["occupied"]
+    score = chunk.before["score"].masked_fill(~occupied, 0)
+    norm = chunk.before["value"].masked_fill(~occupied[..., None], 0).abs().sum(-1)
+    head_dim = chunk.before["value"].shape[-1]
     loss = gamma(head_dim) * norm + head_dim * FLUSH * (norm > 0)
     low = (score - error).clamp_min(0) * (norm - loss).clamp_min(0)
     high = (score + error) * (norm + loss)
@@ -54,22 +54,22 @@ def product_interval(piece: Piece, error: Tensor) -> Interval:
     return Interval(low * (1 - UNIT * SLACK) - flush, high * (1 + UNIT * SLACK) + flush)
 
 
-def zero_values(piece: Piece) -> Tensor:
-    """Classes of tokens that must rank the same, [B, Hkv, S]: those whose values are zeros, which rank 0 exactly."""
-    value, occupied = piece.before["value"], piece.before["occupied"]
+def zero_values(chunk: Chunk) -> Tensor:
+    """Classes of tokens that rank the same, [B, Hkv, S]: those with zero values, whose rank is exactly 0."""
+    value, occupied = chunk.before["value"], chunk.before["occupied"]
     zero = occupied & (value == 0).all(-1)
-    index = torch.arange(piece.slots, device=value.device).expand(zero.shape)
-    return torch.where(zero, index.where(zero, piece.slots).amin(-1, keepdim=True), index)
+    index = torch.arange(chunk.slots, device=value.device).expand(zero.shape)
+    return torch.where(zero, index.where(zero, chunk.slots).amin(-1, keepdim=True), index)
 
 
 class Adapter(h2o.Adapter):
-    """Ranks are products of the scores with the values' sizes."""
+    """Ranks are score * ||v||_1."""
 
-    def rank_interval(self, piece: Piece, error: Tensor) -> Interval:
-        return product_interval(piece, error)
+    def rank_interval(self, chunk: Chunk, error: Tensor) -> Interval:
+        return product_interval(chunk, error)
 
-    def ties(self, piece: Piece) -> Tensor:
-        return zero_values(piece)
+    def ties(self, chunk: Chunk) -> Tensor:
+        return zero_values(chunk)
 
 
 def replay(case: Case, module: Any) -> Iterator[str]:

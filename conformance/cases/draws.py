@@ -1,11 +1,10 @@
-"""How often a test draws: until it has decided enough.
+"""Repeating a drawn test until it has compared enough decisive decisions.
 
-A drawn case may leave every choice open: scores that lie within their bounds, equal scores, rows that masks decide. A
-test that drew only such cases would accept any choice. So a test of drawn cases that has decided too little draws
-again, and what it draws then are *plain* cases: float32, few slots, and of the contents that the test allows only those
-that keep scores apart. The strategies ask `plain_only()` for that. A plain case decides nearly all of its choices, so a
-few rounds are enough, whatever the seed. A test that has still not decided enough cannot decide: that is a fault of
-its author, and it fails as vacuous.
+A drawn case may leave every choice open: scores within their bounds, equal scores, rows that masks settle. A test that
+drew only such cases would accept any choice. So a drawn test with too few decisive decisions is called again, and then
+the strategies draw *plain* cases: float32, few slots, and, of the contents that the test allows, only those whose
+scores lie apart. The strategies call `plain_only()` to find out. Nearly all decisions of a plain case are decisive, so
+a few rounds suffice whatever the seed. A test that still has too few fails as vacuous: its author must change it.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from . import tally
+from ..judge import stats
 
 MOST_ROUNDS = 16
-#: Rounds without any decision after which masks are taken to decide all that the test draws.
+#: After this many plain rounds without any decision, masks are assumed to settle every case that the test draws.
 IDLE_ROUNDS = 3
 #: The most slots of a plain case.
 PLAIN_SLOTS = 48
@@ -28,28 +27,28 @@ _round: ContextVar[int] = ContextVar("kvtwin_round", default=0)
 
 
 def plain_only() -> bool:
-    """True while a test that has decided too little draws again. It never changes while Hypothesis runs a test."""
-    return tally.in_plain_round()
+    """True in a plain round. The answer never changes while Hypothesis runs a test."""
+    return stats.in_plain_round()
 
 
 def plain_among(options: Sequence[Any], plain: Sequence[Any]) -> Sequence[Any]:
-    """What to draw from: `options`, or, in a round of plain cases, those of them that are in `plain`, if any are."""
+    """The options to draw from: all of them, or, in a plain round, those that are in `plain`, if there are any."""
     if not plain_only():
         return options
     return [option for option in options if option in plain] or options
 
 
-def draws(test: Any) -> bool:
-    """True if Hypothesis draws the test's cases: ``@given``, or a state machine that the test runs."""
+def is_drawn(test: Any) -> bool:
+    """True if Hypothesis draws the test's cases: the test has ``@given``, or calls `run_machine`."""
     from hypothesis import is_hypothesis_test
 
     return is_hypothesis_test(test) or run_machine.__name__ in getattr(getattr(test, "__code__", None), "co_names", ())
 
 
 def run_machine(machine: type, /, settings: Any) -> None:
-    """Run a Hypothesis state machine as a test does that lets `until_decided` call it again.
+    """Run a Hypothesis state machine inside a test that `until_decided` may call again.
 
-    A round of plain cases runs it longer, so that more tokens arrive than there is room for.
+    In a plain round it takes twice as many steps, so that more tokens arrive than the budget allows.
     """
     from hypothesis import seed
     from hypothesis import settings as settings_of
@@ -62,22 +61,22 @@ def run_machine(machine: type, /, settings: Any) -> None:
 
 
 def until_decided(test: Callable[..., Any], name: str, /, **arguments: Any) -> None:
-    """Call a test, and call it again with plain cases for as long as it has decided too little.
+    """Call a test, then call it again in plain rounds until enough of its decisions were decisive.
 
-    name: what the seeds of the further rounds depend on.
+    name: seeds the plain rounds.
     """
     __tracebackhide__ = True
     from hypothesis.errors import Unsatisfiable
 
     test(**arguments)
-    counted = tally.running()
-    if counted is None or not counted.asked or not draws(test):
+    counted = stats.current()
+    if counted is None or not counted.asked or not is_drawn(test):
         return
     for number in range(MOST_ROUNDS):
         if counted.enough or (number >= IDLE_ROUNDS and not counted.plain_total):
             return
         try:
-            with tally.plain_round(), _seeded(test, f"{name} {number}"):
+            with stats.plain_round(), _seeded(test, f"{name} {number}"):
                 test(**arguments)
         except Unsatisfiable:
             return  # the implementation under test refuses every plain case
@@ -85,9 +84,9 @@ def until_decided(test: Callable[..., Any], name: str, /, **arguments: Any) -> N
 
 @contextmanager
 def _seeded(test: Any, name: str) -> Iterator[None]:
-    """Give Hypothesis a seed that depends on `name`, and on the seed of the run if there is one.
+    """Set Hypothesis's seed from `name`, and from the seed of the run if there is one.
 
-    Without it, a derandomized profile draws the same cases in every round.
+    Without this, a derandomized profile draws the same cases in every round.
     """
     from hypothesis import core
 

@@ -1,0 +1,140 @@
+"""Statistics of the running test: decisions compared, bound utilisation, adjudicated ties.
+
+The comparators record them. The plugin collects them for each test and reads them when the test has passed; outside of
+`collect` the functions that record do nothing. Hypothesis calls a test many times: counts are summed over all examples,
+and for the utilisation the maximum is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+# A test accepts wrong choices if the bounds leave most of its decisions open. So either this share must be decisive,
+LEAST_DECISIVE_SHARE = 0.5
+# or this many decisions of plain cases, most of which are decisive by construction (cases/draws.py). An
+# implementation that chooses wrongly half of the time passes 16 decisive decisions with probability 1 in 65,536.
+LEAST_PLAIN_DECISIONS = 16
+
+
+@dataclass
+class Stats:
+    """The statistics of one test. ``bound_utilisation`` is the largest error as a fraction of its bound."""
+
+    total: int = 0
+    decisive: int = 0
+    # The part of both counts that comes from plain cases (cases/draws.py).
+    plain_total: int = 0
+    plain_decisive: int = 0
+    asked: bool = False  # a comparator of decisions was called, even if masks settled every decision
+    bound_utilisation: float | None = None
+    ties: int = 0
+    # Recorded with --kv-impl only: whether the test accessed the implementation under test, how many calls of its
+    # functions returned, and which calls it refused, by function and argument.
+    touched: bool = False
+    answered: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def enough(self) -> bool:
+        """True if decisions were compared and enough of them were decisive."""
+        if self.total and self.decisive >= LEAST_DECISIVE_SHARE * self.total:
+            return True
+        return self.plain_decisive >= max(LEAST_PLAIN_DECISIONS, LEAST_DECISIVE_SHARE * self.plain_total)
+
+    @property
+    def vacuous(self) -> bool:
+        """True if decisions were compared and too few of them were decisive."""
+        return self.total > 0 and not self.enough
+
+
+_current: ContextVar[Stats | None] = ContextVar("kvtwin_stats", default=None)
+_plain: ContextVar[bool] = ContextVar("kvtwin_plain", default=False)
+
+
+@contextmanager
+def collect() -> Iterator[Stats]:
+    """Collect what is recorded inside the ``with`` block."""
+    stats = Stats()
+    token = _current.set(stats)
+    try:
+        yield stats
+    finally:
+        _current.reset(token)
+
+
+def current() -> Stats | None:
+    """The statistics of the running test; None outside of `collect`."""
+    return _current.get()
+
+
+@contextmanager
+def plain_round() -> Iterator[None]:
+    """Draw plain cases only (cases/draws.py) inside the ``with`` block, and count their decisions separately too."""
+    token = _plain.set(True)
+    try:
+        yield
+    finally:
+        _plain.reset(token)
+
+
+def in_plain_round() -> bool:
+    """True inside `plain_round`."""
+    return _plain.get()
+
+
+def decisions(total: int, decisive: int) -> None:
+    """Record that ``total`` kept/evicted decisions were compared and that ``decisive`` of them had one right answer."""
+    if not 0 <= decisive <= total:
+        raise ValueError(f"decisive must be in 0..total: expected at most {total}, got {decisive}")
+    stats = _current.get()
+    if stats is not None:
+        stats.asked = True
+        stats.total += int(total)
+        stats.decisive += int(decisive)
+        if _plain.get():
+            stats.plain_total += int(total)
+            stats.plain_decisive += int(decisive)
+
+
+def utilisation(fraction: float) -> None:
+    """Record an error as a fraction of its bound; the largest of a test is kept."""
+    stats = _current.get()
+    if stats is not None:
+        # max() ignores NaN, since NaN compares false; infinity is not ignored.
+        fraction = math.inf if math.isnan(fraction) else float(fraction)
+        stats.bound_utilisation = max(fraction, stats.bound_utilisation or 0.0)
+
+
+def adjudicated(count: int) -> None:
+    """Record ``count`` choices that differed within the bounds and that the reference adopted."""
+    if count < 0:
+        raise ValueError(f"count must not be negative, got {count}")
+    stats = _current.get()
+    if stats is not None:
+        stats.ties += int(count)
+
+
+def touched() -> None:
+    """Record that the running test accesses the implementation under test."""
+    stats = _current.get()
+    if stats is not None:
+        stats.touched = True
+
+
+def answered() -> None:
+    """Record that a function under test returned."""
+    stats = _current.get()
+    if stats is not None:
+        stats.answered += 1
+
+
+def refused(what: str) -> None:
+    """Record that a function under test does not support an argument; ``what`` names both."""
+    stats = _current.get()
+    if stats is not None:
+        stats.refused[what] += 1

@@ -1,0 +1,112 @@
+"""No module of kvtwin imports itself through others, and the judge does not depend on pytest's side of the suite.
+
+The import graph is read from the syntax trees. Imports inside functions count: delaying an import hides no cycle.
+Modules that are imported by a name found at run time (discovery, the judge's checkers) are not in the graph.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Set
+from pathlib import Path
+
+import pytest
+
+import kvtwin.conformance
+
+FOLDERS = ("reference", "optimized", "conformance", "fixtures")
+ROOT = Path(kvtwin.conformance.__path__[0]).parent
+# Parts of the suite that run tests; what judges and what draws must work without them.
+RUNNERS = ("plugin", "harness.options", "harness.pytest_fixtures", "harness.suite")
+INDEPENDENT = ("judge", "cases", "interpreter")
+# The command line of a replay takes the implementation under test from there.
+ALLOWED = {"kvtwin.conformance.judge.replay": {"kvtwin.conformance.harness.impl"}}
+
+Graph = dict[str, set[str]]
+
+
+def sources() -> dict[str, Path]:
+    """Every module of the package by its name."""
+    return {
+        ".".join(("kvtwin", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+        for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")
+    }
+
+
+def import_graph(texts: Mapping[str, str], packages: Set[str]) -> Graph:
+    """Module -> the modules among `texts` that it imports, anywhere in its text. packages: the __init__ modules."""
+    graph: Graph = {}
+    for module, text in texts.items():
+        named: set[str] = set()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                named |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                # A package is its own first level; elsewhere the first level is the folder of the module.
+                above = node.level - (module in packages)
+                folder = module.split(".")[:-above or None] if node.level else []
+                base = ".".join([*folder, *([node.module] if node.module else [])])
+                # `from package import name`: name is a module, or something that the package defines.
+                named |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in texts else base for alias in node.names}
+        graph[module] = {name for name in named if name in texts and name != module}
+    return graph
+
+
+def reachable(graph: Graph, start: str) -> set[str]:
+    """What `start` imports, directly or through other modules."""
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = graph[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def cycles(graph: Graph) -> list[list[str]]:
+    """Groups of modules that import each other, sorted."""
+    closure = {module: reachable(graph, module) for module in graph}
+    groups = {
+        tuple(sorted({module} | {other for other in closure[module] if module in closure[other]}))
+        for module in graph if module in closure[module]
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+@pytest.fixture(scope="module")
+def graph():
+    paths = sources()
+    packages = {module for module, path in paths.items() if path.name == "__init__.py"}
+    return import_graph({module: path.read_text(encoding="utf-8") for module, path in paths.items()}, packages)
+
+
+def test_no_module_imports_itself_through_others(graph):
+    assert cycles(graph) == []
+
+
+def test_the_graph_holds_what_modules_import(graph):
+    assert "kvtwin.conformance.judge.compare" in graph["kvtwin.conformance.judge.lockstep"]
+    assert "kvtwin.conformance.harness.suite" in graph["kvtwin.conformance.plugin"], "imported inside a function"
+    assert "kvtwin.reference.attention" in graph["kvtwin.conformance.judge.bounds"], "a relative import, two levels up"
+    assert "kvtwin.optimized.longflow" in reachable(graph, "kvtwin.optimized.hf.longflow")
+
+
+def test_judge_and_cases_import_nothing_that_runs_tests(graph):
+    runners = {f"kvtwin.conformance.{name}" for name in RUNNERS}
+    assert runners <= set(graph)
+    for module in graph:
+        if module.startswith(tuple(f"kvtwin.conformance.{name}." for name in INDEPENDENT)):
+            own = {**graph, module: graph[module] - ALLOWED.get(module, set())}
+            assert not runners & reachable(own, module), module
+
+
+@pytest.mark.parametrize(("texts", "expected"), [
+    ({"p.a": "from . import b", "p.b": "from .c import f", "p.c": "import p.a"}, [["p.a", "p.b", "p.c"]]),
+    ({"p.a": "from .b import f", "p.b": "def f():\n    from p import a"}, [["p.a", "p.b"]]),
+    ({"p": "from .q import a", "p.q": "from ..p import f"}, [["p", "p.q"]]),
+    ({"p": "from .q import f", "p.q": "from . import r", "p.q.r": "from .. import f"}, [["p", "p.q", "p.q.r"]]),
+    ({"p.a": "from . import b", "p.b": "import json", "p.c": "from . import a, b"}, []),
+], ids=["three modules", "inside a function", "package and module", "three levels", "none"])  # fmt: skip
+def test_cycles_are_found(texts, expected):
+    packages = {module for module in texts if any(other.startswith(f"{module}.") for other in texts)}
+    assert cycles(import_graph(texts, packages)) == expected
