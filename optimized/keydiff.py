@@ -12,9 +12,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ..reference.contract import (
-    Sizes, capturing, check_choice, check_dtype, check_integer, check_key_value, check_slot_mask, check_tensor,
-)
+from ..reference._validate import capturing, check_choice, check_dtype, check_integer, check_tensor
+from ..reference._validate_attention import check_key_value, check_slot_mask
+from ..reference.contract import Sizes
 from ..reference.keydiff import EvictResult, KeyDiffConfig
 from ._blocks import Block, BlockState
 from ._keydiff_anchors import ANCHORS, SIMILARITIES, any_rank, any_score, over_length, sortable

@@ -14,11 +14,12 @@ import torch
 import triton
 from torch import Tensor
 
-from ..reference.contract import (
-    Sizes, capturing, check_all_finite, check_attention, check_dtype, check_flag, check_integer, check_next_slot,
-    check_prompt, check_reorder,
-    check_slot_mask, check_step, check_tensor, resolve_device, resolve_scale, state_sizes,
+from ..reference._validate import (
+    capturing, check_all_finite, check_dtype, check_flag, check_integer, check_next_slot, check_reorder, check_tensor,
+    resolve_device, resolve_scale,
 )
+from ..reference._validate_attention import check_attention, check_prompt, check_slot_mask, check_step, state_sizes
+from ..reference.contract import Sizes
 from ..reference.longflow import CompressResult, DecodeResult, LongFlowConfig
 from ._attention import causal_attention
 from ._launch import (

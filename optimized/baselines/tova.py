@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...reference.baselines.tova import TOVAConfig
 from ...reference.blocks import AttendResult
-from ...reference.contract import resolve_scale
+from ...reference._validate import resolve_scale
 from .. import _block_kernels as kernels
 from .._blocks import Block, BlockState, check_block
 

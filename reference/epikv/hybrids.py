@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..selection import victims
-from ..thinkv.contract import Thought
+from ..thinkv.types import Thought
 from ..thinkv.thoughts import classify, sparsity_of
 
 REASONING = int(Thought.REASONING)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ..attention import INF, accumulate_dtype
-from ..contract import check_dtype, check_integer, check_mask, check_next_slot, check_reorder, resolve_device
+from .._validate import check_dtype, check_integer, check_mask, check_next_slot, check_reorder, resolve_device
 from ..selection import victims
-from .contract import EpiKVConfig, check_prompt_fits
+from ._validate import check_prompt_fits
+from .contract import EpiKVConfig
 from .hybrids import Attention, by_thought
 from .scores import (
     _mean, _zscore, compacted, difference, hidden_change, kv_variance, lag_kv, lag_spread, rolling_mean, score_of,

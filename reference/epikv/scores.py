@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..attention import INF, accumulate_dtype
-from ..contract import check_choice, check_integer
+from .._validate import check_choice, check_integer
 from ..selection import kept_after, victims
-from .contract import DIFFERENCES, check_hidden_pair, check_selection, check_series, check_vectors
+from ._validate import check_hidden_pair, check_selection, check_series, check_vectors
+from .contract import DIFFERENCES
 
 UNIT = 2.0**-24                 # of float32, in every dtype: what counts as constant must not depend on it
 LEAST_RANGE = 1e-6              # of a channel, relative to the largest number of its chunk

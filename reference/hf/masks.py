@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from ..contract import capturing
+from .._validate import capturing
 
 # With prefill_chunk_size on a cache that is not empty, transformers up to 5.20 feeds the tokens from 0 on once more.
 STARTS_AT_0 = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 22)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..contract import MethodConfig, check_integer
+from .._validate import check_integer
+from ..contract import MethodConfig
 from ..epikv.contract import BANDS, EpiKVConfig, band_layers
 from .masks import MaskSpec
 from .plug import StateCache, StateLayer

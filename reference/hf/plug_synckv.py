@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..contract import check_flag, check_integer
+from .._validate import check_flag, check_integer
 from ..synckv.contract import HeadClusters, SyncKVConfig
 from .plug import StateCache, StateLayer
 
@@ -144,13 +144,14 @@ def check_layers(head_clusters: object, config: object) -> tuple[HeadClusters, .
         sizes = config.get_text_config(decoder=True)
         if len(head_clusters) != sizes.num_hidden_layers:
             raise ValueError(
-                f"head_clusters must be of the model's {sizes.num_hidden_layers} layers, got {len(head_clusters)}"
+                f"head_clusters needs one entry per layer of the model: expected {sizes.num_hidden_layers}, "
+                f"got {len(head_clusters)}"
             )
         heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
         for number, clusters in enumerate(head_clusters):
             if len(clusters.labels) != heads:
                 raise ValueError(
-                    f"head_clusters[{number}] must be of the model's {heads} KV heads, got {len(clusters.labels)} "
-                    "labels"
+                    f"head_clusters[{number}] needs one label per KV head: expected {heads}, got "
+                    f"{len(clusters.labels)}"
                 )
     return tuple(head_clusters)

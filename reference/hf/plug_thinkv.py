@@ -14,8 +14,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..contract import check_integer
-from ..thinkv.contract import ThinKVConfig, Thresholds, check_edges
+from .._validate import check_integer
+from ..thinkv._validate import check_edges
+from ..thinkv.contract import ThinKVConfig
+from ..thinkv.types import Thresholds
 from .masks import MaskSpec
 from .plug import StateCache, StateLayer
 
