@@ -18,7 +18,7 @@ from ._validate import (
 from ._validate_attention import check_attention, check_slot_mask
 from .attention import INF, accumulate_dtype, causal_attention, logits, per_kv_head, per_query_head, softmax
 from .attention import weighted_values, zero_unoccupied
-from .baselines.snapkv import CompressResult, compress
+from .baselines.snapkv import CompressResult, check_kernel_size, compress
 from .contract import MethodConfig
 from .selection import gather_tokens, order, victims
 from .state import State
@@ -71,8 +71,7 @@ class LongFlowConfig(MethodConfig):
             check_flag(name, getattr(self, name))
         check_integer("sinks", self.sinks, minimum=0)
         check_integer("window", self.window, minimum=1)
-        if check_integer("kernel_size", self.kernel_size, minimum=1) % 2 == 0:
-            raise ValueError(f"kernel_size must be odd, so that the pool has a centre, got {self.kernel_size}")
+        check_kernel_size(self.kernel_size)
         # With a budget of 1 the newest token is the only one and is overwritten.
         protected = self.sinks + (self.protect_newest and self.budget > 1)
         if protected >= self.budget:

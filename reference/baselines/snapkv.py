@@ -161,7 +161,7 @@ def check_window(
 def check_kernel_size(kernel_size: object) -> None:
     """An odd int >= 1."""
     if check_integer("kernel_size", kernel_size, minimum=1) % 2 == 0:
-        raise ValueError(f"kernel_size must be odd, so that the pool has a centre, got {kernel_size}")
+        raise ValueError(f"kernel_size must be odd, got {kernel_size}")
 
 
 def _rank(score: Tensor, occupied: Tensor, protected: Tensor | None) -> Tensor:

@@ -99,5 +99,6 @@ def check_prompt_fits(config: EpiKVConfig, tokens: int) -> None:
     elif tokens + config.newest > config.budget:
         raise ValueError(
             f"budget must be at least prompt + recent = {tokens} + {config.newest}, got {config.budget}: the prompt "
-            "stays whole (keep_prompt=False lets its tokens compete, count_prompt=False gives them room of their own)"
+            "is kept whole (keep_prompt=False evicts its tokens like all others, count_prompt=False gives it slots of "
+            "its own)"
         )

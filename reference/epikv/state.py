@@ -131,7 +131,7 @@ class EpiKVState(State):
         weight = attention_weights(query, self.key, occupied, scale=self.scale)
         output = weighted_values(weight, self.value, occupied).to(query.dtype)
         if self.config.reads_attention:
-            self.scorer.attention.look(weight, occupied, self.sizes.key_value_heads)
+            self.scorer.attention.record(weight, occupied, self.sizes.key_value_heads)
         if not self._shared:
             self.scorer.step(hidden, key, value)
         return output

@@ -1,17 +1,18 @@
 """The reference methods as caches for Hugging Face transformers: `model.generate(past_key_values=LongFlowCache(...))`.
 
-Importing this needs transformers (the extra `kvtwin[hf]`) and registers the attention "kvtwin" with it; see `plug`.
+Importing this package requires transformers (the extra `kvtwin[hf]`) and registers the attention function "kvtwin" with
+it; see `plug`.
 """
 
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from . import plug as plug  # registers the attention, or says which extra is missing
+from . import plug as plug  # registers the attention function, or raises ImportError that names the extra
 
 
 def __getattr__(name: str) -> Any:
-    """NAMECache, from the module of this folder with its name: caches are found, not listed."""
+    """Import NAMECache from the module of this package with that name, so that no list of caches is needed."""
     for found in iter_modules(__path__):
         if f"{found.name.replace('_', '')}cache" == name.lower():
             return getattr(import_module(f"{__name__}.{found.name}"), name)

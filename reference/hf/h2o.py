@@ -12,9 +12,10 @@ class H2OCache(StateCache):
         model.set_attn_implementation("kvtwin")
         model.generate(ids, past_key_values=H2OCache(model.config, budget=1024), prefill_chunk_size=128)
 
-    The options are H2OConfig's: block_size, recent. A prompt comes in blocks of block_size tokens, which the layer
-    holds beside its budget while they are processed; prefill_chunk_size bounds the model's activations likewise. Slots
-    are in `cache.layers[i].state`, a `H2OState`. Arguments, padding, turns and errors: `StateCache`.
+    Options, as in H2OConfig: block_size, recent. A prompt arrives in blocks of block_size tokens, which the layer
+    stores in addition to its budget while it processes them; prefill_chunk_size bounds the memory for activations in
+    the same way. The slots are in `cache.layers[i].state`, an `H2OState`. Other arguments, padding, turns and errors:
+    `StateCache`.
     """
 
     Config = H2OConfig

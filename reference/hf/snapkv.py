@@ -12,11 +12,11 @@ class SnapKVCache(StateCache):
         model.set_attn_implementation("kvtwin")
         model.generate(ids, past_key_values=SnapKVCache(model.config, budget=1024), prefill_chunk_size=128)
 
-    The options are SnapKVConfig's: block_size, window, kernel_size, interval. A prompt comes in blocks of block_size
-    tokens, which the layer holds beside its cache while they are processed; prefill_chunk_size bounds the model's
-    activations likewise. With an interval the cache outgrows its budget by up to interval - 1 tokens before it is
-    compressed: 128 of them make decoding several times as fast. Slots are in `cache.layers[i].state`, a
-    `SnapKVState`. Arguments, padding, turns and errors: `StateCache`.
+    Options, as in SnapKVConfig: block_size, window, kernel_size, interval. A prompt arrives in blocks of block_size
+    tokens, which the layer stores in addition to its budget while it processes them; prefill_chunk_size bounds the
+    memory for activations in the same way. With an interval, the cache exceeds its budget by up to interval - 1 tokens
+    between evictions; an interval of 128 makes decoding several times as fast. The slots are in
+    `cache.layers[i].state`, a `SnapKVState`. Other arguments, padding, turns and errors: `StateCache`.
     """
 
     Config = SnapKVConfig

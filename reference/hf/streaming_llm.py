@@ -12,9 +12,10 @@ class StreamingLLMCache(StateCache):
         model.set_attn_implementation("kvtwin")
         model.generate(ids, past_key_values=StreamingLLMCache(model.config, budget=1024), prefill_chunk_size=128)
 
-    The options are StreamingLLMConfig's: block_size, sinks. A prompt comes in blocks of block_size tokens, which the
-    layer holds beside its budget while they are processed; prefill_chunk_size bounds the model's activations likewise.
-    Slots are in `cache.layers[i].state`, a `StreamingLLMState`. Arguments, padding, turns and errors: `StateCache`.
+    Options, as in StreamingLLMConfig: block_size, sinks. A prompt arrives in blocks of block_size tokens, which the
+    layer stores in addition to its budget while it processes them; prefill_chunk_size bounds the memory for activations
+    in the same way. The slots are in `cache.layers[i].state`, a `StreamingLLMState`. Other arguments, padding, turns
+    and errors: `StateCache`.
     """
 
     Config = StreamingLLMConfig

@@ -12,9 +12,10 @@ class TOVACache(StateCache):
         model.set_attn_implementation("kvtwin")
         model.generate(ids, past_key_values=TOVACache(model.config, budget=1024), prefill_chunk_size=128)
 
-    The option is TOVAConfig's: block_size. A prompt comes in blocks of block_size tokens, which the layer holds beside
-    its budget while they are processed; prefill_chunk_size bounds the model's activations likewise. Slots are in
-    `cache.layers[i].state`, a `TOVAState`. Arguments, padding, turns and errors: `StateCache`.
+    Option, as in TOVAConfig: block_size. A prompt arrives in blocks of block_size tokens, which the layer stores in
+    addition to its budget while it processes them; prefill_chunk_size bounds the memory for activations in the same
+    way. The slots are in `cache.layers[i].state`, a `TOVAState`. Other arguments, padding, turns and errors:
+    `StateCache`.
     """
 
     Config = TOVAConfig

@@ -12,9 +12,10 @@ class VATPCache(StateCache):
         model.set_attn_implementation("kvtwin")
         model.generate(ids, past_key_values=VATPCache(model.config, budget=1024), prefill_chunk_size=128)
 
-    The options are VATPConfig's: block_size, recent. A prompt comes in blocks of block_size tokens, which the layer
-    holds beside its budget while they are processed; prefill_chunk_size bounds the model's activations likewise. Slots
-    are in `cache.layers[i].state`, a `VATPState`. Arguments, padding, turns and errors: `StateCache`.
+    Options, as in VATPConfig: block_size, recent. A prompt arrives in blocks of block_size tokens, which the layer
+    stores in addition to its budget while it processes them; prefill_chunk_size bounds the memory for activations in
+    the same way. The slots are in `cache.layers[i].state`, a `VATPState`. Other arguments, padding, turns and errors:
+    `StateCache`.
     """
 
     Config = VATPConfig
