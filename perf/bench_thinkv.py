@@ -18,7 +18,8 @@ from kvtwin.conformance.judge.checkers import thinkv_paging as judge
 from kvtwin.conformance.judge.oracle import attend
 from kvtwin.optimized import thinkv
 from kvtwin.optimized.thinkv.eviction import segment_representatives
-from kvtwin.reference.thinkv.contract import ThinKVConfig, Thought
+from kvtwin.reference.thinkv.contract import ThinKVConfig
+from kvtwin.reference.thinkv.types import Thought
 from torch import Tensor
 
 from .peers import decode_peers

@@ -1,1 +1,1 @@
-"""Eager PyTorch references: each method as its paper writes it, dtype-generic, so that float64 makes it the oracle."""
+"""Eager PyTorch implementation of each method, as its paper defines it. Run in float64, it is the oracle."""

@@ -1,7 +1,7 @@
-"""Eager attention over a cache of slots: grouping of query heads, the logits, the one softmax.
+"""Eager attention over a cache of slots: grouped query heads, logits, softmax, output.
 
-Everything computes in `accumulate_dtype`: float64 for float64 inputs (the oracle), float32 for all others.
-What lies in unoccupied slots, NaN included, influences nothing.
+All functions compute in `accumulate_dtype`: float64 for float64 inputs (the oracle), float32 for all others.
+The contents of unoccupied slots, NaN included, do not affect any result.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ INF = math.inf
 
 
 def accumulate_dtype(tensor: Tensor) -> torch.dtype:
+    """float64 for a float64 tensor, float32 for any other."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def exact(tensor: Tensor) -> torch.autocast:
-    """Inside, autocast does not lower the precision of matrix products: a reference computes in its own dtype."""
+    """A context without autocast, which would lower the precision of matrix products."""
     return torch.autocast(tensor.device.type, enabled=False)
 
 
 def per_query_head(tensor: Tensor, query_heads: int) -> Tensor:
-    """[B, Hkv, ...] -> [B, Hq, ...]: query head h reads KV head h // G."""
+    """Repeat each KV head for its group: [B, Hkv, ...] -> [B, Hq, ...]. Query head h reads KV head h // G."""
     return tensor.repeat_interleave(query_heads // tensor.shape[1], dim=1)
 
 
@@ -34,12 +35,12 @@ def per_kv_head(mask: Tensor) -> Tensor:
 
 
 def zero_unoccupied(value: Tensor, occupied: Tensor) -> Tensor:
-    """value [B, Hkv, S, D] with unoccupied slots zeroed: 0 * NaN would be NaN."""
+    """value [B, Hkv, S, D] with zeros in unoccupied slots, since a weight of 0 times NaN is NaN."""
     return value.masked_fill(~per_kv_head(occupied)[..., None], 0)
 
 
 def logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Tensor:
-    """scale * q . k of every slot, -inf where unoccupied (eq. 1 of every paper).
+    """scale * q . k for every slot, -inf where unoccupied (eq. 1 of every paper).
 
     query [B, Hq, D] or [B, Hq, Q, D]; key [B, Hkv, S, D]; occupied [B, S] or [B, Hkv, S] bool.
     Returns [B, Hq, S] or [B, Hq, Q, S] in accumulate_dtype.
@@ -54,7 +55,7 @@ def _logits(query: Tensor, key: Tensor, occupied: Tensor, query_heads: int, scal
     if query.dim() == 4:
         product = query @ keys.transpose(-1, -2)                                       # [B, Hq, Q, S]
     else:
-        # Not a matrix product: that may sum in another order at the last slots, and equal tokens must score the same.
+        # No matrix product: it may sum the last slots in another order, and equal keys must get equal logits.
         product = (query[:, :, None] * keys).sum(-1)[:, :, None]                       # [B, Hq, 1, S]
     product = scale * product
     mask = per_kv_head(occupied)
@@ -64,7 +65,7 @@ def _logits(query: Tensor, key: Tensor, occupied: Tensor, query_heads: int, scal
 
 
 def softmax(logit: Tensor) -> Tensor:
-    """Over the last dimension; a row without any occupied slot (all -inf) weighs nothing, instead of NaN."""
+    """Softmax over the last dimension; a row that is all -inf (no occupied slot) gives zeros instead of NaN."""
     empty = (logit == -INF).all(-1, keepdim=True)
     return logit.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
 
@@ -82,9 +83,9 @@ def weighted_values(weight: Tensor, value: Tensor, occupied: Tensor) -> Tensor:
 
 
 def causal_logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Tensor:
-    """Logits of a block of the newest Q tokens, causal among themselves: [B, Hq, Q, T].
+    """Causal logits of the last Q of T tokens: [B, Hq, Q, T], -inf for later tokens and unoccupied slots.
 
-    query [B, Hq, Q, D] are the queries of the last Q of the T tokens in key [B, Hkv, T, D]; occupied [B, T] bool.
+    query [B, Hq, Q, D], of the last Q tokens; key [B, Hkv, T, D]; occupied [B, T] bool.
     """
     count, total = query.shape[2], key.shape[2]
     query_position = torch.arange(total - count, total, device=key.device)
@@ -93,9 +94,9 @@ def causal_logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float) -> Tensor:
-    """Full attention of a prompt: query [B, Hq, T, D], key and value [B, Hkv, T, D], occupied [B, T] bool.
+    """Full causal attention of a prompt: query [B, Hq, T, D], key and value [B, Hkv, T, D], occupied [B, T] bool.
 
-    Returns [B, Hq, T, D] in query's dtype. Queries of unoccupied positions (padding) give zeros.
+    Returns [B, Hq, T, D] in query's dtype, zeros at unoccupied positions (padding).
     """
     weight = softmax(causal_logits(query, key, occupied, scale=scale))
     output = weighted_values(weight, value, occupied)

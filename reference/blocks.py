@@ -1,9 +1,9 @@
-"""The frame of KeyDiff and the attention baselines: tokens come in blocks, and after each block the cache is cut.
+"""The cache shared by KeyDiff and the baselines: tokens arrive in blocks, and after each block the cache evicts.
 
-A block attends causally to what is held and to itself, *before* anything is evicted (KeyDiff eq. 6); then every KV head
-of a row evicts down to the budget, by a rank that each method defines (KeyDiff A.1). Decoding is the same with blocks
-of one token. A method may evict less often, as LongFlow's comparisons compress generated text once in 128 steps: then a
-head of a row keeps what comes until it holds more than `capacity`. At its peak it holds capacity + block_size tokens.
+A block attends causally to the cached tokens and to itself *before* any token is evicted (KeyDiff eq. 6). Then each KV
+head of a row evicts down to the budget, in the order that the method defines (KeyDiff A.1). A decode step is a block of
+one token. A method may evict less often, for instance once in 128 steps as in LongFlow's comparisons: a KV head then
+keeps every token until it has more than `capacity`. At its peak a KV head has capacity + block_size tokens.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from ._validate import check_config, check_integer, resolve_scale
+from ._validate_attention import check_attention, check_slot_mask
 from .attention import (
     INF, accumulate_dtype, causal_logits, logits, per_kv_head, per_query_head, softmax, weighted_values,
 )
-from .contract import (
-    MethodConfig, Sizes, check_attention, check_dtype, check_integer, check_prompt, check_reorder,
-    check_slot_mask, check_step, check_tensor, resolve_device, resolve_scale, state_sizes,
-)
-from .selection import kept_after, victims
+from .contract import MethodConfig, Sizes
+from .selection import kept_after, order
+from .state import State
 
 
 class AttendResult(NamedTuple):
-    """Attention of a block of queries, and what each key received of it.
+    """Attention of a block of queries and the attention that each key received.
 
-    output [B, Hq, Q, D] in query's dtype; received [B, Hkv, S] float32 (float64 for float64), 0 where unoccupied: an
-    aggregate of the attention weights, which one the method says.
+    output [B, Hq, Q, D] in query's dtype. received [B, Hkv, S] float32 (float64 for float64 inputs), 0 where
+    unoccupied: the attention weights of each key, aggregated over the queries as the method defines.
     """
 
     output: Tensor
@@ -37,7 +38,8 @@ class AttendResult(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockConfig(MethodConfig):
-    """budget: the most tokens that a row keeps per KV head. block_size: the most that come in before an eviction."""
+    """budget: the largest number of tokens that a KV head of a row keeps. block_size: the largest number of tokens that
+    arrive between two evictions."""
 
     block_size: int = 128
 
@@ -47,14 +49,17 @@ class BlockConfig(MethodConfig):
 
     @property
     def capacity(self) -> int:
-        """The most tokens that a row holds per KV head between calls: one that holds more after a block is cut to its
-        budget. The budget itself, where every token beyond it evicts one."""
+        """The largest number of tokens that a KV head of a row holds between calls; with more, it evicts down to the
+        budget. Equal to the budget unless the method evicts less often."""
         return self.budget
 
 
 class Piece(NamedTuple):
-    """A block of Q tokens on its way in. query [B, Hq, Q, D]; real [B, Q] bool, False for padding; positions [Q] int64;
-    logit and weight [B, Hq, Q, S] in accumulate_dtype, over all slots, -inf and 0 where a query does not see one."""
+    """A block of Q new tokens.
+
+    query [B, Hq, Q, D]; real [B, Q] bool, False for padding; positions [Q] int64; logit and weight [B, Hq, Q, S] in
+    accumulate_dtype, over all slots: -inf and 0 for slots that a query does not attend to.
+    """
 
     query: Tensor
     real: Tensor
@@ -64,12 +69,13 @@ class Piece(NamedTuple):
 
 
 def block_logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Tensor:
-    """Logits of the queries of the last Q slots, causal among themselves: [B, Hq, Q, S]; -inf for what is not seen.
+    """Causal logits of the tokens in the last Q slots: [B, Hq, Q, S], -inf for slots that a query does not attend to.
 
-    query [B, Hq, Q, D]; key [B, Hkv, S, D]; occupied [B, S] or [B, Hkv, S]. A query at an unoccupied slot sees nothing.
+    query [B, Hq, Q, D]; key [B, Hkv, S, D]; occupied [B, S] or [B, Hkv, S] bool. The query of an unoccupied slot
+    attends to nothing.
     """
     count, slots = query.shape[2], key.shape[2]
-    if count == 1:  # see `logits`: equal keys get equal logits
+    if count == 1:  # as in `logits`, equal keys get equal logits
         logit = logits(query[:, :, 0], key, occupied, scale=scale)[:, :, None]
     else:
         logit = causal_logits(query, key, occupied, scale=scale)
@@ -79,12 +85,12 @@ def block_logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) 
 
 
 def group_mean(tensor: Tensor, key_value_heads: int) -> Tensor:
-    """The mean over the G query heads of a KV head: [B, Hq, ...] -> [B, Hkv, ...]."""
+    """Mean over the G query heads of each KV head: [B, Hq, ...] -> [B, Hkv, ...]."""
     return tensor.unflatten(1, (key_value_heads, -1)).mean(2)
 
 
 def check_block(query: object, key: object, value: object, occupied: object) -> Sizes:
-    """Validates the arguments of an `attend`: the queries of the last Q of the S slots. Returns the sizes."""
+    """Check the arguments of `attend`, of which query belongs to the last Q of the S slots. Returns the sizes."""
     sizes = check_attention(query, key, value, time="Q")
     assert isinstance(query, Tensor) and isinstance(key, Tensor)
     if query.shape[2] > sizes.slots:
@@ -97,7 +103,8 @@ def check_block(query: object, key: object, value: object, occupied: object) -> 
 def attention_of_block(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """output [B, Hq, Q, D] in query's dtype, and the weights averaged over each group, [B, Hkv, Q, S]."""
+    """Attention of the tokens in the last Q slots: output [B, Hq, Q, D] in query's dtype, and the weights [B, Hkv, Q,
+    S] averaged over the query heads of each KV head. TypeError or ValueError for invalid arguments."""
     sizes = check_block(query, key, value, occupied)
     logit = block_logits(query, key, occupied, scale=resolve_scale(scale, sizes.head_dim))
     weight = softmax(logit)
@@ -105,48 +112,32 @@ def attention_of_block(
     return output, group_mean(weight, sizes.key_value_heads)
 
 
-class BlockState:
-    """A cache of capacity + block_size slots per KV head: the first `capacity` hold tokens, the others the block at
-    hand.
+class BlockState(State):
+    """A cache of S = capacity + block_size slots per KV head: `capacity` slots for cached tokens, then `block_size` for
+    the current block.
 
-    key, value [B, Hkv, S, D] with S = capacity + block_size, where capacity is the config's: the budget, unless
-    evictions are less often; occupied and positions [B, Hkv, S] bool and int64 (the token in each slot, counted from 0
-    with padding included; -1 = free); score [B, Hkv, S], what the method carries of each token or ranked it by last,
-    -inf in free slots. Between calls tokens sit in the first slots, without gaps, in `capacity` of them at most.
+    key, value [B, Hkv, S, D]; occupied [B, Hkv, S] bool; positions [B, Hkv, S] int64: the position of the token in each
+    slot, counted from 0 with padding included, -1 = free; score [B, Hkv, S]: the method's score of each token, -inf in
+    free slots. Between calls the tokens of a KV head occupy its first slots without gaps, at most `capacity` of them.
 
-    Subclasses set Config and implement `_observe` (update `score`) and `_rank`.
+    A subclass sets Config and implements `_observe` (update `score`) and `_rank`.
     """
 
     Config: ClassVar[type[BlockConfig]]
-    config: Any                                 # a Config; subclasses know which
-    # What belongs to a slot and moves with its token, and what belongs to a row.
     _per_slot: ClassVar[tuple[str, ...]] = ("key", "value", "occupied", "positions", "score")
-    _per_row: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, config: Any, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device | str,
     ) -> None:
-        if not isinstance(config, self.Config):
-            raise TypeError(f"config must be a {self.Config.__name__}, got {type(config).__name__}")
-        self.config = config
-        self.sizes = state_sizes(
-            batch=batch, query_heads=query_heads, key_value_heads=key_value_heads,
-            slots=config.capacity + config.block_size, head_dim=head_dim,
+        config = check_config(config, self.Config)
+        super().__init__(
+            config, slots=config.capacity + config.block_size, batch=batch, query_heads=query_heads,
+            key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
-        self.dtype = check_dtype("dtype", dtype)
-        self.device = resolve_device(device)
-        self.scale = resolve_scale(config.scale, head_dim)
         self.reset()
 
-    @property
-    def tokens_seen(self) -> int:
-        """Tokens that came in since the last reset, padding included."""
-        return self._seen
-
-    @torch.inference_mode(False)  # else a state that was made in inference mode could not be used outside of it
-    def reset(self) -> None:
-        """Forget every token."""
+    def _allocate(self) -> None:
         batch, _, heads, slots, head_dim = self.sizes
         rows = (batch, heads, slots)
         self.key = torch.zeros(*rows, head_dim, dtype=self.dtype, device=self.device)
@@ -154,56 +145,46 @@ class BlockState:
         self.occupied = torch.zeros(rows, dtype=torch.bool, device=self.device)
         self.positions = torch.full(rows, -1, dtype=torch.int64, device=self.device)
         self.score = torch.full(rows, -INF, dtype=accumulate_dtype(self.key), device=self.device)
-        self._seen = 0
-        # What the last block saw, before anything was evicted; the conformance suite judges by it.
+        # The slots as the last block saw them, before the eviction. The conformance suite reads this.
         self._before: dict[str, Tensor] = {}
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        """The prompt: `append_block` on an empty state. RuntimeError when the state already holds tokens."""
-        check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
-        if self._seen:
-            raise RuntimeError("prefill needs an empty state: call reset() first, or append_block()")
+        """`append_block` on an empty state. RuntimeError if the state holds tokens."""
+        self._check_prompt(query, key, value, occupied)
+        self._check_empty(", or append_block()")
         return self.append_block(query, key, value, occupied)
 
     def append_block(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        """Any number of tokens, at most block_size at a time: attention to what is held and among themselves, eviction.
+        """Append any number of tokens, in blocks of at most block_size; each block attends, then the cache evicts.
 
-        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, default all True.
-        Returns [B, Hq, T, D]; padding gives zeros and enters no slot.
+        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True.
+        Returns [B, Hq, T, D], zeros for padding, which takes no slot. TypeError or ValueError for invalid arguments.
         """
-        total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
-        if occupied is None:
-            occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
+        occupied = self._check_prompt(query, key, value, occupied)
         size = self.config.block_size
         blocks = zip(*(t.split(size, 2) for t in (query, key, value)), occupied.split(size, 1), strict=True)
         return torch.cat([self._append(*block) for block in blocks], 2)
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """A block of one token: query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]."""
-        check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        """Append a block of one token: query [B, Hq, D]; key, value [B, Hkv, D]. Returns the output [B, Hq, D]."""
+        self._check_step(query, key, value)
         real = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
         return self._append(query[:, :, None], key[:, :, None], value[:, :, None], real)[:, :, 0]
 
-    def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was (beam search). index [B] int64."""
-        index = check_reorder(index, self.sizes.batch, self.device)
-        for name in (*self._per_slot, *self._per_row):
-            tensor = getattr(self, name)
-            tensor.copy_(tensor.index_select(0, index))
-
-    # What methods define ---------------------------------------------------------------------------------------------
+    # Defined by each method ------------------------------------------------------------------------------------------
 
     def _observe(self, piece: Piece) -> None:
-        """Update `score` by what the block's queries attend to; the block is in its slots, with a score of 0."""
+        """Update `score` from the attention of a block. The block is in its slots already, with a score of 0."""
 
     def _rank(self) -> tuple[Tensor, Tensor]:
-        """(rank, protected), both [B, Hkv, S]: the lowest rank goes first, protected tokens last. After `_observe`."""
+        """(rank, protected), both [B, Hkv, S], after `_observe`: the lowest rank is evicted first, protected tokens
+        last."""
         raise NotImplementedError
 
     # One block -------------------------------------------------------------------------------------------------------
 
     def _append(self, query: Tensor, key: Tensor, value: Tensor, real: Tensor) -> Tensor:
-        """A block of Q <= block_size tokens; real [B, Q] bool. Returns [B, Hq, Q, D]."""
+        """Append a block of Q <= block_size tokens; real [B, Q] bool. Returns [B, Hq, Q, D]."""
         start, count = self.config.capacity, query.shape[2]
         positions = torch.arange(self._seen, self._seen + count, device=self.device)
         block = (..., slice(start, start + count))
@@ -218,21 +199,22 @@ class BlockState:
         logit = block_logits(query, self.key[:, :, :end], self.occupied[..., :end], scale=self.scale)
         weight = softmax(logit)                                                         # [B, Hq, Q, end]
         output = weighted_values(weight, self.value[:, :, :end], self.occupied[..., :end])
-        rest = self.config.block_size - count                                           # slots beyond the block
-        pad = torch.nn.functional.pad
-        self._observe(Piece(query, real, positions, pad(logit, (0, rest), value=-INF), pad(weight, (0, rest))))
+        rest = (0, self.config.block_size - count)                                      # slots beyond the block
+        self._observe(
+            Piece(query, real, positions, functional.pad(logit, rest, value=-INF), functional.pad(weight, rest))
+        )
 
         rank, protected = self._rank()
         self._before = {name: getattr(self, name).clone() for name in self._per_slot}
         self._before |= {"query": query, "real": real, "rank": rank.clone(), "protected": protected}
-        self._settle(self._stays(rank, protected))
+        self._compact(self._keep_mask(rank, protected))
         return output.to(query.dtype)
 
-    def _stays(self, rank: Tensor, protected: Tensor) -> Tensor:
-        """Which slots keep their tokens, [B, Hkv, S] bool: `budget` of each head that is due, all of the others'.
+    def _keep_mask(self, rank: Tensor, protected: Tensor) -> Tensor:
+        """The slots that keep their tokens, [B, Hkv, S] bool: `budget` of a KV head that evicts, all of any other.
 
-        There go first the unprotected, the lowest rank first, ties to the lowest slot; then the protected, the oldest
-        first. As integers, so that classes need no magic ranks: unoccupied slots lie below all.
+        Unprotected tokens are evicted first, by rank, ties by slot; then protected tokens, the oldest first. The order
+        is one integer per slot, so that no rank needs a special value; unoccupied slots are below all tokens.
         """
         slots = self.sizes.slots
         code = order(rank)
@@ -243,16 +225,19 @@ class BlockState:
         return self.occupied & (chosen | ~self._due())
 
     def _due(self) -> Tensor:
-        """Which heads evict, the block in its slots: those that hold more than `capacity`. [B, Hkv, 1] bool."""
+        """The KV heads that evict after this block, [B, Hkv, 1] bool: those with more than `capacity` tokens."""
         return self.occupied.sum(-1, keepdim=True) > self.config.capacity
 
-    def _settle(self, stays: Tensor) -> None:
-        """Evict what does not stay: of n tokens that do, those in slots from n on move into the free ones of the first
-        n, the j-th to the j-th. Nothing else moves."""
-        slot = torch.arange(self.sizes.slots, device=self.device).expand(stays.shape)
-        first = slot < stays.sum(-1, keepdim=True)
-        free, moves = first & ~stays, stays & ~first                                    # as many of each
-        movers = (~moves).to(torch.int8).sort(dim=-1, stable=True).indices              # those that move come first
+    def _compact(self, keep: Tensor) -> None:
+        """Evict all but `keep` [B, Hkv, S] and close the gaps.
+
+        If n tokens remain, those in slots n and above move into the free slots below n, the first token into the first
+        free slot and so on. No other token moves.
+        """
+        slot = torch.arange(self.sizes.slots, device=self.device).expand(keep.shape)
+        first = slot < keep.sum(-1, keepdim=True)
+        free, moves = first & ~keep, keep & ~first                                      # as many of each
+        movers = (~moves).to(torch.int8).sort(dim=-1, stable=True).indices              # slots that move come first
         source = movers.gather(-1, (free.cumsum(-1) - 1).clamp_min(0)).where(free, slot)
         for name in self._per_slot:
             tensor = getattr(self, name)
@@ -263,34 +248,17 @@ class BlockState:
         self.score.masked_fill_(~first, -INF)
 
     def _adopt(self, positions: Tensor) -> None:
-        """Evict anew what the last block evicted, so that `positions` [B, Hkv, n] stay (-1: none)."""
+        """Repeat the last eviction so that the tokens at `positions` [B, Hkv, n] (-1: none) remain."""
         for name in self._per_slot:
             getattr(self, name).copy_(self._before[name])
         at = self.positions[..., :, None] == positions[..., None, :]                    # [B, Hkv, S, n]
-        self._settle(at.any(-1) & self.occupied)
+        self._compact(at.any(-1) & self.occupied)
 
     def _newest(self, count: int) -> Tensor:
-        """The `count` newest tokens of each head, [B, Hkv, S] bool."""
+        """The `count` newest tokens of each KV head, [B, Hkv, S] bool."""
         return self.occupied & (order(self.positions) >= self.sizes.slots - count)
 
     def _oldest(self, count: int) -> Tensor:
-        """The `count` oldest tokens of each head, [B, Hkv, S] bool."""
+        """The `count` oldest tokens of each KV head, [B, Hkv, S] bool."""
         free = (~self.occupied).sum(-1, keepdim=True)
         return self.occupied & (order(self.positions) < free + count)
-
-
-def order(tensor: Tensor) -> Tensor:
-    """The place of each element along the last dimension, 0 for the lowest; among equals, the lowest index first."""
-    slots = tensor.shape[-1]
-    index = torch.arange(slots, device=tensor.device).expand(tensor.shape)
-    return torch.empty_like(index).scatter(-1, victims(tensor, slots), index)
-
-
-def check_positions(positions: object) -> Tensor:
-    """positions [..., S] int64; -1 where there is no token."""
-    if not isinstance(positions, Tensor):
-        raise TypeError(f"positions must be a torch.Tensor [..., S], got {type(positions).__name__}")
-    check_tensor("positions", positions, dims=max(positions.dim(), 1), layout="[..., S]")
-    if positions.dtype != torch.int64:
-        raise TypeError(f"positions must have dtype torch.int64, got {positions.dtype}")
-    return positions

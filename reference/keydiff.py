@@ -1,8 +1,8 @@
-"""KeyDiff: evict the keys that point where most keys point, without looking at any attention weight.
+"""KeyDiff: evict the keys that are most similar to the other keys, without computing attention weights.
 
 Paper: "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in Resource-Constrained
-Environments". Score of token i (eq. 8): s_i = -CosSim(mu, k_i), mu the mean of the normalised keys, for each KV head;
-keys are those of the cache (after RoPE). Tables 2 and 3 compare other anchors mu and other similarities.
+Environments". The score of token i in a KV head (eq. 8) is s_i = -CosSim(mu, k_i), where mu is the mean of the
+normalized keys. Keys are post-RoPE, as in the cache. Tables 2 and 3 compare other anchors mu and other similarities.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._validate import capturing, check_choice, check_dtype, check_integer, check_tensor
+from ._validate_attention import check_key_value, check_slot_mask
 from .attention import INF, accumulate_dtype, per_kv_head, zero_unoccupied
-from .baselines.snapkv import gather_tokens
-from .blocks import BlockConfig, BlockState, Piece, order
-from .contract import (
-    Sizes, capturing, check_choice, check_dtype, check_integer, check_key_value, check_slot_mask, check_tensor,
-)
-from .selection import kept_after
+from .blocks import BlockConfig, BlockState, Piece
+from .contract import Sizes
+from .selection import gather_tokens, kept_tokens, order
 
 __all__ = ["EvictResult", "KeyDiffConfig", "KeyDiffState", "evict", "pairwise_score", "score"]
 
@@ -28,10 +27,10 @@ SIMILARITIES = ("cosine", "dot", "euclidean")
 
 
 class EvictResult(NamedTuple):
-    """What an eviction left, N = min(budget, S) places per KV head.
+    """The tokens that remain after an eviction, N = min(budget, S) per KV head.
 
-    key, value: [B, Hkv, N, D], zero where nothing is kept. kept: [B, Hkv, N] int64, the slots that stay, ascending, -1
-    at the end of heads that had fewer tokens. occupied: [B, Hkv, N] bool, kept >= 0.
+    key, value: [B, Hkv, N, D], zero where kept is -1. kept: [B, Hkv, N] int64, the slots of the kept tokens, ascending,
+    -1 at the end of KV heads with fewer tokens. occupied: [B, Hkv, N] bool, kept >= 0.
     """
 
     key: Tensor
@@ -42,14 +41,14 @@ class EvictResult(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyDiffConfig(BlockConfig):
-    """How a KeyDiff cache evicts.
+    """Configuration of a KeyDiff cache.
 
-    budget, block_size: see `BlockConfig`. recent: that many newest tokens are protected (Table 11), 0 to budget.
-    anchor, similarity: see `score`.
-    refresh: an implementation may carry the sum of the normalised keys from decode step to decode step (add the new,
-    subtract the evicted), if it sums them anew with each block of several tokens, and at least every `refresh` steps;
-    an int >= 1. The reference always does.
-    Raises TypeError or ValueError for anything else.
+    budget, block_size: see `BlockConfig`. recent: the number of newest tokens that are protected (Table 11), from 0 to
+    budget. anchor, similarity: see `score`.
+    refresh: an implementation may update the sum of the normalized keys incrementally from step to step (add the new
+    key, subtract the evicted one). It must recompute the sum at each block of several tokens and at least every
+    `refresh` steps, an int >= 1. The reference recomputes it at every step.
+    Raises TypeError or ValueError for invalid arguments.
     """
 
     recent: int = 0
@@ -68,20 +67,20 @@ class KeyDiffConfig(BlockConfig):
 def score(
     key: Tensor, *, occupied: Tensor | None = None, anchor: str = "mean_normalized", similarity: str = "cosine"
 ) -> Tensor:
-    """How far each key is from the anchor of its head, the dissimilarity of eq. 8: [B, Hkv, S], higher = keep.
+    """The dissimilarity of each key to the anchor of its KV head (eq. 8): [B, Hkv, S], higher = keep.
 
-    key [B, Hkv, S, D]; occupied [B, S] or [B, Hkv, S] bool, default all. Float32 (float64 for float64); -inf where
-    unoccupied.
-    anchor: "mean_normalized", the mean of k_i / ||k_i|| (eq. 8); "mean", of k_i; "median", of k_i in each channel, the
-    lower middle of an even number. similarity: "cosine", -cos(mu, k_i); "dot", -mu . k_i; "euclidean", ||k_i - mu||.
-    A zero key has no direction: it normalises to zero, and its cosine with anything is 0; so it is with a zero anchor.
-    Keys are divided by their largest magnitude before anything is squared: cosines are right for keys of any size.
-    TypeError, ValueError for arguments that do not fit.
+    key [B, Hkv, S, D]; occupied [B, S] or [B, Hkv, S] bool, by default all. Returns float32 (float64 for float64
+    inputs), -inf for unoccupied slots.
+    anchor: "mean_normalized", the mean of k_i / ||k_i|| (eq. 8); "mean", the mean of k_i; "median", the median of k_i
+    per channel, the lower one of an even number of keys. similarity: "cosine", -cos(mu, k_i); "dot", -mu . k_i;
+    "euclidean", ||k_i - mu||. A zero key normalizes to zero, and the cosine with a zero key or a zero anchor is 0. Keys
+    are divided by their largest magnitude before they are squared, so cosines neither overflow nor underflow. TypeError
+    or ValueError for invalid arguments.
     """
     occupied = check_keys(key, occupied)
     check_choice("anchor", anchor, ANCHORS)
     check_choice("similarity", similarity, SIMILARITIES)
-    keys = held_keys(key, occupied)
+    keys = occupied_keys(key, occupied)
     if similarity == "cosine":
         mu = normalized(direction(keys, occupied, anchor))                              # [B, Hkv, 1, D]
         similar = -(mu * normalized(keys)).sum(-1)                                      # eq. 8
@@ -94,12 +93,12 @@ def score(
 
 
 def pairwise_score(key: Tensor, *, occupied: Tensor | None = None) -> Tensor:
-    """-sum_j CosSim(k_i, k_j) over the occupied slots, itself included (eq. 7): [B, Hkv, S], O(S^2).
+    """-sum_j CosSim(k_i, k_j) over the occupied slots, token i included (eq. 7): [B, Hkv, S]. Takes O(S^2) memory.
 
-    Arguments and result as in `score`. It is S times mu(K^) . k^_i, so it orders as eq. 8 does.
+    Arguments and errors as in `score`. It equals -S mu(K^) . k^_i, so it ranks tokens as eq. 8 does.
     """
     occupied = check_keys(key, occupied)
-    unit = normalized(held_keys(key, occupied))
+    unit = normalized(occupied_keys(key, occupied))
     cosine = (unit[:, :, :, None] * unit[:, :, None]).sum(-1)                           # [B, Hkv, S, S]
     return -cosine.sum(-1).masked_fill(~occupied, INF)
 
@@ -108,13 +107,14 @@ def evict(
     key: Tensor, value: Tensor, budget: int, *, occupied: Tensor | None = None, recent: int = 0,
     protected: Tensor | None = None, anchor: str = "mean_normalized", similarity: str = "cosine",
 ) -> EvictResult:
-    """Keep the `budget` tokens of each head that score highest (eq. 7, 8); ties: the lowest slot goes.
+    """Keep the `budget` tokens with the highest scores in each KV head (eq. 7, 8); ties evict the lowest slot.
 
-    key, value [B, Hkv, S, D]; occupied, protected [B, S] or [B, Hkv, S] bool, default all and none; budget an int >= 1.
-    The `recent` newest tokens (highest slots) stay, and so do protected ones; both together may not outnumber the
-    budget in any head: that is a ValueError, and reads `protected` once (neither while a CUDA graph captures nor while
-    torch.compile traces: then the lowest slots of them go). Ordered by `rank`; non-finite keys make ranks of NaN, which
-    go first. TypeError, ValueError for arguments that do not fit.
+    key, value [B, Hkv, S, D]; occupied, protected [B, S] or [B, Hkv, S] bool, by default all and none; budget an int
+    >= 1; recent an int from 0 to budget; anchor, similarity as in `score`.
+    Protected tokens and the `recent` newest tokens (the highest occupied slots) are kept. ValueError if they exceed the
+    budget in a KV head; this check reads `protected` once and is skipped during CUDA graph capture and torch.compile,
+    where the lowest of these slots are evicted. Tokens are ordered by `rank`; non-finite keys have a rank of NaN and
+    are evicted first. TypeError or ValueError for invalid arguments.
     """
     check_key_value(key, value)
     check_integer("budget", budget, minimum=1)
@@ -122,64 +122,62 @@ def evict(
     occupied = check_keys(key, occupied)
     check_choice("anchor", anchor, ANCHORS)
     check_choice("similarity", similarity, SIMILARITIES)
-    later = occupied.flip(-1).cumsum(-1).flip(-1)                                       # itself and those after it
-    shielded = occupied & (later <= recent)
+    later = occupied.flip(-1).cumsum(-1).flip(-1)                                       # tokens from this slot on
+    keep = occupied & (later <= recent)
     if protected is not None:
-        shielded = shielded | (check_mask_of("protected", protected, key) & occupied)
-        check_room(shielded, budget)
+        keep = keep | (check_mask_of("protected", protected, key) & occupied)
+        check_protected_fit(keep, budget)
 
     slots = key.shape[2]
     code = order(rank(key, occupied, anchor, similarity))
-    code = torch.where(shielded, slots + torch.arange(slots, device=key.device), code)  # shielded ones go last
-    code = torch.where(occupied, code, code - 2 * slots)                                # empty ones first
-    kept = kept_after(code, min(budget, slots))                                         # [B, Hkv, N]
-    holds = occupied.gather(-1, kept)
-    # Places without a token go to the end; the others keep their order.
-    places = (~holds).to(torch.int8).sort(dim=-1, stable=True).indices
-    kept = kept.masked_fill(~holds, -1).gather(-1, places)
+    code = torch.where(keep, slots + torch.arange(slots, device=key.device), code)      # evicted last
+    code = torch.where(occupied, code, code - 2 * slots)                                # below all tokens
+    kept = kept_tokens(code, occupied, min(budget, slots))                              # [B, Hkv, N]
     return EvictResult(gather_tokens(key, kept), gather_tokens(value, kept), kept, kept >= 0)
 
 
 def rank(key: Tensor, occupied: Tensor, anchor: str, similarity: str) -> Tensor:
-    """The order of eviction, lowest first: [B, Hkv, S]; of unoccupied slots it says nothing.
+    """The order of eviction, lowest rank first: [B, Hkv, S]. The ranks of unoccupied slots are unspecified.
 
-    For cosines -k^_i . sum_j k^_j (or any positive multiple of another anchor in the place of the sum): eq. 8 without
-    its divisions, which do not change the order, and have no meaning where the anchor vanishes; here all ranks are 0.
+    The cosine similarity uses -k^_i . sum_j k^_j (or a positive multiple of another anchor instead of the sum): eq. 8
+    without its divisions. They do not change the order and are undefined for a zero anchor, for which all ranks are 0.
     """
     if similarity != "cosine":
         return score(key, occupied=occupied, anchor=anchor, similarity=similarity)
-    keys = held_keys(key, occupied)
+    keys = occupied_keys(key, occupied)
     return -(direction(keys, occupied, anchor) * normalized(keys)).sum(-1)              # eq. 10
 
 
-# Parts of these ------------------------------------------------------------------------------------------------------
+# Keys and anchors ----------------------------------------------------------------------------------------------------
 
 
-def held_keys(key: Tensor, occupied: Tensor) -> Tensor:
-    """key [B, Hkv, S, D] in accumulate_dtype, zero where unoccupied; dense, so that equal keys are summed alike."""
+def occupied_keys(key: Tensor, occupied: Tensor) -> Tensor:
+    """key [B, Hkv, S, D] in accumulate_dtype, zero where unoccupied, contiguous so that equal keys have equal sums."""
     return zero_unoccupied(key, occupied).to(accumulate_dtype(key)).contiguous()
 
 
 def scaled_down(vector: Tensor) -> tuple[Tensor, Tensor]:
-    """vector [..., D] divided by its largest magnitude [..., 1], and that; zeros stay. Their squares then sum to at
-    least 1 and at most D, whatever the vector's size."""
+    """vector [..., D] divided by its largest magnitude, and that magnitude [..., 1]; a zero vector is unchanged.
+
+    The squares of the result sum to at least 1 and at most D, or to 0.
+    """
     largest = vector.abs().amax(-1, keepdim=True)
     return vector / largest.masked_fill(largest == 0, 1), largest
 
 
 def length(vector: Tensor) -> Tensor:
-    """||vector||, [..., 1]."""
+    """The Euclidean norm of vector [..., D]: [..., 1]."""
     return vector.square().sum(-1, keepdim=True).sqrt()
 
 
 def normalized(vector: Tensor) -> Tensor:
-    """k^ = k / ||k||, [..., D]; 0 for a zero vector."""
+    """k^ = k / ||k||: [..., D] -> [..., D], 0 for a zero vector."""
     scaled, _ = scaled_down(vector)
     return scaled / length(scaled).clamp_min(1)
 
 
 def center(keys: Tensor, occupied: Tensor, anchor: str) -> Tensor:
-    """The anchor mu, [B, Hkv, 1, D]. keys as `held_keys` gives them; occupied [B, Hkv, S]."""
+    """The anchor mu, [B, Hkv, 1, D]: keys from `occupied_keys`, occupied [B, Hkv, S] bool."""
     count = occupied.sum(-1).clamp_min(1)[..., None, None]                              # [B, Hkv, 1, 1]
     if anchor == "median":
         ascending = keys.masked_fill(~occupied[..., None], INF).sort(2).values
@@ -188,9 +186,11 @@ def center(keys: Tensor, occupied: Tensor, anchor: str) -> Tensor:
 
 
 def direction(keys: Tensor, occupied: Tensor, anchor: str) -> Tensor:
-    """A positive multiple of the anchor that neither over- nor underflows, [B, Hkv, 1, D]: sum_j k^_j for
-    "mean_normalized", the median divided by its largest magnitude, the mean of the keys divided by the largest
-    magnitude in the head."""
+    """A positive multiple of the anchor that neither overflows nor underflows, [B, Hkv, 1, D].
+
+    "mean_normalized": sum_j k^_j. "median": the median divided by its largest magnitude. "mean": the mean of the keys
+    after division by the largest magnitude in the KV head.
+    """
     if anchor == "mean_normalized":
         return normalized(keys).sum(2, keepdim=True)
     if anchor == "median":
@@ -203,7 +203,7 @@ def direction(keys: Tensor, occupied: Tensor, anchor: str) -> Tensor:
 
 
 def check_keys(key: object, occupied: object) -> Tensor:
-    """key [B, Hkv, S, D]; occupied as in `score`. Returns occupied [B, Hkv, S]."""
+    """Check key [B, Hkv, S, D] and occupied, which is as in `score`. Returns occupied as [B, Hkv, S]."""
     key = check_tensor("key", key, dims=4, layout="[B, Hkv, S, D]")
     check_dtype("key.dtype", key.dtype)
     if occupied is None:
@@ -212,7 +212,7 @@ def check_keys(key: object, occupied: object) -> Tensor:
 
 
 def check_mask_of(name: str, mask: object, key: Tensor) -> Tensor:
-    """A mask [B, S] or [B, Hkv, S] of key's slots, as [B, Hkv, S]."""
+    """Check a mask [B, S] or [B, Hkv, S] of key's slots. Returns it as [B, Hkv, S]."""
     batch, heads, slots, head_dim = key.shape
     per_head = isinstance(mask, Tensor) and mask.dim() == 3
     check_slot_mask(name, mask, Sizes(batch, heads, heads, slots, head_dim), per_head, key)
@@ -225,11 +225,11 @@ def check_recent(recent: object, budget: int) -> None:
         raise ValueError(f"recent must be at most budget = {budget}, got {recent}")
 
 
-def check_room(shielded: Tensor, budget: int) -> None:
-    """Reads the mask, one synchronisation."""
-    if capturing(shielded.device) or torch.compiler.is_compiling():
+def check_protected_fit(keep: Tensor, budget: int) -> None:
+    """ValueError if a KV head must keep more than `budget` tokens: keep [B, Hkv, S] bool. Reads the mask."""
+    if capturing(keep.device) or torch.compiler.is_compiling():
         return
-    most = int(shielded.sum(-1).max())
+    most = int(keep.sum(-1).max())
     if most > budget:
         raise ValueError(
             f"protected must leave, with the recent tokens, at most budget = {budget} tokens per head that stay in any "
@@ -238,8 +238,8 @@ def check_room(shielded: Tensor, budget: int) -> None:
 
 
 class KeyDiffState(BlockState):
-    """A KeyDiff cache. `score` is `score` of the tokens held before the last eviction, and moves with its token. The
-    anchor is computed anew at every block and step."""
+    """A KeyDiff cache, see `BlockState`. `score` holds the scores from before the last eviction, which move with their
+    tokens. The anchor is recomputed at every block and step."""
 
     Config = KeyDiffConfig
 

@@ -11,7 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ...reference.thinkv.contract import BITS, LETTERS, ThinKVConfig
+from ...reference.thinkv.contract import ThinKVConfig
+from ...reference.thinkv.types import BITS, LETTERS
 from . import contents, strategies
 from .case import Case
 

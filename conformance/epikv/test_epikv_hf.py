@@ -102,7 +102,7 @@ def test_generations_in_a_row_do_not_leak(options, llama, twins, device):
     first = cache_class(twins, "reference")(llama, **made)
     expected = generate(llama, inputs, 8, past_key_values=first)
     plain = generate(llama, inputs, 8)
-    assert not first._passes._heard, "it has heard a forward pass on another cache"
+    assert not first._passes._hidden, "it recorded a forward pass on another cache"
     second = cache_class(twins, "reference")(llama, **made)
     assert hooks(llama) == 2 * each
     assert torch.equal(generate(llama, inputs, 8, past_key_values=second), expected)
@@ -136,7 +136,7 @@ def test_no_hidden_state_outlives_a_pass(llama, twins, device):
     used = cache_class(twins, "reference")(llama, budget=30, layers=BANDS)
     feed(llama, used, range(1, 12))
     feed(llama, used, [5])
-    assert not used._passes._heard
+    assert not used._passes._hidden
     assert used._passes._prompt is None
     shapes = [tuple(value.shape) for value in vars(used._passes.scorer).values() if isinstance(value, Tensor)]
     assert [shape for shape in shapes if 32 in shape] == [(1, 2, 32)]

@@ -30,10 +30,10 @@ from kvtwin.conformance.discovery import Pair
 from kvtwin.conformance.cases.tiny import attributes, description, new_state, prompt, public_functions, states, token
 
 REFERENCE, OPTIMIZED = "kvtwin.reference", "kvtwin.optimized"
-# What the reference holds for both sides: the validation of arguments and the transformers plug, no mathematics. A
-# method that is a package may have contracts of its own: contract.py, contract_*.py.
+# The modules of the reference that both sides use: public types, configs, checks of arguments, the transformers plug;
+# no mathematics. A method that is a package may have its own: contract.py, types.py, _validate.py, _validate_*.py.
 SHARED = re.compile(
-    rf"{re.escape(REFERENCE)}\.((\w+\.)?contract(_\w+)?|hf\.(plug(_\w+)?|block_caches))"
+    rf"{re.escape(REFERENCE)}\.((\w+\.)?(contract|_validate(_[a-z]+)?)|\w+\.types|hf\.(plug(_\w+)?|block_caches))"
 )
 every_pair = pytest.mark.parametrize("twin", discovery.pairs(), ids=str)
 every_method = pytest.mark.parametrize("twin", discovery.methods(), ids=str)
@@ -196,8 +196,15 @@ def test_sides_do_not_import_each_other(side: str, file: str) -> None:
     [
         (OPTIMIZED, "from ..reference.contract import Sizes", True),
         (OPTIMIZED, "from ..reference import contract", True),
-        (OPTIMIZED, "from ..reference.thinkv.contract import Quantized, check_format", True),
-        (OPTIMIZED, "from ..reference.thinkv import contract_formats", True),
+        (OPTIMIZED, "from ..reference._validate import check_integer", True),
+        (OPTIMIZED, "from ..reference._validate_attention import check_attention", True),
+        (OPTIMIZED, "from ..reference.thinkv.types import Quantized, Thought", True),
+        (OPTIMIZED, "from ..reference.thinkv._validate import check_edges", True),
+        (OPTIMIZED, "from ..reference.thinkv import _validate_formats", True),
+        (OPTIMIZED, "from ..reference.thinkv import contract_formats", False),
+        (OPTIMIZED, "from ..reference import types", False),
+        (OPTIMIZED, "from ..reference.state import State", False),
+        (OPTIMIZED, "from ..reference.thinkv.state import _validate", False),
         (OPTIMIZED, "from ..reference.longflow import DecodeResult, LongFlowConfig", True),
         (OPTIMIZED, "from ..reference.hf.plug_thinkv import ThoughtCache", True),
         (OPTIMIZED, "from ..reference.hf.thinkv import ThinKVCache", False),

@@ -62,7 +62,7 @@ class KeyMachine(Machine):
 
     def direction(self, case: KeyCase) -> Tensor:
         """[B, H, 1, D], scaled as in the reference."""
-        key = keydiff.held_keys(case.key, case.mask).float()
+        key = keydiff.occupied_keys(case.key, case.mask).float()
         if case.anchor == "mean_normalized":
             return self.total(self.unit(key))
         if case.anchor == "median":
@@ -71,14 +71,14 @@ class KeyMachine(Machine):
         return self.anchor(scaled, case.mask, case.anchor)
 
     def rank(self, case: KeyCase, direction: Tensor) -> Tensor:
-        key = keydiff.held_keys(case.key, case.mask).float()
+        key = keydiff.occupied_keys(case.key, case.mask).float()
         if not self.late:
             return -self.product_sum(self.unit(key), direction)
         scaled = self.scaled(key)
         return -self.over(self.product_sum(scaled, direction), self.length(scaled)[..., 0])
 
     def score(self, case: KeyCase) -> Tensor:
-        key = keydiff.held_keys(case.key, case.mask).float()
+        key = keydiff.occupied_keys(case.key, case.mask).float()
         if case.similarity == "cosine":
             direction = self.direction(case)
             if self.late:
@@ -96,6 +96,6 @@ class KeyMachine(Machine):
         return largest * self.length(scaled)[..., 0]
 
     def pairwise(self, case: KeyCase) -> Tensor:
-        unit = self.unit(keydiff.held_keys(case.key, case.mask).float())
+        unit = self.unit(keydiff.occupied_keys(case.key, case.mask).float())
         cosine = self.product_sum(unit[:, :, :, None], unit[:, :, None])
         return -self.sum(cosine).masked_fill(~case.mask, torch.inf)

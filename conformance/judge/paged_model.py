@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ...reference.thinkv import dequantize, quantize
-from ...reference.thinkv.contract import ThinKVConfig, Thought
+from ...reference.thinkv.contract import ThinKVConfig
+from ...reference.thinkv.types import Thought
 
 
 @dataclass(eq=False)

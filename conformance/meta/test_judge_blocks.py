@@ -114,23 +114,23 @@ class EvictsFirst(h2o.H2OState):
 class EvictsEarly(h2o.H2OState):
     """Never more than budget - 1 tokens."""
 
-    def _stays(self, rank, protected):
-        stays = super()._stays(rank, protected)
+    def _keep_mask(self, rank, protected):
+        stays = super()._keep_mask(rank, protected)
         oldest = self.positions.masked_fill(~stays, 99).argmin(-1, keepdim=True)
         return stays.scatter(-1, oldest, stays.sum(-1, keepdim=True) < self.config.budget)
 
 
 class KeepsTwice(h2o.H2OState):
-    def _settle(self, stays):
-        super()._settle(stays)
+    def _compact(self, stays):
+        super()._compact(stays)
         self.positions[..., 1] = self.positions[..., 0]
 
 
 class MovesInAnotherOrder(h2o.H2OState):
     """The newest survivor goes into the first free slot."""
 
-    def _settle(self, stays):
-        super()._settle(stays)
+    def _compact(self, stays):
+        super()._compact(stays)
         if bool(self.occupied[..., :2].all()):
             for name in self._per_slot:
                 tensor = getattr(self, name)
@@ -140,8 +140,8 @@ class MovesInAnotherOrder(h2o.H2OState):
 class LeavesTheBlock(h2o.H2OState):
     """The block's slots are not freed."""
 
-    def _settle(self, stays):
-        super()._settle(stays)
+    def _compact(self, stays):
+        super()._compact(stays)
         self.occupied[..., -1] = True
 
 
@@ -153,9 +153,9 @@ class SeesTheFuture(h2o.H2OState):
 class ForgetsTheBlock(h2o.H2OState):
     """A value of the block's survivors is not brought along."""
 
-    def _settle(self, stays):
+    def _compact(self, stays):
         value = self.value.clone()
-        super()._settle(stays)
+        super()._compact(stays)
         self.value.copy_(value)
 
 

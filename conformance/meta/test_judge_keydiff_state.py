@@ -105,9 +105,9 @@ class Carrying(keydiff.KeyDiffState):
         output = super()._append(query, key, value, real)
         self._age = self._age + 1 if one else 0
         gone = self._before["occupied"].sum(-1) > self.occupied.sum(-1)
-        after = keydiff.normalized(keydiff.held_keys(self.key, self.occupied)).sum(2, keepdim=True)
+        after = keydiff.normalized(keydiff.occupied_keys(self.key, self.occupied)).sum(2, keepdim=True)
         if one:
-            before = keydiff.normalized(keydiff.held_keys(self._before["key"], self._before["occupied"]))
+            before = keydiff.normalized(keydiff.occupied_keys(self._before["key"], self._before["occupied"]))
             left = before.sum(2, keepdim=True) - after
             self._sum = self._total - (0 if self.forgets else left * gone[..., None, None])
         else:
@@ -116,7 +116,7 @@ class Carrying(keydiff.KeyDiffState):
         return output
 
     def _rank(self):
-        keys = keydiff.held_keys(self.key, self.occupied)
+        keys = keydiff.occupied_keys(self.key, self.occupied)
         unit = keydiff.normalized(keys)
         if self._carry is None:
             self._total = unit.sum(2, keepdim=True)

@@ -172,15 +172,15 @@ def test_a_faulty_step_is_noticed(state, says):
 
 
 class KeepsTheWorst(LongFlowState):
-    def _choose(self, query, key, value, occupied):
-        kept = super()._choose(query, key, value, occupied)
+    def _select_prompt_tokens(self, query, key, value, occupied):
+        kept = super()._select_prompt_tokens(query, key, value, occupied)
         gone = [token for token in range(key.shape[2] - 3) if token not in kept[0]]
         return torch.cat([kept[:, 1:], kept.new_tensor([gone[:1]])], 1).sort(-1).values
 
 
 class KeepsInAnotherOrder(LongFlowState):
-    def _choose(self, query, key, value, occupied):
-        return super()._choose(query, key, value, occupied).flip(-1)
+    def _select_prompt_tokens(self, query, key, value, occupied):
+        return super()._select_prompt_tokens(query, key, value, occupied).flip(-1)
 
 
 class MixesPromptHeads(LongFlowState):
@@ -241,8 +241,8 @@ def test_a_legal_tie_is_adopted_and_the_rest_of_the_trace_stays_comparable():
 class KeepsAnother(LongFlowState):
     """Of a prompt's near ties it keeps others than float64 would, within the bound."""
 
-    def _choose(self, query, key, value, occupied):
-        kept = super()._choose(query, key, value, occupied)
+    def _select_prompt_tokens(self, query, key, value, occupied):
+        kept = super()._select_prompt_tokens(query, key, value, occupied)
         return torch.where(kept == kept[:, :1], 0, kept) if bool((kept[:, 0] > 0).all()) else kept
 
 

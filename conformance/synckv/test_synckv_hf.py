@@ -216,10 +216,10 @@ def test_both_sides_find_the_same_clusters(twins, device, tmp_path):
         ({"no_option": 1}, TypeError, "no_option"),
         ({"clusters": 1}, TypeError, "clusters is not an option beside head_clusters"),
         ({"head_clusters": CLUSTERS[0]}, TypeError, "head_clusters must be a sequence of HeadClusters, one per layer"),
-        ({"head_clusters": CLUSTERS[:1]}, ValueError, "of the model's 2 layers, got 1"),
+        ({"head_clusters": CLUSTERS[:1]}, ValueError, "one entry per layer of the model: expected 2, got 1"),
         (
             {"head_clusters": (CLUSTERS[0], HeadClusters((0, 0, 0), (1,)))}, ValueError,
-            r"head_clusters\[1\] must be of the model's 2 KV heads, got 3 labels",
+            r"head_clusters\[1\] needs one label per KV head: expected 2, got 3",
         ),
     ],
 )
@@ -232,7 +232,7 @@ def test_options(side, options, error, message):
 @pytest.mark.kind("bad_input")
 def test_more_tokens_than_there_is_room_for(twins):
     model = tiny_models.model("llama")
-    with pytest.raises(ValueError, match="max_tokens must be at least the 9 tokens that come, got 8"):
+    with pytest.raises(ValueError, match="max_tokens=8 is too small for 9 tokens"):
         generate(model, prompts(6, [0]), 5, past_key_values=cache_of(twins, "reference", model, max_tokens=8))
 
 

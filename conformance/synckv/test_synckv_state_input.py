@@ -48,7 +48,7 @@ def test_a_wrong_config(options, error, message):
         ({"k": 4}, None, {}, TypeError, "config must be a SyncKVConfig, got dict"),
         (SyncKVConfig(4, clusters=3), None, {}, ValueError, "clusters must be at most the 2 KV heads, got 3"),
         (SyncKVConfig(4), [0, 1], {}, TypeError, "head_clusters must be HeadClusters or None, got list"),
-        (SyncKVConfig(4), HeadClusters((0, 1, 1), (0, 1)), {}, ValueError, "of the 2 KV heads, got 3 labels"),
+        (SyncKVConfig(4), HeadClusters((0, 1, 1), (0, 1)), {}, ValueError, "one label per KV head: expected 2, got 3"),
         (SyncKVConfig(4), HeadClusters((0, 0), (0,)), {}, ValueError, "the config's 2 clusters, got 1"),
         (SyncKVConfig(4), None, {"batch": 0}, ValueError, "batch must be at least 1"),
         (SyncKVConfig(4), None, {"query_heads": 3}, ValueError, "query heads must be a multiple"),
@@ -85,13 +85,13 @@ def test_a_wrong_token_changes_nothing(side, spoil, error, message, steps, twins
 @SIDES
 def test_no_more_tokens_than_there_is_room_for(side, twins, device):
     state = new_state(twins, side, device)
-    with pytest.raises(ValueError, match="max_tokens must be at least the 6 tokens that come, got 5"):
+    with pytest.raises(ValueError, match="max_tokens=5 is too small for 6 tokens"):
         state.prefill(*token(device, 6))
     assert state.tokens_seen == 0
     state.prefill(*token(device, 4))
     state.step(*token(device))
     before = attributes(state)
-    with pytest.raises(ValueError, match="max_tokens must be at least the 6 tokens that come, got 5"):
+    with pytest.raises(ValueError, match="max_tokens=5 is too small for 6 tokens"):
         state.step(*token(device))
     with pytest.raises(RuntimeError, match=r"prefill needs an empty state: call reset\(\) first"):
         state.prefill(*token(device, 1))

@@ -19,7 +19,8 @@ from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.checkers.thinkv_state import Adapter
 from kvtwin.conformance.cases.tiny import attributes
 from kvtwin.reference import thinkv as reference
-from kvtwin.reference.thinkv.contract import ThinKVConfig, Thought
+from kvtwin.reference.thinkv.contract import ThinKVConfig
+from kvtwin.reference.thinkv.types import Thought
 
 pytestmark = pytest.mark.kind("equivalence")
 

@@ -17,7 +17,8 @@ from kvtwin.conformance.cases.format_cases import fill
 from kvtwin.conformance.thinkv.format_errors import (
     CONTENTS, LARGEST, NORMAL, drawn, just_past_halves, quantized, relative,
 )
-from kvtwin.reference.thinkv.contract import BITS, ThinKVConfig, Thought
+from kvtwin.reference.thinkv.contract import ThinKVConfig
+from kvtwin.reference.thinkv.types import BITS, Thought
 
 UNIT = 2.0**-24
 

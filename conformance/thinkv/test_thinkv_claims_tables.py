@@ -13,7 +13,8 @@ from math import ceil
 import pytest
 import torch
 
-from kvtwin.reference.thinkv.contract import BITS, ThinKVConfig
+from kvtwin.reference.thinkv.contract import ThinKVConfig
+from kvtwin.reference.thinkv.types import BITS
 
 GB, GIB = 10**9, 2**30
 SCALE_BITS = Fraction(8, 16)                                                           # of E4M3, per element

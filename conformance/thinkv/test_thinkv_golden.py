@@ -19,7 +19,8 @@ from kvtwin.conformance.judge.lockstep import Lockstep
 from kvtwin.fixtures import block_traces, record_thinkv
 from kvtwin.fixtures.load import load_trace
 from kvtwin.fixtures.record_thinkv import positions
-from kvtwin.reference.thinkv.contract import ThinKVConfig, Thought
+from kvtwin.reference.thinkv.contract import ThinKVConfig
+from kvtwin.reference.thinkv.types import Thought
 
 pytestmark = pytest.mark.kind("golden")
 

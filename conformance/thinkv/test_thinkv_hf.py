@@ -17,7 +17,8 @@ from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.conformance.cases.hf_cases import Loop, check_against_loops, feed
 from kvtwin.conformance.cases.tiny_models import generate, prompts
 from kvtwin.reference.hf.plug_thinkv import ThoughtCache, ThoughtLayer
-from kvtwin.reference.thinkv.contract import ThinKVConfig, Thought, Thresholds
+from kvtwin.reference.thinkv.contract import ThinKVConfig
+from kvtwin.reference.thinkv.types import Thought, Thresholds
 from kvtwin.reference.thinkv.state import ThinKVState
 
 pytestmark = pytest.mark.kind("equivalence")
@@ -350,7 +351,7 @@ def test_more_than_one_token_after_the_prompt(twins):
 @pytest.mark.kind("bad_input")
 def test_more_tokens_than_there_is_room_for(twins):
     model = tiny_models.model("llama")
-    with pytest.raises(ValueError, match="max_tokens must be at least the 9 tokens that come, got 8"):
+    with pytest.raises(ValueError, match="max_tokens=8 is too small for 9 tokens"):
         generate(model, prompts(6, [0]), 5, past_key_values=cache_of(twins, "reference", model, max_tokens=8))
 
 

@@ -17,7 +17,7 @@ from kvtwin.conformance.judge.checkers.thinkv_paging import (
 )
 from kvtwin.conformance.cases.paged_cases import FORMATS, PagedCase, empty, leave, numbers, paged_cases, put
 from kvtwin.conformance.cases.strategies import default_device
-from kvtwin.reference.thinkv.contract_paging import BlockEntry
+from kvtwin.reference.thinkv.types import BlockEntry
 from kvtwin.reference.thinkv.paging import in_order
 
 D = 16  # of `empty`

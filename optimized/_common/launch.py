@@ -9,7 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ...reference.contract import Sizes, check_dtype
+from ...reference._validate import check_dtype
+from ...reference.contract import Sizes
 
 #: True when Triton runs these kernels on the CPU through its interpreter (TRITON_INTERPRET=1 before triton's import).
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...reference.baselines.h2o import H2OConfig
 from ...reference.blocks import AttendResult
-from ...reference.contract import resolve_scale
+from ...reference._validate import resolve_scale
 from .._common.block_cache import kernels as kernels
 from .._common.block_cache.state import Block, BlockState, check_block
 

@@ -10,7 +10,9 @@ from torch.nn import functional
 
 from ...reference.baselines.snapkv import CompressResult, SnapKVConfig
 from ...reference.blocks import AttendResult
-from ...reference.contract import Sizes, check_attention, check_flag, check_integer, check_mask, resolve_scale
+from ...reference._validate import check_flag, check_integer, check_mask, resolve_scale
+from ...reference._validate_attention import check_attention
+from ...reference.contract import Sizes
 from .._common.block_cache import kernels as kernels
 from .._common.block_cache.compress import between
 from .._common.block_cache.compress import compress as compress_held

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...reference.baselines.vatp import VATPConfig
 from ...reference.blocks import AttendResult
-from ...reference.contract import resolve_scale
+from ...reference._validate import resolve_scale
 from .._common.block_cache import kernels as kernels
 from .._common.block_cache.state import Block, BlockState, check_block
 from .h2o import accumulate

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...reference.epikv.contract import EpiKVConfig
-from ...reference.thinkv.contract import Thought
+from ...reference.thinkv.types import Thought
 from . import _hybrid_kernels as kernels
 
 

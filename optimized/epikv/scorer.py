@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reference.contract import (
+from ...reference._validate import (
     capturing, check_dtype, check_integer, check_mask, check_next_slot, check_reorder, resolve_device,
 )
-from ...reference.epikv.contract import EpiKVConfig, check_prompt_fits
+from ...reference.epikv._validate import check_prompt_fits
+from ...reference.epikv.contract import EpiKVConfig
 from .._common.launch import DTYPES, check_kernel_device
 from . import _score_kernels as score_kernels, _step_kernels as step_kernels
 from ._hybrids import Attention

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference.contract import check_choice, check_integer
-from ...reference.epikv.contract import DIFFERENCES, check_hidden_pair, check_selection, check_series, check_vectors
+from ...reference._validate import check_choice, check_integer
+from ...reference.epikv._validate import check_hidden_pair, check_selection, check_series, check_vectors
+from ...reference.epikv.contract import DIFFERENCES
 from .._common.launch import check_launchable
 from . import _score_kernels as kernels
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference.contract import (
-    Sizes, capturing, check_choice, check_dtype, check_integer, check_key_value, check_slot_mask, check_tensor,
-)
+from ...reference._validate import capturing, check_choice, check_dtype, check_integer, check_tensor
+from ...reference._validate_attention import check_key_value, check_slot_mask
+from ...reference.contract import Sizes
 from ...reference.keydiff import EvictResult
 from .._common.radix_selection import select
 from .._common.launch import check_kernel_sizes, check_launchable

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...reference.contract import (
-    check_all_finite, check_attention, check_flag, check_integer, check_slot_mask, check_tensor, resolve_scale,
-)
+from ...reference._validate import check_all_finite, check_flag, check_integer, check_tensor, resolve_scale
+from ...reference._validate_attention import check_attention, check_slot_mask
 from ...reference.longflow import CompressResult, DecodeResult
 from .._common.launch import check_kernel_sizes, check_launchable
 from ..baselines.snapkv import choose, gather_tokens

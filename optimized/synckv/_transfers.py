@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ...reference.contract import capturing
+from ...reference._validate import capturing
 
 
 class Transfers:

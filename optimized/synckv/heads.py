@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...reference.synckv.contract import HeadClusters, check_heads_attention, check_sets, check_similarity
+from ...reference.synckv._validate import check_heads_attention, check_sets, check_similarity
+from ...reference.synckv.contract import HeadClusters
 from .._common.launch import INTERPRETED, check_launchable, on_device_of
 from ._select import select
 

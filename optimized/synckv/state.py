@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference.contract import (
-    capturing, check_prompt, check_reorder, check_step, resolve_device, resolve_scale, state_sizes,
-)
+from ...reference._validate import capturing, check_reorder, resolve_device, resolve_scale
+from ...reference._validate_attention import check_prompt, check_step, state_sizes
 from ...reference.synckv.contract import HeadClusters, SyncKVConfig
-from ...reference.synckv.contract_state import check_config, check_room, resolve_clusters
+from ...reference._validate import check_config, check_room
+from ...reference.synckv._validate import resolve_clusters
 from .._common.prompt_attention import causal_attention
 from .._common.launch import check_kernel_sizes, check_launchable
 from . import _step
@@ -37,7 +37,7 @@ class SyncKVState:
         self, config: SyncKVConfig, head_clusters: HeadClusters | None = None, *, batch: int, query_heads: int,
         key_value_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str,
     ) -> None:
-        check_config(config)
+        check_config(config, SyncKVConfig)
         self.config = config
         self.sizes = state_sizes(
             batch=batch, query_heads=query_heads, key_value_heads=key_value_heads, slots=config.max_tokens,

@@ -1,8 +1,7 @@
 """ThinKV on the GPU; semantics: `kvtwin.reference.thinkv`."""
 
-from ...reference.thinkv.contract import (
-    AnnealResult, Quantized, RepresentativesResult, ThinKVConfig, Thought, Thresholds,
-)
+from ...reference.thinkv.contract import ThinKVConfig
+from ...reference.thinkv.types import AnnealResult, Quantized, RepresentativesResult, Thought, Thresholds
 from .eviction import anneal, segment_representatives, select_representatives
 from .formats import dequantize, pack, quantize, unpack
 from .paging import PagedAttentionResult, PagedCache, decode_attention

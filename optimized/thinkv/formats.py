@@ -9,9 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ...reference.contract import FLOATING, check_dtype
-from ...reference.thinkv.contract import Quantized
-from ...reference.thinkv.contract_formats import (
+from ...reference._validate import FLOATING, check_dtype
+from ...reference.thinkv.types import Quantized
+from ...reference.thinkv._validate_formats import (
     check_bits, check_bytes, check_packed, check_quantize, check_quantized, scales_shape,
 )
 from .._common.launch import INTERPRETED, check_launchable, on_device_of

@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference.contract import Sizes, check_dtype, check_reorder, resolve_device
-from ...reference.thinkv.contract import PagedAttentionResult, ThinKVConfig, Thought
-from ...reference.thinkv.contract_paging import (
-    BlockEntry, PagedCodes, check_append, check_decode, check_flush, check_paged_cache, check_rows,
-)
+from ...reference._validate import check_dtype, check_reorder, resolve_device
+from ...reference.contract import Sizes
+from ...reference.thinkv.contract import ThinKVConfig
+from ...reference.thinkv.types import PagedAttentionResult, Thought
+from ...reference.thinkv._validate_paging import check_append, check_decode, check_flush, check_paged_cache, check_rows
+from ...reference.thinkv.types import BlockEntry, PagedCodes
 from .._common.launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
 from . import _paging_ops as ops
 from ._paged_attention_ops import attend

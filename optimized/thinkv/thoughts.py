@@ -9,9 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
-from ...reference.contract import Sizes, resolve_scale
-from ...reference.thinkv.contract import Thresholds, check_edges
-from ...reference.thinkv.contract_thoughts import check_numbers, check_sparsity, check_traces, too_few_layers
+from ...reference._validate import resolve_scale
+from ...reference.contract import Sizes
+from ...reference.thinkv._validate import check_edges
+from ...reference.thinkv.types import Thresholds
+from ...reference.thinkv._validate import check_numbers, check_sparsity, check_traces, too_few_layers
 from .._common.launch import (
     GROUP_ROWS, check_kernel_sizes, check_launchable, key_block, on_device_of, padded_head_dim, split_slots,
     stride_unit,

@@ -1,1 +1,1 @@
-"""Eager references of the methods that the papers compare with, one file each."""
+"""Eager PyTorch implementations of the methods that the papers compare with, one per file."""

@@ -1,6 +1,6 @@
-"""H2O (Zhang et al. 2023): keep the heavy hitters, whose attention weights summed over all queries so far are largest.
+"""H2O (Zhang et al. 2023): keep the tokens with the largest attention weights, summed over all queries so far.
 
-LongFlow section 4.1 splits the budget evenly between them and the most recent tokens.
+LongFlow section 4.1 splits the budget evenly between these heavy hitters and the most recent tokens.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .._validate import check_integer
 from ..blocks import AttendResult, BlockConfig, BlockState, Piece, attention_of_block, group_mean
-from ..contract import check_integer
 
 __all__ = ["AttendResult", "H2OConfig", "H2OState", "attend"]
 
 
 @dataclass(frozen=True)
 class H2OConfig(BlockConfig):
-    """budget, block_size: see `BlockConfig`. recent: that many newest tokens are protected, default budget // 2.
+    """Configuration of an H2O cache.
 
-    Raises TypeError or ValueError for anything else; recent may be at most budget.
+    budget, block_size: see `BlockConfig`. recent: the number of newest tokens that are protected, at most budget, by
+    default budget // 2. Raises TypeError or ValueError for invalid arguments.
     """
 
     recent: int | None = None
@@ -31,27 +32,26 @@ class H2OConfig(BlockConfig):
 
     @property
     def protected(self) -> int:
-        """How many newest tokens are protected."""
+        """The number of newest tokens that are protected."""
         return self.budget // 2 if self.recent is None else self.recent
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
 ) -> AttendResult:
-    """Attention of a block of the newest tokens; received = the sum of each key's weights over the block's queries.
+    """Attention of the tokens in the last Q slots; received = the sum of each key's weights over the block's queries.
 
-    query [B, Hq, Q, D], the queries of the tokens in the last Q slots, causal among themselves; key, value
-    [B, Hkv, S, D]; occupied [B, S] or [B, Hkv, S] bool; scale defaults to D ** -0.5. A query at an unoccupied slot
-    gives zeros. received [B, Hkv, S]: the mean over the G query heads of a KV head. TypeError,
-    ValueError for bad arguments.
+    query [B, Hq, Q, D], causal within the block; key, value [B, Hkv, S, D]; occupied [B, S] or [B, Hkv, S] bool; scale
+    defaults to D ** -0.5. Returns output [B, Hq, Q, D], zeros at unoccupied slots, and received [B, Hkv, S], the mean
+    over the G query heads of a KV head. TypeError or ValueError for invalid arguments.
     """
     output, weight = attention_of_block(query, key, value, occupied, scale=scale)       # weight [B, Hkv, Q, S]
     return AttendResult(output, weight.sum(2))
 
 
 class H2OState(BlockState):
-    """An H2O cache. `score` is each token's sum of weights since it came in, its own query's included; it moves with
-    the token, and is dropped with it."""
+    """An H2O cache, see `BlockState`. `score` is the sum of each token's weights over all queries since its own, which
+    is included."""
 
     Config = H2OConfig
 

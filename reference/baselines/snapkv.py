@@ -1,9 +1,9 @@
-"""SnapKV (Li et al. 2024): a prompt compressed by what its last queries look at.
+"""SnapKV (Li et al. 2024): keep the prompt tokens that receive the most attention from the last queries.
 
-Score of a prefix token = mean over the observation window's queries of the softmax over all keys (causal), smoothed
-by an average pool along the prefix; the window itself is kept. `compress` does it once, as LongFlow section 4.1 uses it
-for prompts; `SnapKVState` does it again after every block of tokens (KeyDiff A.1), or once in so many of them, as
-LongFlow's comparisons compress generated text.
+The score of a prefix token is its softmax weight over all keys (causal), averaged over the queries of the observation
+window and smoothed by an average pool along the prefix. The window itself is kept. `compress` reduces a prompt once, as
+in LongFlow section 4.1. `SnapKVState` evicts after every block of tokens (KeyDiff A.1), or at longer intervals, as
+LongFlow's comparisons do for generated text.
 """
 
 from __future__ import annotations
@@ -15,20 +15,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .._validate import check_flag, check_integer, check_mask, resolve_scale
+from .._validate_attention import check_attention
 from ..attention import INF, causal_logits, logits, per_kv_head, softmax
-from ..blocks import AttendResult, BlockConfig, BlockState, Piece, attention_of_block, group_mean, order
-from ..contract import Sizes, check_attention, check_flag, check_integer, check_mask, resolve_scale
-from ..selection import kept_after
+from ..blocks import AttendResult, BlockConfig, BlockState, Piece, attention_of_block, group_mean
+from ..contract import Sizes
+from ..selection import gather_tokens, kept_tokens, order
 
 __all__ = ["AttendResult", "CompressResult", "SnapKVConfig", "SnapKVState", "attend", "compress", "window_score"]
 
 
 @dataclass(frozen=True)
 class SnapKVConfig(BlockConfig):
-    """budget, block_size: see `BlockConfig`. window: the last tokens, which observe and stay; at most budget of them
-    do. kernel_size: odd, the width of the average pool. interval: a KV head of a row is compressed to its budget when
-    it holds at least budget + interval tokens; 1: whenever it holds more than the budget. Raises TypeError or
-    ValueError for anything else."""
+    """Configuration of a SnapKV cache.
+
+    budget, block_size: see `BlockConfig`. window: the number of last tokens that observe and are kept, of which at most
+    budget count. kernel_size: the width of the average pool, odd. interval: a KV head of a row evicts down to its
+    budget when it has at least budget + interval tokens; with 1, whenever it has more than the budget. Raises TypeError
+    or ValueError for invalid arguments.
+    """
 
     window: int = 32
     kernel_size: int = 5
@@ -42,20 +47,20 @@ class SnapKVConfig(BlockConfig):
 
     @property
     def capacity(self) -> int:
-        """The most tokens that are held between calls: budget + interval - 1."""
+        """The largest number of tokens that a KV head holds between calls: budget + interval - 1."""
         return self.budget + self.interval - 1
 
     @property
     def observers(self) -> int:
-        """How many of the last tokens observe and are protected."""
+        """The number of last tokens that observe and are protected."""
         return min(self.window, self.budget)
 
 
 class CompressResult(NamedTuple):
     """A compressed prompt.
 
-    key, value: [B, Hkv, N, D], zero where nothing is kept. kept: the tokens' indices in the prompt, ascending, -1 at
-    the end of rows that had fewer: [B, N] int64, or [B, Hkv, N] where heads choose for themselves.
+    key, value: [B, Hkv, N, D], zero where kept is -1. kept: the indices of the kept tokens in the prompt, ascending, -1
+    at the end of rows with fewer tokens: [B, N] int64 if all heads keep the same tokens, else [B, Hkv, N].
     """
 
     key: Tensor
@@ -67,13 +72,13 @@ def window_score(
     query_window: Tensor, key: Tensor, occupied: Tensor | None = None, *,
     kernel_size: int = 5, shared_heads: bool = False, scale: float | None = None,
 ) -> Tensor:
-    """The pooled attention that each token of the prefix receives from the window's queries.
+    """The score of each prompt token: the pooled attention that it receives from the queries of the window.
 
     query_window [B, Hq, W, D], the queries of the last W of the T tokens; key [B, Hkv, T, D], post-RoPE; occupied
-    [B, T] bool, default all. Queries at unoccupied positions (padding) do not count. kernel_size: odd, the width of
-    the average pool along the prefix (tokens 0 to T - W - 1), zeros beyond both of its ends counted.
-    Returns [B, Hkv, T], or [B, T] averaged over all heads with shared_heads=True, in float32 (float64 for float64).
-    Window tokens score +inf, unoccupied ones -inf.
+    [B, T] bool, by default all. Queries at unoccupied positions (padding) are ignored. kernel_size: the width of the
+    average pool along the prefix (tokens 0 to T - W - 1), odd, with zeros beyond both ends of the prefix.
+    Returns [B, Hkv, T], or [B, T] averaged over all heads with shared_heads=True, float32 (float64 for float64 inputs):
+    +inf for tokens of the window, -inf for unoccupied positions. TypeError or ValueError for invalid arguments.
     """
     occupied, sizes = check_window(query_window, key, key, occupied, kernel_size, shared_heads)
     window = query_window.shape[2]
@@ -98,12 +103,10 @@ def window_score(
 def attend(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
 ) -> AttendResult:
-    """Attention of a block of the newest tokens; received = the mean of each key's weights over the block's queries.
+    """Attention of the tokens in the last Q slots; received = the mean weight of each key over the block's queries.
 
-    query [B, Hq, Q, D], the queries of the tokens in the last Q slots, causal among themselves; key, value
-    [B, Hkv, S, D]; occupied [B, S] or [B, Hkv, S] bool; scale defaults to D ** -0.5. A query at an unoccupied slot
-    gives zeros and does not count. received [B, Hkv, S]: the mean over the G query heads of a KV head, not pooled.
-    TypeError, ValueError for bad arguments.
+    Arguments, output and errors as in `h2o.attend`. Queries at unoccupied slots are ignored. received [B, Hkv, S] is
+    the mean over the G query heads of a KV head, without pooling.
     """
     output, weight = attention_of_block(query, key, value, occupied, scale=scale)       # weight [B, Hkv, Q, S]
     real = per_kv_head(occupied)[..., -query.shape[2]:].sum(-1).clamp_min(1)            # [B, 1 or Hkv]
@@ -115,11 +118,12 @@ def compress(
     kernel_size: int = 5, occupied: Tensor | None = None, protected: Tensor | None = None,
     shared_heads: bool = False, scale: float | None = None,
 ) -> CompressResult:
-    """Keep the `budget` best tokens of a prompt (SnapKV).
+    """Keep the `budget` best tokens of a prompt.
 
-    Shapes as in `window_score`, value like key. Order of preference: protected tokens, window tokens (the newest
-    first), prefix tokens by score; among equals the lowest index goes. protected [B, T] bool, default none.
-    budget: int >= 0; a budget of at least T keeps everything. Returns N = min(budget, T) places per row.
+    Shapes as in `window_score`; value like key; protected [B, T] bool, by default none; budget an int >= 0, and a
+    budget of at least T keeps all tokens. Protected tokens are preferred, then tokens of the window (the newest first),
+    then prefix tokens by score. Ties evict the lowest index. Returns N = min(budget, T) tokens per row. TypeError or
+    ValueError for invalid arguments.
     """
     check_integer("budget", budget, minimum=0)
     occupied, sizes = check_window(query_window, key, value, occupied, kernel_size, shared_heads)
@@ -131,26 +135,15 @@ def compress(
     if not shared_heads:
         occupied = occupied[:, None].expand(score.shape)
         protected = None if protected is None else protected[:, None].expand(score.shape)
-    kept = kept_after(_rank(score, occupied, protected), min(budget, sizes.slots))        # [B, N] or [B, Hkv, N]
-    holds = occupied.gather(-1, kept)
-    # Places without a token go to the end; the others keep their order.
-    order = (~holds).to(torch.int8).sort(dim=-1, stable=True).indices
-    kept = kept.masked_fill(~holds, -1).gather(-1, order)
+    kept = kept_tokens(_rank(score, occupied, protected), occupied, min(budget, sizes.slots))  # [B, N] or [B, Hkv, N]
     return CompressResult(gather_tokens(key, kept), gather_tokens(value, kept), kept)
-
-
-def gather_tokens(tensor: Tensor, kept: Tensor) -> Tensor:
-    """tensor [B, Hkv, T, D] at kept [B, N] or [B, Hkv, N]; -1 gives zeros."""
-    index = kept if kept.dim() == 3 else kept[:, None].expand(-1, tensor.shape[1], -1)
-    index = index[..., None].expand(-1, -1, -1, tensor.shape[-1])
-    return tensor.gather(2, index.clamp_min(0)).masked_fill(index < 0, 0)
 
 
 def check_window(
     query_window: object, key: object, value: object, occupied: Tensor | None, kernel_size: object,
     shared_heads: object,
 ) -> tuple[Tensor, Sizes]:
-    """Validates a prompt and its window; returns occupied (default all) and the sizes."""
+    """Check a prompt and its window. Returns occupied [B, T], by default all True, and the sizes."""
     sizes = check_attention(query_window, key, value, steps="T", time="W", name="query_window")
     assert isinstance(query_window, Tensor) and isinstance(key, Tensor)
     check_flag("shared_heads", shared_heads)
@@ -166,40 +159,40 @@ def check_window(
 
 
 def check_kernel_size(kernel_size: object) -> None:
+    """An odd int >= 1."""
     if check_integer("kernel_size", kernel_size, minimum=1) % 2 == 0:
-        raise ValueError(f"kernel_size must be odd, so that the pool has a centre, got {kernel_size}")
+        raise ValueError(f"kernel_size must be odd, got {kernel_size}")
 
 
 def _rank(score: Tensor, occupied: Tensor, protected: Tensor | None) -> Tensor:
-    """The order of eviction as integers, so that classes need no magic scores: [B, S] or [B, Hkv, S] int64.
+    """The order of eviction as integers, lowest first: score [B, S] or [B, Hkv, S] -> the same shape, int64.
 
-    A token's rank is the number of tokens that go before it by score (among the window's +inf that is recency);
-    protected tokens rank above all of these, unoccupied places below.
+    Tokens are ordered by score, ties (such as the window's +inf) by index. Protected tokens rank above all others,
+    unoccupied positions below.
     """
     slots = score.shape[-1]
-    going = score.masked_fill(score.isnan(), -INF).sort(dim=-1, stable=True).indices
-    place = torch.arange(slots, device=score.device).expand(score.shape)
-    rank = torch.empty_like(going).scatter(-1, going, place) - 2 * slots * ~occupied
+    rank = order(score) - 2 * slots * ~occupied
     return rank if protected is None else rank + 2 * slots * (protected & occupied)
 
 
 class SnapKVState(BlockState):
-    """A SnapKV cache. `score` is the pooled attention of the last `window` tokens' queries over the tokens then held,
-    +inf for these tokens themselves. The pool runs along the tokens held, in the order of their positions.
+    """A SnapKV cache, see `BlockState`.
 
-    A KV head of a row that holds at least budget + interval tokens after a block (or decode step) is compressed: its
-    scores are newly taken, and `budget` tokens stay. With an interval of 1, scores are newly taken after every block,
-    also where nothing has to go. With a longer one, heads that are not compressed observe nothing: their tokens keep
-    the scores of the last compression, and those that came since have +inf, as if in the window. What a head holds
-    decides, and not the number of steps: rows with padding are compressed at other steps than the rest.
+    `score` is the pooled attention from the queries of the last `window` tokens to the cached tokens, +inf for the
+    window itself. The pool runs along the cached tokens in the order of their positions.
+
+    After a block or decode step, a KV head of a row with at least budget + interval tokens is due: its scores are
+    recomputed, and it evicts down to the budget. With an interval of 1, all scores are recomputed after every block.
+    With a longer interval, KV heads that are not due compute no scores: their tokens keep the scores of the last
+    eviction, and newer tokens have +inf. The number of tokens decides, not the number of steps, so rows with padding
+    evict at other steps than rows without.
     """
 
     Config = SnapKVConfig
     _per_row = ("_window_query", "_window_positions")
 
-    @torch.inference_mode(False)
-    def reset(self) -> None:
-        super().reset()
+    def _allocate(self) -> None:
+        super()._allocate()
         batch, query_heads, _, _, head_dim = self.sizes
         shape = (batch, query_heads, self.config.observers, head_dim)
         self._window_query = torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -211,8 +204,8 @@ class SnapKVState(BlockState):
         observers, heads = self.config.observers, self.sizes.key_value_heads
         query = piece.query.masked_fill(~piece.real[:, None, :, None], 0)
         self._window_query.copy_(torch.cat((self._window_query, query), 2)[:, :, -observers:])
-        arrived = piece.positions.where(piece.real, -1)                                 # [B, Q]
-        self._window_positions.copy_(torch.cat((self._window_positions, arrived), 1)[:, -observers:])
+        positions = piece.positions.where(piece.real, -1)                                 # [B, Q]
+        self._window_positions.copy_(torch.cat((self._window_positions, positions), 1)[:, -observers:])
 
         logit = logits(self._window_query, self.key, self.occupied, scale=self.scale)   # [B, Hq, W, S]
         future = self.positions[:, :, None] > self._window_positions[:, None, :, None]  # [B, Hkv, W, S]
@@ -228,8 +221,8 @@ class SnapKVState(BlockState):
         pooled = functional.avg_pool1d(in_order, size, stride=1, padding=size // 2, count_include_pad=True)
         score = pooled.gather(-1, place).masked_fill(window, INF)
         if self.config.interval > 1:
-            came = torch.arange(self.sizes.slots, device=self.device) >= self.config.capacity
-            score = torch.where(self._due(), score, self.score.masked_fill(came, INF))
+            is_new = torch.arange(self.sizes.slots, device=self.device) >= self.config.capacity
+            score = torch.where(self._due(), score, self.score.masked_fill(is_new, INF))
         self.score.copy_(score.masked_fill(~self.occupied, -INF))
 
     def _rank(self) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""StreamingLLM (Xiao et al. 2024): the first tokens, which attract attention whatever they say, and the newest ones."""
+"""StreamingLLM (Xiao et al. 2024): keep the first tokens (attention sinks) and the newest ones."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..blocks import BlockConfig, BlockState, check_positions, order
-from ..contract import check_integer
+from .._validate import check_integer, check_positions
+from ..blocks import BlockConfig, BlockState
+from ..selection import order
 
 __all__ = ["StreamingLLMConfig", "StreamingLLMState", "keep"]
 
 
 @dataclass(frozen=True)
 class StreamingLLMConfig(BlockConfig):
-    """budget, block_size: see `BlockConfig`. sinks: that many first tokens stay, an int from 0 to budget - 1."""
+    """Configuration of a StreamingLLM cache.
+
+    budget, block_size: see `BlockConfig`. sinks: the number of first tokens that are kept, an int from 0 to budget - 1.
+    Raises TypeError or ValueError for invalid arguments.
+    """
 
     sinks: int = 4
 
@@ -24,14 +29,16 @@ class StreamingLLMConfig(BlockConfig):
 
 
 def check_sinks(sinks: object, budget: int) -> None:
+    """An int from 0 to budget - 1."""
     if check_integer("sinks", sinks, minimum=0) >= budget:
         raise ValueError(f"sinks must be less than budget = {budget}, got {sinks}")
 
 
 def keep(positions: Tensor, budget: int, *, sinks: int = 4) -> Tensor:
-    """Which of the tokens at hand stay: the `sinks` oldest and the budget - sinks newest; all if there are no more.
+    """The tokens to keep: the `sinks` oldest and the budget - sinks newest, or all if a row has at most `budget`.
 
-    positions [..., S] int64, distinct in each row, -1 where there is no token. Returns [..., S] bool.
+    positions [..., S] int64, distinct in each row, -1 = no token. Returns [..., S] bool. TypeError or ValueError for
+    invalid arguments.
     """
     check_positions(positions)
     check_integer("budget", budget, minimum=1)
@@ -43,7 +50,7 @@ def keep(positions: Tensor, budget: int, *, sinks: int = 4) -> Tensor:
 
 
 class StreamingLLMState(BlockState):
-    """A StreamingLLM cache. `score` is 0 for every token: positions alone decide."""
+    """A StreamingLLM cache, see `BlockState`. Tokens are ranked by position; `score` is 0 for every token."""
 
     Config = StreamingLLMConfig
 

@@ -1,4 +1,4 @@
-"""TOVA (Oren et al. 2024): after each block, keep the tokens that the newest query attends to most."""
+"""TOVA (Oren et al. 2024): after each block, keep the tokens with the largest weights from the newest query."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["AttendResult", "TOVAConfig", "TOVAState", "attend"]
 
 @dataclass(frozen=True)
 class TOVAConfig(BlockConfig):
-    """budget, block_size: see `BlockConfig`. Nothing is protected: the newest token has its own weight."""
+    """Configuration of a TOVA cache. budget, block_size: see `BlockConfig`. No token is protected."""
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
 ) -> AttendResult:
-    """Attention of a block of the newest tokens; received = each key's weight from the newest query of all.
+    """Attention of the tokens in the last Q slots; received = each key's weight from the newest query.
 
-    Arguments and output as in `h2o.attend`. The newest query is the one of the last occupied slot among the last Q;
-    where all of them are unoccupied, received is 0.
+    Arguments, output and errors as in `h2o.attend`. The newest query belongs to the last occupied one of the last Q
+    slots; if all of them are unoccupied, received is 0.
     """
     output, weight = attention_of_block(query, key, value, occupied, scale=scale)       # weight [B, Hkv, Q, S]
     count = query.shape[2]
@@ -33,7 +33,8 @@ def attend(
 
 
 def _of_newest(tensor: Tensor, real: Tensor) -> Tensor:
-    """tensor [B, H, Q, S] at the last query that is real, [B, H, Q] bool; at query 0 where none is."""
+    """tensor [B, H, Q, S] at the last query of each head for which `real` [B, H, Q] is True, or at query 0: [B, H, S].
+    """
     number = torch.arange(real.shape[-1], device=real.device)
     newest = number.where(real, -1).amax(-1).clamp_min(0)                               # [B, H]
     index = newest[..., None, None].expand(-1, -1, 1, tensor.shape[-1])
@@ -41,8 +42,8 @@ def _of_newest(tensor: Tensor, real: Tensor) -> Tensor:
 
 
 class TOVAState(BlockState):
-    """A TOVA cache. `score` is each token's weight from the newest query; ranks are its logarithm, which does not
-    underflow where the weight does."""
+    """A TOVA cache, see `BlockState`. `score` is each token's weight from the newest query. Tokens are ranked by its
+    logarithm, which does not underflow."""
 
     Config = TOVAConfig
 
@@ -54,8 +55,8 @@ class TOVAState(BlockState):
         lse = logit.logsumexp(-1, keepdim=True)
         lse = lse.masked_fill(lse == -INF, 0)
         self._log_score = (logit - lse).unflatten(1, (heads, -1)).logsumexp(2)          # log sum_h a_hj
-        came = piece.real.any(-1)[:, None, None]
-        self.score.copy_(torch.where(came, weight, self.score).masked_fill(~self.occupied, -INF))
+        has_query = piece.real.any(-1)[:, None, None]
+        self.score.copy_(torch.where(has_query, weight, self.score).masked_fill(~self.occupied, -INF))
 
     def _rank(self) -> tuple[Tensor, Tensor]:
         return self._log_score, torch.zeros_like(self.occupied)

@@ -1,4 +1,5 @@
-"""VATP (Guo et al. 2024): H2O's accumulated attention times the size of the value, ||v_j||_1; the first token stays."""
+"""VATP (Guo et al. 2024): H2O's accumulated attention times the norm of the value, ||v_j||_1; the first token is kept.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +7,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .._validate import check_integer
 from ..attention import zero_unoccupied
-from ..blocks import AttendResult, BlockConfig, BlockState, Piece, attention_of_block, group_mean
-from ..contract import check_integer
+from ..blocks import AttendResult, BlockConfig, BlockState, Piece, group_mean
+from .h2o import attend
 
 __all__ = ["AttendResult", "VATPConfig", "VATPState", "attend"]
 
 
 @dataclass(frozen=True)
 class VATPConfig(BlockConfig):
-    """budget, block_size: see `BlockConfig`. recent: that many newest tokens are protected besides the first one,
-    default budget // 2.
+    """Configuration of a VATP cache.
 
-    Raises TypeError or ValueError for anything else; recent must be less than budget.
+    budget, block_size: see `BlockConfig`. recent: the number of newest tokens that are protected besides the first one,
+    less than budget, by default budget // 2. Raises TypeError or ValueError for invalid arguments.
     """
 
     recent: int | None = None
@@ -30,23 +32,12 @@ class VATPConfig(BlockConfig):
 
     @property
     def protected(self) -> int:
-        """How many newest tokens are protected."""
+        """The number of newest tokens that are protected."""
         return self.budget // 2 if self.recent is None else self.recent
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
-) -> AttendResult:
-    """Attention of a block of the newest tokens; received = the sum of each key's weights over the block's queries.
-
-    Arguments and results as in `h2o.attend`; the values' sizes enter when the state ranks its tokens.
-    """
-    output, weight = attention_of_block(query, key, value, occupied, scale=scale)       # weight [B, Hkv, Q, S]
-    return AttendResult(output, weight.sum(2))
-
-
 class VATPState(BlockState):
-    """A VATP cache. `score` is each token's sum of weights, as in H2O; tokens are ranked by score * ||v||_1."""
+    """A VATP cache, see `BlockState`. `score` is as in H2O; tokens are ranked by score * ||v||_1."""
 
     Config = VATPConfig
 

@@ -1,4 +1,4 @@
-"""EpiKV: eviction by how much the model's representation changes with a token, without the attention matrix.
+"""EpiKV: evict the tokens that change the model's hidden state least, without computing attention weights.
 
 Paper: "Epiphany-Aware KV Cache Eviction Without the Attention Matrix" (arXiv 2606.26472).
 """

@@ -1,22 +1,22 @@
 """EpiKV's hybrids of attention and hidden states, Attn x HS and Segment-HS (table 1, section 4.3).
 
-The paper has a line of a table for each, "cumul. attn + z_10" and "ThinKV seg. + HS rank", and says of the second that
-it combines segment classification with the hidden-state ranker. Our reading, each time the plainest that is whole:
+The paper describes each with one line of a table, "cumul. attn + z_10" and "ThinKV seg. + HS rank", and says that the
+second combines segment classification with the hidden-state ranker. We read them as follows:
 
-- attn_x_hs: the score of token j is A_j + z_10(j), a sum as the table says and not the product of the name (claim
-  EK-11d). z_10 is the causal z-score of band A alone, frozen when the token comes (section 3.3). A_j is what H2O adds
-  up, the weights that queries gave j since it came, its own query's included, so it grows as long as j is held. Neither
-  is normalised, since nothing of that sort is said.
-- segment_hs: a token has the thought type of its segment, transition T, execution E or reasoning R, as ThinKV tells it:
-  the sparsity of the attention of a segment's first decode step, against two edges, for `tau` decode steps (ThinKV
-  section 3.1.3); a prompt is reasoning. Tokens of the least important type go first, T before E before R (ThinKV
-  observation 2), within a type those of the lowest score z_10 - z_21, EpiKV's (eq. 3), however old their segment is.
-  ThinKV's own budgets per segment (64, 32 and 8 tokens in appendix D) are not kept: with them fewer than K tokens may
-  stay, which appendix D holds against ThinKV, while policies here fill the budget.
+- attn_x_hs: the score of token j is A_j + z_10(j), the sum in the table, not the product that the name suggests (claim
+  EK-11d). z_10 is the causal z-score of band A, computed when the token arrives (section 3.3). A_j is H2O's sum: the
+  weights that token j received from all queries since its own, which is included. It grows as long as j is cached.
+  Neither term is normalized, since the paper mentions no normalization.
+- segment_hs: each token has the thought type of its segment, transition T, execution E or reasoning R. As in ThinKV
+  (section 3.1.3), the sparsity of attention at the first decode step of a segment, compared with two edges, determines
+  the type of `tau` decode steps; the prompt is reasoning. Tokens of the least important type are evicted first, T
+  before E before R (ThinKV observation 2); within a type, those with the lowest EpiKV score z_10 - z_21 (eq. 3),
+  whatever the age of their segment. ThinKV's budgets per segment (64, 32 and 8 tokens in appendix D) are not used: with
+  them, fewer than K tokens may remain, for which appendix D criticizes ThinKV; the policies here fill the budget.
 
-One score serves all layers and heads, as for every policy that reads hidden states: appendix H has keep-masks moved to
-the device of each tensor, so one mask for all layers. Hence A_j is the mean over the query heads, and over the layers
-that share a scorer; so is the sparsity (ThinKV averages it over calibrated layers).
+One score serves all layers and heads, as for every policy that reads hidden states: appendix H moves keep masks to the
+device of each tensor, so all layers share one mask. Hence A_j is averaged over the query heads and over the layers that
+share a scorer. So is the sparsity, which ThinKV averages over calibrated layers.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ import torch
 from torch import Tensor
 
 from ..selection import victims
-from ..thinkv.contract import Thought
+from ..thinkv.types import Thought
 from ..thinkv.thoughts import classify, sparsity_of
 
 REASONING = int(Thought.REASONING)
 
 
 def received(weight: Tensor) -> Tensor:
-    """What a step's query gave each token, the mean over query heads: weight [B, Hq, S] -> [B, S]; of a prompt's
-    queries, [B, Hq, T, S], the sum over them."""
+    """The attention that each token receives, averaged over query heads: [B, S].
+
+    weight [B, Hq, S] of a step, or [B, Hq, T, S] of a prompt, whose queries are summed.
+    """
     return weight.mean(1) if weight.dim() == 3 else weight.mean(1).sum(1)
 
 
 class Attention:
-    """What a scorer remembers of attention, for S slots of each row.
+    """The attention statistics of a scorer, for S slots per row.
 
     aggregate [B, S]: A_j, 0 in free slots. frozen [B, S]: the part of the score that does not change. thoughts [B, S]
-    int64: the thought type of each token, -1 in free slots. thought [B] int64: that of the segment that is coming in.
+    int64: the thought type of each token, -1 in free slots. thought [B] int64: the thought type of the current segment.
     """
 
     def __init__(self, score: Tensor, tau: int, edges: tuple[float, float] | None, threshold: float) -> None:
@@ -51,17 +53,18 @@ class Attention:
         self.thoughts = torch.full_like(score, -1, dtype=torch.int64)
         self.thought = torch.full_like(score[:, 0], REASONING, dtype=torch.int64)
         self._decoded = 0
-        self._looks: list[Tensor] = []
+        self._layers: list[Tensor] = []         # one [B, S] or [B] per layer that attended at this step
 
-    def look(self, weight: Tensor, occupied: Tensor, key_value_heads: int) -> None:
-        """A layer's attention at a step, weight [B, Hq, S] over occupied [B, S], the new token among them."""
+    def record(self, weight: Tensor, occupied: Tensor, key_value_heads: int) -> None:
+        """Record a layer's attention at a step: weight [B, Hq, S] over occupied [B, S], which includes the new token.
+        """
         if self._edges is None:
-            self._looks.append(received(weight))
+            self._layers.append(received(weight))
         else:
-            self._looks.append(sparsity_of(weight, occupied, key_value_heads, self._threshold))
+            self._layers.append(sparsity_of(weight, occupied, key_value_heads, self._threshold))
 
     def admit(self, kept: Tensor, frozen: Tensor, aggregate: Tensor | None) -> None:
-        """A prompt's tokens `kept` [B, N] take slots 0.. with what they have so far, [B, N]."""
+        """The prompt tokens `kept` [B, N] take slots 0 to N - 1, with their scores `frozen` and `aggregate` [B, N]."""
         count = kept.shape[1]
         self.frozen[:, :count] = frozen
         if aggregate is not None:
@@ -69,11 +72,11 @@ class Attention:
         self.thoughts[:, :count] = torch.where(kept < 0, -1, REASONING)
 
     def step(self, slot: Tensor, frozen: Tensor) -> None:
-        """The new token sits in `slot` [B, 1], and `frozen` [B] is what it scores by itself."""
-        total = self._looks[0]
-        for look in self._looks[1:]:
-            total = total + look
-        mean, self._looks = total / len(self._looks), []
+        """Add the new token, in `slot` [B, 1] with the score `frozen` [B], after all layers attended."""
+        total = self._layers[0]
+        for layer in self._layers[1:]:
+            total = total + layer
+        mean, self._layers = total / len(self._layers), []
         if self._edges is None:
             self.aggregate = self.aggregate.scatter(1, slot, 0) + mean
         elif self._decoded % self._tau == 0:
@@ -83,15 +86,15 @@ class Attention:
         self._decoded += 1
 
     def score(self, occupied: Tensor) -> Tensor:
-        """[B, S], -inf in free slots."""
+        """The scores [B, S], -inf in free slots."""
         return (self.aggregate + self.frozen).masked_fill(~occupied, -torch.inf)
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was."""
+        """Replace row b by row index[b]."""
         for name in ("aggregate", "frozen", "thoughts", "thought"):
             setattr(self, name, getattr(self, name).index_select(0, index))
 
 
 def by_thought(order: Tensor, thoughts: Tensor) -> Tensor:
-    """An order of eviction [B, S] of slots, with the least important thoughts [B, S] first."""
+    """Sort slots, which are in an order of eviction [B, S], by their thoughts [B, S], the least important first."""
     return order.gather(1, victims(thoughts.gather(1, order), order.shape[1]))

@@ -1,9 +1,9 @@
-"""EpiKV's decisions: which token sits in which slot. Apart from keys and values, as one serves all layers of a model.
+"""EpiKV's decisions: which token is in which slot. Keys and values are separate, since one scorer serves all layers.
 
-A score comes from hidden states of two layers, or bands, and holds for all layers and heads alike. So a model has one
-`EpiKVScorer`, which knows positions, scores and the next victim, and per layer nothing but keys and values in the same
-slots. A state of its own (`EpiKVState`) brings its own scorer; so does each layer under a policy that scores by keys
-and values, which are that layer's.
+A score comes from the hidden states of two layers, or bands of layers, and is the same for all layers and heads. So a
+model has one `EpiKVScorer` with positions, scores and the next slot, and each layer has only keys and values, in the
+same slots. An `EpiKVState` that is used by itself has a scorer of its own. So has each layer under a policy that scores
+by keys and values, which differ from layer to layer.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ..attention import INF, accumulate_dtype
-from ..contract import check_dtype, check_integer, check_mask, check_next_slot, check_reorder, resolve_device
+from .._validate import check_dtype, check_integer, check_mask, check_next_slot, check_reorder, resolve_device
 from ..selection import victims
-from .contract import EpiKVConfig, check_prompt_fits
+from ._validate import check_prompt_fits
+from .contract import EpiKVConfig
 from .hybrids import Attention, by_thought
 from .scores import (
     _mean, _zscore, compacted, difference, hidden_change, kv_variance, lag_kv, lag_spread, rolling_mean, score_of,
@@ -25,12 +26,12 @@ from .scores import (
 
 
 class EpiKVScorer:
-    """Positions and scores of S = config.slots slots per row, and which of them the next token takes.
+    """Positions and scores of S = config.slots slots per row, and the slot that the next token takes.
 
-    occupied [B, S] bool; positions [B, S] int64 (the token in each slot, counted from 0 with padding included; -1 =
-    free); score [B, S] (+inf for a prompt that is kept, -inf where unoccupied); next_slot [B] int64, writable. A
-    token's score is computed once, when it comes, and never again (section 3.3); but with "attn_x_hs" it grows by what
-    the token receives. attention: what the hybrids remember, else None (see `hybrids`).
+    occupied [B, S] bool; positions [B, S] int64: the position of the token in each slot, counted from 0 with padding
+    included, -1 = free; score [B, S]: +inf for a kept prompt, -inf where unoccupied; next_slot [B] int64, writable. A
+    token's score is computed once, when it arrives (section 3.3); with "attn_x_hs" it grows by the attention that the
+    token receives. attention: the statistics of the hybrids (see `hybrids`), None for other policies.
     """
 
     _next_slot: Tensor
@@ -49,19 +50,19 @@ class EpiKVScorer:
 
     @property
     def tokens_seen(self) -> int:
-        """Tokens that came in since the last reset, padding included."""
+        """The number of tokens since the last reset, padding included."""
         return self._seen
 
     @property
     def next_slot(self) -> Tensor:
-        """Where the next token will be written. Assigning checks the values and copies them."""
+        """The slot that the next token is written into. Assigning checks and copies the values."""
         return self._next_slot
 
     @next_slot.setter
     def next_slot(self, value: Tensor) -> None:
         self._next_slot = check_next_slot(value, self._next_slot, self.config.slots).clone()
 
-    @torch.inference_mode(False)  # else what was made in inference mode could not be used outside of it
+    @torch.inference_mode(False)  # tensors allocated in inference mode could not be updated outside of it
     def reset(self) -> None:
         """Forget every token."""
         config, batch = self.config, self.batch
@@ -75,12 +76,12 @@ class EpiKVScorer:
         self.positions = zeros(config.slots, of=torch.int64) - 1
         self.score = zeros(config.slots) - INF
         self._next_slot = zeros(of=torch.int64)
-        self._room = zeros(of=torch.int64) + config.budget      # slots that a row may use
-        self._tokens = zeros(of=torch.int64)                    # real ones so far
+        self._room = zeros(of=torch.int64) + config.budget      # the number of slots that a row may use
+        self._tokens = zeros(of=torch.int64)                    # tokens so far, without padding
         self._previous = zeros(layers, self.hidden_size, of=self.dtype)
-        # The last values of g of each layer, or of the variance, the newest last.
+        # The last `window` values of g of each layer, or of the variance, the newest last.
         self._values = zeros(max(1, layers), config.window)
-        # Of keys and of values, the ranges of the chunk that is coming in and of the one before it.
+        # The ranges of keys and values in the current chunk and in the one before it.
         self._low, self._high, self._low_before, self._high_before = (zeros(*self._vectors) for _ in range(4))
         self._seen = self._kept_prompt = 0
         self.attention: Any = Attention(
@@ -88,7 +89,7 @@ class EpiKVScorer:
         ) if config.reads_attention else None
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was (beam search). index [B] int64."""
+        """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.batch, self.device)
         for name in (
             "occupied", "positions", "score", "_next_slot", "_room", "_tokens", "_previous", "_values", "_low", "_high",
@@ -104,8 +105,8 @@ class EpiKVScorer:
         self, occupied: Tensor, hidden: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor,
         received: Tensor | None = None,
     ) -> None:
-        """A prompt: occupied [B, T]; hidden [B, L, T, C] of both bands, or None; key, value [B, Hkv, T, D]; received
-        [B, T]: what its queries gave its tokens, for a policy that adds it up."""
+        """Score a prompt and assign its slots: occupied [B, T] bool; hidden [B, L, T, C] of both bands, or None; key,
+        value [B, Hkv, T, D]; received [B, T]: the attention that its tokens received, for "attn_x_hs"."""
         self.check_prompt(occupied)
         if hidden is not None:
             layers = [*hidden[0].unbind(1), *hidden[1].unbind(1)]
@@ -117,18 +118,20 @@ class EpiKVScorer:
         self.admit(occupied, None if self.config.keep_prompt else scores, received)
 
     def check_prompt(self, occupied: Tensor) -> None:
-        """ValueError where a prompt does not fit; RuntimeError unless this is empty."""
+        """ValueError for a prompt that does not fit; RuntimeError if the scorer holds tokens."""
         check_mask("occupied", occupied, (self.batch, occupied.shape[-1]), "[B, T]", self.occupied, "the state")
         if self._seen:
             raise RuntimeError("prefill needs an empty state: call reset() first")
         check_prompt_fits(self.config, int(occupied.sum(-1).max()))
 
     def observe(self, layer: int, hidden: Tensor, occupied: Tensor) -> Tensor:
-        """What layer number `layer` (band A's first, then band B's) puts out for a prompt, [B, T, C]: its changes
-        [B, T], 0 for a row's first token and for padding. Of the states themselves only the last is remembered."""
+        """The changes [B, T] of a layer's outputs for a prompt, [B, T, C]: 0 for a row's first token and for padding.
+
+        layer: its number among the layers of band A, followed by those of band B. Only the last hidden state is stored.
+        """
         hidden = hidden.masked_fill(~occupied[..., None], 0)
         index = torch.arange(hidden.shape[1], device=hidden.device).where(occupied, -1)
-        last = index.cummax(1).values                                                   # itself, or the last before it
+        last = index.cummax(1).values                                                   # or the last one before
         before = torch.cat((torch.full_like(last[:, :1], -1), last[:, :-1]), 1).clamp_min(0)
         rows = torch.arange(self.batch, device=hidden.device)
         follows = self._follows(occupied)
@@ -138,8 +141,10 @@ class EpiKVScorer:
         return change
 
     def admit(self, occupied: Tensor, scores: Tensor | None, received: Tensor | None = None) -> None:
-        """A prompt's tokens take slots, those that `select` keeps in their order. scores [B, T], or None if it is kept
-        whole; received [B, T] is added to them."""
+        """Assign slots to the prompt tokens that `select` keeps, in their order.
+
+        scores [B, T], or None to keep the whole prompt; received [B, T] is added to them.
+        """
         config, total = self.config, occupied.shape[1]
         if scores is None:
             kept = torch.arange(total, device=self.device).where(occupied, total).sort(-1).values
@@ -165,17 +170,18 @@ class EpiKVScorer:
         self._choose()
 
     def _follows(self, occupied: Tensor) -> Tensor:
-        """The tokens that have one before them, [B, T]."""
+        """The tokens that are not the first of their row, [B, T] bool."""
         return occupied & (occupied.long().cumsum(1) > 1)
 
     def _remember(self, layer: int, values: Tensor, there: Tensor) -> None:
-        """The last `window` of the values [B, T] that are there."""
+        """Store the last `window` of the values [B, T] that exist, for a layer: there [B, T] bool."""
         ordered = values.gather(1, compacted(there))[:, -self.config.window:]
         count = there.sum(1, keepdim=True)
         place = torch.arange(-ordered.shape[1], 0, device=values.device)
         self._values[:, layer, -ordered.shape[1]:] = ordered.masked_fill(place < -count, 0)
 
     def _observe_vectors(self, key: Tensor, value: Tensor, occupied: Tensor) -> Tensor:
+        """The scores [B, T] of a prompt by its keys and values [B, Hkv, T, D]."""
         config = self.config
         key, value = (tensor.masked_fill(~occupied[:, None, :, None], 0) for tensor in (key, value))
         if config.policy == "lag_kv":
@@ -196,8 +202,8 @@ class EpiKVScorer:
     def step(
         self, hidden: tuple[Tensor, Tensor] | None = None, key: Tensor | None = None, value: Tensor | None = None
     ) -> None:
-        """The token in `next_slot` is scored, and the next slot is chosen: hidden [B, L, C] of both bands, or None; key
-        and value [B, Hkv, D] where the policy reads them."""
+        """Score the token in `next_slot` and select the next slot: hidden [B, L, C] of both bands, or None; key and
+        value [B, Hkv, D] for policies that read them."""
         if hidden is not None:
             scores = self._hidden_score(torch.cat(hidden, 1))
         else:
@@ -216,7 +222,7 @@ class EpiKVScorer:
         self._choose()
 
     def _hidden_score(self, hidden: Tensor) -> Tensor:
-        """hidden [B, L, C] -> [B]; 0 for a row's first token, which is no change of anything."""
+        """The scores of a step: hidden [B, L, C] -> [B], 0 for a row's first token, which has no change."""
         window = self.config.window
         first = self._tokens == 0
         change = hidden_change(hidden, self._previous)                                  # [B, L]
@@ -230,7 +236,7 @@ class EpiKVScorer:
         return difference(*rolled.split(self.config.layers, 1)).masked_fill(first, 0)
 
     def _vector_score(self, key: Tensor, value: Tensor) -> Tensor:
-        """key, value [B, Hkv, D] -> [B]."""
+        """The scores of a step: key, value [B, Hkv, D] -> [B]."""
         config = self.config
         if config.policy == "lag_kv":
             return self._lag_score(torch.stack((key, value), 1).to(self._low.dtype))
@@ -240,7 +246,7 @@ class EpiKVScorer:
         return _mean(self._values[:, 0], there)
 
     def _lag_score(self, both: Tensor) -> Tensor:
-        """both [B, 2, Hkv, D], key and value."""
+        """The "lag_kv" scores of a step: both [B, 2, Hkv, D], key and value -> [B]."""
         begins = (self._tokens % self.config.chunk == 0)[:, None, None, None]
         self._low_before = self._low.where(begins, self._low_before)
         self._high_before = self._high.where(begins, self._high_before)
@@ -253,21 +259,21 @@ class EpiKVScorer:
     # The next slot ---------------------------------------------------------------------------------------------------
 
     def protected(self) -> Tensor:
-        """What may not go when the next token comes, [B, S]: a kept prompt, and the newest, of which that token will be
-        one."""
+        """The tokens that cannot be evicted for the next token, [B, S] bool: a kept prompt and the newest tokens, of
+        which the next token will be one."""
         newest = self.positions > self._seen - self.config.newest
         return self.occupied & (newest | (self.positions < self._kept_prompt))
 
     def _choose(self) -> None:
-        """The lowest free slot that the row may use; else the unprotected token of the lowest score, ties to the
-        oldest; with "segment_hs" of the least important thought."""
+        """Select the lowest free slot that the row may use, else the unprotected token with the lowest score, ties to
+        the oldest. With "segment_hs", the least important thought type comes first."""
         slots = self.config.slots
         index = torch.arange(slots, device=self.device).expand(self.positions.shape)
-        by_age = victims(self.positions, slots)                                         # the oldest first
+        by_age = victims(self.positions, slots)                                         # oldest first
         order = by_age.gather(1, victims(self.score.gather(1, by_age), slots))
         if self.attention is not None:
             order = by_thought(order, self.attention.thoughts)
-        turn = torch.empty_like(index).scatter(1, order, index)                         # 0 goes first
+        turn = torch.empty_like(index).scatter(1, order, index)                         # 0 is evicted first
         turn = torch.where(self.protected(), turn + slots, turn)
         free = torch.where(index < self._room[:, None], index - slots, index + 2 * slots)
         self._next_slot = victims(torch.where(self.occupied, turn, free), 1)[:, 0]

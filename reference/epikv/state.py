@@ -1,4 +1,4 @@
-"""EpiKV's cache of one layer: keys and values in slots, attended to by every new token."""
+"""The EpiKV cache of one layer: keys and values in the slots that an `EpiKVScorer` assigns."""
 
 from __future__ import annotations
 
@@ -7,72 +7,72 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._validate import check_config
 from ..attention import attention_weights, causal_attention, causal_logits, softmax, weighted_values
-from ..contract import check_dtype, check_prompt, check_reorder, check_step, resolve_device, resolve_scale, state_sizes
-from .contract import EpiKVConfig, check_hidden_states
+from ..state import State
+from ._validate import check_hidden_states
+from .contract import EpiKVConfig
 from .hybrids import received
 from .scorer import EpiKVScorer
 
 
-class EpiKVState:
-    """An EpiKV cache: a static buffer of S slots, of which one is overwritten at every step once they are full.
+class EpiKVState(State):
+    """An EpiKV cache: a static buffer of S slots. Once they are full, one is overwritten at every step.
 
-    key, value [B, Hkv, S, D] with S = config.slots; occupied [B, S] bool, positions [B, S] int64, score [B, S],
-    next_slot [B] int64 (writable) and tokens_seen: its `EpiKVScorer`'s. scorer: one that layers of a model share, whose
-    owner calls its `admit` before and its `step` after all of them; by default the state has its own, and does so. With
-    a hybrid policy every layer that shares a scorer has a say (see `hybrids`).
+    key, value [B, Hkv, S, D] with S = config.slots. occupied [B, S] bool, positions [B, S] int64, score [B, S],
+    next_slot [B] int64 (writable) and tokens_seen belong to the `EpiKVScorer`. scorer: a scorer that several layers
+    share; its owner calls its `admit` before the prompt and its `step` after all layers attended. By default the state
+    has a scorer of its own and calls both. With a hybrid policy, the attention of all layers that share a scorer is
+    averaged (see `hybrids`).
     """
+
+    config: EpiKVConfig
+    _per_slot = ("key", "value")
 
     def __init__(
         self, config: EpiKVConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device | str, scorer: Any = None,
     ) -> None:
-        if not isinstance(config, EpiKVConfig):
-            raise TypeError(f"config must be an EpiKVConfig, got {type(config).__name__}")
-        self.config = config
-        self.sizes = state_sizes(
-            batch=batch, query_heads=query_heads, key_value_heads=key_value_heads, slots=config.slots,
-            head_dim=head_dim,
+        super().__init__(
+            check_config(config, EpiKVConfig), slots=config.slots, batch=batch, query_heads=query_heads,
+            key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
-        self.dtype = check_dtype("dtype", dtype)
-        self.device = resolve_device(device)
-        self.scale = resolve_scale(config.scale, head_dim)
         self._hidden_size = config.hidden_size or query_heads * head_dim
         self._shared = scorer is not None
         self.scorer = scorer if scorer is not None else EpiKVScorer(
             config, batch=batch, hidden_size=self._hidden_size, key_value_heads=key_value_heads, head_dim=head_dim,
             dtype=dtype, device=device,
         )
-        self._forget()
+        self.reset()
 
     @property
     def occupied(self) -> Tensor:
-        """Which slots hold a token, [B, S] bool."""
+        """The slots that hold a token, [B, S] bool."""
         return self.scorer.occupied
 
     @property
     def positions(self) -> Tensor:
-        """The token in each slot, [B, S] int64, -1 = free."""
+        """The position of the token in each slot, [B, S] int64, -1 = free."""
         return self.scorer.positions
 
     @property
     def score(self) -> Tensor:
-        """The frozen score of the token in each slot, [B, S]; +inf for a kept prompt, -inf where unoccupied."""
+        """The score of the token in each slot, [B, S]: +inf for a kept prompt, -inf where unoccupied."""
         return self.scorer.score
 
     @property
     def thoughts(self) -> Tensor | None:
-        """With "segment_hs" the thought type of the token in each slot, [B, S] int64, -1 = free; else None."""
+        """The thought type of the token in each slot, [B, S] int64, -1 = free. None unless policy is "segment_hs"."""
         return None if self.config.edges is None else self.scorer.attention.thoughts
 
     @property
     def tokens_seen(self) -> int:
-        """Tokens that came in since the last reset, padding included."""
+        """The number of tokens since the last reset, padding included."""
         return self.scorer.tokens_seen
 
     @property
     def next_slot(self) -> Tensor:
-        """Where the next token will be written. Assigning checks the values and copies them."""
+        """The slot that the next token is written into. Assigning checks and copies the values."""
         return self.scorer.next_slot
 
     @next_slot.setter
@@ -80,13 +80,12 @@ class EpiKVState:
         self.scorer.next_slot = value
 
     def reset(self) -> None:
-        """Forget every token."""
-        self._forget()
+        """Forget every token. A shared scorer is left as it is."""
+        super().reset()
         if not self._shared:
             self.scorer.reset()
 
-    @torch.inference_mode(False)
-    def _forget(self) -> None:
+    def _allocate(self) -> None:
         batch, _, heads, slots, head_dim = self.sizes
         self.key = torch.zeros(batch, heads, slots, head_dim, dtype=self.dtype, device=self.device)
         self.value = torch.zeros_like(self.key)
@@ -95,17 +94,16 @@ class EpiKVState:
         self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None,
         hidden_a: Tensor | None = None, hidden_b: Tensor | None = None,
     ) -> Tensor:
-        """The prompt: full causal attention; then what `select` keeps of it takes slots, or all of it (keep_prompt).
+        """Full causal attention of the prompt; then the tokens that `select` keeps, or all (keep_prompt), take slots.
 
-        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, default all True;
-        hidden_a, hidden_b [B, L, T, C], or [B, T, C] of one layer: what the layers of the bands put out, for policies
-        that read it. Returns [B, Hq, T, D]; padding gives zeros. RuntimeError when the state already holds tokens,
-        ValueError for a prompt that does not fit.
+        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True;
+        hidden_a, hidden_b [B, L, T, C], or [B, T, C] for one layer: the outputs of the layers of both bands, for
+        policies that read them. Returns [B, Hq, T, D], zeros for padding. RuntimeError if the state holds tokens;
+        ValueError for a prompt that does not fit; TypeError or ValueError for other invalid arguments.
         """
-        total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        occupied = self._check_prompt(query, key, value, occupied)
+        total = occupied.shape[1]
         hidden = self._check_hidden(hidden_a, hidden_b, total)
-        if occupied is None:
-            occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
         output = causal_attention(query, key, value, occupied, scale=self.scale)
         if not self._shared:
             self.scorer.prefill(occupied, hidden, key, value, self._received(query, key, occupied))
@@ -118,13 +116,12 @@ class EpiKVState:
     def step(
         self, query: Tensor, key: Tensor, value: Tensor, hidden_a: Tensor | None = None, hidden_b: Tensor | None = None
     ) -> Tensor:
-        """One token: written into `next_slot`, attended to together with the rest, then scored, and the next slot is
-        chosen.
+        """Write a token into `next_slot`, attend to it and to the cached tokens, score it and select the next slot.
 
-        query [B, Hq, D]; key, value [B, Hkv, D]; hidden_a, hidden_b [B, L, C], or [B, C] of one layer, for policies
-        that read them. Returns the attention output [B, Hq, D].
+        query [B, Hq, D]; key, value [B, Hkv, D]; hidden_a, hidden_b [B, L, C], or [B, C] for one layer, for policies
+        that read them. Returns the attention output [B, Hq, D]. TypeError or ValueError for invalid arguments.
         """
-        check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        self._check_step(query, key, value)
         hidden = self._check_hidden(hidden_a, hidden_b, None)
         slot = self.next_slot[:, None]
         place = slot[:, None, :, None].expand(-1, self.sizes.key_value_heads, -1, self.sizes.head_dim)
@@ -134,26 +131,26 @@ class EpiKVState:
         weight = attention_weights(query, self.key, occupied, scale=self.scale)
         output = weighted_values(weight, self.value, occupied).to(query.dtype)
         if self.config.reads_attention:
-            self.scorer.attention.look(weight, occupied, self.sizes.key_value_heads)
+            self.scorer.attention.record(weight, occupied, self.sizes.key_value_heads)
         if not self._shared:
             self.scorer.step(hidden, key, value)
         return output
 
     def _received(self, query: Tensor, key: Tensor, occupied: Tensor) -> Tensor | None:
-        """What a prompt's queries gave its tokens, [B, T], where that counts."""
+        """The sum of the weights that each prompt token receives, [B, T], or None if the policy does not use it."""
         if self.config.policy != "attn_x_hs" or self.config.keep_prompt:
             return None
         weight = softmax(causal_logits(query, key, occupied, scale=self.scale))
         return received(weight.masked_fill(~occupied[:, None, :, None], 0))
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was (beam search). index [B] int64."""
-        index = check_reorder(index, self.sizes.batch, self.device)
+        """Replace row b by row index[b], as beam search requires. index [B] int64. A shared scorer is left as it is."""
+        super().reorder(index)
         if not self._shared:
             self.scorer.reorder(index)
-        self.key, self.value = (tensor.index_select(0, index) for tensor in (self.key, self.value))
 
     def _check_hidden(self, one: object, other: object, tokens: int | None) -> tuple[Tensor, Tensor] | None:
+        """Check hidden_a and hidden_b of a prompt of `tokens` tokens, or of a step (None)."""
         if self._shared:
             if one is not None or other is not None:
                 raise ValueError("hidden_a and hidden_b must be left out: the shared scorer has them from its owner")

@@ -1,6 +1,7 @@
 """The reference methods as caches for Hugging Face transformers: `model.generate(past_key_values=LongFlowCache(...))`.
 
-Importing this needs transformers (the extra `kvtwin[hf]`) and registers the attention "kvtwin" with it; see `plug`.
+Importing this package requires transformers (the extra `kvtwin[hf]`) and registers the attention function "kvtwin" with
+it; see `plug`.
 """
 
 from importlib import import_module
@@ -8,7 +9,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from . import block_caches
-from . import plug as plug  # registers the attention, or says which extra is missing
+from . import plug as plug  # registers the attention function, or raises ImportError that names the extra
 
 
 def __getattr__(name: str) -> Any:

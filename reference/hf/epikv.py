@@ -14,18 +14,19 @@ class EpiKVCache(HiddenStateCache):
         with EpiKVCache(model, budget=1024) as cache:
             model.generate(ids, past_key_values=cache)
 
-    It takes the model, for hooks that hear what the layers of the two bands put out; they are gone when the block, or
-    the cache, is. policy: "epikv", "hs_variance", "band_adaptive"; "attn_x_hs" and "segment_hs", which weigh in the
-    attention of all layers that evict, on average; or "kv_key", "kv_val", "lag_kv", which need no hooks and let every
-    layer decide for itself. layers: the numbers of the bands' layers, default the paper's, scaled to the
-    model's depth. The other options are EpiKVConfig's, but for bands and hidden_size: recent, window, chunk,
-    keep_prompt (True, but for policies without hooks), count_prompt, max_prompt; and of "segment_hs" tau,
-    sparsity_threshold, and edges, which must be given: `kvtwin.reference.thinkv.calibrate` finds them, of that average.
+    The constructor takes the model and registers forward hooks that read the outputs of the layers of both bands. The
+    hooks are removed at the end of the `with` block or when the cache is deleted.
+    policy: "epikv", "hs_variance" or "band_adaptive"; "attn_x_hs" or "segment_hs", which also average the attention of
+    all layers that evict; or "kv_key", "kv_val" or "lag_kv", which need no hooks and let each layer evict for itself.
+    layers: the layers of the two bands, by default the paper's, scaled to the depth of the model.
+    Other options, as in EpiKVConfig except bands and hidden_size: recent, window, chunk, keep_prompt (must be True for
+    policies with hooks), count_prompt, max_prompt; for "segment_hs" tau, sparsity_threshold and edges, which is
+    required: `kvtwin.reference.thinkv.calibrate` computes it from the averaged sparsity.
 
-    The prompt stays whole, so prompt + recent must fit the budget (ValueError), unless count_prompt=False gives it room
-    of its own. With hooks, the first forward pass is the prompt, and every later one brings one token; one that brings
-    more raises NotImplementedError (a later chunk of prefill_chunk_size, a second turn). All layers must be on one
-    device. Slots are in `cache.layers[i].state`, an `EpiKVState`. Other arguments, padding and errors: `StateCache`.
+    The whole prompt is kept, so prompt + recent must fit the budget (ValueError), unless count_prompt=False gives the
+    prompt slots of its own. With hooks, the first forward pass is the prompt, and every later pass must have one token:
+    a second chunk of prefill_chunk_size or a second turn raises NotImplementedError. All layers must be on one device.
+    The slots are in `cache.layers[i].state`, an `EpiKVState`. Other arguments, padding and errors: `StateCache`.
     """
 
     State = EpiKVState

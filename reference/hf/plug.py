@@ -1,14 +1,14 @@
-"""Where a method's State meets transformers. Everything both sides share, and no mathematics.
+"""The cache adapter for transformers that both sides share. It contains no mathematics.
 
-In every layer of a forward pass the model first hands its new keys and values to the cache (`StateLayer.update`), then
-calls its attention function with what the cache returned. The decisions belong to attention, so the cache only takes
-note, ties a tag to the key tensor, and returns both as they came; the attention function registered as "kvtwin" finds
-the layer by that tag and drives its State. A State with `append_block` takes every forward pass as it comes; others
-take the first tokens as `prefill`, and all that follow one `step` at a time.
+In every layer of a forward pass, the model first passes its new keys and values to the cache (`StateLayer.update`),
+then calls its attention function with what the cache returned. A State evicts during attention, so `update` only counts
+the tokens, attaches a reference to the layer to the key tensor, and returns both tensors unchanged. The attention
+function registered as "kvtwin" finds the layer by this reference and calls its State. A State with `append_block` takes
+every forward pass as one call; any other takes the first tokens by `prefill` and each later token by `step`.
 
-transformers builds one mask per forward pass, which cannot tell what each layer's slots hold. The mask function of the
-same name therefore returns its arguments (`MaskSpec`): our layers take the padding from them, and layers that keep
-their stock cache (sliding windows, other caches) get the stock mask and the stock attention.
+transformers makes one mask per forward pass, which cannot describe the slots of each layer. The mask function
+registered as "kvtwin" therefore returns its arguments (`MaskSpec`): our layers read the padding from them, and layers
+with a stock cache (sliding windows, other caches) get the stock mask and the stock attention.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ACTIVATE = f'model.set_attn_implementation("{NAME}")'
 
 _OWNER = "_kvtwin_layer"
 _SHARING = "no eviction in a model whose layers attend to the keys of another layer (KV sharing)"
-# What some models do to the logits: it comes by keyword, and a function that does not know it computes something else.
+# Keyword arguments by which some models change the logits. Ignoring them would compute another attention.
 _CHANGES_LOGITS = ("softcap", "s_aux", "position_bias")
 
 
@@ -53,9 +53,9 @@ def attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
     scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function "kvtwin": query [B, Hq, Q, D] and what the cache returned -> output [B, Q, Hq, D].
+    """The attention function "kvtwin": query [B, Hq, Q, D] and the key and value of `update` -> output [B, Q, Hq, D].
 
-    Layers without a cache of ours run transformers' sdpa attention. Raises NotImplementedError for what neither heeds.
+    Layers with a stock cache run transformers' sdpa attention. NotImplementedError for arguments that neither supports.
     """
     for name in _CHANGES_LOGITS:
         if kwargs.get(name) is not None:
@@ -65,37 +65,37 @@ def attention(
     owner = getattr(key, _OWNER, None)
     if owner is not None:
         if dropout:
-            raise NotImplementedError("no dropout in kvtwin's attention: call model.eval()")
+            raise NotImplementedError("kvtwin's attention does not support dropout: call model.eval()")
         if kwargs.get("output_attentions"):
-            raise NotImplementedError("output_attentions: kvtwin's attention keeps no weights")
+            raise NotImplementedError("kvtwin's attention does not support output_attentions: it stores no weights")
         return owner().attend(query, key, value, attention_mask, scaling, kwargs.get("position_ids")), None
     mask = attention_mask.stock if isinstance(attention_mask, MaskSpec) else attention_mask
     if isinstance(mask, Tensor):
-        mask = mask.to(query.device)                # a model over several devices moves tensors, but no MaskSpec
+        mask = mask.to(query.device)                # for models on several devices, which move tensors but no MaskSpec
     output, _ = sdpa_attention_forward(
         module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
     )
     return output, None
 
 
-# Class methods of process-wide registries. (Item assignment would reach one instance, which transformers ignores.)
+# register() is global. Item assignment would change a single instance, which transformers ignores.
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, MaskSpec)
 
 
 class StateLayer(CacheLayerMixin):
-    """One layer's cache: a State, made when the first tokens come. `state` is None until then."""
+    """The cache of one layer: a State, created with the first tokens. `state` is None before."""
 
     is_sliding = False
 
     def __init__(self, config: MethodConfig, state_class: type[Any], attention_mask: Tensor | None) -> None:
-        # Not the base's __init__, which would set keys and values: they are the state's.
+        # The base's __init__ is not called: it sets keys and values, which are properties here.
         self.is_initialized = False
         self.state: Any = None
         self._config, self._state_class, self._mask = config, state_class, attention_mask
-        self._made: dict[str, Any] = {}     # what the state was made for
-        self._seen = 0                      # on the host, so that asking costs nothing
-        self._pending = 0                   # tokens that `update` saw and attention did not yet
+        self._made: dict[str, Any] = {}     # the arguments of the state
+        self._seen = 0                      # tokens, counted on the host to avoid a synchronization
+        self._pending = 0                   # tokens passed to `update` but not yet to attention
 
     @property
     def keys(self) -> Tensor | None:
@@ -106,22 +106,22 @@ class StateLayer(CacheLayerMixin):
         return None if self.state is None else self.state.value
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # The state waits for attention, which alone knows the scaling and the number of query heads.
+        # The state is created by `attend`, which has the scaling and the number of query heads.
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Takes note of the new tokens and returns them: key and value [B, Hkv, Q, D], the key with a tag."""
+        """Count the new tokens and return key and value [B, Hkv, Q, D], the key with a reference to this layer."""
         if self._pending:
             raise RuntimeError(
-                f"the last {self._pending} token(s) never came to kvtwin's attention: call {ACTIVATE} before "
+                f"the last {self._pending} token(s) did not reach kvtwin's attention: call {ACTIVATE} before "
                 "generating. (If an error interrupted a forward pass, call reset() on the cache)"
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._pending = key_states.shape[2]
         self._seen += self._pending
-        # Weak, lest layers and tensors keep each other's memory. The model passes this very tensor to attention.
+        # A weak reference, to avoid a cycle of layer and tensor. The model passes this tensor object to attention.
         setattr(key_states, _OWNER, weakref.ref(self))
         return key_states, value_states
 
@@ -129,10 +129,10 @@ class StateLayer(CacheLayerMixin):
         self, query: Tensor, key: Tensor, value: Tensor, mask: object, scaling: float | None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """The new tokens' attention, over themselves and what the state holds: [B, Q, Hq, D].
+        """Attention of the new tokens, to themselves and the cached tokens: [B, Q, Hq, D].
 
-        query [B, Hq, Q, D]; key, value [B, Hkv, Q, D] as `update` returned them; mask and position_ids as the
-        attention function has them.
+        query [B, Hq, Q, D]; key, value [B, Hkv, Q, D] as `update` returned them; mask, scaling and position_ids as
+        passed to the attention function. ValueError or NotImplementedError as described in `StateCache`.
         """
         if not self._pending:
             raise NotImplementedError(_SHARING)
@@ -151,7 +151,7 @@ class StateLayer(CacheLayerMixin):
     def _in_blocks(
         self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, occupied: Tensor | None, seen: int
     ) -> Tensor:
-        """The whole forward pass as it came; a single token by `step`, unless it is padding or may be."""
+        """Pass all tokens to `append_block`, or a single token that is not padding to `step`."""
         if key.shape[2] == 1 and (occupied is None or (readable(occupied) and spec.all("tokens", occupied))):
             return self.state.step(query[:, :, 0], key[:, :, 0], value[:, :, 0])[:, :, None]
         output: Tensor = self.state.append_block(query, key, value, occupied)
@@ -160,7 +160,7 @@ class StateLayer(CacheLayerMixin):
     def _in_steps(
         self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, occupied: Tensor | None, seen: int
     ) -> Tensor:
-        """`prefill`, or one step after the other."""
+        """Pass the first tokens to `prefill`, later ones to `step`, one at a time."""
         if seen == 0:
             output: Tensor = self.state.prefill(query, key, value, occupied)
             return output
@@ -174,7 +174,8 @@ class StateLayer(CacheLayerMixin):
         return torch.stack([self.state.step(query[:, :, t], key[:, :, t], value[:, :, t]) for t in tokens], dim=2)
 
     def _make_state(self, query: Tensor, key: Tensor, scaling: float | None, seen: int) -> None:
-        """A state for these tokens, unless there is one that fits."""
+        """Create a state for these tokens, unless the current one fits. ValueError if it does not fit but holds tokens.
+        """
         sizes = {
             "batch": key.shape[0], "query_heads": query.shape[1], "key_value_heads": key.shape[1],
             "head_dim": key.shape[3], "dtype": key.dtype, "device": key.device,
@@ -190,20 +191,20 @@ class StateLayer(CacheLayerMixin):
         self._made = wanted
 
     def _spec(self, mask: object) -> MaskSpec:
-        """The mask as ours; an empty one if the model gave none but the constructor had one."""
+        """The mask as a MaskSpec; without a mask from the model, one for the mask given to the constructor."""
         if isinstance(mask, MaskSpec):
             return mask
         if mask is None and self._mask is not None:
             return MaskSpec(mask_function=causal_mask_function, attention_mask=None)
         what = "no mask" if mask is None else f"a mask of its own ({type(mask).__name__})"
         raise NotImplementedError(
-            f"the model handed {what} to attention: an evicting cache needs the padding as attention_mask [B, T]"
+            f"the model passed {what} to attention: an evicting cache needs the padding as attention_mask [B, T]"
         )
 
     def _occupied(self, spec: MaskSpec, key: Tensor, seen: int) -> Tensor | None:
-        """The new tokens' padding, [B, Q] bool, from the model and from the constructor, which must agree.
+        """The new tokens that are not padding, [B, Q] bool, by the masks of the model and of the constructor.
 
-        None if neither knows of any.
+        None without a mask. ValueError if the masks differ.
         """
         batch, _, count, _ = key.shape
         given = spec.occupied(seen, count)
@@ -223,51 +224,59 @@ class StateLayer(CacheLayerMixin):
         return own
 
     def get_seq_length(self) -> int:
-        """Tokens seen, padding included: positions and prompt slicing follow from it, not from what is stored."""
+        """The number of tokens seen, padding included, from which transformers derives positions."""
         return self._seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) as if nothing were ever evicted."""
+        """(length, offset) of the mask, as if no token were evicted."""
         return self._seen + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: any number of tokens may be seen."""
+        """-1: the number of tokens is not limited."""
         return -1
 
     def reset(self) -> None:
-        """Forget every token. The state's memory stays, for a next prompt of the same batch size."""
+        """Forget every token. The state stays allocated for the next prompt of the same batch size."""
         if self.state is not None:
             self.state.reset()
         self._seen = self._pending = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b becomes what row beam_idx[b] was; [B] of any integer type."""
+        """Replace row b by row beam_idx[b]: beam_idx [B] of any integer dtype."""
         if self.state is not None:
             self.state.reorder(beam_idx.to(self.device, torch.int64))
 
 
+def one_token_per_pass(method: str, count: int, seen: int) -> NotImplementedError:
+    """The error for `count` tokens in a forward pass after the first, for methods whose layers share decisions."""
+    return NotImplementedError(
+        f"{count} tokens in one forward pass after the {seen} that {method}'s cache has seen: each later pass must "
+        "have one token. Pass the prompt in one piece (leave prefill_chunk_size out); a second turn needs a new cache, "
+        "or reset()"
+    )
+
+
 class StateCache(Cache):
-    """The cache of one method for `model.generate(past_key_values=...)`; a method's cache names its Config and State.
+    """Base class of the caches for `model.generate(past_key_values=...)`. A method's cache sets Config and State.
 
-    config: model.config. budget: the most tokens that a layer holds per row. attention_mask: the prompt's [B, T], 1 or
-    True for tokens, 0 for padding; needed only where the model is called without one. options: the method's Config's,
-    but for scale, which is the model's.
+    config: model.config. budget: the largest number of tokens per layer and row. attention_mask: the prompt's [B, T], 1
+    or True for tokens, 0 for padding; needed only if the model is called without one. options: those of the method's
+    Config except scale, which the model determines.
 
-    Layers with full attention evict; others (sliding windows, linear attention) keep transformers' own cache, and a
-    model with no layer that evicts gets a UserWarning. Greedy, sampling and beam search work; assisted decoding, which
-    must roll back, raises NotImplementedError.
+    Layers with full attention evict. Other layers (sliding windows, linear attention) keep transformers' cache; a model
+    without a layer that evicts gets a UserWarning. Greedy decoding, sampling and beam search are supported. Assisted
+    decoding requires a rollback and raises NotImplementedError.
 
-    A State that takes blocks (it has `append_block`) gets every forward pass as it comes, be it a prompt, a chunk of
-    one (`prefill_chunk_size`), or a second turn on the same cache; it cuts what is longer than its block_size. Padding
-    may lie anywhere. For any other State the first forward pass on an empty cache is its `prefill` and may hold
-    padding; all later tokens go through `step` one at a time, so a prompt in chunks is evicted as a stream is.
+    A State with `append_block` takes every forward pass, be it a prompt, a chunk of it (`prefill_chunk_size`) or a
+    second turn on the same cache, and splits it into blocks of block_size. Padding may be anywhere. For any other State
+    the first forward pass on an empty cache is the `prefill` and may have padding; all later tokens go through `step`
+    one at a time, so the later chunks of a prompt are evicted like generated tokens.
 
-    Raises TypeError or ValueError for bad arguments. While the model runs: RuntimeError if its attention is not
-    "kvtwin"; ValueError for masks of another length, outside torch.no_grad(), for tokens that transformers feeds a
-    second time, and for padding after the first pass where the State takes none; NotImplementedError for attention
+    TypeError or ValueError for invalid arguments. While the model runs: RuntimeError if its attention function is not
+    "kvtwin". ValueError for masks of the wrong length, outside of torch.no_grad(), for tokens that transformers passes
+    again, and for padding after the first pass if the State has no `append_block`. NotImplementedError for attention
     that the methods do not define (softcap, sinks, position bias, masks that are not causal, KV sharing between layers,
-    dropout). In graphs, compiled or captured, what asks for the mask's values is an assertion on the device
-    (`masks.require`).
+    dropout). In compiled or captured graphs, checks of mask elements are assertions on the device (`masks.require`).
     """
 
     Config: ClassVar[type[MethodConfig]]
@@ -277,9 +286,9 @@ class StateCache(Cache):
         self, config: PreTrainedConfig, *, budget: int, attention_mask: Tensor | None = None, **options: Any
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
-            raise TypeError(f"config must be the model's config, model.config, got {type(config).__name__}")
+            raise TypeError(f"config must be model.config, got {type(config).__name__}")
         if "scale" in options:
-            raise TypeError("scale is not an option here: the model says how it scales its logits")
+            raise TypeError("scale is not an option here: the model determines it")
         if getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
             raise NotImplementedError(_SHARING)
         self.config = self._method_config(budget, options)
@@ -291,7 +300,7 @@ class StateCache(Cache):
         if not any(isinstance(layer, StateLayer) for layer in layers):
             warnings.warn(
                 f"no layer of this {type(config).__name__} has full attention, so nothing will be evicted: "
-                f"{type(self).__name__} leaves sliding windows and linear attention as they are",
+                f"{type(self).__name__} does not change sliding windows and linear attention",
                 stacklevel=2,
             )
         super().__init__(layers=layers)
@@ -301,25 +310,28 @@ class StateCache(Cache):
         return self.Config(budget=budget, **options)
 
     def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
-        """The cache of the model's layer `number`, which has full attention."""
+        """Create the cache of layer `number`, which has full attention."""
         return StateLayer(self.config, self.State, mask)
 
     def activate_past_recording(self) -> None:
-        """Assisted decoding calls this first, meaning to `crop` what it must take back."""
-        raise NotImplementedError("evicted tokens cannot be brought back: no assisted or speculative decoding")
+        """NotImplementedError. Assisted decoding calls this first, to `crop` the cache later."""
+        raise NotImplementedError("evicted tokens cannot be restored: assisted decoding is not supported")
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
-            raise NotImplementedError("evicted tokens cannot be brought back: no crop(); reset() starts anew")
+            raise NotImplementedError(
+                "evicted tokens cannot be restored: crop() is not supported, reset() empties the cache"
+            )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        raise NotImplementedError("the number of rows is fixed by the first forward pass")
+        raise NotImplementedError("the first forward pass fixes the number of rows")
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        raise NotImplementedError("the number of rows is fixed by the first forward pass")
+        raise NotImplementedError("the first forward pass fixes the number of rows")
 
 
 def _as_mask(attention_mask: object) -> Tensor | None:
+    """Return an attention mask [B, T] as bool, or None."""
     if attention_mask is None:
         return None
     if not isinstance(attention_mask, Tensor):

@@ -1,10 +1,10 @@
-"""Where EpiKV meets transformers: scores come from hidden states of two bands of layers, and hold for all layers.
+"""EpiKV's cache adapter: scores come from hidden states of two bands of layers and hold for all layers.
 
-Hooks on the layers behind the bands see what the bands put out, as it passes (a layer's input is the output of the one
-before it; the model's last layer gets a hook on its output). One scorer serves the model: every layer's State has keys
-and values alone, in the slots that the scorer names. A forward pass ends when all layers that evict have attended and
-all bands were heard; then the new token is scored, and the next slot chosen, in one step of the scorer. Of hidden
-states nothing outlives the pass but each band's last token, in the scorer. Both sides share this, and no mathematics.
+Hooks read the outputs of the layers in the bands: as the input of the next layer, or with a forward hook on the model's
+last layer. One scorer serves the model, and the State of each layer has only keys and values, in the slots that the
+scorer assigns. A forward pass ends when all layers that evict have attended and all hooks have run. Then one step of
+the scorer scores the new token and selects the next slot. Only the last hidden state of each layer in the bands is
+stored after the pass, in the scorer. Both sides share this module, which contains no mathematics.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..contract import MethodConfig, check_integer
+from .._validate import check_integer
+from ..contract import MethodConfig
 from ..epikv.contract import BANDS, EpiKVConfig, band_layers
 from .masks import MaskSpec
-from .plug import StateCache, StateLayer
+from .plug import StateCache, StateLayer, one_token_per_pass
 
 Bands = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Passes:
-    """What the layers and the hooks of a model hand in during a forward pass. bands: numbers of layers."""
+    """Collects the layers and hidden states of a forward pass. bands: the layers of both bands."""
 
     def __init__(self, bands: Bands, state_class: type[Any], scorer_class: type[Any], hidden_size: int) -> None:
         self.bands, self.layers = bands, set[int]()
@@ -36,13 +37,13 @@ class Passes:
         self.clear()
 
     def clear(self) -> None:
-        """Forget a forward pass, also one that was interrupted."""
+        """Forget the current forward pass."""
         self._attended: set[int] = set()
-        self._heard: dict[int, Tensor | None] = {}
+        self._hidden: dict[int, Tensor | None] = {}
         self._prompt: Tensor | None = None
 
     def make_state(self, config: EpiKVConfig, **sizes: Any) -> Any:
-        """A layer's State; the first layer's also makes the scorer, unless there is one that fits."""
+        """Create a layer's State. The first layer also creates the scorer, unless the current one fits."""
         shared = {name: sizes[name] for name in ("batch", "dtype", "device")}
         if shared != self._made:
             if self._attended:
@@ -58,39 +59,39 @@ class Passes:
         return self._state_class(config, scorer=self.scorer, **sizes)
 
     def begin_prompt(self, occupied: Tensor) -> None:
-        """The first layer that evicts is about to take in a prompt, [B, T]."""
+        """Assign slots to a prompt, occupied [B, T], before the first layer stores it."""
         if self._prompt is None:
             self.scorer.check_prompt(occupied)
             self.scorer.admit(occupied, None)
             self._prompt = occupied
 
     def attended(self, number: int) -> None:
-        """A layer is through with the pass's tokens."""
+        """Record that layer `number` has attended."""
         self._attended.add(number)
         self._end()
 
-    def hear(self, number: int, hidden: Tensor) -> None:
-        """What layer `number` puts out in this pass, [B, Q, C]."""
+    def observe(self, number: int, hidden: Tensor) -> None:
+        """Record the output of layer `number` in this pass, [B, Q, C]."""
         for place, layer in enumerate((*self.bands[0], *self.bands[1])):
             if layer != number:
                 continue
             if self._prompt is not None:
                 self.scorer.observe(place, hidden, self._prompt)
-                self._heard[place] = None
+                self._hidden[place] = None
             else:
-                self._heard[place] = hidden[:, -1]
+                self._hidden[place] = hidden[:, -1]
         self._end()
 
     def _end(self) -> None:
-        """Once the last of them came."""
+        """Advance the scorer once all layers and hidden states are recorded."""
         first, second = map(len, self.bands)
-        if self._attended < self.layers or len(self._heard) < first + second:
+        if self._attended < self.layers or len(self._hidden) < first + second:
             return
-        heard, prompt = [self._heard[place] for place in range(first + second)], self._prompt
+        recorded, prompt = [self._hidden[place] for place in range(first + second)], self._prompt
         self.clear()
         if prompt is None:
-            states = [hidden for hidden in heard if hidden is not None]
-            # A band of one layer is not copied, and one of none is as if it were.
+            states = [hidden for hidden in recorded if hidden is not None]
+            # A band of one layer is a view; an empty band has L = 0.
             one = states[0][:, None] if first == 1 else torch.stack(states[:first], 1)
             other = states[first:]
             if len(other) > 1:
@@ -100,7 +101,7 @@ class Passes:
 
 
 class BandLayer(StateLayer):
-    """One layer's cache: keys and values in the slots of the model's scorer. number: the layer's, in the model."""
+    """The cache of layer `number`: keys and values in the slots of the model's scorer."""
 
     def __init__(self, config: MethodConfig, passes: Passes, attention_mask: Tensor | None, number: int) -> None:
         super().__init__(config, passes.make_state, attention_mask)  # type: ignore[arg-type]
@@ -114,18 +115,14 @@ class BandLayer(StateLayer):
             whole = torch.ones(key.shape[0], count, dtype=torch.bool, device=key.device)
             self._passes.begin_prompt(whole if occupied is None else occupied)
         elif count > 1:
-            raise NotImplementedError(
-                f"{count} tokens came in one forward pass after the {seen} that EpiKV's cache has seen, but a decode "
-                "step is one token: the prompt must come whole (leave prefill_chunk_size out), and a second turn needs "
-                "a new cache, or reset()"
-            )
+            raise one_token_per_pass("EpiKV", count, seen)
         output = super()._in_steps(query, key, value, spec, occupied, seen)
         self._passes.attended(self._number)
         return output
 
 
 class HiddenStateCache(StateCache):
-    """EpiKV's cache; a side names its State and its Scorer. See `StateCache`."""
+    """Base class of EpiKV's caches. Each side sets State and Scorer. See `StateCache`."""
 
     Config = EpiKVConfig
     Scorer: ClassVar[type[Any]]
@@ -135,10 +132,10 @@ class HiddenStateCache(StateCache):
         attention_mask: Tensor | None = None, **options: Any,
     ) -> None:
         if not isinstance(model, PreTrainedModel):
-            raise TypeError(f"model must be the model itself, since hooks go into it, got {type(model).__name__}")
+            raise TypeError(f"model must be the model itself, which gets hooks, got {type(model).__name__}")
         for name in ("bands", "hidden_size"):
             if name in options:
-                raise TypeError(f"{name} is not an option here: the model says it, and layers= the layers of the bands")
+                raise TypeError(f"{name} is not an option here: the model and layers= determine it")
         self._passes: Passes | None = None
         self._hooks = lambda: None
         text = model.config.get_text_config(decoder=True)
@@ -158,9 +155,9 @@ class HiddenStateCache(StateCache):
             self._passes.layers = {n for n, layer in enumerate(self.layers) if isinstance(layer, BandLayer)}
             first = min(number for band in bands for number in band)
             if not self._passes.layers or min(self._passes.layers) > first:
-                raise NotImplementedError(f"no layer evicts at or before layer {first}, which EpiKV hears first")
+                raise NotImplementedError(f"no layer evicts at or before layer {first}, the first one that EpiKV reads")
             handles = install(model, self._passes, weakref.ref(self))
-            # Called once: by close(), or when the cache is no more.
+            # Runs once: in close(), or when the cache is deleted.
             self._hooks = weakref.finalize(self, remove, handles)
 
     def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
@@ -169,7 +166,7 @@ class HiddenStateCache(StateCache):
         return BandLayer(self.config, self._passes, mask, number)
 
     def close(self) -> None:
-        """Take the hooks out of the model. A cache that is closed takes in no more tokens; closing twice is no harm."""
+        """Remove the hooks from the model. A closed cache cannot take more tokens. Closing it again has no effect."""
         self._hooks()
 
     def __enter__(self) -> HiddenStateCache:
@@ -179,7 +176,9 @@ class HiddenStateCache(StateCache):
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise NotImplementedError("EpiKV's cache has hooks in its model, which a copy would lack: make a new cache")
+        raise NotImplementedError(
+            "EpiKV's cache has hooks in its model, which a copy would not have: create a new cache"
+        )
 
     def reset(self) -> None:
         """Forget every token."""
@@ -190,14 +189,15 @@ class HiddenStateCache(StateCache):
                 self._passes.scorer.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b becomes what row beam_idx[b] was; [B] of any integer type."""
+        """Replace row b by row beam_idx[b]: beam_idx [B] of any integer dtype."""
         super().reorder_cache(beam_idx)
         if self._passes is not None and self._passes.scorer is not None:
             self._passes.scorer.reorder(beam_idx.to(self._passes.scorer.device, torch.int64))
 
 
 def check_bands(layers: object, policy: str, count: int) -> Bands:
-    """The numbers of the layers of both bands of a model of `count` layers: given, or those of the paper, scaled."""
+    """The layers of both bands in a model of `count` layers: `layers`, or the paper's, scaled to the model, for None.
+    """
     if layers is None:
         bands = band_layers(policy, count)
         if set(bands[0]) & set(bands[1]):
@@ -221,20 +221,23 @@ def check_bands(layers: object, policy: str, count: int) -> Bands:
 
 
 def install(model: PreTrainedModel, passes: Passes, owner: Callable[[], Any]) -> list[Any]:
-    """Hooks that tell `passes` what the layers of the bands put out, in forward passes on the cache that `owner` gives.
-    They keep neither it nor the model alive."""
+    """Register hooks that pass the outputs of the layers in the bands to `passes`. Returns their handles.
+
+    owner: returns the cache or None. The hooks ignore forward passes on any other cache, and keep neither the cache nor
+    the model alive.
+    """
     modules = model.get_decoder().layers
 
-    def hear(number: int, hidden: Any, kwargs: dict[str, Any]) -> None:
+    def observe(number: int, hidden: Any, kwargs: dict[str, Any]) -> None:
         cache = owner()
         if cache is not None and kwargs.get("past_key_values") is cache:
-            passes.hear(number, hidden[0] if isinstance(hidden, tuple) else hidden)
+            passes.observe(number, hidden[0] if isinstance(hidden, tuple) else hidden)
 
     def before(number: int) -> Callable[..., None]:
-        return lambda module, args, kwargs: hear(number, args[0] if args else kwargs["hidden_states"], kwargs)
+        return lambda module, args, kwargs: observe(number, args[0] if args else kwargs["hidden_states"], kwargs)
 
     def after(number: int) -> Callable[..., None]:
-        return lambda module, args, kwargs, output: hear(number, output, kwargs)
+        return lambda module, args, kwargs, output: observe(number, output, kwargs)
 
     return [
         modules[number + 1].register_forward_pre_hook(before(number), with_kwargs=True)
@@ -244,5 +247,6 @@ def install(model: PreTrainedModel, passes: Passes, owner: Callable[[], Any]) ->
 
 
 def remove(handles: list[Any]) -> None:
+    """Remove hooks."""
     for handle in handles:
         handle.remove()

@@ -1,6 +1,6 @@
-"""Where SyncKV's State meets transformers: each layer has its own clusters, found by looking at the model once.
+"""SyncKV's cache adapter: each layer has its own head clusters, measured on the model in advance.
 
-Both sides share this, and no mathematics: what weights are, and which heads look alike, is each side's own.
+Both sides share this module, which contains no mathematics: each side has its own weights and similarities.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..contract import check_flag, check_integer
+from .._validate import check_flag, check_integer
 from ..synckv.contract import HeadClusters, SyncKVConfig
 from .plug import StateCache, StateLayer
 
-#: The attention that looks at a model's queries and keys, while `watching`.
+#: The attention function that passes queries and keys to observers, active within `watching`.
 WATCH = "kvtwin_watch"
 Observe = Callable[[int, Tensor, Tensor, float, Tensor], None]
 
@@ -32,10 +32,11 @@ def _watched(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' sdpa attention; observers get layer, query [B, Hq, T, D], key [B, Hkv, T, D], scale and mask."""
+    """transformers' sdpa attention. Observers get layer, query [B, Hq, T, D], key [B, Hkv, T, D], scale and mask [B,
+    T]."""
     real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
     if isinstance(attention_mask, Tensor):
-        # The newest token sees all but padding.
+        # The newest token attends to all tokens but padding.
         real = attention_mask[:, 0, -1].bool().expand(real.shape)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     for observe in _observers:
@@ -52,7 +53,7 @@ AttentionMaskInterface.register(WATCH, sdpa_mask)
 
 @contextmanager
 def watching(model: Any, observe: Observe) -> Iterator[None]:
-    """Inside, every layer of full attention shows its queries and keys; afterwards the model is as it was."""
+    """Within this context, every layer of full attention passes its queries and keys to `observe`."""
     before = model.config._attn_implementation
     model.set_attn_implementation(WATCH)
     _observers.append(observe)
@@ -68,11 +69,11 @@ def layer_similarities(
     log_weights: Callable[[Tensor, Tensor, Tensor, float], Tensor],
     head_similarity: Callable[..., Tensor],
 ) -> list[Tensor]:
-    """The mean similarity of each layer's heads (SyncKV eq. 2), [Hkv, Hkv] float64, first layer first.
+    """The mean similarity of the heads in each layer (SyncKV eq. 2), [Hkv, Hkv] float64, first layer first.
 
-    texts: input ids [B, T], or what the model takes by keyword, padded on the left if at all. Of each text the last
-    `steps` tokens attend, each to what comes before it. One layer is looked at at a time, and of a layer one token's
-    weights for each row: no matrix of attention is kept.
+    texts: input ids [B, T], or the model's keyword arguments; padding must be on the left. For each of the last `steps`
+    tokens of a text, the weights of this token and all earlier ones count. Layers are processed one at a time, and
+    within a layer one token at a time, so no attention matrix is stored. ValueError without any token.
     """
     check_integer("k", k, minimum=1)
     check_integer("steps", steps, minimum=1)
@@ -95,12 +96,12 @@ def layer_similarities(
         for text in texts:
             model(use_cache=False, **({"input_ids": text} if isinstance(text, Tensor) else text))
     if not totals:
-        raise ValueError("texts must hold at least one text, with a token that is no padding")
+        raise ValueError("texts must hold at least one text with a token that is not padding")
     return [totals[layer] / counts[layer] for layer in sorted(totals)]
 
 
 class SyncCache(StateCache):
-    """SyncKV's cache; a side names its State. See `StateCache`."""
+    """Base class of SyncKV's caches. Each side sets State. See `StateCache`."""
 
     def __init__(
         self, config: PreTrainedConfig, *, k: int, head_clusters: Sequence[HeadClusters] | None = None,
@@ -108,17 +109,17 @@ class SyncCache(StateCache):
     ) -> None:
         self._spread = check_flag("spread", spread)
         if spread and "phase" in options:
-            raise TypeError("phase is not an option beside spread, which gives each layer its own")
+            raise TypeError("phase is not an option beside spread, which gives each layer its own phase")
         self._clusters = None if head_clusters is None else check_layers(head_clusters, config)
         if self._clusters is not None and "clusters" in options:
-            raise TypeError("clusters is not an option beside head_clusters, which says how many there are")
+            raise TypeError("clusters is not an option beside head_clusters, which determines it")
         super().__init__(config, budget=k, attention_mask=attention_mask, **options)
 
     def _method_config(self, budget: int, options: dict[str, Any]) -> SyncKVConfig:
         return SyncKVConfig(budget, **options)
 
     def join(self) -> None:
-        """What is launched from here on finds all tokens where they belong: with offload, the end of a capture."""
+        """Wait for pending transfers to host memory. With offload, call this at the end of a CUDA graph capture."""
         for layer in self.layers:
             if isinstance(layer, StateLayer) and layer.state is not None:
                 layer.state.join()
@@ -132,25 +133,26 @@ class SyncCache(StateCache):
         clusters = self._clusters[number]
         config = replace(config, clusters=len(clusters.representatives))
         state: Any = self.State
-        made: Any = partial(state, head_clusters=clusters)
-        return StateLayer(config, made, mask)
+        with_clusters: Any = partial(state, head_clusters=clusters)
+        return StateLayer(config, with_clusters, mask)
 
 
 def check_layers(head_clusters: object, config: object) -> tuple[HeadClusters, ...]:
-    """One HeadClusters for each layer of the model, of its heads."""
+    """Return one HeadClusters per layer of the model, with one label per KV head."""
     if not isinstance(head_clusters, (tuple, list)) or not all(isinstance(one, HeadClusters) for one in head_clusters):
         raise TypeError(f"head_clusters must be a sequence of HeadClusters, one per layer, got {head_clusters!r}")
     if isinstance(config, PreTrainedConfig):
         sizes = config.get_text_config(decoder=True)
         if len(head_clusters) != sizes.num_hidden_layers:
             raise ValueError(
-                f"head_clusters must be of the model's {sizes.num_hidden_layers} layers, got {len(head_clusters)}"
+                f"head_clusters needs one entry per layer of the model: expected {sizes.num_hidden_layers}, "
+                f"got {len(head_clusters)}"
             )
         heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
         for number, clusters in enumerate(head_clusters):
             if len(clusters.labels) != heads:
                 raise ValueError(
-                    f"head_clusters[{number}] must be of the model's {heads} KV heads, got {len(clusters.labels)} "
-                    "labels"
+                    f"head_clusters[{number}] needs one label per KV head: expected {heads}, got "
+                    f"{len(clusters.labels)}"
                 )
     return tuple(head_clusters)

@@ -1,9 +1,10 @@
-"""Where ThinKV's State meets transformers: a window's thought is told from several layers at once (section 3.1.3).
+"""ThinKV's cache adapter: the sparsity of several layers determines the thought type (section 3.1.3).
 
-Every layer drives a State of its own, as in `plug`, without edges: none judges by its own sparsity alone. In the
-forward pass that begins a window the layers hand in their states as they come; with the last one, the sparsities of the
-layers L* become the thought types of the rows, which all states then get. Both sides share this, and no mathematics:
-what the sparsities say is the side's own `classify`.
+Each layer has its own State, as in `plug`, but without edges, so no State classifies its own sparsity. In the forward
+pass that begins a segment, each layer passes its State to a `Window`. After the last layer, the sparsities of the
+layers L* are classified, and all States get the thought types of the rows. Both sides share this module, which contains
+no
+mathematics: each side has its own `classify`.
 """
 
 from __future__ import annotations
@@ -14,45 +15,47 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..contract import check_integer
-from ..thinkv.contract import ThinKVConfig, Thresholds, check_edges
+from .._validate import check_integer
+from ..thinkv._validate import check_edges
+from ..thinkv.contract import ThinKVConfig
+from ..thinkv.types import Thresholds
 from .masks import MaskSpec
-from .plug import StateCache, StateLayer
+from .plug import StateCache, StateLayer, one_token_per_pass
 
 
 class Window:
-    """What the layers that evict hand in during a forward pass that begins a window.
+    """Collects the States of all layers that evict, in a forward pass that begins a segment.
 
-    It holds states from the first layer of such a pass to the last, and none in between: layers and states know nothing
-    of each other.
+    It holds States from the first layer of such a pass to the last, and none at other times.
     """
 
     def __init__(
         self, thresholds: Thresholds, classify: Callable[[Sequence[Tensor], tuple[float, float]], Tensor]
     ) -> None:
         self._thresholds, self._classify = thresholds, classify
-        self.layers: set[int] = set()               # those that evict
+        self.layers: set[int] = set()               # the layers that evict
         self._states: dict[int, Any] = {}
 
     def enter(self, layer: int, state: Any) -> None:
-        """A layer has made the first step of a window; with the last layer, all get to know its thought type."""
+        """Add a layer's State after the first step of a segment. After the last layer, assign the thought types to all.
+        """
         self._states[layer] = state
         if self._states.keys() < self.layers:
             return
         states, self._states = self._states, {}
         sparsity = [states[number].sparsity for number in self._thresholds.layers]
-        together = [one.to(sparsity[0].device) for one in sparsity]
-        thought = self._classify(together, self._thresholds.edges)                      # [B]
+        on_one_device = [one.to(sparsity[0].device) for one in sparsity]
+        thought = self._classify(on_one_device, self._thresholds.edges)                      # [B]
         for state in states.values():
             state.thought.copy_(thought)
 
     def clear(self) -> None:
-        """Forget a forward pass that was interrupted."""
+        """Forget the current forward pass."""
         self._states = {}
 
 
 class ThoughtLayer(StateLayer):
-    """One layer's cache, which knows where windows begin. number: the layer's, in the model."""
+    """The cache of layer `number`, which adds its State to `window` when a segment begins."""
 
     def __init__(
         self, config: ThinKVConfig, state_class: type[Any], attention_mask: Tensor | None, number: int,
@@ -60,21 +63,17 @@ class ThoughtLayer(StateLayer):
     ) -> None:
         super().__init__(config, state_class, attention_mask)
         self._number, self._window, self._tau = number, window, config.tau
-        self._prompt = 0                            # its tokens, padding included
+        self._prompt = 0                            # its number of tokens, padding included
 
     def _in_steps(
         self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, occupied: Tensor | None, seen: int
     ) -> Tensor:
-        """`prefill`, or the one step of a forward pass, all of whose layers must be through before the next."""
+        """Pass the first tokens to `prefill`, later ones to `step`. NotImplementedError for several later tokens."""
         count = key.shape[2]
         if seen == 0:
             self._prompt = count
         elif count > 1:
-            raise NotImplementedError(
-                f"{count} tokens came in one forward pass after the {seen} that ThinKV's cache has seen, but a decode "
-                "step is one token: the prompt must come whole (leave prefill_chunk_size out), and a second turn needs "
-                "a new cache, or reset()"
-            )
+            raise one_token_per_pass("ThinKV", count, seen)
         output = super()._in_steps(query, key, value, spec, occupied, seen)
         if self._window is not None and seen and (seen - self._prompt) % self._tau == 0:
             self._window.enter(self._number, self.state)
@@ -87,7 +86,7 @@ class ThoughtLayer(StateLayer):
 
 
 class ThoughtCache(StateCache):
-    """ThinKV's cache; a side names its State, and says what several layers' sparsities mean. See `StateCache`."""
+    """Base class of ThinKV's caches. Each side sets State and classify. See `StateCache`."""
 
     Config = ThinKVConfig
 
@@ -97,7 +96,7 @@ class ThoughtCache(StateCache):
     ) -> None:
         if "edges" in options:
             raise TypeError(
-                "edges is not an option here: thresholds=Thresholds(layers, edges) says whose sparsity they are for"
+                "edges is not an option here: thresholds=Thresholds(layers, edges) also has their layers"
             )
         self.thresholds = None if thresholds is None else check_thresholds(thresholds)
         self._window = None if self.thresholds is None else Window(self.thresholds, self.classify)
@@ -105,8 +104,8 @@ class ThoughtCache(StateCache):
         for name in ("tau", "group"):
             if getattr(self.config, name) < 2:
                 raise ValueError(
-                    f"{name} must be at least 2 here, got {getattr(self.config, name)}: a window's first token waits "
-                    "in the buffer until the last layer has had its say"
+                    f"{name} must be at least 2 here, got {getattr(self.config, name)}: the first token of a segment "
+                    "must stay in the buffer until the last layer has attended"
                 )
         if self._window is not None and self.thresholds is not None:
             self._window.layers = {n for n, layer in enumerate(self.layers) if isinstance(layer, ThoughtLayer)}
@@ -114,7 +113,7 @@ class ThoughtCache(StateCache):
 
     @staticmethod
     def classify(sparsity: Sequence[Tensor], edges: tuple[float, float]) -> Tensor:
-        """The thought types [B] int64 that go with the sparsities [B] of some layers."""
+        """The thought types [B] int64 for the sparsities [B] of several layers."""
         raise NotImplementedError
 
     def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
@@ -123,7 +122,7 @@ class ThoughtCache(StateCache):
 
 
 def check_thresholds(value: object) -> Thresholds:
-    """Thresholds, with at least one layer, none twice, and edges that ascend."""
+    """Return Thresholds with at least one layer, no layer twice, and ascending edges."""
     if not isinstance(value, tuple) or len(value) != len(Thresholds._fields):
         raise TypeError(f"thresholds must be Thresholds(layers, edges) or None, got {value!r}")
     layers, edges = value
@@ -137,7 +136,7 @@ def check_thresholds(value: object) -> Thresholds:
 
 
 def check_layers(layers: Sequence[int], evicting: set[int], count: int) -> None:
-    """ValueError unless all of `layers` evict, of a model of `count` layers."""
+    """ValueError unless all of `layers` are among the `evicting` layers of a model of `count` layers."""
     for number in layers:
         if number not in evicting:
             what = "has no full attention, so its cache does not evict" if number < count else "does not exist"

@@ -15,22 +15,23 @@ from .plug_synckv import SyncCache, layer_similarities
 
 
 class SyncKVCache(SyncCache):
-    """A SyncKV cache for `generate`, in float64 to bfloat16: no token is evicted, but most heads attend to few.
+    """A SyncKV cache for `generate`, in float64 to bfloat16. No token is evicted, but most heads attend to few tokens.
 
         model.set_attn_implementation("kvtwin")
         clusters = head_clusters(model, texts, k=64)
         cache = SyncKVCache(model.config, k=1024, head_clusters=clusters, max_tokens=32768)
         model.generate(ids, past_key_values=cache)
 
-    k: tokens that a head attends to which does not look for itself, beside the newest ones. head_clusters: of each
-    layer of the model its clusters, as `head_clusters` finds them and `HeadClusters.save` keeps them; None: heads in
-    `clusters` runs, as `resolve_clusters` says, of a model that was not looked at. The other options are
-    SyncKVConfig's: rho, stride, phase, clusters, exclude_static, max_tokens, offload. spread=True: layer i has the
-    phase i mod stride, so that layers anticipate by turns. Each layer's `cache.layers[i].state` is a `SyncKVState`.
+    k: the number of selected tokens that a head other than the R-heads attends to, besides the newest ones.
+    head_clusters: the clusters of each layer, from `head_clusters` or a file of `HeadClusters.save`. None: `clusters`
+    runs of neighboring heads, as in `resolve_clusters`, without measured similarities.
+    spread: True gives layer i the phase i mod stride, so that layers anticipate at different steps.
+    Other options, as in SyncKVConfig: rho, stride, phase, clusters, exclude_static, max_tokens, offload. The slots are
+    in `cache.layers[i].state`, a `SyncKVState`.
 
-    The first forward pass is the prompt, which R-heads choose from; all later tokens are decode steps, one at a time,
-    be they a further chunk of the prompt. ValueError beyond max_tokens, and for clusters of other layers or heads.
-    Other arguments, padding and errors: `StateCache`.
+    The first forward pass is the prompt, from which R-heads select tokens. All later tokens are decode steps, also
+    those of a second chunk of the prompt. ValueError beyond max_tokens tokens, and for clusters that do not fit the
+    model's layers and heads. Other arguments, padding and errors: `StateCache`.
     """
 
     State = SyncKVState
@@ -39,10 +40,11 @@ class SyncKVCache(SyncCache):
 def head_clusters(
     model: Any, texts: Iterable[Tensor | Mapping[str, Tensor]], *, k: int, clusters: int = 2, steps: int = 64
 ) -> tuple[HeadClusters, ...]:
-    """A model's clusters (SyncKV B.1), first layer first, for models all of whose layers have full attention.
+    """The head clusters of each layer of a model (SyncKV B.1), first layer first. All layers must have full attention.
 
-    texts: input ids [B, T] or the model's keyword arguments, on its device; the last `steps` tokens of each are looked
-    at, with the k tokens that they attend to most. See `plug_synckv.layer_similarities`, which keeps no attention.
+    texts: input ids [B, T], or the model's keyword arguments, on the model's device. The similarity of heads is
+    measured on the last `steps` tokens of each text, by the k tokens with the largest weights. No attention matrix is
+    stored; see `plug_synckv.layer_similarities`.
     """
     found = layer_similarities(
         model, texts, k=k, steps=steps, log_weights=log_weights, head_similarity=head_similarity

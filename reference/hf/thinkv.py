@@ -13,29 +13,28 @@ from .plug_thinkv import ThoughtCache
 
 
 class ThinKVCache(ThoughtCache):
-    """A ThinKV cache for `generate`, with quantized tokens of which `budget` per layer and row are to stay, in float64
-    to bfloat16.
+    """A ThinKV cache for `generate`: about `budget` quantized tokens per layer and row, in float64 to bfloat16.
 
         model.set_attn_implementation("kvtwin")
         cache = ThinKVCache(model.config, budget=1024, thresholds=Thresholds(layers=(3, 7), edges=(0.5, 0.8)))
         model.generate(ids, past_key_values=cache)
 
-    thresholds: what `calibrate` finds for this model. At decode steps 0, tau, 2 tau, ... the sparsity averaged over
-    thresholds.layers, by their numbers in the model, says for every row what kind of thought the tau tokens from this
-    one on belong to, in all layers. None: they are reasoning, unless the user writes `layer.state.thought[:]` after a
-    window's first step. budget: what eviction aims at; the floor of each segment wins over it (`state.over_budget`).
-    The other options are ThinKVConfig's, but for edges: tau and group of at least 2, block, retention, formats,
-    sparsity_threshold, max_tokens. Slots are in `cache.layers[i].state`, a `ThinKVState`.
+    thresholds: the result of `calibrate` for this model. At decode steps 0, tau, 2 tau, ... the sparsity averaged over
+    thresholds.layers determines the thought type of the next tau tokens of each row, in all layers. None: all tokens
+    are reasoning, unless the caller assigns `layer.state.thought[:]` after the first step of a segment.
+    budget: the number of tokens that eviction aims at. Each segment keeps a minimum even beyond it
+    (`state.over_budget`). Other options, as in ThinKVConfig except edges: tau and group (at least 2), block, retention,
+    formats, sparsity_threshold, max_tokens. The slots are in `cache.layers[i].state`, a `ThinKVState`.
 
-    The first forward pass is the prompt, and every later one brings one token; one that brings more raises
-    NotImplementedError (a later chunk of prefill_chunk_size, a second turn). ValueError for layers that do not exist or
-    do not evict, and beyond max_tokens. Where windows begin is counted on the host: a forward pass captured as a CUDA
-    graph stands for steps within a window only. Other arguments, padding and errors: `StateCache`.
+    The first forward pass is the prompt, and every later pass must have one token: a second chunk of prefill_chunk_size
+    or a second turn raises NotImplementedError. ValueError for layers that do not exist or do not evict, and beyond
+    max_tokens tokens. The host counts the steps, so a forward pass captured in a CUDA graph may only replace steps
+    within a segment. Other arguments, padding and errors: `StateCache`.
     """
 
     State = ThinKVState
 
     @staticmethod
     def classify(sparsity: Sequence[Tensor], edges: tuple[float, float]) -> Tensor:
-        """Section 3.1.3: the thought types [B] by the mean of the layers' sparsities [B]."""
+        """The thought types [B] by the mean of the layers' sparsities [B] (section 3.1.3)."""
         return classify(torch.stack(list(sparsity)).mean(0), edges)

@@ -1,7 +1,7 @@
-"""SyncKV's functions: which tokens a few heads find important, for the heads that are like them.
+"""SyncKV: a few representative heads attend to all tokens and select tokens for the other heads.
 
 Paper: "SyncKV: A Syncopated Scheduling Approach to KV Cache Compression for Efficient Long-Context LLM Inference".
-Heads here are KV heads; R-heads the representative ones, one per cluster.
+"Head" means KV head. Similar heads form a cluster; the representative head of a cluster is its R-head.
 """
 
 from .contract import HeadClusters, SyncKVConfig, SyncKVSetsResult

@@ -1,4 +1,4 @@
-"""How alike heads are, and which of them stand for which (sections 3.1 and 4.1, B.1)."""
+"""Similarity of heads, and their clusters (sections 3.1 and 4.1, B.1)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .contract import HeadClusters, check_heads_attention, check_sets, check_similarity
+from ._validate import check_heads_attention, check_sets, check_similarity
+from .contract import HeadClusters
 from .sets import best_of
 
-#: Rounds of k-means.
+#: Iterations of k-means.
 ITERATIONS = 20
 
 
 def overlap(first: Tensor, second: Tensor) -> Tensor:
-    """The overlap coefficient of index sets: the share of the smaller one that the other holds too (eq. 1).
+    """The overlap coefficient of index sets: the size of the intersection over that of the smaller set (eq. 1).
 
-    first [..., N], second [..., M] int64: distinct tokens, -1 for none. Returns [...] float64, from 0 to 1.
-    TypeError, ValueError for bad arguments, an empty set among them.
+    first [..., N], second [..., M] int64: distinct tokens, -1 for none. Returns [...] float64, from 0 to 1. TypeError
+    or ValueError for invalid arguments, including empty sets.
     """
     check_sets(first, second)
     common = ((first[..., :, None] == second[..., None, :]) & (first >= 0)[..., None]).sum((-1, -2))
@@ -27,12 +28,12 @@ def overlap(first: Tensor, second: Tensor) -> Tensor:
 
 
 def head_similarity(attention: Tensor, k: int, *, occupied: Tensor | None = None) -> Tensor:
-    """How much the k tokens that two heads attend to most are the same, on average over steps and data (eq. 2).
+    """The overlap of the top-k tokens of each pair of heads, averaged over steps and data (eq. 2).
 
-    attention [steps, Hkv, n] floating, weights of each KV head or anything that ranks tokens alike; of equals the
-    lowest index comes first, NaN last. occupied [steps, n] bool: the tokens that there are at a step, default all; of a
-    step with fewer than k all are taken. Returns [Hkv, Hkv] float64, symmetric, 1 on the diagonal.
-    TypeError, ValueError for bad arguments, a step without tokens among them.
+    attention [steps, Hkv, n] floating: the weights of each KV head, or any scores that rank tokens equally; ties go to
+    the lowest index, NaN ranks lowest. occupied [steps, n] bool: the tokens that exist at a step, by default all. A
+    step with fewer than k tokens contributes all of them. Returns [Hkv, Hkv] float64, symmetric, 1 on the diagonal.
+    TypeError or ValueError for invalid arguments, including steps without tokens.
     """
     check_heads_attention(attention, k, occupied)
     candidates = torch.ones_like(attention, dtype=torch.bool)
@@ -43,19 +44,19 @@ def head_similarity(attention: Tensor, k: int, *, occupied: Tensor | None = None
     share = torch.stack([
         torch.stack([overlap(best[:, i], best[:, j]) for j in range(heads)]) for i in range(heads)
     ])                                                                                  # [Hkv, Hkv, steps]
-    # Divided by a tensor: a number would be multiplied by its rounded inverse on a GPU, and the diagonal miss 1.
+    # Divide by a tensor: on a GPU, division by a number multiplies by its rounded inverse, and the diagonal is not 1.
     return share.sum(-1) / share.new_tensor(share.shape[-1])
 
 
 def cluster_heads(similarity: Tensor, clusters: int) -> HeadClusters:
-    """Heads that look at the same tokens, and of each cluster the one nearest to its centroid (B.1, steps 3 and 4).
+    """Clusters of similar heads, each represented by the head nearest to its centroid (B.1, steps 3 and 4).
 
-    similarity [Hkv, Hkv] floating, symmetric, the diagonal included; clusters from 1 to Hkv. k-means on the rows of
-    max(S) - S in float64: the first centre is head 0, each further one the head farthest from its nearest centre; then
-    ITERATIONS times every head goes to the nearest centre, and centres become means. A cluster that no head goes to
-    takes the head that is farthest from its own centre, of those that do not stand alone. All ties go to the lowest
-    index, that of a cluster of two, both equally near to its centroid, too. All sums run in ascending order.
-    TypeError, ValueError for bad arguments.
+    similarity [Hkv, Hkv] floating, symmetric, with the diagonal; clusters from 1 to Hkv. k-means in float64 on the rows
+    of max(S) - S: the first center is head 0, each further one is the head farthest from its nearest center. ITERATIONS
+    times, each head joins the nearest center, and each center moves to the mean of its heads. A cluster without heads
+    takes the head that is farthest from its own center, unless that head is alone in its cluster. Ties go to the lowest
+    index, also in a cluster of two, whose heads are equally near to the centroid. Sums run in ascending order of heads.
+    TypeError or ValueError for invalid arguments.
     """
     clusters = check_similarity(similarity, clusters)
     similarity = similarity.detach().cpu().double()
@@ -63,19 +64,19 @@ def cluster_heads(similarity: Tensor, clusters: int) -> HeadClusters:
     chosen = [0]
     while len(chosen) < clusters:
         chosen.append(int(_first(_distances(row, row[chosen]).amin(1))))
-    centre = row[chosen]
+    center = row[chosen]
     for _ in range(ITERATIONS):
-        label = _assign(_distances(row, centre), clusters)
+        label = _assign(_distances(row, center), clusters)
         member = label == torch.arange(clusters)[:, None]                               # [clusters, Hkv]
-        centre = torch.stack([_in_order(row[heads]) / int(heads.sum()) for heads in member])
-    distance = _distances(row, centre).T.masked_fill(~member, torch.inf)
-    # Two heads are equally near to their mean, whatever it is rounded to.
+        center = torch.stack([_in_order(row[heads]) / int(heads.sum()) for heads in member])
+    distance = _distances(row, center).T.masked_fill(~member, torch.inf)
+    # Two heads are equally near to their mean; rounding must not decide between them.
     distance = distance.masked_fill(member & (member.sum(1, keepdim=True) <= 2), 0)
     return HeadClusters(tuple(label.tolist()), tuple(int(_first(-row)) for row in distance))
 
 
 def _assign(distance: Tensor, clusters: int) -> Tensor:
-    """The cluster of each head, none of them empty: distance [Hkv, clusters] -> [Hkv]."""
+    """Assign each head to a cluster, leaving none empty: distance [Hkv, clusters] -> [Hkv] int64."""
     label = torch.stack([_first(-row) for row in distance])
     for cluster in range(clusters):
         if not bool((label == cluster).any()):
@@ -85,13 +86,13 @@ def _assign(distance: Tensor, clusters: int) -> Tensor:
     return label
 
 
-def _distances(row: Tensor, centre: Tensor) -> Tensor:
-    """Squared Euclidean distances: row [Hkv, F], centre [C, F] -> [Hkv, C]."""
-    return _in_order((row.T[:, :, None] - centre.T[:, None, :]).square())
+def _distances(row: Tensor, center: Tensor) -> Tensor:
+    """Squared Euclidean distances: row [Hkv, F], center [C, F] -> [Hkv, C]."""
+    return _in_order((row.T[:, :, None] - center.T[:, None, :]).square())
 
 
 def _in_order(terms: Iterable[Tensor]) -> Tensor:
-    """Their sum, the first two first: torch's own sum promises no order."""
+    """The sum of `terms` from first to last. torch.sum guarantees no order."""
     total, *rest = terms
     for term in rest:
         total = total + term
@@ -99,5 +100,5 @@ def _in_order(terms: Iterable[Tensor]) -> Tensor:
 
 
 def _first(score: Tensor) -> Tensor:
-    """The lowest index of the highest of the scores [n]."""
+    """The index of the highest score, the lowest of equals: score [n] -> scalar int64."""
     return (score == score.max()).nonzero()[0, 0]

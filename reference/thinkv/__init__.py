@@ -1,14 +1,15 @@
-"""ThinKV: precision and eviction by the type of thought that tokens belong to.
+"""ThinKV: quantization and eviction by the type of thought that tokens belong to.
 
 Paper: "ThinKV: Thought-Adaptive KV Cache Compression for Efficient Reasoning Models".
 """
 
-from .contract import AnnealResult, Quantized, RepresentativesResult, ThinKVConfig, Thought, Thresholds
+from .contract import ThinKVConfig
 from .eviction import anneal, segment_representatives, select_representatives
 from .formats import dequantize, pack, quantize, unpack
-from .paging import PagedAttentionResult, PagedCache, decode_attention
+from .paging import PagedCache, decode_attention
 from .state import ThinKVState
 from .thoughts import attention_sparsity, calibrate, classify
+from .types import AnnealResult, PagedAttentionResult, Quantized, RepresentativesResult, Thought, Thresholds
 
 __all__ = [
     "AnnealResult", "PagedAttentionResult", "PagedCache", "Quantized", "RepresentativesResult", "ThinKVConfig",

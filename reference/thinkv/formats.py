@@ -1,10 +1,10 @@
-"""ThinKV's number formats: a code per element, a scale per group (sections 3.2, C.4 and D.3, ablation E.8).
+"""ThinKV's element formats: a code per element, a scale per group (sections 3.2, C.4 and D.3, ablation E.8).
 
-Every format is a short list of magnitudes and a sign. An element x of a group with scale s gets the code of the
-magnitude nearest to |x| / s; a code is sign << (bits - 1) | index of the magnitude, and a zero has no sign. The scale
-carries the group's largest magnitude to the format's: s = amax / largest, itself stored as E4M3 (in float32 for fp8).
+A format is a short list of magnitudes and a sign. An element x of a group with scale s gets the code of the magnitude
+nearest to |x| / s. A code is sign << (bits - 1) | index of the magnitude; zero has no sign. The scale maps the group's
+largest magnitude to the largest of the format: s = amax / largest, stored as E4M3 (as float32 for fp8).
 
-Nearest is nearest, ties to the even index; divisions are float32's, correctly rounded. Nothing else rounds.
+Rounding is to nearest, ties to the even index. Divisions are in float32, correctly rounded. No other step rounds.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_ends
 
-from ..contract import FLOATING, check_dtype
-from .contract import BITS, Quantized
-from .contract_formats import check_bits, check_bytes, check_packed, check_quantize, check_quantized
+from .._validate import FLOATING, check_dtype
+from .types import BITS, Quantized
+from ._validate_formats import check_bits, check_bytes, check_packed, check_quantize, check_quantized
 
 __all__ = ["dequantize", "pack", "quantize", "unpack"]
 
-#: E4M3's magnitudes by code, the largest 448; the code after the last is NaN (D.3; no infinities).
+#: The magnitudes of E4M3 by code, up to 448. The next code is NaN; there is no infinity (D.3).
 E4M3 = (*(n / 8 * 2.0**-6 for n in range(8)), *((1 + n % 8 / 8) * 2.0 ** (n // 8 - 7) for n in range(8, 127)))
 #: The magnitudes of each format, ascending.
 MAGNITUDES = {
@@ -29,7 +29,7 @@ MAGNITUDES = {
     "int4": (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0),
     "int2": (0.0, 1.0),
 }
-#: What the scale of rule "mse" is chosen among: these fractions of amax, the first of equals.
+#: The fractions of amax among which rule "mse" selects the scale, ties to the first.
 FRACTIONS = tuple(k / 16 for k in range(16, 7, -1))
 LARGEST = torch.finfo(torch.float32).max
 
@@ -37,18 +37,19 @@ LARGEST = torch.finfo(torch.float32).max
 def quantize(
     x: Tensor, fmt: str, *, axis: int, group: int = 16, scale_rule: str | None = None, tensor_scale: bool = False
 ) -> Quantized:
-    """x [..., T, D] in a low-bit format, groups of `group` elements along `axis` sharing a scale (C.4).
+    """Quantize x [..., T, D]: groups of `group` elements along `axis` share a scale (C.4).
 
-    fmt: "fp8", "nvfp4", "ternary", "int4" or "int2". axis: -2, groups of tokens of one channel, as ThinKV quantizes
-    keys; -1, groups of channels of one token, as it does values; the last group may be short. fp8 has one scale for all
-    channels of `group` tokens, whatever the axis.
-    scale_rule, for ternary: "amax" (the default) or "mse", the fraction k/16 of amax, k = 8..16, whose scale leaves the
-    least sum of squared errors; errors are rounded to float32, their squares added in order in float64; ties go to the
-    largest k. tensor_scale, for nvfp4: a second scale g = amax(x) / 2688 in float32 lets any tensor use all of E4M3:
-    s = e4m3(amax / (6 g)), and an element stands for its magnitude times s g.
-    x: float64 (rounded to float32 first), float32, float16, bfloat16. NaN gets code 0 and counts for no scale; what is
-    infinite counts as float32's largest number. A scale that rounds to 0 makes its group zero, the largest is 448.
-    TypeError, ValueError for arguments that do not fit.
+    fmt: "fp8", "nvfp4", "ternary", "int4" or "int2".
+    axis: -2 for groups of tokens per channel, as ThinKV quantizes keys; -1 for groups of channels per token, as it
+    quantizes values. The last group may be shorter. fp8 has one scale for all channels of `group` tokens on both axes.
+    scale_rule: for ternary only. "amax" (the default), or "mse": the fraction k/16 of amax, k = 8..16, with the
+    smallest sum of squared errors; errors are rounded to float32, their squares added in order in float64, ties to the
+    largest k.
+    tensor_scale: for nvfp4 only. A second scale g = amax(x) / 2688 in float32 uses the full range of E4M3 for any
+    tensor: s = e4m3(amax / (6 g)), and an element represents its magnitude times s g.
+    x: float64 (rounded to float32 first), float32, float16 or bfloat16. NaN gets code 0 and is ignored by scales;
+    infinity counts as the largest float32. A scale that rounds to 0 makes its group zero; the largest scale is 448.
+    TypeError or ValueError for invalid arguments.
     """
     x, axis, rule = check_quantize(x, fmt, axis, group, scale_rule, tensor_scale)
     values, shape = table(MAGNITUDES[fmt], x), x.shape
@@ -74,9 +75,9 @@ def quantize(
 
 
 def dequantize(q: Quantized, dtype: torch.dtype) -> Tensor:
-    """What `quantize` made, as a tensor of q.shape: magnitude times scale in float32, then rounded to `dtype`.
+    """Reconstruct a tensor of q.shape: magnitude times scale in float32, then rounded to `dtype`.
 
-    Every zero is +0. TypeError, ValueError for arguments that do not fit.
+    Every zero is +0. TypeError or ValueError for invalid arguments.
     """
     q = check_quantized(q)
     check_dtype("dtype", dtype, FLOATING)
@@ -87,9 +88,11 @@ def dequantize(q: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., D] uint8 of 8, 4 or 2 bits as bytes [..., ceil(D bits / 8)], the first code in the lowest bits.
+    """Pack codes [..., D] uint8 of 8, 4 or 2 bits into bytes [..., ceil(D bits / 8)], the first code in the lowest
+    bits.
 
-    Bits beyond the last code are 0; of each code the lowest `bits` count.
+    Only the lowest `bits` bits of a code are used. Bits after the last code are 0. TypeError or ValueError for invalid
+    arguments.
     """
     codes, bits = check_bytes("codes", codes), check_bits(bits)
     codes = grouped(codes & (1 << bits) - 1, -1, 8 // bits)                        # [..., bytes, codes per byte]
@@ -97,7 +100,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, size: int) -> Tensor:
-    """The first `size` codes [..., size] uint8 of what `pack` made."""
+    """The inverse of `pack`: the first `size` codes, [..., size] uint8. TypeError or ValueError for invalid arguments.
+    """
     packed, bits = check_packed(packed, bits, size)
     codes = packed[..., None] >> shifts(bits, packed) & (1 << bits) - 1            # [..., bytes, codes per byte]
     return codes.flatten(-2)[..., :size].contiguous()
@@ -107,17 +111,21 @@ def unpack(packed: Tensor, bits: int, size: int) -> Tensor:
 
 
 def table(values: tuple[float, ...], like: Tensor) -> Tensor:
+    """`values` as a float32 tensor on the device of `like`."""
     return torch.tensor(values, dtype=torch.float32, device=like.device)
 
 
 def divide(numerator: Tensor, denominator: Tensor | float) -> Tensor:
-    """In float32, correctly rounded; 0 where the denominator is. (CUDA's tensor / number is tensor * 1/number.)"""
+    """Correctly rounded float32 division; 0 where the denominator is 0.
+
+    The denominator is a tensor, since CUDA computes tensor / number as tensor * (1 / number).
+    """
     denominator = torch.as_tensor(denominator, dtype=torch.float32, device=numerator.device)
     return (numerator / denominator).where(denominator > 0, 0.0)
 
 
 def nearest(ratio: Tensor, values: Tensor) -> Tensor:
-    """The index of the value nearest to each ratio >= 0; halfway between two, the even one."""
+    """The index of the value nearest to each ratio >= 0; halfway between two, the even index."""
     halfway = (values[:-1] + values[1:]) / 2                                       # exact
     below = torch.bucketize(ratio.contiguous(), halfway)                           # how many are < ratio
     reached = torch.bucketize(ratio.contiguous(), halfway, right=True)             # how many are <= ratio
@@ -125,12 +133,12 @@ def nearest(ratio: Tensor, values: Tensor) -> Tensor:
 
 
 def e4m3(x: Tensor) -> Tensor:
-    """The E4M3 code of x >= 0: to nearest even, 448 if beyond."""
+    """The E4M3 code of x >= 0, rounded to nearest even, at most 448."""
     return nearest(x, table(E4M3, x)).to(torch.uint8)
 
 
 def decode(codes: Tensor, fmt: str) -> Tensor:
-    """The numbers that codes stand for, without their scale, float32."""
+    """The numbers that codes represent, without the scale, float32."""
     sign = codes >> (BITS[fmt] - 1) & 1
     index = codes & (1 << BITS[fmt] - 1) - 1
     values = table((*MAGNITUDES[fmt], float("nan")), codes)[index.long()]
@@ -138,7 +146,7 @@ def decode(codes: Tensor, fmt: str) -> Tensor:
 
 
 def least_squares(magnitude: Tensor, amax: Tensor, axis: int) -> Tensor:
-    """The E4M3 codes of the ternary scales of rule "mse", see `quantize`."""
+    """The E4M3 codes of the ternary scales by rule "mse", see `quantize`."""
     best, least = None, None
     for fraction in FRACTIONS:
         scales = e4m3(amax * fraction)
@@ -157,18 +165,19 @@ def least_squares(magnitude: Tensor, amax: Tensor, axis: int) -> Tensor:
 
 
 def grouped(x: Tensor, axis: int, group: int) -> Tensor:
-    """[..., T, D] as [..., T, groups, group] for axis -1, [..., groups, group, D] for axis -2; zeros fill the last."""
+    """Reshape [..., T, D] to [..., T, groups, group] (axis -1) or [..., groups, group, D] (axis -2), padded with zeros.
+    """
     short = -x.shape[axis] % group
     return pad_ends(x, (0, short) if axis == -1 else (0, 0, 0, short)).unflatten(axis, (-1, group))
 
 
 def ungrouped(x: Tensor, axis: int, shape: torch.Size) -> Tensor:
-    """`grouped` undone."""
+    """The inverse of `grouped`."""
     return x.flatten(axis - 1, axis).narrow(axis, 0, shape[axis]).contiguous()
 
 
 def per_element(scales: Tensor, tensor_scale: Tensor | None, fmt: str, axis: int) -> Tensor:
-    """What one unit of an element is worth, float32, in a shape that broadcasts over its groups."""
+    """The scale of each element, float32, in a shape that broadcasts over the groups."""
     if fmt == "fp8":
         return scales[..., None, None]
     scale = decode(scales, "fp8").unsqueeze(axis)
@@ -176,5 +185,5 @@ def per_element(scales: Tensor, tensor_scale: Tensor | None, fmt: str, axis: int
 
 
 def shifts(bits: int, like: Tensor) -> Tensor:
-    """Where the codes of a byte begin."""
+    """The bit offset of each code in a byte."""
     return torch.arange(0, 8, bits, dtype=torch.uint8, device=like.device)

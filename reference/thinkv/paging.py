@@ -1,18 +1,18 @@
-"""Continuous Thinking: a cache of quantized tokens in blocks that each hold one type of thought (section 4.2, D.6).
+"""Continuous Thinking: a cache of quantized tokens in blocks, each with tokens of one thought type (section 4.2, D.6).
 
-New tokens wait in a buffer in full precision; a flush quantizes all of them as one group and gives them slots. An
-evicted token is marked, and attended to no more; its slot waits for the next token of the same type. Since attention
-does not depend on the order of tokens (theorem 1), nothing is ever moved.
+New tokens wait in a full-precision buffer. A flush quantizes the buffer as one group and assigns slots to its tokens.
+An evicted token is marked and no longer attended to; the next token of the same type reuses its slot. Attention does
+not depend on the order of tokens (theorem 1), so no token is ever moved.
 
-Here the table is plain Python, per row: blocks with their slots, and the live tokens in a dictionary. Attention runs
-over the dictionary in order of position. Slot n of the S slots that attributes show is slot n % block of the entry
-n // block of the block table; the last `group` slots are the buffer's, filled from the first on.
+The block table is a Python object per row: blocks with their slots, and the live tokens in a dictionary. Attention
+reads the tokens in the order of their positions. Of the S slots that attributes refer to, slot n is slot n % block of
+entry n // block of the block table; the last `group` slots are the buffer, filled from the first on.
 
-What a state does with it, per step: `append` the token, `decode_attention`; where a row's `buffered` has reached
-config.group, and at the end of a segment, `flush` these rows with the segment's thought type and number; to evict,
-find a segment's slots by `segments` and `positions` and its keys by `dequantized`, and `evict` what goes. Only flushed
-tokens are evicted: a segment's last tokens are flushed before it is. Room for config.peak live tokens per row is room
-for any order of these calls. `reorder` and `release` serve beams and sequences that come and go.
+At each step a state calls `append` and `decode_attention`. If a row's `buffered` reaches config.group, and at the end
+of a segment, it calls `flush` with the thought type and the number of the segment. To evict, it finds the slots of a
+segment by `segments` and `positions` and their keys by `dequantized`, and calls `evict`. Only quantized tokens can be
+evicted, so the last tokens of a segment are flushed first. The pools have room for config.peak live tokens per row in
+any order of these calls. `reorder` serves beam search; `release` frees rows for new sequences.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ import torch
 from torch import Tensor
 
 from ..attention import accumulate_dtype, attention_weights, weighted_values
-from ..contract import check_dtype, check_reorder, resolve_device
-from .contract import BITS, PagedAttentionResult, Quantized, ThinKVConfig, Thought
-from .contract_paging import (
-    BlockEntry, PagedCodes, check_append, check_decode, check_flush, check_paged_cache, check_rows, pool_blocks,
-)
+from .._validate import check_dtype, check_reorder, resolve_device
+from .contract import ThinKVConfig
+from .types import BITS, PagedAttentionResult, Quantized, Thought
+from ._validate_paging import check_append, check_decode, check_flush, check_paged_cache, check_rows
+from .contract import pool_blocks
+from .types import BlockEntry, PagedCodes
 from .formats import dequantize, per_element, quantize
 from .table import Block, Flush, Row, Token
 from .thoughts import attention_sparsity
 
 __all__ = ["PagedAttentionResult", "PagedCache", "decode_attention"]
 
-#: Bytes of the tables, which are there whether they are in use or not. A slot: position and segment (int64), scale
-#: group (int32), eviction mask. An entry: thought type and physical block (int64), its place in the order in which
-#: attention goes through the table (int32); and a flag per physical block, of which there are as many. A scale group:
-#: its live tokens (int32). A segment: its start (int64). A row: tokens in the buffer (int64), of each thought type
-#: the blocks and the tokens (6 int32), overflow.
+#: Bytes of the tables, allocated in full. Per slot: position and segment (int64), scale group (int32), eviction mask.
+#: Per entry: thought type and physical block (int64), place in the order in which attention reads the table (int32) and
+#: a flag for one physical block. Per scale group: its live tokens (int32). Per segment: its start (int64). Per row:
+#: tokens in the buffer (int64), blocks and tokens of each thought type (6 int32), overflow.
 SLOT_BYTES, ENTRY_BYTES, GROUP_BYTES, SEGMENT_BYTES, ROW_BYTES = 21, 21, 4, 8, 33
 
 
 class PagedCache:
-    """The paged cache of `batch` sequences in one layer (section 4.2). See the module for what a state does with it.
+    """The paged cache of `batch` sequences in one layer (section 4.2). The module docstring describes its use.
 
-    config: formats, group, block and sizes. dtype: that of keys, values and queries; float64 makes it the oracle.
-    Attributes, tensors by slot [B, S]: positions (int64, -1 = free), occupied (bool), segments and thoughts (int64, -1
-    where free; thoughts -1 in the buffer too), groups (int64: the id of the scales of the token's key, -1 in the buffer
-    and where free), evicted (bool: the token left, its slot waits for another). By entry of the block table [B,
-    config.blocks]: block_thoughts, physical (int64, -1 = free). By row [B]: buffered (int64: tokens in the buffer),
-    overflow (bool: the optimized twin's, which cannot raise where it has no room; False here).
+    config: formats, group, block and sizes. dtype: the dtype of keys, values and queries; float64 makes it the oracle.
+    Attributes by slot [B, S]: positions (int64, -1 = free); occupied (bool); segments and thoughts (int64, -1 in free
+    slots; thoughts also -1 in the buffer); groups (int64, the id of the key's scales, -1 in the buffer and in free
+    slots); evicted (bool: the token was evicted, and the slot can be reused). By entry of the block table [B,
+    config.blocks]: block_thoughts, physical (int64, -1 = free). By row [B]: buffered (int64, tokens in the buffer);
+    overflow (bool: the optimized side ran out of blocks, which it cannot report as an error; always False here).
     """
 
     def __init__(
@@ -66,12 +66,13 @@ class PagedCache:
         self.device = resolve_device(device)
         self._rows = [Row() for _ in range(batch)]
 
-    # What comes and goes -------------------------------------------------------------------------------------------
+    # Updates ---------------------------------------------------------------------------------------------------------
 
     def append(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
-        """One token per row into its buffer: key and value [B, Hkv, D], positions [B] int64, -1: none for this row.
+        """Append one token per row to its buffer: key and value [B, Hkv, D]; positions [B] int64, -1 = no token.
 
-        ValueError for a position that is in the row already, and where the buffer is full.
+        ValueError for a position that the row already holds, and for a full buffer; TypeError or ValueError for other
+        invalid arguments.
         """
         check_append(key, value, positions, shape=self.shape, dtype=self.dtype, device=self.device)
         numbers = positions.tolist()
@@ -87,12 +88,12 @@ class PagedCache:
                 row.tokens[position] = token
 
     def flush(self, rows: Tensor, thought: Tensor, segment: Tensor) -> None:
-        """The buffers of `rows` [B] bool are quantized in the format of `thought` [B] int64 (0 T, 1 E, 2 R), and their
-        tokens take slots, as tokens of `segment` [B] int64 (0 to config.segments - 1).
+        """Quantize the buffers of `rows` [B] bool in the format of `thought` [B] int64 (0 T, 1 E, 2 R).
 
-        Keys share a scale per channel, values one per config.group channels. Tokens take slots in order: first those
-        that are free in blocks of their type, the lowest slot first, then those of new blocks: the lowest free entry,
-        and the lowest free physical block of the format. ValueError where there is none, and for other numbers.
+        The tokens become tokens of `segment` [B] int64, from 0 to config.segments - 1. Keys share a scale per channel,
+        values one per config.group channels. Tokens take free slots of blocks of their type first, the lowest first,
+        then slots of new blocks: the lowest free entry and the lowest free physical block of the format. ValueError if
+        there is no free block, and for thoughts and segments out of range; no row changes then.
         """
         check_flush(rows, thought, segment, batch=self.shape[0], device=self.device)
         plans = []
@@ -104,42 +105,44 @@ class PagedCache:
                 raise ValueError(f"thought must be 0, 1 or 2, got {kind} in row {b}")
             if not 0 <= number < self.config.segments:
                 raise ValueError(f"segment must be from 0 to {self.config.segments - 1}, got {number} in row {b}")
-            holes, blocks = self._room(row, kind)
-            if len(holes) + len(blocks) * self.config.block < len(row.buffer):
+            slots, blocks = self._free(row, kind)
+            if len(slots) + len(blocks) * self.config.block < len(row.buffer):
                 raise ValueError(f"row {b} has no block left for {len(row.buffer)} tokens of type {kind}")
             group = next(group for group in count() if group not in row.flushes())
             if group >= self.config.peak:
                 raise ValueError(f"row {b} has no scale group left")
-            plans.append((row, kind, number, holes, blocks, group))
+            plans.append((row, kind, number, slots, blocks, group))
         for plan in plans:
             self._flush(*plan)
 
-    def _room(self, row: Row, kind: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """The free slots of a type's blocks, and (entry, physical block) of those that there is room for, in order."""
+    def _free(self, row: Row, kind: int) -> tuple[list[int], list[tuple[int, int]]]:
+        """The free slots in blocks of a thought type, and (entry, physical block) of all possible new blocks, in order.
+        """
         size, fmt = self.config.block, self.config.format_of(kind)
-        holes = [
+        slots = [
             entry * size + place for entry in sorted(row.table) if row.table[entry].thought == kind
             for place, token in enumerate(row.table[entry].tokens) if token is None
         ]
-        held = {block.physical for block in row.table.values() if self.config.format_of(block.thought) == fmt}
-        physical = [number for number in range(pool_blocks(self.config, fmt)) if number not in held]
+        used = {block.physical for block in row.table.values() if self.config.format_of(block.thought) == fmt}
+        physical = [number for number in range(pool_blocks(self.config, fmt)) if number not in used]
         entries = islice((entry for entry in count() if entry not in row.table), len(physical))
-        return holes, list(zip(entries, physical, strict=True))
+        return slots, list(zip(entries, physical, strict=True))
 
     def _flush(
-        self, row: Row, kind: int, segment: int, holes: list[int], blocks: list[tuple[int, int]], group: int
+        self, row: Row, kind: int, segment: int, slots: list[int], blocks: list[tuple[int, int]], group: int
     ) -> None:
+        """Quantize a row's buffer as scale group `group`, into free `slots` and as many new `blocks` as it needs."""
         size, fmt, buffer = self.config.block, self.config.format_of(kind), row.buffer
-        for entry, physical in blocks[:max(0, ceil((len(buffer) - len(holes)) / size))]:
+        for entry, physical in blocks[:max(0, ceil((len(buffer) - len(slots)) / size))]:
             row.table[entry] = Block(physical, kind, [None] * size, [False] * size)
-            holes.extend(range(entry * size, (entry + 1) * size))
+            slots.extend(range(entry * size, (entry + 1) * size))
         flushed = Flush(
             group,
             quantize(torch.stack([token.key for token in buffer], 1), fmt, axis=-2, group=self.config.group),
             quantize(torch.stack([token.value for token in buffer], 1), fmt, axis=-1, group=self.config.group),
         )
         keys, values = (dequantize(codes, torch.float32) for codes in (flushed.keys, flushed.values))  # [Hkv, n, D]
-        for place, (token, slot) in enumerate(zip(buffer, holes, strict=False)):
+        for place, (token, slot) in enumerate(zip(buffer, slots, strict=False)):
             token.key, token.value = keys[:, place], values[:, place]
             token.slot, token.segment, token.thought = slot, segment, kind
             token.flushed, token.place = flushed, place
@@ -149,10 +152,10 @@ class PagedCache:
         row.buffer = []
 
     def evict(self, tokens: Tensor) -> None:
-        """The tokens in slots `tokens` [B, S] bool leave; slots that hold no quantized token are passed over.
+        """Evict the tokens in the slots `tokens` [B, S] bool; slots without a quantized token are ignored.
 
-        The slot is marked, for a later token of its block's type. A block that no token is left in is free, and so are
-        the scales of a group of which none is left.
+        A slot is marked for reuse by a later token of the same type. A block without tokens is freed, and so are the
+        scales of a group without tokens.
         """
         check_rows("tokens", tokens, (self.shape[0], self.config.slots), "[B, S]", self.device)
         size = self.config.block
@@ -166,26 +169,27 @@ class PagedCache:
                     del row.table[entry]
 
     def release(self, rows: Tensor) -> None:
-        """The sequences in `rows` [B] bool leave: nothing is left of them."""
+        """Forget all tokens of `rows` [B] bool."""
         check_rows("rows", rows, self.shape[:1], "[B]", self.device)
-        for b, gone in enumerate(rows.tolist()):
-            if gone:
+        for b, released in enumerate(rows.tolist()):
+            if released:
                 self._rows[b] = Row()
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was (beam search). index [B] int64."""
+        """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.shape[0], self.device)
         self._rows = [copy.deepcopy(self._rows[source]) for source in index.tolist()]
 
-    # What is in it -------------------------------------------------------------------------------------------------
+    # Contents --------------------------------------------------------------------------------------------------------
 
     def _slot(self, row: Row, token: Token) -> int:
-        """A token's slot; in the buffer the slots are in order of arrival."""
+        """The slot of a token. Tokens in the buffer are in order of arrival."""
         if token.flushed:
             return token.slot
         return self.config.blocks * self.config.block + next(n for n, one in enumerate(row.buffer) if one is token)
 
     def _by_slot(self, attribute: str) -> Tensor:
+        """An attribute of the live tokens, [B, S] int64, -1 in free slots."""
         numbers = torch.full((self.shape[0], self.config.slots), -1, dtype=torch.int64)
         for b, row in enumerate(self._rows):
             for token in row.tokens.values():
@@ -226,6 +230,7 @@ class PagedCache:
         return marks.to(self.device)
 
     def _by_entry(self, attribute: str) -> Tensor:
+        """An attribute of the blocks, [B, config.blocks] int64, -1 for free entries."""
         numbers = torch.full((self.shape[0], self.config.blocks), -1, dtype=torch.int64)
         for b, row in enumerate(self._rows):
             for entry, block in row.table.items():
@@ -249,7 +254,7 @@ class PagedCache:
         return torch.zeros(self.shape[0], dtype=torch.bool, device=self.device)
 
     def dequantized(self) -> tuple[Tensor, Tensor]:
-        """Keys and values by slot, [B, Hkv, S, D] float32, the buffer's included; zeros where there is no token."""
+        """Keys and values by slot, [B, Hkv, S, D] float32, including the buffer; zeros in free slots."""
         batch, heads, head_dim = self.shape
         both = torch.zeros(2, batch, heads, self.config.slots, head_dim, device=self.device)
         for b, row in enumerate(self._rows):
@@ -259,7 +264,7 @@ class PagedCache:
         return both[0], both[1]
 
     def codes(self) -> PagedCodes:
-        """The quantized tokens' codes and scales by slot."""
+        """The codes and scales of the quantized tokens by slot."""
         batch, heads, head_dim = self.shape
         shape = (batch, heads, self.config.slots, head_dim)
         codes = torch.zeros(2, *shape, dtype=torch.uint8, device=self.device)
@@ -273,7 +278,7 @@ class PagedCache:
         return PagedCodes(*codes, *scales)
 
     def block_table(self, row: int) -> list[BlockEntry]:
-        """The block table of a row, as figure 5 shows it, in order of entries."""
+        """The block table of a row (figure 5), by ascending entry."""
         entries = []
         for entry, block in sorted(self._rows[row].table.items()):
             segments = sorted({token.segment for token in block.tokens if token})
@@ -288,13 +293,13 @@ class PagedCache:
             ))
         return entries
 
-    # What it costs -------------------------------------------------------------------------------------------------
+    # Memory ----------------------------------------------------------------------------------------------------------
 
     def bytes_allocated(self) -> int:
-        """Bytes that are taken: codes and value scales of held blocks, scales of held groups, all buffers and tables.
+        """Bytes in use: codes and value scales of used blocks, key scales of used groups, all buffers and tables.
 
-        The optimized twin reserves each row's pools beforehand, for the worst case; what is counted here is what a pool
-        that rows share would give out.
+        The optimized side allocates the pools of each row for the worst case; this counts what a pool shared by all
+        rows would allocate.
         """
         config, (batch, heads, head_dim) = self.config, self.shape
         buffer = 2 * config.group * heads * head_dim * self.dtype.itemsize
@@ -305,15 +310,17 @@ class PagedCache:
         return self._quantized_bytes() + batch * (buffer + tables)
 
     def bits_per_element(self) -> float:
-        """Bits of held blocks and scale groups per element of a live quantized token; 0.0 if there is none."""
+        """Bits of used blocks and scale groups per element of a live quantized token; 0.0 without such tokens."""
         _, heads, head_dim = self.shape
         elements = 2 * heads * head_dim * sum(len(row.tokens) - len(row.buffer) for row in self._rows)
         return 8 * self._quantized_bytes() / elements if elements else 0.0
 
     def _quantized_bytes(self) -> int:
-        """All in whole words of 4 bytes. Blocks: per head the codes of each slot's key and value, and the scales of the
-        values. Scale groups: per head a scale for each channel of the keys; for fp8 one of the keys, one of the values,
-        both float32."""
+        """Bytes of all used blocks and scale groups, in words of 4 bytes.
+
+        A block has per head the codes of each slot's key and value and the scales of the values. A scale group has per
+        head one scale for each channel of the keys; for fp8, one float32 scale for the keys and one for the values.
+        """
         _, heads, head_dim = self.shape
         total = 0
         for row in self._rows:
@@ -327,12 +334,12 @@ class PagedCache:
 
 
 def in_words(size: float) -> int:
-    """Bytes, as words of 4."""
+    """`size` bytes rounded up to a multiple of 4."""
     return 4 * ceil(size / 4)
 
 
 def scale_of_elements(quantized: Quantized) -> Tensor:
-    """What one unit of each element of [Hkv, n, D] is worth, float32. There is one group of tokens."""
+    """The scale of each element of a quantized tensor [Hkv, n, D] that is one group of tokens, float32."""
     heads, tokens, head_dim = quantized.shape
     scale = per_element(quantized.scales, None, quantized.fmt, quantized.axis)
     if quantized.fmt != "fp8" and quantized.axis == -1:
@@ -343,12 +350,12 @@ def scale_of_elements(quantized: Quantized) -> Tensor:
 def decode_attention(
     query: Tensor, cache: PagedCache, *, scale: float | None = None, look: Tensor | None = None
 ) -> PagedAttentionResult:
-    """Attention of one query per head to all live tokens, quantized or in the buffer, and how sparse it is.
+    """Attention of one query to all live tokens, quantized or buffered, and its sparsity.
 
-    query [B, Hq, D] in the cache's dtype and on its device; scale: the factor on query . key, default D ** -0.5; look
-    [B] bool: the rows whose sparsity is asked for (section 3.1.3 looks every tau steps), None for all. Returns the
-    output [B, Hq, D] in that dtype, zeros for a row without tokens, and the sparsity [B] by `attention_sparsity` with
-    config.sparsity_threshold, NaN for a row that is not looked at. TypeError, ValueError for arguments that do not fit.
+    query [B, Hq, D] with the cache's dtype and device; scale defaults to D ** -0.5; look [B] bool: the rows whose
+    sparsity is requested (section 3.1.3 requests it every tau steps), None for all. Returns output [B, Hq, D] in
+    query's dtype, zeros for a row without tokens, and sparsity [B], the `attention_sparsity` with
+    config.sparsity_threshold, NaN for other rows. TypeError or ValueError for invalid arguments.
     """
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}")

@@ -1,14 +1,14 @@
-"""A layer's cache under ThinKV: tokens are quantized as their thought deserves, and thoughts of the past shrink.
+"""The ThinKV cache of one layer: tokens are quantized by thought type, and segments of past thoughts shrink.
 
-A step (sections 3 and 4, D.6): the token joins the full-precision buffer; the query attends to all live tokens; every
-tau steps, that step's sparsity says what kind of thought the tau tokens from this one on belong to. A full buffer, and
-what is in it when the thought ends, is quantized in the thought's format. At the end of a transition thought every
-earlier segment shrinks by one level (case 1); while more than `budget` tokens are live, the least important and then
-oldest earlier segment does (case 2). How far all of them shrink is settled first, in integers; each segment that does
-is then reduced once, to the representatives of its keys.
+A step (sections 3 and 4, D.6): the token joins the full-precision buffer, and the query attends to all live tokens.
+Every tau steps, the sparsity of the step's attention determines the thought type of the next tau tokens, this one
+included. A full buffer, and the rest of it at the end of a segment, is quantized in the format of the thought type. At
+the end of a transition thought, every earlier segment shrinks by one level (case 1). While more than `budget` tokens
+are live, the least important and then oldest earlier segment shrinks (case 2). The sizes of all segments are computed
+first, in integers; then each segment that shrinks is reduced once, to the representatives of its keys.
 
-The prompt is a reasoning thought, cut into segments of tau tokens, of which each is quantized, and then what is over
-the budget evicted, before the next one comes: so no more than config.peak tokens are live at any moment.
+The prompt is a reasoning thought, cut into segments of tau tokens. Each segment is quantized, and the tokens over the
+budget are evicted, before the next one enters. So at most config.peak tokens are live at any time.
 """
 
 from __future__ import annotations
@@ -18,73 +18,64 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..attention import causal_attention
-from ..contract import check_prompt, check_reorder, check_step, resolve_device, resolve_scale, state_sizes
-from .contract import ThinKVConfig, Thought
-from .contract_state import check_room, check_thought
+from .._validate import check_config, check_room
+from ..attention import accumulate_dtype, causal_attention
+from ..state import State
+from ._validate_paging import check_thought
+from .contract import ThinKVConfig
 from .eviction import anneal, segment_representatives
 from .paging import PagedCache, decode_attention
 from .thoughts import classify
+from .types import Thought
 
 __all__ = ["ThinKVConfig", "ThinKVState"]
 
 
-class ThinKVState:
-    """The cache of `batch` sequences in one layer (ThinKV sections 3 and 4).
+class ThinKVState(State):
+    """The ThinKV cache of `batch` sequences in one layer (sections 3 and 4).
 
-    dtype: that of queries, keys and values; float64 makes it the oracle. Readable, by slot [B, S]: occupied (bool),
-    positions and segments (int64, -1 = free) and the stored numbers, key and value [B, Hkv, S, D] float32, dequantized
-    (zeros where free); `cache`: the `PagedCache` itself, with its block table and its accounts of bytes. By row [B]:
-    sparsity (of the last look), thought (int64, of the segment that is being written), over_budget (bool). levels
+    dtype: the dtype of queries, keys and values; float64 makes it the oracle.
+    Readable by slot [B, S]: occupied (bool); positions and segments (int64, -1 = free); key and value [B, Hkv, S, D]
+    float32, dequantized, zeros in free slots. `cache` is the `PagedCache`, with its block table and byte counts.
+    Readable by row [B]: sparsity, as last measured; thought (int64), of the current segment; over_budget (bool). levels
     [B, M] int64: how often each segment was selected for eviction.
-    thought is writable: whoever averages the sparsity over several layers (section 3.1.3) sets it between the first
-    step of a window and the first flush after it. Without config.edges nothing else sets it, but that a prompt is
-    reasoning.
+    thought is writable: code that averages the sparsity over several layers (section 3.1.3) assigns it between the
+    first step of a segment and the next flush. Without config.edges only the prefill changes it, to reasoning.
     """
+
+    config: ThinKVConfig
+    _per_row = ("sparsity", "over_budget", "levels", "_thought", "_thoughts", "_segment")
 
     def __init__(
         self, config: ThinKVConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device | str,
     ) -> None:
-        if not isinstance(config, ThinKVConfig):
-            raise TypeError(f"config must be a ThinKVConfig, got {type(config).__name__}")
-        self.config = config
-        self.sizes = state_sizes(
-            batch=batch, query_heads=query_heads, key_value_heads=key_value_heads, slots=config.slots,
-            head_dim=head_dim,
+        super().__init__(
+            check_config(config, ThinKVConfig), slots=config.slots, batch=batch, query_heads=query_heads,
+            key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
-        self.dtype, self.device = dtype, resolve_device(device)
-        self.scale = resolve_scale(config.scale, head_dim)
         self.cache = PagedCache(
             config, batch=batch, key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=self.device
         )
-        # How the judge looks on and makes this side follow choices that are as right as its own.
+        # The judge replaces these two, to observe attention and to make this state follow another valid choice.
         self._attended: Callable[[Tensor], None] = lambda query: None
         self._representatives = segment_representatives
         self.reset()
 
-    @torch.inference_mode(False)  # else a state that was made in inference mode could not be used outside of it
-    def reset(self) -> None:
-        """Forget every token."""
-        batch, segments = self.sizes.batch, self.config.segments
+    def _allocate(self) -> None:
+        batch, segments, reasoning = self.sizes.batch, self.config.segments, int(Thought.REASONING)
         self.cache.release(self._rows(True))
-        self.sparsity = torch.zeros(
-            batch, dtype=torch.float64 if self.dtype == torch.float64 else torch.float32, device=self.device
-        )
+        dtype = accumulate_dtype(torch.empty(0, dtype=self.dtype))
+        self.sparsity = torch.zeros(batch, dtype=dtype, device=self.device)
         self.over_budget = self._rows(False)
         self.levels = torch.zeros(batch, segments, dtype=torch.int64, device=self.device)
-        self._thought = torch.full((batch,), int(Thought.REASONING), device=self.device)
-        self._thoughts = torch.full((batch, segments), int(Thought.REASONING), device=self.device)
-        self._segment = torch.full((batch,), -1, device=self.device)  # the one being written
-        self._seen = self._decoded = 0
+        self._thought = torch.full((batch,), reasoning, device=self.device)
+        self._thoughts = torch.full((batch, segments), reasoning, device=self.device)
+        self._segment = torch.full((batch,), -1, device=self.device)  # the current segment
+        self._decoded = 0
 
     def _rows(self, value: bool) -> Tensor:
         return torch.full((self.sizes.batch,), value, device=self.device)
-
-    @property
-    def tokens_seen(self) -> int:
-        """Tokens that came in, padding included."""
-        return self._seen
 
     @property
     def positions(self) -> Tensor:
@@ -108,7 +99,7 @@ class ThinKVState:
 
     @property
     def thought(self) -> Tensor:
-        """Of the segment that is being written, [B] int64: see `Thought`. Assigning checks the values, and copies."""
+        """The `Thought` of the current segment, [B] int64. Assigning checks and copies the values."""
         return self._thought
 
     @thought.setter
@@ -116,21 +107,19 @@ class ThinKVState:
         self._thought = check_thought(value, self._thought).clone()
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        """The prompt: full causal attention in full precision, then its tokens are quantized and evicted by segments.
+        """Full causal attention of the prompt in full precision; then its tokens are quantized and evicted by segments.
 
-        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, default all True.
-        Returns [B, Hq, T, D]; padding gives zeros. RuntimeError when the state already holds tokens; ValueError for
-        more than config.max_tokens of them.
+        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True.
+        Returns [B, Hq, T, D], zeros for padding. RuntimeError if the state holds tokens; ValueError for more than
+        config.max_tokens tokens; TypeError or ValueError for other invalid arguments.
         """
-        total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
-        if self._seen:
-            raise RuntimeError("prefill needs an empty state: call reset() first")
+        occupied = self._check_prompt(query, key, value, occupied)
+        self._check_empty()
+        total = occupied.shape[1]
         check_room(0, total, self.config.max_tokens)
-        if occupied is None:
-            occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
         output = causal_attention(query, key, value, occupied, scale=self.scale)
         self._thought = torch.full_like(self._thought, int(Thought.REASONING))
-        token = (~occupied).long().argsort(dim=1, stable=True)                          # [B, T]: the tokens come first
+        token = (~occupied).long().argsort(dim=1, stable=True)                          # [B, T], tokens before padding
         count = occupied.sum(1)
         row = torch.arange(self.sizes.batch, device=self.device)
         for start in range(0, total, self.config.tau):
@@ -147,12 +136,12 @@ class ThinKVState:
         return output
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """One token: buffered, attended to together with the rest; then quantization and eviction as they are due.
+        """Buffer a token, attend to it and to all live tokens, then quantize and evict if due.
 
-        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. ValueError where
-        config.max_tokens have been seen.
+        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. ValueError beyond
+        config.max_tokens tokens; TypeError or ValueError for other invalid arguments.
         """
-        check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        self._check_step(query, key, value)
         check_room(self._seen, 1, self.config.max_tokens)
         begins = self._decoded % self.config.tau == 0
         if begins:
@@ -171,11 +160,12 @@ class ThinKVState:
         return output
 
     def _flush(self, rows: Tensor) -> None:
+        """Quantize the buffers of `rows` [B] bool."""
         self._thoughts.scatter_(1, self._segment[:, None].clamp_min(0), self._thought[:, None])
         self.cache.flush(rows, self._thought, self._segment)
 
     def _evict(self, trajectory_change: Tensor) -> None:
-        """Every segment before the one being written shrinks to what definition 3 leaves it."""
+        """Reduce every segment before the current one to its size by definition 3: trajectory_change [B] bool."""
         segments = self.cache.segments
         number = torch.arange(self.config.segments, device=self.device)
         size = (segments[:, None] == number[:, None]).sum(-1)                           # [B, M]
@@ -189,24 +179,22 @@ class ThinKVState:
             return
         slots = self._slots_of_segments(segments, shrinks)                              # [B, M, L]
         key = self.cache.dequantized()[0]
-        stays = self._representatives(key.double() if self.dtype == torch.float64 else key, slots, plan.size)
-        gone = torch.zeros_like(self.cache.occupied)
-        leaves = (slots >= 0) & ~stays                                                  # [B, M, L]
-        gone[leaves.nonzero()[:, 0], slots[leaves]] = True
-        self.cache.evict(gone)
+        keep = self._representatives(key.double() if self.dtype == torch.float64 else key, slots, plan.size)
+        evicted = torch.zeros_like(self.cache.occupied)
+        evict = (slots >= 0) & ~keep                                                    # [B, M, L]
+        evicted[evict.nonzero()[:, 0], slots[evict]] = True
+        self.cache.evict(evicted)
 
     def _slots_of_segments(self, segments: Tensor, wanted: Tensor) -> Tensor:
-        """Where the tokens of the wanted segments [B, M] lie, oldest first, then -1: [B, M, tau]."""
+        """The slots of the tokens of the wanted segments [B, M] bool, oldest first, then -1: [B, M, tau]."""
         slots = torch.full((*wanted.shape, self.config.tau), -1, device=self.device)
         positions = self.cache.positions
         for b, segment in wanted.nonzero().tolist():
-            held = (segments[b] == segment).nonzero()[:, 0]
-            slots[b, segment, :len(held)] = held[positions[b, held].argsort()]
+            found = (segments[b] == segment).nonzero()[:, 0]
+            slots[b, segment, :len(found)] = found[positions[b, found].argsort()]
         return slots
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was (beam search). index [B] int64."""
-        index = check_reorder(index, self.sizes.batch, self.device)
+        """Replace row b by row index[b], as beam search requires. index [B] int64."""
+        super().reorder(index)
         self.cache.reorder(index)
-        for name in ("sparsity", "over_budget", "levels", "_thought", "_thoughts", "_segment"):
-            setattr(self, name, getattr(self, name).index_select(0, index))

@@ -1,4 +1,4 @@
-"""A sequence's block table in plain Python: blocks of slots, and the live tokens by position (section 4.2)."""
+"""A sequence's block table as Python objects: blocks of slots, and the live tokens by position (section 4.2)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .contract import Quantized
+from .types import Quantized
 
 
 @dataclass(eq=False)
 class Token:
-    """A live token: key and value [Hkv, D] as attention sees them, and where their codes are once there are any."""
+    """A live token: key and value [Hkv, D] as attention reads them, and the place of its codes once it is quantized."""
 
     position: int
     key: Tensor
@@ -20,12 +20,12 @@ class Token:
     segment: int = -1
     thought: int = -1
     flushed: Flush | None = None
-    place: int = -1  # in its flush
+    place: int = -1  # the index in its flush
 
 
 @dataclass
 class Flush:
-    """Tokens that were quantized together, as [Hkv, tokens, D]. group: the id of the scales that their keys share."""
+    """Tokens that were quantized together, [Hkv, tokens, D]. group: the id of the scales that their keys share."""
 
     group: int
     keys: Quantized
@@ -34,7 +34,7 @@ class Flush:
 
 @dataclass
 class Block:
-    """An entry of the block table: of each slot the token, and whether one was evicted from it."""
+    """An entry of the block table. tokens, evicted: for each slot its token, and whether its last token was evicted."""
 
     physical: int
     thought: int
@@ -44,16 +44,18 @@ class Block:
 
 @dataclass
 class Row:
-    """One sequence."""
+    """The cache of one sequence. table: blocks by entry; tokens: live tokens by position; starts: the first position of
+    each segment."""
 
     table: dict[int, Block] = field(default_factory=dict)
-    tokens: dict[int, Token] = field(default_factory=dict)  # by position
+    tokens: dict[int, Token] = field(default_factory=dict)
     buffer: list[Token] = field(default_factory=list)
-    starts: dict[int, int] = field(default_factory=dict)  # first position of each segment
+    starts: dict[int, int] = field(default_factory=dict)
 
     def in_order(self) -> list[Token]:
+        """The live tokens by ascending position."""
         return [self.tokens[position] for position in sorted(self.tokens)]
 
     def flushes(self) -> dict[int, Flush]:
-        """Those of which a token is live, by the id of their scale group."""
+        """The flushes with live tokens, by the id of their scale group."""
         return {token.flushed.group: token.flushed for token in self.tokens.values() if token.flushed}

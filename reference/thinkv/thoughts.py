@@ -1,4 +1,4 @@
-"""What kind of thought a model is in, told from how little of its cache it looks at (sections 3.1, C.2, D.1)."""
+"""Thought types, classified by the sparsity of attention (sections 3.1, C.2, D.1)."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ import torch
 from torch import Tensor
 
 from ..attention import accumulate_dtype, attention_weights
-from ..contract import resolve_scale
-from .contract import Thought, Thresholds, check_edges
-from .contract_thoughts import check_numbers, check_sparsity, check_traces, too_few_layers
+from .._validate import resolve_scale
+from ._validate import check_edges
+from .types import Thought, Thresholds
+from ._validate import check_numbers, check_sparsity, check_traces, too_few_layers
 
 if TYPE_CHECKING:
     import numpy as np
 
-#: Thought types, so modes of the sparsity's distribution.
+#: The number of modes in the distribution of the sparsity, one per thought type.
 MODES = len(Thought)
 
 
 def attention_sparsity(
     query: Tensor, key: Tensor, occupied: Tensor, *, threshold: float = 0.01, scale: float | None = None
 ) -> Tensor:
-    """The share of the tokens that a decode step looks past, averaged over KV heads (section 3.1.2, C.2).
+    """The share of the tokens that a decode step does not attend to, averaged over KV heads (section 3.1.2, C.2).
 
-    query [B, Hq, D]; key [B, Hkv, S, D]; occupied [B, S] bool. A KV head looks past a token if the largest weight that
-    any of its G query heads gives it lies strictly below `threshold` of the largest that they give any token; 0 <
-    threshold < 1. scale defaults to D ** -0.5. Returns [B] float32 (float64 for float64), 0 for a row without tokens.
-    TypeError, ValueError for bad arguments.
+    query [B, Hq, D]; key [B, Hkv, S, D]; occupied [B, S] bool; threshold: a number between 0 and 1; scale defaults to
+    D ** -0.5. A KV head does not attend to a token if the largest weight that its G query heads give this token is
+    below `threshold` times the largest that they give any token. Returns [B] float32 (float64 for float64 inputs), 0
+    for a row without tokens. TypeError or ValueError for invalid arguments.
     """
     sizes = check_sparsity(query, key, occupied, threshold)
     scale = resolve_scale(scale, sizes.head_dim)
@@ -38,19 +39,19 @@ def attention_sparsity(
 
 
 def sparsity_of(weight: Tensor, occupied: Tensor, key_value_heads: int, threshold: float) -> Tensor:
-    """The same of attention weights [B, Hq, S] at hand."""
+    """`attention_sparsity` of given attention weights: weight [B, Hq, S], occupied [B, S] bool -> [B]."""
     pooled = weight.unflatten(1, (key_value_heads, -1)).amax(2)                         # [B, Hkv, S]  eq. 3
-    # Eq. 4 divides each row by its sum, which changes no ratio to the row's largest element.
-    passed = (pooled < threshold * pooled.amax(-1, keepdim=True)) & occupied[:, None]
+    # Eq. 4 divides each row by its sum, which does not change the ratios to the largest element.
+    skipped = (pooled < threshold * pooled.amax(-1, keepdim=True)) & occupied[:, None]
     tokens = occupied.sum(-1).clamp_min(1)[:, None].to(weight.dtype)
-    return (passed.sum(-1).to(weight.dtype) / tokens).mean(1)
+    return (skipped.sum(-1).to(weight.dtype) / tokens).mean(1)
 
 
 def classify(sparsity: Tensor, edges: tuple[float, float]) -> Tensor:
-    """The thought type that goes with a sparsity (observation 1b): [...] floating -> [...] int64, see `Thought`.
+    """The thought type for a sparsity (observation 1b): [...] floating -> [...] int64, see `Thought`.
 
-    edges (theta_1, theta_2), ascending, rounded to float32 but for a float64 sparsity: transition from theta_2 on,
-    reasoning from theta_1 on, else execution, as is NaN.
+    edges: (theta_1, theta_2), ascending, rounded to float32 unless the sparsity is float64. Transition from theta_2 on,
+    reasoning from theta_1 on, otherwise execution, also for NaN. TypeError or ValueError for invalid arguments.
     """
     low, high = check_edges(edges)
     sparsity = check_numbers("sparsity", sparsity)
@@ -62,21 +63,22 @@ def classify(sparsity: Tensor, edges: tuple[float, float]) -> Tensor:
 def calibrate(
     traces: Sequence[Tensor], *, layers: int = 4, grid: int = 513, bandwidth: float | None = None
 ) -> Thresholds:
-    """Which layers tell thoughts apart, and where the thought types meet (section 3.1.3, D.1).
+    """The layers whose sparsity separates the thought types, and the edges between the types (section 3.1.3, D.1).
 
-    traces: of each prompt the sparsity [all layers, steps] of its decode steps, floating, from 0 to 1. The density of
-    each layer's sparsity is estimated with Gaussian kernels of `bandwidth` times its standard deviation (default:
-    Scott's rule, steps ** -0.2) at `grid` equidistant points from 0 to 1. L*: the `layers` layers that have three modes
-    in the most prompts, of equals the first. Edges: the densities' least points between their three modes (in the
-    middle, if there are several), averaged over these prompts and layers. Needs scipy.
+    traces: for each prompt, the sparsity of its decode steps in every layer, [all layers, steps] floating, from 0 to 1.
+    The density of each layer's sparsity is estimated at `grid` equidistant points from 0 to 1 with Gaussian kernels of
+    `bandwidth` times the standard deviation (None: Scott's rule, steps ** -0.2). L*: the `layers` layers whose density
+    has three modes in the most prompts, ties to the lowest layer. Each edge is the point of least density between two
+    modes (the middle of a flat minimum), averaged over these prompts and layers. Requires scipy.
 
-    ValueError where fewer than `layers` layers ever have three modes, which says how many modes each one has.
+    TypeError or ValueError for invalid arguments. ValueError, with the number of modes of each layer, if fewer than
+    `layers` layers have three modes in any prompt. ImportError without scipy.
     """
     traces = check_traces(traces, layers, grid, bandwidth)
     found = [[_modes(row, grid, bandwidth) for row in trace.detach().double().cpu()] for trace in traces]
     counts = [[len(peaks) for peaks, _ in prompt] for prompt in found]                  # [prompts][all layers]
     votes = [sum(count == MODES for count in layer) for layer in zip(*counts, strict=True)]
-    ranked = sorted(range(len(votes)), key=lambda layer: -votes[layer])                 # stable: the first of equals
+    ranked = sorted(range(len(votes)), key=lambda layer: -votes[layer])             # ties to the lowest layer
     if votes[ranked[layers - 1]] == 0:
         raise too_few_layers(counts, layers, MODES)
     chosen = sorted(ranked[:layers])
@@ -88,7 +90,7 @@ def calibrate(
 
 
 def _modes(sparsity: Tensor, grid: int, bandwidth: float | None) -> tuple[list[int], list[float]]:
-    """The modes of one layer's sparsity [steps], as grid points, and the least points between neighbours."""
+    """The modes of one layer's sparsity [steps], as grid indices, and the points of least density between them."""
     try:
         import numpy as np
         from scipy.stats import gaussian_kde
@@ -97,7 +99,7 @@ def _modes(sparsity: Tensor, grid: int, bandwidth: float | None) -> tuple[list[i
             "calibrate needs scipy, which is not installed: python -m pip install 'kvtwin[calibrate]'"
         ) from error
     if bool((sparsity == sparsity[0]).all()):
-        return [round(float(sparsity[0]) * (grid - 1))], []                             # no spread: a single spike
+        return [round(float(sparsity[0]) * (grid - 1))], []                             # no spread: a single mode
     place = np.linspace(0, 1, grid)
     density = gaussian_kde(sparsity.numpy(), bw_method=bandwidth)(place)
     peaks = _peaks(density)
@@ -110,8 +112,10 @@ def _modes(sparsity: Tensor, grid: int, bandwidth: float | None) -> tuple[list[i
 
 
 def _peaks(density: np.ndarray) -> list[int]:
-    """Where a function on a grid is highest around, beyond the ends as well; a plateau is one peak, at its first
-    point."""
+    """The indices of the local maxima of a function on a grid, which is taken to be lower beyond both ends.
+
+    A plateau is one maximum, at its first point.
+    """
     starts = [0, *(i for i in range(1, len(density)) if density[i] != density[i - 1])]
     height = [-1.0, *(float(density[i]) for i in starts), -1.0]
     return [

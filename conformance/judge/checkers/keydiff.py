@@ -244,7 +244,7 @@ def rank_error(keys: Keys, similarity: str) -> Tensor:
 
 def keys_of(case: KeyCase) -> Keys:
     occupied = case.mask
-    return Keys(keydiff.held_keys(upcast(case.key), occupied), occupied, case.anchor)
+    return Keys(keydiff.occupied_keys(upcast(case.key), occupied), occupied, case.anchor)
 
 
 def rank_interval(case: KeyCase) -> Interval:
@@ -385,7 +385,7 @@ class Adapter(blocks.Adapter):
 
     def score_error(self, chunk: Chunk) -> Tensor:
         config, before = chunk.reference.config, chunk.before
-        key = keydiff.held_keys(before["key"], before["occupied"])
+        key = keydiff.occupied_keys(before["key"], before["occupied"])
         keys = Keys(key, before["occupied"], config.anchor)
         fresh = torch.zeros_like(before["occupied"])
         fresh[..., config.budget:] = before["occupied"][..., config.budget:]

@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 
 from ....reference.blocks import BlockConfig
-from ....reference.contract import (
-    Sizes, capturing, check_attention, check_dtype, check_prompt, check_reorder, check_slot_mask, check_step,
-    check_tensor, resolve_device, resolve_scale, state_sizes,
-)
+from ....reference._validate import capturing, check_dtype, check_reorder, check_tensor, resolve_device, resolve_scale
+from ....reference._validate_attention import check_attention, check_prompt, check_slot_mask, check_step, state_sizes
+from ....reference.contract import Sizes
 from . import ops as ops
 from .kernels import attend
 from .step import scratch

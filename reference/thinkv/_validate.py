@@ -1,22 +1,66 @@
-"""The arguments of ThinKV's thoughts and eviction, checked for both sides. No mathematics."""
+"""Checks of the arguments of ThinKV's config, thoughts and eviction, for both sides. See `kvtwin.reference._validate`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import inf
 
 import torch
 from torch import Tensor
 
-from ..contract import (
-    Sizes, check_attention, check_device, check_dtype, check_integer, check_mask, check_shape, check_strided,
-    check_tensor,
+from .._validate import (
+    check_choice, check_device, check_dtype, check_integer, check_mask, check_number, check_shape, check_share,
+    check_strided, check_tensor,
 )
-from .contract import check_retention, check_share
+from .._validate_attention import check_attention
+from ..contract import Sizes
+from .types import BITS, LETTERS
+
+# The config ----------------------------------------------------------------------------------------------------------
+
+
+def check_retention(value: object) -> tuple[int, ...]:
+    """Return a tuple of ints >= 1 that does not increase."""
+    if not isinstance(value, (tuple, list)) or not value:
+        raise TypeError(f"retention must be a tuple of ints, got {value!r}")
+    for number, keep in enumerate(value):
+        check_integer(f"retention[{number}]", keep, minimum=1)
+    if any(later > earlier for earlier, later in pairwise(value)):
+        raise ValueError(f"retention must not increase, got {tuple(value)}")
+    return tuple(value)
+
+
+def check_formats(value: object) -> dict[str, str]:
+    """Return the element format of each of the letters R, E and T."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"formats must be a mapping of R, E and T to formats, got {type(value).__name__}: {value!r}")
+    if set(value) != set(LETTERS):
+        raise ValueError(f"formats must name R, E and T, got {sorted(map(str, value))}")
+    return {letter: check_format(f"formats[{letter!r}]", value[letter]) for letter in LETTERS}
+
+
+def check_format(name: str, value: object) -> str:
+    """Return the name of an element format."""
+    return check_choice(name, value, tuple(BITS))
+
+
+def check_edges(value: object) -> tuple[float, float]:
+    """Return (theta_1, theta_2): two numbers in ascending order."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"edges must be (theta_1, theta_2), got {value!r}")
+    low, high = (check_number(f"edges[{number}]", edge) for number, edge in enumerate(value))
+    if not low <= high:
+        raise ValueError(f"edges must ascend, got {tuple(value)}")
+    return float(low), float(high)
+
+
+# Thoughts ------------------------------------------------------------------------------------------------------------
 
 
 def check_sparsity(query: object, key: object, occupied: object, threshold: object) -> Sizes:
-    """The arguments of `attention_sparsity`."""
+    """The arguments of `attention_sparsity`. Returns the sizes."""
     sizes = check_attention(query, key, key)
     assert isinstance(key, Tensor)
     check_mask("occupied", occupied, (sizes.batch, sizes.slots), "[B, S]", key, "key")
@@ -25,7 +69,7 @@ def check_sparsity(query: object, key: object, occupied: object, threshold: obje
 
 
 def check_numbers(name: str, value: object) -> Tensor:
-    """A floating tensor [...] of any number of dimensions."""
+    """Return a floating tensor [...] of any number of dimensions."""
     if isinstance(value, Tensor) and value.dim() == 0:
         check_strided(name, value)
     else:
@@ -36,7 +80,7 @@ def check_numbers(name: str, value: object) -> Tensor:
 
 
 def check_traces(traces: object, layers: object, grid: object, bandwidth: object) -> list[Tensor]:
-    """The arguments of `calibrate`. Reads the traces' values."""
+    """The arguments of `calibrate`. Returns the traces. Reads their elements."""
     if not isinstance(traces, (tuple, list)) or not traces:
         raise TypeError(f"traces must be a sequence of tensors [all layers, steps], got {type(traces).__name__}")
     for number, trace in enumerate(traces):
@@ -53,16 +97,13 @@ def check_traces(traces: object, layers: object, grid: object, bandwidth: object
     if check_integer("layers", layers, minimum=1) > len(traces[0]):
         raise ValueError(f"layers must be at most the traces' {len(traces[0])} layers, got {layers}")
     check_integer("grid", grid, minimum=3)
-    if bandwidth is not None:
-        if isinstance(bandwidth, bool) or not isinstance(bandwidth, (int, float)):
-            raise TypeError(f"bandwidth must be a float or None, got {type(bandwidth).__name__}: {bandwidth!r}")
-        if not 0 < bandwidth < inf:
-            raise ValueError(f"bandwidth must be positive and finite, got {bandwidth}")
+    if bandwidth is not None and not 0 < check_number("bandwidth", bandwidth, kind="a float or None") < inf:
+        raise ValueError(f"bandwidth must be positive and finite, got {bandwidth}")
     return list(traces)
 
 
 def too_few_layers(counts: Sequence[Sequence[int]], layers: int, modes: int) -> ValueError:
-    """The error of a calibration that finds too few layers; counts: of each prompt, how many modes each layer has."""
+    """The error of a calibration that finds too few layers. counts: the modes of each layer, by prompt."""
     by_layer = [", ".join(map(str, layer)) for layer in zip(*counts, strict=True)]
     found = sum(modes in layer for layer in zip(*counts, strict=True))
     shown = "; ".join(f"layer {number}: {text}" for number, text in enumerate(by_layer))
@@ -72,8 +113,11 @@ def too_few_layers(counts: Sequence[Sequence[int]], layers: int, modes: int) -> 
     )
 
 
+# Eviction ------------------------------------------------------------------------------------------------------------
+
+
 def check_integers(name: str, value: object, shape: tuple[int, ...], layout: str, like: Tensor, of: str) -> Tensor:
-    """An int64 tensor of a shape, on the device of `like`, which the caller knows as `of`."""
+    """Return an int64 tensor of `shape` on the device of `like`, the argument called `of`."""
     value = check_tensor(name, value, dims=len(shape), layout=layout)
     check_dtype(f"{name}.dtype", value.dtype, (torch.int64,))
     check_shape(name, value, shape, layout)
@@ -85,7 +129,7 @@ def check_anneal(
     size: object, level: object, thought: object, current: object, trajectory_change: object, live: object,
     budget: object, retention: object,
 ) -> tuple[int, ...]:
-    """The arguments of `anneal`, but for the values in tensors. Returns the retention."""
+    """The arguments of `anneal`, without the elements of the tensors. Returns the retention."""
     size = check_tensor("size", size, dims=2, layout="[B, M]")
     check_dtype("size.dtype", size.dtype, (torch.int64,))
     rows = size.shape[:1]
@@ -109,7 +153,7 @@ def check_segment(key_segment: object, keep: object) -> Tensor:
 
 
 def check_segments(key: object, slots: object, keep: object, most: object) -> int:
-    """The arguments of `segment_representatives`, but for the values in slots and keep. Returns `most`."""
+    """The arguments of `segment_representatives`, without the elements of slots and keep. Returns `most`."""
     key = check_tensor("key", key, dims=4, layout="[B, Hkv, S, D]")
     check_dtype("key.dtype", key.dtype)
     slots = check_tensor("slots", slots, dims=3, layout="[B, M, L]")

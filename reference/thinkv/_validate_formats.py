@@ -1,4 +1,4 @@
-"""What both sides of ThinKV's number formats share: the checks of arguments. No mathematics."""
+"""Checks of the arguments of ThinKV's number formats, for both sides. See `kvtwin.reference._validate`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from ..contract import (
+from .._validate import (
     check_choice, check_device, check_dtype, check_flag, check_integer, check_shape, check_strided, check_tensor,
 )
-from .contract import BITS, SCALE_RULES, Quantized, check_format
+from ._validate import check_format
+from .types import BITS, SCALE_RULES, Quantized
 
-#: The sizes that codes come in, in bits.
+#: The possible sizes of a code, in bits.
 WIDTHS = tuple(sorted(set(BITS.values())))
 
 
 def check_quantize(
     x: object, fmt: object, axis: object, group: object, scale_rule: object, tensor_scale: object
 ) -> tuple[Tensor, int, str]:
-    """The arguments of `quantize`. Returns x, the axis as -1 or -2, and the rule with its default put in."""
+    """The arguments of `quantize`. Returns x, the axis as -1 or -2, and the scale rule, "amax" for None."""
     x = check_dimensions("x", x)
     check_dtype("x.dtype", x.dtype)
     fmt = check_format("fmt", fmt)
@@ -37,7 +38,7 @@ def check_quantize(
 
 
 def check_quantized(q: object) -> Quantized:
-    """What `quantize` may have returned: kinds and shapes fit each other."""
+    """Return a `Quantized` whose fields have types, dtypes and shapes that fit each other."""
     if not isinstance(q, Quantized):
         raise TypeError(f"q must be a Quantized, got {type(q).__name__}")
     fmt = check_format("q.fmt", q.fmt)
@@ -58,7 +59,7 @@ def check_quantized(q: object) -> Quantized:
 
 
 def check_part(name: str, value: object, dtype: torch.dtype, shape: tuple[int, ...], codes: Tensor) -> None:
-    """A tensor that belongs to codes."""
+    """A field of `Quantized`: a tensor of the given dtype and shape on the device of codes."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     check_strided(name, value)
@@ -76,14 +77,14 @@ def scales_shape(shape: Sequence[int], fmt: str, axis: int, group: int) -> tuple
 
 
 def check_dimensions(name: str, value: object) -> Tensor:
-    """A tensor [..., T, D]."""
+    """Return a tensor [..., T, D]."""
     if isinstance(value, Tensor) and value.dim() < 2:
         raise ValueError(f"{name} must be [..., T, D], got a tensor of {value.dim()} dimensions: {tuple(value.shape)}")
     return check_tensor(name, value, dims=value.dim() if isinstance(value, Tensor) else 2, layout="[..., T, D]")
 
 
 def check_axis(axis: object, dims: int) -> int:
-    """One of the last two dimensions, as -1 or -2."""
+    """Return one of the last two dimensions as -1 or -2."""
     number = check_integer("axis", axis)
     if number not in (-1, -2, dims - 1, dims - 2):
         raise ValueError(f"axis must be one of the last two dimensions, -1 or -2, got {number} of {dims}")
@@ -91,7 +92,7 @@ def check_axis(axis: object, dims: int) -> int:
 
 
 def check_bytes(name: str, value: object) -> Tensor:
-    """A uint8 tensor [..., D]."""
+    """Return a uint8 tensor [..., D]."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor [..., D], got {type(value).__name__}")
     check_tensor(name, value, dims=max(1, value.dim()), layout="[..., D]")
@@ -100,6 +101,7 @@ def check_bytes(name: str, value: object) -> Tensor:
 
 
 def check_bits(bits: object) -> int:
+    """Return the size of a code in bits: 2, 4 or 8."""
     number = check_integer("bits", bits)
     if number not in WIDTHS:
         raise ValueError(f"bits must be one of {', '.join(map(str, WIDTHS))}, got {number}")
@@ -107,7 +109,7 @@ def check_bits(bits: object) -> int:
 
 
 def check_packed(packed: object, bits: object, size: object) -> tuple[Tensor, int]:
-    """The arguments of `unpack`."""
+    """The arguments of `unpack`. Returns packed and bits."""
     packed, number = check_bytes("packed", packed), check_bits(bits)
     width = ceil(check_integer("size", size, minimum=1) * number / 8)
     if packed.shape[-1] != width:
