@@ -47,10 +47,13 @@ def _suite_of(session: pytest.Session) -> suite.Suite:
     return running
 
 
-def parser() -> argparse.ArgumentParser:
+PROG = "python -m kvtwin.conformance"
+
+
+def parser(prog: str = PROG) -> argparse.ArgumentParser:
     names = [pair.name for pair in discovery.pairs()]
     made = argparse.ArgumentParser(
-        prog="python -m kvtwin.conformance",
+        prog=prog,
         description="Verify implementations of KV-cache methods against float64 arithmetic.",
         epilog=f"Methods: {', '.join(names)}. All of pytest's options: pytest --pyargs kvtwin.conformance --help",
     )
@@ -116,8 +119,8 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
     return [*arguments, "-x"] if chosen.first else arguments
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    made = parser()
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
+    made = parser(prog)
     chosen = made.parse_args(arguments)
     names = [pair.name for pair in discovery.pairs()]
     unknown = [name for name in chosen.methods if name not in names]

@@ -103,7 +103,7 @@ def measured(method: str, model: Model, budget: int) -> int:
     """Bytes of a request with this method, in all layers of the model."""
     import torch
 
-    from ..optimized._launch import INTERPRETED
+    from ..optimized._common.launch import INTERPRETED
     from .judge import checkers
 
     pair = checkers.pair(method)
@@ -147,8 +147,10 @@ def table(model: Model, memory: int, context: int, budget: int) -> list[Row]:
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
     parser.add_argument("--memory", default="80GB", help="GPU memory, such as 80GB or 80GiB (default: %(default)s)")
     parser.add_argument("--context", type=int, default=32768, help="tokens per request (default: %(default)s)")

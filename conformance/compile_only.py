@@ -11,6 +11,7 @@ alike in both (`fused_here_only`).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import pkgutil
@@ -44,7 +45,7 @@ SUMS_ALONE = ("attention_kernel",)
 #: Lines whose numbers only enter sums: the weights of an online softmax.
 SUMMED = ("p = tl.exp2(logit - shift[:, None])",)
 #: The file of device functions that kernels call for several purposes.
-HELPERS = "_numerics.py"
+HELPERS = "numerics.py"
 #: Replacements, in every module of the optimized side, for functions that query the GPU: an H200's answers.
 ANSWERS: dict[str, Callable[..., Any]] = {
     "check_kernel_device": lambda *_: None, "multiprocessors": lambda _: 132, "discards": lambda _: True,
@@ -77,8 +78,8 @@ def key_orders(code: str) -> dict[str, set[str]]:
     """The orders in which a kernel's dots sum the products of a query and a key, by the type of the keys.
 
     Keys are the transposed operands. With two orders in one kernel, equal keys in two of its loops get unequal logits:
-    see _numerics.of_any_width. code: in Triton's GPU dialect, which calls the order kWidth; products outside tensor
-    cores have none.
+    see of_any_width in _common/numerics.py. code: in Triton's GPU dialect, which calls the order kWidth; products
+    outside tensor cores have none.
     """
     transposed = set(re.findall(r"(%\S+) = tt\.trans ", code))
     orders: dict[str, set[str]] = {}
@@ -171,7 +172,7 @@ def stand_in(capability: int, *, listed: bool = False) -> Compiled:
     """
     from triton.runtime import driver, jit
 
-    from ..optimized import _launch
+    from ..optimized._common import launch as _launch
 
     if _launch.INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set, so kernels are not compiled; unset it")
@@ -203,8 +204,11 @@ def compile_pair(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int] = HEAD
     If a pair uses other kernels for many KV heads, call these too.
     """
     call_all(pair, dtype, head_dims)
-    if hasattr(pair.optimized, "fused"):
-        with mock.patch.object(pair.optimized, "fused", return_value=True):
+    choosing = [module for module in modules(pair.optimized.__name__) if hasattr(module, "fused")]
+    if choosing:
+        with contextlib.ExitStack() as stack:
+            for module in choosing:
+                stack.enter_context(mock.patch.object(module, "fused", return_value=True))
             call_all(pair, dtype, head_dims)
 
 

@@ -11,7 +11,7 @@
     corrected = "what is true"        # optional; needed for false
     test = "longflow/test_longflow_claims.py::test_exact_effect"     # or a list of several
 
-``python -m kvtwin.conformance.ledger`` prints the table, ``--readme`` writes it into README.md between its markers.
+``python -m kvtwin.conformance.ledger`` prints the table; the documentation shows it on each method's page.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 FILE = "claims.toml"
-README = HERE.parent / "README.md"
-BEGIN = "<!-- claims: begin (written by python -m kvtwin.conformance.ledger --readme) -->"
-END = "<!-- claims: end -->"
 
 ID = re.compile(r"[A-Z]{2}-\d+[a-z]?")
 VERDICTS = {
@@ -177,31 +174,11 @@ def table(claims: Iterable[Claim]) -> str:
     return "\n".join(parts).strip()
 
 
-def with_table(text: str, claims: Iterable[Claim]) -> str:
-    """``text`` with the table between its markers made anew. Raises LedgerError if it has no markers."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise LedgerError(f"expected one line {BEGIN!r} and, after it, one {END!r}")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{table(claims)}\n{END}{rest.split(END)[1]}"
-
-
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvtwin.conformance.ledger", description="The claims ledger.")
-    parser.add_argument(
-        "--readme",
-        nargs="?",
-        type=Path,
-        const=README,
-        metavar="PATH",
-        help="write the table into README.md (of the source tree, if no PATH is given), between its markers",
-    )
-    readme: Path | None = parser.parse_args(arguments).readme
+    description = "Print the claims ledger as Markdown tables."
+    argparse.ArgumentParser(prog="python -m kvtwin.conformance.ledger", description=description).parse_args(arguments)
     try:
-        claims = load()
-        if readme is None:
-            print(table(claims))
-        else:
-            readme.write_text(with_table(readme.read_text(encoding="utf-8"), claims), encoding="utf-8")
+        print(table(load()))
     except (OSError, LedgerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

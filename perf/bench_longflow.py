@@ -17,7 +17,7 @@ from kvtwin.conformance.judge.checkers.longflow import assert_decode_right
 from kvtwin.conformance.judge.checkers.snapkv import assert_compress_right
 from kvtwin.conformance.judge.oracle import attend
 from kvtwin.optimized import longflow
-from kvtwin.optimized._attention import causal_attention
+from kvtwin.optimized._common.prompt_attention import causal_attention
 from kvtwin.reference import longflow as reference
 from torch import Tensor
 

@@ -129,7 +129,7 @@ class Case:
         absent = [name for name in self.tensors if name not in tensors]
         description = json.dumps({"kind": self.kind, "absent": absent, **fields})
         save_file(tensors, path, metadata={"kvtwin": description})
-        return f"python -m kvtwin.conformance.judge.replay {path}"
+        return f"kvtwin replay {path}"
 
     def _adopt(self, tensors: dict[str, Tensor | None]) -> None:
         self.__dict__["tensors"] = tensors

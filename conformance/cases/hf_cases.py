@@ -255,7 +255,7 @@ def check_second_turn_in_chunks(model: Any, cache: Any, masked: bool) -> None:
 
 
 class BlockCacheTests:
-    """Tests of NAMECache on both sides. A method's test module subclasses it."""
+    """Tests of NAMECache on both sides; test_caches.py makes a subclass for each method."""
 
     method: ClassVar[str]
     # Options with small budgets. Tests that need one config use the first.
@@ -390,5 +390,5 @@ def _ours(side: str, method: str) -> Any:
     """Our own cache of a method, whatever implementation is under test."""
     pair = checkers.pair(method)
     assert pair.state is not None
-    module = importlib.import_module(f"kvtwin.{side}.hf.{method}")
+    module = importlib.import_module(f"kvtwin.{side}.hf")
     return getattr(module, f"{pair.state.__name__.removesuffix('State')}Cache")

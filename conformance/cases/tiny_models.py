@@ -72,7 +72,7 @@ def cache_class(twins: Any, side: str, method: str = "longflow") -> type[StateCa
     assert pair.state is not None
     name = f"{pair.state.__name__.removesuffix('State')}Cache"
     state = getattr(checkers.module(getattr(twins, side), pair), pair.state.__name__)
-    if state.__module__ == f"kvtwin.{side}.{pair.path}":
-        found: type[StateCache] = getattr(importlib.import_module(f"kvtwin.{side}.hf.{method}"), name)
+    if state.__module__.startswith(f"kvtwin.{side}."):
+        found: type[StateCache] = getattr(importlib.import_module(f"kvtwin.{side}.hf"), name)
         return found
     return type(name, (StateCache,), {"Config": pair.config, "State": state})

@@ -17,6 +17,7 @@ import torch
 from kvtwin.conformance import discovery
 from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.harness import report
+from kvtwin.conformance.meta.docs_source import docs_module
 from kvtwin.fixtures import accuracy, accuracy_plot, tasks
 from kvtwin.fixtures.accuracy import FULL, Plan
 from kvtwin.fixtures.accuracy_caches import States, config_of, head_clusters, way
@@ -279,17 +280,21 @@ def test_the_stored_result_is_whole_and_is_what_is_drawn(stored: dict[str, Any])
     assert stored_result("accuracy") == (stored, accuracy_plot.svg(stored))
 
 
-def test_the_readme_shows_the_stored_table(stored: dict[str, Any]) -> None:
-    if not accuracy.README.is_file():
-        pytest.skip("the README is in the source tree, and these tests are installed")
-    text = accuracy.README.read_text(encoding="utf-8")
-    assert accuracy_plot.with_table(text, stored) == text, "python -m kvtwin.fixtures.accuracy ... --readme"
-    lines = accuracy_plot.markdown(stored).splitlines()
+def test_the_docs_show_the_stored_table(stored: dict[str, Any]) -> None:
+    generate = docs_module("generate", "its pages show the table")
+    text = accuracy_plot.markdown(stored)
+    assert text in generate.accuracy_page()
+    lines = text.splitlines()
     (h2o,) = (line for line in lines if line.startswith("| h2o |"))
     half = next(row for row in stored["rows"] if row["method"] == "h2o" and row["share"] == "1/2")
     assert h2o.split(" | ")[2] == " / ".join(f"{100 * half['tasks'][task]['accuracy']:.0f}" for task in half["tasks"])
-    with pytest.raises(ValueError, match="no <!-- accuracy: begin"):
-        accuracy_plot.with_table("# A README\n", stored)
+    for method in {row["method"] for row in stored["rows"]} - {FULL}:
+        shown = generate.accuracy(method).splitlines()
+        assert [line for line in shown if line.startswith(f"| {method} |")] == [
+            line for line in lines if line.startswith(f"| {method} |")
+        ]
+        assert sum(line.startswith("|") for line in shown) == 4             # heads, a rule, full attention, the method
+    assert generate.accuracy("no method") == "Not measured.\n"
 
 
 def test_the_report_has_the_stored_plot_and_table(stored: dict[str, Any]) -> None:
@@ -317,17 +322,14 @@ def test_a_method_alone_is_put_into_the_table(tmp_path: Any, monkeypatch: pytest
     monkeypatch.setattr(accuracy, "Plan", Tiny)
     out, plot = tmp_path / "accuracy.json", tmp_path / "accuracy.svg"
     arguments = ["--queries", "1", "--out", str(out), "--svg", str(plot)]
-    readme = tmp_path / "README.md"
-    readme.write_text(f"Before\n{accuracy_plot.BEGIN}\n{accuracy_plot.END}\nafter\n", encoding="utf-8")
-    assert accuracy.main([*arguments, "--method", "random", "--readme", str(readme)]) == 0
+    assert accuracy.main([*arguments, "--method", "random"]) == 0
     first = json.loads(out.read_text(encoding="utf-8"))
     assert accuracy.main([*arguments, "--method", "streaming_llm"]) == 0
     both = json.loads(out.read_text(encoding="utf-8"))
     assert [row["method"] for row in both["rows"]] == [FULL, "random", "random", "streaming_llm", "streaming_llm"]
     assert [row for row in both["rows"] if row["method"] == "random"] == first["rows"][1:]
     assert plot.read_text(encoding="utf-8") == accuracy_plot.svg(both)
-    assert "| random |" in readme.read_text(encoding="utf-8")
-    assert readme.read_text(encoding="utf-8").endswith("\nafter\n")
+    assert "| random |" in accuracy_plot.markdown(both)
     printed = capsys.readouterr()
     assert accuracy_plot.table(both) in printed.out
     assert "streaming_llm, budget 20: recall" in printed.err

@@ -53,6 +53,15 @@ def test_attend_of_queries_that_are_padding(pair, data, twins):
     assert bool((received[~occupied] == 0).all()), "a free slot receives nothing"
 
 
+def test_attend_of_a_block_of_which_some_queries_are_padding(pair, twins, device):
+    case = AttendCase(
+        batch=3, key_value_heads=2, group=2, head_dim=16, queries=6, slots=20, method=pair.name, seed=5,
+        occupancy="random", device=str(device),
+    )
+    assert bool((case.real.any(-1) & ~case.real.all(-1)).any()), "queries of both kinds"
+    assert_right(pair, twins, case)
+
+
 @pytest.mark.parametrize(("group", "head_dim", "dtype", "queries", "slots"), [
     (1, 80, torch.float32, 1, 33), (3, 96, torch.bfloat16, 7, 20), (5, 160, torch.float16, 3, 19),
     (8, 16, torch.float32, 1, 1), (8, 80, torch.bfloat16, 17, 17),

@@ -32,7 +32,9 @@ from kvtwin.conformance.cases.tiny import attributes, description, new_state, pr
 REFERENCE, OPTIMIZED = "kvtwin.reference", "kvtwin.optimized"
 # What the reference holds for both sides: the validation of arguments and the transformers plug, no mathematics. A
 # method that is a package may have contracts of its own: contract.py, contract_*.py.
-SHARED = re.compile(rf"{re.escape(REFERENCE)}\.(\w+\.)?contract(_\w+)?|{re.escape(REFERENCE)}\.hf\.plug(_\w+)?")
+SHARED = re.compile(
+    rf"{re.escape(REFERENCE)}\.((\w+\.)?contract(_\w+)?|hf\.(plug(_\w+)?|block_caches))"
+)
 every_pair = pytest.mark.parametrize("twin", discovery.pairs(), ids=str)
 every_method = pytest.mark.parametrize("twin", discovery.methods(), ids=str)
 
@@ -199,7 +201,7 @@ def test_sides_do_not_import_each_other(side: str, file: str) -> None:
         (OPTIMIZED, "from ..reference.longflow import DecodeResult, LongFlowConfig", True),
         (OPTIMIZED, "from ..reference.hf.plug_thinkv import ThoughtCache", True),
         (OPTIMIZED, "from ..reference.hf.thinkv import ThinKVCache", False),
-        (OPTIMIZED, "from ._launch import INTERPRETED\nimport torch\nimport triton", True),
+        (OPTIMIZED, "from ._common.launch import INTERPRETED\nimport torch\nimport triton", True),
         (OPTIMIZED, "from ..reference.longflow import log_score", False),
         (OPTIMIZED, "from ..reference.longflow import LongFlowConfig, LongFlowState", False),
         (OPTIMIZED, "from ..reference.longflow import *", False),
@@ -244,25 +246,28 @@ def test_reference_imports_without_triton() -> None:
 # A method is whole ---------------------------------------------------------------------------------------------------
 
 
-def missing_parts(twin: Pair, reference: Path, optimized: Path, conformance: Path, fixtures: Path) -> list[str]:
-    """What `twin` lacks in these folders. perf and what it holds are there in a source tree only. The ledger is about
+def missing_parts(
+    twin: Pair, reference: Path, optimized: Path, conformance: Path, fixtures: Path, *, takes_blocks: bool = False
+) -> list[str]:
+    """What `twin` lacks in these folders. Caches of States that take blocks are derived, and so are recorders of
+    baselines. perf and what it holds are there in a source tree only. The ledger is about
     the papers whose methods these are; what they compare themselves with makes no claims here."""
     name, module = twin.name, twin.path.replace(".", "/")
     perf = reference.parent / "perf" if (reference.parent / "pyproject.toml").is_file() else None
-    own = conformance / module
+    own, baseline = conformance / module, twin.path.startswith("baselines.")
     claims = own / "claims.toml"
     has_claims = claims.is_file() and bool(tomllib.loads(claims.read_text(encoding="utf-8")).get("claim"))
     parts = {
         "reference": any((reference / file).is_file() for file in (f"{module}.py", f"{module}/__init__.py")),
         "optimized": any((optimized / file).is_file() for file in (f"{module}.py", f"{module}/__init__.py")),
         "test": (own / f"test_{name}.py").is_file(),
-        "claims": has_claims or twin.path.startswith("baselines."),
+        "claims": has_claims or baseline,
         "mutants": (own / "mutants.toml").is_file(),
         "trace": any((fixtures / "traces").glob(f"{name}*.safetensors")),
-        "recorder": (fixtures / f"record_{name}.py").is_file(),
+        "recorder": (fixtures / f"record_{name}.py").is_file() or baseline,
     }
     for side in (reference, optimized):
-        if (side / "hf").is_dir():
+        if (side / "hf").is_dir() and not takes_blocks:
             parts[f"{side.name}/hf"] = (side / "hf" / f"{name}.py").is_file()
     if perf is not None and perf.is_dir():
         parts["bench"] = (perf / f"bench_{name}.py").is_file()
@@ -273,7 +278,8 @@ def missing_parts(twin: Pair, reference: Path, optimized: Path, conformance: Pat
 @every_method
 def test_a_method_has_all_its_parts(twin: Pair) -> None:
     packages = kvtwin.reference, kvtwin.optimized, kvtwin.conformance, kvtwin.fixtures
-    missing = missing_parts(twin, *(Path(package.__file__).parent for package in packages))
+    folders = (Path(package.__file__).parent for package in packages)
+    missing = missing_parts(twin, *folders, takes_blocks=hasattr(twin.state, "append_block"))
     assert not missing, f"{twin.name} lacks: {', '.join(missing)}"
 
 
@@ -308,12 +314,15 @@ def test_a_missing_part_is_noticed(missing: str | None, source_tree: bool, tmp_p
     assert missing_parts(twin, *folders) == ([] if missing is None or unseen else [missing])
 
 
-def test_a_baseline_needs_no_claims(tmp_path: Path) -> None:
+def test_a_baseline_needs_no_claims_no_recorder_and_no_cache(tmp_path: Path) -> None:
     for part, file in PARTS.items():
         path = tmp_path / re.sub("^(reference|optimized|conformance)/new", r"\1/baselines/new", file)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if part != "claims":
+        if part not in ("claims", "recorder", "reference/hf", "optimized/hf"):
             path.touch()
     folders = [tmp_path / side for side in ("reference", "optimized", "conformance", "fixtures")]
-    for path, missing in (("baselines.new", []), ("new", ["reference", "optimized", "test", "claims", "mutants"])):
-        assert missing_parts(Pair(name="new", path=path, exports=("NewConfig",)), *folders) == missing
+    lacking = ["reference", "optimized", "test", "claims", "mutants", "recorder"]
+    for path, missing in (("baselines.new", []), ("new", lacking)):
+        twin = Pair(name="new", path=path, exports=("NewConfig",))
+        assert missing_parts(twin, *folders, takes_blocks=True) == missing
+    assert missing_parts(twin, *folders)[-2:] == ["reference/hf", "optimized/hf"]

@@ -20,7 +20,7 @@ from kvtwin.conformance.discovery import Pair
 from kvtwin.conformance.cases.tiny import (
     arguments, attributes, description, groupings, new_state, prompt, public_functions, states, token,
 )
-from kvtwin.optimized._launch import INTERPRETED
+from kvtwin.optimized._common.launch import INTERPRETED
 
 every_pair = pytest.mark.parametrize("twin", discovery.pairs(), ids=str)
 every_method = pytest.mark.parametrize("twin", discovery.methods(), ids=str)

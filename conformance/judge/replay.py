@@ -1,4 +1,4 @@
-"""Judge a saved case again: `python -m kvtwin.conformance.judge.replay FILE`.
+"""Judge a saved case again: ``kvtwin replay FILE``.
 
 A failing test saves its case (cases/failures.py) and prints this command.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from . import checkers, lockstep
@@ -29,16 +30,25 @@ def judged(case: cases.Case, side: Any) -> Iterator[str]:
             yield from judge.replay(case, checkers.module(side, checkers.pair(name)))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Replay files; 0 if every verdict is right, 1 if not."""
+PROG = "kvtwin replay"
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
+    """Replay files. Returns 0 if every verdict is right, 1 if not; exits with 2 for wrong usage."""
     parser = argparse.ArgumentParser(
-        prog="python -m kvtwin.conformance.judge.replay", description=__doc__.splitlines()[0]
+        prog=prog, description="Judge a failing case again, from the file that a run saved."
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="a case saved by a failing test")
-    parser.add_argument("--impl", default=OPTIMIZED, metavar="MODULE", help="the implementation under test")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--impl", default=OPTIMIZED, metavar="MODULE", help="default: %(default)s")
+    devices = ("auto", "cpu", "cuda")
+    parser.add_argument("--device", choices=devices, default="auto", help="default: CUDA if there is one")
     options = parser.parse_args(arguments)
+    missing = [file for file in options.files if not Path(file).is_file()]
+    if missing:
+        parser.error(f"no such file: {', '.join(missing)}")
+    import pytest
     import torch
+    from safetensors import SafetensorError
 
     from .. import interpreter
     from ..harness.impl import NotProvided, Twins
@@ -53,10 +63,16 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     if prepared is not None and not prepared.in_order:
         print(f"interpreter: {prepared}", file=sys.stderr)
-    side = Twins(None if options.impl == OPTIMIZED else options.impl).optimized
+    try:
+        side = Twins(None if options.impl == OPTIMIZED else options.impl).optimized
+    except pytest.UsageError as error:
+        parser.error(str(error))
     failures = 0
     for file in options.files:
-        case = cases.load(file, device)
+        try:
+            case = cases.load(file, device)
+        except (SafetensorError, KeyError, TypeError) as error:
+            parser.error(f"{file} holds no saved case: {error!r}")
         print(f"{file}: {case!r}")
         try:
             for line in judged(case, side):

@@ -12,6 +12,7 @@ from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.judge.checkers import longflow as judge
 from kvtwin.conformance.cases.strategies import decode_cases
 from kvtwin.optimized import longflow
+from kvtwin.optimized.longflow import _ops
 from kvtwin.reference.longflow import LongFlowConfig
 
 pytestmark = pytest.mark.kind("equivalence")
@@ -153,7 +154,7 @@ def test_longflow_reset_mends_an_interrupted_launch(device):
 def test_longflow_merges_many_splits(case):
     """As many as only a GPU has otherwise, the last one short."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(longflow, "split_slots", lambda sizes, block, *_: (-(-sizes.slots // 16), 16))
+        patch.setattr(_ops, "split_slots", lambda sizes, block, *_: (-(-sizes.slots // 16), 16))
         actual = longflow.decode_attention(**case.inputs)
     judge.assert_decode_right(actual, case)
 
@@ -161,17 +162,17 @@ def test_longflow_merges_many_splits(case):
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_longflow_cuts_the_last_rows_finer(batch, device):
     """Where heads are many. Every share has slots of its own, and rows are right whichever way they are cut."""
-    block = longflow.key_block(32, 4, 512)
+    block = _ops.key_block(32, 4, 512)
     case = DecodeCase(
         batch=batch, key_value_heads=2, group=2, head_dim=32, dtype=torch.float32, slots=4 * block - 3,
         occupancy="full", device=str(device),
     )
-    sizes = longflow.Sizes(batch, 4, 2, case.slots, 32)
+    sizes = _ops.Sizes(batch, 4, 2, case.slots, 32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(longflow, "fused", lambda *_: True)
-        patch.setattr(longflow, "split_slots", lambda *_: (2, 2 * block))
-        patch.setattr(longflow, "early_rows", lambda *_: (batch + 1) // 2)
-        work = longflow._cut(sizes, case.key)
+        patch.setattr(_ops, "fused", lambda *_: True)
+        patch.setattr(_ops, "split_slots", lambda *_: (2, 2 * block))
+        patch.setattr(_ops, "early_rows", lambda *_: (batch + 1) // 2)
+        work = _ops._cut(sizes, case.key)
         actual = longflow.decode_attention(**case.inputs)
     assert work == (block, (batch + 1) // 2, 2, 2 * block, 4, block)
     judge.assert_decode_right(actual, case)
@@ -191,7 +192,7 @@ def test_longflow_ties_whole_tiles_with_the_last_one(slots, many, dtype, device)
         key, value = (x[:, :, None].expand(-1, -1, slots, -1).contiguous() for x in (key, value))
         occupied = torch.ones(32, slots, dtype=torch.bool, device=device)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(longflow, "fused", lambda *_: many)
+            patch.setattr(_ops, "fused", lambda *_: many)
             slot = longflow.decode_attention(query, key, value, occupied, scale=0.3).slot
         assert slot.tolist() == [0] * 32
 

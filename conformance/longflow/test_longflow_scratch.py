@@ -21,8 +21,10 @@ from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.judge.checkers import longflow as judge
 from kvtwin.conformance.cases.strategies import decode_cases, state_traces
-from kvtwin.optimized import _longflow_scores, longflow
-from kvtwin.optimized._launch import INTERPRETED
+from kvtwin.optimized.longflow import _score_kernels as score_kernels
+from kvtwin.optimized import longflow
+from kvtwin.optimized.longflow import _ops
+from kvtwin.optimized._common.launch import INTERPRETED
 
 pytestmark = pytest.mark.kind("equivalence")
 
@@ -65,14 +67,14 @@ def in_any_order(builder, seed):
 @contextmanager
 def many_heads(seed: int = 0) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(longflow, "fused", lambda *_: True)
-        patch.setattr(longflow, "split_slots", lambda sizes, block, *_: (triton.cdiv(sizes.slots, block), block))
+        patch.setattr(_ops, "fused", lambda *_: True)
+        patch.setattr(_ops, "split_slots", lambda sizes, block, *_: (triton.cdiv(sizes.slots, block), block))
         if INTERPRETED:
-            patch.setattr(longflow, "discards", lambda _: True)
-            patch.setattr(longflow, "_scratch", in_line(longflow._scratch))
-            patch.setattr(longflow, "SCORE_BLOCK", 256)
-            patch.setattr(longflow, "INTERPRETED", False)  # which decides about the sizes of blocks alone
-            patch.setattr(_longflow_scores, "_discard", overwritten)
+            patch.setattr(_ops, "discards", lambda _: True)
+            patch.setattr(_ops, "scratch", in_line(_ops.scratch))
+            patch.setattr(_ops, "SCORE_BLOCK", 256)
+            patch.setattr(_ops, "INTERPRETED", False)  # which decides about the sizes of blocks alone
+            patch.setattr(score_kernels, "discard", overwritten)
             builder = sys.modules["triton.runtime.interpreter"].interpreter_builder
             patch.setattr(builder, "set_grid_idx", in_any_order(builder, seed))
         yield
@@ -82,9 +84,9 @@ def test_pieces_of_scratch_begin_lines(device):
     """Lines are shared by no two of them."""
     with many_heads():
         for slots in (1, 127, 129, 3200):
-            sizes = longflow.Sizes(3, 7 * 5, 5, slots, 24)
-            assert all(cut * 4 % LINE == 0 for cut in longflow._cuts(sizes, 3))
-            workspace, *_ = longflow._scratch(sizes, torch.empty(0, device=device), False)
+            sizes = _ops.Sizes(3, 7 * 5, 5, slots, 24)
+            assert all(cut * 4 % LINE == 0 for cut in _ops._cuts(sizes, 3))
+            workspace, *_ = _ops.scratch(sizes, torch.empty(0, device=device), False)
             assert workspace.data_ptr() % LINE == 0
 
 

@@ -16,8 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtwin.conformance.judge.bounds import DIVISION, EXP, LOG
-from kvtwin.optimized._launch import INTERPRETED
-from kvtwin.optimized._numerics import dot, finite_or_zero, log2_or_minus_inf, round_to, sortable, sum_of_products
+from kvtwin.optimized._common.launch import INTERPRETED
+from kvtwin.optimized._common.numerics import (
+    dot, finite_or_zero, log2_or_minus_inf, round_to, sortable, sum_of_products,
+)
 
 # The interpreter takes a millisecond per program and numpy's speed within it.
 BLOCK = 1 << 16 if INTERPRETED else 1024
@@ -112,7 +114,7 @@ def test_casting_float32_to_bfloat16(how: str, device: torch.device) -> None:
     x = float32_patterns([0x7FFF, 0x8001])
     x = x[x.isfinite()]
     right = torch.equal(rounded(x, torch.bfloat16, device, how), x.to(torch.bfloat16))
-    pinned_fault(right, "round_to in optimized/_numerics.py no longer needs its integer arithmetic")
+    pinned_fault(right, "round_to in optimized/_common/numerics.py no longer needs its integer arithmetic")
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["float8e4nv", "float8e5"])
@@ -183,13 +185,13 @@ def test_plain_dot_on_float32_is_tf32_when_compiled(device: torch.device) -> Non
     """Why `dot` says input_precision="ieee"."""
     a, b = tf32_victims()
     exact = torch.equal(product(a, b, device, how="plain"), (a.double() @ b.double().T).float())
-    assert exact == INTERPRETED, "tl.dot on float32 has another default now: look at `dot` in optimized/_numerics.py"
+    assert exact == INTERPRETED, "tl.dot on float32 has another default now: see `dot` in _common/numerics.py"
 
 
 def test_plain_dot_on_bfloat16(device: torch.device) -> None:
     a, b = small_integers(torch.bfloat16, 16, 16), small_integers(torch.bfloat16, 16, 16)
     right = torch.equal(product(a, b, device, how="plain"), a.float() @ b.float().T)
-    pinned_fault(right, "dot in optimized/_numerics.py no longer needs to upcast")
+    pinned_fault(right, "dot in optimized/_common/numerics.py no longer needs to upcast")
 
 
 # Elementary functions ------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtwin.conformance.judge import format_oracle as oracle
-from kvtwin.optimized._launch import INTERPRETED
-from kvtwin.optimized._numerics import without_sign_of_zero
+from kvtwin.optimized._common.launch import INTERPRETED
+from kvtwin.optimized._common.numerics import without_sign_of_zero
 from kvtwin.optimized.thinkv._formats_kernels import (
     decode, decode_e4m3, decode_scale, encode, encode_e4m3, fp8_scale, magnitude, scale_code,
 )

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvtwin.optimized._launch import INTERPRETED
+from kvtwin.optimized._common.launch import INTERPRETED
 
 NAN = math.nan
 

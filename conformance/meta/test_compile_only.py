@@ -150,7 +150,7 @@ def test_helpers_are_compared_where_they_do_the_same(one, other, refused, tmp_pa
 def refused_of(code, folder, old=True):
     """The lines that a kernel of this code is refused for."""
     (folder / "ours").mkdir(exist_ok=True)
-    files = {OURS: folder / "ours/kernels.py", HELPERS: folder / "ours/_numerics.py", ELSEWHERE: folder / "kernels.py"}
+    files = {OURS: folder / "ours/kernels.py", HELPERS: folder / "ours/numerics.py", ELSEWHERE: folder / "kernels.py"}
     for path in files.values():
         path.write_text("def tile():\n    x = a * b + c\n    y = a + c\n")
     machine = "".join(at(*each, old=old) for each in code)
@@ -205,7 +205,7 @@ def test_a_masked_loop_rounds_as_one_without_a_mask(tmp_path):
 
 
 def test_the_interpreter_has_nothing_to_compile(monkeypatch):
-    from kvtwin.optimized import _launch
+    from kvtwin.optimized._common import launch as _launch
 
     monkeypatch.setattr(_launch, "INTERPRETED", True)
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET is set"):

@@ -272,7 +272,7 @@ def test_a_saved_case_comes_back_whole_and_replays(case, tmp_path, capsys, monke
     prepared = []
     monkeypatch.setattr(interpreter, "prepare", lambda: prepared.append(True))  # would import triton, that variable set
     path = tmp_path / "case.safetensors"
-    assert case.save(path) == f"python -m kvtwin.conformance.judge.replay {path}"
+    assert case.save(path) == f"kvtwin replay {path}"
     loaded = cases.load(path)
     assert repr(loaded) == repr(case) and type(loaded) is type(case)
     assert loaded.tensors.keys() == case.tensors.keys()
@@ -307,7 +307,7 @@ def test_a_failure_saves_the_case_it_is_about_and_says_how_to_replay_it(tmp_path
         right = longflow.decode_attention(**case.inputs)
         assert_slot_right(right.slot + (case.slots > 4), case)
 
-    with pytest.raises(Mismatch, match=r"replay: python -m kvtwin.conformance.judge.replay .*kept") as caught:
+    with pytest.raises(Mismatch, match=r"replay: kvtwin replay .*kept") as caught:
         picks_too_high_a_slot()
     (file,) = (tmp_path / "kept").iterdir()
     assert str(file) in str(caught.value)

@@ -1,4 +1,4 @@
-"""The ledger and the tests name each other, the README shows what the ledger says, and a broken ledger is refused."""
+"""The ledger and the tests name each other, the docs show what the ledger says, and a broken ledger is refused."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import pytest
 
 from kvtwin.conformance import discovery, ledger
+from kvtwin.conformance.meta.docs_source import docs_module
 
 CLAIM = """
 [[claim]]
@@ -66,11 +67,16 @@ def test_every_method_has_a_ledger():
     assert len(own) >= 2
 
 
-def test_readme_shows_the_ledger():
-    if not ledger.README.is_file():
-        pytest.skip("the README is in the source tree, and these tests are installed")
-    text = ledger.README.read_text(encoding="utf-8")
-    assert ledger.with_table(text, ledger.load()) == text, "run: python -m kvtwin.conformance.ledger --readme"
+def test_the_docs_show_the_ledger():
+    """The page of all claims has the whole table, and a method's page has the method's own, and no other's."""
+    generate = docs_module("generate", "its pages show the claims")
+    claims = ledger.load()
+    assert ledger.table(claims) in generate.claims_page()
+    for method in {claim.method for claim in claims}:
+        own = [claim for claim in claims if claim.method == method]
+        shown = generate.claims(method)
+        assert shown.startswith(ledger.table(own) + "\n")
+        assert not any(f"| {claim.id} |" in shown for claim in claims if claim.method != method)
 
 
 def test_load(folder):
@@ -125,28 +131,24 @@ def test_a_broken_ledger_is_refused(folder, toml, complaint):
         ledger.load(folder(toml))
 
 
-def test_table_is_written_between_its_markers(folder):
-    claims = ledger.load(folder())
-    text = f"before\n{ledger.BEGIN}\nstale\n{ledger.END}\nafter\n"
-    made = ledger.with_table(text, claims)
-    assert made.startswith(f"before\n{ledger.BEGIN}\n**longflow**, 2 claims: 1 hold, 1 are false.\n")
-    assert made.endswith(f"\n{ledger.END}\nafter\n")
+def test_table(folder):
+    """One table per method, a row per claim, and cells that cannot break it."""
+    made = ledger.table(ledger.load(folder()))
+    assert made.startswith("**longflow**, 2 claims: 1 hold, 1 are false.\n")
     assert "| LF-3 | eq. 12 | a \\| b | holds |  |" in made
     assert "| LF-4b | eq. 13 | two lines | false | the opposite |" in made
-    assert "stale" not in made
-    assert ledger.with_table(made, claims) == made
+    assert all(len(re.findall(r"(?<!\\)\|", line)) == 6 for line in made.splitlines()[2:])
+    assert ledger.table([]) == ""
 
 
-@pytest.mark.parametrize("text", ["", ledger.BEGIN, f"{ledger.END}\n{ledger.BEGIN}", f"{ledger.BEGIN}{ledger.END}" * 2])
-def test_a_text_without_its_markers_is_refused(text):
-    with pytest.raises(ledger.LedgerError, match="expected one line"):
-        ledger.with_table(text, [])
+def test_main_prints_the_table(capsys):
+    assert ledger.main([]) == 0
+    assert capsys.readouterr().out == ledger.table(ledger.load()) + "\n"
 
 
-def test_main_writes_the_file_it_is_given(tmp_path, capsys):
-    path = tmp_path / "README.md"
-    path.write_text(f"{ledger.BEGIN}\n{ledger.END}\n")
-    assert ledger.main(["--readme", str(path)]) == 0
-    assert ledger.table(ledger.load()) in path.read_text()
-    assert ledger.main(["--readme", str(tmp_path / "gone.md")]) == 1
-    assert "gone.md" in capsys.readouterr().err
+def test_main_says_which_ledger_is_broken(folder, monkeypatch, capsys):
+    place = folder(CLAIM + CLAIM)
+    load = ledger.load
+    monkeypatch.setattr(ledger, "load", lambda: load(place))
+    assert ledger.main([]) == 1
+    assert "ids used twice: LF-3" in capsys.readouterr().err

@@ -117,15 +117,19 @@ def blocks(text: str) -> list[str]:
 
 
 def test_the_readme_is_true(source, tmp_path):
-    """Its library code runs; the function that it asks other people for has the signature that we call."""
-    code = blocks((source / "README.md").read_text(encoding="utf-8"))
-    (theirs,) = [block for block in code if block.startswith("# my_kernels/longflow.py")]
-    # The example with transformers: test_longflow_hf_readme.py.
-    ours = [block for block in code if block is not theirs and "transformers" not in block]
-    assert len(ours) == 2
-    check = (
-        "import inspect\nours = inspect.signature(decode_attention)\n"
-        f"exec({theirs!r})\nassert list(inspect.signature(decode_attention).parameters) == list(ours.parameters)\n"
+    """The library code of the docs runs; functions that we ask other people for have the signature that we call."""
+    states, adapter, readme = (
+        blocks((source / name).read_text(encoding="utf-8"))
+        for name in ("docs/how-to/states.md", "docs/how-to/test-your-kernel.md", "README.md")
     )
-    ran = python("-c", "\n".join([*ours, check]), folder=tmp_path)
+    theirs = [block for block in [*adapter, *readme] if block.startswith("# my_kernels/longflow.py")]
+    assert len(theirs) == 2
+    # The README's other example, with transformers: test_longflow_hf_readme.py.
+    assert [block for block in readme if block not in theirs and "transformers" not in block] == []
+    assert len(states) == 2
+    check = "import inspect\nours = inspect.signature(decode_attention)\n" + "".join(
+        f"exec({block!r})\nassert list(inspect.signature(decode_attention).parameters) == list(ours.parameters)\n"
+        for block in theirs
+    )
+    ran = python("-c", "\n".join([*states, check]), folder=tmp_path)
     assert ran.returncode == 0, ran.stderr

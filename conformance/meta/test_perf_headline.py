@@ -14,6 +14,7 @@ from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.harness import report
 from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.judge.compare import assert_within
+from kvtwin.conformance.meta.docs_source import docs_module
 from kvtwin.conformance.meta.perf_source import PERF, perf_module
 
 if not (PERF / "conftest.py").is_file():
@@ -65,14 +66,15 @@ def test_the_experiments_run_and_make_a_page(tmp_path, device, monkeypatch):
 
     for folder in ("perf/baselines", "fixtures"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "README.md").write_text(f"before\n{page.BEGIN}\nformerly\n{page.END}\nafter\n")
+    stored_files = [tmp_path / "fixtures" / name for name in page.STORED]
     monkeypatch.setattr(page, "ROOT", tmp_path)
     assert page.main([str(tmp_path), "--store"]) == 0
-    readme = (tmp_path / "README.md").read_text()
-    assert text in readme
-    assert "formerly" not in readme
-    assert page.main(["--readme"]) == 0
-    assert (tmp_path / "README.md").read_text() == readme
+    written = [path.read_text() for path in stored_files]
+    assert json.loads(written[0])["rows"] == rows.rows(result)
+    for path in stored_files:
+        path.write_text("formerly")
+    assert page.main(["--again"]) == 0
+    assert [path.read_text() for path in stored_files] == written
     monkeypatch.setattr(stored_results, "resources", SimpleNamespace(files=lambda _: tmp_path / "fixtures"))
     shown = "\n".join(report._headline())
     assert page.svg("The papers' headline experiments", page.panels(result)) in shown
@@ -82,13 +84,14 @@ def test_the_experiments_run_and_make_a_page(tmp_path, device, monkeypatch):
 def test_what_is_stored_follows_from_the_baseline():
     """And without one nothing is stored."""
     baselines = list(page.stored())
-    readme = (page.ROOT / "README.md").read_text(encoding="utf-8")
     if not baselines:
-        assert f"{page.BEGIN}\n{page.END}" in readme
         assert not any((page.ROOT / "fixtures" / name).exists() for name in page.STORED)
     for baseline in baselines:
         for path, text in page.generated(baseline).items():
             assert path.read_text(encoding="utf-8") == text, f"{path.name}: see python -m perf.headline.page --help"
+        shown = docs_module("generate", "its pages show the table").headline_page()
+        for row in rows.rows(baseline):
+            assert f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" in shown
 
 
 def figures(**changes):

@@ -7,7 +7,7 @@ of the package and runs, in a separate process (mutate_server.py), the tests tha
 
     [[mutant]]
     name = "tie-to-the-highest-index"
-    file = "optimized/_longflow_kernels.py"
+    file = "optimized/longflow/_attend_kernels.py"
     replace = [["old text", "new text"]]        # each old text occurs in the file exactly once
     what = "what is wrong with it, in a line"
     killers = ["longflow/test_longflow.py::test_ties"]  # at least one of them must fail

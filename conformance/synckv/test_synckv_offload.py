@@ -25,7 +25,7 @@ from kvtwin.conformance.synckv.synckv_offloaded import (
     CLUSTERS, SIZES, OPTIONS, PROMPT, STEPS, Both, Late, Noted, Replayed, Slow, as_in_a_graph, assert_same, new, played,
     settle, tokens, with_transfers,
 )
-from kvtwin.optimized._launch import INTERPRETED
+from kvtwin.optimized._common.launch import INTERPRETED
 from kvtwin.optimized.synckv import SyncKVState, _offload
 from kvtwin.optimized.synckv._transfers import side_streams
 from kvtwin.reference.synckv import HeadClusters, SyncKVConfig

@@ -7,8 +7,8 @@ from torch import Tensor
 from ...reference.baselines.h2o import H2OConfig
 from ...reference.blocks import AttendResult
 from ...reference.contract import resolve_scale
-from .. import _block_kernels as kernels
-from .._blocks import Block, BlockState, check_block
+from .._common.block_cache import kernels as kernels
+from .._common.block_cache.state import Block, BlockState, check_block
 
 __all__ = ["AttendResult", "H2OConfig", "H2OState", "attend"]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...reference.baselines.random import RandomConfig
-from .._blocks import Block, BlockState, check_positions
+from .._common.block_cache.state import Block, BlockState, check_positions
 
 __all__ = ["RandomConfig", "RandomState", "score"]
 

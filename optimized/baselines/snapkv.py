@@ -11,12 +11,12 @@ from torch.nn import functional
 from ...reference.baselines.snapkv import CompressResult, SnapKVConfig
 from ...reference.blocks import AttendResult
 from ...reference.contract import Sizes, check_attention, check_flag, check_integer, check_mask, resolve_scale
-from .. import _block_kernels as kernels
-from .._block_compress import between
-from .._block_compress import compress as compress_held
-from .._blocks import Block, BlockState, check_block
-from .._launch import check_kernel_sizes, check_launchable, key_block, on_device_of, padded_head_dim
-from .._numerics import LOG2_E, dot, finite_or_zero
+from .._common.block_cache import kernels as kernels
+from .._common.block_cache.compress import between
+from .._common.block_cache.compress import compress as compress_held
+from .._common.block_cache.state import Block, BlockState, check_block
+from .._common.launch import check_kernel_sizes, check_launchable, key_block, on_device_of, padded_head_dim
+from .._common.numerics import LOG2_E, dot, finite_or_zero
 
 __all__ = ["AttendResult", "CompressResult", "SnapKVConfig", "SnapKVState", "attend", "compress", "window_score"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...reference.baselines.streaming_llm import StreamingLLMConfig
-from .._blocks import Block, BlockState, check_positions, newest, oldest
+from .._common.block_cache.state import Block, BlockState, check_positions, newest, oldest
 
 __all__ = ["StreamingLLMConfig", "StreamingLLMState", "keep"]
 

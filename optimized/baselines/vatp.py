@@ -8,8 +8,8 @@ from torch import Tensor
 from ...reference.baselines.vatp import VATPConfig
 from ...reference.blocks import AttendResult
 from ...reference.contract import resolve_scale
-from .. import _block_kernels as kernels
-from .._blocks import Block, BlockState, check_block
+from .._common.block_cache import kernels as kernels
+from .._common.block_cache.state import Block, BlockState, check_block
 from .h2o import accumulate
 
 __all__ = ["AttendResult", "VATPConfig", "VATPState", "attend"]

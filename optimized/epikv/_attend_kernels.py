@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reference.contract import Sizes
-from .._launch import GROUP_ROWS, MAX_SPLITS, key_block, on_device_of, padded_head_dim, split_slots
-from .._longflow_scores import is_last
-from .._numerics import LOG2_E, dot, finite_or_zero, round_output, round_to
+from .._common.launch import GROUP_ROWS, MAX_SPLITS, key_block, on_device_of, padded_head_dim, split_slots
+from .._common.scratch import is_last
+from .._common.numerics import LOG2_E, dot, finite_or_zero, round_output, round_to
 
 
 @torch.library.custom_op(

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import GROUP_ROWS, INTERPRETED, on_device_of
-from .._numerics import log2_or_minus_inf
-from ..thinkv._thoughts_kernels import passed_over, pooled_cut, thought_of
+from .._common.launch import GROUP_ROWS, INTERPRETED, on_device_of
+from .._common.numerics import log2_or_minus_inf
+from .._common.thoughts import below_cut, pooled_cut, thought_of
 from ._score_kernels import no_sign
 from ._step_kernels import code_of
 
@@ -165,7 +165,7 @@ def look_past_kernel(
                     logits + head[:, None] * slots + s[None, :], mask=(g < GROUP)[:, None] & inside[None, :],
                     other=float("-inf"),
                 )
-                below += (passed_over(logit, top, log_total, cut, GROUP, ROWS) & holds).to(tl.int32)
+                below += (below_cut(logit, top, log_total, cut, GROUP, ROWS) & holds).to(tl.int32)
                 held += holds.to(tl.int32)
             shares += tl.sum(below, 0).to(tl.float32) / tl.sum(held, 0).to(tl.float32)
         total = shares / heads

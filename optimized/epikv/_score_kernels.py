@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import INTERPRETED, on_device_of, padded_head_dim
-from .._numerics import float32
+from .._common.launch import INTERPRETED, on_device_of, padded_head_dim
+from .._common.numerics import float32
 
 LEAST_RANGE = tl.constexpr(1e-6)
 

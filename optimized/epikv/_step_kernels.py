@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch import INTERPRETED, on_device_of, padded_head_dim
-from .._numerics import float32, sortable
+from .._common.launch import INTERPRETED, on_device_of, padded_head_dim
+from .._common.numerics import float32, sortable
 from ._score_kernels import limit, no_sign, rolled, spread, variance
 
 _LAST = tl.constexpr(2**63 - 1)

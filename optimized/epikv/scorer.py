@@ -11,7 +11,7 @@ from ...reference.contract import (
     capturing, check_dtype, check_integer, check_mask, check_next_slot, check_reorder, resolve_device,
 )
 from ...reference.epikv.contract import EpiKVConfig, check_prompt_fits
-from .._launch import DTYPES, check_kernel_device
+from .._common.launch import DTYPES, check_kernel_device
 from . import _score_kernels as score_kernels, _step_kernels as step_kernels
 from ._hybrids import Attention
 from .scores import FIRST, LAST, codes, compacted, difference, kv_variance, lag_kv, rolling_mean, rolling_of, select

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...reference.contract import check_choice, check_integer
 from ...reference.epikv.contract import DIFFERENCES, check_hidden_pair, check_selection, check_series, check_vectors
-from .._launch import check_launchable
+from .._common.launch import check_launchable
 from . import _score_kernels as kernels
 
 #: Above every code of a token, and below.

@@ -11,9 +11,9 @@ from torch import Tensor
 from ...reference.contract import check_dtype, check_prompt, check_reorder, check_step, resolve_device, resolve_scale
 from ...reference.contract import state_sizes
 from ...reference.epikv.contract import EpiKVConfig, check_hidden_states
-from .. import _block_kernels
-from .._attention import causal_attention
-from .._launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
+from .._common.block_cache import kernels
+from .._common.prompt_attention import causal_attention
+from .._common.launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
 from . import _attend_kernels
 from .scorer import EpiKVScorer
 
@@ -117,9 +117,9 @@ class EpiKVState:
             occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
         received = None
         if self.config.policy == "attn_x_hs" and not self.config.keep_prompt:
-            found, parts = _block_kernels.attend(query, key, value, occupied, self.scale)
+            found, parts = kernels.attend(query, key, value, occupied, self.scale)
             output: Tensor = found
-            received = _block_kernels.received(query, key, occupied, parts, self.scale, mean=False).mean(1)
+            received = kernels.received(query, key, occupied, parts, self.scale, mean=False).mean(1)
         else:
             output = causal_attention(query, key, value, occupied, self.scale)
         if not self._shared:

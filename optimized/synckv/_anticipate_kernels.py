@@ -8,9 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._keydiff_select import _FREE, compact_kernel, count_kernel, histogram_kernel
-from .._numerics import sortable
-from ..thinkv._thoughts_kernels import denominators
+from .._common.radix_selection import _FREE, compact_kernel, count_kernel, histogram_kernel
+from .._common.numerics import sortable
+from .._common.softmax import denominators
 
 
 @triton.jit(do_not_specialize=["slots", "splits", "chunks", "lookers"])

@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._longflow_kernels import _all_occupied
-from .._numerics import dot, finite_or_zero, of_any_width, round_output, round_to
+from .._common.scratch import all_occupied
+from .._common.numerics import dot, finite_or_zero, of_any_width, round_output, round_to
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def attend_kernel(
     mine = occupied + b * slots
     whole = begin
     dense_end = tl.where(looks, end, begin)
-    if _all_occupied(mine, 1, seen.to(tl.int32), begin, dense_end, 1):
+    if all_occupied(mine, 1, seen.to(tl.int32), begin, dense_end, 1):
         whole = begin + tl.maximum(dense_end - begin, 0) // BLOCK * BLOCK
     if arrives & (newest >= begin) & (newest < end):
         k_new = tl.load(new_key + b * new_key_b + head * new_key_h + d * new_key_d, mask=in_head)

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from ...reference.contract import Sizes, capturing
-from .._launch import INTERPRETED, on_device_of, padded_head_dim
+from .._common.launch import INTERPRETED, on_device_of, padded_head_dim
 from ._offload_kernels import append_kernel, assign_kernel, fetch_kernel, store_kernel
 from ._transfers import transfers_for
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._numerics import dot, finite_or_zero
-from ..thinkv._thoughts_kernels import denominators
+from .._common.numerics import dot, finite_or_zero
+from .._common.softmax import denominators
 
 
 @triton.jit(do_not_specialize=[

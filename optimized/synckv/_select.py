@@ -1,6 +1,7 @@
 """The tokens of the highest scores, of equals the lowest indices: a radix search over codes that run backwards.
 
-The search of `_keydiff_select` keeps the last ones of equals, in order: of codes in reverse order these are the first.
+The search of `_common/radix_selection.py` keeps the last of equal codes. With the codes in reverse order these are the
+first.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._numerics import float32
-from .._keydiff_select import _FREE, compact_kernel, count_kernel, histogram_kernel
-from .._launch import INTERPRETED, on_device_of
-from .._numerics import sortable
+from .._common.numerics import float32
+from .._common.radix_selection import _FREE, compact_kernel, count_kernel, histogram_kernel
+from .._common.launch import INTERPRETED, on_device_of
+from .._common.numerics import sortable
 
 #: Codes per program.
 CHUNK = 2048

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reference.synckv.contract import HeadClusters, check_heads_attention, check_sets, check_similarity
-from .._launch import INTERPRETED, check_launchable, on_device_of
+from .._common.launch import INTERPRETED, check_launchable, on_device_of
 from ._select import select
 
 __all__ = ["cluster_heads", "head_similarity", "overlap"]

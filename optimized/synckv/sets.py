@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...reference.contract import Sizes, resolve_scale
 from ...reference.synckv.contract import SyncKVSetsResult, check_anticipation, check_budget, check_initial
-from .._launch import (
+from .._common.launch import (
     GROUP_ROWS, check_kernel_sizes, check_launchable, key_block, on_device_of, padded_head_dim, split_slots,
     stride_unit,
 )

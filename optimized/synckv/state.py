@@ -16,8 +16,8 @@ from ...reference.contract import (
 )
 from ...reference.synckv.contract import HeadClusters, SyncKVConfig
 from ...reference.synckv.contract_state import check_config, check_room, resolve_clusters
-from .._attention import causal_attention
-from .._launch import check_kernel_sizes, check_launchable
+from .._common.prompt_attention import causal_attention
+from .._common.launch import check_kernel_sizes, check_launchable
 from . import _step
 from ._offload import Offload
 from ._select import select

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._numerics import float32, round_to, without_sign_of_zero
+from .._common.numerics import float32, round_to, without_sign_of_zero
 
 _FLOAT32_LARGEST = tl.constexpr(0x7F7FFFFF)
 _INFINITY = tl.constexpr(0x7F800000)

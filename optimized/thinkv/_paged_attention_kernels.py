@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._longflow_scores import is_last, row_of
-from .._numerics import dot, finite_or_zero, float32, log2_or_minus_inf, round_output, round_to, sum_of_products
+from .._common.scratch import is_last, row_of
+from .._common.numerics import dot, finite_or_zero, float32, log2_or_minus_inf, round_output, round_to, sum_of_products
 from ._paging_decode import codes, values
 from ._paging_decode import key_scales as scales_of_keys
 from ._paging_layout import value_slot

@@ -8,11 +8,11 @@ import torch
 import triton
 from torch import Tensor
 
-from .._launch import (
+from .._common.launch import (
     GROUP_ROWS, INTERPRETED, MAX_SPLITS, PROGRAMS, RESIDENT, multiprocessors, on_device_of, padded_head_dim,
     padded_slots,
 )
-from .._numerics import LOG2_E
+from .._common.numerics import LOG2_E
 from ._paged_attention_kernels import attend_kernel, finish_kernel
 from ._paged_fragment_kernels import EIGHT, fragment_kernel
 from ._paging_ops import Layout, layout
@@ -47,7 +47,7 @@ def _fragment_tile(entries: int) -> int:
 
 
 def _splits(rows: int, tiles: int, device: torch.device) -> int:
-    """How many programs share a (row, KV head): see `_launch.split_slots`, of which this is the rule."""
+    """How many programs share a (row, KV head): see `launch.split_slots`, of which this is the rule."""
     if INTERPRETED:
         wanted = 2
     elif rows >= RESIDENT // 2 * multiprocessors(device):

@@ -17,9 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._launch import INTERPRETED
-from .._longflow_scores import row_of
-from .._numerics import dot, finite_or_zero, round_to
+from .._common.launch import INTERPRETED
+from .._common.scratch import row_of
+from .._common.numerics import dot, finite_or_zero, round_to
 from ._paged_attention_kernels import blocks_by_format, halved, heads_looked_at
 from ._paging_decode import high, low, pair
 

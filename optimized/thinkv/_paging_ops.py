@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .._launch import INTERPRETED, on_device_of, padded_head_dim
+from .._common.launch import INTERPRETED, on_device_of, padded_head_dim
 from ._paging_kernels import append_kernel, assign_kernel, evict_kernel
 from ._paging_read_kernels import CODES, read_kernel
 from ._paging_store_kernels import store_kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._numerics import float32, without_sign_of_zero
+from .._common.numerics import float32, without_sign_of_zero
 from ._formats_kernels import decode
 from ._paging_kernels import pick
 from ._paging_layout import keys_at, values_at

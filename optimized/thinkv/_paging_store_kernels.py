@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._numerics import float32
+from .._common.numerics import float32
 from ._formats_kernels import decode_scale, encode, fp8_scale, magnitude, scale_code
 from ._paging_layout import fields, key_fields, record_at, scale_at, scale_to_byte, value_slot, value_unit
 

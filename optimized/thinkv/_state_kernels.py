@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._thoughts_kernels import thought_of
+from .._common.thoughts import thought_of
 
 
 @triton.jit

@@ -10,45 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._numerics import dot, finite_or_zero, float32, log2_or_minus_inf, sum_of_products
-
-
-@triton.jit
-def denominators(tops, weight_sums, flat, splits, GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr):
-    """Of a KV head's softmaxes: the maxima, and log2 of the sums of what the maxima were subtracted from, [ROWS].
-
-    Rows beyond GROUP, and rows without tokens, have 0 and -inf.
-    """
-    g = tl.arange(0, ROWS)
-    i = tl.arange(0, SPLITS)
-    part = (flat * GROUP + g)[:, None] * splits + i[None, :]
-    there = (g < GROUP)[:, None] & (i < splits)[None, :]
-    split_top = tl.load(tops + part, mask=there, other=float("-inf"), cache_modifier=".cg")
-    split_sum = tl.load(weight_sums + part, mask=there, other=0.0, cache_modifier=".cg")
-    top = finite_or_zero(tl.max(split_top, 1))
-    return top, log2_or_minus_inf(sum_of_products(split_sum, tl.exp2(split_top - top[:, None]), 1))
-
-
-@triton.jit
-def pooled_cut(log_total, log_threshold, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """log2 of threshold * the largest weight of a group: its heads' largest weights are 1 / their denominators."""
-    real = tl.arange(0, ROWS) < GROUP
-    return tl.max(tl.where(real, -log_total, float("-inf")), 0) + log_threshold
-
-
-@triton.jit
-def passed_over(logit, top, log_total, cut, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Which tokens' weights, the largest of the group's, lie below the cut: logit [ROWS, BLOCK] -> [BLOCK]."""
-    real = tl.arange(0, ROWS) < GROUP
-    # The denominator's two parts leave one by one, so that no digits of a large maximum are lost.
-    weight = (logit - top[:, None]) - log_total[:, None]
-    return tl.max(tl.where(real[:, None], weight, float("-inf")), 0) < cut
-
-
-@triton.jit
-def thought_of(sparsity, low, high):
-    """The thought type of a sparsity; NaN is execution."""
-    return tl.where(sparsity >= high, 0, tl.where(sparsity >= low, 2, 1)).to(tl.int64)
+from .._common.softmax import denominators
+from .._common.thoughts import below_cut, pooled_cut, thought_of
+from .._common.numerics import dot, finite_or_zero, float32
 
 
 @triton.jit
@@ -141,7 +105,7 @@ def count_kernel(
         logit, holds = _tile_logits(
             q, key, occupied, start, end, scale, key_s * UNIT, key_d, occupied_s, HEAD_DIM, D_PAD, BLOCK
         )
-        below += (passed_over(logit, top, log_total, cut, GROUP, ROWS) & holds).to(tl.int32)
+        below += (below_cut(logit, top, log_total, cut, GROUP, ROWS) & holds).to(tl.int32)
         held += holds.to(tl.int32)
     at = counts + (flat * splits + split) * 2
     tl.store(at, tl.sum(below, 0))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...reference.thinkv.contract import AnnealResult, RepresentativesResult
 from ...reference.thinkv.contract_thoughts import check_anneal, check_segment, check_segments
-from .._launch import INTERPRETED, check_launchable, on_device_of, stride_unit
+from .._common.launch import INTERPRETED, check_launchable, on_device_of, stride_unit
 from ._eviction_kernels import anneal_kernel, representatives_kernel
 
 __all__ = ["anneal", "segment_representatives", "select_representatives"]

@@ -14,7 +14,7 @@ from ...reference.thinkv.contract import Quantized
 from ...reference.thinkv.contract_formats import (
     check_bits, check_bytes, check_packed, check_quantize, check_quantized, scales_shape,
 )
-from .._launch import INTERPRETED, check_launchable, on_device_of
+from .._common.launch import INTERPRETED, check_launchable, on_device_of
 from ._formats_kernels import (
     dequantize_kernel, largest_kernel, pack_kernel, quantize_fp8_kernel, quantize_kernel, unpack_kernel,
 )

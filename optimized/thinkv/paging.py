@@ -16,7 +16,7 @@ from ...reference.thinkv.contract import PagedAttentionResult, ThinKVConfig, Tho
 from ...reference.thinkv.contract_paging import (
     BlockEntry, PagedCodes, check_append, check_decode, check_flush, check_paged_cache, check_rows,
 )
-from .._launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
+from .._common.launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
 from . import _paging_ops as ops
 from ._paged_attention_ops import attend
 from ._paging_read_kernels import CODES, NUMBERS, SCALES

@@ -15,8 +15,8 @@ from ...reference.contract import (
 )
 from ...reference.thinkv.contract import ThinKVConfig, Thought
 from ...reference.thinkv.contract_state import check_room, check_thought
-from .._attention import causal_attention
-from .._launch import INTERPRETED, check_kernel_sizes, check_launchable, on_device_of
+from .._common.prompt_attention import causal_attention
+from .._common.launch import INTERPRETED, check_kernel_sizes, check_launchable, on_device_of
 from . import _paging_ops as ops
 from ._shrink_kernels import shrink_kernel
 from ._state_kernels import begin_kernel, settle_kernel

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...reference.contract import Sizes, resolve_scale
 from ...reference.thinkv.contract import Thresholds, check_edges
 from ...reference.thinkv.contract_thoughts import check_numbers, check_sparsity, check_traces, too_few_layers
-from .._launch import (
+from .._common.launch import (
     GROUP_ROWS, check_kernel_sizes, check_launchable, key_block, on_device_of, padded_head_dim, split_slots,
     stride_unit,
 )

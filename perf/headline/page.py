@@ -1,9 +1,9 @@
-"""The figures of the headline experiments as a table and as plots, for the README and the report.
+"""The figures of the headline experiments as a table and as plots, for the report and the documentation.
 
     python -m perf.headline.page FOLDER            print the table; FOLDER is what python -m perf.headline wrote
-    python -m perf.headline.page FOLDER --store    ... into perf/baselines/MACHINE.json, beside the benchmarks, into
-                                                   fixtures/ for the report, and into the README between its marks
-    python -m perf.headline.page --readme          all of it again from the baseline that is stored
+    python -m perf.headline.page FOLDER --store    ... and store it: in perf/baselines/MACHINE.json beside the
+                                                   benchmarks, and in fixtures/ for the report and the documentation
+    python -m perf.headline.page --again           store it again from the baseline
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from .plots import Panel, bars, lines, svg
 from .rows import COLUMNS, rows
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-BEGIN = "<!-- headline: begin (written by python -m perf.headline.page) -->"
-END = "<!-- headline: end -->"
 STORED = "headline.json", "headline.svg"
 
 Figures = Mapping[str, Any]
@@ -123,23 +121,12 @@ def generated(result: Figures) -> dict[Path, str]:
     baseline = ROOT / "perf" / "baselines" / f"{slug(result['gpu'])}.json"
     beside = json.loads(baseline.read_text(encoding="utf-8")) if baseline.exists() else {"benchmarks": []}
     report, plot = (ROOT / "fixtures" / name for name in STORED)
-    readme = ROOT / "README.md"
     said = {"caption": caption(result), "columns": COLUMNS, "rows": rows(result)}
     return {
         baseline: json.dumps({**beside, HEADLINE: result}, indent=1) + "\n",
         report: json.dumps(said, indent=1) + "\n",
         plot: svg("The papers' headline experiments", panels(result)),
-        readme: with_table(readme.read_text(encoding="utf-8"), result),
     }
-
-
-def with_table(readme: str, result: Figures) -> str:
-    """The README with the table between its marks. SystemExit if they are not there."""
-    before, found, rest = readme.partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not found or not ended:
-        raise SystemExit(f"the README lacks {BEGIN} or {END}")
-    return "\n".join([f"{before}{BEGIN}", caption(result), "", *table(result), f"{END}{after}"])
 
 
 def stored() -> Iterator[Figures]:
@@ -153,20 +140,20 @@ def stored() -> Iterator[Figures]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", help="what python -m perf.headline --out wrote")
-    parser.add_argument("--store", action="store_true", help="write baseline, report and README")
-    parser.add_argument("--readme", action="store_true", help="write report and README again, from the baseline")
+    parser.add_argument("--store", action="store_true", help="write the baseline and the files in fixtures/")
+    parser.add_argument("--again", action="store_true", help="write the files in fixtures/ again from the baseline")
     options = parser.parse_args(arguments)
     before = next(stored(), None)
-    if options.readme:
+    if options.again:
         if before is None:
             parser.error("there is no stored baseline")
         result: Figures = before
     elif options.folder is None:
-        parser.error("a folder, or --readme")
+        parser.error("a folder, or --again")
     else:
         result = merged(options.folder, before if options.store else None)
     print("\n".join([caption(result), "", *table(result)]))
-    if options.store or options.readme:
+    if options.store or options.again:
         for path, text in generated(result).items():
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path}")

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from kvtwin.optimized import synckv
-from kvtwin.optimized._attention import causal_attention
+from kvtwin.optimized._common.prompt_attention import causal_attention
 from kvtwin.optimized.synckv import _offload as offload_module, state as state_module
 from kvtwin.optimized.synckv._transfers import StreamTransfers
 from kvtwin.reference.synckv.contract import SyncKVConfig

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtwin.conformance.cases.case import WindowCase
 from kvtwin.conformance.judge import stats
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.checkers import snapkv as judge
@@ -24,6 +25,19 @@ some = settings(max_examples=max(4, settings().max_examples // 2))
 def test_snapkv_scores_as_float64_would(case, shared_heads, twins):
     actual = twins.optimized.baselines.snapkv.window_score(**case.score_inputs, shared_heads=shared_heads)
     judge.assert_score_right(actual, case, shared_heads=shared_heads)
+
+
+@pytest.mark.parametrize("occupancy", ("none", "random"))
+@pytest.mark.parametrize("tokens", (20, 300))
+def test_snapkv_scores_a_long_prompt_with_padding_in_its_window(tokens, occupancy, twins, device):
+    """Several blocks of slots, over which the softmax's maximum grows, and queries that are padding."""
+    case = WindowCase(
+        batch=3, key_value_heads=2, group=2, head_dim=16, tokens=tokens, observers=8, budget=10, occupancy=occupancy,
+        seed=3, device=str(device),
+    )
+    for shared_heads in (False, True):
+        actual = twins.optimized.baselines.snapkv.window_score(**case.score_inputs, shared_heads=shared_heads)
+        judge.assert_score_right(actual, case, shared_heads=shared_heads)
 
 
 @given(case=window_cases(content=DECIDED), shared_heads=st.booleans())

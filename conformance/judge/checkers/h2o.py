@@ -18,6 +18,16 @@ from .blocks import SMALL as SMALL
 from .blocks import Chunk, received_error
 
 CASES = (block_cases.AttendCase,)
+#: See the package.
+CACHES: dict[str, dict[str, Any]] = {
+    "half of it recent": {"budget": 6, "block_size": 4},
+    "none recent": {"budget": 5, "block_size": 3, "recent": 0},
+    "budget 1": {"budget": 1, "block_size": 4},
+}
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"budget": 4, "recent": 5}, ValueError, "recent must be at most budget = 4"),
+    ({"budget": 4, "recent": 1.0}, TypeError, "recent must be an int"),
+]
 
 
 @st.composite

@@ -23,6 +23,17 @@ from . import blocks
 from .blocks import Chunk
 
 CASES = (KeyCase,)
+#: See the package.
+CACHES: dict[str, dict[str, Any]] = {
+    "small": {"budget": 6, "block_size": 4},
+    "recent": {"budget": 5, "block_size": 3, "recent": 2},
+    "ablation": {"budget": 6, "block_size": 4, "anchor": "median", "similarity": "euclidean"},
+}
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"budget": 4, "recent": 5}, ValueError, "recent must be"),
+    ({"budget": 4, "anchor": "mode"}, ValueError, "anchor must be"),
+    ({"budget": 4, "similarity": "angle"}, ValueError, "similarity must be"),
+]
 #: Options that allow small budgets, for the laws: see the package. Their prompts are one or two blocks long.
 SMALL = {"block_size": 6}
 

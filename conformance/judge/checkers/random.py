@@ -10,6 +10,17 @@ from hypothesis import strategies as st
 from . import blocks
 from .blocks import SMALL as SMALL
 
+#: See the package.
+CACHES: dict[str, dict[str, Any]] = {
+    "small": {"budget": 6, "block_size": 4},
+    "another seed": {"budget": 5, "block_size": 3, "seed": 7},
+    "budget 1": {"budget": 1, "block_size": 4},
+}
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"budget": 4, "seed": 2**32}, ValueError, "seed must be at most"),
+]
+TRACE = {"seed": 1}
+
 
 @st.composite
 def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:

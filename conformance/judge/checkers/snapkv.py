@@ -116,6 +116,19 @@ def assert_kept_right(
 # The state -----------------------------------------------------------------------------------------------------------
 
 arguments = h2o.arguments
+#: See the package.
+CACHES: dict[str, dict[str, Any]] = {
+    "small": {"budget": 6, "block_size": 4, "window": 3},
+    "a window beyond the budget": {"budget": 5, "block_size": 3, "window": 9, "kernel_size": 1},
+    "a window of one": {"budget": 4, "block_size": 5, "window": 1, "kernel_size": 7},
+    "once in four tokens": {"budget": 4, "block_size": 3, "window": 2, "kernel_size": 3, "interval": 4},
+}
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"budget": 4, "window": 0}, ValueError, "window must be at least 1"),
+    ({"budget": 4, "kernel_size": 2}, ValueError, "kernel_size must be odd"),
+    ({"budget": 4, "interval": 0}, ValueError, "interval must be at least 1"),
+]
+TRACE = {"window": 16}
 
 
 @st.composite

@@ -10,6 +10,15 @@ from hypothesis import strategies as st
 from . import blocks
 
 SMALL = {**blocks.SMALL, "sinks": 1}
+#: See the package.
+CACHES: dict[str, dict[str, Any]] = {
+    "a sink": {"budget": 6, "block_size": 4, "sinks": 1},
+    "sinks": {"budget": 5, "block_size": 3, "sinks": 4},
+    "no sinks": {"budget": 4, "block_size": 7, "sinks": 0},
+}
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"budget": 4, "sinks": 4}, ValueError, "sinks must be less than budget = 4"),
+]
 
 
 @st.composite

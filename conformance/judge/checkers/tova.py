@@ -21,6 +21,15 @@ from .blocks import Chunk, equal_keys, log_sum_interval, received, received_erro
 
 CASES = (block_cases.AttendCase,)
 arguments = h2o.arguments
+#: See the package.
+CACHES: dict[str, dict[str, Any]] = {
+    "small": {"budget": 6, "block_size": 4},
+    "blocks of one": {"budget": 5, "block_size": 1},
+    "budget 1": {"budget": 1, "block_size": 4},
+}
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"budget": 4, "recent": 1}, TypeError, "recent"),
+]
 
 
 def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:

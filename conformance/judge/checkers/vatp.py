@@ -19,6 +19,15 @@ from .blocks import Chunk
 
 CASES = (block_cases.AttendCase,)
 arguments = h2o.arguments
+#: See the package.
+CACHES: dict[str, dict[str, Any]] = {
+    "half of it recent": {"budget": 6, "block_size": 4},
+    "none recent": {"budget": 5, "block_size": 3, "recent": 0},
+    "budget 1": {"budget": 1, "block_size": 4},
+}
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"budget": 4, "recent": 4}, ValueError, "recent must be less than budget = 4"),
+]
 
 
 @st.composite

@@ -1,1 +1,0 @@
-"""H2O: its tests and mutants."""

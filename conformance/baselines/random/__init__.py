@@ -1,1 +1,0 @@
-"""Random eviction: its tests and mutants."""

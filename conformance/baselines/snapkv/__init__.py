@@ -1,1 +1,0 @@
-"""SnapKV: its tests and mutants."""

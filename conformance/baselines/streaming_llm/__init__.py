@@ -1,1 +1,0 @@
-"""StreamingLLM: its tests and mutants."""

@@ -1,1 +1,0 @@
-"""TOVA: its tests and mutants."""

@@ -1,1 +1,0 @@
-"""VATP: its tests and mutants."""

@@ -1,0 +1,118 @@
+"""``kvtwin``: one command for verifying, replaying and reading results. ``kvtwin COMMAND --help`` explains each.
+
+Each command imports what it needs when it runs, so that ``kvtwin --help`` is fast and works without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from importlib import resources
+
+from . import discovery, ledger
+
+#: What the extra "test" installs, and some commands import.
+NEEDED = ("hypothesis", "pytest", "safetensors")
+
+Command = Callable[[Sequence[str], str], int]
+
+
+def verify(arguments: Sequence[str], prog: str) -> int:
+    """verify methods: run the tests, print a table, write a report"""
+    from . import __main__
+
+    return __main__.main(arguments, prog=prog)
+
+
+def replay(arguments: Sequence[str], prog: str) -> int:
+    """judge a failing case again, from the file that a run saved"""
+    from .judge import replay as module
+
+    return module.main(arguments, prog=prog)
+
+
+def methods(arguments: Sequence[str], prog: str) -> int:
+    """list the methods and their configuration classes"""
+    _parser(prog, methods).parse_args(arguments)
+    for pair in discovery.methods():
+        config = next(export for export in pair.exports if export.endswith("Config"))
+        print(f"{pair.name:16}kvtwin.reference.{pair.path}, kvtwin.optimized.{pair.path}: {config}")
+    return 0
+
+
+def claims(arguments: Sequence[str], prog: str) -> int:
+    """print the ledger of the papers' claims, as Markdown"""
+    found = ledger.load()
+    chosen = _methods(arguments, _parser(prog, claims), sorted({claim.method for claim in found}))
+    print(ledger.table(claim for claim in found if claim.method in chosen))
+    return 0
+
+
+def capacity(arguments: Sequence[str], prog: str) -> int:
+    """count how many requests fit on a GPU, by method"""
+    from . import capacity as module
+
+    return module.main(arguments, prog=prog)
+
+
+def accuracy(arguments: Sequence[str], prog: str) -> int:
+    """print the stored accuracy of each method on kvtwin's own small model"""
+    from ..fixtures import accuracy_plot
+
+    stored = json.loads((resources.files("kvtwin.fixtures") / "accuracy.json").read_text(encoding="utf-8"))
+    parser = _parser(prog, accuracy)
+    parser.epilog = "To measure again: python -m kvtwin.fixtures.accuracy --help"
+    names = [row["method"] for row in stored["rows"]]
+    chosen = _methods(arguments, parser, sorted(set(names)))
+    print(accuracy_plot.table({**stored, "rows": [row for row in stored["rows"] if row["method"] in chosen]}))
+    return 0
+
+
+COMMANDS: dict[str, Command] = {
+    command.__name__: command for command in (verify, replay, methods, claims, capacity, accuracy)
+}
+
+
+def _parser(prog: str, command: Command) -> argparse.ArgumentParser:
+    said = command.__doc__ or ""
+    return argparse.ArgumentParser(prog=prog, description=f"{said[0].upper()}{said[1:]}.")
+
+
+def _methods(arguments: Sequence[str], parser: argparse.ArgumentParser, names: Sequence[str]) -> Sequence[str]:
+    """The methods that the command line names, all of `names` if none. Exits with 2 for a name that is not there."""
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help="which methods to print; default: all")
+    chosen: list[str] = parser.parse_args(arguments).methods
+    unknown = [name for name in chosen if name not in names]
+    if unknown:
+        parser.error(f"no method {', '.join(map(repr, unknown))}; there are: {', '.join(names)}")
+    return chosen or names
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Exit code 2 for wrong usage; otherwise the command's own."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="kvtwin", usage="kvtwin [-h] COMMAND ...", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Verify KV-cache compression methods against float64 arithmetic.",
+        epilog="commands:\n" + "\n".join(f"  {name:10}{command.__doc__}" for name, command in COMMANDS.items())
+        + "\n\nkvtwin COMMAND --help explains a command.",
+    )  # fmt: skip
+    parser.add_argument("command", metavar="COMMAND", help="one of the commands below")
+    if not given:
+        parser.print_help(sys.stderr)
+        return 2
+    name = parser.parse_args(given[:1]).command
+    if name not in COMMANDS:
+        parser.error(f"no command {name!r}; there are: {', '.join(COMMANDS)}")
+    try:
+        return COMMANDS[name](given[1:], f"kvtwin {name}")
+    except ModuleNotFoundError as error:
+        if error.name not in NEEDED:
+            raise
+        parser.error(f"kvtwin {name} needs {error.name}: python -m pip install 'kvtwin[test]'")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""docs/ under a name that nobody else has, for its tests: it is in the source tree only, and in no package."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DOCS = ROOT / "docs"
+
+
+def docs_module(name: str, reason: str) -> ModuleType:
+    """A module of docs/. Skips the test where there is no source tree; `reason` says what it needs docs/ for."""
+    path = DOCS / f"{name}.py"
+    if not path.is_file():
+        pytest.skip(f"docs/ is not in the wheel: {reason}")
+    alias = f"kvtwin_docs_{name}"
+    if alias not in sys.modules:
+        spec = importlib.util.spec_from_file_location(alias, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[alias] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[alias]

@@ -1,0 +1,112 @@
+"""The command ``kvtwin``: what it prints, and how it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from kvtwin.conformance import cli, discovery, ledger, plugin
+from kvtwin.conformance.cases.case import DecodeCase
+
+METHODS = ", ".join(pair.name for pair in discovery.pairs())
+
+
+def refused(capsys, *arguments: str) -> str:
+    """What a command prints as an error; it must end with exit code 2."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [None, *cli.COMMANDS])
+def test_help_fits_a_screen(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, "--help"] if command else ["--help"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: kvtwin {command}" if command else "usage: kvtwin")
+    assert len(said.splitlines()) <= 40
+
+
+def test_without_a_command_it_prints_the_help(capsys):
+    assert cli.main([]) == 2
+    assert "commands:" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_refused_with_the_list(capsys):
+    assert f"no command 'verfy'; there are: {', '.join(cli.COMMANDS)}" in refused(capsys, "verfy")
+
+
+@pytest.mark.parametrize("command", ["verify", "claims", "accuracy"])
+def test_an_unknown_method_is_refused_with_the_list(command, capsys):
+    said = refused(capsys, command, "longflow", "nothing")
+    assert "no method 'nothing'; there are: " in said
+    assert "longflow" in said.split("there are: ")[1]
+
+
+def test_methods_lists_every_method(capsys):
+    assert cli.main(["methods"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [pair.name for pair in discovery.methods()]
+    assert lines[0].endswith(discovery.methods()[0].config.__name__)
+
+
+def test_claims_prints_the_ledger_of_the_methods_that_it_is_given(capsys):
+    assert cli.main(["claims", "keydiff"]) == 0
+    expected = ledger.table(claim for claim in ledger.load() if claim.method == "keydiff")
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_accuracy_prints_the_stored_rows_of_a_method(capsys):
+    assert cli.main(["accuracy", "tova"]) == 0
+    said = capsys.readouterr().out
+    assert "recall %" in said
+    assert {line.split()[0] for line in said.split("\n\n")[0].splitlines()} == {"method", "tova"}
+
+
+def test_replay_judges_a_saved_case(tmp_path, capsys):
+    path = tmp_path / "case.safetensors"
+    case = DecodeCase(batch=1, key_value_heads=1, group=1, head_dim=16, slots=3)
+    assert case.save(path) == f"kvtwin replay {path}"
+    assert cli.main(["replay", str(path), "--impl", "kvtwin.reference"]) == 0
+    assert "right" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["no-such-file"], "no such file: no-such-file"),
+    ([__file__], "holds no saved case"),
+    ([__file__, "--impl", "no_such_module"], "no_such_module: cannot import it"),
+])
+def test_replay_refuses_what_it_cannot_judge(arguments, says, capsys):
+    assert says in refused(capsys, "replay", *arguments)
+
+
+def test_a_missing_extra_is_named(monkeypatch, capsys):
+    def needs_pytest(arguments, prog):
+        raise ModuleNotFoundError("No module named 'pytest'", name="pytest")
+
+    monkeypatch.setitem(cli.COMMANDS, "verify", needs_pytest)
+    assert "kvtwin verify needs pytest: python -m pip install 'kvtwin[test]'" in refused(capsys, "verify")
+
+
+def test_help_needs_neither_torch_nor_pytest():
+    code = (
+        "import sys\nsys.modules.update(torch=None, pytest=None)\nfrom kvtwin.conformance import cli\n"
+        "cli.main(['methods'])\ncli.main(['--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "commands:" in done.stdout
+
+
+def test_the_script_is_installed():
+    config = plugin.HERE.parent / "pyproject.toml"
+    if not config.is_file():
+        pytest.skip("needs the source tree, and these tests are installed")
+    scripts = tomllib.loads(config.read_text(encoding="utf-8"))["project"]["scripts"]
+    assert scripts == {"kvtwin": f"{cli.__name__}:main"}

@@ -1,0 +1,32 @@
+"""Sphinx: python -m sphinx -W -n -b html docs docs/_build/html (python -m tox -e docs)."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version as installed
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import generate  # noqa: E402  it lies beside this file
+
+project = "kvtwin"
+author = "the kvtwin authors"
+release = version = installed("kvtwin")
+
+extensions = ["myst_parser"]
+exclude_patterns = ["_build", "notes"]
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+nitpicky = True
+
+html_theme = "furo"
+html_title = f"kvtwin {release}"
+html_static_path = ["_static"]
+html_css_files = ["kvtwin.css"]
+html_theme_options = {"navigation_with_keys": True}
+
+
+def setup(app):
+    app.connect("builder-inited", lambda app: generate.write(Path(app.srcdir) / "reference"))

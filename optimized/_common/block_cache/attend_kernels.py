@@ -1,0 +1,360 @@
+"""The kernels of a block's attention, launched by `kernels.py`: two passes over the keys.
+
+`attention_kernel`: an online softmax; the output, and each query's softmax shift and the inverse of its sum.
+`received_kernel`: the logits again, key by key; a key's weights summed over queries and heads. `newest_kernel`: what
+the newest query alone gives each key.
+
+With POSITIONS queries are not those of the last slots, but a window's: see `kernels.Window`. With DUE heads that
+hold `capacity` tokens or less are passed over. In the first, a query's row is query * GROUP + head of the group: all
+heads of a KV head share the keys that are read. Logits are in base 2. Strides of queries and caches come divided by
+UNIT (see _common.launch.stride_unit).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..numerics import dot, finite_or_zero, log2_or_minus_inf, round_output, round_to
+
+_SIZES = [
+    "slots", "count", "heads", "query_b", "query_h", "query_q", "key_b", "key_h", "key_s", "value_b", "value_h",
+    "value_s", "occupied_b", "occupied_h",
+]
+_POSITIONS = ["capacity", "asks_b", "asks_q", "position_b", "position_h", "position_s"]
+
+
+@triton.jit
+def _extent(occupied, occupied_s, end):
+    """Of the slots before `end`: how many hold tokens without a gap, from 0 on, and how far the last token is."""
+    gap = tl.full([1024], 2**31 - 1, tl.int32)
+    used = tl.full([1024], 0, tl.int32)
+    for start in range(0, end, 1024):
+        s = start + tl.arange(0, 1024)
+        holds = tl.load(occupied + s.to(tl.int64) * occupied_s, mask=s < end, other=0) != 0
+        gap = tl.minimum(gap, tl.where(holds, 2**31 - 1, s))
+        used = tl.maximum(used, tl.where(holds, s + 1, 0))
+    return tl.minimum(tl.min(gap, 0), end), tl.max(used, 0)
+
+
+@triton.jit
+def _attend_tiles(
+    q, sees, acc, top, weight_sum, key, value, occupied, positions, scale, begin, first, second, slots,
+    key_s, key_d, value_s, value_d, occupied_s, position_s,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, POSITIONS: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
+    NEGATIVE: tl.constexpr,
+):
+    """Online softmax of all rows over `first` tiles from slot `begin` on, then those from slot `second` to `slots`.
+
+    Row r sees slots (or positions) up to sees[r] if CAUSAL. Slots without a token are not even read if MASKED, so that
+    NaN in them is harmless.
+    """
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    in_head = (d < HEAD_DIM)[None, :]
+    tiles = first + tl.cdiv(tl.maximum(slots - second, 0), BLOCK)
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        start = tl.where(tile < first, begin + tile * BLOCK, second + (tile - first) * BLOCK)
+        s = start + tl.arange(0, BLOCK)
+        s64 = s.to(tl.int64)
+        keys = key + s64[:, None] * key_s + d[None, :] * key_d
+        values = value + s64[:, None] * value_s + d[None, :] * value_d
+        if MASKED:
+            holds = tl.load(occupied + s64 * occupied_s, mask=s < slots, other=0) != 0
+            k = tl.load(keys, mask=holds[:, None] & in_head, other=0.0)
+        elif HEAD_DIM != D_PAD:
+            k = tl.load(keys, mask=in_head, other=0.0)
+        else:
+            k = tl.load(keys)
+        product = dot(q, tl.trans(k))                                  # [ROWS, BLOCK]
+        logit = product * scale
+        if MASKED:
+            logit = tl.where(holds[None, :], logit, float("-inf"))
+        if CAUSAL:
+            if POSITIONS:
+                at = tl.load(positions + s64 * position_s, mask=s < slots, other=0)
+            else:
+                at = s64
+            logit = tl.where(at[None, :] <= sees[:, None], logit, float("-inf"))
+        if MASKED or CAUSAL:
+            highest = tl.max(logit, 1)
+        elif NEGATIVE:
+            highest = tl.min(product, 1) * scale
+        else:
+            highest = tl.max(product, 1) * scale                       # so scale and shift become one operation
+        new_top = tl.maximum(top, highest)
+        shift = finite_or_zero(new_top)
+        p = tl.exp2(logit - shift[:, None])
+        rescale = tl.exp2(top - shift)
+        weight_sum = weight_sum * rescale + tl.sum(p, 1)
+        if OUTPUT:
+            if MASKED:
+                v = tl.load(values, mask=holds[:, None] & in_head, other=0.0)
+            elif HEAD_DIM != D_PAD:
+                v = tl.load(values, mask=in_head, other=0.0)
+            else:
+                v = tl.load(values)
+            acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
+        top = new_top
+    return acc, top, weight_sum
+
+
+@triton.jit(do_not_specialize=_SIZES + _POSITIONS)
+def attention_kernel(
+    query, key, value, occupied, query_positions, positions, counts, output, parts, scale,
+    slots, count, heads, query_b, query_h, query_q, query_d,
+    key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
+    capacity, asks_b, asks_q, position_b, position_h, position_s,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, POSITIONS: tl.constexpr, DUE: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
+    NEGATIVE: tl.constexpr,
+):
+    """Program (block of rows, KV head, row of the batch). Without OUTPUT, values are not touched."""
+    blocks = tl.cdiv(count * GROUP, ROWS)
+    first = (tl.program_id(0) % blocks) * ROWS
+    flat = (tl.program_id(0) // blocks).to(tl.int64)
+    if DUE:
+        tokens = tl.load(counts + flat)
+        if tokens <= capacity:
+            return
+    b, k_head = flat // heads, flat % heads
+    key += (b * key_b + k_head * key_h) * UNIT
+    value += (b * value_b + k_head * value_h) * UNIT
+    occupied += b * occupied_b + k_head * occupied_h
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    row = first + tl.arange(0, ROWS)
+    real = row < count * GROUP
+    i = (row // GROUP).to(tl.int64)
+    head = k_head * GROUP + row % GROUP
+    past = slots - count                                               # slots that all queries see
+    if POSITIONS:
+        positions += b * position_b + k_head * position_h
+        sees = tl.load(query_positions + b * asks_b + i * asks_q, mask=real, other=-1)
+        attends = sees >= 0
+        past = slots
+        end = slots
+    else:
+        sees = past + i
+        attends = tl.load(occupied + sees * occupied_s, mask=real, other=0) != 0
+        end = tl.minimum(past + (first + ROWS - 1) // GROUP + 1, slots)
+    query += (b * query_b + k_head * GROUP * query_h) * UNIT
+    q = tl.load(
+        query + ((row % GROUP).to(tl.int64)[:, None] * query_h + i[:, None] * query_q) * UNIT + d[None, :] * query_d,
+        mask=attends[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
+    )
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D_PAD if OUTPUT else 16], tl.float32)
+    whole, used = _extent(occupied, occupied_s, past)
+    whole = whole // BLOCK
+    # Tiles that are full and seen by all; then those with a gap, as far as there are tokens, and the block's own.
+    acc, top, weight_sum = _attend_tiles(
+        q, sees, acc, top, weight_sum, key, value, occupied, positions, scale, 0, whole, end, end,
+        key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, position_s,
+        HEAD_DIM, D_PAD, BLOCK, False, POSITIONS, POSITIONS, OUTPUT, STAGES, NEGATIVE,
+    )
+    gaps = tl.cdiv(tl.maximum(used - whole * BLOCK, 0), BLOCK)
+    own = tl.maximum(past // BLOCK, whole + gaps)
+    acc, top, weight_sum = _attend_tiles(
+        q, sees, acc, top, weight_sum, key, value, occupied, positions, scale, whole * BLOCK, gaps, own * BLOCK, end,
+        key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, position_s,
+        HEAD_DIM, D_PAD, BLOCK, True, True, POSITIONS, OUTPUT, 2, NEGATIVE,
+    )
+    # A query that sees nothing, or holds no token, gives nothing; NaN stays NaN.
+    empty = (weight_sum == 0.0) | ~attends
+    inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, weight_sum))
+    at = (b * heads * GROUP + head) * count + i
+    tl.store(parts + at, tl.where(empty, 0.0, finite_or_zero(top)), mask=real)
+    tl.store(parts + tl.num_programs(0).to(tl.int64) // blocks * GROUP * count + at, inverse, mask=real)
+    if OUTPUT:
+        out = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, weight_sum)[:, None])
+        tl.store(
+            output + at[:, None] * HEAD_DIM + d[None, :], round_output(out, output.dtype.element_ty),
+            mask=real[:, None] & (d < HEAD_DIM)[None, :],
+        )
+
+
+@triton.jit
+def _receive_tiles(
+    k, at, total, query, parts, query_positions, scale, first, count, past, all_queries, query_h, query_q, query_d,
+    asks_q,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr,
+    CAUSAL: tl.constexpr, POSITIONS: tl.constexpr, STAGES: tl.constexpr,
+):
+    """total [BLOCK, QUERIES] plus the weights that queries from tile `first` on, of all heads of the group, give to the
+    keys k [BLOCK, D_PAD], whose slots (positions) are `at`: those of every QUERIES-th query in a column, so that lanes
+    add up once, at the end. Pointers at the KV head."""
+    d = tl.arange(0, D_PAD)
+    row = tl.arange(0, QUERIES).to(tl.int64)
+    tiles = tl.cdiv(count, QUERIES) - first
+    for tile in tl.range(0, GROUP * tiles, num_stages=STAGES):
+        head = (tile // tiles).to(tl.int64)
+        i = (first + tile % tiles) * QUERIES + row
+        real = i < count
+        shift = tl.load(parts + head * count + i, mask=real, other=0.0)
+        inverse = tl.load(parts + all_queries + head * count + i, mask=real, other=0.0)
+        q = tl.load(
+            query + head * query_h + i[:, None] * query_q + d[None, :] * query_d,
+            mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
+        )
+        # As `_attend_tiles` has it, but for the mask, which comes after: so what is masked has no other rounding.
+        weight = tl.exp2(dot(k, tl.trans(q)) * scale - shift[None, :])  # [BLOCK, QUERIES]
+        if CAUSAL:
+            if POSITIONS:
+                sees = tl.load(query_positions + i * asks_q, mask=real, other=-1)
+            else:
+                sees = past + i
+            weight = tl.where(at[:, None] <= sees[None, :], weight, 0.0)
+        # What padding has for a query may be NaN. (A mask that is loaded first would hold up the queries.)
+        total += tl.where((inverse != 0.0)[None, :], weight, 0.0) * inverse[None, :]
+    return total
+
+
+@triton.jit
+def _receive_block(
+    first, flat, programs, query, key, occupied, query_positions, positions, parts, result, scale, slots, count,
+    query_h, query_q, query_d, key_s, key_d, occupied_s, asks_q, position_s,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    POSITIONS: tl.constexpr, MEAN: tl.constexpr, STAGES: tl.constexpr,
+):
+    """What all queries of the group give to the keys from slot `first` on. Pointers at the KV head, but for parts and
+    result; programs: how many KV heads there are in all."""
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    s = first + tl.arange(0, BLOCK)
+    s64 = s.to(tl.int64)
+    holds = tl.load(occupied + s64 * occupied_s, mask=s < slots, other=0) != 0
+    k = tl.load(
+        key + s64[:, None] * key_s + d[None, :] * key_d, mask=holds[:, None] & (d < HEAD_DIM)[None, :], other=0.0
+    )
+    past = slots - count
+    all_queries = programs * GROUP * count
+    parts += flat * GROUP * count
+    total = tl.full([BLOCK, ROWS], 0.0, tl.float32)
+    at = s64
+    if POSITIONS:
+        at = tl.load(positions + s64 * position_s, mask=holds, other=0)
+    if not POSITIONS and first + BLOCK - 1 <= past:                    # every query sees all of these keys
+        total = _receive_tiles(
+            k, at, total, query, parts, query_positions, scale, 0, count, past, all_queries,
+            query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, False, POSITIONS, STAGES,
+        )
+    else:
+        nearest = tl.maximum(first - past, 0) // ROWS                  # queries before these tiles see none of them
+        if POSITIONS:
+            nearest = first * 0
+        total = _receive_tiles(
+            k, at, total, query, parts, query_positions, scale, nearest, count, past, all_queries,
+            query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, True, POSITIONS,
+            STAGES if POSITIONS else 1,
+        )
+    divisor = GROUP + 0.0
+    if MEAN:
+        observers = tl.full([128], 0, tl.int32)
+        for start in range(0, count, 128):
+            i = start + tl.arange(0, 128)
+            if POSITIONS:
+                counted = tl.load(query_positions + i.to(tl.int64) * asks_q, mask=i < count, other=-1) >= 0
+            else:
+                counted = tl.load(occupied + (past + i).to(tl.int64) * occupied_s, mask=i < count, other=0) != 0
+            observers += tl.where(counted, 1, 0)
+        divisor = divisor * tl.maximum(tl.sum(observers, 0), 1)
+    tl.store(result + flat * slots + s, tl.where(holds, tl.sum(total, 1) / divisor, 0.0), mask=s < slots)
+
+
+@triton.jit(do_not_specialize=[*_SIZES, *_POSITIONS, "each"])
+def received_kernel(
+    query, key, value, occupied, query_positions, positions, counts, parts, result, scale,
+    slots, count, heads, query_b, query_h, query_q, query_d,
+    key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
+    capacity, asks_b, asks_q, position_b, position_h, position_s, each,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, POSITIONS: tl.constexpr, DUE: tl.constexpr, MEAN: tl.constexpr, STAGES: tl.constexpr,
+):
+    """Program (block of keys, KV head, row of the batch): what all queries of the group give to these keys. With DUE
+    `each` blocks of keys to a program, else one."""
+    blocks = tl.cdiv(slots, BLOCK)
+    if DUE:
+        blocks = tl.cdiv(blocks, each)
+    number = tl.program_id(0) % blocks
+    flat = (tl.program_id(0) // blocks).to(tl.int64)
+    if DUE:
+        tokens = tl.load(counts + flat)
+        if tokens <= capacity:
+            return
+    b, k_head = flat // heads, flat % heads
+    key += (b * key_b + k_head * key_h) * UNIT
+    occupied += b * occupied_b + k_head * occupied_h
+    query += (b * query_b + k_head * GROUP * query_h) * UNIT
+    if POSITIONS:
+        query_positions += b * asks_b
+        positions += b * position_b + k_head * position_h
+    programs = tl.num_programs(0).to(tl.int64) // blocks
+    if DUE:
+        for first in range(number * each * BLOCK, tl.minimum((number + 1) * each * BLOCK, slots), BLOCK):
+            _receive_block(
+                first, flat, programs, query, key, occupied, query_positions, positions, parts, result, scale, slots,
+                count, query_h * UNIT, query_q * UNIT, query_d, key_s * UNIT, key_d, occupied_s, asks_q, position_s,
+                GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS, MEAN, STAGES,
+            )
+    else:
+        _receive_block(
+            number * BLOCK, flat, programs, query, key, occupied, query_positions, positions, parts, result, scale,
+            slots, count, query_h * UNIT, query_q * UNIT, query_d, key_s * UNIT, key_d, occupied_s, asks_q, position_s,
+            GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS, MEAN, STAGES,
+        )
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def newest_kernel(
+    query, key, value, occupied, parts, result, log_result, scale,
+    slots, count, heads, query_b, query_h, query_q, query_d,
+    key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Program (block of keys, KV head, row of the batch): what the newest query at an occupied slot gives them."""
+    blocks = tl.cdiv(slots, BLOCK)
+    first = (tl.program_id(0) % blocks) * BLOCK
+    flat = (tl.program_id(0) // blocks).to(tl.int64)
+    b, k_head = flat // heads, flat % heads
+    key += (b * key_b + k_head * key_h) * UNIT
+    occupied += b * occupied_b + k_head * occupied_h
+    query += (b * query_b + k_head * GROUP * query_h) * UNIT
+    past = slots - count
+    last = tl.full([128], -1, tl.int32)
+    for start in range(0, count, 128):
+        i = start + tl.arange(0, 128)
+        there = tl.load(occupied + (past + i).to(tl.int64) * occupied_s, mask=i < count, other=0) != 0
+        last = tl.maximum(last, tl.where(there, i, -1))
+    newest = tl.max(last, 0)
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    s = first + tl.arange(0, BLOCK)
+    s64 = s.to(tl.int64)
+    holds = tl.load(occupied + s64 * occupied_s, mask=s < slots, other=0) != 0
+    in_head = (d < HEAD_DIM)[None, :]
+    k = tl.load(key + s64[:, None] * (key_s * UNIT) + d[None, :] * key_d, mask=holds[:, None] & in_head, other=0.0)
+    asks = (tl.where(newest >= 0, row, GROUP) < GROUP)
+    i = tl.maximum(newest, 0).to(tl.int64)
+    q = tl.load(
+        query + (row.to(tl.int64)[:, None] * query_h + i * query_q) * UNIT + d[None, :] * query_d,
+        mask=asks[:, None] & in_head, other=0.0,
+    )
+    part = (flat * GROUP + row) * count + i
+    shift = tl.load(parts + part, mask=asks, other=0.0)
+    inverse = tl.load(
+        parts + tl.num_programs(0).to(tl.int64) // blocks * GROUP * count + part, mask=asks, other=0.0
+    )
+    sees = holds & (s <= past + newest)
+    logit = dot(k, tl.trans(q)) * scale - shift[None, :]               # [BLOCK, ROWS]
+    logit = tl.where(sees[:, None] & asks[None, :], logit, float("-inf"))
+    weight = tl.sum(tl.exp2(logit) * inverse[None, :], 1) / GROUP
+    tl.store(result + flat * slots + s, tl.where(sees, weight, 0.0), mask=s < slots)
+    # Of the logarithms the largest is taken out, so that their sum does not underflow.
+    logit += log2_or_minus_inf(inverse)[None, :]
+    top = tl.max(logit, 1)
+    total = tl.sum(tl.exp2(logit - finite_or_zero(top)[:, None]), 1)
+    tl.store(
+        log_result + flat * slots + s, tl.where(sees, finite_or_zero(top) + log2_or_minus_inf(total), float("-inf")),
+        mask=s < slots,
+    )

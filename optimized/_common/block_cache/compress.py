@@ -1,0 +1,264 @@
+"""SnapKV's state after a block or a step: heads that are due observe anew, evict down to the budget, and close up.
+
+Three launches: the softmaxes of the window's queries, what every key receives of them, and `compress_kernel`, which
+does the rest of a head. For heads that are not due all three come and go. Buffers are as in `evict_kernels.py`,
+and `capacity` is how many tokens a head may hold between calls: more of them, and it is due.
+
+A pool runs along tokens in the order in which they came. Since the last compression that is the order of their slots;
+of the `budget` tokens that it left, `order` has the slots in turn.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....reference.contract import Sizes
+from .kernels import Window, launch_attention, launch_received
+from .evict_kernels import _NEVER, _leaving, _real_before, _threshold, _write_codes
+from ..launch import INTERPRETED, on_device_of, padded_head_dim
+
+
+#: Warps and slots at a time of a program that most often only comes and goes: with 16 warps, or 4096 slots, a
+#: multiprocessor has room for one at a time.
+PASSING_WARPS, PASSING_CHUNK = 8, 2048
+
+
+class Between(NamedTuple):
+    """What passes between the launches of a compression. parts float32: see `kernels.Attended`; received
+    float32: what each slot's key received; numbers [4, B * Hkv, S] int32: see `compress_kernel`."""
+
+    parts: Tensor
+    received: Tensor
+    numbers: Tensor
+
+
+@torch.inference_mode(False)
+def between(sizes: Sizes, observers: int, device: torch.device) -> Between:
+    """Room for the compressions of a state."""
+    flats = sizes.batch * sizes.key_value_heads
+    return Between(
+        torch.zeros(2, sizes.batch, sizes.query_heads, observers, dtype=torch.float32, device=device),
+        torch.zeros(flats * sizes.slots, dtype=torch.float32, device=device),
+        torch.zeros(4, flats, sizes.slots, dtype=torch.int32, device=device),
+    )
+
+
+@torch.library.custom_op(
+    "kvtwin::block_compress",
+    mutates_args=(
+        "key", "value", "occupied", "positions", "score", "ordinals", "counts", "order", "parts", "received", "numbers",
+    ),
+)
+def compress(
+    window_query: Tensor, window_positions: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
+    score: Tensor, ordinals: Tensor, held: Tensor, counts: Tensor, order: Tensor, parts: Tensor, received: Tensor,
+    numbers: Tensor, scale: float, budget: int, capacity: int, count: int, kernel_size: int, appended: bool,
+) -> None:
+    """`count` tokens have come, into the slots from `capacity` on, or, if `appended`, the one behind the others.
+
+    window_query [B, Hq, W, D] and window_positions [B, W] int64: the last tokens' queries, -1 for padding. A state's
+    buffers as in `_block_ops.arrive`, held with what has come; counts [B, Hkv] int32: tokens that a head holds, those
+    included; order [B, Hkv, budget] int32: the slots of its first tokens, as they came. parts, received, numbers: a
+    Between. Where capacity is the budget, scores are brought up to date in all heads; else in those that are due, and
+    tokens that came to others have a score of +inf.
+    """
+    batch, heads, slots, head_dim = key.shape
+    flats, end, always = batch * heads, capacity + count, capacity == budget
+    most = 4096 if always else PASSING_CHUNK
+    keys, there, places = key[:, :, :end], occupied[:, :, :end], positions[:, :, :end]
+    window = Window(window_positions, places, None if always else counts, capacity)
+    launch_attention(window_query, keys, None, there, window, None, parts, scale)
+    launch_received(window_query, keys, there, window, parts, received, scale, True)
+    with on_device_of(key):
+        compress_kernel[(flats,)](
+            received, key, value, occupied, positions, score, ordinals, held, counts, order, window_positions, numbers,
+            budget, capacity, count, slots, heads, window_positions.shape[1], kernel_size,
+            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=min(most, max(128, triton.next_power_of_2(end))),
+            SEARCH=min(most // 4, 128 if end <= 128 else 512 if end <= 1024 else 1024),
+            TOKENS=16 if INTERPRETED else 32, ALWAYS=always, APPENDED=appended,
+            num_warps=4 if end <= 1024 else 16 if always else PASSING_WARPS,
+        )
+
+
+@compress.register_fake
+def _(
+    window_query: Tensor, window_positions: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
+    score: Tensor, ordinals: Tensor, held: Tensor, counts: Tensor, order: Tensor, parts: Tensor, received: Tensor,
+    numbers: Tensor, scale: float, budget: int, capacity: int, count: int, kernel_size: int, appended: bool,
+) -> None:
+    return None
+
+
+@triton.jit
+def _walk(walk, order, occupied, before, budget, capacity, count, CHUNK: tl.constexpr):
+    """The slots of a head's tokens in the order in which these came: `before` in the cache, then the block's."""
+    for start in range(0, before, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        first = tl.load(order + i, mask=i < tl.minimum(before, budget), other=0)
+        tl.store(walk + i, tl.where(i < budget, first, i), mask=i < before)
+    walked = before
+    for start in range(0, count, 128):
+        i = start + tl.arange(0, 128)
+        here = tl.where(tl.load(occupied + capacity + i, mask=i < count, other=0) != 0, 1, 0)
+        tl.store(walk + walked + tl.cumsum(here, 0) - here, capacity + i, mask=here != 0)
+        walked += tl.sum(here, 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _pool(score, received, walk, tokens, prefix, kernel_size, CHUNK: tl.constexpr):
+    """Scores of a head's tokens: of the first `prefix` the mean of what those in reach received, nothing beyond either
+    end; of the others, which are the window, +inf."""
+    for start in range(0, tokens, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        total = tl.full([CHUNK], 0.0, tl.float32)
+        for k in range(kernel_size):
+            near = i + k - kernel_size // 2
+            inside = (near >= 0) & (near < prefix) & (i < prefix)
+            slot = tl.load(walk + near, mask=inside, other=0)
+            total += tl.load(received + slot, mask=inside, other=0.0)
+        slot = tl.load(walk + i, mask=i < tokens, other=0)
+        tl.store(score + slot, tl.where(i < prefix, total / kernel_size, float("inf")), mask=i < tokens)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _choose(
+    codes, room, fate, score, occupied, ordinals, before, leave, recent_from, budget, end,
+    CHUNK: tl.constexpr, SEARCH: tl.constexpr,
+):
+    """`leave` of a head's tokens go, the lowest score first, ties to the lowest slot. fate [end]: the slot that a
+    slot's token has then, -1 for none: the j-th that stays behind the first `budget` slots takes the j-th that is free
+    there, `before` of the cache's slots having held tokens."""
+    lowest, highest = _write_codes(
+        codes, score, occupied, occupied, ordinals, end, 0, recent_from, CHUNK, False, False
+    )
+    threshold, below = _threshold(codes, lowest, highest, end, leave, SEARCH)
+    ties = leave - below
+    tied = leave * 0
+    free = leave * 0
+    for start in range(0, budget, CHUNK):
+        s = start + tl.arange(0, CHUNK)
+        code = tl.load(codes + s, mask=s < budget, other=_NEVER)
+        leaves, tied = _leaving(code, threshold, tied, ties)
+        is_free = tl.where((leaves | (s >= before)) & (s < budget), 1, 0)
+        tl.store(room + free + tl.cumsum(is_free, 0) - is_free, s, mask=is_free != 0)
+        tl.store(fate + s, tl.where(is_free != 0, -1, s), mask=s < budget)
+        free += tl.sum(is_free, 0)
+    tl.debug_barrier()
+    moved = leave * 0
+    for start in range(budget, end, CHUNK):
+        s = start + tl.arange(0, CHUNK)
+        code = tl.load(codes + s, mask=s < end, other=_NEVER)
+        leaves, tied = _leaving(code, threshold, tied, ties)
+        holds = tl.load(occupied + s, mask=s < end, other=0) != 0
+        moves = tl.where(holds & (leaves == 0), 1, 0)
+        to = tl.load(room + moved + tl.cumsum(moves, 0) - moves, mask=moves != 0, other=-1)
+        tl.store(fate + s, to, mask=s < end)
+        moved += tl.sum(moves, 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _follow(order, walk, fate, tokens, CHUNK: tl.constexpr):
+    """`order` after a compression: of the tokens as they came, those that stayed, where they are now."""
+    stayed = tokens * 0
+    for start in range(0, tokens, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        to = tl.load(fate + tl.load(walk + i, mask=i < tokens, other=0), mask=i < tokens, other=-1)
+        stays = tl.where(to >= 0, 1, 0)
+        tl.store(order + stayed + tl.cumsum(stays, 0) - stays, to, mask=stays != 0)
+        stayed += tl.sum(stays, 0)
+
+
+@triton.jit
+def _move(
+    fate, key, value, occupied, positions, score, ordinals, begin, end,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr,
+):
+    """Tokens in slots begin to end go where their fate is, all of it before `begin`; their slots are free."""
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    for start in range(begin, end, TOKENS):
+        s = start + tl.arange(0, TOKENS)
+        to = tl.load(fate + s, mask=s < end, other=-1).to(tl.int64)
+        moves = to >= 0
+        source = s.to(tl.int64)
+        tile = moves[:, None] & (d < HEAD_DIM)[None, :]
+        for tensor in tl.static_range(2):
+            cache = key if tensor == 0 else value
+            rows = tl.load(cache + source[:, None] * HEAD_DIM + d[None, :], mask=tile)
+            tl.store(cache + to[:, None] * HEAD_DIM + d[None, :], rows, mask=tile)
+        tl.store(occupied + to, moves, mask=moves)
+        tl.store(positions + to, tl.load(positions + source, mask=moves), mask=moves)
+        tl.store(score + to, tl.load(score + source, mask=moves), mask=moves)
+        tl.store(ordinals + to, tl.load(ordinals + source, mask=moves), mask=moves)
+        tl.debug_barrier()
+        tl.store(occupied + source, moves & (s < 0), mask=s < end)
+        tl.store(positions + source, tl.full([TOKENS], -1, tl.int64), mask=s < end)
+        tl.store(score + source, tl.full([TOKENS], float("-inf"), tl.float32), mask=s < end)
+
+
+@triton.jit(do_not_specialize=["budget", "capacity", "count", "slots", "heads", "observers", "kernel_size"])
+def compress_kernel(
+    received, key, value, occupied, positions, score, ordinals, held, counts, order, window_positions, numbers,
+    budget, capacity, count, slots, heads, observers, kernel_size,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr, SEARCH: tl.constexpr, TOKENS: tl.constexpr,
+    ALWAYS: tl.constexpr, APPENDED: tl.constexpr,
+):
+    """Program flat. numbers, of each flat: tokens' slots as they came, ranks as integers, free slots, fates."""
+    flat = tl.program_id(0).to(tl.int64)
+    tokens = tl.load(counts + flat)
+    if APPENDED and not ALWAYS:
+        settled = tokens <= capacity                                   # the token is where it should be
+        if settled:
+            return
+    end = capacity + count
+    each = tl.num_programs(0).to(tl.int64) * slots
+    at = flat * slots
+    walk = numbers + at
+    fate = numbers + 3 * each + at
+    key += at * HEAD_DIM
+    value += at * HEAD_DIM
+    occupied += at
+    positions += at
+    score += at
+    ordinals += at
+    order += flat * budget
+    arrived = _real_before(occupied + capacity, 1, count, 128)
+    before = tokens - arrived
+    leave = tl.where(tokens > capacity, tokens - budget, 0)
+    observing = tl.full([128], 0, tl.int32)
+    for start in range(0, observers, 128):
+        i = start + tl.arange(0, 128)
+        asks = tl.load(window_positions + flat // heads * observers + i, mask=i < observers, other=-1) >= 0
+        observing += tl.where(asks, 1, 0)
+    # The window's real tokens are the newest of the row, and always held: the budget has room for them.
+    window = tl.sum(observing, 0)
+    if ALWAYS or leave > 0:
+        _walk(walk, order, occupied, before, budget, capacity, count, CHUNK)
+        _pool(score, received + flat * end, walk, tokens, tokens - window, kernel_size, CHUNK)
+    if leave > 0:
+        _choose(
+            numbers + each + at, numbers + 2 * each + at, fate, score, occupied, ordinals,
+            before, leave, tl.load(held + flat) - window, budget, end, CHUNK, SEARCH,
+        )
+        _follow(order, walk, fate, tokens, CHUNK)
+        _move(fate, key, value, occupied, positions, score, ordinals, budget, end, HEAD_DIM, D_PAD, TOKENS)
+    elif not APPENDED:
+        placed = before
+        for start in range(0, count, 128):
+            i = start + tl.arange(0, 128)
+            holds = tl.load(occupied + capacity + i, mask=i < count, other=0) != 0
+            here = tl.where(holds, 1, 0)
+            tl.store(fate + capacity + i, tl.where(holds, placed + tl.cumsum(here, 0) - here, -1), mask=i < count)
+            if not ALWAYS:
+                tl.store(score + capacity + i, tl.full([128], float("inf"), tl.float32), mask=holds)
+            placed += tl.sum(here, 0)
+        tl.debug_barrier()
+        _move(fate, key, value, occupied, positions, score, ordinals, capacity, end, HEAD_DIM, D_PAD, TOKENS)
+    tl.store(counts + flat, tokens - leave)

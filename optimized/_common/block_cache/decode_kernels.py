@@ -1,0 +1,333 @@
+"""A decode step of the block frame: attention of one new token, scores brought up to date, its slot chosen and taken.
+
+`step_kernel` runs split-KV attention of all heads of a group and keeps the logits; the last program of a (row, KV head)
+to arrive merges the splits. With FUSED it then finishes the head: logits become weights, scores and ranks, a slot is
+picked, and the new token takes it. Else, where few heads have many slots, `finish_kernel` cuts that among programs.
+Until it takes a slot the new token is read from where the caller has it; its logit stands behind those of the cache.
+
+Buffers as in `evict_kernels.py`; rows of slots come divided by UNIT, so that the compiler knows their alignment.
+With the rule APPEND `budget` is how many tokens a head may hold at most before this one, `counts` how many it holds:
+the new one takes the first slot behind them. Scratch is indexed by flat, or by the query head; logits [flats, padded,
+GROUP_PAD] are in base 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .score_kernels import APPEND, NOTHING, RANDOM, new_score_of, normalise, score_slots
+from ..scratch import is_last
+from ..numerics import dot, finite_or_zero, round_output, round_to
+
+_NEVER = tl.constexpr(2**63 - 1)
+_INDEX = tl.constexpr(2**32 - 1)
+
+
+@triton.jit
+def _tile(
+    q, k, v, acc, top, weight_sum, logits, s, inside, scale,
+    GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, KEEP: tl.constexpr,
+):
+    """One tile of an online softmax: ROWS queries against k [BLOCK, D]. KEEP: logits of GROUP_PAD of them are kept."""
+    row = tl.arange(0, ROWS)
+    logit = dot(q, tl.trans(k)) * scale                                # [ROWS, BLOCK]
+    real = (row < GROUP_PAD)[:, None]
+    if MASKED:
+        logit = tl.where(inside[None, :], logit, float("-inf"))
+        real = real & inside[None, :]
+    if KEEP:
+        # Short-lived, amid keys and values that are read only once: let these lines stay in the cache.
+        tl.store(logits + s[None, :] * GROUP_PAD + row[:, None], logit, mask=real, eviction_policy="evict_last")
+    new_top = tl.maximum(top, tl.max(logit, 1))
+    shift = finite_or_zero(new_top)
+    p = tl.exp2(logit - shift[:, None])
+    rescale = tl.exp2(top - shift)
+    weight_sum = weight_sum * rescale + tl.sum(p, 1)
+    acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
+    return acc, new_top, weight_sum
+
+
+@triton.jit
+def _attend_share(
+    q, key, value, new_key, new_value, logits, scale, begin, end, budget, arrives, new_key_d, new_value_d,
+    GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    """Slots begin to end, which hold tokens, and where it `arrives` the new token; pointers at the row."""
+    d = tl.arange(0, D_PAD)
+    i = tl.arange(0, BLOCK)
+    in_head = (d < HEAD_DIM)[None, :]
+    # One pointer and constants for a whole tile: 64-bit pointers of its parts would fill the registers.
+    at = i[:, None] * HEAD_DIM + d[None, :]
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    weight_sum = tl.full([ROWS], 0.0, tl.float32)
+    acc = tl.full([ROWS, D_PAD], 0.0, tl.float32)
+    whole = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
+    for start in range(begin, whole, BLOCK):
+        keys = key + tl.cast(start, tl.int64) * HEAD_DIM
+        values = value + tl.cast(start, tl.int64) * HEAD_DIM
+        if HEAD_DIM == D_PAD:
+            k = tl.load(keys + at)
+            v = tl.load(values + at)
+        else:
+            k = tl.load(keys + at, mask=in_head, other=0.0)
+            v = tl.load(values + at, mask=in_head, other=0.0)
+        acc, top, weight_sum = _tile(
+            q, k, v, acc, top, weight_sum, logits, start + i, i < BLOCK, scale, GROUP_PAD, ROWS, False, KEEP
+        )
+    if whole < end:
+        inside = whole + i < end
+        keys = key + tl.cast(whole, tl.int64) * HEAD_DIM
+        values = value + tl.cast(whole, tl.int64) * HEAD_DIM
+        k = tl.load(keys + at, mask=inside[:, None] & in_head, other=0.0)
+        v = tl.load(values + at, mask=inside[:, None] & in_head, other=0.0)
+        acc, top, weight_sum = _tile(
+            q, k, v, acc, top, weight_sum, logits, whole + i, inside, scale, GROUP_PAD, ROWS, True, KEEP
+        )
+    if arrives:
+        # In a tile of its own, so that a token that is twice there gets the same logit to the bit.
+        first = (i == 0)[:, None] & in_head
+        k = tl.load(new_key + i[:, None] * 0 + d[None, :] * new_key_d, mask=first, other=0.0)
+        v = tl.load(new_value + i[:, None] * 0 + d[None, :] * new_value_d, mask=first, other=0.0)
+        acc, top, weight_sum = _tile(
+            q, k, v, acc, top, weight_sum, logits, budget + i, i == 0, scale, GROUP_PAD, ROWS, True, KEEP
+        )
+    return acc, top, weight_sum
+
+
+@triton.jit
+def _merge(
+    partial, tops, output, flat, splits, top, total,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+):
+    """The output of all heads of a group from their splits, one after the other."""
+    d = tl.arange(0, D_PAD)
+    g = tl.arange(0, GROUP_PAD)
+    head = flat * GROUP + g
+    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    acc = tl.full([GROUP_PAD, D_PAD], 0.0, tl.float32)
+    for i in range(0, splits):
+        part = head * splits + i
+        share = tl.exp2(tl.load(tops + part, mask=g < GROUP, other=float("-inf"), cache_modifier=".cg") - top)
+        acc += share[:, None] * tl.load(
+            partial + part[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0, cache_modifier=".cg"
+        )
+    out = tl.where((total == 0.0)[:, None], 0.0, acc / tl.where(total == 0.0, 1.0, total)[:, None])
+    tl.store(output + head[:, None] * HEAD_DIM + d[None, :], round_output(out, output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _merge_head(
+    partial, tops, normalisers, output, head, splits,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
+):
+    """One query head's output from many splits, all at once."""
+    i = tl.arange(0, SPLITS)
+    d = tl.arange(0, D_PAD)
+    part = head * splits + i
+    share = tl.exp2(
+        tl.load(tops + part, mask=i < splits, other=float("-inf")) - tl.load(normalisers + head * 2)
+    )
+    mask = (i < splits)[:, None] & (d < HEAD_DIM)[None, :]
+    acc = tl.sum(tl.load(partial + part[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0) * share[:, None], 0)
+    total = tl.load(normalisers + head * 2 + 1)
+    out = tl.where(total == 0.0, 0.0, acc / tl.where(total == 0.0, 1.0, total))
+    tl.store(output + head * HEAD_DIM + d, round_output(out, output.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+@triton.jit
+def _size_of(new_value, new_value_d, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr):
+    """||v||_1 of the new token."""
+    d = tl.arange(0, D_PAD)
+    return tl.sum(tl.abs(tl.load(new_value + d * new_value_d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)), 0)
+
+
+@triton.jit
+def _take_slot(
+    new_key, new_value, key, value, occupied, positions, score, ordinals, magnitude, held,
+    slot, position, number, new_score, size, takes, new_key_d, new_value_d,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, MAGNITUDE: tl.constexpr,
+):
+    """The new token into its slot, if it `takes` one. Pointers at the row."""
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    in_head = d < HEAD_DIM
+    at = slot.to(tl.int64)
+    if takes:
+        tl.store(key + at * HEAD_DIM + d, tl.load(new_key + d * new_key_d, mask=in_head), mask=in_head)
+        tl.store(value + at * HEAD_DIM + d, tl.load(new_value + d * new_value_d, mask=in_head), mask=in_head)
+        tl.store(occupied + at, 1)
+        tl.store(positions + at, position)
+        tl.store(score + at, new_score)
+        tl.store(ordinals + at, number)
+        if MAGNITUDE:
+            tl.store(magnitude + at, size)
+    tl.store(held, number + 1)
+
+
+@triton.jit
+def _remember(
+    query, window_query, window_positions, position, b, k_head, heads, observers, query_b, query_h, query_d,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
+):
+    """The group's queries into their place in the window, a ring [B, Hq, observers, D]: the one of the oldest."""
+    row = tl.arange(0, ROWS)
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    mask = (row < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    head = (k_head * GROUP + row)[:, None]
+    place = position % observers
+    q = tl.load(query + b * query_b + head * query_h + d[None, :] * query_d, mask=mask, other=0.0)
+    tl.store(window_query + ((b * heads * GROUP + head) * observers + place) * HEAD_DIM + d[None, :], q, mask=mask)
+    tl.store(window_positions + b * observers + place, position)       # every head of the row the same
+
+
+@triton.jit
+def _count_row(arrivals, seen, rows):
+    """The last (row, KV head) of all counts the token, when nobody reads the number any more."""
+    if is_last(arrivals + rows, rows):
+        tl.store(seen, tl.load(seen) + 1)
+
+
+_SIZES = [
+    "budget", "slots", "padded", "share", "splits", "blocks", "heads", "rows", "sinks", "recent", "offset", "observers",
+    "query_b",
+    "query_h", "new_key_b", "new_key_h", "new_value_b", "new_value_h",
+]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def step_kernel(
+    query, new_key, new_value, key, value, occupied, positions, score, ordinals, magnitude, held, seen,
+    output, logits, partial, tops, weight_sums, normalisers, arrivals, counts, window_query, window_positions,
+    scale, budget, slots, padded, share, splits, heads, rows, sinks, recent, offset, observers,
+    query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr,
+    MAGNITUDE: tl.constexpr, PROTECTS: tl.constexpr, FUSED: tl.constexpr, DISCARD: tl.constexpr,
+):
+    """Program (split, flat): `share` tiles of a head's slots; the last to arrive of a flat merges them.
+
+    FUSED: and finishes it, while other programs still read keys: most logits never leave the cache.
+    """
+    # One axis: the others end at 65,535 programs.
+    split = tl.program_id(0) % splits
+    flat = (tl.program_id(0) // splits).to(tl.int64)
+    b, k_head = flat // heads, flat % heads
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    at = flat * (slots * UNIT)
+    new_key += b * new_key_b + k_head * new_key_h
+    new_value += b * new_value_b + k_head * new_value_h
+    key += at * HEAD_DIM
+    value += at * HEAD_DIM
+    logits += flat * (padded * 16) * GROUP_PAD
+    number = tl.load(held + flat)                                      # of real tokens before this one
+    tokens = tl.minimum(number, budget)                                # in the cache
+    if RULE == APPEND:
+        tokens = tl.load(counts + flat)
+    mask = (row < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    head = (k_head * GROUP + row)[:, None]
+    q = tl.load(query + b * query_b + head * query_h + d[None, :] * query_d, mask=mask, other=0.0)
+    begin = split * share * BLOCK
+    acc, top, weight_sum = _attend_share(
+        q, key, value, new_key, new_value, logits, scale, begin, tl.minimum(begin + share * BLOCK, tokens), budget,
+        split == splits - 1, new_key_d, new_value_d,
+        GROUP_PAD, HEAD_DIM, D_PAD, ROWS, BLOCK, RULE < RANDOM and RULE != NOTHING,
+    )
+    part = (flat * GROUP + row) * splits + split
+    tl.store(tops + part, top, mask=row < GROUP)
+    tl.store(weight_sums + part, weight_sum, mask=row < GROUP)
+    tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
+    if is_last(arrivals + flat, splits):
+        shift, total = normalise(tops, weight_sums, normalisers, flat, splits, GROUP, GROUP_PAD, SPLITS)
+        if FUSED:
+            _merge(partial, tops, output, flat, splits, shift, total, GROUP, GROUP_PAD, HEAD_DIM, D_PAD)
+            score += at
+            ordinals += at
+            magnitude += at
+            new_score = new_score_of(seen, offset, RULE)
+            slot = budget
+            size = 0.0
+            if MAGNITUDE:
+                size = _size_of(new_value, new_value_d, HEAD_DIM, D_PAD)
+            if RULE == APPEND:
+                slot = tokens
+            elif RULE != NOTHING:
+                best, new_score = score_slots(
+                    logits, score, ordinals, magnitude, shift, total, 0, (budget + 16) // 16 * 16, tokens, number,
+                    budget, new_score, size, sinks, recent, padded * 16,
+                    GROUP, GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS, DISCARD,
+                )
+                slot = tl.where(tokens < budget, tokens, (best & _INDEX).to(tl.int32))
+            _take_slot(
+                new_key, new_value, key, value, occupied + at, positions + at, score, ordinals, magnitude, held + flat,
+                slot, tl.load(seen), number, new_score, size, (slot < budget) | (RULE == NOTHING) | (RULE == APPEND),
+                new_key_d, new_value_d, HEAD_DIM, D_PAD, MAGNITUDE,
+            )
+            if RULE == APPEND:
+                tl.store(counts + flat, tokens + 1)
+                _remember(
+                    query, window_query, window_positions, tl.load(seen), b, k_head, heads, observers,
+                    query_b, query_h, query_d, GROUP, HEAD_DIM, D_PAD, ROWS,
+                )
+            _count_row(arrivals, seen, rows)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def finish_kernel(
+    new_key, new_value, key, value, occupied, positions, score, ordinals, magnitude, held, seen,
+    output, logits, partial, tops, normalisers, arrivals, candidates, new_scores,
+    budget, slots, padded, share, splits, blocks, heads, rows, sinks, recent, offset,
+    new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, UNIT: tl.constexpr,
+    SPLITS: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr, MAGNITUDE: tl.constexpr, PROTECTS: tl.constexpr,
+):
+    """Programs (block of `share` * 16 slots, flat): scores and the lowest candidate; the last to arrive of a flat takes
+    the lowest of all, and the new token its slot. Further programs merge the outputs, one query head each."""
+    flat = (tl.program_id(0) // (blocks + GROUP)).to(tl.int64)
+    block = tl.program_id(0) % (blocks + GROUP)
+    if block >= blocks:
+        _merge_head(
+            partial, tops, normalisers, output, flat * GROUP + block - blocks, splits, HEAD_DIM, D_PAD, SPLITS
+        )
+    else:
+        row = flat * (slots * UNIT)
+        score += row
+        ordinals += row
+        magnitude += row
+        b, k_head = flat // heads, flat % heads
+        new_key += b * new_key_b + k_head * new_key_h
+        new_value += b * new_value_b + k_head * new_value_h
+        number = tl.load(held + flat)
+        tokens = tl.minimum(number, budget)
+        g = flat * GROUP + tl.arange(0, GROUP_PAD)
+        real = tl.arange(0, GROUP_PAD) < GROUP
+        size = 0.0
+        if MAGNITUDE:
+            size = _size_of(new_value, new_value_d, HEAD_DIM, D_PAD)
+        begin = block * (share * 16)
+        best, new_score = score_slots(
+            logits + flat * (padded * 16) * GROUP_PAD, score, ordinals, magnitude,
+            tl.load(normalisers + g * 2, mask=real, other=0.0), tl.load(normalisers + g * 2 + 1, mask=real, other=0.0),
+            begin, tl.minimum(begin + share * 16, (budget + 16) // 16 * 16), tokens, number, budget,
+            new_score_of(seen, offset, RULE), size, sinks, recent, padded * 16,
+            GROUP, GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS, False,
+        )
+        tl.store(candidates + flat * blocks + block, best)
+        if (budget >= begin) & (budget < begin + share * 16):
+            tl.store(new_scores + flat, new_score)
+        if is_last(arrivals + flat, blocks):
+            found = tl.full([64], _NEVER, tl.int64)
+            for start in range(0, blocks, 64):
+                i = start + tl.arange(0, 64)
+                found = tl.minimum(found, tl.load(
+                    candidates + flat * blocks + i, mask=i < blocks, other=_NEVER, cache_modifier=".cg"
+                ))
+            slot = tl.where(tokens < budget, tokens, (tl.min(found, 0) & _INDEX).to(tl.int32))
+            _take_slot(
+                new_key, new_value, key + row * HEAD_DIM, value + row * HEAD_DIM, occupied + row, positions + row,
+                score, ordinals, magnitude, held + flat, slot, tl.load(seen), number,
+                tl.load(new_scores + flat, cache_modifier=".cg"), size, slot < budget, new_key_d, new_value_d,
+                HEAD_DIM, D_PAD, MAGNITUDE,
+            )
+            _count_row(arrivals, seen, rows)

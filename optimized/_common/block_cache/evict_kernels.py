@@ -1,0 +1,216 @@
+"""A block of tokens comes into its slots, and the cache is cut to its budget: what both sides of the ranking share.
+
+Buffers of a state are contiguous, [B * Hkv, slots, ...]; `flat` is the number of a (row of the batch, KV head). Below
+`budget`, the occupied slots of a head are the first ones: a cache fills without holes, and who leaves is replaced.
+`ordinal`: a token's number among the real ones of its row, which tells the newest and the oldest without a sort.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..numerics import sortable
+
+_NEVER = tl.constexpr(2**31 - 1)
+_LOWEST = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def _real_before(real, real_q, end, CHUNK: tl.constexpr):
+    """How many of a block's tokens before number `end` are no padding."""
+    total = tl.full([CHUNK], 0, tl.int32)
+    for start in range(0, end, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        there = tl.load(real + i.to(tl.int64) * real_q, mask=i < end, other=0) != 0
+        total += tl.where(there, 1, 0)
+    return tl.sum(total, 0)
+
+
+@triton.jit(do_not_specialize=[
+    "count", "heads", "slots", "budget", "key_b", "key_h", "key_t", "value_b", "value_h", "value_t", "real_b",
+])
+def arrive_kernel(
+    new_key, new_value, real, key, value, occupied, positions, score, ordinals, magnitude, held, seen,
+    count, heads, slots, budget, key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d, real_b, real_q,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, MAGNITUDE: tl.constexpr,
+):
+    """Program (TOKENS of the block, flat): these tokens into their slots, with a score of 0. Padding frees its slot.
+
+    held [B * Hkv] int32: real tokens of the row before this block. magnitude, if MAGNITUDE: ||v||_1.
+    """
+    blocks = tl.cdiv(count, TOKENS)
+    first = (tl.program_id(0) % blocks) * TOKENS
+    flat = (tl.program_id(0) // blocks).to(tl.int64)
+    b, head = flat // heads, flat % heads
+    i = first + tl.arange(0, TOKENS)
+    i64 = i.to(tl.int64)
+    in_block = i < count
+    here = tl.load(real + b * real_b + i64 * real_q, mask=in_block, other=0) != 0
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    tile = here[:, None] & (d < HEAD_DIM)[None, :]
+    k = tl.load(
+        new_key + b * key_b + head * key_h + i64[:, None] * key_t + d[None, :] * key_d, mask=tile, other=0.0
+    )
+    v = tl.load(
+        new_value + b * value_b + head * value_h + i64[:, None] * value_t + d[None, :] * value_d, mask=tile, other=0.0
+    )
+    at = flat * slots + budget + i64
+    tl.store(key + at[:, None] * HEAD_DIM + d[None, :], k, mask=tile)
+    tl.store(value + at[:, None] * HEAD_DIM + d[None, :], v, mask=tile)
+    tl.store(occupied + at, here, mask=in_block)
+    tl.store(positions + at, tl.where(here, tl.load(seen) + i64, -1), mask=in_block)
+    tl.store(score + at, tl.where(here, 0.0, float("-inf")), mask=in_block)
+    number = tl.load(held + flat) + _real_before(real + b * real_b, real_q, first, 128)
+    number += tl.cumsum(tl.where(here, 1, 0), 0) - 1
+    tl.store(ordinals + at, number, mask=in_block)
+    if MAGNITUDE:
+        tl.store(magnitude + at, tl.sum(tl.abs(v.to(tl.float32)), 1), mask=in_block)
+
+
+@triton.jit
+def _write_codes(
+    codes, rank, protected, occupied, ordinals, end, sinks, recent_from,
+    CHUNK: tl.constexpr, BY_ORDINAL: tl.constexpr, PROTECTED: tl.constexpr,
+):
+    """Slots' ranks as integers in the order of eviction, _NEVER for those that are no candidates; the lowest and the
+    highest of them."""
+    lowest = tl.full([CHUNK], _NEVER, tl.int32)
+    highest = tl.full([CHUNK], _LOWEST, tl.int32)
+    for start in range(0, end, CHUNK):
+        s = start + tl.arange(0, CHUNK)
+        holds = tl.load(occupied + s, mask=s < end, other=0) != 0
+        ordinal = tl.load(ordinals + s, mask=holds, other=0)
+        candidate = holds & (ordinal >= sinks) & (ordinal < recent_from)
+        if PROTECTED:
+            candidate = candidate & (tl.load(protected + s, mask=holds, other=1) == 0)
+        code = ordinal
+        if not BY_ORDINAL:
+            code = sortable(tl.load(rank + s, mask=holds, other=0.0))
+        code = tl.where(candidate, code, _NEVER)
+        tl.store(codes + s, code, mask=s < end)
+        lowest = tl.minimum(lowest, code)
+        highest = tl.maximum(highest, tl.where(candidate, code, _LOWEST))
+    tl.debug_barrier()
+    return tl.min(lowest, 0), tl.max(highest, 0)
+
+
+@triton.jit
+def _threshold(codes, lowest, highest, end, wanted, CHUNK: tl.constexpr):
+    """The `wanted`-th lowest code, and how many lie below it: digit by digit of base 16, by counting."""
+    base = lowest.to(tl.int64)
+    reach = tl.where(wanted > 1, highest.to(tl.int64) - base, 0)
+    unit = base * 0 + 1
+    while unit * 15 < reach:
+        unit *= 16
+    digit = tl.arange(0, 16).to(tl.int64)
+    while (unit > 0) & (reach > 0):
+        cut = base + digit * unit
+        counted = tl.full([CHUNK, 16], 0, tl.int32)
+        for start in range(0, end, CHUNK):
+            s = start + tl.arange(0, CHUNK)
+            code = tl.load(codes + s, mask=s < end, other=_NEVER).to(tl.int64)
+            counted += tl.where(code[:, None] < cut[None, :], 1, 0)
+        # Fewer than wanted lie below base, below base + unit, and so on up to the digit that is sought.
+        base = tl.max(tl.where(tl.sum(counted, 0) < wanted, cut, base), 0)
+        unit //= 16
+    below = tl.full([CHUNK], 0, tl.int32)
+    for start in range(0, end, CHUNK):
+        s = start + tl.arange(0, CHUNK)
+        below += tl.where(tl.load(codes + s, mask=s < end, other=_NEVER) < base, 1, 0)
+    return base.to(tl.int32), tl.sum(below, 0)
+
+
+@triton.jit
+def _leaving(code, threshold, tied, ties):
+    """Which of these tokens leave; of those at the threshold the first `ties`, of which `tied` lie in lower slots."""
+    equal = tl.where(code == threshold, 1, 0)
+    before = tied + tl.cumsum(equal, 0) - equal
+    return (code < threshold) | ((equal != 0) & (before < ties)), tied + tl.sum(equal, 0)
+
+
+@triton.jit(do_not_specialize=["count", "slots", "rank_h", "protected_h", "budget", "sinks", "recent"])
+def choose_kernel(
+    rank, protected, occupied, ordinals, held, codes, room, destination,
+    count, slots, rank_h, protected_h, budget, sinks, recent,
+    CHUNK: tl.constexpr, SEARCH: tl.constexpr, TOKENS: tl.constexpr, BY_ORDINAL: tl.constexpr, PROTECTED: tl.constexpr,
+):
+    """Program flat: where each token of the block goes, [B * Hkv, count]: a slot below budget, -1 if it leaves.
+
+    The j-th token of the block that stays takes the j-th free slot (`room`). rank and protected: a row per flat.
+    held: real tokens of the row, the block's included. The oldest `sinks`, the newest `recent` and those that are
+    `protected` do not leave; of others there are enough.
+    """
+    flat = tl.program_id(0).to(tl.int64)
+    end = budget + count
+    occupied += flat * slots
+    codes += flat * end
+    room += flat * count
+    total = tl.load(held + flat)
+    before = _real_before(occupied, 1, budget, CHUNK)                  # tokens in the cache: in its first slots
+    leave = tl.maximum(before + _real_before(occupied + budget, 1, count, 128) - budget, 0)
+    lowest, highest = _write_codes(
+        codes, rank + flat * rank_h, protected + flat * protected_h, occupied, ordinals + flat * slots, end, sinks,
+        tl.where(recent > 0, total - recent, _NEVER), CHUNK, BY_ORDINAL, PROTECTED,
+    )
+    threshold = leave * 0 + _LOWEST
+    ties = leave * 0                                        # how many of the threshold's own leave
+    if leave > 0:
+        threshold, below = _threshold(codes, lowest, highest, end, leave, SEARCH)
+        ties = leave - below
+    # The first free slots of the cache, as many as the block may need; ties leave from the lowest slot up.
+    tied = leave * 0
+    free = leave * 0
+    for start in range(0, budget, CHUNK):
+        s = start + tl.arange(0, CHUNK)
+        code = tl.load(codes + s, mask=s < budget, other=_NEVER)
+        leaves, tied = _leaving(code, threshold, tied, ties)
+        is_free = tl.where((leaves | (s >= before)) & (s < budget), 1, 0)
+        number = free + tl.cumsum(is_free, 0) - is_free
+        tl.store(room + number, s, mask=(is_free != 0) & (number < count))
+        free += tl.sum(is_free, 0)
+    tl.debug_barrier()
+    stayed = leave * 0
+    for start in range(0, count, TOKENS):
+        i = start + tl.arange(0, TOKENS)
+        code = tl.load(codes + budget + i, mask=i < count, other=_NEVER)
+        leaves, tied = _leaving(code, threshold, tied, ties)
+        here = tl.load(occupied + budget + i, mask=i < count, other=0) != 0
+        stays = tl.where(here & (leaves == 0), 1, 0)
+        number = stayed + tl.cumsum(stays, 0) - stays
+        to = tl.load(room + number, mask=(stays != 0) & (number < free), other=-1)
+        tl.store(destination + flat * count + i, to, mask=i < count)
+        stayed += tl.sum(stays, 0)
+
+
+@triton.jit(do_not_specialize=["count", "slots", "budget"])
+def settle_kernel(
+    destination, key, value, occupied, positions, score, ordinals, carried,
+    count, slots, budget,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, CARRIED: tl.constexpr,
+):
+    """Program (TOKENS of the block, flat): tokens that stay move to their destinations, and their slots are free."""
+    blocks = tl.cdiv(count, TOKENS)
+    flat = (tl.program_id(0) // blocks).to(tl.int64)
+    i = (tl.program_id(0) % blocks) * TOKENS + tl.arange(0, TOKENS)
+    in_block = i < count
+    to = tl.load(destination + flat * count + i, mask=in_block, other=-1).to(tl.int64)
+    stays = to >= 0
+    source = flat * slots + budget + i
+    target = flat * slots + to
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    tile = stays[:, None] & (d < HEAD_DIM)[None, :]
+    for tensor in tl.static_range(2):
+        cache = key if tensor == 0 else value
+        rows = tl.load(cache + source[:, None] * HEAD_DIM + d[None, :], mask=tile)
+        tl.store(cache + target[:, None] * HEAD_DIM + d[None, :], rows, mask=tile)
+    tl.store(occupied + target, stays, mask=stays)
+    tl.store(positions + target, tl.load(positions + source, mask=stays), mask=stays)
+    tl.store(score + target, tl.load(score + source, mask=stays), mask=stays)
+    tl.store(ordinals + target, tl.load(ordinals + source, mask=stays), mask=stays)
+    if CARRIED:
+        tl.store(carried + target, tl.load(carried + source, mask=stays), mask=stays)
+    tl.debug_barrier()
+    tl.store(occupied + source, stays & (i < 0), mask=in_block)
+    tl.store(positions + source, tl.full([TOKENS], -1, tl.int64), mask=in_block)
+    tl.store(score + source, tl.full([TOKENS], float("-inf"), tl.float32), mask=in_block)

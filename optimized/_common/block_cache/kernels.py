@@ -1,0 +1,220 @@
+"""Attention of a block of queries, and what every key received of it, without a [Q, S] matrix in memory.
+
+Two passes over the keys: see `attend_kernels.py`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .attend_kernels import attention_kernel, newest_kernel, received_kernel
+from ..launch import INTERPRETED, RESIDENT, multiprocessors, on_device_of, padded_head_dim, stride_unit
+from ..numerics import LOG2_E
+
+
+class Attended(NamedTuple):
+    """output [B, Hq, Q, D] in query's dtype; and of every query the parts of its softmax, [2, B, Hq, Q] float32:
+    weight = exp2(base-2 logit - shift) * inverse; the inverse is 0 for queries that see nothing."""
+
+    output: Tensor
+    parts: Tensor
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float) -> Attended:
+    """Attention of the queries of the last Q slots, causal among themselves.
+
+    query [B, Hq, Q, D]; key, value [B, Hkv, S, D], any strides; occupied [B, S] or [B, Hkv, S] bool. A query at an
+    unoccupied slot sees nothing: its output is 0.
+    """
+    return Attended(*_attend(query, key, value, occupied, scale))
+
+
+def received(query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale: float, *, mean: bool) -> Tensor:
+    """The sum over all queries of each key's weights, averaged over the group: [B, Hkv, S] float32, 0 if unoccupied.
+
+    mean: divided by the number of queries that see something. Arguments as in `attend`, parts from there.
+    """
+    result: Tensor = _received(query, key, occupied, parts, scale, mean)
+    return result
+
+
+def received_of_newest(
+    query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What the newest query gave each key: its weights averaged over the group, and the base-2 logarithm of their sum.
+
+    Both [B, Hkv, S] float32; 0 and -inf where unoccupied, and everywhere if all queries are at unoccupied slots. The
+    logarithm does not underflow where the weight does.
+    """
+    weight, log_weight = _newest(query, key, occupied, parts, scale)
+    return weight, log_weight
+
+
+# Operations ----------------------------------------------------------------------------------------------------------
+
+
+#: Tiles where there is much work and rows are short enough: of attention, (rows of queries and heads, slots, stages,
+#: warps); of what keys receive, (queries, keys, stages, warps). Measured best on an H200.
+ATTENTION_TILE = (128, 64, 3, 8)
+RECEIVED_TILE = (32, 128, 3, 4)
+#: Tensor cores do not multiply float32 exactly; without them, operands are in registers, and tiles must be small.
+FLOAT32_TILE = (16, 16, 2, 4)
+
+
+def _attention_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
+    """See ATTENTION_TILE."""
+    rows = query.shape[2] * (query.shape[1] // key.shape[1])
+    if INTERPRETED:
+        return (16 if rows <= 16 else 64), (16 if key.shape[2] <= 48 else 64), 2, 4
+    if query.dtype == torch.float32:
+        return FLOAT32_TILE
+    if query.shape[3] > 128:
+        return (16 if rows <= 16 else 64), 32, 2, 4
+    return ATTENTION_TILE if rows > 64 else (16 if rows <= 16 else 64, 64, 3, 4)
+
+
+def _received_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
+    """See RECEIVED_TILE."""
+    queries = query.shape[2]
+    if INTERPRETED:
+        return 16, (16 if key.shape[2] <= 48 else 64), 2, 4
+    if query.dtype == torch.float32:
+        return FLOAT32_TILE
+    if query.shape[3] > 128:
+        return (16 if queries <= 16 else 32), 64, 2, 4
+    return RECEIVED_TILE if queries > 16 else (16, 64, 3, 4)
+
+
+def _arguments(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor) -> tuple[object, ...]:
+    """Sizes and strides as the kernels take them."""
+    unit = stride_unit(query, key, value)
+    head_stride = occupied.stride(1) if occupied.dim() == 3 else 0
+    return (
+        key.shape[2], query.shape[2], key.shape[1],
+        *(stride // unit for stride in query.stride()[:3]), query.stride(3),
+        *(stride // unit for stride in key.stride()[:3]), key.stride(3),
+        *(stride // unit for stride in value.stride()[:3]), value.stride(3),
+        occupied.stride(0), head_stride, occupied.stride(-1),
+    )
+
+
+def _shape(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
+    head_dim = query.shape[3]
+    return {
+        "GROUP": query.shape[1] // key.shape[1], "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim),
+        "UNIT": stride_unit(query, key, value),
+    }
+
+
+@torch.library.custom_op("kvtwin::block_attend", mutates_args=())
+def _attend(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    parts = torch.empty(2, *query.shape[:3], dtype=torch.float32, device=query.device)
+    launch_attention(query, key, value, occupied, None, output, parts, scale)
+    return output, parts
+
+
+@_attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
+
+
+class Window(NamedTuple):
+    """Queries of other tokens than the last: a query sees the keys up to its own position. query_positions [B, W]
+    int64, -1 for none; positions [B, Hkv, S] int64. counts [B, Hkv] int32: only heads that hold more than `capacity`
+    tokens are looked at; None: all. For other heads nothing is written, and a program costs a load."""
+
+    query_positions: Tensor
+    positions: Tensor
+    counts: Tensor | None = None
+    capacity: int = 0
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return (*self.query_positions.stride(), *self.positions.stride())
+
+
+def _of_window(window: Window | None) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+    """Tensors and numbers of a launch."""
+    if window is None:
+        return (None, None, None), (0, 0, 0, 0, 0, 0)
+    return (window.query_positions, window.positions, window.counts), (window.capacity, *window.strides)
+
+
+def launch_attention(
+    query: Tensor, key: Tensor, value: Tensor | None, occupied: Tensor, window: Window | None, output: Tensor | None,
+    parts: Tensor, scale: float,
+) -> None:
+    """Attention of a block, or of a window's queries. Without an output, the softmaxes' parts alone."""
+    value = key if value is None else value
+    shape = _shape(query, key, value)
+    rows, block, stages, warps = _attention_tile(query, key)
+    programs = query.shape[0] * key.shape[1] * triton.cdiv(query.shape[2] * shape["GROUP"], rows)
+    tensors, numbers = _of_window(window)
+    with on_device_of(query):
+        attention_kernel[(programs,)](
+            query, key, value, occupied, *tensors, output, parts, scale * LOG2_E.value,
+            *_arguments(query, key, value, occupied), *numbers,
+            **shape, ROWS=rows, BLOCK=block, STAGES=stages, POSITIONS=window is not None, DUE=tensors[2] is not None,
+            OUTPUT=output is not None, NEGATIVE=scale < 0, num_warps=warps,
+        )
+
+
+def launch_received(
+    query: Tensor, key: Tensor, occupied: Tensor, window: Window | None, parts: Tensor, result: Tensor, scale: float,
+    mean: bool,
+) -> None:
+    """What keys receive, into result [B, Hkv, S] float32. Where heads are passed over, programs are few, and take
+    several blocks of keys each: to come and go takes them time too."""
+    shape = _shape(query, key, key)
+    queries, block, stages, warps = _received_tile(query, key)
+    heads, blocks = key.shape[0] * key.shape[1], triton.cdiv(key.shape[2], block)
+    tensors, numbers = _of_window(window)
+    each = 1
+    if tensors[2] is not None:
+        wanted = 2 if INTERPRETED else max(1, triton.cdiv(RESIDENT * multiprocessors(key.device), heads))
+        each = triton.cdiv(blocks, min(wanted, blocks))
+    with on_device_of(query):
+        received_kernel[(heads * triton.cdiv(blocks, each),)](
+            query, key, key, occupied, *tensors, parts, result, scale * LOG2_E.value,
+            *_arguments(query, key, key, occupied), *numbers, each,
+            **shape, ROWS=queries, BLOCK=block, STAGES=stages, POSITIONS=window is not None,
+            DUE=tensors[2] is not None, MEAN=mean, num_warps=warps,
+        )
+
+
+@torch.library.custom_op("kvtwin::block_received", mutates_args=())
+def _received(query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale: float, mean: bool) -> Tensor:
+    result = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
+    launch_received(query, key, occupied, None, parts, result, scale, mean)
+    return result
+
+
+@_received.register_fake
+def _(query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale: float, mean: bool) -> Tensor:
+    return key.new_empty(key.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("kvtwin::block_received_of_newest", mutates_args=())
+def _newest(query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    weight = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
+    log_weight = torch.empty_like(weight)
+    shape = _shape(query, key, key)
+    small = key.shape[2] <= 48 if INTERPRETED else query.dtype == torch.float32
+    block = 16 if small else 64
+    with on_device_of(query):
+        newest_kernel[(key.shape[0] * key.shape[1] * triton.cdiv(key.shape[2], block),)](
+            query, key, key, occupied, parts, weight, log_weight, scale * LOG2_E.value,
+            *_arguments(query, key, key, occupied), **shape, ROWS=16, BLOCK=block, num_warps=4,
+        )
+    return weight, log_weight
+
+
+@_newest.register_fake
+def _(query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    result = key.new_empty(key.shape[:3], dtype=torch.float32)
+    return result, torch.empty_like(result)

@@ -1,0 +1,117 @@
+"""The operations of the block frame on a state's buffers: a block comes in, tokens are chosen, the rest settles."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from .evict_kernels import arrive_kernel, choose_kernel, settle_kernel
+from ..launch import INTERPRETED, on_device_of, padded_head_dim
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[B, Hkv, S] with one stride for both of the first axes, as a slice of a contiguous tensor's slots has it."""
+    regular = tensor.stride(2) == 1 and tensor.stride(0) == tensor.shape[1] * tensor.stride(1)
+    return tensor if regular else tensor.contiguous()
+
+
+def _tokens(count: int) -> int:
+    return 16 if INTERPRETED or count <= 16 else 32
+
+
+@torch.library.custom_op(
+    "kvtwin::block_arrive",
+    mutates_args=("key", "value", "occupied", "positions", "score", "ordinals", "magnitude"),
+)
+def arrive(
+    new_key: Tensor, new_value: Tensor, real: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
+    score: Tensor, ordinals: Tensor, magnitude: Tensor | None, held: Tensor, seen: Tensor, budget: int,
+) -> None:
+    """The Q tokens of a block into slots budget to budget + Q - 1, with a score of 0; padding leaves its slot free.
+
+    new_key, new_value [B, Hkv, Q, D]; real [B, Q] bool. A state's buffers: key, value [B, Hkv, S, D]; occupied,
+    positions, score, ordinals (int32) and magnitude (float32, for ||v||_1, or None) [B, Hkv, S]; held [B, Hkv] int32,
+    how many real tokens a row has seen; seen [1] int64, how many tokens at all.
+    """
+    batch, heads, count, head_dim = new_key.shape
+    tokens = _tokens(count)
+    with on_device_of(key):
+        arrive_kernel[(batch * heads * triton.cdiv(count, tokens),)](
+            new_key, new_value, real, key, value, occupied, positions, score, ordinals, magnitude, held, seen,
+            count, heads, key.shape[2], budget, *new_key.stride(), *new_value.stride(), *real.stride(),
+            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=tokens, MAGNITUDE=magnitude is not None,
+            num_warps=4,
+        )
+
+
+@arrive.register_fake
+def _(
+    new_key: Tensor, new_value: Tensor, real: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
+    score: Tensor, ordinals: Tensor, magnitude: Tensor | None, held: Tensor, seen: Tensor, budget: int,
+) -> None:
+    return None
+
+
+@torch.library.custom_op("kvtwin::block_choose", mutates_args=())
+def choose(
+    rank: Tensor | None, protected: Tensor | None, occupied: Tensor, ordinals: Tensor, held: Tensor, budget: int,
+    count: int, sinks: int, recent: int,
+) -> Tensor:
+    """Where the tokens in slots budget to budget + count - 1 go: [B, Hkv, count] int32, a slot below budget or -1.
+
+    Each head evicts what it holds above `budget`: the lowest rank first, ties to the lowest slot. rank [B, Hkv, end]
+    float32, None: age; protected likewise, bool or None. The oldest `sinks` and the newest `recent` tokens
+    are protected too. A token of the block that stays takes the first free slot that is left.
+    """
+    batch, heads, slots = occupied.shape
+    end = budget + count
+    rank, protected = (None if mask is None else _rows(mask) for mask in (rank, protected))
+    destination = torch.empty(batch, heads, count, dtype=torch.int32, device=occupied.device)
+    codes = torch.empty(batch * heads, end, dtype=torch.int32, device=occupied.device)
+    with on_device_of(occupied):
+        choose_kernel[(batch * heads,)](
+            ordinals if rank is None else rank, occupied if protected is None else protected, occupied, ordinals, held,
+            codes, torch.empty_like(destination), destination,
+            count, slots, *(0 if mask is None else mask.stride(1) for mask in (rank, protected)),
+            budget, sinks, recent,
+            CHUNK=min(4096, max(128, triton.next_power_of_2(end))),
+            SEARCH=128 if end <= 128 else 512 if end <= 1024 else 1024, TOKENS=16 if count <= 16 else 128,
+            BY_ORDINAL=rank is None, PROTECTED=protected is not None, num_warps=4 if end <= 1024 else 16,
+        )
+    return destination
+
+
+@choose.register_fake
+def _(
+    rank: Tensor | None, protected: Tensor | None, occupied: Tensor, ordinals: Tensor, held: Tensor, budget: int,
+    count: int, sinks: int, recent: int,
+) -> Tensor:
+    return occupied.new_empty((*occupied.shape[:2], count), dtype=torch.int32)
+
+
+@torch.library.custom_op(
+    "kvtwin::block_settle",
+    mutates_args=("key", "value", "occupied", "positions", "score", "ordinals", "carried"),
+)
+def settle(
+    destination: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor,
+    ordinals: Tensor, carried: Tensor | None, budget: int,
+) -> None:
+    """The tokens of a block move to where `choose` says, and the block's slots are free again."""
+    batch, heads, count = destination.shape
+    head_dim, tokens = key.shape[3], _tokens(count)
+    with on_device_of(key):
+        settle_kernel[(batch * heads * triton.cdiv(count, tokens),)](
+            destination, key, value, occupied, positions, score, ordinals, carried, count, key.shape[2], budget,
+            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=tokens, CARRIED=carried is not None,
+            num_warps=4,
+        )
+
+
+@settle.register_fake
+def _(
+    destination: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor,
+    ordinals: Tensor, carried: Tensor | None, budget: int,
+) -> None:
+    return None

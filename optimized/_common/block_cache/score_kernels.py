@@ -1,0 +1,165 @@
+"""Scores and ranks of one (row, KV head) at a decode step, from its logits: device functions.
+
+A rule says what a method ranks by. With NOTHING a new token takes slot `budget`, and something else decides; with
+APPEND it takes the first free slot, and its query a place in a window of the last queries: what goes, and whether, is
+somebody else's to say as well. SUM: the sum of the weights so far (times ||v||_1 with MAGNITUDE); NEWEST: the newest
+query's weight, by its logarithm; RANDOM: a number that the token got when it came; AGE.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..scratch import discard
+from ..numerics import finite_or_zero, log2_or_minus_inf, sortable, sum_of_products
+
+NOTHING = tl.constexpr(0)
+SUM = tl.constexpr(1)
+NEWEST = tl.constexpr(2)
+RANDOM = tl.constexpr(3)
+AGE = tl.constexpr(4)
+APPEND = tl.constexpr(5)
+_NEVER = tl.constexpr(2**63 - 1)
+
+
+@triton.jit
+def normalise(
+    tops, weight_sums, normalisers, flat, splits, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, SPLITS: tl.constexpr
+):
+    """The shift of the group's softmaxes and the sum of what was shifted, [GROUP_PAD]; to memory as well."""
+    g = tl.arange(0, GROUP_PAD)
+    i = tl.arange(0, SPLITS)
+    head = flat * GROUP + g
+    part = head[:, None] * splits + i[None, :]
+    there = (g < GROUP)[:, None] & (i < splits)[None, :]
+    split_top = tl.load(tops + part, mask=there, other=float("-inf"), cache_modifier=".cg")
+    split_sum = tl.load(weight_sums + part, mask=there, other=0.0, cache_modifier=".cg")
+    top = finite_or_zero(tl.max(split_top, 1))
+    total = sum_of_products(split_sum, tl.exp2(split_top - top[:, None]), 1)
+    tl.store(normalisers + head * 2, top, mask=g < GROUP)
+    tl.store(normalisers + head * 2 + 1, total, mask=g < GROUP)
+    return top, total
+
+
+@triton.jit
+def _load_slots(
+    logits, score, ordinals, magnitude, s, limit, last,
+    GROUP_PAD: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr, MAGNITUDE: tl.constexpr,
+    PROTECTS: tl.constexpr,
+):
+    """What a rule needs of slots s before `limit`, a multiple of 16; `last` is the last slot that is asked for."""
+    reads = (s < limit) & (s <= last)
+    if UNIT == 16:
+        reads = s // 16 * 16 < limit                                   # whole vectors: rows are long enough
+    logit = tl.full([CHUNK, GROUP_PAD], 0.0, tl.float32)
+    old = tl.full([CHUNK], 0.0, tl.float32)
+    ordinal = tl.full([CHUNK], 0, tl.int32)
+    size = tl.full([CHUNK], 1.0, tl.float32)
+    if RULE < RANDOM:
+        g = tl.arange(0, GROUP_PAD)
+        logit = tl.load(logits + s[:, None] * GROUP_PAD + g[None, :], mask=reads[:, None], other=0.0)
+    if (RULE == SUM) | (RULE == RANDOM):
+        old = tl.load(score + s, mask=reads, other=0.0)
+    if PROTECTS or RULE == AGE:
+        ordinal = tl.load(ordinals + s, mask=reads, other=0)
+    if MAGNITUDE:
+        size = tl.load(magnitude + s, mask=reads, other=0.0)
+    return reads, logit, old, ordinal, size
+
+
+@triton.jit
+def _weigh(logit, top, total, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, LOG: tl.constexpr):
+    """The group's mean weight of slots, and what to rank them by: the same, or the base-2 logarithm of its sum."""
+    real = tl.arange(0, GROUP_PAD) < GROUP
+    empty = (total == 0.0) | ~real
+    if LOG:
+        log_total = tl.where(empty, float("inf"), tl.log2(tl.where(empty, 1.0, total)))
+        # The normaliser's parts leave one by one, so that no digits of a large maximum are lost.
+        x = (logit - top[None, :]) - log_total[None, :]
+        highest = finite_or_zero(tl.max(x, 1))
+        shifted = tl.sum(tl.exp2(x - highest[:, None]), 1)
+        return tl.exp2(highest) * shifted / GROUP, highest + log2_or_minus_inf(shifted)
+    else:
+        inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
+        weight = tl.sum(tl.where(real[None, :], tl.exp2(logit - top[None, :]) * inverse[None, :], 0.0), 1) / GROUP
+        return weight, weight
+
+
+@triton.jit
+def score_slots(
+    logits, score, ordinals, magnitude, top, total, begin, limit, tokens, number, budget, new_score, new_size,
+    sinks, recent, padded,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr,
+    MAGNITUDE: tl.constexpr, PROTECTS: tl.constexpr, DISCARD: tl.constexpr,
+):
+    """Scores of slots begin to limit, to memory; returns the lowest candidate, rank above and slot below in an int64,
+    and the new token's score. All pointers are at the row.
+
+    The first `tokens` slots hold a token; slot `budget` stands for the new one, which is the row's real token `number`;
+    others are free. new_score: of the new token before this step's weights. new_size: its ||v||_1. limit is a multiple
+    of 16, `budget` + 16 at most; rows of logits have `padded` slots, of which those behind `budget` hold anything.
+    """
+    s = begin + tl.arange(0, CHUNK)
+    # A chunk is always under way: each later one during the ranks before it.
+    reads, logit, old, ordinal, size = _load_slots(
+        logits, score, ordinals, magnitude, s, limit, budget, GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS
+    )
+    best = tl.full([CHUNK], _NEVER, tl.int64)
+    newest = tl.full([CHUNK], 0.0, tl.float32)
+    for start in range(begin, limit, CHUNK):
+        ahead = s + CHUNK
+        next_reads, next_logit, next_old, next_ordinal, next_size = _load_slots(
+            logits, score, ordinals, magnitude, ahead, limit, budget,
+            GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS,
+        )
+        cached = (s < tokens) & reads
+        arrives = (s == budget) & reads
+        candidate = cached | arrives
+        ordinal = tl.where(arrives, number, ordinal)
+        if PROTECTS:
+            candidate = candidate & (ordinal >= sinks) & (ordinal <= number - recent)
+        updated = tl.where(arrives, new_score, old)
+        if RULE < RANDOM:
+            weight, rank = _weigh(logit, top, total, GROUP, GROUP_PAD, RULE == NEWEST)
+            if RULE == SUM:
+                updated += weight
+                rank = updated
+            else:
+                updated = weight
+            tl.store(score + s, tl.where(cached, updated, float("-inf")), mask=reads)
+        else:
+            rank = updated
+        if MAGNITUDE:
+            rank = updated * tl.where(arrives, new_size, size)
+        code = ordinal if RULE == AGE else sortable(rank)
+        # Rank above, index below: one integer minimum decides, ties included.
+        best = tl.minimum(best, tl.where(candidate, (code.to(tl.int64) << 32) | s.to(tl.int64), _NEVER))
+        newest += tl.where(arrives, updated, 0.0)
+        if DISCARD and RULE < RANDOM:
+            tl.debug_barrier()
+            line = start * GROUP_PAD + tl.arange(0, CHUNK * GROUP_PAD // 32) * 32
+            discard(logits + tl.minimum(line, padded * GROUP_PAD - 32))
+        s, reads, logit, old, ordinal, size = ahead, next_reads, next_logit, next_old, next_ordinal, next_size
+    return tl.min(best, 0), tl.sum(newest, 0)
+
+
+@triton.jit
+def _random_score(position, offset):
+    """The top 24 bits of splitmix64, of whose state `offset` holds what is not the position; [1] -> [1] float32."""
+    z = (position + offset).to(tl.uint64, bitcast=True)
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    return (z >> 40).to(tl.int64).to(tl.float32)
+
+
+@triton.jit
+def new_score_of(seen, offset, RULE: tl.constexpr):
+    """A token's score when it comes in."""
+    score = 0.0
+    if RULE == RANDOM:
+        score = tl.sum(_random_score(tl.load(seen + tl.arange(0, 1)), offset), 0)
+    if RULE == APPEND:
+        score = float("inf")                                           # not ranked yet
+    return score

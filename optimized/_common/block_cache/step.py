@@ -1,0 +1,166 @@
+"""The operation of a decode step on a state's buffers; see `decode_kernels.py`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ....reference.contract import Sizes
+from .decode_kernels import finish_kernel, step_kernel
+from .score_kernels import AGE, APPEND, NEWEST, NOTHING, RANDOM, SUM
+from ..launch import (
+    GROUP_ROWS, INTERPRETED, MAX_SPLITS, discards, fused, key_block, on_device_of, padded_head_dim, padded_slots,
+    split_slots,
+)
+from ..numerics import LOG2_E
+
+#: Where a head's last program finishes it: slots at a time, stages, warps, registers. Such programs are fewer at a time
+#: (three to a multiprocessor), and so sooner free what must not leave the cache. Measured best on an H200.
+CHUNK, STAGES, WARPS, REGISTERS = 512, 3, 4, 168
+
+#: Rules of `step`, by name; see `score_kernels.py`.
+RULES = {"nothing": NOTHING, "sum": SUM, "newest": NEWEST, "random": RANDOM, "age": AGE, "append": APPEND}
+#: After which something else decides what goes: a head's last program finishes it, since there is little to finish.
+BARE = ("nothing", "append")
+
+
+class Scratch(NamedTuple):
+    """What passes between the programs of a step. workspace float32: logits, partial accumulators, their maxima and
+    sums, normalisers, new scores; candidates int64; arrivals int32, a counter per flat and one for all, 0 between
+    steps."""
+
+    workspace: Tensor
+    candidates: Tensor
+    arrivals: Tensor
+
+
+class _Plan(NamedTuple):
+    """How the work is cut: tiles of `block` slots, `share` of them per split; whether a head's last split finishes it,
+    else into how many blocks of `slots_each` * 16 slots that is cut; and the pieces of the workspace."""
+
+    block: int
+    splits: int
+    share: int
+    fused: bool
+    blocks: int
+    slots_each: int
+    cuts: list[int]
+
+
+def _plan(sizes: Sizes, budget: int, itemsize: int, device: torch.device, rule: str) -> _Plan:
+    batch, query_heads, heads, _, head_dim = sizes
+    sizes = sizes._replace(slots=budget)
+    block = key_block(head_dim, itemsize, budget)
+    if itemsize == 4:
+        block = 16                                                     # see kernels.FLOAT32_TILE
+    splits, split_size = split_slots(sizes, block, device)
+    sixteens = triton.cdiv(budget + 1, 16)
+    blocks = triton.cdiv(sixteens, 2 if INTERPRETED else 16)
+    logits = padded_slots(budget + 1) * triton.next_power_of_2(sizes.group) if rule in ("sum", "newest") else 0
+    flats, count = batch * heads, batch * query_heads
+    # Each piece aligned alike, whatever the sizes: Triton compiles a kernel anew for another alignment.
+    cuts = [
+        triton.cdiv(cut, 32) * 32
+        for cut in (flats * logits, count * splits * head_dim, count * splits, count * splits, count * 2, flats)
+    ]
+    return _Plan(
+        block, splits, split_size // block, rule in BARE or fused(sizes, device), blocks,
+        triton.cdiv(sixteens, blocks), cuts,
+    )
+
+
+def _registers(plan: _Plan, key: Tensor) -> int | None:
+    """A limit of registers where it costs no spills; elsewhere the compiler's own."""
+    return REGISTERS if plan.fused and padded_head_dim(key.shape[3]) * key.element_size() <= 256 else None
+
+
+@torch.inference_mode(False)
+def scratch(sizes: Sizes, budget: int, dtype: torch.dtype, device: torch.device, rule: str) -> Scratch:
+    """Room for the steps of a state. sizes: with any number of slots."""
+    plan = _plan(sizes, budget, dtype.itemsize, device, rule)
+    flats = sizes.batch * sizes.key_value_heads
+    return Scratch(
+        torch.empty(sum(plan.cuts), dtype=torch.float32, device=device),
+        torch.empty(flats, plan.blocks, dtype=torch.int64, device=device),
+        torch.zeros(flats + 1, dtype=torch.int32, device=device),
+    )
+
+
+@torch.library.custom_op(
+    "kvtwin::block_step",
+    mutates_args=(
+        "key", "value", "occupied", "positions", "score", "ordinals", "magnitude", "held", "seen", "workspace",
+        "candidates", "arrivals", "counts", "window_query", "window_positions",
+    ),
+)
+def step(
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
+    score: Tensor, ordinals: Tensor, magnitude: Tensor | None, held: Tensor, seen: Tensor,
+    workspace: Tensor, candidates: Tensor, arrivals: Tensor,
+    counts: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
+    scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int,
+) -> Tensor:
+    """One token: attention to what is held and to itself, scores, and the slot that it takes, or none.
+
+    query [B, Hq, D]; new_key, new_value [B, Hkv, D]; a state's buffers as in `_block_ops.arrive`; workspace, candidates
+    and arrivals: a Scratch. rule: "sum" (times magnitude, if there is one), "newest", "random" (offset: the state of
+    the generator without the position), "age"; with "nothing" the token takes slot `budget`, for others to decide. The
+    oldest `sinks` and the newest `recent` tokens are protected. With "append" the token takes the first free slot, of
+    which `budget` + 1 are there; counts [B, Hkv] int32, how many tokens a head holds, goes up by one, and the query
+    takes the place of the oldest in window_query [B, Hq, W, D] and window_positions [B, W]. Returns the output [B, Hq,
+    D].
+    """
+    batch, query_heads, head_dim = query.shape
+    _, heads, slots, _ = key.shape
+    sizes = Sizes(batch, query_heads, heads, slots, head_dim)
+    plan = _plan(sizes, budget, key.element_size(), key.device, rule)
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    logits, partial, tops, weight_sums, normalisers, new_scores = workspace.split(plan.cuts)
+    flats, group = batch * heads, sizes.group
+    unit = 16 if slots % 16 == 0 else 1
+    group_pad = triton.next_power_of_2(group)
+    strides = (*new_key.stride(), *new_value.stride())
+    state = (
+        new_key, new_value, key, value, occupied, positions, score, ordinals, score if magnitude is None else magnitude,
+        held, seen,
+    )
+    numbers = (heads, flats, sinks, recent, offset)
+    options = {
+        "GROUP": group, "GROUP_PAD": group_pad, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim),
+        "UNIT": unit, "SPLITS": 8 if plan.splits <= 8 else MAX_SPLITS, "RULE": RULES[rule],
+        "MAGNITUDE": magnitude is not None, "PROTECTS": sinks + recent > 0,
+    }
+    padded = padded_slots(budget + 1) // 16
+    window = (held if counts is None else counts, query if window_query is None else window_query,
+              seen if window_positions is None else window_positions)
+    with on_device_of(key):
+        step_kernel[(flats * plan.splits,)](
+            query, *state, output, logits, partial, tops, weight_sums, normalisers, arrivals,
+            *window, scale * LOG2_E.value, budget, slots // unit, padded, plan.share, plan.splits, *numbers,
+            1 if window_query is None else window_query.shape[2], *query.stride(), *strides, **options,
+            ROWS=GROUP_ROWS, BLOCK=plan.block, CHUNK=64 if INTERPRETED else min(CHUNK, 8 * CHUNK // group_pad),
+            FUSED=plan.fused, DISCARD=plan.fused and discards(key.device),
+            num_warps=WARPS if plan.fused or key.element_size() == 4 else 2, num_stages=STAGES if plan.fused else 2,
+            maxnreg=_registers(plan, key),
+        )
+        if not plan.fused:
+            finish_kernel[(flats * (plan.blocks + group),)](
+                *state, output, logits, partial, tops, normalisers, arrivals, candidates, new_scores,
+                budget, slots // unit, padded, plan.slots_each, plan.splits, plan.blocks, *numbers,
+                *strides, **options, CHUNK=triton.next_power_of_2(plan.slots_each * 16), num_warps=4,
+            )
+    return output
+
+
+@step.register_fake
+def _(
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
+    score: Tensor, ordinals: Tensor, magnitude: Tensor | None, held: Tensor, seen: Tensor,
+    workspace: Tensor, candidates: Tensor, arrivals: Tensor,
+    counts: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
+    scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int,
+) -> Tensor:
+    return query.new_empty(query.shape)

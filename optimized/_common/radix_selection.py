@@ -1,0 +1,207 @@
+"""Selection by radix search: the tokens of the highest codes, kept in order. Four passes over the codes, of eight bits
+each, find the lowest code that stays; then what stays is counted, numbered by prefix sums, and gathered.
+
+Everything is split over programs by chunks of a row. The only atomics count integers: no result depends on order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import INTERPRETED, on_device_of, padded_head_dim, stride_unit
+
+#: Codes per program of the search, and tokens per program of the gathering.
+CHUNK = 2048
+GATHER = 64
+
+_FREE = tl.constexpr(-(2**31))
+
+
+@torch.library.custom_op("kvtwin::keydiff_select", mutates_args=("histograms",))
+def select(
+    key: Tensor, value: Tensor, code: Tensor, histograms: Tensor, count: int, counted: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The `count` tokens of the highest codes, of equals the last ones, in order; never those of the least code of all.
+
+    key, value [B, Hkv, S, D]; code [B, Hkv, S] int32, -2^31 for none; histograms [B, Hkv, 4, 256] int32, zero, or
+    `counted`: the first of the four holds those of the codes' first 8 bits. Returns their keys and values
+    [B, Hkv, count, D], their slots int64 and True, both [B, Hkv, count]; zeros, -1 and False where there are fewer.
+    """
+    batch, heads, slots, head_dim = key.shape
+    rows = batch * heads
+    chunk = (16 if slots <= 48 else 64) if INTERPRETED else CHUNK
+    chunks = triton.cdiv(slots, chunk)
+    code = code.contiguous()
+    found = torch.empty(rows, 4, 2, dtype=torch.int64, device=key.device)
+    counts = torch.empty(rows, chunks, 2, dtype=torch.int32, device=key.device)
+    place = torch.empty(rows, count, dtype=torch.int32, device=key.device)
+    kept_count = torch.empty(rows, dtype=torch.int32, device=key.device)
+    kept_key, kept_value, kept, occupied = _places(key, count)
+    unit = stride_unit(key, value)
+    block = 16 if INTERPRETED else GATHER
+    with on_device_of(key):
+        for number in range(1 if counted else 0, 4):
+            histogram_kernel[(rows * chunks,)](
+                code, histograms, found, slots, count, chunks, PASS=number, CHUNK=chunk, FEW=chunk // 16, num_warps=4
+            )
+        count_kernel[(rows * chunks,)](code, histograms, found, counts, slots, count, chunks, CHUNK=chunk, num_warps=4)
+        compact_kernel[(rows * chunks,)](
+            code, found, counts, place, kept_count, slots, count, chunks, CHUNK=chunk, num_warps=4
+        )
+        gather_kernel[(rows * triton.cdiv(count, block),)](
+            key, value, place, kept_count, kept_key, kept_value, kept, occupied, count, heads,
+            *(stride // unit for stride in key.stride()[:3]), key.stride(3),
+            *(stride // unit for stride in value.stride()[:3]), value.stride(3),
+            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), BLOCK=block, UNIT=unit, num_warps=4,
+        )
+    return kept_key, kept_value, kept, occupied
+
+
+@select.register_fake
+def _(
+    key: Tensor, value: Tensor, code: Tensor, histograms: Tensor, count: int, counted: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _places(key, count)
+
+
+def _places(key: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Room for an EvictResult."""
+    rows = (*key.shape[:2], count)
+    kept_key = key.new_empty((*rows, key.shape[3]))
+    kept = key.new_empty(rows, dtype=torch.int64)
+    return kept_key, torch.empty_like(kept_key), kept, key.new_empty(rows, dtype=torch.bool)
+
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _next_digits(histograms, found, flat, wanted, PASS: tl.constexpr):
+    """After PASS passes: the leading 8 * PASS bits of the lowest code that stays (as an unsigned number), how many of
+    the codes that share them stay, and how many there are."""
+    digit = tl.arange(0, 256)
+    count = tl.load(histograms + (flat * 4 + PASS - 1) * 256 + digit)
+    prefix = tl.zeros([], tl.int64)
+    need = wanted.to(tl.int64)
+    if PASS > 1:
+        prefix = tl.load(found + (flat * 4 + PASS - 2) * 2)
+        need = tl.load(found + (flat * 4 + PASS - 2) * 2 + 1)
+    at_least = tl.sum(count, 0) - tl.cumsum(count, 0) + count
+    last = tl.max(tl.where(at_least >= need, digit, 0), 0)
+    above = tl.sum(tl.where(digit > last, count, 0), 0)
+    equal = tl.sum(tl.where(digit == last, count, 0), 0)
+    return prefix * 256 + last, need - above, equal.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["slots", "wanted", "chunks"])
+def histogram_kernel(
+    codes, histograms, found, slots, wanted, chunks, PASS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr
+):
+    """Program (chunk, flat): adds up the next 8 bits of the codes whose bits before are those of the threshold."""
+    chunk = tl.program_id(0) % chunks
+    flat = (tl.program_id(0) // chunks).to(tl.int64)
+    s = chunk * CHUNK + tl.arange(0, CHUNK)
+    matches = s < slots
+    code = tl.load(codes + flat * slots + s, mask=matches, other=0)
+    digit = (code >> (24 - 8 * PASS)) & 255
+    if PASS == 0:
+        digit = digit ^ 128                                             # negative codes come first
+    else:
+        prefix, need, _ = _next_digits(histograms, found, flat, wanted, PASS)
+        if chunk == 0:
+            tl.store(found + (flat * 4 + PASS - 1) * 2, prefix)
+            tl.store(found + (flat * 4 + PASS - 1) * 2 + 1, need)
+        matches = matches & ((code >> (32 - 8 * PASS)) == (prefix - (1 << (8 * PASS - 1))).to(tl.int32))
+    into = histograms + (flat * 4 + PASS) * 256
+    # A few go one by one, which is cheaper than to look at all.
+    if tl.sum(tl.where(matches, 1, 0), 0) <= FEW:
+        tl.atomic_add(into + digit, 1, mask=matches, sem="relaxed")
+    else:
+        count = tl.histogram(digit, 256, mask=matches)
+        tl.atomic_add(into + tl.arange(0, 256), count, mask=count > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["slots", "wanted", "chunks"])
+def count_kernel(codes, histograms, found, counts, slots, wanted, chunks, CHUNK: tl.constexpr):
+    """Program (chunk, flat): how many codes lie above the threshold, and how many equal it."""
+    chunk = tl.program_id(0) % chunks
+    flat = (tl.program_id(0) // chunks).to(tl.int64)
+    prefix, need, equal = _next_digits(histograms, found, flat, wanted, 4)
+    threshold = (prefix - 2147483648).to(tl.int32)
+    # Of those that equal it, so many go, the first ones; unoccupied slots all.
+    drop = tl.where(threshold == _FREE, equal, equal - need)
+    if chunk == 0:
+        tl.store(found + (flat * 4 + 3) * 2, threshold.to(tl.int64))
+        tl.store(found + (flat * 4 + 3) * 2 + 1, drop)
+    s = chunk * CHUNK + tl.arange(0, CHUNK)
+    code = tl.load(codes + flat * slots + s, mask=s < slots, other=_FREE)
+    at = counts + (flat * chunks + chunk) * 2
+    tl.store(at, tl.sum(tl.where(code > threshold, 1, 0), 0))
+    tl.store(at + 1, tl.sum(tl.where((code == threshold) & (s < slots), 1, 0), 0))
+
+
+@triton.jit(do_not_specialize=["slots", "wanted", "chunks"])
+def compact_kernel(codes, found, counts, place, kept_count, slots, wanted, chunks, CHUNK: tl.constexpr):
+    """Program (chunk, flat): writes the slots of what stays of a chunk to their places among all that stay."""
+    chunk = tl.program_id(0) % chunks
+    flat = (tl.program_id(0) // chunks).to(tl.int64)
+    threshold = tl.load(found + (flat * 4 + 3) * 2).to(tl.int32)
+    drop = tl.load(found + (flat * 4 + 3) * 2 + 1).to(tl.int32)
+    counts += flat * chunks * 2
+    above_before = tl.zeros([256], tl.int32)
+    equal_before = tl.zeros([256], tl.int32)
+    for start in range(0, chunk, 256):
+        i = start + tl.arange(0, 256)
+        above_before += tl.load(counts + i * 2, mask=i < chunk, other=0)
+        equal_before += tl.load(counts + i * 2 + 1, mask=i < chunk, other=0)
+    above_sum, equal_sum = tl.sum(above_before, 0), tl.sum(equal_before, 0)
+    s = chunk * CHUNK + tl.arange(0, CHUNK)
+    code = tl.load(codes + flat * slots + s, mask=s < slots, other=_FREE)
+    above = code > threshold
+    equal = (code == threshold) & (s < slots)
+    # Both prefix sums at once: CHUNK is far below 2^16.
+    packed = tl.where(above, 1, 0) + tl.where(equal, 65536, 0)
+    running = tl.cumsum(packed, 0) - packed
+    number = equal_sum + (running >> 16)                                # of each among those that equal the threshold
+    to = above_sum + (running & 65535) + tl.maximum(number - drop, 0)
+    tl.store(place + flat * wanted + to, s, mask=above | (equal & (number >= drop)))
+    if chunk == chunks - 1:
+        above_sum += tl.load(counts + chunk * 2)
+        equal_sum += tl.load(counts + chunk * 2 + 1)
+        tl.store(kept_count + flat, above_sum + tl.maximum(equal_sum - drop, 0))
+
+
+@triton.jit(do_not_specialize=[
+    "wanted", "heads", "key_b", "key_h", "key_s", "value_b", "value_h", "value_s",
+])
+def gather_kernel(
+    key, value, place, kept_count, kept_key, kept_value, kept, kept_occupied, wanted, heads,
+    key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+):
+    """Program (block, flat): keys and values of BLOCK places; zeros, -1 and False beyond the last that stays."""
+    blocks = tl.cdiv(wanted, BLOCK)
+    block = tl.program_id(0) % blocks
+    flat = (tl.program_id(0) // blocks).to(tl.int64)
+    b, head = flat // heads, flat % heads
+    number = block * BLOCK + tl.arange(0, BLOCK)
+    inside = number < wanted
+    holds = number < tl.load(kept_count + flat)
+    at = flat * wanted + number
+    slot = tl.load(place + at, mask=holds, other=-1).to(tl.int64)
+    key += (b * key_b + head * key_h) * UNIT
+    value += (b * value_b + head * value_h) * UNIT
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    reads, writes = holds[:, None], inside[:, None]
+    if HEAD_DIM != D_PAD:
+        reads, writes = reads & (d < HEAD_DIM)[None, :], writes & (d < HEAD_DIM)[None, :]
+    k = tl.load(key + slot[:, None] * (key_s * UNIT) + d[None, :] * key_d, mask=reads, other=0.0)
+    v = tl.load(value + slot[:, None] * (value_s * UNIT) + d[None, :] * value_d, mask=reads, other=0.0)
+    into = at[:, None] * HEAD_DIM + d[None, :]
+    tl.store(kept_key + into, k, mask=writes)
+    tl.store(kept_value + into, v, mask=writes)
+    tl.store(kept + at, slot, mask=inside)
+    tl.store(kept_occupied + at, holds, mask=inside)

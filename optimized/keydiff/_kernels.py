@@ -1,0 +1,258 @@
+"""KeyDiff's kernels over whole caches: the sum of normalised keys, and ranks against it; `_step.py` has a step.
+
+Scratch is indexed by the flat number of the (row of the batch, KV head); strides of keys come divided by UNIT (see
+`stride_unit`). A rank follows from a key, the inverse of its length and the anchor, by the same operations in every
+tile, and lengths that are compared come from one kernel: so equal keys get equal ranks. Sums over programs are taken in
+a fixed order; the only atomics count integers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._common.launch import INTERPRETED
+from .._common.numerics import float32, sum_of_products
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+_FREE = tl.constexpr(-(2**31))
+_PROTECTED = tl.constexpr(2**31 - 1)
+#: Squares of lengths beyond these may have lost digits, or overflowed. Such keys are *odd*: what they have for an
+#: inverse of their length is below 0. They are rare: a program that met one goes over its share again, so that the loop
+#: that all go through stays short.
+_SMALL = tl.constexpr(2.0**-80)
+_LARGE = tl.constexpr(2.0**100)
+
+
+@triton.jit
+def bounded(x):
+    """x, but that products which overflow do not make the interpreter's sums warn."""
+    if _INTERPRETED:
+        return tl.where(x == x, tl.minimum(tl.maximum(x, -1e35), 1e35), x)
+    else:
+        return x
+
+
+@triton.jit
+def load_rows(
+    pointer, first, holds, stride_s, stride_d,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr,
+):
+    """ROWS rows of a [S, D] matrix from `first` on, in float32, [ROWS, D_PAD]. MASKED: zeros, not read, where `holds`
+    is False; else all of them are there."""
+    row = tl.arange(0, ROWS).to(tl.int64)
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    at = pointer + row[:, None] * stride_s + d[None, :] * stride_d + (first + tl.zeros([], tl.int64)) * stride_s
+    if MASKED:
+        if HEAD_DIM != D_PAD:
+            x = tl.load(at, mask=holds[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        else:
+            x = tl.load(at, mask=holds[:, None], other=0.0)
+    elif HEAD_DIM != D_PAD:
+        x = tl.load(at, mask=(d < HEAD_DIM)[None, :], other=0.0)
+    else:
+        x = tl.load(at)
+    return float32(x)
+
+
+@triton.jit
+def _tile(
+    occupied, start, end, slots, occupied_s, ROWS: tl.constexpr, OCCUPIED: tl.constexpr, MASKED: tl.constexpr
+):
+    """A tile's first slot, its slots, those of them that are its share, and those that hold a token too.
+
+    Without MASKED the row's last tile reaches back into the one before, so that all its slots are there.
+    """
+    first = start
+    if not MASKED:
+        first = tl.minimum(start, slots - ROWS)
+    s = first + tl.arange(0, ROWS)
+    inside = (s >= start) & (s < end)
+    holds = inside
+    if OCCUPIED:
+        holds = tl.load(occupied + s.to(tl.int64) * occupied_s, mask=inside, other=0) != 0
+    return first, s, inside, holds
+
+
+@triton.jit
+def inverse_lengths(k):
+    """1 / ||k|| of rows of k; NaN for odd ones, and for a zero key."""
+    squares = tl.sum(bounded(k * k), 1)
+    plain = (squares > _SMALL) & (squares < _LARGE)
+    return tl.where(plain, tl.rsqrt(tl.where(plain, squares, 1.0)), float("nan"))
+
+
+@triton.jit
+def any_units(k):
+    """Rows of k divided by their lengths, whatever these are; a zero row stays zero.
+
+    A power of two that brings the largest element near 1 goes in first, so that squares neither overflow nor vanish.
+    """
+    exponent = tl.max(tl.abs(k), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    power = tl.maximum((254 << 23) - exponent, 1 << 23).to(tl.float32, bitcast=True)
+    scaled = k * power[:, None]
+    squares = tl.sum(scaled * scaled, 1)
+    zero = squares == 0.0
+    return scaled * tl.where(zero, 0.0, tl.rsqrt(tl.where(zero, 1.0, squares)))[:, None]
+
+
+@triton.jit
+def ranks(k, inverse, anchor):
+    """-k_hat . anchor of rows of k that are not odd."""
+    return -tl.sum(bounded(k * anchor[None, :]), 1) * inverse
+
+
+@triton.jit
+def odd_ranks(k, anchor):
+    """-k_hat . anchor of rows of k of any length."""
+    return -tl.sum(any_units(k) * anchor[None, :], 1)
+
+
+@triton.jit
+def sum_partials(partial, splits, D_PAD: tl.constexpr):
+    """The sum of `splits` vectors that other programs wrote, always in the same order."""
+    ROWS: tl.constexpr = 4096 // D_PAD
+    d = tl.arange(0, D_PAD)
+    i = tl.arange(0, ROWS)
+    total = tl.zeros([ROWS, D_PAD], tl.float32)
+    for start in range(0, splits, ROWS):
+        rows = start + i
+        total += tl.load(
+            partial + rows.to(tl.int64)[:, None] * D_PAD + d[None, :], mask=(rows < splits)[:, None], other=0.0,
+            cache_modifier=".cg",
+        )
+    return tl.sum(total, 0)
+
+
+_SIZES = [
+    "slots", "split_size", "splits", "heads", "key_b", "key_h", "key_s", "occupied_b", "occupied_h", "occupied_s",
+]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def anchor_kernel(
+    key, occupied, inverse, partial, anchor, arrivals, slots, split_size, splits, heads,
+    key_b, key_h, key_s, key_d, occupied_b, occupied_h, occupied_s,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, OCCUPIED: tl.constexpr,
+    MASKED: tl.constexpr, STAGES: tl.constexpr,
+):
+    """Program (split, flat): the inverse lengths of a share's keys, and the sum of those keys normalised; the last of a
+    (row, KV head) to finish sums up."""
+    split = tl.program_id(0) % splits
+    flat = (tl.program_id(0) // splits).to(tl.int64)
+    b, head = flat // heads, flat % heads
+    key += (b * key_b + head * key_h) * UNIT
+    key_s = key_s.to(tl.int64) * UNIT
+    inverse += flat * slots
+    begin = split * split_size
+    end = tl.minimum(begin + split_size, slots)
+    if OCCUPIED:
+        occupied += b * occupied_b + head * occupied_h
+    total = tl.zeros([BLOCK, D_PAD], tl.float32)
+    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+        first, s, inside, holds = _tile(occupied, start, end, slots, occupied_s, BLOCK, OCCUPIED, MASKED)
+        k = load_rows(key, first, holds, key_s, key_d, BLOCK, HEAD_DIM, D_PAD, MASKED)
+        factor = tl.where(holds, inverse_lengths(k), 0.0)
+        tl.store(inverse + s, tl.where(factor == factor, factor, -1.0), mask=inside)
+        total += k * factor[:, None]
+    share = tl.sum(total, 0)
+    # NaN: there is an odd key, or a zero one.
+    if tl.sum(tl.where(share != share, 1, 0), 0) > 0:
+        tl.debug_barrier()                                              # these stores come after those
+        rest = tl.zeros([16, D_PAD], tl.float32)
+        for start in range(begin, end, 16):
+            s = start + tl.arange(0, 16)
+            holds = s < end
+            if OCCUPIED:
+                holds = tl.load(occupied + s.to(tl.int64) * occupied_s, mask=holds, other=0) != 0
+            k = load_rows(key, start, holds, key_s, key_d, 16, HEAD_DIM, D_PAD, True)
+            tl.store(inverse + s, 0.0, mask=holds & (tl.max(tl.abs(k), 1) == 0.0))
+            rest += any_units(k)
+        share = tl.sum(rest, 0)
+    d = tl.arange(0, D_PAD)
+    partial += flat * splits * D_PAD
+    tl.store(partial + split.to(tl.int64) * D_PAD + d, share)
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals + flat, 1, sem="acq_rel", scope="gpu") == splits - 1:
+        tl.store(anchor + flat * HEAD_DIM + d, sum_partials(partial, splits, D_PAD), mask=d < HEAD_DIM)
+
+
+@triton.jit
+def _store_ranks(
+    result, protected, rank, unit, s, holds, mask, protected_s, PROTECTED: tl.constexpr, CODES: tl.constexpr
+):
+    """Ranks, -inf where nothing is held; or CODES (see `rank_kernel`): then unit is the largest rank's inverse."""
+    if CODES:
+        # Cosines in steps of 2^-31, far below what is known of them, so that 8 bits tell many apart. NaN is the lowest.
+        cosine = rank * unit
+        cosine = tl.where(cosine == cosine, tl.minimum(tl.maximum(cosine, -1.0), 1.0), -1.005)
+        code = (cosine * 2130000000.0).to(tl.int32)
+        if PROTECTED:
+            shielded = tl.load(protected + s.to(tl.int64) * protected_s, mask=mask, other=0) != 0
+            code = tl.where(shielded, _PROTECTED, code)
+        tl.store(result + s, tl.where(holds, code, _FREE), mask=mask)
+    else:
+        tl.store(result + s, tl.where(holds, rank, float("-inf")), mask=mask)
+
+
+@triton.jit(do_not_specialize=[
+    *_SIZES, "inverse_b", "inverse_h", "protected_b", "protected_h", "protected_s",
+])
+def rank_kernel(
+    key, occupied, protected, inverse, anchor, result, histograms, slots, split_size, splits, heads,
+    key_b, key_h, key_s, key_d, occupied_b, occupied_h, occupied_s, inverse_b, inverse_h,
+    protected_b, protected_h, protected_s,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, OCCUPIED: tl.constexpr,
+    MASKED: tl.constexpr, PROTECTED: tl.constexpr, CODES: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+):
+    """Program (split, flat): ranks, float32, -inf where unoccupied; or CODES, integers in the same order (those of keys
+    that no arithmetic could order are equal), below them the unoccupied slots, above them the protected ones, and the
+    histogram of their first 8 bits for the selection."""
+    # From the end: what the pass before read last is still in L2.
+    turn = tl.num_programs(0) - 1 - tl.program_id(0)
+    split = turn % splits
+    flat = (turn // splits).to(tl.int64)
+    b, head = flat // heads, flat % heads
+    key += (b * key_b + head * key_h) * UNIT
+    key_s = key_s.to(tl.int64) * UNIT
+    inverse += b * inverse_b + head * inverse_h
+    result += flat * slots
+    begin = split * split_size
+    end = tl.minimum(begin + split_size, slots)
+    if OCCUPIED:
+        occupied += b * occupied_b + head * occupied_h
+    if PROTECTED:
+        protected += b * protected_b + head * protected_h
+    d = tl.arange(0, D_PAD)
+    direction = tl.load(anchor + flat * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+    squares = sum_of_products(direction, direction, 0)
+    unit = tl.where(squares == 0.0, 0.0, tl.rsqrt(tl.where(squares == 0.0, 1.0, squares)))
+    odd = tl.zeros([BLOCK], tl.int32)
+    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+        first, s, inside, holds = _tile(occupied, start, end, slots, occupied_s, BLOCK, OCCUPIED, MASKED)
+        k = load_rows(key, first, holds, key_s, key_d, BLOCK, HEAD_DIM, D_PAD, MASKED)
+        factor = tl.load(inverse + s, mask=holds, other=0.0)
+        _store_ranks(
+            result, protected, ranks(k, factor, direction), unit, s, holds, inside, protected_s, PROTECTED, CODES
+        )
+        odd = tl.where(factor < 0.0, 1, odd)
+    if tl.max(odd, 0) > 0:
+        tl.debug_barrier()                                              # these stores come after those
+        for start in range(begin, end, 16):
+            s = start + tl.arange(0, 16)
+            factor = tl.load(inverse + s, mask=s < end, other=0.0)
+            holds = factor < 0.0
+            if OCCUPIED:
+                holds = holds & (tl.load(occupied + s.to(tl.int64) * occupied_s, mask=s < end, other=0) != 0)
+            k = load_rows(key, start, holds, key_s, key_d, 16, HEAD_DIM, D_PAD, True)
+            _store_ranks(
+                result, protected, odd_ranks(k, direction), unit, s, holds, holds, protected_s, PROTECTED, CODES
+            )
+    if CODES:
+        tl.debug_barrier()
+        count = tl.zeros([256], tl.int32)
+        for start in range(begin, end, CHUNK):
+            s = start + tl.arange(0, CHUNK)
+            code = tl.load(result + s, mask=s < end, other=0)
+            count += tl.histogram(((code >> 24) & 255) ^ 128, 256, mask=s < end)
+        tl.atomic_add(histograms + flat * 1024 + tl.arange(0, 256), count, mask=count > 0, sem="relaxed")

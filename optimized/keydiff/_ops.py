@@ -1,0 +1,125 @@
+"""The launches of KeyDiff's kernels over whole caches, as operations for torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ._kernels import anchor_kernel, rank_kernel
+from ._step import warps_of
+from .._common.launch import INTERPRETED, key_block, multiprocessors, on_device_of, padded_head_dim, stride_unit
+
+#: Programs per multiprocessor that share the keys, and how many tiles are on their way to one: to sum them, and to rank
+#: them. A pass that ranks takes two tiles at a time.
+PROGRAMS = 16
+ANCHOR_STAGES, RANK_STAGES = 3, 1
+#: The most programs that share a row.
+MAX_SPLITS = 128
+
+
+def _split(rows: int, slots: int, block: int, device: torch.device) -> tuple[int, int]:
+    """How many programs share one row's slots, and how many slots each takes (a multiple of `block`)."""
+    tiles = triton.cdiv(slots, block)
+    wanted = 2 if INTERPRETED else triton.cdiv(PROGRAMS * multiprocessors(device), rows)
+    each = triton.cdiv(tiles, min(wanted, tiles, MAX_SPLITS))
+    return triton.cdiv(tiles, each), each * block
+
+
+def _shape(key: Tensor, occupied: Tensor | None, tiles: int) -> tuple[tuple[int, int, int, int], dict[str, Any]]:
+    """slots, slots per program, programs per row and heads of a pass over the keys, `tiles` at a time; and its
+    constants."""
+    batch, heads, slots, head_dim = key.shape
+    block = key_block(head_dim, key.element_size(), slots) * (1 if INTERPRETED else tiles)
+    splits, split_size = _split(batch * heads, slots, block, key.device)
+    return (slots, split_size, splits, heads), {
+        "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim), "BLOCK": block, "UNIT": stride_unit(key),
+        "OCCUPIED": occupied is not None, "MASKED": occupied is not None or slots < block, "num_warps": warps_of(block),
+    }
+
+
+def _key_strides(key: Tensor, unit: int) -> tuple[int, ...]:
+    return (*(stride // unit for stride in key.stride()[:3]), key.stride(3))
+
+
+def _mask_strides(mask: Tensor | None) -> tuple[int, int, int]:
+    """Of a mask [B, S] or [B, Hkv, S], by row, head and slot."""
+    if mask is None:
+        return 0, 0, 0
+    return mask.stride(0), mask.stride(1) if mask.dim() == 3 else 0, mask.stride(-1)
+
+
+def _launch_anchor(key: Tensor, occupied: Tensor | None, arrivals: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_anchor`; arrivals [B * Hkv] int32, zero."""
+    batch, heads, slots, head_dim = key.shape
+    sizes, shape = _shape(key, occupied, 1)
+    anchor = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=key.device)
+    inverse = torch.empty(batch, heads, slots, dtype=torch.float32, device=key.device)
+    partial = torch.empty(batch * heads, sizes[2], shape["D_PAD"], dtype=torch.float32, device=key.device)
+    with on_device_of(key):
+        anchor_kernel[(batch * heads * sizes[2],)](
+            key, occupied, inverse, partial, anchor, arrivals, *sizes,
+            *_key_strides(key, shape["UNIT"]), *_mask_strides(occupied), **shape, STAGES=ANCHOR_STAGES,
+        )
+    return anchor, inverse
+
+
+def _launch_ranks(
+    key: Tensor, occupied: Tensor | None, protected: Tensor | None, inverse: Tensor, anchor: Tensor, result: Tensor,
+    histograms: Tensor | None,
+) -> None:
+    sizes, shape = _shape(key, occupied, 2)
+    with on_device_of(key):
+        rank_kernel[(key.shape[0] * key.shape[1] * sizes[2],)](
+            key, occupied, protected, inverse, anchor, result, histograms, *sizes,
+            *_key_strides(key, shape["UNIT"]), *_mask_strides(occupied), *inverse.stride()[:2],
+            *_mask_strides(protected), **shape, STAGES=RANK_STAGES, PROTECTED=protected is not None,
+            CODES=histograms is not None, CHUNK=64 if INTERPRETED else 1024,
+        )
+
+
+@torch.library.custom_op("kvtwin::keydiff_anchor", mutates_args=())
+def anchor(key: Tensor, occupied: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sum of the normalised keys in occupied slots, [B, Hkv, D] float32, and inverse lengths of all keys,
+    [B, Hkv, S]: negative where not to be trusted (see `_step.lengths`), 0 where unoccupied."""
+    return _launch_anchor(key, occupied, torch.zeros(key.shape[0] * key.shape[1], dtype=torch.int32, device=key.device))
+
+
+@anchor.register_fake
+def _(key: Tensor, occupied: Tensor | None) -> tuple[Tensor, Tensor]:
+    anchor = key.new_empty((*key.shape[:2], key.shape[3]), dtype=torch.float32)
+    return anchor, key.new_empty(key.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("kvtwin::keydiff_rank", mutates_args=())
+def rank(key: Tensor, occupied: Tensor | None, anchor: Tensor, inverse: Tensor) -> Tensor:
+    """-k_hat . anchor [B, Hkv, S] float32, anchor [B, Hkv, D], inverse lengths [B, Hkv, S]; -inf where unoccupied."""
+    result = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
+    _launch_ranks(key, occupied, None, inverse, anchor, result, None)
+    return result
+
+
+@rank.register_fake
+def _(key: Tensor, occupied: Tensor | None, anchor: Tensor, inverse: Tensor) -> Tensor:
+    return key.new_empty(key.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("kvtwin::keydiff_codes", mutates_args=())
+def codes(key: Tensor, occupied: Tensor | None, protected: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Ranks as int32 in the same order, to 31 bits of the cosine, [B, Hkv, S]: the largest number where protected, the
+    least where unoccupied. And int32 [B, Hkv, 4, 256]: the histogram of their first 8 bits, and three times zeros."""
+    batch, heads, slots, _ = key.shape
+    rows = batch * heads
+    zeros = torch.zeros(rows * 1024 + rows, dtype=torch.int32, device=key.device)
+    histograms = zeros[:rows * 1024].view(batch, heads, 4, 256)
+    anchor, inverse = _launch_anchor(key, occupied, zeros[rows * 1024:])
+    result = torch.empty(batch, heads, slots, dtype=torch.int32, device=key.device)
+    _launch_ranks(key, occupied, protected, inverse, anchor, result, histograms)
+    return result, histograms
+
+
+@codes.register_fake
+def _(key: Tensor, occupied: Tensor | None, protected: Tensor | None) -> tuple[Tensor, Tensor]:
+    return key.new_empty(key.shape[:3], dtype=torch.int32), key.new_empty((*key.shape[:2], 4, 256), dtype=torch.int32)

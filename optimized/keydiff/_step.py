@@ -1,0 +1,273 @@
+"""KeyDiff's decode step: the new token in slot `budget` meets the carried anchor, all are ranked, and one leaves.
+
+`length_kernel` takes the new key's length and adds it to the anchor; `step_kernel` reads the keys once. What a state
+carries per slot is the inverse of its key's length, always from `length_kernel`: see `_kernels.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._kernels import any_units, inverse_lengths, load_rows, odd_ranks, ranks, sum_partials
+from .._common.launch import INTERPRETED, key_block, multiprocessors, on_device_of, padded_head_dim
+from .._common.numerics import sortable
+
+#: Programs per multiprocessor that share the keys, and how many tiles are on their way to one.
+PROGRAMS = 64
+STAGES = 3
+MAX_SPLITS = 64
+
+_PROTECTED = tl.constexpr(2**31 - 1)
+_NO_SLOT = tl.constexpr(2**63 - 1)
+_INDEX = tl.constexpr(2**32 - 1)
+
+
+@torch.library.custom_op("kvtwin::keydiff_lengths", mutates_args=("inverse",))
+def lengths(key: Tensor, inverse: Tensor, begin: int, end: int) -> None:
+    """Inverse lengths of the keys in slots begin to end - 1 of a state: key [B, Hkv, S, D] into inverse [B, Hkv, S].
+    Negative for a key so large or small that its square is not to be trusted; 0 for a zero key."""
+    _launch_lengths(key, inverse, None, begin, end)
+
+
+@lengths.register_fake
+def _(key: Tensor, inverse: Tensor, begin: int, end: int) -> None:
+    return None
+
+
+def _launch_lengths(key: Tensor, inverse: Tensor, anchor: Tensor | None, begin: int, end: int) -> None:
+    batch, heads, slots, head_dim = key.shape
+    tiles = triton.cdiv(end - begin, 16)
+    with on_device_of(key):
+        # Without fused multiply-adds both variants of the kernel give the same bits.
+        length_kernel[(batch * heads * tiles,)](
+            key, inverse, anchor, begin, end, tiles, slots, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim),
+            ANCHOR=anchor is not None, num_warps=2, enable_fp_fusion=False,
+        )
+
+
+@torch.library.custom_op(
+    "kvtwin::keydiff_step",
+    mutates_args=(
+        "key", "value", "occupied", "positions", "ordinals", "inverse", "anchor", "ranked", "age", "partial",
+        "candidates", "arrivals",
+    ),
+)
+def step(
+    key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, ordinals: Tensor, inverse: Tensor, held: Tensor,
+    anchor: Tensor, ranked: Tensor, age: Tensor, partial: Tensor, candidates: Tensor, arrivals: Tensor,
+    budget: int, refresh: int, recent: int,
+) -> None:
+    """Ranks all tokens of a state, the new one in slot `budget` included, and puts that one in the first free slot, or
+    in the place of the lowest rank. Buffers of the state; held: real tokens so far, the new one included; anchor
+    [B, Hkv, D]: the sum of the normalised keys below `budget`; ranked: what the anchor was with the new key; age
+    [B, Hkv] int32: steps since it was summed anew; partial, candidates, arrivals: from `scratch`."""
+    batch, heads, slots, head_dim = key.shape
+    block, splits, split_size = plan(key.shape, key.element_size(), key.device, budget)
+    _launch_lengths(key, inverse, anchor, budget, budget + 1)
+    with on_device_of(key):
+        step_kernel[(batch * heads * splits,)](
+            key, value, occupied, positions, ordinals, inverse, held, anchor, ranked, age,
+            partial, candidates, arrivals, slots, budget, split_size, splits, refresh, recent,
+            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), BLOCK=block, RECENT=recent > 0, MASKED=slots < block,
+            STAGES=STAGES, num_warps=warps_of(block),
+        )
+
+
+@step.register_fake
+def _(
+    key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, ordinals: Tensor, inverse: Tensor, held: Tensor,
+    anchor: Tensor, ranked: Tensor, age: Tensor, partial: Tensor, candidates: Tensor, arrivals: Tensor,
+    budget: int, refresh: int, recent: int,
+) -> None:
+    return None
+
+
+def warps_of(block: int) -> int:
+    """For a tile of so many keys as many threads: were there more, several would load and compute what a key has one
+    of."""
+    return max(1, block // 32)
+
+
+def plan(shape: torch.Size, itemsize: int, device: torch.device, budget: int) -> tuple[int, int, int]:
+    """Slots per tile, programs per row, and slots per program, for a state's key [B, Hkv, S, D]."""
+    block = key_block(shape[3], itemsize, budget + 1)
+    tiles = triton.cdiv(budget + 1, block)
+    wanted = 2 if INTERPRETED else triton.cdiv(PROGRAMS * multiprocessors(device), shape[0] * shape[1])
+    each = triton.cdiv(tiles, min(wanted, tiles, MAX_SPLITS))
+    return block, triton.cdiv(tiles, each), each * block
+
+
+def scratch(key: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
+    """partial, candidates and arrivals for `step`; arrivals are zero between steps."""
+    rows, device = key.shape[0] * key.shape[1], key.device
+    _, splits, _ = plan(key.shape, key.element_size(), device, budget)
+    return (
+        torch.empty(rows, splits, padded_head_dim(key.shape[3]), dtype=torch.float32, device=device),
+        torch.empty(rows, splits, dtype=torch.int64, device=device),
+        torch.zeros(rows, dtype=torch.int32, device=device),
+    )
+
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["begin", "end", "tiles", "slots"])
+def length_kernel(
+    key, inverse, anchor, begin, end, tiles, slots,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ANCHOR: tl.constexpr,
+):
+    """Program (16 slots, flat): inverse lengths of slots begin to end. ANCHOR: adds the normalised keys to the anchor
+    (one program per flat)."""
+    flat = (tl.program_id(0) // tiles).to(tl.int64)
+    start = begin + (tl.program_id(0) % tiles) * 16
+    s = start + tl.arange(0, 16)
+    holds = s < end
+    key += flat * slots * HEAD_DIM
+    k = load_rows(key, start, holds, HEAD_DIM, 1, 16, HEAD_DIM, D_PAD, True)
+    length = inverse_lengths(k)
+    length = tl.where(length == length, length, tl.where(tl.max(tl.abs(k), 1) == 0.0, 0.0, -1.0))
+    tl.store(inverse + flat * slots + s, length, mask=holds)
+    if ANCHOR:
+        d = tl.arange(0, D_PAD)
+        at = anchor + flat * HEAD_DIM + d
+        total = tl.load(at, mask=d < HEAD_DIM, other=0.0) + tl.sum(any_units(k), 0)
+        tl.store(at, total, mask=d < HEAD_DIM)
+
+
+@triton.jit
+def _sum_units(key, begin, tokens, end, budget, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr):
+    """The sum of the normalised keys of slots begin to end. In small tiles, which spares registers: it is rare."""
+    total = tl.zeros([16, D_PAD], tl.float32)
+    for start in range(begin, end, 16):
+        s = start + tl.arange(0, 16)
+        holds = ((s < tokens) | (s == budget)) & (s < end)
+        total += any_units(load_rows(key, start, holds, HEAD_DIM, 1, 16, HEAD_DIM, D_PAD, True))
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _earlier(code, slot, rank, ordinals, youngest, s, counts, RECENT: tl.constexpr):
+    """(code, slot), or who goes before it: the lower rank, of equals the lower slot. Slots come in ascending order."""
+    new = sortable(rank)
+    if RECENT:
+        new = tl.where(tl.load(ordinals + s, mask=counts, other=0) >= youngest, _PROTECTED, new)
+    sooner = counts & ((new < code) | (slot < 0))
+    return tl.where(sooner, new, code), tl.where(sooner, s, slot)
+
+
+@triton.jit
+def _first(code, slot):
+    """The lowest code's slot, of equals the lowest slot, as one integer with the code above the slot."""
+    return tl.min(tl.where(slot < 0, _NO_SLOT, (code.to(tl.int64) << 32) | slot.to(tl.int64)), 0)
+
+
+@triton.jit
+def _replace(
+    key, value, occupied, positions, ordinals, inverse, slot, budget,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+):
+    """The token in slot `budget` moves to `slot`, over what is there; or, if that is its own, it leaves."""
+    d = tl.arange(0, D_PAD)
+    in_head = d < HEAD_DIM
+    if slot != budget:
+        tl.store(key + slot * HEAD_DIM + d, tl.load(key + budget * HEAD_DIM + d, mask=in_head), mask=in_head)
+        tl.store(value + slot * HEAD_DIM + d, tl.load(value + budget * HEAD_DIM + d, mask=in_head), mask=in_head)
+        tl.store(positions + slot, tl.load(positions + budget))
+        tl.store(ordinals + slot, tl.load(ordinals + budget))
+        tl.store(inverse + slot, tl.load(inverse + budget))
+        tl.store(occupied + slot, 1)
+    tl.debug_barrier()
+    tl.store(positions + budget, -1)
+    tl.store(occupied + budget, 0)
+
+
+@triton.jit(do_not_specialize=["slots", "budget", "split_size", "splits", "refresh", "recent"])
+def step_kernel(
+    key, value, occupied, positions, ordinals, inverse, held, anchor, ranked, age, partial, candidates, arrivals,
+    slots, budget, split_size, splits, refresh, recent,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, RECENT: tl.constexpr, MASKED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program (split, flat): ranks every token against the anchor, which has the new key in it already. The last
+    program of a (row, KV head) to finish picks the slot, moves the new token there, and takes what left out of the
+    anchor; or, if that is `refresh` steps old, takes it out of a sum that all programs of this step took anew.
+
+    Of the slots below `budget` those that hold tokens are the first ones. What lies in the others is read (a tile is
+    read whole), and nothing is made of it.
+    """
+    split = tl.program_id(0) % splits
+    flat = (tl.program_id(0) // splits).to(tl.int64)
+    begin = split * split_size
+    end = tl.minimum(begin + split_size, budget + 1)
+    row = flat * slots
+    key += row * HEAD_DIM
+    value += row * HEAD_DIM
+    occupied += row
+    positions += row
+    ordinals += row
+    inverse += row
+    partial += flat * splits * D_PAD
+    d = tl.arange(0, D_PAD)
+    at_anchor = anchor + flat * HEAD_DIM + d
+    total = tl.load(at_anchor, mask=d < HEAD_DIM, other=0.0)
+    number = tl.load(held + flat)
+    tokens = tl.minimum(number - 1, budget)
+    # A sum that is not a number any more is not carried further.
+    renews = (tl.load(age + flat) + 1 >= refresh) | (tl.max(tl.where(total != total, 1, 0), 0) > 0)
+    code = tl.zeros([BLOCK], tl.int32)
+    slot = tl.full([BLOCK], -1, tl.int32)                               # none yet
+    odd = tl.zeros([BLOCK], tl.int32)
+    last = tl.where(end == budget + 1, end, tl.minimum(end, tokens))
+    for start in tl.range(begin, last, BLOCK, num_stages=STAGES):
+        first = start
+        if not MASKED:
+            first = tl.minimum(start, slots - BLOCK)
+        s = first + tl.arange(0, BLOCK)
+        holds = ((s < tokens) | (s == budget)) & (s >= start)
+        k = load_rows(key, first, holds, HEAD_DIM, 1, BLOCK, HEAD_DIM, D_PAD, MASKED)
+        factor = tl.load(inverse + s, mask=holds, other=0.0)
+        rank = ranks(k, factor, total)
+        code, slot = _earlier(code, slot, rank, ordinals, number - recent, s, holds & (factor >= 0.0), RECENT)
+        odd = tl.where(factor < 0.0, 1, odd)
+    chosen = _first(code, slot)
+    if tl.max(odd, 0) > 0:
+        code_of_odd = tl.zeros([16], tl.int32)
+        odd_slot = tl.full([16], -1, tl.int32)
+        for start in range(begin, last, 16):
+            s = start + tl.arange(0, 16)
+            factor = tl.load(inverse + s, mask=((s < tokens) | (s == budget)) & (s < last), other=0.0)
+            holds = factor < 0.0
+            rank = odd_ranks(load_rows(key, start, holds, HEAD_DIM, 1, 16, HEAD_DIM, D_PAD, True), total)
+            code_of_odd, odd_slot = _earlier(
+                code_of_odd, odd_slot, rank, ordinals, number - recent, s, holds, RECENT
+            )
+        chosen = tl.minimum(chosen, _first(code_of_odd, odd_slot))
+    tl.store(candidates + flat * splits + split, chosen)
+    if renews:
+        share = _sum_units(key, begin, tokens, last, budget, HEAD_DIM, D_PAD)
+        tl.store(partial + split.to(tl.int64) * D_PAD + d, share)
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals + flat, 1, sem="acq_rel", scope="gpu") == splits - 1:
+        found = tl.full([64], _NO_SLOT, tl.int64)
+        for start in range(0, splits, 64):
+            i = start + tl.arange(0, 64)
+            found = tl.minimum(found, tl.load(
+                candidates + flat * splits + i, mask=i < splits, other=_NO_SLOT, cache_modifier=".cg"
+            ))
+        goes = tl.where(tokens < budget, tokens.to(tl.int64), tl.min(found, 0) & _INDEX)
+        tl.store(ranked + flat * HEAD_DIM + d, total, mask=d < HEAD_DIM)
+        if renews:
+            total = sum_partials(partial, splits, D_PAD)
+        if tokens == budget:
+            k = load_rows(key, goes, tl.zeros([1], tl.int32) == 0, HEAD_DIM, 1, 1, HEAD_DIM, D_PAD, True)
+            total -= tl.sum(any_units(k), 0)
+            tl.debug_barrier()
+        tl.store(at_anchor, total, mask=d < HEAD_DIM)
+        tl.store(age + flat, tl.where(renews, 0, tl.load(age + flat) + 1))
+        _replace(
+            key, value, occupied, positions, ordinals, inverse, goes, budget.to(tl.int64), HEAD_DIM, D_PAD
+        )
+        tl.store(arrivals + flat, 0)                                    # ready for the next step

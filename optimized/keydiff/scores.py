@@ -1,0 +1,131 @@
+"""KeyDiff's functions: scores of every key, and the eviction of a whole cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...reference.contract import (
+    Sizes, capturing, check_choice, check_dtype, check_integer, check_key_value, check_slot_mask, check_tensor,
+)
+from ...reference.keydiff import EvictResult
+from .._common.radix_selection import select
+from .._common.launch import check_kernel_sizes, check_launchable
+from . import _ops
+from ._anchors import ANCHORS, DEFAULT, SIMILARITIES, any_rank, any_score, cosine, per_head, sortable
+
+
+def score(
+    key: Tensor, *, occupied: Tensor | None = None, anchor: str = "mean_normalized", similarity: str = "cosine"
+) -> Tensor:
+    """How far each key is from the anchor of its head (KeyDiff eq. 8): [B, Hkv, S] float32, higher = keep.
+
+    key [B, Hkv, S, D], any strides; occupied [B, S] or [B, Hkv, S] bool, default all. Unoccupied slots are -inf.
+    float32, float16 or bfloat16; D from 16 to 256. Semantics: `kvtwin.reference.keydiff.score`.
+    TypeError, ValueError for arguments that do not fit, for inputs that require grad, and for CPU tensors outside
+    Triton's interpreter.
+    """
+    _check_keys(key, occupied)
+    _check_options(anchor, similarity)
+    if (anchor, similarity) != DEFAULT:
+        return any_score(key, per_head(occupied, key), anchor, similarity)
+    direction, inverse = _ops.anchor(key, occupied)
+    return cosine(_ops.rank(key, occupied, direction, inverse), direction, occupied)
+
+
+def pairwise_score(key: Tensor, *, occupied: Tensor | None = None) -> Tensor:
+    """-sum_j CosSim(k_i, k_j) over the occupied slots (eq. 7): [B, Hkv, S]. In O(S): the sum over j is taken first.
+
+    Arguments as in `score`. Semantics: `kvtwin.reference.keydiff.pairwise_score`.
+    """
+    _check_keys(key, occupied)
+    rank: Tensor = _ops.rank(key, occupied, *_ops.anchor(key, occupied))
+    return rank
+
+
+def evict(
+    key: Tensor, value: Tensor, budget: int, *, occupied: Tensor | None = None, recent: int = 0,
+    protected: Tensor | None = None, anchor: str = "mean_normalized", similarity: str = "cosine",
+) -> EvictResult:
+    """Keep the `budget` tokens of each head that score highest; ties: the lowest slot goes.
+
+    key, value [B, Hkv, S, D], any strides; occupied, protected [B, S] or [B, Hkv, S] bool, default all and none.
+    Semantics: `kvtwin.reference.keydiff.evict`. No synchronisation, but for the check that `protected` and `recent` do
+    not exceed the budget, where `protected` is given; it is left out while a CUDA graph captures, and under
+    torch.compile: then the lowest slots of them go.
+    """
+    check_key_value(key, value)
+    check_integer("budget", budget, minimum=1)
+    if check_integer("recent", recent, minimum=0) > budget:
+        raise ValueError(f"recent must be at most budget = {budget}, got {recent}")
+    _check_keys(key, occupied)
+    check_launchable(value=value)
+    _check_options(anchor, similarity)
+    if protected is not None:
+        _check_slots("protected", protected, key)
+    shielded = _shielded(key, occupied, recent, protected, budget)
+    own = (anchor, similarity) == DEFAULT
+    if own:
+        code, histograms = _ops.codes(key, occupied, shielded)
+    else:
+        code = _any_codes(key, per_head(occupied, key), shielded, anchor, similarity)
+        histograms = code.new_zeros((*code.shape[:2], 4, 256))
+    return EvictResult(*select(key, value, code, histograms, min(budget, key.shape[2]), own))
+
+
+# Arguments -----------------------------------------------------------------------------------------------------------
+
+
+def _check_keys(key: object, occupied: object) -> None:
+    """key [B, Hkv, S, D] for a kernel; occupied None, [B, S] or [B, Hkv, S] bool."""
+    key = check_tensor("key", key, dims=4, layout="[B, Hkv, S, D]")
+    check_dtype("key.dtype", key.dtype)
+    check_launchable(key=key)
+    check_kernel_sizes(_sizes(key))
+    if occupied is not None:
+        _check_slots("occupied", occupied, key)
+
+
+def _check_slots(name: str, mask: object, key: Tensor) -> None:
+    check_slot_mask(name, mask, _sizes(key), isinstance(mask, Tensor) and mask.dim() == 3, key)
+
+
+def _check_options(anchor: object, similarity: object) -> None:
+    check_choice("anchor", anchor, ANCHORS)
+    check_choice("similarity", similarity, SIMILARITIES)
+
+
+def _sizes(key: Tensor) -> Sizes:
+    batch, heads, slots, head_dim = key.shape
+    return Sizes(batch, heads, heads, slots, head_dim)
+
+
+def _shielded(
+    key: Tensor, occupied: Tensor | None, recent: int, protected: Tensor | None, budget: int
+) -> Tensor | None:
+    """The tokens that stay in any case, [B, Hkv, S] bool (it may be True for unoccupied slots), or None."""
+    slots = key.shape[2]
+    shielded = None if protected is None else per_head(protected, key)
+    if recent:
+        if occupied is None:
+            last = (torch.arange(slots, device=key.device) >= slots - recent).expand(key.shape[:3])
+        else:
+            last = per_head(occupied.flip(-1).cumsum(-1).flip(-1) <= recent, key)
+        shielded = last if shielded is None else shielded | last
+    if protected is not None and not torch.compiler.is_compiling() and not capturing(key.device):
+        assert shielded is not None
+        most = int((shielded & per_head(occupied, key)).sum(-1).max())
+        if most > budget:
+            raise ValueError(
+                f"protected must leave, with the recent tokens, at most budget = {budget} tokens per head that stay in "
+                f"any case, got {most}"
+            )
+    return shielded
+
+
+def _any_codes(key: Tensor, occupied: Tensor, shielded: Tensor | None, anchor: str, similarity: str) -> Tensor:
+    """As `_codes`, for any anchor and similarity."""
+    code = sortable(any_rank(key, occupied, anchor, similarity))
+    if shielded is not None:
+        code = code.masked_fill(shielded, 2**31 - 1)
+    return code.masked_fill(~occupied, -(2**31))

@@ -1,0 +1,92 @@
+"""KeyDiff's state: a block cache whose decode steps carry the anchor along."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...reference.keydiff import KeyDiffConfig
+from .._common.block_cache.state import Block, BlockState
+from ._step import lengths, scratch, step
+from . import _ops
+from ._anchors import DEFAULT, any_rank, any_score, cosine
+
+
+class KeyDiffState(BlockState):
+    """A KeyDiff cache. `score` is `score` of the tokens held before the last eviction, and moves with its token: it is
+    computed when asked for, from the anchor of then, since to store it would cost a step 4 %.
+
+    A block's anchor is summed from scratch. A step adds the new normalised key to the anchor that it finds, ranks, and
+    subtracts the victim's. Every config.refresh steps a step, which reads the keys anyway, sums them anew for the next
+    one; steps are counted on the device, per head, so that a CUDA graph's replays do the same. Other anchors and
+    similarities than the default ones are computed anew at every step, by plain torch operations.
+    """
+
+    Config = KeyDiffConfig
+
+    def _allocate(self) -> None:
+        batch, _, heads, slots, head_dim = self.sizes
+        self._recent = self.config.recent
+        # Of the default anchor: the sum of the normalised keys held, the one that was ranked against last, steps since
+        # it was summed anew, inverse lengths.
+        self._anchor, self._ranked = (self._buffer(batch, heads, head_dim, dtype=torch.float32) for _ in range(2))
+        self._age = self._buffer(batch, heads, dtype=torch.int32)
+        self._carried = self._buffer(batch, heads, slots, dtype=torch.float32)
+        with torch.inference_mode(False):
+            self._between = scratch(self.key, self.config.budget)
+
+    def _buffers(self) -> tuple[Tensor, ...]:
+        return self._anchor, self._age, self._ranked
+
+    def _clear(self) -> None:
+        self._anchor.zero_()
+        self._age.zero_()
+        self._ranked.zero_()
+        self._between[2].zero_()                                                # should a launch have been cut short
+
+    @property
+    def _follows(self) -> bool:
+        """Whether the anchor is carried from step to step."""
+        return (self.config.anchor, self.config.similarity) == DEFAULT
+
+    @property
+    def score(self) -> Tensor:
+        if not self._follows:
+            return self._score
+        assert self._carried is not None
+        return cosine(_ops.rank(self.key, self.occupied, self._ranked, self._carried), self._ranked, self.occupied)
+
+    def append_block(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
+        """Any number of tokens, at most block_size at a time: see `BlockState.append_block`."""
+        output = super().append_block(query, key, value, occupied)
+        if self._follows:
+            budget = self.config.budget
+            self._anchor.copy_(_ops.anchor(self.key[:, :, :budget], self.occupied[..., :budget])[0])
+            self._age.zero_()
+        return output
+
+    def _evict(self, block: Block, count: int) -> None:
+        if block.parts is None and self._follows:
+            self._replace()
+        else:
+            super()._evict(block, count)
+
+    def _replace(self) -> None:
+        """The eviction of a decode step: its token is in slot `budget`."""
+        step(
+            self.key, self.value, self.occupied, self.positions, self._ordinals, self._carried, self._held,
+            self._anchor, self._ranked, self._age, *self._between, self.config.budget, self.config.refresh,
+            self.config.recent,
+        )
+
+    def _update(self, block: Block) -> tuple[Tensor, None]:
+        end = block.end
+        key, occupied = self.key[:, :, :end], self.occupied[..., :end]
+        if self._follows:
+            assert self._carried is not None
+            lengths(self.key, self._carried, self.config.budget, end)
+            self._ranked.copy_(_ops.anchor(key, occupied)[0])
+            return _ops.rank(key, occupied, self._ranked, self._carried[..., :end]), None
+        options = self.config.anchor, self.config.similarity
+        self._score[..., :end] = any_score(key, occupied, *options)
+        return any_rank(key, occupied, *options), None

@@ -1,0 +1,195 @@
+"""The kernel that starts a LongFlow decode step; one of `_score_kernels.py` finishes it.
+
+Conventions: see there. Strides of the caches come divided by UNIT, those of the mask by MASK_UNIT (see _launch).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._common.scratch import all_occupied, is_last, row_of
+from ._score_kernels import finish_group
+from .._common.numerics import dot, fast_log2, finite_or_zero, of_any_width, round_to, row_norms
+
+
+@triton.jit
+def _write_token(
+    key, value, occupied, positions, new_key, new_value, seen, newest,
+    key_s, key_d, value_s, value_d, occupied_s, new_key_d, new_value_d, writes_masks,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+):
+    """The new token's key and value into slot `newest` of one KV head; all pointers are at its row.
+
+    A mask that KV heads share is written by one of them; the others take the slot as occupied without reading it.
+    """
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    in_head = d < HEAD_DIM
+    at = newest.to(tl.int64)
+    k_new = tl.load(new_key + d * new_key_d, mask=in_head)
+    v_new = tl.load(new_value + d * new_value_d, mask=in_head)
+    tl.store(key + at * key_s + d * key_d, k_new, mask=in_head)
+    tl.store(value + at * value_s + d * value_d, v_new, mask=in_head)
+    if writes_masks:
+        tl.store(occupied + at * occupied_s, 1)
+        tl.store(positions + at, tl.load(seen))
+
+
+@triton.jit
+def _attend_tiles(
+    acc, top, weight_sum, q, key, value, occupied, logits, newest, scale, begin, end,
+    key_s, key_d, value_s, value_d, occupied_s,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr, WARPS: tl.constexpr,
+):
+    """Online softmax of ROWS queries over slots begin to end, from and to: accumulator, maximum, sums. Logits are kept,
+    log2 ||v||_1 added: what becomes of them but for the denominators, which are the row's.
+
+    The sum is left in SUMS parts, those of a warp's own slots, so that warps need not meet for it at every tile.
+    Unless MASKED all slots hold tokens and tiles are whole; else those without are not read: NaN there is harmless.
+    """
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    SUMS: tl.constexpr = weight_sum.shape[1]
+    i = tl.arange(0, BLOCK)
+    # Where a slot is in its tile, in two parts: what differs among threads, and what does among a thread's own loads.
+    THREADS: tl.constexpr = max(1, WARPS * 32 * (16 // (key.dtype.element_ty.primitive_bitwidth // 8)) // D_PAD)
+    near, far = (i % THREADS).to(tl.int64), (i // THREADS * THREADS).to(tl.int64)
+    k_near = near[:, None] * key_s + d[None, :] * key_d
+    v_near = near[:, None] * value_s + d[None, :] * value_d
+    for start in range(begin, end, BLOCK):
+        s = start + i
+        s64 = s.to(tl.int64)
+        first = tl.cast(start, tl.int64)
+        inside = s < end
+        if HEAD_DIM != D_PAD:
+            tile = (d < HEAD_DIM)[None, :]
+        if MASKED:
+            holds = tl.load(occupied + s64 * occupied_s, mask=inside, other=0) != 0
+            holds = (holds | (s == newest)) & inside
+            # Else queries would be laid out a second time, too, and fewer programs would fit on a multiprocessor.
+            holds = of_any_width(holds)
+            tile = tile & holds[:, None] if HEAD_DIM != D_PAD else holds[:, None]
+        k = key + first * key_s + k_near + far[:, None] * key_s
+        k = tl.load(k, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(k)
+        raw = dot(q, tl.trans(k))                                      # [ROWS, BLOCK]
+        logit = raw * scale
+        if MASKED:
+            logit = tl.where(holds[None, :], logit, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logit, 1))
+        shift = finite_or_zero(new_top)
+        p = tl.exp2(logit - shift[:, None])
+        rescale = tl.exp2(top - shift)
+        weight_sum = weight_sum * rescale[:, None] + tl.sum(tl.reshape(p, (ROWS, BLOCK // SUMS, SUMS)), 1)
+        v = value + first * value_s + v_near + far[:, None] * value_s
+        v = tl.load(v, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(v)
+        # In so many words: fused or not, as the compiler likes, equal tokens would differ in the last bit from one loop
+        # to the other. Slots without a token get the -inf of a value of zeros.
+        kept = tl.fma(raw, scale, fast_log2(row_norms(v, ROWS)))
+        # Short-lived, amid keys and values that are read only once: let these lines stay in the cache.
+        real = (row < GROUP_PAD)[:, None]
+        if MASKED:
+            real = real & inside[None, :]
+        tl.store(
+            logits + s64[None, :] * GROUP_PAD + row[:, None], kept, mask=real, eviction_policy="evict_last"
+        )
+        acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
+        top = new_top
+    return acc, top, weight_sum
+
+
+@triton.jit(do_not_specialize=[
+    "slots", "early", "splits", "split_size", "late_splits", "late_size", "heads", "query_b", "query_h",
+    "key_b", "key_h", "key_s", "value_b", "value_h", "value_s", "occupied_b", "occupied_h",
+    "new_key_b", "new_key_h", "new_value_b", "new_value_h",
+])
+def attend_kernel(
+    query, key, value, occupied, new_key, new_value, slot, positions, seen,
+    logits, partial, tops, weight_sums, ranks, output, arrivals,
+    scale, slots, early, splits, split_size, late_splits, late_size, heads,
+    query_b, query_h, query_d, key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d,
+    occupied_b, occupied_h, occupied_s, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    PER_HEAD: tl.constexpr, ARRIVAL: tl.constexpr, FUSED: tl.constexpr, DISCARD: tl.constexpr, DEPENDENT: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Program (split, flat): one share of the slots of a (row, KV head), for all its query heads. The logits and the
+    share's maximum, sum and accumulator go to memory.
+
+    FUSED: whoever comes last to a KV head finishes its outputs and ranks, while other programs still read keys: most
+    logits never leave the cache. The batch's rows after its first `early` are cut into finer shares, so that all
+    multiprocessors end at about the same time. DEPENDENT: the next launch may begin, to wait for the end of this one.
+    """
+    # One axis: the others end at 65,535 programs.
+    program = tl.program_id(0)
+    is_early = program < early * heads * splits
+    parts, share = splits, split_size
+    if not is_early:
+        program += early * heads * (late_splits - splits)              # as if early rows had as many shares
+        parts, share = late_splits, late_size
+    split = program % parts
+    flat = (program // parts).to(tl.int64)
+    padded = row_of(slots)
+    b, k_head = flat // heads, flat % heads
+    decision = flat if PER_HEAD else b
+    begin = split * share
+    end = tl.minimum(begin + share, slots)
+    key += (b * key_b + k_head * key_h) * UNIT
+    value += (b * value_b + k_head * value_h) * UNIT
+    mine = occupied + (b * occupied_b + k_head * occupied_h) * MASK_UNIT
+    if ARRIVAL:                                                        # a state's own caches, which are contiguous
+        row_k: tl.constexpr = HEAD_DIM
+        row_v: tl.constexpr = HEAD_DIM
+    else:
+        row_k = key_s * UNIT
+        row_v = value_s * UNIT
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    mask = (row < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    head = (k_head * GROUP + row)[:, None]
+    q = tl.load(query + b * query_b + head * query_h + d[None, :] * query_d, mask=mask, other=0.0)
+    newest = -1
+    if ARRIVAL:
+        newest = tl.load(slot + decision).to(tl.int32)
+    # Asked before the token is written: one wait for all of these loads.
+    whole = begin
+    if all_occupied(mine, occupied_s, newest, begin, end, MASK_UNIT):
+        whole = begin + (end - begin) // BLOCK * BLOCK
+    if ARRIVAL:
+        if (newest >= begin) & (newest < end):
+            _write_token(
+                key, value, mine, positions + decision * slots,
+                new_key + b * new_key_b + k_head * new_key_h, new_value + b * new_value_b + k_head * new_value_h,
+                seen, newest, row_k, key_d, row_v, value_d, occupied_s, new_key_d, new_value_d,
+                PER_HEAD or k_head == 0, HEAD_DIM, D_PAD,
+            )
+        # The tile that holds the slot is read by this very program: it must see what was just written.
+        tl.debug_barrier()
+    acc = tl.zeros([ROWS, D_PAD], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    SUMS: tl.constexpr = min(BLOCK, 8 * WARPS)                         # see _attend_tiles
+    weight_sum = tl.zeros([ROWS, SUMS], tl.float32)
+    # A cache is full in the long run. Two loops, one of them idle, share their buffers; branches would not.
+    acc, top, weight_sum = _attend_tiles(
+        acc, top, weight_sum, q, key, value, mine, logits + flat * padded * GROUP_PAD,
+        newest, scale, begin, whole, row_k, key_d, row_v, value_d, occupied_s,
+        HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, False, WARPS,
+    )
+    acc, top, weight_sum = _attend_tiles(
+        acc, top, weight_sum, q, key, value, mine, logits + flat * padded * GROUP_PAD,
+        newest, scale, whole, end, row_k, key_d, row_v, value_d, occupied_s,
+        HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, True, WARPS,
+    )
+    part = (flat * GROUP + row) * late_splits + split                  # which are the more
+    tl.store(tops + part, top, mask=row < GROUP)
+    tl.store(weight_sums + part, tl.sum(weight_sum, 1), mask=row < GROUP)
+    policy: tl.constexpr = "evict_last" if FUSED else ""               # as for logits
+    tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask, eviction_policy=policy)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+    if FUSED and is_last(arrivals + flat, parts):
+        finish_group(
+            logits, ranks, partial, tops, weight_sums, output, flat, parts, late_splits, padded,
+            GROUP, GROUP_PAD, HEAD_DIM, D_PAD, SPLITS, CHUNK, DISCARD,
+        )

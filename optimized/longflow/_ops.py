@@ -1,0 +1,204 @@
+"""The launches of a LongFlow step: how its work is cut into programs, its scratch, and its operations for torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ...reference.contract import Sizes
+from .._common.launch import (
+    GROUP_ROWS, INTERPRETED, MAX_SPLITS, PTX, discards, early_rows, fused, key_block, launches_early, mask_unit,
+    on_device_of, padded_head_dim, padded_slots, split_slots, stride_unit,
+)
+from ._attend_kernels import attend_kernel
+from ._score_kernels import choose_kernel, score_kernel
+from .._common.numerics import LOG2_E
+
+#: Twice as many as in _common/launch.py: the fewer KV heads are in flight, the fewer logits must stay in the L2 cache.
+PROGRAMS = 32
+
+#: Registers of a thread of 16-bit caches where three programs are to fit on a multiprocessor, as shared memory lets
+#: them. Left to itself the compiler takes 118 or 206, by the shape, or spills to stay below 128.
+REGISTERS = 168
+
+#: Slots per program where a second launch finishes scores.
+SCORE_BLOCK = 32 if INTERPRETED else 256
+
+
+class _Work(NamedTuple):
+    """How a step is cut into programs: tiles of `block` slots; of a batch's first `early` rows each KV head's slots
+    among `splits` programs, `split_size` to each, of the others among `late_splits`."""
+
+    block: int
+    early: int
+    splits: int
+    split_size: int
+    late_splits: int
+    late_size: int
+
+
+def _cut(sizes: Sizes, key: Tensor) -> _Work:
+    block = key_block(sizes.head_dim, key.element_size(), sizes.slots)
+    splits, size = split_slots(sizes, block, key.device, PROGRAMS)
+    if not fused(sizes, key.device) or size < 2 * block or 2 * splits > MAX_SPLITS:
+        return _Work(block, 0, splits, size, splits, size)
+    finer = triton.cdiv(size, 2 * block) * block
+    late_splits = triton.cdiv(sizes.slots, finer)
+    return _Work(block, early_rows(sizes, late_splits, key.device), splits, size, late_splits, finer)
+
+
+def scratch(sizes: Sizes, key: Tensor, per_head: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for what passes between programs: a float32 workspace, cut up by `_launch`; a candidate per block of slots;
+    and counters, zero between steps: of each KV head, and of each decision."""
+    flats = sizes.batch * sizes.key_value_heads
+    decisions = flats if per_head else sizes.batch
+    return (
+        torch.empty(sum(_cuts(sizes, _cut(sizes, key).late_splits)), dtype=torch.float32, device=key.device),
+        torch.empty(decisions, triton.cdiv(sizes.slots, SCORE_BLOCK), dtype=torch.int64, device=key.device),
+        torch.zeros(_after(flats) + decisions, dtype=torch.int32, device=key.device),
+    )
+
+
+def _cuts(sizes: Sizes, splits: int) -> list[int]:
+    """Sizes of logits, partial accumulators, their maxima and sums, normalisers and ranks in the workspace."""
+    heads, flats = sizes.batch * sizes.query_heads, sizes.batch * sizes.key_value_heads
+    row = padded_slots(sizes.slots)
+    group = triton.next_power_of_2(sizes.group)
+    cuts = (
+        flats * row * group, heads * splits * sizes.head_dim, heads * splits, heads * splits, heads * 2, flats * row
+    )
+    return [_after(cut) for cut in cuts]
+
+
+def _after(count: int) -> int:
+    """Where the next piece of scratch may begin: all aligned alike, as Triton compiles anew for another alignment."""
+    return triton.cdiv(count, 32) * 32
+
+
+@torch.library.custom_op("kvtwin::longflow_decode", mutates_args=())
+def decode(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, protected: Tensor | None, scale: float,
+    per_head: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, query_heads, head_dim = query.shape
+    sizes = Sizes(batch, query_heads, key.shape[1], key.shape[2], head_dim)
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    score = torch.empty(occupied.shape, dtype=torch.float32, device=query.device)
+    slot = torch.empty(occupied.shape[:-1], dtype=torch.int64, device=query.device)
+    _launch(
+        sizes, query, key, value, occupied, protected, output, score, slot,
+        scratch(sizes, key, per_head), scale=scale, per_head=per_head,
+    )
+    return output, score, slot
+
+
+@decode.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, protected: Tensor | None, scale: float,
+    per_head: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        query.new_empty(query.shape),
+        query.new_empty(occupied.shape, dtype=torch.float32),
+        query.new_empty(occupied.shape[:-1], dtype=torch.int64),
+    )
+
+
+@torch.library.custom_op(
+    "kvtwin::longflow_step",
+    mutates_args=(
+        "key", "value", "occupied", "positions", "next_slot", "score", "seen", "workspace", "candidates",
+        "arrivals",
+    ),
+)
+def step(
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor,
+    occupied: Tensor, positions: Tensor, next_slot: Tensor, score: Tensor, sink_end: Tensor, seen: Tensor,
+    workspace: Tensor, candidates: Tensor, arrivals: Tensor, scale: float, per_head: bool, protect_newest: bool,
+) -> Tensor:
+    batch, query_heads, head_dim = query.shape
+    sizes = Sizes(batch, query_heads, key.shape[1], key.shape[2], head_dim)
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    _launch(
+        sizes, query, key, value, occupied, None, output, score, next_slot,
+        (workspace, candidates, arrivals), scale=scale, per_head=per_head,
+        arrival=(new_key, new_value, positions, sink_end, seen), protect_newest=protect_newest,
+    )
+    return output
+
+
+@step.register_fake
+def _(
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor,
+    occupied: Tensor, positions: Tensor, next_slot: Tensor, score: Tensor, sink_end: Tensor, seen: Tensor,
+    workspace: Tensor, candidates: Tensor, arrivals: Tensor, scale: float, per_head: bool, protect_newest: bool,
+) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def _launch(
+    sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, protected: Tensor | None,
+    output: Tensor, score: Tensor, slot: Tensor,
+    scratch: tuple[Tensor, Tensor, Tensor], *, scale: float, per_head: bool,
+    arrival: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None, protect_newest: bool = False,
+) -> None:
+    """The two kernels of a step. With `arrival` a new token is written first, into slot `slot`, and the protected
+    slots follow from positions; without it the cache stays as it is and `protected` is a mask."""
+    batch, _, heads, slots, head_dim = sizes
+    group = sizes.group
+    group_pad = triton.next_power_of_2(group)
+    work = _cut(sizes, key)
+    splits = work.late_splits                                                   # which are the more
+    at_once = fused(sizes, key.device)
+    workspace, candidates, arrivals = scratch
+    logits, partial, tops, weight_sums, normalisers, ranks = workspace.split(_cuts(sizes, splits))
+    new_key, new_value, positions, sink_end, seen = arrival or (query, query, slot, slot, slot)
+    unit, byte_unit = stride_unit(key, value), mask_unit(occupied)
+    head_stride = occupied.stride(1) if per_head else 0
+    mask = occupied if protected is None else protected
+    masks = (
+        occupied.stride(0), head_stride, occupied.stride(-1),
+        mask.stride(0), mask.stride(1) if per_head else 0, mask.stride(-1),
+    )
+    discard, dependent = discards(key.device), at_once and launches_early(key.device)
+    options = {"GROUP": group, "HEAD_DIM": head_dim, "PER_HEAD": per_head, "ARRIVAL": arrival is not None}
+    splitting = {
+        "GROUP_PAD": group_pad, "D_PAD": padded_head_dim(head_dim),
+        "SPLITS": 8 if splits <= 8 else 16 if splits <= 16 else MAX_SPLITS,
+    }
+    protection = {"PROTECTED": protected is not None, "PROTECT_NEWEST": protect_newest}
+    registers = {"maxnreg": REGISTERS} if PTX and at_once and key.element_size() == 2 else {}
+    decisions, blocks = candidates.shape
+    # Programs that also finish a KV head are fewer at a time, and so sooner free what must not leave the cache.
+    warps = 4 if at_once else 2
+    with on_device_of(key):
+        attend_kernel[(heads * (work.early * work.splits + (batch - work.early) * splits),)](
+            query, key, value, occupied, new_key, new_value, slot, positions, seen,
+            logits, partial, tops, weight_sums, ranks, output, arrivals,
+            scale * LOG2_E.value, slots, *work[1:], heads,
+            *query.stride(), *(stride // unit for stride in key.stride()[:3]), key.stride(3),
+            *(stride // unit for stride in value.stride()[:3]), value.stride(3),
+            occupied.stride(0) // byte_unit, head_stride // byte_unit, occupied.stride(-1),
+            *new_key.stride(), *new_value.stride(),
+            ROWS=GROUP_ROWS, BLOCK=work.block, UNIT=unit, MASK_UNIT=byte_unit,
+            CHUNK=32 if INTERPRETED else min(1024, 4096 // group_pad), WARPS=warps,
+            FUSED=at_once, DISCARD=discard, DEPENDENT=dependent, **options, **splitting,
+            num_warps=warps, num_stages=3 if at_once else 2, **registers,
+        )
+        if at_once:
+            row = min(4096, triton.next_power_of_2(padded_slots(slots)))
+            choose_kernel[(decisions,)](
+                ranks, occupied, mask, positions, sink_end, seen, score, slot, slots, heads, *masks,
+                HEADS=1 if per_head else 8, BLOCK=32 if INTERPRETED else row, DISCARD=discard, DEPENDENT=dependent,
+                **options, **protection, num_warps=16, **({"launch_pdl": True} if dependent else {}),
+            )
+        else:
+            score_kernel[(decisions * blocks + batch * heads,)](
+                logits, partial, tops, weight_sums, normalisers, occupied, mask, positions, sink_end,
+                seen, output, score, slot, candidates, arrivals[_after(batch * heads):],
+                slots, splits, heads, blocks, *masks,
+                HEADS=16, BLOCK=SCORE_BLOCK, **options, **splitting, **protection, num_warps=8,
+            )

@@ -1,0 +1,303 @@
+"""Scores of a LongFlow decode step, and the choice of the next victim: device functions, and the two kernels that may
+end a step, `score_kernel` and, where KV heads are many, `choose_kernel`.
+
+Logits, maxima and log scores are in base 2 throughout; a rank is the log2 of a score. `flat` is the number of a (row of
+the batch, KV head), `decision` that of what decides together: a row, or, with PER_HEAD, a flat. Scratch is contiguous,
+indexed by flat or by query head. A row of slots in it is padded (`row_of`): logits [flats, padded, GROUP_PAD], ranks
+[flats, padded]; what the padding holds is never used. Logits here have log2 ||v||_1 in them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._common.numerics import finite_or_zero, log2_or_minus_inf, round_output, sortable, sum_of_products
+from .._common.scratch import discard, is_last, row_of
+
+_FREE = tl.constexpr(-(2**31))
+_PROTECTED = tl.constexpr(2**31 - 1)
+_NO_SLOT = tl.constexpr(2**63 - 1)
+_INDEX = tl.constexpr(2**32 - 1)
+
+
+@triton.jit
+def _denominators(tops, weight_sums, first, count, splits, room, HEADS: tl.constexpr, SPLITS: tl.constexpr):
+    """Maximum and sum of the softmax denominators of query heads first to first + count, from their splits, [HEADS].
+    room: splits that there is room for."""
+    h = tl.arange(0, HEADS)
+    i = tl.arange(0, SPLITS)
+    part = (first + h)[:, None] * room + i[None, :]
+    there = (h < count)[:, None] & (i < splits)[None, :]
+    split_top = tl.load(tops + part, mask=there, other=float("-inf"))
+    split_sum = tl.load(weight_sums + part, mask=there, other=0.0)
+    top = finite_or_zero(tl.max(split_top, 1))
+    return top, sum_of_products(split_sum, tl.exp2(split_top - top[:, None]), 1)
+
+
+@triton.jit
+def _combine(
+    partial, tops, weight_sums, output, flat, splits, room,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
+):
+    """Outputs of a KV head's query heads from their splits; returns their denominators as `_denominators` does."""
+    top, total = _denominators(tops, weight_sums, flat * GROUP, GROUP, splits, room, GROUP_PAD, SPLITS)
+    g = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    partial += (flat * GROUP + g)[:, None] * room * HEAD_DIM + d[None, :]
+    tops += (flat * GROUP + g) * room
+    acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
+    part = tl.load(partial, mask=mask, other=0.0)                      # one is always under way
+    for split in range(splits):
+        ahead = tl.load(partial + tl.minimum(split + 1, splits - 1) * HEAD_DIM, mask=mask, other=0.0)
+        share = tl.exp2(tl.load(tops + split, mask=g < GROUP, other=float("-inf")) - top)
+        acc += part * share[:, None]
+        part = ahead
+    empty = (total == 0.0)[:, None]
+    out = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total[:, None]))
+    at = (flat * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
+    tl.store(output + at, round_output(out, output.dtype.element_ty), mask=mask)
+    return top, total
+
+
+@triton.jit
+def _rank(logit, top, log_total, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr):
+    """log2 of the scores summed over a KV head's query heads, [slots]: logit [slots, GROUP_PAD], log2 ||v||_1 in it.
+
+    The normaliser's parts, [GROUP_PAD], leave one by one, so that no digits of a large maximum are lost.
+    """
+    x = (logit - top[None, :]) - log_total[None, :]
+    x = tl.where((tl.arange(0, GROUP_PAD) < GROUP)[None, :], x, float("-inf"))
+    highest = finite_or_zero(tl.max(x, 1))
+    return highest + log2_or_minus_inf(tl.sum(tl.exp2(x - highest[:, None]), 1))
+
+
+@triton.jit
+def finish_group(
+    logits, ranks, partial, tops, weight_sums, output, flat, splits, room, padded,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr, DISCARD: tl.constexpr,
+):
+    """The outputs of a KV head's query heads, and the ranks of its slots. DISCARD: nobody else reads logits, parts."""
+    logits += flat * padded * GROUP_PAD
+    ranks += flat * padded
+    s = tl.arange(0, CHUNK)
+    g = tl.arange(0, GROUP_PAD)
+    # A chunk is always under way: the first while splits are combined, each later one during the ranks before it.
+    logit = tl.load(logits + s[:, None] * GROUP_PAD + g[None, :], mask=(s < padded)[:, None], other=0.0)
+    top, total = _combine(
+        partial, tops, weight_sums, output, flat, splits, room, GROUP, GROUP_PAD, HEAD_DIM, D_PAD, SPLITS
+    )
+    log_total = log2_or_minus_inf(total)
+    if DISCARD and GROUP * HEAD_DIM % 32 == 0:                         # else lines are shared with other KV heads
+        tl.debug_barrier()
+        lines = GROUP * room * HEAD_DIM // 32
+        for start in range(0, lines, 128):
+            line = tl.minimum(start + tl.arange(0, 128), lines - 1)
+            discard(partial + flat * GROUP * room * HEAD_DIM + line * 32)
+    for start in range(0, padded, CHUNK):
+        ahead = s + CHUNK
+        next_logit = tl.load(
+            logits + ahead[:, None] * GROUP_PAD + g[None, :], mask=(ahead < padded)[:, None], other=0.0
+        )
+        rank = _rank(logit, top, log_total, GROUP, GROUP_PAD)
+        tl.store(ranks + s, rank, mask=s < padded, eviction_policy="evict_last")
+        if DISCARD:
+            tl.debug_barrier()
+            line = start * GROUP_PAD + tl.arange(0, CHUNK * GROUP_PAD // 32) * 32
+            discard(logits + tl.minimum(line, padded * GROUP_PAD - 32))
+        s, logit = ahead, next_logit
+
+
+@triton.jit
+def _sum_ranks(ranks, first, count, s, padded, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """log2 of the scores summed over KV heads first to first + count, from their ranks, of slots s [BLOCK]."""
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, count, HEADS):
+        k = start + tl.arange(0, HEADS)
+        there = (s < padded)[:, None] & (k < count)[None, :]
+        x = tl.load(ranks + (first + k)[None, :] * padded + s[:, None], mask=there, other=float("-inf"))
+        higher = tl.maximum(top, tl.max(x, 1))
+        shift = finite_or_zero(higher)
+        total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(x - shift[:, None]), 1)
+        top = higher
+    return finite_or_zero(top) + log2_or_minus_inf(total)
+
+
+@triton.jit
+def _protected(
+    protected, mask_s, positions, sinks, newest, s, slots,
+    ARRIVAL: tl.constexpr, PROTECTED: tl.constexpr, PROTECT_NEWEST: tl.constexpr,
+):
+    """Which of slots s are protected; pointers are at the decision's row."""
+    held = s < 0
+    if ARRIVAL:
+        asked = tl.where(sinks > 0, slots, 0)                          # without sinks no position is below
+        held = tl.load(positions + s, mask=s < asked, other=0) < sinks
+        if PROTECT_NEWEST:
+            held = held | (s == newest)
+    if PROTECTED:
+        held = tl.load(protected + s.to(tl.int64) * mask_s, mask=s < slots, other=0) != 0
+    return held
+
+
+@triton.jit
+def _candidates(rank, holds, held, score, s, slots, count):
+    """Scores from ranks, the mean over `count`, are stored; returns what decides about each slot.
+
+    Rank above, index below: one integer minimum decides, ties included. Free and protected slots go by index.
+    """
+    in_row = s < slots
+    linear = tl.exp2(rank) / count
+    tl.store(score + s, tl.where(holds, tl.where(held, float("inf"), linear), float("-inf")), mask=in_row)
+    code = tl.where(holds, tl.where(held, _PROTECTED, sortable(rank)), _FREE)
+    return tl.where(in_row, (code.to(tl.int64) << 32) | s.to(tl.int64), _NO_SLOT)
+
+
+@triton.jit
+def _slot_of(candidates):
+    """The slot of the best of candidates [N]."""
+    return tl.min(candidates, 0) & _INDEX
+
+
+@triton.jit
+def _finish_normalisers(
+    tops, weight_sums, normalisers, first, count, splits, HEADS: tl.constexpr, SPLITS: tl.constexpr
+):
+    """log2 of the softmax denominators of query heads first to first + count, in two parts: maximum, log2 of the sum.
+
+    Every program of a decision writes the same numbers to the same place, and reads back its own.
+    """
+    for start in range(0, count, HEADS):
+        top, total = _denominators(tops, weight_sums, first + start, count - start, splits, splits, HEADS, SPLITS)
+        h = start + tl.arange(0, HEADS)
+        tl.store(normalisers + (first + h) * 2, top, mask=h < count)
+        tl.store(normalisers + (first + h) * 2 + 1, log2_or_minus_inf(total), mask=h < count)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _rank_block(
+    logits, normalisers, first, count, s, padded,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """log2 of the scores summed over KV heads first to first + count, from their logits, [BLOCK]."""
+    g = tl.arange(0, GROUP_PAD)
+    there = s < padded
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.range(0, count, num_stages=3):
+        flat = first + k
+        at = (flat * padded + s)[:, None] * GROUP_PAD + g[None, :]
+        logit = tl.load(logits + at, mask=there[:, None], other=0.0)
+        head = normalisers + (flat * GROUP + g) * 2
+        x = _rank(
+            logit, tl.load(head, mask=g < GROUP, other=0.0), tl.load(head + 1, mask=g < GROUP, other=0.0),
+            GROUP, GROUP_PAD,
+        )
+        higher = tl.maximum(top, x)
+        shift = finite_or_zero(higher)
+        total = total * tl.exp2(top - shift) + tl.exp2(x - shift)
+        top = higher
+    return finite_or_zero(top) + log2_or_minus_inf(total)
+
+
+@triton.jit(do_not_specialize=[
+    "slots", "splits", "heads", "blocks", "occupied_b", "occupied_h", "mask_b", "mask_h",
+])
+def score_kernel(
+    logits, partial, tops, weight_sums, normalisers, occupied, protected, positions, sink_end, seen,
+    output, score, slot, candidates, arrivals,
+    slots, splits, heads, blocks,
+    occupied_b, occupied_h, occupied_s, mask_b, mask_h, mask_s,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, PER_HEAD: tl.constexpr, ARRIVAL: tl.constexpr,
+    PROTECTED: tl.constexpr, PROTECT_NEWEST: tl.constexpr,
+):
+    """Programs (block of slots, decision): logits become scores, summed over the heads that decide together, and the
+    block's victim; the last block of a decision to finish picks among them. Further programs combine the outputs of a
+    KV head."""
+    kv_heads = 1 if PER_HEAD else heads                                # that decide together
+    query_heads = GROUP * kv_heads
+    each = blocks + kv_heads                                           # programs of a decision
+    block = tl.program_id(0) % each
+    decision = (tl.program_id(0) // each).to(tl.int64)
+    b = decision // heads if PER_HEAD else decision
+    k_head = decision % heads if PER_HEAD else 0
+    if block >= blocks:
+        _combine(
+            partial, tops, weight_sums, output, decision * kv_heads + block - blocks, splits, splits,
+            GROUP, GROUP_PAD, HEAD_DIM, D_PAD, SPLITS,
+        )
+    else:
+        s = block * BLOCK + tl.arange(0, BLOCK)
+        mine = occupied + b * occupied_b + k_head * occupied_h
+        holds = tl.load(mine + s.to(tl.int64) * occupied_s, mask=s < slots, other=0) != 0
+        held = _protected(
+            protected + b * mask_b + k_head * mask_h, mask_s, positions + decision * slots,
+            tl.load(sink_end + b) if ARRIVAL else 0, tl.load(slot + decision) if ARRIVAL else -1, s, slots,
+            ARRIVAL, PROTECTED, PROTECT_NEWEST,
+        )
+        _finish_normalisers(
+            tops, weight_sums, normalisers, decision * query_heads, query_heads, splits, HEADS, SPLITS
+        )
+        rank = _rank_block(
+            logits, normalisers, decision * kv_heads, kv_heads, s, row_of(slots), GROUP, GROUP_PAD, BLOCK
+        )
+        candidate = _candidates(rank, holds, held, score + decision * slots, s, slots, query_heads * HEAD_DIM)
+        tl.store(candidates + decision * blocks + block, tl.min(candidate, 0))
+        if is_last(arrivals + decision, blocks):
+            best = tl.full([64], _NO_SLOT, tl.int64)
+            for start in range(0, blocks, 64):
+                i = start + tl.arange(0, 64)
+                found = tl.load(candidates + decision * blocks + i, mask=i < blocks, other=_NO_SLOT)
+                best = tl.minimum(best, found)
+            tl.store(slot + decision, _slot_of(best))
+        if ARRIVAL and (block == 0) & (decision == 0):
+            tl.store(seen, tl.load(seen) + 1)
+
+
+@triton.jit(do_not_specialize=["slots", "heads", "occupied_b", "occupied_h", "mask_b", "mask_h"])
+def choose_kernel(
+    ranks, occupied, protected, positions, sink_end, seen, score, slot,
+    slots, heads,
+    occupied_b, occupied_h, occupied_s, mask_b, mask_h, mask_s,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PER_HEAD: tl.constexpr,
+    ARRIVAL: tl.constexpr, PROTECTED: tl.constexpr, PROTECT_NEWEST: tl.constexpr, DISCARD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (decision), where the attention ranked all slots: scores summed over the heads that decide together, and
+    the victim. The whole GPU waits for these, so that none waits for another, and all loads are under way at once."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    kv_heads = 1 if PER_HEAD else heads                                # that decide together
+    decision = tl.program_id(0).to(tl.int64)
+    b = decision // heads if PER_HEAD else decision
+    k_head = decision % heads if PER_HEAD else 0
+    padded = row_of(slots)
+    first = decision * kv_heads
+    sinks = tl.load(sink_end + b) if ARRIVAL else 0
+    newest = tl.load(slot + decision) if ARRIVAL else -1
+    mine = occupied + b * occupied_b + k_head * occupied_h
+    best = tl.full([BLOCK], _NO_SLOT, tl.int64)
+    for start in range(0, slots, BLOCK):
+        s = start + tl.arange(0, BLOCK)
+        holds = tl.load(mine + s.to(tl.int64) * occupied_s, mask=s < slots, other=0) != 0
+        rank = _sum_ranks(ranks, first, kv_heads, s, padded, HEADS, BLOCK)
+        held = _protected(
+            protected + b * mask_b + k_head * mask_h, mask_s, positions + decision * slots, sinks, newest, s, slots,
+            ARRIVAL, PROTECTED, PROTECT_NEWEST,
+        )
+        count = GROUP * kv_heads * HEAD_DIM
+        best = tl.minimum(best, _candidates(rank, holds, held, score + decision * slots, s, slots, count))
+    tl.store(slot + decision, _slot_of(best))
+    if ARRIVAL and decision == 0:
+        tl.store(seen, tl.load(seen) + 1)
+    if DISCARD:
+        tl.debug_barrier()
+        lines = kv_heads * padded // 32
+        for start in range(0, lines, 512):
+            line = tl.minimum(start + tl.arange(0, 512), lines - 1)
+            discard(ranks + first * padded + line * 32)

@@ -1,0 +1,63 @@
+"""LongFlow's functions: one decode step on any cache, and the compression of a prompt."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...reference.contract import (
+    check_all_finite, check_attention, check_flag, check_integer, check_slot_mask, check_tensor, resolve_scale,
+)
+from ...reference.longflow import CompressResult, DecodeResult
+from .._common.launch import check_kernel_sizes, check_launchable
+from ..baselines.snapkv import choose, gather_tokens
+from . import _ops
+
+
+def decode_attention(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *,
+    scale: float | None = None, per_head: bool = False, protected: Tensor | None = None, check_finite: bool = False,
+) -> DecodeResult:
+    """Attention of one new query over the occupied slots, with every slot's LongFlowScore and the next victim.
+
+    query [B, Hq, D]; key, value [B, Hkv, S, D], any strides; occupied [B, S] bool ([B, Hkv, S] with per_head);
+    protected like occupied, default none; scale defaults to D ** -0.5. float32, float16 or bfloat16; D from 16 to
+    256; up to 16 query heads per KV head. Results and semantics: `kvtwin.reference.longflow.decode_attention`.
+    TypeError, ValueError for arguments that do not fit, for inputs that require grad, and for CPU tensors outside
+    Triton's interpreter.
+    """
+    sizes = check_attention(query, key, value)
+    check_flag("per_head", per_head)
+    check_flag("check_finite", check_finite)
+    check_slot_mask("occupied", occupied, sizes, per_head, key)
+    if protected is not None:
+        check_slot_mask("protected", protected, sizes, per_head, key)
+    scale = resolve_scale(scale, sizes.head_dim)
+    check_launchable(query=query, key=key, value=value)
+    check_kernel_sizes(sizes)
+    if check_finite:
+        hidden = ~(occupied if per_head else occupied[:, None])[..., None]
+        check_all_finite(query=query, key=key.masked_fill(hidden, 0), value=value.masked_fill(hidden, 0))
+    return DecodeResult(*_ops.decode(query, key, value, occupied, protected, scale, per_head))
+
+
+def compress_prefill(
+    query_window: Tensor, key: Tensor, value: Tensor, budget: int, *,
+    window: int = 32, kernel_size: int = 5, occupied: Tensor | None = None, protected: Tensor | None = None,
+    scale: float | None = None,
+) -> CompressResult:
+    """A long prompt cut to `budget` tokens by SnapKV, one choice for all heads (LongFlow section 4.1).
+
+    query_window [B, Hq, W, D], the last W <= window queries of the prompt; key, value [B, Hkv, T, D]; occupied and
+    protected [B, T] bool. budget 0 keeps nothing. See `baselines.snapkv.compress`.
+    """
+    check_integer("window", window, minimum=1)
+    check_tensor("query_window", query_window, dims=4, layout="[B, Hq, W, D]")
+    if query_window.shape[2] > window:
+        raise ValueError(
+            f"query_window must be [B, Hq, W, D] with W <= window = {window}, got {tuple(query_window.shape)}"
+        )
+    kept = choose(
+        query_window, key, value, budget,
+        kernel_size=kernel_size, occupied=occupied, protected=protected, shared_heads=True, scale=scale,
+    )
+    return CompressResult(gather_tokens(key, kept), gather_tokens(value, kept), kept)

@@ -1,0 +1,164 @@
+"""LongFlow's state: a cache of `budget` slots in preallocated buffers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...reference.contract import (
+    capturing, check_all_finite, check_dtype, check_next_slot, check_prompt, check_reorder, check_step, resolve_device,
+    resolve_scale, state_sizes,
+)
+from ...reference.longflow import LongFlowConfig
+from .._common.prompt_attention import causal_attention
+from .._common.launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
+from ..baselines.snapkv import choose, gather_tokens
+from . import _ops
+
+
+class LongFlowState:
+    """A LongFlow cache: preallocated buffers of `budget` slots, updated in place; a step fits in a CUDA graph.
+
+    key, value [B, Hkv, S, D] with S = budget; occupied [B, S] bool and positions [B, S] int64 (the token in each slot,
+    counted from 0 with padding included; -1 = free); next_slot [B] int64, writable; score [B, S] float32, the last
+    step's. With config.per_head these four are [B, Hkv, S] and [B, Hkv]. What unoccupied slots hold is unspecified.
+    """
+
+    def __init__(
+        self, config: LongFlowConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
+        dtype: torch.dtype, device: torch.device | str,
+    ) -> None:
+        if not isinstance(config, LongFlowConfig):
+            raise TypeError(f"config must be a LongFlowConfig, got {type(config).__name__}")
+        self.config = config
+        self.sizes = state_sizes(
+            batch=batch, query_heads=query_heads, key_value_heads=key_value_heads, slots=config.budget,
+            head_dim=head_dim,
+        )
+        check_kernel_sizes(self.sizes)
+        self.dtype = check_dtype("dtype", dtype, DTYPES)
+        self.device = resolve_device(device)
+        check_kernel_device("device", self.device)
+        self.scale = resolve_scale(config.scale, head_dim)
+
+        @torch.inference_mode(False)  # else a state made in inference mode could not be used outside of it
+        def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        heads, slots = key_value_heads, config.budget
+        rows = (batch, heads) if config.per_head else (batch,)
+        self.key = buffer(batch, heads, slots, head_dim, dtype=dtype)
+        self.value = buffer(batch, heads, slots, head_dim, dtype=dtype)
+        self.occupied = buffer(*rows, slots, dtype=torch.bool)
+        self.positions = buffer(*rows, slots, dtype=torch.int64)
+        self._next_slot = buffer(*rows, dtype=torch.int64)
+        self.score = buffer(*rows, slots, dtype=torch.float32)
+        self._sink_end = buffer(batch, dtype=torch.int64)                       # positions below this are sinks
+        self._seen = buffer(1, dtype=torch.int64)                               # on the device: graphs replay it
+        with torch.inference_mode(False):
+            self._scratch = _ops.scratch(self.sizes, self.key, config.per_head)
+        self.reset()
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens that came in since the last reset, padding included. Reading it synchronises with the GPU."""
+        return int(self._seen.item())
+
+    @property
+    def next_slot(self) -> Tensor:
+        """Where the next token will be written. Assigning checks the values and copies them; in-place writes are not
+        checked, and a token written to a slot that is not there is lost."""
+        return self._next_slot
+
+    @next_slot.setter
+    def next_slot(self, value: Tensor) -> None:
+        self._next_slot.copy_(check_next_slot(value, self._next_slot, self.config.budget))
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.occupied.zero_()
+        self.positions.fill_(-1)
+        self._next_slot.zero_()
+        self.score.fill_(-torch.inf)
+        self._sink_end.fill_(self.config.sinks)
+        self._seen.zero_()
+        arrivals = self._scratch[2]
+        arrivals.zero_()                                                        # should a launch have been cut short
+
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
+        """The prompt: full causal attention, then at most budget - 1 of its tokens stay, so that a step finds room.
+
+        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, default all True.
+        Returns [B, Hq, T, D]; padding gives zeros. RuntimeError when the state already holds tokens.
+        """
+        total = check_prompt(
+            query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device
+        )
+        check_launchable(query=query, key=key, value=value)
+        # Asked of the device: a graph's replays are steps that the host does not see.
+        if not capturing(self.device) and self.tokens_seen:
+            raise RuntimeError("prefill needs an empty state: call reset() first")
+        if occupied is None:
+            occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
+        if self.config.check_finite:
+            hidden = ~occupied[:, None, :, None]
+            check_all_finite(
+                query=query.masked_fill(hidden, 0), key=key.masked_fill(hidden, 0), value=value.masked_fill(hidden, 0)
+            )
+        output = causal_attention(query, key, value, occupied, self.scale)
+        self._set_sinks(occupied)
+        kept = self._choose(query, key, value, occupied)
+        count = kept.shape[1]
+        self.key[:, :, :count] = gather_tokens(key, kept)
+        self.value[:, :, :count] = gather_tokens(value, kept)
+        kept = kept[:, None] if self.config.per_head else kept
+        self.positions[..., :count] = kept
+        self.occupied[..., :count] = kept >= 0
+        index = torch.arange(self.config.budget, device=self.device)
+        self._next_slot.copy_(index.where(~self.occupied, self.config.budget).amin(-1))
+        self._seen.fill_(total)
+        return output
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """One token: written into `next_slot`, attended to together with the rest, then the next slot is chosen.
+
+        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. No host synchronisation.
+        """
+        check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        check_launchable(query=query, key=key, value=value)
+        if self.config.check_finite:
+            check_all_finite(query=query, key=key, value=value)
+        output: Tensor = _ops.step(
+            query, key, value, self.key, self.value, self.occupied, self.positions, self._next_slot, self.score,
+            self._sink_end, self._seen, *self._scratch, self.scale, self.config.per_head, self.config.protect_newest,
+        )
+        return output
+
+    def reorder(self, index: Tensor) -> None:
+        """Row b becomes what row index[b] was (beam search). index [B] int64."""
+        index = check_reorder(index, self.sizes.batch, self.device)
+        for tensor in (
+            self.key, self.value, self.occupied, self.positions, self._next_slot, self.score, self._sink_end,
+        ):
+            tensor.copy_(tensor.index_select(0, index))
+
+    def _choose(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor) -> Tensor:
+        """Which prompt tokens stay, one choice for all heads: [B, min(T, budget - 1)] int64, -1 where there is none."""
+        total, target = key.shape[2], self.config.budget - 1
+        token = torch.arange(total, device=self.device)
+        if total <= target:
+            return token.where(occupied, -1)
+        return choose(
+            query[:, :, -self.config.window:], key, value, target,
+            kernel_size=self.config.kernel_size, occupied=occupied,
+            protected=token < self._sink_end[:, None], shared_heads=True, scale=self.scale,
+        )
+
+    def _set_sinks(self, occupied: Tensor) -> None:
+        """The row's n-th token ends its sinks; tokens that the prompt lacks are those that follow it."""
+        sinks, total = self.config.sinks, occupied.shape[1]
+        rank = occupied.cumsum(1)                                               # tokens up to and including each
+        before = (rank < sinks).sum(1)                                          # positions before the n-th token
+        missing = (sinks - rank[:, -1]).clamp_min(0)
+        end = torch.where(missing > 0, total + missing, before + 1)
+        self._sink_end.copy_(end if sinks else torch.zeros_like(end))

@@ -1,0 +1,47 @@
+"""Caches for the methods whose State takes blocks. They are derived from Config and State: such a method needs no file
+here. A module of its own, ``<method>.py``, takes precedence."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from importlib import import_module
+from pkgutil import iter_modules
+
+from .plug import StateCache
+
+DOCUMENTATION = """A {method} cache for `generate`: at most `budget` tokens per layer, row and KV head.
+
+    model.set_attn_implementation("kvtwin")
+    model.generate(ids, past_key_values={name}(model.config, budget=1024), prefill_chunk_size=128)
+
+The options are those of {config}: {options}. The model gives the scale. The layer processes a prompt in blocks of
+block_size tokens, which it holds beside its budget; prefill_chunk_size bounds the model's activations. The slots are in
+`cache.layers[i].state`, a `{state}`. Arguments, padding, turns and errors: `kvtwin.reference.hf.plug.StateCache`.
+"""
+
+
+def find(name: str, side: str, package: str) -> type[StateCache] | None:
+    """The class NAMECache of one side, None if no method with a block State has this name.
+
+    side: "kvtwin.reference" or "kvtwin.optimized", where the method is looked for, or in its ``baselines``. package:
+    the module that the class claims to be from.
+    """
+    method = name.removesuffix("Cache")
+    if method == name:
+        return None
+    for folder in (side, f"{side}.baselines"):
+        for found in iter_modules(import_module(folder).__path__):
+            if found.name.replace("_", "") == method.lower():
+                module = import_module(f"{folder}.{found.name}")
+                state, config = getattr(module, f"{method}State", None), getattr(module, f"{method}Config", None)
+                if state is not None and hasattr(state, "append_block") and config is not None:
+                    return _derived(name, config, state, package)
+    return None
+
+
+def _derived(name: str, config: type, state: type, package: str) -> type[StateCache]:
+    options = ", ".join(field.name for field in fields(config) if field.name not in ("budget", "scale"))
+    text = DOCUMENTATION.format(
+        method=name.removesuffix("Cache"), name=name, config=config.__name__, options=options, state=state.__name__
+    )
+    return type(name, (StateCache,), {"__doc__": text, "__module__": package, "Config": config, "State": state})
