@@ -1,11 +1,11 @@
-"""Whether Triton's compiler takes the kernels, on a machine without a GPU: python -m kvtwin.conformance.compile_only
+"""Compile every kernel for a GPU on a machine without one: python -m kvtwin.conformance.compile_only
 
-The interpreter accepts what the compiler refuses: a variable that changes its shape in a loop, a layout that cannot be
-converted. Here every operation of every pair is called as in test_twins_torch.py, on tensors in memory, with a stand-in
-for Triton's driver that names a GPU: kernels are compiled for it, down to machine code, and never launched. What they
-would compute stays unknown; that is the GPU run's to say. But for what the code shows and random inputs seldom do:
-whether a kernel sums the logits of equal keys in one order (`key_orders`), and whether a line that stands in two of its
-loops rounds alike in both (`fused_here_only`).
+The interpreter accepts code that the compiler rejects, such as a variable that changes its shape in a loop, or a layout
+that cannot be converted. This command calls every operation of every pair, as test_twins_torch.py does, on CPU tensors
+and with a stand-in for Triton's driver that names a GPU. Kernels are compiled to machine code and never launched, so
+their results are not checked. The generated code is checked for two errors that random inputs rarely show: a kernel
+must sum the logits of equal keys in one order (`key_orders`), and a line that is inlined in two of its loops must round
+alike in both (`fused_here_only`).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from .discovery import Pair
 
 CAPABILITY = 90
 WARP = 32
-#: The shared memory that a program may have, bytes: 227 KB.
+#: The shared memory available to a program, in bytes: 227 KB.
 SHARED = 232448
-#: Of states. Tiles grow with it, and with them what a program takes of a multiprocessor.
+#: Head dims of states. Larger ones give larger tiles, which need more shared memory.
 HEAD_DIMS = (16, 128)
 DTYPES = (torch.float32, torch.bfloat16)
-#: Kernels whose logits make sums, the same for all tokens, and no token's score: no tie hangs on them.
+#: Kernels whose logits only enter sums, not the score of a token, so that no tie depends on them.
 SUMS_ALONE = ("attention_kernel",)
-#: Lines whose numbers make sums, the same for all tokens: the weights of an online softmax.
+#: Lines whose numbers only enter sums: the weights of an online softmax.
 SUMMED = ("p = tl.exp2(logit - shift[:, None])",)
-#: Where device functions are that a kernel calls for many a thing.
+#: The file of device functions that kernels call for several purposes.
 HELPERS = "numerics.py"
-#: Stands in, in every module of the optimized side, for what asks a GPU: the H200's answers.
+#: Replacements, in every module of the optimized side, for functions that query the GPU: an H200's answers.
 ANSWERS: dict[str, Callable[..., Any]] = {
     "check_kernel_device": lambda *_: None, "multiprocessors": lambda _: 132, "discards": lambda _: True,
     "launches_early": lambda _: True,
@@ -54,7 +54,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
 
 
 class Driver:
-    """What a compilation asks of Triton's driver."""
+    """The part of Triton's driver that compilation uses."""
 
     def __init__(self, capability: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -75,11 +75,11 @@ class Driver:
 
 
 def key_orders(code: str) -> dict[str, set[str]]:
-    """In which orders a kernel's dots sum the products of a query and a key, by the type of the keys, which are what is
-    transposed. Two in one kernel, and equal keys in two of its loops have unequal logits: see of_any_width in
-    _common/numerics.py.
+    """The orders in which a kernel's dots sum the products of a query and a key, by the type of the keys.
 
-    code: in Triton's GPU dialect. An order is what it calls kWidth; products that no tensor core sums have none.
+    Keys are the transposed operands. With two orders in one kernel, equal keys in two of its loops get unequal logits:
+    see of_any_width in _common/numerics.py. code: in Triton's GPU dialect, which calls the order kWidth; products
+    outside tensor cores have none.
     """
     transposed = set(re.findall(r"(%\S+) = tt\.trans ", code))
     orders: dict[str, set[str]] = {}
@@ -90,11 +90,11 @@ def key_orders(code: str) -> dict[str, set[str]]:
 
 
 def fused_here_only(code: str, folder: Path) -> set[str]:
-    """Lines of kernels in a folder, inlined in several places of one, whose additions were fused with the product
-    before in one place and not in another, where a mask came between. Equal tokens that meet such a line in different
-    loops differ in the last bit, unless it says `tl.fma`.
+    """Lines of kernels in a folder that are inlined several times and fused differently.
 
-    code: in PTX, with the lines that it comes from. Triton up to 3.8 names all calls above one, later ones the next.
+    Their additions are fused with the preceding product in one place and not in another, for example because of a mask
+    between them. Then equal tokens in different loops differ in the last bit; `tl.fma` prevents that. code: PTX with
+    line information. Triton up to 3.8 lists all callers of a line, later versions the next caller.
     """
     files = {number: Path(name) for number, name in re.findall(r'\.file\s+(\d+) "(.*)"', code)}
     places: dict[tuple[str, ...], dict[tuple[str, ...], set[str]]] = {}
@@ -107,10 +107,10 @@ def fused_here_only(code: str, folder: Path) -> set[str]:
             here.add("fused" if addition[1] == "fma" else "apart")
     found = set()
     for (file, number, _), kinds in places.items():
-        if number == "0":                                              # several lines at once
+        if number == "0":                                              # attributed to several lines
             continue
         fused, apart = ([callers for callers, kind in kinds.items() if kind == {only}] for only in ("fused", "apart"))
-        # What is called for many a thing is compared where the same one is done.
+        # Compare calls of a helper only for the same purpose.
         first = 1 if files[file].name == HELPERS else 0
         if files[file].is_relative_to(folder) and any(_in_two_loops(*pair, first) for pair in product(fused, apart)):
             found.add(files[file].read_text(encoding="utf-8").splitlines()[int(number) - 1].strip())
@@ -118,13 +118,13 @@ def fused_here_only(code: str, folder: Path) -> set[str]:
 
 
 def _in_two_loops(one: Sequence[object], other: Sequence[object], first: int) -> bool:
-    """Whether two ways to a line, from its caller up, part at one call, not before the `first`."""
+    """Whether two call chains of a line, from its caller up, differ in exactly one call, at `first` or later."""
     differ = [i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
     return len(one) == len(other) and len(differ) == 1 and differ[0] >= first
 
 
 class Compiled:
-    """What was compiled: how many kernels by name, and what the compiler said of those it refused."""
+    """The compiled kernels, counted by name, and the compiler's errors."""
 
     def __init__(self) -> None:
         self.folder = Path(*importlib.import_module(discovery.OPTIMIZED).__path__)
@@ -133,7 +133,7 @@ class Compiled:
         self.seconds = 0.0
 
     def listed_instead(self, kernel: Any) -> None:
-        """Stands in for a launch where kernels are counted and not compiled: by the module's name and the kernel's."""
+        """Replaces a launch if kernels are only listed: counts the kernel by module and name."""
         self.done[f"{kernel.fn.__module__}.{kernel.__name__}"] += 1
 
     def instead_of_launching(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,7 +142,7 @@ class Compiled:
             try:
                 made = run(kernel, *arguments, grid=grid, warmup=True, **options)
                 if made.metadata.shared > SHARED:
-                    raise MemoryError(f"{made.metadata.shared} bytes of shared memory, of {SHARED}")
+                    raise MemoryError(f"expected at most {SHARED} bytes of shared memory, got {made.metadata.shared}")
                 for keys, orders in key_orders(made.asm["ttgir"]).items():
                     if len(orders) > 1 and name not in SUMS_ALONE:
                         raise ArithmeticError(f"logits of keys {keys} are summed in orders {sorted(orders)}")
@@ -157,7 +157,7 @@ class Compiled:
 
 
 def _causes(error: BaseException | None) -> list[str]:
-    """From the innermost out."""
+    """The messages of an exception and its causes, the innermost first."""
     said = []
     while error is not None:
         said.append(f"{type(error).__name__}: {str(error)[-1500:]}")
@@ -166,14 +166,16 @@ def _causes(error: BaseException | None) -> list[str]:
 
 
 def stand_in(capability: int, *, listed: bool = False) -> Compiled:
-    """From here on kernels of this process are compiled, not launched; if `listed`, not even that. RuntimeError under
-    Triton's interpreter."""
+    """From now on compile the kernels of this process instead of launching them; if `listed`, only count them.
+
+    Raises RuntimeError under Triton's interpreter.
+    """
     from triton.runtime import driver, jit
 
     from ..optimized._common import launch as _launch
 
     if _launch.INTERPRETED:
-        raise RuntimeError("TRITON_INTERPRET is set: there is nothing to compile; unset it")
+        raise RuntimeError("TRITON_INTERPRET is set, so kernels are not compiled; unset it")
     driver.set_active(Driver(capability))
     compiled = Compiled()
     if listed:
@@ -188,7 +190,7 @@ def stand_in(capability: int, *, listed: bool = False) -> Compiled:
 
 
 def modules(package: str = discovery.OPTIMIZED) -> Iterator[ModuleType]:
-    """The modules of the optimized side, but those that need transformers."""
+    """The modules of the optimized side, without those that need transformers."""
     found = importlib.import_module(package)
     yield found
     for inner in pkgutil.iter_modules(getattr(found, "__path__", ())):
@@ -197,8 +199,10 @@ def modules(package: str = discovery.OPTIMIZED) -> Iterator[ModuleType]:
 
 
 def compile_pair(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int] = HEAD_DIMS) -> None:
-    """Call every function and the state of a pair, on tensors of this type: its state with heads of each size; where
-    many KV heads are worked on otherwise than few, as if they were many, too."""
+    """Call every function and the state of a pair with tensors of this dtype, the state with each head_dim.
+
+    If a pair uses other kernels for many KV heads, call these too.
+    """
     call_all(pair, dtype, head_dims)
     choosing = [module for module in modules(pair.optimized.__name__) if hasattr(module, "fused")]
     if choosing:
@@ -211,7 +215,7 @@ def compile_pair(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int] = HEAD
 def call_all(
     pair: Pair, dtype: torch.dtype, head_dims: Sequence[int], optional: Sequence[bool] = (False, True)
 ) -> None:
-    """Call every function of a pair, without and with optional arguments, and its state with heads of each size."""
+    """Call every function of a pair, without and with optional arguments, and its state with each head_dim."""
     from .cases import tiny
 
     device = torch.device("cpu")
@@ -224,7 +228,7 @@ def call_all(
         for more in optional:
             given = tiny.arguments(pair, functions[name], device, optional=more)
             holder = next((value for value in given.values() if hasattr(value, "dequantized")), None)
-            to = getattr(holder, "dtype", dtype)  # a cache takes its own type alone
+            to = getattr(holder, "dtype", dtype)  # a cache accepts its own dtype only
             functions[name](**{key: cast(value, to) for key, value in given.items()})
     states = [
         ({**options, **more}, head_dim) for options in tiny.groupings(pair)
@@ -240,10 +244,16 @@ def call_all(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("methods", nargs="*", metavar="METHOD", help="default: all")
-    parser.add_argument("--head-dim", nargs="+", type=int, default=HEAD_DIMS, metavar="D", help="of states (16 128)")
-    parser.add_argument("--capability", type=int, default=CAPABILITY, metavar="N", help="of the GPU (%(default)s)")
-    parser.add_argument("--list", action="store_true", help="name the kernels, and compile none")
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help="methods to compile (default: all)")
+    parser.add_argument(
+        "--head-dim", nargs="+", type=int, default=HEAD_DIMS, metavar="D",
+        help="head dims of states (default: 16 128)",
+    )
+    parser.add_argument(
+        "--capability", type=int, default=CAPABILITY, metavar="N",
+        help="compute capability of the GPU (default: %(default)s)",
+    )
+    parser.add_argument("--list", action="store_true", help="list the kernels without compiling them")
     chosen = parser.parse_args(arguments)
     pairs = {pair.name: pair for pair in discovery.pairs()}
     unknown = [name for name in chosen.methods if name not in pairs]
@@ -256,12 +266,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for dtype in DTYPES:
             try:
                 compile_pair(pairs[name], dtype, chosen.head_dim)
-            except Exception as error:  # what is computed here is not, so Python around the kernels may stumble
+            except Exception as error:  # kernels do not compute anything here, so the Python code around them may fail
                 broken[f"{name}, {dtype}"] = f"{type(error).__name__}: {error}"
         if not chosen.list:
             print(f"{name}: {compiled.seconds:.0f} s, {sum(compiled.done.values())} kernels so far", flush=True)
     for name, number in sorted(compiled.done.items()):
-        refused = "  and refused otherwise" if name in compiled.refused else ""
+        refused = "  and failed for other arguments" if name in compiled.refused else ""
         print(name if chosen.list else f"{name:32s}{number:4d}{refused}")
     for name, said in {**compiled.refused, **broken}.items():
         print(f"\nFAILED {name}\n{said}", file=sys.stderr)

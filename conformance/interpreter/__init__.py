@@ -1,9 +1,9 @@
-"""Everything that touches Triton's interpreter: one call, `prepare`, before a kernel is interpreted on the CPU.
+"""Preparation of Triton's interpreter: call `prepare` before a kernel is interpreted on the CPU.
 
-`prepare` gives the interpreter arithmetic whose results depend on the operands alone, and not on the CPU
-(arithmetic.py). It also applies the accelerator, which leaves out work that the interpreter does twice and computes the
-same bits. KVTWIN_INTERPRETER=plain turns the accelerator off. It is also off where Triton is not one of the versions
-that it knows (internals.py). docs/interpreter.md explains both.
+`prepare` installs arithmetic whose results depend on the operands only and not on the CPU (arithmetic.py). It also
+applies the accelerator, which skips work that the interpreter repeats, and gives the same bits. The accelerator is off
+with KVTWIN_INTERPRETER=plain and for versions of Triton that it does not support (internals.py). docs/interpreter.md
+explains both.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from .internals import MODULE, VERSIONS, problems
 
 __all__ = ["FALSE", "INTERPRET", "MODULE", "VARIABLE", "Prepared", "interprets", "mode", "prepare"]
 
-#: The environment variable that chooses the mode, and what it may say. The first mode is the default.
+#: The environment variable that selects the mode, and its values. The first mode is the default.
 VARIABLE = "KVTWIN_INTERPRETER"
 MODES = ("fast", "plain")
-#: Triton's variable that turns its interpreter on, and what it may say for no.
+#: Triton's variable that turns its interpreter on, and the values that mean no.
 INTERPRET = "TRITON_INTERPRET"
 FALSE = ("", "0", "false", "off", "no", "n")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` did in this process. ``str`` of it is one line for people.
+    """What `prepare` did in this process. ``str`` gives one line for the user.
 
     problems: why the accelerator is off although it was asked for. doubts: why results may depend on the CPU.
     """
@@ -44,7 +44,7 @@ class Prepared:
 
     @property
     def in_order(self) -> bool:
-        """Whether there is nothing that a reader must know."""
+        """Whether there are neither problems nor doubts."""
         return not self.problems and not self.doubts
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ def _first(reasons: tuple[str, ...]) -> str:
 
 
 def mode() -> str:
-    """The mode that KVTWIN_INTERPRETER asks for. ValueError if it names none."""
+    """The mode in KVTWIN_INTERPRETER. Raises ValueError for an unknown mode."""
     asked = os.environ.get(VARIABLE, MODES[0])
     if asked not in MODES:
         raise ValueError(f"{VARIABLE} must be {' or '.join(map(repr, MODES))}, got {asked!r}")
@@ -113,6 +113,6 @@ def _interpreter() -> ModuleType | None:
 def interprets(standard: ModuleType) -> bool:
     """Whether triton was imported with its interpreter on, judged by its module triton.language.standard.
 
-    triton.jit made tl.cdiv when triton was imported, so its type tells what TRITON_INTERPRET said then.
+    triton.jit created tl.cdiv at import, so its type shows the value of TRITON_INTERPRET at that time.
     """
     return type(standard.cdiv).__name__ == "InterpretedFunction"

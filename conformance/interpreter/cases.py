@@ -1,6 +1,6 @@
-"""Floats for tests of the interpreter's arithmetic: of all kinds, in memory of all layouts, compared by their bits.
+"""Floats of all kinds and memory layouts for tests of the interpreter's arithmetic, compared by their bits.
 
-Results that are NaN have any sign and payload: `bits` makes one of them all.
+A NaN result may have any sign and payload: `bits` replaces every NaN by the same one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""``python -m kvtwin.conformance.interpreter.kernel_launches``: a line for every launch of every kernel.
+"""``python -m kvtwin.conformance.interpreter.kernel_launches``: print a line for every launch of every kernel.
 
-The first line says which interpreter it is. A line of a launch has the kernel's module and name, and a hash of all
-tensors that it got, as it leaves them. Two processes print the same lines where their interpreters compute the same
-bits: test_interpreter_kernels.py compares the accelerated one with the plain one. The kernels are those that
-compile_only.py compiles, launched by the same calls.
+The first line names the interpreter. The line of a launch has the kernel's module and name, and a hash of its tensor
+arguments after the launch. Two processes print the same lines if their interpreters compute the same bits:
+test_interpreter_kernels.py compares the accelerated interpreter with the plain one. The kernels and calls are those of
+compile_only.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def digest(given: Mapping[str, Any]) -> str:
 
 
 def print_launches() -> None:
-    """From here on each launch prints its line."""
+    """From now on print a line per launch."""
     from triton.runtime.interpreter import GridExecutor
 
     launch = GridExecutor.__call__
@@ -67,7 +67,7 @@ def print_launches() -> None:
 
 @contextmanager
 def few_calls() -> Iterator[None]:
-    """As many calls as launch every kernel. What chooses by sizes, which are all alike, chooses each way in turn."""
+    """Reduce the calls, but launch every kernel. Choices that depend on sizes, which are all equal, alternate."""
     from .. import compile_only
 
     ask = checkers.ask
@@ -87,7 +87,7 @@ def few_calls() -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
-            # What nobody has written to is hashed, too.
+            # Memory that no kernel writes to is hashed too, so it must have defined contents.
             stack.enter_context(mock.patch.object(owner, name, zeroed(getattr(owner, name))))
         for module in compile_only.modules():
             if hasattr(module, "fused"):

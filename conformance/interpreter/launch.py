@@ -1,7 +1,7 @@
-"""What the launch of a kernel in Triton's interpreter asks each time although it never changes.
+"""Repeated work in the launch of an interpreted kernel, done once.
 
-The parameters of a function are looked up once. The functions of a module of the language are replaced, and put back,
-in one go. Tensors that lie in the CPU's memory already are not copied there, which would be onto themselves.
+The parameters of a function are looked up once. All functions of a language module are replaced, and restored, in one
+step. Tensors that are already in the CPU's memory are not copied.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Members:
 
 
 def remember_parameters(interpreter: ModuleType) -> None:
-    """Give the interpreter an `inspect` that looks at each function once."""
+    """Give the interpreter an `inspect` that caches the parameters of each function."""
     specification = cache(inspect.getfullargspec)
 
     def getcallargs(function: Any, /, *arguments: Any, **named: Any) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def remember_parameters(interpreter: ModuleType) -> None:
 
 
 def copy_nothing(interpreter: ModuleType) -> None:
-    """Let a kernel have tensors in the CPU's memory as they are, instead of copies of them."""
+    """Pass CPU tensors to a kernel directly instead of copying them."""
     executor = interpreter.GridExecutor
     to, back = executor._init_args_hst, executor._restore_args_dev
 

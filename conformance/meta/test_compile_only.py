@@ -67,7 +67,8 @@ def test_a_kernel_that_no_multiprocessor_can_hold_is_refused():
     launch(Kernel(), grid=(1,), warmup=False, shared=227 * 1024)
     assert not compiled.refused
     launch(Kernel(), grid=(1,), warmup=False, shared=227 * 1024 + 1)
-    assert compiled.refused == {"some_kernel": "MemoryError: 232449 bytes of shared memory, of 232448"}
+    error = "MemoryError: expected at most 232448 bytes of shared memory, got 232449"
+    assert compiled.refused == {"some_kernel": error}
 
 
 def loop(number, order, transposed=True):

@@ -21,9 +21,9 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
 - `max_kept(state, tokens)`: the most tokens that a row (of a head) may hold after so many valid ones (default: the
   budget); `poison(state)`: overwrites all free memory of a state (default: NaN and infinity in the free slots of `key`
   and `value`); `bytes_of(state)`: the memory of the tokens (default: that of `key` and `value`);
-- `CACHES`: options of small budgets by name, for the tests of a derived cache for transformers; the first is used where
-  one is enough. `REFUSED`: options that its constructor refuses, each with the error and its message;
-- `TRACE`: options of the golden trace's config besides budget and block_size (default: none);
+- `CACHES`: for a method whose cache for transformers is derived, options with small budgets by name, for its tests.
+  Tests that need one config use the first. `REFUSED`: options that its constructor refuses, with error and message;
+- `TRACE`: options of the golden trace's config besides the budget and the block size (default: none);
 - `CASES` and `replay(case, module)`: the pair's kinds of cases, and a function that judges a saved one again with
   `module`, the pair's module of the implementation under test. It yields a line per passed check and raises
   AssertionError.
