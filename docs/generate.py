@@ -216,10 +216,12 @@ def prose(doc: str) -> str:
 
 def cache_entry(name: str) -> Iterator[str]:
     """The cache for transformers, where it is installed."""
-    module: ModuleType = importlib.import_module(f"kvtwin.reference.hf.{name}")
-    (cache,) = (
-        one for key, one in vars(module).items() if key.lower() == f"{name.replace('_', '')}cache"
-    )
+    from kvtwin.conformance.judge import checkers
+
+    state = checkers.pair(name).state
+    assert state is not None
+    caches: ModuleType = importlib.import_module("kvtwin.reference.hf")
+    cache = getattr(caches, f"{state.__name__.removesuffix('State')}Cache")
     yield (
         f"### `{cache.__name__}`\n\nIn `kvtwin.reference.hf` and `kvtwin.optimized.hf`; see "
         f"[Use a method with transformers](../../how-to/transformers.md).\n\n{prose(own_doc(cache))}"

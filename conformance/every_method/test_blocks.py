@@ -58,7 +58,7 @@ def test_attend_of_a_block_of_which_some_queries_are_padding(pair, twins, device
         batch=3, key_value_heads=2, group=2, head_dim=16, queries=6, slots=20, method=pair.name, seed=5,
         occupancy="random", device=str(device),
     )
-    assert bool((case.real.any(-1) & ~case.real.all(-1)).any()), "queries of both kinds"
+    assert bool((case.valid.any(-1) & ~case.valid.all(-1)).any()), "queries of both kinds"
     assert_right(pair, twins, case)
 
 

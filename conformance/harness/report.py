@@ -30,7 +30,7 @@ def build_report(
     found: Sequence[Result],
     exitstatus: int,
 ) -> dict[str, Any]:
-    """A run as plain values; see the README for the schema."""
+    """A run as plain values. docs/reference/report.md has the schema."""
     outcomes = summary.claim_outcomes(found)
     return {
         "schema_version": SCHEMA_VERSION,

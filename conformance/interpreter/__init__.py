@@ -2,8 +2,8 @@
 
 `prepare` installs arithmetic whose results depend on the operands only and not on the CPU (arithmetic.py). It also
 applies the accelerator, which skips work that the interpreter repeats, and gives the same bits. The accelerator is off
-with KVTWIN_INTERPRETER=plain and for versions of Triton that it does not support (internals.py). docs/interpreter.md
-explains both.
+with KVTWIN_INTERPRETER=plain and for versions of Triton that it does not support (internals.py).
+docs/explanation/interpreter.md explains both.
 """
 
 from __future__ import annotations

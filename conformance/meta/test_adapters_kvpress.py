@@ -1,6 +1,6 @@
 """kvpress itself: what is right about its presses, and each difference from our reference with its failing example.
 
-CONTRIBUTING.md ("The suite on other people's kernels") has the list, and says whose each is. These tests hold the
+docs/how-to/kvpress.md has the list, and says whose each is. These tests hold the
 list to kvpress: one that fails after an upgrade says that an entry, and a line of adapters/kvpress.xfails, may go.
 They need the extra ``kvpress``, and are skipped without it.
 """

@@ -104,7 +104,7 @@ def test_json_report(run, pytester):
         "schema_version", "created", "arguments", "exit_status", "environment", "implementation", "totals",
         "methods", "claims", "tests",
     }  # fmt: skip
-    assert report["schema_version"] == 1  # a change of this number is a promise broken: say so in the README
+    assert report["schema_version"] == 1  # a change of this number breaks readers: say so in docs/reference/report.md
     assert report["exit_status"] == 1
     assert report["implementation"] == "kvtwin.optimized"
     assert set(report["environment"]) == {"device", "backend", "interpreter", "platform", "versions"}
