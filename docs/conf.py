@@ -26,6 +26,7 @@ html_title = f"kvtwin {release}"
 html_static_path = ["_static"]
 html_css_files = ["kvtwin.css"]
 html_theme_options = {"navigation_with_keys": True}
+html_show_copyright = False
 
 
 def setup(app):

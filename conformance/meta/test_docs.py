@@ -101,7 +101,7 @@ def test_the_kernel_of_readme_and_tutorial_is_wrong_as_they_say_and_the_mended_o
     free_slots = DecodeCase(**sizes, seed=1, occupancy="random", poison="nan")
     underflow = DecodeCase(**sizes, seed=1, content="overflow_88")
     zeros = DecodeCase(**sizes, seed=1, content="all_zero_values", occupancy="random", poison="zero")
-    for case, message in ((free_slots, "actual nan"), (underflow, "scores less"), (zeros, None)):
+    for case, message in ((free_slots, "got nan"), (underflow, "scores less"), (zeros, None)):
         if message is not None:
             with pytest.raises(Mismatch, match=message):
                 judge.assert_decode_right(kernel(first)(**case.inputs), case)
