@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import importlib.metadata
 import inspect
 import io
 import json
@@ -32,7 +31,7 @@ FOLDERS = ("methods", "results", "commands")
 PLOTS = ("accuracy", "needle", "headline", "bands")
 #: Modules with a command line, in the order of their sections; the key names the page.
 COMMANDS = {
-    "verify": ("kvtwin.conformance", "kvtwin.conformance.judge.replay"),
+    "verify": ("kvtwin.conformance",),
     "results": (
         "kvtwin.conformance.ledger", "kvtwin.conformance.capacity", "kvtwin.fixtures.accuracy",
         "kvtwin.fixtures.needle", "kvtwin.fixtures.counterfactual", "kvtwin.fixtures.record",
@@ -47,7 +46,7 @@ MAINS = {
     "kvtwin.conformance": "kvtwin.conformance.__main__",
     "kvtwin.conformance.mutation": "kvtwin.conformance.mutation.mutate",
 }
-TITLES = {"verify": "Verify and replay", "results": "Claims, capacity, accuracy, traces", "develop": "Develop kvtwin"}
+TITLES = {"verify": "The command kvtwin", "results": "Claims, capacity, accuracy, traces", "develop": "Develop kvtwin"}
 
 Pages = dict[str, str]
 
@@ -463,9 +462,13 @@ def command_pages() -> Pages:
         name: f"# {TITLES[name]}\n\n" + "\n".join(f"## `python -m {one}`\n\n{help_of(one)}" for one in modules)
         for name, modules in COMMANDS.items()
     }
-    for point in importlib.metadata.entry_points(group="console_scripts", name="kvtwin"):
-        text = _printed(point.load(), ["--help"], "kvtwin")
-        found["verify"] = found["verify"].replace("\n\n", f"\n\n## `kvtwin`\n\n```text\n{text}```\n\n", 1)
+    from kvtwin.conformance import cli
+
+    helps = [("kvtwin", ["--help"]), *((f"kvtwin {name}", [name, "--help"]) for name in cli.COMMANDS)]
+    own = "".join(
+        f"## `{program}`\n\n```text\n{_printed(cli.main, arguments, program)}```\n\n" for program, arguments in helps
+    )
+    found["verify"] = found["verify"].replace("\n\n", f"\n\n{own}", 1)
     found["pytest"] = pytest_page()
     return found
 

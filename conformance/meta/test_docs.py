@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtwin.conformance import discovery
+from kvtwin.conformance import cli, discovery
 from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.judge.checkers import longflow as judge
 from kvtwin.conformance.judge.compare import Mismatch
@@ -168,6 +168,8 @@ def test_the_reference_shows_what_is_stored():
         for module in modules:
             (page,) = (text for text in made.values() if f"## `python -m {module}`" in text)
             assert f"usage: python -m {module}" in page or f"usage: {module}" in page, module
+    for name in cli.COMMANDS:
+        assert f"## `kvtwin {name}`\n\n```text\nusage: kvtwin {name}" in made["commands/verify.md"]
     for found in generate._mutants().values():
         assert all(f"`{mutant['name']}`" in made["results/kill-matrix.md"] for mutant in found["mutants"])
     for _, baseline in generate._baselines():
