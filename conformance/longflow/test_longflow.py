@@ -35,6 +35,16 @@ def test_longflow_decodes_as_float64_would(case, twins):
     judge.assert_decode_right(twins.optimized.longflow.decode_attention(**case.inputs), case)
 
 
+@pytest.mark.parametrize("slots", (299, 300))
+@pytest.mark.parametrize("content", ("ordinary", "extreme_1e4"))
+def test_longflow_carries_the_softmax_over_several_tiles(content, slots, twins, device):
+    """The maximum rises in some rows and falls in others, from tile to tile of one program."""
+    case = DecodeCase(
+        batch=4, key_value_heads=2, group=4, head_dim=16, slots=slots, content=content, seed=1, device=str(device)
+    )
+    judge.assert_decode_right(twins.optimized.longflow.decode_attention(**case.inputs), case)
+
+
 SCORED = ("ordinary", "dominant", "near_ties")
 
 
