@@ -1,4 +1,4 @@
-"""Saving the case of a failing test as a safetensors file, for `python -m kvtwin.conformance.judge.replay FILE`.
+"""Saving the case of a failing test as a safetensors file, for ``kvtwin replay FILE``.
 
 Files go to the folder that KVTWIN_FAILURES names (default: `kvtwin-failures` in the current folder), one per test:
 while Hypothesis shrinks, each failing example overwrites the last one, so the smallest remains.

@@ -36,6 +36,7 @@ def test_a_derived_cache_names_its_config_its_state_and_its_options(method, side
     assert found.State.__module__.startswith(side.__name__.removesuffix("hf"))
     assert found is getattr(side, name), "made twice"
     assert f"The options are those of {pair.config.__name__}: block_size" in found.__doc__
+    assert ("TRITON_INTERPRET" in found.__doc__) == (side is kvtwin.optimized.hf)
 
 
 @pytest.mark.parametrize("name", ["NothingCache", "TOVA", "attentionCache", "Cache"])

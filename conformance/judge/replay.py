@@ -16,6 +16,8 @@ from . import checkers, lockstep
 from ..cases import case as cases
 from ..discovery import OPTIMIZED
 
+PROG = "kvtwin replay"
+
 
 def judged(case: cases.Case, side: Any) -> Iterator[str]:
     """Judge a case with every check that applies to it. Yields a line per passed check; raises AssertionError.
@@ -28,9 +30,6 @@ def judged(case: cases.Case, side: Any) -> Iterator[str]:
     for name, judge in checkers.every().items():
         if type(case) in getattr(judge, "CASES", ()):
             yield from judge.replay(case, checkers.module(side, checkers.pair(name)))
-
-
-PROG = "kvtwin replay"
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:

@@ -1,6 +1,6 @@
 """The kernel that starts a LongFlow decode step; one of `_score_kernels.py` finishes it.
 
-Conventions: see there. Strides of the caches come divided by UNIT, those of the mask by MASK_UNIT (see _launch).
+Conventions: see there. Strides of the caches come divided by UNIT, those of the mask by MASK_UNIT (see _ops.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The sparsity of a decode step's attention, without the attention matrix: logits are made twice.
 
-The first kernel leaves each split's maxima and sums, the second counts. Device functions below serve any kernel that
-has logits and their denominators at hand. Logits and what follows are in base 2; `flat` is the number of a (row of the
-batch, KV head). Scratch is contiguous: maxima and sums [flats * GROUP, splits], counts [flats, splits, 2].
+The first kernel leaves each split's maxima and sums, the second counts. Device functions that other kernels use too are
+in `_common/softmax.py` and `_common/thoughts.py`. Logits and what follows are in base 2; `flat` is the number of a (row
+of the batch, KV head). Scratch is contiguous: maxima and sums [flats * GROUP, splits], counts [flats, splits, 2].
 """
 
 from __future__ import annotations

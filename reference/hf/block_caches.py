@@ -9,7 +9,7 @@ from pkgutil import iter_modules
 
 from .plug import StateCache
 
-DOCUMENTATION = """A {method} cache for `generate`: at most `budget` tokens per layer, row and KV head.
+DOCUMENTATION = """A {method} cache for `generate`: at most `budget` tokens per layer, row and KV head{longer}.
 
     model.set_attn_implementation("kvtwin")
     model.generate(ids, past_key_values={name}(model.config, budget=1024), prefill_chunk_size=128)
@@ -17,7 +17,14 @@ DOCUMENTATION = """A {method} cache for `generate`: at most `budget` tokens per 
 The options are those of {config}: {options}. The model gives the scale. The layer processes a prompt in blocks of
 block_size tokens, which it holds beside its budget; prefill_chunk_size bounds the model's activations. The slots are in
 `cache.layers[i].state`, a `{state}`. Arguments, padding, turns and errors: `kvtwin.reference.hf.plug.StateCache`.
+
+{side}
 """
+SIDES = {
+    "kvtwin.reference": "It runs the eager reference, in float64 to bfloat16.",
+    "kvtwin.optimized": "It runs the Triton kernels, in float32 to bfloat16. A model on the CPU needs Triton's "
+    "interpreter:\nTRITON_INTERPRET=1 before anything imports triton, which importing a transformers model does.",
+}
 
 
 def find(name: str, side: str, package: str) -> type[StateCache] | None:
@@ -35,13 +42,14 @@ def find(name: str, side: str, package: str) -> type[StateCache] | None:
                 module = import_module(f"{folder}.{found.name}")
                 state, config = getattr(module, f"{method}State", None), getattr(module, f"{method}Config", None)
                 if state is not None and hasattr(state, "append_block") and config is not None:
-                    return _derived(name, config, state, package)
+                    return _derived(name, config, state, side, package)
     return None
 
 
-def _derived(name: str, config: type, state: type, package: str) -> type[StateCache]:
-    options = ", ".join(field.name for field in fields(config) if field.name not in ("budget", "scale"))
+def _derived(name: str, config: type, state: type, side: str, package: str) -> type[StateCache]:
+    options = [field.name for field in fields(config) if field.name not in ("budget", "scale")]
     text = DOCUMENTATION.format(
-        method=name.removesuffix("Cache"), name=name, config=config.__name__, options=options, state=state.__name__
+        method=name.removesuffix("Cache"), name=name, config=config.__name__, options=", ".join(options),
+        state=state.__name__, side=SIDES[side], longer=", and interval - 1 more" if "interval" in options else "",
     )
     return type(name, (StateCache,), {"__doc__": text, "__module__": package, "Config": config, "State": state})
