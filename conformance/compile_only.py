@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from . import discovery
-from .judge import checkers
 from .discovery import Pair
+from .judge import checkers
 
 CAPABILITY = 90
 WARP = 32
@@ -44,8 +44,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 SUMS_ALONE = ("attention_kernel",)
 #: Lines whose numbers only enter sums: the weights of an online softmax.
 SUMMED = ("p = tl.exp2(logit - shift[:, None])",)
-#: The file of device functions that kernels call for several purposes.
-HELPERS = "numerics.py"
+#: The files of device functions that kernels call for several purposes.
+HELPERS = ("numerics.py", "softmax.py")
 #: Replacements, in every module of the optimized side, for functions that query the GPU: an H200's answers.
 ANSWERS: dict[str, Callable[..., Any]] = {
     "check_kernel_device": lambda *_: None, "multiprocessors": lambda _: 132, "discards": lambda _: True,
@@ -111,7 +111,7 @@ def fused_here_only(code: str, folder: Path) -> set[str]:
             continue
         fused, apart = ([callers for callers, kind in kinds.items() if kind == {only}] for only in ("fused", "apart"))
         # Compare calls of a helper only for the same purpose.
-        first = 1 if files[file].name == HELPERS else 0
+        first = 1 if files[file].name in HELPERS else 0
         if files[file].is_relative_to(folder) and any(_in_two_loops(*pair, first) for pair in product(fused, apart)):
             found.add(files[file].read_text(encoding="utf-8").splitlines()[int(number) - 1].strip())
     return found

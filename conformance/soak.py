@@ -23,10 +23,10 @@ from typing import Any
 
 import pytest
 
+from . import plugin
 from .cases import draws
 from .harness import options
 from .judge import stats
-from . import plugin
 
 SEEDS = "KVTWIN_SOAK_SEEDS"  # passes the seeds to the processes of pytest-xdist: "FIRST:COUNT"
 RESULTS = "KVTWIN_SOAK_RESULTS"

@@ -11,15 +11,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kvtwin.conformance.judge import bounds
-from kvtwin.conformance.judge.bounds import Interval
-from kvtwin.conformance.cases.case import DecodeCase
-from kvtwin.conformance.judge.compare import assert_same, assert_within
-from kvtwin.conformance.judge.checkers import epikv_scores
-from kvtwin.conformance.judge.checkers.epikv import assert_inside
-from kvtwin.optimized import epikv
 from torch import Tensor
 from torch.nn import functional
+
+from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.judge import bounds
+from kvtwin.conformance.judge.bounds import Interval
+from kvtwin.conformance.judge.checkers import epikv_scores
+from kvtwin.conformance.judge.checkers.epikv import assert_inside
+from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.optimized import epikv
 
 from .peers import decode_peers
 
@@ -280,6 +281,7 @@ def test_prompt_memory(gpu, record_property):
     """65,536 tokens of a model of Llama-8B's shape: with scoring within 1 % of the peak without it; and attention
     weights for the asking, which grow with the square of the length, or do not fit."""
     import transformers
+
     from kvtwin.optimized.hf import EpiKVCache
 
     config = transformers.LlamaConfig(

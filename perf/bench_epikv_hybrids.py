@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.bounds import SLACK, UNIT
-from kvtwin.conformance.cases.case import DecodeCase
-from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.checkers import epikv_hybrids
 from kvtwin.conformance.judge.checkers.epikv import assert_inside
+from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.optimized import epikv
 from kvtwin.reference.thinkv import attention_sparsity, classify
-from torch import Tensor
 
 from .bench_epikv import DTYPE, ITEM, LLAMA, Shape, check_next_slot, coming_score
 from .peers import decode_peers

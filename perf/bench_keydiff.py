@@ -11,15 +11,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kvtwin.conformance.judge.bounds import UNIT
-from kvtwin.conformance.judge.compare import assert_same
-from kvtwin.conformance.judge.checkers import keydiff as judge
+from torch import Tensor
+from torch.nn import functional
+
 from kvtwin.conformance.cases.key_cases import KeyCase
+from kvtwin.conformance.judge.bounds import UNIT
+from kvtwin.conformance.judge.checkers import keydiff as judge
+from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.oracle import upcast
 from kvtwin.optimized import keydiff
 from kvtwin.reference import keydiff as reference
-from torch import Tensor
-from torch.nn import functional
 
 pytestmark = pytest.mark.benchmark(group="keydiff")
 

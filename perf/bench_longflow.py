@@ -10,16 +10,17 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kvtwin.conformance.judge import bounds
+from torch import Tensor
+
 from kvtwin.conformance.cases.case import DecodeCase, WindowCase
-from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.checkers.longflow import assert_decode_right
 from kvtwin.conformance.judge.checkers.snapkv import assert_compress_right
+from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.oracle import attend
 from kvtwin.optimized import longflow
 from kvtwin.optimized._common.prompt_attention import causal_attention
 from kvtwin.reference import longflow as reference
-from torch import Tensor
 
 from .peers import causal_peers, decode_peers
 

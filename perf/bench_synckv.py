@@ -14,15 +14,16 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-from kvtwin.conformance.judge import bounds
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
 from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.optimized import synckv
 from kvtwin.optimized.synckv import _offload
 from kvtwin.optimized.synckv._transfers import StreamTransfers, Transfers
 from kvtwin.reference.synckv.contract import SyncKVConfig
-from torch import Tensor
-from torch.nn.functional import linear, silu
 
 from .device import Device
 from .peers import decode_peers

@@ -11,16 +11,17 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kvtwin.conformance.judge import bounds
+from torch import Tensor
+
 from kvtwin.conformance.cases.case import DecodeCase
-from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.checkers import thinkv_paging as judge
+from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.oracle import attend
 from kvtwin.optimized import thinkv
 from kvtwin.optimized.thinkv.eviction import segment_representatives
 from kvtwin.reference.thinkv.contract import ThinKVConfig
 from kvtwin.reference.thinkv.types import Thought
-from torch import Tensor
 
 from .peers import decode_peers
 

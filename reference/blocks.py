@@ -18,7 +18,14 @@ from torch.nn import functional
 from ._validate import check_config, check_integer, resolve_scale
 from ._validate_attention import check_attention, check_slot_mask
 from .attention import (
-    INF, accumulate_dtype, causal_logits, logits, per_kv_head, per_query_head, softmax, weighted_values,
+    INF,
+    accumulate_dtype,
+    causal_logits,
+    logits,
+    per_kv_head,
+    per_query_head,
+    softmax,
+    weighted_values,
 )
 from .contract import MethodConfig, Sizes
 from .selection import kept_after, order

@@ -13,11 +13,26 @@ import torch
 from torch import Tensor
 
 from ._validate import (
-    check_all_finite, check_config, check_flag, check_integer, check_next_slot, check_tensor, resolve_scale,
+    check_all_finite,
+    check_config,
+    check_flag,
+    check_integer,
+    check_next_slot,
+    check_tensor,
+    resolve_scale,
 )
 from ._validate_attention import check_attention, check_slot_mask
-from .attention import INF, accumulate_dtype, causal_attention, logits, per_kv_head, per_query_head, softmax
-from .attention import weighted_values, zero_unoccupied
+from .attention import (
+    INF,
+    accumulate_dtype,
+    causal_attention,
+    logits,
+    per_kv_head,
+    per_query_head,
+    softmax,
+    weighted_values,
+    zero_unoccupied,
+)
 from .baselines.snapkv import CompressResult, check_kernel_size, compress
 from .contract import MethodConfig
 from .selection import gather_tokens, order, victims

@@ -10,9 +10,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ..judge.oracle import Attention, attend
 from . import contents
 from .case import Case, StateTrace
-from ..judge.oracle import Attention, attend
 from .strategies import GROUPS, SCALES, TRIPLES, _common, _counts, contents_of
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "spread", "channels_first")

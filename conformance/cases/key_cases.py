@@ -13,8 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from . import contents
-from . import draws
+from . import contents, draws
 from .case import Case
 from .layouts import REPEATED
 from .strategies import TRIPLES, _common, _counts, _layouts, contents_of

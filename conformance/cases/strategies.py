@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from . import contents
-from . import draws
 from ..judge import checkers
+from . import contents, draws
 from .case import DecodeCase, StateTrace, WindowCase
 from .layouts import LAYOUTS
 

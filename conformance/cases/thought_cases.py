@@ -14,8 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from . import contents
-from . import draws
+from . import contents, draws
 from .case import Case, DecodeCase
 from .strategies import DTYPES, HEAD_DIMS, PLAIN_DTYPES, contents_of, decode_cases, default_device
 

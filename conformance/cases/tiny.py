@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import discovery
-from ..judge import checkers
 from ..discovery import Pair
+from ..judge import checkers
 
 BATCH, QUERY_HEADS, KEY_VALUE_HEADS, SLOTS, HEAD_DIM, WINDOW, BUDGET = 2, 4, 2, 6, 16, 2, 4
 HEADS = (QUERY_HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS)  # of query, key and value

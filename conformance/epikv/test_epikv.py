@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kvtwin.conformance.cases import strategies
 from kvtwin.conformance.judge.bounds import Interval
-from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.checkers import epikv_scores as judge
 from kvtwin.conformance.judge.checkers.epikv import assert_inside
+from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.reference.epikv.contract import DIFFERENCES, EpiKVConfig
 
 pytestmark = pytest.mark.kind("equivalence")

@@ -15,9 +15,9 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
 
 from kvtwin.conformance.cases import tiny_models
-from kvtwin.conformance.epikv.epikv_loops import BANDS, F64, HybridLoop, check, held
 from kvtwin.conformance.cases.hf_cases import feed
 from kvtwin.conformance.cases.tiny_models import generate, prompts
+from kvtwin.conformance.epikv.epikv_loops import BANDS, F64, HybridLoop, check, held
 from kvtwin.reference.hf.plug_epikv import BandLayer, check_bands
 
 pytestmark = pytest.mark.kind("equivalence")

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.harness import report
+from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.meta.docs_source import docs_module
 from kvtwin.fixtures import accuracy, accuracy_plot, tasks
 from kvtwin.fixtures.accuracy import FULL, Plan

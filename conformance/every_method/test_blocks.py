@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.cases.block_cases import AttendCase, attend_cases
-from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.harness.impl import Twins
+from kvtwin.conformance.judge import checkers
+from kvtwin.conformance.judge.compare import assert_same
 
 ATTENDS = [pair for pair in discovery.methods() if AttendCase in checkers.ask(pair.name, "CASES", ())]
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.parametrize("pair", ATTENDS, ids=str)]

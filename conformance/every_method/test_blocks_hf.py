@@ -12,10 +12,10 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.cases import tiny_models
 from kvtwin.conformance.cases.hf_cases import F64, StateLoop, cuts
 from kvtwin.conformance.cases.tiny_models import cache_class, generate, prompts
+from kvtwin.conformance.judge import checkers
 from kvtwin.reference.blocks import BlockConfig
 from kvtwin.reference.hf import H2OCache, LongFlowCache, masks
 

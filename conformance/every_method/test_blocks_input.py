@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.cases.bad_input import moved
 from kvtwin.conformance.cases.block_cases import AttendCase
 from kvtwin.conformance.harness.impl import Twins
+from kvtwin.conformance.judge import checkers
 from kvtwin.reference.blocks import BlockConfig, BlockState
 
 BLOCKS = [pair for pair in discovery.methods() if issubclass(pair.state or object, BlockState)]

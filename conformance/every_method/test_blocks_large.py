@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.reference.blocks import BlockState
 
 BLOCKS = [pair for pair in discovery.methods() if issubclass(pair.state or object, BlockState)]

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.cases.tiny import attributes
+from kvtwin.conformance.judge import checkers
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.judge import bounds, checkers, lockstep
 from kvtwin.conformance import discovery
 from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.cases.strategies import VANISHING, state_traces
+from kvtwin.conformance.judge import bounds, checkers, lockstep
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.oracle import attend
-from kvtwin.conformance.cases.strategies import VANISHING, state_traces
 
 every_method = pytest.mark.parametrize("pair", discovery.methods(), ids=str)
 # Those that keep keys and values as they came.

@@ -25,9 +25,9 @@ import kvtwin.fixtures
 import kvtwin.optimized
 import kvtwin.reference
 from kvtwin.conformance import discovery
-from kvtwin.conformance.judge import checkers
-from kvtwin.conformance.discovery import Pair
 from kvtwin.conformance.cases.tiny import attributes, description, new_state, prompt, public_functions, states, token
+from kvtwin.conformance.discovery import Pair
+from kvtwin.conformance.judge import checkers
 
 REFERENCE, OPTIMIZED = "kvtwin.reference", "kvtwin.optimized"
 # The modules of the reference that both sides use: public types, configs, checks of arguments, the transformers plug;

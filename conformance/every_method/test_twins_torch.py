@@ -15,11 +15,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.judge import checkers
-from kvtwin.conformance.discovery import Pair
 from kvtwin.conformance.cases.tiny import (
-    arguments, attributes, description, groupings, new_state, prompt, public_functions, states, token,
+    arguments,
+    attributes,
+    description,
+    groupings,
+    new_state,
+    prompt,
+    public_functions,
+    states,
+    token,
 )
+from kvtwin.conformance.discovery import Pair
+from kvtwin.conformance.judge import checkers
 from kvtwin.optimized._common.launch import INTERPRETED
 
 every_pair = pytest.mark.parametrize("twin", discovery.pairs(), ids=str)

@@ -15,8 +15,8 @@ import pytest
 
 from ...fixtures import accuracy_plot, needle_plot
 from ...fixtures.stored import stored_result
-from . import environment, summary
 from .. import ledger
+from . import environment, summary
 from .results import KINDS, OUTCOMES, Result, Sum
 
 # Increase it when a key is removed or changes its meaning; new keys do not change it.

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from . import environment, options, results, summary
-from ..cases import draws
-from ..judge import stats
 from .. import interpreter
-from .impl import NotProvided, Twins
+from ..cases import draws
 from ..interpreter import stack
+from ..judge import stats
+from . import environment, options, results, summary
+from .impl import NotProvided, Twins
 from .report import build_report, write_report
 
 MARKERS = (

@@ -21,9 +21,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from ..cases import failures
 from . import stats
 from .bounds import Interval
-from ..cases import failures
 
 #: Raises the error for a wrong choice: `fail` for the side under test, `fail_oracle` for the oracle.
 Fail = Callable[[str], NoReturn]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ...reference import keydiff
-from .bounds import DIVISION
-from .emulate import Machine
-from .checkers.keydiff import ROOT
 from ..cases.key_cases import KeyCase
+from .bounds import DIVISION
+from .checkers.keydiff import ROOT
+from .emulate import Machine
 
 #: The share of their allowed error that roots and divisions have before their last rounding.
 ALMOST = 1 - 2.0**-4

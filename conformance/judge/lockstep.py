@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import bounds, checkers
 from ..cases.case import DecodeCase, StateTrace
+from . import bounds, checkers
 from .compare import Verdict, assert_same, assert_within, fail, gathered
 from .oracle import upcast, upcast_all
 

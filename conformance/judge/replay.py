@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import checkers, lockstep
 from ..cases import case as cases
 from ..discovery import OPTIMIZED
+from . import checkers, lockstep
 
 PROG = "kvtwin replay"
 

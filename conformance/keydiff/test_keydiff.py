@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.judge.compare import assert_same
-from kvtwin.conformance.judge.checkers import keydiff as judge
 from kvtwin.conformance.cases.key_cases import ANCHORS, CONTENTS, SIMILARITIES, UNDECIDED, KeyCase, fill, key_cases
+from kvtwin.conformance.judge.checkers import keydiff as judge
+from kvtwin.conformance.judge.compare import assert_same
 
 # Squares of huge numbers overflow, and are then taken anew: numpy, on which the interpreter stands, warns of it.
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.filterwarnings("ignore:overflow encountered")]

@@ -14,6 +14,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+
 from kvtwin.conformance.judge.claim_geometry import LENGTHS, directions, on_sphere, unit
 from kvtwin.conformance.judge.claim_math import Vector, components, dot, many, minus, scaled, square, vector
 

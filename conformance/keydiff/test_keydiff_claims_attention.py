@@ -22,6 +22,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
 from kvtwin.conformance.judge.claim_geometry import direction_sets, kept, mean, smallest, unit
 from kvtwin.conformance.judge.claim_math import dot, many, masses, scaled, vector
 

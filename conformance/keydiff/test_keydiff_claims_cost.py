@@ -14,9 +14,9 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
+
 from kvtwin.conformance.judge.claim_geometry import kept, smallest, unit, whole_vectors
 from kvtwin.conformance.judge.claim_math import Counted, add_up
-
 
 # ---- KD-8: the operations of A.2.1 -----------------------------------------------------------------------------------
 

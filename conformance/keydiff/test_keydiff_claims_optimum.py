@@ -20,8 +20,19 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+
 from kvtwin.conformance.judge.claim_geometry import (
-    chosen, direction_sets, kept, least_similarity, mean, on_sphere, row_sums, similarity, smallest, total, unit,
+    chosen,
+    direction_sets,
+    kept,
+    least_similarity,
+    mean,
+    on_sphere,
+    row_sums,
+    similarity,
+    smallest,
+    total,
+    unit,
     whole_vectors,
 )
 from kvtwin.conformance.judge.claim_math import Vector, dot, many, minus, scaled, square, vector, without

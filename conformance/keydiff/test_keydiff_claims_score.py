@@ -15,11 +15,21 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch import Tensor
+
 from kvtwin.conformance.judge.claim_geometry import (
-    LENGTHS, direction_sets, kept, mean, on_sphere, row_sums, smallest, total, unit, whole_vectors,
+    LENGTHS,
+    direction_sets,
+    kept,
+    mean,
+    on_sphere,
+    row_sums,
+    smallest,
+    total,
+    unit,
+    whole_vectors,
 )
 from kvtwin.conformance.judge.claim_math import Counted, Vector, add_up, dot, many, scaled, square, vector
-from torch import Tensor
 
 U64, U32 = 2.0**-53, 2.0**-24  # unit roundoffs
 ONE = Fraction(1)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kvtwin.conformance.judge.compare import assert_same
-from kvtwin.conformance.judge.checkers import keydiff as judge
 from kvtwin.conformance.cases.key_cases import KeyCase, key_cases
 from kvtwin.conformance.cases.layouts import lay_out
+from kvtwin.conformance.judge.checkers import keydiff as judge
+from kvtwin.conformance.judge.compare import assert_same
 
 pytestmark = [
     pytest.mark.kind("laws"), pytest.mark.parametrize("side", ("reference", "optimized")),

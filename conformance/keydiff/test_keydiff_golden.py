@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtwin.conformance.judge.compare import assert_same
-from kvtwin.conformance.judge.checkers import keydiff as judge
 from kvtwin.conformance.cases.key_cases import KeyCase
+from kvtwin.conformance.judge.checkers import keydiff as judge
+from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.fixtures.block_traces import inputs
 from kvtwin.fixtures.load import load_trace
 

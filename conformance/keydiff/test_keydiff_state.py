@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.cases.case import StateTrace
-from kvtwin.conformance.judge.compare import assert_same, assert_within, gathered
-from kvtwin.conformance.judge.checkers import keydiff as judge
 from kvtwin.conformance.cases.key_cases import KeyCase, fill
+from kvtwin.conformance.judge import lockstep
+from kvtwin.conformance.judge.checkers import keydiff as judge
+from kvtwin.conformance.judge.compare import assert_same, assert_within, gathered
 from kvtwin.optimized import keydiff as optimized
 from kvtwin.reference import keydiff
 from kvtwin.reference.keydiff import KeyDiffConfig

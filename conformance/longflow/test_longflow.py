@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.judge import bounds, lockstep
 from kvtwin.conformance.cases.case import DecodeCase, StateTrace
-from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.cases.strategies import DECIDED, decode_cases, window_cases
+from kvtwin.conformance.judge import bounds, lockstep
 from kvtwin.conformance.judge.checkers import longflow as judge
 from kvtwin.conformance.judge.checkers.snapkv import assert_compress_right
+from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.oracle import attend
-from kvtwin.conformance.cases.strategies import DECIDED, decode_cases, window_cases
 
 pytestmark = pytest.mark.kind("equivalence")
 

@@ -12,10 +12,26 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvtwin.conformance.judge.claim_geometry import on_sphere
 from kvtwin.conformance.judge.claim_math import (
-    Vector, at_most_tanh, attention, caches, components, dot, effect, growth, largest_change, many, masses, minus,
-    one_head, scaled, softmax, square, vector,
+    Vector,
+    at_most_tanh,
+    attention,
+    caches,
+    components,
+    dot,
+    effect,
+    growth,
+    largest_change,
+    many,
+    masses,
+    minus,
+    one_head,
+    scaled,
+    softmax,
+    square,
+    vector,
 )
 
 

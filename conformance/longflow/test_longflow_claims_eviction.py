@@ -12,8 +12,22 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+
 from kvtwin.conformance.judge.claim_math import (
-    attention, caches, effect, lowest, many, masses, minus, norm1, one_head, scaled, softmax, square, vector, without,
+    attention,
+    caches,
+    effect,
+    lowest,
+    many,
+    masses,
+    minus,
+    norm1,
+    one_head,
+    scaled,
+    softmax,
+    square,
+    vector,
+    without,
 )
 
 HALF = Fraction(1, 2)

@@ -15,12 +15,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvtwin.conformance.judge import stats
 from kvtwin.conformance.judge.bounds import arithmetic, output_error
-from kvtwin.conformance.judge.claim_math import (
-    algorithm_one, attention, caches, lowest, many, norm1, one_head, softmax, vector,
-)
 from kvtwin.conformance.judge.checkers.longflow import log_score_interval
+from kvtwin.conformance.judge.claim_math import (
+    algorithm_one,
+    attention,
+    caches,
+    lowest,
+    many,
+    norm1,
+    one_head,
+    softmax,
+    vector,
+)
 from kvtwin.conformance.judge.oracle import attend
 
 INF = math.inf

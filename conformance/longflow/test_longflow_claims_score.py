@@ -15,12 +15,28 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvtwin.conformance.judge.bounds import arithmetic
-from kvtwin.conformance.judge.claim_math import (
-    Counted, Vector, add_up, attention, caches, components, effect, many, masses, minus, norm1, one_head, scaled,
-    softmax, square, vector, without,
-)
 from kvtwin.conformance.judge.checkers.longflow import linear_score_error
+from kvtwin.conformance.judge.claim_math import (
+    Counted,
+    Vector,
+    add_up,
+    attention,
+    caches,
+    components,
+    effect,
+    many,
+    masses,
+    minus,
+    norm1,
+    one_head,
+    scaled,
+    softmax,
+    square,
+    vector,
+    without,
+)
 from kvtwin.conformance.judge.oracle import attend
 
 HALF = Fraction(1, 2)

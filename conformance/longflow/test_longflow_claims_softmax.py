@@ -18,8 +18,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvtwin.conformance.judge.claim_math import (
-    at_most_tanh, growth, largest_change, many, masses, norm1, softmax, vector,
+    at_most_tanh,
+    growth,
+    largest_change,
+    many,
+    masses,
+    norm1,
+    softmax,
+    vector,
 )
 
 U = 2.0**-53

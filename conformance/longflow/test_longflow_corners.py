@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 
 from kvtwin.conformance.cases.case import DecodeCase
-from kvtwin.conformance.judge.checkers import longflow as judge
 from kvtwin.conformance.cases.strategies import decode_cases
+from kvtwin.conformance.judge.checkers import longflow as judge
 from kvtwin.optimized import longflow
 from kvtwin.optimized.longflow import _ops
 from kvtwin.reference.longflow import LongFlowConfig

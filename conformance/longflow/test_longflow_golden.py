@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.cases.case import DecodeCase
-from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.checkers import longflow as judge
+from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.fixtures.load import load_trace
 
 pytestmark = pytest.mark.kind("golden")

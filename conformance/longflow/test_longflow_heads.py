@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.cases.case import DecodeCase, StateTrace
-from kvtwin.conformance.judge.checkers import longflow as judge
 from kvtwin.conformance.cases.strategies import decode_cases
+from kvtwin.conformance.judge import lockstep
+from kvtwin.conformance.judge.checkers import longflow as judge
 
 pytestmark = pytest.mark.kind("equivalence")
 

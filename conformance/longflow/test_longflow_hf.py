@@ -10,9 +10,10 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
 
+from transformers import DynamicCache
+
 from kvtwin.conformance.cases import tiny_models
 from kvtwin.conformance.cases.tiny_models import FAMILIES, cache_class, generate, prompts
-from transformers import DynamicCache
 
 pytestmark = pytest.mark.kind("equivalence")
 

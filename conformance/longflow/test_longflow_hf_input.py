@@ -12,12 +12,13 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
 
 import transformers
+from transformers import DynamicCache
+
 from kvtwin.conformance.cases import tiny_models
 from kvtwin.conformance.cases.hf_cases import check_second_turn_in_chunks, feed
 from kvtwin.conformance.cases.tiny_models import prompts
 from kvtwin.reference.hf import LongFlowCache
 from kvtwin.reference.hf.plug import attention
-from transformers import DynamicCache
 
 pytestmark = pytest.mark.kind("bad_input")
 

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance.cases.bad_input import (
-    MASKS, STATE, SUBJECTS, Call, W, converted, good, module_of, moved, refused,
+    MASKS,
+    STATE,
+    SUBJECTS,
+    Call,
+    W,
+    converted,
+    good,
+    module_of,
+    moved,
+    refused,
 )
 from kvtwin.conformance.harness.impl import Twins
 from kvtwin.reference.contract import MethodConfig

@@ -17,14 +17,14 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 
-from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.cases.case import DecodeCase
-from kvtwin.conformance.judge.checkers import longflow as judge
 from kvtwin.conformance.cases.strategies import decode_cases, state_traces
-from kvtwin.optimized.longflow import _score_kernels as score_kernels
+from kvtwin.conformance.judge import lockstep
+from kvtwin.conformance.judge.checkers import longflow as judge
 from kvtwin.optimized import longflow
-from kvtwin.optimized.longflow import _ops
 from kvtwin.optimized._common.launch import INTERPRETED
+from kvtwin.optimized.longflow import _ops
+from kvtwin.optimized.longflow import _score_kernels as score_kernels
 
 pytestmark = pytest.mark.kind("equivalence")
 

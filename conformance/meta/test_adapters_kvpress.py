@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.case import WindowCase
+from kvtwin.conformance.cases.key_cases import ANCHORS, CONTENTS, SIMILARITIES, KeyCase, key_cases
+from kvtwin.conformance.cases.strategies import TRACE_CONTENTS, window_cases
 from kvtwin.conformance.harness.impl import Twins
 from kvtwin.conformance.judge.checkers import keydiff as keydiff_judge
 from kvtwin.conformance.judge.checkers import snapkv as judge
-from kvtwin.conformance.cases.key_cases import ANCHORS, CONTENTS, SIMILARITIES, KeyCase, key_cases
-from kvtwin.conformance.cases.strategies import TRACE_CONTENTS, window_cases
 from kvtwin.fixtures.load import load_trace
 from kvtwin.reference import keydiff
 from kvtwin.reference.baselines import snapkv, streaming_llm, tova

@@ -18,7 +18,12 @@ from torch import Tensor
 from kvtwin.conformance.judge.bounds import DIVISION, EXP, LOG
 from kvtwin.optimized._common.launch import INTERPRETED
 from kvtwin.optimized._common.numerics import (
-    dot, finite_or_zero, log2_or_minus_inf, round_to, sortable, sum_of_products,
+    dot,
+    finite_or_zero,
+    log2_or_minus_inf,
+    round_to,
+    sortable,
+    sum_of_products,
 )
 
 # The interpreter takes a millisecond per program and numpy's speed within it.

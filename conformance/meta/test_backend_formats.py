@@ -17,7 +17,14 @@ from kvtwin.conformance.judge import format_oracle as oracle
 from kvtwin.optimized._common.launch import INTERPRETED
 from kvtwin.optimized._common.numerics import without_sign_of_zero
 from kvtwin.optimized.thinkv._formats_kernels import (
-    decode, decode_e4m3, decode_scale, encode, encode_e4m3, fp8_scale, magnitude, scale_code,
+    decode,
+    decode_e4m3,
+    decode_scale,
+    encode,
+    encode_e4m3,
+    fp8_scale,
+    magnitude,
+    scale_code,
 )
 
 BLOCK = 1 << 17 if INTERPRETED else 1024

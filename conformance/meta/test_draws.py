@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.cases import draws
-from kvtwin.conformance.judge import stats
-from kvtwin.conformance.cases import key_cases, strategies, thought_cases
+from kvtwin.conformance.cases import draws, key_cases, strategies, thought_cases
 from kvtwin.conformance.cases.key_cases import UNDECIDED
+from kvtwin.conformance.judge import stats
 
 pytest_plugins = ["pytester"]
 

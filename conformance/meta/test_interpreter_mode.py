@@ -12,8 +12,8 @@ import pytest
 import torch
 import triton
 
-from kvtwin.conformance.harness import environment
 from kvtwin.conformance import interpreter
+from kvtwin.conformance.harness import environment
 from kvtwin.conformance.interpreter import Prepared, internals
 
 pytest_plugins = ["pytester"]

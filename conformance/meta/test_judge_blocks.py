@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvtwin.conformance.judge import checkers, lockstep
-from kvtwin.conformance.judge import stats
 from kvtwin.conformance.cases.block_cases import sized
-from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.judge import checkers, lockstep, stats
+from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.judge.compare import JudgeError, Mismatch
 from kvtwin.conformance.judge.compare_by_age import assert_kept_by_age_right
 from kvtwin.reference.baselines import h2o, random, snapkv, streaming_llm, tova, vatp

@@ -13,17 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.judge import bounds, oracle
 from kvtwin.conformance.cases import contents
 from kvtwin.conformance.cases.case import DecodeCase, WindowCase
-from kvtwin.conformance.judge.compare import JudgeError, Mismatch, assert_within
-from kvtwin.conformance.judge.emulate import Computed, Machine
+from kvtwin.conformance.judge import bounds, oracle
 from kvtwin.conformance.judge.checkers import longflow as longflow_judge
 from kvtwin.conformance.judge.checkers import snapkv as snapkv_judge
+from kvtwin.conformance.judge.compare import JudgeError, Mismatch, assert_within
+from kvtwin.conformance.judge.emulate import Computed, Machine
 from kvtwin.reference.attention import causal_attention
 from kvtwin.reference.baselines import snapkv
 from kvtwin.reference.longflow import decode_attention, log_score
-
 
 
 @pytest.fixture(autouse=True)

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance.cases import contents
-from kvtwin.conformance.judge import checkers, lockstep
-from kvtwin.conformance.judge import stats
 from kvtwin.conformance.cases.block_cases import AttendCase, sized
-from kvtwin.conformance.judge.bounds import arithmetic
 from kvtwin.conformance.cases.case import StateTrace
-from kvtwin.conformance.judge.compare import Mismatch, assert_within
-from kvtwin.conformance.judge.emulate import Machine
+from kvtwin.conformance.judge import checkers, lockstep, stats
+from kvtwin.conformance.judge.bounds import arithmetic
 from kvtwin.conformance.judge.checkers import blocks
 from kvtwin.conformance.judge.checkers import tova as tova_judge
+from kvtwin.conformance.judge.compare import Mismatch, assert_within
+from kvtwin.conformance.judge.emulate import Machine
 from kvtwin.reference.attention import per_query_head, zero_unoccupied
 from kvtwin.reference.baselines import h2o, tova, vatp
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.judge.bounds import Interval
+from kvtwin.conformance.judge.checkers import epikv, epikv_hybrids
+from kvtwin.conformance.judge.checkers import epikv_scores as judge
 from kvtwin.conformance.judge.compare import Mismatch
-from kvtwin.conformance.judge.checkers import epikv, epikv_hybrids, epikv_scores as judge
 from kvtwin.reference import epikv as reference
 
 

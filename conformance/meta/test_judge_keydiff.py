@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtwin.conformance.cases.key_cases import ANCHORS, CONTENTS, COSINE_ONLY, SIMILARITIES, KeyCase
+from kvtwin.conformance.judge.checkers import keydiff as judge
 from kvtwin.conformance.judge.compare import Mismatch, assert_within
 from kvtwin.conformance.judge.emulate_keys import KeyMachine
-from kvtwin.conformance.judge.checkers import keydiff as judge
-from kvtwin.conformance.cases.key_cases import ANCHORS, CONTENTS, COSINE_ONLY, SIMILARITIES, KeyCase
 from kvtwin.conformance.judge.oracle import oracle, upcast_all
 from kvtwin.reference import keydiff
 

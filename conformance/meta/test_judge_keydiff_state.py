@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.judge import lockstep
+from kvtwin.conformance.judge.checkers import keydiff as judge
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.judge.emulate_keys import KeyMachine
-from kvtwin.conformance.judge.checkers import keydiff as judge
 from kvtwin.reference import keydiff
 
 

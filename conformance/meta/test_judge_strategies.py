@@ -14,12 +14,13 @@ import torch
 from hypothesis import HealthCheck, Phase, find, given, seed, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.cases import case as cases, contents, layouts, strategies
 from kvtwin.conformance import interpreter
-from kvtwin.conformance.judge import stats
+from kvtwin.conformance.cases import case as cases
+from kvtwin.conformance.cases import contents, layouts, strategies
 from kvtwin.conformance.cases.case import DecodeCase, StateTrace, WindowCase
-from kvtwin.conformance.judge.compare import Mismatch
+from kvtwin.conformance.judge import stats
 from kvtwin.conformance.judge.checkers.longflow import assert_slot_right, rank_interval
+from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.judge.replay import main
 from kvtwin.conformance.judge.ties import tie_classes
 from kvtwin.reference import longflow

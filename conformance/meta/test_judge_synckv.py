@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.judge.checkers.synckv_state import Adapter, ranked
+from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.judge.lockstep import Lockstep
 from kvtwin.reference.synckv import HeadClusters, SyncKVConfig, SyncKVState
 

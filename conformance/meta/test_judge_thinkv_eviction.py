@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtwin.conformance.cases.thought_cases import CONTENTS, SegmentCase, SparsityCase, fill
 from kvtwin.conformance.judge.bounds import UNIT
-from kvtwin.conformance.judge.compare import Mismatch, assert_within
-from kvtwin.conformance.judge.emulate import Machine
 from kvtwin.conformance.judge.checkers import thinkv_eviction as judge
 from kvtwin.conformance.judge.checkers import thinkv_thoughts
-from kvtwin.conformance.cases.thought_cases import CONTENTS, SegmentCase, SparsityCase, fill
+from kvtwin.conformance.judge.compare import Mismatch, assert_within
+from kvtwin.conformance.judge.emulate import Machine
 from kvtwin.reference.thinkv import attention_sparsity, select_representatives
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import kvtwin.fixtures.stored as stored_results
-from kvtwin.conformance.judge import bounds
-from kvtwin.conformance.harness import report
 from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.harness import report
+from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.conformance.meta.docs_source import docs_module
 from kvtwin.conformance.meta.perf_source import PERF, perf_module

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import settings
 
 from kvtwin.conformance import __main__ as main_job
-from kvtwin.conformance.harness import environment, options, suite
 from kvtwin.conformance import interpreter, plugin
+from kvtwin.conformance.harness import environment, options, suite
 
 pytest_plugins = ["pytester"]
 

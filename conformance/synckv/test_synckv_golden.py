@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.checkers.synckv_state import Adapter
+from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.lockstep import Lockstep
 from kvtwin.fixtures import block_traces, record_synckv
 from kvtwin.fixtures.load import load_trace

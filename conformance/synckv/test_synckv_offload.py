@@ -22,8 +22,23 @@ from torch import Tensor
 from kvtwin.conformance.judge.checkers.synckv_state import Adapter
 from kvtwin.conformance.judge.lockstep import Lockstep
 from kvtwin.conformance.synckv.synckv_offloaded import (
-    CLUSTERS, SIZES, OPTIONS, PROMPT, STEPS, Both, Late, Noted, Replayed, Slow, as_in_a_graph, assert_same, new, played,
-    settle, tokens, with_transfers,
+    CLUSTERS,
+    OPTIONS,
+    PROMPT,
+    SIZES,
+    STEPS,
+    Both,
+    Late,
+    Noted,
+    Replayed,
+    Slow,
+    as_in_a_graph,
+    assert_same,
+    new,
+    played,
+    settle,
+    tokens,
+    with_transfers,
 )
 from kvtwin.optimized._common.launch import INTERPRETED
 from kvtwin.optimized.synckv import SyncKVState, _offload

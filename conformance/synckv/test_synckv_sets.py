@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kvtwin.conformance.judge.compare import assert_same
-from kvtwin.conformance.judge.checkers import synckv as judge
 from kvtwin.conformance.cases.synckv_cases import SetsCase, sets_cases
+from kvtwin.conformance.judge.checkers import synckv as judge
+from kvtwin.conformance.judge.compare import assert_same
 
 pytestmark = pytest.mark.kind("equivalence")
 

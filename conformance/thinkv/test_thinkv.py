@@ -13,11 +13,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvtwin.conformance.cases.tiny import attributes
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.bounds import UNIT
-from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.checkers.thinkv_state import Adapter
-from kvtwin.conformance.cases.tiny import attributes
+from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.reference import thinkv as reference
 from kvtwin.reference.thinkv.contract import ThinKVConfig
 from kvtwin.reference.thinkv.types import Thought

@@ -15,7 +15,6 @@ from kvtwin.conformance.thinkv.format_errors import LARGEST, NORMAL, drawn, just
 from kvtwin.reference.thinkv.contract import ThinKVConfig
 from kvtwin.reference.thinkv.types import Quantized
 
-
 # ---- TK-2: what E4M3 is ----------------------------------------------------------------------------------------------
 
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.judge.bounds import UNIT
-from kvtwin.conformance.thinkv.claim_slots import Blocks, decoded
-from kvtwin.conformance.judge.checkers.thinkv_paging import assert_attention_right
 from kvtwin.conformance.cases.paged_cases import FORMATS, config_of
+from kvtwin.conformance.judge.bounds import UNIT
+from kvtwin.conformance.judge.checkers.thinkv_paging import assert_attention_right
+from kvtwin.conformance.thinkv.claim_slots import Blocks, decoded
 from kvtwin.reference.attention import attention_weights, weighted_values
 from kvtwin.reference.thinkv import PagedCache, decode_attention
 

@@ -12,10 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.judge import format_oracle as oracle
 from kvtwin.conformance.cases.format_cases import fill
+from kvtwin.conformance.judge import format_oracle as oracle
 from kvtwin.conformance.thinkv.format_errors import (
-    CONTENTS, LARGEST, NORMAL, drawn, just_past_halves, quantized, relative,
+    CONTENTS,
+    LARGEST,
+    NORMAL,
+    drawn,
+    just_past_halves,
+    quantized,
+    relative,
 )
 from kvtwin.reference.thinkv.contract import ThinKVConfig
 from kvtwin.reference.thinkv.types import BITS, Thought

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from kvtwin.conformance.cases.format_cases import DTYPES, FORMATS, FormatCase, format_cases
 from kvtwin.conformance.judge import format_oracle as oracle
 from kvtwin.conformance.judge.compare import fail
-from kvtwin.conformance.cases.format_cases import DTYPES, FORMATS, FormatCase, format_cases
 from kvtwin.reference.thinkv.types import Quantized
 
 SCALES = oracle.E4M3[1:]

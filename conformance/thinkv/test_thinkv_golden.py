@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.checkers import thinkv_paging
 from kvtwin.conformance.judge.checkers.thinkv_state import Adapter
+from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.lockstep import Lockstep
 from kvtwin.fixtures import block_traces, record_thinkv
 from kvtwin.fixtures.load import load_trace

@@ -10,15 +10,21 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.judge.compare import assert_same, assert_within
-from kvtwin.conformance.judge.checkers.thinkv_paging import (
-    arithmetic, assert_attention_right, assert_same_contents, assert_same_tables, attention_error, attention_of, poison,
-    widened,
-)
 from kvtwin.conformance.cases.paged_cases import FORMATS, PagedCase, empty, leave, numbers, paged_cases, put
 from kvtwin.conformance.cases.strategies import default_device
-from kvtwin.reference.thinkv.types import BlockEntry
+from kvtwin.conformance.judge.checkers.thinkv_paging import (
+    arithmetic,
+    assert_attention_right,
+    assert_same_contents,
+    assert_same_tables,
+    attention_error,
+    attention_of,
+    poison,
+    widened,
+)
+from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.reference.thinkv.paging import in_order
+from kvtwin.reference.thinkv.types import BlockEntry
 
 D = 16  # of `empty`
 sides = pytest.mark.parametrize("side", ("reference", "optimized"))

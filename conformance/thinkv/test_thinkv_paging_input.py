@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.judge.checkers.thinkv_paging import TABLES
 from kvtwin.conformance.cases.paged_cases import FORMATS, config_of
+from kvtwin.conformance.judge.checkers.thinkv_paging import TABLES
 from kvtwin.reference.contract import MethodConfig
 from kvtwin.reference.thinkv.contract import ThinKVConfig
 

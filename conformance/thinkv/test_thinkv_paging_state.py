@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtwin.conformance.cases import draws
-from kvtwin.conformance.judge.compare import assert_same
-from kvtwin.conformance.judge.checkers.thinkv_paging import (
-    assert_attention_right, assert_same_contents, assert_same_tables,
-)
 from kvtwin.conformance.cases.paged_cases import FORMATS, config_of
+from kvtwin.conformance.judge.checkers.thinkv_paging import (
+    assert_attention_right,
+    assert_same_contents,
+    assert_same_tables,
+)
+from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.paged_model import Sequence
 from kvtwin.reference.thinkv.paging import in_order
 

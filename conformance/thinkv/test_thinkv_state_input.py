@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvtwin.conformance.cases.bad_input import WRONG_TOKENS
-from kvtwin.conformance.judge.checkers.thinkv_paging import TABLES
 from kvtwin.conformance.cases.tiny import attributes
+from kvtwin.conformance.judge.checkers.thinkv_paging import TABLES
 from kvtwin.reference.thinkv.contract import ThinKVConfig
 
 pytestmark = pytest.mark.kind("bad_input")

@@ -10,9 +10,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.judge.compare import assert_same
-from kvtwin.conformance.judge.checkers import thinkv_thoughts as judge
 from kvtwin.conformance.cases.thought_cases import SparsityCase, sparsity_cases
+from kvtwin.conformance.judge.checkers import thinkv_thoughts as judge
+from kvtwin.conformance.judge.compare import assert_same
 
 pytestmark = pytest.mark.kind("equivalence")
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ...reference.contract import Sizes
 from .launch import INTERPRETED, key_block, on_device_of, padded_head_dim, stride_unit
-from .numerics import LOG2_E, dot, finite_or_zero, round_output, round_to
+from .numerics import LOG2_E, dot, round_output, round_to
+from .softmax import weigh_tile
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float) -> Tensor:
@@ -96,14 +97,9 @@ def _causal_kernel(
         k = tl.load(key + s64[:, None] * (key_t * UNIT) + d[None, :] * key_d, mask=tile, other=0.0)
         logit = dot(q, tl.trans(k)) * scale
         logit = tl.where(seen[None, :] & (s[None, :] <= t[:, None]), logit, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logit, 1))
-        shift = finite_or_zero(new_top)
-        p = tl.exp2(logit - shift[:, None])
-        rescale = tl.exp2(top - shift)
-        weight_sum = weight_sum * rescale + tl.sum(p, 1)
+        p, top, weight_sum, rescale = weigh_tile(logit, top, weight_sum)
         v = tl.load(value + s64[:, None] * (value_t * UNIT) + d[None, :] * value_d, mask=tile, other=0.0)
         acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
-        top = new_top
     acc = tl.where(attends[:, None], acc / tl.where(attends, weight_sum, 1.0)[:, None], 0.0)
     tl.store(
         output + b * output_b + h * output_h + t.to(tl.int64)[:, None] * output_t + d[None, :] * output_d,

@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from ...reference.baselines.snapkv import CompressResult, SnapKVConfig
-from ...reference.blocks import AttendResult
 from ...reference._validate import check_flag, check_integer, check_mask, resolve_scale
 from ...reference._validate_attention import check_attention
+from ...reference.baselines.snapkv import CompressResult, SnapKVConfig
+from ...reference.blocks import AttendResult
 from ...reference.contract import Sizes
 from .._common.block_cache import kernels as kernels
 from .._common.block_cache.compress import between
@@ -19,6 +19,7 @@ from .._common.block_cache.compress import compress as compress_held
 from .._common.block_cache.state import Block, BlockState, check_block
 from .._common.launch import check_kernel_sizes, check_launchable, key_block, on_device_of, padded_head_dim
 from .._common.numerics import LOG2_E, dot, finite_or_zero
+from .._common.softmax import weigh_tile
 
 __all__ = ["AttendResult", "CompressResult", "SnapKVConfig", "SnapKVState", "attend", "compress", "window_score"]
 
@@ -260,10 +261,7 @@ def _normaliser_kernel(
             key + t64[:, None] * key_t + d[None, :] * key_d, mask=holds[:, None] & in_head[None, :], other=0.0
         )
         logit = _window_logits(q, k, w, t, attends, holds, scale, total, window)
-        new_top = tl.maximum(top, tl.max(logit, 1))
-        shift = finite_or_zero(new_top)
-        weight_sum = weight_sum * tl.exp2(top - shift) + tl.sum(tl.exp2(logit - shift[:, None]), 1)
-        top = new_top
+        _, top, weight_sum, _ = weigh_tile(logit, top, weight_sum)
     # Padding queries attend to nothing: a denominator of infinity gives their weights as zero.
     log_sum = tl.where(attends, finite_or_zero(top) + tl.log2(tl.where(attends, weight_sum, 1.0)), float("inf"))
     tl.store(normaliser + (b * heads + h) * window + w, log_sum, mask=w < window)

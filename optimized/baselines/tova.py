@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...reference._validate import resolve_scale
 from ...reference.baselines.tova import TOVAConfig
 from ...reference.blocks import AttendResult
-from ...reference._validate import resolve_scale
 from .._common.block_cache import kernels as kernels
 from .._common.block_cache.state import Block, BlockState, check_block
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ...reference.contract import Sizes
 from .._common.launch import GROUP_ROWS, MAX_SPLITS, key_block, on_device_of, padded_head_dim, split_slots
-from .._common.scratch import is_last
 from .._common.numerics import LOG2_E, dot, finite_or_zero, round_output, round_to
+from .._common.scratch import is_last
+from .._common.softmax import merge_outputs, merge_sums, weigh_tile
 
 
 @torch.library.custom_op(
@@ -82,20 +83,11 @@ def _merge(
     i = tl.arange(0, SPLITS)
     part = (flat * GROUP + g)[:, None] * splits + i[None, :]
     there = (g < GROUP)[:, None] & (i < splits)[None, :]
-    each = tl.load(tops + part, mask=there, other=float("-inf"), cache_modifier=".cg")
-    sums = tl.load(weight_sums + part, mask=there, other=0.0, cache_modifier=".cg")
-    top = finite_or_zero(tl.max(each, 1))
-    total = tl.sum(sums * tl.exp2(each - top[:, None]), 1)
-    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-    acc = tl.zeros([ROWS, D_PAD], tl.float32)
-    for split in range(splits):
-        at = (flat * GROUP + g) * splits + split
-        share = tl.exp2(tl.load(tops + at, mask=g < GROUP, other=float("-inf"), cache_modifier=".cg") - top)
-        acc += share[:, None] * tl.load(
-            partial + at[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0, cache_modifier=".cg"
-        )
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    top, total = merge_sums(tops, weight_sums, part, there)
+    first = (flat * GROUP + g) * splits
+    out = merge_outputs(partial, tops, first, splits, top, total, g < GROUP, HEAD_DIM, D_PAD)
     at = (flat * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
+    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     tl.store(output + at, round_output(out, output.dtype.element_ty), mask=mask)
     if KEEP:
         _keep(normalisers, flat * GROUP + g, top, total, g < GROUP)
@@ -158,14 +150,9 @@ def attend_kernel(
         if KEEP:
             place = (flat * GROUP + row)[:, None] * slots + s.to(tl.int64)[None, :]
             tl.store(logits + place, logit, mask=(row < GROUP)[:, None] & (s < end)[None, :])
-        new_top = tl.maximum(top, tl.max(logit, 1))
-        shift = finite_or_zero(new_top)
-        p = tl.exp2(logit - shift[:, None])
-        rescale = tl.exp2(top - shift)
-        weight_sum = weight_sum * rescale + tl.sum(p, 1)
+        p, top, weight_sum, rescale = weigh_tile(logit, top, weight_sum)
         v = tl.load(value + at, mask=holds[:, None] & in_head, other=0.0)
         acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
-        top = new_top
     if SPLITS == 1:
         # The new token is always there, so a sum is 0 for logits alone that are not numbers.
         out = acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]

@@ -8,12 +8,19 @@ import torch
 from torch import Tensor
 
 from ...reference._validate import (
-    capturing, check_dtype, check_integer, check_mask, check_next_slot, check_reorder, resolve_device,
+    capturing,
+    check_dtype,
+    check_integer,
+    check_mask,
+    check_next_slot,
+    check_reorder,
+    resolve_device,
 )
 from ...reference.epikv._validate import check_prompt_fits
 from ...reference.epikv.contract import EpiKVConfig
 from .._common.launch import DTYPES, check_kernel_device
-from . import _score_kernels as score_kernels, _step_kernels as step_kernels
+from . import _score_kernels as score_kernels
+from . import _step_kernels as step_kernels
 from ._hybrids import Attention
 from .scores import FIRST, LAST, codes, compacted, difference, kv_variance, lag_kv, rolling_mean, rolling_of, select
 

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from ...reference._validate import check_dtype, check_reorder, resolve_device, resolve_scale
-from ...reference._validate_attention import check_prompt, check_step
-from ...reference._validate_attention import state_sizes
+from ...reference._validate_attention import check_prompt, check_step, state_sizes
 from ...reference.epikv._validate import check_hidden_states
 from ...reference.epikv.contract import EpiKVConfig
 from .._common.block_cache import kernels
-from .._common.prompt_attention import causal_attention
 from .._common.launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
+from .._common.prompt_attention import causal_attention
 from . import _attend_kernels
 from .scorer import EpiKVScorer
 

@@ -8,9 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
+from .._common.launch import INTERPRETED, key_block, multiprocessors, on_device_of, padded_head_dim, stride_unit
 from ._kernels import anchor_kernel, rank_kernel
 from ._step import warps_of
-from .._common.launch import INTERPRETED, key_block, multiprocessors, on_device_of, padded_head_dim, stride_unit
 
 #: Programs per multiprocessor that share the keys, and how many tiles are on their way to one: to sum them, and to rank
 #: them. A pass that ranks takes two tiles at a time.

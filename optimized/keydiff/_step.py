@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._kernels import any_units, inverse_lengths, load_rows, odd_ranks, ranks, sum_partials
 from .._common.launch import INTERPRETED, key_block, multiprocessors, on_device_of, padded_head_dim
 from .._common.numerics import sortable
+from ._kernels import any_units, inverse_lengths, load_rows, odd_ranks, ranks, sum_partials
 
 #: Programs per multiprocessor that share the keys, and how many tiles are on their way to one.
 PROGRAMS = 64

@@ -9,8 +9,8 @@ from ...reference._validate import capturing, check_choice, check_dtype, check_i
 from ...reference._validate_attention import check_key_value, check_slot_mask
 from ...reference.contract import Sizes
 from ...reference.keydiff import EvictResult
-from .._common.radix_selection import select
 from .._common.launch import check_kernel_sizes, check_launchable
+from .._common.radix_selection import select
 from . import _ops
 from ._anchors import ANCHORS, DEFAULT, SIMILARITIES, any_rank, any_score, cosine, per_head, sortable
 

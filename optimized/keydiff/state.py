@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ...reference.keydiff import KeyDiffConfig
 from .._common.block_cache.state import Block, BlockState
-from ._step import lengths, scratch, step
 from . import _ops
 from ._anchors import DEFAULT, any_rank, any_score, cosine
+from ._step import lengths, scratch, step
 
 
 class KeyDiffState(BlockState):

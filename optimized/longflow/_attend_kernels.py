@@ -8,9 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._common.numerics import dot, fast_log2, of_any_width, round_to, row_norms
 from .._common.scratch import all_occupied, is_last, row_of
+from .._common.softmax import raise_maximum
 from ._score_kernels import finish_group
-from .._common.numerics import dot, fast_log2, finite_or_zero, of_any_width, round_to, row_norms
 
 
 @triton.jit
@@ -76,10 +77,8 @@ def _attend_tiles(
         logit = raw * scale
         if MASKED:
             logit = tl.where(holds[None, :], logit, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logit, 1))
-        shift = finite_or_zero(new_top)
+        top, shift, rescale = raise_maximum(top, tl.max(logit, 1))
         p = tl.exp2(logit - shift[:, None])
-        rescale = tl.exp2(top - shift)
         weight_sum = weight_sum * rescale[:, None] + tl.sum(tl.reshape(p, (ROWS, BLOCK // SUMS, SUMS)), 1)
         v = value + first * value_s + v_near + far[:, None] * value_s
         v = tl.load(v, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(v)
@@ -94,7 +93,6 @@ def _attend_tiles(
             logits + s64[None, :] * GROUP_PAD + row[:, None], kept, mask=real, eviction_policy="evict_last"
         )
         acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
-        top = new_top
     return acc, top, weight_sum
 
 

@@ -10,12 +10,25 @@ from torch import Tensor
 
 from ...reference.contract import Sizes
 from .._common.launch import (
-    GROUP_ROWS, INTERPRETED, MAX_SPLITS, PTX, discards, early_rows, fused, key_block, launches_early, mask_unit,
-    on_device_of, padded_head_dim, padded_slots, split_slots, stride_unit,
+    GROUP_ROWS,
+    INTERPRETED,
+    MAX_SPLITS,
+    PTX,
+    discards,
+    early_rows,
+    fused,
+    key_block,
+    launches_early,
+    mask_unit,
+    on_device_of,
+    padded_head_dim,
+    padded_slots,
+    split_slots,
+    stride_unit,
 )
+from .._common.numerics import LOG2_E
 from ._attend_kernels import attend_kernel
 from ._score_kernels import choose_kernel, score_kernel
-from .._common.numerics import LOG2_E
 
 #: Twice as many as in _common/launch.py: the fewer KV heads are in flight, the fewer logits must stay in the L2 cache.
 PROGRAMS = 32

@@ -12,8 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.numerics import finite_or_zero, log2_or_minus_inf, round_output, sortable, sum_of_products
+from .._common.numerics import finite_or_zero, log2_or_minus_inf, round_output, sortable
 from .._common.scratch import discard, is_last, row_of
+from .._common.softmax import divide, merge_sums, raise_maximum, weigh_tile
 
 _FREE = tl.constexpr(-(2**31))
 _PROTECTED = tl.constexpr(2**31 - 1)
@@ -29,10 +30,7 @@ def _denominators(tops, weight_sums, first, count, splits, room, HEADS: tl.const
     i = tl.arange(0, SPLITS)
     part = (first + h)[:, None] * room + i[None, :]
     there = (h < count)[:, None] & (i < splits)[None, :]
-    split_top = tl.load(tops + part, mask=there, other=float("-inf"))
-    split_sum = tl.load(weight_sums + part, mask=there, other=0.0)
-    top = finite_or_zero(tl.max(split_top, 1))
-    return top, sum_of_products(split_sum, tl.exp2(split_top - top[:, None]), 1)
+    return merge_sums(tops, weight_sums, part, there, CACHE="")
 
 
 @triton.jit
@@ -54,8 +52,7 @@ def _combine(
         share = tl.exp2(tl.load(tops + split, mask=g < GROUP, other=float("-inf")) - top)
         acc += part * share[:, None]
         part = ahead
-    empty = (total == 0.0)[:, None]
-    out = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total[:, None]))
+    out = divide(acc, total)
     at = (flat * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
     tl.store(output + at, round_output(out, output.dtype.element_ty), mask=mask)
     return top, total
@@ -119,10 +116,7 @@ def _sum_ranks(ranks, first, count, s, padded, HEADS: tl.constexpr, BLOCK: tl.co
         k = start + tl.arange(0, HEADS)
         there = (s < padded)[:, None] & (k < count)[None, :]
         x = tl.load(ranks + (first + k)[None, :] * padded + s[:, None], mask=there, other=float("-inf"))
-        higher = tl.maximum(top, tl.max(x, 1))
-        shift = finite_or_zero(higher)
-        total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(x - shift[:, None]), 1)
-        top = higher
+        _, top, total, _ = weigh_tile(x, top, total)
     return finite_or_zero(top) + log2_or_minus_inf(total)
 
 
@@ -197,10 +191,8 @@ def _rank_block(
             logit, tl.load(head, mask=g < GROUP, other=0.0), tl.load(head + 1, mask=g < GROUP, other=0.0),
             GROUP, GROUP_PAD,
         )
-        higher = tl.maximum(top, x)
-        shift = finite_or_zero(higher)
-        total = total * tl.exp2(top - shift) + tl.exp2(x - shift)
-        top = higher
+        top, shift, rescale = raise_maximum(top, x)
+        total = total * rescale + tl.exp2(x - shift)
     return finite_or_zero(top) + log2_or_minus_inf(total)
 
 

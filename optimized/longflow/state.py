@@ -6,12 +6,18 @@ import torch
 from torch import Tensor
 
 from ...reference._validate import (
-    capturing, check_all_finite, check_dtype, check_next_slot, check_reorder, resolve_device, resolve_scale,
+    capturing,
+    check_all_finite,
+    check_dtype,
+    check_next_slot,
+    check_reorder,
+    resolve_device,
+    resolve_scale,
 )
 from ...reference._validate_attention import check_prompt, check_step, state_sizes
 from ...reference.longflow import LongFlowConfig
-from .._common.prompt_attention import causal_attention
 from .._common.launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
+from .._common.prompt_attention import causal_attention
 from ..baselines.snapkv import choose, gather_tokens
 from . import _ops
 

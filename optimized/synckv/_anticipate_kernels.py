@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.radix_selection import _FREE, compact_kernel, count_kernel, histogram_kernel
 from .._common.numerics import sortable
+from .._common.radix_selection import _FREE, compact_kernel, count_kernel, histogram_kernel
 from .._common.softmax import denominators
 
 

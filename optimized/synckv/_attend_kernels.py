@@ -15,8 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._common.numerics import dot, of_any_width, round_output, round_to
 from .._common.scratch import all_occupied
-from .._common.numerics import dot, finite_or_zero, of_any_width, round_output, round_to
+from .._common.softmax import raise_maximum, weigh_tile
 
 
 @triton.jit
@@ -59,14 +60,9 @@ def _attend_tiles(
                 logits + row[:, None].to(tl.int64) * slots + slot[None, :], logit,
                 mask=(row < GROUP)[:, None] & (place < tl.minimum(end, kept_end))[None, :],
             )
-        new_top = tl.maximum(top, tl.max(logit, 1))
-        shift = finite_or_zero(new_top)
-        p = tl.exp2(logit - shift[:, None])
-        rescale = tl.exp2(top - shift)
-        weight_sum = weight_sum * rescale + tl.sum(p, 1)
+        p, top, weight_sum, rescale = weigh_tile(logit, top, weight_sum)
         v = tl.load(value + at, mask=tile, other=0.0) if LISTED or MASKED or HEAD_DIM != D_PAD else tl.load(value + at)
         acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
-        top = new_top
     return acc, top, weight_sum
 
 
@@ -193,9 +189,7 @@ def combine_kernel(
         there = real & (i < splits)
         part_top = tl.load(tops + first + i, mask=there, other=float("-inf"))
         part_sum = tl.load(weight_sums + first + i, mask=there, other=0.0)
-        new_top = tl.maximum(top, tl.max(part_top, 1))
-        shift = finite_or_zero(new_top)
-        rescale = tl.exp2(top - shift)
+        top, shift, rescale = raise_maximum(top, tl.max(part_top, 1))
         share = tl.exp2(part_top - shift[:, None])                      # [QUERIES, SPLITS]
         # Parts of nothing were not written.
         part = tl.load(
@@ -204,7 +198,6 @@ def combine_kernel(
         )
         acc = acc * rescale[:, None] + tl.sum(part * share[:, :, None], 1)
         weight_sum = weight_sum * rescale + tl.sum(part_sum * share, 1)
-        top = new_top
     result = acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
     tl.store(
         output + (flat_head * GROUP + row)[:, None] * HEAD_DIM + d[None, :],

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.numerics import dot, finite_or_zero
-from .._common.softmax import denominators
+from .._common.numerics import dot
+from .._common.softmax import denominators, weigh_tile
 
 
 @triton.jit(do_not_specialize=[
@@ -55,10 +55,7 @@ def logits_kernel(
         tl.store(
             logits + row[:, None].to(tl.int64) * slots + s64[None, :], logit, mask=real[:, None] & (s < end)[None, :]
         )
-        new_top = tl.maximum(top, tl.max(logit, 1))
-        shift = finite_or_zero(new_top)
-        weight_sum = weight_sum * tl.exp2(top - shift) + tl.sum(tl.exp2(logit - shift[:, None]), 1)
-        top = new_top
+        _, top, weight_sum, _ = weigh_tile(logit, top, weight_sum)
     part = (flat * GROUP + row) * splits + split
     tl.store(tops + part, top, mask=real)
     tl.store(weight_sums + part, weight_sum, mask=real)

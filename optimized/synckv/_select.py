@@ -11,10 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._common.numerics import float32
-from .._common.radix_selection import _FREE, compact_kernel, count_kernel, histogram_kernel
 from .._common.launch import INTERPRETED, on_device_of
-from .._common.numerics import sortable
+from .._common.numerics import float32, sortable
+from .._common.radix_selection import _FREE, compact_kernel, count_kernel, histogram_kernel
 
 #: Codes per program.
 CHUNK = 2048

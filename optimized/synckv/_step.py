@@ -10,7 +10,13 @@ from torch import Tensor
 
 from ...reference.contract import Sizes
 from .._common.launch import (
-    GROUP_ROWS, INTERPRETED, RESIDENT, key_block, multiprocessors, on_device_of, padded_head_dim,
+    GROUP_ROWS,
+    INTERPRETED,
+    RESIDENT,
+    key_block,
+    multiprocessors,
+    on_device_of,
+    padded_head_dim,
 )
 from ._anticipate_kernels import choose_kernel, codes_kernel, compact_if, count_if, histogram_if
 from ._attend_kernels import attend_kernel, combine_kernel

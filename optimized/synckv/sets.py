@@ -14,7 +14,13 @@ from ...reference.contract import Sizes
 from ...reference.synckv._validate import check_anticipation, check_budget, check_initial
 from ...reference.synckv.contract import SyncKVSetsResult
 from .._common.launch import (
-    GROUP_ROWS, check_kernel_sizes, check_launchable, key_block, on_device_of, padded_head_dim, split_slots,
+    GROUP_ROWS,
+    check_kernel_sizes,
+    check_launchable,
+    key_block,
+    on_device_of,
+    padded_head_dim,
+    split_slots,
     stride_unit,
 )
 from ._score_kernels import logits_kernel, pool_kernel

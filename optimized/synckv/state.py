@@ -11,13 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference._validate import capturing, check_reorder, resolve_device, resolve_scale
+from ...reference._validate import capturing, check_config, check_reorder, check_room, resolve_device, resolve_scale
 from ...reference._validate_attention import check_prompt, check_step, state_sizes
-from ...reference.synckv.contract import HeadClusters, SyncKVConfig
-from ...reference._validate import check_config, check_room
 from ...reference.synckv._validate import resolve_clusters
-from .._common.prompt_attention import causal_attention
+from ...reference.synckv.contract import HeadClusters, SyncKVConfig
 from .._common.launch import check_kernel_sizes, check_launchable
+from .._common.prompt_attention import causal_attention
 from . import _step
 from ._offload import Offload
 from ._select import select

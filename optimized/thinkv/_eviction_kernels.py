@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.numerics import float32
 from .._common.launch import INTERPRETED
+from .._common.numerics import float32
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 

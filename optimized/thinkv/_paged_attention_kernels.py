@@ -14,21 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._common.numerics import dot, float32, log2_or_minus_inf, round_output, round_to
 from .._common.scratch import is_last, row_of
-from .._common.numerics import dot, finite_or_zero, float32, log2_or_minus_inf, round_output, round_to, sum_of_products
+from .._common.softmax import merge_outputs, merge_sums, weigh_tile
 from ._paging_decode import codes, values
 from ._paging_decode import key_scales as scales_of_keys
 from ._paging_layout import value_slot
-
-
-@triton.jit
-def _weights(top, weight_sum, logit):
-    """One tile of an online softmax: the exponentials, the new maximum and sum, and what older ones are scaled by."""
-    new_top = tl.maximum(top, tl.max(logit, 1))
-    shift = finite_or_zero(new_top)
-    p = tl.exp2(logit - shift[:, None])
-    rescale = tl.exp2(top - shift)
-    return p, new_top, weight_sum * rescale + tl.sum(p, 1), rescale
 
 
 @triton.jit
@@ -80,7 +71,7 @@ def _attend_blocks(
             logit *= tl.load(chunk_scales + scales_at * 2, mask=live, other=0.0)[None, :]
         logit = tl.where(live[None, :], logit, float("-inf"))
         _keep(logits, (first + tile * BLOCKS) * BLOCK + i, logit, live, inside, kept, GROUP_HEADS, ROWS)
-        p, top, weight_sum, rescale = _weights(top, weight_sum, logit)
+        p, top, weight_sum, rescale = weigh_tile(logit, top, weight_sum)
         v = values(
             halves + (record + BLOCK * WIDTH) * 2 + value_slot(place, LANES, BLOCK, HEAD_DIM),
             pool + (record + 2 * BLOCK * WIDTH) * 4 + place, live, FORMAT, LANES, GROUP, BLOCK, HEAD_DIM, D_PAD,
@@ -111,7 +102,7 @@ def _attend_buffer(
     k = tl.load(buffer_key + i[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
     logit = tl.where(live[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
     _keep(logits, at + i, logit, live, live, kept, GROUP_HEADS, ROWS)
-    p, top, weight_sum, rescale = _weights(top, weight_sum, logit)
+    p, top, weight_sum, rescale = weigh_tile(logit, top, weight_sum)
     v = tl.load(buffer_value + i[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
     return acc * rescale[:, None] + dot(round_to(p, v.dtype), v), top, weight_sum
 
@@ -228,19 +219,10 @@ def finish_kernel(
     real = g < GROUP_HEADS
     part = (flat * GROUP_HEADS + g) * splits
     there = real[:, None] & (i < splits)[None, :]
-    split_top = tl.load(tops + part[:, None] + i[None, :], mask=there, other=float("-inf"))
-    split_sum = tl.load(weight_sums + part[:, None] + i[None, :], mask=there, other=0.0)
-    top = finite_or_zero(tl.max(split_top, 1))
-    total = sum_of_products(split_sum, tl.exp2(split_top - top[:, None]), 1)
-    mask = real[:, None] & (d < HEAD_DIM)[None, :]
-    acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
-    for split in range(splits):
-        share = tl.exp2(tl.load(tops + part + split, mask=real, other=float("-inf")) - top)
-        at = partial + (part + split)[:, None] * HEAD_DIM + d[None, :]
-        acc += tl.load(at, mask=mask, other=0.0) * share[:, None]
-    empty = (total == 0.0)[:, None]
-    result = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total[:, None]))
+    top, total = merge_sums(tops, weight_sums, part[:, None] + i[None, :], there, CACHE="")
+    result = merge_outputs(partial, tops, part, splits, top, total, real, HEAD_DIM, D_PAD, CACHE="")
     at = (flat * GROUP_HEADS + g)[:, None] * HEAD_DIM + d[None, :]
+    mask = real[:, None] & (d < HEAD_DIM)[None, :]
     tl.store(output + at, round_output(result, output.dtype.element_ty), mask=mask)
 
     if heads_looked_at(look, b, GROUP_HEADS, LOOK) > 0:

@@ -9,7 +9,14 @@ import triton
 from torch import Tensor
 
 from .._common.launch import (
-    GROUP_ROWS, INTERPRETED, MAX_SPLITS, PROGRAMS, RESIDENT, multiprocessors, on_device_of, padded_head_dim,
+    GROUP_ROWS,
+    INTERPRETED,
+    MAX_SPLITS,
+    PROGRAMS,
+    RESIDENT,
+    multiprocessors,
+    on_device_of,
+    padded_head_dim,
     padded_slots,
 )
 from .._common.numerics import LOG2_E

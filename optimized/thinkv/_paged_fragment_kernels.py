@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 
 from .._common.launch import INTERPRETED
+from .._common.numerics import dot, round_to
 from .._common.scratch import row_of
-from .._common.numerics import dot, finite_or_zero, round_to
+from .._common.softmax import raise_maximum
 from ._paged_attention_kernels import blocks_by_format, halved, heads_looked_at
 from ._paging_decode import high, low, pair
 
@@ -106,10 +107,8 @@ def _values(word, two, FORMAT: tl.constexpr, LANES: tl.constexpr, RUN: tl.conste
 @triton.jit
 def _weights(top, weight_sum, logit, TOKENS: tl.constexpr):
     """A tile [TOKENS, 8] of an online softmax: see `_paged_attention_kernels`. weight_sum [8, 8]: of tokens, heads."""
-    new_top = tl.maximum(top, tl.max(logit, 0))
-    shift = finite_or_zero(new_top)
+    new_top, shift, rescale = raise_maximum(top, tl.max(logit, 0))
     p = tl.exp2(logit - shift[None, :])
-    rescale = tl.exp2(top - shift)
     sums = tl.sum(tl.reshape(p, (TOKENS // EIGHT, EIGHT, EIGHT)), 0)
     return p, new_top, weight_sum * rescale[None, :] + sums, rescale
 

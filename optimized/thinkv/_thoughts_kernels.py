@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.softmax import denominators
+from .._common.numerics import dot, float32
+from .._common.softmax import denominators, weigh_tile
 from .._common.thoughts import below_cut, pooled_cut, thought_of
-from .._common.numerics import dot, finite_or_zero, float32
 
 
 @triton.jit
@@ -72,10 +72,7 @@ def denominators_kernel(
         logit, _ = _tile_logits(
             q, key, occupied, start, end, scale, key_s * UNIT, key_d, occupied_s, HEAD_DIM, D_PAD, BLOCK
         )
-        new_top = tl.maximum(top, tl.max(logit, 1))
-        shift = finite_or_zero(new_top)
-        weight_sum = weight_sum * tl.exp2(top - shift) + tl.sum(tl.exp2(logit - shift[:, None]), 1)
-        top = new_top
+        _, top, weight_sum, _ = weigh_tile(logit, top, weight_sum)
     row = tl.arange(0, ROWS)
     part = (flat * GROUP + row) * splits + split
     tl.store(tops + part, top, mask=row < GROUP)

@@ -8,8 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ...reference.thinkv.types import AnnealResult, RepresentativesResult
 from ...reference.thinkv._validate import check_anneal, check_segment, check_segments
+from ...reference.thinkv.types import AnnealResult, RepresentativesResult
 from .._common.launch import INTERPRETED, check_launchable, on_device_of, stride_unit
 from ._eviction_kernels import anneal_kernel, representatives_kernel
 

@@ -10,13 +10,23 @@ import triton
 from torch import Tensor
 
 from ...reference._validate import FLOATING, check_dtype
-from ...reference.thinkv.types import Quantized
 from ...reference.thinkv._validate_formats import (
-    check_bits, check_bytes, check_packed, check_quantize, check_quantized, scales_shape,
+    check_bits,
+    check_bytes,
+    check_packed,
+    check_quantize,
+    check_quantized,
+    scales_shape,
 )
+from ...reference.thinkv.types import Quantized
 from .._common.launch import INTERPRETED, check_launchable, on_device_of
 from ._formats_kernels import (
-    dequantize_kernel, largest_kernel, pack_kernel, quantize_fp8_kernel, quantize_kernel, unpack_kernel,
+    dequantize_kernel,
+    largest_kernel,
+    pack_kernel,
+    quantize_fp8_kernel,
+    quantize_kernel,
+    unpack_kernel,
 )
 
 __all__ = ["dequantize", "pack", "quantize", "unpack"]

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from ...reference._validate import check_dtype, check_reorder, resolve_device
 from ...reference.contract import Sizes
-from ...reference.thinkv.contract import ThinKVConfig
-from ...reference.thinkv.types import PagedAttentionResult, Thought
 from ...reference.thinkv._validate_paging import check_append, check_decode, check_flush, check_paged_cache, check_rows
-from ...reference.thinkv.types import BlockEntry, PagedCodes
+from ...reference.thinkv.contract import ThinKVConfig
+from ...reference.thinkv.types import BlockEntry, PagedAttentionResult, PagedCodes, Thought
 from .._common.launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
 from . import _paging_ops as ops
 from ._paged_attention_ops import attend

@@ -10,14 +10,13 @@ import torch
 import triton
 from torch import Tensor
 
-from ...reference._validate import capturing, check_reorder, resolve_device, resolve_scale
+from ...reference._validate import capturing, check_reorder, check_room, resolve_device, resolve_scale
 from ...reference._validate_attention import check_prompt, check_step, state_sizes
+from ...reference.thinkv._validate_paging import check_thought
 from ...reference.thinkv.contract import ThinKVConfig
 from ...reference.thinkv.types import Thought
-from ...reference._validate import check_room
-from ...reference.thinkv._validate_paging import check_thought
-from .._common.prompt_attention import causal_attention
 from .._common.launch import INTERPRETED, check_kernel_sizes, check_launchable, on_device_of
+from .._common.prompt_attention import causal_attention
 from . import _paging_ops as ops
 from ._shrink_kernels import shrink_kernel
 from ._state_kernels import begin_kernel, settle_kernel

@@ -11,11 +11,16 @@ from torch import Tensor
 
 from ...reference._validate import resolve_scale
 from ...reference.contract import Sizes
-from ...reference.thinkv._validate import check_edges
+from ...reference.thinkv._validate import check_edges, check_numbers, check_sparsity, check_traces, too_few_layers
 from ...reference.thinkv.types import Thresholds
-from ...reference.thinkv._validate import check_numbers, check_sparsity, check_traces, too_few_layers
 from .._common.launch import (
-    GROUP_ROWS, check_kernel_sizes, check_launchable, key_block, on_device_of, padded_head_dim, split_slots,
+    GROUP_ROWS,
+    check_kernel_sizes,
+    check_launchable,
+    key_block,
+    on_device_of,
+    padded_head_dim,
+    split_slots,
     stride_unit,
 )
 from ._calibration import MODES, average, modes

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from kvtwin.optimized import epikv
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+
+from kvtwin.optimized import epikv
 
 from .. import bench_epikv
 from . import pointwise, systems

@@ -12,11 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from kvtwin.conformance.judge import checkers
-from kvtwin.optimized import keydiff
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+
+from kvtwin.conformance.judge import checkers
+from kvtwin.optimized import keydiff
 
 from .. import bench_keydiff
 from . import systems

@@ -16,13 +16,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from kvtwin.conformance import discovery
 from kvtwin.conformance.judge import checkers
-from torch import Tensor
 
 from . import systems
 from .base import Run
 from .decoder import QWEN_1_7B, Model, small
+
 
 def run(run: Run) -> None:
     model = small(QWEN_1_7B) if run.tiny else QWEN_1_7B

@@ -16,12 +16,14 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
+
 from kvtwin.optimized import synckv
 from kvtwin.optimized._common.prompt_attention import causal_attention
-from kvtwin.optimized.synckv import _offload as offload_module, state as state_module
+from kvtwin.optimized.synckv import _offload as offload_module
+from kvtwin.optimized.synckv import state as state_module
 from kvtwin.optimized.synckv._transfers import StreamTransfers
 from kvtwin.reference.synckv.contract import SyncKVConfig
-from torch import Tensor
 
 from .. import bench_synckv
 from ..peers import causal_peers

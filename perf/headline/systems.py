@@ -10,15 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from kvtwin.conformance.judge import bounds
-from kvtwin.conformance.capacity import bytes_held
-from kvtwin.conformance.cases.case import DecodeCase
-from kvtwin.conformance.judge.compare import assert_within
-from kvtwin.optimized import longflow
-from kvtwin.optimized.baselines import h2o, snapkv
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding, scaled_dot_product_attention
+
+from kvtwin.conformance.capacity import bytes_held
+from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.judge import bounds
+from kvtwin.conformance.judge.compare import assert_within
+from kvtwin.optimized import longflow
+from kvtwin.optimized.baselines import h2o, snapkv
 
 from ..peers import BACKENDS, decode_peers
 from . import pointwise

@@ -14,9 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from kvtwin.optimized import thinkv
 from kvtwin.reference.thinkv.contract import ThinKVConfig
-from torch import Tensor
 
 from .. import bench_thinkv
 from . import systems

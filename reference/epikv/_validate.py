@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from .._validate import (
-    check_dtype, check_integer, check_like, check_mask, check_shape, check_state_tensor, check_tensor,
+    check_dtype,
+    check_integer,
+    check_like,
+    check_mask,
+    check_shape,
+    check_state_tensor,
+    check_tensor,
 )
 from .contract import EpiKVConfig
 

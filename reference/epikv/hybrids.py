@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from ..selection import victims
-from ..thinkv.types import Thought
 from ..thinkv.thoughts import classify, sparsity_of
+from ..thinkv.types import Thought
 
 REASONING = int(Thought.REASONING)
 

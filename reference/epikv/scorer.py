@@ -13,14 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import INF, accumulate_dtype
 from .._validate import check_dtype, check_integer, check_mask, check_next_slot, check_reorder, resolve_device
+from ..attention import INF, accumulate_dtype
 from ..selection import victims
 from ._validate import check_prompt_fits
 from .contract import EpiKVConfig
 from .hybrids import Attention, by_thought
 from .scores import (
-    _mean, _zscore, compacted, difference, hidden_change, kv_variance, lag_kv, lag_spread, rolling_mean, score_of,
+    _mean,
+    _zscore,
+    compacted,
+    difference,
+    hidden_change,
+    kv_variance,
+    lag_kv,
+    lag_spread,
+    rolling_mean,
+    score_of,
     select,
 )
 

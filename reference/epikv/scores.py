@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..attention import INF, accumulate_dtype
 from .._validate import check_choice, check_integer
+from ..attention import INF, accumulate_dtype
 from ..selection import kept_after, kept_tokens, order
 from ._validate import check_hidden_pair, check_selection, check_series, check_vectors
 from .contract import DIFFERENCES

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from .._validate import (
-    capturing, check_device, check_dtype, check_flag, check_integer, check_mask, check_ratio, check_strided,
+    capturing,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_integer,
+    check_mask,
+    check_ratio,
+    check_strided,
     check_tensor,
 )
 from .._validate_attention import check_attention

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..attention import INF, logits
 from .._validate import resolve_scale
+from ..attention import INF, logits
 from ..selection import top_k
 from ._validate import check_anticipation, check_budget, check_initial
 from .contract import SyncKVSetsResult

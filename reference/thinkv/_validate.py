@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 
 from .._validate import (
-    check_choice, check_device, check_dtype, check_integer, check_mask, check_number, check_shape, check_share,
-    check_strided, check_tensor,
+    check_choice,
+    check_device,
+    check_dtype,
+    check_integer,
+    check_mask,
+    check_number,
+    check_shape,
+    check_share,
+    check_strided,
+    check_tensor,
 )
 from .._validate_attention import check_attention
 from ..contract import Sizes

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from .._validate import (
-    check_choice, check_device, check_dtype, check_flag, check_integer, check_shape, check_strided, check_tensor,
+    check_choice,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_integer,
+    check_shape,
+    check_strided,
+    check_tensor,
 )
 from ._validate import check_format
 from .types import BITS, SCALE_RULES, Quantized

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from .._validate import (
-    capturing, check_config, check_integer, check_like, check_shape, check_state_tensor, check_tensor, resolve_scale,
+    capturing,
+    check_config,
+    check_integer,
+    check_like,
+    check_shape,
+    check_state_tensor,
+    check_tensor,
+    resolve_scale,
 )
 from .._validate_attention import check_heads
 from .contract import ThinKVConfig

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..attention import accumulate_dtype
 from ..selection import top_k, victims
-from .types import AnnealResult, RepresentativesResult
 from ._validate import check_anneal, check_segment, check_segments
+from .types import AnnealResult, RepresentativesResult
 
 #: Iterations of k-means.
 ITERATIONS = 10

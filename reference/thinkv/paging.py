@@ -25,16 +25,14 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from ..attention import accumulate_dtype, attention_weights, weighted_values
 from .._validate import check_dtype, check_reorder, resolve_device
-from .contract import ThinKVConfig
-from .types import BITS, PagedAttentionResult, Quantized, Thought
+from ..attention import accumulate_dtype, attention_weights, weighted_values
 from ._validate_paging import check_append, check_decode, check_flush, check_paged_cache, check_rows
-from .contract import pool_blocks
-from .types import BlockEntry, PagedCodes
+from .contract import ThinKVConfig, pool_blocks
 from .formats import dequantize, per_element, quantize
 from .table import Block, Flush, Row, Token
 from .thoughts import attention_sparsity
+from .types import BITS, BlockEntry, PagedAttentionResult, PagedCodes, Quantized, Thought
 
 __all__ = ["PagedAttentionResult", "PagedCache", "decode_attention"]
 

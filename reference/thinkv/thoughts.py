@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..attention import accumulate_dtype, attention_weights
 from .._validate import resolve_scale
-from ._validate import check_edges
+from ..attention import accumulate_dtype, attention_weights
+from ._validate import check_edges, check_numbers, check_sparsity, check_traces, too_few_layers
 from .types import Thought, Thresholds
-from ._validate import check_numbers, check_sparsity, check_traces, too_few_layers
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.judge import lockstep
-from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.conformance.judge.checkers import blocks
+from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.conformance.judge.oracle import attend
 
 pytestmark = pytest.mark.kind("equivalence")

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.case import WindowCase
-from kvtwin.conformance.judge import stats
-from kvtwin.conformance.judge.compare import assert_same
-from kvtwin.conformance.judge.checkers import snapkv as judge
 from kvtwin.conformance.cases.strategies import DECIDED, VANISHING, window_cases
+from kvtwin.conformance.judge import stats
+from kvtwin.conformance.judge.checkers import snapkv as judge
+from kvtwin.conformance.judge.compare import assert_same
 
 pytestmark = pytest.mark.kind("equivalence")
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 
 from kvtwin.conformance.cases.case import WindowCase
-from kvtwin.conformance.judge.checkers import snapkv as judge
 from kvtwin.conformance.cases.strategies import window_cases
+from kvtwin.conformance.judge.checkers import snapkv as judge
 
 pytestmark = pytest.mark.kind("equivalence")
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.cases.case import WindowCase
-from kvtwin.conformance.judge.compare import assert_same, assert_within
-from kvtwin.conformance.judge.checkers import snapkv as judge
-from kvtwin.conformance.judge.oracle import upcast_all
 from kvtwin.conformance.cases.strategies import state_traces
+from kvtwin.conformance.judge import lockstep
+from kvtwin.conformance.judge.checkers import snapkv as judge
+from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge.oracle import upcast_all
 from kvtwin.reference.baselines import snapkv
 
 pytestmark = pytest.mark.kind("equivalence")

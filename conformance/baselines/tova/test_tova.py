@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.cases.strategies import VANISHING, state_traces
+from kvtwin.conformance.judge import lockstep
 
 pytestmark = pytest.mark.kind("equivalence")
 

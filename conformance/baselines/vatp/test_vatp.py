@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.cases.block_cases import sized
 from kvtwin.conformance.cases.case import StateTrace
 from kvtwin.conformance.cases.strategies import state_traces
+from kvtwin.conformance.judge import lockstep
 
 pytestmark = pytest.mark.kind("equivalence")
 

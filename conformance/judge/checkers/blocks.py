@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from .. import bounds, lockstep
 from ...cases import tiny
 from ...cases.block_cases import AttendCase
-from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ...cases.case import Case
+from .. import bounds, lockstep
+from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ..compare import Verdict, assert_same, assert_within, fail
 from ..compare_by_age import assert_kept_by_age_right
 from ..oracle import Attention, attend, oracle, upcast_all

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ....reference.epikv.contract import POLICIES
-from .. import lockstep
 from ...cases import tiny
-from ..bounds import Interval
 from ...cases.case import DecodeCase
+from .. import lockstep
+from ..bounds import Interval
 from ..compare import Verdict, assert_eviction_right, assert_kept_right, assert_same, fail
 from . import epikv_hybrids, epikv_scores
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ....reference.epikv.contract import EpiKVConfig
+from ...cases.case import DecodeCase
+from ...cases.thought_cases import SparsityCase
 from .. import stats
 from ..bounds import DIVISION, SLACK, UNIT, Interval, arithmetic, gamma
-from ...cases.case import DecodeCase
 from ..compare import assert_same, fail
 from ..oracle import Attention, attend
-from ...cases.thought_cases import SparsityCase
 from . import blocks
 from .thinkv_thoughts import share_interval
 

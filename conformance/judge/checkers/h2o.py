@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ....reference.baselines import h2o
 from ...cases import block_cases
-from ..bounds import SLACK, UNIT, Arithmetic, Interval
 from ...cases.case import Case
+from ..bounds import SLACK, UNIT, Arithmetic, Interval
 from . import blocks
 from .blocks import SMALL as SMALL
 from .blocks import Chunk, received_error

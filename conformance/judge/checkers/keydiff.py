@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ....reference import keydiff
+from ...cases.case import Case
+from ...cases.key_cases import ANCHORS, SIMILARITIES, KeyCase
 from .. import compare
 from ..bounds import DIVISION, FLUSH, SLACK, UNIT, Interval, gamma
-from ...cases.case import Case
 from ..compare import Verdict, assert_same, assert_within, fail, gathered
-from ...cases.key_cases import ANCHORS, SIMILARITIES, KeyCase
 from ..oracle import oracle, upcast, upcast_all
 from ..ties import tie_classes
 from . import blocks

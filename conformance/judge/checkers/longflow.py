@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ....reference import longflow
 from ....reference.attention import per_query_head
+from ...cases.case import Case, DecodeCase, WindowCase
 from .. import bounds, lockstep
 from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
-from ...cases.case import Case, DecodeCase, WindowCase
 from ..compare import Verdict, assert_eviction_right, assert_same, assert_within, fail
 from ..oracle import Attention, oracle
 from ..ties import tie_classes

@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from ....reference import attention as eager
 from ....reference.baselines import snapkv
-from .. import compare
 from ...cases.block_cases import AttendCase
-from ..bounds import DIVISION, FLUSH, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ...cases.case import Case, WindowCase
+from .. import compare
+from ..bounds import DIVISION, FLUSH, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ..compare import Verdict, assert_same, assert_within, fail, gathered
 from ..oracle import Attention, upcast_all
 from ..ties import tie_classes, window_ties

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ....reference import synckv
+from ...cases.synckv_cases import SetsCase
 from .. import compare
 from ..bounds import Arithmetic, Interval, arithmetic, log_weight_error
 from ..compare import fail
 from ..oracle import upcast_all
-from ...cases.synckv_cases import SetsCase
 from ..ties import tie_classes
 
 

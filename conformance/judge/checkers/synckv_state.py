@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ....reference.synckv.sets import split_budget
+from ...cases.case import DecodeCase
+from ...cases.synckv_cases import RATIOS, SetsCase
 from .. import bounds, compare, lockstep
 from ..bounds import Interval
-from ...cases.case import DecodeCase
 from ..compare import Verdict, assert_same, fail
-from ...cases.synckv_cases import RATIOS, SetsCase
 from ..ties import tie_classes
 from . import synckv_sets
 from .synckv_sets import backwards, weight_interval

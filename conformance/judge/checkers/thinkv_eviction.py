@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...cases.thought_cases import SegmentCase
 from .. import stats
 from ..bounds import FLUSH, SLACK, UNIT, gamma
 from ..compare import fail
-from ...cases.thought_cases import SegmentCase
 from ..ties import tie_classes
 
 ROUNDS = 10

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ....reference.attention import per_query_head
 from ....reference.thinkv.paging import PagedCache, in_order
+from ...cases.paged_cases import PagedCase
 from .. import stats
 from ..bounds import SLACK, UNIT, Arithmetic, Interval, gamma, output_error, weight_error
 from ..compare import assert_same, assert_within, fail
 from ..oracle import Attention, attend
-from ...cases.paged_cases import PagedCase
 from .thinkv_thoughts import share_interval
 
 #: The public tables of both sides.

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ....reference.thinkv import thoughts
+from ...cases.thought_cases import SparsityCase
 from .. import stats
 from ..bounds import SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ..compare import JudgeError, fail
 from ..oracle import oracle
-from ...cases.thought_cases import SparsityCase
 
 
 def log_ratios(case: SparsityCase, allowed: Arithmetic) -> Interval:

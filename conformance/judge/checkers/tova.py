@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ....reference.baselines import tova
 from ...cases import block_cases
-from ..bounds import DIVISION, EXP, FLUSH, SLACK, UNIT, Arithmetic, Interval
 from ...cases.case import Case
+from ..bounds import DIVISION, EXP, FLUSH, SLACK, UNIT, Arithmetic, Interval
 from ..oracle import Attention
 from . import blocks, h2o
 from .blocks import SMALL as SMALL

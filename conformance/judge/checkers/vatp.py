@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ....reference.baselines import vatp
 from ...cases import block_cases
-from ..bounds import FLUSH, SLACK, UNIT, Interval, gamma
 from ...cases.case import Case
+from ..bounds import FLUSH, SLACK, UNIT, Interval, gamma
 from . import blocks, h2o
 from .blocks import SMALL as SMALL
 from .blocks import Chunk

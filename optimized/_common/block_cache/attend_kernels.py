@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ..numerics import dot, finite_or_zero, log2_or_minus_inf, round_output, round_to
+from ..softmax import raise_maximum
 
 _SIZES = [
     "slots", "count", "heads", "query_b", "query_h", "query_q", "key_b", "key_h", "key_s", "value_b", "value_h",
@@ -82,10 +83,8 @@ def _attend_tiles(
             highest = tl.min(product, 1) * scale
         else:
             highest = tl.max(product, 1) * scale                       # so scale and shift become one operation
-        new_top = tl.maximum(top, highest)
-        shift = finite_or_zero(new_top)
+        top, shift, rescale = raise_maximum(top, highest)
         p = tl.exp2(logit - shift[:, None])
-        rescale = tl.exp2(top - shift)
         weight_sum = weight_sum * rescale + tl.sum(p, 1)
         if OUTPUT:
             if MASKED:
@@ -95,7 +94,6 @@ def _attend_tiles(
             else:
                 v = tl.load(values)
             acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
-        top = new_top
     return acc, top, weight_sum
 
 

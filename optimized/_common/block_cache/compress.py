@@ -18,10 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ....reference.contract import Sizes
-from .kernels import Window, launch_attention, launch_received
-from .evict_kernels import _NEVER, _leaving, _real_before, _threshold, _write_codes
 from ..launch import INTERPRETED, on_device_of, padded_head_dim
-
+from .evict_kernels import _NEVER, _leaving, _real_before, _threshold, _write_codes
+from .kernels import Window, launch_attention, launch_received
 
 #: Warps and slots at a time of a program that most often only comes and goes: with 16 warps, or 4096 slots, a
 #: multiprocessor has room for one at a time.

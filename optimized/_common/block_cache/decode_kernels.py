@@ -16,9 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .score_kernels import APPEND, NOTHING, RANDOM, new_score_of, normalise, score_slots
+from ..numerics import dot, round_output, round_to
 from ..scratch import is_last
-from ..numerics import dot, finite_or_zero, round_output, round_to
+from ..softmax import merge_outputs, weigh_tile
+from .score_kernels import APPEND, NOTHING, RANDOM, new_score_of, normalise, score_slots
 
 _NEVER = tl.constexpr(2**63 - 1)
 _INDEX = tl.constexpr(2**32 - 1)
@@ -39,13 +40,9 @@ def _tile(
     if KEEP:
         # Short-lived, amid keys and values that are read only once: let these lines stay in the cache.
         tl.store(logits + s[None, :] * GROUP_PAD + row[:, None], logit, mask=real, eviction_policy="evict_last")
-    new_top = tl.maximum(top, tl.max(logit, 1))
-    shift = finite_or_zero(new_top)
-    p = tl.exp2(logit - shift[:, None])
-    rescale = tl.exp2(top - shift)
-    weight_sum = weight_sum * rescale + tl.sum(p, 1)
+    p, top, weight_sum, rescale = weigh_tile(logit, top, weight_sum)
     acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
-    return acc, new_top, weight_sum
+    return acc, top, weight_sum
 
 
 @triton.jit
@@ -105,15 +102,8 @@ def _merge(
     d = tl.arange(0, D_PAD)
     g = tl.arange(0, GROUP_PAD)
     head = flat * GROUP + g
+    out = merge_outputs(partial, tops, head * splits, splits, top, total, g < GROUP, HEAD_DIM, D_PAD)
     mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-    acc = tl.full([GROUP_PAD, D_PAD], 0.0, tl.float32)
-    for i in range(0, splits):
-        part = head * splits + i
-        share = tl.exp2(tl.load(tops + part, mask=g < GROUP, other=float("-inf"), cache_modifier=".cg") - top)
-        acc += share[:, None] * tl.load(
-            partial + part[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0, cache_modifier=".cg"
-        )
-    out = tl.where((total == 0.0)[:, None], 0.0, acc / tl.where(total == 0.0, 1.0, total)[:, None])
     tl.store(output + head[:, None] * HEAD_DIM + d[None, :], round_output(out, output.dtype.element_ty), mask=mask)
 
 

@@ -11,9 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
-from .attend_kernels import attention_kernel, newest_kernel, received_kernel
 from ..launch import INTERPRETED, RESIDENT, multiprocessors, on_device_of, padded_head_dim, stride_unit
 from ..numerics import LOG2_E
+from .attend_kernels import attention_kernel, newest_kernel, received_kernel
 
 
 class Attended(NamedTuple):

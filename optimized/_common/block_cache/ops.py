@@ -6,8 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from .evict_kernels import arrive_kernel, choose_kernel, settle_kernel
 from ..launch import INTERPRETED, on_device_of, padded_head_dim
+from .evict_kernels import arrive_kernel, choose_kernel, settle_kernel
 
 
 def _rows(tensor: Tensor) -> Tensor:

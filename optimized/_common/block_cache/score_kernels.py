@@ -11,8 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..numerics import finite_or_zero, log2_or_minus_inf, sortable
 from ..scratch import discard
-from ..numerics import finite_or_zero, log2_or_minus_inf, sortable, sum_of_products
+from ..softmax import merge_sums
 
 NOTHING = tl.constexpr(0)
 SUM = tl.constexpr(1)
@@ -33,10 +34,7 @@ def normalise(
     head = flat * GROUP + g
     part = head[:, None] * splits + i[None, :]
     there = (g < GROUP)[:, None] & (i < splits)[None, :]
-    split_top = tl.load(tops + part, mask=there, other=float("-inf"), cache_modifier=".cg")
-    split_sum = tl.load(weight_sums + part, mask=there, other=0.0, cache_modifier=".cg")
-    top = finite_or_zero(tl.max(split_top, 1))
-    total = sum_of_products(split_sum, tl.exp2(split_top - top[:, None]), 1)
+    top, total = merge_sums(tops, weight_sums, part, there)
     tl.store(normalisers + head * 2, top, mask=g < GROUP)
     tl.store(normalisers + head * 2 + 1, total, mask=g < GROUP)
     return top, total

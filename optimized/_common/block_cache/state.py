@@ -25,15 +25,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ....reference.blocks import BlockConfig
 from ....reference._validate import capturing, check_dtype, check_reorder, check_tensor, resolve_device, resolve_scale
 from ....reference._validate_attention import check_attention, check_prompt, check_slot_mask, check_step, state_sizes
+from ....reference.blocks import BlockConfig
 from ....reference.contract import Sizes
+from ..launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
 from . import ops as ops
 from .kernels import attend
 from .step import scratch
 from .step import step as block_step
-from ..launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
 
 
 class Block(NamedTuple):

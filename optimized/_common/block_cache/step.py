@@ -9,13 +9,21 @@ import triton
 from torch import Tensor
 
 from ....reference.contract import Sizes
-from .decode_kernels import finish_kernel, step_kernel
-from .score_kernels import AGE, APPEND, NEWEST, NOTHING, RANDOM, SUM
 from ..launch import (
-    GROUP_ROWS, INTERPRETED, MAX_SPLITS, discards, fused, key_block, on_device_of, padded_head_dim, padded_slots,
+    GROUP_ROWS,
+    INTERPRETED,
+    MAX_SPLITS,
+    discards,
+    fused,
+    key_block,
+    on_device_of,
+    padded_head_dim,
+    padded_slots,
     split_slots,
 )
 from ..numerics import LOG2_E
+from .decode_kernels import finish_kernel, step_kernel
+from .score_kernels import AGE, APPEND, NEWEST, NOTHING, RANDOM, SUM
 
 #: Where a head's last program finishes it: slots at a time, stages, warps, registers. Such programs are fewer at a time
 #: (three to a multiprocessor), and so sooner free what must not leave the cache. Measured best on an H200.
