@@ -22,10 +22,19 @@ def raise_maximum(top, highest):
 
 
 @triton.jit
-def weigh_tile(logit, top, weight_sum):
-    """logit [ROWS, BLOCK] -> its weights, the new maximum and sum [ROWS], and the factor for what was summed before."""
-    new_top, shift, rescale = raise_maximum(top, tl.max(logit, 1))
+def weigh(logit, top, highest):
+    """The weights of a tile whose largest logits are `highest`, the new maximum, and the factor for what was summed
+    before. logit [ROWS, BLOCK]."""
+    new_top = tl.maximum(top, highest)
+    shift = finite_or_zero(new_top)
     p = tl.exp2(logit - shift[:, None])
+    return p, new_top, tl.exp2(top - shift)
+
+
+@triton.jit
+def weigh_tile(logit, top, weight_sum):
+    """The same, with the new sum: weights, maximum, sum, factor."""
+    p, new_top, rescale = weigh(logit, top, tl.max(logit, 1))
     return p, new_top, weight_sum * rescale + tl.sum(p, 1), rescale
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .._common.numerics import dot, fast_log2, of_any_width, round_to, row_norms
 from .._common.scratch import all_occupied, is_last, row_of
-from .._common.softmax import raise_maximum
+from .._common.softmax import weigh
 from ._score_kernels import finish_group
 
 
@@ -77,8 +77,7 @@ def _attend_tiles(
         logit = raw * scale
         if MASKED:
             logit = tl.where(holds[None, :], logit, float("-inf"))
-        top, shift, rescale = raise_maximum(top, tl.max(logit, 1))
-        p = tl.exp2(logit - shift[:, None])
+        p, top, rescale = weigh(logit, top, tl.max(logit, 1))
         weight_sum = weight_sum * rescale[:, None] + tl.sum(tl.reshape(p, (ROWS, BLOCK // SUMS, SUMS)), 1)
         v = value + first * value_s + v_near + far[:, None] * value_s
         v = tl.load(v, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(v)

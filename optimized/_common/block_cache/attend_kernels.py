@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..numerics import dot, finite_or_zero, log2_or_minus_inf, round_output, round_to
-from ..softmax import raise_maximum
+from ..softmax import weigh
 
 _SIZES = [
     "slots", "count", "heads", "query_b", "query_h", "query_q", "key_b", "key_h", "key_s", "value_b", "value_h",
@@ -83,8 +83,7 @@ def _attend_tiles(
             highest = tl.min(product, 1) * scale
         else:
             highest = tl.max(product, 1) * scale                       # so scale and shift become one operation
-        top, shift, rescale = raise_maximum(top, highest)
-        p = tl.exp2(logit - shift[:, None])
+        p, top, rescale = weigh(logit, top, highest)
         weight_sum = weight_sum * rescale + tl.sum(p, 1)
         if OUTPUT:
             if MASKED:
