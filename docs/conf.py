@@ -9,7 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-import generate  # noqa: E402  it lies beside this file
+import generate  # noqa: E402  a package beside this file
 
 project = "kvtwin"
 author = "the kvtwin authors"

@@ -14,13 +14,13 @@ DOCS = ROOT / "docs"
 
 
 def docs_module(name: str, reason: str) -> ModuleType:
-    """A module of docs/. Skips the test where there is no source tree; `reason` says what it needs docs/ for."""
-    path = DOCS / f"{name}.py"
+    """A package in docs/. Skips the test where there is no source tree; `reason` says what it needs docs/ for."""
+    path = DOCS / name / "__init__.py"
     if not path.is_file():
         pytest.skip(f"docs/ is not in the wheel: {reason}")
     alias = f"kvtwin_docs_{name}"
     if alias not in sys.modules:
-        spec = importlib.util.spec_from_file_location(alias, path)
+        spec = importlib.util.spec_from_file_location(alias, path, submodule_search_locations=[str(path.parent)])
         assert spec is not None
         assert spec.loader is not None
         sys.modules[alias] = module = importlib.util.module_from_spec(spec)

@@ -15,7 +15,7 @@ from kvtwin.conformance.judge.checkers import longflow as judge
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.meta.docs_source import DOCS, ROOT, docs_module
 
-if not (DOCS / "generate.py").is_file():
+if not (DOCS / "generate" / "__init__.py").is_file():
     pytest.skip("docs/ is not in the wheel", allow_module_level=True)
 
 generate = docs_module("generate", "its pages are tested here")
@@ -164,15 +164,15 @@ def test_the_reference_shows_what_is_stored():
     for option in ("--kv-impl=MODULE", "--kv-device={auto,cpu,cuda}", "--kv-update-golden"):
         assert f"`{option}`" in made["commands/pytest.md"]
     assert "--kv-methods" not in made["commands/pytest.md"]
-    for modules in generate.COMMANDS.values():
+    for modules in generate.commands.COMMANDS.values():
         for module in modules:
             (page,) = (text for text in made.values() if f"## `python -m {module}`" in text)
             assert f"usage: python -m {module}" in page or f"usage: {module}" in page, module
     for name in cli.COMMANDS:
         assert f"## `kvtwin {name}`\n\n```text\nusage: kvtwin {name}" in made["commands/verify.md"]
-    for found in generate._mutants().values():
+    for found in generate.stored.kill_matrices().values():
         assert all(f"`{mutant['name']}`" in made["results/kill-matrix.md"] for mutant in found["mutants"])
-    for _, baseline in generate._baselines():
+    for _, baseline in generate.stored.baselines():
         for one in baseline["benchmarks"]:
             if "milliseconds" in one["extra_info"]:
                 assert f"`{one['name'].removeprefix('test_')}`" in made["results/benchmarks.md"]
@@ -194,8 +194,9 @@ def test_pages_are_written_once_and_old_ones_go(tmp_path, monkeypatch):
 def test_docstrings_become_text_that_shows_them_as_they_are():
     doc = "A [B, S] tensor; `x_i`.\n\nkey: a * b.\nvalue, n: of it\n    more. slot: x.\nRaises ValueError.\n"
     doc += "\n    code_here()"
-    assert generate.prose(doc).strip() == (
+    assert generate.markdown.prose(doc).strip() == (
         "A \\[B, S\\] tensor; `x_i`.\n\n- key: a \\* b.\n- value, n: of it more.\n- slot: x.\n\nRaises ValueError.\n\n"
         "```text\ncode_here()\n```"
     )
-    assert generate.markdown_table(["a"], [["b | c"], ["d \\| e"]]).splitlines()[2:] == ["| b \\| c |", "| d \\| e |"]
+    table = generate.markdown.markdown_table(["a"], [["b | c"], ["d \\| e"]])
+    assert table.splitlines()[2:] == ["| b \\| c |", "| d \\| e |"]

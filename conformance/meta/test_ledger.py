@@ -71,10 +71,10 @@ def test_the_docs_show_the_ledger():
     """The page of all claims has the whole table, and a method's page has the method's own, and no other's."""
     generate = docs_module("generate", "its pages show the claims")
     claims = ledger.load()
-    assert ledger.table(claims) in generate.claims_page()
+    assert ledger.table(claims) in generate.results.claims_page()
     for method in {claim.method for claim in claims}:
         own = [claim for claim in claims if claim.method == method]
-        shown = generate.claims(method)
+        shown = generate.methods.claims(method)
         assert shown.startswith(ledger.table(own) + "\n")
         assert not any(f"| {claim.id} |" in shown for claim in claims if claim.method != method)
 

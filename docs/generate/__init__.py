@@ -1,0 +1,50 @@
+"""Write the generated part of the reference: pages that follow from code, ledgers and stored results.
+
+Each build of the documentation does it: `write` makes docs/reference/{methods,results,commands}. Nothing in these
+folders is edited by hand. Prose about a method is in docs/notes/NAME.md and is included at the top of its page: a
+method without that file gets a page all the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .commands import command_pages
+from .markdown import index
+from .methods import method_page
+from .results import result_pages
+from .stored import PLOTS, read
+
+FOLDERS = ("methods", "results", "commands")
+
+
+def pages() -> dict[str, str]:
+    """Every generated page: its path below docs/reference, and its Markdown."""
+    from kvtwin.conformance import discovery
+
+    found = {f"methods/{pair.name}.md": method_page(pair) for pair in discovery.methods()}
+    found["methods/index.md"] = index(
+        "Methods", "One page per method: use, readings, API, claims, accuracy, speed and mutants.",
+        [pair.name for pair in discovery.methods()],
+    )
+    found |= {f"results/{name}.md": text for name, text in result_pages().items()}
+    found["results/index.md"] = index("Results", "Stored results, as they are in the repository.", list(result_pages()))
+    found |= {f"commands/{name}.md": text for name, text in command_pages().items()}
+    found["commands/index.md"] = index(
+        "Commands and options", "Command lines and pytest options, from the programs themselves.", list(command_pages())
+    )
+    return found
+
+
+def write(folder: Path) -> None:
+    """Write all pages and plots below `folder`, and delete what is left of an earlier build."""
+    made = {folder / path: text.encode() for path, text in pages().items()}
+    made |= {folder / "results" / f"{name}.svg": read(f"fixtures/{name}.svg").encode() for name in PLOTS}
+    for name in FOLDERS:
+        for path in (folder / name).rglob("*"):
+            if path.is_file() and path not in made:
+                path.unlink()
+    for path, content in made.items():
+        if not path.is_file() or path.read_bytes() != content:  # an unchanged page is not built again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)

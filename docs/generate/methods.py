@@ -1,0 +1,149 @@
+"""The page of a method: its notes, API, claims, accuracy, speed and mutants."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from .markdown import escape, prose
+from .stored import DOCS, baselines, benchmark_table, kill_matrices, machine_of, stored
+
+
+def method_page(pair: Any) -> str:
+    """One method: its notes, API, claims, accuracy, speed and mutants."""
+    notes = DOCS / "notes" / f"{pair.name}.md"
+    parts = [notes.read_text(encoding="utf-8") if notes.is_file() else default_notes(pair)]
+    parts += [
+        f"## API\n\n`kvtwin.reference.{pair.path}` and `kvtwin.optimized.{pair.path}` export the same names, with the "
+        "same signatures and result types.\n",
+        *(entry(getattr(pair.reference, name), name) for name in pair.exports),
+        *cache_entry(pair.name),
+        "## Claims\n", claims(pair.name),
+        "## Accuracy\n", accuracy(pair.name),
+        "## Speed\n", speed(pair.name),
+        "## Mutants\n", mutants_summary(pair.name),
+    ]  # fmt: skip
+    return "\n".join(part.rstrip() + "\n" for part in parts)
+
+
+def default_notes(pair: Any) -> str:
+    return f"# {pair.name}\n\n{prose(inspect.getdoc(pair.reference) or '')}\n"
+
+
+def entry(value: Any, name: str, level: str = "###") -> str:
+    """A class or function: its heading, signature and docstring; of a state or cache also its methods."""
+    if not callable(value):
+        return f"{level} `{name}`\n"
+    text = [f"{level} `{name}`\n", f"```python\n{signature(value, name)}\n```\n", prose(own_doc(value))]
+    if inspect.isclass(value) and name.endswith(("State", "Cache", "Scorer")):
+        text += [f"- `{flat_signature(one, key)}`: {first_sentence(one)}" for key, one in methods_of(value).items()]
+    return "\n".join(text) + "\n"
+
+
+def methods_of(value: type) -> dict[str, Any]:
+    """Public methods of a class of ours and of its bases of ours, its own first."""
+    found: dict[str, Any] = {}
+    for base in value.__mro__:
+        if base.__module__.startswith("kvtwin."):
+            for key, one in vars(base).items():
+                if not key.startswith("_") and inspect.isfunction(one):
+                    found.setdefault(key, one)
+    return found
+
+
+def own_doc(value: Any) -> str:
+    """The docstring that this object has itself: dataclasses and NamedTuples without one get a generated one."""
+    doc = value.__doc__ if inspect.isclass(value) else inspect.getdoc(value)
+    return "" if not doc or doc.startswith(f"{value.__name__}(") else inspect.cleandoc(doc)
+
+
+def _bare(value: Any) -> inspect.Signature:
+    found = inspect.signature(value)
+    return found.replace(
+        parameters=[
+            one.replace(annotation=inspect.Parameter.empty) for one in found.parameters.values() if one.name != "self"
+        ],
+        return_annotation=inspect.Signature.empty,
+    )
+
+
+def flat_signature(value: Any, name: str) -> str:
+    return f"{name}{_bare(value)}"
+
+
+def signature(value: Any, name: str) -> str:
+    """Without annotations, which the docstring explains; long ones wrapped."""
+    try:
+        text = flat_signature(value, name)
+    except (TypeError, ValueError):
+        return name
+    text = re.sub(r"<factory>", "...", text)
+    return "\n".join(textwrap.wrap(text, 84, subsequent_indent=" " * 4, break_long_words=False))
+
+
+def first_sentence(value: Any) -> str:
+    doc = " ".join((inspect.getdoc(value) or "no description").split("\n\n")[0].split())
+    return escape(re.split(r"(?<=[.;:]) ", doc)[0].rstrip(";:."))
+
+
+def cache_entry(name: str) -> Iterator[str]:
+    """The cache for transformers, where it is installed."""
+    from kvtwin.conformance.judge import checkers
+
+    state = checkers.pair(name).state
+    assert state is not None
+    caches: ModuleType = importlib.import_module("kvtwin.reference.hf")
+    cache = getattr(caches, f"{state.__name__.removesuffix('State')}Cache")
+    yield (
+        f"### `{cache.__name__}`\n\nIn `kvtwin.reference.hf` and `kvtwin.optimized.hf`; see "
+        f"[Use a method with transformers](../../how-to/transformers.md).\n\n{prose(own_doc(cache))}"
+    )
+
+
+def claims(name: str) -> str:
+    """The ledger's claims of this method, each with its verdict."""
+    from kvtwin.conformance import ledger
+
+    own = [claim for claim in ledger.load() if claim.method == name]
+    if not own:
+        return "No ledger: this method is a baseline, and the claims of its paper are not examined.\n"
+    return f"{ledger.table(own)}\n\n[The claims ledger](../../explanation/ledger.md) explains the verdicts.\n"
+
+
+def accuracy(name: str) -> str:
+    from kvtwin.fixtures import accuracy_plot
+
+    result = stored("accuracy")
+    rows = [row for row in result["rows"] if row["method"] in (name, result["rows"][0]["method"])]
+    if not any(row["method"] == name for row in rows):
+        return "Not measured.\n"
+    return (
+        f"{accuracy_plot.markdown({**result, 'rows': rows})}\n\nOn the small model of this repository, by share of the "
+        "context that the cache holds; see [Accuracy](../results/accuracy.md).\n"
+    )
+
+
+def speed(name: str) -> str:
+    """The stored benchmarks of this method, for each machine."""
+    parts = []
+    for _, run in baselines():
+        own = [one for one in run["benchmarks"] if one["group"] == name]
+        if own:
+            parts.append(f"{machine_of(run)}.\n\n{benchmark_table(own)}\n")
+    if not parts:
+        return "No stored benchmark.\n"
+    return "\n".join(parts) + "\n[Benchmarks](../results/benchmarks.md) explains the columns.\n"
+
+
+def mutants_summary(name: str) -> str:
+    found = kill_matrices().get(name)
+    if found is None:
+        return "No stored kill matrix.\n"
+    killed = sum(one["status"] == "killed" for one in found["mutants"])
+    count = len(found["mutants"])
+    return f"{killed} of {count} mutants are killed; see [the kill matrix](../results/kill-matrix.md).\n"
