@@ -72,11 +72,13 @@ def device_timer(request: pytest.FixtureRequest, gpu: Device) -> None:
 def device_benchmark(
     request: pytest.FixtureRequest, device_timer: None, benchmark: Any, gpu: Device, roofline: Roofline
 ) -> Iterator[DeviceBenchmark]:
-    """See DeviceBenchmark.__call__. The gates of bench_<method>.py are in thresholds/<method>.toml."""
+    """See DeviceBenchmark.__call__. The gates of bench_<name>.py are in thresholds/<name>.toml; those of a test with a
+    parameter `method` in thresholds/<method>.toml."""
     request.config.stash[ROOFLINE] = roofline
-    path = request.path.parent / "thresholds" / f"{request.path.stem.removeprefix('bench_')}.toml"
+    method = getattr(request.node, "callspec", None) and request.node.callspec.params.get("method")
+    path = request.path.parent / "thresholds" / f"{method or request.path.stem.removeprefix('bench_')}.toml"
     gates = gate.load(path) if path.exists() else {}
-    yield DeviceBenchmark(benchmark, gpu, roofline, gates, report.title(request.node.name))
+    yield DeviceBenchmark(benchmark, gpu, roofline, gates, report.title(request.node.name, method or ""))
     measured = {"name": request.node.name, "extra_info": benchmark.extra_info}
     request.config.stash.setdefault(MEASURED, []).append(measured)
     # Graphs and their memory pools go before the next benchmark allocates.

@@ -50,9 +50,9 @@ def rows(benchmarks: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return found
 
 
-def title(name: str) -> str:
-    """test_step[B8] -> step[B8], as in the thresholds."""
-    return name.removeprefix("test_")
+def title(name: str, method: str = "") -> str:
+    """test_step[B8] -> step[B8], as in the thresholds; test_step[h2o-B8] too if the method is "h2o"."""
+    return name.removeprefix("test_").replace(f"[{method}-", "[", 1)
 
 
 def _beside(others: Mapping[str, Mapping[str, float]]) -> str:
@@ -141,7 +141,7 @@ def held(run: Mapping[str, Any]) -> list[str]:
             continue
         if not info["right"]:
             raise Refused(f"{benchmark['fullname']} is wrong: its time means nothing")
-        lines += ["", f'["{title(benchmark["name"])}".held]']
+        lines += ["", f'["{title(benchmark["name"], benchmark["group"])}".held]']
         if info["strongest"] is not None:
             lines.append(f"ratio.strongest = {info['peers'][info['strongest']]['ratio']:.3f}")
         lines.append(f"share = {info['share_of_copy']:.3f}")

@@ -256,8 +256,8 @@ def test_reference_imports_without_triton() -> None:
 def missing_parts(
     twin: Pair, reference: Path, optimized: Path, conformance: Path, fixtures: Path, *, takes_blocks: bool = False
 ) -> list[str]:
-    """What `twin` lacks in these folders. Caches of States that take blocks are derived, and so are recorders of
-    baselines. perf and what it holds are there in a source tree only. The ledger is about
+    """What `twin` lacks in these folders. Caches of States that take blocks are derived, and so are recorders and
+    benchmarks of baselines. perf and what it holds are there in a source tree only. The ledger is about
     the papers whose methods these are; what they compare themselves with makes no claims here."""
     name, module = twin.name, twin.path.replace(".", "/")
     perf = reference.parent / "perf" if (reference.parent / "pyproject.toml").is_file() else None
@@ -277,7 +277,7 @@ def missing_parts(
         if (side / "hf").is_dir() and not takes_blocks:
             parts[f"{side.name}/hf"] = (side / "hf" / f"{name}.py").is_file()
     if perf is not None and perf.is_dir():
-        parts["bench"] = (perf / f"bench_{name}.py").is_file()
+        parts["bench"] = (perf / f"bench_{name}.py").is_file() or baseline
         parts["thresholds"] = (perf / "thresholds" / f"{name}.toml").is_file()
     return [part for part, there in parts.items() if not there]
 
@@ -321,15 +321,16 @@ def test_a_missing_part_is_noticed(missing: str | None, source_tree: bool, tmp_p
     assert missing_parts(twin, *folders) == ([] if missing is None or unseen else [missing])
 
 
-def test_a_baseline_needs_no_claims_no_recorder_and_no_cache(tmp_path: Path) -> None:
+def test_a_baseline_needs_no_claims_no_recorder_no_cache_and_no_bench(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").touch()
     for part, file in PARTS.items():
         path = tmp_path / re.sub("^(reference|optimized|conformance)/new", r"\1/baselines/new", file)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if part not in ("claims", "recorder", "reference/hf", "optimized/hf"):
+        if part not in ("claims", "recorder", "reference/hf", "optimized/hf", "bench"):
             path.touch()
     folders = [tmp_path / side for side in ("reference", "optimized", "conformance", "fixtures")]
-    lacking = ["reference", "optimized", "test", "claims", "mutants", "recorder"]
+    lacking = ["reference", "optimized", "test", "claims", "mutants", "recorder", "bench"]
     for path, missing in (("baselines.new", []), ("new", lacking)):
         twin = Pair(name="new", path=path, exports=("NewConfig",))
         assert missing_parts(twin, *folders, takes_blocks=True) == missing
-    assert missing_parts(twin, *folders)[-2:] == ["reference/hf", "optimized/hf"]
+    assert {"reference/hf", "optimized/hf"} <= set(missing_parts(twin, *folders))
