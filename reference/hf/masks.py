@@ -16,7 +16,7 @@ from .._validate import capturing
 # With prefill_chunk_size on a cache that is not empty, older versions of transformers pass the tokens from 0 on again.
 STARTS_AT_0 = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 21)
 _ADVICE = (
-    "(transformers before 5.22 starts at 0 when prefill_chunk_size is used on a cache that is not empty: leave "
+    "(transformers before 5.21 starts at 0 when prefill_chunk_size is used on a cache that is not empty: leave "
     "prefill_chunk_size out there)"
 )
 
