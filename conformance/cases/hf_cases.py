@@ -247,7 +247,7 @@ def check_second_turn_in_chunks(model: Any, cache: Any, masked: bool) -> None:
     if not STARTS_AT_0:
         assert torch.equal(model.generate(**turn, past_key_values=cache, prefill_chunk_size=3), expected)
         return
-    with pytest.raises(ValueError, match="transformers before 5.22 starts at 0"):
+    with pytest.raises(ValueError, match="transformers before 5.21 starts at 0"):
         model.generate(**turn, past_key_values=cache, prefill_chunk_size=3)
 
 

@@ -19,13 +19,14 @@ from ...reference._validate import (
 from ...reference.epikv._validate import check_prompt_fits
 from ...reference.epikv.contract import EpiKVConfig
 from .._common.launch import DTYPES, check_kernel_device
+from .._common.state import Buffers
 from . import _score_kernels as score_kernels
 from . import _step_kernels as step_kernels
 from ._hybrids import Attention
 from .scores import FIRST, LAST, codes, compacted, difference, kv_variance, lag_kv, rolling_mean, rolling_of, select
 
 
-class EpiKVScorer:
+class EpiKVScorer(Buffers):
     """Positions and scores of S = config.slots slots per row, and which of them the next token takes.
 
     Preallocated and updated in place: a step fits in a CUDA graph. Attributes and semantics: `EpiKVScorer` of the
@@ -43,25 +44,21 @@ class EpiKVScorer:
         self.dtype = check_dtype("dtype", dtype, DTYPES)
         self.device = resolve_device(device)
         check_kernel_device("device", self.device)
-
-        @torch.inference_mode(False)  # else what was made in inference mode could not be used outside of it
-        def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-
         layers, slots = sum(config.layers), config.slots
-        self.occupied = buffer(batch, slots, dtype=torch.bool)
-        self.positions = buffer(batch, slots, dtype=torch.int64)
-        self.score = buffer(batch, slots, dtype=torch.float32)
-        self._rank = buffer(batch, slots, dtype=torch.int64)
-        self._next_slot = buffer(batch, dtype=torch.int64)
-        self._tokens = buffer(batch, dtype=torch.int64)
-        self._seen = buffer(batch, dtype=torch.int64)           # on the device: graphs replay it
-        self._recents = buffer(batch, max(1, config.newest - 1), dtype=torch.int64)
-        self._previous = buffer(batch, max(1, layers), hidden_size if layers else 1, dtype=dtype)
-        self._values = buffer(batch, max(1, layers), config.window, dtype=torch.float32)
+        self.occupied = self._buffer(batch, slots, dtype=torch.bool)
+        self.positions = self._buffer(batch, slots, dtype=torch.int64)
+        self.score = self._buffer(batch, slots, dtype=torch.float32)
+        self._rank = self._buffer(batch, slots, dtype=torch.int64)
+        self._next_slot = self._buffer(batch, dtype=torch.int64)
+        self._tokens = self._buffer(batch, dtype=torch.int64)
+        self._seen = self._buffer(batch, dtype=torch.int64)           # on the device: graphs replay it
+        self._recents = self._buffer(batch, max(1, config.newest - 1), dtype=torch.int64)
+        self._previous = self._buffer(batch, max(1, layers), hidden_size if layers else 1, dtype=dtype)
+        self._values = self._buffer(batch, max(1, layers), config.window, dtype=torch.float32)
         lag = config.policy == "lag_kv"
-        self._ranges = buffer(4, batch, 2, key_value_heads if lag else 1, head_dim if lag else 1, dtype=torch.float32)
-        self.attention: Any = Attention(config, batch, buffer) if config.reads_attention else None
+        heads, channels = (key_value_heads, head_dim) if lag else (1, 1)
+        self._ranges = self._buffer(4, batch, 2, heads, channels, dtype=torch.float32)
+        self.attention: Any = Attention(config, batch, self._buffer) if config.reads_attention else None
         self.reset()
 
     @property

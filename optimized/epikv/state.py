@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reference._validate import check_dtype, check_reorder, resolve_device, resolve_scale
-from ...reference._validate_attention import check_prompt, check_step, state_sizes
+from ...reference._validate import check_config, check_reorder
+from ...reference._validate_attention import check_prompt, check_step
 from ...reference.epikv._validate import check_hidden_states
 from ...reference.epikv.contract import EpiKVConfig
 from .._common.block_cache import kernels
-from .._common.launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
+from .._common.launch import check_launchable
 from .._common.prompt_attention import causal_attention
+from .._common.state import State
 from . import _attend_kernels
 from .scorer import EpiKVScorer
 
 
-class EpiKVState:
+class EpiKVState(State):
     """An EpiKV cache: preallocated buffers of S slots, updated in place; a step fits in a CUDA graph.
 
     key, value [B, Hkv, S, D] with S = config.slots; occupied [B, S] bool, positions [B, S] int64, score [B, S],
@@ -29,36 +30,29 @@ class EpiKVState:
     memory for the logits of one: 4 bytes per query head and slot.
     """
 
+    config: EpiKVConfig
+
     def __init__(
         self, config: EpiKVConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device | str, scorer: Any = None,
     ) -> None:
-        if not isinstance(config, EpiKVConfig):
-            raise TypeError(f"config must be an EpiKVConfig, got {type(config).__name__}")
-        self.config = config
-        self.sizes = state_sizes(
-            batch=batch, query_heads=query_heads, key_value_heads=key_value_heads, slots=config.slots,
-            head_dim=head_dim,
+        super().__init__(
+            check_config(config, EpiKVConfig), slots=config.slots, batch=batch, query_heads=query_heads,
+            key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
-        check_kernel_sizes(self.sizes)
-        self.dtype = check_dtype("dtype", dtype, DTYPES)
-        self.device = resolve_device(device)
-        check_kernel_device("device", self.device)
-        self.scale = resolve_scale(config.scale, head_dim)
         self._hidden_size = config.hidden_size or query_heads * head_dim
         self._shared = scorer is not None
         self.scorer = scorer if scorer is not None else EpiKVScorer(
             config, batch=batch, hidden_size=self._hidden_size, key_value_heads=key_value_heads, head_dim=head_dim,
             dtype=dtype, device=device,
         )
-        with torch.inference_mode(False):  # else a state made in inference mode could not be used outside of it
-            self.key = torch.zeros(batch, key_value_heads, config.slots, head_dim, dtype=dtype, device=self.device)
-            self.value = torch.zeros_like(self.key)
+        self.key, self.value = (
+            self._buffer(batch, key_value_heads, config.slots, head_dim, dtype=dtype) for _ in range(2)
+        )
+        shape = (batch, query_heads, config.slots if config.reads_attention else 0)
+        self._weights = tuple(self._buffer(*size, dtype=torch.float32) for size in (shape, (*shape[:2], 2)))
+        with torch.inference_mode(False):
             self._scratch = _attend_kernels.scratch(self.sizes, self.key)
-            shape = (batch, query_heads, config.slots if config.reads_attention else 0)
-            self._weights = tuple(
-                torch.zeros(size, dtype=torch.float32, device=self.device) for size in (shape, (*shape[:2], 2))
-            )
 
     @property
     def occupied(self) -> Tensor:

@@ -5,24 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference._validate import (
-    capturing,
-    check_all_finite,
-    check_dtype,
-    check_next_slot,
-    check_reorder,
-    resolve_device,
-    resolve_scale,
-)
-from ...reference._validate_attention import check_prompt, check_step, state_sizes
+from ...reference._validate import check_all_finite, check_config, check_next_slot, check_reorder
+from ...reference._validate_attention import check_prompt, check_step
 from ...reference.longflow import LongFlowConfig
-from .._common.launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
+from .._common.launch import check_launchable
 from .._common.prompt_attention import causal_attention
+from .._common.state import State
 from ..baselines.snapkv import choose, gather_tokens
 from . import _ops
 
 
-class LongFlowState:
+class LongFlowState(State):
     """A LongFlow cache: preallocated buffers of `budget` slots, updated in place; a step fits in a CUDA graph.
 
     key, value [B, Hkv, S, D] with S = budget; occupied [B, S] bool and positions [B, S] int64 (the token in each slot,
@@ -30,37 +23,26 @@ class LongFlowState:
     step's. With config.per_head these four are [B, Hkv, S] and [B, Hkv]. What unoccupied slots hold is unspecified.
     """
 
+    config: LongFlowConfig
+
     def __init__(
         self, config: LongFlowConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device | str,
     ) -> None:
-        if not isinstance(config, LongFlowConfig):
-            raise TypeError(f"config must be a LongFlowConfig, got {type(config).__name__}")
-        self.config = config
-        self.sizes = state_sizes(
-            batch=batch, query_heads=query_heads, key_value_heads=key_value_heads, slots=config.budget,
-            head_dim=head_dim,
+        super().__init__(
+            check_config(config, LongFlowConfig), slots=config.budget, batch=batch, query_heads=query_heads,
+            key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
-        check_kernel_sizes(self.sizes)
-        self.dtype = check_dtype("dtype", dtype, DTYPES)
-        self.device = resolve_device(device)
-        check_kernel_device("device", self.device)
-        self.scale = resolve_scale(config.scale, head_dim)
-
-        @torch.inference_mode(False)  # else a state made in inference mode could not be used outside of it
-        def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-
         heads, slots = key_value_heads, config.budget
         rows = (batch, heads) if config.per_head else (batch,)
-        self.key = buffer(batch, heads, slots, head_dim, dtype=dtype)
-        self.value = buffer(batch, heads, slots, head_dim, dtype=dtype)
-        self.occupied = buffer(*rows, slots, dtype=torch.bool)
-        self.positions = buffer(*rows, slots, dtype=torch.int64)
-        self._next_slot = buffer(*rows, dtype=torch.int64)
-        self.score = buffer(*rows, slots, dtype=torch.float32)
-        self._sink_end = buffer(batch, dtype=torch.int64)                       # positions below this are sinks
-        self._seen = buffer(1, dtype=torch.int64)                               # on the device: graphs replay it
+        self.key = self._buffer(batch, heads, slots, head_dim, dtype=dtype)
+        self.value = self._buffer(batch, heads, slots, head_dim, dtype=dtype)
+        self.occupied = self._buffer(*rows, slots, dtype=torch.bool)
+        self.positions = self._buffer(*rows, slots, dtype=torch.int64)
+        self._next_slot = self._buffer(*rows, dtype=torch.int64)
+        self.score = self._buffer(*rows, slots, dtype=torch.float32)
+        self._sink_end = self._buffer(batch, dtype=torch.int64)          # positions below this are sinks
+        self._seen = self._buffer(1, dtype=torch.int64)                  # on the device: graphs replay it
         with torch.inference_mode(False):
             self._scratch = _ops.scratch(self.sizes, self.key, config.per_head)
         self.reset()
@@ -102,8 +84,7 @@ class LongFlowState:
         )
         check_launchable(query=query, key=key, value=value)
         # Asked of the device: a graph's replays are steps that the host does not see.
-        if not capturing(self.device) and self.tokens_seen:
-            raise RuntimeError("prefill needs an empty state: call reset() first")
+        self._check_empty()
         if occupied is None:
             occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
         if self.config.check_finite:

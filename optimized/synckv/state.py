@@ -11,12 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference._validate import capturing, check_config, check_reorder, check_room, resolve_device, resolve_scale
-from ...reference._validate_attention import check_prompt, check_step, state_sizes
+from ...reference._validate import capturing, check_config, check_reorder, check_room
+from ...reference._validate_attention import check_prompt, check_step
 from ...reference.synckv._validate import resolve_clusters
 from ...reference.synckv.contract import HeadClusters, SyncKVConfig
-from .._common.launch import check_kernel_sizes, check_launchable
+from .._common.launch import check_launchable
 from .._common.prompt_attention import causal_attention
+from .._common.state import State
 from . import _step
 from ._offload import Offload
 from ._select import select
@@ -25,27 +26,24 @@ from .sets import log_weights, split_budget
 __all__ = ["SyncKVConfig", "SyncKVState"]
 
 
-class SyncKVState:
+class SyncKVState(State):
     """The cache of `batch` sequences in one layer (SyncKV section 4); attributes as in the reference.
 
     float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head. TypeError, ValueError for anything
     else, and for CPU tensors outside Triton's interpreter.
     """
 
+    config: SyncKVConfig
+
     def __init__(
         self, config: SyncKVConfig, head_clusters: HeadClusters | None = None, *, batch: int, query_heads: int,
         key_value_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str,
     ) -> None:
-        check_config(config, SyncKVConfig)
-        self.config = config
-        self.sizes = state_sizes(
-            batch=batch, query_heads=query_heads, key_value_heads=key_value_heads, slots=config.max_tokens,
-            head_dim=head_dim,
+        super().__init__(
+            check_config(config, SyncKVConfig), slots=config.max_tokens, batch=batch, query_heads=query_heads,
+            key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
-        check_kernel_sizes(self.sizes)
         self.head_clusters = resolve_clusters(head_clusters, config.clusters, key_value_heads)
-        self.dtype, self.device = dtype, resolve_device(device)
-        self.scale = resolve_scale(config.scale, head_dim)
         slots, lookers = config.max_tokens, config.clusters
         fixed, free = split_budget(config.k, config.rho)
         self._fixed_count, self._count = min(fixed, slots), min(config.k if config.exclude_static else free, slots)
@@ -80,10 +78,6 @@ class SyncKVState:
                 min(config.stride, slots), dtype, self.device,
             )
         self.reset()
-
-    @torch.inference_mode(False)  # else a state that was made in inference mode could not be used outside of it
-    def _buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     @torch.inference_mode(False)
     def _table(self) -> tuple[Tensor, Tensor]:
@@ -160,8 +154,7 @@ class SyncKVState:
         """
         total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
         check_launchable(query=query, key=key, value=value)
-        if not capturing(self.device) and self.tokens_seen:
-            raise RuntimeError("prefill needs an empty state: call reset() first")
+        self._check_empty()
         check_room(0, total, self.config.max_tokens)
         if occupied is None:
             occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)

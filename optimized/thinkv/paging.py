@@ -17,6 +17,7 @@ from ...reference.thinkv._validate_paging import check_append, check_decode, che
 from ...reference.thinkv.contract import ThinKVConfig
 from ...reference.thinkv.types import BlockEntry, PagedAttentionResult, PagedCodes, Thought
 from .._common.launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
+from .._common.state import Buffers
 from . import _paging_ops as ops
 from ._paged_attention_ops import attend
 from ._paging_read_kernels import CODES, NUMBERS, SCALES
@@ -27,7 +28,7 @@ __all__ = ["PagedAttentionResult", "PagedCache", "decode_attention"]
 LARGEST = 256
 
 
-class PagedCache:
+class PagedCache(Buffers):
     """The paged cache of `batch` sequences in one layer (ThinKV section 4.2).
 
     Attributes as in the reference: by slot [B, S] positions, occupied, segments, thoughts, groups, evicted; by entry of
@@ -59,10 +60,6 @@ class PagedCache:
         self._storage = self._allocate_storage()
         self._arrivals = self._buffer(batch, dtype=torch.int32)
         self.release(torch.ones(batch, dtype=torch.bool, device=self.device))
-
-    @torch.inference_mode(False)  # else a cache that was made in inference mode could not be used outside of it
-    def _buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _allocate_tables(self) -> ops.Tables:
         config, batch = self.config, self.shape[0]

@@ -10,13 +10,14 @@ import torch
 import triton
 from torch import Tensor
 
-from ...reference._validate import capturing, check_reorder, check_room, resolve_device, resolve_scale
-from ...reference._validate_attention import check_prompt, check_step, state_sizes
+from ...reference._validate import check_config, check_reorder, check_room
+from ...reference._validate_attention import check_prompt, check_step
 from ...reference.thinkv._validate_paging import check_thought
 from ...reference.thinkv.contract import ThinKVConfig
 from ...reference.thinkv.types import Thought
-from .._common.launch import INTERPRETED, check_kernel_sizes, check_launchable, on_device_of
+from .._common.launch import INTERPRETED, check_launchable, on_device_of
 from .._common.prompt_attention import causal_attention
+from .._common.state import State
 from . import _paging_ops as ops
 from ._shrink_kernels import shrink_kernel
 from ._state_kernels import begin_kernel, settle_kernel
@@ -29,29 +30,25 @@ __all__ = ["ThinKVConfig", "ThinKVState"]
 PROGRAMS = 1 if INTERPRETED else 8
 
 
-class ThinKVState:
+class ThinKVState(State):
     """The cache of `batch` sequences in one layer (ThinKV sections 3 and 4); attributes as in the reference.
 
     float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head; config.tau up to 128. TypeError,
     ValueError for anything else, and for CPU tensors outside Triton's interpreter.
     """
 
+    config: ThinKVConfig
+
     def __init__(
         self, config: ThinKVConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device | str,
     ) -> None:
-        if not isinstance(config, ThinKVConfig):
-            raise TypeError(f"config must be a ThinKVConfig, got {type(config).__name__}")
+        super().__init__(
+            check_config(config, ThinKVConfig), slots=config.slots, batch=batch, query_heads=query_heads,
+            key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
+        )
         if config.tau > MAX_TOKENS:
             raise ValueError(f"tau must be at most {MAX_TOKENS} here, got {config.tau}")
-        self.config = config
-        self.sizes = state_sizes(
-            batch=batch, query_heads=query_heads, key_value_heads=key_value_heads, slots=config.slots,
-            head_dim=head_dim,
-        )
-        check_kernel_sizes(self.sizes)
-        self.dtype, self.device = dtype, resolve_device(device)
-        self.scale = resolve_scale(config.scale, head_dim)
         self.cache = PagedCache(
             config, batch=batch, key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=self.device
         )
@@ -65,10 +62,6 @@ class ThinKVState:
             self._buffer(batch, dtype=torch.int64) for _ in range(6)
         )
         self.reset()
-
-    @torch.inference_mode(False)  # else a state that was made in inference mode could not be used outside of it
-    def _buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def reset(self) -> None:
         """Forget every token."""
@@ -125,8 +118,7 @@ class ThinKVState:
         """
         total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
         check_launchable(query=query, key=key, value=value)
-        if not capturing(self.device) and self.tokens_seen:
-            raise RuntimeError("prefill needs an empty state: call reset() first")
+        self._check_empty()
         check_room(0, total, self.config.max_tokens)
         if occupied is None:
             occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)

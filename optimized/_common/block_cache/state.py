@@ -25,11 +25,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ....reference._validate import capturing, check_dtype, check_reorder, check_tensor, resolve_device, resolve_scale
-from ....reference._validate_attention import check_attention, check_prompt, check_slot_mask, check_step, state_sizes
+from ....reference._validate import check_config, check_reorder, check_tensor
+from ....reference._validate_attention import check_attention, check_prompt, check_slot_mask, check_step
 from ....reference.blocks import BlockConfig
 from ....reference.contract import Sizes
-from ..launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
+from ..launch import check_kernel_sizes, check_launchable
+from ..state import State
 from . import ops as ops
 from .kernels import attend
 from .step import scratch
@@ -50,7 +51,7 @@ class Block(NamedTuple):
     parts: Tensor | None
 
 
-class BlockState:
+class BlockState(State):
     """A cache of capacity + block_size slots per KV head: the first `capacity` hold tokens, the others the block at
     hand.
 
@@ -72,18 +73,10 @@ class BlockState:
         self, config: Any, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device | str,
     ) -> None:
-        if not isinstance(config, self.Config):
-            raise TypeError(f"config must be a {self.Config.__name__}, got {type(config).__name__}")
-        self.config = config
-        self.sizes = state_sizes(
-            batch=batch, query_heads=query_heads, key_value_heads=key_value_heads,
-            slots=config.capacity + config.block_size, head_dim=head_dim,
+        super().__init__(
+            check_config(config, self.Config), slots=config.capacity + config.block_size, batch=batch,
+            query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
-        check_kernel_sizes(self.sizes)
-        self.dtype = check_dtype("dtype", dtype, DTYPES)
-        self.device = resolve_device(device)
-        check_kernel_device("device", self.device)
-        self.scale = resolve_scale(config.scale, head_dim)
         rows = (batch, key_value_heads, self.sizes.slots)
         self.key = self._buffer(*rows, head_dim, dtype=dtype)
         self.value = self._buffer(*rows, head_dim, dtype=dtype)
@@ -99,10 +92,6 @@ class BlockState:
         self._allocate()
         self._scratch = scratch(self.sizes, config.capacity, dtype, self.device, self._rule)
         self.reset()
-
-    @torch.inference_mode(False)  # else a state that was made in inference mode could not be used outside of it
-    def _buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     @property
     def score(self) -> Tensor:
@@ -127,8 +116,7 @@ class BlockState:
         """The prompt: `append_block` on an empty state. RuntimeError when the state already holds tokens."""
         check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
         # Asked of the device: a graph's replays are steps that the host does not see.
-        if not capturing(self.device) and self.tokens_seen:
-            raise RuntimeError("prefill needs an empty state: call reset() first, or append_block()")
+        self._check_empty(", or append_block()")
         return self.append_block(query, key, value, occupied)
 
     def append_block(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:

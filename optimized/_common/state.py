@@ -1,0 +1,56 @@
+"""The base class of every state: arguments of the constructor, buffers, and the number of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...reference._validate import capturing, check_dtype, resolve_device, resolve_scale
+from ...reference._validate_attention import state_sizes
+from .launch import DTYPES, check_kernel_device, check_kernel_sizes
+
+
+class Buffers:
+    """What holds tensors on one device that are updated in place."""
+
+    device: torch.device
+
+    @torch.inference_mode(False)  # buffers allocated in inference mode could not be updated outside of it
+    def _buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+
+class State(Buffers):
+    """The cache of `batch` sequences in one layer.
+
+    The constructor of a subclass checks the config, calls this one, allocates its buffers and ends with `reset()`.
+    TypeError, ValueError for arguments that the kernels cannot take.
+    """
+
+    config: Any                                 # subclasses declare the config's class
+
+    def __init__(
+        self, config: Any, *, slots: int, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
+        dtype: torch.dtype, device: torch.device | str,
+    ) -> None:
+        self.config = config
+        self.sizes = state_sizes(
+            batch=batch, query_heads=query_heads, key_value_heads=key_value_heads, slots=slots, head_dim=head_dim
+        )
+        check_kernel_sizes(self.sizes)
+        self.dtype = check_dtype("dtype", dtype, DTYPES)
+        self.device = resolve_device(device)
+        check_kernel_device("device", self.device)
+        self.scale = resolve_scale(config.scale, head_dim)
+
+    @property
+    def tokens_seen(self) -> int:
+        """The number of tokens since the last reset, padding included. Reading it synchronises with the GPU."""
+        raise NotImplementedError
+
+    def _check_empty(self, instead: str = "") -> None:
+        """RuntimeError if the state holds tokens. Synchronises with the GPU, but does nothing during a capture."""
+        if not capturing(self.device) and self.tokens_seen:
+            raise RuntimeError(f"prefill needs an empty state: call reset() first{instead}")
