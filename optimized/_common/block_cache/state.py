@@ -115,7 +115,7 @@ class BlockState:
         return int(self._seen.item())
 
     def reset(self) -> None:
-        """Remove all tokens."""
+        """Forget every token."""
         self.occupied.zero_()
         self.positions.fill_(-1)
         self._score.fill_(-torch.inf)
@@ -163,7 +163,7 @@ class BlockState:
         return output
 
     def reorder(self, index: Tensor) -> None:
-        """Set row b to the former row index[b] (beam search). index [B] int64."""
+        """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.sizes.batch, self.device)
         carried = [] if self._carried is None else [self._carried]
         for tensor in (
