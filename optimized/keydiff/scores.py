@@ -117,8 +117,8 @@ def _shielded(
         most = int((shielded & per_head(occupied, key)).sum(-1).max())
         if most > budget:
             raise ValueError(
-                f"protected must leave, with the recent tokens, at most budget = {budget} tokens per head that stay in "
-                f"any case, got {most}"
+                f"protected must mark at most budget = {budget} tokens per head, including the recent tokens, which "
+                f"are always kept, got {most}"
             )
     return shielded
 
