@@ -40,7 +40,7 @@ ROW_UNIT = 128
 
 
 def check_launchable(**tensors: Tensor | None) -> None:
-    """Raise ValueError or TypeError for tensors that kernels do not accept: float64, autograd, wrong devices."""
+    """Raise ValueError or TypeError for tensors that kernels do not support: float64, autograd, or the wrong device."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue

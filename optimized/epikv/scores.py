@@ -107,7 +107,7 @@ def select(
     return kept.where(kept < total, -1)
 
 
-# Also used by the state -----------------------------------------------------------------------------------------------
+# Also used by the state ----------------------------------------------------------------------------------------------
 
 
 def codes(score: Tensor, positions: Tensor) -> Tensor:

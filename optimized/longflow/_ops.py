@@ -185,7 +185,7 @@ def _launch(
     protection = {"PROTECTED": protected is not None, "PROTECT_NEWEST": protect_newest}
     registers = {"maxnreg": REGISTERS} if PTX and at_once and key.element_size() == 2 else {}
     decisions, blocks = candidates.shape
-    # Fewer programs that also finish a KV head run at a time, so logits are consumed before they leave the cache.
+    # With 4 warps, fewer programs run at a time and finish KV heads sooner, before logits leave the cache.
     warps = 4 if at_once else 2
     with on_device_of(key):
         attend_kernel[(heads * (work.early * work.splits + (batch - work.early) * splits),)](

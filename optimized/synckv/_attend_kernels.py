@@ -1,10 +1,10 @@
 """The kernels of SyncKV's decode step: attention of every head over shares of its tokens, then the merge of the shares.
 
-Logits are in base 2; G query heads share a KV head. `members` [3, Hkv] int32 lists the R-heads first, then the other
-heads: the head, the index of its keys and values, and its cluster. `counters` [6] int64: the tokens seen; the decode
-steps plus the config's phase; the first token since the last anticipation; that token's slot for heads that are not
-R-heads; the last two for the previous anticipation. `due`: whether the step was an anticipation. All of these are on
-the device, so a captured step can be replayed as any step.
+Logits are in base 2; G query heads share a KV head. `members` [3, Hkv] int32 lists the R-heads (representatives, which
+attend to all tokens) first, then the other heads: the head, the index of its keys and values, and its cluster.
+`counters` [6] int64: the tokens seen; the decode steps plus the config's phase; the first token since the last
+anticipation; that token's slot for heads that are not R-heads; the last two for the previous anticipation. `due`:
+whether the step was an anticipation. All of these are on the device, so a captured step can be replayed as any step.
 
 Scratch is contiguous. The parts of the R-heads come first, [B, N_r, G, look_splits, ...], then those of the other
 heads, [B, Hkv - N_r, G, list_splits, ...].

@@ -25,7 +25,7 @@ from .sets import POOL
 
 #: The largest number of programs that share what one head attends to.
 MAX_SPLITS = 256
-#: Shares of up to this many tiles count as short. Measured on an H200: shares of 11 to 22 tiles are.
+#: Shares of up to this many tiles count as short. Measured on an H200: the limit is between 11 and 22.
 SHORT = 16
 #: Parts that are merged at a time.
 MERGED = 64

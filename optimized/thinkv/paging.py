@@ -92,7 +92,7 @@ class PagedCache:
             buffer_key=self._buffer(*buffer, dtype=self.dtype), buffer_value=self._buffer(*buffer, dtype=self.dtype),
         )
 
-    # Updates ---------------------------------------------------------------------------------------------------------
+    # Updates -------------------------------------------------------------------------------------------------------
 
     def append(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
         """Append one token per row to its buffer: key and value [B, Hkv, D]; positions [B] int64, -1 = no token.
@@ -136,7 +136,7 @@ class PagedCache:
         for tensor in (*self._tables, *self._storage):
             tensor.copy_(tensor.index_select(0, index))
 
-    # Contents --------------------------------------------------------------------------------------------------------
+    # Contents ------------------------------------------------------------------------------------------------------
 
     @property
     def positions(self) -> Tensor:
@@ -215,7 +215,7 @@ class PagedCache:
             ))
         return entries
 
-    # Memory ----------------------------------------------------------------------------------------------------------
+    # Memory --------------------------------------------------------------------------------------------------------
 
     def bytes_allocated(self) -> int:
         """Bytes in use: codes and value scales of used blocks, key scales of used groups, all buffers and tables.

@@ -96,8 +96,8 @@ def score_slots(
 
     The first `tokens` slots are occupied. Slot `budget` stands for the new token, real token `number` of the row. Other
     slots are free. new_score: the new token's score before this step's weights. new_size: its ||v||_1. limit is a
-    multiple of 16, at most `budget` + 16. Rows of logits have `padded` slots, with
-    arbitrary contents behind `budget`.
+    multiple of 16, at most `budget` + 16. Rows of logits have `padded` slots, arbitrary behind
+    `budget`.
     """
     s = begin + tl.arange(0, CHUNK)
     # Prefetch: the next chunk's loads overlap the ranking of this one.

@@ -1,7 +1,7 @@
 """The cache of KeyDiff and the attention baselines on the GPU: preallocated slots, block-wise input, in-place eviction.
 
-Counterpart of the reference's `blocks.py`. Nothing here synchronizes with the host. A method defines what it aggregates
-and how it ranks:
+Counterpart of the reference's `blocks.py`. `step` and `append_block` do not synchronize with the host. A method defines
+what it aggregates and how it ranks:
 
 - `_update(block) -> (rank, protected)`: updates `score` for all occupied slots below block.end, the new block included,
   and ranks the tokens. rank [B, Hkv, end] float32, lowest evicted first, ties to the lowest slot; None evicts the
