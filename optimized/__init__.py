@@ -1,1 +1,1 @@
-"""Triton implementations of the methods in `kvtwin.reference`: the same names, the same results, at memory speed."""
+"""Triton implementations of the methods in `kvtwin.reference`, with the same names and the same results."""

@@ -232,8 +232,8 @@ def check_protected_fit(keep: Tensor, budget: int) -> None:
     most = int(keep.sum(-1).max())
     if most > budget:
         raise ValueError(
-            f"protected must leave, with the recent tokens, at most budget = {budget} tokens per head that stay in any "
-            f"case, got {most}"
+            f"protected must mark at most budget = {budget} tokens per head, including the recent tokens, which are "
+            f"always kept, got {most}"
         )
 
 

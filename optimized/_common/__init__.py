@@ -1,1 +1,1 @@
-"""What the kernels of several methods share."""
+"""Code that several methods' kernels share."""

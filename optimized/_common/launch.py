@@ -1,4 +1,4 @@
-"""What every kernel launch shares: which tensors may be launched on, where, and how work is cut into programs."""
+"""Helpers for kernel launches: accepted tensors and devices, and the division of work into programs."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from torch import Tensor
 from ...reference._validate import check_dtype
 from ...reference.contract import Sizes
 
-#: True when Triton runs these kernels on the CPU through its interpreter (TRITON_INTERPRET=1 before triton's import).
+#: True if Triton runs these kernels on the CPU in its interpreter (TRITON_INTERPRET=1 before triton is imported).
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
-#: Whether kernels may hold instructions of NVIDIA's GPUs.
+#: Whether kernels may use instructions of NVIDIA GPUs.
 PTX: bool = not INTERPRETED and torch.version.hip is None
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIM = range(16, 257)
 MAX_GROUP = 16
 
-#: Programs per multiprocessor that the slots are split for where there is much work: the last wave of them is short.
-#: Where there is little, as many as fit at a time. Measured best of 4 to 32 on an H200.
+#: Programs per multiprocessor: PROGRAMS with much work, which keeps the last wave short; RESIDENT, as many as run at
+#: the same time, with little work. Best of 4 to 32 on an H200.
 PROGRAMS, RESIDENT = 16, 4
 
-#: Programs per multiprocessor that the end of a launch is made of, all that run at a time. 2 to 6 are as good.
+#: Programs per multiprocessor at the end of a launch, all running at the same time. 2 to 6 are equally fast.
 LATE = 3
 
-#: The most programs that share a row's slots; their partial results are merged as one tile.
+#: The largest number of programs that share a row's slots. Their partial results are merged as one tile.
 MAX_SPLITS = 64
 
-#: Rows of a `tl.dot` operand: the smallest that tensor cores take.
+#: Rows of a `tl.dot` operand: the minimum of tensor cores.
 GROUP_ROWS = 16
 
-#: Rows of scratch are padded to a multiple of this many slots: whole tiles, whole lines of the cache.
+#: Scratch rows are padded to a multiple of this many slots, for whole tiles and whole cache lines.
 ROW_UNIT = 128
 
 
 def check_launchable(**tensors: Tensor | None) -> None:
-    """ValueError or TypeError for tensors that a kernel cannot take: float64, autograd, a device without Triton."""
+    """Raise ValueError or TypeError for tensors that kernels do not support: float64, autograd, or the wrong device."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -77,7 +77,7 @@ def check_kernel_sizes(sizes: Sizes) -> None:
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Kernels launch on the tensor's device, not on the current one."""
+    """A context that launches kernels on the tensor's device instead of the current one."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
@@ -88,8 +88,8 @@ def padded_head_dim(head_dim: int) -> int:
 def key_block(head_dim: int, itemsize: int, slots: int) -> int:
     """Slots per tile: about 16 KB of keys, so that several stages of keys and values fit in shared memory.
 
-    In the interpreter a tile costs the same whatever its size: small caches are cut into several, so that what happens
-    between tiles is tested, larger ones into few.
+    In the interpreter, a tile's cost does not depend on its size. Small caches get several tiles, so that tests cover
+    what happens between tiles; larger caches get few.
     """
     if INTERPRETED:
         return 16 if slots <= 48 else 64
@@ -97,9 +97,10 @@ def key_block(head_dim: int, itemsize: int, slots: int) -> int:
 
 
 def fused(sizes: Sizes, device: torch.device) -> bool:
-    """Whether a KV head's last program finishes it: pays where others still read keys then, that is with many of them.
+    """Whether a KV head's last program also finishes the head. This pays if other programs still read keys at that
+    time, that is, with many heads.
 
-    In the interpreter caches of an even number of slots do, so that both ways are tested.
+    In the interpreter, this is true for an even number of slots, so that tests cover both cases.
     """
     if INTERPRETED:
         return sizes.slots % 2 == 0
@@ -107,8 +108,8 @@ def fused(sizes: Sizes, device: torch.device) -> bool:
 
 
 def early_rows(sizes: Sizes, splits: int, device: torch.device) -> int:
-    """How many rows of a batch come before those that the end of a launch is made of, of which each KV head has
-    `splits` programs; in the interpreter half of them."""
+    """The number of rows of a batch before those whose programs form the end of a launch. Each KV head has `splits`
+    programs. In the interpreter, half of the rows."""
     if INTERPRETED:
         return (sizes.batch + 1) // 2
     return max(0, sizes.batch - triton.cdiv(LATE * multiprocessors(device), sizes.key_value_heads * splits))
@@ -116,19 +117,19 @@ def early_rows(sizes: Sizes, splits: int, device: torch.device) -> int:
 
 @lru_cache
 def launches_early(device: torch.device) -> bool:
-    """Whether a launch may begin, to wait on the device, before the one before it has ended (programmatic dependent
+    """Whether a launch may start before the previous one has ended, and wait on the device (programmatic dependent
     launch)."""
     return PTX and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def padded_slots(slots: int) -> int:
-    """Slots of a row of scratch."""
+    """`slots` rounded up to ROW_UNIT, the length of a scratch row."""
     return triton.cdiv(slots, ROW_UNIT) * ROW_UNIT
 
 
 @lru_cache
 def discards(device: torch.device) -> bool:
-    """Whether lines can be dropped from the cache there, unwritten."""
+    """Whether the device can drop cache lines without writing them to memory."""
     return PTX and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -138,8 +139,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def split_slots(sizes: Sizes, block: int, device: torch.device, programs: int = PROGRAMS) -> tuple[int, int]:
-    """How many programs share one row's slots, and how many slots each takes (a multiple of `block`). `programs` per
-    multiprocessor are wanted where there is much work."""
+    """The number of programs that share one row's slots, and the slots of each, a multiple of `block`. With much work
+    the aim is `programs` per multiprocessor."""
     rows, tiles = sizes.batch * sizes.key_value_heads, triton.cdiv(sizes.slots, block)
     if INTERPRETED:
         wanted = 2
@@ -154,10 +155,10 @@ def split_slots(sizes: Sizes, block: int, device: torch.device, programs: int = 
 def stride_unit(*tensors: Tensor) -> int:
     """8 if every outer stride of these D-contiguous tensors is a multiple of 8 elements (16 bytes of bf16), else 1.
 
-    Kernels take strides divided by this unit and multiply by it, which tells the compiler that rows are aligned
-    without one specialization per stride.
+    Kernels take strides divided by this unit and multiply by it. This tells the compiler that rows are aligned, without
+    one specialization per stride.
     """
-    # Larger strides go as 64-bit numbers: multiplied by the unit in 32 bits they would overflow.
+    # Larger strides are passed as 64-bit numbers: in 32 bits, multiplication by the unit would overflow.
     aligned = all(
         tensor.stride(-1) == 1 and all(stride % 8 == 0 and stride < 2**31 for stride in tensor.stride()[:-1])
         for tensor in tensors
@@ -166,6 +167,6 @@ def stride_unit(*tensors: Tensor) -> int:
 
 
 def mask_unit(mask: Tensor) -> int:
-    """16 if rows of a mask of slots begin at multiples of 16 bytes and end there, else 1; see `stride_unit`."""
+    """16 if the rows of a slot mask start and end at multiples of 16 bytes, else 1; see `stride_unit`."""
     rows = (*mask.stride()[:-1], mask.shape[-1], mask.data_ptr())
     return 16 if mask.stride(-1) == 1 and all(number % 16 == 0 for number in rows) else 1

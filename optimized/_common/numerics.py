@@ -1,5 +1,5 @@
-"""Device functions that give the same, correctly rounded bits compiled for a GPU and in Triton's CPU interpreter, but
-for those that say otherwise."""
+"""Device functions that return the same, correctly rounded bits on a GPU and in Triton's CPU interpreter, unless their
+docstring says otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def float32(x):
-    """x in float32, exactly. The interpreter gets bfloat16's subnormal numbers wrong: there it is done by hand."""
+    """x in float32, exactly. Uses integer arithmetic in the interpreter, which converts subnormal bfloat16 wrongly."""
     if _INTERPRETED and x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -24,7 +24,7 @@ def float32(x):
 
 @triton.jit
 def round_to(x, dtype: tl.constexpr):
-    """float32 -> dtype, to nearest even. The interpreter truncates float32 to bfloat16, so there it is done by hand."""
+    """float32 -> dtype, to nearest even. Uses integer arithmetic in the interpreter, which truncates to bfloat16."""
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -36,9 +36,9 @@ def round_to(x, dtype: tl.constexpr):
 
 @triton.jit
 def round_output(x, dtype: tl.constexpr):
-    """`round_to` of a weighted mean. Weights that were rounded before their product with values may carry the mean
-    beyond the largest value, and in float16 a finite number must not become infinite for that. (In bfloat16 the sum
-    of such products overflows float32 before.)"""
+    """`round_to` for a weighted mean. Weights rounded before their product with the values may carry the mean beyond
+    the largest value. In float16, this must not turn a finite mean into infinity. (In bfloat16, the sum of the products
+    overflows float32 first.)"""
     if dtype == tl.float16:
         x = tl.where((x > 65504.0) & (x < float("inf")), 65504.0, x)
         x = tl.where((x < -65504.0) & (x > float("-inf")), -65504.0, x)
@@ -47,7 +47,7 @@ def round_output(x, dtype: tl.constexpr):
 
 @triton.jit
 def dot(a, b):
-    """a @ b accumulated in float32 without tf32. The interpreter's dot on bfloat16 returns garbage: upcast there."""
+    """a @ b, accumulated in float32 without tf32. The interpreter's bfloat16 dot returns garbage, so upcast there."""
     if _INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -56,43 +56,43 @@ def dot(a, b):
 
 @triton.jit
 def of_any_width(mask):
-    """mask [N] as it is, read from bytes, for the loads of a `dot`'s operands.
+    """mask [N] unchanged, for masks that are read from bytes and guard the loads of a `dot`'s operands.
 
-    The compiler takes the narrowest load that an operand hangs on for its width, that of its mask too, and with it
-    another order of additions: logits of equal keys would differ between a loop with such a mask and one without. It
-    does not look through a reduction.
+    The compiler derives the order of a dot's additions from the narrowest load that feeds an operand, including its
+    mask. Logits of equal keys would differ between a loop with a byte mask and one without. The compiler does not look
+    through a reduction, so this function hides the load.
     """
     return tl.max(mask.to(tl.int32)[:, None], 1) != 0
 
 
 @triton.jit
 def sum_of_products(a, b, AXIS: tl.constexpr):
-    """The sum of a * b along an axis, float32, the same number in every lane that holds it.
+    """The sum of a * b along an axis in float32. Every lane that holds the sum has the same bits.
 
-    Where a lane holds one product, a sum in float32 is not: the compiler fuses that product, unrounded, with the
-    addition of the neighbour's, rounded, and the neighbour does the reverse. Equals that are scaled by such a sum, each
-    in its lane, no longer tie. Products of float32 are exact in float64: it does not matter there what is fused.
+    Float32 does not guarantee this where a lane holds one product: the compiler fuses that product, unrounded, with
+    the neighbour's rounded product, and the neighbour does the reverse. Equal tokens scaled by such sums in different
+    lanes would not tie. Products of float32 are exact in float64, so fusion does not matter.
     """
     return tl.sum(a.to(tl.float64) * b.to(tl.float64), AXIS).to(tl.float32)
 
 
 @triton.jit
 def finite_or_zero(x):
-    """+-inf -> 0: the shift of exponentials that are all zero, or of which one is infinite whatever the shift."""
+    """Map +-inf to 0: used as the shift of exponentials that are all zero, or one of which is infinite anyway."""
     return tl.where(tl.abs(x) == float("inf"), 0.0, x)
 
 
 @triton.jit
 def log2_or_minus_inf(x):
-    """log2 of x >= 0, -inf at 0; NaN stays NaN."""
+    """log2 of x >= 0; -inf at 0, NaN for NaN."""
     zero = x == 0.0
     return tl.where(zero, float("-inf"), tl.log2(tl.where(zero, 1.0, x)))
 
 
 @triton.jit
 def fast_log2(x):
-    """log2 of x >= 0 to 2^-22, absolute for results within [-1, 1], else relative; -inf at 0. A GPU's bits
-    are not the interpreter's."""
+    """log2 of x >= 0 with an error of 2^-22, absolute for results within [-1, 1] and relative otherwise; -inf at 0.
+    The GPU and the interpreter return different bits."""
     if _PTX:
         return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -101,7 +101,7 @@ def fast_log2(x):
 
 @triton.jit
 def without_sign_of_zero(x):
-    """x, -0 as +0. Adding +0 does not do it: fused with the product before, it leaves one that vanishes its sign."""
+    """x with -0 replaced by +0. Adding +0 fails: fused with a preceding product that underflows, it keeps the sign."""
     return tl.where(x == 0.0, 0.0, x)
 
 
@@ -115,8 +115,8 @@ def sortable(x):
 
 @triton.jit
 def row_norms(x, ROWS: tl.constexpr):
-    """||x||_1 of the rows of x [N, D], ROWS times, [ROWS, N]: laid out as the products of ROWS queries with N keys are,
-    and, of 16-bit types, by tensor cores, which have the time."""
+    """||x||_1 of the rows of x [N, D], repeated ROWS times: [ROWS, N], in the layout of ROWS queries times N keys.
+    A dot, so that 16-bit types use tensor cores, which are not the bottleneck."""
     if _INTERPRETED:
         x = float32(x)
     return dot(tl.full([ROWS, x.shape[1]], 1.0, x.dtype), tl.trans(tl.abs(x)))

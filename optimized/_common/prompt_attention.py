@@ -1,4 +1,4 @@
-"""Causal attention of a whole prompt, for every method's prefill."""
+"""Causal attention of a whole prompt, used by every method's prefill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .softmax import weigh_tile
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float) -> Tensor:
-    """Attention of a prompt to itself, causal; padding neither attends nor is attended to.
+    """Causal attention of a prompt to itself. Padding neither attends nor is attended to.
 
     query [B, Hq, T, D]; key, value [B, Hkv, T, D], any strides; occupied [B, T] bool. Returns [B, Hq, T, D] in query's
     dtype, zeros where unoccupied.
@@ -31,7 +31,7 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, occupied: Tenso
     block = min(64, key_block(head_dim, query.element_size(), total))
     wide = not INTERPRETED and query.element_size() == 2 and padded_head_dim(head_dim) <= 128
     query_block = block if INTERPRETED else 128 if wide else 64
-    # Float32 operands are in registers, of which wide loads leave too few.
+    # Float32 operands are in registers, and wide loads would leave too few.
     unit = stride_unit(query, key, value) if wide or INTERPRETED else 1
     with on_device_of(query):
         _causal_kernel[(batch * query_heads, triton.cdiv(total, query_block))](
@@ -46,7 +46,7 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, occupied: Tenso
 
 
 def _divided(tensor: Tensor, unit: int) -> tuple[int, ...]:
-    """Strides as kernels take them: see `stride_unit`."""
+    """Strides as the kernels take them: see `stride_unit`."""
     *outer, channels = tensor.stride()
     return (*(stride // unit for stride in outer), channels)
 
@@ -68,10 +68,10 @@ def _causal_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERY_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """One program: QUERY_BLOCK queries of one head over all keys up to the last of them. `scale` is in base 2; strides
-    of query, key and value but for the channels' come divided by UNIT."""
+    """One program: QUERY_BLOCK queries of one head over all keys up to the last of them. `scale` includes log2(e).
+    Strides of query, key and value are divided by UNIT, except that of the channels."""
     row = tl.program_id(0).to(tl.int64)
-    # The last queries have the most keys: they come first, so that no program is left alone in the end.
+    # The last queries have the most keys. They start first, so that no program runs alone at the end.
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERY_BLOCK
     b, h = row // query_heads, row % query_heads
     g = h // GROUP

@@ -1,7 +1,7 @@
-"""Selection by radix search: the tokens of the highest codes, kept in order. Four passes over the codes, of eight bits
-each, find the lowest code that stays; then what stays is counted, numbered by prefix sums, and gathered.
+"""Selection by radix search: the tokens with the highest codes, in token order. Four passes over the codes, eight bits
+each, find the lowest code to keep. Then the kept tokens are counted, numbered by prefix sums, and gathered.
 
-Everything is split over programs by chunks of a row. The only atomics count integers: no result depends on order.
+Each row is divided into chunks, one per program. Only integer counts use atomics, so no result depends on their order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .launch import INTERPRETED, on_device_of, padded_head_dim, stride_unit
 
-#: Codes per program of the search, and tokens per program of the gathering.
+#: Codes per program of the search, and tokens per program of the gather.
 CHUNK = 2048
 GATHER = 64
 
@@ -24,11 +24,11 @@ _FREE = tl.constexpr(-(2**31))
 def select(
     key: Tensor, value: Tensor, code: Tensor, histograms: Tensor, count: int, counted: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The `count` tokens of the highest codes, of equals the last ones, in order; never those of the least code of all.
+    """The `count` tokens with the highest codes, in order. Of equal codes, the last tokens win; -2^31 is never kept.
 
-    key, value [B, Hkv, S, D]; code [B, Hkv, S] int32, -2^31 for none; histograms [B, Hkv, 4, 256] int32, zero, or
-    `counted`: the first of the four holds those of the codes' first 8 bits. Returns their keys and values
-    [B, Hkv, count, D], their slots int64 and True, both [B, Hkv, count]; zeros, -1 and False where there are fewer.
+    key, value [B, Hkv, S, D]; code [B, Hkv, S] int32, -2^31 for unoccupied slots; histograms [B, Hkv, 4, 256] int32,
+    zeros, but with `counted` the first of the four holds the histogram of the codes' first 8 bits. Returns the kept
+    keys and values [B, Hkv, count, D], their slots int64 and True, both [B, Hkv, count]; zeros, -1 and False if fewer.
     """
     batch, heads, slots, head_dim = key.shape
     rows = batch * heads
@@ -68,7 +68,7 @@ def _(
 
 
 def _places(key: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Room for an EvictResult."""
+    """Empty tensors for an EvictResult."""
     rows = (*key.shape[:2], count)
     kept_key = key.new_empty((*rows, key.shape[3]))
     kept = key.new_empty(rows, dtype=torch.int64)
@@ -80,8 +80,8 @@ def _places(key: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @triton.jit
 def _next_digits(histograms, found, flat, wanted, PASS: tl.constexpr):
-    """After PASS passes: the leading 8 * PASS bits of the lowest code that stays (as an unsigned number), how many of
-    the codes that share them stay, and how many there are."""
+    """After PASS passes: the leading 8 * PASS bits of the lowest kept code (as an unsigned number), the number of kept
+    codes with these bits, and the number of all codes with them."""
     digit = tl.arange(0, 256)
     count = tl.load(histograms + (flat * 4 + PASS - 1) * 256 + digit)
     prefix = tl.zeros([], tl.int64)
@@ -100,7 +100,7 @@ def _next_digits(histograms, found, flat, wanted, PASS: tl.constexpr):
 def histogram_kernel(
     codes, histograms, found, slots, wanted, chunks, PASS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr
 ):
-    """Program (chunk, flat): adds up the next 8 bits of the codes whose bits before are those of the threshold."""
+    """Program (chunk, flat): the histogram of the next 8 bits of codes whose earlier bits equal the threshold's."""
     chunk = tl.program_id(0) % chunks
     flat = (tl.program_id(0) // chunks).to(tl.int64)
     s = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -108,7 +108,7 @@ def histogram_kernel(
     code = tl.load(codes + flat * slots + s, mask=matches, other=0)
     digit = (code >> (24 - 8 * PASS)) & 255
     if PASS == 0:
-        digit = digit ^ 128                                             # negative codes come first
+        digit = digit ^ 128                                             # negative codes sort first
     else:
         prefix, need, _ = _next_digits(histograms, found, flat, wanted, PASS)
         if chunk == 0:
@@ -116,7 +116,7 @@ def histogram_kernel(
             tl.store(found + (flat * 4 + PASS - 1) * 2 + 1, need)
         matches = matches & ((code >> (32 - 8 * PASS)) == (prefix - (1 << (8 * PASS - 1))).to(tl.int32))
     into = histograms + (flat * 4 + PASS) * 256
-    # A few go one by one, which is cheaper than to look at all.
+    # For few matches, single atomics are cheaper than a histogram of the chunk.
     if tl.sum(tl.where(matches, 1, 0), 0) <= FEW:
         tl.atomic_add(into + digit, 1, mask=matches, sem="relaxed")
     else:
@@ -126,12 +126,12 @@ def histogram_kernel(
 
 @triton.jit(do_not_specialize=["slots", "wanted", "chunks"])
 def count_kernel(codes, histograms, found, counts, slots, wanted, chunks, CHUNK: tl.constexpr):
-    """Program (chunk, flat): how many codes lie above the threshold, and how many equal it."""
+    """Program (chunk, flat): counts the codes above the threshold and those equal to it."""
     chunk = tl.program_id(0) % chunks
     flat = (tl.program_id(0) // chunks).to(tl.int64)
     prefix, need, equal = _next_digits(histograms, found, flat, wanted, 4)
     threshold = (prefix - 2147483648).to(tl.int32)
-    # Of those that equal it, so many go, the first ones; unoccupied slots all.
+    # The number of codes to drop among those equal to the threshold, from the first on; all for unoccupied slots.
     drop = tl.where(threshold == _FREE, equal, equal - need)
     if chunk == 0:
         tl.store(found + (flat * 4 + 3) * 2, threshold.to(tl.int64))
@@ -145,7 +145,7 @@ def count_kernel(codes, histograms, found, counts, slots, wanted, chunks, CHUNK:
 
 @triton.jit(do_not_specialize=["slots", "wanted", "chunks"])
 def compact_kernel(codes, found, counts, place, kept_count, slots, wanted, chunks, CHUNK: tl.constexpr):
-    """Program (chunk, flat): writes the slots of what stays of a chunk to their places among all that stay."""
+    """Program (chunk, flat): writes the slots of the chunk's kept tokens to their places in the result."""
     chunk = tl.program_id(0) % chunks
     flat = (tl.program_id(0) // chunks).to(tl.int64)
     threshold = tl.load(found + (flat * 4 + 3) * 2).to(tl.int32)
@@ -162,10 +162,10 @@ def compact_kernel(codes, found, counts, place, kept_count, slots, wanted, chunk
     code = tl.load(codes + flat * slots + s, mask=s < slots, other=_FREE)
     above = code > threshold
     equal = (code == threshold) & (s < slots)
-    # Both prefix sums at once: CHUNK is far below 2^16.
+    # Both prefix sums in one integer, since CHUNK is far below 2^16.
     packed = tl.where(above, 1, 0) + tl.where(equal, 65536, 0)
     running = tl.cumsum(packed, 0) - packed
-    number = equal_sum + (running >> 16)                                # of each among those that equal the threshold
+    number = equal_sum + (running >> 16)                                # index among the codes equal to the threshold
     to = above_sum + (running & 65535) + tl.maximum(number - drop, 0)
     tl.store(place + flat * wanted + to, s, mask=above | (equal & (number >= drop)))
     if chunk == chunks - 1:
@@ -182,7 +182,7 @@ def gather_kernel(
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):
-    """Program (block, flat): keys and values of BLOCK places; zeros, -1 and False beyond the last that stays."""
+    """Program (block, flat): gathers keys and values of BLOCK places; zeros, -1 and False beyond the kept tokens."""
     blocks = tl.cdiv(wanted, BLOCK)
     block = tl.program_id(0) % blocks
     flat = (tl.program_id(0) // blocks).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Device functions for scratch memory that several programs of a launch share."""
+"""Device functions for scratch memory shared by the programs of a launch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _ROW_UNIT = tl.constexpr(ROW_UNIT)
 
 @triton.jit
 def row_of(slots):
-    """Slots of a row of scratch, so that every row is aligned and a tile never leaves its row."""
+    """`slots` rounded up to ROW_UNIT, the length of a scratch row: rows are aligned and a tile stays in its row."""
     return (slots + _ROW_UNIT - 1) // _ROW_UNIT * _ROW_UNIT
 
 
 @triton.jit
 def is_last(counter, count):
-    """Whether `count` programs have come here, with this one: then all that they wrote can be read."""
+    """Whether this program is the last of `count` to arrive. If so, it can read all that they wrote."""
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
     if last:
-        tl.store(counter, 0)                                           # ready for the next step
+        tl.store(counter, 0)                                           # reset for the next launch
     return last
 
 
 @triton.jit
 def discard(line):
-    """Drop lines of 128 bytes from the cache: nobody reads them again, so they need not go to memory."""
+    """Drop lines of 128 bytes from L2 without writing them to memory: they are not read again."""
     tl.inline_asm_elementwise(
         "discard.global.L2 [$1], 128; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -36,9 +36,9 @@ def discard(line):
 
 @triton.jit
 def all_occupied(occupied, occupied_s, newest, begin, end, MASK_UNIT: tl.constexpr):
-    """Whether every slot of a range holds a token: then tiles need no mask but at the range's end."""
+    """Whether all slots of a range are occupied (`newest` counts). Then only the range's last tile needs a mask."""
     if MASK_UNIT == 16:
-        end = end // 16 * 16                                           # it is, and now the compiler knows
+        end = end // 16 * 16                                           # no change; tells the compiler the alignment
     missing = tl.zeros([2048], tl.int32)
     for start in range(begin, end, 2048):
         s = start + tl.arange(0, 2048)

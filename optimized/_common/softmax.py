@@ -1,7 +1,7 @@
-"""Device functions of an online softmax in base 2: one tile's update, and the merge of a row's splits.
+"""Device functions of an online softmax in base 2: the update by one tile, and the merge of a row's splits.
 
-Each query has a running maximum `top` and the sum of `exp2(logit - top)` over the tokens so far; -inf and 0 while there
-are none. A maximum of +-inf is not subtracted (`finite_or_zero`).
+Each query has a running maximum `top` and a running sum of `exp2(logit - top)`. Without tokens they are -inf and 0.
+A maximum of +-inf is not subtracted (`finite_or_zero`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .numerics import finite_or_zero, log2_or_minus_inf, sum_of_products
 
 @triton.jit
 def raise_maximum(top, highest):
-    """The maximum after a tile whose largest logits are `highest`, what is subtracted from that tile's logits, and the
-    factor for all that was summed before."""
+    """The new maximum after a tile whose largest logits are `highest`, the shift to subtract from the tile's logits,
+    and the factor that rescales the earlier sums."""
     new_top = tl.maximum(top, highest)
     shift = finite_or_zero(new_top)
     return new_top, shift, tl.exp2(top - shift)
@@ -23,8 +23,8 @@ def raise_maximum(top, highest):
 
 @triton.jit
 def weigh(logit, top, highest):
-    """The weights of a tile whose largest logits are `highest`, the new maximum, and the factor for what was summed
-    before. logit [ROWS, BLOCK]."""
+    """logit [ROWS, BLOCK], a tile whose largest logits are `highest`: its weights, the new maximum, and the factor that
+    rescales the earlier sums."""
     new_top = tl.maximum(top, highest)
     shift = finite_or_zero(new_top)
     p = tl.exp2(logit - shift[:, None])
@@ -33,16 +33,16 @@ def weigh(logit, top, highest):
 
 @triton.jit
 def weigh_tile(logit, top, weight_sum):
-    """The same, with the new sum: weights, maximum, sum, factor."""
+    """`weigh` of a tile and its largest logits, with the new sum: weights, maximum, sum [ROWS], factor."""
     p, new_top, rescale = weigh(logit, top, tl.max(logit, 1))
     return p, new_top, weight_sum * rescale + tl.sum(p, 1), rescale
 
 
 @triton.jit
 def merge_sums(tops, weight_sums, part, there, CACHE: tl.constexpr = ".cg"):
-    """Finite maxima and sums [ROWS] of softmaxes whose splits lie at `part` [ROWS, SPLITS], where they are `there`.
+    """Merge the maxima and sums of splits at `part` [ROWS, SPLITS], where `there` is True: finite maxima, sums [ROWS].
 
-    CACHE: the loads' cache modifier. Parts that other programs of the same launch have written need ".cg".
+    CACHE: the cache modifier of the loads. Parts written by other programs of the same launch need ".cg".
     """
     split_top = tl.load(tops + part, mask=there, other=float("-inf"), cache_modifier=CACHE)
     split_sum = tl.load(weight_sums + part, mask=there, other=0.0, cache_modifier=CACHE)
@@ -55,8 +55,10 @@ def merge_outputs(
     partial, tops, part, splits, top, total, real, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     CACHE: tl.constexpr = ".cg",
 ):
-    """Attention outputs [ROWS, D_PAD] of `real` rows from the splits whose first lies at `part` [ROWS], one after the
-    other; 0 where `total` is."""
+    """Attention outputs [ROWS, D_PAD] of the `real` rows, merged one split at a time; 0 where `total` is 0.
+
+    `part` [ROWS]: the index of each row's first split.
+    """
     d = tl.arange(0, D_PAD)
     mask = real[:, None] & (d < HEAD_DIM)[None, :]
     acc = tl.zeros([part.shape[0], D_PAD], tl.float32)
@@ -70,16 +72,16 @@ def merge_outputs(
 
 @triton.jit
 def divide(acc, total):
-    """acc [ROWS, D] / total [ROWS], 0 where the total is 0: there are no tokens."""
+    """acc [ROWS, D] / total [ROWS], and 0 where the total is 0 (no tokens)."""
     empty = (total == 0.0)[:, None]
     return tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total[:, None]))
 
 
 @triton.jit
 def denominators(tops, weight_sums, flat, splits, GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr):
-    """Of a KV head's softmaxes: the maxima, and log2 of the sums of what the maxima were subtracted from, [ROWS].
+    """The maxima of a KV head's softmaxes, and log2 of their sums relative to these maxima, both [ROWS].
 
-    Rows beyond GROUP, and rows without tokens, have 0 and -inf.
+    They are 0 and -inf for rows beyond GROUP and for rows without tokens.
     """
     g = tl.arange(0, ROWS)
     i = tl.arange(0, SPLITS)

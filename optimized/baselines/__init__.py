@@ -1,1 +1,1 @@
-"""Triton implementations of the methods that the papers compare with, one file each."""
+"""Triton implementations of the baselines that the papers compare with, one file each."""

@@ -1,4 +1,4 @@
-"""H2O on the GPU: a block's attention, then its column sums added to the scores; no [Q, S] matrix in memory."""
+"""H2O on the GPU: a block's attention, then the weights that each key received, without a [Q, S] matrix in memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["AttendResult", "H2OConfig", "H2OState", "attend"]
 def attend(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
 ) -> AttendResult:
-    """Attention of a block of the newest tokens; received = the sum of each key's weights over the block's queries.
+    """Attention of the tokens in the last Q slots; received = the sum of each key's weights over the block's queries.
 
-    query [B, Hq, Q, D], the queries of the tokens in the last Q slots, causal among themselves; key, value
-    [B, Hkv, S, D], any strides; occupied [B, S] or [B, Hkv, S] bool. float32, float16 or bfloat16; D from 16 to 256;
-    up to 16 query heads per KV head. Semantics: `kvtwin.reference.baselines.h2o.attend`. TypeError, ValueError for
-    arguments that do not fit, for inputs that require grad, and for CPU tensors outside Triton's interpreter.
+    query [B, Hq, Q, D], causal within the block; key, value [B, Hkv, S, D], any strides; occupied [B, S] or
+    [B, Hkv, S] bool. float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head. Semantics:
+    `kvtwin.reference.baselines.h2o.attend`. TypeError or ValueError for invalid arguments, for inputs that require
+    grad, and for CPU tensors outside Triton's interpreter.
     """
     scale = resolve_scale(scale, check_block(query, key, value, occupied).head_dim)
     output, parts = kernels.attend(query, key, value, occupied, scale)
@@ -29,8 +29,8 @@ def attend(
 
 
 class H2OState(BlockState):
-    """An H2O cache. `score` is each token's sum of weights since it came in, its own query's included; it moves with
-    the token, and is dropped with it."""
+    """An H2O cache. `score` is the sum of each token's weights over all queries since its own, which is included. It
+    moves with the token and is removed with it."""
 
     Config = H2OConfig
     _rule = "sum"
@@ -43,7 +43,7 @@ class H2OState(BlockState):
 
 
 def accumulate(state: BlockState, block: Block) -> Tensor:
-    """What the block's queries gave each key is added to `score`; returns it, [B, Hkv, end]."""
+    """Add the weights that the block's queries gave each key to `score` and return it, [B, Hkv, end]."""
     end = block.end
     assert block.parts is not None
     score = state.score[..., :end]

@@ -1,4 +1,4 @@
-"""Random eviction on the GPU: attention, and a score that a token gets when it comes in."""
+"""Random eviction on the GPU: attention, and a pseudo-random score that each token gets on arrival."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def score(positions: Tensor, *, seed: int) -> Tensor:
     positions [..., S] int64 below 2^32, -1 = none. Returns [..., S] float32.
     """
     check_positions(positions)
-    RandomConfig(1, seed=seed)  # which checks it
+    RandomConfig(1, seed=seed)  # checks seed
     z = positions + _offset(seed)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
@@ -26,22 +26,22 @@ def score(positions: Tensor, *, seed: int) -> Tensor:
 
 
 def _offset(seed: int) -> int:
-    """The generator's first addition, to all of its state but the position."""
+    """The generator's first addition, without the position."""
     return _signed((seed << 32) + 0x9E3779B97F4A7C15)
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """x >> by, without the sign."""
+    """Logical shift of x to the right: zeros enter at the left, whatever the sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 def _signed(x: int) -> int:
-    """The int64 of the lowest 64 bits."""
+    """The int64 with the lowest 64 bits of x."""
     return (x + 2**63) % 2**64 - 2**63
 
 
 class RandomState(BlockState):
-    """A cache that evicts at random, reproducibly. `score` is that of `score`."""
+    """A cache that evicts at random, reproducibly. `score` is that of the function `score`."""
 
     Config = RandomConfig
     _rule = "random"

@@ -1,4 +1,4 @@
-"""SnapKV's prompt compression: column sums of the window's attention in two passes, no [W, T] matrix in memory."""
+"""SnapKV on the GPU: the attention of the window's queries in two passes, without a [W, T] matrix in memory."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def window_score(
     query_window: Tensor, key: Tensor, occupied: Tensor | None = None, *,
     kernel_size: int = 5, shared_heads: bool = False, scale: float | None = None,
 ) -> Tensor:
-    """The pooled attention that each token of the prefix receives from the window's queries.
+    """The score of each prompt token: the pooled attention that it receives from the queries of the window.
 
     query_window [B, Hq, W, D], the queries of the last W of the T tokens; key [B, Hkv, T, D], post-RoPE; occupied
-    [B, T] bool, default all. Returns [B, Hkv, T], or [B, T] averaged over all heads with shared_heads=True, float32;
-    window tokens +inf, unoccupied ones -inf. Semantics: `kvtwin.reference.baselines.snapkv.window_score`.
+    [B, T] bool, by default all. Returns [B, Hkv, T], or [B, T] averaged over all heads with shared_heads=True, float32;
+    +inf for window tokens, -inf for unoccupied ones. Semantics: `kvtwin.reference.baselines.snapkv.window_score`.
     """
     occupied = _check(query_window, key, key, occupied, kernel_size, shared_heads)
     head_dim, total, window = key.shape[3], key.shape[2], query_window.shape[2]
@@ -43,7 +43,11 @@ def window_score(
     pooled = received
     if prefix:
         padded = functional.pad(received[..., :prefix], (kernel_size // 2, kernel_size // 2))
-        pooled = padded.unfold(-1, kernel_size, 1).mean(-1)                               # [B, 1 or Hkv, prefix]
+        # Added one by one, whatever the number of threads: tokens with the same neighbours have the same sum, a tie.
+        pooled = padded[..., :prefix]
+        for offset in range(1, kernel_size):
+            pooled = pooled + padded[..., offset : offset + prefix]
+        pooled = pooled / kernel_size                                                     # [B, 1 or Hkv, prefix]
     window_part = torch.full_like(received[..., prefix:], torch.inf)
     score = torch.cat((pooled[..., :prefix], window_part), -1).masked_fill(~occupied[:, None], -torch.inf)
     return score.squeeze(1) if shared_heads else score
@@ -52,7 +56,7 @@ def window_score(
 def attend(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
 ) -> AttendResult:
-    """Attention of a block of the newest tokens; received = the mean of each key's weights over the block's queries.
+    """Attention of the tokens in the last Q slots; received = the mean weight of each key over the block's queries.
 
     Arguments and errors as in `h2o.attend`. Semantics: `kvtwin.reference.baselines.snapkv.attend`.
     """
@@ -87,8 +91,8 @@ def choose(
     score = window_score(
         query_window, key, occupied, kernel_size=kernel_size, shared_heads=shared_heads, scale=scale
     )
-    # One unique integer per token, in the order of preference: class, then score (float32 bits in their order), then
-    # index, for prompts of fewer than 2^29 tokens.
+    # One unique integer per token that orders tokens by class, then score (float32 bits made sortable), then index.
+    # The index has 29 bits, for prompts of fewer than 2^29 tokens.
     score = score.masked_fill(score.isnan(), -torch.inf) + 0.0
     bits = score.view(torch.int32)
     code = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
@@ -98,14 +102,14 @@ def choose(
     code = code.masked_fill(~occupied[row], -(2**32))
     token = torch.arange(total, device=key.device)
     best = ((code << 29) + token).topk(min(budget, total), -1).indices
-    # Ascending, with the places of unoccupied tokens sorted behind all others.
+    # Sort ascending, with the entries of unoccupied tokens behind all others.
     holds = occupied[row].expand(score.shape).gather(-1, best)
     kept = best.masked_fill(~holds, total).sort(-1).values
     return kept.masked_fill(kept == total, -1)
 
 
 def gather_tokens(tensor: Tensor, kept: Tensor) -> Tensor:
-    """tensor [B, Hkv, T, D] at kept [B, N] or [B, Hkv, N]; -1 gives zeros, whatever the tensor holds."""
+    """tensor [B, Hkv, T, D] at kept [B, N] or [B, Hkv, N]; zeros where kept is -1, even if the tensor holds NaN."""
     batch, heads, _, _ = tensor.shape
     index = kept[:, None] if kept.dim() == 2 else kept
     index = index.expand(batch, heads, -1)
@@ -117,12 +121,12 @@ def _check(
     query_window: object, key: object, value: object, occupied: Tensor | None, kernel_size: object,
     shared_heads: object,
 ) -> Tensor:
-    """Validates what the reference validates, and what kernels need; returns occupied (default all)."""
+    """Check what the reference checks and what kernels need. Returns occupied, by default all True."""
     sizes = check_attention(query_window, key, value, steps="T", time="W", name="query_window")
     assert isinstance(query_window, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
     check_flag("shared_heads", shared_heads)
     if check_integer("kernel_size", kernel_size, minimum=1) % 2 == 0:
-        raise ValueError(f"kernel_size must be odd, so that the pool has a centre, got {kernel_size}")
+        raise ValueError(f"kernel_size must be odd, got {kernel_size}")
     if query_window.shape[2] > sizes.slots:
         raise ValueError(
             f"query_window must be [B, Hq, W, D] with W <= T = {sizes.slots}, got {tuple(query_window.shape)}"
@@ -136,14 +140,14 @@ def _check(
 
 
 class SnapKVState(BlockState):
-    """A SnapKV cache. `score` is the pooled attention of the last `window` tokens' queries over the tokens then held,
-    +inf for these tokens themselves. The pool runs along the tokens held, in the order of their positions.
+    """A SnapKV cache. `score` is the pooled attention from the queries of the last `window` tokens to the cached
+    tokens, +inf for the window itself. The pool runs along the cached tokens in the order of their positions.
 
-    A KV head of a row that holds at least budget + interval tokens after a block (or decode step) is compressed: its
-    scores are newly taken, and `budget` tokens stay. With an interval of 1, scores are newly taken after every block,
-    also where nothing has to go; with a longer one only then, and tokens that came since have +inf. How many tokens a
-    head holds is known on the device, where it decides: a step that compresses nothing costs attention, and three
-    launches of programs that come and go.
+    After a block or decode step, a KV head of a row with at least budget + interval tokens is due: its scores are
+    recomputed, and it evicts down to the budget. With an interval of 1, all scores are recomputed after every block,
+    even without evictions. With a longer interval, heads that are not due compute no scores, and newer tokens have
+    +inf. The device decides which heads are due, from its own token counts. A step without evictions costs attention
+    and three launches whose programs return at once.
     """
 
     Config = SnapKVConfig
@@ -152,10 +156,10 @@ class SnapKVState(BlockState):
     def _allocate(self) -> None:
         batch, query_heads, heads, _, head_dim = self.sizes
         observers = self.config.observers
-        # A ring: the query of position p is in place p % observers.
+        # A ring: the query of position p is at index p % observers.
         self._window_query = self._buffer(batch, query_heads, observers, head_dim, dtype=self.dtype)
         self._window_positions = self._buffer(batch, observers, dtype=torch.int64)
-        self._counts = self._buffer(batch, heads, dtype=torch.int32)            # tokens that a head holds
+        self._counts = self._buffer(batch, heads, dtype=torch.int32)            # tokens that each head holds
         self._order = self._buffer(batch, heads, self.config.budget, dtype=torch.int32)
         self._window = self._counts, self._window_query, self._window_positions
         self._between = between(self.sizes, observers, self.device)
@@ -191,7 +195,7 @@ class SnapKVState(BlockState):
 
 @torch.library.custom_op("kvtwin::snapkv_received", mutates_args=())
 def _received(query_window: Tensor, key: Tensor, occupied: Tensor, scale: float) -> Tensor:
-    """Mean over window queries and the group's heads of the softmax weight of each token: [B, Hkv, T] float32."""
+    """Each token's softmax weight, averaged over window queries and the heads of a group: [B, Hkv, T] float32."""
     batch, query_heads, window, head_dim = query_window.shape
     sizes = Sizes(batch, query_heads, key.shape[1], key.shape[2], head_dim)
     total, heads = sizes.slots, sizes.key_value_heads
@@ -227,7 +231,7 @@ _SIZES = [
 
 @triton.jit
 def _window_logits(q, k, w, t, attends, holds, scale, total, window):
-    """Base-2 logits [QUERIES, BLOCK] of window queries w against tokens t; -inf where not attended."""
+    """Base-2 logits [QUERIES, BLOCK] of window queries w and tokens t; -inf where w does not attend to t."""
     causal = t[None, :] <= (total - window + w)[:, None]
     return tl.where(attends[:, None] & holds[None, :] & causal, dot(q, tl.trans(k)) * scale, float("-inf"))
 
@@ -238,7 +242,7 @@ def _normaliser_kernel(
     query_b, query_h, query_w, query_d, key_b, key_h, key_t, key_d, occupied_b, occupied_t,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """log2 of the softmax denominator of 16 window queries of one query head."""
+    """log2 of the softmax denominators of 16 window queries of one query head."""
     b = (tl.program_id(0) // heads).to(tl.int64)
     h = tl.program_id(0) % heads
     w = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
@@ -262,7 +266,7 @@ def _normaliser_kernel(
         )
         logit = _window_logits(q, k, w, t, attends, holds, scale, total, window)
         _, top, weight_sum, _ = weigh_tile(logit, top, weight_sum)
-    # Padding queries attend to nothing: a denominator of infinity gives their weights as zero.
+    # Padding queries attend to nothing: a denominator of infinity makes their weights zero.
     log_sum = tl.where(attends, finite_or_zero(top) + tl.log2(tl.where(attends, weight_sum, 1.0)), float("inf"))
     tl.store(normaliser + (b * heads + h) * window + w, log_sum, mask=w < window)
 
@@ -273,7 +277,7 @@ def _received_kernel(
     query_b, query_h, query_w, query_d, key_b, key_h, key_t, key_d, occupied_b, occupied_t,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Sum over the group's heads and all window queries of the weights of one block of tokens."""
+    """The weights of one block of tokens, summed over the group's heads and all window queries."""
     b = (tl.program_id(0) // heads).to(tl.int64)
     k_head = tl.program_id(0) % heads
     t = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""StreamingLLM on the GPU: attention, and a choice by positions alone."""
+"""StreamingLLM on the GPU: attention, and eviction by position alone."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["StreamingLLMConfig", "StreamingLLMState", "keep"]
 
 
 def keep(positions: Tensor, budget: int, *, sinks: int = 4) -> Tensor:
-    """Which of the tokens at hand stay: the `sinks` oldest and the budget - sinks newest; all if there are no more.
+    """The tokens to keep: the `sinks` oldest and the budget - sinks newest, or all if a row has at most `budget`.
 
-    positions [..., S] int64, distinct in each row, -1 where there is no token. Returns [..., S] bool.
+    positions [..., S] int64, distinct in each row, -1 = no token. Returns [..., S] bool.
     """
     check_positions(positions)
-    StreamingLLMConfig(budget, sinks=sinks)  # which checks both
+    StreamingLLMConfig(budget, sinks=sinks)  # checks both
     return oldest(positions, sinks) | newest(positions, budget - sinks)
 
 
 class StreamingLLMState(BlockState):
-    """A StreamingLLM cache. `score` is 0 for every token: positions alone decide."""
+    """A StreamingLLM cache. Tokens are ranked by position; `score` is 0 for every token."""
 
     Config = StreamingLLMConfig
     _rule = "age"

@@ -1,4 +1,4 @@
-"""TOVA on the GPU: after a block's attention, what its newest query gave each key, linear and as a logarithm."""
+"""TOVA on the GPU: a block's attention, then each key's weight from its newest query, linear and as a logarithm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["AttendResult", "TOVAConfig", "TOVAState", "attend"]
 def attend(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
 ) -> AttendResult:
-    """Attention of a block of the newest tokens; received = each key's weight from the newest query of all.
+    """Attention of the tokens in the last Q slots; received = each key's weight from the newest query.
 
     Arguments and errors as in `h2o.attend`. Semantics: `kvtwin.reference.baselines.tova.attend`.
     """
@@ -27,8 +27,8 @@ def attend(
 
 
 class TOVAState(BlockState):
-    """A TOVA cache. `score` is each token's weight from the newest query; ranks are its logarithm, which does not
-    underflow where the weight does."""
+    """A TOVA cache. `score` is each token's weight from the newest query. Tokens are ranked by its logarithm, which
+    does not underflow."""
 
     Config = TOVAConfig
     _rule = "newest"

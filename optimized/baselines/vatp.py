@@ -1,4 +1,4 @@
-"""VATP on the GPU: H2O's sums times ||v||_1, which is taken once, when a token comes in."""
+"""VATP on the GPU: H2O's sums times ||v||_1, which is computed once, when a token arrives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["AttendResult", "VATPConfig", "VATPState", "attend"]
 def attend(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
 ) -> AttendResult:
-    """Attention of a block of the newest tokens; received = the sum of each key's weights over the block's queries.
+    """Attention of the tokens in the last Q slots; received = the sum of each key's weights over the block's queries.
 
     Arguments and errors as in `h2o.attend`. Semantics: `kvtwin.reference.baselines.vatp.attend`.
     """
@@ -28,7 +28,7 @@ def attend(
 
 
 class VATPState(BlockState):
-    """A VATP cache. `score` is each token's sum of weights, as in H2O; tokens are ranked by score * ||v||_1."""
+    """A VATP cache. `score` is the sum of each token's weights, as in H2O; tokens are ranked by score * ||v||_1."""
 
     Config = VATPConfig
     _carries_magnitude = True

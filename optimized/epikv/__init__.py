@@ -1,4 +1,4 @@
-"""EpiKV on the GPU; semantics: `kvtwin.reference.epikv`."""
+"""EpiKV on the GPU. Semantics: `kvtwin.reference.epikv`."""
 
 from ...reference.epikv.contract import EpiKVConfig
 from .scorer import EpiKVScorer

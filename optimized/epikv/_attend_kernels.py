@@ -1,4 +1,4 @@
-"""A decode step's attention: the new token is written into its slot, and attended to with all that are held."""
+"""Attention of a decode step: the new token is written into its slot, and all occupied slots are attended to."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def attend(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, slot: Tensor,
     workspace: Tensor, arrivals: Tensor, scale: float, logits: Tensor, normalisers: Tensor,
 ) -> Tensor:
-    """query [B, Hq, D]; new_key, new_value [B, Hkv, D] go into slot [B] of the buffers key, value [B, Hkv, S, D].
-    occupied [B, S]: what else is attended to. workspace, arrivals: from `scratch`. Returns [B, Hq, D].
+    """Write new_key, new_value [B, Hkv, D] into slot [B] of key, value [B, Hkv, S, D], and attend with query [B, Hq, D]
+    to this slot and to occupied [B, S]. workspace, arrivals: from `scratch`. Returns [B, Hq, D].
 
-    logits [B, Hq, S], normalisers [B, Hq, 2], float32: unless they are empty they get the logits, in base 2, -inf where
-    no token is, and each head's largest one with the sum of 2 ^ (logit - largest)."""
+    logits [B, Hq, S] and normalisers [B, Hq, 2], float32: unless empty, they receive the logits in base 2, -inf for
+    unoccupied slots, and each head's largest logit with the sum of 2 ^ (logit - largest)."""
     batch, query_heads, head_dim = query.shape
     heads, slots = key.shape[1], key.shape[2]
     sizes = Sizes(batch, query_heads, heads, slots, head_dim)
@@ -53,8 +53,8 @@ def _(
 
 
 def scratch(sizes: Sizes, key: Tensor) -> tuple[Tensor, Tensor]:
-    """For what passes between the programs of a KV head: accumulators, maxima and sums of each query head and split,
-    and counters, zero between steps."""
+    """Allocate the buffers passed between the programs of a KV head: accumulators, maxima and sums for each query head
+    and split; and counters, zero between steps."""
     splits, _ = split_slots(sizes, key_block(sizes.head_dim, key.element_size(), sizes.slots), key.device)
     heads = sizes.batch * sizes.query_heads
     return (
@@ -77,7 +77,7 @@ def _merge(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """The outputs of a KV head's query heads from their splits."""
+    """Merge the outputs of a KV head's query heads from their splits."""
     g = tl.arange(0, ROWS)
     d = tl.arange(0, D_PAD).to(tl.int64)
     i = tl.arange(0, SPLITS)
@@ -110,9 +110,9 @@ def attend_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, KEEP: tl.constexpr,
 ):
-    """Program (split, flat): a share of the slots of a (row, KV head), for its GROUP query heads; the last of a flat
-    merges. KEEP: with logits and normalisers. `query_heads` are those of all rows. What lies in slots without a token
-    is not read."""
+    """Program (split, flat): attends to a share of the slots of a (row, KV head), for its GROUP query heads. The last
+    program of a flat merges. KEEP: also stores logits and normalisers. `query_heads`: those of all rows together.
+    Unoccupied slots are not read."""
     split = tl.program_id(0) % splits
     flat = (tl.program_id(0) // splits).to(tl.int64)
     b, k_head = flat // heads, flat % heads
@@ -130,7 +130,7 @@ def attend_kernel(
             key, value, new_key + b * new_key_b + k_head * new_key_h,
             new_value + b * new_value_b + k_head * new_value_h, newest, new_key_d, new_value_d, HEAD_DIM, D_PAD,
         )
-    tl.debug_barrier()                                                  # this very program reads that slot
+    tl.debug_barrier()                                                  # this program also reads that slot
     row = tl.arange(0, ROWS)
     d = tl.arange(0, D_PAD).to(tl.int64)
     in_head = (d < HEAD_DIM)[None, :]
@@ -154,7 +154,7 @@ def attend_kernel(
         v = tl.load(value + at, mask=holds[:, None] & in_head, other=0.0)
         acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
     if SPLITS == 1:
-        # The new token is always there, so a sum is 0 for logits alone that are not numbers.
+        # The new token is always attended to, so the sum is 0 only if all logits are -inf.
         out = acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
         at = (flat * GROUP + row)[:, None] * HEAD_DIM + d[None, :]
         tl.store(output + at, round_output(out, output.dtype.element_ty), mask=mask)

@@ -1,10 +1,10 @@
-"""What EpiKV's hybrids add to a step: attention's weights, from logits at hand, and a choice that heeds them.
+"""What EpiKV's hybrids add to a step: statistics of the attention weights, and the choice of the slot by them.
 
-`look_kernel` runs behind each layer's attention, which leaves its logits and normalisers (`_attend_kernels`);
-`choose_kernel` behind `_step_kernels.step`, which scores the new token by its hidden states, into `frozen`, and ranks
-by that alone. Buffers, contiguous: logits [B, Hq, S] in base 2, -inf where no token is; normalisers [B, Hq, 2];
-received [B, S] and sparsity [B] float32: sums over the layers that looked so far; aggregate, frozen, score [B, S]
-float32; thoughts [B, S], thought and decoded [B] int64.
+`receive_kernel` and `look_past_kernel` run after each layer's attention, which stores its logits and normalisers (see
+`_attend_kernels`). `choose_by_weight_kernel` and `choose_by_thought_kernel` run after `_step_kernels.step`, which ranks
+by hidden states alone and stores the new token's score, for the first of them in `frozen`. Buffers, contiguous: logits
+[B, Hq, S] in base 2, -inf for unoccupied slots; normalisers [B, Hq, 2]; received [B, S] and sparsity [B] float32, sums
+over the layers so far; aggregate, frozen, score [B, S] float32; thoughts [B, S], thought and decoded [B] int64.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LAST = tl.constexpr(2**63 - 1)
 
 @torch.library.custom_op("kvtwin::epikv_receive", mutates_args=("received",))
 def receive(logits: Tensor, normalisers: Tensor, received: Tensor, first: bool) -> None:
-    """The mean weight over query heads joins what each token received in this step; the first layer's replaces it."""
+    """Add each token's weight, averaged over query heads, to `received`. The first layer of a step overwrites it."""
     batch, heads, slots = logits.shape
     block = min(1024 if INTERPRETED else 256, max(16, triton.next_power_of_2(slots)))
     with on_device_of(logits):
@@ -47,7 +47,7 @@ def look_past(
     logits: Tensor, normalisers: Tensor, occupied: Tensor, slot: Tensor, decoded: Tensor, sparsity: Tensor,
     key_value_heads: int, tau: int, threshold: float, first: bool,
 ) -> None:
-    """A layer's sparsity joins those of this step, where a segment begins. slot [B]: of the new token."""
+    """Add a layer's sparsity to `sparsity` in rows where a segment begins. slot [B]: that of the new token."""
     batch, heads, slots = logits.shape
     with on_device_of(logits):
         look_past_kernel[(batch,)](
@@ -70,7 +70,7 @@ def choose_by_weight(
     received: Tensor, aggregate: Tensor, frozen: Tensor, score: Tensor, occupied: Tensor, positions: Tensor,
     rank: Tensor, seen: Tensor, next_slot: Tensor, layers: int,
 ) -> None:
-    """What tokens received in this step, of so many layers, is added up; the lowest sum with `frozen` goes next."""
+    """Add this step's mean over `layers` to `aggregate`. The next slot has the lowest aggregate + `frozen`."""
     batch, slots = score.shape
     with on_device_of(score):
         choose_by_weight_kernel[(batch,)](
@@ -94,8 +94,8 @@ def choose_by_thought(
     sparsity: Tensor, thoughts: Tensor, thought: Tensor, decoded: Tensor, occupied: Tensor, positions: Tensor,
     rank: Tensor, seen: Tensor, next_slot: Tensor, layers: int, tau: int, low: float, high: float,
 ) -> None:
-    """Where a segment begins, the mean sparsity of so many layers says its thought, which is the new token's as well;
-    the lowest rank of the least important thought goes next."""
+    """Classify segments that begin by their mean sparsity over `layers`, store the new token's thought, and choose the
+    next slot: the lowest rank among tokens of the least important thought."""
     batch, slots = thoughts.shape
     with on_device_of(rank):
         choose_by_thought_kernel[(batch,)](
@@ -123,7 +123,7 @@ def _tile(slots: int) -> int:
 def receive_kernel(
     logits, normalisers, received, slots, blocks, heads, BLOCK: tl.constexpr, FIRST: tl.constexpr
 ):
-    """Program: a block of a row's slots, head after head."""
+    """Program: one block of a row's slots, over all heads."""
     b = (tl.program_id(0) // blocks).to(tl.int64)
     s = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = s < slots
@@ -144,7 +144,7 @@ def look_past_kernel(
     logits, normalisers, occupied, slot, decoded, sparsity, slots, heads, tau, log_threshold,
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
 ):
-    """Program: a row, KV head after KV head; nothing where no segment begins."""
+    """Program: one row, over all KV heads. Returns at once if no segment begins."""
     b = tl.program_id(0).to(tl.int64)
     if tl.load(decoded + b) % tau == 0:
         newest = tl.load(slot + b)
@@ -176,7 +176,7 @@ def look_past_kernel(
 
 @triton.jit
 def _earlier(found, s, best, slot):
-    """The lower rank of two in each lane, and its slot."""
+    """The lower of two ranks in each lane, and its slot."""
     return tl.minimum(found, best), tl.where(found < best, s, slot)
 
 
@@ -189,7 +189,7 @@ def _slot_of(best, slot):
 def choose_by_weight_kernel(
     received, aggregate, frozen, score, occupied, positions, rank, seen, next_slot, slots, layers, SLOTS: tl.constexpr
 ):
-    """Program: a row. Ranks say which slots are free, and which tokens may not go."""
+    """Program: one row. Ranks tell which slots are free and which tokens cannot be evicted."""
     b = tl.program_id(0).to(tl.int64)
     row = b * slots
     newest = tl.load(seen + b) - 1
@@ -217,7 +217,8 @@ def choose_by_thought_kernel(
     sparsity, thoughts, thought, decoded, occupied, positions, rank, seen, next_slot, slots, layers, tau, low, high,
     SLOTS: tl.constexpr,
 ):
-    """Program: a row. First the least important thought of those that may go, free slots before all; then the rank."""
+    """Program: one row. Free slots come first, then the least important thought among evictable tokens, then the rank.
+    """
     b = tl.program_id(0).to(tl.int64)
     row = b * slots
     newest, number = tl.load(seen + b) - 1, tl.load(decoded + b)
@@ -235,7 +236,7 @@ def choose_by_thought_kernel(
         may_go = tl.load(rank + row + s, mask=inside, other=_LAST) != _LAST
         least = tl.minimum(least, tl.where(may_go, tl.where(holds, kind, -1), 3))
     least_of_all = tl.min(least, 0)
-    tl.debug_barrier()                                                  # all have read, and the new token's is stored
+    tl.debug_barrier()                                                  # all have read; the thought is stored
     best = tl.full([SLOTS], _LAST, tl.int64)
     slot = tl.zeros([SLOTS], tl.int64)
     for start in range(0, slots, SLOTS):

@@ -1,4 +1,4 @@
-"""What EpiKV's hybrids remember of attention, in buffers that a CUDA graph can replay; semantics:
+"""The attention statistics of EpiKV's hybrids, in buffers that a CUDA graph can replay. Semantics:
 `kvtwin.reference.epikv.hybrids`."""
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from . import _hybrid_kernels as kernels
 
 
 class Attention:
-    """aggregate, frozen [B, S] float32 and received [B, S] of "attn_x_hs"; thoughts [B, S] int64, thought, decoded [B]
-    int64 and sparsity [B] of "segment_hs". The scorer's own score is what a token scores by its hidden states, unless
-    `frozen` is that."""
+    """For "attn_x_hs": aggregate, frozen and received [B, S] float32. For "segment_hs": thoughts [B, S], thought and
+    decoded [B] int64, sparsity [B] float32. With "attn_x_hs", `frozen` is the score by hidden states; otherwise the
+    scorer's own `score` is."""
 
     def __init__(self, config: EpiKVConfig, batch: int, buffer: Callable[..., Tensor]) -> None:
         self._config, slots = config, config.slots
@@ -39,14 +39,14 @@ class Attention:
         self._looks = 0
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was."""
+        """Replace row b by row index[b]."""
         for tensor in (
             self.aggregate, self.frozen, self.received, self.thoughts, self.thought, self.decoded, self.sparsity
         ):
             tensor.copy_(tensor.index_select(0, index))
 
     def admit(self, kept: Tensor, frozen: Tensor, received: Tensor | None) -> None:
-        """A prompt's tokens `kept` [B, N] take slots 0.. with what they have so far, [B, N]."""
+        """The prompt tokens `kept` [B, N] take slots 0 to N - 1, with their scores `frozen` and `received` [B, N]."""
         count = kept.shape[1]
         if self._config.edges is not None:
             self.thoughts[:, :count] = torch.where(kept < 0, -1, int(Thought.REASONING))
@@ -58,8 +58,8 @@ class Attention:
     def look(
         self, logits: Tensor, normalisers: Tensor, occupied: Tensor, slot: Tensor, key_value_heads: int
     ) -> None:
-        """A layer's attention at a step; the new token is in `slot` [B]. Layers are counted on the host: a graph that
-        captures a step captures all of them."""
+        """Record a layer's attention at a step; the new token is in `slot` [B]. Layers are counted on the host, since
+        the CUDA graph of a step captures all of them."""
         config, first = self._config, self._looks == 0
         self._looks += 1
         if config.edges is None:
@@ -71,7 +71,7 @@ class Attention:
             )
 
     def choose(self, scorer: Any) -> None:
-        """The next slot, once the new token has its own score."""
+        """Choose the next slot, after the new token was scored by its hidden states."""
         config, layers = self._config, self._looks
         self._looks = 0
         if config.edges is None:

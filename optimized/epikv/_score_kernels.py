@@ -1,7 +1,8 @@
-"""Scores of whole sequences, and the device functions that they share with a step: `_step_kernels`.
+"""Scores of whole sequences, and device functions shared with the decode step (`_step_kernels`).
 
-A window is a tile's row of W_PAD lanes, the newest value in the last: sequences and steps sum alike. Quotients and
-roots are rounded to nearest, so that equal values have a deviation far below what counts as constant.
+A window is a row of W_PAD lanes in a tile, with the newest value last, so that sequences and steps add in the same
+order. Quotients and roots are rounded to nearest, which keeps the deviation of equal values far below the limit for
+constant series.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ LEAST_RANGE = tl.constexpr(1e-6)
 
 @triton.jit
 def no_sign(x):
-    """-0 becomes 0. Not by adding 0: a fused multiply-add keeps the sign."""
+    """x with -0 replaced by +0. Adding 0 does not work: a fused multiply-add keeps the sign."""
     return tl.where(x == 0.0, 0.0, x)
 
 
 @triton.jit
 def rolled(x, there, newest, constant, ZSCORE: tl.constexpr):
-    """Mean of each row of a tile of windows [R, W_PAD], or the z-score of its last value, newest [R]; 0 for a row of
-    nothing. constant: the deviation, relative to the largest value, that is none."""
+    """The mean of each window in a tile [R, W_PAD], or the z-score of its last value, newest [R]; 0 for an empty
+    window. constant: deviations up to this fraction of the largest magnitude count as 0."""
     count = tl.maximum(tl.sum(there.to(tl.float32), 1), 1.0)
     mean = tl.div_rn(tl.sum(tl.where(there, x, 0.0), 1), count)
     if ZSCORE:
@@ -41,7 +42,7 @@ def rolled(x, there, newest, constant, ZSCORE: tl.constexpr):
 
 @triton.jit
 def variance(x, in_head, head_dim):
-    """Of each row of x [R, D_PAD], ddof 0; in_head [R or 1, D_PAD]."""
+    """Variance (ddof 0) of each row of x [R, D_PAD]; in_head [R or 1, D_PAD]."""
     mean = tl.sum(tl.where(in_head, x, 0.0), 1) * (1.0 / head_dim)
     deviation = tl.where(in_head, x - mean[:, None], 0.0)
     return tl.sum(deviation * deviation, 1) * (1.0 / head_dim)
@@ -65,8 +66,8 @@ def spread(x, low, high, in_head):
 
 @torch.library.custom_op("kvtwin::epikv_change", mutates_args=())
 def change(hidden: Tensor, previous: Tensor, source: Tensor | None) -> Tensor:
-    """||hidden[b, t] - previous[b, source[b, t]]||_2: hidden, previous [B, T, C]; source [B, T] int64, -1 gives 0,
-    default t. Returns [B, T] float32."""
+    """||hidden[b, t] - previous[b, source[b, t]]||_2: hidden, previous [B, T, C]; source [B, T] int64, by default t; -1
+    gives 0. Returns [B, T] float32."""
     batch, tokens, size = hidden.shape
     result = torch.empty(batch, tokens, dtype=torch.float32, device=hidden.device)
     block = min(4096 if INTERPRETED else 512, triton.next_power_of_2(size))
@@ -86,7 +87,7 @@ def _(hidden: Tensor, previous: Tensor, source: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("kvtwin::epikv_rolling", mutates_args=())
 def rolling(values: Tensor, first: Tensor | None, window: int, zscore: bool) -> Tensor:
-    """Rolling means or z-scores of values [N, T], of which those before first[n] are none."""
+    """Rolling means or z-scores of values [N, T]; those before first[n] are padding."""
     rows, tokens = values.shape
     result = torch.empty(rows, tokens, dtype=torch.float32, device=values.device)
     width = triton.next_power_of_2(window)
@@ -105,8 +106,8 @@ def _(values: Tensor, first: Tensor | None, window: int, zscore: bool) -> Tensor
 
 
 def limit(window: int) -> float:
-    """What deviation is none, relative to the largest value of the window: a number of float32, if window is below
-    2^22."""
+    """The largest deviation that counts as 0, relative to the largest magnitude in the window. Exact in float32 for
+    windows below 2^22."""
     return 4 * 2.0**-24 * window
 
 
@@ -131,8 +132,8 @@ def _(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("kvtwin::epikv_lag", mutates_args=())
 def lag(key: Tensor, value: Tensor, order: Tensor, first: Tensor, chunk: int) -> Tensor:
-    """`lag_kv` of key, value [B, Hkv, T, D], whose tokens come in `order` [B, T], padding before place first[b].
-    Returns [B, T] in the tokens' own places; 0 for padding."""
+    """`lag_kv` of key, value [B, Hkv, T, D]. order [B, T]: the indices of the padding, before place first[b], then of
+    the tokens. Returns [B, T], at the tokens' own indices; 0 for padding."""
     batch, heads, tokens, head_dim = key.shape
     result = torch.zeros(batch, tokens, dtype=torch.float32, device=key.device)
     chunks = triton.cdiv(tokens, chunk)
@@ -224,7 +225,9 @@ def variance_kernel(
 
 @triton.jit
 def _vectors(x, order, begin, last, tile, x_t, x_d, dim, D_PAD: tl.constexpr, TILE: tl.constexpr):
-    """Places begin + tile.. of a row's order, before `last`: x [TILE, D_PAD], and which of them there are."""
+    """The vectors x [TILE, D_PAD] at places begin + tile and on of a row's order, before `last`; their mask and
+    indices.
+    """
     place = begin + tile + tl.arange(0, TILE)
     d = tl.arange(0, D_PAD).to(tl.int64)
     there = place < last
@@ -235,7 +238,7 @@ def _vectors(x, order, begin, last, tile, x_t, x_d, dim, D_PAD: tl.constexpr, TI
 
 @triton.jit
 def _ranges(x, order, begin, chunk, x_t, x_d, dim, D_PAD: tl.constexpr, TILE: tl.constexpr):
-    """The least and the largest number of each channel in the chunk that begins at place `begin`, [1, D_PAD]."""
+    """The minimum and maximum of each channel in the chunk that begins at place `begin`, [1, D_PAD]."""
     low = tl.full([D_PAD], float("inf"), tl.float32)
     high = tl.full([D_PAD], float("-inf"), tl.float32)
     for tile in range(0, chunk, TILE):
@@ -254,7 +257,7 @@ def lag_kernel(
     key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d,
     KEY_DIM: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
 ):
-    """Program: a chunk of a row of the batch, normalised by the chunk before it."""
+    """Program: one chunk of a row of the batch, normalized by the chunk before it."""
     b = (tl.program_id(0) // chunks).to(tl.int64)
     number = tl.program_id(0) % chunks
     begin = tl.load(first + b).to(tl.int32) + number * chunk
@@ -265,7 +268,7 @@ def lag_kernel(
         total = tl.zeros([TILE], tl.float32)
         if number == 0:
             total += float("inf")
-        elif begin < tokens:                                            # else padding pushed the chunk out of the row
+        elif begin < tokens:                                            # else padding moved it out of the row
             for head in range(heads):
                 h = tl.cast(head, tl.int64)
                 one, other = key + b * key_b + h * key_h, value + b * value_b + h * value_h
@@ -277,7 +280,7 @@ def lag_kernel(
                 total += spread(x, low, high, (d < value_dim)[None, :])
             total = total / heads
         place = begin + tile + tl.arange(0, TILE)
-        # A tile may be longer than what is left of its chunk.
+        # A tile may extend beyond the end of its chunk.
         inside = (place < last) & (tile + tl.arange(0, TILE) < chunk)
         t = tl.load(order + place, mask=inside, other=0)
         tl.store(result + b * tokens + t, total, mask=inside)

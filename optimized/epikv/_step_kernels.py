@@ -1,11 +1,10 @@
-"""One launch per step for all of EpiKV's decisions: the new token's score, where it sits, and who goes next.
+"""All decisions of an EpiKV step in one launch: the new token's score, its place, and the slot to overwrite next.
 
-Buffers of a scorer, contiguous: previous [B, L, C] in the hidden states' type; values [B, L, W], a ring by the number
-of a value; occupied, positions, score [B, S]; rank [B, S] int64, the order of eviction: the lowest goes; next_slot,
-tokens (real ones) and seen [B] int64; recents [B, R], the slots of the newest tokens but one, a ring by position, -1
-for what has no slot or never leaves it; ranges [4, B, 2, Hkv, D]: low and high of keys and values in the chunk that
-comes in,
-then in the one before it.
+Buffers of a scorer, contiguous: previous [B, L, C] in the dtype of the hidden states; values [B, L, W], a ring indexed
+by the number of the value; occupied, positions, score [B, S]; rank [B, S] int64, the order of eviction, lowest first;
+next_slot, tokens (without padding) and seen [B] int64; recents [B, R], the slots of the newest tokens except the last,
+a ring indexed by position, -1 for entries without a slot or never evicted; ranges [4, B, 2, Hkv, D]: low and high of
+keys and values in the current chunk, then in the one before it.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ def step(
     next_slot: Tensor, tokens: Tensor, seen: Tensor, recents: Tensor, ranges: Tensor,
     policy: str, window: int, chunk: int, newest: int,
 ) -> None:
-    """A step of all rows. hidden_a, hidden_b [B, L, C] for policies that read them, else key, value [B, Hkv, D]."""
+    """One step of all rows. hidden_a, hidden_b [B, L, C] for policies that read them, else key, value [B, Hkv, D]."""
     batch, slots = score.shape
     if hidden_a is not None and hidden_b is not None:
-        # A band without layers has no memory to point at.
+        # A band without layers has no memory to point to.
         one, other = hidden_a, hidden_b if hidden_b.shape[1] else hidden_a
         kind, size = 0 if policy == "hs_variance" else 1, hidden_a.shape[2]
         layers_a, layers_b = hidden_a.shape[1], hidden_b.shape[1]
@@ -73,14 +72,14 @@ def _(
 
 @triton.jit
 def code_of(score, position):
-    """The order of eviction: by score, NaN like -inf, then the oldest first."""
+    """The order of eviction as an integer: by score, NaN as -inf, then the oldest first."""
     return (sortable(no_sign(score)).to(tl.int64) << 32) | position
 
 
 @triton.jit
 def _window(values, number, window, newest, counts, W_PAD: tl.constexpr):
-    """The last `window` values up to the new one, number `number`, the newest last, [1, W_PAD], and which there are;
-    the new one goes into the ring if it `counts`."""
+    """The last `window` values up to the new one, whose number is `number`, newest last, [1, W_PAD], and which of them
+    exist. The new value is stored in the ring if it `counts`."""
     at = number - (W_PAD - 1) + tl.arange(0, W_PAD).to(tl.int64)
     there = (at >= 0) & (at > number - window)
     x = tl.load(values + tl.maximum(at, 0) % window, mask=there & (at < number), other=0.0)
@@ -95,8 +94,8 @@ def _band(
     hidden, previous, values, hidden_l, hidden_c, size, number, window, constant, LAYERS: tl.constexpr,
     W_PAD: tl.constexpr, BLOCK: tl.constexpr, ZSCORE: tl.constexpr,
 ):
-    """The mean, over the layers of a band, of what their changes roll to: [1]. The hidden states become the previous
-    ones. Pointers at the row and the band's first layer; number: of the value, -1 if there is none yet."""
+    """The rolling mean or z-score of the changes, averaged over the layers of a band: [1]. The hidden states replace
+    the previous ones. Pointers are at the row and the band's first layer; number: that of the value, -1 for none."""
     total = tl.zeros([1], tl.float32)
     for layer in range(LAYERS):
         squares = tl.zeros([BLOCK], tl.float32)
@@ -106,7 +105,7 @@ def _band(
             p = tl.load(previous + layer * size + c, mask=c < size, other=0.0)
             difference = float32(h) - float32(p)
             squares += difference * difference
-            tl.debug_barrier()                                          # threads may load what others store
+            tl.debug_barrier()                                          # other threads may still load what is stored
             tl.store(previous + layer * size + c, h, mask=c < size)
         newest = tl.sqrt_rn(tl.sum(squares[None, :], 1))                # [1]
         x, there = _window(values + layer * window, number, window, tl.sum(newest, 0), number >= 0, W_PAD)
@@ -125,10 +124,10 @@ def _vectors(x, x_h, x_d, size, HEADS: tl.constexpr, H_PAD: tl.constexpr, D_PAD:
 def _lag(
     x, ranges, all_ranges, size, begins, HEADS: tl.constexpr, H_PAD: tl.constexpr, D_PAD: tl.constexpr,
 ):
-    """The spread of a new key or value x [H_PAD, D_PAD] by its head, [H_PAD], and the ranges brought up to date.
+    """The spread of a new key or value x [H_PAD, D_PAD] per head, [H_PAD]. Updates the ranges.
 
-    ranges: those of the row, of keys or of values; all_ranges: how many numbers one of the four has. begins: the token
-    is the first of a chunk."""
+    ranges: the row's ranges of keys or of values; all_ranges: the size of each of the four. begins: the token is the
+    first of a chunk."""
     h = tl.arange(0, H_PAD)[:, None]
     d = tl.arange(0, D_PAD)[None, :]
     mask = (h < HEADS) & (d < size)
@@ -137,7 +136,7 @@ def _lag(
     low_before = tl.load(at + 2 * all_ranges, mask=mask, other=0.0)
     high_before = tl.load(at + 3 * all_ranges, mask=mask, other=0.0)
     low_before, high_before = tl.where(begins, low, low_before), tl.where(begins, high, high_before)
-    tl.debug_barrier()                                                  # threads may load what others store
+    tl.debug_barrier()                                                  # other threads may still load what is stored
     tl.store(at, tl.where(begins, x, tl.minimum(low, x)), mask=mask)
     tl.store(at + all_ranges, tl.where(begins, x, tl.maximum(high, x)), mask=mask)
     tl.store(at + 2 * all_ranges, low_before, mask=mask)
@@ -147,7 +146,7 @@ def _lag(
 
 @triton.jit
 def _lowest(rank, slots, SLOTS: tl.constexpr):
-    """The slot of the lowest rank; ranks below _LAST are all different."""
+    """The slot with the lowest rank. Ranks below _LAST are distinct."""
     best = tl.full([SLOTS], _LAST, tl.int64)
     slot = tl.zeros([SLOTS], tl.int64)
     for start in range(0, slots, SLOTS):
@@ -168,8 +167,8 @@ def step_kernel(
     LAYERS_A: tl.constexpr, LAYERS_B: tl.constexpr, KIND: tl.constexpr, RECENT: tl.constexpr, W_PAD: tl.constexpr,
     D_PAD: tl.constexpr, H_PAD: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):
-    """Program: a row. KIND: 0 means, 1 z-scores of hidden states; 2 variance of `one`, 3 lag of `one` and `other`, of
-    LAYERS_A heads."""
+    """Program: one row. KIND: 0 means, 1 z-scores of hidden states; 2 variance of `one`, 3 lag of `one` and `other`,
+    with LAYERS_A heads."""
     b = tl.program_id(0).to(tl.int64)
     position, token, slot = tl.load(seen + b), tl.load(tokens + b), tl.load(next_slot + b)
     one += b * one_b
@@ -213,7 +212,7 @@ def step_kernel(
     tl.store(positions + row + slot, position)
     tl.store(score + row + slot, new)
     if RECENT:
-        # The newest of all, when the next token comes, are that one and the `ring` before it.
+        # When the next token arrives, this token and the `ring` before it are the newest.
         place = recents + b * ring + position % ring
         leaves = tl.load(place)
         tl.debug_barrier()

@@ -27,11 +27,11 @@ from .scores import FIRST, LAST, codes, compacted, difference, kv_variance, lag_
 
 
 class EpiKVScorer(Buffers):
-    """Positions and scores of S = config.slots slots per row, and which of them the next token takes.
+    """Positions and scores of S = config.slots slots per row, and the slot that the next token takes.
 
-    Preallocated and updated in place: a step fits in a CUDA graph. Attributes and semantics: `EpiKVScorer` of the
-    reference. What is evicted next is the lowest of `rank`, an integer per slot that holds score and age; nothing else
-    of the size of S is read in a step. attention: what the hybrids remember beside it, else None.
+    Preallocated and updated in place, so a step can be captured in a CUDA graph. Attributes and semantics: the
+    reference's `EpiKVScorer`. The next slot is the one with the lowest `rank`, an integer per slot that combines score
+    and age; a step reads nothing else of size S. attention: the statistics of the hybrids, None for other policies.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class EpiKVScorer(Buffers):
         self._rank = self._buffer(batch, slots, dtype=torch.int64)
         self._next_slot = self._buffer(batch, dtype=torch.int64)
         self._tokens = self._buffer(batch, dtype=torch.int64)
-        self._seen = self._buffer(batch, dtype=torch.int64)           # on the device: graphs replay it
+        self._seen = self._buffer(batch, dtype=torch.int64)           # on the device: graphs update it
         self._recents = self._buffer(batch, max(1, config.newest - 1), dtype=torch.int64)
         self._previous = self._buffer(batch, max(1, layers), hidden_size if layers else 1, dtype=dtype)
         self._values = self._buffer(batch, max(1, layers), config.window, dtype=torch.float32)
@@ -63,13 +63,13 @@ class EpiKVScorer(Buffers):
 
     @property
     def tokens_seen(self) -> int:
-        """Tokens that came in since the last reset, padding included. Reading it synchronises with the GPU."""
+        """Tokens received since the last reset, padding included. Reading it synchronizes with the GPU."""
         return int(self._seen[0].item())
 
     @property
     def next_slot(self) -> Tensor:
-        """Where the next token will be written. Assigning checks the values and copies them: of the slots that may be
-        overwritten, another one."""
+        """The slot that the next token is written into. Assigning checks and copies the values; choose another slot
+        among those that may be overwritten."""
         return self._next_slot
 
     @next_slot.setter
@@ -89,7 +89,7 @@ class EpiKVScorer(Buffers):
             self.attention.reset()
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was (beam search). index [B] int64."""
+        """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.batch, self.device)
         for tensor in (
             self.occupied, self.positions, self.score, self._rank, self._next_slot, self._tokens, self._seen,
@@ -106,8 +106,8 @@ class EpiKVScorer(Buffers):
         self, occupied: Tensor, hidden: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor,
         received: Tensor | None = None,
     ) -> None:
-        """A prompt: occupied [B, T]; hidden [B, L, T, C] of both bands, or None; key, value [B, Hkv, T, D]; received
-        [B, T]: what its queries gave its tokens, for a policy that adds it up."""
+        """Score a prompt and assign its slots: occupied [B, T]; hidden [B, L, T, C] of both bands, or None; key, value
+        [B, Hkv, T, D]; received [B, T]: the attention that its tokens received, for policies that add it."""
         self.check_prompt(occupied)
         config = self.config
         if hidden is not None:
@@ -124,7 +124,7 @@ class EpiKVScorer(Buffers):
         self.admit(occupied, None if config.keep_prompt else scores, received)
 
     def check_prompt(self, occupied: Tensor) -> None:
-        """ValueError where a prompt does not fit; RuntimeError unless this is empty. Synchronises with the GPU."""
+        """ValueError for a prompt that does not fit; RuntimeError if the scorer holds tokens. Synchronizes."""
         check_mask("occupied", occupied, (self.batch, occupied.shape[-1]), "[B, T]", self.occupied, "the state")
         if capturing(self.device):
             return
@@ -133,8 +133,8 @@ class EpiKVScorer(Buffers):
         check_prompt_fits(self.config, int(occupied.sum(-1).max()))
 
     def observe(self, layer: int, hidden: Tensor, occupied: Tensor) -> Tensor:
-        """What layer number `layer` (band A's first, then band B's) puts out for a prompt, [B, T, C]: its changes
-        [B, T], 0 for a row's first token and for padding. Of the states themselves only the last is remembered."""
+        """The changes [B, T] of a layer's outputs for a prompt, [B, T, C]: 0 for a row's first token and for padding.
+        layer: its number among the layers of band A, followed by band B. Only the last hidden state is stored."""
         index = torch.arange(hidden.shape[1], device=hidden.device).where(occupied, -1)
         last = index.cummax(1).values                                                   # itself, or the last before it
         before = torch.cat((torch.full_like(last[:, :1], -1), last[:, :-1]), 1).masked_fill(~occupied, -1)
@@ -146,8 +146,8 @@ class EpiKVScorer(Buffers):
         return change
 
     def admit(self, occupied: Tensor, scores: Tensor | None, received: Tensor | None = None) -> None:
-        """A prompt's tokens take slots, those that `select` keeps in their order. scores [B, T], or None if it is kept
-        whole; received [B, T] is added to them."""
+        """Assign slots to the prompt tokens that `select` keeps, in their order. scores [B, T], or None to keep the
+        whole prompt; received [B, T] is added to them."""
         config, total = self.config, occupied.shape[1]
         held = occupied.sum(1)
         room = torch.full_like(held, config.budget)
@@ -176,16 +176,16 @@ class EpiKVScorer(Buffers):
         self._rank.copy_(torch.where(self.occupied, code, self._free_ranks(room)))
         if scores is not None:
             self._remember_recents(total)
-        # Of ranks that are all the last there is no choice, but there is always a lower one.
+        # Some rank is always below LAST, so argmin never has to choose among equal ranks.
         self._next_slot.copy_(self._rank.argmin(1))
 
     def _free_ranks(self, room: Tensor) -> Tensor:
-        """Of slots without a token, [B, S]: the lowest first, and never those beyond what a row may use, room [B]."""
+        """Ranks of free slots, [B, S]: ascending, and LAST for slots beyond the room [B] that a row may use."""
         index = torch.arange(self.config.slots, device=self.device)
         return (index + FIRST).where(index < room[:, None], LAST)
 
     def _remember_recents(self, total: int) -> None:
-        """The slots of the newest tokens but one that came; for a kept prompt they stay -1."""
+        """Store the slots of the newest tokens except the last; for a kept prompt they stay -1."""
         ring = self.config.newest - 1
         if not ring:
             return
@@ -196,7 +196,7 @@ class EpiKVScorer(Buffers):
         self._recents[:, position % ring] = slots[:, position]
 
     def _remember(self, layer: int, values: Tensor, there: Tensor) -> None:
-        """The last `window` of the values [B, T] that are there, as a ring by their number."""
+        """Store the last `window` of the values [B, T] that exist, in a ring indexed by their number."""
         window = self.config.window
         ordered = torch.nn.functional.pad(values.gather(1, compacted(there)), (window, 0))[:, -window:]
         number = there.sum(1, keepdim=True) - window + torch.arange(window, device=values.device)
@@ -212,7 +212,7 @@ class EpiKVScorer(Buffers):
         return rolling_mean(variance, config.window, occupied=occupied)
 
     def _remember_ranges(self, key: Tensor, value: Tensor, occupied: Tensor) -> None:
-        """Of the chunk that is coming in, and of the one before it."""
+        """Store the ranges of the current chunk and of the one before it."""
         chunk = self.config.chunk
         number = occupied.cumsum(1) - 1                                                 # of each token in its row
         current = (number[:, -1:] // chunk).clamp_min(0)
@@ -230,8 +230,8 @@ class EpiKVScorer(Buffers):
     def step(
         self, hidden: tuple[Tensor, Tensor] | None = None, key: Tensor | None = None, value: Tensor | None = None
     ) -> None:
-        """The token in `next_slot` is scored, and the next slot is chosen: hidden [B, L, C] of both bands, or None; key
-        and value [B, Hkv, D] where the policy reads them. One launch, two for a hybrid; no host synchronisation."""
+        """Score the token in `next_slot` and choose the next slot: hidden [B, L, C] of both bands, or None; key, value
+        [B, Hkv, D] if the policy reads them. One launch, two for a hybrid; does not synchronize with the host."""
         config = self.config
         one, other = (None, None) if hidden is None else hidden
         if hidden is not None:
@@ -247,5 +247,5 @@ class EpiKVScorer(Buffers):
 
 
 def _follows(occupied: Tensor) -> Tensor:
-    """The tokens that have one before them, [B, T]."""
+    """The tokens that follow another token of their row, [B, T]."""
     return occupied & (occupied.cumsum(1) > 1)

@@ -1,4 +1,4 @@
-"""EpiKV's scores of whole sequences; semantics: `kvtwin.reference.epikv.scores`."""
+"""EpiKV's scores of whole sequences. Semantics: `kvtwin.reference.epikv.scores`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ...reference.epikv.contract import DIFFERENCES
 from .._common.launch import check_launchable
 from . import _score_kernels as kernels
 
-#: Above every code of a token, and below.
+#: Above and below every code of a token.
 LAST, FIRST = 2**63 - 1, -(2**63)
 
 
 def hidden_change(hidden: Tensor, previous: Tensor) -> Tensor:
-    """g = ||h(t) - h(t - 1)||_2 (eq. 1): hidden and previous [..., C], of one dtype -> [...] float32."""
+    """The change of a hidden state, g = ||h(t) - h(t - 1)||_2 (eq. 1): hidden, previous [..., C] -> [...] float32."""
     check_hidden_pair(hidden, previous)
     check_launchable(hidden=hidden, previous=previous)
     one, other = (_as_sequences(tensor) for tensor in (hidden, previous))
@@ -25,17 +25,17 @@ def hidden_change(hidden: Tensor, previous: Tensor) -> Tensor:
 
 
 def rolling_mean(g: Tensor, window: int = 64, *, occupied: Tensor | None = None) -> Tensor:
-    """The mean of the last `window` values, t included (below eq. 2): g [B, T] or [B, L, T] -> its shape, float32.
+    """Mean of the last `window` values, t included (below eq. 2): g [B, T] or [B, L, T] -> the same shape, float32.
 
-    occupied [B, T] bool: what is False is no value, and gives 0; windows reach back over real values only.
+    occupied [B, T] bool: False marks padding, which gives 0 and is not part of any window.
     """
     return _rolling(g, window, occupied, zscore=False)
 
 
 def rolling_zscore(g: Tensor, window: int = 64, *, occupied: Tensor | None = None) -> Tensor:
-    """(g(t) - mean) / deviation over the last `window` values, t included (eq. 3, without its epsilon); ddof 0.
+    """(g(t) - mean) / deviation over the last `window` values, t included (eq. 3 without its epsilon), with ddof 0.
 
-    0 where the deviation is at most 4 u window max |g|, u = 2^-24. Arguments as for `rolling_mean`.
+    0 if the deviation is at most 4 u window max |g|, u = 2^-24. Arguments as in `rolling_mean`.
     """
     return _rolling(g, window, occupied, zscore=True)
 
@@ -43,9 +43,9 @@ def rolling_zscore(g: Tensor, window: int = 64, *, occupied: Tensor | None = Non
 def score(
     change_a: Tensor, change_b: Tensor, *, policy: str = "epikv", window: int = 64, occupied: Tensor | None = None
 ) -> Tensor:
-    """z_A - z_B, or with policy "hs_variance" the difference of rolling means (eq. 2): [B, T], higher = keep.
+    """z_A - z_B, or for "hs_variance" the difference of rolling means (eq. 2): [B, T], higher = keep.
 
-    change_a, change_b: g of a layer of each band [B, T], or of several [B, L, T], whose z-scores are averaged.
+    change_a, change_b: g of one layer per band [B, T], or of several [B, L, T], whose z-scores are averaged.
     """
     check_choice("policy", policy, DIFFERENCES)
     one, other = (
@@ -56,7 +56,7 @@ def score(
 
 
 def kv_variance(key_or_value: Tensor) -> Tensor:
-    """Variance over a vector's channels (ddof 0), averaged over the KV heads: [B, Hkv, T, D] -> [B, T] float32."""
+    """Variance over channels (ddof 0), averaged over the KV heads: [B, Hkv, T, D] -> [B, T] float32."""
     x = check_vectors("key_or_value", key_or_value)
     check_launchable(key_or_value=x)
     found: Tensor = kernels.variances(x)
@@ -64,7 +64,7 @@ def kv_variance(key_or_value: Tensor) -> Tensor:
 
 
 def lag_kv(key: Tensor, value: Tensor, *, chunk: int = 128, occupied: Tensor | None = None) -> Tensor:
-    """Spread of each token's key and value, normalised by the previous chunk: [B, T] float32, higher = keep.
+    """The spread of each token's key and value, normalized by the previous chunk: [B, T] float32, higher = keep.
 
     key, value [B, Hkv, T, D]; occupied [B, T]. +inf in a row's first chunk, 0 for padding.
     """
@@ -87,10 +87,10 @@ def lag_kv(key: Tensor, value: Tensor, *, chunk: int = 128, occupied: Tensor | N
 def select(
     score: Tensor, budget: int, *, prompt: int, recent: int, occupied: Tensor | None = None
 ) -> Tensor:
-    """Which tokens stay (section 3.3): the first `prompt`, the newest `recent`, and those of the highest scores.
+    """The tokens to keep (section 3.3): the first `prompt`, the newest `recent`, and those with the highest scores.
 
-    score [B, T]. Of equal scores the older token goes first; NaN ranks lowest. occupied [B, T] bool, False: padding.
-    Returns [B, min(T, budget)] int64, ascending, -1 at the end of rows that have fewer.
+    score [B, T]. Ties evict the older token; NaN ranks lowest. occupied [B, T] bool, False for padding. Returns
+    [B, min(T, budget)] int64, ascending, -1 at the end of rows with fewer tokens.
     """
     score = check_selection(score, budget, prompt, recent, occupied)
     total = score.shape[1]
@@ -99,7 +99,7 @@ def select(
     code = code.masked_fill((index < prompt) | (index >= total - recent), LAST)
     if occupied is not None:
         code = code.masked_fill(~occupied, FIRST)
-    # Not by codes alone: of protected tokens, which are all alike, the lowest indices would be any.
+    # A stable sort, since protected tokens have equal codes and topk would return any of them.
     order = code.sort(dim=-1, stable=True).indices[:, total - min(total, budget):]
     if occupied is not None:
         order = order.where(occupied.gather(1, order), total)
@@ -107,11 +107,11 @@ def select(
     return kept.where(kept < total, -1)
 
 
-# What a state uses too -----------------------------------------------------------------------------------------------
+# Also used by the state ----------------------------------------------------------------------------------------------
 
 
 def codes(score: Tensor, positions: Tensor) -> Tensor:
-    """Integers in the order of eviction: by score, NaN like -inf, then by position; as in `_step_kernels.code_of`."""
+    """Integers in the order of eviction: by score, NaN as -inf, then by position. Same as `_step_kernels.code_of`."""
     x = score.float()
     x = torch.where(x.isnan(), -torch.inf, torch.where(x == 0, 0.0, x)).contiguous()
     bits = x.view(torch.int32)
@@ -119,19 +119,19 @@ def codes(score: Tensor, positions: Tensor) -> Tensor:
 
 
 def compacted(occupied: Tensor) -> Tensor:
-    """The order of a row's places in which padding comes first and tokens, as they came, last: [B, T] int64."""
+    """The indices that put a row's padding first and its tokens last, in their order: [B, T] int64."""
     return occupied.to(torch.int8).sort(dim=-1, stable=True).indices
 
 
 def rolling_of(change: Tensor, policy: str, window: int, occupied: Tensor | None) -> Tensor:
-    """Rolling means or z-scores of change [B, L, T], as the policy has it. L may be 0."""
+    """Rolling means or z-scores of change [B, L, T], depending on the policy. L may be 0."""
     if not change.shape[1]:
         return change
     return _rolling(change, window, occupied, zscore=policy != "hs_variance")
 
 
 def difference(one: Tensor, other: Tensor) -> Tensor:
-    """The mean over the layers of a band minus that of the other, if it has any: [B, La, T], [B, Lb, T] -> [B, T]."""
+    """The mean over the layers of band A, [B, La, T], minus that of band B, [B, Lb, T], unless B is empty: [B, T]."""
     return _over_layers(one) - _over_layers(other) if other.shape[1] else _over_layers(one)
 
 

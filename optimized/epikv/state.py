@@ -1,5 +1,5 @@
-"""EpiKV on the GPU: keys and values of one layer. Two launches per step: attention, which writes the token, and scores.
-"""
+"""EpiKV on the GPU: the keys and values of one layer. A step has two launches: attention, which writes the token, and
+scores."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .scorer import EpiKVScorer
 
 
 class EpiKVState(State):
-    """An EpiKV cache: preallocated buffers of S slots, updated in place; a step fits in a CUDA graph.
+    """An EpiKV cache: preallocated buffers of S slots, updated in place. Steps can be captured in CUDA graphs.
 
-    key, value [B, Hkv, S, D] with S = config.slots; occupied [B, S] bool, positions [B, S] int64, score [B, S],
-    next_slot [B] int64 (writable) and tokens_seen: its `EpiKVScorer`'s. scorer: one that layers of a model share, whose
-    owner calls its `admit` before and its `step` after all of them; by default the state has its own, and does so. With
-    a hybrid policy every layer that shares a scorer has a say, a step takes two launches more, and each layer has
-    memory for the logits of one: 4 bytes per query head and slot.
+    key, value [B, Hkv, S, D] with S = config.slots. occupied [B, S] bool, positions [B, S] int64, score [B, S],
+    next_slot [B] int64 (writable) and tokens_seen belong to the `EpiKVScorer`. scorer: a scorer that several layers
+    share; its owner calls its `admit` before the prompt and its `step` after all layers attended. By default the state
+    has a scorer of its own and calls both. With a hybrid policy, the attention of all layers that share a scorer is
+    averaged, a step has two more launches, and each layer stores a step's logits: 4 bytes per query head and slot.
     """
 
     config: EpiKVConfig
@@ -56,32 +56,32 @@ class EpiKVState(State):
 
     @property
     def occupied(self) -> Tensor:
-        """Which slots hold a token, [B, S] bool."""
+        """The slots that hold a token, [B, S] bool."""
         return self.scorer.occupied
 
     @property
     def positions(self) -> Tensor:
-        """The token in each slot, [B, S] int64, -1 = free."""
+        """The position of the token in each slot, [B, S] int64, -1 = free."""
         return self.scorer.positions
 
     @property
     def score(self) -> Tensor:
-        """The frozen score of the token in each slot, [B, S]; +inf for a kept prompt, -inf where unoccupied."""
+        """The score of the token in each slot, [B, S]: +inf for a kept prompt, -inf where unoccupied."""
         return self.scorer.score
 
     @property
     def thoughts(self) -> Tensor | None:
-        """With "segment_hs" the thought type of the token in each slot, [B, S] int64, -1 = free; else None."""
+        """The thought type of the token in each slot, [B, S] int64, -1 = free. None unless policy is "segment_hs"."""
         return None if self.config.edges is None else self.scorer.attention.thoughts
 
     @property
     def tokens_seen(self) -> int:
-        """Tokens that came in since the last reset, padding included. Reading it synchronises with the GPU."""
+        """Tokens received since the last reset, padding included. Reading it synchronizes with the GPU."""
         return self.scorer.tokens_seen
 
     @property
     def next_slot(self) -> Tensor:
-        """Where the next token will be written. Assigning checks the values and copies them."""
+        """The slot that the next token is written into. Assigning checks and copies the values."""
         return self.scorer.next_slot
 
     @next_slot.setter
@@ -89,8 +89,8 @@ class EpiKVState(State):
         self.scorer.next_slot = value
 
     def reset(self) -> None:
-        """Forget every token."""
-        self._scratch[1].zero_()                                # should a launch have been cut short
+        """Forget every token. A shared scorer is left as it is."""
+        self._scratch[1].zero_()                                # in case a launch was interrupted
         if not self._shared:
             self.scorer.reset()
 
@@ -98,11 +98,11 @@ class EpiKVState(State):
         self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None,
         hidden_a: Tensor | None = None, hidden_b: Tensor | None = None,
     ) -> Tensor:
-        """The prompt: full causal attention; then what `select` keeps of it takes slots, or all of it (keep_prompt).
+        """Full causal attention of the prompt; then the tokens that `select` keeps, or all (keep_prompt), take slots.
 
-        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, default all True;
-        hidden_a, hidden_b [B, L, T, C], or [B, T, C] of one layer: what the layers of the bands put out, for policies
-        that read it. Returns [B, Hq, T, D]; padding gives zeros. RuntimeError when the state already holds tokens,
+        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True;
+        hidden_a, hidden_b [B, L, T, C], or [B, T, C] for one layer: the outputs of the layers of both bands, for
+        policies that read them. Returns [B, Hq, T, D], zeros for padding. RuntimeError if the state holds tokens;
         ValueError for a prompt that does not fit.
         """
         total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
@@ -128,11 +128,10 @@ class EpiKVState(State):
     def step(
         self, query: Tensor, key: Tensor, value: Tensor, hidden_a: Tensor | None = None, hidden_b: Tensor | None = None
     ) -> Tensor:
-        """One token: written into `next_slot`, attended to together with the rest, then scored, and the next slot is
-        chosen.
+        """Write a token into `next_slot`, attend to it and to the cached tokens, score it and select the next slot.
 
-        query [B, Hq, D]; key, value [B, Hkv, D]; hidden_a, hidden_b [B, L, C], or [B, C] of one layer, for policies
-        that read them. Returns the attention output [B, Hq, D]. No host synchronisation.
+        query [B, Hq, D]; key, value [B, Hkv, D]; hidden_a, hidden_b [B, L, C], or [B, C] for one layer, for policies
+        that read them. Returns the attention output [B, Hq, D]. Does not synchronize with the host.
         """
         check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
         hidden = self._check_hidden(hidden_a, hidden_b, None)
@@ -150,7 +149,7 @@ class EpiKVState(State):
         return output
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was (beam search). index [B] int64."""
+        """Replace row b by row index[b], as beam search requires. index [B] int64. A shared scorer is left as it is."""
         index = check_reorder(index, self.sizes.batch, self.device)
         if not self._shared:
             self.scorer.reorder(index)

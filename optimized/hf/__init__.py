@@ -1,7 +1,7 @@
 """The optimized methods as caches for Hugging Face transformers: `model.generate(past_key_values=LongFlowCache(...))`.
 
-Importing this needs transformers (the extra `kvtwin[hf]`) and registers the attention "kvtwin" with it, the one that
-the reference's caches use too: a process can have both.
+Importing this package requires transformers (the extra `kvtwin[hf]`) and registers the attention function "kvtwin" with
+it. The reference's caches use the same function, so a process can use both.
 """
 
 from importlib import import_module
@@ -9,7 +9,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from ...reference.hf import block_caches
-from ...reference.hf import plug as plug  # registers the attention, or says which extra is missing
+from ...reference.hf import plug as plug  # registers the attention function, or raises ImportError that names the extra
 
 
 def __getattr__(name: str) -> Any:

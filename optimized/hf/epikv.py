@@ -14,9 +14,9 @@ class EpiKVCache(HiddenStateCache):
         with EpiKVCache(model, budget=1024) as cache:
             model.generate(ids, past_key_values=cache)
 
-    A forward pass costs one launch per layer, for attention, and one for all decisions; with a hybrid policy two per
-    layer, and two. Options, hooks, and the errors: `EpiKVCache` of the reference. A model on the CPU needs Triton's
-    interpreter: TRITON_INTERPRET=1 before anything imports triton, which importing a transformers model does.
+    A forward pass takes one launch per layer, for attention, and one for all decisions; with a hybrid policy two per
+    layer and two for decisions. Options, hooks and errors: `EpiKVCache` of the reference. A model on the CPU needs
+    Triton's interpreter: TRITON_INTERPRET=1 before anything imports triton, which importing a transformers model does.
     """
 
     State = EpiKVState

@@ -7,15 +7,15 @@ from ..longflow import LongFlowConfig, LongFlowState
 
 
 class LongFlowCache(StateCache):
-    """A LongFlow cache for `generate`: each layer holds at most `budget` tokens per row, in float32 to bfloat16.
+    """A LongFlow cache for `generate`: at most `budget` tokens per layer and row, in float32 to bfloat16.
 
         model.set_attn_implementation("kvtwin")
         model.generate(ids, past_key_values=LongFlowCache(model.config, budget=1024))
 
-    The options are LongFlowConfig's: per_head, protect_newest, sinks, window, kernel_size, check_finite. Slots are in
-    `cache.layers[i].state`, a `LongFlowState`. Arguments, chunks, turns and errors: `StateCache` of the reference.
-    A model on the CPU needs Triton's interpreter: TRITON_INTERPRET=1 before anything imports triton, which importing
-    a transformers model does.
+    Options, as in LongFlowConfig: per_head, protect_newest, sinks, window, kernel_size, check_finite. The slots are in
+    `cache.layers[i].state`, a `LongFlowState`. Other arguments, chunks, turns and errors: `StateCache` of the
+    reference. A model on the CPU needs Triton's interpreter: TRITON_INTERPRET=1 before anything imports triton, which
+    importing a transformers model does.
     """
 
     Config = LongFlowConfig

@@ -13,17 +13,15 @@ from ..thinkv.thoughts import classify
 
 
 class ThinKVCache(ThoughtCache):
-    """A ThinKV cache for `generate`, with quantized tokens of which `budget` per layer and row are to stay, in float32
-    to bfloat16.
+    """A ThinKV cache for `generate`: about `budget` quantized tokens per layer and row, in float32 to bfloat16.
 
         model.set_attn_implementation("kvtwin")
         cache = ThinKVCache(model.config, budget=1024, thresholds=Thresholds(layers=(3, 7), edges=(0.5, 0.8)))
         model.generate(ids, past_key_values=cache)
 
-    thresholds: what `calibrate` finds for this model. The options are ThinKVConfig's, but for edges. What they mean,
-    what comes in a forward pass, and the errors: `ThinKVCache` of the reference. Memory is reserved for max_tokens.
-    A model on the CPU needs Triton's interpreter: TRITON_INTERPRET=1 before anything imports triton, which importing a
-    transformers model does.
+    thresholds: the result of `calibrate` for this model. Other options, as in ThinKVConfig except edges; forward passes
+    and errors: `ThinKVCache` of the reference. Memory is allocated for max_tokens. A model on the CPU needs Triton's
+    interpreter: TRITON_INTERPRET=1 before anything imports triton, which importing a transformers model does.
     """
 
     State = ThinKVState

@@ -1,7 +1,7 @@
-"""KeyDiff on the GPU: keys are read twice, once for the sum of their directions and once for the ranks against it.
+"""KeyDiff on the GPU: keys are read twice, once for the sum of normalized keys and once for the ranks against it.
 
-Selection is a radix search on the bits of the ranks, and what stays is gathered in order; nothing returns to the host.
-At decode the sum is carried along, and one pass over the keys ranks them and puts the newest in the victim's place.
+Selection is a radix search on the bits of the ranks, and the kept tokens are gathered in order, all on the device. A
+decode step updates the sum incrementally. It ranks the keys in one pass and overwrites the evicted token.
 """
 
 from ...reference.keydiff import EvictResult, KeyDiffConfig

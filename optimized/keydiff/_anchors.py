@@ -1,4 +1,4 @@
-"""KeyDiff's other anchors and similarities (its Tables 2 and 3), in torch operations; they are ablations, not fast."""
+"""KeyDiff's other anchors and similarities (Tables 2 and 3) in PyTorch operations. For ablations; not fast."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from torch import Tensor
 
 ANCHORS = ("mean_normalized", "mean", "median")
 SIMILARITIES = ("cosine", "dot", "euclidean")
-#: Eq. 8, which the kernels compute.
+#: Eq. 8, which the kernels implement.
 DEFAULT = ("mean_normalized", "cosine")
 
 
 def any_score(key: Tensor, occupied: Tensor, anchor: str, similarity: str) -> Tensor:
-    """The score of any kind: key [B, Hkv, S, D], occupied [B, Hkv, S]; float32, -inf where unoccupied."""
+    """The score for any anchor and similarity: key [B, Hkv, S, D], occupied [B, Hkv, S]; float32, -inf if
+    unoccupied."""
     held = _held(key, occupied)
     if similarity == "cosine":
         direction = _direction(held, occupied, anchor)                                  # [B, Hkv, D]
@@ -23,7 +24,7 @@ def any_score(key: Tensor, occupied: Tensor, anchor: str, similarity: str) -> Te
 
 
 def any_rank(key: Tensor, occupied: Tensor, anchor: str, similarity: str) -> Tensor:
-    """The order of eviction: the score, but of cosines without the anchor's length, which may vanish."""
+    """The order of eviction: the score, but cosines are not divided by the anchor's length, which may be zero."""
     held = _held(key, occupied)
     if similarity != "cosine":
         return _measure(held, occupied, anchor, similarity)
@@ -33,14 +34,14 @@ def any_rank(key: Tensor, occupied: Tensor, anchor: str, similarity: str) -> Ten
 def over_length(product: Tensor, direction: Tensor) -> Tensor:
     """product [..., S] / ||direction [..., D]||; 0 where the direction is zero."""
     largest = direction.abs().amax(-1, keepdim=True)
-    # In two divisions: the inverse of a subnormal length overflows.
+    # Two divisions, because the inverse of a subnormal length overflows.
     scaled = direction / largest.masked_fill(largest == 0, 1)
     length = scaled.square().sum(-1, keepdim=True).sqrt().clamp_min(1)
     return product.masked_fill(largest == 0, 0) / largest.masked_fill(largest == 0, 1) / length
 
 
 def cosine(rank: Tensor, direction: Tensor, occupied: Tensor | None) -> Tensor:
-    """Ranks against a sum of normalised keys [B, Hkv, D] as cosines with it; 0 if that is zero."""
+    """Turn ranks against a sum of normalized keys [B, Hkv, D] into cosines with it; 0 if the sum is zero."""
     result = over_length(rank, direction)
     return result if occupied is None else result.masked_fill(~per_head(occupied, rank[..., None]), -torch.inf)
 
@@ -53,26 +54,27 @@ def per_head(mask: Tensor | None, key: Tensor) -> Tensor:
 
 
 def sortable(rank: Tensor) -> Tensor:
-    """float32 -> int32 in the same order; -0 equals 0, NaN ranks as -inf."""
+    """float32 -> int32 in the same order; -0 equals 0, and NaN ranks as -inf."""
     bits = (rank.masked_fill(rank.isnan(), -torch.inf) + 0.0).view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _held(key: Tensor, occupied: Tensor) -> Tensor:
-    # Dense: along other strides equal keys may be summed in different orders.
+    # Contiguous, because with other strides equal keys may be summed in different orders.
     return torch.where(occupied[..., None], key, key.new_zeros(())).float().contiguous()
 
 
 def _unit(vector: Tensor) -> Tensor:
-    """Each [..., D] over its length, through its largest element, so that squares stay in range; zeros stay zero."""
+    """Each vector [..., D] over its length. Divides by the largest element first, so that squares stay in range; zero
+    vectors stay zero."""
     largest = vector.abs().amax(-1, keepdim=True)
     scaled = vector / largest.masked_fill(largest == 0, 1)
-    # At least one element of what is not zero is 1.
+    # At least one element of a nonzero vector is 1.
     return scaled / scaled.square().sum(-1, keepdim=True).sqrt().clamp_min(1)
 
 
 def _direction(held: Tensor, occupied: Tensor, anchor: str) -> Tensor:
-    """The anchor but for a positive factor that keeps it in range, [B, Hkv, D]."""
+    """The anchor times a positive factor that keeps it in range, [B, Hkv, D]."""
     if anchor == "mean_normalized":
         return _unit(held).sum(2)
     if anchor == "median":  # one of the numbers, which may be far smaller than the largest

@@ -1,9 +1,10 @@
-"""KeyDiff's kernels over whole caches: the sum of normalised keys, and ranks against it; `_step.py` has a step.
+"""KeyDiff's kernels over whole caches: the sum of normalized keys, and ranks against it. `_step.py` has the decode
+step.
 
-Scratch is indexed by the flat number of the (row of the batch, KV head); strides of keys come divided by UNIT (see
-`stride_unit`). A rank follows from a key, the inverse of its length and the anchor, by the same operations in every
-tile, and lengths that are compared come from one kernel: so equal keys get equal ranks. Sums over programs are taken in
-a fixed order; the only atomics count integers.
+Scratch is indexed by `flat`, the index of a (row of the batch, KV head). Strides of keys are divided by UNIT (see
+`stride_unit`). A rank is computed from a key, its inverse length and the anchor, by the same operations in every tile,
+and inverse lengths that are compared come from one kernel, so equal keys get equal ranks. Sums over programs are added
+in a fixed order; atomics only count integers.
 """
 
 from __future__ import annotations
@@ -17,16 +18,15 @@ from .._common.numerics import float32, sum_of_products
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _FREE = tl.constexpr(-(2**31))
 _PROTECTED = tl.constexpr(2**31 - 1)
-#: Squares of lengths beyond these may have lost digits, or overflowed. Such keys are *odd*: what they have for an
-#: inverse of their length is below 0. They are rare: a program that met one goes over its share again, so that the loop
-#: that all go through stays short.
+#: Squared lengths outside this range may have lost digits or overflowed. Such keys are *odd* and get a negative inverse
+#: length. They are rare: a program that finds one processes its share a second time, so that the main loop stays short.
 _SMALL = tl.constexpr(2.0**-80)
 _LARGE = tl.constexpr(2.0**100)
 
 
 @triton.jit
 def bounded(x):
-    """x, but that products which overflow do not make the interpreter's sums warn."""
+    """x, clamped in the interpreter, whose sums would warn about products that overflow."""
     if _INTERPRETED:
         return tl.where(x == x, tl.minimum(tl.maximum(x, -1e35), 1e35), x)
     else:
@@ -38,8 +38,8 @@ def load_rows(
     pointer, first, holds, stride_s, stride_d,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """ROWS rows of a [S, D] matrix from `first` on, in float32, [ROWS, D_PAD]. MASKED: zeros, not read, where `holds`
-    is False; else all of them are there."""
+    """ROWS rows from `first` on of a [S, D] matrix, in float32, [ROWS, D_PAD]. With MASKED, rows where `holds` is False
+    are zeros and not read; otherwise all rows must exist."""
     row = tl.arange(0, ROWS).to(tl.int64)
     d = tl.arange(0, D_PAD).to(tl.int64)
     at = pointer + row[:, None] * stride_s + d[None, :] * stride_d + (first + tl.zeros([], tl.int64)) * stride_s
@@ -59,9 +59,9 @@ def load_rows(
 def _tile(
     occupied, start, end, slots, occupied_s, ROWS: tl.constexpr, OCCUPIED: tl.constexpr, MASKED: tl.constexpr
 ):
-    """A tile's first slot, its slots, those of them that are its share, and those that hold a token too.
+    """A tile's first slot, its slots, which of them belong to the share, and which of those are occupied.
 
-    Without MASKED the row's last tile reaches back into the one before, so that all its slots are there.
+    Without MASKED, the row's last tile overlaps the one before, so that all its slots exist.
     """
     first = start
     if not MASKED:
@@ -76,7 +76,7 @@ def _tile(
 
 @triton.jit
 def inverse_lengths(k):
-    """1 / ||k|| of rows of k; NaN for odd ones, and for a zero key."""
+    """1 / ||k|| of the rows of k; NaN for odd keys and zero keys."""
     squares = tl.sum(bounded(k * k), 1)
     plain = (squares > _SMALL) & (squares < _LARGE)
     return tl.where(plain, tl.rsqrt(tl.where(plain, squares, 1.0)), float("nan"))
@@ -84,9 +84,9 @@ def inverse_lengths(k):
 
 @triton.jit
 def any_units(k):
-    """Rows of k divided by their lengths, whatever these are; a zero row stays zero.
+    """The rows of k divided by their lengths, for any lengths; a zero row stays zero.
 
-    A power of two that brings the largest element near 1 goes in first, so that squares neither overflow nor vanish.
+    Scales by a power of two that brings the largest element near 1, so that squares neither overflow nor underflow.
     """
     exponent = tl.max(tl.abs(k), 1).to(tl.int32, bitcast=True) & 0x7F800000
     power = tl.maximum((254 << 23) - exponent, 1 << 23).to(tl.float32, bitcast=True)
@@ -98,19 +98,19 @@ def any_units(k):
 
 @triton.jit
 def ranks(k, inverse, anchor):
-    """-k_hat . anchor of rows of k that are not odd."""
+    """-k_hat . anchor for the rows of k, which are not odd."""
     return -tl.sum(bounded(k * anchor[None, :]), 1) * inverse
 
 
 @triton.jit
 def odd_ranks(k, anchor):
-    """-k_hat . anchor of rows of k of any length."""
+    """-k_hat . anchor for rows of k of any length."""
     return -tl.sum(any_units(k) * anchor[None, :], 1)
 
 
 @triton.jit
 def sum_partials(partial, splits, D_PAD: tl.constexpr):
-    """The sum of `splits` vectors that other programs wrote, always in the same order."""
+    """The sum of `splits` vectors written by other programs, always in the same order."""
     ROWS: tl.constexpr = 4096 // D_PAD
     d = tl.arange(0, D_PAD)
     i = tl.arange(0, ROWS)
@@ -136,8 +136,8 @@ def anchor_kernel(
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, OCCUPIED: tl.constexpr,
     MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Program (split, flat): the inverse lengths of a share's keys, and the sum of those keys normalised; the last of a
-    (row, KV head) to finish sums up."""
+    """Program (split, flat): stores the inverse lengths of its keys and the sum of these keys, normalized. The last
+    program of a (row, KV head) adds up the sums."""
     split = tl.program_id(0) % splits
     flat = (tl.program_id(0) // splits).to(tl.int64)
     b, head = flat // heads, flat % heads
@@ -156,9 +156,9 @@ def anchor_kernel(
         tl.store(inverse + s, tl.where(factor == factor, factor, -1.0), mask=inside)
         total += k * factor[:, None]
     share = tl.sum(total, 0)
-    # NaN: there is an odd key, or a zero one.
+    # NaN means an odd or a zero key.
     if tl.sum(tl.where(share != share, 1, 0), 0) > 0:
-        tl.debug_barrier()                                              # these stores come after those
+        tl.debug_barrier()                                              # order these stores after the ones above
         rest = tl.zeros([16, D_PAD], tl.float32)
         for start in range(begin, end, 16):
             s = start + tl.arange(0, 16)
@@ -181,9 +181,9 @@ def anchor_kernel(
 def _store_ranks(
     result, protected, rank, unit, s, holds, mask, protected_s, PROTECTED: tl.constexpr, CODES: tl.constexpr
 ):
-    """Ranks, -inf where nothing is held; or CODES (see `rank_kernel`): then unit is the largest rank's inverse."""
+    """Store ranks, -inf where `holds` is False; or CODES (see `rank_kernel`), where unit is 1 / the largest rank."""
     if CODES:
-        # Cosines in steps of 2^-31, far below what is known of them, so that 8 bits tell many apart. NaN is the lowest.
+        # Cosines in steps of 2^-31, far below their error, so that 8 bits separate many keys. NaN is the lowest.
         cosine = rank * unit
         cosine = tl.where(cosine == cosine, tl.minimum(tl.maximum(cosine, -1.0), 1.0), -1.005)
         code = (cosine * 2130000000.0).to(tl.int32)
@@ -205,10 +205,10 @@ def rank_kernel(
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, OCCUPIED: tl.constexpr,
     MASKED: tl.constexpr, PROTECTED: tl.constexpr, CODES: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Program (split, flat): ranks, float32, -inf where unoccupied; or CODES, integers in the same order (those of keys
-    that no arithmetic could order are equal), below them the unoccupied slots, above them the protected ones, and the
-    histogram of their first 8 bits for the selection."""
-    # From the end: what the pass before read last is still in L2.
+    """Program (split, flat): ranks, float32, -inf where unoccupied. With CODES: the ranks as integers in the same
+    order, with unoccupied slots below and protected ones above, and the histogram of their first 8 bits for the
+    selection. Codes are equal for keys whose order is below the arithmetic's precision."""
+    # Backwards, since what the previous pass read last is still in L2.
     turn = tl.num_programs(0) - 1 - tl.program_id(0)
     split = turn % splits
     flat = (turn // splits).to(tl.int64)
@@ -237,7 +237,7 @@ def rank_kernel(
         )
         odd = tl.where(factor < 0.0, 1, odd)
     if tl.max(odd, 0) > 0:
-        tl.debug_barrier()                                              # these stores come after those
+        tl.debug_barrier()                                              # order these stores after the ones above
         for start in range(begin, end, 16):
             s = start + tl.arange(0, 16)
             factor = tl.load(inverse + s, mask=s < end, other=0.0)

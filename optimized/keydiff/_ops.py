@@ -1,4 +1,4 @@
-"""The launches of KeyDiff's kernels over whole caches, as operations for torch."""
+"""PyTorch operations that launch KeyDiff's kernels over whole caches."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .._common.launch import INTERPRETED, key_block, multiprocessors, on_device_
 from ._kernels import anchor_kernel, rank_kernel
 from ._step import warps_of
 
-#: Programs per multiprocessor that share the keys, and how many tiles are on their way to one: to sum them, and to rank
-#: them. A pass that ranks takes two tiles at a time.
+#: Programs per multiprocessor that share the keys, and software pipeline stages of the two passes: the sum and the
+#: ranks. The ranking pass takes two tiles at a time.
 PROGRAMS = 16
 ANCHOR_STAGES, RANK_STAGES = 3, 1
-#: The most programs that share a row.
+#: The largest number of programs that share a row.
 MAX_SPLITS = 128
 
 
 def _split(rows: int, slots: int, block: int, device: torch.device) -> tuple[int, int]:
-    """How many programs share one row's slots, and how many slots each takes (a multiple of `block`)."""
+    """The number of programs that share one row's slots, and the slots of each (a multiple of `block`)."""
     tiles = triton.cdiv(slots, block)
     wanted = 2 if INTERPRETED else triton.cdiv(PROGRAMS * multiprocessors(device), rows)
     each = triton.cdiv(tiles, min(wanted, tiles, MAX_SPLITS))
@@ -29,8 +29,8 @@ def _split(rows: int, slots: int, block: int, device: torch.device) -> tuple[int
 
 
 def _shape(key: Tensor, occupied: Tensor | None, tiles: int) -> tuple[tuple[int, int, int, int], dict[str, Any]]:
-    """slots, slots per program, programs per row and heads of a pass over the keys, `tiles` at a time; and its
-    constants."""
+    """A pass over the keys, `tiles` at a time: (slots, slots per program, programs per row, heads), and its constants.
+    """
     batch, heads, slots, head_dim = key.shape
     block = key_block(head_dim, key.element_size(), slots) * (1 if INTERPRETED else tiles)
     splits, split_size = _split(batch * heads, slots, block, key.device)
@@ -45,14 +45,14 @@ def _key_strides(key: Tensor, unit: int) -> tuple[int, ...]:
 
 
 def _mask_strides(mask: Tensor | None) -> tuple[int, int, int]:
-    """Of a mask [B, S] or [B, Hkv, S], by row, head and slot."""
+    """The strides of a mask [B, S] or [B, Hkv, S] by row, head and slot."""
     if mask is None:
         return 0, 0, 0
     return mask.stride(0), mask.stride(1) if mask.dim() == 3 else 0, mask.stride(-1)
 
 
 def _launch_anchor(key: Tensor, occupied: Tensor | None, arrivals: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_anchor`; arrivals [B * Hkv] int32, zero."""
+    """Same as `anchor`; arrivals [B * Hkv] int32, zero."""
     batch, heads, slots, head_dim = key.shape
     sizes, shape = _shape(key, occupied, 1)
     anchor = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=key.device)
@@ -82,8 +82,8 @@ def _launch_ranks(
 
 @torch.library.custom_op("kvtwin::keydiff_anchor", mutates_args=())
 def anchor(key: Tensor, occupied: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The sum of the normalised keys in occupied slots, [B, Hkv, D] float32, and inverse lengths of all keys,
-    [B, Hkv, S]: negative where not to be trusted (see `_step.lengths`), 0 where unoccupied."""
+    """The sum of the normalized keys in occupied slots, [B, Hkv, D] float32, and the inverse lengths of all keys,
+    [B, Hkv, S]: negative for odd keys (see `_step.lengths`), 0 where unoccupied."""
     return _launch_anchor(key, occupied, torch.zeros(key.shape[0] * key.shape[1], dtype=torch.int32, device=key.device))
 
 
@@ -108,8 +108,8 @@ def _(key: Tensor, occupied: Tensor | None, anchor: Tensor, inverse: Tensor) -> 
 
 @torch.library.custom_op("kvtwin::keydiff_codes", mutates_args=())
 def codes(key: Tensor, occupied: Tensor | None, protected: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Ranks as int32 in the same order, to 31 bits of the cosine, [B, Hkv, S]: the largest number where protected, the
-    least where unoccupied. And int32 [B, Hkv, 4, 256]: the histogram of their first 8 bits, and three times zeros."""
+    """Ranks as int32 in the same order, with 31 bits of the cosine, [B, Hkv, S]: the largest int32 if protected, the
+    smallest if unoccupied. And int32 [B, Hkv, 4, 256]: the histogram of their first 8 bits, then three of zeros."""
     batch, heads, slots, _ = key.shape
     rows = batch * heads
     zeros = torch.zeros(rows * 1024 + rows, dtype=torch.int32, device=key.device)

@@ -1,7 +1,7 @@
-"""KeyDiff's decode step: the new token in slot `budget` meets the carried anchor, all are ranked, and one leaves.
+"""KeyDiff's decode step: the new token in slot `budget` joins the anchor, all tokens are ranked, and one is evicted.
 
-`length_kernel` takes the new key's length and adds it to the anchor; `step_kernel` reads the keys once. What a state
-carries per slot is the inverse of its key's length, always from `length_kernel`: see `_kernels.py`.
+`length_kernel` computes the new key's inverse length and adds the normalized key to the anchor. `step_kernel` reads the
+keys once. The state stores inverse lengths of keys, always from `length_kernel`: see `_kernels.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .._common.launch import INTERPRETED, key_block, multiprocessors, on_device_
 from .._common.numerics import sortable
 from ._kernels import any_units, inverse_lengths, load_rows, odd_ranks, ranks, sum_partials
 
-#: Programs per multiprocessor that share the keys, and how many tiles are on their way to one.
+#: Programs per multiprocessor that share the keys, and software pipeline stages.
 PROGRAMS = 64
 STAGES = 3
 MAX_SPLITS = 64
@@ -27,8 +27,8 @@ _INDEX = tl.constexpr(2**32 - 1)
 
 @torch.library.custom_op("kvtwin::keydiff_lengths", mutates_args=("inverse",))
 def lengths(key: Tensor, inverse: Tensor, begin: int, end: int) -> None:
-    """Inverse lengths of the keys in slots begin to end - 1 of a state: key [B, Hkv, S, D] into inverse [B, Hkv, S].
-    Negative for a key so large or small that its square is not to be trusted; 0 for a zero key."""
+    """Store the inverse lengths of the keys in slots begin to end - 1: key [B, Hkv, S, D] into inverse [B, Hkv, S].
+    Negative for odd keys, so large or small that their squares are inexact; 0 for zero keys."""
     _launch_lengths(key, inverse, None, begin, end)
 
 
@@ -41,7 +41,7 @@ def _launch_lengths(key: Tensor, inverse: Tensor, anchor: Tensor | None, begin: 
     batch, heads, slots, head_dim = key.shape
     tiles = triton.cdiv(end - begin, 16)
     with on_device_of(key):
-        # Without fused multiply-adds both variants of the kernel give the same bits.
+        # Without fused multiply-adds, both variants of the kernel return the same bits.
         length_kernel[(batch * heads * tiles,)](
             key, inverse, anchor, begin, end, tiles, slots, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim),
             ANCHOR=anchor is not None, num_warps=2, enable_fp_fusion=False,
@@ -60,10 +60,10 @@ def step(
     anchor: Tensor, ranked: Tensor, age: Tensor, partial: Tensor, candidates: Tensor, arrivals: Tensor,
     budget: int, refresh: int, recent: int,
 ) -> None:
-    """Ranks all tokens of a state, the new one in slot `budget` included, and puts that one in the first free slot, or
-    in the place of the lowest rank. Buffers of the state; held: real tokens so far, the new one included; anchor
-    [B, Hkv, D]: the sum of the normalised keys below `budget`; ranked: what the anchor was with the new key; age
-    [B, Hkv] int32: steps since it was summed anew; partial, candidates, arrivals: from `scratch`."""
+    """Rank all tokens of a state, including the new one in slot `budget`, which then moves to the first free slot, or
+    to that of the lowest rank. Takes the state's buffers. held: the row's real tokens, the new one included; anchor [B,
+    Hkv, D]: the sum of the normalized keys below `budget`; ranked: the anchor that the ranks were computed with; age
+    [B, Hkv] int32: steps since the anchor was recomputed; partial, candidates, arrivals: from `scratch`."""
     batch, heads, slots, head_dim = key.shape
     block, splits, split_size = plan(key.shape, key.element_size(), key.device, budget)
     _launch_lengths(key, inverse, anchor, budget, budget + 1)
@@ -86,8 +86,7 @@ def _(
 
 
 def warps_of(block: int) -> int:
-    """For a tile of so many keys as many threads: were there more, several would load and compute what a key has one
-    of."""
+    """One thread per key of a tile: with more, several threads would load and compute a key's scalars."""
     return max(1, block // 32)
 
 
@@ -101,7 +100,7 @@ def plan(shape: torch.Size, itemsize: int, device: torch.device, budget: int) ->
 
 
 def scratch(key: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
-    """partial, candidates and arrivals for `step`; arrivals are zero between steps."""
+    """Allocate partial, candidates and arrivals for `step`. arrivals are zero between steps."""
     rows, device = key.shape[0] * key.shape[1], key.device
     _, splits, _ = plan(key.shape, key.element_size(), device, budget)
     return (
@@ -119,8 +118,8 @@ def length_kernel(
     key, inverse, anchor, begin, end, tiles, slots,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ANCHOR: tl.constexpr,
 ):
-    """Program (16 slots, flat): inverse lengths of slots begin to end. ANCHOR: adds the normalised keys to the anchor
-    (one program per flat)."""
+    """Program (16 slots, flat): inverse lengths of slots begin to end. With ANCHOR, adds the normalized keys to the
+    anchor (one program per flat)."""
     flat = (tl.program_id(0) // tiles).to(tl.int64)
     start = begin + (tl.program_id(0) % tiles) * 16
     s = start + tl.arange(0, 16)
@@ -139,7 +138,7 @@ def length_kernel(
 
 @triton.jit
 def _sum_units(key, begin, tokens, end, budget, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr):
-    """The sum of the normalised keys of slots begin to end. In small tiles, which spares registers: it is rare."""
+    """The sum of the normalized keys in slots begin to end. Rarely needed, so its tiles are small to save registers."""
     total = tl.zeros([16, D_PAD], tl.float32)
     for start in range(begin, end, 16):
         s = start + tl.arange(0, 16)
@@ -150,7 +149,8 @@ def _sum_units(key, begin, tokens, end, budget, HEAD_DIM: tl.constexpr, D_PAD: t
 
 @triton.jit
 def _earlier(code, slot, rank, ordinals, youngest, s, counts, RECENT: tl.constexpr):
-    """(code, slot), or who goes before it: the lower rank, of equals the lower slot. Slots come in ascending order."""
+    """The earlier eviction of (code, slot) and a new rank: the lower code; if equal, the lower slot, which came
+    first."""
     new = sortable(rank)
     if RECENT:
         new = tl.where(tl.load(ordinals + s, mask=counts, other=0) >= youngest, _PROTECTED, new)
@@ -160,7 +160,7 @@ def _earlier(code, slot, rank, ordinals, youngest, s, counts, RECENT: tl.constex
 
 @triton.jit
 def _first(code, slot):
-    """The lowest code's slot, of equals the lowest slot, as one integer with the code above the slot."""
+    """The slot with the lowest code (ties: the lowest slot), as one integer with the code in the upper half."""
     return tl.min(tl.where(slot < 0, _NO_SLOT, (code.to(tl.int64) << 32) | slot.to(tl.int64)), 0)
 
 
@@ -169,7 +169,8 @@ def _replace(
     key, value, occupied, positions, ordinals, inverse, slot, budget,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
 ):
-    """The token in slot `budget` moves to `slot`, over what is there; or, if that is its own, it leaves."""
+    """Move the token in slot `budget` to `slot`, overwriting its token. If both slots are equal, evict the new
+    token."""
     d = tl.arange(0, D_PAD)
     in_head = d < HEAD_DIM
     if slot != budget:
@@ -191,12 +192,11 @@ def step_kernel(
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, RECENT: tl.constexpr, MASKED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program (split, flat): ranks every token against the anchor, which has the new key in it already. The last
-    program of a (row, KV head) to finish picks the slot, moves the new token there, and takes what left out of the
-    anchor; or, if that is `refresh` steps old, takes it out of a sum that all programs of this step took anew.
+    """Program (split, flat): ranks its tokens against the anchor, which includes the new key. The last program of a
+    (row, KV head) picks the slot, moves the new token there, and subtracts the evicted key from the anchor. If the
+    anchor is `refresh` steps old, it subtracts from a sum that all programs have recomputed in this step.
 
-    Of the slots below `budget` those that hold tokens are the first ones. What lies in the others is read (a tile is
-    read whole), and nothing is made of it.
+    Below `budget`, occupied slots come first. Other slots are read, since tiles are read whole, but have no effect.
     """
     split = tl.program_id(0) % splits
     flat = (tl.program_id(0) // splits).to(tl.int64)
@@ -215,7 +215,7 @@ def step_kernel(
     total = tl.load(at_anchor, mask=d < HEAD_DIM, other=0.0)
     number = tl.load(held + flat)
     tokens = tl.minimum(number - 1, budget)
-    # A sum that is not a number any more is not carried further.
+    # A sum that is NaN is recomputed.
     renews = (tl.load(age + flat) + 1 >= refresh) | (tl.max(tl.where(total != total, 1, 0), 0) > 0)
     code = tl.zeros([BLOCK], tl.int32)
     slot = tl.full([BLOCK], -1, tl.int32)                               # none yet
@@ -270,4 +270,4 @@ def step_kernel(
         _replace(
             key, value, occupied, positions, ordinals, inverse, goes, budget.to(tl.int64), HEAD_DIM, D_PAD
         )
-        tl.store(arrivals + flat, 0)                                    # ready for the next step
+        tl.store(arrivals + flat, 0)                                    # reset for the next step

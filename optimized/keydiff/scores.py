@@ -1,4 +1,4 @@
-"""KeyDiff's functions: scores of every key, and the eviction of a whole cache."""
+"""KeyDiff's functions: the scores of all keys, and the eviction from a whole cache."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ._anchors import ANCHORS, DEFAULT, SIMILARITIES, any_rank, any_score, cosin
 def score(
     key: Tensor, *, occupied: Tensor | None = None, anchor: str = "mean_normalized", similarity: str = "cosine"
 ) -> Tensor:
-    """How far each key is from the anchor of its head (KeyDiff eq. 8): [B, Hkv, S] float32, higher = keep.
+    """The dissimilarity of each key to the anchor of its KV head (KeyDiff eq. 8): [B, Hkv, S] float32, higher = keep.
 
-    key [B, Hkv, S, D], any strides; occupied [B, S] or [B, Hkv, S] bool, default all. Unoccupied slots are -inf.
+    key [B, Hkv, S, D], any strides; occupied [B, S] or [B, Hkv, S] bool, by default all. Unoccupied slots are -inf.
     float32, float16 or bfloat16; D from 16 to 256. Semantics: `kvtwin.reference.keydiff.score`.
-    TypeError, ValueError for arguments that do not fit, for inputs that require grad, and for CPU tensors outside
-    Triton's interpreter.
+    TypeError or ValueError for invalid arguments, for inputs that require grad, and for CPU tensors outside Triton's
+    interpreter.
     """
     _check_keys(key, occupied)
     _check_options(anchor, similarity)
@@ -34,7 +34,7 @@ def score(
 
 
 def pairwise_score(key: Tensor, *, occupied: Tensor | None = None) -> Tensor:
-    """-sum_j CosSim(k_i, k_j) over the occupied slots (eq. 7): [B, Hkv, S]. In O(S): the sum over j is taken first.
+    """-sum_j CosSim(k_i, k_j) over the occupied slots (eq. 7): [B, Hkv, S]. O(S), since the keys are summed first.
 
     Arguments as in `score`. Semantics: `kvtwin.reference.keydiff.pairwise_score`.
     """
@@ -47,12 +47,12 @@ def evict(
     key: Tensor, value: Tensor, budget: int, *, occupied: Tensor | None = None, recent: int = 0,
     protected: Tensor | None = None, anchor: str = "mean_normalized", similarity: str = "cosine",
 ) -> EvictResult:
-    """Keep the `budget` tokens of each head that score highest; ties: the lowest slot goes.
+    """Keep the `budget` tokens with the highest scores in each KV head; ties evict the lowest slot.
 
-    key, value [B, Hkv, S, D], any strides; occupied, protected [B, S] or [B, Hkv, S] bool, default all and none.
-    Semantics: `kvtwin.reference.keydiff.evict`. No synchronisation, but for the check that `protected` and `recent` do
-    not exceed the budget, where `protected` is given; it is left out while a CUDA graph captures, and under
-    torch.compile: then the lowest slots of them go.
+    key, value [B, Hkv, S, D], any strides; occupied, protected [B, S] or [B, Hkv, S] bool, by default all and none.
+    Semantics: `kvtwin.reference.keydiff.evict`. If `protected` is given, checking that `protected` and `recent` fit the
+    budget synchronizes with the GPU. This check is skipped during CUDA graph capture and torch.compile, where the
+    lowest of these slots are evicted. Nothing else synchronizes.
     """
     check_key_value(key, value)
     check_integer("budget", budget, minimum=1)
@@ -77,7 +77,7 @@ def evict(
 
 
 def _check_keys(key: object, occupied: object) -> None:
-    """key [B, Hkv, S, D] for a kernel; occupied None, [B, S] or [B, Hkv, S] bool."""
+    """Check key [B, Hkv, S, D] for a kernel, and occupied, None or [B, S] or [B, Hkv, S] bool."""
     key = check_tensor("key", key, dims=4, layout="[B, Hkv, S, D]")
     check_dtype("key.dtype", key.dtype)
     check_launchable(key=key)
@@ -103,7 +103,7 @@ def _sizes(key: Tensor) -> Sizes:
 def _shielded(
     key: Tensor, occupied: Tensor | None, recent: int, protected: Tensor | None, budget: int
 ) -> Tensor | None:
-    """The tokens that stay in any case, [B, Hkv, S] bool (it may be True for unoccupied slots), or None."""
+    """The tokens that must be kept, [B, Hkv, S] bool (may be True for unoccupied slots), or None."""
     slots = key.shape[2]
     shielded = None if protected is None else per_head(protected, key)
     if recent:
@@ -117,14 +117,14 @@ def _shielded(
         most = int((shielded & per_head(occupied, key)).sum(-1).max())
         if most > budget:
             raise ValueError(
-                f"protected must leave, with the recent tokens, at most budget = {budget} tokens per head that stay in "
-                f"any case, got {most}"
+                f"protected must mark at most budget = {budget} tokens per head, including the recent tokens, which "
+                f"are always kept, got {most}"
             )
     return shielded
 
 
 def _any_codes(key: Tensor, occupied: Tensor, shielded: Tensor | None, anchor: str, similarity: str) -> Tensor:
-    """As `_codes`, for any anchor and similarity."""
+    """As `_ops.codes`, for any anchor and similarity."""
     code = sortable(any_rank(key, occupied, anchor, similarity))
     if shielded is not None:
         code = code.masked_fill(shielded, 2**31 - 1)

@@ -1,4 +1,4 @@
-"""KeyDiff's state: a block cache whose decode steps carry the anchor along."""
+"""KeyDiff's state: a block cache whose decode steps update the anchor incrementally."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ._step import lengths, scratch, step
 
 
 class KeyDiffState(BlockState):
-    """A KeyDiff cache. `score` is `score` of the tokens held before the last eviction, and moves with its token: it is
-    computed when asked for, from the anchor of then, since to store it would cost a step 4 %.
+    """A KeyDiff cache. `score` is the function `score` of the tokens before the last eviction, and moves with its
+    token. It is computed on access, from the anchor of that time: storing it would make a step 4 % slower.
 
-    A block's anchor is summed from scratch. A step adds the new normalised key to the anchor that it finds, ranks, and
-    subtracts the victim's. Every config.refresh steps a step, which reads the keys anyway, sums them anew for the next
-    one; steps are counted on the device, per head, so that a CUDA graph's replays do the same. Other anchors and
-    similarities than the default ones are computed anew at every step, by plain torch operations.
+    A block recomputes the anchor. A step adds the new normalized key to the anchor, ranks, and subtracts the evicted
+    key. Every config.refresh steps, a step recomputes the sum for the next one, since it reads the keys anyway. Steps
+    are counted on the device, per head, so that replays of a CUDA graph count too. Other anchors and similarities than
+    the defaults are recomputed at every step, in PyTorch operations.
     """
 
     Config = KeyDiffConfig
@@ -27,8 +27,8 @@ class KeyDiffState(BlockState):
     def _allocate(self) -> None:
         batch, _, heads, slots, head_dim = self.sizes
         self._recent = self.config.recent
-        # Of the default anchor: the sum of the normalised keys held, the one that was ranked against last, steps since
-        # it was summed anew, inverse lengths.
+        # For the default anchor: the sum of the normalized keys held, the sum used for the last ranks, steps since the
+        # last recomputation, and inverse lengths.
         self._anchor, self._ranked = (self._buffer(batch, heads, head_dim, dtype=torch.float32) for _ in range(2))
         self._age = self._buffer(batch, heads, dtype=torch.int32)
         self._carried = self._buffer(batch, heads, slots, dtype=torch.float32)
@@ -42,11 +42,11 @@ class KeyDiffState(BlockState):
         self._anchor.zero_()
         self._age.zero_()
         self._ranked.zero_()
-        self._between[2].zero_()                                                # should a launch have been cut short
+        self._between[2].zero_()                                                # in case a launch was interrupted
 
     @property
     def _follows(self) -> bool:
-        """Whether the anchor is carried from step to step."""
+        """Whether the anchor is updated incrementally."""
         return (self.config.anchor, self.config.similarity) == DEFAULT
 
     @property
@@ -57,7 +57,7 @@ class KeyDiffState(BlockState):
         return cosine(_ops.rank(self.key, self.occupied, self._ranked, self._carried), self._ranked, self.occupied)
 
     def append_block(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        """Any number of tokens, at most block_size at a time: see `BlockState.append_block`."""
+        """Add any number of tokens in blocks of at most block_size: see `BlockState.append_block`."""
         output = super().append_block(query, key, value, occupied)
         if self._follows:
             budget = self.config.budget
@@ -72,7 +72,7 @@ class KeyDiffState(BlockState):
             super()._evict(block, count)
 
     def _replace(self) -> None:
-        """The eviction of a decode step: its token is in slot `budget`."""
+        """Evict at a decode step, whose token is in slot `budget`."""
         step(
             self.key, self.value, self.occupied, self.positions, self._ordinals, self._carried, self._held,
             self._anchor, self._ranked, self._age, *self._between, self.config.budget, self.config.refresh,

@@ -1,9 +1,9 @@
-"""LongFlow on the GPU: two launches per decode step, and nothing returns to the host.
+"""LongFlow on the GPU: two launches per decode step, without synchronization with the host.
 
-The first writes the new token and runs split-KV attention with all G query heads of a KV head in one program and an
-online softmax, and keeps the logits, log2 ||v||_1 added: norms are made anew from the values at hand, by tensor cores,
-in less time than stored ones could be read. Splits are merged and logits become log scores as soon as all programs of a
-KV head are done, where there are many heads, else in the second launch. That one picks the slot.
+The first launch writes the new token and runs split-KV attention with an online softmax, all G query heads of a KV head
+in one program. It stores the logits plus log2 ||v||_1. Tensor cores recompute these norms from the loaded values in
+less time than it would take to read stored ones. With many KV heads, the last program of each KV head merges its splits
+and turns its logits into log scores; otherwise the second launch does. The second launch picks the slot.
 """
 
 from ...reference.longflow import CompressResult, DecodeResult, LongFlowConfig

@@ -1,6 +1,7 @@
-"""The kernel that starts a LongFlow decode step; one of `_score_kernels.py` finishes it.
+"""The kernel that starts a LongFlow decode step. A kernel of `_score_kernels.py` finishes the step.
 
-Conventions: see there. Strides of the caches come divided by UNIT, those of the mask by MASK_UNIT (see _ops.py).
+Conventions are described there. Strides of the caches are divided by UNIT, those of the mask by MASK_UNIT (see
+_ops.py).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ def _write_token(
     key_s, key_d, value_s, value_d, occupied_s, new_key_d, new_value_d, writes_masks,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
 ):
-    """The new token's key and value into slot `newest` of one KV head; all pointers are at its row.
+    """Write the new token's key and value into slot `newest` of one KV head. All pointers are at its row.
 
-    A mask that KV heads share is written by one of them; the others take the slot as occupied without reading it.
+    If KV heads share a mask, one of them writes it. The others treat the slot as occupied without reading the mask.
     """
     d = tl.arange(0, D_PAD).to(tl.int64)
     in_head = d < HEAD_DIM
@@ -43,17 +44,18 @@ def _attend_tiles(
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr,
     MASKED: tl.constexpr, WARPS: tl.constexpr,
 ):
-    """Online softmax of ROWS queries over slots begin to end, from and to: accumulator, maximum, sums. Logits are kept,
-    log2 ||v||_1 added: what becomes of them but for the denominators, which are the row's.
+    """Update the online softmax of ROWS queries (accumulator, maximum, sums) with slots begin to end. Stores the logits
+    plus log2 ||v||_1, which are the log scores except for the denominators of the whole row.
 
-    The sum is left in SUMS parts, those of a warp's own slots, so that warps need not meet for it at every tile.
-    Unless MASKED all slots hold tokens and tiles are whole; else those without are not read: NaN there is harmless.
+    The sum stays in SUMS parts, each over slots of one warp, so that warps need not synchronize at every tile. With
+    MASKED, unoccupied slots are not read, so NaN in them has no effect. Otherwise all slots are occupied and tiles are
+    full.
     """
     d = tl.arange(0, D_PAD).to(tl.int64)
     row = tl.arange(0, ROWS)
     SUMS: tl.constexpr = weight_sum.shape[1]
     i = tl.arange(0, BLOCK)
-    # Where a slot is in its tile, in two parts: what differs among threads, and what does among a thread's own loads.
+    # A slot's offset in its tile has two parts: one differs among threads, the other among a thread's own loads.
     THREADS: tl.constexpr = max(1, WARPS * 32 * (16 // (key.dtype.element_ty.primitive_bitwidth // 8)) // D_PAD)
     near, far = (i % THREADS).to(tl.int64), (i // THREADS * THREADS).to(tl.int64)
     k_near = near[:, None] * key_s + d[None, :] * key_d
@@ -68,7 +70,7 @@ def _attend_tiles(
         if MASKED:
             holds = tl.load(occupied + s64 * occupied_s, mask=inside, other=0) != 0
             holds = (holds | (s == newest)) & inside
-            # Else queries would be laid out a second time, too, and fewer programs would fit on a multiprocessor.
+            # Also avoids a second layout of the queries, with which fewer programs would fit on a multiprocessor.
             holds = of_any_width(holds)
             tile = tile & holds[:, None] if HEAD_DIM != D_PAD else holds[:, None]
         k = key + first * key_s + k_near + far[:, None] * key_s
@@ -81,10 +83,10 @@ def _attend_tiles(
         weight_sum = weight_sum * rescale[:, None] + tl.sum(tl.reshape(p, (ROWS, BLOCK // SUMS, SUMS)), 1)
         v = value + first * value_s + v_near + far[:, None] * value_s
         v = tl.load(v, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(v)
-        # In so many words: fused or not, as the compiler likes, equal tokens would differ in the last bit from one loop
-        # to the other. Slots without a token get the -inf of a value of zeros.
+        # An explicit fma: if the compiler decided whether to fuse, equal tokens could differ in the last bit between
+        # the two loops. Unoccupied slots get -inf, like a value of zeros.
         kept = tl.fma(raw, scale, fast_log2(row_norms(v, ROWS)))
-        # Short-lived, amid keys and values that are read only once: let these lines stay in the cache.
+        # These lines are read again soon, unlike keys and values: keep them in the cache.
         real = (row < GROUP_PAD)[:, None]
         if MASKED:
             real = real & inside[None, :]
@@ -111,14 +113,14 @@ def attend_kernel(
     PER_HEAD: tl.constexpr, ARRIVAL: tl.constexpr, FUSED: tl.constexpr, DISCARD: tl.constexpr, DEPENDENT: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Program (split, flat): one share of the slots of a (row, KV head), for all its query heads. The logits and the
-    share's maximum, sum and accumulator go to memory.
+    """Program (split, flat): attends to one share of the slots of a (row, KV head), for all its query heads. Stores the
+    logits, and the share's maximum, sum and accumulator.
 
-    FUSED: whoever comes last to a KV head finishes its outputs and ranks, while other programs still read keys: most
-    logits never leave the cache. The batch's rows after its first `early` are cut into finer shares, so that all
-    multiprocessors end at about the same time. DEPENDENT: the next launch may begin, to wait for the end of this one.
+    FUSED: the last program of a KV head finishes its outputs and ranks while other programs still read keys, so that
+    most logits never leave the cache. Rows of the batch after the first `early` have smaller shares, so that all
+    multiprocessors finish at about the same time. DEPENDENT: the next launch may start early and wait for this one.
     """
-    # One axis: the others end at 65,535 programs.
+    # One grid axis, since the other axes are limited to 65,535 programs.
     program = tl.program_id(0)
     is_early = program < early * heads * splits
     parts, share = splits, split_size
@@ -135,7 +137,7 @@ def attend_kernel(
     key += (b * key_b + k_head * key_h) * UNIT
     value += (b * value_b + k_head * value_h) * UNIT
     mine = occupied + (b * occupied_b + k_head * occupied_h) * MASK_UNIT
-    if ARRIVAL:                                                        # a state's own caches, which are contiguous
+    if ARRIVAL:                                                        # a state's own caches are contiguous
         row_k: tl.constexpr = HEAD_DIM
         row_v: tl.constexpr = HEAD_DIM
     else:
@@ -149,7 +151,7 @@ def attend_kernel(
     newest = -1
     if ARRIVAL:
         newest = tl.load(slot + decision).to(tl.int32)
-    # Asked before the token is written: one wait for all of these loads.
+    # Before the token is written, so that one wait covers all of these loads.
     whole = begin
     if all_occupied(mine, occupied_s, newest, begin, end, MASK_UNIT):
         whole = begin + (end - begin) // BLOCK * BLOCK
@@ -161,13 +163,13 @@ def attend_kernel(
                 seen, newest, row_k, key_d, row_v, value_d, occupied_s, new_key_d, new_value_d,
                 PER_HEAD or k_head == 0, HEAD_DIM, D_PAD,
             )
-        # The tile that holds the slot is read by this very program: it must see what was just written.
+        # The program that wrote the slot also reads its tile and must see the new token.
         tl.debug_barrier()
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     SUMS: tl.constexpr = min(BLOCK, 8 * WARPS)                         # see _attend_tiles
     weight_sum = tl.zeros([ROWS, SUMS], tl.float32)
-    # A cache is full in the long run. Two loops, one of them idle, share their buffers; branches would not.
+    # Caches are usually full, and the second loop is empty. Two loops share their buffers; two branches would not.
     acc, top, weight_sum = _attend_tiles(
         acc, top, weight_sum, q, key, value, mine, logits + flat * padded * GROUP_PAD,
         newest, scale, begin, whole, row_k, key_d, row_v, value_d, occupied_s,
@@ -178,7 +180,7 @@ def attend_kernel(
         newest, scale, whole, end, row_k, key_d, row_v, value_d, occupied_s,
         HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, True, WARPS,
     )
-    part = (flat * GROUP + row) * late_splits + split                  # which are the more
+    part = (flat * GROUP + row) * late_splits + split                  # late_splits >= splits
     tl.store(tops + part, top, mask=row < GROUP)
     tl.store(weight_sums + part, tl.sum(weight_sum, 1), mask=row < GROUP)
     policy: tl.constexpr = "evict_last" if FUSED else ""               # as for logits

@@ -1,4 +1,4 @@
-"""The launches of a LongFlow step: how its work is cut into programs, its scratch, and its operations for torch."""
+"""The operations of a LongFlow step: its division into programs, its scratch memory, and its launches."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from .._common.numerics import LOG2_E
 from ._attend_kernels import attend_kernel
 from ._score_kernels import choose_kernel, score_kernel
 
-#: Twice as many as in _common/launch.py: the fewer KV heads are in flight, the fewer logits must stay in the L2 cache.
+#: Twice the value of _common/launch.py: with fewer KV heads in flight, fewer logits must stay in L2.
 PROGRAMS = 32
 
-#: Registers of a thread of 16-bit caches where three programs are to fit on a multiprocessor, as shared memory lets
-#: them. Left to itself the compiler takes 118 or 206, by the shape, or spills to stay below 128.
+#: Register limit per thread for 16-bit caches, so that three programs fit on a multiprocessor, the most that shared
+#: memory allows. Without it, the compiler uses 118 or 206, depending on the shape, or spills to stay below 128.
 REGISTERS = 168
 
-#: Slots per program where a second launch finishes scores.
+#: Slots per program if a second launch finishes the scores.
 SCORE_BLOCK = 32 if INTERPRETED else 256
 
 
 class _Work(NamedTuple):
-    """How a step is cut into programs: tiles of `block` slots; of a batch's first `early` rows each KV head's slots
-    among `splits` programs, `split_size` to each, of the others among `late_splits`."""
+    """How a step is divided into programs: tiles of `block` slots; in a batch's first `early` rows, `splits` programs
+    per KV head with `split_size` slots each; in the other rows, `late_splits` programs with `late_size` slots."""
 
     block: int
     early: int
@@ -64,8 +64,8 @@ def _cut(sizes: Sizes, key: Tensor) -> _Work:
 
 
 def scratch(sizes: Sizes, key: Tensor, per_head: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for what passes between programs: a float32 workspace, cut up by `_launch`; a candidate per block of slots;
-    and counters, zero between steps: of each KV head, and of each decision."""
+    """Allocate the buffers passed between programs: a float32 workspace, divided by `_launch`; one candidate per block
+    of slots; and counters, zero between steps, one per KV head and one per decision."""
     flats = sizes.batch * sizes.key_value_heads
     decisions = flats if per_head else sizes.batch
     return (
@@ -76,7 +76,7 @@ def scratch(sizes: Sizes, key: Tensor, per_head: bool) -> tuple[Tensor, Tensor, 
 
 
 def _cuts(sizes: Sizes, splits: int) -> list[int]:
-    """Sizes of logits, partial accumulators, their maxima and sums, normalisers and ranks in the workspace."""
+    """Sizes of logits, partial accumulators, their maxima and sums, normalizers and ranks in the workspace."""
     heads, flats = sizes.batch * sizes.query_heads, sizes.batch * sizes.key_value_heads
     row = padded_slots(sizes.slots)
     group = triton.next_power_of_2(sizes.group)
@@ -87,7 +87,7 @@ def _cuts(sizes: Sizes, splits: int) -> list[int]:
 
 
 def _after(count: int) -> int:
-    """Where the next piece of scratch may begin: all aligned alike, as Triton compiles anew for another alignment."""
+    """`count` rounded up, so that all pieces are aligned alike: Triton compiles again for another alignment."""
     return triton.cdiv(count, 32) * 32
 
 
@@ -158,13 +158,13 @@ def _launch(
     scratch: tuple[Tensor, Tensor, Tensor], *, scale: float, per_head: bool,
     arrival: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None, protect_newest: bool = False,
 ) -> None:
-    """The two kernels of a step. With `arrival` a new token is written first, into slot `slot`, and the protected
-    slots follow from positions; without it the cache stays as it is and `protected` is a mask."""
+    """Launch the two kernels of a step. With `arrival`, a new token is first written into slot `slot`, and the
+    protected slots are derived from positions. Without it, the cache is unchanged and `protected` is a mask."""
     batch, _, heads, slots, head_dim = sizes
     group = sizes.group
     group_pad = triton.next_power_of_2(group)
     work = _cut(sizes, key)
-    splits = work.late_splits                                                   # which are the more
+    splits = work.late_splits                                                   # late_splits >= splits
     at_once = fused(sizes, key.device)
     workspace, candidates, arrivals = scratch
     logits, partial, tops, weight_sums, normalisers, ranks = workspace.split(_cuts(sizes, splits))
@@ -185,7 +185,7 @@ def _launch(
     protection = {"PROTECTED": protected is not None, "PROTECT_NEWEST": protect_newest}
     registers = {"maxnreg": REGISTERS} if PTX and at_once and key.element_size() == 2 else {}
     decisions, blocks = candidates.shape
-    # Programs that also finish a KV head are fewer at a time, and so sooner free what must not leave the cache.
+    # With 4 warps, fewer programs run at a time and finish KV heads sooner, before logits leave the cache.
     warps = 4 if at_once else 2
     with on_device_of(key):
         attend_kernel[(heads * (work.early * work.splits + (batch - work.early) * splits),)](

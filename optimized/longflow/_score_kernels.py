@@ -1,10 +1,10 @@
-"""Scores of a LongFlow decode step, and the choice of the next victim: device functions, and the two kernels that may
-end a step, `score_kernel` and, where KV heads are many, `choose_kernel`.
+"""Scores of a LongFlow decode step and the choice of the slot to overwrite: device functions, and the two kernels that
+can end a step, `score_kernel` and, for many KV heads, `choose_kernel`.
 
-Logits, maxima and log scores are in base 2 throughout; a rank is the log2 of a score. `flat` is the number of a (row of
-the batch, KV head), `decision` that of what decides together: a row, or, with PER_HEAD, a flat. Scratch is contiguous,
-indexed by flat or by query head. A row of slots in it is padded (`row_of`): logits [flats, padded, GROUP_PAD], ranks
-[flats, padded]; what the padding holds is never used. Logits here have log2 ||v||_1 in them.
+Logits, maxima and log scores are in base 2. A rank is the log2 of a score. `flat` is the index of a (row of the batch,
+KV head). `decision` is the index of the heads that decide together: a row or, with PER_HEAD, a flat. Scratch is
+contiguous and indexed by flat or by query head. Its rows of slots are padded (`row_of`): logits [flats, padded,
+GROUP_PAD], ranks [flats, padded]; the padding is never used. Logits in this file include log2 ||v||_1.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _INDEX = tl.constexpr(2**32 - 1)
 
 @triton.jit
 def _denominators(tops, weight_sums, first, count, splits, room, HEADS: tl.constexpr, SPLITS: tl.constexpr):
-    """Maximum and sum of the softmax denominators of query heads first to first + count, from their splits, [HEADS].
-    room: splits that there is room for."""
+    """Maximum and sum of the softmax denominators of query heads first to first + count, merged from their splits,
+    [HEADS] each. room: the number of splits per head in scratch."""
     h = tl.arange(0, HEADS)
     i = tl.arange(0, SPLITS)
     part = (first + h)[:, None] * room + i[None, :]
@@ -38,7 +38,7 @@ def _combine(
     partial, tops, weight_sums, output, flat, splits, room,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
 ):
-    """Outputs of a KV head's query heads from their splits; returns their denominators as `_denominators` does."""
+    """Merge the outputs of a KV head's query heads. Returns their denominators as `_denominators` does."""
     top, total = _denominators(tops, weight_sums, flat * GROUP, GROUP, splits, room, GROUP_PAD, SPLITS)
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD).to(tl.int64)
@@ -46,7 +46,7 @@ def _combine(
     partial += (flat * GROUP + g)[:, None] * room * HEAD_DIM + d[None, :]
     tops += (flat * GROUP + g) * room
     acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
-    part = tl.load(partial, mask=mask, other=0.0)                      # one is always under way
+    part = tl.load(partial, mask=mask, other=0.0)                      # the loop loads one split ahead
     for split in range(splits):
         ahead = tl.load(partial + tl.minimum(split + 1, splits - 1) * HEAD_DIM, mask=mask, other=0.0)
         share = tl.exp2(tl.load(tops + split, mask=g < GROUP, other=float("-inf")) - top)
@@ -60,9 +60,9 @@ def _combine(
 
 @triton.jit
 def _rank(logit, top, log_total, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr):
-    """log2 of the scores summed over a KV head's query heads, [slots]: logit [slots, GROUP_PAD], log2 ||v||_1 in it.
+    """log2 of the scores summed over a KV head's query heads, [slots]: logit [slots, GROUP_PAD] with log2 ||v||_1.
 
-    The normaliser's parts, [GROUP_PAD], leave one by one, so that no digits of a large maximum are lost.
+    top and log_total [GROUP_PAD] are subtracted one after the other: their sum would lose digits if top is large.
     """
     x = (logit - top[None, :]) - log_total[None, :]
     x = tl.where((tl.arange(0, GROUP_PAD) < GROUP)[None, :], x, float("-inf"))
@@ -76,12 +76,13 @@ def finish_group(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
     CHUNK: tl.constexpr, DISCARD: tl.constexpr,
 ):
-    """The outputs of a KV head's query heads, and the ranks of its slots. DISCARD: nobody else reads logits, parts."""
+    """The outputs of a KV head's query heads and the ranks of its slots. DISCARD: no other program reads logits and
+    partial results, and their cache lines are dropped."""
     logits += flat * padded * GROUP_PAD
     ranks += flat * padded
     s = tl.arange(0, CHUNK)
     g = tl.arange(0, GROUP_PAD)
-    # A chunk is always under way: the first while splits are combined, each later one during the ranks before it.
+    # Prefetch: the first chunk is loaded while splits are merged, later ones while the chunk before is ranked.
     logit = tl.load(logits + s[:, None] * GROUP_PAD + g[None, :], mask=(s < padded)[:, None], other=0.0)
     top, total = _combine(
         partial, tops, weight_sums, output, flat, splits, room, GROUP, GROUP_PAD, HEAD_DIM, D_PAD, SPLITS
@@ -109,7 +110,7 @@ def finish_group(
 
 @triton.jit
 def _sum_ranks(ranks, first, count, s, padded, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """log2 of the scores summed over KV heads first to first + count, from their ranks, of slots s [BLOCK]."""
+    """log2 of the scores summed over KV heads first to first + count, from the ranks of slots s [BLOCK]."""
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, count, HEADS):
@@ -125,10 +126,10 @@ def _protected(
     protected, mask_s, positions, sinks, newest, s, slots,
     ARRIVAL: tl.constexpr, PROTECTED: tl.constexpr, PROTECT_NEWEST: tl.constexpr,
 ):
-    """Which of slots s are protected; pointers are at the decision's row."""
+    """Which of the slots s are protected. Pointers are at the decision's row."""
     held = s < 0
     if ARRIVAL:
-        asked = tl.where(sinks > 0, slots, 0)                          # without sinks no position is below
+        asked = tl.where(sinks > 0, slots, 0)                          # without sinks, skip the loads
         held = tl.load(positions + s, mask=s < asked, other=0) < sinks
         if PROTECT_NEWEST:
             held = held | (s == newest)
@@ -139,9 +140,10 @@ def _protected(
 
 @triton.jit
 def _candidates(rank, holds, held, score, s, slots, count):
-    """Scores from ranks, the mean over `count`, are stored; returns what decides about each slot.
+    """Store the scores of slots s, the mean over `count`, and return each slot's candidate.
 
-    Rank above, index below: one integer minimum decides, ties included. Free and protected slots go by index.
+    A candidate has the rank in its upper half and the slot in its lower half, so that one integer minimum decides, ties
+    included. Free slots come first and protected slots last, each in the order of their indices.
     """
     in_row = s < slots
     linear = tl.exp2(rank) / count
@@ -152,7 +154,7 @@ def _candidates(rank, holds, held, score, s, slots, count):
 
 @triton.jit
 def _slot_of(candidates):
-    """The slot of the best of candidates [N]."""
+    """The slot of the lowest of candidates [N]."""
     return tl.min(candidates, 0) & _INDEX
 
 
@@ -160,9 +162,10 @@ def _slot_of(candidates):
 def _finish_normalisers(
     tops, weight_sums, normalisers, first, count, splits, HEADS: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """log2 of the softmax denominators of query heads first to first + count, in two parts: maximum, log2 of the sum.
+    """Store log2 of the softmax denominators of query heads first to first + count in two parts: the maximum and log2
+    of the sum.
 
-    Every program of a decision writes the same numbers to the same place, and reads back its own.
+    Every program of a decision writes the same numbers to the same place and reads back its own.
     """
     for start in range(0, count, HEADS):
         top, total = _denominators(tops, weight_sums, first + start, count - start, splits, splits, HEADS, SPLITS)
@@ -208,12 +211,12 @@ def score_kernel(
     HEADS: tl.constexpr, BLOCK: tl.constexpr, PER_HEAD: tl.constexpr, ARRIVAL: tl.constexpr,
     PROTECTED: tl.constexpr, PROTECT_NEWEST: tl.constexpr,
 ):
-    """Programs (block of slots, decision): logits become scores, summed over the heads that decide together, and the
-    block's victim; the last block of a decision to finish picks among them. Further programs combine the outputs of a
-    KV head."""
-    kv_heads = 1 if PER_HEAD else heads                                # that decide together
+    """Programs (block of slots, decision): turn logits into scores, summed over the heads that decide together, and
+    find the block's candidate. The last program of a decision picks the slot. Other programs merge a KV head's
+    outputs."""
+    kv_heads = 1 if PER_HEAD else heads                                # heads that decide together
     query_heads = GROUP * kv_heads
-    each = blocks + kv_heads                                           # programs of a decision
+    each = blocks + kv_heads                                           # programs per decision
     block = tl.program_id(0) % each
     decision = (tl.program_id(0) // each).to(tl.int64)
     b = decision // heads if PER_HEAD else decision
@@ -260,11 +263,11 @@ def choose_kernel(
     ARRIVAL: tl.constexpr, PROTECTED: tl.constexpr, PROTECT_NEWEST: tl.constexpr, DISCARD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (decision), where the attention ranked all slots: scores summed over the heads that decide together, and
-    the victim. The whole GPU waits for these, so that none waits for another, and all loads are under way at once."""
+    """Program (decision), if the attention kernel ranked all slots: sums scores over the heads that decide together and
+    picks the slot. Nothing else runs meanwhile, so no program waits for another, and all loads are issued at once."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-    kv_heads = 1 if PER_HEAD else heads                                # that decide together
+    kv_heads = 1 if PER_HEAD else heads                                # heads that decide together
     decision = tl.program_id(0).to(tl.int64)
     b = decision // heads if PER_HEAD else decision
     k_head = decision % heads if PER_HEAD else 0

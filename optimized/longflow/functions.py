@@ -16,13 +16,13 @@ def decode_attention(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *,
     scale: float | None = None, per_head: bool = False, protected: Tensor | None = None, check_finite: bool = False,
 ) -> DecodeResult:
-    """Attention of one new query over the occupied slots, with every slot's LongFlowScore and the next victim.
+    """Attention of one query over the occupied slots, with the score of each slot and the slot to overwrite next.
 
-    query [B, Hq, D]; key, value [B, Hkv, S, D], any strides; occupied [B, S] bool ([B, Hkv, S] with per_head);
-    protected like occupied, default none; scale defaults to D ** -0.5. float32, float16 or bfloat16; D from 16 to
+    query [B, Hq, D]; key, value [B, Hkv, S, D], any strides; occupied [B, S] bool, or [B, Hkv, S] with per_head;
+    protected like occupied, by default none; scale defaults to D ** -0.5. float32, float16 or bfloat16; D from 16 to
     256; up to 16 query heads per KV head. Results and semantics: `kvtwin.reference.longflow.decode_attention`.
-    TypeError, ValueError for arguments that do not fit, for inputs that require grad, and for CPU tensors outside
-    Triton's interpreter.
+    TypeError or ValueError for invalid arguments, for inputs that require grad, and for CPU tensors outside Triton's
+    interpreter.
     """
     sizes = check_attention(query, key, value)
     check_flag("per_head", per_head)
@@ -44,10 +44,10 @@ def compress_prefill(
     window: int = 32, kernel_size: int = 5, occupied: Tensor | None = None, protected: Tensor | None = None,
     scale: float | None = None,
 ) -> CompressResult:
-    """A long prompt cut to `budget` tokens by SnapKV, one choice for all heads (LongFlow section 4.1).
+    """Reduce a prompt to `budget` tokens with SnapKV, the same tokens for all heads (LongFlow section 4.1).
 
     query_window [B, Hq, W, D], the last W <= window queries of the prompt; key, value [B, Hkv, T, D]; occupied and
-    protected [B, T] bool. budget 0 keeps nothing. See `baselines.snapkv.compress`.
+    protected [B, T] bool; a budget of 0 keeps no token. Result and errors: `baselines.snapkv.compress`.
     """
     check_integer("window", window, minimum=1)
     check_tensor("query_window", query_window, dims=4, layout="[B, Hq, W, D]")

@@ -16,11 +16,12 @@ from . import _ops
 
 
 class LongFlowState(State):
-    """A LongFlow cache: preallocated buffers of `budget` slots, updated in place; a step fits in a CUDA graph.
+    """A LongFlow cache: preallocated buffers of `budget` slots, updated in place. Steps can be captured in CUDA graphs.
 
-    key, value [B, Hkv, S, D] with S = budget; occupied [B, S] bool and positions [B, S] int64 (the token in each slot,
-    counted from 0 with padding included; -1 = free); next_slot [B] int64, writable; score [B, S] float32, the last
-    step's. With config.per_head these four are [B, Hkv, S] and [B, Hkv]. What unoccupied slots hold is unspecified.
+    key, value [B, Hkv, S, D] with S = budget; occupied [B, S] bool; positions [B, S] int64: the position of the token
+    in each slot, counted from 0 with padding included, -1 = free; score [B, S] float32, of the last step; next_slot [B]
+    int64, writable. With config.per_head the last four are [B, Hkv, S] and [B, Hkv]. The contents of unoccupied slots
+    are unspecified.
     """
 
     config: LongFlowConfig
@@ -42,20 +43,20 @@ class LongFlowState(State):
         self._next_slot = self._buffer(*rows, dtype=torch.int64)
         self.score = self._buffer(*rows, slots, dtype=torch.float32)
         self._sink_end = self._buffer(batch, dtype=torch.int64)          # positions below this are sinks
-        self._seen = self._buffer(1, dtype=torch.int64)                  # on the device: graphs replay it
+        self._seen = self._buffer(1, dtype=torch.int64)                  # on the device: graphs update it
         with torch.inference_mode(False):
             self._scratch = _ops.scratch(self.sizes, self.key, config.per_head)
         self.reset()
 
     @property
     def tokens_seen(self) -> int:
-        """Tokens that came in since the last reset, padding included. Reading it synchronises with the GPU."""
+        """Tokens received since the last reset, padding included. Reading it synchronizes with the GPU."""
         return int(self._seen.item())
 
     @property
     def next_slot(self) -> Tensor:
-        """Where the next token will be written. Assigning checks the values and copies them; in-place writes are not
-        checked, and a token written to a slot that is not there is lost."""
+        """The slot that the next token is written into. Assigning checks and copies the values. In-place writes are not
+        checked, and a token for a slot out of range is lost."""
         return self._next_slot
 
     @next_slot.setter
@@ -71,19 +72,19 @@ class LongFlowState(State):
         self._sink_end.fill_(self.config.sinks)
         self._seen.zero_()
         arrivals = self._scratch[2]
-        arrivals.zero_()                                                        # should a launch have been cut short
+        arrivals.zero_()                                                        # in case a launch was interrupted
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        """The prompt: full causal attention, then at most budget - 1 of its tokens stay, so that a step finds room.
+        """Full causal attention of the prompt; then at most budget - 1 of its tokens are kept, so that a slot is free.
 
-        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, default all True.
-        Returns [B, Hq, T, D]; padding gives zeros. RuntimeError when the state already holds tokens.
+        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True.
+        Returns [B, Hq, T, D], zeros for padding. RuntimeError if the state holds tokens.
         """
         total = check_prompt(
             query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device
         )
         check_launchable(query=query, key=key, value=value)
-        # Asked of the device: a graph's replays are steps that the host does not see.
+        # Read from the device, since the host does not see the steps of graph replays.
         self._check_empty()
         if occupied is None:
             occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
@@ -107,9 +108,10 @@ class LongFlowState(State):
         return output
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """One token: written into `next_slot`, attended to together with the rest, then the next slot is chosen.
+        """Write a token into `next_slot`, attend to it and to the cached tokens, and select the next slot.
 
-        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. No host synchronisation.
+        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not synchronize with
+        the host.
         """
         check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
         check_launchable(query=query, key=key, value=value)
@@ -122,7 +124,7 @@ class LongFlowState(State):
         return output
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was (beam search). index [B] int64."""
+        """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.sizes.batch, self.device)
         for tensor in (
             self.key, self.value, self.occupied, self.positions, self._next_slot, self.score, self._sink_end,
@@ -130,7 +132,7 @@ class LongFlowState(State):
             tensor.copy_(tensor.index_select(0, index))
 
     def _choose(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor) -> Tensor:
-        """Which prompt tokens stay, one choice for all heads: [B, min(T, budget - 1)] int64, -1 where there is none."""
+        """The prompt tokens to keep, the same for all heads: [B, min(T, budget - 1)] int64, -1 where there is none."""
         total, target = key.shape[2], self.config.budget - 1
         token = torch.arange(total, device=self.device)
         if total <= target:
@@ -142,7 +144,8 @@ class LongFlowState(State):
         )
 
     def _set_sinks(self, occupied: Tensor) -> None:
-        """The row's n-th token ends its sinks; tokens that the prompt lacks are those that follow it."""
+        """Set each row's end of sinks, after its n-th token. If the prompt has fewer tokens, the next ones are
+        sinks."""
         sinks, total = self.config.sinks, occupied.shape[1]
         rank = occupied.cumsum(1)                                               # tokens up to and including each
         before = (rank < sinks).sum(1)                                          # positions before the n-th token

@@ -1,4 +1,4 @@
-"""SyncKV's functions on the GPU; semantics: `kvtwin.reference.synckv`."""
+"""SyncKV on the GPU. Semantics: `kvtwin.reference.synckv`."""
 
 from ...reference.synckv.contract import HeadClusters, SyncKVConfig, SyncKVSetsResult
 from .heads import cluster_heads, head_similarity, overlap

@@ -1,6 +1,6 @@
-"""An anticipation's kernels: they do nothing unless the step was one. Semantics: `_score_kernels`, `_select`.
+"""The kernels of an anticipation, no-ops after other steps. Semantics: `_score_kernels`, `_select`.
 
-Launched with every step of a graph, so what is due is decided on the device.
+They are launched at every step of a graph, and the device decides whether an anticipation is due.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def codes_kernel(
     due, logits, tops, weight_sums, occupied, fixed, codes, histograms, slots, splits, chunks, lookers,
     GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, EXCLUDE: tl.constexpr,
 ):
-    """Program (chunk, flat): codes in the order of the pooled log-weights, the last slot's first. EXCLUDE: `fixed`
-    tokens, those of the static set, come before all others, so that they are in the union that is chosen."""
+    """Program (chunk, flat): codes in the order of the pooled log-weights, last slot first. EXCLUDE: tokens of the
+    static set (`fixed`) get the highest codes, so that the selected union contains them."""
     if tl.load(due) != 0:
         chunk = tl.program_id(0) % chunks
         flat = (tl.program_id(0) // chunks).to(tl.int64)
@@ -68,8 +68,8 @@ def compact_if(due, codes, found, counts, place, kept_count, slots, wanted, chun
 def choose_kernel(
     due, place, kept_count, fixed, chosen, slots, wanted, pieces, capacity, CHUNK: tl.constexpr, EXCLUDE: tl.constexpr
 ):
-    """Program (piece, flat): the chosen places, read from the end, as slots; -1 beyond the last. They take the last
-    `wanted` of the entries of `chosen`, so all of them if EXCLUDE. Else tokens that are fixed are left out here."""
+    """Program (piece, flat): turns the chosen places, read from the end, into slots; -1 beyond the last. They fill the
+    last `wanted` entries of `chosen`, which with EXCLUDE are all. Without EXCLUDE, `fixed` tokens become -1."""
     if tl.load(due) != 0:
         piece = tl.program_id(0) % pieces
         flat = (tl.program_id(0) // pieces).to(tl.int64)

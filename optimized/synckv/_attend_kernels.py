@@ -1,13 +1,13 @@
-"""The kernels of SyncKV's decode step: every head's attention, then the heads' parts put together.
+"""The kernels of SyncKV's decode step: attention of every head over shares of its tokens, then the merge of the shares.
 
-Conventions: logits are in base 2; G query heads share a KV head. Heads are told apart by `members` [3, Hkv] int32,
-representatives first, then the others: the head, where its keys and values lie, and its cluster. `counters` [6] int64:
-the tokens seen, the decode steps (and the config's phase), the first token since the last anticipation and the slot
-that it has for heads that do not look for themselves, and these two of the anticipation before it; `due`: whether the
-step was an anticipation. All of them are the device's, so a captured step may be replayed as any step.
+Logits are in base 2; G query heads share a KV head. `members` [3, Hkv] int32 lists the R-heads (representatives, which
+attend to all tokens) first, then the other heads: the head, the index of its keys and values, and its cluster.
+`counters` [6] int64: the tokens seen; the decode steps plus the config's phase; the first token since the last
+anticipation; that token's slot for heads that are not R-heads; the last two for the previous anticipation. `due`:
+whether the step was an anticipation. All of these are on the device, so a captured step can be replayed as any step.
 
-Scratch is contiguous. Of a step's parts those of the representatives come first, [B, N_r, G, look_splits, ...], then
-those of the others, [B, Hkv - N_r, G, list_splits, ...].
+Scratch is contiguous. The parts of the R-heads come first, [B, N_r, G, look_splits, ...], then those of the other
+heads, [B, Hkv - N_r, G, list_splits, ...].
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def _attend_tiles(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LISTED: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """Online softmax of ROWS queries over places begin to end, from and to: accumulator, maximum, sum.
+    """Update the online softmax of ROWS queries (accumulator, maximum, sum) with places begin to end.
 
-    LISTED: place i < capacity is slot chosen[i], -1 for none, and those behind it are slots first_new, ... Otherwise
-    places are slots, and logits of those before kept_end go to memory; MASKED: slots without a token, but for `newest`,
-    are not read.
+    LISTED: place i < capacity is slot chosen[i], -1 for none; the places after it are slots first_new, first_new + 1
+    and so on. Otherwise places are slots, and logits of slots before kept_end are stored. With MASKED, unoccupied slots
+    except `newest` are not read.
     """
     d = tl.arange(0, D_PAD).to(tl.int64)
     row = tl.arange(0, ROWS)
@@ -79,9 +79,9 @@ def attend_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: a share of what one KV head attends to. First those of the representatives, over all tokens; then
-    those of the other heads, over what was chosen and the newest tokens. The new token is written to its slots."""
-    # One axis: the others end at 65,535 programs.
+    """Program: a share of what one KV head attends to. R-heads come first and attend to all tokens; the other heads
+    attend to the selected and the newest tokens. The new token is written into its slots."""
+    # One grid axis, since the other axes are limited to 65,535 programs.
     program = tl.program_id(0)
     looking = batch * lookers * look_splits
     looks = program < looking
@@ -104,10 +104,10 @@ def attend_kernel(
     q = tl.load(
         query + b * query_b + (head * GROUP + row)[:, None] * query_h + d[None, :] * query_d, mask=mask, other=0.0
     )
-    # A token for which there is no room is not taken in.
+    # A token beyond the last slot is dropped.
     total = tl.minimum(seen + 1, slots)
     arrives = seen < slots
-    newest = tl.where(looks, seen, capacity + seen - since)             # its place
+    newest = tl.where(looks, seen, capacity + seen - since)             # the new token's place
     places = tl.where(looks, total, capacity + total - since).to(tl.int32)
     begin = split * tl.where(looks, look_size, list_size)
     end = tl.minimum(begin + tl.where(looks, look_size, list_size), places)
@@ -130,7 +130,7 @@ def attend_kernel(
             slot = first_new + seen - since
             tl.store(pool_keys + slot * HEAD_DIM + d, k_new, mask=in_head)
             tl.store(pool_values + slot * HEAD_DIM + d, v_new, mask=in_head)
-    # This very program reads what was just written.
+    # This program also reads what it has just written.
     tl.debug_barrier()
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -138,7 +138,7 @@ def attend_kernel(
     kept = logits + tl.where(looks, flat, 0) * GROUP * slots
     kept_end = tl.where((steps + 1) % stride == 0, places, 0)
     list_ = chosen + (b * lookers + cluster) * capacity
-    # Three loops of which at least one is idle share their buffers; branches would not.
+    # Three loops, at least one of them empty, share their buffers; branches would not.
     acc, top, weight_sum = _attend_tiles(
         acc, top, weight_sum, q, keys, values, mine, list_, kept, seen, first_new, capacity, slots, kept_end, scale,
         begin, whole, HEAD_DIM, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, False, False,
@@ -165,15 +165,15 @@ def combine_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
     WIDTHS: tl.constexpr, SPLITS: tl.constexpr, POOL: tl.constexpr,
 ):
-    """Program (row, KV head, QUERIES of its query heads, one of WIDTHS parts of their outputs, WIDTH numbers each). The
-    first one counts the step; POOL > 0: new tokens go by turns to two runs of `stride` slots that begin there, else to
-    where they lie."""
+    """Program (row, KV head, QUERIES of its query heads, one of WIDTHS parts of the output, WIDTH channels each):
+    merges the shares. The first program counts the step. POOL > 0: new tokens alternate between two runs of `stride`
+    slots that begin at slot POOL; otherwise a token's slot is its position."""
     blocks: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
     program = tl.program_id(0).to(tl.int64)
     width, which = program % WIDTHS, program // WIDTHS
     flat_head, row = which // blocks, which % blocks * QUERIES + tl.arange(0, QUERIES)
     b, head = flat_head // HEADS, flat_head % HEADS
-    entry = tl.load(entries + head)                                     # of the head in `members`
+    entry = tl.load(entries + head)                                     # the head's index in `members`
     looks = entry < lookers
     splits = tl.where(looks, look_splits, list_splits)
     flat = tl.where(looks, b * lookers + entry, b * (HEADS - lookers) + entry - lookers)
@@ -191,7 +191,7 @@ def combine_kernel(
         part_sum = tl.load(weight_sums + first + i, mask=there, other=0.0)
         top, shift, rescale = raise_maximum(top, tl.max(part_top, 1))
         share = tl.exp2(part_top - shift[:, None])                      # [QUERIES, SPLITS]
-        # Parts of nothing were not written.
+        # Empty shares stored no accumulator.
         part = tl.load(
             partial + (first + i)[:, :, None] * HEAD_DIM + d[None, None, :],
             mask=(part_top != float("-inf"))[:, :, None] & in_head[None, None, :], other=0.0,

@@ -1,10 +1,11 @@
-"""Where the heads that do not look for themselves keep their tokens: few on the GPU, all in the host's memory.
+"""Storage of heads that are not R-heads: all tokens in the host's memory (bank), the needed ones on the GPU (pool).
 
-The pool on the GPU has places for two sets of chosen tokens, the one in use and the next one, and two runs of `stride`
-slots for the newest tokens. At an anticipation, behind the computation: the newest tokens join the bank; tokens that
-are chosen again keep their places; the others come into places that the set in use has not. The next step waits for it.
+The pool has places for two sets of selected tokens, the current one and the next one, and two runs of `stride` slots
+for the newest tokens. After an anticipation, in parallel with the computation, the newest tokens are copied to the
+bank. Tokens that are selected again keep their places; the others are fetched into places that the current set does not
+use. The next step waits for this exchange.
 
-What travels the device says: launches of an exchange may be captured, and return at once where none is due.
+The device decides what to transfer, so an exchange can be captured; its launches return at once if none is due.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from .._common.launch import INTERPRETED, on_device_of, padded_head_dim
 from ._offload_kernels import append_kernel, assign_kernel, fetch_kernel, store_kernel
 from ._transfers import transfers_for
 
-#: Tokens per unit of work, and programs that share the units, with how many warps: enough for the wire (32 KB each at a
-#: head_dim of 128, of which some 100 KB must be under way), and no more: few multiprocessors are taken from those that
-#: compute meanwhile, and few requests wait in their way. Where no more than SHARE tenths of a list are fetched, FEW
-#: programs do it: slower, but behind the computation that does not show, and what they disturb does.
+#: Tokens per unit of work, programs that share the units, and their warps. They saturate the link (a unit is 32 KB at a
+#: head_dim of 128; some 100 KB must be in flight) but no more, so that the concurrent computation loses few
+#: multiprocessors and its requests wait behind few others. If at most SHARE tenths of a list are fetched, FEW programs
+#: do it: slower, but hidden behind the computation, which they disturb less.
 BLOCK = 64
 PROGRAMS, FEW, WARPS = 1 if INTERPRETED else 8, 6, 8
 SHARE = 3
-#: Entries of a list that are looked at at a time.
+#: Entries of a list that are processed at a time.
 CHUNK = 2048
 
 
 class Offload:
-    """Pool and bank of one layer. `places` [B, N_r, capacity] int64: the pool's slots of what is chosen, negative for
-    none.
+    """Pool and bank of one layer. `places` [B, N_r, capacity] int64: the selected tokens' slots in the pool, negative
+    for none.
 
-    members [3, Hkv] and counters as in `_attend_kernels`; due: the device's flag of an exchange. The bank is made when
-    the first token comes (`open`), and goes with the last one (`close`).
+    members [3, Hkv] and counters as in `_attend_kernels`; due: a flag on the device, whether an exchange is due. The
+    bank is allocated at the first token (`open`) and freed by `close`.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Offload:
         self.sizes, self.lookers, self.capacity, self.stride = sizes, lookers, capacity, stride
         self.dtype, self.device = dtype, device
         self.heads = sizes.key_value_heads - lookers
-        self.first_new = 2 * capacity                       # the first of the slots for new tokens
+        self.first_new = 2 * capacity                       # the first slot for new tokens
         pool = (sizes.batch, max(self.heads, 1), 2 * (capacity + stride), sizes.head_dim)
         with torch.inference_mode(False):
             self.key, self.value = (torch.zeros(pool, dtype=dtype, device=device) for _ in range(2))
@@ -62,18 +63,18 @@ class Offload:
             self.entry_of = torch.empty((*lists[:2], sizes.slots), dtype=torch.int32, device=device)
             self.stays = torch.zeros(lists, dtype=torch.int32, device=device)
             self.arrivals = torch.zeros(lists[:2], dtype=torch.int32, device=device)
-            self.banks = torch.zeros(2, dtype=torch.int64, device=device)       # where they lie, 0: nowhere
+            self.banks = torch.zeros(2, dtype=torch.int64, device=device)       # addresses, 0 = no bank
         self.empty()
         self.bank: tuple[Tensor, Tensor] | None = None
         self.transfers = transfers_for(device)
 
     def open(self) -> None:
-        """The bank. MemoryError if there is no memory for it; then everything is as it was."""
+        """Allocate the bank. MemoryError if there is no memory for it; the state is then unchanged."""
         if self.bank is not None:
             return
         if capturing(self.device):
             raise RuntimeError(
-                "offload=True needs its bank before a graph is captured: give the state a prompt or a step first"
+                "offload=True must allocate host memory before a graph is captured: call prefill() or step() first"
             )
         shape = (self.sizes.batch, max(self.heads, 1), self.sizes.slots, self.sizes.head_dim)
         try:
@@ -83,14 +84,14 @@ class Offload:
             self.transfers.release()
             size = 2 * self.dtype.itemsize * shape[0] * shape[1] * shape[2] * shape[3]
             raise MemoryError(
-                f"offload=True needs {size} bytes of the host's memory for the bank of a layer, which cannot be had "
-                f"({error}): the state is as it was; lower max_tokens or the batch, or free memory, and try again"
+                f"offload=True needs {size} bytes of the host's memory per layer, and the allocation failed "
+                f"({error}); the state is as it was: lower max_tokens or the batch, or free memory, and try again"
             ) from error
         for place, tensor in enumerate(self.bank):
             self.banks[place].fill_(tensor.data_ptr())
 
     def close(self) -> None:
-        """Forget every token; the bank's memory is free."""
+        """Forget every token and free the bank."""
         self.transfers.wait()
         self.banks.zero_()
         self.bank = None
@@ -100,7 +101,7 @@ class Offload:
         self.empty()
 
     def empty(self) -> None:
-        """No token is in the pool: entry i of a set has place i, if none."""
+        """Empty the pool: entry i of the set has place i and no token."""
         place = torch.arange(self.capacity, device=self.device)
         self.tokens.fill_(-1)
         self.entry_of.fill_(-1)
@@ -108,7 +109,7 @@ class Offload:
         self.spare.copy_((place + self.capacity).expand(self.spare.shape))
 
     def store(self, key: Tensor, value: Tensor, first: int, members: Tensor) -> None:
-        """key, value [B, H, T, D] of the heads `members` into the bank's slots from `first` on."""
+        """Copy key, value [B, H, T, D] of the heads `members` to the bank, from slot `first` on."""
         count = key.shape[2]
         if not count or not self.heads:
             return
@@ -122,13 +123,13 @@ class Offload:
             )
 
     def fill(self, key: Tensor, value: Tensor, chosen: Tensor) -> None:
-        """The prompt [B, Hkv, T, D], which is all that the counters know of, goes to the bank, what was chosen of it
-        into the pool."""
+        """Copy the prompt [B, Hkv, T, D], which must be all tokens seen so far, to the bank, and its selected tokens
+        to the pool."""
         self.store(key, value, 0, self.members)
         self.transfers.submit(lambda: self.take(chosen, self.always))
 
     def exchange(self, chosen: Tensor) -> None:
-        """After a step: if it was an anticipation, the newest tokens join the bank, and what is chosen comes in."""
+        """After an anticipation step, copy the newest tokens to the bank and fetch the selected ones; else a no-op."""
 
         def job() -> None:
             self._append()
@@ -150,7 +151,7 @@ class Offload:
             )
 
     def take(self, chosen: Tensor, due: Tensor) -> None:
-        """If `due`: places for all that is chosen, and the tokens that are not there yet."""
+        """If `due`, assign places to all selected tokens and fetch those that are not in the pool yet."""
         batch, lookers, head_dim = self.sizes.batch, self.lookers, self.sizes.head_dim
         with on_device_of(self.key):
             assign_kernel[(batch * lookers,)](
@@ -169,13 +170,13 @@ class Offload:
             )
 
     def _bank_strides(self) -> tuple[int, int]:
-        """Of rows and heads. The bank is contiguous, whoever made it."""
+        """Strides of rows and heads. The bank is contiguous, whatever allocated it."""
         head = self.sizes.slots * self.sizes.head_dim
         return max(self.heads, 1) * head, head
 
     def everything(self) -> tuple[Tensor, Tensor]:
-        """All keys and values [B, F, S, D], on the device; zeros where no token is. For whoever wants to look: it
-        reads the counters."""
+        """All keys and values [B, F, S, D] on the device, with zeros in unoccupied slots. Reads the counters on the
+        host."""
         self.transfers.wait()
         seen, _, since, recent, *_ = self.counters.tolist()
         shape = (self.sizes.batch, max(self.heads, 1), self.sizes.slots, self.sizes.head_dim)
@@ -186,7 +187,7 @@ class Offload:
         return found[0], found[1]
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was."""
+        """Replace row b by row index[b]."""
         self.transfers.wait()
         for tensor in (self.key, self.value, self.tokens, self.places, self.spare, self.entry_of):
             tensor.copy_(tensor.index_select(0, index))
@@ -199,14 +200,14 @@ class Offload:
 
     def __deepcopy__(self, memo: object) -> Offload:
         raise NotImplementedError(
-            "a state with offload=True cannot be copied: its bank is pinned, and tokens may be on their way to it"
+            "a state with offload=True cannot be copied: it has pinned memory, and transfers may be pending"
         )
 
     def tensors(self) -> Iterator[Tensor]:
-        """What lies on the GPU."""
+        """The tensors on the device."""
         yield from (value for value in vars(self).values() if isinstance(value, Tensor))
 
     @property
     def host_bytes(self) -> int:
-        """What the bank takes of the host's memory."""
+        """The size in bytes of the bank."""
         return sum(self.transfers.taken(tensor) for tensor in self.bank or ())

@@ -1,9 +1,9 @@
-"""Kernels that move tokens between the pool of a GPU and the bank in the host's memory, which they read and write.
+"""Kernels that copy tokens between the pool on the GPU and the bank in the host's memory, which they access directly.
 
-Both are contiguous but for their heads and rows: [B, F, slots, D] for the F heads that do not look for themselves.
-Those of an exchange do nothing unless `due` is not 0, and find in `counters` (see `_attend_kernels`) what it is about;
-where the bank lies, `banks` [2] int64 says: addresses of its keys and values, 0 where there is none. So launches that
-were captured in a graph are right for any step, and for the bank that there is when they are replayed.
+Pool and bank are contiguous except for heads and rows: [B, F, slots, D] for the F heads that are not R-heads. Kernels
+of an exchange are no-ops unless `due` is nonzero. They read the token range from `counters` (see `_attend_kernels`) and
+the addresses of the bank's keys and values from `banks` [2] int64, 0 if there is no bank. So launches captured in a
+graph are right for any step and for the bank that exists when they are replayed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def store_kernel(
     value_t, value_d, bank_b, bank_h, first, count, heads, units,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """`count` tokens go to the bank's slots from `first` on; `members` says which head of the source is which.
+    """Copy `count` tokens to the bank's slots from `first` on. `members`: the source's head for each head of the bank.
 
-    Units are blocks of tokens of a head, taken by turns: a few programs fill the wire.
+    Units are blocks of tokens of a head. Programs take turns, since a few of them saturate the link.
     """
     blocks = tl.cdiv(count, BLOCK)
     d = tl.arange(0, D_PAD).to(tl.int64)
@@ -41,7 +41,7 @@ def store_kernel(
 
 @triton.jit
 def _bank(banks, which: tl.constexpr, pool):
-    """The bank's keys (0) or values (1), of the pool's type."""
+    """A pointer to the bank's keys (0) or values (1), of the pool's type."""
     return tl.multiple_of(tl.load(banks + which).to(pool.dtype), 16)
 
 
@@ -50,9 +50,9 @@ def append_kernel(
     due, counters, banks, pool_key, pool_value, bank_b, bank_h, pool_b, pool_h, blocks, heads, units,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """The tokens between the last two anticipations go from their run of the pool to their slots of the bank.
+    """Copy the tokens between the last two anticipations from their run in the pool to their slots in the bank.
 
-    Units as in `store_kernel`, `blocks` of them a head.
+    Units as in `store_kernel`, `blocks` of them per head.
     """
     if (tl.load(due) != 0) & (tl.load(banks) != 0):
         bank_key, bank_value = _bank(banks, 0, pool_key), _bank(banks, 1, pool_value)
@@ -75,13 +75,14 @@ def assign_kernel(
     due, chosen, tokens, places, spare, entry_of, stays, following, arriving, landing, arrivals, slots, capacity,
     CHUNK: tl.constexpr,
 ):
-    """Program (row, R-head): which of the newly `chosen` tokens are there, and where the others go.
+    """Program (row, R-head): finds which of the newly `chosen` tokens are in the pool, and assigns places to the
+    others.
 
-    The 2 * capacity places of the pool belong, half of them, to the entries of the set in use (`places`: p, or -1 - p
-    where an entry has no token), and the others to nobody (`spare`). A token that is in both sets keeps its place; the
-    n-th of the other entries takes the n-th spare place, which the n-th of those that leave gives back for it.
-    `entry_of` [.., slots]: where a token stands in `tokens`, the set in use, -1 if it does not. Left in `arriving` and
-    `landing`: the `arrivals` tokens that have to come, and their places. `stays` is all 0 between launches.
+    Half of the pool's 2 * capacity places belong to the entries of the current set (`places`: p, or -1 - p for an entry
+    without a token); the others are unused (`spare`). A token in both sets keeps its place. The n-th of the other
+    entries takes the n-th spare place, and the place of the n-th leaving entry becomes spare instead. `entry_of`
+    [.., slots]: a token's index in `tokens`, the current set, -1 if absent. Results: `arriving` and `landing`, the
+    tokens to fetch and their places, `arrivals` of each. `stays` is all 0 between launches.
     """
     if tl.load(due) != 0:
         flat = tl.program_id(0).to(tl.int64)
@@ -95,7 +96,7 @@ def assign_kernel(
             tl.store(stays + list_ + held, 1, mask=here)
             place = tl.load(places + list_ + held, mask=here, other=-1)
             tl.store(following + list_ + entry, place, mask=inside)
-        # This very program reads, here and below, what was just written.
+        # Below, this program reads what it has just written.
         tl.debug_barrier()
         fresh_before = 0
         coming_before = 0
@@ -143,11 +144,11 @@ def fetch_kernel(
     capacity, batch, lookers, heads, few,
     LISTS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr,
 ):
-    """The tokens that `assign_kernel` found missing go to their places in the pool, for every head of the cluster: from
-    the bank, and those that joined it only now out of the pool itself, where they lie in their run.
+    """Fetch the tokens that `assign_kernel` found missing, for every head of the cluster, into their places in the
+    pool: from the bank, or from the pool's own run for tokens that are only now being appended to the bank.
 
-    Units are blocks of tokens of a head, first blocks first, as many as the longest list has; `few` programs take them,
-    and all that there are where more than SHARE tenths of a list are missing. LISTS: no less than batch * lookers.
+    Units are blocks of tokens of a head, first blocks first, as many as the longest list has. `few` programs take them,
+    or all programs if more than SHARE tenths of a list are missing. LISTS >= batch * lookers.
     """
     if (tl.load(due) != 0) & (tl.load(banks) != 0):
         bank_key, bank_value = _bank(banks, 0, pool_key), _bank(banks, 1, pool_value)

@@ -1,7 +1,7 @@
-"""The log-weights that R-heads give: keys are read once, logits stored, then normalised and pooled over the group.
+"""The log-weights of R-heads: keys are read once and logits are stored, then normalized and pooled over the group.
 
-Logits and what follows are in base 2; `flat` is the number of a (row of the batch, R-head). Scratch is contiguous:
-logits [flats, GROUP, slots], maxima and sums [flats * GROUP, splits], weights [flats, slots].
+Logits and everything derived from them are in base 2. `flat` is the index of a (row of the batch, R-head). Scratch is
+contiguous: logits [flats, GROUP, slots], maxima and sums [flats * GROUP, splits], weights [flats, slots].
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def logits_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Program (split, flat): the logits of one share of the slots, with their maxima and sums. Strides of keys by UNIT.
+    """Program (split, flat): the logits of a share of the slots, their maxima and sums. Strides of keys are over UNIT.
 
-    Free slots are not read; their logits are -inf.
+    Unoccupied slots are not read; their logits are -inf.
     """
     split = tl.program_id(0) % splits
     flat = (tl.program_id(0) // splits).to(tl.int64)
@@ -78,7 +78,7 @@ def pool_kernel(
         mask=(row < GROUP)[:, None] & (s < slots)[None, :], other=float("-inf"),
     )
     free = logit == float("-inf")
-    # The denominator's two parts leave one by one, so that no digits of a large maximum are lost. Where all is free,
-    # the second one is -inf too.
+    # Subtract top and log_total one after the other: their sum would lose digits if the maximum is large. If no slot is
+    # occupied, log_total is -inf too.
     weight = (tl.where(free, 0.0, logit) - top[:, None]) - log_total[:, None]
     tl.store(weights + flat * slots + s64, tl.max(tl.where(free, logit, weight), 0), mask=s < slots)

@@ -1,7 +1,6 @@
-"""The tokens of the highest scores, of equals the lowest indices: a radix search over codes that run backwards.
+"""The tokens with the highest scores, ties to the lowest index: a radix search over codes in reverse order.
 
-The search of `_common/radix_selection.py` keeps the last of equal codes. With the codes in reverse order these are the
-first.
+The search of `_common/radix_selection.py` keeps the last of equal codes. In reverse order, these are the first tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def chunk_size() -> int:
 
 @torch.library.custom_op("kvtwin::synckv_select", mutates_args=())
 def select(score: Tensor, candidates: Tensor, taken: Tensor, count: int) -> Tensor:
-    """The `count` candidates of the highest scores that are not taken, ascending, then -1: [R, H, count] int64.
+    """The `count` candidates with the highest scores that are not taken, ascending, then -1: [R, H, count] int64.
 
     score [R, H, S] floating, NaN ranks as -inf; candidates [R, S] bool; taken [R, H, N] int64, -1 for none.
     """
@@ -75,7 +74,7 @@ def _places(score: Tensor, count: int) -> Tensor:
 
 @triton.jit(do_not_specialize=["slots", "chunks", "heads", "candidates_r", "candidates_s"])
 def codes_kernel(scores, candidates, codes, slots, chunks, heads, candidates_r, candidates_s, CHUNK: tl.constexpr):
-    """Program (chunk, flat): the codes of a share of the slots, the last slot's first; only candidates have one."""
+    """Program (chunk, flat): the codes of a share of the slots, last slot first; _FREE for slots without candidates."""
     chunk = tl.program_id(0) % chunks
     flat = (tl.program_id(0) // chunks).to(tl.int64)
     s = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
@@ -86,7 +85,7 @@ def codes_kernel(scores, candidates, codes, slots, chunks, heads, candidates_r, 
 
 @triton.jit(do_not_specialize=["slots", "wanted", "pieces"])
 def take_kernel(taken, codes, slots, wanted, pieces, CHUNK: tl.constexpr):
-    """Program (piece, flat): tokens that are taken have no code any more."""
+    """Program (piece, flat): sets the codes of taken tokens to _FREE."""
     piece = tl.program_id(0) % pieces
     flat = (tl.program_id(0) // pieces).to(tl.int64)
     number = piece * CHUNK + tl.arange(0, CHUNK)
@@ -96,7 +95,7 @@ def take_kernel(taken, codes, slots, wanted, pieces, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["slots", "wanted", "pieces"])
 def forward_kernel(place, kept_count, index, slots, wanted, pieces, CHUNK: tl.constexpr):
-    """Program (piece, flat): the chosen places read from the end, as slots; -1 beyond the last."""
+    """Program (piece, flat): turns the chosen places, read from the end, into slots; -1 beyond the last."""
     piece = tl.program_id(0) % pieces
     flat = (tl.program_id(0) // pieces).to(tl.int64)
     number = piece * CHUNK + tl.arange(0, CHUNK)

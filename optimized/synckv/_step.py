@@ -1,4 +1,4 @@
-"""The operations of SyncKV's decode step: attention of all heads in two launches, and what an anticipation adds."""
+"""The operations of SyncKV's decode step: attention of all heads in two launches, and an anticipation."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from ._attend_kernels import attend_kernel, combine_kernel
 from ._select import chunk_size
 from .sets import POOL
 
-#: The most programs that share what one head attends to.
+#: The largest number of programs that share what one head attends to.
 MAX_SPLITS = 256
-#: A share of so many tiles is short. Measured on an H200: 11 to 22 are.
+#: Shares of up to this many tiles count as short. Measured on an H200: the limit is between 11 and 22.
 SHORT = 16
-#: Their parts are put together so many at a time.
+#: Parts that are merged at a time.
 MERGED = 64
 
 
 def splits_of(sizes: Sizes, lookers: int, listed: int, itemsize: int, device: torch.device) -> tuple[int, int, int]:
-    """(look_splits, list_splits, size): how many programs share what a head attends to, representatives and others, and
-    how many places each takes. `listed`: the most places that a head attends to which does not look for itself."""
+    """(look_splits, list_splits, size): the numbers of programs that share what an R-head and another head attend to,
+    and the places of each. `listed`: the largest number of places that a head other than an R-head attends to."""
     block = key_block(sizes.head_dim, itemsize, sizes.slots)
     tiles, list_tiles = triton.cdiv(sizes.slots, block), triton.cdiv(listed, block)
     if INTERPRETED:
         each = max(2, triton.cdiv(tiles, 2))
     else:
         work = sizes.batch * (lookers * tiles + (sizes.key_value_heads - lookers) * list_tiles)
-        # About as many programs as fit at a time, while shares are short; else twice as many, whose ends differ less.
+        # As many programs as fit at a time if shares are short; otherwise twice as many, which finish more evenly.
         fit = RESIDENT * multiprocessors(device)
         each = triton.cdiv(work, fit if work <= SHORT * fit else 2 * fit)
         each = max(each, 4, triton.cdiv(tiles, MAX_SPLITS))
@@ -60,9 +60,9 @@ def attend(
     due: Tensor, logits: Tensor, partial: Tensor, tops: Tensor, weight_sums: Tensor, scale: float, stride: int,
     look_splits: int, list_splits: int, size: int, pool: int,
 ) -> Tensor:
-    """One step: the token goes to its slots, every head attends, the step is counted. See _attend_kernels.
+    """One step: writes the token into its slots, attends with every head, and counts the step. See _attend_kernels.
 
-    pool_key, pool_value: where heads that do not look for themselves have theirs, if not in `key` and `value`.
+    pool_key, pool_value: the storage of heads that are not R-heads, if not `key` and `value`.
     """
     (batch, query_heads, head_dim), slots = query.shape, occupied.shape[1]
     heads, lookers, capacity = members.shape[1], chosen.shape[1], chosen.shape[2]
@@ -81,10 +81,10 @@ def attend(
             **shape, D_PAD=padded_head_dim(head_dim), ROWS=GROUP_ROWS,
             BLOCK=key_block(head_dim, key.element_size(), slots), num_warps=4,
         )
-        # In the interpreter a program costs more than what it does.
+        # In the interpreter, a program's overhead exceeds its work.
         queries = triton.next_power_of_2(query_heads // heads) if INTERPRETED else 1
         blocks, splits = batch * heads * triton.cdiv(query_heads // heads, queries), max(look_splits, list_splits)
-        # Few heads have many parts, which a program for each would read one after the other.
+        # Few heads have many parts, which one program per head would read one after the other.
         widths = 1 + (slots % 2 == 0) if INTERPRETED else 4 if splits > MERGED else 1
         combine_kernel[(blocks * widths,)](
             partial, tops, weight_sums, entries, counters, due, output, slots, stride, look_splits, list_splits, batch,
@@ -109,7 +109,7 @@ def anticipate(
     due: Tensor, logits: Tensor, tops: Tensor, weight_sums: Tensor, occupied: Tensor, fixed: Tensor, chosen: Tensor,
     splits: int, count: int, exclude: bool,
 ) -> None:
-    """If the step was an anticipation, the `count` best tokens by its logits go to the end of `chosen`."""
+    """If the step was an anticipation, write the `count` best tokens by its logits to the end of `chosen`."""
     (batch, slots), (_, lookers, capacity) = occupied.shape, chosen.shape
     rows, group = batch * lookers, logits.shape[1]
     chunk = chunk_size()

@@ -1,6 +1,6 @@
-"""How keys and values travel between the GPU and the host: at once, or behind the computation, on a stream of its own.
+"""Transfers of keys and values between the GPU and the host: immediate, or on a stream parallel to the computation.
 
-`Transfers` does everything at once, which is what there is on a CPU; tests put others in its place, which delay.
+`Transfers` is immediate and is used on a CPU. Tests replace it by transfers that delay.
 """
 
 from __future__ import annotations
@@ -15,53 +15,53 @@ from ...reference._validate import capturing
 
 
 class Transfers:
-    """What a state asks of who carries its tokens: memory of the host, jobs in order, a wait before their first use.
+    """What a state needs for its transfers: host memory, jobs in order, and a wait before their results are used.
 
-    A job is a function that launches what it has to on the current stream. It may run any time from `submit` to the
-    next `wait`, after all that was launched before `submit`; jobs run one after the other. All of it may be captured in
-    a graph, which begins with no job under way, and ends with a `wait`.
+    A job is a function that launches its work on the current stream. It may run at any time from `submit` to the next
+    `wait`, after everything launched before `submit`. Jobs run one after the other. All of this can be captured in a
+    graph; the capture must begin without pending jobs and end with a `wait`.
     """
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory of the host that jobs may read and write. MemoryError if there is none."""
+        """Allocate host memory that jobs can read and write. MemoryError if there is none."""
         return torch.zeros(shape, dtype=dtype)
 
     def taken(self, memory: Tensor) -> int:
-        """The bytes that `memory`, which was allocated here, takes."""
+        """The size in bytes of `memory`, which was allocated here."""
         return memory.untyped_storage().nbytes()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Have a job done."""
+        """Schedule a job."""
         job()
 
     def wait(self) -> None:
-        """What is launched from here on finds the jobs done."""
+        """Order everything that is launched after this call behind the jobs."""
 
     def release(self) -> None:
-        """Jobs are done, for the host too; memory that nobody refers to any more goes back."""
+        """Wait on the host for all jobs, and free memory without references."""
 
 
 @cache
 def side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """For all layers, of which one is used: tokens come in the order in which layers will ask for them.
+    """Streams for all layers, which use one of them, so that tokens arrive in the order in which layers need them.
 
-    Two, since torch hands out the same 32 streams over and over: the one that a caller computes on, or captures a graph
-    on, may be one of these, and transfers would wait in line there. The other one then is free.
+    There are two, because torch hands out the same 32 streams repeatedly. The stream that a caller computes or captures
+    on may be one of these, and transfers would queue behind its work. Then the other one is used.
     """
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 class StreamTransfers(Transfers):
-    """On a CUDA device: pinned memory, a side stream, an event before the first use.
+    """Transfers on a CUDA device: pinned memory, a side stream, and an event before the first use.
 
-    In a capture the side stream becomes a branch of the graph, which forks and joins by events. A capture knows only
-    its own: what was under way before it is over, since a capture begins with a synchronisation.
+    In a capture, the side stream becomes a branch of the graph, which forks and joins by events. A capture tracks only
+    its own jobs: earlier ones have ended, since a capture begins with a synchronization.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._streams = device, side_streams(device)
-        self._done: dict[bool, torch.cuda.Event] = {}      # after the last job, by whether it was captured
-        self._held: list[Tensor] = []       # else it might go while kernels still read it, of which torch knows nothing
+        self._done: dict[bool, torch.cuda.Event] = {}      # of the last job, by whether it was captured
+        self._held: list[Tensor] = []       # keeps memory alive for kernels, which torch does not track
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         try:
@@ -72,7 +72,7 @@ class StreamTransfers(Transfers):
         return memory
 
     def taken(self, memory: Tensor) -> int:
-        """torch's allocator of pinned memory gives out blocks of powers of two."""
+        """The size in bytes; torch's allocator of pinned memory returns blocks of powers of two."""
         return 1 << (super().taken(memory) - 1).bit_length()
 
     def submit(self, job: Callable[[], None]) -> None:
@@ -80,7 +80,7 @@ class StreamTransfers(Transfers):
         stream = next(stream for stream in self._streams if stream != current)
         stream.wait_stream(current)
         if captured in self._done:
-            stream.wait_event(self._done[captured])     # the last job may have gone by the other stream
+            stream.wait_event(self._done[captured])     # the last job may be on the other stream
         with torch.cuda.stream(stream):
             job()
             self._done[captured] = torch.cuda.Event()
@@ -90,7 +90,7 @@ class StreamTransfers(Transfers):
         captured = capturing(self._device)
         done = self._done.pop(captured, None)
         if not captured:
-            self._done.clear()              # also of a capture that came to nothing
+            self._done.clear()              # also of a capture that failed
         if done is not None:
             torch.cuda.current_stream(self._device).wait_event(done)
 

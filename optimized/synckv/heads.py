@@ -1,4 +1,4 @@
-"""How alike heads are, counted on the GPU; their clusters, found on the host."""
+"""The similarity of heads, computed on the GPU, and their clusters, found on the host."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ITERATIONS = 20
 def overlap(first: Tensor, second: Tensor) -> Tensor:
     """The overlap coefficient of index sets (SyncKV eq. 1): first [..., N], second [..., M] int64, -1 for none.
 
-    Returns [...] float64. Semantics: `kvtwin.reference.synckv.overlap`.
-    TypeError, ValueError for bad arguments, an empty set among them, and CPU tensors outside Triton's interpreter.
+    Returns [...] float64. Semantics: `kvtwin.reference.synckv.overlap`. TypeError or ValueError for invalid arguments,
+    including empty sets, and for CPU tensors outside Triton's interpreter.
     """
     check_sets(first, second)
     check_launchable(first=first, second=second)
@@ -33,12 +33,12 @@ def overlap(first: Tensor, second: Tensor) -> Tensor:
 
 
 def head_similarity(attention: Tensor, k: int, *, occupied: Tensor | None = None) -> Tensor:
-    """How much the k tokens that two heads attend to most are the same, on average over steps (SyncKV eq. 2).
+    """The overlap of the top-k tokens of each pair of heads, averaged over steps (SyncKV eq. 2).
 
-    attention [steps, Hkv, n] float32, float16 or bfloat16, any strides; occupied [steps, n] bool, default all. Returns
-    [Hkv, Hkv] float64. Semantics: `kvtwin.reference.synckv.head_similarity`.
-    TypeError, ValueError for bad arguments, a step without tokens among them, inputs that require grad, and CPU tensors
-    outside Triton's interpreter.
+    attention [steps, Hkv, n] float32, float16 or bfloat16, any strides; occupied [steps, n] bool, by default all.
+    Returns [Hkv, Hkv] float64. Semantics: `kvtwin.reference.synckv.head_similarity`. TypeError or ValueError for
+    invalid arguments, including steps without tokens, for inputs that require grad, and for CPU tensors outside
+    Triton's interpreter.
     """
     check_heads_attention(attention, k, occupied)
     check_launchable(attention=attention, occupied=occupied)
@@ -48,16 +48,16 @@ def head_similarity(attention: Tensor, k: int, *, occupied: Tensor | None = None
     nothing = attention.new_empty((steps, heads, 0), dtype=torch.int64)
     best = select(attention, occupied, nothing, min(k, tokens))
     size = occupied.sum(-1).clamp_max(k)[:, None, None]
-    # Divided by a tensor: a number would be multiplied by its rounded inverse, and the diagonal miss 1.
+    # Divide by a tensor: torch multiplies by the rounded inverse of a number, and the diagonal would not be 1.
     share = (common_tokens(best, best).double() / size).sum(0) / size.new_full((1, 1), steps)
-    return share.triu() + share.triu(1).T                                               # whatever order torch sums in
+    return share.triu() + share.triu(1).T                                               # symmetric despite rounding
 
 
 def cluster_heads(similarity: Tensor, clusters: int) -> HeadClusters:
-    """Heads that look at the same tokens, and of each cluster the one nearest to its centroid (SyncKV B.1).
+    """Clusters of similar heads, each represented by the head nearest to its centroid (SyncKV B.1).
 
-    similarity [Hkv, Hkv] floating, on any device; all is computed on the host, in double precision, every sum in
-    ascending order. Semantics and errors: `kvtwin.reference.synckv.cluster_heads`.
+    similarity [Hkv, Hkv] floating, on any device. Computed on the host in double precision, with every sum in ascending
+    order. Semantics and errors: `kvtwin.reference.synckv.cluster_heads`.
     """
     clusters = check_similarity(similarity, clusters)
     table: list[list[float]] = similarity.detach().double().tolist()
@@ -66,7 +66,7 @@ def cluster_heads(similarity: Tensor, clusters: int) -> HeadClusters:
     heads = range(len(points))
     centres = [points[0]]
     while len(centres) < clusters:
-        # max takes the first of equals.
+        # max returns the first of equal elements.
         centres.append(points[max(heads, key=lambda head: min(_distance(points[head], at) for at in centres))])
     labels: list[int] = []
     for _ in range(ITERATIONS):
@@ -79,13 +79,13 @@ def cluster_heads(similarity: Tensor, clusters: int) -> HeadClusters:
     nearest = []
     for cluster, centre in enumerate(centres):
         members = [head for head in heads if labels[head] == cluster]
-        # Two are equally near, whatever their mean is rounded to.
+        # Two heads are equally near to their mean; rounding must not decide between them.
         nearest.append(members[0] if len(members) <= 2 else _nearest(members, points, centre))
     return HeadClusters(tuple(labels), tuple(nearest))
 
 
 def _distance(point: list[float], centre: list[float]) -> float:
-    """Squared. Added up by hand: Python's sum compensates for roundings since 3.12."""
+    """The squared distance. A loop, because Python's sum compensates for rounding since version 3.12."""
     total = 0.0
     for x, c in zip(point, centre, strict=True):
         total += (x - c) * (x - c)
@@ -93,7 +93,7 @@ def _distance(point: list[float], centre: list[float]) -> float:
 
 
 def _nearest(members: Sequence[int], points: list[list[float]], centre: list[float]) -> int:
-    # min takes the first of equals.
+    # min returns the first of equal elements.
     return min(members, key=lambda number: _distance(points[number], centre))
 
 
@@ -109,7 +109,7 @@ def _mean(points: list[list[float]]) -> list[float]:
 
 @torch.library.custom_op("kvtwin::synckv_common_tokens", mutates_args=())
 def common_tokens(first: Tensor, second: Tensor) -> Tensor:
-    """How many tokens two sets share: first [R, I, N], second [R, J, M] int64, -1 for none -> [R, I, J] int64."""
+    """The number of tokens in both sets: first [R, I, N], second [R, J, M] int64, -1 for none -> [R, I, J] int64."""
     first, second = first.contiguous(), second.contiguous()
     rows, left, size = first.shape
     right, other_size = second.shape[1:]
@@ -130,7 +130,7 @@ def _(first: Tensor, second: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["size", "other_size", "left", "right", "tiles"])
 def common_kernel(first, second, counts, size, other_size, left, right, tiles, BLOCK: tl.constexpr):
-    """Program (tile, pair): how many of a tile of one set's tokens the other one holds."""
+    """Program (tile, pair): counts the tokens of a tile of one set that the other set contains."""
     tile = tl.program_id(0) % tiles
     pair = (tl.program_id(0) // tiles).to(tl.int64)
     one = pair // right

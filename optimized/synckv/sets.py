@@ -1,4 +1,4 @@
-"""SyncKV's index sets on the GPU: log-weights of the R-heads, and the tokens that they choose."""
+"""SyncKV's index sets on the GPU: log-weights of the R-heads, and the tokens that they select."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from ._select import chunk_size, select
 
 __all__ = ["anticipate", "initial_sets", "split_budget"]
 
-#: Slots per program that pools a group's weights.
+#: Slots per program of `pool_kernel`.
 POOL = 256
 
 
 def split_budget(k: int, rho: float) -> tuple[int, int]:
-    """(k_static, k_dynamic), which sum to k; semantics and errors: `kvtwin.reference.synckv.split_budget`."""
+    """(k_static, k_dynamic), with sum k. Semantics and errors: `kvtwin.reference.synckv.split_budget`."""
     check_budget(k, rho)
     _, digits, exponent = Decimal(str(rho)).as_tuple()
     assert isinstance(exponent, int)
@@ -45,12 +45,12 @@ def split_budget(k: int, rho: float) -> tuple[int, int]:
 def initial_sets(
     query: Tensor, key: Tensor, occupied: Tensor, k_static: int, k_dynamic: int, *, scale: float | None = None
 ) -> SyncKVSetsResult:
-    """The tokens that the prompt's last token attends to most, by each R-head, in two parts (SyncKV eq. 3 and 4).
+    """The tokens with the largest weights from the last prompt token, for each R-head, in two parts (SyncKV eq. 3, 4).
 
     query [B, N_r G, D]; key [B, N_r, S, D]; occupied [B, S] bool; scale defaults to D ** -0.5. Any strides; float32,
-    float16 or bfloat16; D from 16 to 256, up to 16 query heads per KV head. Semantics:
-    `kvtwin.reference.synckv.initial_sets`.
-    TypeError, ValueError for bad arguments, inputs that require grad, and CPU tensors outside Triton's interpreter.
+    float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head. Semantics:
+    `kvtwin.reference.synckv.initial_sets`. TypeError or ValueError for invalid arguments, for inputs that require grad,
+    and for CPU tensors outside Triton's interpreter.
     """
     sizes = check_initial(query, key, occupied, k_static, k_dynamic)
     weight = _weights(query, key, occupied, scale, sizes)
@@ -62,11 +62,10 @@ def anticipate(
     query: Tensor, key: Tensor, occupied: Tensor, static: Tensor, k_dynamic: int, *, exclude_static: bool = True,
     scale: float | None = None,
 ) -> Tensor:
-    """The k_dynamic tokens that a decode step attends to most, by each R-head (SyncKV eq. 5 and 6).
+    """The k_dynamic tokens with the largest weights from a decode step, for each R-head (SyncKV eq. 5 and 6).
 
-    query, key, occupied, scale: as in `initial_sets`; static [B, N_r, k_static] int64, -1 for none. Returns
+    query, key, occupied, scale and errors as in `initial_sets`; static [B, N_r, k_static] int64, -1 for none. Returns
     [B, N_r, k_dynamic] int64, ascending, -1 at the end. Semantics: `kvtwin.reference.synckv.anticipate`.
-    TypeError, ValueError for bad arguments, inputs that require grad, and CPU tensors outside Triton's interpreter.
     """
     sizes = check_anticipation(query, key, occupied, static, k_dynamic, exclude_static)
     weight = _weights(query, key, occupied, scale, sizes)
@@ -82,7 +81,7 @@ def _weights(query: Tensor, key: Tensor, occupied: Tensor, scale: float | None, 
 
 
 def _nothing(key: Tensor) -> Tensor:
-    """No token is taken."""
+    """An empty set of taken tokens."""
     return key.new_empty((*key.shape[:2], 0), dtype=torch.int64)
 
 
@@ -91,7 +90,7 @@ def _nothing(key: Tensor) -> Tensor:
 
 @torch.library.custom_op("kvtwin::synckv_log_weights", mutates_args=())
 def log_weights(query: Tensor, key: Tensor, occupied: Tensor, scale: float) -> Tensor:
-    """log2 of the largest weight in each group, [B, N_r, S] float32; -inf where no token is."""
+    """log2 of the largest weight in each group, [B, N_r, S] float32; -inf in unoccupied slots."""
     batch, heads, slots, head_dim = key.shape
     sizes = Sizes(batch, query.shape[1], heads, slots, head_dim)
     block = key_block(head_dim, key.element_size(), slots)

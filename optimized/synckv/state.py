@@ -1,9 +1,9 @@
-"""SyncKV's state on the GPU: two launches a step for all heads, and an anticipation where one is due.
+"""SyncKV's state on the GPU: two launches per step for all heads, and an anticipation when one is due.
 
-Twin of the reference's state, which says what happens when. Everything is allocated beforehand and updated in place;
-counters live on the device, so a captured step may be replayed as any step: it holds an anticipation's launches, which
-return at once where none is due. A state that was never captured leaves those out that it knows to be idle, since it
-counts its steps on the host too. With config.offload a captured exchange is a branch of the graph: see `join`.
+The reference's state describes the order of events. Everything is preallocated and updated in place. Counters are on
+the device, so a captured step can be replayed as any step: it contains the launches of an anticipation, which return at
+once if none is due. A state that was never captured omits launches that would be idle, since it also counts its steps
+on the host. With config.offload, a captured exchange is a branch of the graph: see `join`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = ["SyncKVConfig", "SyncKVState"]
 
 
 class SyncKVState(State):
-    """The cache of `batch` sequences in one layer (SyncKV section 4); attributes as in the reference.
+    """The SyncKV cache of `batch` sequences in one layer (SyncKV section 4). Attributes as in the reference.
 
-    float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head. TypeError, ValueError for anything
-    else, and for CPU tensors outside Triton's interpreter.
+    float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head. TypeError or ValueError for other
+    arguments, and for CPU tensors outside Triton's interpreter.
     """
 
     config: SyncKVConfig
@@ -47,7 +47,7 @@ class SyncKVState(State):
         slots, lookers = config.max_tokens, config.clusters
         fixed, free = split_budget(config.k, config.rho)
         self._fixed_count, self._count = min(fixed, slots), min(config.k if config.exclude_static else free, slots)
-        # With the static set in it, or behind it.
+        # Includes the static set, or comes after it.
         capacity = self._count if config.exclude_static else self._fixed_count + self._count
         stored = lookers if config.offload else key_value_heads
         self._key, self._value = (self._buffer(batch, stored, slots, head_dim, dtype=dtype) for _ in range(2))
@@ -81,7 +81,7 @@ class SyncKVState(State):
 
     @torch.inference_mode(False)
     def _table(self) -> tuple[Tensor, Tensor]:
-        """`members` and its inverse: the entry of each head."""
+        """`members`, and its inverse: the entry of each head."""
         labels, looks = self.head_clusters.labels, self.head_clusters.representatives
         heads = [*looks, *(head for head in range(len(labels)) if head not in looks)]
         lies = heads
@@ -103,7 +103,7 @@ class SyncKVState(State):
         self._begin(0)
 
     def _begin(self, tokens: int) -> None:
-        """The counters after a prompt."""
+        """Set the counters after a prompt."""
         first_new = tokens if self._offload is None else self._offload.first_new
         self._counted, self._steps = tokens, self.config.phase
         for place, count in enumerate((tokens, self._steps, tokens, first_new, tokens, first_new)):
@@ -111,12 +111,12 @@ class SyncKVState(State):
 
     @property
     def tokens_seen(self) -> int:
-        """Tokens that came in, padding included. Reads the device, which alone sees the replays of a graph."""
+        """Tokens received, padding included. Reads the device, since the host does not see replays of a graph."""
         return int(self._counters[0])
 
     @property
     def key(self) -> Tensor:
-        """[B, Hkv, S, D]; with offload a copy, gathered from the host for whoever wants to look."""
+        """[B, Hkv, S, D]. With offload, a copy gathered from the host, for inspection."""
         return self._key if self._offload is None else self._gathered(0)
 
     @property
@@ -146,11 +146,12 @@ class SyncKVState(State):
         return ordered.masked_fill(ordered == last, -1)[..., :min(self.config.k, self.sizes.slots)]
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        """The prompt: full causal attention; then each R-head chooses by the row's last token.
+        """Full causal attention of the prompt; then each R-head selects its sets by the weights of the row's last
+        token.
 
-        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, default all True.
-        Returns [B, Hq, T, D]; padding gives zeros. RuntimeError when the state already holds tokens; ValueError for
-        more than config.max_tokens of them.
+        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True.
+        Returns [B, Hq, T, D], zeros for padding. RuntimeError if the state holds tokens; ValueError for more than
+        config.max_tokens tokens.
         """
         total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
         check_launchable(query=query, key=key, value=value)
@@ -159,7 +160,7 @@ class SyncKVState(State):
         if occupied is None:
             occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
         if self._offload is not None and capturing(self.device):
-            raise RuntimeError("prefill with offload=True cannot be captured: it makes the bank")
+            raise RuntimeError("prefill with offload=True cannot be captured: it allocates host memory")
         self._open()
         output = causal_attention(query, key, value, occupied, self.scale)
         looks = slice(None) if self._offload is None else self._members[0, :self.config.clusters]
@@ -174,27 +175,27 @@ class SyncKVState(State):
         return output
 
     def _open(self) -> None:
-        """Before anything is changed: the bank, if there is none yet; and what is under way has come."""
+        """Before any change: allocate the bank if there is none, and wait for pending transfers."""
         if self._offload is None:
             return
         if torch.compiler.is_compiling():
-            raise RuntimeError("offload=True cannot be compiled: its transfers have a stream of their own")
+            raise RuntimeError("offload=True cannot be compiled: its transfers run on a separate stream")
         self._offload.open()
         self._offload.transfers.wait()
 
     def _settle(self) -> None:
-        """A graph's replays wait for nothing that was launched before them on another stream."""
+        """Wait for transfers, since replays of a graph do not wait for earlier launches on another stream."""
         if self._captured and not capturing(self.device):
             self.join()
 
     def join(self) -> None:
-        """What is launched from here on finds all tokens where they belong. A step asks for that itself; a capture of
-        steps with offload has to end with it, and is refused by CUDA otherwise."""
+        """Order everything that is launched after this call behind the transfers. Steps do this themselves. A capture
+        of steps with offload must end with it; otherwise CUDA refuses the capture."""
         if self._offload is not None:
             self._offload.transfers.wait()
 
     def _choose_first(self, query: Tensor, key: Tensor, occupied: Tensor) -> None:
-        """Eq. 3 and 4."""
+        """Select the sets after a prompt (eq. 3 and 4)."""
         token = torch.arange(key.shape[2], device=self.device)
         last = torch.where(occupied, token, 0).amax(1)
         newest = query.take_along_dim(last[:, None, None, None], 2)[:, self._query_heads, 0]
@@ -203,7 +204,7 @@ class SyncKVState(State):
         nothing = self._static[..., :0]
         static = select(weight, occupied, nothing, self._fixed_count)
         self._static.copy_(static)
-        # One place more, for none, and for what stands there where kernels are compiled and never launched.
+        # One more slot, for -1, and for arbitrary contents if kernels are compiled but not launched.
         mask = torch.zeros(*self._fixed.shape[:2], self.sizes.slots + 1, dtype=torch.bool, device=self.device)
         mask.scatter_(-1, static.where(static >= 0, self.sizes.slots).clamp_max(self.sizes.slots), True)
         self._fixed.copy_(mask[..., :-1])
@@ -214,12 +215,12 @@ class SyncKVState(State):
             self._chosen[..., :self._fixed_count].copy_(static)
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """One token; R-heads attend to all tokens, others to those chosen and to the newest.
+        """Append a token. R-heads attend to all tokens, the other heads to the selected and the newest ones.
 
-        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. ValueError where
-        config.max_tokens have been seen (by the host: what replays of a graph bring beyond is not taken in). No host
-        synchronisation. With offload: MemoryError where the host has no memory for the first token's bank, RuntimeError
-        for a first token while a graph is captured (see also `join`), and for a compiler.
+        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not synchronize with the
+        host. ValueError beyond config.max_tokens tokens, counted by the host; in replays of a graph, further tokens are
+        dropped. With offload: MemoryError if there is no host memory at the first token; RuntimeError for a first token
+        during the capture of a graph (see also `join`), and under torch.compile.
         """
         check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
         check_launchable(query=query, key=key, value=value)
@@ -248,17 +249,17 @@ class SyncKVState(State):
         return output
 
     def gpu_bytes(self) -> int:
-        """Of the tensors on the state's device: keys and values, tables, and a step's scratch."""
+        """The size in bytes of the tensors on the state's device: keys and values, tables, and scratch."""
         held = [*vars(self).values(), *(() if self._offload is None else self._offload.tensors())]
         storages = [tensor.untyped_storage() for tensor in held if isinstance(tensor, Tensor)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def host_bytes(self) -> int:
-        """Of the bank in the host's memory: none without offload, and none before the first token."""
+        """The size in bytes of the bank in the host's memory: 0 without offload, and before the first token."""
         return 0 if self._offload is None else self._offload.host_bytes
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was (beam search). index [B] int64."""
+        """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.sizes.batch, self.device)
         if self._offload is not None:
             self._offload.reorder(index)

@@ -1,4 +1,4 @@
-"""ThinKV on the GPU; semantics: `kvtwin.reference.thinkv`."""
+"""ThinKV on the GPU. Semantics: `kvtwin.reference.thinkv`."""
 
 from ...reference.thinkv.contract import ThinKVConfig
 from ...reference.thinkv.types import AnnealResult, Quantized, RepresentativesResult, Thought, Thresholds

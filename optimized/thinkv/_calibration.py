@@ -1,4 +1,4 @@
-"""Densities of sparsities and their modes, for all layers of a prompt at once. Offline: torch operations in float64."""
+"""Densities of sparsities and their modes, for all layers of a prompt at once. Offline, in float64 on PyTorch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 
 #: One per thought type.
 MODES = 3
-#: Differences between samples and grid points that are held at a time.
+#: The largest number of differences between samples and grid points in memory at a time.
 ROOM = 2**24
 
 
 def modes(trace: Tensor, grid: int, bandwidth: float | None) -> tuple[Tensor, Tensor]:
-    """trace [layers, steps] -> how many modes each layer has, [layers], and of those with three of them the least
-    points between them, [layers, 2] (of others: NaN)."""
+    """trace [layers, steps] -> the number of modes of each layer, [layers], and the points of least density between
+    them, [layers, 2], for layers with three modes (NaN for others)."""
     trace = trace.double()
     density = _densities(trace, grid, bandwidth)                                        # [layers, grid]
     peaks = _peaks(density)
     one = torch.zeros_like(peaks)
     one[:, 0] = True
-    flat = (trace == trace[:, :1]).all(-1)                                              # no spread: a single spike
+    flat = (trace == trace[:, :1]).all(-1)                                              # no spread: a single mode
     peaks = torch.where(flat[:, None], one, peaks)
     count = peaks.sum(-1)
     edges = torch.full((len(trace), 2), torch.nan, dtype=torch.float64, device=trace.device)
@@ -33,7 +33,7 @@ def modes(trace: Tensor, grid: int, bandwidth: float | None) -> tuple[Tensor, Te
 
 
 def average(found: Sequence[tuple[Tensor, Tensor]], chosen: Tensor) -> tuple[float, float]:
-    """The mean edges of all prompts' chosen layers, of those with three modes."""
+    """The mean edges of the chosen layers of all prompts, as far as they have three modes."""
     edges = torch.cat([edge[chosen.to(edge.device)].cpu() for _, edge in found])        # [prompts * chosen, 2]
     low, high = edges.nanmean(0).tolist()
     return low, high
@@ -53,19 +53,20 @@ def _densities(trace: Tensor, grid: int, bandwidth: float | None) -> Tensor:
 
 
 def _peaks(density: Tensor) -> Tensor:
-    """Where a row is highest around, beyond its ends as well; of a plateau its first point."""
+    """The local maxima of each row, which is taken to be lower beyond both ends. A plateau is one maximum, at its first
+    point."""
     low = density.new_full((len(density), 1), -1.0)
     outside = torch.cat((low, density, low), 1)
     index = torch.arange(density.shape[1], device=density.device).expand(density.shape)
     starts = density != outside[:, :-2]
     ends = density != outside[:, 2:]
-    # The point after the plateau that begins here: the first end from here on, and one more.
+    # The end of the plateau that begins here. Below, the point after it is compared.
     last = index.where(ends, density.shape[1]).flip(1).cummin(1).values.flip(1)
     return starts & (outside[:, :-2] < density) & (outside.gather(1, last + 2) < density)
 
 
 def _valleys(density: Tensor, peaks: Tensor) -> Tensor:
-    """The least points between three peaks of each row; the middle of the first and the last, if there are several."""
+    """The points of least density between the three peaks of each row; the middle of the first and the last one."""
     points = density.shape[1]
     place = torch.linspace(0, 1, points, dtype=torch.float64, device=density.device)
     index = torch.arange(points, device=density.device)

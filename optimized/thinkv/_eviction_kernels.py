@@ -1,9 +1,9 @@
-"""How many tokens segments keep, and which of them: integers, and k-means without centroids.
+"""How many tokens segments keep, in integer arithmetic, and which ones, by k-means without centroids.
 
-A centroid is the mean of its cluster, so all distances follow from the segment's Gram matrix: with sums_jc, the mean of
-G_ji over the tokens i of cluster c, ||x_j - centroid_c||^2 = G_jj - 2 sums_jc + the mean of sums_ic over these i. Keys
-are taken from an origin among them first, which changes no distance and saves digits. Tensor cores multiply no float32:
-numbers are taken apart into three of 8 bits each, whose products are exact.
+A centroid is the mean of its cluster, so all distances follow from the segment's Gram matrix G: if sums_jc is the mean
+of G_ji over the tokens i of cluster c, then ||x_j - centroid_c||^2 = G_jj - 2 sums_jc + the mean of sums_ic over these
+i. First the mean of two keys is subtracted from all keys, which changes no distance and reduces rounding errors. Tensor
+cores do not multiply float32, so numbers are split into three parts of 8 bits each, whose products are exact.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .._common.numerics import float32
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
-# How many ------------------------------------------------------------------------------------------------------------
+# How many tokens segments keep ---------------------------------------------------------------------------------------
 
 
 @triton.jit
 def kept_at(level, RETENTION: tl.constexpr, LEVELS: tl.constexpr):
-    """What a segment keeps at most when it is selected for the level-th time. RETENTION holds 32 bits for each."""
+    """The most tokens that a segment keeps at its level-th selection. RETENTION has 32 bits per level."""
     kept = tl.full(level.shape, (RETENTION >> (32 * (LEVELS - 1))) & 0xFFFFFFFF, tl.int64)
     for i in tl.static_range(LEVELS - 1):
         kept = tl.where(level == i + 1, (RETENTION >> (32 * i)) & 0xFFFFFFFF, kept)
@@ -33,10 +33,10 @@ def kept_at(level, RETENTION: tl.constexpr, LEVELS: tl.constexpr):
 def plan(
     size, level, thought, earlier, change, live, budget, RETENTION: tl.constexpr, LEVELS: tl.constexpr
 ):
-    """Sizes and levels [M] int64 after eviction, and how many of the row's `live` tokens are left.
+    """Sizes and levels [M] int64 after eviction, and the number of the row's `live` tokens that remain.
 
-    `earlier`: the segments before the current one that have tokens. The least important and oldest goes down to its
-    floor before the next one moves, so each knows how many have gone when its turn comes.
+    `earlier`: the segments before the current one that have tokens. The least important and oldest segment shrinks to
+    its minimum before the next one does, so the number of tokens evicted before a segment's turn is known.
     """
     floor: tl.constexpr = (RETENTION >> (32 * (LEVELS - 1))) & 0xFFFFFFFF
     selected = earlier & change
@@ -44,7 +44,7 @@ def plan(
     after = tl.where(selected, tl.minimum(size, kept_at(level, RETENTION, LEVELS)), size)
     live = live - tl.sum(size - after, 0)
     can_go = tl.where(earlier, tl.maximum(after - floor, 0), 0)
-    before = tl.zeros_like(size)                                       # what goes before a segment's turn
+    before = tl.zeros_like(size)                                       # evicted before a segment's turn
     lower = tl.zeros([], tl.int64)
     for kind in tl.static_range(3):
         mine = tl.where(thought == kind, can_go, 0)
@@ -69,7 +69,7 @@ def anneal_kernel(
     size_b, size_m, level_b, level_m, thought_b, thought_m, current_b, change_b, live_b,
     RETENTION: tl.constexpr, LEVELS: tl.constexpr, SEGMENTS: tl.constexpr,
 ):
-    """Program b: the plan of a row."""
+    """Program b: the plan of one row."""
     b = tl.program_id(0).to(tl.int64)
     m = tl.arange(0, SEGMENTS)
     m64 = m.to(tl.int64)
@@ -87,12 +87,12 @@ def anneal_kernel(
     tl.store(over_budget + b, left > budget)
 
 
-# Which ---------------------------------------------------------------------------------------------------------------
+# Which tokens segments keep ------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _part(x):
-    """float32 to the nearest bfloat16; in the interpreter, which is at fault with those, still as a float32."""
+    """float32 rounded to bfloat16. In the interpreter, whose bfloat16 is wrong, the result is stored as float32."""
     if _INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
@@ -112,9 +112,9 @@ def parts(x):
 
 @triton.jit
 def add_gram(leading, rest, x):
-    """x x^T added to leading + rest [TOKENS, TOKENS], of some channels' x [TOKENS, CHANNELS] float32.
+    """Add x x^T to leading + rest [TOKENS, TOKENS], for some channels of x [TOKENS, CHANNELS] float32.
 
-    Of the nine products of parts those are left out that are below 2^-23 of |x_i| |x_j| together.
+    Of the nine products of parts, those are omitted that are together below 2^-23 |x_i| |x_j|.
     """
     high, middle, low = parts(x)
     high_t, middle_t, low_t = tl.trans(high), tl.trans(middle), tl.trans(low)
@@ -129,9 +129,9 @@ def add_gram(leading, rest, x):
 
 @triton.jit
 def centred(x, holds, size):
-    """Rows of x that hold tokens, the first `size` >= 2, less the mean of two of them; the others zero.
+    """Subtract the mean of two rows from the rows of x with tokens, the first `size` >= 2. Other rows become zero.
 
-    Two numbers, and zeros, have the same sum in whatever order: so no layout has a say in what a segment keeps.
+    The sum of two numbers and zeros is the same in any order, so the layout has no effect on what a segment keeps.
     """
     row = tl.arange(0, holds.shape[0])
     chosen = (row == size // 4) | (row == 3 * size // 4)
@@ -141,9 +141,10 @@ def centred(x, holds, size):
 
 @triton.jit
 def _to_clusters(high, middle, low, label, cluster):
-    """sums, counts and the mean of the sums within each cluster, of tokens' clusters label [TOKENS]; see above.
+    """sums, counts and the mean of the sums within each cluster (see the module), for tokens in clusters label
+    [TOKENS].
 
-    Who is a member is told in integers: a bool that a `tl.dot` asks for is more than Triton 3.9 can compile.
+    Membership is computed in integers: Triton 3.9 cannot compile a bool that a `tl.dot` depends on.
     """
     member = 1 - tl.minimum(tl.abs(label[:, None] - cluster[None, :]), 1)
     one = _part(member.to(tl.float32))
@@ -158,7 +159,7 @@ def _to_clusters(high, middle, low, label, cluster):
 
 @triton.jit
 def _nearest(high, middle, low, label, cluster):
-    """The nearest cluster of each token, of equals the first; none is near a cluster without tokens."""
+    """The nearest cluster of each token, ties to the first. Clusters without tokens are never the nearest."""
     sums, count, within = _to_clusters(high, middle, low, label, cluster)
     distance = tl.where(count[None, :] > 0.0, within[None, :] - 2.0 * sums, float("inf"))
     distance = tl.where(distance == distance, distance, float("inf"))
@@ -167,7 +168,7 @@ def _nearest(high, middle, low, label, cluster):
 
 @triton.jit
 def _choose(gram, high, middle, low, label, cluster, holds, keep, TOKENS: tl.constexpr):
-    """Which tokens stay: of each cluster the nearest, then the farthest in place of the empty ones."""
+    """Which tokens to keep: the nearest of each cluster, and the farthest of the others for empty clusters."""
     token = tl.arange(0, TOKENS)
     member = label[:, None] == cluster[None, :]
     sums, count, within = _to_clusters(high, middle, low, label, cluster)
@@ -176,7 +177,7 @@ def _choose(gram, high, middle, low, label, cluster, holds, keep, TOKENS: tl.con
     distance = tl.where(distance == distance, distance, float("inf"))
     near = tl.where(member, distance[:, None], float("inf"))
     near = member & ((near == tl.min(near, 0)[None, :]) | (count <= 2.0)[None, :])
-    first = tl.min(tl.where(near, token[:, None], TOKENS), 0)                           # of equals the oldest
+    first = tl.min(tl.where(near, token[:, None], TOKENS), 0)                           # ties to the oldest
     stays = tl.sum((token[:, None] == first[None, :]).to(tl.int32), 1) > 0
     missing = keep - tl.sum((count > 0.0).to(tl.int32), 0)
     farness = tl.where(holds & (stays == 0), distance, float("-inf"))
@@ -191,9 +192,9 @@ def representatives(
     gram, holds, size, keep, assignments,
     TOKENS: tl.constexpr, CLUSTERS: tl.constexpr, ITERATIONS: tl.constexpr, RECORD: tl.constexpr,
 ):
-    """Which of a segment's first `size` tokens stay [TOKENS] bool, from their Gram matrix; 0 < keep < size.
+    """Which of a segment's first `size` tokens to keep, [TOKENS] bool, from their Gram matrix; 0 < keep < size.
 
-    RECORD: the cluster of each token in every round goes to assignments [ITERATIONS, size].
+    RECORD: also stores the cluster of each token in every iteration in assignments [ITERATIONS, size].
     """
     token = tl.arange(0, TOKENS)
     cluster = tl.arange(0, CLUSTERS)
@@ -203,7 +204,7 @@ def representatives(
     nearest = tl.zeros([TOKENS], tl.int32)
     moved = 1
     for iteration in range(ITERATIONS):
-        # Where nothing moved, nothing will.
+        # If no token moved, none will move later.
         if moved > 0:
             found = _nearest(high, middle, low, label, cluster)
             moved = tl.sum((holds & ((found != nearest) | (iteration == 0))).to(tl.int32), 0)
@@ -223,8 +224,8 @@ def representatives_kernel(
     CHANNELS: tl.constexpr, TOKENS: tl.constexpr, CLUSTERS: tl.constexpr, ITERATIONS: tl.constexpr,
     UNIT: tl.constexpr, RECORD: tl.constexpr,
 ):
-    """Program (b, m): which tokens of a segment stay. Keys' strides and number of channels by UNIT. RECORD: the indices
-    of these tokens and all assignments too."""
+    """Program (b, m): which tokens of a segment to keep. Keys' strides and number of channels are divided by UNIT.
+    RECORD: also stores the indices of these tokens, and all assignments."""
     segment = tl.program_id(0).to(tl.int64)
     b, m = segment // segments, segment % segments
     token = tl.arange(0, TOKENS)

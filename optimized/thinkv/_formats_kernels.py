@@ -1,12 +1,12 @@
-"""Device functions of ThinKV's number formats, for every kernel that quantizes or reads quantized tokens.
+"""Device functions of ThinKV's number formats, for all kernels that quantize or read quantized tokens.
 
-Codes are sign << (bits - 1) | index of a magnitude; in registers they are int32. Every result is exact or correctly
-rounded, so that the same bits come out compiled and in the interpreter: E4M3 is made by integers (and one addition to
-a power of two), since casts to float8 are wrong in the interpreter; between which magnitudes |x| lies is found by
-comparing it with the scale times a number of four bits, which is exact, not by |x| / scale; where there must be a
-division it is `tl.div_rn`; and no addition follows a multiplication that fusing the two would change.
+A code is sign << (bits - 1) | index of a magnitude, int32 in registers. Every result is exact or correctly rounded, so
+that compiled kernels and the interpreter return the same bits. E4M3 is computed with integers (and one addition to a
+power of two), since casts to float8 are wrong in the interpreter. The magnitude nearest to |x| / scale is found without
+a division, by comparing |x| with the scale times numbers of four bits, which is exact. Necessary divisions use
+`tl.div_rn`. No addition follows a multiplication if fusing them would change the result.
 
-FORMAT is "fp8", "nvfp4", "ternary", "int4" or "int2". Ternary and int2 are the same but for their scale rules.
+FORMAT is "fp8", "nvfp4", "ternary", "int4" or "int2". Ternary and int2 differ only in their scale rules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 @triton.jit
 def magnitude(x):
-    """|x| of float32; 0 for NaN, the largest number for infinity."""
+    """|x| of float32; 0 for NaN, the largest float32 for infinity."""
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     bits = tl.where(bits > _INFINITY, 0, tl.minimum(bits, _FLOAT32_LARGEST))
     return bits.to(tl.float32, bitcast=True)
@@ -33,32 +33,32 @@ def magnitude(x):
 
 @triton.jit
 def encode_e4m3(x):
-    """The E4M3 code, int32, of float32 x >= 0 (no NaN): to nearest even, 448 if beyond."""
+    """The E4M3 code, int32, of float32 x >= 0 (not NaN), rounded to nearest even, at most 448."""
     bits = tl.minimum(x.to(tl.int32, bitcast=True), 0x43E00000)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
-    # Below 2^-6 codes are multiples of 2^-9, which is what float32 resolves at 2^14. Integers came between: not fused.
+    # Below 2^-6 codes are multiples of 2^-9, float32's resolution at 2^14. Integer operations in between avoid fusion.
     small = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     return tl.where(bits < 0x3C800000, small, normal)
 
 
 @triton.jit
 def decode_scale(code):
-    """The float32 of an E4M3 code from `encode_e4m3` (0 to 126). Exact: its bits, moved, are 2^-120 times it."""
+    """The float32 value of an E4M3 code from `encode_e4m3` (0 to 126). Exact: the shifted bits are 2^-120 times it."""
     return (code.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
 @triton.jit
 def decode_e4m3(code):
-    """The float32 of any E4M3 code, 0 to 255: with a sign, and NaN."""
+    """The float32 value of any E4M3 code, 0 to 255, with sign and NaN."""
     code = code.to(tl.int32)
     value = tl.where((code & 127) == 127, float("nan"), decode_scale(code & 127))
-    # The sign as a bit: -x is 0 - x in some interpreters, and so +0 for 0.
+    # Sets the sign bit, because some interpreters compute -x as 0 - x, which is +0 for 0.
     return (value.to(tl.int32, bitcast=True) | ((code & 128) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scale_code(amax, FORMAT: tl.constexpr):
-    """The code of a group's scale, for formats whose scales are E4M3; of a ternary one, by the rule "amax"."""
+    """The code of a group's scale, for formats with E4M3 scales; for ternary by the rule "amax"."""
     if FORMAT == "nvfp4":
         return encode_e4m3(tl.div_rn(amax, 6.0))
     elif FORMAT == "int4":
@@ -78,7 +78,7 @@ def fp8_scale(amax):
 
 @triton.jit
 def _index_e2m1(a, s):
-    """The index of the E2M1 magnitude nearest to a / s, ties to the even index; s > 0 has few enough bits."""
+    """The index of the E2M1 magnitude nearest to a / s, ties to the even index. s > 0 must have few enough bits."""
     return (
         (a > s * 0.25).to(tl.int32) + (a >= s * 0.75).to(tl.int32) + (a > s * 1.25).to(tl.int32)
         + (a >= s * 1.75).to(tl.int32) + (a > s * 2.5).to(tl.int32) + (a >= s * 3.5).to(tl.int32)
@@ -88,7 +88,7 @@ def _index_e2m1(a, s):
 
 @triton.jit
 def _index_int4(a, s):
-    """As `_index_e2m1`, of 0 to 7."""
+    """As `_index_e2m1`, for the magnitudes 0 to 7."""
     return (
         (a > s * 0.5).to(tl.int32) + (a >= s * 1.5).to(tl.int32) + (a > s * 2.5).to(tl.int32)
         + (a >= s * 3.5).to(tl.int32) + (a > s * 4.5).to(tl.int32) + (a >= s * 5.5).to(tl.int32)
@@ -103,9 +103,9 @@ def _signed(index, x, SIGN: tl.constexpr):
 
 @triton.jit
 def encode(x, scale, FORMAT: tl.constexpr, DIVIDES: tl.constexpr = False):
-    """The codes, int32, of float32 x in groups whose scale is `scale` (which broadcasts against x): 0 if that is 0.
+    """The codes, int32, of float32 x in groups with the given scale, which broadcasts against x; 0 where it is 0.
 
-    But for fp8 a scale is an E4M3 number; for nvfp4 with DIVIDES it may be any float32.
+    Scales are E4M3 numbers, except for fp8; for nvfp4 with DIVIDES, they can be any float32.
     """
     a = magnitude(x)
     positive = scale > 0.0
@@ -126,11 +126,11 @@ def encode(x, scale, FORMAT: tl.constexpr, DIVIDES: tl.constexpr = False):
 
 @triton.jit
 def decode(code, FORMAT: tl.constexpr):
-    """What int32 codes stand for without their scale, float32. Codes from `encode` have no -0; others may."""
+    """The values of int32 codes without their scale, float32. Codes from `encode` have no -0; others may."""
     if FORMAT == "fp8":
         return decode_e4m3(code)
     elif FORMAT == "nvfp4":
-        # The code's exponent and mantissa bits in a float32 are 2^-126 times it.
+        # The code's exponent and mantissa bits in a float32 are 2^-126 times its value.
         bits = ((code & 7) << 22) | ((code & 8) << 28)
         return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
     elif FORMAT == "int4":
@@ -159,7 +159,7 @@ def _load(x, row, rows_b, token, channel, mask, x_a, x_b, x_t, x_d):
 def largest_kernel(
     x, result, rows_b, tokens, channels, groups, x_a, x_b, x_t, x_d, tiles, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The largest magnitude of all of x, the bits of a float32, in result [1] int32, zero before."""
+    """The largest magnitude in x, as the bits of a float32, in result [1] int32, which must be 0 before."""
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     token = tile * TOKENS + tl.arange(0, TOKENS)[:, None]
     most = tl.zeros([TOKENS, BLOCK], tl.float32)
@@ -176,11 +176,11 @@ def quantize_kernel(
     FORMAT: tl.constexpr, AXIS: tl.constexpr, RULE: tl.constexpr, TENSOR: tl.constexpr, GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """BLOCK groups of a row, for all formats but fp8. `groups` along the axis; largest, second: for TENSOR alone."""
+    """Program: BLOCK groups of a row, all formats except fp8. `groups`: along the axis; largest, second: for TENSOR."""
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     i = tl.arange(0, GROUP_PAD)[None, :]
     if AXIS == -1:
-        unit = tile * BLOCK + tl.arange(0, BLOCK)                              # groups of one token after another
+        unit = tile * BLOCK + tl.arange(0, BLOCK)                              # groups token by token
         token, first = (unit // groups)[:, None], (unit % groups * GROUP)[:, None]
         held = unit < tokens * groups
         scale_at = row.to(tl.int64) * tokens * groups + unit
@@ -234,7 +234,7 @@ def quantize_fp8_kernel(
     x, codes, scales, rows_b, tokens, channels, groups, x_a, x_b, x_t, x_d,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """A chunk of GROUP tokens with all channels, BLOCK at a time."""
+    """Program: a chunk of GROUP tokens with all channels, BLOCK at a time."""
     row, chunk = tl.program_id(0) // groups, tl.program_id(0) % groups
     i = tl.arange(0, GROUP_PAD)[:, None]
     token = chunk * GROUP + i
@@ -260,7 +260,7 @@ def dequantize_kernel(
     FORMAT: tl.constexpr, AXIS: tl.constexpr, TENSOR: tl.constexpr, GROUP: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """TOKENS tokens (of all rows), BLOCK channels of [rows, T, D]."""
+    """Program: TOKENS tokens (of all rows) and BLOCK channels of [rows, T, D]."""
     blocks = tl.cdiv(channels, BLOCK)
     line = (tl.program_id(0) // blocks).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -285,7 +285,7 @@ def dequantize_kernel(
 
 @triton.jit(do_not_specialize=["size", "width", "count"])
 def pack_kernel(codes, packed, size, width, count, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK of the `count` bytes of rows of `width` bytes, which hold `size` codes each."""
+    """Program: BLOCK of the `count` bytes in rows of `width` bytes, which hold `size` codes each."""
     byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     first = byte % width * (8 // BITS)
     result = tl.zeros([BLOCK], tl.int32)
@@ -298,7 +298,7 @@ def pack_kernel(codes, packed, size, width, count, BITS: tl.constexpr, BLOCK: tl
 
 @triton.jit(do_not_specialize=["size", "width", "count"])
 def unpack_kernel(packed, codes, size, width, count, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK of the `count` codes of rows of `size` codes, which lie in `width` bytes each."""
+    """Program: BLOCK of the `count` codes in rows of `size` codes, which take `width` bytes each."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     within = place % size
     byte = tl.load(packed + place // size * width + within // (8 // BITS), mask=place < count, other=0).to(tl.int32)

@@ -1,12 +1,12 @@
-"""Attention over a paged cache: quantized blocks of up to three formats and the buffer, and how sparse it is.
+"""Attention over a paged cache, quantized blocks of up to three formats and the buffer, and its sparsity.
 
-A (row, KV head) is cut into splits, each with its share of the blocks of every format; a second launch combines them.
-Logits are in base 2 and kept for it: whether a weight is small is known when the row's largest is.
+A (row, KV head) is divided into splits, each with a share of the blocks of every format. A second launch merges them.
+Logits are in base 2 and are stored for that launch, since small weights are defined relative to the row's largest.
 
-Arithmetic of the blocks. Their elements are float16 times 1 / UNIT, exactly (see `_paging_decode.py`). Queries in
-bfloat16 are brought near 2^14 by a power of two per head, and cast to float16; P is cast to float16 times UNIT; both
-products are tensor cores'. fp8's scales, one per token here, are applied to logits and to P, which is then cast to two
-bfloat16 numbers, of which the second is what the first leaves. Queries in float32 take all of this in float32.
+Elements of blocks are float16 times 1 / UNIT, exactly (see `_paging_decode.py`). bfloat16 queries are scaled to near
+2^14 by a power of two per head and cast to float16. P is cast to float16 times UNIT. Both products use tensor cores.
+fp8's scales, here one per token, are applied to the logits and to P, which is then cast to two bfloat16 numbers, the
+second of which is the rounding error of the first. With float32 queries, all of this is in float32.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ._paging_layout import value_slot
 
 @triton.jit
 def _keep(logits, at, logit, live, inside, kept, GROUP_HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Logits of a tile, [ROWS, TILE], into places `at` of their (row, KV head), those of `kept` query heads, all or
-    none; +inf where there is no token."""
+    """Store the logits of a tile, [ROWS, TILE], at places `at` of their (row, KV head), for the first `kept` query
+    heads (all or none); +inf for unoccupied slots."""
     row = tl.arange(0, ROWS)[:, None]
     tl.store(
         logits + at[None, :] * GROUP_HEADS + row, tl.where(live[None, :], logit, float("inf")),
@@ -40,10 +40,10 @@ def _attend_blocks(
     FORMAT: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):
-    """Online softmax over a split's share of the `count` blocks of one format, the `first` of them in order[first].
+    """Online softmax over a split's share of the `count` blocks of one format, listed in `order` from `first` on.
 
-    q [ROWS, D_PAD] times `factor` [ROWS] are the scaled queries times UNIT. Slots without a token are not read: what is
-    there, NaN included, is harmless.
+    q [ROWS, D_PAD] times `factor` [ROWS] are the scaled queries times UNIT. Unoccupied slots are not read, so NaN in
+    them has no effect.
     """
     BLOCKS: tl.constexpr = TILE // BLOCK
     WIDTH: tl.constexpr = (HEAD_DIM + 4 * LANES - 1) // (4 * LANES)
@@ -95,7 +95,7 @@ def _attend_buffer(
     acc, top, weight_sum, q, scale, buffer_key, buffer_value, logits, kept, at, count,
     GROUP_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):
-    """Online softmax over the buffer's `count` tokens, all pointers at the (row, KV head)."""
+    """Online softmax over the buffer's `count` tokens. All pointers are at the (row, KV head)."""
     i, d = tl.arange(0, TOKENS), tl.arange(0, D_PAD)
     live = i < count
     mask = live[:, None] & (d < HEAD_DIM)[None, :]
@@ -109,12 +109,12 @@ def _attend_buffer(
 
 @triton.jit
 def halved(q, AXIS: tl.constexpr, ROWS: tl.constexpr):
-    """Queries, channels along AXIS, as float16 and [ROWS] float32, whose product they are: bfloat16 has its largest
-    below 2^15, and what is 2^-29 of it or less loses bits. float32 and float16 stay as they are."""
+    """Queries, with channels along AXIS, as float16 and factors [ROWS] float32, whose product they are. bfloat16 is
+    scaled to a maximum below 2^15; elements below 2^-29 of it lose bits. float32 and float16 are unchanged."""
     if q.dtype == tl.bfloat16:
         wide = float32(q)
         exponent = tl.max((wide.to(tl.int32, bitcast=True) >> 23) & 255, AXIS)
-        exponent = tl.maximum(exponent, 32)                            # below 2^-95 nothing is left of a logit
+        exponent = tl.maximum(exponent, 32)                            # below 2^-95 logits vanish
         factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
         back = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
         return (wide * tl.expand_dims(factor, AXIS)).to(tl.float16), back
@@ -124,7 +124,7 @@ def halved(q, AXIS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def heads_looked_at(look, b, GROUP_HEADS: tl.constexpr, LOOK: tl.constexpr):
-    """GROUP_HEADS where row b's sparsity is asked for, else 0. Without LOOK every row's is, and `look` is nothing."""
+    """GROUP_HEADS if row b's sparsity is requested, else 0. Without LOOK, every row's is, and `look` is not read."""
     if LOOK:
         return tl.where(tl.load(look + b) != 0, GROUP_HEADS, 0)
     else:
@@ -133,7 +133,7 @@ def heads_looked_at(look, b, GROUP_HEADS: tl.constexpr, LOOK: tl.constexpr):
 
 @triton.jit
 def blocks_by_format(counts, OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr):
-    """How many blocks a row has of each format."""
+    """The numbers of blocks that a row has in each format."""
     t, e, r = tl.load(counts), tl.load(counts + 1), tl.load(counts + 2)
     zero = (t if OF_T == 0 else 0) + (e if OF_E == 0 else 0) + (r if OF_R == 0 else 0)
     one = (t if OF_T == 1 else 0) + (e if OF_E == 1 else 0) + (r if OF_R == 1 else 0)
@@ -152,8 +152,8 @@ def attend_kernel(
     GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, LOOK: tl.constexpr,
 ):
-    """Program (split, flat): a share of the blocks of a (row, KV head), for all its query heads; the last split also
-    has the buffer. Maximum, sum and accumulator of the share go to memory, and logits in the order of the walk."""
+    """Program (split, flat): attends to a share of the blocks of a (row, KV head), for all its query heads. The last
+    split also attends to the buffer. Stores the share's maximum, sum and accumulator, and logits in reading order."""
     split = tl.program_id(0) % splits
     flat = (tl.program_id(0) // splits).to(tl.int64)
     b, h = flat // heads, flat % heads
@@ -211,8 +211,8 @@ def finish_kernel(
     D_PAD: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
     LOOK: tl.constexpr,
 ):
-    """The outputs of a KV head's query heads from their splits; and, of the rows that are looked at, how many tokens
-    have small weights; the last head of a row adds these up. log_threshold: in base 2."""
+    """Merges the outputs of a KV head's query heads. For rows whose sparsity is requested, also counts the tokens with
+    small weights; the last head of a row adds up the counts. log_threshold is in base 2."""
     flat = tl.program_id(0).to(tl.int64)
     b = flat // heads
     g, i, d = tl.arange(0, GROUP_PAD), tl.arange(0, SPLITS), tl.arange(0, D_PAD)
@@ -226,7 +226,7 @@ def finish_kernel(
     tl.store(output + at, round_output(result, output.dtype.element_ty), mask=mask)
 
     if heads_looked_at(look, b, GROUP_HEADS, LOOK) > 0:
-        # The largest weight of head g is 1 / total; a token's counts by its largest. A maximum leaves first: exactly.
+        # The largest weight of head g is 1 / total. A token counts by its largest. Subtracting top first is exact.
         log_total = log2_or_minus_inf(total)
         limit = tl.max(tl.where(real, -log_total, float("-inf")), 0) + log_threshold
         counts += b * 6

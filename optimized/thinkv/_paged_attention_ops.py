@@ -1,4 +1,4 @@
-"""Attention over a paged cache: which kernels, and in how many parts."""
+"""The operation of attention over a paged cache: the choice of the kernel, and the division into parts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ._paged_attention_kernels import attend_kernel, finish_kernel
 from ._paged_fragment_kernels import EIGHT, fragment_kernel
 from ._paging_ops import Layout, layout
 
-#: Programs of one warp that fit a multiprocessor, since each may have so many of its 64 K registers; and how often it
-#: gets so many where there is much to do: once would be the fastest if all rows were equally long.
+#: One-warp programs that fit on a multiprocessor with its 64 K registers, the registers per thread, and how many times
+#: a multiprocessor is filled when there is much work. Once would be fastest if all rows were equally long.
 FRAGMENT_PROGRAMS, FRAGMENT_REGISTERS, FRAGMENT_TURNS = 16, 128, 4
 
 
 def _tile(block: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Slots per tile: whole blocks; of them as many as are 32 KB of float16. In float32, which tensor cores do not
-    multiply exactly, operands are in registers, and tiles must be small."""
+    """Slots per tile: whole blocks, up to 32 KB of float16. Tensor cores do not multiply float32 exactly, so float32
+    operands are in registers, and tiles must be small."""
     wanted = 16 if INTERPRETED or dtype == torch.float32 else min(128, max(16, 16384 // padded_head_dim(head_dim)))
     return max(wanted, triton.next_power_of_2(block))
 
@@ -39,7 +39,7 @@ def _tile(block: int, head_dim: int, dtype: torch.dtype) -> int:
 def _in_fragments(
     plan_of: Layout, dtype: torch.dtype, block: int, group: int, group_heads: int, head_dim: int, key_scales: Tensor
 ) -> bool:
-    """Whether `fragment_kernel` can: for its tensor cores, and where offsets within a row fit into 32 bits."""
+    """Whether `fragment_kernel` applies: its tensor-core shapes fit, and offsets within a row fit into 32 bits."""
     return (
         dtype != torch.float32 and block == EIGHT.value and group_heads <= EIGHT.value and head_dim in (64, 128)
         and group % (head_dim // 8) == 0 and "fp8" not in plan_of.formats
@@ -48,13 +48,13 @@ def _in_fragments(
 
 
 def _fragment_tile(entries: int) -> int:
-    """Slots per tile. In the interpreter some caches are cut into small ones, so that what happens between them is
-    tested."""
+    """Slots per tile. In the interpreter, some caches are cut into small tiles, so that tests cover what happens
+    between tiles."""
     return 16 if INTERPRETED and entries // 3 % 2 else 32
 
 
 def _splits(rows: int, tiles: int, device: torch.device) -> int:
-    """How many programs share a (row, KV head): see `launch.split_slots`, of which this is the rule."""
+    """The number of programs that share a (row, KV head), by the rule of `launch.split_slots`."""
     if INTERPRETED:
         wanted = 2
     elif rows >= RESIDENT // 2 * multiprocessors(device):
@@ -65,8 +65,8 @@ def _splits(rows: int, tiles: int, device: torch.device) -> int:
 
 
 def _fragment_splits(rows: int, tiles: int, device: torch.device) -> int:
-    """As `_splits`, for programs of one warp; rounded down, as a turn that is nearly empty takes as long as a full one.
-    The buffer's program is one more."""
+    """As `_splits`, for one-warp programs. Rounded down, since a nearly empty wave takes as long as a full one. The
+    buffer's program comes in addition."""
     if INTERPRETED:
         wanted = 2
     else:
@@ -81,8 +81,8 @@ def attend(
     slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, arrivals: Tensor,
     look: Tensor | None, formats: str, block: int, scale: float, threshold: float,
 ) -> tuple[Tensor, Tensor]:
-    """See `decode_attention`. arrivals [B] int32, 0 between calls; look [B] bool or None. Returns output and
-    sparsity."""
+    """See `decode_attention`. arrivals [B] int32, 0 between calls; look [B] bool or None. Returns output and sparsity.
+    """
     batch, query_heads, head_dim = query.shape
     _, heads, group, _ = buffer_key.shape
     slots, entries = slot_groups.shape[1], physical.shape[1]
@@ -90,9 +90,9 @@ def attend(
     flats, group_heads = batch * heads, query_heads // heads
     in_fragments = _in_fragments(plan_of, query.dtype, block, group, group_heads, head_dim, key_scales)
     tile = _fragment_tile(entries) if in_fragments else _tile(block, head_dim, query.dtype)
-    # A third of the entries is what one thought type alone may come to, which is the most that lives at a time.
+    # One thought type has at most a third of the entries, and no more blocks are live at a time.
     tiles = triton.cdiv(entries // 3, tile // block)
-    # Fragments have the buffer as a part by itself.
+    # In fragment_kernel, the buffer is a part of its own.
     parts = (
         _fragment_splits(flats, tiles, query.device) + 1 if in_fragments else _splits(flats, tiles, query.device)
     )

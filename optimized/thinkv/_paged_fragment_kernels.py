@@ -1,15 +1,14 @@
-"""Attention over a paged cache where all of a row's formats are read as fragments: the numbers that each lane of a warp
-holds of a tensor core's operands. Blocks of 8 slots, up to 8 query heads per KV head, float16 or bfloat16.
+"""Attention over a paged cache that reads all formats as fragments, the elements of a tensor core's operands that each
+lane of a warp holds. For blocks of 8 slots, up to 8 query heads per KV head, and float16 or bfloat16.
 
-A program is one warp, so that no number passes from lane to lane but those of S and P, and many programs share a
-multiprocessor, each waiting for its own loads. Products are turned round, S^T = K q^T and O^T += V^T P^T, since what
-there is plenty of, tokens and channels, must be the side of 16, and query heads that of 8. Words are taken apart as
-`_paging_decode.py` does; two float16 products are one instruction. Arithmetic is that of
-`_paged_attention_kernels.py`.
+A program is one warp, so only elements of S and P pass between lanes, and many programs share a multiprocessor, each
+waiting for its own loads. The products are transposed, S^T = K q^T and O^T += V^T P^T, since the large dimensions,
+tokens and channels, must be the side of 16, and query heads the side of 8. Words are decoded as in `_paging_decode.py`;
+one instruction computes two float16 products. The arithmetic is that of `_paged_attention_kernels.py`.
 
-Sums over channels and tokens may take these in any order, if both operands take the same. Words as they lie in memory
-(see `_paging_layout.py`) are fragments where channel `_channel_of_key(k)` is taken k-th; tokens come by pairs of
-blocks, then pairs of slots, blocks of the pair, slots of the pair; row m of O^T is channel `_channel_of_value(m)`.
+Sums over channels and tokens can run in any order, if both operands use the same. Words in memory (see
+`_paging_layout.py`) are fragments if the k-th channel is `_channel_of_key(k)`. Tokens are ordered by pair of blocks,
+then pair of slots, block of the pair, slot of the pair. Row m of O^T is channel `_channel_of_value(m)`.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from ._paged_attention_kernels import blocks_by_format, halved, heads_looked_at
 from ._paging_decode import high, low, pair
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
-#: Slots of a block, and query heads' side of a product.
+#: Slots of a block, and the side of query heads in a product.
 EIGHT = tl.constexpr(8)
 _SCALES = tl.constexpr(0x7F807F80)
 
 
 @triton.jit
 def _times(a, b):
-    """Products of two float16 each."""
+    """Element-wise products of pairs of float16."""
     if _INTERPRETED:
         lower = (low(a) * low(b)).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         upper = (high(a) * high(b)).to(tl.int16, bitcast=True).to(tl.int32) << 16
@@ -55,21 +54,21 @@ def _channel_of_value(m, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _four(a, b, c, d):
-    """Words' pairs J = 2 j + i and halves h: [..., i, j, h] float16."""
+    """The elements of pairs J = 2 j + i and halves h of words: [..., i, j, h] float16."""
     y = tl.join(tl.join(a, b), tl.join(c, d))
     return tl.join(low(y), high(y))
 
 
 @triton.jit
 def _eight(a, b, c, d, e, f, g, h):
-    """As `_four`, of J = 4 l + 2 j + i: [..., i, j, l, h]."""
+    """As `_four`, with J = 4 l + 2 j + i: [..., i, j, l, h]."""
     y = tl.join(tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h)))
     return tl.join(low(y), high(y))
 
 
 @triton.jit
 def _keys(word, w, x, y, z, FORMAT: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, TILE: tl.constexpr):
-    """K [TILE, D] float16 from words [TILE, 4 * RUN] and their scales, of LANES words each: w, x, and y, z."""
+    """K [TILE, D] float16 from words [TILE, 4 * RUN] and their LANES words of scales: w, x and, if 4, y, z."""
     s0, s1, s2, s3 = (w << 7) & _SCALES, (w >> 1) & _SCALES, (x << 7) & _SCALES, (x >> 1) & _SCALES
     a, b, c, d = pair(word, 0, FORMAT), pair(word, 1, FORMAT), pair(word, 2, FORMAT), pair(word, 3, FORMAT)
     a, b, c, d = _times(a, s0), _times(b, s1), _times(c, s2), _times(d, s3)
@@ -88,7 +87,7 @@ def _keys(word, w, x, y, z, FORMAT: tl.constexpr, LANES: tl.constexpr, RUN: tl.c
 
 @triton.jit
 def _values(word, two, FORMAT: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, BLOCKS: tl.constexpr):
-    """V^T [D, TILE] float16 from words [BLOCKS, 32 * RUN] and the scales of their halves, `two` bytes [BLOCKS, 32]."""
+    """V^T [D, TILE] float16 from words [BLOCKS, 32 * RUN] and their halves' scales, `two` bytes [BLOCKS, 32] each."""
     s = ((two << 7) & 0x7F80) | ((two << 15) & 0x7F800000)
     s = tl.reshape(tl.broadcast_to(s[:, :, None], (BLOCKS, 32, RUN)), (BLOCKS, 32 * RUN))
     a, b, c, d = pair(word, 0, FORMAT), pair(word, 1, FORMAT), pair(word, 2, FORMAT), pair(word, 3, FORMAT)
@@ -106,7 +105,7 @@ def _values(word, two, FORMAT: tl.constexpr, LANES: tl.constexpr, RUN: tl.conste
 
 @triton.jit
 def _weights(top, weight_sum, logit, TOKENS: tl.constexpr):
-    """A tile [TOKENS, 8] of an online softmax: see `_paged_attention_kernels`. weight_sum [8, 8]: of tokens, heads."""
+    """One tile [TOKENS, 8] of an online softmax, see `softmax.weigh_tile`. weight_sum [8, 8]: tokens, heads."""
     new_top, shift, rescale = raise_maximum(top, tl.max(logit, 0))
     p = tl.exp2(logit - shift[None, :])
     sums = tl.sum(tl.reshape(p, (TOKENS // EIGHT, EIGHT, EIGHT)), 0)
@@ -115,7 +114,7 @@ def _weights(top, weight_sum, logit, TOKENS: tl.constexpr):
 
 @triton.jit
 def _indices(order, physical, slot_groups, tile, count, BLOCKS: tl.constexpr):
-    """Of a tile: physical blocks [BLOCKS], which are held whatever the tile; scale groups of slots, -1 for none."""
+    """A tile's physical blocks [BLOCKS], clamped to the list, and the scale groups of its slots, -1 for none."""
     i, block = tl.arange(0, BLOCKS * EIGHT), tl.arange(0, BLOCKS)
     rank = i // EIGHT + tile * BLOCKS
     entry = tl.load(order + rank, mask=rank < count, other=0)
@@ -131,8 +130,8 @@ def _attend_fragments(
     FORMAT: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
 ):
-    """As `_paged_attention_kernels._attend_blocks`: q [D, 8], acc [D, 8]. Of a slot without a token the logit is
-    dropped; its values, which are finite, are multiplied by 0. Where blocks are is looked up a tile ahead."""
+    """As `_paged_attention_kernels._attend_blocks`: q [D, 8], acc [D, 8]. Logits of unoccupied slots are masked, and
+    their values, which are finite, are multiplied by 0. Indices of blocks are loaded one tile ahead."""
     BLOCKS: tl.constexpr = TILE // EIGHT
     RUN: tl.constexpr = HEAD_DIM // (16 * LANES)
     RECORD: tl.constexpr = EIGHT * 8 * RUN + (EIGHT * ((HEAD_DIM + GROUP - 1) // GROUP) + 3) // 4
@@ -213,9 +212,9 @@ def fragment_kernel(
     GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
     LOOK: tl.constexpr,
 ):
-    """As `_paged_attention_kernels.attend_kernel`, of which it takes the place; but the buffer is a part by itself, the
-    last one: were it added to another's, its registers would be taken from that one's tiles. Programs that have one
-    come after all others: between them, short as they are, they would leave multiprocessors unevenly filled."""
+    """Replaces `_paged_attention_kernels.attend_kernel`, except that the buffer is a part of its own, the last one. In
+    another part, it would take registers from the tiles. Programs for buffers come last: they are short, and between
+    the others they would leave multiprocessors unevenly filled."""
     splits = parts - 1
     whole = tl.num_programs(0) // parts * splits
     buffers = tl.program_id(0) >= whole

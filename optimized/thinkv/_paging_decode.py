@@ -1,10 +1,9 @@
-"""Elements of quantized blocks in registers, as float16, whatever the type of the queries; see `_paging_layout.py` for
-where they lie.
+"""Elements of quantized blocks as float16 in registers, for any query dtype. `_paging_layout.py` describes the layout.
 
-A code times its E4M3 scale has at most 7 bits and is a multiple of 2^-10: with a power of two it is exact in float16.
-So a code's bits go where float16 has its exponent and mantissa, which gives it times 2^-14 (2^-17 for int4), a scale's
-byte likewise, times 2^7, and one float16 product gives the element, times 1 / UNIT. Two codes are taken out of a word
-at once. fp8's codes come without their scale, times 2^-8.
+A code times its E4M3 scale has at most 7 bits and is a multiple of 2^-10, so a power of two makes it exact in float16.
+A code's bits are moved to float16's exponent and mantissa, which gives the code times 2^-14 (2^-17 for int4). A scale's
+byte is moved likewise and gives the scale times 2^7. One float16 product of the two is the element times 1 / UNIT. Two
+codes are extracted from a word at once. fp8's codes are returned without their scale, times 2^-8.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import triton.language as tl
 
 from ._paging_layout import scale_word, value_unit
 
-#: Of both halves of a word: the sign of a float16; with it E2M1's bits, or that of 2^-14.
+#: Masks for both halves of a word: the sign bit of a float16; the sign and E2M1's bits; the sign and the bit of 2^-14.
 _SIGNS, _E2M1, _ONE = (tl.constexpr(bits - 2**32) for bits in (0x80008000, 0x8E008E00, 0x84008400))
 
 
@@ -28,10 +27,10 @@ def _shifted(word, LEFT: tl.constexpr):
 
 @triton.jit
 def pair(word, J: tl.constexpr, FORMAT: tl.constexpr):
-    """The J-th codes of the halves of words, as the two float16 of an int32: times 2^-14, of int4 2^-17, of fp8 2^-8.
+    """The J-th codes of the halves of words, as the two float16 of an int32: times 2^-14, for int4 2^-17, for fp8 2^-8.
 
-    `_paging_layout.fields` says where they are. Those that need not be taken apart have sign and magnitude as far from
-    each other as float16 has.
+    `_paging_layout.fields` gives their bit positions. Codes that need only one shift have sign and magnitude as far
+    apart as float16 has.
     """
     if FORMAT == "fp8":
         return (_shifted(word, 8 - 8 * J) & _SIGNS) | (_shifted(word, 7 - 8 * J) & 0x3F803F80)
@@ -76,7 +75,7 @@ def high(two):
 
 @triton.jit
 def _four(first, second):
-    """Of words with two pairs each: their elements in order. Compiled, registers get other names."""
+    """The elements of words with two pairs each, in order. Compiled, this only renames registers."""
     return tl.interleave(tl.interleave(low(first), low(second)), tl.interleave(high(first), high(second)))
 
 
@@ -90,7 +89,7 @@ def _eight(a, b, c, d):
 
 @triton.jit
 def _quarters(a, b, c, d, e, f, g, h):
-    """[..., n] eight times, interleaved: [..., 8 n]."""
+    """Interleave eight tensors [..., n]: [..., 8 n]."""
     return tl.interleave(
         tl.interleave(tl.interleave(a, e), tl.interleave(c, g)), tl.interleave(tl.interleave(b, f), tl.interleave(d, h))
     )
@@ -106,7 +105,7 @@ def _sixteen(a, b, c, d, e, f, g, h):
 
 @triton.jit
 def codes(at, live, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, FORMAT: tl.constexpr, LANES: tl.constexpr):
-    """The codes of tokens whose words begin at `at` [TILE], as `pair` gives them: [TILE, D_PAD] float16."""
+    """The codes of tokens whose words begin at `at` [TILE], as returned by `pair`: [TILE, D_PAD] float16."""
     n = tl.arange(0, WIDTH_PAD)
     mask = live[:, None]
     if WIDTH != WIDTH_PAD:
@@ -146,7 +145,7 @@ def _halves(at, mask, FORMAT: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def key_scales(at, live, LANES: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr):
-    """Scales of channels from `at` [TILE] on: [TILE, D_PAD] float16, times 2^7."""
+    """The scales of the channels, stored from `at` [TILE] on: [TILE, D_PAD] float16, times 2^7."""
     m = tl.arange(0, D_PAD // 4)
     mask = live[:, None] & (m * 4 < HEAD_DIM)[None, :]
     word = tl.load(at[:, None] + scale_word(m, LANES, HEAD_DIM)[None, :], mask=mask, other=0)
@@ -155,7 +154,7 @@ def key_scales(at, live, LANES: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.
 
 @triton.jit
 def _factor(byte):
-    """Scales, float16: times 2^7, at most 57,344."""
+    """Scales as float16, times 2^7, at most 57,344."""
     return low(byte.to(tl.int32) << 7)
 
 
@@ -164,14 +163,14 @@ def values(
     halves, scales_at, live, FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
 ):
-    """Values [TILE, D_PAD] float16, times 1 / UNIT, of tokens whose codes are at halves and scales at scales_at
-    [TILE]."""
+    """Values [TILE, D_PAD] float16, times 1 / UNIT, of tokens whose codes are at halves and scales at scales_at [TILE].
+    """
     u = tl.arange(0, D_PAD // (2 * LANES))
     mask = live[:, None] & (u * (2 * LANES) < HEAD_DIM)[None, :]
     numbers = _halves(halves[:, None] + value_unit(u, LANES, BLOCK, HEAD_DIM)[None, :], mask, FORMAT, LANES)
     if FORMAT == "fp8":
         return numbers
-    elif GROUP % (2 * LANES) == 0:                                     # a unit's codes share a scale
+    elif GROUP % (2 * LANES) == 0:                                     # all codes of a unit share a scale
         byte = tl.load(scales_at[:, None] + (u * (2 * LANES) // GROUP * BLOCK)[None, :], mask=mask, other=0)
         scale = _factor(byte)
         scale = tl.interleave(scale, scale)

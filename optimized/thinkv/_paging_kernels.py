@@ -1,12 +1,12 @@
-"""Kernels that keep the books of a paged cache: tokens come, are flushed into slots, and are evicted.
+"""Kernels that update the tables of a paged cache: tokens are appended, flushed into slots, and evicted.
 
-A row of the batch is one program, or one per KV head where keys and values are touched; nothing passes between rows.
-Thought types (0 T, 1 E, 2 R) are stored in up to three formats, numbered in the order of the types: OF_T, OF_E, OF_R
-give a type's number. `used` flags a row's physical blocks, those of a format from its first one on.
+A row of the batch is one program, or one per KV head for keys and values. Rows are independent. Thought types (0 T, 1
+E, 2 R) are stored in up to three formats, numbered in the order of the types: OF_T, OF_E, OF_R are the types' numbers.
+`used` flags a row's physical blocks, those of each format from its first one on.
 
-counts [B, 6]: of each thought type the entries of the block table, then the live tokens. plan [B, 3 + group + 2 new]:
-what a flush decided: how many tokens, the number of the format, the scale group; the slot of each token; the entries
-and the physical blocks that are new.
+counts [B, 6]: the entries of the block table for each thought type, then the live tokens of each. plan [B, 3 + group +
+2 new]: the decisions of a flush, namely the number of tokens, the number of the format, and the scale group; the slot
+of each token; the new entries; the new physical blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 
 @triton.jit
 def pick(number, OF_T, OF_E, OF_R):
-    """What belongs to a thought type."""
+    """The argument for a thought type."""
     return tl.where(number == 0, OF_T, tl.where(number == 1, OF_E, OF_R))
 
 
@@ -29,7 +29,7 @@ def append_kernel(
     heads, slots, table_slots, key_b, key_h, key_d, value_b, value_h, value_d, new_b,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, HEADS: tl.constexpr,
 ):
-    """A row's token, if it has one, into the next place of the buffer; a full buffer stays as it is."""
+    """Append a row's token, if it has one, to the buffer. A full buffer stays unchanged and sets `overflow`."""
     b = tl.program_id(0).to(tl.int64)
     position = tl.load(new_positions + b * new_b)
     count = tl.load(buffered + b)
@@ -44,21 +44,22 @@ def append_kernel(
                 v = tl.load(value + b * value_b + h * value_h + d * value_d, mask=mask)
                 tl.store(buffer_key + at, k, mask=mask)
                 tl.store(buffer_value + at, v, mask=mask)
-            tl.debug_barrier()                                         # all threads know where before it changes
+            tl.debug_barrier()                                         # all threads have read count
             tl.store(positions + b * slots + table_slots + count, position)
             tl.store(buffered + b, count + 1)
         else:
             tl.store(overflow + b, 1)
 
 
-# Where tokens go -----------------------------------------------------------------------------------------------------
+# Flush ---------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _holes(
     block_thoughts, slot_groups, slot, kind, count, there, table_slots, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Up to `count` free slots in the blocks of a thought type that has `there`, the lowest first; returns how many."""
+    """List the lowest free slots, at most `count`, in the blocks of a thought type, which have `there` free slots.
+    Returns how many were found."""
     found = 0
     start = 0
     wanted = tl.minimum(count, there)
@@ -75,7 +76,7 @@ def _holes(
 
 @triton.jit
 def _free(flags, FREE: tl.constexpr, result, count, total, CHUNK: tl.constexpr):
-    """The lowest `count` of `total` places whose flag is FREE; returns how many there are, at most `count`."""
+    """List the lowest `count` of `total` places whose flag is FREE. Returns how many were found, at most `count`."""
     found = 0
     start = 0
     while (found < count) & (start < total):
@@ -91,7 +92,7 @@ def _free(flags, FREE: tl.constexpr, result, count, total, CHUNK: tl.constexpr):
 
 @triton.jit
 def _free_group(tokens, total, CHUNK: tl.constexpr):
-    """The lowest scale group without tokens; `total` if there is none."""
+    """The lowest scale group without tokens, or `total` if there is none."""
     best = total
     start = 0
     while (best == total) & (start < total):
@@ -107,7 +108,7 @@ def _put_in_order(
     order, block_thoughts, counts, entries, OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The entries in use, format by format, ascending in each. All pointers are at the row."""
+    """List the entries in use, format by format, ascending in each. All pointers are at the row."""
     tl.debug_barrier()
     t, e, r = tl.load(counts), tl.load(counts + 1), tl.load(counts + 2)
     second = tl.where(OF_T == 0, t, 0) + tl.where(OF_E == 0, e, 0) + tl.where(OF_R == 0, r, 0)
@@ -137,8 +138,9 @@ def assign_kernel(
     OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     NEW: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """A row's flush, if it is asked for: slots, blocks and a scale group for the tokens in its buffer, which is empty
-    then; or, where there is no room, nothing but the flag. first, room: a type's physical blocks in `used`."""
+    """A row's flush, if requested: assigns slots, blocks and a scale group to the tokens of its buffer and empties it.
+    If there is no room, only sets `overflow`. first, room: a type's first physical block in `used`, and their number.
+    """
     b = tl.program_id(0).to(tl.int64)
     plan += b * (3 + GROUP + 2 * NEW)
     tl.store(plan, 0)
@@ -173,7 +175,7 @@ def assign_kernel(
         start_at = starts + b * segment_count + tl.where(valid, number, 0)
         begun = tl.load(start_at) >= 0
         if valid & (opened == needed) & (given == needed) & (group < groups):
-            tl.debug_barrier()                                         # all is read before anything is written
+            tl.debug_barrier()                                         # all reads come before the writes
             j = tl.arange(0, BLOCKS)
             new = tl.load(entry + j, mask=j < needed, other=0)
             taken = tl.load(entry + NEW + j, mask=j < needed, other=0)
@@ -203,7 +205,7 @@ def assign_kernel(
             tl.store(overflow + b, 1)
 
 
-# Who leaves ----------------------------------------------------------------------------------------------------------
+# Eviction ------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["slots", "entries", "groups"])
@@ -213,7 +215,7 @@ def evict_kernel(
     OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
     ENTRIES: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """A row's evictions: marked tokens leave, blocks that are left without any are free."""
+    """A row's evictions: removes marked tokens and frees the blocks that become empty."""
     b = tl.program_id(0).to(tl.int64)
     block_thoughts += b * entries
     physical += b * entries
@@ -236,7 +238,7 @@ def evict_kernel(
             kind = tl.load(block_thoughts + e, mask=e < entries, other=-1)
             empty = (kind >= 0) & (tl.max(stays.to(tl.int32), 1) == 0)
             block = tl.load(physical + e, mask=empty, other=0)
-            tl.debug_barrier()                                         # all is read before anything is written
+            tl.debug_barrier()                                         # all reads come before the writes
             tl.store(positions + s, tl.full([ENTRIES, BLOCK_PAD], -1, tl.int64), mask=gone)
             tl.store(segments + s, tl.full([ENTRIES, BLOCK_PAD], -1, tl.int64), mask=gone)
             tl.store(slot_groups + s, tl.full([ENTRIES, BLOCK_PAD], -1, tl.int32), mask=gone)

@@ -1,18 +1,18 @@
-"""Where a paged cache's pool has what, and what is read from there element by element. Attention has quicker ways:
-`_paging_decode.py`, `_paged_fragment_kernels.py`.
+"""The memory layout of a paged cache's pool, and element-wise reads. `_paging_decode.py` and
+`_paged_fragment_kernels.py` have faster reads for attention.
 
-All blocks of all rows lie in one pool, row by row, in a row format by format. A block is cut by KV head into records of
-whole words of 4 bytes: the keys' codes of its slots, slot by slot; the values' codes, whose order `value_slot` and
-`value_unit` give; then, but for fp8, the values' scales, a byte each, those of a group of channels side by side. A
-group's scales of keys are a byte per channel, in words too (see `scale_word`).
+All blocks of all rows are in one pool, ordered by row, then by format. A block has one record per KV head, of whole
+words of 4 bytes: the codes of its slots' keys, slot by slot; the codes of the values, in the order that `value_slot`
+and `value_unit` define; and, except for fp8, the scales of the values, one byte each, with those of one group of
+channels next to each other. The key scales of a scale group take a byte per channel, also in words (see `scale_word`).
 
-Order is that in which the operands of a tensor core's product are held by the lanes of a warp: for D = 128, nvfp4 and
-blocks of 8, what a lane needs of four tokens' keys is 16 bytes of each token, and of a block's values 16 bytes. Keys
-multiply along channels: two in a register are neighbours in a word's halves. Values multiply along tokens: there a
-word's halves are the same channels of two slots.
+The order is that in which the lanes of a warp hold the operands of a tensor core's product. For D = 128, nvfp4 and
+blocks of 8, a lane needs 16 bytes of each token for four tokens' keys, and 16 bytes for a block's values. Products with
+keys run along channels: the two channels in a register are neighbours, in the halves of a word. Products with values
+run along tokens: the halves of a word hold the same channels of two slots.
 
-A scale's byte is bits 14 to 7 of the float16 of 2^7 times it: 5 bits of exponent and E4M3's 3 bits, so that all scales
-are normal numbers, and one shift makes a factor of them.
+A scale's byte is bits 14 to 7 of the float16 of 2^7 times the scale: 5 bits of exponent and E4M3's 3 mantissa bits. So
+all scales are normal numbers, and one shift turns a byte into a factor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DOWN, _UP = tl.constexpr(2.0**-105), tl.constexpr(2.0**105)
 
 @triton.jit
 def scale_to_byte(scale):
-    """The byte, int32, of a scale that is an E4M3 number, 0 or more: exactly, bits of a float32 2^-105 times it."""
+    """The byte, int32, of an E4M3 scale >= 0: exact, from the bits of a float32 that is 2^-105 times the scale."""
     return (scale * _DOWN).to(tl.int32, bitcast=True) >> 20
 
 
@@ -36,15 +36,15 @@ def scale_of_byte(byte):
 
 @triton.jit
 def record_at(b, physical, h, row_words, base, heads, RECORD: tl.constexpr):
-    """The word at which the record of a KV head in a physical block of a format begins; `base`: the format's first."""
+    """The first word of a KV head's record in a physical block of a format, whose first word is `base`."""
     return b * row_words + base + (physical.to(tl.int64) * heads + h) * RECORD
 
 
 @triton.jit
 def fields(j, LANES: tl.constexpr):
-    """Where half a word has its j-th code, of 2 * LANES: the lowest bit of its magnitude, and the bit of its sign.
+    """The bit positions of the j-th of 2 * LANES codes in half a word: the lowest bit of its magnitude, and its sign.
 
-    That is up to what is quick to take apart, see `_paging_decode.pair`.
+    They are chosen for fast decoding, see `_paging_decode.pair`.
     """
     if LANES == 1:
         return 8 * j, 8 * j + 7
@@ -60,18 +60,18 @@ def fields(j, LANES: tl.constexpr):
 
 @triton.jit
 def key_fields(d, LANES: tl.constexpr):
-    """Where channel d of a key is in its word, d // (4 * LANES): every other channel is in the upper half, at the same
-    place as the one before it in the lower half."""
+    """The bit positions of channel d of a key in its word, d // (4 * LANES). Every other channel is in the upper half,
+    at the position of the channel before it in the lower half."""
     magnitude_at, sign_at = fields(d % (4 * LANES) // 2, LANES)
     return d % 2 * 16 + magnitude_at, d % 2 * 16 + sign_at
 
 
 @triton.jit
 def value_slot(place, LANES: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Values' codes lie in halves of words, a unit of 2 * LANES channels each. The half with unit u of the slot `place`
-    is value_slot(place) + value_unit(u).
+    """The codes of values are in half words, units of 2 * LANES channels each. Unit u of the slot `place` is the half
+    word value_slot(place) + value_unit(u).
 
-    Where they can be, units are in eight runs: run by run, pair of slots by pair of slots, unit by unit, slot by slot.
+    If possible, there are eight runs of units, ordered by run, then pair of slots, unit, and slot.
     """
     RUN: tl.constexpr = HEAD_DIM // (16 * LANES) if HEAD_DIM % (16 * LANES) == 0 else 1
     STEP: tl.constexpr = 2 - BLOCK % 2
@@ -88,8 +88,8 @@ def value_unit(u, LANES: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constex
 
 @triton.jit
 def scale_word(m, LANES: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Which word of a group's scales of keys has those of channels 4 m to 4 m + 3: first come the scales of the first
-    four channels of each word of codes, then those of the second four, and so on."""
+    """The word of a group's key scales that has channels 4 m to 4 m + 3. The scales of the first four channels of each
+    word of codes come first, then those of the second four, and so on."""
     WORDS: tl.constexpr = (HEAD_DIM + 3) // 4
     part = m % LANES
     return part * (WORDS // LANES) + tl.minimum(part, WORDS % LANES) + m // LANES
@@ -97,7 +97,7 @@ def scale_word(m, LANES: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def scale_at(d, LANES: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Which byte of a group's scales of keys is channel d's; of a word's four channels the order is 0, 2, 1, 3."""
+    """The byte of a group's key scales that belongs to channel d. The order of a word's channels is 0, 2, 1, 3."""
     return scale_word(d // 4, LANES, HEAD_DIM) * 4 + d % 2 * 2 + d % 4 // 2
 
 
@@ -114,8 +114,8 @@ def keys_at(
 ):
     """Codes and scales of the channels d of keys, [tokens, d], int32 and float32, 0 where masked.
 
-    The tokens, all of one format, lie at `place` in physical blocks `physical`, with scales `group`; holds [tokens]
-    says which there are. key_scales as bytes.
+    The tokens, all of one format, are at `place` in physical blocks `physical`, with scales `group`; holds [tokens]:
+    which of them exist. key_scales is addressed in bytes.
     """
     WIDTH: tl.constexpr = (HEAD_DIM + 4 * LANES - 1) // (4 * LANES)
     PER_TOKEN: tl.constexpr = 0 if FORMAT == "fp8" else (HEAD_DIM + GROUP - 1) // GROUP
@@ -138,7 +138,7 @@ def values_at(
     words, pool, chunk_scales, physical, group, place, holds, d, b, h, heads, groups, row_words, base,
     FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):
-    """As `keys_at`, of values; pool: the words as bytes."""
+    """As `keys_at`, for values. pool: the words, addressed in bytes."""
     WIDTH: tl.constexpr = (HEAD_DIM + 4 * LANES - 1) // (4 * LANES)
     PER_TOKEN: tl.constexpr = 0 if FORMAT == "fp8" else (HEAD_DIM + GROUP - 1) // GROUP
     RECORD: tl.constexpr = BLOCK * 2 * WIDTH + (BLOCK * PER_TOKEN + 3) // 4

@@ -1,4 +1,4 @@
-"""The operations of a paged cache on its buffers; see `_paging_layout.py` for what lies where."""
+"""The operations of a paged cache on its buffers. `_paging_layout.py` describes the memory layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._paging_store_kernels import store_kernel
 
 #: Codes per byte.
 LANES = {"fp8": 1, "nvfp4": 2, "int4": 2, "ternary": 4, "int2": 4}
-#: What the elements of a format are brought into float16's range by; see `_paging_decode.py`.
+#: Factors that bring the elements of each format into float16's range; see `_paging_decode.py`.
 UNITS = {"fp8": 2.0**8, "nvfp4": 2.0**7, "ternary": 2.0**7, "int2": 2.0**7, "int4": 2.0**10}
 LINE, WORD = 128, 4  # bytes
 LARGEST_SCALE = 0xF6  # 448
@@ -27,7 +27,7 @@ TYPES = "TER"  # in the order of the numbers of thought types
 class Tables(NamedTuple):
     """By slot [B, S]: positions, segments int64, evicted bool, slot_groups int32. By entry [B, NB]: block_thoughts,
     physical int64, order int32; used uint8, by physical block. group_tokens [B, scale groups] int32; starts [B,
-    segments] int64. By row: counts [B, 6] int32, buffered [B] int64, overflow [B] bool. -1 stands for nothing."""
+    segments] int64. By row: counts [B, 6] int32, buffered [B] int64, overflow [B] bool. -1 means none."""
 
     positions: Tensor
     segments: Tensor
@@ -46,7 +46,7 @@ class Tables(NamedTuple):
 
 class Storage(NamedTuple):
     """pool [B, words] int32; key_scales [B, scale groups, Hkv, D / 4] int32; chunk_scales [B, scale groups, Hkv, 2]
-    float32, of keys and values, for fp8; buffer_key, buffer_value [B, Hkv, group, D]."""
+    float32, for keys and values, fp8 only; buffer_key, buffer_value [B, Hkv, group, D]."""
 
     pool: Tensor
     key_scales: Tensor
@@ -57,8 +57,8 @@ class Storage(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the formats of a row lie. formats: the distinct ones; number: of each thought type's; by thought type: the
-    first of its physical blocks in `used`, and how many there are; base: of each format in the row's words."""
+    """The layout of a row. formats: the distinct ones; number: the format of each thought type; first, room: for each
+    thought type, its first physical block in `used` and their number; base: each format's first word in the row."""
 
     formats: tuple[str, ...]
     number: tuple[int, ...]
@@ -73,7 +73,7 @@ class Layout:
 
     @property
     def constants(self) -> dict[str, object]:
-        """The formats, for kernels."""
+        """The formats, as constants of kernels."""
         padded = (*self.formats, "", "")[:3]
         return {
             **self.types,
@@ -88,7 +88,7 @@ class Layout:
 
 @lru_cache
 def layout(formats: str, block: int, group: int, heads: int, head_dim: int, entries: int) -> Layout:
-    """formats: of the types T, E and R, with spaces between; entries: NB, a third of which each type may hold."""
+    """formats: of the types T, E and R, separated by spaces; entries: NB, of which each type can have a third."""
     of_type = formats.split()
     distinct = tuple(dict.fromkeys(of_type))
     number = tuple(distinct.index(fmt) for fmt in of_type)
@@ -106,15 +106,15 @@ def layout(formats: str, block: int, group: int, heads: int, head_dim: int, entr
 
 
 def record_bytes(fmt: str, block: int, group: int, head_dim: int) -> int:
-    """What one KV head of one block takes: per slot the codes of key and value, each in whole words, and but for fp8 a
-    byte per scale of the value; the whole in words."""
+    """Bytes of a record, one KV head of one block: for each slot the codes of key and value, each in whole words, and,
+    except for fp8, one byte per scale of the value; rounded up to words."""
     codes = WORD * triton.cdiv(head_dim, WORD * LANES[fmt])
     scales = 0 if fmt == "fp8" else triton.cdiv(head_dim, group)
     return 2 * block * codes + triton.cdiv(block * scales, WORD) * WORD
 
 
 class Places(NamedTuple):
-    """Of a record, by slot: the bytes [block, ...] with codes of the key and of the value, and with scales of the
+    """The bytes of a record by slot, [block, ...]: those with codes of the key, codes of the value, and scales of the
     value."""
 
     keys: Tensor
@@ -123,7 +123,7 @@ class Places(NamedTuple):
 
 
 def record_places(fmt: str, block: int, group: int, head_dim: int) -> Places:
-    """Where in a record what is: `_paging_layout.py` in numbers, for who looks into a pool from outside."""
+    """The byte offsets in a record: `_paging_layout.py` in numbers, for code that inspects a pool."""
     lanes, slot = LANES[fmt], torch.arange(block)[:, None]
     words, units = triton.cdiv(head_dim, WORD * lanes), triton.cdiv(head_dim, 2 * lanes)
     run = head_dim // (16 * lanes) if head_dim % (16 * lanes) == 0 else 1
@@ -138,18 +138,18 @@ def record_places(fmt: str, block: int, group: int, head_dim: int) -> Places:
 
 
 def scale_bytes(head_dim: int) -> int:
-    """What the scales of one KV head's keys take, in whole words."""
+    """Bytes of the scales of one KV head's keys, in whole words."""
     return triton.cdiv(head_dim, WORD) * WORD
 
 
 def _new_blocks(group: int, block: int) -> int:
-    """How many blocks one flush may open."""
+    """The largest number of blocks that a flush may open."""
     return triton.cdiv(group, block)
 
 
 def _chunk(total: int) -> int:
-    """Entries or slots at a time. In the interpreter tables are cut into several chunks, so that what happens between
-    them is tested."""
+    """Entries or slots per iteration. In the interpreter, tables have several chunks, so that tests cover what happens
+    between them."""
     return 32 if INTERPRETED else min(1024, max(128, triton.next_power_of_2(total)))
 
 
@@ -241,7 +241,7 @@ def evict(
     tokens: Tensor, positions: Tensor, segments: Tensor, evicted: Tensor, slot_groups: Tensor, block_thoughts: Tensor,
     physical: Tensor, order: Tensor, used: Tensor, group_tokens: Tensor, counts: Tensor, formats: str, block: int,
 ) -> None:
-    """See `PagedCache.evict`. Formats count here by how many there are, not by what they are."""
+    """See `PagedCache.evict`. Only the number of each type's format matters here."""
     batch, slots = positions.shape
     entries = block_thoughts.shape[1]
     plan_of = layout(formats, block, 1, 1, 1, entries)
@@ -269,7 +269,7 @@ def read(
     positions: Tensor, slot_groups: Tensor, block_thoughts: Tensor, physical: Tensor, formats: str, block: int,
     what: int,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values by slot [B, Hkv, S, D], 0 where there is no token: NUMBERS, or of quantized ones CODES (uint8) or
+    """Keys and values by slot [B, Hkv, S, D], 0 in unoccupied slots: NUMBERS, or, of quantized tokens, CODES (uint8) or
     SCALES."""
     batch, heads, group, head_dim = buffer_key.shape
     slots, entries = positions.shape[1], block_thoughts.shape[1]

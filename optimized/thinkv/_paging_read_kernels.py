@@ -1,4 +1,4 @@
-"""What a paged cache holds, slot by slot, in the open. For where it lies see `_paging_layout.py`."""
+"""The contents of a paged cache, dequantized by slot. `_paging_layout.py` describes the memory layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ._formats_kernels import decode
 from ._paging_kernels import pick
 from ._paging_layout import keys_at, values_at
 
-#: What `read_kernel` reads.
+#: The modes of `read_kernel`.
 NUMBERS, CODES, SCALES = 0, 1, 2
 _NUMBERS, _CODES = tl.constexpr(NUMBERS), tl.constexpr(CODES)
 
@@ -31,7 +31,7 @@ def _read(
     WHAT: tl.constexpr, FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
 ):
-    """key and value [SLOTS, D_PAD] with those of the slots `mine`, which hold tokens of this format, filled in."""
+    """Fill key and value [SLOTS, D_PAD] for the slots `mine`, which hold tokens of this format."""
     d = tl.arange(0, D_PAD)
     mask = mine[:, None] & (d < HEAD_DIM)[None, :]
     block = tl.load(physical, mask=mine, other=0)
@@ -56,7 +56,7 @@ def read_kernel(
     LANES_0: tl.constexpr, LANES_1: tl.constexpr, LANES_2: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SLOTS: tl.constexpr,
 ):
-    """A tile of SLOTS slots of a (row, KV head): keys and values [B, Hkv, S, D], 0 where there is no token."""
+    """Program: SLOTS slots of a (row, KV head): keys and values [B, Hkv, S, D], 0 in unoccupied slots."""
     flat = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = flat // heads, flat % heads
     s = tl.program_id(0) % tiles * SLOTS + tl.arange(0, SLOTS)

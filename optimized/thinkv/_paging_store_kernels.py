@@ -1,4 +1,4 @@
-"""Kernels that store a flush: a buffer quantized and packed. What lies where: see `_paging_layout.py`."""
+"""Kernels that quantize and pack a buffer in a flush. `_paging_layout.py` describes the memory layout."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ._paging_layout import fields, key_fields, record_at, scale_at, scale_to_by
 @triton.jit
 def _together(codes, magnitude_at, sign_at, LANES: tl.constexpr, TOKENS: tl.constexpr, MANY: tl.constexpr,
               EACH: tl.constexpr):
-    """Codes [TOKENS, MANY * EACH], EACH together: [TOKENS, MANY] int32."""
+    """Pack codes [TOKENS, MANY * EACH], EACH per word or half word: [TOKENS, MANY] int32."""
     SIGN: tl.constexpr = 8 // LANES - 1
     parts = (codes & ((1 << SIGN) - 1)) << magnitude_at[None, :]
     parts |= (codes >> SIGN) << sign_at[None, :]
-    return tl.sum(tl.reshape(parts, (TOKENS, MANY, EACH)), 2)                      # bits apart: a sum is their union
+    return tl.sum(tl.reshape(parts, (TOKENS, MANY, EACH)), 2)                      # bits are disjoint
 
 
 @triton.jit
 def _store_keys(
     at, codes, there, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr
 ):
-    """codes [TOKENS, D_PAD] of tokens `there` as words, from `at` [TOKENS] on."""
+    """Store codes [TOKENS, D_PAD] of the tokens `there` as words, from `at` [TOKENS] on."""
     EACH: tl.constexpr = 4 * LANES
     magnitude_at, sign_at = key_fields(tl.arange(0, D_PAD), LANES)
     word = _together(codes, magnitude_at, sign_at, LANES, TOKENS, D_PAD // EACH, EACH)
@@ -37,7 +37,7 @@ def _store_values(
     at, codes, there, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """codes [TOKENS, D_PAD] of tokens `there` as halves of words, from `at` [TOKENS] on."""
+    """Store codes [TOKENS, D_PAD] of the tokens `there` as half words, from `at` [TOKENS] on."""
     EACH: tl.constexpr = 2 * LANES
     magnitude_at, sign_at = fields(tl.arange(0, D_PAD) % EACH, LANES)
     half = _together(codes, magnitude_at, sign_at, LANES, TOKENS, D_PAD // EACH, EACH)
@@ -54,7 +54,8 @@ def _store_quantized(
     base, FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     D_PAD: tl.constexpr, TOKENS: tl.constexpr,
 ):
-    """Keys and values [TOKENS, D_PAD] float32 of one KV head, quantized as one group into the slots of the plan."""
+    """Quantize keys and values [TOKENS, D_PAD] float32 of one KV head as one group, and store them in the plan's slots.
+    """
     i, d = tl.arange(0, TOKENS), tl.arange(0, D_PAD)
     there = i < count
     slot = tl.load(plan + 3 + i, mask=there, other=0)
@@ -113,7 +114,7 @@ def store_kernel(
     GROUP: tl.constexpr, NEW: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """What `assign_kernel` planned for a (row, KV head): its buffer, quantized."""
+    """Program (row, KV head): quantizes its buffer and stores it as planned by `assign_kernel`."""
     b, h = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     plan += b * (3 + GROUP + 2 * NEW)
     count = tl.load(plan)

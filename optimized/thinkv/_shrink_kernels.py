@@ -1,5 +1,5 @@
-"""Segments that shrink: their tokens are looked up, their keys read out of the pages, and those that k-means leaves out
-marked to go. A step in which nothing shrinks costs a look at the plan.
+"""Shrinking of segments: finds their tokens, reads their keys from the pages, and marks the tokens that k-means does
+not keep. If no segment shrinks, a step only reads the plan.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _fill(
     x, words, key_scales, chunk_scales, physical, group, place, mine, d, b, h, heads, groups, row_words, base,
     FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):
-    """x [TOKENS, CHANNELS] with the keys of the tokens `mine`, which lie in blocks of this format."""
+    """Fill x [TOKENS, CHANNELS] with the keys of the tokens `mine`, which are in blocks of this format."""
     code, scale = keys_at(
         words, key_scales, chunk_scales, physical, group, place, mine, d, b, h, heads, groups, row_words, base,
         FORMAT, LANES, GROUP, BLOCK, HEAD_DIM,
@@ -30,7 +30,7 @@ def _fill(
 def _slots_of(
     token_segments, positions, scratch, b, m, slots, entries_slots, tau, BLOCK: tl.constexpr, TOKENS: tl.constexpr
 ):
-    """The slots of segment m's tokens, oldest first, then -1: [TOKENS] int64. scratch: room for tau of them."""
+    """The slots of segment m's tokens, oldest first, then -1: [TOKENS] int64. scratch: memory for tau slots."""
     place = tl.arange(0, TOKENS)
     tl.debug_barrier()
     tl.store(scratch + place, tl.full([TOKENS], -1, tl.int64), mask=place < tau)
@@ -65,9 +65,10 @@ def shrink_kernel(
     GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr,
     TOKENS: tl.constexpr, CLUSTERS: tl.constexpr, ITERATIONS: tl.constexpr, SLOTS: tl.constexpr,
 ):
-    """gone [B, S] bool, all False: True where a token of a segment leaves whose planned size [B, M] is below its size.
+    """gone [B, S] bool, all False before: becomes True for tokens to evict, in segments whose planned size [B, M] is
+    below their size.
 
-    Programs of a row take turns with its segments. scratch [B, programs, tau] int64.
+    The programs of a row take its segments in turn. scratch [B, programs, tau] int64.
     """
     b = tl.program_id(0).to(tl.int64)
     mine = scratch + (b * tl.num_programs(1) + tl.program_id(1)) * tau

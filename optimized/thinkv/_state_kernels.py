@@ -1,6 +1,5 @@
-"""The clockwork of a ThinKV state: what begins and ends with a token, per row, so that a graph's replays keep time.
-
-Counters are int64, one per row.
+"""Kernels that begin and end a step of a ThinKV state, per row. Their counters are on the device, int64, one per row,
+so that replays of a graph update them.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from .._common.thoughts import thought_of
 
 @triton.jit
 def begin_kernel(segment, seen, decoded, positions, look, overflow, tau, most):
-    """A token comes to row b: its position, and after every tau of them a new segment, and a look. Beyond `most`
-    tokens, to which only the replays of a graph come, none is taken in: position -1."""
+    """A token arrives in row b: sets its position and, every tau decode steps, begins a segment and requests the
+    sparsity (`look`). Beyond `most` tokens, which only replays of a graph reach, it is rejected: position -1."""
     b = tl.program_id(0)
     number = tl.load(seen + b)
     taken = number < most
@@ -30,8 +29,9 @@ def settle_kernel(
     sparsity, found, thought, thoughts, segment, seen, decoded, positions, look, buffered, sizes, live, flush,
     change, tau, group, segments, low, high, CLASSIFY: tl.constexpr,
 ):
-    """The token of row b has been attended to: the sparsity of a look, `found`, its window's thought, whether the
-    buffer is flushed, what has ended. Where no token was taken in (see `begin_kernel`), nothing."""
+    """After attention to the token of row b: stores a requested sparsity (`found`) and the segment's thought, decides
+    whether to flush, and updates the counters. If the token was rejected (see `begin_kernel`), only `decoded` changes.
+    """
     b = tl.program_id(0).to(tl.int64)
     taken = tl.load(positions + b) >= 0
     step = tl.load(decoded + b)

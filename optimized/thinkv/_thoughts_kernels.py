@@ -1,8 +1,8 @@
-"""The sparsity of a decode step's attention, without the attention matrix: logits are made twice.
+"""The sparsity of a decode step's attention without the attention matrix: logits are computed twice.
 
-The first kernel leaves each split's maxima and sums, the second counts. Device functions that other kernels use too are
-in `_common/softmax.py` and `_common/thoughts.py`. Logits and what follows are in base 2; `flat` is the number of a (row
-of the batch, KV head). Scratch is contiguous: maxima and sums [flats * GROUP, splits], counts [flats, splits, 2].
+The first kernel stores each split's maxima and sums; the second one counts. Device functions shared with other kernels
+are in `_common/softmax.py` and `_common/thoughts.py`. Logits are in base 2. `flat` is the index of a (row of the batch,
+KV head). Scratch is contiguous: maxima and sums [flats * GROUP, splits], counts [flats, splits, 2].
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _tile_logits(
     q, key, occupied, start, end, scale, key_s, key_d, occupied_s,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Logits [ROWS, BLOCK] of a tile, -inf where no token is, and where one is. Free slots are not read."""
+    """The logits [ROWS, BLOCK] of a tile, -inf for unoccupied slots, which are not read; and which are occupied."""
     s = start + tl.arange(0, BLOCK)
     s64 = s.to(tl.int64)
     d = tl.arange(0, D_PAD).to(tl.int64)
@@ -58,7 +58,7 @@ def denominators_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Program (split, flat): the softmaxes' maxima and sums of one share of the slots. Strides of keys by UNIT."""
+    """Program (split, flat): the softmaxes' maxima and sums of a share of the slots. Strides of keys are over UNIT."""
     split = tl.program_id(0) % splits
     flat = (tl.program_id(0) // splits).to(tl.int64)
     b, k_head = flat // heads, flat % heads
@@ -86,7 +86,7 @@ def count_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr, SPLITS: tl.constexpr,
 ):
-    """Program (split, flat): how many tokens of a share of the slots are looked past, and how many there are."""
+    """Program (split, flat): counts the tokens of a share of the slots that are not attended to, and all tokens."""
     split = tl.program_id(0) % splits
     flat = (tl.program_id(0) // splits).to(tl.int64)
     b, k_head = flat // heads, flat % heads
@@ -111,7 +111,7 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["parts"])
 def share_kernel(counts, sparsity, parts, BLOCK: tl.constexpr):
-    """Program b: the mean over KV heads, which all hold the same tokens, is the share of all of their tokens."""
+    """Program b: the sparsity of a row. KV heads hold the same tokens, so their mean is the share over all heads."""
     b = tl.program_id(0).to(tl.int64)
     below = tl.zeros([BLOCK], tl.int64)
     held = tl.zeros([BLOCK], tl.int64)

@@ -1,4 +1,4 @@
-"""ThinKV's eviction on the GPU: how many tokens past segments keep, and which of them."""
+"""ThinKV's eviction on the GPU: how many tokens past segments keep, and which ones."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ._eviction_kernels import anneal_kernel, representatives_kernel
 
 __all__ = ["anneal", "segment_representatives", "select_representatives"]
 
-#: Rounds of k-means.
+#: Iterations of k-means.
 ITERATIONS = 10
-#: The longest segment: its Gram matrix stays in registers.
+#: The longest segment, whose Gram matrix still fits in registers.
 MAX_TOKENS = 128
-#: Clusters that there is room for if there need not be more.
+#: The number of clusters in a tile, unless more are needed.
 FEW_CLUSTERS = 64
 
 
@@ -30,8 +30,8 @@ def anneal(
     """How many tokens each segment keeps (ThinKV definition 3, section 3.3.2).
 
     size, level, thought [B, M] int64, oldest segment first; current, live [B] int64; trajectory_change [B] bool.
-    Semantics, to the letter: `kvtwin.reference.thinkv.anneal`. Nothing returns to the host.
-    TypeError, ValueError for bad arguments, and for CPU tensors outside Triton's interpreter.
+    Semantics, with equal results: `kvtwin.reference.thinkv.anneal`. Does not synchronize with the host. TypeError or
+    ValueError for invalid arguments, and for CPU tensors outside Triton's interpreter.
     """
     retention = check_anneal(size, level, thought, current, trajectory_change, live, budget, retention)
     check_launchable(size=size)
@@ -39,11 +39,11 @@ def anneal(
 
 
 def select_representatives(key_segment: Tensor, keep: int) -> RepresentativesResult:
-    """The tokens of a segment that stand for the others, by k-means on their keys (ThinKV section 3.3.2, D.4).
+    """The tokens that represent a segment, by k-means on the keys (ThinKV section 3.3.2, D.4).
 
-    key_segment [Hkv, L, D], or [L, F], any strides, float32, float16 or bfloat16; up to 128 tokens. Keeps exactly
-    min(keep, L) of them. Semantics: `kvtwin.reference.thinkv.select_representatives`.
-    TypeError, ValueError for bad arguments, inputs that require grad, and CPU tensors outside Triton's interpreter.
+    key_segment [Hkv, L, D] or [L, F], any strides, float32, float16 or bfloat16; up to 128 tokens. Keeps exactly
+    min(keep, L) tokens. Semantics: `kvtwin.reference.thinkv.select_representatives`. TypeError or ValueError for
+    invalid arguments, for inputs that require grad, and for CPU tensors outside Triton's interpreter.
     """
     size = check_segment(key_segment, keep).shape[0]
     check_launchable(key_segment=key_segment)
@@ -52,12 +52,12 @@ def select_representatives(key_segment: Tensor, keep: int) -> RepresentativesRes
 
 
 def segment_representatives(key: Tensor, slots: Tensor, keep: Tensor, *, most: int | None = None) -> Tensor:
-    """`select_representatives` of many segments of a cache: which of their tokens stay, [B, M, L] bool.
+    """`select_representatives` for many segments of a cache: the tokens to keep, [B, M, L] bool.
 
     key [B, Hkv, S, D], float32, float16 or bfloat16; slots [B, M, L] int64, L up to 128; keep [B, M] int64; any
-    strides. `most`, the largest keep of a segment that shrinks, sizes the work. Semantics:
-    `kvtwin.reference.thinkv.segment_representatives`. Nothing returns to the host.
-    TypeError, ValueError for bad arguments, inputs that require grad, and CPU tensors outside Triton's interpreter.
+    strides. `most`, the largest keep of a segment that shrinks, determines the tile size. Semantics:
+    `kvtwin.reference.thinkv.segment_representatives`. Does not synchronize with the host. TypeError or ValueError for
+    invalid arguments, for inputs that require grad, and for CPU tensors outside Triton's interpreter.
     """
     most = check_segments(key, slots, keep, most)
     check_launchable(key=key)
@@ -81,7 +81,7 @@ def _anneal(
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, segments = size.shape
     new_size, new_level, over_budget = _annealed(size)
-    # One constant; what exceeds 32 bits limits no segment.
+    # One constant. Values above 32 bits limit no segment.
     packed = sum(min(keep, 2**32 - 1) << 32 * number for number, keep in enumerate(retention))
     with on_device_of(size):
         anneal_kernel[(batch,)](
@@ -102,7 +102,7 @@ def _(
 
 
 def _annealed(size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for an AnnealResult."""
+    """Empty tensors for an AnnealResult."""
     return size.new_empty(size.shape), size.new_empty(size.shape), size.new_empty(size.shape[:1], dtype=torch.bool)
 
 
@@ -116,7 +116,7 @@ def _select(key_segment: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     indices = torch.empty(keep, dtype=torch.int64, device=device)
     assignments = torch.empty(ITERATIONS, size, dtype=torch.int64, device=device)
     counts = torch.full((1, 1), keep, dtype=torch.int64, device=device)
-    # One layout and one type: what many segments are shrunk by is made for speed, this for inspection.
+    # One layout and dtype: this function is for inspection; the one for many segments is optimized for speed.
     _launch(key_segment.float().contiguous()[None], every[None, None], counts, keep, indices, assignments)
     return indices, assignments
 
@@ -144,7 +144,7 @@ def _launch(
     key: Tensor, slots: Tensor, keep: Tensor, most: int, indices: Tensor | None = None,
     assignments: Tensor | None = None,
 ) -> Tensor:
-    """k-means of every segment; of the only one there is, the indices and assignments as well."""
+    """k-means of every segment. If there is only one, also its indices and assignments."""
     batch, segments, length = slots.shape
     stays = torch.empty(slots.shape, dtype=torch.bool, device=slots.device)
     head_dim = key.shape[3]
@@ -161,10 +161,10 @@ def _launch(
 
 
 def tile(tokens: int, most: int) -> dict[str, int]:
-    """How a program lays out segments of up to so many tokens that keep at most so many: launch options.
+    """Launch options of programs for segments of up to `tokens` tokens that keep at most `most`.
 
-    The same for nearly all, so that kernels which read keys from different places choose alike to the bit, and few are
-    compiled. In the interpreter, which adds up in one order anyway, tiles are as small as they can be.
+    Nearly always the same, so that few kernels are compiled, and kernels that read keys from different places select
+    the same tokens bitwise. In the interpreter, which adds in one order anyway, tiles are as small as possible.
     """
     if INTERPRETED:
         room = max(16, triton.next_power_of_2(tokens))

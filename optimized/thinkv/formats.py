@@ -1,6 +1,6 @@
-"""ThinKV's number formats on the GPU: quantize, dequantize, pack and unpack, bit by bit as the reference.
+"""ThinKV's number formats on the GPU: quantize, dequantize, pack and unpack, bitwise equal to the reference.
 
-What quantizes tokens in passing, as a cache does, calls the device functions in `_formats_kernels.py`.
+Kernels that also quantize, such as those of the cache, use the device functions in `_formats_kernels.py`.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ from ._formats_kernels import (
 
 __all__ = ["dequantize", "pack", "quantize", "unpack"]
 
-#: Elements per program. In the interpreter a program costs the same whatever its size: small tensors are cut into
-#: several, so that what happens between them is tested, larger ones into few.
+#: Elements per program. In the interpreter, a program's cost does not depend on its size. Small tensors get several
+#: programs, so that tests cover what happens between them; larger tensors get few.
 TILE = 2048
-#: The largest group that a tile can hold.
+#: The largest group that fits in a tile.
 MAX_GROUP = 1024
 
 
 def quantize(
     x: Tensor, fmt: str, *, axis: int, group: int = 16, scale_rule: str | None = None, tensor_scale: bool = False
 ) -> Quantized:
-    """x [..., T, D] in a low-bit format, groups of `group` elements along `axis` sharing a scale (ThinKV C.4, D.3).
+    """Quantize x [..., T, D]: groups of `group` elements along `axis` share a scale (ThinKV C.4, D.3).
 
-    Any strides; float64 (rounded to float32 first), float32, float16, bfloat16; groups of up to 1024.
-    Semantics: `kvtwin.reference.thinkv.quantize`, to the bit.
-    TypeError, ValueError for arguments that do not fit, for inputs that require grad, and for CPU tensors outside
-    Triton's interpreter.
+    Any strides; float64 (rounded to float32 first), float32, float16 or bfloat16; groups of up to 1024. Semantics,
+    bitwise: `kvtwin.reference.thinkv.quantize`. TypeError or ValueError for invalid arguments, for inputs that require
+    grad, and for CPU tensors outside Triton's interpreter.
     """
     x, axis, rule = check_quantize(x, fmt, axis, group, scale_rule, tensor_scale)
     if group > MAX_GROUP:
@@ -58,7 +57,7 @@ def quantize(
 
 
 def dequantize(q: Quantized, dtype: torch.dtype) -> Tensor:
-    """What `quantize` made, as a tensor of q.shape. Semantics: `kvtwin.reference.thinkv.dequantize`, to the bit."""
+    """Reconstruct a tensor of q.shape from `quantize`. Semantics, bitwise: `kvtwin.reference.thinkv.dequantize`."""
     q = check_quantized(q)
     check_dtype("dtype", dtype, FLOATING)
     check_launchable(**{"q.codes": q.codes})
@@ -68,9 +67,8 @@ def dequantize(q: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., D] uint8 of 8, 4 or 2 bits as bytes [..., ceil(D bits / 8)], the first code in the lowest bits.
-
-    Semantics: `kvtwin.reference.thinkv.pack`.
+    """Pack codes [..., D] uint8 of 8, 4 or 2 bits into bytes [..., ceil(D bits / 8)], the first code in the lowest
+    bits. Semantics: `kvtwin.reference.thinkv.pack`.
     """
     codes, bits = check_bytes("codes", codes), check_bits(bits)
     check_launchable(codes=codes)
@@ -79,7 +77,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, size: int) -> Tensor:
-    """The first `size` codes [..., size] uint8 of what `pack` made. Semantics: `kvtwin.reference.thinkv.unpack`."""
+    """The inverse of `pack`: the first `size` codes, [..., size] uint8. Semantics: `kvtwin.reference.thinkv.unpack`."""
     packed, bits = check_packed(packed, bits, size)
     check_launchable(packed=packed)
     codes: Tensor = _unpack(packed, bits, size)
@@ -93,7 +91,7 @@ def unpack(packed: Tensor, bits: int, size: int) -> Tensor:
 def _quantize(
     x: Tensor, fmt: str, axis: int, group: int, rule: str, tensor_scale: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """codes, scales, and the second scale (a scalar, 0 without one) of x [..., T, D]."""
+    """The codes, scales, and second scale (a scalar, 0 if unused) of x [..., T, D]."""
     codes, scales, second = _results(x, fmt, axis, group)
     second.zero_()
     tokens, channels = x.shape[-2:]
@@ -197,19 +195,19 @@ def _results(x: Tensor, fmt: str, axis: int, group: int) -> tuple[Tensor, Tensor
 
 
 def _four_dimensions(x: Tensor) -> Tensor:
-    """[..., T, D] as [A, B, T, D]; a copy only where more dimensions than two before T cannot be merged."""
+    """[..., T, D] as [A, B, T, D]; copied only if the dimensions before T cannot be merged to two."""
     if x.dim() > 4:
         return x.flatten(0, -4)
     return x[(None,) * (4 - x.dim())]
 
 
 def _width(size: int, bits: int) -> int:
-    """Bytes that hold `size` codes."""
+    """The number of bytes that hold `size` codes."""
     return (size * bits + 7) // 8
 
 
 def _block(count: int, each: int) -> int:
-    """How many of `count` things of `each` elements a program takes, a power of two."""
+    """How many of `count` units of `each` elements a program processes, a power of two."""
     most = TILE
     if INTERPRETED:
         most = 256 if count * each <= 512 else 65536

@@ -1,9 +1,9 @@
-"""Continuous Thinking on the GPU: a cache of quantized tokens in blocks that each hold one type of thought.
+"""Continuous Thinking on the GPU: a cache of quantized tokens in blocks, each with tokens of one thought type.
 
-Twin of the reference's paged cache, with the same table to the letter; `kvtwin.reference.thinkv.paging` says what its
-slots are and what a state does with it. All of it is allocated beforehand, updated in place, and fits in CUDA graphs:
-`append`, `flush`, `evict` and `decode_attention` ask the host nothing. Every row has pools of its own for each format,
-for the worst case that its config allows.
+The tables equal those of the reference's paged cache; `kvtwin.reference.thinkv.paging` describes the slots and the use
+by a state. All memory is preallocated and updated in place. `append`, `flush`, `evict` and `decode_attention` do not
+synchronize with the host and can be captured in CUDA graphs. Every row has its own pool for each format, sized for the
+worst case that the config allows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ._paging_read_kernels import CODES, NUMBERS, SCALES
 
 __all__ = ["PagedAttentionResult", "PagedCache", "decode_attention"]
 
-#: Tokens that a kernel takes at once: of a group, of a block.
+#: The largest number of tokens of a group or a block that kernels support.
 LARGEST = 256
 
 
@@ -32,11 +32,11 @@ class PagedCache(Buffers):
     """The paged cache of `batch` sequences in one layer (ThinKV section 4.2).
 
     Attributes as in the reference: by slot [B, S] positions, occupied, segments, thoughts, groups, evicted; by entry of
-    the block table block_thoughts, physical; by row buffered, and overflow (bool): an append to a full buffer, or a
-    flush that found no block or was given numbers out of range, was refused, and nothing else happened. It stays set
-    until the row is released.
+    the block table block_thoughts, physical; by row buffered and overflow. overflow (bool): an append to a full buffer
+    was refused, or a flush without a free block or with numbers out of range. Nothing else changed, and the flag stays
+    set until the row is released.
     float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head; groups and blocks of up to 256
-    tokens. TypeError, ValueError for anything else, and for CPU tensors outside Triton's interpreter.
+    tokens. TypeError or ValueError for other arguments, and for CPU tensors outside Triton's interpreter.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class PagedCache(Buffers):
             buffer_key=self._buffer(*buffer, dtype=self.dtype), buffer_value=self._buffer(*buffer, dtype=self.dtype),
         )
 
-    # What comes and goes -------------------------------------------------------------------------------------------
+    # Updates -------------------------------------------------------------------------------------------------------
 
     def append(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
-        """One token per row into its buffer: key and value [B, Hkv, D], positions [B] int64, -1: none for this row.
+        """Append one token per row to its buffer: key and value [B, Hkv, D]; positions [B] int64, -1 = no token.
 
-        Positions that are in the row already are the caller's error; a full buffer stays as it is (see overflow).
+        The caller must not repeat positions. A full buffer stays unchanged (see overflow).
         """
         check_append(key, value, positions, shape=self.shape, dtype=self.dtype, device=self.device)
         check_launchable(key=key, value=value)
@@ -105,13 +105,13 @@ class PagedCache(Buffers):
         )
 
     def flush(self, rows: Tensor, thought: Tensor, segment: Tensor) -> None:
-        """The buffers of `rows` [B] bool are quantized in the format of `thought` [B] int64 (0 T, 1 E, 2 R), and their
-        tokens take slots, as tokens of `segment` [B] int64. Where there is no room for them, see overflow."""
+        """Quantize the buffers of `rows` [B] bool in the format of `thought` [B] int64 (0 T, 1 E, 2 R), and assign
+        slots to their tokens, which become tokens of `segment` [B] int64. If there is no room, see overflow."""
         check_flush(rows, thought, segment, batch=self.shape[0], device=self.device)
         ops.flush(rows, thought, segment, *self._storage, *self._tables, self._formats, self.config.block)
 
     def evict(self, tokens: Tensor) -> None:
-        """The tokens in slots `tokens` [B, S] bool leave; slots that hold no quantized token are passed over."""
+        """Evict the tokens in the slots `tokens` [B, S] bool; slots without a quantized token are ignored."""
         check_rows("tokens", tokens, (self.shape[0], self.config.slots), "[B, S]", self.device)
         tables = self._tables
         ops.evict(
@@ -121,19 +121,19 @@ class PagedCache(Buffers):
         )
 
     def release(self, rows: Tensor) -> None:
-        """The sequences in `rows` [B] bool leave: nothing is left of them."""
+        """Forget all tokens of `rows` [B] bool."""
         check_rows("rows", rows, self.shape[:1], "[B]", self.device)
         nothing = {"positions", "segments", "slot_groups", "block_thoughts", "physical", "starts"}
         for name, table in self._tables._asdict().items():
             table.masked_fill_(rows.view(-1, *[1] * (table.dim() - 1)), -1 if name in nothing else 0)
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was (beam search). index [B] int64."""
+        """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.shape[0], self.device)
         for tensor in (*self._tables, *self._storage):
             tensor.copy_(tensor.index_select(0, index))
 
-    # What is in it -------------------------------------------------------------------------------------------------
+    # Contents ------------------------------------------------------------------------------------------------------
 
     @property
     def positions(self) -> Tensor:
@@ -186,15 +186,15 @@ class PagedCache(Buffers):
         return both
 
     def dequantized(self) -> tuple[Tensor, Tensor]:
-        """Keys and values by slot, [B, Hkv, S, D] float32, the buffer's included; zeros where there is no token."""
+        """Keys and values by slot, [B, Hkv, S, D] float32, including the buffer; zeros in free slots."""
         return self._read(NUMBERS)
 
     def codes(self) -> PagedCodes:
-        """The quantized tokens' codes and scales by slot."""
+        """The codes and scales of the quantized tokens by slot."""
         return PagedCodes(*self._read(CODES), *self._read(SCALES))
 
     def block_table(self, row: int) -> list[BlockEntry]:
-        """The block table of a row, as figure 5 shows it, in order of entries. Reads the tables (synchronises)."""
+        """The block table of a row (figure 5), by ascending entry. Synchronizes with the GPU."""
         config = self.config
         table = {name: tensor[row].tolist() for name, tensor in self._tables._asdict().items()}
         entries = []
@@ -212,16 +212,16 @@ class PagedCache(Buffers):
             ))
         return entries
 
-    # What it costs -------------------------------------------------------------------------------------------------
+    # Memory --------------------------------------------------------------------------------------------------------
 
     def bytes_allocated(self) -> int:
-        """Bytes that are taken: codes and value scales of held blocks, scales of held groups, all buffers and tables.
-        Synchronises. The pools are reserved for the worst case; what is counted is what they have given out."""
+        """Bytes in use: codes and value scales of used blocks, key scales of used groups, all buffers and tables.
+        Synchronizes with the GPU. The pools are allocated for the worst case; this counts their used parts."""
         fixed = sum(table.nbytes for table in self._tables)
         return self._quantized_bytes() + fixed + self._storage.buffer_key.nbytes + self._storage.buffer_value.nbytes
 
     def bits_per_element(self) -> float:
-        """Bits of held blocks and scale groups per element of a live quantized token; 0.0 if there is none."""
+        """Bits of used blocks and scale groups per element of a live quantized token; 0.0 without such tokens."""
         _, heads, head_dim = self.shape
         elements = 2 * heads * head_dim * int((self._tables.slot_groups >= 0).sum())
         return 8 * self._quantized_bytes() / elements if elements else 0.0
@@ -233,7 +233,7 @@ class PagedCache(Buffers):
             number * heads * ops.record_bytes(config.format_of(thought), config.block, config.group, head_dim)
             for thought, number in zip(Thought, blocks, strict=True)
         )
-        # A group's tokens are all of one type.
+        # All tokens of a group have one type.
         for thought in Thought:
             mine = torch.where(self.thoughts == thought, self.groups, config.peak)
             held = torch.zeros(len(mine), config.peak + 1, device=self.device).scatter_(1, mine, 1.0)[:, :-1].sum()
@@ -244,13 +244,13 @@ class PagedCache(Buffers):
 def decode_attention(
     query: Tensor, cache: PagedCache, *, scale: float | None = None, look: Tensor | None = None
 ) -> PagedAttentionResult:
-    """Attention of one query per head to all live tokens, quantized or in the buffer, and how sparse it is.
+    """Attention of one query to all live tokens, quantized or buffered, and its sparsity.
 
-    query [B, Hq, D] in the cache's dtype and on its device, any strides; scale: the factor on query . key, default
-    D ** -0.5; look [B] bool: the rows whose sparsity is asked for, None for all; where none is, a step is faster.
-    Returns the output [B, Hq, D] in that dtype, zeros for a row without tokens, and the sparsity [B] float32 with
-    config.sparsity_threshold, NaN for a row that is not looked at. No host synchronisation. TypeError, ValueError for
-    arguments that do not fit.
+    query [B, Hq, D] with the cache's dtype and device, any strides; scale defaults to D ** -0.5; look [B] bool: the
+    rows whose sparsity is requested, None for all. A step without any is faster. Returns output [B, Hq, D] in query's
+    dtype, zeros for a row without tokens, and sparsity [B] float32, the `attention_sparsity` with
+    config.sparsity_threshold, NaN for other rows. Does not synchronize with the host. TypeError or ValueError for
+    invalid arguments.
     """
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}")

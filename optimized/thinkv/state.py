@@ -1,7 +1,7 @@
-"""ThinKV's state on the GPU: a token is buffered, attended to, quantized with its thought, and past thoughts shrink.
+"""ThinKV's state on the GPU: tokens are buffered, attended to, and quantized by thought type; past segments shrink.
 
-Twin of the reference's state, which says what happens when. Everything is allocated beforehand and updated in place;
-counters live on the device, so a captured step may be replayed as any step.
+The reference's state describes the order of events. Everything is preallocated and updated in place. Counters are on
+the device, so a captured step can be replayed as any step.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ PROGRAMS = 1 if INTERPRETED else 8
 
 
 class ThinKVState(State):
-    """The cache of `batch` sequences in one layer (ThinKV sections 3 and 4); attributes as in the reference.
+    """The ThinKV cache of `batch` sequences in one layer (ThinKV sections 3 and 4). Attributes as in the reference.
 
-    float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head; config.tau up to 128. TypeError,
-    ValueError for anything else, and for CPU tensors outside Triton's interpreter.
+    float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head; config.tau up to 128. TypeError or
+    ValueError for other arguments, and for CPU tensors outside Triton's interpreter.
     """
 
     config: ThinKVConfig
@@ -48,7 +48,7 @@ class ThinKVState(State):
             key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
         if config.tau > MAX_TOKENS:
-            raise ValueError(f"tau must be at most {MAX_TOKENS} here, got {config.tau}")
+            raise ValueError(f"tau must be at most {MAX_TOKENS} for the optimized kernels, got {config.tau}")
         self.cache = PagedCache(
             config, batch=batch, key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=self.device
         )
@@ -77,7 +77,7 @@ class ThinKVState(State):
 
     @property
     def tokens_seen(self) -> int:
-        """Tokens that came in, padding included. Reads the device, which alone sees the replays of a graph."""
+        """Tokens received, padding included. Reads the device, since the host does not see replays of a graph."""
         return int(self._seen[0])
 
     @property
@@ -102,7 +102,7 @@ class ThinKVState(State):
 
     @property
     def thought(self) -> Tensor:
-        """Of the segment that is being written, [B] int64: see `Thought`. Assigning checks the values, and copies."""
+        """The `Thought` of the current segment, [B] int64. Assigning checks and copies the values."""
         return self._thought
 
     @thought.setter
@@ -110,11 +110,11 @@ class ThinKVState(State):
         self._thought.copy_(check_thought(value, self._thought))
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        """The prompt: full causal attention in full precision, then its tokens are quantized and evicted by segments.
+        """Full causal attention of the prompt in full precision; then its tokens are quantized and evicted by segments.
 
-        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, default all True.
-        Returns [B, Hq, T, D]; padding gives zeros. RuntimeError when the state already holds tokens; ValueError for
-        more than config.max_tokens of them.
+        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True.
+        Returns [B, Hq, T, D], zeros for padding. RuntimeError if the state holds tokens; ValueError for more than
+        config.max_tokens tokens.
         """
         total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
         check_launchable(query=query, key=key, value=value)
@@ -124,7 +124,7 @@ class ThinKVState(State):
             occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
         output = causal_attention(query, key, value, occupied, self.scale)
         self._thought.fill_(int(Thought.REASONING))
-        token = (~occupied).to(torch.uint8).sort(dim=1, stable=True).indices            # [B, T]: the tokens come first
+        token = (~occupied).to(torch.uint8).sort(dim=1, stable=True).indices            # [B, T], tokens before padding
         count = occupied.sum(1)
         index = token[:, None, :, None].expand(-1, self.sizes.key_value_heads, -1, self.sizes.head_dim)
         key, value = key.gather(2, index), value.gather(2, index)
@@ -145,17 +145,17 @@ class ThinKVState(State):
         return output
 
     def _count(self) -> None:
-        """The buffer's tokens are now the current segment's."""
+        """Count the buffer's tokens as tokens of the current segment."""
         waiting = self.cache.buffered
         self._held.scatter_add_(1, self._segment[:, None].clamp_min(0), waiting[:, None])
         self._live.add_(waiting)
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """One token: buffered, attended to together with the rest; then quantization and eviction as they are due.
+        """Buffer a token, attend to it and to all live tokens, then quantize and evict if due.
 
-        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. ValueError where
-        config.max_tokens have been seen (by the host: what replays of a graph bring beyond is not taken in, see
-        cache.overflow). No host synchronisation.
+        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not synchronize with the
+        host. ValueError beyond config.max_tokens tokens, counted by the host; in replays of a graph, further tokens are
+        rejected (see cache.overflow).
         """
         check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
         check_launchable(query=query, key=key, value=value)
@@ -179,7 +179,7 @@ class ThinKVState(State):
         return output
 
     def _evict(self) -> None:
-        """Every segment before the one being written shrinks to what definition 3 leaves it."""
+        """Shrink every segment before the current one to the size that definition 3 gives it."""
         config, cache = self.config, self.cache
         plan = anneal(
             self._held, self.levels, self._thoughts, self._segment, self._change, live=self._live,
@@ -197,7 +197,7 @@ class ThinKVState(State):
         self.over_budget.copy_(plan.over_budget)
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was (beam search). index [B] int64."""
+        """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.sizes.batch, self.device)
         self.cache.reorder(index)
         for tensor in (
@@ -243,7 +243,7 @@ def _shrink(
     physical: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, formats: str, block: int, group: int,
     tau: int, head_dim: int, most: int,
 ) -> Tensor:
-    """The slots [B, S] bool whose tokens leave. `most`: what a segment that shrinks keeps at the most."""
+    """The slots to evict, [B, S] bool. `most`: the largest number of tokens that a shrinking segment keeps."""
     (batch, number), (slots, entries) = sizes.shape, (positions.shape[1], physical.shape[1])
     groups, heads = key_scales.shape[1:3]
     gone = torch.zeros(positions.shape, dtype=torch.bool, device=positions.device)

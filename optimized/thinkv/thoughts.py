@@ -1,4 +1,4 @@
-"""ThinKV's thoughts on the GPU: the sparsity of a decode step's attention, and what it says of the thought."""
+"""ThinKV's thought types on the GPU, classified by the sparsity of a decode step's attention."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ __all__ = ["attention_sparsity", "calibrate", "classify"]
 def attention_sparsity(
     query: Tensor, key: Tensor, occupied: Tensor, *, threshold: float = 0.01, scale: float | None = None
 ) -> Tensor:
-    """The share of the tokens that a decode step looks past, averaged over KV heads (ThinKV section 3.1.2, C.2).
+    """The share of the tokens that a decode step does not attend to, averaged over KV heads (ThinKV section 3.1.2,
+    C.2).
 
     query [B, Hq, D]; key [B, Hkv, S, D]; occupied [B, S] bool; 0 < threshold < 1; scale defaults to D ** -0.5. Any
-    strides; float32, float16 or bfloat16; D from 16 to 256, up to 16 query heads per KV head. Returns [B] float32, 0
-    for a row without tokens. Semantics: `kvtwin.reference.thinkv.attention_sparsity`.
-    TypeError, ValueError for bad arguments, inputs that require grad, and CPU tensors outside Triton's interpreter.
+    strides; float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head. Returns [B] float32, 0
+    for a row without tokens. Semantics: `kvtwin.reference.thinkv.attention_sparsity`. TypeError or ValueError for
+    invalid arguments, for inputs that require grad, and for CPU tensors outside Triton's interpreter.
     """
     sizes = check_sparsity(query, key, occupied, threshold)
     check_launchable(query=query, key=key, occupied=occupied)
@@ -47,10 +48,10 @@ def attention_sparsity(
 
 
 def classify(sparsity: Tensor, edges: tuple[float, float]) -> Tensor:
-    """The thought type that goes with a sparsity: [...] -> [...] int64. edges: (theta_1, theta_2), ascending.
+    """The thought type for a sparsity: [...] -> [...] int64. edges: (theta_1, theta_2), ascending.
 
-    float32, float16 or bfloat16. Semantics: `kvtwin.reference.thinkv.classify`.
-    TypeError, ValueError for bad arguments, inputs that require grad, and CPU tensors outside Triton's interpreter.
+    float32, float16 or bfloat16. Semantics: `kvtwin.reference.thinkv.classify`. TypeError or ValueError for invalid
+    arguments, for inputs that require grad, and for CPU tensors outside Triton's interpreter.
     """
     low, high = check_edges(edges)
     sparsity = check_numbers("sparsity", sparsity)
@@ -62,11 +63,11 @@ def classify(sparsity: Tensor, edges: tuple[float, float]) -> Tensor:
 def calibrate(
     traces: Sequence[Tensor], *, layers: int = 4, grid: int = 513, bandwidth: float | None = None
 ) -> Thresholds:
-    """Which layers tell thoughts apart, and where the thought types meet (ThinKV section 3.1.3, D.1).
+    """The layers whose sparsity separates the thought types, and the edges between the types (ThinKV 3.1.3, D.1).
 
-    traces: of each prompt the sparsity [all layers, steps] of its decode steps, floating, from 0 to 1, on any device,
-    where the densities are estimated; the result returns to the host. Arguments, result and errors:
-    `kvtwin.reference.thinkv.calibrate`, but that no other package is needed.
+    traces: for each prompt, the sparsity of its decode steps, [all layers, steps] floating, from 0 to 1, on any device.
+    Densities are estimated on that device; the result is returned to the host. Arguments, result and errors:
+    `kvtwin.reference.thinkv.calibrate`. Unlike the reference, this needs no other package.
     """
     traces = check_traces(traces, layers, grid, bandwidth)
     found = [modes(trace.detach(), grid, bandwidth) for trace in traces]

@@ -1,1 +1,1 @@
-"""The block cache that KeyDiff and the baselines share: its state, its operations, its kernels."""
+"""The block cache shared by KeyDiff and the baselines: its state, operations and kernels."""

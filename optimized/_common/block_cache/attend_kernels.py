@@ -1,12 +1,12 @@
-"""The kernels of a block's attention, launched by `kernels.py`: two passes over the keys.
+"""Attention kernels for a block of queries, launched by `kernels.py`: two passes over the keys.
 
-`attention_kernel`: an online softmax; the output, and each query's softmax shift and the inverse of its sum.
-`received_kernel`: the logits again, key by key; a key's weights summed over queries and heads. `newest_kernel`: what
-the newest query alone gives each key.
+`attention_kernel` runs an online softmax: it returns the output, and each query's softmax shift and inverse sum.
+`received_kernel` recomputes the logits, tile by tile of keys, and sums each key's weights over queries and heads.
+`newest_kernel` computes the weights that the newest query alone gives to each key.
 
-With POSITIONS queries are not those of the last slots, but a window's: see `kernels.Window`. With DUE heads that
-hold `capacity` tokens or less are passed over. In the first, a query's row is query * GROUP + head of the group: all
-heads of a KV head share the keys that are read. Logits are in base 2. Strides of queries and caches come divided by
+With POSITIONS, the queries are those of a window instead of the last slots: see `kernels.Window`. With DUE, heads that
+hold at most `capacity` tokens are skipped. In attention_kernel, a query's row is query * GROUP + head of the group, so
+that all heads of a KV head share the loaded keys. Logits are in base 2. Strides of queries and caches are divided by
 UNIT (see _common.launch.stride_unit).
 """
 
@@ -27,7 +27,7 @@ _POSITIONS = ["capacity", "asks_b", "asks_q", "position_b", "position_h", "posit
 
 @triton.jit
 def _extent(occupied, occupied_s, end):
-    """Of the slots before `end`: how many hold tokens without a gap, from 0 on, and how far the last token is."""
+    """The number of slots before `end` occupied without a gap from slot 0 on, and the end of the last occupied slot."""
     gap = tl.full([1024], 2**31 - 1, tl.int32)
     used = tl.full([1024], 0, tl.int32)
     for start in range(0, end, 1024):
@@ -46,10 +46,11 @@ def _attend_tiles(
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, POSITIONS: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
     NEGATIVE: tl.constexpr,
 ):
-    """Online softmax of all rows over `first` tiles from slot `begin` on, then those from slot `second` to `slots`.
+    """Online softmax of all rows over `first` tiles from slot `begin` on, then over the tiles from slot `second` to
+    `slots`.
 
-    Row r sees slots (or positions) up to sees[r] if CAUSAL. Slots without a token are not even read if MASKED, so that
-    NaN in them is harmless.
+    With CAUSAL, row r attends to slots (with POSITIONS: positions) up to sees[r]. With MASKED, unoccupied slots are not
+    read, so that NaN in them has no effect.
     """
     d = tl.arange(0, D_PAD).to(tl.int64)
     in_head = (d < HEAD_DIM)[None, :]
@@ -82,7 +83,7 @@ def _attend_tiles(
         elif NEGATIVE:
             highest = tl.min(product, 1) * scale
         else:
-            highest = tl.max(product, 1) * scale                       # so scale and shift become one operation
+            highest = tl.max(product, 1) * scale                       # lets scale and shift fuse into one operation
         p, top, rescale = weigh(logit, top, highest)
         weight_sum = weight_sum * rescale + tl.sum(p, 1)
         if OUTPUT:
@@ -106,7 +107,7 @@ def attention_kernel(
     UNIT: tl.constexpr, POSITIONS: tl.constexpr, DUE: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
     NEGATIVE: tl.constexpr,
 ):
-    """Program (block of rows, KV head, row of the batch). Without OUTPUT, values are not touched."""
+    """Program (block of rows, KV head, row of the batch). Without OUTPUT, values are not read."""
     blocks = tl.cdiv(count * GROUP, ROWS)
     first = (tl.program_id(0) % blocks) * ROWS
     flat = (tl.program_id(0) // blocks).to(tl.int64)
@@ -123,7 +124,7 @@ def attention_kernel(
     real = row < count * GROUP
     i = (row // GROUP).to(tl.int64)
     head = k_head * GROUP + row % GROUP
-    past = slots - count                                               # slots that all queries see
+    past = slots - count                                               # slots that every query attends to
     if POSITIONS:
         positions += b * position_b + k_head * position_h
         sees = tl.load(query_positions + b * asks_b + i * asks_q, mask=real, other=-1)
@@ -144,7 +145,7 @@ def attention_kernel(
     acc = tl.zeros([ROWS, D_PAD if OUTPUT else 16], tl.float32)
     whole, used = _extent(occupied, occupied_s, past)
     whole = whole // BLOCK
-    # Tiles that are full and seen by all; then those with a gap, as far as there are tokens, and the block's own.
+    # First the full tiles that all queries attend to; then tiles with gaps, up to the last token, and the block's own.
     acc, top, weight_sum = _attend_tiles(
         q, sees, acc, top, weight_sum, key, value, occupied, positions, scale, 0, whole, end, end,
         key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, position_s,
@@ -157,7 +158,7 @@ def attention_kernel(
         key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, position_s,
         HEAD_DIM, D_PAD, BLOCK, True, True, POSITIONS, OUTPUT, 2, NEGATIVE,
     )
-    # A query that sees nothing, or holds no token, gives nothing; NaN stays NaN.
+    # The output is 0 for queries that attend to nothing and for padding. NaN stays NaN.
     empty = (weight_sum == 0.0) | ~attends
     inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, weight_sum))
     at = (b * heads * GROUP + head) * count + i
@@ -178,9 +179,9 @@ def _receive_tiles(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr,
     CAUSAL: tl.constexpr, POSITIONS: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """total [BLOCK, QUERIES] plus the weights that queries from tile `first` on, of all heads of the group, give to the
-    keys k [BLOCK, D_PAD], whose slots (positions) are `at`: those of every QUERIES-th query in a column, so that lanes
-    add up once, at the end. Pointers at the KV head."""
+    """Add to total [BLOCK, QUERIES] the weights that the queries from tile `first` on, of all heads of the group, give
+    to the keys k [BLOCK, D_PAD]. `at`: the keys' slots (positions). Each column sums every QUERIES-th query, so that
+    lanes are added once, at the end. Pointers are at the KV head."""
     d = tl.arange(0, D_PAD)
     row = tl.arange(0, QUERIES).to(tl.int64)
     tiles = tl.cdiv(count, QUERIES) - first
@@ -194,7 +195,7 @@ def _receive_tiles(
             query + head * query_h + i[:, None] * query_q + d[None, :] * query_d,
             mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
         )
-        # As `_attend_tiles` has it, but for the mask, which comes after: so what is masked has no other rounding.
+        # The arithmetic of `_attend_tiles`, but masked afterwards, so that the mask does not change the rounding.
         weight = tl.exp2(dot(k, tl.trans(q)) * scale - shift[None, :])  # [BLOCK, QUERIES]
         if CAUSAL:
             if POSITIONS:
@@ -202,7 +203,7 @@ def _receive_tiles(
             else:
                 sees = past + i
             weight = tl.where(at[:, None] <= sees[None, :], weight, 0.0)
-        # What padding has for a query may be NaN. (A mask that is loaded first would hold up the queries.)
+        # Padding queries may be NaN. (Loading a mask first would delay the queries.)
         total += tl.where((inverse != 0.0)[None, :], weight, 0.0) * inverse[None, :]
     return total
 
@@ -214,8 +215,8 @@ def _receive_block(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     POSITIONS: tl.constexpr, MEAN: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """What all queries of the group give to the keys from slot `first` on. Pointers at the KV head, but for parts and
-    result; programs: how many KV heads there are in all."""
+    """The weights that all queries of the group give to the keys from slot `first` on. Pointers are at the KV head,
+    except parts and result. programs: the number of KV heads in the whole batch."""
     d = tl.arange(0, D_PAD).to(tl.int64)
     s = first + tl.arange(0, BLOCK)
     s64 = s.to(tl.int64)
@@ -230,13 +231,13 @@ def _receive_block(
     at = s64
     if POSITIONS:
         at = tl.load(positions + s64 * position_s, mask=holds, other=0)
-    if not POSITIONS and first + BLOCK - 1 <= past:                    # every query sees all of these keys
+    if not POSITIONS and first + BLOCK - 1 <= past:                    # every query attends to all of these keys
         total = _receive_tiles(
             k, at, total, query, parts, query_positions, scale, 0, count, past, all_queries,
             query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, False, POSITIONS, STAGES,
         )
     else:
-        nearest = tl.maximum(first - past, 0) // ROWS                  # queries before these tiles see none of them
+        nearest = tl.maximum(first - past, 0) // ROWS                  # earlier tiles attend to none of these keys
         if POSITIONS:
             nearest = first * 0
         total = _receive_tiles(
@@ -267,8 +268,8 @@ def received_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr, POSITIONS: tl.constexpr, DUE: tl.constexpr, MEAN: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Program (block of keys, KV head, row of the batch): what all queries of the group give to these keys. With DUE
-    `each` blocks of keys to a program, else one."""
+    """Program (block of keys, KV head, row of the batch): the weights that all queries of the group give to these keys.
+    With DUE, a program takes `each` blocks of keys, else one."""
     blocks = tl.cdiv(slots, BLOCK)
     if DUE:
         blocks = tl.cdiv(blocks, each)
@@ -309,7 +310,7 @@ def newest_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Program (block of keys, KV head, row of the batch): what the newest query at an occupied slot gives them."""
+    """Program (block of keys, KV head, row of the batch): the weights that the newest real query gives these keys."""
     blocks = tl.cdiv(slots, BLOCK)
     first = (tl.program_id(0) % blocks) * BLOCK
     flat = (tl.program_id(0) // blocks).to(tl.int64)
@@ -347,7 +348,7 @@ def newest_kernel(
     logit = tl.where(sees[:, None] & asks[None, :], logit, float("-inf"))
     weight = tl.sum(tl.exp2(logit) * inverse[None, :], 1) / GROUP
     tl.store(result + flat * slots + s, tl.where(sees, weight, 0.0), mask=s < slots)
-    # Of the logarithms the largest is taken out, so that their sum does not underflow.
+    # Subtract the largest logarithm, so that the sum does not underflow.
     logit += log2_or_minus_inf(inverse)[None, :]
     top = tl.max(logit, 1)
     total = tl.sum(tl.exp2(logit - finite_or_zero(top)[:, None]), 1)

@@ -1,11 +1,12 @@
-"""SnapKV's state after a block or a step: heads that are due observe anew, evict down to the budget, and close up.
+"""SnapKV after a block or a step: heads that are due score their tokens, evict down to the budget, and close gaps.
 
-Three launches: the softmaxes of the window's queries, what every key receives of them, and `compress_kernel`, which
-does the rest of a head. For heads that are not due all three come and go. Buffers are as in `evict_kernels.py`,
-and `capacity` is how many tokens a head may hold between calls: more of them, and it is due.
+A head is due if it holds more than `capacity` tokens, the most that it may hold between calls. There are three
+launches: the softmaxes of the window's queries, the attention that each key receives from them, and `compress_kernel`
+for the rest. For heads that are not due, the programs of all three return at once. Buffers are as in
+`evict_kernels.py`.
 
-A pool runs along tokens in the order in which they came. Since the last compression that is the order of their slots;
-of the `budget` tokens that it left, `order` has the slots in turn.
+Scores are pooled along tokens in order of arrival. For tokens that arrived since the last compression, this is the
+order of their slots. For the `budget` tokens kept by that compression, `order` lists their slots.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from ..launch import INTERPRETED, on_device_of, padded_head_dim
 from .evict_kernels import _NEVER, _leaving, _real_before, _threshold, _write_codes
 from .kernels import Window, launch_attention, launch_received
 
-#: Warps and slots at a time of a program that most often only comes and goes: with 16 warps, or 4096 slots, a
-#: multiprocessor has room for one at a time.
+#: Warps, and slots per iteration, of programs that usually return at once. With 16 warps, or 4096 slots, only one such
+#: program fits on a multiprocessor at a time.
 PASSING_WARPS, PASSING_CHUNK = 8, 2048
 
 
 class Between(NamedTuple):
-    """What passes between the launches of a compression. parts float32: see `kernels.Attended`; received
-    float32: what each slot's key received; numbers [4, B * Hkv, S] int32: see `compress_kernel`."""
+    """Buffers passed between the launches of a compression. parts float32: see `kernels.Attended`; received float32:
+    the attention that each slot's key received; numbers [4, B * Hkv, S] int32: see `compress_kernel`."""
 
     parts: Tensor
     received: Tensor
@@ -38,7 +39,7 @@ class Between(NamedTuple):
 
 @torch.inference_mode(False)
 def between(sizes: Sizes, observers: int, device: torch.device) -> Between:
-    """Room for the compressions of a state."""
+    """Allocate the buffers for a state's compressions."""
     flats = sizes.batch * sizes.key_value_heads
     return Between(
         torch.zeros(2, sizes.batch, sizes.query_heads, observers, dtype=torch.float32, device=device),
@@ -58,13 +59,14 @@ def compress(
     score: Tensor, ordinals: Tensor, held: Tensor, counts: Tensor, order: Tensor, parts: Tensor, received: Tensor,
     numbers: Tensor, scale: float, budget: int, capacity: int, count: int, kernel_size: int, appended: bool,
 ) -> None:
-    """`count` tokens have come, into the slots from `capacity` on, or, if `appended`, the one behind the others.
+    """Update scores and evict after `count` tokens arrived, in the slots from `capacity` on or, if `appended`, after
+    one token arrived in the slot behind the others.
 
-    window_query [B, Hq, W, D] and window_positions [B, W] int64: the last tokens' queries, -1 for padding. A state's
-    buffers as in `_block_ops.arrive`, held with what has come; counts [B, Hkv] int32: tokens that a head holds, those
-    included; order [B, Hkv, budget] int32: the slots of its first tokens, as they came. parts, received, numbers: a
-    Between. Where capacity is the budget, scores are brought up to date in all heads; else in those that are due, and
-    tokens that came to others have a score of +inf.
+    window_query [B, Hq, W, D] and window_positions [B, W] int64: the queries of the last tokens, -1 for padding. A
+    state's buffers are as in `ops.arrive`; held includes the new tokens. counts [B, Hkv] int32: the tokens that a head
+    holds, new ones included; order [B, Hkv, budget] int32: the slots of its first tokens in order of arrival. parts,
+    received, numbers: a Between. If capacity equals the budget, the scores of all heads are updated; otherwise only
+    those of heads that are due, and the new tokens of the other heads get a score of +inf.
     """
     batch, heads, slots, head_dim = key.shape
     flats, end, always = batch * heads, capacity + count, capacity == budget
@@ -95,7 +97,7 @@ def _(
 
 @triton.jit
 def _walk(walk, order, occupied, before, budget, capacity, count, CHUNK: tl.constexpr):
-    """The slots of a head's tokens in the order in which these came: `before` in the cache, then the block's."""
+    """List the slots of a head's tokens in order of arrival: `before` tokens of the cache, then the block's."""
     for start in range(0, before, CHUNK):
         i = start + tl.arange(0, CHUNK)
         first = tl.load(order + i, mask=i < tl.minimum(before, budget), other=0)
@@ -111,8 +113,8 @@ def _walk(walk, order, occupied, before, budget, capacity, count, CHUNK: tl.cons
 
 @triton.jit
 def _pool(score, received, walk, tokens, prefix, kernel_size, CHUNK: tl.constexpr):
-    """Scores of a head's tokens: of the first `prefix` the mean of what those in reach received, nothing beyond either
-    end; of the others, which are the window, +inf."""
+    """Store the scores of a head's tokens. The first `prefix` tokens get the mean of what their neighbours received,
+    with 0 beyond either end. The others are the window and get +inf."""
     for start in range(0, tokens, CHUNK):
         i = start + tl.arange(0, CHUNK)
         total = tl.full([CHUNK], 0.0, tl.float32)
@@ -131,9 +133,9 @@ def _choose(
     codes, room, fate, score, occupied, ordinals, before, leave, recent_from, budget, end,
     CHUNK: tl.constexpr, SEARCH: tl.constexpr,
 ):
-    """`leave` of a head's tokens go, the lowest score first, ties to the lowest slot. fate [end]: the slot that a
-    slot's token has then, -1 for none: the j-th that stays behind the first `budget` slots takes the j-th that is free
-    there, `before` of the cache's slots having held tokens."""
+    """Evict `leave` of a head's tokens: lowest score first, ties to the lowest slot. fate [end]: the new slot of each
+    slot's token, -1 for none. The j-th kept token behind the first `budget` slots moves to the j-th free slot among
+    those. `before`: the number of the cache's slots that held tokens."""
     lowest, highest = _write_codes(
         codes, score, occupied, occupied, ordinals, end, 0, recent_from, CHUNK, False, False
     )
@@ -165,7 +167,7 @@ def _choose(
 
 @triton.jit
 def _follow(order, walk, fate, tokens, CHUNK: tl.constexpr):
-    """`order` after a compression: of the tokens as they came, those that stayed, where they are now."""
+    """Update `order` after a compression: the new slots of the kept tokens, in order of arrival."""
     stayed = tokens * 0
     for start in range(0, tokens, CHUNK):
         i = start + tl.arange(0, CHUNK)
@@ -180,7 +182,7 @@ def _move(
     fate, key, value, occupied, positions, score, ordinals, begin, end,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr,
 ):
-    """Tokens in slots begin to end go where their fate is, all of it before `begin`; their slots are free."""
+    """Move the tokens in slots begin to end to the slots in `fate`, all before `begin`, and free their old slots."""
     d = tl.arange(0, D_PAD).to(tl.int64)
     for start in range(begin, end, TOKENS):
         s = start + tl.arange(0, TOKENS)
@@ -209,11 +211,11 @@ def compress_kernel(
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr, SEARCH: tl.constexpr, TOKENS: tl.constexpr,
     ALWAYS: tl.constexpr, APPENDED: tl.constexpr,
 ):
-    """Program flat. numbers, of each flat: tokens' slots as they came, ranks as integers, free slots, fates."""
+    """Program flat. numbers, per flat: slots in order of arrival, ranks as integers, free slots, new slots."""
     flat = tl.program_id(0).to(tl.int64)
     tokens = tl.load(counts + flat)
     if APPENDED and not ALWAYS:
-        settled = tokens <= capacity                                   # the token is where it should be
+        settled = tokens <= capacity                                   # the token is already in its place
         if settled:
             return
     end = capacity + count
@@ -236,7 +238,7 @@ def compress_kernel(
         i = start + tl.arange(0, 128)
         asks = tl.load(window_positions + flat // heads * observers + i, mask=i < observers, other=-1) >= 0
         observing += tl.where(asks, 1, 0)
-    # The window's real tokens are the newest of the row, and always held: the budget has room for them.
+    # The window's real tokens are the newest of the row and are always kept: the budget has room for them.
     window = tl.sum(observing, 0)
     if ALWAYS or leave > 0:
         _walk(walk, order, occupied, before, budget, capacity, count, CHUNK)

@@ -1,14 +1,14 @@
-"""A decode step of the block frame: attention of one new token, scores brought up to date, its slot chosen and taken.
+"""The decode step of the block cache: attention of one new token, update of the scores, and the choice of its slot.
 
-`step_kernel` runs split-KV attention of all heads of a group and keeps the logits; the last program of a (row, KV head)
-to arrive merges the splits. With FUSED it then finishes the head: logits become weights, scores and ranks, a slot is
-picked, and the new token takes it. Else, where few heads have many slots, `finish_kernel` cuts that among programs.
-Until it takes a slot the new token is read from where the caller has it; its logit stands behind those of the cache.
+`step_kernel` runs split-KV attention for all heads of a group and stores the logits. The last program of each (row, KV
+head) merges the splits. With FUSED it also finishes the head: it turns logits into weights, scores and ranks, picks a
+slot, and writes the new token into it. Otherwise, with few heads and many slots, `finish_kernel` splits this work among
+programs. Until the new token has a slot, it is read from the caller's tensors; its logit is stored behind the cache's.
 
-Buffers as in `evict_kernels.py`; rows of slots come divided by UNIT, so that the compiler knows their alignment.
-With the rule APPEND `budget` is how many tokens a head may hold at most before this one, `counts` how many it holds:
-the new one takes the first slot behind them. Scratch is indexed by flat, or by the query head; logits [flats, padded,
-GROUP_PAD] are in base 2.
+Buffers are as in `evict_kernels.py`; the slots per row are divided by UNIT, which tells the compiler the alignment.
+With the rule APPEND, `budget` is the most tokens that a head may hold before this one and `counts` is how many it
+holds; the new token takes the next slot. Scratch is indexed by flat or by query head; logits [flats, padded, GROUP_PAD]
+are in base 2.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _tile(
     q, k, v, acc, top, weight_sum, logits, s, inside, scale,
     GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, KEEP: tl.constexpr,
 ):
-    """One tile of an online softmax: ROWS queries against k [BLOCK, D]. KEEP: logits of GROUP_PAD of them are kept."""
+    """One tile of an online softmax: ROWS queries times k [BLOCK, D]. KEEP: store the logits of GROUP_PAD queries."""
     row = tl.arange(0, ROWS)
     logit = dot(q, tl.trans(k)) * scale                                # [ROWS, BLOCK]
     real = (row < GROUP_PAD)[:, None]
@@ -38,7 +38,7 @@ def _tile(
         logit = tl.where(inside[None, :], logit, float("-inf"))
         real = real & inside[None, :]
     if KEEP:
-        # Short-lived, amid keys and values that are read only once: let these lines stay in the cache.
+        # These lines are read again soon, unlike keys and values: keep them in the cache.
         tl.store(logits + s[None, :] * GROUP_PAD + row[:, None], logit, mask=real, eviction_policy="evict_last")
     p, top, weight_sum, rescale = weigh_tile(logit, top, weight_sum)
     acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
@@ -51,11 +51,11 @@ def _attend_share(
     GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """Slots begin to end, which hold tokens, and where it `arrives` the new token; pointers at the row."""
+    """Attend to slots begin to end, all occupied, and, if `arrives`, to the new token. Pointers are at the row."""
     d = tl.arange(0, D_PAD)
     i = tl.arange(0, BLOCK)
     in_head = (d < HEAD_DIM)[None, :]
-    # One pointer and constants for a whole tile: 64-bit pointers of its parts would fill the registers.
+    # One pointer per tile plus constant offsets: 64-bit pointers per element would fill the registers.
     at = i[:, None] * HEAD_DIM + d[None, :]
     top = tl.full([ROWS], float("-inf"), tl.float32)
     weight_sum = tl.full([ROWS], 0.0, tl.float32)
@@ -83,7 +83,7 @@ def _attend_share(
             q, k, v, acc, top, weight_sum, logits, whole + i, inside, scale, GROUP_PAD, ROWS, True, KEEP
         )
     if arrives:
-        # In a tile of its own, so that a token that is twice there gets the same logit to the bit.
+        # In a tile of its own, so that a duplicate of the new token gets a bitwise-equal logit.
         first = (i == 0)[:, None] & in_head
         k = tl.load(new_key + i[:, None] * 0 + d[None, :] * new_key_d, mask=first, other=0.0)
         v = tl.load(new_value + i[:, None] * 0 + d[None, :] * new_value_d, mask=first, other=0.0)
@@ -98,7 +98,7 @@ def _merge(
     partial, tops, output, flat, splits, top, total,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
 ):
-    """The output of all heads of a group from their splits, one after the other."""
+    """The output of all heads of a group, merged from their splits one by one."""
     d = tl.arange(0, D_PAD)
     g = tl.arange(0, GROUP_PAD)
     head = flat * GROUP + g
@@ -112,7 +112,7 @@ def _merge_head(
     partial, tops, normalisers, output, head, splits,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
 ):
-    """One query head's output from many splits, all at once."""
+    """The output of one query head, merged from many splits at once."""
     i = tl.arange(0, SPLITS)
     d = tl.arange(0, D_PAD)
     part = head * splits + i
@@ -139,7 +139,7 @@ def _take_slot(
     slot, position, number, new_score, size, takes, new_key_d, new_value_d,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, MAGNITUDE: tl.constexpr,
 ):
-    """The new token into its slot, if it `takes` one. Pointers at the row."""
+    """Write the new token into its slot, if it `takes` one, and count it in `held`. Pointers are at the row."""
     d = tl.arange(0, D_PAD).to(tl.int64)
     in_head = d < HEAD_DIM
     at = slot.to(tl.int64)
@@ -160,7 +160,7 @@ def _remember(
     query, window_query, window_positions, position, b, k_head, heads, observers, query_b, query_h, query_d,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """The group's queries into their place in the window, a ring [B, Hq, observers, D]: the one of the oldest."""
+    """Write the group's queries into the window, a ring [B, Hq, observers, D], in place of the oldest."""
     row = tl.arange(0, ROWS)
     d = tl.arange(0, D_PAD).to(tl.int64)
     mask = (row < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
@@ -168,12 +168,12 @@ def _remember(
     place = position % observers
     q = tl.load(query + b * query_b + head * query_h + d[None, :] * query_d, mask=mask, other=0.0)
     tl.store(window_query + ((b * heads * GROUP + head) * observers + place) * HEAD_DIM + d[None, :], q, mask=mask)
-    tl.store(window_positions + b * observers + place, position)       # every head of the row the same
+    tl.store(window_positions + b * observers + place, position)       # every head of the row writes the same
 
 
 @triton.jit
 def _count_row(arrivals, seen, rows):
-    """The last (row, KV head) of all counts the token, when nobody reads the number any more."""
+    """The last (row, KV head) increments `seen`, when no program reads it any more."""
     if is_last(arrivals + rows, rows):
         tl.store(seen, tl.load(seen) + 1)
 
@@ -195,11 +195,11 @@ def step_kernel(
     BLOCK: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr,
     MAGNITUDE: tl.constexpr, PROTECTS: tl.constexpr, FUSED: tl.constexpr, DISCARD: tl.constexpr,
 ):
-    """Program (split, flat): `share` tiles of a head's slots; the last to arrive of a flat merges them.
+    """Program (split, flat): attends to `share` tiles of a head's slots. The last program of a flat merges the splits.
 
-    FUSED: and finishes it, while other programs still read keys: most logits never leave the cache.
+    With FUSED it also finishes the head. Other programs still read keys then, and most logits never leave the cache.
     """
-    # One axis: the others end at 65,535 programs.
+    # One grid axis, since the other axes are limited to 65,535 programs.
     split = tl.program_id(0) % splits
     flat = (tl.program_id(0) // splits).to(tl.int64)
     b, k_head = flat // heads, flat % heads
@@ -211,7 +211,7 @@ def step_kernel(
     key += at * HEAD_DIM
     value += at * HEAD_DIM
     logits += flat * (padded * 16) * GROUP_PAD
-    number = tl.load(held + flat)                                      # of real tokens before this one
+    number = tl.load(held + flat)                                      # real tokens before this one
     tokens = tl.minimum(number, budget)                                # in the cache
     if RULE == APPEND:
         tokens = tl.load(counts + flat)
@@ -272,8 +272,8 @@ def finish_kernel(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, UNIT: tl.constexpr,
     SPLITS: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr, MAGNITUDE: tl.constexpr, PROTECTS: tl.constexpr,
 ):
-    """Programs (block of `share` * 16 slots, flat): scores and the lowest candidate; the last to arrive of a flat takes
-    the lowest of all, and the new token its slot. Further programs merge the outputs, one query head each."""
+    """Programs (block of `share` * 16 slots, flat): scores and the lowest candidate. The last program of a flat takes
+    the lowest candidate of all and writes the new token there. GROUP more programs each merge a query head's output."""
     flat = (tl.program_id(0) // (blocks + GROUP)).to(tl.int64)
     block = tl.program_id(0) % (blocks + GROUP)
     if block >= blocks:

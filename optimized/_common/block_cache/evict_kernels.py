@@ -1,8 +1,8 @@
-"""A block of tokens comes into its slots, and the cache is cut to its budget: what both sides of the ranking share.
+"""Kernels that store a block of tokens in its slots, choose the evictions, and move the kept tokens below the budget.
 
-Buffers of a state are contiguous, [B * Hkv, slots, ...]; `flat` is the number of a (row of the batch, KV head). Below
-`budget`, the occupied slots of a head are the first ones: a cache fills without holes, and who leaves is replaced.
-`ordinal`: a token's number among the real ones of its row, which tells the newest and the oldest without a sort.
+Buffers of a state are contiguous, [B * Hkv, slots, ...]; `flat` is the index of a (row of the batch, KV head). Below
+`budget`, a head's occupied slots come first: a cache fills without gaps, and an evicted token's slot is reused at once.
+`ordinal` is a token's index among the real tokens of its row. It identifies the newest and the oldest without a sort.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LOWEST = tl.constexpr(-(2**31))
 
 @triton.jit
 def _real_before(real, real_q, end, CHUNK: tl.constexpr):
-    """How many of a block's tokens before number `end` are no padding."""
+    """The number of real tokens (no padding) among the first `end` of a block."""
     total = tl.full([CHUNK], 0, tl.int32)
     for start in range(0, end, CHUNK):
         i = start + tl.arange(0, CHUNK)
@@ -35,9 +35,9 @@ def arrive_kernel(
     count, heads, slots, budget, key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d, real_b, real_q,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, MAGNITUDE: tl.constexpr,
 ):
-    """Program (TOKENS of the block, flat): these tokens into their slots, with a score of 0. Padding frees its slot.
+    """Program (TOKENS of the block, flat): stores these tokens with a score of 0. Padding leaves its slot free.
 
-    held [B * Hkv] int32: real tokens of the row before this block. magnitude, if MAGNITUDE: ||v||_1.
+    held [B * Hkv] int32: the row's real tokens before this block. magnitude, if MAGNITUDE: ||v||_1.
     """
     blocks = tl.cdiv(count, TOKENS)
     first = (tl.program_id(0) % blocks) * TOKENS
@@ -73,8 +73,8 @@ def _write_codes(
     codes, rank, protected, occupied, ordinals, end, sinks, recent_from,
     CHUNK: tl.constexpr, BY_ORDINAL: tl.constexpr, PROTECTED: tl.constexpr,
 ):
-    """Slots' ranks as integers in the order of eviction, _NEVER for those that are no candidates; the lowest and the
-    highest of them."""
+    """Store the slots' ranks as integers in the order of eviction, _NEVER for slots that are not candidates. Returns
+    the candidates' lowest and highest code."""
     lowest = tl.full([CHUNK], _NEVER, tl.int32)
     highest = tl.full([CHUNK], _LOWEST, tl.int32)
     for start in range(0, end, CHUNK):
@@ -97,7 +97,7 @@ def _write_codes(
 
 @triton.jit
 def _threshold(codes, lowest, highest, end, wanted, CHUNK: tl.constexpr):
-    """The `wanted`-th lowest code, and how many lie below it: digit by digit of base 16, by counting."""
+    """The `wanted`-th lowest code, and the number of codes below it. Searches its base-16 digits by counting."""
     base = lowest.to(tl.int64)
     reach = tl.where(wanted > 1, highest.to(tl.int64) - base, 0)
     unit = base * 0 + 1
@@ -111,7 +111,7 @@ def _threshold(codes, lowest, highest, end, wanted, CHUNK: tl.constexpr):
             s = start + tl.arange(0, CHUNK)
             code = tl.load(codes + s, mask=s < end, other=_NEVER).to(tl.int64)
             counted += tl.where(code[:, None] < cut[None, :], 1, 0)
-        # Fewer than wanted lie below base, below base + unit, and so on up to the digit that is sought.
+        # The largest digit with fewer than `wanted` codes below base + digit * unit.
         base = tl.max(tl.where(tl.sum(counted, 0) < wanted, cut, base), 0)
         unit //= 16
     below = tl.full([CHUNK], 0, tl.int32)
@@ -123,7 +123,7 @@ def _threshold(codes, lowest, highest, end, wanted, CHUNK: tl.constexpr):
 
 @triton.jit
 def _leaving(code, threshold, tied, ties):
-    """Which of these tokens leave; of those at the threshold the first `ties`, of which `tied` lie in lower slots."""
+    """Which of these tokens are evicted. Of codes at the threshold the first `ties` are; `tied` are in lower slots."""
     equal = tl.where(code == threshold, 1, 0)
     before = tied + tl.cumsum(equal, 0) - equal
     return (code < threshold) | ((equal != 0) & (before < ties)), tied + tl.sum(equal, 0)
@@ -135,11 +135,11 @@ def choose_kernel(
     count, slots, rank_h, protected_h, budget, sinks, recent,
     CHUNK: tl.constexpr, SEARCH: tl.constexpr, TOKENS: tl.constexpr, BY_ORDINAL: tl.constexpr, PROTECTED: tl.constexpr,
 ):
-    """Program flat: where each token of the block goes, [B * Hkv, count]: a slot below budget, -1 if it leaves.
+    """Program flat: the destination of each token of the block, [B * Hkv, count]: a slot below budget, -1 if evicted.
 
-    The j-th token of the block that stays takes the j-th free slot (`room`). rank and protected: a row per flat.
-    held: real tokens of the row, the block's included. The oldest `sinks`, the newest `recent` and those that are
-    `protected` do not leave; of others there are enough.
+    The j-th kept token of the block takes the j-th free slot (`room`). rank and protected have one row per flat. held:
+    the row's real tokens, the block included. The oldest `sinks`, the newest `recent` and the `protected` tokens are
+    not evicted; the caller ensures that enough others exist.
     """
     flat = tl.program_id(0).to(tl.int64)
     end = budget + count
@@ -147,18 +147,18 @@ def choose_kernel(
     codes += flat * end
     room += flat * count
     total = tl.load(held + flat)
-    before = _real_before(occupied, 1, budget, CHUNK)                  # tokens in the cache: in its first slots
+    before = _real_before(occupied, 1, budget, CHUNK)                  # the cache's tokens are in its first slots
     leave = tl.maximum(before + _real_before(occupied + budget, 1, count, 128) - budget, 0)
     lowest, highest = _write_codes(
         codes, rank + flat * rank_h, protected + flat * protected_h, occupied, ordinals + flat * slots, end, sinks,
         tl.where(recent > 0, total - recent, _NEVER), CHUNK, BY_ORDINAL, PROTECTED,
     )
     threshold = leave * 0 + _LOWEST
-    ties = leave * 0                                        # how many of the threshold's own leave
+    ties = leave * 0                                        # evictions among the codes equal to the threshold
     if leave > 0:
         threshold, below = _threshold(codes, lowest, highest, end, leave, SEARCH)
         ties = leave - below
-    # The first free slots of the cache, as many as the block may need; ties leave from the lowest slot up.
+    # The first free slots of the cache, as many as the block may need. Ties are evicted from the lowest slot up.
     tied = leave * 0
     free = leave * 0
     for start in range(0, budget, CHUNK):
@@ -189,7 +189,7 @@ def settle_kernel(
     count, slots, budget,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, CARRIED: tl.constexpr,
 ):
-    """Program (TOKENS of the block, flat): tokens that stay move to their destinations, and their slots are free."""
+    """Program (TOKENS of the block, flat): moves kept tokens to their destinations and frees the block's slots."""
     blocks = tl.cdiv(count, TOKENS)
     flat = (tl.program_id(0) // blocks).to(tl.int64)
     i = (tl.program_id(0) % blocks) * TOKENS + tl.arange(0, TOKENS)

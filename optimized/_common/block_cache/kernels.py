@@ -1,4 +1,4 @@
-"""Attention of a block of queries, and what every key received of it, without a [Q, S] matrix in memory.
+"""Attention of a block of queries, and the attention that each key receives, without a [Q, S] matrix in memory.
 
 Two passes over the keys: see `attend_kernels.py`.
 """
@@ -17,8 +17,8 @@ from .attend_kernels import attention_kernel, newest_kernel, received_kernel
 
 
 class Attended(NamedTuple):
-    """output [B, Hq, Q, D] in query's dtype; and of every query the parts of its softmax, [2, B, Hq, Q] float32:
-    weight = exp2(base-2 logit - shift) * inverse; the inverse is 0 for queries that see nothing."""
+    """output [B, Hq, Q, D] in query's dtype. parts [2, B, Hq, Q] float32: each query's softmax shift and inverse sum,
+    weight = exp2(base-2 logit - shift) * inverse. The inverse is 0 for queries that attend to nothing."""
 
     output: Tensor
     parts: Tensor
@@ -27,16 +27,16 @@ class Attended(NamedTuple):
 def attend(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float) -> Attended:
     """Attention of the queries of the last Q slots, causal among themselves.
 
-    query [B, Hq, Q, D]; key, value [B, Hkv, S, D], any strides; occupied [B, S] or [B, Hkv, S] bool. A query at an
-    unoccupied slot sees nothing: its output is 0.
+    query [B, Hq, Q, D]; key, value [B, Hkv, S, D], any strides; occupied [B, S] or [B, Hkv, S] bool. The query of an
+    unoccupied slot attends to nothing: its output is 0.
     """
     return Attended(*_attend(query, key, value, occupied, scale))
 
 
 def received(query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale: float, *, mean: bool) -> Tensor:
-    """The sum over all queries of each key's weights, averaged over the group: [B, Hkv, S] float32, 0 if unoccupied.
+    """Each key's weights summed over all queries, averaged over the group: [B, Hkv, S] float32, 0 if unoccupied.
 
-    mean: divided by the number of queries that see something. Arguments as in `attend`, parts from there.
+    mean: divide by the number of queries that attend to something. Arguments as in `attend`, and its parts.
     """
     result: Tensor = _received(query, key, occupied, parts, scale, mean)
     return result
@@ -45,7 +45,7 @@ def received(query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale:
 def received_of_newest(
     query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """What the newest query gave each key: its weights averaged over the group, and the base-2 logarithm of their sum.
+    """The newest query's weights, averaged over the group, and the base-2 logarithm of their sum over the group.
 
     Both [B, Hkv, S] float32; 0 and -inf where unoccupied, and everywhere if all queries are at unoccupied slots. The
     logarithm does not underflow where the weight does.
@@ -57,11 +57,11 @@ def received_of_newest(
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
-#: Tiles where there is much work and rows are short enough: of attention, (rows of queries and heads, slots, stages,
-#: warps); of what keys receive, (queries, keys, stages, warps). Measured best on an H200.
+#: Tile shapes for much work and short rows. Attention: (rows of queries and heads, slots, stages, warps). Attention
+#: received: (queries, keys, stages, warps). The best measured on an H200.
 ATTENTION_TILE = (128, 64, 3, 8)
 RECEIVED_TILE = (32, 128, 3, 4)
-#: Tensor cores do not multiply float32 exactly; without them, operands are in registers, and tiles must be small.
+#: Tensor cores do not multiply float32 exactly. Without them, operands are in registers, and tiles must be small.
 FLOAT32_TILE = (16, 16, 2, 4)
 
 
@@ -124,9 +124,9 @@ def _(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float)
 
 
 class Window(NamedTuple):
-    """Queries of other tokens than the last: a query sees the keys up to its own position. query_positions [B, W]
-    int64, -1 for none; positions [B, Hkv, S] int64. counts [B, Hkv] int32: only heads that hold more than `capacity`
-    tokens are looked at; None: all. For other heads nothing is written, and a program costs a load."""
+    """Queries of a window instead of the last slots. A query attends to the keys up to its own position.
+    query_positions [B, W] int64, -1 for none; positions [B, Hkv, S] int64. counts [B, Hkv] int32: heads with at most
+    `capacity` tokens are skipped, nothing is written for them, and their programs cost one load. None: all heads."""
 
     query_positions: Tensor
     positions: Tensor
@@ -139,7 +139,7 @@ class Window(NamedTuple):
 
 
 def _of_window(window: Window | None) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
-    """Tensors and numbers of a launch."""
+    """A window's tensors and numbers as the kernels take them."""
     if window is None:
         return (None, None, None), (0, 0, 0, 0, 0, 0)
     return (window.query_positions, window.positions, window.counts), (window.capacity, *window.strides)
@@ -149,7 +149,7 @@ def launch_attention(
     query: Tensor, key: Tensor, value: Tensor | None, occupied: Tensor, window: Window | None, output: Tensor | None,
     parts: Tensor, scale: float,
 ) -> None:
-    """Attention of a block, or of a window's queries. Without an output, the softmaxes' parts alone."""
+    """Launch the attention of a block or of a window's queries. Without an output, it computes only the parts."""
     value = key if value is None else value
     shape = _shape(query, key, value)
     rows, block, stages, warps = _attention_tile(query, key)
@@ -168,8 +168,8 @@ def launch_received(
     query: Tensor, key: Tensor, occupied: Tensor, window: Window | None, parts: Tensor, result: Tensor, scale: float,
     mean: bool,
 ) -> None:
-    """What keys receive, into result [B, Hkv, S] float32. Where heads are passed over, programs are few, and take
-    several blocks of keys each: to come and go takes them time too."""
+    """Launch `received_kernel` into result [B, Hkv, S] float32. If heads may be skipped, there are fewer programs with
+    several blocks of keys each, since even a program that returns at once takes time."""
     shape = _shape(query, key, key)
     queries, block, stages, warps = _received_tile(query, key)
     heads, blocks = key.shape[0] * key.shape[1], triton.cdiv(key.shape[2], block)

@@ -1,4 +1,4 @@
-"""The operations of the block frame on a state's buffers: a block comes in, tokens are chosen, the rest settles."""
+"""The operations of the block cache on a state's buffers: a block arrives, evictions are chosen, kept tokens move."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .evict_kernels import arrive_kernel, choose_kernel, settle_kernel
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """[B, Hkv, S] with one stride for both of the first axes, as a slice of a contiguous tensor's slots has it."""
+    """[B, Hkv, S] with one stride for both of the first axes, like a slice of a contiguous tensor's slots."""
     regular = tensor.stride(2) == 1 and tensor.stride(0) == tensor.shape[1] * tensor.stride(1)
     return tensor if regular else tensor.contiguous()
 
@@ -28,11 +28,11 @@ def arrive(
     new_key: Tensor, new_value: Tensor, real: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
     score: Tensor, ordinals: Tensor, magnitude: Tensor | None, held: Tensor, seen: Tensor, budget: int,
 ) -> None:
-    """The Q tokens of a block into slots budget to budget + Q - 1, with a score of 0; padding leaves its slot free.
+    """Store the Q tokens of a block in slots budget to budget + Q - 1, with a score of 0. Padding leaves its slot free.
 
     new_key, new_value [B, Hkv, Q, D]; real [B, Q] bool. A state's buffers: key, value [B, Hkv, S, D]; occupied,
     positions, score, ordinals (int32) and magnitude (float32, for ||v||_1, or None) [B, Hkv, S]; held [B, Hkv] int32,
-    how many real tokens a row has seen; seen [1] int64, how many tokens at all.
+    the real tokens that a row has seen; seen [1] int64, all tokens, padding included.
     """
     batch, heads, count, head_dim = new_key.shape
     tokens = _tokens(count)
@@ -58,11 +58,12 @@ def choose(
     rank: Tensor | None, protected: Tensor | None, occupied: Tensor, ordinals: Tensor, held: Tensor, budget: int,
     count: int, sinks: int, recent: int,
 ) -> Tensor:
-    """Where the tokens in slots budget to budget + count - 1 go: [B, Hkv, count] int32, a slot below budget or -1.
+    """The destination of the tokens in slots budget to budget + count - 1: [B, Hkv, count] int32, a slot below budget
+    or -1.
 
-    Each head evicts what it holds above `budget`: the lowest rank first, ties to the lowest slot. rank [B, Hkv, end]
-    float32, None: age; protected likewise, bool or None. The oldest `sinks` and the newest `recent` tokens
-    are protected too. A token of the block that stays takes the first free slot that is left.
+    Each head evicts down to `budget`: the lowest rank first, ties to the lowest slot. rank [B, Hkv, end] float32, or
+    None for age; protected likewise, bool or None. The oldest `sinks` and the newest `recent` tokens are protected too.
+    Kept tokens of the block take the free slots in ascending order.
     """
     batch, heads, slots = occupied.shape
     end = budget + count
@@ -98,7 +99,7 @@ def settle(
     destination: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor,
     ordinals: Tensor, carried: Tensor | None, budget: int,
 ) -> None:
-    """The tokens of a block move to where `choose` says, and the block's slots are free again."""
+    """Move the tokens of a block to the destinations that `choose` returned, and free the block's slots."""
     batch, heads, count = destination.shape
     head_dim, tokens = key.shape[3], _tokens(count)
     with on_device_of(key):

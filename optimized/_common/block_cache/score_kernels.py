@@ -1,9 +1,9 @@
-"""Scores and ranks of one (row, KV head) at a decode step, from its logits: device functions.
+"""Device functions for the scores and ranks of one (row, KV head) at a decode step, from its logits.
 
-A rule says what a method ranks by. With NOTHING a new token takes slot `budget`, and something else decides; with
-APPEND it takes the first free slot, and its query a place in a window of the last queries: what goes, and whether, is
-somebody else's to say as well. SUM: the sum of the weights so far (times ||v||_1 with MAGNITUDE); NEWEST: the newest
-query's weight, by its logarithm; RANDOM: a number that the token got when it came; AGE.
+The rule says what tokens are ranked by. SUM: the sum of a token's weights so far (times ||v||_1 with MAGNITUDE).
+NEWEST: the logarithm of the newest query's weight. RANDOM: a number that the token got on arrival. AGE. Two rules leave
+eviction to the caller: with NOTHING, a new token takes slot `budget`; with APPEND, it takes the first free slot, and
+its query enters a window of the last queries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NEVER = tl.constexpr(2**63 - 1)
 def normalise(
     tops, weight_sums, normalisers, flat, splits, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """The shift of the group's softmaxes and the sum of what was shifted, [GROUP_PAD]; to memory as well."""
+    """The shifts of the group's softmaxes and the sums relative to them, [GROUP_PAD] each; also stored to memory."""
     g = tl.arange(0, GROUP_PAD)
     i = tl.arange(0, SPLITS)
     head = flat * GROUP + g
@@ -46,7 +46,7 @@ def _load_slots(
     GROUP_PAD: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr, MAGNITUDE: tl.constexpr,
     PROTECTS: tl.constexpr,
 ):
-    """What a rule needs of slots s before `limit`, a multiple of 16; `last` is the last slot that is asked for."""
+    """Load what a rule needs of the slots s before `limit`, a multiple of 16, and up to slot `last`."""
     reads = (s < limit) & (s <= last)
     if UNIT == 16:
         reads = s // 16 * 16 < limit                                   # whole vectors: rows are long enough
@@ -68,12 +68,12 @@ def _load_slots(
 
 @triton.jit
 def _weigh(logit, top, total, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, LOG: tl.constexpr):
-    """The group's mean weight of slots, and what to rank them by: the same, or the base-2 logarithm of its sum."""
+    """The group's mean weight of each slot, and its rank: the same, or the base-2 logarithm of the group's sum."""
     real = tl.arange(0, GROUP_PAD) < GROUP
     empty = (total == 0.0) | ~real
     if LOG:
         log_total = tl.where(empty, float("inf"), tl.log2(tl.where(empty, 1.0, total)))
-        # The normaliser's parts leave one by one, so that no digits of a large maximum are lost.
+        # Subtract top and log_total one after the other: their sum would lose digits if the maximum is large.
         x = (logit - top[None, :]) - log_total[None, :]
         highest = finite_or_zero(tl.max(x, 1))
         shifted = tl.sum(tl.exp2(x - highest[:, None]), 1)
@@ -91,15 +91,16 @@ def score_slots(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr,
     MAGNITUDE: tl.constexpr, PROTECTS: tl.constexpr, DISCARD: tl.constexpr,
 ):
-    """Scores of slots begin to limit, to memory; returns the lowest candidate, rank above and slot below in an int64,
-    and the new token's score. All pointers are at the row.
+    """Store the scores of slots begin to limit. Returns the lowest candidate, an int64 with the rank in its upper and
+    the slot in its lower half, and the new token's score. All pointers are at the row.
 
-    The first `tokens` slots hold a token; slot `budget` stands for the new one, which is the row's real token `number`;
-    others are free. new_score: of the new token before this step's weights. new_size: its ||v||_1. limit is a multiple
-    of 16, `budget` + 16 at most; rows of logits have `padded` slots, of which those behind `budget` hold anything.
+    The first `tokens` slots are occupied. Slot `budget` stands for the new token, real token `number` of the row. Other
+    slots are free. new_score: the new token's score before this step's weights. new_size: its ||v||_1. limit is a
+    multiple of 16, at most `budget` + 16. Rows of logits have `padded` slots, arbitrary behind
+    `budget`.
     """
     s = begin + tl.arange(0, CHUNK)
-    # A chunk is always under way: each later one during the ranks before it.
+    # Prefetch: the next chunk's loads overlap the ranking of this one.
     reads, logit, old, ordinal, size = _load_slots(
         logits, score, ordinals, magnitude, s, limit, budget, GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS
     )
@@ -131,7 +132,7 @@ def score_slots(
         if MAGNITUDE:
             rank = updated * tl.where(arrives, new_size, size)
         code = ordinal if RULE == AGE else sortable(rank)
-        # Rank above, index below: one integer minimum decides, ties included.
+        # Rank in the upper half, slot in the lower: one integer minimum decides, ties included.
         best = tl.minimum(best, tl.where(candidate, (code.to(tl.int64) << 32) | s.to(tl.int64), _NEVER))
         newest += tl.where(arrives, updated, 0.0)
         if DISCARD and RULE < RANDOM:
@@ -144,7 +145,7 @@ def score_slots(
 
 @triton.jit
 def _random_score(position, offset):
-    """The top 24 bits of splitmix64, of whose state `offset` holds what is not the position; [1] -> [1] float32."""
+    """The top 24 bits of splitmix64; `offset` is its state without the position's part; [1] -> [1] float32."""
     z = (position + offset).to(tl.uint64, bitcast=True)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -154,7 +155,7 @@ def _random_score(position, offset):
 
 @triton.jit
 def new_score_of(seen, offset, RULE: tl.constexpr):
-    """A token's score when it comes in."""
+    """The score of a token on arrival."""
     score = 0.0
     if RULE == RANDOM:
         score = tl.sum(_random_score(tl.load(seen + tl.arange(0, 1)), offset), 0)

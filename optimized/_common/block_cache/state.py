@@ -1,21 +1,22 @@
-"""The frame of KeyDiff and the attention baselines on the GPU: preallocated slots, blocks in, the cache cut in place.
+"""The cache of KeyDiff and the attention baselines on the GPU: preallocated slots, block-wise input, in-place eviction.
 
-Twin of the reference's frame; nothing here returns to the host. A method says what it aggregates and how it ranks:
+Counterpart of the reference's `blocks.py`. `step` and `append_block` do not synchronize with the host. A method defines
+what it aggregates and how it ranks:
 
-- `_update(block) -> (rank, protected)`: brings `score` up to date for all occupied slots below block.end, those of the
-  new block included, and says who goes first. rank [B, Hkv, end] float32, lowest first, ties to the lowest slot, or
-  None: the oldest first; protected [B, Hkv, end] bool, which stay whatever their rank, or None. A method whose capacity
-  is more than its budget overrides `_evict` instead, and `_finish_step`.
-- `_rule`: how a decode step ranks, one of `step.RULES`. With the default, "nothing", a step's token takes slot
-  `budget`, then `_update` ranks as for any block. With "append" it takes the first free slot, and `_window` (counts,
-  window_query, window_positions of `step.step`) is brought up to date. With others the step does it all, and
-  leaves in `score` what `_update` would; `_offset` is the random generator's.
-- `_sinks`, `_recent`: how many of the oldest and of the newest tokens of each head are protected as well. No more than
-  `budget` tokens may be protected in all.
-- `_carried`: a float32 [B, Hkv, S] buffer of the method's own that moves with the tokens, or None. With
-  `_carries_magnitude` a new token's is set to ||v||_1 before `_update`; else `_update` sets it.
-- `_allocate()` makes the method's buffers; `_buffers()` returns those that belong to rows, which `reorder` permutes
-  (first axis B; `_carried` is not among them); `_clear()` forgets what is in them.
+- `_update(block) -> (rank, protected)`: updates `score` for all occupied slots below block.end, the new block included,
+  and ranks the tokens. rank [B, Hkv, end] float32, lowest evicted first, ties to the lowest slot; None evicts the
+  oldest first. protected [B, Hkv, end] bool, tokens that are kept whatever their rank, or None. A method whose capacity
+  exceeds its budget overrides `_evict` and `_finish_step` instead.
+- `_rule`: how a decode step ranks, one of `step.RULES`. With the default, "nothing", the step's token takes slot
+  `budget`, and `_update` ranks as for any block. With "append" it takes the first free slot, and the step updates
+  `_window` (counts, window_query, window_positions of `step.step`). With the other rules the step does everything and
+  leaves in `score` what `_update` would. `_offset` is the random generator's.
+- `_sinks`, `_recent`: how many of the oldest and of the newest tokens of each head are also protected. At most `budget`
+  tokens may be protected in all.
+- `_carried`: a float32 [B, Hkv, S] buffer of the method that moves with the tokens, or None. With `_carries_magnitude`,
+  a new token's entry is ||v||_1 before `_update`; otherwise `_update` sets it.
+- `_allocate()` makes the method's buffers. `_buffers()` returns those with rows (first axis B), which `reorder`
+  permutes; `_carried` is not among them. `_clear()` resets the buffers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .step import step as block_step
 
 
 class Block(NamedTuple):
-    """Q tokens that just came into slots capacity to end - 1, and how their queries attended.
+    """Q tokens that just arrived in slots capacity to end - 1, and the softmaxes of their queries.
 
     query [B, Hq, Q, D]; real [B, Q] bool, False for padding; positions [Q] int64; end = capacity + Q; parts
     [2, B, Hq, Q] float32: see `kernels.Attended`; None at a decode step.
@@ -52,16 +53,16 @@ class Block(NamedTuple):
 
 
 class BlockState(State):
-    """A cache of capacity + block_size slots per KV head: the first `capacity` hold tokens, the others the block at
-    hand.
+    """A cache of capacity + block_size slots per KV head: the first `capacity` hold cached tokens, the others the
+    current block.
 
-    key, value [B, Hkv, S, D] with S = capacity + block_size, where capacity is the config's: the budget, unless
-    evictions are less often; occupied and positions [B, Hkv, S] bool and int64 (the token in each slot, counted from 0
-    with padding included; -1 = free); score [B, Hkv, S] float32, what the method carries of each token or ranked it by
-    last, -inf in free slots. Between calls tokens sit in the first slots, without gaps, in `capacity` of them at most.
-    All of them are updated in place, and a step fits in a CUDA graph. float32, float16 or bfloat16; D from 16 to 256;
-    up to 16 query heads per KV head. TypeError, ValueError for anything else, and for CPU tensors outside Triton's
-    interpreter.
+    key, value [B, Hkv, S, D] with S = capacity + block_size; the config's capacity is its budget, unless the method
+    evicts less often. occupied [B, Hkv, S] bool; positions [B, Hkv, S] int64 (the token in each slot, counted from 0
+    with padding included; -1 = free); score [B, Hkv, S] float32, the method's aggregate or last rank of each token,
+    -inf in free slots. Between calls, tokens are in the first slots without gaps, at most `capacity` of them. All
+    buffers are updated in place, and a step can be captured in a CUDA graph. float32, float16 or bfloat16; D from 16 to
+    256; up to 16 query heads per KV head. TypeError or ValueError for other arguments, and for CPU tensors outside
+    Triton's interpreter.
     """
 
     Config: ClassVar[type[BlockConfig]]
@@ -83,8 +84,8 @@ class BlockState(State):
         self.occupied = self._buffer(*rows, dtype=torch.bool)
         self.positions = self._buffer(*rows, dtype=torch.int64)
         self._score = self._buffer(*rows, dtype=torch.float32)
-        self._seen = self._buffer(1, dtype=torch.int64)                         # on the device: graphs replay it
-        self._ordinals = self._buffer(*rows, dtype=torch.int32)                 # numbers of tokens, padding left out
+        self._seen = self._buffer(1, dtype=torch.int64)                         # on the device: graphs update it
+        self._ordinals = self._buffer(*rows, dtype=torch.int32)                 # index among the row's real tokens
         self._held = self._buffer(batch, key_value_heads, dtype=torch.int32)    # real tokens that the row has seen
         self._carried: Tensor | None = None
         self._window: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
@@ -99,7 +100,7 @@ class BlockState(State):
 
     @property
     def tokens_seen(self) -> int:
-        """Tokens that came in since the last reset, padding included. Reading it synchronises with the GPU."""
+        """Tokens received since the last reset, padding included. Reading it synchronizes with the GPU."""
         return int(self._seen.item())
 
     def reset(self) -> None:
@@ -109,21 +110,22 @@ class BlockState(State):
         self._score.fill_(-torch.inf)
         self._seen.zero_()
         self._held.zero_()
-        self._scratch.arrivals.zero_()                                          # should a launch have been cut short
+        self._scratch.arrivals.zero_()                                          # in case a launch was interrupted
         self._clear()
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        """The prompt: `append_block` on an empty state. RuntimeError when the state already holds tokens."""
+        """Process the prompt: `append_block` on an empty state. RuntimeError if the state holds tokens."""
         check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
-        # Asked of the device: a graph's replays are steps that the host does not see.
+        # Read from the device, since the host does not see the steps of graph replays.
         self._check_empty(", or append_block()")
         return self.append_block(query, key, value, occupied)
 
     def append_block(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        """Any number of tokens, at most block_size at a time: attention to what is held and among themselves, eviction.
+        """Add any number of tokens in blocks of at most block_size: each block attends to the cache and itself, then
+        the cache evicts.
 
-        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, default all True.
-        Returns [B, Hq, T, D]; padding gives zeros and enters no slot.
+        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True.
+        Returns [B, Hq, T, D], zeros for padding, which takes no slot.
         """
         total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
         check_launchable(query=query, key=key, value=value)
@@ -136,8 +138,8 @@ class BlockState(State):
         return torch.cat([self._append(*block) for block in blocks], 2)
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """A block of one token: query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D].
-        No host synchronisation."""
+        """Add one token: query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not
+        synchronize with the host."""
         check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
         check_launchable(query=query, key=key, value=value)
         output = block_step(
@@ -149,7 +151,7 @@ class BlockState(State):
         return output
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was (beam search). index [B] int64."""
+        """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.sizes.batch, self.device)
         carried = [] if self._carried is None else [self._carried]
         for tensor in (
@@ -158,10 +160,10 @@ class BlockState(State):
         ):
             tensor.copy_(tensor.index_select(0, index))
 
-    # What methods define ---------------------------------------------------------------------------------------------
+    # Defined by methods ----------------------------------------------------------------------------------------------
 
     def _allocate(self) -> None:
-        """Buffers of the method's own, by `_buffer`."""
+        """Allocate the method's own buffers with `_buffer`."""
 
     def _buffers(self) -> tuple[Tensor, ...]:
         return ()
@@ -175,7 +177,7 @@ class BlockState(State):
     # One block -------------------------------------------------------------------------------------------------------
 
     def _append(self, query: Tensor, key: Tensor, value: Tensor, real: Tensor) -> Tensor:
-        """A block of Q <= block_size tokens; real [B, Q] bool. Returns [B, Hq, Q, D]."""
+        """Add a block of Q <= block_size tokens; real [B, Q] bool. Returns [B, Hq, Q, D]."""
         capacity, count = self.config.capacity, query.shape[2]
         end = capacity + count
         positions = self._seen + torch.arange(count, device=self.device)
@@ -192,13 +194,13 @@ class BlockState(State):
         return output
 
     def _finish_step(self, query: Tensor) -> None:
-        """What is left to do after a step's kernels."""
+        """Complete a step after its kernels."""
         if self._rule == "nothing":
             real = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
             self._evict(Block(query[:, :, None], real, self._seen - 1, self.config.capacity + 1, None), 1)
 
     def _evict(self, block: Block, count: int) -> None:
-        """The block is in its slots: update and rank, choose, settle."""
+        """Update scores, choose evictions, and move the kept tokens of a block that is in its slots."""
         budget = self.config.budget
         rank, protected = self._update(block)
         destination = ops.choose(
@@ -211,12 +213,12 @@ class BlockState(State):
 
 
 def newest(positions: Tensor, count: int) -> Tensor:
-    """The `count` newest tokens of each row, bool: positions [..., S] int64, distinct, -1 for none."""
+    """Mask of the `count` newest tokens of each row: positions [..., S] int64, distinct, -1 for none."""
     return _first(positions, count, largest=True)
 
 
 def oldest(positions: Tensor, count: int) -> Tensor:
-    """The `count` oldest tokens of each row, bool: positions as in `newest`."""
+    """Mask of the `count` oldest tokens of each row: positions as in `newest`."""
     return _first(torch.where(positions < 0, torch.iinfo(torch.int64).max, positions), count, largest=False)
 
 
@@ -227,7 +229,7 @@ def _first(positions: Tensor, count: int, *, largest: bool) -> Tensor:
 
 
 def check_positions(positions: object) -> Tensor:
-    """positions [..., S] int64; -1 where there is no token."""
+    """Check positions [..., S] int64, -1 where there is no token, and return them."""
     if not isinstance(positions, Tensor):
         raise TypeError(f"positions must be a torch.Tensor [..., S], got {type(positions).__name__}")
     check_tensor("positions", positions, dims=max(positions.dim(), 1), layout="[..., S]")
@@ -237,7 +239,7 @@ def check_positions(positions: object) -> Tensor:
 
 
 def check_block(query: object, key: object, value: object, occupied: object) -> Sizes:
-    """Validates the arguments of an `attend`: the queries of the last Q of the S slots. Returns the sizes."""
+    """Check the arguments of `attend`, whose queries belong to the last Q of the S slots. Returns the sizes."""
     sizes = check_attention(query, key, value, time="Q")
     assert isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
     if query.shape[2] > sizes.slots:

@@ -1,4 +1,4 @@
-"""The operation of a decode step on a state's buffers; see `decode_kernels.py`."""
+"""The decode step's operation on a state's buffers; see `decode_kernels.py`."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from ..numerics import LOG2_E
 from .decode_kernels import finish_kernel, step_kernel
 from .score_kernels import AGE, APPEND, NEWEST, NOTHING, RANDOM, SUM
 
-#: Where a head's last program finishes it: slots at a time, stages, warps, registers. Such programs are fewer at a time
-#: (three to a multiprocessor), and so sooner free what must not leave the cache. Measured best on an H200.
+#: For heads finished by their last program: slots per iteration, stages, warps, registers. Fewer such programs run at a
+#: time (three per multiprocessor), so logits are consumed sooner, before they leave the cache. Best on an H200.
 CHUNK, STAGES, WARPS, REGISTERS = 512, 3, 4, 168
 
 #: Rules of `step`, by name; see `score_kernels.py`.
 RULES = {"nothing": NOTHING, "sum": SUM, "newest": NEWEST, "random": RANDOM, "age": AGE, "append": APPEND}
-#: After which something else decides what goes: a head's last program finishes it, since there is little to finish.
+#: Rules that leave eviction to the caller. A head's last program finishes it, since little is left to do.
 BARE = ("nothing", "append")
 
 
 class Scratch(NamedTuple):
-    """What passes between the programs of a step. workspace float32: logits, partial accumulators, their maxima and
-    sums, normalisers, new scores; candidates int64; arrivals int32, a counter per flat and one for all, 0 between
+    """Buffers passed between the programs of a step. workspace float32: logits, partial accumulators, their maxima and
+    sums, normalisers, new scores; candidates int64; arrivals int32, one counter per flat and one for all, 0 between
     steps."""
 
     workspace: Tensor
@@ -46,9 +46,8 @@ class Scratch(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How the work is cut: tiles of `block` slots, `share` of them per split; whether a head's last split finishes it,
-    else into how many blocks of `slots_each` * 16 slots that is cut; and the pieces of the workspace."""
-
+    """How the work is divided: tiles of `block` slots, `share` tiles per split; fused: a head's last split finishes it.
+    Otherwise `blocks` programs of `slots_each` * 16 slots do. cuts: the sizes of the workspace's pieces."""
     block: int
     splits: int
     share: int
@@ -69,7 +68,7 @@ def _plan(sizes: Sizes, budget: int, itemsize: int, device: torch.device, rule: 
     blocks = triton.cdiv(sixteens, 2 if INTERPRETED else 16)
     logits = padded_slots(budget + 1) * triton.next_power_of_2(sizes.group) if rule in ("sum", "newest") else 0
     flats, count = batch * heads, batch * query_heads
-    # Each piece aligned alike, whatever the sizes: Triton compiles a kernel anew for another alignment.
+    # Every piece is aligned alike for all sizes, since Triton compiles a kernel again for another alignment.
     cuts = [
         triton.cdiv(cut, 32) * 32
         for cut in (flats * logits, count * splits * head_dim, count * splits, count * splits, count * 2, flats)
@@ -81,13 +80,13 @@ def _plan(sizes: Sizes, budget: int, itemsize: int, device: torch.device, rule: 
 
 
 def _registers(plan: _Plan, key: Tensor) -> int | None:
-    """A limit of registers where it costs no spills; elsewhere the compiler's own."""
+    """A register limit where it causes no spills; None leaves the choice to the compiler."""
     return REGISTERS if plan.fused and padded_head_dim(key.shape[3]) * key.element_size() <= 256 else None
 
 
 @torch.inference_mode(False)
 def scratch(sizes: Sizes, budget: int, dtype: torch.dtype, device: torch.device, rule: str) -> Scratch:
-    """Room for the steps of a state. sizes: with any number of slots."""
+    """Allocate the buffers for a state's steps. The number of slots in sizes does not matter."""
     plan = _plan(sizes, budget, dtype.itemsize, device, rule)
     flats = sizes.batch * sizes.key_value_heads
     return Scratch(
@@ -111,15 +110,14 @@ def step(
     counts: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
     scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int,
 ) -> Tensor:
-    """One token: attention to what is held and to itself, scores, and the slot that it takes, or none.
+    """Add one token: attention to the cache and to itself, update of the scores, and its slot, if the rule gives one.
 
-    query [B, Hq, D]; new_key, new_value [B, Hkv, D]; a state's buffers as in `_block_ops.arrive`; workspace, candidates
-    and arrivals: a Scratch. rule: "sum" (times magnitude, if there is one), "newest", "random" (offset: the state of
-    the generator without the position), "age"; with "nothing" the token takes slot `budget`, for others to decide. The
-    oldest `sinks` and the newest `recent` tokens are protected. With "append" the token takes the first free slot, of
-    which `budget` + 1 are there; counts [B, Hkv] int32, how many tokens a head holds, goes up by one, and the query
-    takes the place of the oldest in window_query [B, Hq, W, D] and window_positions [B, W]. Returns the output [B, Hq,
-    D].
+    query [B, Hq, D]; new_key, new_value [B, Hkv, D]; a state's buffers as in `ops.arrive`; workspace, candidates and
+    arrivals: a Scratch. rule: "sum" (times magnitude, if given), "newest", "random" (offset: the generator's state
+    without the position) or "age"; with "nothing" the token takes slot `budget`, and the caller evicts. The oldest
+    `sinks` and the newest `recent` tokens are protected. With "append" the token takes the first of `budget` + 1 slots
+    that is free; counts [B, Hkv] int32, the tokens of each head, is incremented, and the query replaces the oldest in
+    window_query [B, Hq, W, D] and window_positions [B, W]. Returns the output [B, Hq, D].
     """
     batch, query_heads, head_dim = query.shape
     _, heads, slots, _ = key.shape
