@@ -14,6 +14,7 @@ from kvtwin.conformance.cases.strategies import DECIDED, VANISHING, window_cases
 from kvtwin.conformance.judge import stats
 from kvtwin.conformance.judge.checkers import snapkv as judge
 from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.optimized.baselines import snapkv
 
 pytestmark = pytest.mark.kind("equivalence")
 
@@ -86,3 +87,16 @@ def test_snapkv_keeps_what_the_window_looks_at(twins, device):
     for module in (twins.reference.baselines.snapkv, twins.optimized.baselines.snapkv):
         kept = module.compress(query, key, key, window + 1, kernel_size=1).kept
         assert kept[0, 0].tolist() == [target, *range(tokens - window, tokens)]
+
+
+@pytest.mark.kind("laws")
+@pytest.mark.parametrize("seed", range(3))
+def test_snapkv_ties_tokens_whose_pools_hold_the_same_weights(seed, device):
+    """The pool of each of three tokens covers all three, between zeros at its ends. kvtwin's own pool adds them in one
+    order; one that adds them in another order is within the bounds, so other implementations are not asked."""
+    case = WindowCase(
+        batch=3, key_value_heads=4, group=2, head_dim=16, tokens=5, observers=2, budget=4, seed=seed, device=str(device)
+    )
+    for shared_heads in (False, True):
+        score = snapkv.window_score(**case.score_inputs, shared_heads=shared_heads)[..., :3]
+        assert_same(score, score[..., :1].expand_as(score), what="score")
