@@ -1,7 +1,7 @@
 """Whom LongFlow's score evicts: eq. 2 to 6 as a ranking (claims LF-5, LF-6, LF-19).
 
 Everything but the tests of the twins is exact (see claim_math). A test named ..._rejects_... shows that a slightly
-stronger statement fails, so that the test beside it is not empty.
+stronger statement fails, so the claim's own test is not empty.
 """
 
 from __future__ import annotations

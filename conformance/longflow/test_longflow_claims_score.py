@@ -1,7 +1,7 @@
 """LongFlow's score, its cost, and the term that it leaves out: eq. 6, 8, 12 and 13, D.1 (claims LF-1 to LF-4).
 
 Everything but the tests of the twins is exact (see claim_math). A test named ..._rejects_... shows that a slightly
-stronger statement fails, so that the test beside it is not empty.
+stronger statement fails, so the claim's own test is not empty.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How far softmax weights move when the scores drift: Lemma 1, eq. 9, 14, D.2 (claims LF-7, LF-8, LF-11).
 
 Exact on masses x = exp(s), see claim_math; where floats appear, their slack is derived. A test named ..._rejects_...
-shows that a slightly stronger statement fails, so that the test beside it is not empty.
+shows that a slightly stronger statement fails, so the claim's own test is not empty.
 
 Proof of LF-7, which Lemma 1 only cites: for a set A of tokens, logit a(A) = LSE_A(s) - LSE_Ac(s). Each LSE moves by a
 number between min ds and max ds, so the logit moves by at most w = max ds - min ds. The logistic function is steepest

@@ -1,7 +1,7 @@
 """How many tokens ThinKV keeps, what its sparsity says, and what its clusters keep (claims TK-8, TK-9, TK-10, TK-12).
 
 Counts are exact: integers and fractions. A test named ..._rejects_... shows that a slightly changed statement fails, so
-that the test beside it is not empty.
+the claim's own test is not empty.
 """
 
 from __future__ import annotations

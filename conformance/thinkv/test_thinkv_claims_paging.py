@@ -1,6 +1,6 @@
 """What ThinKV says of its paged cache (claims TK-6, TK-7, TK-13, TK-14): order, masks, fragmentation, scales.
 
-A test named ..._rejects_... shows that a slightly changed statement fails, so that the test beside it is not empty.
+A test named ..._rejects_... shows that a slightly changed statement fails, so the claim's own test is not empty.
 """
 
 from __future__ import annotations

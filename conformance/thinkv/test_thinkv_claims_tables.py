@@ -1,7 +1,7 @@
 """The figures in ThinKV's text and tables, recomputed exactly (claims TK-1, TK-15, TK-16, TK-17).
 
 What a model's cache weighs follows from its layers and heads, which its published configuration gives. A test named
-..._rejects_... shows that a slightly changed statement fails, so that the test beside it is not empty.
+..._rejects_... shows that a slightly changed statement fails, so the claim's own test is not empty.
 """
 
 from __future__ import annotations
