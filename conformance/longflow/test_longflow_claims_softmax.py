@@ -172,8 +172,7 @@ def test_new_token_moves_the_weights_without_any_drift():
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[Fraction], list[Fraction], Fraction, Fraction]:
-    """Masses of the common tokens at t and t + 1, of the token evicted in between (at t), and of the new one (at t +
-    1)."""
+    """Masses of the common tokens at t and t + 1, of the token evicted in between (t), and of the new one (t + 1)."""
     return *draw(drifts()), draw(masses | st.just(Fraction(0))), draw(masses | st.just(Fraction(0)))
 
 
