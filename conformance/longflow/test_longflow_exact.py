@@ -82,7 +82,7 @@ def test_longflow_takes_the_lowest_slot_where_all_scores_are_nan(side, twins, de
     case["key"][0, 0, 20] = NAN
     assert decode(**case).slot.tolist() == [0]
     case["occupied"][0, 9] = False
-    assert decode(**case).slot.tolist() == [9], "free slots go first"
+    assert decode(**case).slot.tolist() == [9], "free slots must be chosen first"
 
 
 # A state with two rows, of which the second is padded -----------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_longflow_reset_and_reorder_forget_nothing(per_head, side, twins, device
     fill(state, device)
     fill(other, device)
     for name, tensor in shown(state).items():
-        assert name == "occupied" or bool((tensor[0] != tensor[1]).any()), f"{name}: rows must differ to be told apart"
+        assert name == "occupied" or bool((tensor[0] != tensor[1]).any()), f"{name} must differ between the rows"
     swap = torch.tensor([1, 0], device=device)
     state.reorder(swap)
     assert_goes_on_like(state, other, later, rows=swap)

@@ -186,7 +186,7 @@ def decode_attention(query, key, value, occupied, **options):
     return {{"slot": slot, "score": score, "output": output}}
 """
 RIGHT = "pass"
-SPOILED = {  # what is spoiled: how, and what the judge says of it
+SPOILED = {  # the broken part: how, and the judge's message
     "slot": ("slot = (slot + 1) % key.shape[2]", "slot: row * pick* slot *"),
     "ties": ("slot = key.shape[2] - 1 - mirrored().slot", "slot: row * pick*"),
     "mask": ("slot = again(occupied=occupied | True).slot", "slot: row * pick*"),
