@@ -1,4 +1,5 @@
-"""What EpiKV's definition keeps while a model generates, by a loop by hand in float64; and a check against it."""
+"""The tokens that EpiKV's definition keeps while a model generates, from plain loops in float64, and a check of caches
+against these loops."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from kvtwin.conformance.cases.hf_cases import Loop, check_against_loops
 from kvtwin.reference.epikv import hidden_change, kv_variance, rolling_mean, rolling_zscore, score, select
 
 F64 = torch.float64
-BANDS = ((0,), (1,))                                    # of two layers, so that the last layer's hook is used too
+BANDS = ((0,), (1,))                                    # two layers, so that the hook of the last layer is used too
 
 
 class EpiKVLoop(Loop):
-    """A row without its padding: all keys, values and hidden states so far, and attention to what the definition keeps:
-    before each token, of all that came (`select` over whole sequences; no state)."""
+    """A row without its padding. It stores all keys, values and hidden states so far, and attends to the tokens that
+    the definition keeps. Before each token, `select` chooses them from the whole sequence; there is no state."""
 
     def __init__(self, model: Any, config: Any, bands: Any, padding: int) -> None:
         super().__init__(model)
@@ -46,7 +47,7 @@ class EpiKVLoop(Loop):
         return torch.stack(outputs)
 
     def norm(self, x: Tensor, module: Any) -> Tensor:
-        """Also where hidden states are caught: what layer l puts out is what comes next into a norm."""
+        """Also records hidden states: the output of layer l is the input of the norm that follows it."""
         layers = self.model.model.layers
         for number in range(len(layers)):
             after = layers[number + 1].input_layernorm if number + 1 < len(layers) else self.model.model.norm
@@ -57,18 +58,19 @@ class EpiKVLoop(Loop):
     @torch.no_grad()
     def forward(self, ids: list[int]) -> Tensor:
         logits = super().forward(ids)
-        # The model's norm sees the last token alone; of the last layer the prompt's others are made up.
+        # The final norm gets only the last token, so the last layer's states of the other prompt tokens are missing
+        # (WholeLoop computes them).
         self.decide()
         return logits
 
     def decide(self) -> None:
-        """What each layer keeps when the next token comes."""
+        """Choose the tokens that each layer keeps when the next token is added."""
         config, total = self.config, self.seen
         scores = self.scores() if total > 1 else torch.zeros(1, total, dtype=F64)
         for number in range(len(self.keys)):
             mine = scores[number] if scores.dim() == 2 and len(scores) > 1 else scores[0]
             budget = config.budget + (0 if config.count_prompt else self.prompt)
-            # Room for the next token, which is the newest then.
+            # Leave space for the next token, which will be the newest.
             kept = select(
                 torch.cat((mine, torch.zeros(1, dtype=F64)))[None], budget, prompt=self.prompt,
                 recent=min(config.newest, total + 1 - self.prompt),
@@ -88,12 +90,13 @@ class EpiKVLoop(Loop):
         return torch.cat((torch.zeros(1, 1, dtype=F64), found), 1)
 
     def held_by_layer(self) -> list[list[int]]:
-        """By layer, what is held when the next token has not come yet: with the one that goes for it."""
+        """The tokens of each layer before the next token is added, without the one that it replaces."""
         return [[token + self.padding for token in kept] for kept in self.kept]
 
 
 class WholeLoop(EpiKVLoop):
-    """The same, with the hidden states of all tokens behind the last layer: `Loop.forward` norms the last one only."""
+    """The same, with the last layer's hidden states of all tokens. `Loop.forward` applies the norm to the last token
+    only."""
 
     @torch.no_grad()
     def forward(self, ids: list[int]) -> Tensor:
@@ -101,7 +104,7 @@ class WholeLoop(EpiKVLoop):
             return super().forward(ids)
         model = self.model.model
         last = len(model.layers) - 1
-        for end in range(1, len(ids)):                                             # states of the prompt's tokens
+        for end in range(1, len(ids)):                                             # states of the prompt tokens
             alone = Loop.__new__(WholePrefix)
             Loop.__init__(alone, self.model)
             self.outputs[last].append(alone.last_state(ids[:end]))
@@ -109,12 +112,13 @@ class WholeLoop(EpiKVLoop):
 
 
 class HybridLoop(WholeLoop):
-    """The hybrids, by their definition: what tokens received so far, or the thoughts of their segments, in lists."""
+    """The hybrids, by their definition: lists of the attention that tokens have received, or of their segments' thought
+    types."""
 
     def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output = super().attend(number, query, key, value)
         if number == 0:
-            self.gave: list[dict[int, Tensor]] = []                                    # by layer: held token to [Hq]
+            self.gave: list[dict[int, Tensor]] = []                                    # by layer, token: [Hq]
         if len(key) == 1:
             keys, place = torch.cat(self.keys[number]), len(torch.cat(self.keys[number])) - 1
             held = [*self.kept[number], place]
@@ -135,7 +139,7 @@ class HybridLoop(WholeLoop):
     def decide(self) -> None:
         config, total = self.config, self.seen
         if not self.gave:                                                              # the prompt
-            self.order = [(2, 0.0)] * total                                            # (thought, what was received)
+            self.order = [(2, 0.0)] * total                                            # (thought, received attention)
             self.mine, self.steps, held = 2, 0, list(range(total))
         else:
             held = [*self.kept[0], total - 1]
@@ -163,7 +167,7 @@ class HybridLoop(WholeLoop):
 
 
 class WholePrefix(Loop):
-    """A prompt with full attention, for what its last token puts out of the last layer."""
+    """A prompt with full attention, for the last layer's output of its last token."""
 
     def last_state(self, ids: list[int]) -> Tensor:
         self.caught: list[Tensor] = []
@@ -183,7 +187,7 @@ class WholePrefix(Loop):
 
 
 def held(layer: Any, row: int) -> list[int]:
-    """What a row's next token will find: without the token in whose place it comes."""
+    """The tokens in a row before its next token is added, without the one that it replaces."""
     positions = layer.state.positions[row].clone()
     positions[layer.state.next_slot[row]] = -1
     return sorted(position for position in positions.tolist() if position >= 0)
@@ -192,7 +196,7 @@ def held(layer: Any, row: int) -> list[int]:
 def check(
     model: Any, cache: Any, inputs: dict[str, Tensor], new: int, bands: Any = BANDS, kind: type[WholeLoop] = WholeLoop
 ) -> None:
-    """Against a loop per row, token by token and layer by layer."""
+    """Compare the cache with one loop per row, token by token and layer by layer."""
 
     def make(padding: int) -> tuple[WholeLoop, Any]:
         loop = kind(model, cache.config, bands, padding)

@@ -1,4 +1,4 @@
-"""EpiKV's scores of sequences against float64, and what holds of them to the letter; `select` against plain Python."""
+"""EpiKV's scores of sequences against float64, their exact properties, and `select` against plain Python."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = ("ordinary", "constant", "nearly constant", "ramp", "spike", "zeros", "l
 
 @dataclass(frozen=True)
 class Series:
-    """Numbers per token [B, L, T], perhaps with padding."""
+    """Numbers per token [B, L, T], with optional padding."""
 
     batch: int
     layers: int
@@ -82,7 +82,7 @@ def side(request, twins):
 @given(case=series(), window=st.sampled_from((4, 1, 2, 7, 64)))
 @few
 def test_rolling_means_and_z_scores(case, window, twins):
-    """Of any numbers, also nearly equal ones, where a z-score is 0 or what float64 says, as rounding has it."""
+    """For any numbers. If they are nearly equal, rounding decides whether a z-score is 0 or the one of float64."""
     g, occupied = case.make()
     values = values_of(g, occupied)
     for zscore, name in ((False, "rolling_mean"), (True, "rolling_zscore")):
@@ -163,7 +163,7 @@ def test_variances_and_lags(heads, head_dim, tokens, chunk, dtype, content, padd
     assert bool((actual[interval.low == torch.inf] == torch.inf).all())
 
 
-# To the letter -------------------------------------------------------------------------------------------------------
+# Exact properties ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.claim("EK-7a")
@@ -171,10 +171,10 @@ def test_variances_and_lags(heads, head_dim, tokens, chunk, dtype, content, padd
 @given(case=series(), window=st.sampled_from((4, 2, 64)), cut=st.integers(1, 19))
 @few
 def test_a_suffix_changes_no_bit_of_a_prefix(case, window, cut, side, twins):
-    """Scores are causal: by hidden states, by variances, by lags."""
+    """Scores are causal: those from hidden states, from variances, and from lags."""
     g = 1 + case.make()[0].nan_to_num()
     if side is twins.reference.epikv:
-        g = g.cpu()                                                     # on a GPU torch adds up by the tensor's shape
+        g = g.cpu()                                                     # on a GPU, the order of sums depends on shapes
     cut = min(cut, case.tokens)
     key = torch.stack((g, g.square(), g + 3), 1)[..., None].expand(-1, -1, -1, -1, 16)[:, :, 0].cumsum(-1)
     for score in (
@@ -192,16 +192,16 @@ def test_a_suffix_changes_no_bit_of_a_prefix(case, window, cut, side, twins):
 @pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, 1e6, 3e-7, 7e18])
 @pytest.mark.parametrize("window", [1, 3, 64])
 def test_a_window_of_equal_values_has_no_deviation(value, window, side, device):
-    """0, and not what rounding leaves of the mean."""
+    """The score is exactly 0, not the rounding error of the mean."""
     g = torch.full((2, 70), value, device=device)
     assert torch.equal(side.rolling_zscore(g, window), torch.zeros_like(g))
-    g[:, 1::2] *= 1 + 2.0**-23                                                          # one ulp is no news either
+    g[:, 1::2] *= 1 + 2.0**-23                                                          # one ulp does not count either
     assert window == 1 or torch.equal(side.rolling_zscore(g, 64), torch.zeros_like(g))
 
 
 @pytest.mark.kind("laws")
 def test_the_first_values_of_all(side, device):
-    """A first value has nothing to deviate from; of two the second is one deviation off, whatever they are."""
+    """The first z-score is 0, and the second is one standard deviation from the mean, whatever the values."""
     g = torch.tensor([[5.0, 9.0, 9.5], [2.0, -7.0, 0.0]], device=device)
     z = side.rolling_zscore(g, 64)
     assert torch.equal(z[:, 0], torch.zeros(2, device=device))
@@ -225,7 +225,7 @@ def test_powers_of_two_scale_nothing(case, power, side):
 @given(seed=st.integers(0, 2**31 - 1), window=st.integers(2, 64), spike=st.floats(1.0, 1e6))
 @few
 def test_no_z_score_exceeds_the_root_of_the_others(seed, window, spike, side, device):
-    """|z| <= sqrt(w - 1), as float64 has it to 2^-40, float32 to 2^-18; attained by a lone spike."""
+    """|z| <= sqrt(w - 1), with a relative error of 2^-18 in float32. A single spike attains the bound."""
     g = torch.rand(1, 70, generator=torch.Generator(device).manual_seed(seed), device=device).round()
     g[0, 65] = 1 + spike
     most = math.sqrt(window - 1)
@@ -255,7 +255,7 @@ def chosen(scores: list[float], budget: int, prompt: int, recent: int, real: lis
 @given(data=st.data())
 @few
 def test_selection(data, side, device):
-    """Integer scores, which tie; NaN, infinities, -0; padding."""
+    """Integer scores, which make ties, NaN, infinities, -0, and padding."""
     total = data.draw(st.integers(1, 14))
     scores = data.draw(st.lists(
         st.integers(0, 3).map(float) | st.sampled_from((math.nan, -math.inf, math.inf, -0.0)), min_size=total,
@@ -293,7 +293,7 @@ def tokens(seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 @given(seed=st.integers(0, 2**31 - 1), budget=st.integers(1, 9), recent=st.none() | st.integers(1, 3))
 @settings(max_examples=max(3, settings().max_examples // 10))
 def test_streaming_keeps_what_select_keeps_of_the_whole(seed, budget, recent, side, device):
-    """Integer scores, so that nothing is adjudicated: a window of one, and hidden states that move by integers."""
+    """A window of 1 and hidden states that change by integers make scores integers, so no choice is adjudicated."""
     recent = None if recent is None else min(recent, budget)
     config = EpiKVConfig(
         budget, policy="hs_variance", window=1, recent=recent, keep_prompt=False, hidden_size=1
@@ -313,7 +313,7 @@ def test_streaming_keeps_what_select_keeps_of_the_whole(seed, budget, recent, si
 
 
 def test_layers_that_share_a_scorer_are_layers_alone(side, device):
-    """Two layers with the same hidden states, each with its scorer, or both with one."""
+    """Two layers with the same hidden states, each with its own scorer or both with a shared one."""
     config = EpiKVConfig(5, window=3, hidden_size=16)
     sizes = {"batch": 2, "hidden_size": 16, "key_value_heads": 1, "head_dim": 16, "dtype": torch.float32}
     scorer = side.EpiKVScorer(config, **sizes, device=device)
@@ -346,7 +346,8 @@ def test_layers_that_share_a_scorer_are_layers_alone(side, device):
 
 
 def test_a_kept_prompt_outlasts_equal_scores(side, device):
-    """In a first chunk all score +inf, as a kept prompt does; of these the prompt's tokens, the oldest, must not go."""
+    """All tokens of a first chunk score +inf, as a kept prompt does. The prompt tokens, which are the oldest, must not
+    be evicted."""
     state = made(side, EpiKVConfig(6, policy="lag_kv"), device)
     given = [tokens(t, device) for t in range(9)]
     state.prefill(*(torch.stack([token[part] for token in given[:3]], 2) for part in range(3)))

@@ -1,4 +1,4 @@
-"""What EpiKV's paper says of its scores: causal, free of position, well defined; and what is true of it."""
+"""The claims of EpiKV's paper about its scores: that they are causal, independent of position, and well defined."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def numbers(seed: int, *shape: int) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
-# EK-5 and 6: what a z-score can be -----------------------------------------------------------------------------------
+# EK-5 and 6: values of z-scores --------------------------------------------------------------------------------------
 
 
 @pytest.mark.claim("EK-5a")
 @given(seed=st.integers(0, 2**31 - 1), window=st.integers(2, 64), size=st.sampled_from((1.0, 1e6)))
 @few
 def test_z_scores_are_bounded(seed, window, size):
-    """|z| <= sqrt(w - 1), 7.94 for w = 64. With d_t = g_t - mu: sum of the other deviations = -d_t, so sigma^2 >=
-    (d_t^2 + d_t^2 / (w - 1)) / w. Float64 adds 64 w u g_max / sigma relatively."""
+    """|z| <= sqrt(w - 1), 7.94 for w = 64. Let d_t = g_t - mu. The other deviations sum to -d_t, so sigma^2 >=
+    (d_t^2 + d_t^2 / (w - 1)) / w. The relative error in float64 is at most 64 w u g_max / sigma."""
     g = size * numbers(seed, 1, 90)
     g[0, 70:72] *= torch.tensor([40.0, 1e5], dtype=F64)
     z = rolling_zscore(g, window)
@@ -47,19 +47,19 @@ def test_the_bound_is_attained_and_less_is_no_bound():
     g[0, -1] = 3.0
     z = float(rolling_zscore(g, 64)[0, -1])
     assert abs(z - math.sqrt(63)) < 1e-12
-    assert not z <= 63 / 8, "with n - 1 in the deviation the bound would be 7.875"
+    assert not z <= 63 / 8, "7.875 is the bound if the deviation divides by n - 1"
     assert not z <= 0.99 * math.sqrt(63)
 
 
 @pytest.mark.claim("EK-5b")
 def test_the_first_z_scores():
-    """z(first) = 0 and z(second) = +-1, whatever the size of the change; so scores of the first two tokens say
-    little."""
+    """The first z-score is 0 and the second is +-1, whatever the size of the change. So the scores of the first two
+    tokens carry little information."""
     for other in (1.001, 2.0, 1e9):
         z = rolling_zscore(torch.tensor([[1.0, other, 5.0]], dtype=F64), 64)[0]
         assert float(z[0]) == 0
         assert abs(abs(float(z[1])) - 1) < 1e-6
-        assert not abs(abs(float(z[2])) - 1) < 1e-6, "a third is already another matter"
+        assert not abs(abs(float(z[2])) - 1) < 1e-6, "the third z-score depends on the values"
 
 
 @pytest.mark.claim("EK-5c")
@@ -80,8 +80,8 @@ def test_z_scores_know_neither_scale_nor_shift(seed, scale, shift):
     z, other = rolling_zscore(g, 16), rolling_zscore(scale * g + shift, 16)
     sigma = (scale * g).unfold(-1, 2, 1).std(-1, correction=0).clamp_min(1e-12).min()
     assert bool(((z - other).abs() <= 64 * 16 * U * (scale * 2 + shift) / sigma * 8).all())
-    assert not torch.equal(rolling_mean(g, 16), rolling_mean(scale * g + shift + 1, 16)), "means know them"
-    assert float((z - rolling_zscore(g.square(), 16)).abs().max()) > 1e-6, "another curve is another score"
+    assert not torch.equal(rolling_mean(g, 16), rolling_mean(scale * g + shift + 1, 16)), "means do change"
+    assert float((z - rolling_zscore(g.square(), 16)).abs().max()) > 1e-6, "a nonlinear map changes the score"
 
 
 def trend(length: int) -> float:
@@ -92,19 +92,19 @@ def trend(length: int) -> float:
 @pytest.mark.claim("EK-6b")
 @pytest.mark.parametrize("slope", [1e-3, 1.0, 250.0])
 def test_a_line_has_one_z_score(slope):
-    """sqrt(3 (n - 1) / (n + 1)) for a window of n, 1.705 for 64, whatever its slope: constant, once the window is
-    full."""
+    """z = sqrt(3 (n - 1) / (n + 1)) for a window of n values, 1.705 for n = 64, whatever the slope. It is constant once
+    the window is full."""
     z = rolling_zscore((7 + slope * torch.arange(200, dtype=F64))[None], 64)[0]
     for t in range(1, 200):
         assert abs(float(z[t]) - trend(min(t + 1, 64))) < 1e-6
     assert round(trend(64), 3) == 1.705
-    assert float(rolling_zscore(-slope * torch.arange(200, dtype=F64)[None], 64)[0, -1]) < -1.7, "falling is not rising"
+    assert float(rolling_zscore(-slope * torch.arange(200, dtype=F64)[None], 64)[0, -1]) < -1.7, "it falls"
 
 
 @pytest.mark.claim("EK-6c")
 def test_position_is_not_removed_in_the_first_window():
-    """The paper's own trends, and nothing else: band A falls, band B rises. The score is 0, -2, -2.45, ... -3.41, so
-    the first tokens, about which there is nothing, are the best of all."""
+    """The trends that the paper reports, without any other signal: band A falls and band B rises. The scores are 0, -2,
+    -2.45, ..., -3.41, so the first tokens have the highest scores."""
     t = torch.arange(300, dtype=F64)
     s = score((50 - 0.1 * t)[None], (10 + 0.2 * t)[None])[0]
     assert [round(float(x), 2) for x in (s[0], s[1], s[2], s[63])] == [0.0, -2.0, -2.45, -3.41]
@@ -112,12 +112,12 @@ def test_position_is_not_removed_in_the_first_window():
     kept = select(s[None], 64, prompt=0, recent=0)[0].tolist()
     assert kept[:40] == list(range(40))
     later = s[64:]
-    assert float(later.max() - later.min()) < 1e-6, "after the first window a line is gone"
+    assert float(later.max() - later.min()) < 1e-6, "a linear trend is removed after the first window"
 
 
 @pytest.mark.claim("EK-6d")
 def test_curved_trends_remain():
-    """A power law, as g may well follow: its z-score runs from -1.70 to -0.80 in 2000 tokens."""
+    """A power law, which g may follow. Its z-score goes from -1.70 to -0.80 over 2000 tokens."""
     g = (1 + torch.arange(2000, dtype=F64)).pow(-1.0)[None]
     z = rolling_zscore(g, 64)[0, 63:]
     assert float(z.max() - z.min()) > 0.5
@@ -128,12 +128,12 @@ def test_curved_trends_remain():
 
 @pytest.mark.claim("EK-6e")
 def test_raw_scores_track_position():
-    """Means of the same trends: the score falls with every token, and all that is kept are the first."""
+    """Rolling means of the same trends: the score falls with every token, so only the first tokens are kept."""
     t = torch.arange(300, dtype=F64)
     s = score((50 - 0.1 * t)[None], (10 + 0.2 * t)[None], policy="hs_variance")
     assert select(s, 32, prompt=0, recent=0)[0].tolist() == list(range(32))
     flat = score((50 + 0 * t)[None], (10 + 0 * t)[None], policy="hs_variance")
-    assert select(flat, 32, prompt=0, recent=0)[0].tolist() != list(range(32)), "without a trend they are not"
+    assert select(flat, 32, prompt=0, recent=0)[0].tolist() != list(range(32)), "without a trend, others are kept"
 
 
 # EK-7 and 8: frozen scores -------------------------------------------------------------------------------------------
@@ -148,29 +148,29 @@ def test_scores_do_not_depend_on_the_future(seed, cut):
     whole = (g[0] - g[0].mean(-1, keepdim=True)) / g[0].std(-1, keepdim=True)
     part = g[0, :, :cut]
     part = (part - part.mean(-1, keepdim=True)) / part.std(-1, keepdim=True)
-    assert not torch.equal(whole[:, :cut], part), "z-scores over the whole trace do"
+    assert not torch.equal(whole[:, :cut], part), "z-scores over the whole trace depend on the future"
 
 
 @pytest.mark.claim("EK-7b")
 def test_a_token_s_fate_is_not_fixed_when_it_comes():
-    """One place: the first of two tokens stays or goes by the score of the second, which comes later."""
+    """With a budget of 1, the score of the second token decides whether the first token is kept."""
     fates = [select(torch.tensor([later]), 1, prompt=0, recent=0).tolist() for later in ([1.0, 0.0], [1.0, 2.0])]
     assert fates == [[[0]], [[1]]]
 
 
 @pytest.mark.claim("EK-7c")
 def test_its_score_is():
-    """What is fixed is the order among tokens that both came: who leaves first."""
+    """The order in which tokens are evicted is fixed as soon as their scores are known."""
     scores = torch.tensor([[3.0, 1.0, 2.0, 5.0, 4.0]])
     left = [set(range(end)) - set(select(scores[:, :end], 2, prompt=0, recent=0)[0].tolist()) for end in range(3, 6)]
     assert left == [{1}, {1, 2}, {0, 1, 2}]
-    assert all(one < other for one, other in itertools.pairwise(left)), "nobody comes back"
+    assert all(one < other for one, other in itertools.pairwise(left)), "an evicted token never returns"
 
 
 @pytest.mark.claim("EK-7d")
 def test_recomputed_scores_are_other_scores():
-    """Section 3.3 freezes scores, section 4.4 has KV policies that recompute them over the whole cache at each step:
-    the rolling mean over the tokens that are *held* is not the one over those that came."""
+    """Section 3.3 freezes scores. In section 4.4, KV policies recompute them over the whole cache at each step. The
+    rolling mean over the tokens in the cache differs from the one over all tokens seen."""
     variance = torch.tensor([[1.0, 9.0, 1.0, 5.0, 2.0]])
     frozen = rolling_mean(variance, 3)
     held = [0, 1, 3, 4]                                                                  # token 2 was evicted
@@ -180,7 +180,7 @@ def test_recomputed_scores_are_other_scores():
 
 
 def stream(scores: list[int], budget: int, recent: int, tie: Any) -> list[set[int]]:
-    """Eviction token by token: the lowest score outside of the newest `recent` goes."""
+    """Evict token by token: the lowest score outside the newest `recent` tokens."""
     held: list[int] = []
     seen = []
     for t in range(len(scores)):
@@ -198,8 +198,8 @@ def stream(scores: list[int], budget: int, recent: int, tie: Any) -> list[set[in
 )
 @settings(max_examples=200)
 def test_streaming_is_offline_selection(scores, budget, recent):
-    """With frozen scores and one total order of ties: by induction, who is evicted while streaming has `budget` others
-    above it, for ever."""
+    """If scores are frozen and one total order breaks ties. By induction, a token that streaming evicts has `budget`
+    other tokens above it, at this and every later step."""
     recent = min(recent, budget)
     tensor = torch.tensor([scores], dtype=F64)
     for t, held in enumerate(stream(scores, budget, recent, tie=lambda u: u)):
@@ -216,7 +216,7 @@ def test_streaming_with_other_ties_is_not():
 
 
 def one_pass(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of all but first values by running sums, float32, as E[g^2] - mu^2."""
+    """Mean and variance of every prefix, from running sums in float32, as E[g^2] - mu^2."""
     count = torch.arange(1, g.shape[-1] + 1, dtype=torch.float32)
     total, squares = torch.zeros(g.shape[0]), torch.zeros(g.shape[0])
     means, variances = [], []
@@ -229,7 +229,8 @@ def one_pass(g: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.claim("EK-9a")
 def test_epsilon_does_not_make_a_constant_window_safe():
-    """Equation 3 with running sums in float32: negative variances, which have no root, and scores of noise alone."""
+    """Equation 3 with running sums in float32 gives negative variances, which have no root, and scores that are only
+    rounding errors."""
     g = (0.1 + 0.01 * torch.arange(64).float())[:, None].expand(-1, 64)
     means, variances = one_pass(g)
     negative = float((variances < 0).float().mean())
@@ -243,12 +244,12 @@ def test_epsilon_does_not_make_a_constant_window_safe():
 @given(value=st.floats(2.0**-20, 2.0**20, width=32), window=st.integers(1, 64))
 @few
 def test_two_passes_and_a_threshold_give_0(value, window):
-    """Of equal values the deviation that rounding leaves is at most about w u of them, and the threshold 4 w u."""
+    """Rounding gives equal values a deviation of at most about w u relative to them. The threshold is 4 w u."""
     for dtype in (torch.float32, F64):
         assert bool((rolling_zscore(torch.full((1, 70), value, dtype=dtype), window) == 0).all())
     moving = torch.full((1, 70), value, dtype=F64)
     moving[0, ::2] *= 1 + 2.0**-10
-    assert window == 1 or bool((rolling_zscore(moving, window)[0, window:] != 0).any()), "and no more than that"
+    assert window == 1 or bool((rolling_zscore(moving, window)[0, window:] != 0).any()), "others must not score 0"
 
 
 # EK-10: lags ---------------------------------------------------------------------------------------------------------
@@ -263,7 +264,8 @@ def two_chunks(seed: int) -> tuple[Tensor, Tensor]:
 @given(seed=st.integers(0, 2**31 - 1))
 @few
 def test_scale_and_shift_of_all_chunks_are_removed(seed):
-    """A factor and a shift per channel, the same in both chunks; powers of two, so that only the shift rounds."""
+    """A factor and a shift per channel, the same in both chunks. Factors are powers of two, so only the shift
+    rounds."""
     key, value = two_chunks(seed)
     factor = torch.exp2(torch.arange(16).remainder(5) - 2.0)
     shift = torch.linspace(-3, 3, 16, dtype=F64)
@@ -275,8 +277,7 @@ def test_scale_and_shift_of_all_chunks_are_removed(seed):
 
 @pytest.mark.claim("EK-10b")
 def test_a_shift_between_chunks_is_scored():
-    """"Removes domain-level magnitude shifts": not one that comes with a new chunk, of which channels have unlike
-    ranges."""
+    """Lags do not remove a magnitude shift that begins with a new chunk, as channels differ in their ranges."""
     key, value = two_chunks(1)
     moved = key.clone()
     moved[:, :, 4:] += 10.0
@@ -288,10 +289,11 @@ def test_a_shift_between_chunks_is_scored():
 
 @pytest.mark.claim("EK-10c")
 def test_a_channel_without_range():
-    """Divided by its range it is no number, and by range + 1e-6 it outweighs everything; left out, it says nothing."""
+    """Dividing a constant channel by its range gives no finite number, and dividing by range + 1e-6 gives one that
+    outweighs all others. Leaving the channel out has no effect on the rest."""
     key, value = two_chunks(2)
     key[..., 3] = 1.0
-    key[:, :, 6, 3] = 1.5                                                                # afterwards it moves
+    key[:, :, 6, 3] = 1.5                                                                # it changes in the next chunk
     low, high = key[0, :, :4].amin(1), key[0, :, :4].amax(1)
     raw = (key[0, :, 4:] - low[:, None]) / (high - low)[:, None]
     assert not bool(raw.isfinite().all())
@@ -299,7 +301,7 @@ def test_a_channel_without_range():
     assert float(padded[:, 2].min()) > 1e4
     without = lag_kv(key[..., torch.arange(16) != 3], value, chunk=4)
     difference = (lag_kv(key, value, chunk=4) - without)[:, 4:]
-    assert float(difference.abs().max()) < 1e-12, "the same up to the order of sums"
+    assert float(difference.abs().max()) < 1e-12, "the same except for the order of summation"
 
 
 @pytest.mark.claim("EK-10d")
@@ -322,8 +324,8 @@ def turned(vector: Tensor, position: int, theta: float = 10000.0) -> Tensor:
 
 @pytest.mark.claim("EK-14a")
 def test_a_position_from_the_retained_length_is_wrong():
-    """Appendix H has the cache count what it retains. Then the query of token 10,000 is turned as if it were the
-    2048th, and a key that was stored at 9000 lies 6952 places ahead of it, and not 1000 behind."""
+    """In appendix H, the cache counts the tokens that it retains. Then the query of token 10,000 is rotated as if its
+    position were 2048. A key stored at position 9000 is 6952 positions ahead of it, instead of 1000 behind."""
     query = torch.linspace(-1, 2, 64, dtype=F64)
     key = torch.linspace(2, -1, 64, dtype=F64)
     right = turned(query, 10_000) @ turned(key, 9_000)
@@ -335,7 +337,7 @@ def test_a_position_from_the_retained_length_is_wrong():
 
 @pytest.mark.claim("EK-14b")
 def test_positions_of_tokens_seen_are_right():
-    """The cache counts tokens seen, so logits of what it holds are those of a cache that never evicted."""
+    """If the cache counts the tokens seen, the logits of its tokens equal those of a cache that never evicts."""
     query, keys = torch.linspace(-1, 2, 64, dtype=F64), torch.eye(64, dtype=F64)[:5]
     seen = [turned(query, 5) @ turned(key, place) for place, key in enumerate(keys)]
     held = [0, 3, 4]

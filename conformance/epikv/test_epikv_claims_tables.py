@@ -1,4 +1,4 @@
-"""What EpiKV's paper says of memory, capacity and its tables: integers and ratios, worked out anew."""
+"""The figures on memory and capacity, and the tables, in EpiKV's paper, recomputed from integers and ratios."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_token_takes_65536_scalars():
 
 @pytest.mark.claim("EK-1b")
 def test_a_single_trace_of_these_lengths_does_not_dominate():
-    """At batch 1 the weights are larger than the cache of 100,000 tokens."""
+    """At batch size 1 the weights are larger than the cache of 100,000 tokens."""
     assert all(length * LLAMA.bytes_per_token < LLAMA.weights for length in (10**4, 10**5))
     assert not 130_000 * LLAMA.bytes_per_token < LLAMA.weights
 
@@ -32,12 +32,12 @@ def test_a_single_trace_of_these_lengths_does_not_dominate():
 def test_where_the_cache_is_as_large_as_the_weights():
     equal = LLAMA.weights / LLAMA.bytes_per_token
     assert int(equal) == 122_532
-    assert 10 * 13_000 * LLAMA.bytes_per_token > LLAMA.weights, "with ten sequences it takes a tenth of that"
+    assert 10 * 13_000 * LLAMA.bytes_per_token > LLAMA.weights, "ten sequences need a tenth of that length each"
 
 
 @pytest.mark.claim("EK-2a")
 def test_14_and_224_need_a_pool_of_56_gib():
-    """Both at once only for pools from 56 to 56.25 GiB, which 80 GB minus the weights is not."""
+    """Both figures hold only for pools from 56 to 56.25 GiB. 80 GB minus the weights is a larger pool."""
     full, held = CONTEXT * LLAMA.bytes_per_token, BUDGET * LLAMA.bytes_per_token
     assert (full, held) == (4 * GIB, GIB // 4)
     quarter = [quarter for quarter in range(0, 320) if
@@ -52,12 +52,12 @@ def test_14_and_224_need_a_pool_of_56_gib():
 @pytest.mark.claim("EK-2b")
 def test_16_times_the_requests_is_the_ratio_of_the_lengths():
     assert CONTEXT / BUDGET == 224 / 14 == 16
-    assert 238 / 14 != 16, "but for rounding down, which both figures share with no other pool"
+    assert 238 / 14 != 16, "because of rounding down: only some pools give both figures"
 
 
 @pytest.mark.claim("EK-2c")
 def test_prompt_and_recent_tokens_beside_the_budget_take_a_seventh():
-    """If K leaves them out, as section 3.3 has it: 128 of a prompt and 200 recent ones, say."""
+    """If K does not include them, as in section 3.3. Example: a prompt of 128 tokens and 200 recent tokens."""
     assert requests(56 * GIB, (BUDGET + 128 + 200) * LLAMA.bytes_per_token) == 193
     assert requests(56 * GIB, BUDGET * LLAMA.bytes_per_token) == 224
 
@@ -71,55 +71,55 @@ def test_the_gap_widens_with_the_context():
     assert len(set(gaps)) == 5
     same = [requests(pool, n // 16 * LLAMA.bytes_per_token) / requests(pool, n * LLAMA.bytes_per_token)
             for n in (8192, 16384, 32768)]
-    assert len(set(same)) == 1, "of a budget that grows with the context it does not"
+    assert len(set(same)) == 1, "with a budget that grows with the context, the gap is constant"
 
 
-MAPS = 32 * 32 * 2                                                                       # bytes of all weights, per n^2
+MAPS = 32 * 32 * 2                                                                       # bytes of all maps, per n^2
 
 
 @pytest.mark.claim("EK-3a")
 def test_the_figures_show_more_than_8_times():
-    """A grid of powers of two: eager works at 4096 and fails at 8192, flash works at 65,536."""
+    """Measured at powers of two: eager attention works at 4096 and fails at 8192, flash works at 65,536."""
     assert 65_536 / 4_096 == 16
-    least = 65_536 / 8_192                                            # eager might work right up to where it fails
+    least = 65_536 / 8_192                                            # eager might work just below 8192
     assert least == 8 < 16
 
 
 @pytest.mark.claim("EK-3b")
 def test_where_the_maps_end():
-    """34.4 GB of maps at 4096, 50.4 with the weights (52 reported); they fit up to 5587 tokens."""
+    """34.4 GB of maps at 4096 tokens, 50.4 GB with the weights (52 reported). They fit up to 5587 tokens."""
     assert MAPS == 2048
     assert round((MAPS * 4096**2 + LLAMA.weights) / GB, 1) == 50.4
     room = 80 * GB - LLAMA.weights
     ceiling = int((room / MAPS) ** 0.5)
     assert ceiling == 5587
     assert MAPS * 8192**2 > room > MAPS * 4096**2
-    flash = int(room / ((48 * GB - LLAMA.weights) / 65_536))          # as the reported 48 GB grow
+    flash = int(room / ((48 * GB - LLAMA.weights) / 65_536))          # at the slope of the reported 48 GB
     assert 130_000 < flash < 132_000
     assert flash / ceiling > 23
 
 
 @pytest.mark.claim("EK-4a")
 def test_the_weights_of_a_step_are_small():
-    """A decode step has one row of weights per layer and head: 134 MB at 65,536 tokens, if all were kept at once."""
+    """A decode step has one row of weights per layer and head: all of them together take 134 MB at 65,536 tokens."""
     row = 32 * 32 * 65_536 * 2
     assert round(row / 1e6) == 134
     assert row < LLAMA.weights / 100
-    assert MAPS * 65_536**2 > 80 * GB, "the whole matrix, which decoding never has, would not fit"
+    assert MAPS * 65_536**2 > 80 * GB, "the whole matrix, which decoding does not need, would not fit"
 
 
 @pytest.mark.claim("EK-4b")
 def test_a_method_can_read_weights_without_the_matrix():
-    """LongFlow's score comes out of one fused pass of a step: nothing of it has n x n numbers."""
+    """A step of LongFlow returns its score from one fused pass: no result has n x n elements."""
     query, key, value = torch.randn(1, 2, 16), torch.randn(1, 1, 9, 16), torch.randn(1, 1, 9, 16)
     result = decode_attention(query, key, value, torch.ones(1, 9, dtype=torch.bool))
     assert max(tensor.numel() for tensor in result) < 9 * 9
-    assert result.score.shape == (1, 9), "a score per token needs a weight per token, though"
+    assert result.score.shape == (1, 9), "one score per token, from one weight per token"
 
 
 @pytest.mark.claim("EK-4c")
 def test_longflow_scores_tokens_not_the_output():
-    """a_i ||v_i||_1 for each token, and not ||sum_i a_i v_i||_1, which is one number."""
+    """The score is a_i ||v_i||_1 for each token, not ||sum_i a_i v_i||_1, which is one number."""
     query, key = torch.tensor([[[1.0] + [0.0] * 15]]), torch.zeros(1, 1, 2, 16)
     value = torch.stack((torch.ones(16), -torch.ones(16)))[None, None]
     result = decode_attention(query, key, value, torch.ones(1, 2, dtype=torch.bool))
@@ -137,15 +137,15 @@ def test_recency_is_128_at_every_budget_reported():
 
 @pytest.mark.claim("EK-11b")
 def test_two_meanings_of_the_budget():
-    """Section 3.1 caps the cache at K; section 3.3 applies K to what is left beside prompt and recent tokens."""
+    """Section 3.1 caps the cache at K. Section 3.3 applies K to the positions other than prompt and recent tokens."""
     cap, beside = EpiKVConfig(1024), EpiKVConfig(1024, count_prompt=False, max_prompt=300)
     assert (cap.slots, beside.slots) == (1024, 1324)
-    assert EpiKVConfig(1024, count_prompt=False).slots == cap.slots, "they differ by the prompt"
+    assert EpiKVConfig(1024, count_prompt=False).slots == cap.slots, "the two differ by the prompt's slots"
 
 
 @pytest.mark.claim("EK-11c")
 def test_bands_or_two_layers():
-    """Figure 2 and the text speak of bands of 7 and 8 layers, equations 2 and 3 of two layers."""
+    """Figure 2 and the text use bands of 7 and 8 layers. Equations 2 and 3 use two layers."""
     assert tuple(map(len, BANDS["band_adaptive"])) == (7, 8)
     assert BANDS["epikv"] == ((10,), (21,))
     assert all(BANDS["epikv"][side][0] in BANDS["band_adaptive"][side] for side in (0, 1))
@@ -153,8 +153,8 @@ def test_bands_or_two_layers():
 
 @pytest.mark.claim("EK-11d")
 def test_the_hybrid_of_attention_and_hidden_states_is_a_sum(twins):
-    """Table 1 calls it a product and writes a sum. They disagree about who goes first where a z-score is below 0:
-    (4, 1) with (-1, -1/2) makes 3 and 1/2, or -4 and -1/2. Ours is the sum; the product would keep the other token."""
+    """Table 1 calls it a product and writes a sum. If z-scores are below 0, the two evict different tokens: (4, 1) and
+    (-1, -1/2) have the sums 3 and 1/2, and the products -4 and -1/2. The code here uses the sum."""
     received, own = torch.tensor([[4.0, 1.0]]), torch.tensor([[-1.0, -0.5]])
     assert int((received + own).argmin()) != int((received * own).argmin())
     config = EpiKVConfig(2, policy="attn_x_hs", keep_prompt=False, recent=1, hidden_size=16)
@@ -171,7 +171,7 @@ def test_the_hybrid_of_attention_and_hidden_states_is_a_sum(twins):
 
 
 def covered(length: int, window: int = 32, stride: int = 16) -> list[int]:
-    """By how many windows each position is covered; windows that do not fit are left out."""
+    """The number of windows that cover each position. Windows that do not fit are left out."""
     times = [0] * length
     for start in range(0, length - window + 1, stride):
         for position in range(start, start + window):
@@ -188,7 +188,7 @@ def test_not_every_position_is_covered_twice():
 
 @pytest.mark.claim("EK-12b")
 def test_what_windows_cover():
-    """All but (length mod 16) positions at the end, twice but at the edges of 16; none of a span below 32."""
+    """All but the last (length mod 16) positions, twice except for 16 at each end. No position of a span below 32."""
     for length in range(1, 200):
         times = covered(length)
         tail = length % 16 if length >= 32 else length
@@ -200,10 +200,10 @@ def test_what_windows_cover():
 
 @pytest.mark.claim("EK-13a")
 def test_the_ratios_of_time():
-    """Seconds per problem at 8192 on AIME-2024: lag-kv 440.5, ThinKV 721, RaaS 1238.7."""
+    """Seconds per problem on AIME-2024 with a budget of 8192: Lag-KV 440.5, ThinKV 721, RaaS 1238.7."""
     assert round(1238.7 / 440.5, 1) == 2.8
     assert round(721 / 440.5, 1) == 1.6
-    assert round(763 / 440.5, 1) not in (1.6, 2.8), "not the ratio to no eviction at all"
+    assert round(763 / 440.5, 1) not in (1.6, 2.8), "this is not the ratio to a run without eviction"
 
 
 @pytest.mark.claim("EK-13b")
@@ -214,17 +214,18 @@ def test_37_and_33_percent_are_a_problem_apart():
 
 @pytest.mark.claim("EK-13c")
 def test_what_is_saved_at_the_tightest_budget():
-    """2.9 GB are the cache of 22.1 thousand tokens, as many as these traces have (16 to 32 thousand)."""
+    """2.9 GB is the cache of 22.1 thousand tokens, within the length of these traces (16 to 32 thousand)."""
     tokens = 2.9e9 / LLAMA.bytes_per_token
     assert round(tokens / 1000, 1) == 22.1
     assert 16_000 < tokens < 32_000
-    assert not 16_000 < tokens / 2 < 32_000, "of values alone it would not be"
+    assert not 16_000 < tokens / 2 < 32_000, "the values alone would not fit this length"
 
 
 @pytest.mark.claim("EK-15")
 def test_the_state_beside_the_cache_is_small():
-    """Per row: two windows of 64 and two hidden states, 17 KB; per slot 21 bytes, once for all layers: 0.02 %."""
+    """Per row: two windows of 64 values and two hidden states, 17 KB. Per slot: 21 bytes for all layers together, 0.02
+    % of the cache."""
     beside = 2 * 64 * 4 + 2 * LLAMA.hidden_size * 2
     assert beside == 16_896 < LLAMA.bytes_per_token
     assert 100 * 21 / LLAMA.bytes_per_token < 0.02
-    assert 100 * 21 * LLAMA.layers / LLAMA.bytes_per_token > 0.5, "once per layer it would be thirty times that"
+    assert 100 * 21 * LLAMA.layers / LLAMA.bytes_per_token > 0.5, "21 bytes per layer would be thirty times as much"

@@ -1,8 +1,8 @@
 """EpiKV under test against the golden trace: scores and kept tokens of float64 on a trained model's vectors.
 
-The state under test goes in lockstep with float64, which takes over a choice that is as right as its own. From there on
-the record shows another state than is right: every step until then is compared with it, and these must be half of them
-at least. The first steps of four cases on the CPU, all on a GPU.
+The state under test runs in lockstep with a float64 state, which adopts adjudicated choices. After an adopted choice
+the float64 state may differ from the record, so steps are compared with the record only until then. At least half of
+the steps must be. The CPU replays the first steps of four cases, the GPU all steps of all cases.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_every_case_evicts(case, traces):
 
 @pytest.mark.parametrize("case", CASES)
 def test_epikv_reference_repeats_the_golden_trace(case, traces):
-    """All steps, in float64: decisions to the letter, the rest as near as `--check` allows."""
+    """All steps in float64: decisions are equal, other results are within the tolerance of `--check`."""
     about = traces[1].metadata["cases"][case]
     given = record_epikv.inputs(traces[0], about, torch.float64, "cpu")
     for name, tensor in record_epikv.record_case(*given, EpiKVConfig(**about["config"])).items():
@@ -59,18 +59,18 @@ def test_epikv_reference_repeats_the_golden_trace(case, traces):
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_record_decides_is_certain(case, traces):
-    """By more than float64 can lose, on any machine; but for ties that no rounding moves: of a row's first two tokens,
-    which have nothing to deviate from, and of a first chunk, infinite."""
+    """Margins exceed the errors of float64 on any machine. The exceptions are ties that no rounding can break: those of
+    a row's first two tokens, whose z-scores are fixed, and the infinite scores of a first chunk."""
     about = traces[1].metadata["cases"][case]
     held, margin = (traces[1].tensors[f"{case}.{name}"] for name in ("held", "margin"))
     firsts = (held[1:] == 0).any(1) & (held[1:] == 1).any(1)
     tied = (margin == 0) & (firsts | (about["config"]["policy"] == "lag_kv"))
     assert bool(((margin > record_epikv.tolerance(traces[0], about, "margin")) | tied).all())
-    assert int((tied | margin.isinf()).sum()) < 2 * len(margin) / 3, "scores decide too little"
+    assert int((tied | margin.isinf()).sum()) < 2 * len(margin) / 3, "too few choices are decided by scores"
 
 
 def test_thoughts_of_the_record_are_certain_and_all_there(traces):
-    """No weight lies at the threshold, and no sparsity at an edge; each edge has sparsities on both sides."""
+    """No weight is at the threshold and no sparsity is at an edge. Each edge has sparsities on both sides."""
     about = traces[1].metadata["cases"]["6.segment_hs"]
     stored = {name: traces[1].tensors[f"6.segment_hs.{name}"] for name in ("thought", "sparsity", "leeway")}
     assert float(stored["leeway"].min()) > record_epikv.tolerance(traces[0], about, "leeway")
@@ -80,18 +80,19 @@ def test_thoughts_of_the_record_are_certain_and_all_there(traces):
     by_hand = torch.tensor([1, 2, 0], dtype=torch.int8)[(stored["sparsity"][:, None] >= edges).sum(1)]
     every = by_hand.repeat_interleave(about["config"]["tau"])[:len(stored["thought"])]
     assert_same(stored["thought"], every, what="thoughts")
-    assert stored["thought"][:FEW].unique().tolist() == [0, 1, 2], "the CPU's steps have them all"
+    assert stored["thought"][:FEW].unique().tolist() == [0, 1, 2], "the CPU's steps must have all thought types"
 
 
 @pytest.mark.parametrize("case", HYBRIDS)
 def test_attention_decides_in_a_hybrid(case, traces):
-    """The same budget, window and hidden states keep other tokens where it has no say, by "epikv"."""
+    """With the same budget, window and hidden states, the policy "epikv", which ignores attention, keeps other
+    tokens."""
     about = traces[1].metadata["cases"][case]
     alone = {**about["config"], "policy": "epikv", "edges": None}
     given = record_epikv.inputs(traces[0], {**about, "config": alone}, torch.float64, "cpu")
     plain = record_epikv.record_case(*given, EpiKVConfig(**alone))["held"]
     differ = (traces[1].tensors[f"{case}.held"] != plain).any(1)
-    assert int(differ[:1 + FEW].sum()) > FEW // 2, "the CPU's steps would not notice"
+    assert int(differ[:1 + FEW].sum()) > FEW // 2, "the steps that the CPU replays would not show the difference"
 
 
 def test_epikv_follows_the_golden_trace(traces, twins, device, monkeypatch):
@@ -133,7 +134,7 @@ def follow(case: str, traces: Any, twins: Any, device: torch.device, monkeypatch
         if thoughts is not None:
             as_recorded &= bool((exact.thoughts[exact.positions == when[0]] == thoughts[step]).all())
         followed += as_recorded
-    assert 2 * followed >= total, f"{followed} of {total} steps are the record's"
+    assert 2 * followed >= total, f"only {followed} of {total} steps agree with the record"
 
 
 def kept(row: torch.Tensor) -> list[int]:

@@ -1,4 +1,4 @@
-"""EpiKV inside transformers: the tokens, and what every layer holds, of a loop by hand over its definition, float64."""
+"""EpiKV inside transformers: tokens and cache contents against a plain float64 loop over its definition."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ every_policy = pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIE
 
 
 def cache_class(twins: Any, side: str) -> Any:
-    """The EpiKVCache of a side; one that an implementation does not bring is not provided."""
+    """The EpiKVCache of a side. A missing state is reported as not provided."""
     assert getattr(twins, side).epikv.EpiKVState is not None
     return importlib.import_module(f"kvtwin.{side}.hf.epikv").EpiKVCache
 
@@ -73,7 +73,7 @@ def test_generation_is_the_loop(family, options, twins, device):
 @pytest.mark.parametrize("side", ["reference", "optimized"])
 @pytest.mark.parametrize("options", [POLICIES["attn_x_hs"], SEGMENT_HS], ids=("attn_x_hs", "segment_hs"))
 def test_generation_with_a_hybrid_is_the_loop(options, side, twins, device):
-    """All layers have a say in what is kept, and keep the same."""
+    """All layers contribute to the choice, and keep the same tokens."""
     small = {"num_attention_heads": 2, "num_key_value_heads": 1} if side == "optimized" and device.type == "cpu" else {}
     dtype = F64 if side == "reference" else torch.float32
     model = tiny_models.model("llama", dtype, device, **small)
@@ -82,7 +82,7 @@ def test_generation_with_a_hybrid_is_the_loop(options, side, twins, device):
         check(model, used, prompts(4, [0, 2], device), 14, options["layers"], HybridLoop)
         state = used.layers[0].state
         made = None if state.thoughts is None else state.thoughts[state.positions >= 4].tolist()
-        assert made is None or len(set(made)) > 1, "one thought all along"
+        assert made is None or len(set(made)) > 1, "there is only one thought type"
     assert hooks(model) == 0
 
 
@@ -96,7 +96,7 @@ def test_generation_on_the_optimized_side_is_the_loop(twins, device):
 
 @every_policy
 def test_generations_in_a_row_do_not_leak(options, llama, twins, device):
-    """A second cache on the model while the first lives, a reset, and what a plain generation does in between."""
+    """A plain generation, a second cache on the same model, closing the first one, and a reset affect no result."""
     inputs, made = prompts(7, [0, 2], device), {"budget": 10, "window": 4, **options}
     each = sum(map(len, made["layers"]))
     first = cache_class(twins, "reference")(llama, **made)
@@ -132,7 +132,7 @@ def test_hooks_go_with_the_cache(llama, twins, device):
 
 
 def test_no_hidden_state_outlives_a_pass(llama, twins, device):
-    """But for the last token's, one vector per row and layer of the bands, in the scorer."""
+    """The scorer keeps only those of the last token: one vector per row and layer of the bands."""
     used = cache_class(twins, "reference")(llama, budget=30, layers=BANDS)
     feed(llama, used, range(1, 12))
     feed(llama, used, [5])
@@ -162,7 +162,7 @@ def test_an_interrupted_pass_needs_a_reset(options, llama, twins, device):
 
 
 def test_beams_move_the_scores_too(llama, twins, device):
-    """Rows that are reordered hold what their sources held: a beam search that never evicts is transformers' own."""
+    """A reordered row has the scores of its source. A beam search that never evicts equals that of the stock cache."""
     inputs = prompts(6, [0], device)
     stock = generate(llama, inputs, 8, num_beams=3)
     used = cache_class(twins, "reference")(llama, budget=40, window=4, layers=BANDS)

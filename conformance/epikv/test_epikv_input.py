@@ -1,4 +1,4 @@
-"""What EpiKV refuses: the error, what it says, and that a state stays as it was."""
+"""Input that EpiKV refuses: the type and message of the error, and that the state is unchanged."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def prompt(device: torch.device, total: int = 4) -> dict[str, Any]:
 
 
 def refuses(made: Any, call: str, error: type[Exception], says: str, arguments: dict[str, Any]) -> None:
-    """And nothing in the state, or its scorer, has changed."""
+    """The call raises this error, and neither the state nor its scorer has changed."""
     def held() -> Any:
         scorer = contents(made.scorer)
         attention = scorer.pop("attention")

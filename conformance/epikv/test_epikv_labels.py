@@ -1,4 +1,4 @@
-"""Counterfactual labels and the study of layers: their arithmetic, and that what is stored is what comes out."""
+"""Counterfactual labels and the study of layers: their arithmetic, and that a new run reproduces the stored results."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ def test_a_token_is_important_if_any_window_over_it_is():
 def test_ranks_and_their_correlation():
     assert labels.ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
     x = torch.arange(10.0)
-    assert labels.spearman(x, x.exp()) == 1                             # halves of integers, and the root of a square
+    assert labels.spearman(x, x.exp()) == 1                             # multiples of 1/2, and the root of a square
     assert labels.spearman(x, -x.square()) == -1
     assert labels.spearman(x, torch.ones(10)) == 0
     mixed = torch.tensor([1.0, 0, 1, 0, 1, 0, 1, 0, 1, 0])
     found = labels.spearman(x, mixed)
-    # Five ranks of 3 and five of 8 about 5.5; the sums are exact, on either side a root and a quotient are rounded.
+    # Ranks are 3 and 8, five times each, with the mean 5.5. The sums are exact; on both sides a root and a quotient
+    # are rounded.
     assert abs(found + 12.5 / (82.5 * 62.5) ** 0.5) <= 5 * 2.0**-53 * abs(found)
 
 
@@ -49,7 +50,7 @@ def test_an_answer_is_what_greedy_generation_gives():
 
 
 def test_the_changes_are_those_of_all_layers():
-    """Of layer l what layer l + 1 takes in, of the last what the norm does."""
+    """The output of layer l is the input of layer l + 1, and that of the last layer is the input of the norm."""
     model = load_model()
     tokens = torch.tensor([0, 65, 66, 67])
     seen = []
@@ -62,7 +63,8 @@ def test_the_changes_are_those_of_all_layers():
 
 
 def test_occluding_the_pair_changes_the_answer():
-    """Stored labels: nearly every trace has important tokens, and few of them; one document again, as it is stored."""
+    """Stored labels: nearly every trace has important tokens, but few. The first documents are labelled again and must
+    equal the stored ones."""
     stored, result = load_trace(labels.NAME), json.loads(
         resources.files("kvtwin.fixtures").joinpath("bands.json").read_text(encoding="utf-8")
     )

@@ -1,4 +1,5 @@
-"""EpiKV's state where drawn traces seldom get: caches of several tiles, prompts that are kept, rows that begin late."""
+"""EpiKV's state in cases that drawn traces rarely reach: caches of several tiles, kept prompts, rows that start
+late."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ def both(twins: Any, device: torch.device, heads: int = 1, **config: Any) -> Loc
 
 
 def drawn(seed: int, device: torch.device, *time: int, heads: int = 1) -> list[Tensor]:
-    """The same numbers on every device: decisions on few tokens may be too close to call on others."""
+    """The same numbers on every device. With few tokens, other numbers may make too many choices ambiguous."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(2, count, *time, 16, generator=generator).to(device) for count in (2, heads, heads)]
 
 
 @pytest.mark.parametrize("policy", ["kv_val", "attn_x_hs"])
 def test_attention_over_several_tiles_and_splits(policy, twins, device):
-    """A cache of three tiles for two programs, with logits that rise from tile to tile."""
+    """A cache of three tiles, split between two programs, with logits that rise from tile to tile."""
     run = both(twins, device, heads=2, budget=46, policy=policy, keep_prompt=False)
     query, key, value = drawn(1, device, 44, heads=2)
     key = key + torch.arange(44, device=device)[:, None] / 16 * query[:, :1].mean(2, keepdim=True)
@@ -47,8 +48,8 @@ def test_attention_over_several_tiles_and_splits(policy, twins, device):
     ids=("counts", "beside", "ties"),
 )
 def test_a_kept_prompt(options, twins, device):
-    """It stays whole and scores +inf; what is left of the budget, or a budget beside it, is fought for. Also where all
-    others score +inf as well, as in a first chunk."""
+    """All of its tokens are kept and score +inf. The others compete for the rest of the budget, or for the whole budget
+    if the prompt is not counted. This holds even if the others score +inf as well, as in a first chunk."""
     run = both(twins, device, window=4, **options)
     occupied = torch.tensor([[True] * 5, [False] * 2 + [True] * 3], device=device)
     run.prefill(*drawn(3, device, 5), occupied)
@@ -63,7 +64,8 @@ def test_a_kept_prompt(options, twins, device):
 
 
 def test_a_row_that_begins_with_its_first_step(twins, device):
-    """All padding: its first token has nothing before it, and scores 0 whatever its hidden state."""
+    """The prompt of the row is all padding. Its first token has no previous one and scores 0, whatever its hidden
+    state."""
     run = both(twins, device, budget=4, window=3, keep_prompt=False)
     occupied = torch.tensor([[True] * 3, [False] * 3], device=device)
     run.prefill(*drawn(30, device, 3), occupied)
@@ -91,7 +93,7 @@ def test_a_longer_run_with_reset_and_beams(policy, twins, device):
 
 
 def test_the_paper_s_budgets_and_windows(twins, device):
-    """Defaults: 64 values, recency of a quarter; hidden states of another size than the heads'."""
+    """Defaults: a window of 64 values and a recency of K / 4. The hidden size differs from the size of the heads."""
     config = EpiKVConfig(16, hidden_size=40)
     sizes = {"batch": 1, "query_heads": 1, "key_value_heads": 1, "head_dim": 16, "device": device}
     run = Lockstep(
@@ -110,7 +112,7 @@ def test_the_paper_s_budgets_and_windows(twins, device):
 @pytest.mark.parametrize("options", [{"policy": "attn_x_hs"}, {"policy": "segment_hs", **SEGMENTS}],
                          ids=("attn_x_hs", "segment_hs"))
 def test_hybrids_of_attention_and_hidden_states(options, keep, twins, device):
-    """Over eviction from the prompt on, steps, other rows, and a fresh start; a prompt that is kept scores +inf."""
+    """Eviction from the prompt, steps, a reorder and a reset. A kept prompt scores +inf."""
     kept = {"count_prompt": False, "max_prompt": 9} if keep else {"keep_prompt": False}
     run = both(twins, device, heads=2, budget=6, recent=2, window=5, **kept, **options)
     occupied = torch.tensor([[True] * 9, [False] * 2 + [True] * 7], device=device)
@@ -135,7 +137,7 @@ def shared(twins: Any, side: str, device: torch.device, **options: Any) -> tuple
 
 
 def look(scorer: Any, layers: list[Any], token: int, targets: list[int | None]) -> None:
-    """A step in which each layer looks at one token alone, or at all alike (None); nothing changes in hidden states."""
+    """A step in which each layer attends to one token only, or to all equally (None). Hidden states do not change."""
     device = scorer.score.device
     key = 100 * torch.eye(16, device=device)
     for layer, target in zip(layers, targets, strict=True):
@@ -147,7 +149,8 @@ def look(scorer: Any, layers: list[Any], token: int, targets: list[int | None]) 
 
 @pytest.mark.parametrize("side", ["reference", "optimized"])
 def test_layers_that_share_a_scorer_have_equal_say(side, twins, device):
-    """Weights are 0 and 1, and z-scores 0, so that sums are exact: one layer looks at token 0, the other at token 1."""
+    """Weights are 0 or 1 and z-scores are 0, so that sums are exact. One layer attends to token 0, the other to
+    token 1."""
     scorer, layers = shared(twins, side, device, budget=4, policy="attn_x_hs")
     for token in range(4):
         look(scorer, layers, token, [0, min(1, token)])
@@ -156,14 +159,14 @@ def test_layers_that_share_a_scorer_have_equal_say(side, twins, device):
     for token, victim in ((4, 2), (5, 3)):
         assert int(scorer.positions[0, scorer.next_slot]) == victim
         look(scorer, layers, token, [token, token])
-        assert float(scorer.score[0][scorer.positions[0] == token]) == 1, "it begins with its own query's weight"
-    assert int(scorer.positions[0, scorer.next_slot]) == 4, "of equal scores the oldest, but for the newest"
+        assert float(scorer.score[0][scorer.positions[0] == token]) == 1, "it starts with the weight of its own query"
+    assert int(scorer.positions[0, scorer.next_slot]) == 4, "the oldest of equal scores, except the newest token"
 
 
 @pytest.mark.parametrize("side", ["reference", "optimized"])
 def test_layers_that_share_a_scorer_tell_thoughts_together(side, twins, device):
-    """One layer looks past all tokens but one, (n - 1) / n, the other past none: half of that on average, at the steps
-    at which segments begin. A thought goes before a score, and its oldest token first."""
+    """The sparsity of one layer is (n - 1) / n, as it attends to one token, and that of the other is 0. Their mean sets
+    the thought type where a segment begins. Eviction goes by thought type first, then by score, then by age."""
     scorer, layers = shared(
         twins, side, device, budget=6, policy="segment_hs", tau=2, edges=(0.3, 0.39), sparsity_threshold=0.5
     )
@@ -179,9 +182,10 @@ def test_layers_that_share_a_scorer_tell_thoughts_together(side, twins, device):
 @pytest.mark.parametrize("policy", ["attn_x_hs", "segment_hs"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_hybrids_keep_what_their_definition_keeps(seed, policy, side, twins, device):
-    """After every step, to the letter, ties included: z-scores of windows of two are -1, 0 or 1, and queries look at 1,
-    2 or 4 tokens alike, so that nothing is rounded. What thoughts and scores keep is also what `select` keeps of the
-    whole, by thought first; what attention gave depends on who was there, and can only be played again."""
+    """The kept tokens are exactly right after every step, ties included. z-scores of windows of 2 are -1, 0 or 1, and
+    queries attend to 1, 2 or 4 tokens equally, so nothing is rounded. For thought types, `select` over the whole
+    sequence must keep the same tokens. Received attention depends on the tokens that were present, so it is only
+    replayed."""
     module, draw, budget = getattr(twins, side).epikv, random.Random(seed), 6
     segments = {"edges": (0.31, 0.57), "tau": 2, "sparsity_threshold": 0.5} if policy == "segment_hs" else {}
     config = EpiKVConfig(
@@ -223,7 +227,7 @@ def test_hybrids_keep_what_their_definition_keeps(seed, policy, side, twins, dev
     {"policy": "attn_x_hs"}, {"policy": "segment_hs", "tau": 1, "edges": (0.3, 0.39), "sparsity_threshold": 0.5},
 ], ids=("attn_x_hs", "segment_hs"))
 def test_a_step_that_was_cut_short_is_forgotten(options, side, twins, device):
-    """After one layer of two has had its say, reset: the next sequence is what it is to a scorer that saw no other."""
+    """Reset after one of two layers has done its step. The next sequence gives the same results as a new scorer."""
     (used, layers), (fresh, others) = (shared(twins, side, device, budget=4, **options) for _ in range(2))
     for token in range(3):
         look(used, layers, token, [0, None])

@@ -1,4 +1,4 @@
-"""The table of accuracy over budget: what is asked, what is counted, and that the stored one says what is drawn."""
+"""The table of accuracy over budget: its questions, its counts, and that the stored table agrees with its plot."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Tiny(Plan):
 
 @pytest.fixture(scope="module")
 def tiny(device: torch.device) -> dict[str, Any]:
-    """A run over a few bytes; by the kernels on a GPU, where they do not take minutes."""
+    """A run over a few bytes. It uses the kernels only on a GPU, as the interpreter would take minutes."""
     side = "optimized" if device.type == "cuda" else "reference"
     return accuracy.evaluate(Tiny(), side=side, device=str(device), methods=["epikv", "h2o", "longflow", "synckv"])
 
 
-# What is asked -------------------------------------------------------------------------------------------------------
+# Questions -----------------------------------------------------------------------------------------------------------
 
 
 def test_every_answer_lies_behind_the_context_and_is_of_its_kind() -> None:
@@ -60,7 +60,7 @@ def test_every_answer_lies_behind_the_context_and_is_of_its_kind() -> None:
             for start, stop in one.answers:
                 assert 896 <= start < stop <= 1024
                 assert set(one.document.kinds[start:stop].tolist()) == {kind}
-                for edge in (start - 1, stop):                              # whole: a working's steps end with a space
+                for edge in (start - 1, stop):                              # whole answers: steps end with a space
                     ended = edge == 1024 or one.document.kinds[edge] != kind
                     assert ended or (task == "arithmetic" and one.document.tokens[edge] == ord(" "))
 
@@ -69,7 +69,7 @@ def test_what_is_recalled_stands_in_the_context() -> None:
     sources = [query.source for one in accuracy.questions(Plan(queries=60)) for query in one.document.queries]
     assert max(sources) < 896
     quarters = np.bincount(np.array(sources) * 4 // 896)
-    assert (quarters > 0).all(), f"by quarters of the context: {quarters.tolist()}"
+    assert (quarters > 0).all(), f"every quarter of the context must be asked about, got counts {quarters.tolist()}"
 
 
 def test_the_same_plan_asks_the_same() -> None:
@@ -83,7 +83,7 @@ def test_a_plan_without_room_for_answers() -> None:
         accuracy.questions(Plan(length=100, prompt=99, queries=1))
 
 
-# What is counted -----------------------------------------------------------------------------------------------------
+# Counts --------------------------------------------------------------------------------------------------------------
 
 
 def test_with_room_for_all_every_method_is_full_attention(tiny: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ def test_with_room_for_all_every_method_is_full_attention(tiny: dict[str, Any]) 
     assert [row["method"] for row in others] == ["epikv", "h2o", "longflow", "synckv"]
     for row in others:
         assert row["tasks"] == full["tasks"]
-        if row["method"] != "synckv":                                       # which counts what it chose: not the newest
+        if row["method"] != "synckv":                                       # counts chosen tokens, without the newest
             assert row["tokens_held"] == full["tokens_held"] == 119         # the last byte is predicted, not read
             assert row["bytes_held"] == full["bytes_held"] == full["bytes_allocated"] or row["method"] == "epikv"
 
@@ -109,13 +109,13 @@ def test_a_row_counts_what_it_says(tiny: dict[str, Any]) -> None:
         assert row["made_by"]["side"] in accuracy.SIDES
     small = [row for row in tiny["rows"] if row["share"] != "1"]
     assert [row["share"] for row in small] == ["1/6", "1/6", "1/6", "3/8"]
-    # One of four heads looks at all of 119 tokens, the others at 20 that it chose.
+    # One of four heads attends to all 119 tokens, the others to 20 chosen ones.
     assert [row["tokens_held"] for row in small] == [20, 20, 20, (119 + 3 * 20) / 4]
     assert [row["prompt"] for row in small] == ["decoded", "blocks", "one pass", "one pass"]
 
 
 def test_every_method_is_asked_within_its_budget() -> None:
-    """A prompt that would be kept comes as tokens; a share is what the config makes of it."""
+    """If a method would keep the whole prompt, its tokens are decoded one by one. The share follows from the config."""
     sizes = DecoderConfig()
     for pair in discovery.methods():
         for divisor in Plan().shares:
@@ -161,14 +161,14 @@ def test_held_bytes_are_those_of_the_tensors(make: Any, in_blocks: bool, slots: 
     assert found["bytes_held"] == 3 * 2 * 4 * 16 * 2 * 2                    # layers, heads, tokens, D, K and V, bytes
     keys_and_values = 3 * 2 * slots * 16 * 2 * 2
     assert keys_and_values < found["bytes_allocated"] < 2 * keys_and_values
-    states.layers[0].hoard = torch.zeros(2, 1000)                           # what a state keeps in secret shows
+    states.layers[0].hoard = torch.zeros(2, 1000)                           # private tensors are counted
     assert states.memory()["bytes_allocated"] == found["bytes_allocated"] + 4000
-    states.layers[0].view = states.layers[0].key[:1]                        # and what it keeps once counts once
+    states.layers[0].view = states.layers[0].key[:1]                        # and views are not counted again
     assert states.memory()["bytes_allocated"] == found["bytes_allocated"] + 4000
 
 
 def test_held_bytes_of_a_paged_cache_are_its_own() -> None:
-    """16 tokens in 4 bits with their scales, and one in the buffer."""
+    """16 tokens with 4 bits and their scales, and one token in the buffer."""
     config = ThinKVConfig(64, tau=16, max_tokens=64)
     states = States(lambda: ThinKVState(
         config, batch=2, query_heads=4, key_value_heads=2, head_dim=16, dtype=torch.float16, device="cpu"
@@ -179,15 +179,15 @@ def test_held_bytes_of_a_paged_cache_are_its_own() -> None:
         states(layer, *(tensor[:, :, 16:] for tensor in tokens))
     found = states.memory()
     assert found["tokens_held"] == 17
-    # Per layer and KV head: keys and values of 16 channels, half a byte each; a byte of scale per channel of the keys,
-    # and per token of the values.
+    # Per layer and KV head: keys and values of 16 channels with half a byte each, and scales of one byte per channel of
+    # the keys and per token of the values.
     assert found["bytes_held"] == 3 * 2 * (2 * 16 * 16 / 2 + 16 + 16 + 2 * 16 * 2)
     assert found["bytes_allocated"] > found["bytes_held"]
 
 
 def test_the_standard_error_is_over_documents() -> None:
-    """With equally many answers each it is that of a mean of the documents' shares."""
-    found = accuracy.share([(3, 4), (0, 4), (4, 4), (1, 4)])                # shares of mean 1/2 and variance 5/24
+    """If documents have equally many answers, it is the standard error of the mean of their shares."""
+    found = accuracy.share([(3, 4), (0, 4), (4, 4), (1, 4)])                # shares with mean 1/2 and variance 5/24
     assert found["accuracy"] == 0.5
     assert abs(found["standard_error"] ** 2 - 5 / 24 / 4) < 2**-52
     assert (found["right"], found["queries"], found["documents"]) == (8, 16, 4)
@@ -195,11 +195,11 @@ def test_the_standard_error_is_over_documents() -> None:
     assert accuracy.share([(2, 2), (5, 5)])["standard_error"] == 0
 
 
-# What is shown -------------------------------------------------------------------------------------------------------
+# Table and plot ------------------------------------------------------------------------------------------------------
 
 
 def check_table(result: dict[str, Any]) -> None:
-    """The numbers of the text are those of the JSON, to the digits shown."""
+    """Assert that the numbers in the text equal those in the JSON, to the digits shown."""
     lines = accuracy_plot.table(result).split("\n\n")[0].splitlines()
     assert len(lines) == 1 + len(result["rows"])
     for line, row in zip(lines[1:], result["rows"], strict=True):
@@ -217,13 +217,13 @@ def check_table(result: dict[str, Any]) -> None:
 
 
 def check_svg(result: dict[str, Any]) -> None:
-    """Well-formed, of nothing but itself, with a line per method and task through its points."""
+    """Assert that the plot is well-formed and self-contained, with a line per method and task through its points."""
     text = accuracy_plot.svg(result)
     root = ElementTree.fromstring(text)
     assert root.tag == f"{SVG}svg"
     assert not {"href", "src", "script"} & set(text.replace("=", " ").replace("<", " ").split())
     lines = [path.get("d") or "" for path in root.iter(f"{SVG}path") if path.get("class") == "line"]
-    lines = [line for line in lines if " L " in line]                        # less error bars and legend
+    lines = [line for line in lines if " L " in line]                        # without error bars and legend
     names = list(dict.fromkeys(row["method"] for row in result["rows"]))
     tasks_of = list(result["rows"][0]["tasks"])
     assert len(lines) == len(names) * len(tasks_of)
@@ -252,7 +252,7 @@ def stored() -> dict[str, Any]:
 
 
 def test_the_stored_result_is_whole_and_is_what_is_drawn(stored: dict[str, Any]) -> None:
-    """Measured as the plan says, of this model, every budget of every method that is in it; and drawn from it."""
+    """It was measured with the current plan and model, for every budget of every method, and the plot shows it."""
     assert json.loads(json.dumps(asdict(Plan()))) == stored["plan"]
     assert stored["schema_version"] == accuracy_plot.SCHEMA_VERSION
     assert stored["model_sha256"] == hashlib.sha256(load_bytes("model/model.safetensors")).hexdigest()
@@ -271,10 +271,11 @@ def test_the_stored_result_is_whole_and_is_what_is_drawn(stored: dict[str, Any])
             assert all(one["queries"] >= 100 for one in row["tasks"].values())
             assert row["made_by"].keys() == {"side", "device", "python", "torch"}
             if not checkers.ask(method, "LOSSY", False):
-                # What an offloading method chose last, a step ago or more: the newest tokens are not counted.
+                # An offloading method counts its last choice, which is at least one step old, without the newest
+                # tokens.
                 assert row["budget"] - 3 <= row["tokens_held"] <= min(row["budget"], 1023)
                 assert row["tokens_held"] == min(row["budget"], 1023) or not checkers.ask(method, "EVICTS", True)
-                assert row["budget"] < 1024 or row["tasks"] == full["tasks"], f"{method} has room for all"
+                assert row["budget"] < 1024 or row["tasks"] == full["tasks"], f"{method} must keep all tokens"
     check_table(stored)
     check_svg(stored)
     assert stored_result("accuracy") == (stored, accuracy_plot.svg(stored))
@@ -293,7 +294,7 @@ def test_the_docs_show_the_stored_table(stored: dict[str, Any]) -> None:
         assert [line for line in shown if line.startswith(f"| {method} |")] == [
             line for line in lines if line.startswith(f"| {method} |")
         ]
-        assert sum(line.startswith("|") for line in shown) == 4             # heads, a rule, full attention, the method
+        assert sum(line.startswith("|") for line in shown) == 4             # header, rule, full attention, the method
     assert generate.accuracy("no method") == "Not measured.\n"
 
 

@@ -1,4 +1,4 @@
-"""`attend` of every method that has one against float64: the output, and what each key received."""
+"""`attend` of every method that has it, against float64: the output, and the attention that each key received."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_attend_is_what_float64_says(pair, data, twins):
 @given(data=st.data())
 @few
 def test_attend_of_queries_that_are_padding(pair, data, twins):
-    """Rows and heads whose newest slots are free, whose block is all padding, or that hold nothing at all."""
+    """Rows and heads whose newest slots are free, whose block is all padding, or that are empty."""
     case = data.draw(attend_cases(pair.name, occupancy=("random", "one_token", "empty_row"), content=("ordinary",)))
     assert_right(pair, twins, case)
     output, received = attend(pair, twins, case)
     hidden = ~case.valid.repeat_interleave(case.group, 1)                                  # [B, Hq, Q]
-    assert bool((output[hidden] == 0).all()), "a query at a free slot gives zeros"
+    assert bool((output[hidden] == 0).all()), "padding queries must give zeros"
     occupied = case.occupied if case.per_head else case.occupied[:, None].expand(received.shape)
-    assert bool((received[~occupied] == 0).all()), "a free slot receives nothing"
+    assert bool((received[~occupied] == 0).all()), "free slots must receive nothing"
 
 
 def test_attend_of_a_block_of_which_some_queries_are_padding(pair, twins, device):
@@ -58,7 +58,7 @@ def test_attend_of_a_block_of_which_some_queries_are_padding(pair, twins, device
         batch=3, key_value_heads=2, group=2, head_dim=16, queries=6, slots=20, method=pair.name, seed=5,
         occupancy="random", device=str(device),
     )
-    assert bool((case.valid.any(-1) & ~case.valid.all(-1)).any()), "queries of both kinds"
+    assert bool((case.valid.any(-1) & ~case.valid.all(-1)).any()), "the block must have padding and valid queries"
     assert_right(pair, twins, case)
 
 
@@ -67,7 +67,7 @@ def test_attend_of_a_block_of_which_some_queries_are_padding(pair, twins, device
     (8, 16, torch.float32, 1, 1), (8, 80, torch.bfloat16, 17, 17),
 ], ids=str)
 def test_attend_of_every_shape(pair, group, head_dim, dtype, queries, slots, twins, device):
-    """Groups and head sizes that are no powers of two; one query, one slot, and a block of everything."""
+    """Group and head sizes that are not powers of two, a single query, a single slot, and a block of all slots."""
     assert_right(pair, twins, AttendCase(
         group=group, head_dim=head_dim, dtype=dtype, queries=queries, slots=slots, method=pair.name, seed=group,
         device=str(device), per_head=True, occupancy="random" if slots > queries else "full",
@@ -77,7 +77,7 @@ def test_attend_of_every_shape(pair, group, head_dim, dtype, queries, slots, twi
 @given(data=st.data())
 @few
 def test_attend_with_heads_that_hold_different_tokens(pair, data, twins):
-    """Two KV heads, a mask each; where the masks are equal, one mask for both says the same, to the bit."""
+    """Two KV heads have separate masks. If the masks are equal, one mask for both heads gives bitwise equal results."""
     case = data.draw(attend_cases(pair.name, content=("ordinary", "overflow_88"), occupancy=("random", "left_padding")))
     case = replace(case, batch=1, key_value_heads=2, per_head=True)
     assert_right(pair, twins, case)
@@ -99,7 +99,7 @@ def test_attend_gives_the_same_bits_again(pair, data, twins):
 @given(data=st.data())
 @few
 def test_attend_reads_nothing_of_free_slots(pair, data, twins):
-    """Whatever they hold, NaN and infinity too, in keys, values and the queries of padding."""
+    """Their contents have no effect, even NaN and infinity, in keys, values and padding queries."""
     case = data.draw(attend_cases(pair.name, occupancy=("random", "left_padding"), content=("ordinary",), most=24))
     clean, poisoned = (attend(pair, twins, replace(case, poison=poison)) for poison in ("zero", "nan"))
     for one, other in zip(clean, poisoned, strict=True):
@@ -107,7 +107,7 @@ def test_attend_reads_nothing_of_free_slots(pair, data, twins):
 
 
 def allocations(act: Any, device: torch.device) -> int:
-    """Bytes of the largest tensor that `act()` allocates; on a GPU, of all that it holds at once."""
+    """Bytes of the largest tensor that `act()` allocates. On a GPU, its peak of allocated bytes."""
     if device.type == "cuda":
         act()  # compiles
         torch.cuda.synchronize(device)
@@ -123,8 +123,8 @@ def allocations(act: Any, device: torch.device) -> int:
 
 
 def test_attend_never_holds_the_attention_matrix(pair, twins, device):
-    """Of B Hq Q S weights in 16 bits, the whole call holds less than a quarter; the reference, which does hold them in
-    float32, shows that such a matrix would be seen."""
+    """The call allocates less than a quarter of B Hq Q S weights in 16 bits. The reference, which has this matrix in
+    float32, shows that the measurement would detect it."""
     gpu = device.type == "cuda"
     batch, heads, group, queries, slots, head_dim = (2, 4, 4, 128, 8192, 128) if gpu else (1, 1, 2, 48, 160, 16)
     case = AttendCase(
@@ -137,6 +137,6 @@ def test_attend_never_holds_the_attention_matrix(pair, twins, device):
         side: allocations(lambda side=side: checkers.module(getattr(twins, side), pair).attend(**inputs), device)
         for side in ("reference", "optimized")
     }
-    assert most["reference"] >= 4 * matrix, "the reference makes the matrix: the measurement is blind"
-    assert most["optimized"] < 2 * matrix / 4, f"attend allocates {most['optimized']} bytes; {matrix} weights"
+    assert most["reference"] >= 4 * matrix, "the measurement must detect the matrix of the reference"
+    assert most["optimized"] < 2 * matrix / 4, f"attend allocates {most['optimized']} bytes for {matrix} weights"
 

@@ -1,8 +1,8 @@
-"""Methods of the block frame against their golden traces: what float64 evicted of a trained model's tokens.
+"""Methods with a block cache against their golden traces: the float64 evictions of a trained model's tokens.
 
-The first steps of one KV head on the CPU (heads decide alone), everything on a GPU. The state under test runs in
-lockstep with the reference; its choices are those of the trace until, within the bounds, one legally differs, and from
-there on lockstep alone judges.
+The CPU replays the first steps of one KV head (heads choose independently), the GPU everything. The state under test
+runs in lockstep with the reference. Its choices must equal those of the trace up to the first adjudicated tie. After
+it, only lockstep judges.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CPU_STEPS = 48
 
 
 def traces(pair: discovery.Pair, case: str) -> tuple[Trace, dict[str, torch.Tensor], dict[str, Any]]:
-    """The capture; what is recorded of the case; and what it says about itself."""
+    """The capture, the recorded tensors of the case, and its metadata."""
     capture, golden = load_trace("capture"), load_trace(pair.name)
     tensors = {name: golden.tensors[f"{case}.{name}"].long() for name in ("held", "evicted", "last")}
     return capture, tensors, golden.metadata["cases"][case]
@@ -43,7 +43,7 @@ def test_every_recorded_case_is_replayed(pair):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_reference_repeats_its_golden_trace(pair, case, twins):
-    """All steps of the first case, in float64: decisions to the letter."""
+    """All steps of the first case in float64: the decisions are equal."""
     capture, golden, about = traces(pair, case)
     prompt, config = capture.metadata["prompt"], pair.config(**about["config"])
     tensors = inputs(capture, about["layer"], torch.float64, "cpu")

@@ -1,4 +1,4 @@
-"""The plug for States that take blocks: padding anywhere, masks from two sides, compiled steps, restarted prompts."""
+"""The cache adapter for block states: padding anywhere, masks from two sources, compiled steps, restarted prompts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def places(mask: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("method", BLOCKS)
 def test_padding_behind_tokens_is_the_loop(twins: Any, device: torch.device, method: str) -> None:
-    """Two turns in one batch, each padded on its left, then single tokens of which some are padding."""
+    """Two turns in one batch, each with left padding, followed by single tokens, some of which are padding."""
     model = tiny_models.model("llama", F64, device)
     model.set_attn_implementation("kvtwin")
     options = checkers.ask(method, "SMALL", {}) | {"budget": 5, "block_size": 3}
@@ -89,7 +89,7 @@ def test_a_single_token_is_a_step_unless_it_is_padding(
 
 
 def test_the_mask_is_read_for_the_first_layer_alone() -> None:
-    """Each reading waits for the GPU."""
+    """Reading the mask synchronises with the GPU."""
     spec = masks.MaskSpec(mask_function=None, attention_mask=None)
     for what, expected in (("one", True), ("other", False)):
         assert spec.all(what, torch.tensor([True, expected])) is expected
@@ -98,8 +98,8 @@ def test_the_mask_is_read_for_the_first_layer_alone() -> None:
 
 @pytest.mark.parametrize("chunk", [2, 3, 9])
 def test_a_mask_given_to_the_cache_alone(twins: Any, device: torch.device, chunk: int) -> None:
-    """A loop over forward() that passes positions but no mask: each chunk's padding comes from the constructor. What
-    lies beyond that is none."""
+    """A loop over forward() that passes positions but no mask. The mask given to the constructor has the padding of
+    each chunk. Tokens beyond its end are valid."""
     model, inputs = tiny_models.model("llama", device=device), prompts(9, [0, 5], device)
     model.set_attn_implementation("kvtwin")
     mask, ids = inputs["attention_mask"], inputs["input_ids"]
@@ -123,7 +123,7 @@ def test_two_masks_that_differ_in_a_later_chunk() -> None:
     own = inputs["attention_mask"].clone()
     own[1, 4] = 0
     with pytest.raises(ValueError, match="differs from the model's"):
-        inputs["attention_mask"][0, 0] = 0                                           # else transformers may drop it
+        inputs["attention_mask"][0, 0] = 0                                          # otherwise transformers may drop it
         own[0, 0] = 0
         generate(
             model, inputs, 2, past_key_values=H2OCache(model.config, budget=4, attention_mask=own), prefill_chunk_size=3
@@ -132,7 +132,7 @@ def test_two_masks_that_differ_in_a_later_chunk() -> None:
 
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_full_budget_over_two_turns(twins: Any, device: torch.device, chunk: int | None) -> None:
-    """The second turn is a block like any other; its mask keeps it from starting at 0 (see masks.STARTS_AT_0)."""
+    """The second turn is an ordinary block. Its mask prevents positions from starting at 0 (see masks.STARTS_AT_0)."""
     model, first, results = tiny_models.model("llama", device=device), prompts(9, [0, 4], device), []
     for name in ("sdpa", "kvtwin"):
         model.set_attn_implementation(name)
@@ -151,14 +151,14 @@ def test_full_budget_over_two_turns(twins: Any, device: torch.device, chunk: int
 @pytest.mark.kind("bad_input")
 @pytest.mark.parametrize("cache", [H2OCache, LongFlowCache])
 def test_tokens_fed_again_without_a_mask_are_noticed(cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What transformers 5.18 to 5.20 do with prefill_chunk_size on a cache that is not empty: positions start at 0."""
+    """transformers 5.18 to 5.20 do this with prefill_chunk_size on a cache that is not empty: positions start at 0."""
     monkeypatch.setattr(masks, "STARTS_AT_0", True)
     model, ids = tiny_models.model("llama"), prompts(5, [0])["input_ids"]
     model.set_attn_implementation("kvtwin")
     used = cache(model.config, budget=20)
     with torch.no_grad():
         model(ids, past_key_values=used)
-        model(ids[:, :2], past_key_values=used)                                      # 5 and 6
+        model(ids[:, :2], past_key_values=used)                                      # positions 5 and 6
         for count in (3, 1):
             used.reset()
             model(ids, past_key_values=used)
@@ -186,7 +186,7 @@ def test_a_row_of_padding_alone_may_start_at_0(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def compiled(device: torch.device) -> Iterator[Any]:
-    """compiled(model): its forward in one graph without breaks, and the list of graphs so far."""
+    """compiled(model) returns its forward, compiled to one graph without breaks, and the list of graphs so far."""
     graphs: list[object] = []
 
     def backend(graph: Any, inputs: object) -> Any:
@@ -194,14 +194,15 @@ def compiled(device: torch.device) -> Iterator[Any]:
         return graph.forward
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")                              # what a compiler has to say is not about us
+        warnings.simplefilter("ignore")                              # warnings of the compiler do not concern us
         torch.compiler.reset()
         yield lambda model: (torch.compile(model.forward, fullgraph=True, backend=backend), graphs)
         torch.compiler.reset()
 
 
 def decode(forward: Any, model: Any, cache: Any, device: torch.device, steps: list[list[int]]) -> list[list[int]]:
-    """What follows single tokens after a padded prompt, which runs as it is; steps: a mask for each."""
+    """The next tokens after single tokens that follow a padded prompt, which is not compiled. steps: a mask for
+    each."""
     inputs = prompts(5, [0, 2], device)
     mask, follow = inputs["attention_mask"], []
     with torch.no_grad():
@@ -229,15 +230,15 @@ def test_compiled_steps_heed_padding(twins: Any, device: torch.device, compiled:
         alive.append([layer.state.positions.tolist() for layer in cache.layers])
     assert follow[0] == follow[1]
     assert alive[0] == alive[1]
-    assert len(graphs) <= 2, "a graph per step"
+    assert len(graphs) <= 2, "expected at most two graphs for all steps"
 
 
 def test_a_compiled_step_refuses_padding_that_the_state_cannot_take(twins: Any, compiled: Any) -> None:
-    """On the CPU whatever the device: on CUDA a failed assertion ends the process's use of the GPU."""
+    """On the CPU even if --kv-device is cuda: after a failed assertion on CUDA, the process cannot use the GPU."""
     model, device = tiny_models.model("llama"), torch.device("cpu")
     model.set_attn_implementation("kvtwin")
     forward, graphs = compiled(model)
     decode(forward, model, LongFlowCache(model.config, budget=4, window=2), device, [[1, 1]] * 4)
-    assert len(graphs) <= 2, "a graph per step"
+    assert len(graphs) <= 2, "expected at most two graphs for all steps"
     with pytest.raises(RuntimeError, match="padding behind tokens that the cache has seen"):
         decode(forward, model, LongFlowCache(model.config, budget=4, window=2), device, [[1, 1], [1, 0]])

@@ -1,7 +1,7 @@
-"""Bad input of every method in the block frame: configs, states, `attend`, and the functions of single methods.
+"""Bad input to every method with a block cache: configs, states, `attend`, and functions of single methods.
 
-Whatever is wrong, the error has the right type, its message names the argument and says what was expected and what
-came, and a state is to the bit what it was before.
+The error has the right type. Its message names the argument, what was expected and what was passed. A state is left
+bitwise unchanged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHAPES["prefill"] = SHAPES["append_block"]
 
 
 def good(subject: str, device: torch.device) -> dict[str, Any]:
-    """Arguments that are right."""
+    """Valid arguments."""
     generator = torch.Generator().manual_seed(1)
     made: dict[str, Any] = {}
     for name, shape in SHAPES[subject].items():
@@ -57,7 +57,7 @@ def config_of(pair: discovery.Pair, **options: Any) -> Any:
 
 
 def state_of(pair: discovery.Pair, twins: Twins, side: str, device: torch.device, **options: Any) -> Any:
-    """A state in use, or with empty=True an empty one."""
+    """A state after some tokens, or, with empty=True, an empty one."""
     empty = options.pop("empty", False)
     sizes = {"batch": B, "query_heads": HQ, "key_value_heads": HKV, "head_dim": D, "dtype": torch.float32}
     module = checkers.module(getattr(twins, side), pair)
@@ -69,7 +69,7 @@ def state_of(pair: discovery.Pair, twins: Twins, side: str, device: torch.device
 
 
 def held(value: Any) -> Any:
-    """Everything that a state holds, private or not, tensors as their bytes."""
+    """All attributes of a state, private ones included, with tensors as bytes."""
     if isinstance(value, Tensor):
         return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist()
     if isinstance(value, dict):
@@ -79,14 +79,15 @@ def held(value: Any) -> Any:
 
 @contextmanager
 def refused(error: type[Exception], *says: str, state: Any = None) -> Iterator[None]:
-    """The block raises exactly `error`, its message holds every pattern of `says`, and the state stays as it is."""
+    """Assert that the block raises exactly `error`, with every pattern of `says` in its message, and leaves the state
+    unchanged."""
     before = held(vars(state)) if state is not None else None
     with pytest.raises(error) as caught:
         yield
     assert caught.type is error, repr(caught.value)
     for pattern in says:
         assert re.search(pattern, str(caught.value)), f"{str(caught.value)!r} does not say {pattern!r}"
-    assert state is None or held(vars(state)) == before, "an error changed the state"
+    assert state is None or held(vars(state)) == before, "the refused call changed the state"
 
 
 # Tensors -------------------------------------------------------------------------------------------------------------
@@ -196,7 +197,7 @@ def test_wrong_rows_of_reorder(pair, side, twins, device):
 # Numbers -------------------------------------------------------------------------------------------------------------
 
 INTEGERS = (True, 2.0, "3", None, torch.tensor(3))
-#: Of every config: the option, values that are wrong, what they raise and say.
+#: For every config: the option, wrong values, the error and its message.
 NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("budget", INTEGERS, TypeError, "budget must be an int"),
     ("budget", (0, -1), ValueError, "budget must be at least 1"),
@@ -205,7 +206,7 @@ NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("scale", ("1", True, 1j), TypeError, "scale must be a float or None"),
     ("scale", (float("nan"), float("inf"), 1e39, 10**400), ValueError, "scale must be finite"),
 ]
-#: Of a budget of 4.
+#: For a budget of 4.
 OWN_NUMBERS: dict[str, list[tuple[str, tuple[Any, ...], type[Exception], str]]] = {
     "streaming_llm": [
         ("sinks", INTEGERS, TypeError, "sinks must be an int"),
@@ -248,7 +249,7 @@ def test_wrong_numbers_of_a_config(pair):
 
 @every_pair
 def test_configs_that_are_right(pair):
-    """The defaults with room for them, the least budget, and nothing can be changed afterwards."""
+    """The defaults with a sufficient budget, and the smallest budget. A config cannot be modified."""
     assert pair.config(64).block_size == 128
     least = {**checkers.ask(pair.name, "SMALL", {}), "budget": 1}
     config = pair.config(**{name: value for name, value in least.items() if name != "sinks"}, **(
@@ -261,7 +262,7 @@ def test_configs_that_are_right(pair):
 @both_sides
 @every_pair
 def test_wrong_sizes_of_a_state(pair, side, twins, device):
-    """Also a config of another method: it may have the same options and mean something else."""
+    """A config of another method is also refused: it may have the same options with another meaning."""
     other = next(one for one in BLOCKS if one.name != pair.name)
     wanted = f"config must be a {pair.config.__name__}, got"
     for option, value, error, says in (

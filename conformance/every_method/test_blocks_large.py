@@ -1,7 +1,7 @@
-"""Methods of the block frame on caches of many slots: several tiles, splits, chunks and blocks of every kernel.
+"""Methods with a block cache on caches of many slots: several tiles, splits, chunks and blocks of every kernel.
 
-On the CPU as many as the interpreter's small tiles need for that; on a GPU what its large ones need, once with few
-heads and many slots and once with many heads.
+On the CPU, the small tiles of the interpreter need few slots for that. On a GPU the sizes fit its large tiles, once
+with few heads and many slots, and once with many heads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCKS = [pair for pair in discovery.methods() if issubclass(pair.state or objec
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.parametrize("pair", BLOCKS, ids=str)]
 
 CPU: dict[str, dict[str, Any]] = {
-    # The interpreter's steps go one way with an even budget and another with an odd one.
+    # In the interpreter, even and odd budgets take different paths in a step.
     "odd": {"budget": 69, "block_size": 50, "prompt": 130, "steps": 3, "group": 3, "dtype": torch.float32},
     "even": {"budget": 80, "block_size": 70, "prompt": 140, "steps": 3, "group": 2, "dtype": torch.bfloat16},
     "heads": {"budget": 5, "block_size": 3, "prompt": 9, "steps": 2, "batch": 2, "key_value_heads": 3},
@@ -50,10 +50,10 @@ def test_a_large_cache_keeps_step_with_float64(pair, size, twins, device):
 
 @pytest.mark.parametrize("size", CPU)
 def test_the_sizes_are_beyond_one_tile(pair, size):
-    """What the test above is for: a prompt beyond the budget, and more slots than a tile has."""
+    """The purpose of the test above: a prompt beyond the budget, and more slots than a tile has."""
     cpu, gpu = CPU[size], GPU[size]
     for given in (cpu, gpu):
-        assert 0.59 * given["prompt"] > given["budget"], "about 0.7 of a padded prompt is real"
+        assert 0.59 * given["prompt"] > given["budget"], "about 0.7 of a padded prompt is valid"
     if size != "heads":
         assert cpu["budget"] + cpu["block_size"] > 64 and gpu["budget"] + gpu["block_size"] > 512
         assert {"odd": 1, "even": 0}[size] == cpu["budget"] % 2

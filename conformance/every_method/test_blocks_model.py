@@ -1,7 +1,7 @@
-"""Every baseline's state against a plain list of tokens, over any sequence of calls: sums travel with their tokens.
+"""Every baseline's state against plain lists of tokens, over any sequence of calls: sums must move with their tokens.
 
-The lists decide for themselves, in float64 and by other code than the reference's. The states under test are judged in
-lockstep first, so that a legal tie is known as such, and the lists are told.
+The lists choose independently, in float64 and with different code from the reference's. Lockstep judges the state under
+test first. If it finds a legal tie, the lists adopt the choice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BATCH, QUERY_HEADS, HEADS, HEAD_DIM = 2, 2, 1, 16
 
 
 class TokenLists(RuleBasedStateMachine):
-    """A state under test, float64's beside it, and lists of tokens."""
+    """A state under test, a float64 state in lockstep with it, and lists of tokens."""
 
     pair: discovery.Pair
     tested: object
@@ -46,7 +46,7 @@ class TokenLists(RuleBasedStateMachine):
         self.lists = [Head(self.pair.name, state.config, state.scale) for _ in range(BATCH)]
 
     def tokens(self, count: int) -> dict[str, torch.Tensor]:
-        """Values of many sizes, so that these matter to VATP."""
+        """Values with many norms, which affect VATP."""
         query, key, value = (
             torch.randn(BATCH, heads, count, HEAD_DIM, generator=self.generator)
             for heads in (QUERY_HEADS, HEADS, HEADS)
@@ -55,8 +55,8 @@ class TokenLists(RuleBasedStateMachine):
         return {name: x.to(self.device) for name, x in (("query", query), ("key", key), ("value", value))}
 
     def follow(self, tokens: dict[str, torch.Tensor], real: torch.Tensor) -> None:
-        """The lists take the block in pieces, as the frame has it. What they keep is their own choice, but for that of
-        the last piece where lockstep saw a legal tie."""
+        """Feed the lists the block in chunks, as the block cache does. The lists choose themselves what they keep,
+        except in the last chunk if lockstep found a legal tie."""
         size, count = self.both.reference.config.block_size, real.shape[1]
         held = self.both.tested.positions
         tied = self.both.summary.adjudicated
@@ -110,7 +110,7 @@ class TokenLists(RuleBasedStateMachine):
                     assert state.value[b, 0, slot].tolist() == token.value
             expected = torch.tensor([row.scores(slots)], dtype=torch.float64, device=self.device)
             carried = torch.zeros_like(expected) if adapter.previous_error is None else adapter.previous_error[b]
-            assert_within(state.score[b], expected, carried, what=f"score of row {b}, against the list of its tokens")
+            assert_within(state.score[b], expected, carried, what=f"score of row {b}")
 
 
 def copied(head: Head) -> Head:

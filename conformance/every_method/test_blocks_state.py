@@ -1,4 +1,4 @@
-"""What the block frame promises, for every method that lives in it: pieces, decoding, room, padding, where it runs."""
+"""Properties of the block cache for every method that uses it: chunks, decoding, capacity, padding, autograd modes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BATCH, QUERY_HEADS, HEADS, HEAD_DIM = 2, 2, 1, 16
 
 @dataclass(frozen=True)
 class Tokens:
-    """T tokens of two rows, the second padded in places, from a seed."""
+    """T random tokens of two rows, of which the second has padding."""
 
     count: int
     seed: int
@@ -84,8 +84,8 @@ def assert_same_state(one: Any, other: Any, why: str) -> None:
 @given(drawn=tokens(2), block=st.integers(1, 3), cuts=st.lists(st.integers(1, 3), min_size=1, max_size=3))
 @few
 def test_any_pieces_of_whole_blocks_are_the_same(pair, side, drawn, block, cuts, twins, device):
-    """prefill is append_block, and append_block of a prompt is that of its parts, if they end where blocks end: to the
-    bit, with padding anywhere."""
+    """prefill equals append_block, and append_block of a prompt equals that of its parts, if they end where blocks end.
+    Results are bitwise equal, with padding anywhere."""
     inputs = drawn.inputs(device)
     whole, parts = (new(pair, twins, side, device, drawn.dtype, block_size=block) for _ in range(2))
     outputs, start = [], 0
@@ -101,8 +101,9 @@ def test_any_pieces_of_whole_blocks_are_the_same(pair, side, drawn, block, cuts,
 @given(drawn=tokens(1, 7))
 @few
 def test_blocks_of_one_are_decoding(pair, drawn, twins, device):
-    """append_block of a token is a step; with block_size 1 a prompt is nothing but steps. To the bit in the reference;
-    other code may have a kernel for each: both are held to float64, and to the same choices where only one is right."""
+    """append_block of one token is a step, and with block_size 1 a prompt is a sequence of steps. In the reference,
+    results are bitwise equal. Other code may have separate kernels: both are compared with float64, and must make the
+    same choices where only one is right."""
     inputs = {name: tensor for name, tensor in drawn.inputs(device).items() if name != "occupied"}
     block, steps = (new(pair, twins, "reference", device, drawn.dtype, block_size=1) for _ in range(2))
     output = block.prefill(**inputs)
@@ -127,7 +128,7 @@ def test_blocks_of_one_are_decoding(pair, drawn, twins, device):
 @given(drawn=tokens(5, 12), spare=st.integers(0, 2))
 @few
 def test_one_block_is_full_attention_before_anything_leaves(pair, drawn, spare, twins, device):
-    """block_size >= T: all of the prompt attends to all of it, whatever the budget; only then the cache is cut."""
+    """With block_size >= T, the prompt attends to all of its tokens, for any budget. The cache evicts afterwards."""
     inputs = drawn.inputs(device)
     state = new(pair, twins, "optimized", device, drawn.dtype, block_size=drawn.count + spare)
     truth = attend(**inputs, causal=True).output
@@ -140,7 +141,7 @@ def test_one_block_is_full_attention_before_anything_leaves(pair, drawn, spare, 
 @given(drawn=tokens(2, 9))
 @few
 def test_padding_is_nobody(pair, side, drawn, twins, device):
-    """It gives zeros, enters no slot and moves no number; a row of nothing but padding stays empty."""
+    """Its outputs are zeros, it occupies no slot and changes no number. A row of only padding stays empty."""
     inputs = drawn.inputs(device)
     inputs["occupied"][0] = False
     state = new(pair, twins, side, device, drawn.dtype, block_size=3)
@@ -149,7 +150,7 @@ def test_padding_is_nobody(pair, side, drawn, twins, device):
     assert bool((output.transpose(1, 2)[hidden] == 0).all())
     assert not bool(state.occupied[0].any()) and bool((state.positions[0] == -1).all())
     held = state.positions[1][state.occupied[1]]
-    assert bool(inputs["occupied"][1][held].all()), "padding sits in a slot"
+    assert bool(inputs["occupied"][1][held].all()), "padding must not occupy a slot"
     assert state.tokens_seen == drawn.count
 
 
@@ -165,7 +166,7 @@ def test_the_room_is_budget_and_block(pair, side, twins, device):
 
 @SIDES
 def test_tokens_that_stay_do_not_move(pair, side, twins, device):
-    """A token keeps its slot below the budget for as long as it stays."""
+    """A token keeps its slot below the budget until it is evicted."""
     state = new(pair, twins, side, device, torch.float32, budget=4, block_size=2)
     inputs = Tokens(14, 5).inputs(device)
     place: list[dict[int, int]] = [{}, {}]
@@ -191,7 +192,7 @@ def test_a_prompt_needs_an_empty_state(pair, side, twins, device):
 
 @SIDES
 def test_a_state_made_in_inference_mode_is_usable_outside(pair, side, twins, device):
-    """And the other way about."""
+    """And the reverse."""
     inputs, one = Tokens(9, 3).inputs(device), part(Tokens(9, 4).inputs(device), 0, 1)
     index = torch.tensor([1, 0], device=device)
     with torch.inference_mode():

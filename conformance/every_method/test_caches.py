@@ -1,6 +1,7 @@
-"""Caches derived from block States inside transformers: with room the stock model, with less a loop over the State.
+"""Derived caches of block states inside transformers. With a budget for all tokens, generation equals the stock
+model's. With less, it equals a loop over the state.
 
-A method takes part if its checker declares CACHES: see kvtwin.conformance.judge.checkers.
+A method is tested if its checker declares CACHES (see kvtwin.conformance.judge.checkers).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def test_a_derived_cache_names_its_config_its_state_and_its_options(method, side
     found = getattr(side, name)
     assert (found.__name__, found.__module__, found.Config) == (name, side.__name__, pair.config)
     assert found.State.__module__.startswith(side.__name__.removesuffix("hf"))
-    assert found is getattr(side, name), "made twice"
+    assert found is getattr(side, name), "the class must be made only once"
     assert f"The options are those of {pair.config.__name__}: block_size" in found.__doc__
     assert ("TRITON_INTERPRET" in found.__doc__) == (side is kvtwin.optimized.hf)
 

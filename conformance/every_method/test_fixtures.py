@@ -1,4 +1,4 @@
-"""The fixtures: the model is Llama, its files are what the manifest says, its traces can be made again."""
+"""The fixtures: the model is a Llama, its files agree with the manifest, and its traces can be recorded again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from kvtwin.fixtures import decoder, load, record, tasks
 
-# transformers imports triton and warns about this and that: it gets a process of its own.
+# transformers imports triton and emits warnings, so it runs in a separate process.
 HUGGING_FACE = """
 import sys
 import torch
@@ -43,7 +43,7 @@ torch.save((rotary, logits), sys.argv[2])
 
 @pytest.fixture
 def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The fixtures' data in a folder of the test's own, from which everything is loaded meanwhile."""
+    """A copy of the fixtures' data in a temporary folder, from which everything is loaded during the test."""
     for name in (*record.DATA_FOLDERS, load.MANIFEST):
         source = record.FOLDER / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
@@ -59,7 +59,7 @@ def _flip(path: Path, place: int) -> None:
 
 
 def _tamper(copy: Path, name: str, tensor: str) -> None:
-    """Changes one number of a trace, and makes the manifest agree with the file."""
+    """Change one number of a trace, and update the manifest to agree with the file."""
     trace = load.load_trace(name)
     trace.tensors[tensor].view(-1)[0] += 1
     record.write_trace(name, trace)
@@ -76,11 +76,12 @@ def test_hugging_face_llama_gives_the_same_logits(tmp_path: Path) -> None:
     rotary, theirs = torch.load(result, weights_only=True)
     tokens = torch.frombuffer(bytearray(b"\0" + load.load_text("alice")[:299]), dtype=torch.uint8).long()[None]
     exact, rough = load.load_model(torch.float64)(tokens), load.load_model(torch.float32)(tokens)
-    # The same computation in float64, its sums in another order: what another machine may do.
+    # The same computation in float64, with sums in another order, as on another machine.
     assert (theirs - exact).abs().max() <= record.machine_error(exact, rough)
 
-    # Their rotary tables against ours. float32 frequencies: theirs come from a float32 power and a reciprocal, at most
-    # 2 ulp and 1/2 ulp off; the product rounds once more; cos and sin have slope 1, and are off by an ulp of 1 at most.
+    # Their rotary tables against ours. Their float32 frequencies are a float32 power and a reciprocal, with errors of
+    # at most 2 ulp and 1/2 ulp. The product rounds once more. cos and sin have slopes up to 1 and an error of at most
+    # an ulp of 1.
     ours = load.load_model()
     frequency = 10000.0 ** (-torch.arange(0, 32, 2, dtype=torch.float64) / 32)
     angle = torch.arange(300, dtype=torch.float64)[:, None] * frequency
@@ -105,7 +106,7 @@ def test_positions_past_the_last_are_refused() -> None:
 
 
 def test_model_recalls_and_eviction_hurts() -> None:
-    """The figures of the log's last line, and a small sample measured again."""
+    """The figures in the last line of the log, and a new measurement of a small sample."""
     final = json.loads(load.load_bytes("model/training_log.jsonl").splitlines()[-1])
     assert final["final"] and final["weights"] == "bfloat16"
     assert final["recall"] >= 0.95
@@ -114,7 +115,7 @@ def test_model_recalls_and_eviction_hurts() -> None:
     documents = tasks.held_out_recall(4, seed=2, ask_from=0.8, ask_share=1.0)
     streaming = decoder.masked_attention(tasks.streaming_mask(1024, 128))
     assert sum(len(document.queries) for document in documents) >= 40
-    assert tasks.recall_accuracy(model, documents) >= 0.9  # a sample of some 50 queries: not quite the 95 %
+    assert tasks.recall_accuracy(model, documents) >= 0.9  # a sample of about 50 queries, so less than 95 % is required
     assert tasks.recall_accuracy(lambda tokens: model(tokens, attend=streaming), documents) <= 0.5
 
 
@@ -183,8 +184,8 @@ def test_check_passes_and_the_traces_are_whole(copy: Path, capsys: pytest.Captur
 
 
 def test_recording_again_changes_nothing(copy: Path) -> None:
-    """On one machine, recording gives the same bytes each time. (Another processor's matrix products may differ in
-    their last bits: that what is stored agrees with what would be recorded here, --check says, within bounds.)"""
+    """On one machine, every recording has the same bytes. (Matrix products of another processor may differ in their
+    last bits. --check compares the stored data with a new recording within bounds.)"""
     record.record(None, traces_only=False)
     before = record.hashes()
     record.record(None, traces_only=False)
@@ -211,7 +212,7 @@ def test_check_sees_a_changed_number(
 
 
 def test_capture_bound_is_tight() -> None:
-    """Half an ulp is reached by real data, and one ulp is too much."""
+    """Real data attains half an ulp, and one ulp is rejected."""
     x = torch.linspace(-3, 3, 10_001, dtype=torch.float64)
     error, allowed = (x.bfloat16().double() - x).abs(), record.rounding_to_bfloat16(x)
     assert (error <= allowed).all()
@@ -258,7 +259,7 @@ def test_queries_repeat_pairs_from_anywhere_behind() -> None:
             share.append(query.source / query.start)
     assert len(share) > 500
     quarters = np.histogram(share, bins=4, range=(0, 1))[0] / len(share)
-    # Uniform but for pairs that were asked already: each quarter holds a fair share (5 standard deviations).
+    # Uniform, except for pairs that were already queried: each quarter has a fair share (5 standard deviations).
     assert (np.abs(quarters - 0.25) < 0.1).all(), quarters
 
 

@@ -1,7 +1,7 @@
-"""Laws that hold for every method, checked on its state alone: methods are discovered, none is named here.
+"""Laws that hold for the state of every method. Methods are discovered; none is named here.
 
-The laws below that compare bits run one state twice and differ in what must not matter. What a law may change only
-within a bound (permuted slots, other batch sizes) needs a method's bounds and stands in test_<method>.py.
+Laws that compare bits run a state twice, with a change that must have no effect. Laws that hold only within a bound
+(permuted slots, other batch sizes) need the bounds of a method and are in test_<method>.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvtwin.conformance.judge import checkers
 
 @dataclass(frozen=True)
 class Ruled(discovery.Pair):
-    """A method, under options that its judge wants the laws to hold for too."""
+    """A method with options for which its checker requires the laws to hold."""
 
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -40,7 +40,7 @@ RULED = [
 ]
 pytestmark = [pytest.mark.kind("laws"), pytest.mark.parametrize("pair", RULED, ids=lambda pair: pair.label)]
 
-# (query heads, key/value heads, head_dim, dtype): few, since each is compiled on a GPU.
+# (query heads, key/value heads, head_dim, dtype). Only a few, because a GPU compiles kernels for each.
 SHAPES = (
     (4, 2, 16, torch.float32),
     (3, 1, 24, torch.bfloat16),
@@ -50,7 +50,7 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Scenario:
-    """A prompt (perhaps none, perhaps padded on the left) and some decode steps, drawn from a seed."""
+    """An optional prompt, which may have left padding, and some decode steps, drawn from a seed."""
 
     batch: int
     query_heads: int
@@ -103,7 +103,7 @@ def scenarios(draw: st.DrawFn, max_budget: int = 6) -> Scenario:
     )
 
 
-# The one that no profile leaves out: more tokens than the budget at once, padding, and slots that are used again.
+# Every profile includes this scenario: a prompt longer than the budget, padding, and reused slots.
 FULL = Scenario(
     batch=2, query_heads=4, key_value_heads=2, head_dim=16, dtype=torch.float32, budget=4, prompt=8, padding=3,
     steps=2, seed=20,
@@ -111,8 +111,8 @@ FULL = Scenario(
 
 
 def few(law):
-    """FULL and a few drawn scenarios: every method on both sides obeys every law, one token a tenth of a second. Under
-    other options than the default ones FULL has to do: lockstep draws these too."""
+    """Run a law on FULL and a few drawn scenarios. Few, because there are many methods, sides and laws, and a token
+    takes a tenth of a second. Options other than the defaults run only FULL; lockstep draws these options as well."""
     drawn = [name for name in ("row", "shift") if name in inspect.signature(law).parameters]
     limited = settings(max_examples=max(1, settings().max_examples // 7))
 
@@ -125,12 +125,12 @@ def few(law):
 
 
 def snapshot(state: object) -> dict[str, Tensor]:
-    """The readable state: what a later step, or a user, could see of it. Unoccupied slots hold nothing."""
+    """The public tensors of a state, which later steps and users can read. Unoccupied slots are left out."""
     return {name: value for name, value in attributes(state).items() if isinstance(value, Tensor)}
 
 
 def play(state: object, inputs: tuple, *, before_step=lambda state: None) -> list[dict[str, Tensor]]:
-    """Run the scenario; what could be seen after the prompt and after each step, outputs included."""
+    """Run the scenario. Returns the snapshots, with outputs, after the prompt and after each step."""
     prompt, steps = inputs
     frames = []
     if prompt is not None:
@@ -144,7 +144,7 @@ def play(state: object, inputs: tuple, *, before_step=lambda state: None) -> lis
 
 
 def plain(scenario: Scenario, side: object, pair: Ruled, device: torch.device) -> list[dict[str, Tensor]]:
-    """The scenario as it is, in a fresh state: what a law compares with. FULL's, which all laws want, is kept."""
+    """The unchanged scenario in a new state, with which laws compare. The frames of FULL are cached for all laws."""
     key = (id(side), pair.label, device)
     if scenario == FULL and key in KEPT:
         return KEPT[key]
@@ -186,14 +186,14 @@ def map_inputs(inputs: tuple, change) -> tuple:
 
 @pytest.fixture(scope="session", params=("reference", "optimized"))
 def side(request, twins):
-    """Both twins must obey."""
+    """Laws must hold for both twins."""
     return getattr(twins, request.param)
 
 
 @given(scenario=scenarios())
 @few
 def test_kept_and_evicted_make_the_input(scenario, side, pair, device):
-    """Slots hold distinct tokens that came in; who left stays away; never more than the budget."""
+    """Slots hold distinct tokens of the input. An evicted token never returns. The budget is never exceeded."""
     state = scenario.state(side, pair, device)
     prompt, steps = scenario.inputs(device)
     frames = play(state, (prompt, steps))
@@ -209,16 +209,16 @@ def test_kept_and_evicted_make_the_input(scenario, side, pair, device):
         step = number - (prompt is not None)
         seen = tokens + step + 1
         positions, occupied = frame["positions"], frame["occupied"]
-        assert torch.equal(positions >= 0, occupied), "a slot is occupied exactly when a token sits in it"
-        assert torch.equal(torch.where(occupied, positions, -1), positions), "a free slot's position is -1"
+        assert torch.equal(positions >= 0, occupied), "a slot must be occupied if and only if it has a position"
+        assert torch.equal(torch.where(occupied, positions, -1), positions), "the position of a free slot must be -1"
         for b in range(scenario.batch):
             arrived = alive[b] | ({seen - 1} if step >= 0 else set())
             held: set[int] = set()
             for head in positions[b].reshape(-1, positions.shape[-1]):
                 kept = head[head >= 0].tolist()
-                assert len(kept) == len(set(kept)), f"frame {number}, row {b}: a token sits in two slots: {kept}"
+                assert len(kept) == len(set(kept)), f"frame {number}, row {b}: a token is in two slots: {kept}"
                 assert len(kept) <= most(state, int(real[b]) + step + 1), f"over budget: {kept}"
-                assert set(kept) <= arrived, f"frame {number}, row {b}: {set(kept) - arrived} came from nowhere"
+                assert set(kept) <= arrived, f"frame {number}, row {b}: unexpected tokens {set(kept) - arrived}"
                 held |= set(kept)
             alive[b] = held
     assert state.tokens_seen == tokens + scenario.steps
@@ -245,7 +245,7 @@ def test_a_reset_state_is_a_fresh_one(scenario, side, pair, device):
 @given(scenario=scenarios(), row=st.integers(0, 1))
 @few
 def test_rows_do_not_see_each_other(scenario, row, side, pair, device):
-    """Replacing all the other rows of a batch, by NaN too, changes no bit of a row."""
+    """Replacing all other rows of a batch by NaN does not change a bit of a row."""
     inputs = scenario.inputs(device)
     alone = torch.arange(scenario.batch, device=device) == row
 
@@ -268,7 +268,7 @@ def test_permuted_rows_give_permuted_results(scenario, shift, side, pair, device
 
 
 def poison_slots(state: object) -> None:
-    """NaN and infinity in the slots of keys and values that hold no token."""
+    """Write NaN to the free slots of keys, and infinity to those of values."""
     slots = state.occupied if state.occupied.dim() == 3 else state.occupied[:, None]
     for tensor, value in ((state.key, torch.nan), (state.value, torch.inf)):
         tensor.copy_(torch.where(slots[..., None], tensor, value))
@@ -277,7 +277,7 @@ def poison_slots(state: object) -> None:
 @given(scenario=scenarios(max_budget=12))
 @few
 def test_what_lies_in_unoccupied_slots_influences_nothing(scenario, side, pair, device):
-    """NaN in every free slot before each step, NaN and infinity in the prompt's padding."""
+    """Free slots are poisoned before each step, and the prompt's padding is NaN."""
     prompt, steps = scenario.inputs(device)
     poison = checkers.ask(pair.name, "poison", poison_slots)
     if prompt is not None:
@@ -290,7 +290,7 @@ def test_what_lies_in_unoccupied_slots_influences_nothing(scenario, side, pair, 
 @given(scenario=scenarios(), shift=st.integers(0, 2))
 @few
 def test_reordered_rows_go_on_as_their_sources(scenario, shift, side, pair, device):
-    """Beam search: after reorder(index), row b continues what row index[b] was. Rows may be repeated."""
+    """As in beam search: after reorder(index), row b continues row index[b]. Rows may be repeated."""
     prompt, steps = scenario.inputs(device)
     index = (torch.arange(scenario.batch, device=device) * (shift != 2)).roll(shift)
     state = scenario.state(side, pair, device)
@@ -304,7 +304,7 @@ def test_reordered_rows_go_on_as_their_sources(scenario, shift, side, pair, devi
 
 
 def test_padding_of_a_prompt_gets_zeros(side, pair, device):
-    """And no token does. Padding behind tokens too, which would have something to attend to."""
+    """Padding has zero outputs, even after tokens that it could attend to. No token has zero outputs."""
     query_heads, key_value_heads, head_dim, dtype = SHAPES[0]
     scenario = Scenario(2, query_heads, key_value_heads, head_dim, dtype, 4, 5, 1, 0, seed=1)
     prompt, _ = scenario.inputs(device)
@@ -331,7 +331,7 @@ def bytes_of_slots(state: object) -> int:
 
 
 def test_it_happened(pair, twins, device):
-    """The cache is smaller than its input, tokens really left it, and on our optimized side kernels really ran."""
+    """The laws are not empty: the cache is smaller than its input, tokens were evicted, and our kernels ran."""
     query_heads, key_value_heads, head_dim, dtype = SHAPES[0]
     scenario = Scenario(2, query_heads, key_value_heads, head_dim, dtype, 4, 9, 0, 3, seed=1)
     state = scenario.state(twins.optimized, pair, device)
@@ -339,9 +339,9 @@ def test_it_happened(pair, twins, device):
         play(state, scenario.inputs(device))
     full = 2 * scenario.batch * key_value_heads * (scenario.prompt + scenario.steps) * head_dim * dtype.itemsize
     held = checkers.ask(pair.name, "bytes_of", bytes_of_slots)(state)
-    assert held < full, f"the cache holds {held} bytes, all its input would take {full}"
+    assert held < full, f"the cache has {held} bytes, and its whole input {full}"
     if checkers.ask(pair.name, "EVICTS", True):
         assert int(state.occupied.sum(-1).max()) < state.tokens_seen
     assert scenario.budget < state.tokens_seen
     if type(state).__module__.startswith("kvtwin.optimized"):
-        assert launches.names, "no kvtwin operation ran: which code computed this?"
+        assert launches.names, "no kvtwin operation ran"

@@ -1,6 +1,6 @@
-"""Every method's state against its reference in float64, step by step. Methods are discovered, none is named here.
+"""Every method's state against its reference in float64, step by step. Methods are discovered; none is named here.
 
-Configs come from judge/checkers/<method>.py, and so does what is allowed beyond attention itself.
+judge/checkers/<method>.py has the configs, and the bounds beyond attention itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.oracle import attend
 
 every_method = pytest.mark.parametrize("pair", discovery.methods(), ids=str)
-# Those that keep keys and values as they came.
+# Methods that store keys and values unchanged.
 LOSSLESS = [
     pair for pair in discovery.methods()
     if not checkers.ask(pair.name, "LOSSY", False)
@@ -36,11 +36,11 @@ few = settings(max_examples=max(3, settings().max_examples // 4))
 @given(data=st.data())
 @some
 def test_a_state_keeps_step_with_float64(pair, data, twins):
-    """Any config: prompt (compressed, padded or none), fill-before-evict, slot reuse, protection."""
+    """For any config: prompts (compressed, padded or none), fill-before-evict, slot reuse, protection."""
     trace, module = data.draw(state_traces(pair.name)), checkers.module(twins.optimized, pair)
     lockstep.run(trace, module)
     if trace.content in VANISHING:
-        # Few of its decisions are certain. As many again that are, so that the test is not vacuous, whatever is drawn.
+        # Few of these decisions are decisive. Add as many that are, so that the test is not vacuous for any draw.
         lockstep.run(dataclasses.replace(trace, content="ordinary"), module)
 
 
@@ -49,7 +49,7 @@ def test_a_state_keeps_step_with_float64(pair, data, twins):
 @given(data=st.data())
 @few
 def test_with_room_for_all_it_is_full_attention(pair, data, twins):
-    """budget >= tokens: every step's output is attention over everything that came in, nothing is ever lost."""
+    """With budget >= tokens, every output is attention over all tokens so far, and nothing is evicted."""
     trace = data.draw(state_traces(pair.name, max_prompt=12, max_steps=6))
     total = trace.prompt + trace.steps
     budget = checkers.ask(pair.name, "BUDGET", "budget")

@@ -1,4 +1,4 @@
-"""The table of pairs found by length and depth: what is asked, of what every method has how much, and what is shown."""
+"""The table of pairs found by length and depth: its questions, the share of tokens of each method, and its plot."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ def tiny(device: torch.device) -> dict[str, Any]:
     return needle.evaluate(Tiny(), device=str(device))
 
 
-# What is asked -------------------------------------------------------------------------------------------------------
+# Questions -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [256, 2048])
 def test_one_pair_stands_where_it_is_said_to(length: int) -> None:
-    """The question repeats its key, which stands nowhere else, and the answer is its value; around it, whole lines."""
+    """The question repeats the pair's key, which occurs nowhere else. The answer is its value. The pair is between
+    complete lines."""
     plan = Plan(questions=4)
     asked = needle.questions(plan, length)
     assert [one.task for one in asked] == [f"{depth:.2f}" for depth in plan.depths for _ in range(4)]
@@ -55,7 +56,7 @@ def test_one_pair_stands_where_it_is_said_to(length: int) -> None:
         at = context.index(question[1:])
         assert context[at : at + 8] == question[1:] + text[start:] + b"\n"
         assert context[at - 1 :][:1] == context[-1:] == b"\n"
-        # Between two lines: pairs have 8 bytes, text up to 30, and what a last pair left off is filled up.
+        # The pair is between two lines: pairs have 8 bytes, lines of text up to 30, and padding fills up the last one.
         assert abs(at - float(one.task) * (plan.prompt(length) - 8)) <= 30 + 8
 
 
@@ -66,14 +67,14 @@ def test_the_same_plan_asks_the_same() -> None:
     assert len({a.document.tokens.tobytes() for a in one}) == len(one)
 
 
-# What every method has -----------------------------------------------------------------------------------------------
+# Shares of tokens ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", Plan.lengths)
 @pytest.mark.parametrize("stride", Plan.strides)
 def test_synckv_has_as_much_as_the_others(length: int, stride: int) -> None:
-    """The representative all tokens, the others those chosen and a stride of new ones: no more than half of four heads'
-    tokens, and less by no more than rounding down takes."""
+    """The representative has all tokens, and the others have the chosen ones and a stride of new ones. Together this is
+    at most half of the tokens of four heads, and less only by rounding down."""
     config = needle.synckv_config(Plan(), length, 4, stride)
     held = length + 3 * (config.k + stride)
     assert Fraction(2 * length - 3, 4 * length) <= Fraction(held, 4 * length) <= Fraction(1, 2)
@@ -96,11 +97,12 @@ def test_every_cell_is_counted(tiny: dict[str, Any]) -> None:
         assert cell["resident"] == 1 if method == FULL else 0.5 - 3 / (4 * length) <= cell["resident"] <= 0.5
 
 
-# What is shown -------------------------------------------------------------------------------------------------------
+# Table and heatmap ---------------------------------------------------------------------------------------------------
 
 
 def check_shown(result: dict[str, Any]) -> None:
-    """Table and heatmap have the numbers of the JSON; the heatmap is well-formed, and of nothing but itself."""
+    """Assert that table and heatmap have the numbers of the JSON, and that the heatmap is well-formed and
+    self-contained."""
     lines = needle_plot.table(result).split("\n\n")[0].splitlines()[1:]
     text = needle_plot.svg(result)
     root = ElementTree.fromstring(text)
@@ -135,7 +137,7 @@ def stored() -> dict[str, Any]:
 
 
 def test_the_stored_result_is_whole_and_is_what_is_drawn(stored: dict[str, Any]) -> None:
-    """As the plan has it, but for how many questions of which lengths are asked, which the result says itself."""
+    """It agrees with the plan, except for the number of questions and the lengths, which the result itself states."""
     plan, asked = stored["plan"], ("lengths", "questions")
     assert plan == json.loads(json.dumps(asdict(Plan()))) | {name: plan[name] for name in asked}
     places = {(cell["method"], cell["length"], cell["depth"]) for cell in stored["cells"]}

@@ -1,7 +1,7 @@
-"""The twin contract, for every pair that discovery finds: the sides look alike, are kept apart, and lack no part.
+"""The twin contract, for every discovered pair: both sides have the same interface, are independent, and are complete.
 
-This is about our own two sides whatever --kv-impl says, so no parameter is called `method`: nothing here counts for the
-implementation under test. What torch asks of the optimized side: test_twins_torch.py.
+These tests check our own two sides for any --kv-impl. So no parameter is called `method`, and nothing here counts for
+the implementation under test. test_twins_torch.py checks torch's requirements on the optimized side.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kvtwin.conformance.discovery import Pair
 from kvtwin.conformance.judge import checkers
 
 REFERENCE, OPTIMIZED = "kvtwin.reference", "kvtwin.optimized"
-# The modules of the reference that both sides use: public types, configs, checks of arguments, the transformers plug;
-# no mathematics. A method that is a package may have its own: contract.py, types.py, _validate.py, _validate_*.py.
+# The reference modules that both sides use: public types, configs, checks of arguments, and the transformers adapter,
+# but no mathematics. A package of a method may have its own: contract.py, types.py, _validate.py, _validate_*.py.
 SHARED = re.compile(
     rf"{re.escape(REFERENCE)}\.((\w+\.)?(contract|_validate(_[a-z]+)?)|\w+\.types|hf\.(plug(_\w+)?|block_caches))"
 )
@@ -40,7 +40,7 @@ every_method = pytest.mark.parametrize("twin", discovery.methods(), ids=str)
 
 
 def test_discovery_finds_what_there_is() -> None:
-    """A test over no pairs would pass."""
+    """Without this, tests over no pairs would pass."""
     assert {"longflow"} <= {pair.name for pair in discovery.methods()}
     assert {"longflow", "snapkv"} <= {pair.name for pair in discovery.pairs()}
 
@@ -49,7 +49,7 @@ def test_discovery_finds_what_there_is() -> None:
 
 
 def twins_or_same(one: object, other: object) -> bool:
-    """One type, or a class and its twin: each side's functions take their own side's objects."""
+    """Whether these are the same type, or a class and its twin: functions take objects of their own side."""
     names = [f"{getattr(side, '__module__', '')}.{getattr(side, '__qualname__', '')}" for side in (one, other)]
     return one == other or (
         names[0].startswith(f"{REFERENCE}.") and names[1] == names[0].replace(REFERENCE, OPTIMIZED, 1)
@@ -58,7 +58,7 @@ def twins_or_same(one: object, other: object) -> bool:
 
 def assert_same_signature(name: str, reference: Callable[..., Any], optimized: Callable[..., Any]) -> None:
     ours, theirs = (inspect.signature(function, eval_str=True) for function in (reference, optimized))
-    assert list(ours.parameters) == list(theirs.parameters), f"{name}: other parameters"
+    assert list(ours.parameters) == list(theirs.parameters), f"{name}: parameters differ"
     for one, other in zip(ours.parameters.values(), theirs.parameters.values(), strict=True):
         where = f"{name}({one.name})"
         assert one.kind == other.kind, f"{where}: {one.kind.description}, {other.kind.description}"
@@ -66,7 +66,7 @@ def assert_same_signature(name: str, reference: Callable[..., Any], optimized: C
         if inspect.Parameter.empty not in (one.annotation, other.annotation):
             assert twins_or_same(one.annotation, other.annotation), f"{where}: {one.annotation} and {other.annotation}"
     if inspect.Signature.empty not in (ours.return_annotation, theirs.return_annotation):
-        assert ours.return_annotation == theirs.return_annotation, f"{name}: other result types"
+        assert ours.return_annotation == theirs.return_annotation, f"{name}: result types differ"
 
 
 @every_pair
@@ -82,7 +82,7 @@ def test_functions_have_the_same_signatures(twin: Pair) -> None:
     assert ours
     assert ours.keys() == theirs.keys()
     for name in ours:
-        assert ours[name] is not theirs[name], f"{name}: one function twice is no twin"
+        assert ours[name] is not theirs[name], f"{name}: both sides have the same function"
         assert_same_signature(name, ours[name], theirs[name])
 
 
@@ -102,10 +102,10 @@ def test_states_have_the_same_methods(twin: Pair) -> None:
     other = getattr(twin.optimized, twin.state.__name__)
     assert other is not twin.state
     names, others = ({name for name in dir(side) if not name.startswith("_")} for side in (twin.state, other))
-    # What one side stores the other may compute: attributes, which the next test compares.
+    # One side may store what the other computes as a property. The next test compares attributes.
     for name in names ^ others:
         side = twin.state if name in names else other
-        assert isinstance(inspect.getattr_static(side, name), property), f"{name} stands on one side alone"
+        assert isinstance(inspect.getattr_static(side, name), property), f"{name} exists on one side only"
     names &= others
     for name in names:
         kinds = [type(inspect.getattr_static(side, name)) for side in (twin.state, other)]
@@ -118,7 +118,7 @@ def test_states_have_the_same_methods(twin: Pair) -> None:
 
 @pytest.mark.parametrize(("twin", "options"), states(), ids=str)
 def test_states_show_the_same_attributes(twin: Pair, options: dict[str, Any], device: torch.device) -> None:
-    """Names, shapes and dtypes, from an empty state to one in use; the values are what test_<method>.py compares."""
+    """Names, shapes and dtypes are equal, from an empty state to one in use. test_<method>.py compares the values."""
     one, other = (new_state(twin, side, device, **options) for side in (twin.reference, twin.optimized))
     inputs = prompt(device, seed=0), token(device, seed=1)
     for act in (
@@ -135,11 +135,11 @@ def test_states_show_the_same_attributes(twin: Pair, options: dict[str, Any], de
     assert {"config", "occupied", "positions", "tokens_seen"} <= shown[0].keys()
 
 
-# The sides are kept apart --------------------------------------------------------------------------------------------
+# The sides are independent -------------------------------------------------------------------------------------------
 
 
 def imports(source: str, package: str) -> Iterator[tuple[int, str, str | None]]:
-    """(line, module, name) of every import in `source`, nested ones too; name is None for `import module`."""
+    """(line, module, name) of every import in `source`, including nested ones. name is None for `import module`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -155,7 +155,7 @@ def is_in(module: str, package: str) -> bool:
 
 
 def reaches(module: str, name: str | None, package: str) -> bool:
-    """Whether an import gives access to `package`: to something inside of it, to all of it, or to kvtwin as a whole."""
+    """Whether an import gives access to `package`: to a part of it, to all of it, or to the whole of kvtwin."""
     by_kvtwin = module == "kvtwin" and name in (None, "*") and is_in(package, "kvtwin")
     return by_kvtwin or is_in(module if name is None else f"{module}.{name}", package)
 
@@ -184,7 +184,7 @@ FILES = {
 
 @pytest.mark.parametrize(("side", "file"), FILES)
 def test_sides_do_not_import_each_other(side: str, file: str) -> None:
-    """optimized takes what is SHARED, *Config and *Result; reference takes nothing of optimized or of triton."""
+    """optimized imports only SHARED modules, *Config and *Result. reference imports neither optimized nor triton."""
     package = ".".join((side, *Path(file).parts[:-1]))
     source = FILES[side, file].read_text(encoding="utf-8")
     wrong = [found for found in imports(source, package) if not RULES[side](*found[1:])]
@@ -250,15 +250,14 @@ def test_reference_imports_without_triton() -> None:
     assert {f"{REFERENCE}.{pair.path}" for pair in discovery.pairs()} <= set(done.stdout.split())
 
 
-# A method is whole ---------------------------------------------------------------------------------------------------
+# A method is complete ------------------------------------------------------------------------------------------------
 
 
 def missing_parts(
     twin: Pair, reference: Path, optimized: Path, conformance: Path, fixtures: Path, *, takes_blocks: bool = False
 ) -> list[str]:
-    """What `twin` lacks in these folders. Caches of States that take blocks are derived, and so are recorders and
-    benchmarks of baselines. perf and what it holds are there in a source tree only. The ledger is about
-    the papers whose methods these are; what they compare themselves with makes no claims here."""
+    """The parts that `twin` lacks in these folders. Caches of block states, and recorders and benchmarks of baselines, are
+    derived. perf exists in a source tree only. The ledger has claims of the methods' papers only; baselines have none."""
     name, module = twin.name, twin.path.replace(".", "/")
     perf = reference.parent / "perf" if (reference.parent / "pyproject.toml").is_file() else None
     own, baseline = conformance / module, twin.path.startswith("baselines.")

@@ -1,6 +1,6 @@
-"""What torch asks of the optimized side, for every pair: opcheck, torch.compile without graph breaks, CUDA graphs.
+"""torch's requirements on the optimized side of every pair: opcheck, torch.compile without graph breaks, CUDA graphs.
 
-About our own kernels whatever --kv-impl says (see test_twins.py).
+These tests check our own kernels for any --kv-impl (see test_twins.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ every_state = pytest.mark.parametrize(("twin", "options"), states(), ids=str)
 
 
 def assert_same_bits(actual: Any, expected: Any, what: str) -> None:
-    """Equal to the bit: tensors, and tuples and dictionaries of them."""
+    """Assert that tensors, or tuples and dictionaries of them, are bitwise equal."""
     if isinstance(expected, Tensor):
         assert description(actual) == description(expected), what
         one, other = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (actual, expected))
@@ -58,7 +58,7 @@ def prefill(state: Any, tokens: tuple[Tensor, ...]) -> Any:
 
 
 def step(state: Any, tokens: tuple[Tensor, ...]) -> Any:
-    """Captured in a graph, what else the step takes is made from the tokens anew in each replay."""
+    """If captured in a graph, the additional inputs of the step are computed from the tokens in each replay."""
     return state.step(*tokens, **checkers.extras(state, *tokens))
 
 
@@ -66,7 +66,7 @@ def step(state: Any, tokens: tuple[Tensor, ...]) -> Any:
 
 
 class Calls(TorchDispatchMode):
-    """Keeps the arguments of every kind of call of an operation of ours, as they were before it ran."""
+    """Records the arguments of every kind of call of our operations, as they were before the call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Calls(TorchDispatchMode):
 
 @cache
 def calls_of(twin: Pair, device: torch.device) -> list[tuple[Any, tuple[Any, ...]]]:
-    """(operation, arguments) of what a pair's functions and state call."""
+    """(operation, arguments) of the calls that a pair's functions and state make."""
     with Calls() as calls:
         for function in public_functions(twin.optimized, twin.optimized.__all__).values():
             for optional in (False, True):
@@ -104,7 +104,7 @@ def test_operations_pass_opcheck(twin: Pair, device: torch.device) -> None:
 
 
 def test_no_operation_goes_unchecked(device: torch.device) -> None:
-    """The test above reaches all that is registered under kvtwin::."""
+    """The test above covers all operations that are registered under kvtwin::."""
     reached = {operation.name() for twin in discovery.pairs() for operation, _ in calls_of(twin, device)}
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("kvtwin::")}
     assert registered == {name.removesuffix(".default") for name in reached}
@@ -115,7 +115,7 @@ def test_no_operation_goes_unchecked(device: torch.device) -> None:
 
 @pytest.fixture
 def compiled() -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """torch.compile with one graph for all: traced only on the CPU, by inductor too on a GPU."""
+    """torch.compile to a single graph: only traced on the CPU, and compiled by inductor on a GPU."""
     torch.compiler.reset()
     backend = "eager" if INTERPRETED else "inductor"
     yield lambda function: torch.compile(function, fullgraph=True, backend=backend)
@@ -123,7 +123,7 @@ def compiled() -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
 
 
 @every_pair
-@pytest.mark.filterwarnings("ignore")  # what compilers have to say is not about us
+@pytest.mark.filterwarnings("ignore")  # warnings of compilers do not concern us
 def test_functions_compile(twin: Pair, compiled: Callable[..., Any], device: torch.device) -> None:
     functions = public_functions(twin.optimized, twin.optimized.__all__)
     for name in functions.keys() - set(checkers.ask(twin.name, "ON_THE_HOST", ())):
@@ -131,7 +131,7 @@ def test_functions_compile(twin: Pair, compiled: Callable[..., Any], device: tor
         for optional in (False, True):
             given = arguments(twin, function, device, optional=optional)
             actual, expected = compiled(function)(**given), function(**given)
-            if INTERPRETED or name == "decode_attention":  # inductor fuses, and rounds, what is not inside our kernels
+            if INTERPRETED or name == "decode_attention":  # outside of our kernels, inductor fuses and changes rounding
                 assert_same_bits(actual, expected, name)
 
 
@@ -140,7 +140,7 @@ def test_functions_compile(twin: Pair, compiled: Callable[..., Any], device: tor
 def test_steps_compile(
     twin: Pair, options: dict[str, Any], compiled: Callable[..., Any], device: torch.device
 ) -> None:
-    """Each step replaces a token; the buffers are the same tensors all along."""
+    """Each step replaces a token, and the buffers remain the same tensors."""
     one, other = (new_state(twin, twin.optimized, device, **options) for _ in range(2))
     graph = compiled(one.step)
     for state in (one, other):
@@ -160,7 +160,7 @@ def test_steps_compile(
 def test_a_state_works_on_another_gpu_than_the_current_one(
     twin: Pair, options: dict[str, Any], device: torch.device
 ) -> None:
-    """The last one of this machine, and the first is the current one; where there is only one, it is both."""
+    """The state is on the machine's last GPU while the first is current. With a single GPU, both are the same."""
     far = torch.device("cuda", torch.cuda.device_count() - 1)
     with torch.cuda.device(0):
         near, away = (new_state(twin, twin.optimized, where, **options) for where in (torch.device("cuda", 0), far))
@@ -179,10 +179,10 @@ def test_a_state_works_on_another_gpu_than_the_current_one(
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU: run with --kv-device cuda")
 class TestCudaGraphs:
-    """A step captured once and replayed: everything that changes from step to step is in the state's own tensors."""
+    """A step is captured once and replayed: everything that changes between steps is in the state's tensors."""
 
     def captured(self, state: Any, static: tuple[Tensor, ...], device: torch.device) -> tuple[Any, Tensor]:
-        """A graph of state.step(*static) and its output. The state is as empty afterwards as before."""
+        """A graph of state.step(*static), and its output. The state is empty before and afterwards."""
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
@@ -214,7 +214,7 @@ class TestCudaGraphs:
 
     @every_method
     def test_a_step_without_prompt_can_be_captured(self, twin: Pair, device: torch.device) -> None:
-        """Filling an empty cache: the first slots are free ones."""
+        """This fills an empty cache, whose first slots are free."""
         replayed, eager = (new_state(twin, twin.optimized, device) for _ in range(2))
         static = token(device, seed=0)
         graph, output = self.captured(replayed, static, device)
@@ -226,7 +226,7 @@ class TestCudaGraphs:
     @every_method
     @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
     def test_check_finite_is_refused(self, twin: Pair, device: torch.device) -> None:
-        """It reads tensors on the host, which no graph can repeat."""
+        """It reads tensors on the host, which a graph cannot replay."""
         state = new_state(twin, twin.optimized, device, check_finite=True)
         if not getattr(state.config, "check_finite", False):
             return

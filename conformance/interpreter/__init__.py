@@ -1,8 +1,8 @@
 """Preparation of Triton's interpreter: call `prepare` before a kernel is interpreted on the CPU.
 
 `prepare` installs arithmetic whose results depend on the operands only and not on the CPU (arithmetic.py). It also
-applies the accelerator, which skips work that the interpreter repeats, and gives the same bits. The accelerator is off
-with KVTWIN_INTERPRETER=plain and for versions of Triton that it does not support (internals.py).
+applies the accelerator, which avoids repeated work in the interpreter and computes the same bits. The accelerator is
+off with KVTWIN_INTERPRETER=plain and for versions of Triton that it does not support (internals.py).
 docs/explanation/interpreter.md explains both.
 """
 
@@ -21,14 +21,14 @@ __all__ = ["FALSE", "INTERPRET", "MODULE", "VARIABLE", "Prepared", "interprets",
 #: The environment variable that selects the mode, and its values. The first mode is the default.
 VARIABLE = "KVTWIN_INTERPRETER"
 MODES = ("fast", "plain")
-#: Triton's variable that turns its interpreter on, and the values that mean no.
+#: Triton's variable that turns its interpreter on, and the values that leave it off.
 INTERPRET = "TRITON_INTERPRET"
 FALSE = ("", "0", "false", "off", "no", "n")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` did in this process. ``str`` gives one line for the user.
+    """What `prepare` did in this process. ``str`` returns one line for the user.
 
     problems: why the accelerator is off although it was asked for. doubts: why results may depend on the CPU.
     """
@@ -73,10 +73,10 @@ def mode() -> str:
 
 
 def prepare() -> Prepared | None:
-    """Prepare Triton's interpreter in this process, and import it for that. None if kernels are not interpreted here.
+    """Import and prepare Triton's interpreter in this process. Returns None if kernels are not interpreted here.
 
-    The first call decides: later ones change nothing and return what it did. ValueError if KVTWIN_INTERPRETER names no
-    mode.
+    Only the first call prepares it; later calls return the same result. Raises ValueError for an unknown mode in
+    KVTWIN_INTERPRETER.
     """
     asked = mode()
     module = _interpreter()
@@ -98,14 +98,14 @@ def prepare() -> Prepared | None:
 
 
 def _interpreter() -> ModuleType | None:
-    """Triton's interpreter where it runs the kernels of this process, else None."""
+    """The module of Triton's interpreter if kernels are interpreted in this process, else None."""
     language = sys.modules.get("triton.language.standard")
     if language is None:
         if os.environ.get(INTERPRET, "").lower() in FALSE:
             return None
         try:
             language = importlib.import_module("triton.language.standard")
-        except ImportError:  # the reference needs no triton
+        except ImportError:  # the reference works without triton
             return None
     return sys.modules.get(MODULE) if interprets(language) else None
 
@@ -113,6 +113,6 @@ def _interpreter() -> ModuleType | None:
 def interprets(standard: ModuleType) -> bool:
     """Whether triton was imported with its interpreter on, judged by its module triton.language.standard.
 
-    triton.jit created tl.cdiv at import, so its type shows the value of TRITON_INTERPRET at that time.
+    triton.jit creates tl.cdiv at import, so the type of tl.cdiv shows the value of TRITON_INTERPRET at that time.
     """
     return type(standard.cdiv).__name__ == "InterpretedFunction"

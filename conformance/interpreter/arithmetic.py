@@ -1,20 +1,20 @@
-"""Arithmetic of the interpreter that depends on the operands alone: the same bits on every CPU, anywhere in a tile.
+"""Arithmetic for the interpreter that depends on the operands only: the same bits on every CPU, anywhere in a tile.
 
-Triton's interpreter computes with numpy. Some of numpy's results depend on more than their operands. The order in which
-a matrix product adds up depends on the BLAS, on the CPU, and on the place of a row in its matrix. The order of a sum
-depends on the memory layout and on dimensions of 1. The sign of a zero that is the larger of +0 and -0, and the integer
-that NaN becomes, depend on the instructions of the CPU; so do exponentials and logarithms (elementary.py). A verdict on
-a kernel must not depend on any of that: equal tokens have equal scores, wherever they lie.
+Triton's interpreter computes with numpy, and some numpy results depend on more than their operands. The summation order
+of a matrix product depends on the BLAS, on the CPU, and on the position of a row in its matrix. The order of a sum
+depends on the memory layout and on dimensions of size 1. The instruction set of the CPU decides the sign of
+max(+0, -0), the integer that NaN is converted to, and the last bits of exponentials and logarithms (elementary.py). A
+verdict on a kernel must not depend on any of this: equal tokens must get equal scores, wherever they are in a tile.
 
-`install` gives the interpreter a numpy of its own, in which REPLACED stands for numpy's functions. The functions here
-are made of operations that IEEE 754 or the integers define to the last bit. Results that are NaN have any sign and
+`install` gives the interpreter its own copy of the numpy module, in which the functions in REPLACED replace numpy's.
+They use only operations that IEEE 754 or integer arithmetic defines bit by bit. NaN results may have any sign and
 payload.
 
-The rest of what the interpreter computes needs no replacement. Elementwise + - * / sqrt, fmod, floor, ceil, comparisons
-and casts between floating types are defined by IEEE 754; so is `fma`, which is one rounding or two by the version of
-Triton. argmin and argmax return the first of equal elements, whatever the sign of a zero, or the first NaN. cumsum and
-cumprod go along the axis one by one. A reduction or a scan by any other function calls that function, in Python, on one
-element after the other. Integers are exact in any order.
+The rest of what the interpreter computes needs no replacement. IEEE 754 defines elementwise + - * / sqrt, fmod, floor,
+ceil, comparisons and casts between floating types. It also defines `fma`, which rounds once or twice depending on the
+version of Triton. argmin and argmax return the first of equal elements, whatever the sign of a zero, or the first NaN.
+cumsum and cumprod proceed along the axis one element at a time. A reduction or a scan by any other function calls that
+function in Python, one element at a time. Integer arithmetic is exact in any order.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .internals import digest, lookup
 
 Array = np.ndarray[Any, Any]
 
-#: Products that a dot holds at a time: what fits into a cache.
+#: The number of products that a dot keeps in memory at a time. They fit into the CPU's cache.
 MOST_PRODUCTS = 1 << 18
-#: What floats of each width are as integers.
+#: The integer type for the bits of floats, by their size in bytes.
 BITS: dict[int, np.dtype[Any]] = {2: np.dtype(np.int16), 4: np.dtype(np.int32), 8: np.dtype(np.int64)}
 
 
@@ -47,9 +47,10 @@ def is_float(x: Any) -> bool:
 
 
 def dot(a: Array, b: Array, dtype: Any = None) -> Array:
-    """a [..., M, K] @ b [..., K, N]. Products are rounded, then added in an order that depends on K alone.
+    """a [..., M, K] @ b [..., K, N]. Products are rounded, then added in an order that depends on K only.
 
-    float16 is added in float32, and rounded once. Integers are numpy's, which uses no BLAS for them.
+    float16 products are added in float32, and the sum is rounded once. Integers use np.matmul, which calls no BLAS for
+    them.
     """
     kind = np.dtype(np.result_type(a, b) if dtype is None else dtype)
     if kind.kind != "f":
@@ -57,7 +58,7 @@ def dot(a: Array, b: Array, dtype: Any = None) -> Array:
     wide = np.dtype(np.float32) if kind == np.float16 else kind
     a, b = (side.astype(kind, copy=False).astype(wide, copy=False) for side in (a, b))
     with np.errstate(all="ignore"):
-        if a.shape[-2] > b.shape[-1]:  # numpy is fast along the last axis: let it be the longer one
+        if a.shape[-2] > b.shape[-1]:  # numpy is fast along the last axis, so make the longer axis the last one
             found = _dot(np.swapaxes(b, -1, -2), np.swapaxes(a, -1, -2))
             return np.swapaxes(found, -1, -2).astype(kind, copy=False)
         return _dot(a, b).astype(kind, copy=False)
@@ -74,7 +75,7 @@ def _dot(a: Array, b: Array) -> Array:
 
 
 def _folded(x: Array) -> Array:
-    """The sum over the last axis but one: the second half is added to the first until one row is left. Changes x."""
+    """Sum over the second-to-last axis: add the second half to the first until one row is left. Overwrites x."""
     n = x.shape[-2]
     while n > 1:
         half = n // 2
@@ -87,7 +88,7 @@ def _folded(x: Array) -> Array:
 
 
 def total(x: Array, axis: int | None = None, keepdims: bool = False) -> Any:
-    """np.sum, in an order that depends on the axis's length alone; float16 is added in float32, and rounded once."""
+    """np.sum, in an order that depends on the length of the axis only. float16 is added in float32 and rounded once."""
     if not is_float(x):
         return np.sum(x, axis=axis, keepdims=keepdims)
     rest = x.astype(np.float32) if x.dtype == np.float16 else x
@@ -104,15 +105,15 @@ def total(x: Array, axis: int | None = None, keepdims: bool = False) -> Any:
             added = rest[*before, :half] + rest[*before, half:2 * half]
             rest = np.concatenate([added, rest[*before, n - 1:]], axis=axis) if n % 2 else added
             n -= half
-        found = rest[*before, 0].astype(x.dtype)  # a copy also where there was nothing to add
+        found = rest[*before, 0].astype(x.dtype)  # a copy, even if there was only one element
     return found.reshape(shape) if keepdims else found
 
 
-# The larger and the smaller -------------------------------------------------------------------------------------------
+# Maximum and minimum --------------------------------------------------------------------------------------------------
 
 
 def _choice(ufunc: np.ufunc, of_signs: np.ufunc) -> Callable[[Array, Array], Array]:
-    """An elementwise maximum or minimum. of_signs: makes one zero's bits of those of two."""
+    """An elementwise maximum or minimum. of_signs: combines the bits of two zeros into those of the result."""
 
     def choose(a: Array, b: Array) -> Array:
         with np.errstate(all="ignore"):
@@ -142,10 +143,10 @@ def _extreme(ufunc: np.ufunc, of_signs: np.ufunc) -> Callable[..., Any]:
     return reduce
 
 
-#: +0 is larger than -0. These have NaN for a result if one operand is NaN ...
+#: +0 is larger than -0. These return NaN if one operand is NaN.
 maximum, largest = (make(np.maximum, np.bitwise_and) for make in (_choice, _extreme))
 minimum, smallest = (make(np.minimum, np.bitwise_or) for make in (_choice, _extreme))
-#: ... and these the other operand.
+#: If one operand is NaN, these return the other one.
 fmax, nanmax = (make(np.fmax, np.bitwise_and) for make in (_choice, _extreme))
 fmin, nanmin = (make(np.fmin, np.bitwise_or) for make in (_choice, _extreme))
 
@@ -155,11 +156,11 @@ def clip(x: Array, low: Array, high: Array) -> Array:
     return minimum(maximum(x, low), high)
 
 
-# Integers of floats ---------------------------------------------------------------------------------------------------
+# Conversion to integers -----------------------------------------------------------------------------------------------
 
 
 def to_integer(x: Array, dtype: np.dtype[Any]) -> Array:
-    """Floats as integers, towards zero. What is too large becomes the largest integer, NaN becomes 0, as on a GPU."""
+    """Convert floats to integers, rounding towards zero. As on a GPU, values saturate and NaN becomes 0."""
     limits = np.iinfo(dtype)
     low, high = float(limits.min), float(limits.max + 1)  # powers of 2, or 0
     with np.errstate(all="ignore"):
@@ -172,21 +173,21 @@ def to_integer(x: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def cast(x: Array, dtype: np.dtype[Any]) -> Array:
-    """``x.astype(dtype)``, defined for all floats."""
+    """``x.astype(dtype)``, with a defined result for all floats."""
     return to_integer(x, dtype) if x.dtype.kind == "f" and dtype.kind in "iu" else x.astype(dtype)
 
 
 # Installation ---------------------------------------------------------------------------------------------------------
 
-#: What stands for numpy's functions of these names.
+#: The replacements of numpy's functions, by name.
 REPLACED: dict[str, Callable[..., Any]] = {
     "matmul": dot, "sum": total, "maximum": maximum, "minimum": minimum, "fmax": fmax, "fmin": fmin, "max": largest,
     "min": smallest, "nanmax": nanmax, "nanmin": nanmin, "clip": clip,
     "exp": elementary.exp, "exp2": elementary.exp2, "log": elementary.log, "log2": elementary.log2,
     "sin": elementary.sin, "cos": elementary.cos,
 }  # fmt: skip
-#: What else the interpreters of triton 3.6 to 3.9 use of numpy: types, and functions that depend on operands alone.
-#: (vectorize calls Python functions: erf, which is replaced, and a product of integers.)
+#: The other numpy names that the interpreters of triton 3.6 to 3.9 use: types, and functions whose results depend on
+#: their operands only. (vectorize calls Python functions: erf, which is replaced, and a product of integers.)
 EXACT = frozenset("""
     abs add any arange argmax argmin array asarray ascontiguousarray bitwise_and bitwise_or bitwise_xor bool_
     broadcast_arrays broadcast_to ceil concatenate cumprod cumsum divide dtype empty equal expand_dims flip float16
@@ -196,7 +197,7 @@ EXACT = frozenset("""
     subtract swapaxes take_along_axis transpose uint16 uint32 uint64 uint8 unravel_index unsignedinteger vectorize where
     zeros zeros_like
 """.split())  # noqa: SIM905
-#: Methods that are replaced: the beginnings of the SHA-256 of their sources.
+#: The methods that are replaced, with the first digits of the SHA-256 of their sources.
 SOURCES = {
     "InterpreterBuilder.cast_impl": "b221bbb79664",
     "InterpreterBuilder.create_rsqrt": "b5d679bd6fbf",
@@ -205,7 +206,7 @@ SOURCES = {
 
 
 def problems(interpreter: ModuleType) -> list[str]:
-    """Why `install` may leave arithmetic in an interpreter that depends on the CPU, one line each."""
+    """The reasons why some arithmetic may still depend on the CPU after `install`, one line each."""
     try:
         source = inspect.getsource(interpreter)
     except (TypeError, OSError):
@@ -218,7 +219,7 @@ def problems(interpreter: ModuleType) -> list[str]:
 
 
 def install(interpreter: ModuleType) -> None:
-    """Give the interpreter this arithmetic, as far as it has places for it. Call this once for a module."""
+    """Replace the interpreter's arithmetic with this module's. Call this once per interpreter module."""
     ours = ModuleType("numpy")
     vars(ours).update({**vars(np), **REPLACED})
     interpreter.np = ours  # type: ignore[attr-defined]
@@ -227,7 +228,7 @@ def install(interpreter: ModuleType) -> None:
 
     @wraps(casts)
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
-        # bfloat16 and float8 are integers to numpy alone.
+        # numpy stores bfloat16 and float8 as integers, so the Triton type decides.
         if src.data.dtype.kind == "f" and dst_type.scalar.is_int():
             return handle(cast(src.data, interpreter._get_np_dtype(dst_type)), dst_type.scalar)
         return casts(self, src, dst_type)

@@ -1,12 +1,11 @@
-"""A tape as one function of arrays.
+"""Compile a tape (tape.py) to one Python function of arrays.
 
 The builder wraps each array that it computes, checks the array's size against its type, and unwraps it for the next
-request. Where it is known what a method of the builder computes, only the computation is left: Python source, compiled
-once for each kind of tape. METHODS names the methods that are known, and internals.py lists their sources. Every other
-method is called as ever.
+request. For the methods in METHODS, this module knows the computation and emits only that, as Python source compiled
+once per kind of tape. internals.py lists the sources of these methods. All other methods are called as usual.
 
-A block that one number or one row was copied into is not made where its elements are added, compared or selected: the
-result is the same for the number or the row. (But for the sign and the payload of a NaN.)
+A scalar or row that is broadcast to a block is not copied if the block is an operand of an elementwise operation: the
+operation gives the same result for the scalar or row itself, except for the sign and payload of a NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 
 from . import arithmetic, elementary
 
-#: Methods of the builder whose computation is written down here.
+#: Methods of the builder whose computation this module knows.
 METHODS = {
     "binary_op", "unary_op", "ternary_op", "cast_impl", "create_bitcast", "create_expand_dims", "create_broadcast",
     "create_splat", "create_addptr", "create_idiv", "create_masked_load", "create_masked_store",
@@ -29,7 +28,7 @@ METHODS = {
 COMPARISONS = {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal}
 BITWISE = {np.bitwise_and, np.bitwise_or, np.bitwise_xor}
 OF_INTEGERS = {np.left_shift, np.right_shift, *BITWISE}
-#: What stands for numpy's function where numbers are floats, and numpy's function, which is as good for integers.
+#: The replacements of numpy's functions for floats, and numpy's functions, which are right for integers.
 CHOICES = {
     arithmetic.minimum: np.minimum, arithmetic.maximum: np.maximum, arithmetic.fmin: np.fmin,
     arithmetic.fmax: np.fmax,
@@ -45,14 +44,14 @@ UNARY = {
 
 @dataclass(eq=False)
 class Value:
-    """Something that a tape handles, in the source that is written: an array with its type, or anything else."""
+    """A value of the tape, as expressions in the generated source: an array with its type, or any other object."""
 
-    real: Any  # what it was when the tape was recorded
+    real: Any  # the value when the tape was recorded
     array: str = ""
     dtype: str = ""
-    name: str = ""  # of the handle, or of what is none
-    source: int | None = None  # the input whose type of elements it has, where the source says only that
-    thin: tuple[str, tuple[int, ...]] | None = None  # the array before it was copied into a block, and its shape
+    name: str = ""  # the name of the handle, or of the object if it is not a handle
+    source: int | None = None  # the input that it takes its element type from
+    thin: tuple[str, tuple[int, ...]] | None = None  # the array before it is broadcast to a block, and its shape
 
     @property
     def numpy_type(self) -> Any:
@@ -60,11 +59,11 @@ class Value:
 
 
 class _Listener:
-    """Stands in for the builder in a method that is one line: ``self.binary_op(lhs, rhs, np.add)``."""
+    """Stands in for the builder in a one-line method, ``self.binary_op(lhs, rhs, np.add)``, and records its request."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, tuple[Any, ...]]] = []
-        self.answer = object()  # with which nothing can be done but return it
+        self.answer = object()  # a method can do nothing with it but return it
 
     def __getattr__(self, name: str) -> Any:
         def ask(*arguments: Any) -> Any:
@@ -75,14 +74,14 @@ class _Listener:
 
 
 class Compiler:
-    """Of one interpreter."""
+    """Compiles tapes of one interpreter."""
 
     def __init__(self, interpreter: ModuleType) -> None:
         self.handle: Any = interpreter.TensorHandle
         self.builder = type(interpreter.interpreter_builder)
         self.tensor, self.block = interpreter.tl.core.tensor, interpreter.tl.core.block_type
         self.memory: Any = interpreter._interpreter
-        # numpy's warnings are filtered by the module that computes: these are the interpreter's.
+        # Filters of numpy's warnings go by the calling module, so the generated code runs under the interpreter's name.
         self.module = interpreter.__name__
 
     def player(
@@ -90,9 +89,10 @@ class Compiler:
         answers: Sequence[Any], returned: Any, place: Callable[[Any], int | None],
         otherwise: Callable[..., Any],
     ) -> Callable[..., Any] | None:  # fmt: skip
-        """What `otherwise` is, a function of handles: the same requests, from handles of the kinds of `handles`.
+        """A function of handles that does the same as `otherwise`, for handles of the same types as `handles`.
 
-        None if nothing of it is known. place: where a watched argument is among handles and answers, else None.
+        Returns None if none of the requests are known. place: the index of a watched argument among handles and
+        answers, None for a constant.
         """
         if not all(self._is_array(handle) for handle in handles):
             return None
@@ -103,7 +103,7 @@ class Compiler:
 
 
 class _Writer:
-    """Writes the source of one tape."""
+    """Generates the source of one tape."""
 
     def __init__(self, compiler: Compiler, handles: Sequence[Any]) -> None:
         self.compiler = compiler
@@ -111,9 +111,9 @@ class _Writer:
         self.lines: list[str] = []
         self.inputs = [Value(real, f"a{i}", f"h{i}.dtype", f"h{i}", i) for i, real in enumerate(handles)]
         self.values = self.inputs[:]
-        self.arrays_alone = 0  # requests that are known
+        self.arrays_alone = 0  # the number of requests that are known
         self.typed: set[int] = {i for i, real in enumerate(handles) if real.data.dtype != TRUTH}
-        self.flat = False  # whether the numbers of dimensions matter
+        self.flat = False  # whether the guards must check the number of dimensions
 
     def player(
         self, requests: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], answers: Sequence[Any], returned: Any,
@@ -234,7 +234,7 @@ class _Writer:
         return Value(real, name, self._name(real.dtype))
 
     def _operands(self, real: Any, *values: Value) -> list[str]:
-        """The arrays of operands, as they were before they were copied into blocks if the result is the same."""
+        """The arrays of operands: before broadcasting, if the result is the same."""
         if any(value.thin for value in values):
             thin = [value.thin or (self._array(value), value.real.data.shape) for value in values]
             try:
@@ -251,7 +251,7 @@ class _Writer:
         if rhs.numpy_type != kind:
             return None
         whole = kind.kind in "iu"
-        # Of truth values triton 3.9 makes numbers first, for which all but these are something else.
+        # triton 3.9 first converts bool operands to numbers for other operations, which changes their result.
         may_be = BITWISE if kind == TRUTH else COMPARISONS | OF_NUMBERS | (OF_INTEGERS if whole else OF_FLOATS)
         if operation not in may_be or real.data.dtype != (TRUTH if operation in COMPARISONS else kind):
             return None
@@ -278,7 +278,7 @@ class _Writer:
         self._look_at_type(value)
         made = self._name(real.data.dtype)
         if value.numpy_type.kind == "f" and real.data.dtype.kind in "iu":
-            if not real.dtype.is_int():  # a float8, which is an integer to numpy alone
+            if not real.dtype.is_int():  # a float8, which numpy stores as an integer
                 return None
             return self._of_type(f"{self._name(arithmetic.to_integer)}({self._array(value)}, {made})", real)
         return self._of_type(f"{self._array(value)}.astype({made})", real)

@@ -1,6 +1,6 @@
-"""Floats of all kinds and memory layouts for tests of the interpreter's arithmetic, compared by their bits.
+"""Floats of all kinds and memory layouts for tests of the interpreter's arithmetic, and comparisons by bits.
 
-A NaN result may have any sign and payload: `bits` replaces every NaN by the same one.
+A NaN result may have any sign and payload, so `bits` replaces every NaN by the same NaN.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def bits(x: Any) -> np.ndarray[Any, Any]:
-    """The bits of floats, with one NaN."""
+    """The bits of floats. All NaNs have the same bits."""
     x = np.asarray(x)
     return np.where(np.isnan(x), x.dtype.type(NAN), x).astype(x.dtype).view(WORDS[x.dtype.itemsize])
 
@@ -27,7 +27,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def numbers(seed: int, dtype: Any, *shape: int, kind: str = "ordinary") -> np.ndarray[Any, Any]:
-    """Floats that are ordinary, of all magnitudes, or any bits at all: zeros, infinities and NaN among them."""
+    """Random floats. kind: "ordinary", "wide" (of all magnitudes), or any bits, with zeros, infinities and NaN."""
     draw = np.random.default_rng(seed)
     if kind == "ordinary":
         return draw.standard_normal(shape).astype(dtype)
@@ -40,7 +40,7 @@ def numbers(seed: int, dtype: Any, *shape: int, kind: str = "ordinary") -> np.nd
 
 
 def laid_out(x: np.ndarray[Any, Any], layout: str) -> np.ndarray[Any, Any]:
-    """The same array in memory of another order."""
+    """The same array in another memory layout."""
     if layout == "columns":
         return np.asfortranarray(x)
     if layout == "reversed":

@@ -1,14 +1,14 @@
-"""exp, exp2, log, log2, sin, cos, erf and rsqrt: the same bits for the same operand, wherever it lies and on every CPU.
+"""exp, exp2, log, log2, sin, cos, erf and rsqrt: the same bits for the same operand, at any position and on every CPU.
 
-numpy computes these functions in loops of its own for each CPU, and ends them with the C library's functions for what
-is left over, so one number may have two results in one array. Here they are made of operations that IEEE 754 or the
-integers define to the last bit, element by element: + - * / sqrt, comparisons, rounding to an integer, conversions, and
-shifts of bits.
+numpy computes these functions in vector loops that differ between CPUs, and uses the C library for the elements left
+over, so one number may have two results within an array. The functions here use only elementwise operations that
+IEEE 754 or integer arithmetic defines bit by bit: + - * / sqrt, comparisons, rounding to an integer, conversions and
+bit shifts.
 
-Every function is computed in float64, with an error of at most ULPS: half an ulp from the last operation, up to half an
-ulp from the number that comes from a table or is the largest of a sum, and little from the smaller ones. (Measured: 1.4
-for erf and rsqrt, 1.0 for the others.) float16 and float32 are rounded from there once: half an ulp, and in float32 the
-2 ** -29 part of ULPS. Results that are NaN have any sign and payload.
+Every function is computed in float64 with an error of at most ULPS: half an ulp from the last operation, up to half an
+ulp from the table entry or the largest summand, and little from the smaller terms. (Measured: 1.4 for erf and rsqrt,
+1.0 for the others.) float16 and float32 results are rounded once from float64, which adds half an ulp; in float32, the
+error in float64 is ULPS * 2 ** -29 of an ulp. NaN results may have any sign and payload.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Array = np.ndarray[Any, Any]
 Function = Callable[[Array], Array]
 
 ULPS = 2  # the largest error in float64, in units of the last place
-BITS = 320  # behind the point, of the integers that stand for constants
+BITS = 320  # fractional bits of the fixed-point integers that represent constants
 FLOAT64 = np.dtype(np.float64)
 INF = np.inf
 BIAS, MANTISSA = 1023, 52  # of float64
 
 
 def _float64(core: Function) -> Function:
-    """A function of arrays of any floating type, from one of float64. NumPy's warnings are off in it."""
+    """Extend a function of float64 arrays to all floating types. It runs without numpy's warnings."""
 
     @wraps(core)
     def function(x: Array) -> Array:
@@ -41,7 +41,7 @@ def _float64(core: Function) -> Function:
     return function
 
 
-# Constants: exact, as integers of BITS bits behind the point ---------------------------------------------------------
+# Constants: fixed-point integers with BITS fractional bits -----------------------------------------------------------
 
 _ONE = 1 << BITS
 _LN2 = sum(_ONE // (k << k) for k in range(1, BITS + 8))
@@ -52,13 +52,13 @@ def _rounded(number: int) -> float:
 
 
 def _in_two(number: int, bits: int) -> tuple[float, float]:
-    """A constant as a sum of two floats, of which the first has that many bits."""
+    """A constant as the sum of two floats. The first has `bits` significant bits."""
     cut = number.bit_length() - bits
     return _rounded(number >> cut << cut), _rounded(number - (number >> cut << cut))
 
 
 def _inverse_tangent(inverse: int, one: int) -> int:
-    """arctan(1 / inverse), by its series."""
+    """arctan(1 / inverse), from its Taylor series."""
     total, power, k = 0, one // inverse, 0
     while power:
         total += (-power if k % 2 else power) // (2 * k + 1)
@@ -74,7 +74,7 @@ def _pi(bits: int = BITS) -> int:
     return 4 * (4 * _inverse_tangent(5, one) - _inverse_tangent(239, one)) >> 16
 
 
-# Exponentials: x is steps of 1 / STEPS, for which there is a table, and a rest, for which there is a series ----------
+# Exponentials: x = a multiple of 1 / STEPS, looked up in a table, + a rest, computed by a series ---------------------
 
 LOG_STEPS = 10
 STEPS = 1 << LOG_STEPS
@@ -85,8 +85,8 @@ _POWERS = [_ONE]
 while len(_POWERS) < STEPS:
     _POWERS.append(_POWERS[-1] * _ROOT >> BITS)
 TABLE = np.array([_rounded(power) for power in _POWERS])  # 2 ** (j / STEPS)
-#: Added to a float64 and taken away again, the first leaves a multiple of 1 / STEPS and the second a whole number.
-#: Which one it is stands in the last bits of the sum.
+#: Adding and subtracting _SHIFT rounds a float64 to a multiple of 1 / STEPS; _SHIFT_WHOLE rounds it to an integer. The
+#: last bits of the sum hold the number of that multiple.
 _SHIFT, _SHIFT_WHOLE = 1.5 * 2.0 ** (MANTISSA - LOG_STEPS), 1.5 * 2.0**MANTISSA
 _SHIFT_BITS, _SHIFT_WHOLE_BITS = (int(np.array(shift).view(np.int64)) for shift in (_SHIFT, _SHIFT_WHOLE))
 _LN2_FLOAT = _rounded(_LN2)
@@ -97,7 +97,7 @@ _STEPS_PER_UNIT = STEPS / _LN2_FLOAT
 @_float64
 def exp2(x: Array) -> Array:
     """2 ** x."""
-    x = np.minimum(np.maximum(x, -1100.0), 1100.0)  # beyond, the result is 0 or infinite
+    x = np.minimum(np.maximum(x, -1100.0), 1100.0)  # beyond these, the result is 0 or inf
     shifted = x + _SHIFT
     rest = x - (shifted - _SHIFT)
     return _power(shifted.view(np.int64) - _SHIFT_BITS, rest * _LN2_FLOAT)
@@ -114,11 +114,11 @@ def exp(x: Array) -> Array:
 
 
 def _power(steps: Array, rest: Array) -> Array:
-    """2 ** (steps / STEPS) * e ** rest, for a rest up to ln(2) / (2 * STEPS)."""
+    """2 ** (steps / STEPS) * e ** rest, for |rest| up to ln(2) / (2 * STEPS)."""
     series = rest * (1.0 + rest * (1 / 2 + rest * (1 / 6 + rest * (1 / 24))))
     begin = TABLE.take(steps & (STEPS - 1))
     whole = steps >> LOG_STEPS
-    half = whole >> 1  # in two factors, so that the first product neither overflows nor loses bits
+    half = whole >> 1  # two factors, so that the first product neither overflows nor loses bits
     return (begin + begin * series) * _two_to_the(half) * _two_to_the(whole - half)
 
 
@@ -132,11 +132,11 @@ _TINY = 2.0**-1022
 _SQRT_HALF = int(np.array(0.5**0.5).view(np.int64))
 _LN2_HIGH, _LN2_LOW = _in_two(_LN2, 32)
 _LOG2E_HIGH, _LOG2E_LOW = _in_two((_ONE << BITS) // _LN2, 32)
-_INVERSE_TANGENT = [2 / (2 * k + 1) for k in range(1, 12)]  # of the hyperbolic one
+_INVERSE_TANGENT = [2 / (2 * k + 1) for k in range(1, 12)]  # coefficients of the inverse hyperbolic tangent
 
 
 def _mantissa(x: Array) -> tuple[Array, Array, Array, Array]:
-    """k and f, and of f: f ** 2 / 2, and log(1 + f) - f + f ** 2 / 2. Anything where x is not a positive number."""
+    """k, f, f ** 2 / 2 and log(1 + f) - f + f ** 2 / 2. The results are undefined where x is not a positive number."""
     small = x < _TINY
     subnormal = bool(small.any())
     if subnormal:
@@ -152,7 +152,7 @@ def _mantissa(x: Array) -> tuple[Array, Array, Array, Array]:
 
 
 def _horner(coefficients: list[Any], x: Array) -> Array:
-    """The polynomial with these coefficients, the constant first."""
+    """The value at x of the polynomial with these coefficients, the constant term first."""
     total = coefficients[-1] * x + coefficients[-2]
     for coefficient in coefficients[-3::-1]:
         total *= x
@@ -161,7 +161,7 @@ def _horner(coefficients: list[Any], x: Array) -> Array:
 
 
 def _at_the_ends(x: Array, found: Array) -> Array:
-    """The logarithms of x, of which `found` has those of positive finite numbers."""
+    """The logarithms of x: `found` for positive finite numbers, and the special values for all others."""
     right = (x > 0.0) & (x < INF)
     if not right.all():
         ends = np.where(x == 0.0, -INF, np.where(x > 0.0, INF, np.nan))
@@ -187,13 +187,13 @@ def log2(x: Array) -> Array:
     return _at_the_ends(x, (low + high) * _LOG2E_LOW + low * _LOG2E_HIGH + ((k - total) + product) + total)
 
 
-# Sine and cosine: x = n * pi / 2 + y + rest, y up to pi / 4, the rest less than y's last bit -------------------------
+# Sine and cosine: x = n * pi / 2 + y + rest, |y| up to pi / 4, |rest| less than y's last bit -------------------------
 
-_LONG = 1300  # bits of pi behind the point: enough for the largest float64
+_LONG = 1300  # fractional bits of pi: enough for the largest float64
 _HALF_PI = _pi() >> 1
 _HALF_PI_1 = _in_two(_HALF_PI, 33)[0]
 _HALF_PI_2, _HALF_PI_3 = _in_two(_HALF_PI - int(_HALF_PI_1 * 2**33) * (_ONE >> 33), 33)
-_FEW, _NEAR = 2.0**20, 2.0**-40  # the fast reduction needs fewer turns, and a distance from a multiple of pi / 2
+_FEW, _NEAR = 2.0**20, 2.0**-40  # the fast reduction needs |x| < _FEW, and |y| >= _NEAR unless n is 0
 _SINE = [(-1) ** k / factorial(2 * k + 1) for k in range(1, 9)]  # of (sin(y) - y) / y ** 3
 _COSINE = [(-1) ** k / factorial(2 * k) for k in range(2, 10)]  # of (cos(y) - 1 + y ** 2 / 2) / y ** 4
 
@@ -225,7 +225,7 @@ def _turned(x: Array, quarters: int) -> Array:
 
 
 def _reduced(x: Array) -> tuple[Array, Array, Array]:
-    """n modulo 4, y and rest. Anything where x is not finite."""
+    """n modulo 4, y and rest. They are undefined where x is not finite."""
     fast = np.abs(x) < _FEW
     inside = np.where(fast, x, 0.0)
     n = np.rint(inside * (2 / np.pi))
@@ -247,7 +247,7 @@ def _reduced(x: Array) -> tuple[Array, Array, Array]:
 
 
 def _reduced_exactly(x: float) -> tuple[int, float, float]:
-    """By integers, for an |x| of 1/2 or more."""
+    """The same in integer arithmetic, for |x| >= 1/2."""
     quarter = _pi(_LONG) >> 1
     numerator, denominator = x.as_integer_ratio()
     number = (numerator << _LONG) // denominator
@@ -258,9 +258,9 @@ def _reduced_exactly(x: float) -> tuple[int, float, float]:
     return n & 3, y, (number - (numerator << _LONG) // denominator) / (1 << _LONG)
 
 
-# The error function: Taylor's series about the nearest multiple of 1 / CENTRES ---------------------------------------
+# The error function: the Taylor series about the nearest multiple of 1 / CENTRES -------------------------------------
 
-CENTRES, LAST = 8, 6  # erf of 6 is 1
+CENTRES, LAST = 8, 6  # erf(6) rounds to 1
 _TERMS = 15
 
 
@@ -290,7 +290,7 @@ def _error_series() -> Array:
             power, term = (-(number * square >> BITS) // k for number in (power, term))
         slope = (2 * bell << BITS) // root
         terms = [(2 * total << BITS) // root, slope]
-        for n in range(_TERMS - 2):  # the derivative's own equation: (erf')' = -2 x erf'
+        for n in range(_TERMS - 2):  # from the differential equation (erf')' = -2 x erf'
             before = terms[-2] * n if n else 0
             terms.append(-2 * ((c * (n + 1) * terms[-1] >> BITS) + before) // ((n + 2) * (n + 1)))
         columns.append([_rounded(term) for term in terms])

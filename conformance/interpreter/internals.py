@@ -1,8 +1,8 @@
-"""What this package needs of Triton's internals: names, parameters, and sources that were read.
+"""The Triton internals that this package depends on: names, parameters, and hashes of sources.
 
-The accelerator replaces private functions of ``triton.runtime.interpreter``, and it copies what some of them do. It is
-right only for the functions that it was written against, those of triton 3.6 to 3.9. `problems` compares an installed
-interpreter with them. The accelerator is not applied where it finds a difference.
+The accelerator replaces private functions of ``triton.runtime.interpreter`` and reimplements some of them. It is right
+only for the versions of these functions in triton 3.6 to 3.9. `problems` compares the installed interpreter with them.
+If there is any difference, the accelerator is not applied.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import inspect
 from types import ModuleType
 from typing import Any
 
-#: The module of Triton's interpreter. Triton imports it where kernels are interpreted, and only there.
+#: The module of Triton's interpreter. Triton imports it only if kernels are interpreted.
 MODULE = "triton.runtime.interpreter"
 #: The versions of Triton whose sources are listed below.
 VERSIONS = "3.6 to 3.9"
 
-#: What the accelerator looks up by name, from the module of the interpreter.
+#: The names that the accelerator looks up, relative to the interpreter's module.
 NAMES = [
     "inspect", "_interpreter.load", "_interpreter.store", "interpreter_builder",
     "interpreter_semantic.builder.options.debug", "tl.math", "tl.core.constexpr", "tl.core.dtype",
     "tl.core.pointer_type", "tl.block_type", "tl.tensor",
 ]  # fmt: skip
 
-#: Functions that the accelerator calls or wraps, and whose parameters it relies on.
+#: Functions that the accelerator calls or wraps, and the parameters that it expects.
 PARAMETERS = {
     "_patch_lang_tensor": ["tensor", "scope"],
     "tl.core.is_builtin": ["fn"],
 }
 
-#: Functions and classes that the accelerator replaces, copies or leaves out: the beginnings of the SHA-256 of their
-#: sources, one for each different source in the versions above.
+#: Functions and classes that the accelerator replaces, reimplements or skips, with the first digits of the SHA-256 of
+#: their sources: one for each different source in the versions above.
 SOURCES: dict[str, tuple[str, ...]] = {
     "TensorHandle": ("3202e4a6ff09", "0efd336dc08e"),
     "_validate_np_data_size": ("5d719f1e7c0d",),
@@ -67,9 +67,9 @@ SOURCES: dict[str, tuple[str, ...]] = {
 
 
 def problems(interpreter: ModuleType) -> list[str]:
-    """How a module differs from the interpreters that the accelerator knows, one line each. Empty if it does not.
+    """The differences between `interpreter` and the interpreters that the accelerator supports, one line each.
 
-    A function that this package has replaced is judged by its original, to which ``__wrapped__`` leads.
+    For a function that this package has already replaced, ``__wrapped__`` leads to the original, which is compared.
     """
     found = [f"there is no {name}" for name in NAMES if lookup(interpreter, name) is None]
     for name, parameters in PARAMETERS.items():
@@ -85,7 +85,7 @@ def problems(interpreter: ModuleType) -> list[str]:
 
 
 def lookup(interpreter: ModuleType, name: str) -> Any:
-    """What a dotted name means in the interpreter's module; None if it means nothing there."""
+    """The object with this dotted name in the interpreter's module, or None."""
     part: Any = interpreter
     for step in name.split("."):
         part = getattr(part, step, None)
@@ -93,7 +93,7 @@ def lookup(interpreter: ModuleType, name: str) -> Any:
 
 
 def digest(part: Any) -> str | None:
-    """The first digits of the SHA-256 of the source of a function or a class; None if it has no source."""
+    """The first digits of the SHA-256 of the source of a function or class. None if it has no source."""
     try:
         return hashlib.sha256(inspect.getsource(part).encode()).hexdigest()[:12]
     except (TypeError, OSError):

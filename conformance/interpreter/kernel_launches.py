@@ -26,14 +26,14 @@ from torch import Tensor
 from .. import discovery, interpreter
 from ..judge import checkers
 
-#: What each method is called with: the type of tensors, and the size of heads. Some kernels take no smaller ones.
+#: Each method is called with this dtype and head_dim. Some kernels do not support a smaller head_dim.
 DTYPE, HEAD_DIM = torch.bfloat16, 64
-#: Arguments that hold addresses, which no two processes share, by the kernels' module.
+#: Arguments that hold memory addresses, which differ between processes, by the kernels' module.
 ADDRESSES = {"kvtwin.optimized.synckv._offload_kernels": ("banks",)}
 
 
 def contents(tensor: Tensor) -> bytes:
-    """What a tensor holds, with one NaN."""
+    """The bytes of a tensor. All NaNs have the same bytes."""
     tensor = tensor.detach().contiguous()
     if tensor.is_floating_point() and tensor.element_size() > 1:
         tensor = torch.where(tensor.isnan(), torch.tensor(torch.nan, dtype=tensor.dtype), tensor)
@@ -49,7 +49,7 @@ def digest(given: Mapping[str, Any]) -> str:
 
 
 def print_launches() -> None:
-    """From now on print a line per launch."""
+    """Patch the interpreter to print a line after each launch."""
     from triton.runtime.interpreter import GridExecutor
 
     launch = GridExecutor.__call__
@@ -67,7 +67,7 @@ def print_launches() -> None:
 
 @contextmanager
 def few_calls() -> Iterator[None]:
-    """Reduce the calls, but launch every kernel. Choices that depend on sizes, which are all equal, alternate."""
+    """Make fewer calls that still launch every kernel. All sizes are equal, so choices by size alternate instead."""
     from .. import compile_only
 
     ask = checkers.ask
@@ -77,7 +77,7 @@ def few_calls() -> Iterator[None]:
         return cache(ask(name, "arguments", lambda device: {}))
 
     def asked(name: str, what: str, other: Any) -> Any:
-        if what == "arguments":  # made once, and not for each call
+        if what == "arguments":  # made once for all calls
             return arguments(name)
         found = ask(name, what, other)
         return found[-1:] if what == "COMPILED" else found

@@ -1,14 +1,14 @@
 """Triton's language, patched once per kernel instead of once per call of a device function.
 
-To interpret a kernel, Triton replaces every function of ``triton.language`` by one that computes with numpy, and puts
-the functions back afterwards. It does so again at every call of a device function from within the kernel, and finds
-all of them replaced: about a third of the time of a kernel that is made of small functions. `accelerate` leaves the
-second round out. It also keeps the answers to questions that are asked again and again: which functions a module has,
-which numpy type is meant, what becomes of two operands whose types have met before, what a function of the language
-asks of the builder (tape.py). Sums of integers are not computed a second time to look for an overflow that nobody
-reports. None of this changes what is computed.
+To interpret a kernel, Triton replaces every function of ``triton.language`` by one that computes with numpy, and
+restores the functions afterwards. It repeats this at every call of a device function from the kernel, although all
+functions are already replaced. This takes about a third of the time of a kernel that is made of small functions.
+`accelerate` removes the repetition. It also caches several lookups: the functions of a module, the numpy type of a
+Triton type, the conversion of two operands by their types, and the requests of a language function to the builder
+(tape.py). It skips the second computation of integer sums, which detects an overflow that is not reported. None of this
+changes what is computed.
 
-Every function here expects an interpreter without `internals.problems`.
+Every function here requires an interpreter for which `internals.problems` finds nothing.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .arrays import Compiler
 from .launch import Members, copy_nothing, remember_parameters
 from .tape import TAPED, Tapes
 
-MOST_NUMBERS = 10_000  # kept as tensors: a few hundred bytes each
+MOST_NUMBERS = 10_000  # cached as tensors of a few hundred bytes each
 
 
 class _Nothing:
-    """The patches of a device function whose kernel made them: there is nothing to undo."""
+    """The patch scope of a device function whose kernel has already patched the language: there is nothing to undo."""
 
     def restore(self) -> None:
         """Undo nothing."""
 
 
 def accelerate(interpreter: ModuleType) -> None:
-    """Apply the accelerator to Triton's interpreter. Call this once for a module."""
+    """Apply the accelerator to Triton's interpreter. Call this once per interpreter module."""
     interpreter._patch_lang = _once(interpreter._patch_lang, interpreter.tl)  # type: ignore[attr-defined]
     _remember(interpreter)
     _remember_shapes(interpreter.tl.core)
@@ -44,9 +44,9 @@ def accelerate(interpreter: ModuleType) -> None:
 
 
 def read_numbers(interpreter: ModuleType) -> None:
-    """Let a tensor of one element be an index. Triton 3.6 makes a number of its array in a way that numpy 2.4 refuses.
+    """Allow a tensor of one element as an index. Triton 3.6 converts it to a number in a way that numpy 2.4 rejects.
 
-    This is no acceleration: without it, kernels fail that loop over a number that they loaded.
+    This is a repair, not an acceleration: without it, kernels fail if they use a loaded number as a loop bound.
     """
     original = interpreter._patch_lang_tensor
 
@@ -59,7 +59,7 @@ def read_numbers(interpreter: ModuleType) -> None:
 
 
 def _remember_shapes(core: ModuleType) -> None:
-    """Give types of blocks, and tensors, what the first of their kind made of its shape."""
+    """Cache the attributes that block types and tensors compute from their shape."""
     kinds, tensors = core.block_type, core.tensor
     constant, sequence = core.constexpr, (list, tuple, getattr(core, "tuple", tuple))
 
@@ -80,7 +80,7 @@ def _remember_shapes(core: ModuleType) -> None:
 
 
 def _of_one_name(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Of a function of two types: what it returned for two of the same names. Types never change."""
+    """Cache a function of two types by their names. Types are immutable."""
     known: dict[tuple[str, str], Any] = {}
 
     @wraps(original)
@@ -98,9 +98,9 @@ OPERANDS = ("cast", "broadcast_impl_value", "binary_op_type_checking_impl", "bin
 
 
 def _remember_operands(interpreter: ModuleType) -> None:
-    """Let tensors pass an operator's preparations at once if tensors of the same types went through unchanged before.
+    """Skip an operator's preparation of its operands if it left tensors of the same types unchanged before.
 
-    The semantic of the interpreter is an object of its own. The compiler's, of the same class, stays as it is.
+    The interpreter has its own semantic object. The compiler's semantic, of the same class, is not changed.
     """
     semantic, tensor = interpreter.interpreter_semantic, interpreter.tl.core.tensor
     semantic.cast = _unchanged_cast(semantic.cast)
@@ -112,7 +112,7 @@ def _remember_operands(interpreter: ModuleType) -> None:
 
     @wraps(looks_for_overflow)
     def look_for_overflow(lhs: Any, rhs: Any, binary_op: Any) -> None:
-        if options.debug:  # else what it finds is thrown away
+        if options.debug:  # otherwise the result of the check is discarded
             looks_for_overflow(lhs, rhs, binary_op)
 
     semantic.binary_op_sanitize_overflow_impl = look_for_overflow
@@ -137,9 +137,10 @@ def _unchanged_cast(original: Callable[..., Any]) -> Callable[..., Any]:
 def _unchanged_pair(
     original: Callable[..., Any], tensor: type, broadcast: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Of `original(lhs, rhs, ...)`, which returns both made alike. Numbers that meet a tensor are kept as tensors.
+    """Cache `original(lhs, rhs, ...)`, which returns both operands with the same type and shape.
 
-    broadcast: what it does in the end, and all it does with tensors whose element types it leaves as they are.
+    Numbers that are combined with a tensor are cached as tensors. broadcast: the last step of `original`, and its only
+    step for tensors whose element types it does not change.
     """
     unchanged: set[Any] = set()
     of_another_shape: set[Any] = set()
@@ -165,7 +166,7 @@ def _unchanged_pair(
             return found
         number, other = (rhs, lhs) if tensors[0] else (lhs, rhs)
         kind = type(number)
-        # -0.0 equals 0.0 and NaN not itself: no keys.
+        # -0.0 == 0.0 and NaN != NaN, so they cannot be keys.
         if not (kind is int or kind is bool or (kind is float and number and number == number)):
             return original(lhs, rhs, *options)
         key = (tensors, other.type.name, kind, number, options)
@@ -184,8 +185,9 @@ def _unchanged_pair(
 def _kept(
     original: Callable[..., None], key_of: Callable[..., Any], kept: set[str], own: Callable[..., dict[str, Any]]
 ) -> Callable[..., None]:
-    """An `__init__` that runs once for each key of its arguments. Objects of one key share the attributes `kept`, which
-    must be all but their `own`; those without a key, and those of a class with other attributes, are made as ever."""
+    """An `__init__` that runs `original` once for each key of its arguments. Objects with the same key share the
+    attributes `kept`; each has its `own`. These must be all attributes of the object. Otherwise, and for arguments
+    without a key, `original` runs every time."""
     known: dict[Any, dict[str, Any]] = {}
 
     @wraps(original)
@@ -207,10 +209,11 @@ def _kept(
 
 
 def _remember(interpreter: ModuleType) -> None:
-    """Keep the answers of two functions of the interpreter: numpy types, and what replaces the functions of a module.
+    """Cache two functions of the interpreter: the numpy type of a Triton type, and the replacements of a module's
+    functions.
 
-    The functions of a module get the interpreter's one semantic, which remembers operands. Triton 3.6 makes a new one
-    for each function.
+    All replacements use the interpreter's single semantic, which caches operands. Triton 3.6 makes a new semantic for
+    each function.
     """
     interpreter._get_np_dtype = _numpy_types(interpreter._get_np_dtype, interpreter.tl)  # type: ignore[attr-defined]
     builtins, one = interpreter._patch_builtin, interpreter._patch_attr
@@ -258,19 +261,19 @@ def _numpy_types(original: Callable[[Any], Any], language: ModuleType) -> Callab
     @wraps(original)
     def get_np_dtype(tt_dtype: Any) -> Any:
         element = tt_dtype.element_ty if isinstance(tt_dtype, language.block_type) else tt_dtype
-        # Numbers only: types of pointers cannot be looked up.
+        # Only for numbers: pointer types cannot be looked up.
         return known(element) if type(element) is language.dtype else original(tt_dtype)
 
     return get_np_dtype
 
 
 def _once(original: Callable[[Any], Any], language: ModuleType) -> Callable[[Any], Any]:
-    patched: frozenset[str] = frozenset()  # the languages that the kernel that runs now has patched
-    kept: frozenset[str] = frozenset()  # those that a device function has patched: nobody ever undoes that
+    patched: frozenset[str] = frozenset()  # the language modules that the running kernel has patched
+    kept: frozenset[str] = frozenset()  # those that a device function has patched: Triton never restores them
 
     @cache
     def seen_by(function: Any) -> frozenset[str]:
-        """Which of the modules that get patched a function can name."""
+        """The patched modules that are among a function's globals."""
         modules = [value for value in function.__globals__.values() if isinstance(value, ModuleType)]
         return frozenset(module.__name__ for module in modules if module in (language, language.core))
 

@@ -1,7 +1,7 @@
-"""Repeated work in the launch of an interpreted kernel, done once.
+"""Avoid repeated work in the launch of an interpreted kernel.
 
 The parameters of a function are looked up once. All functions of a language module are replaced, and restored, in one
-step. Tensors that are already in the CPU's memory are not copied.
+step. CPU tensors are not copied.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 
 class Members:
-    """Some of the members of a module or a class, as one attribute: their values, in order."""
+    """Some members of a module or class. `values` gets and sets all of them at once, in order."""
 
     def __init__(self, owner: Any, names: Sequence[str]) -> None:
         self._owner, self._names = owner, names

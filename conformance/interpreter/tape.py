@@ -1,13 +1,13 @@
-"""Tapes: what a function of Triton's language asks of the interpreter's builder, recorded once and asked again.
+"""Tapes: record the requests of a Triton language function to the interpreter's builder, and replay them.
 
-Interpreted, ``a + b`` passes through some twenty functions, which look at the types of both operands, convert,
-broadcast, check, and then ask the builder to add two arrays. What they ask depends on the types, the numbers and the
-names that they are given, and on nothing else. So the first call records the list of its requests to the builder: its
-tape. The next call with arguments of the same kinds plays the tape. The builder, which computes, and the arrays are the
-interpreter's own, so the results have the same bits.
+In the interpreter, ``a + b`` calls some twenty functions. They inspect the types of both operands, convert, broadcast
+and check them, and then request the sum of two arrays from the builder. The requests depend only on the types, numbers
+and names among the arguments. So the first call records its list of requests to the builder, which is its tape. The
+next call with arguments of the same kinds replays the tape. The interpreter's own builder computes on the same arrays,
+so the results have the same bits.
 
-A call is recorded on stand-ins for the handles that it gets. They notice a function that looks at their values instead
-of passing them on. Such a function has no tape, nor has one that returns anything but a tensor or None.
+Recording replaces each handle by a proxy (`_Watched`). The proxy detects a function that reads the handle's values
+instead of passing it on. Such a function gets no tape. Neither does one that returns anything but a tensor or None.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 from .arrays import Compiler
 
-FULL = object()  # in keys: the slice of everything
-MOST_TAPES = 10_000  # of a function: a few kB each
-#: What is taped: functions of the language without an effect other than what they return or store.
+FULL = object()  # in keys: the slice [:]
+MOST_TAPES = 10_000  # per function, a few kB each
+#: The functions that get tapes: language functions whose only effect is what they return or store.
 _NAMES = """
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__
     __rmod__ __neg__ __invert__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__ __rlshift__ __rshift__
@@ -31,16 +31,16 @@ _NAMES = """
     store sub to trans where
 """
 TAPED = frozenset(_NAMES.split())
-#: Of the builder's: what answers differently to the same question.
+#: Parts of the names of builder methods that may return different results for the same arguments.
 CHANGING = ("load", "store", "atomic", "program", "print", "assert", "assume", "barrier")
 
 
 class _Refused(Exception):
-    """Arguments that no tape can be found by."""
+    """Raised for arguments that cannot be part of a tape's key."""
 
 
 class _Data:
-    """Stands in for the array of a watched handle: its size follows from its type, the rest is its value."""
+    """Proxy of a watched handle's array. Its size follows from the type; any other attribute counts as a value read."""
 
     def __init__(self, handle: _Watched) -> None:
         self._handle = handle
@@ -59,7 +59,7 @@ class _Data:
 
 
 class _Watched:
-    """Stands in for a handle while a call is recorded."""
+    """Proxy of a handle while a call is recorded."""
 
     def __init__(self, real: Any, place: int, seen: list[str]) -> None:
         self.real, self.place, self.seen = real, place, seen
@@ -75,11 +75,11 @@ class _Watched:
 
 
 class _Recorder:
-    """Stands in for the builder while a call is recorded: passes on what it is asked and writes it down."""
+    """Proxy of the builder while a call is recorded: forwards each request and records it."""
 
     def __init__(self, builder: Any, handles: Sequence[Any]) -> None:
         self.builder = builder
-        self.seen: list[str] = []  # what was looked at: if anything, there is no tape
+        self.seen: list[str] = []  # what the function read from handles; unless it is empty, there is no tape
         self.watched = [_Watched(handle, place, self.seen) for place, handle in enumerate(handles)]
         self.requests: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
@@ -92,7 +92,7 @@ class _Recorder:
             real = method(*map(_real, arguments), **{name: _real(value) for name, value in named.items()})
             constant = not any(type(argument) is _Watched for argument in (*arguments, *named.values()))
             if constant and not any(word in name for word in CHANGING):
-                return real  # the same whenever this call is made again
+                return real  # the same at every call
             if named or any(isinstance(argument, (list, tuple)) and _holds_watched(argument) for argument in arguments):
                 self.seen.append(name)
             self.requests.append((method, arguments))
@@ -113,23 +113,23 @@ def _holds_watched(argument: Any) -> bool:
 
 
 class Tapes:
-    """Of one interpreter: makes functions of its language that play tapes."""
+    """Makes versions of one interpreter's language functions that replay tapes."""
 
     def __init__(self, semantic: Any, language: ModuleType, compiler: Compiler | None = None) -> None:
         self.semantic, self.tensor, self.compiler = semantic, language.core.tensor, compiler
         self.constexpr = language.core.constexpr
         self.types = (language.core.dtype, language.core.pointer_type, language.core.block_type)
-        self.known: dict[str, dict[Any, Any]] = {}  # the tapes of each function, None for a call that cannot have one
-        self.plain = False  # whether functions are called as they are: while one that calls others is recorded
+        self.known: dict[str, dict[Any, Any]] = {}  # the tapes of each function; None for a call that cannot have one
+        self.plain = False  # whether functions run without tapes, which they do while a call is recorded
 
     def taped(self, member: Callable[..., Any]) -> Callable[..., Any]:
-        """`member` of the language, with the interpreter for its semantic; from the second call on, its tape."""
+        """`member` with the interpreter's semantic. The first call with a key records a tape; later ones play it."""
         known: dict[tuple[Any, ...], Callable[..., Any] | None] = {}
         self.known[member.__qualname__] = known
         semantic, tensor = self.semantic, self.tensor
 
         def call(*arguments: Any, **named: Any) -> Any:
-            if len(arguments) == 2 and not named:  # an operator: most calls, and the same as below but for the time
+            if len(arguments) == 2 and not named:  # an operator, as most calls are: a faster path, otherwise as below
                 lhs, rhs = arguments
                 if type(lhs) is tensor and not self.plain:
                     kind = type(rhs)
@@ -170,14 +170,14 @@ class Tapes:
         return call
 
     def _add_key(self, argument: Any, key: list[Any], handles: list[Any]) -> None:
-        """What a tape depends on, of one argument. No two arguments have the same: types come before values."""
+        """Append to key what a tape depends on in one argument. Types precede values, so that keys are unambiguous."""
         kind = type(argument)
         if kind is self.tensor:
             key.append(argument.type.name)
             handles.append(argument.handle)
         elif kind is int or kind is bool or kind is str:
             key += (kind, argument)
-        elif kind is float:  # -0.0 equals 0.0, and NaN not itself
+        elif kind is float:  # -0.0 == 0.0 and NaN != NaN
             key += (kind, argument if argument and argument == argument else argument.hex())
         elif argument is None:
             key.append(None)
@@ -205,14 +205,14 @@ class Tapes:
     def _record(
         self, member: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any], handles: Sequence[Any]
     ) -> tuple[Any, Callable[..., Any] | None]:
-        """What `member` returns, and the tape that returns the same from handles of the same types; None if none."""
+        """The result of `member`, and its tape for handles of the same types, or None if it cannot have one."""
         recorder = _Recorder(self.semantic.builder, handles)
         watched = iter(recorder.watched[:])
 
         def stand_in(argument: Any) -> Any:
             return self._tensor(next(watched), vars(argument)) if type(argument) is self.tensor else argument
 
-        watching = [stand_in(argument) for argument in arguments]  # first: in the order of the handles
+        watching = [stand_in(argument) for argument in arguments]  # before `named`: the order of the handles
         named = {name: stand_in(value) for name, value in named.items()}
         self.plain, self.semantic.builder = True, recorder
         try:
@@ -235,7 +235,8 @@ class Tapes:
         return made
 
     def _tape(self, recorder: _Recorder, inputs: int, returned: Any) -> Callable[..., Any]:
-        """Plays on a line-up of values: the inputs, the constants, the answers as they come."""
+        """A function of handles that replays the requests. Its list of values starts with the inputs and the constants;
+        each request appends its result."""
         asked = [value for _, arguments in recorder.requests for value in arguments]
         asked += [] if returned is None else [returned.handle]
         constants = [_read_only(value) for value in asked if type(value) is not _Watched]
@@ -289,7 +290,7 @@ def _picker(places: list[int]) -> Callable[[list[Any]], Any]:
 
 
 def _read_only(constant: Any) -> Any:
-    """A constant's array is part of every tensor that is made of it."""
+    """Make a constant's array read-only: every tensor that is made from the constant shares the array."""
     data: Any = getattr(constant, "data", None)
     if hasattr(data, "flags"):
         data.flags.writeable = False

@@ -1,6 +1,6 @@
-"""KeyDiff under test against float64: scores of every key and which of them stay, for every kind of content.
+"""KeyDiff's functions under test against float64: the scores of all keys and the kept tokens, for all kinds of content.
 
-Its state over drawn traces: test_lockstep.py and test_keydiff_state.py.
+test_lockstep.py and test_keydiff_state.py test its state.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from kvtwin.conformance.cases.key_cases import ANCHORS, CONTENTS, SIMILARITIES, 
 from kvtwin.conformance.judge.checkers import keydiff as judge
 from kvtwin.conformance.judge.compare import assert_same
 
-# Squares of huge numbers overflow, and are then taken anew: numpy, on which the interpreter stands, warns of it.
+# Squares of huge numbers overflow and are then recomputed. numpy, which the interpreter uses, warns about the overflow.
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.filterwarnings("ignore:overflow encountered")]
 
 some = settings(max_examples=max(4, settings().max_examples // 3))
 few = settings(max_examples=max(3, settings().max_examples // 6))
 
 DECIDED = tuple(content for content in CONTENTS if content not in UNDECIDED)
-# Keys of which several must rank the same, so that the tie rule decides to the letter.
+# Contents with keys that must have equal ranks, so that the tie rule decides exactly.
 TIED = ("duplicates", "equal_keys", "zero_keys")
 OWN = {"anchor": ANCHORS[:1], "similarity": SIMILARITIES[:1]}
 OTHERS = [(anchor, similarity) for anchor in ANCHORS for similarity in SIMILARITIES][1:]
@@ -32,7 +32,7 @@ OTHERS = [(anchor, similarity) for anchor in ANCHORS for similarity in SIMILARIT
 @given(case=key_cases())
 @some
 def test_keydiff_scores_as_float64_would(case, twins):
-    """Any shape, dtype, layout, mask and content, poisoned free slots included."""
+    """For any shape, dtype, layout, mask and content, with poisoned free slots."""
     judge.assert_score_right(twins.optimized.keydiff.score(**case.score_inputs), case)
 
 
@@ -43,8 +43,8 @@ def test_keydiff_scores_pairwise_as_float64_would(case, twins):
 
 
 def and_one_to_decide(case: KeyCase) -> list[KeyCase]:
-    """Large caches in small types leave little to decide. With the case one of the same sizes that can be told: what a
-    test says of both is not vacuous, whatever is drawn."""
+    """The case, and a case of the same sizes with decisive choices. Large caches in low precision have few decisive
+    choices, so a test of the drawn case alone could be vacuous."""
     if case.content == "ordinary" and case.dtype == torch.float32:
         return [case]
     return [case, dataclasses.replace(case, content="ordinary", dtype=torch.float32, layout="contiguous")]
@@ -60,14 +60,14 @@ def test_keydiff_evicts_what_float64_would(case, twins):
 @given(case=key_cases(content=TIED, slots=(2, 40), occupancy=("none", "random")))
 @some
 def test_keydiff_breaks_ties_to_the_lowest_index(case, twins):
-    """Of equal keys the older goes."""
+    """The oldest of equal keys is evicted."""
     judge.assert_evict_right(twins.optimized.keydiff.evict(**case.inputs), case)
 
 
 @given(data=st.data())
 @some
 def test_keydiff_of_another_anchor_or_similarity(data, twins):
-    """Tables 2 and 3."""
+    """The anchors and similarities of tables 2 and 3."""
     anchor, similarity = data.draw(st.sampled_from(OTHERS))
     case = data.draw(key_cases(anchor=(anchor,), similarity=(similarity,), content=DECIDED))
     judge.assert_score_right(twins.optimized.keydiff.score(**case.score_inputs), case)
@@ -77,14 +77,14 @@ def test_keydiff_of_another_anchor_or_similarity(data, twins):
 @given(data=st.data())
 @few
 def test_keydiff_of_ranks_too_close_to_order(data, twins):
-    """Near-ties, and a vanishing anchor, against which every cosine is noise: still finite, in range, and a right
-    eviction; what else is there to decide (protection, padding) is decided."""
+    """Near-ties, and a vanishing anchor, for which every cosine is a rounding error. Scores must still be finite and
+    within their bounds, and protection and padding must be right."""
     case = data.draw(key_cases(content=UNDECIDED, **OWN))
     score = twins.optimized.keydiff.score(**case.score_inputs)
     assert bool(score[case.mask].isfinite().all())
     judge.assert_score_right(score, case)
     judge.assert_evict_right(twins.optimized.keydiff.evict(**case.inputs), case)
-    # At least as much again that can be decided, so that the test as a whole is not vacuous.
+    # At least as many decisive choices, so that the test as a whole is not vacuous.
     plain = data.draw(key_cases(content=("collinear",), slots=(30, 48), occupancy=("none",), **OWN))
     judge.assert_evict_right(twins.optimized.keydiff.evict(**plain.inputs), plain)
 
@@ -96,7 +96,7 @@ def test_keydiff_reads_beyond_two_to_the_31_elements(case, twins):
     judge.assert_evict_right(twins.optimized.keydiff.evict(**case.inputs), case)
 
 
-# What must not matter ------------------------------------------------------------------------------------------------
+# Invariance ----------------------------------------------------------------------------------------------------------
 
 
 def rebuilt(case: KeyCase, change) -> KeyCase:
@@ -126,9 +126,10 @@ UNTIED = ("ordinary", "collinear", "outliers", "sizes")
 )
 @few
 def test_keydiff_does_not_care_where_tokens_sit(case, seed, twins, device):
-    """Slots permuted: right by the same truth, and the same tokens stay where one answer only is right."""
+    """With permuted slots, the result is right by the same truth. Where only one answer is right, the same tokens are
+    kept."""
     generator = torch.Generator(device).manual_seed(seed)
-    # The recent tokens stay the last ones.
+    # The recent tokens must remain the last ones.
     old = case.slots - min(case.recent, case.slots)
     order = torch.cat([
         torch.randperm(old, generator=generator, device=device), torch.arange(old, case.slots, device=device)
@@ -139,7 +140,7 @@ def test_keydiff_does_not_care_where_tokens_sit(case, seed, twins, device):
     verdict = judge.assert_evict_right(moved, permuted)
     expected = stays(plain.kept, case.slots)[..., order]
     sealed = verdict.decisive | ~verdict.scored
-    assert_same(stays(moved.kept, case.slots), expected, where=sealed[..., None], what="tokens that stay")
+    assert_same(stays(moved.kept, case.slots), expected, where=sealed[..., None], what="kept tokens")
 
 
 @given(case=key_cases(content=UNTIED), shift=st.integers(1, 3))
@@ -158,7 +159,7 @@ def test_keydiff_does_not_care_which_head_is_which(case, shift, twins):
 @given(case=key_cases(content=UNTIED), extra=st.integers(1, 20))
 @few
 def test_keydiff_ignores_extra_padding_slots(case, extra, twins):
-    """Free slots appended, NaN in them: the same tokens stay."""
+    """With free slots appended that contain NaN, the same tokens are kept."""
     def pad(tensor, mask):
         if mask:
             return torch.cat((tensor, tensor.new_zeros((*tensor.shape[:-1], extra))), -1)
@@ -177,7 +178,8 @@ def test_keydiff_ignores_extra_padding_slots(case, extra, twins):
 @given(case=key_cases(content=UNTIED), row=st.integers(0, 2))
 @few
 def test_keydiff_evicts_of_a_row_alone_as_in_a_batch(case, row, twins):
-    """Another batch size may split the work otherwise: right by the same bounds, equal where decisive."""
+    """Another batch size may split the work differently. The result is within the same bounds, and equal where the
+    choice is decisive."""
     row %= case.batch
     for one in and_one_to_decide(case):
         alone = rebuilt(one, lambda tensor, mask: tensor[row:row + 1])
@@ -191,13 +193,13 @@ def test_keydiff_evicts_of_a_row_alone_as_in_a_batch(case, row, twins):
 
 
 def collinear(device, slots: int, head_dim: int) -> torch.Tensor:
-    """Keys of cosines around 0.99, bfloat16, as the paper finds them in models: [1, 1, S, D]."""
+    """bfloat16 keys [1, 1, S, D] with cosines around 0.99, as the paper reports for models."""
     generator = torch.Generator(device).manual_seed(7)
     return fill("collinear", generator, (1, 1, slots, head_dim), torch.bfloat16)
 
 
 def test_keydiff_orders_nearly_collinear_keys(twins, device):
-    """2048 keys that nearly agree: float32 orders nearly all of them as float64 does, whatever the budget."""
+    """2048 keys with nearly equal directions. For any budget, float32 orders nearly all of them as float64 does."""
     key = collinear(device, 2048, 64)
     module = twins.optimized.keydiff
     for budget in (512, 2000) if device.type == "cuda" else (512,):
@@ -208,11 +210,12 @@ def test_keydiff_orders_nearly_collinear_keys(twins, device):
     judge.assert_score_right(score, case)
     assert len(score.unique()) > 1800
     low, high = judge.rank_interval(case)
-    assert float((high - low).max()) < 0.01 * float(high.max() - low.min()), "bounds that order them"
+    assert float((high - low).max()) < 0.01 * float(high.max() - low.min()), "the bounds must order the keys"
 
 
 def test_keydiff_finds_the_direction_of_a_median_that_is_far_smaller_than_the_largest_key(twins, device):
-    """One key of 2^100, the others about 2^-60: the median divided by the largest key would vanish in float32."""
+    """One key of 2^100 and others of about 2^-60. The median, divided by the largest key, would underflow in
+    float32."""
     key = torch.randn(1, 1, 21, 64, generator=torch.Generator().manual_seed(3)) * 2.0**-60
     key[:, :, 5] = torch.randn(64, generator=torch.Generator().manual_seed(4)) * 2.0**100
     case = KeyCase.of(key.to(device), budget=7, anchor="median")
@@ -225,7 +228,7 @@ def test_keydiff_finds_the_direction_of_a_median_that_is_far_smaller_than_the_la
 @pytest.mark.parametrize("anchor", ANCHORS)
 @pytest.mark.parametrize("exponent", (-60, -100, -130))
 def test_keydiff_scores_against_an_anchor_that_nearly_vanishes(anchor, exponent, twins, device):
-    """The largest channel cancels, or is zero in the median; the others are 2^exponent of it."""
+    """The largest channel cancels in the mean and is zero in the median. The others are 2^exponent times smaller."""
     key = torch.zeros(1, 1, 3, 16)
     key[0, 0, :, 0] = torch.tensor((1.0, 0.0, -1.0))
     key[..., 1] = 2.0**exponent
@@ -236,8 +239,8 @@ def test_keydiff_scores_against_an_anchor_that_nearly_vanishes(anchor, exponent,
 
 
 def test_scores_of_nearly_collinear_keys_in_bfloat16_say_nothing(device):
-    """Why keys are not scored in their own type: of 2048 scores a handful differ, and the top quarter is nearly that
-    of chance."""
+    """The reason why keys are not scored in their own type: 2048 scores have at most 8 distinct values, and less than
+    half of the top quarter is right."""
     key = collinear(device, 2048, 64)
     case = KeyCase.of(key, budget=512)
     unit = torch.nn.functional.normalize(key, dim=-1)

@@ -1,10 +1,11 @@
 """The geometry of appendix C: lemma C.2, theorem C.3 and the remark after it (claims KD-12, KD-13).
 
-Exact (see claim_geometry): a = cos(mean key, q), b = cos(k*, q) and c = cos(mean key, k*) of rational unit vectors. A
-test named ..._rejects_... shows that a slightly changed statement fails, so that the test beside it is not empty.
+Arithmetic is exact (see claim_geometry): a = cos(mean key, q), b = cos(k*, q), c = cos(mean key, k*) of rational unit
+vectors. A test named ..._rejects_... shows that a slightly changed statement fails, so the claim's own test is not
+empty.
 
-Proof of KD-12c. The parts of the two keys orthogonal to q have lengths sqrt(1 - a^2) and sqrt(1 - b^2), and the product
-c - a b: Cauchy and Schwarz, with equality where these parts are collinear.
+Proof of KD-12c. The components of the two keys orthogonal to q have lengths sqrt(1 - a^2) and sqrt(1 - b^2), and their
+dot product is c - a b. The claim is the Cauchy-Schwarz inequality, with equality if the components are collinear.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def printed_bound(a: Fraction, b: Fraction) -> Fraction:
 
 
 def reflection(normal: Vector) -> list[Vector]:
-    """An orthonormal basis: the unit vectors, mirrored."""
+    """An orthonormal basis: the unit vectors, reflected."""
     dim = len(normal)
     axes = [tuple(Fraction(int(i == j)) for j in range(dim)) for i in range(dim)]
     return [minus(axis, scaled(2 * dot(axis, normal) / square(normal), normal)) for axis in axes]
@@ -90,7 +91,7 @@ def test_theorem_rejects_99_percent_where_the_cosines_are_opposite():
 
 
 def within(a: Fraction, b: Fraction, c: Fraction, factor: Fraction = ONE) -> bool:
-    """|c - a b| <= factor sqrt(1 - a^2) sqrt(1 - b^2), compared squared."""
+    """Whether |c - a b| <= factor sqrt(1 - a^2) sqrt(1 - b^2), in squares."""
     return (c - a * b) ** 2 <= factor**2 * (1 - a * a) * (1 - b * b)
 
 
@@ -98,8 +99,8 @@ def within(a: Fraction, b: Fraction, c: Fraction, factor: Fraction = ONE) -> boo
 @many
 @given(triple=triples())
 def test_cosine_lies_within_the_spherical_bound(triple):
-    """Which is never above theorem C.3's, and lower by 1/2 at most: by (p + q) / 2 - sqrt(p q), p = 1 - a^2, q = 1 -
-    b^2, and p + q - 1 <= p q for p and q up to 1."""
+    """This bound is at most that of theorem C.3, and lower by at most 1/2. With p = 1 - a^2 and q = 1 - b^2, it is
+    lower by (p + q) / 2 - sqrt(p q), and p + q - 1 <= p q for p and q up to 1."""
     a, b, c = cosines(*triple)
     assert within(a, b, c)
     p, q = 1 - a * a, 1 - b * b
@@ -107,7 +108,7 @@ def test_cosine_lies_within_the_spherical_bound(triple):
     assert ((p + q) / 2) ** 2 >= p * q
     assert p + q <= 1 or ((p + q - 1) / 2) ** 2 <= p * q
     if len(triple[0]) == 2:
-        assert (c - a * b) ** 2 == p * q                                               # the plane has no other way
+        assert (c - a * b) ** 2 == p * q                                               # always attained in the plane
 
 
 @pytest.mark.claim("KD-12c")
@@ -122,8 +123,8 @@ def test_spherical_bound_rejects_99_percent_in_the_plane():
 @many
 @given(triple=triples())
 def test_cosine_is_negative_outside_of_the_circle(triple):
-    """a < 0 < b: the spherical bound is negative iff a^2 + b^2 > 1. Theorem C.3's is iff b - a > sqrt 2, which implies
-    that."""
+    """For a < 0 < b, the spherical bound is negative iff a^2 + b^2 > 1. The bound of theorem C.3 is negative iff b - a
+    > sqrt 2, which implies a^2 + b^2 > 1."""
     q, average, key = triple
     average = scaled(ONE if dot(average, q) <= 0 else -ONE, average)
     key = scaled(ONE if dot(key, q) >= 0 else -ONE, key)
@@ -141,7 +142,7 @@ def test_negative_cosine_rejects_the_circle_itself_and_says_more_than_the_theore
     a, b, c = cosines(Q, unit((-39, 52)), unit((52, 39)))
     assert a * a + b * b == 1
     assert c == 0                                                                      # not negative
-    # Share of the square -a, b in (0, 1): 1 - pi / 4 = .215 against (2 - sqrt 2)^2 / 2 = .172, by counting cells.
+    # Shares of the square -a, b in (0, 1), by counting cells: 1 - pi / 4 = .215 and (2 - sqrt 2)^2 / 2 = .172.
     side = 400
     cells = [(i, j) for i in range(side) for j in range(side)]
     circle_at_least = sum(i * i + j * j > side**2 for i, j in cells) / side**2
@@ -151,8 +152,8 @@ def test_negative_cosine_rejects_the_circle_itself_and_says_more_than_the_theore
 
 
 def spread(first: Vector, second: Vector, *, literal: bool) -> Fraction:
-    """The line of the proof after Young's inequality, in the basis of the unit vectors, with q the first of them: half
-    the sum of a_i^2 + b_i^2 over the others, or of a_q^2 + b_q^2, as it is printed."""
+    """The line of the proof after Young's inequality, in the basis of the unit vectors, of which q is the first: a b
+    plus half the sum of a_i^2 + b_i^2 over the others, or, as printed (literal), of a_q^2 + b_q^2."""
     a, b = first[0], second[0]
     terms = [(a, b)] * (len(first) - 1) if literal else list(zip(first[1:], second[1:], strict=True))
     return a * b + sum((x * x + y * y for x, y in terms), Fraction(0)) / 2
@@ -163,7 +164,7 @@ def test_printed_proof_has_a_wrong_index():
     third = Fraction(1, 3)
     average, key = vector(-third, 2 * third, 2 * third), vector(third, 2 * third, 2 * third)
     assert dot(average, key) == Fraction(7, 9) > spread(average, key, literal=True) == Fraction(1, 9)
-    assert dot(average, key) == spread(average, key, literal=False)                    # with the right one it is sharp
+    assert dot(average, key) == spread(average, key, literal=False)                   # with the right index it is sharp
 
 
 @pytest.mark.claim("KD-12f")
@@ -191,7 +192,7 @@ positive = st.fractions(0, 1).filter(bool)
 @pytest.mark.claim("KD-13a")
 @given(b=positive)
 def test_bound_does_not_go_to_minus_one_half(b):
-    """At a = -1 it is 1/2 - b - b^2 / 2: -1/2 where b^2 + 2b = 2, which is b = sqrt 3 - 1, and no other b."""
+    """At a = -1 it is 1/2 - b - b^2 / 2. This is -1/2 only if b^2 + 2b = 2, which is b = sqrt 3 - 1."""
     limit = printed_bound(-ONE, b)
     assert limit == HALF - b - b * b / 2
     assert limit != -HALF
@@ -224,7 +225,7 @@ def test_bound_rejects_cosines_above_the_keys_and_99_percent_of_one():
 @many
 @given(triple=triples())
 def test_cosine_goes_to_the_opposite_of_the_keys(triple):
-    """a = -1: the mean key is -q, and c = -b, which the bound is above by (1 - b^2) / 2."""
+    """With a = -1, the mean key is -q and c = -b. The bound is larger by (1 - b^2) / 2."""
     q, _, key = triple
     a, b, c = cosines(q, scaled(-ONE, q), key)
     assert (a, c) == (-1, -b)
@@ -246,7 +247,7 @@ def test_smaller_cosine_of_the_mean_with_the_query_does_not_mean_a_smaller_one_w
     assert 0 > a > smaller_a
     assert b == same_b > 0
     assert c == -1 < larger_c == 0
-    # By much, as .2: cos = .749 at a = -.5 is possible, and cos = -.995 at a = -.1.
+    # The difference can be large. With b = .2, cos = .749 is possible at a = -.5, and cos = -.995 at a = -.1.
     b = Fraction(1, 5)
     assert within(-HALF, b, Fraction(748, 1000))
     assert within(Fraction(-1, 10), b, Fraction(-994, 1000))
@@ -262,7 +263,8 @@ def upper_half(point: Fraction) -> Vector:
 @many
 @given(points=st.tuples(*[st.fractions(-9, 9, max_denominator=99)] * 3))
 def test_largest_possible_cosine_falls_with_the_cosine_of_the_mean(points):
-    """In the upper half of the plane c is a b + sqrt(1 - a^2) sqrt(1 - b^2), the largest for a and b (KD-12c)."""
+    """In the upper half of the plane, c is a b + sqrt(1 - a^2) sqrt(1 - b^2), the largest value for a and b
+    (KD-12c)."""
     low, high, key = sorted(map(upper_half, points))
     assert dot(low, key) - low[0] * key[0] == low[1] * key[1] >= 0
     assert dot(low, key) <= dot(high, key)
@@ -271,7 +273,7 @@ def test_largest_possible_cosine_falls_with_the_cosine_of_the_mean(points):
 
 @pytest.mark.claim("KD-13e")
 def test_largest_cosine_rejects_the_smallest_one():
-    """a b - sqrt(1 - a^2) sqrt(1 - b^2), of keys in the lower half, falls to -1 at a = -b and rises again."""
+    """The smallest cosine, a b - sqrt(1 - a^2) sqrt(1 - b^2), falls to -1 at a = -b and then rises."""
     key = unit((25, 60))
     means = [unit((-60, -25)), unit((-25, -60)), unit((-16, -63))]
     assert [dot(m, key) for m in means] != sorted(dot(m, key) for m in means)
@@ -280,18 +282,19 @@ def test_largest_cosine_rejects_the_smallest_one():
 
 @pytest.mark.claim("KD-13f")
 def test_key_further_from_the_mean_need_not_be_nearer_to_the_query():
-    """Two keys of one length: the first is opposite to the mean, the second orthogonal to it and heavier."""
+    """Two keys of one length. The first is opposite to the mean. The second is orthogonal to it, but has more
+    weight."""
     average, far, near = unit((-39, 52)), unit((39, -52)), unit((52, 39))
     assert dot(average, far) == -1 < dot(average, near) == 0
     assert dot(far, Q) == Fraction(3, 5) < dot(near, Q) == Fraction(4, 5)
-    assert dot(unit((-65, 0)), far) > dot(unit((-65, 0)), near)                        # mean opposite to q: agreed
+    assert dot(unit((-65, 0)), far) > dot(unit((-65, 0)), near)                      # true if the mean is opposite to q
 
 
 @pytest.mark.claim("KD-13g")
 @many
 @given(triple=triples())
 def test_cosine_with_the_mean_bounds_the_one_with_the_query_on_both_sides(triple):
-    """|b - a c| <= sqrt(1 - a^2) sqrt(1 - c^2): at a = -1, b = -c."""
+    """|b - a c| <= sqrt(1 - a^2) sqrt(1 - c^2). At a = -1, b = -c."""
     q, average, key = triple
     a, b, c = cosines(q, average, key)
     assert within(a, c, b)

@@ -1,17 +1,18 @@
-"""Attention weight and alignment: theorem C.1, its proof, and what is concluded from it (claims KD-10, KD-11, KD-15).
+"""Attention weight and alignment: theorem C.1, its proof, and the conclusions from it (claims KD-10, KD-11, KD-15).
 
-Symbols: w the weight of k*, beside n other keys; R = sqrt(M), which the lengths of all keys stay below; ||q|| = 1. With
-g = logit(w) + log n = k*.q - log mean exp(k_i.q), which any number in +-2R can be, the left side of theorem C.1 is
-log(1 + (e^g - 1) / (n + 1)) / (2M) - 1, and nothing cancels. Since k_i.q can be any number in +-R, keys are given here
-by their products with q, k* by its length and its cosine. A test named ..._rejects_... shows that a slightly changed
-statement fails, so that the test beside it is not empty.
+Symbols: w is the weight of k* among n other keys; R = sqrt(M) is larger than the lengths of all keys; ||q|| = 1. Let
+g = logit(w) + log n = k*.q - log mean exp(k_i.q), which can be any number in +-2R. Then the left side of theorem C.1 is
+log(1 + (e^g - 1) / (n + 1)) / (2M) - 1, which has no cancellation. Since k_i.q can be any number in +-R, keys are given
+by their dot products with q, and k* by its length and cosine. A test named ..._rejects_... shows that a slightly
+changed statement fails, so the claim's own test is not empty.
 
-Proof of KD-10c. With t = 1 + cos and k_i.q >= -R, g <= R t, if cos >= 0; if k* is the longest key, with its length in
-the place of R. (e^g + n) / (n + 1) falls with n, so the left side is at most L(t) / (2M) - 1, L(t) = log((e^(R t) + 1)
-/ 2); L is convex and L(0) = 0, so L(t) / t is largest at t = 2. The theorem then says L(2) <= 4M, which is R + log cosh
-R <= 4 R^2: false below one root, true above, as the difference is convex and 0 at 0.
+Proof of KD-10c. Let t = 1 + cos. As k_i.q >= -R, g <= R t if cos >= 0. If k* is the longest key, the same holds with
+its length instead of R. (e^g + n) / (n + 1) falls with n, so the left side is at most L(t) / (2M) - 1, where L(t) =
+log((e^(R t) + 1) / 2). L is convex and L(0) = 0, so L(t) / t is largest at t = 2. The theorem then says L(2) <= 4M,
+which is R + log cosh R <= 4 R^2. This is false below one root and true above it, as the difference is convex and 0 at
+0.
 
-Proof of KD-10d. mean exp(k_i.q) >= e^-R, so g <= k*.q + R; and k*.q <= R cos where it is not negative.
+Proof of KD-10d. mean exp(k_i.q) >= e^-R, so g <= k*.q + R. And k*.q <= R cos if it is not negative.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from kvtwin.conformance.judge.claim_math import dot, many, masses, scaled, vecto
 
 U = 2.0**-53
 ONE = Fraction(1)
-plenty = settings(max_examples=10 * settings().max_examples)                           # a few floats each
+plenty = settings(max_examples=10 * settings().max_examples)                           # cheap: a few floats each
 THRESHOLD = 0.0814                                                                     # the root of KD-10c, rounded up
 
 
 def excess(product: float, others: list[float]) -> float:
-    """g, from k*.q and the k_i.q."""
+    """g, computed from k*.q and the k_i.q."""
     highest = max(others)
     powers = [math.exp(x - highest) for x in others]
     return product - (highest + math.log(sum(powers) / len(powers)))
@@ -53,23 +54,24 @@ counts = st.integers(1, 50)
 @pytest.mark.claim("KD-10a")
 @given(mass=masses, others=st.lists(masses, min_size=1, max_size=6))
 def test_printed_bound_in_exact_arithmetic(mass, others):
-    """(log(n / (n + 1)) - log(1 - w)) / (2M) - 1 > -1 where w > 1 / (n + 1), where e^g > 1: for masses exp(k.q)."""
+    """(log(n / (n + 1)) - log(1 - w)) / (2M) - 1 > -1 iff w > 1 / (n + 1) iff e^g > 1. `ratio` is e^g."""
     n, weight = len(others), mass / (mass + sum(others))
     ratio = mass * n / sum(others)
-    assert Fraction(n, n + 1) / (1 - weight) == 1 + (ratio - 1) / (n + 1)              # as printed_bound has it
+    assert Fraction(n, n + 1) / (1 - weight) == 1 + (ratio - 1) / (n + 1)              # as in printed_bound
     assert (weight > Fraction(1, n + 1)) is (ratio > 1)
 
 
 @pytest.mark.claim("KD-10a")
 @given(bound=bounds, n=counts)
 def test_theorem_fails_for_every_bound_and_any_number_of_keys(bound, n):
-    """k* = -y/2 q and k_i = -y q, y < R: k* points away from q (cos = -1), yet has more than its share of weight."""
+    """k* = -y/2 q and k_i = -y q with y < R. k* is opposite to q (cos = -1), but has more than 1 / (n + 1) of the
+    weight."""
     longest = bound / (bound + 1)
     assert longest**2 < bound
     g = -longest / 2 - (-longest)
     assert g > 0
     assert printed_bound(float(g), n, float(bound)) > -1
-    # With k* the longer one it has less than its share, and the theorem is right.
+    # If k* is the longer one, it has less than that, and the theorem is right.
     assert printed_bound(float(-g), n, float(bound)) < -1
 
 
@@ -82,7 +84,8 @@ def test_theorem_fails_by_much():
 
 @pytest.mark.claim("KD-10b")
 def test_theorem_needs_the_length_of_the_query():
-    """k* = .9 q^ and k_1 = -.9 q^, M = 1, cos = 1: right for ||q|| = 1, wrong for 10, right with M = ||q||^2 again."""
+    """k* = .9 q^ and k_1 = -.9 q^ with M = 1 and cos = 1. The theorem is right for ||q|| = 1, wrong for ||q|| = 10, and
+    right again for M = ||q||^2."""
     for length, bound, right in [(1, 1, True), (10, 1, False), (10, 100, True)]:
         g = excess(0.9 * length, [-0.9 * length])
         assert (printed_bound(g, 1, bound) <= 1) is right
@@ -91,18 +94,19 @@ def test_theorem_needs_the_length_of_the_query():
 @pytest.mark.claim("KD-10b")
 @given(length=st.floats(0.1, 10), g=st.floats(0, 1), n=counts)
 def test_theorem_with_the_query_in_the_bound_rejects_the_bound_of_the_keys(length, g, n):
-    """cos = 1, keys up to length R: g <= 2 R ||q||. (R ||q||)^2 takes the place of M, no M of the keys alone does."""
+    """With cos = 1 and keys up to length R, g <= 2 R ||q||. So M must be (R ||q||)^2; no M of the keys alone
+    suffices."""
     keys = math.sqrt(THRESHOLD) / min(length, 1)
     reach = 2 * keys * length * g
     assert printed_bound(reach, n, (keys * length) ** 2) <= 1
     assert not printed_bound(2 * keys * 10, 1, keys**2) <= 1
 
 
-shares = st.just(-1.0) | st.floats(-1, 1)                                              # of a length, along q
+shares = st.just(-1.0) | st.floats(-1, 1)                                              # k.q as a share of the length
 
 
 def difference(bound: float) -> float:
-    """4 R^2 - R - log cosh R: not negative where theorem C.1 is right for cos >= 0."""
+    """4 R^2 - R - log cosh R. It is not negative iff theorem C.1 is right for cos >= 0."""
     length = math.sqrt(bound)
     return 4 * bound - length - math.log(math.cosh(length))
 
@@ -122,8 +126,8 @@ def test_threshold_lies_at_00813():
     share=st.lists(shares, min_size=1, max_size=4),
 )
 def test_theorem_holds_above_the_threshold_for_cosines_that_are_not_negative(bound, cosine, length, share):
-    """Or for any cosine, where k* is the longest key. At THRESHOLD the two sides differ by 4e-4 (1 + cos) at least, and
-    cosines are multiples of 1/1000: far above rounding (1e-13)."""
+    """Or for any cosine, if k* is the longest key. At THRESHOLD the two sides differ by at least 4e-4 (1 + cos), and
+    cosines are multiples of 1/1000, so the difference is far above rounding errors (1e-13)."""
     longest, cosine = math.sqrt(bound), cosine / 1000
     own = longest * length
     reach = longest if cosine >= 0 else own
@@ -133,20 +137,20 @@ def test_theorem_holds_above_the_threshold_for_cosines_that_are_not_negative(bou
 @pytest.mark.claim("KD-10c")
 @pytest.mark.parametrize("bound", [0.0813, 0.05, 1e-3, 1e-6])
 def test_theorem_rejects_any_bound_below_the_threshold(bound):
-    """k* = R q and k_1 = -R q, a millionth less than R: cos = 1, and the left side is more."""
+    """k* = R q and k_1 = -R q, with lengths a millionth below R. cos = 1, and the left side is larger."""
     length = math.sqrt(bound) * (1 - 1e-6)
     assert printed_bound(2 * length, 1, bound) > 1
     assert not printed_bound(2 * length, 1, THRESHOLD) > 1
-    # And from there on a negative cosine beside a longer key: k* of length .1, k_1 = -.9 q, M = 1.
+    # Above the threshold, it rejects a negative cosine with a longer other key: k* of length .1, k_1 = -.9 q, M = 1.
     assert printed_bound(excess(-0.9 * 0.1, [-0.9]), 1, 1.0) > -0.9
 
 
 def corrected_holds(length: float, cosine: float, others: list[float], longest: float, more: float = 0) -> bool:
-    """k*.q >= g - R, and cos >= g / R - 1 + more where g >= R; R = longest.
+    """Whether k*.q >= g - R, and cos >= g / R - 1 + more if g >= R, where R = longest.
 
-    Slack: x_i - max is off by 2R u, so exp by (2R + 2) u, relatively, the mean by n u more, its logarithm by these and
-    2 log n u <= n u; then come a product and sums of up to R, R, 2R and 3R: (9 R + 2n + 2) u. A quotient of up to 2 and
-    a difference of up to 1 add 3 u to the second.
+    Slack: the error of x_i - max is 2R u, so the relative error of exp is (2R + 2) u. The mean adds n u, and its
+    logarithm 2 log n u <= n u. A product and sums of up to R, R, 2R and 3R follow: (9 R + 2n + 2) u in all. A quotient
+    of up to 2 and a difference of up to 1 add 3 u to the second inequality.
     """
     slack = (9 * longest + 2 * len(others) + 2) * U
     product = length * cosine
@@ -167,12 +171,13 @@ def test_weight_bounds_the_product_and_the_cosine(data, longest, cosine, n):
 @pytest.mark.claim("KD-10d")
 @given(longest=st.floats(0.01, 30), cosine=st.floats(0.01, 1), n=st.integers(1, 6))
 def test_weight_rejects_99_percent_of_the_longest_and_a_larger_cosine(longest, cosine, n):
-    """All k_i = -R q and ||k*|| = R: equality in both, so less than R fails, and so does a cosine of 1/1000 more."""
+    """With all k_i = -R q and ||k*|| = R, both are equalities. So a smaller R fails, and so does a cosine larger by
+    1/1000."""
     others = [-longest] * n
     assert corrected_holds(longest, cosine, others, longest)
     assert not corrected_holds(longest, cosine, others, 0.99 * longest)
     assert not corrected_holds(longest, cosine, others, longest, more=0.001)
-    # Where g < R, the cosine may be -1: k* = -e q, k_i = -(g + e) q.
+    # If g < R, the cosine may be -1: k* = -e q, k_i = -(g + e) q.
     small = longest / 1000
     assert excess(-small, [-longest] * n) > 0.99 * longest                             # for g up to R
 
@@ -180,7 +185,7 @@ def test_weight_rejects_99_percent_of_the_longest_and_a_larger_cosine(longest, c
 @pytest.mark.claim("KD-10e")
 @given(bound=st.fractions(1, 100), share=st.fractions(-1, 1))
 def test_products_stay_below_the_bound_from_one_on(bound, share):
-    """|k.q| <= ||k|| < R <= M, compared squared: k = share * R q."""
+    """|k.q| <= ||k|| < R <= M, in squares, for k = share * R q."""
     assert share**2 * bound <= bound**2
 
 
@@ -209,22 +214,22 @@ def test_product_rejects_a_negative_cosine_and_a_bound_below_one():
 
 @pytest.mark.claim("KD-11a")
 def test_heavy_key_may_be_orthogonal_to_the_query():
-    """R = 15, 1000 keys k_i = -R q and k* = R r with r.q = 0: 99.97 % of the weight, cosine 0."""
+    """R = 15, 1000 keys k_i = -R q, and k* = R r with r.q = 0. k* has 99.97 % of the weight and cosine 0."""
     n, longest = 1000, 15.0
     weight = 1 / (1 + n * math.exp(-longest))
     assert weight > 0.999
     assert excess(0.0, [-longest] * 5) == longest
-    assert printed_bound(longest, n, longest**2) < -0.97                               # what the theorem has to say
-    assert -0.24 < (math.log(0.99 / 0.01) + math.log(n)) / longest - 1 < -0.23         # and KD-10d, for w = .99
-    # Shorter keys do force it: the same weight with R = 6 needs a cosine above .9.
+    assert printed_bound(longest, n, longest**2) < -0.97                               # the bound of the theorem
+    assert -0.24 < (math.log(0.99 / 0.01) + math.log(n)) / longest - 1 < -0.23         # and of KD-10d, for w = .99
+    # With shorter keys, collinearity is forced: the same weight with R = 6 needs a cosine above .9.
     assert (math.log(0.99 / 0.01) + math.log(n)) / 6 - 1 > 0.9
 
 
 @pytest.mark.claim("KD-11b")
 @given(longest=st.floats(0.01, 300), share=st.floats(-1, 1), n=counts)
 def test_printed_bound_is_not_positive_from_a_bound_of_one_on(longest, share, n):
-    """g <= 2R, and log((e^g + n) / (n + 1)) is below g by the smaller of g / 4 and 1/2 at least: the left side is below
-    1 / R - 1 by more than 1e-6, far above rounding."""
+    """g <= 2R, and log((e^g + n) / (n + 1)) is below g by at least the smaller of g / 4 and 1/2. So the left side is
+    below 1 / R - 1 by more than 1e-6, which is far above rounding errors."""
     left = printed_bound(2 * longest * share, n, longest**2)
     assert left < 1 / longest - 1
     assert left < 0 or longest < 1
@@ -239,8 +244,8 @@ def test_printed_bound_rejects_99_percent_of_its_limit_and_a_bound_below_one():
 @pytest.mark.claim("KD-11c")
 @given(longest=st.fractions(Fraction(1, 10), 30), share=st.fractions(0, 1), wanted=st.fractions(-1, 1))
 def test_cosine_is_forced_up_to_where_the_weight_reaches(longest, share, wanted):
-    """Any g up to 2R comes from k_i = -R q and a k* of length R with cos = g / R - 1. By KD-10d this is the smallest
-    cosine for that g; so a cosine of c is forced where g >= R (1 + c), and nowhere else."""
+    """k_i = -R q and a k* of length R with cos = g / R - 1 have any given g up to 2R. By KD-10d this is the smallest
+    cosine for that g. So a cosine of c is forced if and only if g >= R (1 + c)."""
     g = 2 * longest * share
     cosine = g / longest - 1
     assert -1 <= cosine <= 1
@@ -260,7 +265,8 @@ def test_forced_cosine_rejects_a_thousandth_more():
 @pytest.mark.claim("KD-15a")
 @given(keys=direction_sets())
 def test_opposite_queries_rank_the_same_keys_in_opposite_order(keys):
-    """One query's heaviest key is the other's lightest: nothing that depends on keys alone ranks as both do."""
+    """The key with the largest weight for one query has the smallest for the other. So no ranking that depends on keys
+    only agrees with both."""
     assume(any(mean(keys)))
     query = scaled(-ONE, mean(keys))
     logits = [dot(query, key) for key in keys]
@@ -276,7 +282,7 @@ def test_opposite_queries_rank_the_same_keys_in_opposite_order(keys):
 @many
 @given(keys=direction_sets(), factor=st.fractions(0, 100).filter(bool), length=st.fractions(0, 100).filter(bool))
 def test_keydiff_ranks_by_attention_of_a_query_opposite_to_the_anchor(keys, factor, length):
-    """q = -c mu, keys of one length: the logits are -c ||k|| mu . k^_i."""
+    """For q = -c mu and keys of one length, the logits are -c ||k|| mu . k^_i."""
     logits = [dot(scaled(-factor, mean(keys)), scaled(length, key)) for key in keys]
     for budget in range(1, len(keys) + 1):
         assert smallest([-x for x in logits], budget) == kept(keys, budget)
@@ -289,7 +295,7 @@ def test_ranking_by_attention_rejects_another_query_and_keys_of_several_lengths(
     assert smallest([-dot(query, key) for key in keys], 1) == kept(keys, 1)
     for other in (mean(keys), vector(1, 0)):
         assert smallest([-dot(other, key) for key in keys], 1) != kept(keys, 1)
-    apart = [vector(-1, 0), unit((-39, 52)), *[vector(1, 0)] * 3]                      # logits of both are positive
+    apart = [vector(-1, 0), unit((-39, 52)), *[vector(1, 0)] * 3]                      # both have positive logits
     query = scaled(-ONE, mean(apart))
     lengths = [1, 10, 1, 1, 1]
     logits = [dot(query, scaled(Fraction(x), key)) for x, key in zip(lengths, apart, strict=True)]

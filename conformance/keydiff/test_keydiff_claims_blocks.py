@@ -1,8 +1,7 @@
-"""The cache from block to block: what is held, what is attended to, how much memory (claims KD-6, KD-7).
+"""The cache from block to block: the tokens that it holds and attends to, and its memory (claims KD-6, KD-7).
 
-Counts are exact: tokens by the slots that hold them, what a query attends to by its output, since token t has the t-th
-unit vector as its value. A test named ..._rejects_... shows that a slightly changed statement fails, so that the test
-beside it is not empty.
+Counts are exact. The value of token t is the t-th unit vector, so an output shows the tokens that its query attends to.
+A test named ..._rejects_... shows that a slightly changed statement fails, so the claim's own test is not empty.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ def empty_state(keydiff, device, budget: int, block_size: int):
 
 
 def tokens(count: int, device, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """query, key, value [1, 1, T, D]: random keys, queries that attend to all alike, and the t-th unit vector."""
+    """query, key, value [1, 1, T, D]: zero queries, which attend to all tokens equally, random keys, and unit vectors
+    as values."""
     key = torch.randn(1, 1, count, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device)
     return torch.zeros_like(key), key, torch.eye(DIM, dtype=key.dtype, device=device)[None, None, :count]
 
@@ -47,12 +47,12 @@ def alive(state) -> list[int]:
 
 
 def blocks(total: int, size: int) -> list[list[int]]:
-    """X_0 to X_{m-1} of section 2.4, m = ceil(T / B); the last one ends with the prompt."""
+    """X_0 to X_{m-1} of section 2.4, with m = ceil(T / B). The last one ends with the prompt."""
     return [list(range(i * size, min(total, (i + 1) * size))) for i in range(-(-total // size))]
 
 
 def most_held(total: int, budget: int, size: int) -> int:
-    """Tokens in memory while the fullest block is attended to."""
+    """The largest number of tokens in memory during attention over a block."""
     return max(min(budget, block[0]) + len(block) for block in blocks(total, size))
 
 
@@ -72,7 +72,7 @@ def test_keydiff_needs_memory_for_cache_and_block(keydiff, device, budget, block
 
 @pytest.mark.claim("KD-6d")
 def test_sink_holds_as_many_tokens_as_its_budget(twins, device):
-    """The cache counted, it is O(N) as the text says; not counted, nothing is needed, as the table says."""
+    """With the cache, the memory is O(N), as the text says. Without it, no memory is needed, as the table says."""
     streaming = twins.reference.baselines.streaming_llm
     for budget in range(2, 7):
         state = streaming.StreamingLLMState(
@@ -109,14 +109,14 @@ def test_peak_is_budget_and_block(keydiff, device, budget, size, count):
 
 @pytest.mark.claim("KD-7b")
 def test_peak_rejects_the_budget_and_anything_below_budget_and_block(keydiff, device):
-    """Figure 1: 7 tokens in three blocks, "at most 4 tokens": 6 of the 7 are in memory at the second block."""
+    """Figure 1 has 7 tokens in three blocks and "at most 4 tokens". At the second block, 6 of the 7 are in memory."""
     seen = feed(empty_state(keydiff, device, 4, 3), 7, device)
     assert [len(row) for row in seen] == [1, 2, 3, 4, 5, 6, 5]
     assert max(map(len, seen)) == 6 > 4
     for budget in range(1, 10):
         for size in range(1, 10):
             peaks = [most_held(total, budget, size) for total in range(1, 41)]
-            assert max(peaks) == budget + size                                         # reached, so no less is enough
+            assert max(peaks) == budget + size                                         # attained, so it is the peak
             assert all(peak == budget + size for total, peak in enumerate(peaks, 1) if total >= budget + 2 * size)
 
 
@@ -145,7 +145,7 @@ def test_one_block_rejects_a_block_that_is_a_token_short(keydiff, device):
 
 
 def printed_recursion(total: int, size: int) -> list[int]:
-    """Eq. 6 to the letter with an eviction policy that evicts nothing: C_0 is empty, then blocks 1 to m - 1."""
+    """Eq. 6 taken literally, with a policy that evicts nothing: C_0 is empty, followed by blocks 1 to m - 1."""
     cached: list[int] = []
     for block in blocks(total, size)[1:]:
         cached = cached + block
@@ -153,7 +153,7 @@ def printed_recursion(total: int, size: int) -> list[int]:
 
 
 def corrected_recursion(total: int, size: int) -> list[int]:
-    """The same from C_{-1}, which is empty, and block 0."""
+    """The same, starting with an empty C_{-1} and block 0."""
     cached: list[int] = []
     for block in blocks(total, size):
         cached = cached + block

@@ -1,7 +1,7 @@
-"""What KeyDiff costs: operations and complexities (claims KD-6, KD-8; the memory of KD-6 is in ..._blocks).
+"""The cost of KeyDiff: operations and complexities (claims KD-6 and KD-8; ..._blocks tests the memory of KD-6).
 
-Counts are exact: operations are those of a number that tallies them. A test named ..._rejects_... shows that a slightly
-changed statement fails, so that the test beside it is not empty.
+Counts are exact: a number type counts its operations. A test named ..._rejects_... shows that a slightly changed
+statement fails, so the claim's own test is not empty.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def normalise(keys: list[list[Counted]]) -> tuple[list[Counted], list[list[Count
 
 
 def scores(keys: list[list[Counted]], *, average: bool = True) -> list[Counted]:
-    """cos(mu, k_i), operation by operation as A.2.1 describes it, the division by n left out or not."""
+    """cos(mu, k_i), operation by operation as in A.2.1, with or without the division by n."""
     norms, normalised = normalise(keys)
     anchor = [add_up(column) for column in zip(*normalised, strict=True)]
     tally = anchor[0].tally
@@ -64,7 +64,7 @@ def scores(keys: list[list[Counted]], *, average: bool = True) -> list[Counted]:
 
 
 def ranks(keys: list[list[Counted]]) -> list[Counted]:
-    """k^_i . sum of k^: what orders the tokens, without another division."""
+    """k^_i . sum of k^, which orders the tokens without another division."""
     _, normalised = normalise(keys)
     anchor = [add_up(column) for column in zip(*normalised, strict=True)]
     return [dot(key, anchor) for key in normalised]
@@ -94,7 +94,7 @@ def test_printed_count_has_one_division_too_many_and_d_products_too_few(n, d):
     found, printed = tallied(n, d), printed_counts(n, d)
     difference = {name: printed[name] - found[name] for name in FLOPS}
     assert difference == {"multiply": -d, "add": 0, "divide": 1, "root": 0}
-    assert flops(printed) - flops(found) == 5 - d                                      # they cancel for d = 5 alone
+    assert flops(printed) - flops(found) == 5 - d                                      # they cancel for d = 5 only
     assert (flops(found) == flops(printed)) is (d == 5)
 
 
@@ -105,14 +105,14 @@ def test_scores_cost_what_they_cost(n, d):
     assert found == Counter(multiply=3 * n * d + 2 * d + n, add=3 * n * d - n - 1, divide=2 * n + 1, root=n + 1)
     assert flops(found) == (6 * d + 18) * n + 2 * d + 12
     assert flops(found) != (6 * d + 18) * n + d + 12
-    # Without the division by n, which changes no cosine:
+    # Without the division by n, which does not change cosines:
     assert flops(tallied(n, d, average=False)) == (6 * d + 18) * n + d + 7
     assert flops(tallied(n, d, average=False)) != flops(found)
 
 
 @pytest.mark.claim("KD-8b")
 def test_counted_scores_are_keydiffs():
-    """What was counted computes the right thing: it ranks as exact arithmetic does."""
+    """The counted computation is right: it ranks tokens as exact arithmetic does."""
     whole = whole_vectors(3)[::11]
     keys, _ = counted(whole)
     exact = [unit(v) for v in whole]
@@ -126,7 +126,7 @@ def test_counted_scores_are_keydiffs():
 def test_printed_items_add_up_to_the_printed_total(n, d):
     assert flops(printed_counts(n, d)) == (6 * d + 18) * n + d + 17
     assert flops(printed_counts(n, d)) != (6 * d + 18) * n + d + 16
-    # The two parts, too: anchor and cosines.
+    # So do the items of the two parts, anchor and cosines.
     anchor = Counter(multiply=2 * n * d, add=2 * n * d - n - d, root=n, divide=n + 1)
     assert anchor + Counter(multiply=n * d + d + n, add=n * d + d - 1, divide=n + 1, root=1) == printed_counts(n, d)
 
@@ -141,7 +141,7 @@ def test_ranks_cost_less_than_scores(n, d):
 
 
 def matrix_products(queries: int, n: int, d: int) -> int:
-    """Operations of Q K' and P V for so many queries: a lower bound of attention's."""
+    """Operations of Q K' and P V for this many queries: a lower bound on those of attention."""
     tally: Counter[str] = Counter()
     row = [Counted(1, tally)] * d
     for _ in range(queries):
@@ -172,12 +172,12 @@ def test_scores_take_time_linear_in_the_cache(d):
     costs = [flops(tallied(n, d)) for n in range(1, 9)]
     steps = {after - before for before, after in pairwise(costs)}
     assert steps == {6 * d + 18} != {6 * d + 17}
-    assert flops(tallied(8, 2 * d)) > flops(tallied(8, d))                             # d is not free, only suppressed
+    assert flops(tallied(8, 2 * d)) > flops(tallied(8, d))                 # the cost depends on d, which O(N + B) omits
 
 
 @cache
 def comparisons(size: int, index: int) -> Fraction:
-    """The mean number that quickselect with a random pivot takes to find the index-th of `size`."""
+    """The mean number of comparisons of quickselect with random pivots to find the index-th of `size` elements."""
     if size == 1:
         return Fraction(0)
     parts = (
@@ -192,12 +192,12 @@ def test_selection_is_linear_on_average_and_quadratic_at_worst():
     means = {size: max(comparisons(size, index) for index in range(size)) for size in range(1, 41)}
     assert all(mean <= 4 * size for size, mean in means.items())
     assert not all(mean <= 2 * size for size, mean in means.items())
-    worst = [sum(range(size)) for size in range(1, 41)]                                # always the smallest as pivot
+    worst = [sum(range(size)) for size in range(1, 41)]                               # the pivot is always the smallest
     assert worst[-1] == 40 * 39 // 2 > 4 * 40
 
 
 def weights(budget: int, block: int, rows: int) -> int:
-    """Attention weights of the last `rows` of a block's queries over a full cache and the block, causal."""
+    """The number of causal attention weights of the last `rows` queries of a block, over a full cache and the block."""
     return sum(budget + i for i in range(block - rows + 1, block + 1))
 
 

@@ -1,12 +1,13 @@
-"""What KeyDiff is optimal for: eq. 9 and 10, the step between them, the volume of figure 5 (claims KD-3, KD-4, KD-9).
+"""Optimality of KeyDiff: eq. 9 and 10, the step between them, and the volume of figure 5 (claims KD-3, KD-4, KD-9).
 
-Exact (see claim_geometry), the optimum by trying all sets of up to 8 keys. A test named ..._rejects_... shows that a
-slightly changed statement fails, so that the test beside it is not empty. Symbols: k^ normalised keys; mu their mean; S
-the N that stay of n; f(S) = sum of the pairwise cosines in S, the objective of eq. 9; F = f(all); r_i = sum_j cos(k_i,
-k_j).
+Arithmetic is exact (see claim_geometry). The optimum is found by trying all sets of up to 8 keys. A test named
+..._rejects_... shows that a slightly changed statement fails, so the claim's own test is not empty. Symbols: k^ are the
+normalised keys, and mu is their mean. S is the set of the N of n tokens that are kept. f(S), the objective of eq. 9, is
+the sum of the pairwise cosines in S, and F = f(all). r_i = sum_j cos(k_i, k_j).
 
-Proof of KD-3e. With R = the n - N that go, f(S) = F - 2 r(R) + ||sum of R||^2. KeyDiff has the largest r(R) of all, so
-it exceeds the optimum by at most ||sum of its R||^2 - ||sum of the optimum's R||^2 <= (n - N)^2.
+Proof of KD-3e. Let R be the n - N evicted tokens. Then f(S) = F - 2 r(R) + ||sum of R||^2. KeyDiff's r(R) is the
+largest of all sets, so it exceeds the optimum by at most ||sum of its R||^2 - ||sum of the optimum's R||^2, which
+is at most (n - N)^2.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from kvtwin.conformance.judge.claim_geometry import (
 from kvtwin.conformance.judge.claim_math import Vector, dot, many, minus, scaled, square, vector, without
 
 ONE = Fraction(1)
-# Two keys at +-37 degrees and two at 180: the mean points to 180, so the pair stays.
+# Two keys at +-37 degrees and two at 180. The mean points to 180 degrees, so the first two are kept.
 PAIR = [unit((52, 39)), unit((52, -39)), unit((-65, 0)), unit((-65, 0))]
 ZERO = vector(0, 0)
 budgets = st.integers(1, 8)
 
 
 def narrow(step: int) -> list[Vector]:
-    """PAIR with a smaller angle, about 1 / step."""
+    """PAIR with a smaller angle of about 1 / step."""
     x, y = on_sphere((Fraction(1, 2 * step),))
     return [vector(x, y), vector(x, -y), vector(-1, 0), vector(-1, 0)]
 
@@ -64,7 +65,7 @@ def test_keydiff_keeps_the_similar_pair(twins, device):
     assert least_similarity(PAIR, 2) == Fraction(2, 5) == similarity(chosen(PAIR, (0, 2)))
     key = torch.tensor([[52, 39], [52, -39], [-65, 0], [-65, 0]], dtype=torch.float64, device=device)[None, None]
     assert twins.reference.keydiff.evict(key, key, 2).kept.tolist() == [[[0, 1]]]
-    # It is a counterexample by its angles: with the pair at +-67 degrees KeyDiff is optimal.
+    # The angles make it a counterexample: with the first two at +-67 degrees, KeyDiff is optimal.
     wide = [unit((25, 60)), unit((25, -60)), *PAIR[2:]]
     assert reached(wide, 2) == least_similarity(wide, 2)
 
@@ -75,12 +76,13 @@ def test_keydiff_misses_the_optimum_by_any_factor(step):
     keys = narrow(step)
     ratio = reached(keys, 2) / least_similarity(keys, 2)
     assert ratio > Fraction(39, 10) * step**2
-    assert not ratio > 4 * step**2                                                     # it has its size from the angle
+    assert not ratio > 4 * step**2                                                    # the ratio follows from the angle
 
 
 @pytest.mark.claim("KD-3a")
 def test_keydiff_misses_the_optimum_often(record_property):
-    """Measured, not promised: 6 random keys of 3 channels, 3 stay. One at a time with a new anchor misses less."""
+    """Measured: 6 random keys of 3 channels, of which 3 are kept. Single evictions, each with a new anchor, miss less
+    often."""
     chance, cases = random.Random(0), 100
     missed = stepwise_missed = 0
     for _ in range(cases):
@@ -102,7 +104,7 @@ def test_keydiff_solves_eq_10(keys, budget):
 
 @pytest.mark.claim("KD-3b")
 def test_eq_10_rejects_any_other_anchor():
-    anchor = mean(PAIR[:2])                                                            # of the selected, as in eq. 9
+    anchor = mean(PAIR[:2])                                                          # of the selected keys, as in eq. 9
     objective = {s: sum(dot(PAIR[i], anchor) for i in s) for s in combinations(range(4), 2)}
     assert objective[kept(PAIR, 2)] > min(objective.values())
     swapped = tuple(sorted({0, 2}))
@@ -113,7 +115,7 @@ def test_eq_10_rejects_any_other_anchor():
 @many
 @given(keys=direction_sets(2, 8))
 def test_keydiff_is_optimal_when_one_token_goes(keys):
-    """f(all but k) = F - 2 r_k + 1: decoding, one token over the budget."""
+    """f(all but k) = F - 2 r_k + 1. This is decoding with one token over the budget."""
     everything, sums = similarity(keys), row_sums(keys)
     for index in range(len(keys)):
         assert similarity(without(keys, index)) == everything - 2 * sums[index] + 1
@@ -126,7 +128,7 @@ def test_one_token_rejects_two_tokens_and_a_zero_key():
     assert reached(PAIR, 2) > least_similarity(PAIR, 2)
     with_zero = [vector(1, 0), unit((-39, 52)), unit((-39, -52)), ZERO]                # their r: -.2, .52, .52, 0
     assert reached(with_zero, 3) > least_similarity(with_zero, 3)
-    assert similarity(with_zero[:3]) == least_similarity(with_zero, 3)                 # the zero key should go
+    assert similarity(with_zero[:3]) == least_similarity(with_zero, 3)                 # evict the zero key
 
 
 @pytest.mark.claim("KD-3d")
@@ -158,13 +160,13 @@ def test_regret_rejects_99_percent_of_the_square():
 
 
 def one_at_a_time(keys: list[Vector], budget: int) -> list[Vector]:
-    """Evict down to the budget by single tokens, each with the anchor of what is still there."""
+    """Evict single tokens down to the budget, each with the anchor of the remaining keys."""
     while len(keys) > budget:
         keys = chosen(keys, kept(keys, len(keys) - 1))
     return keys
 
 
-# Angles of 180, 59, -113 and -37 degrees or so, found by search.
+# Angles of about 180, 59, -113 and -37 degrees, found by search.
 CHAIN = [unit((-65, 0)), unit((33, 56)), unit((-25, -60)), unit((52, -39))]
 
 
@@ -172,9 +174,9 @@ CHAIN = [unit((-65, 0)), unit((33, 56)), unit((-25, -60)), unit((52, -39))]
 def test_optimal_single_evictions_do_not_add_up_to_an_optimum():
     for size in (4, 3):
         held = one_at_a_time(CHAIN, size)
-        assert reached(held, size - 1) == least_similarity(held, size - 1)             # each step is the best it can be
+        assert reached(held, size - 1) == least_similarity(held, size - 1)             # each step is optimal
     assert similarity(one_at_a_time(CHAIN, 2)) > 20 * least_similarity(CHAIN, 2)
-    assert similarity(one_at_a_time(PAIR, 2)) == least_similarity(PAIR, 2)             # not so with these
+    assert similarity(one_at_a_time(PAIR, 2)) == least_similarity(PAIR, 2)             # these do end at the optimum
 
 
 # ---- KD-4: from eq. 9 to eq. 10 --------------------------------------------------------------------------------------
@@ -198,13 +200,13 @@ def test_objective_rejects_a_missing_factor():
 @pytest.mark.claim("KD-4b")
 @pytest.mark.parametrize("n", [16, 80, 400])
 def test_mean_of_the_selected_does_not_converge(n):
-    """Three quarters of the keys along e1, one along e2, a quarter of them kept: mu_S = e2 for every n."""
+    """Three quarters of the keys are e1, one quarter e2, and a quarter is kept: mu_S = e2 for every n."""
     keys = [vector(1, 0)] * (3 * n // 4) + [vector(0, 1)] * (n // 4)
     anchor = mean(keys)
     selected = mean(chosen(keys, smallest([dot(key, anchor) for key in keys], n // 4)))
     assert anchor == (Fraction(3, 4), Fraction(1, 4))
     assert square(minus(selected, anchor)) == Fraction(9, 8)
-    every_fourth = mean(keys[::4])                                                     # one chosen without regard to it
+    every_fourth = mean(keys[::4])                                                     # chosen independently of it
     assert square(minus(every_fourth, anchor)) == 0
 
 
@@ -212,7 +214,7 @@ def test_mean_of_the_selected_does_not_converge(n):
 @many
 @given(keys=direction_sets(), budget=budgets)
 def test_selected_mean_lies_below_the_anchor(keys, budget):
-    """mu_S . mu <= mu_T . mu for every T of the size, and <= ||mu||^2: equal only if all keys score alike."""
+    """mu_S . mu <= mu_T . mu for every T of this size, and <= ||mu||^2, with equality only if all scores are equal."""
     budget, anchor = min(budget, len(keys)), mean(keys)
     selected = dot(mean(chosen(keys, kept(keys, budget))), anchor)
     assert all(selected <= dot(mean(subset), anchor) for subset in combinations(keys, budget))
@@ -228,7 +230,7 @@ def test_selected_mean_rejects_99_percent_of_the_anchor():
 
 
 def expected_distance(keys: list[Vector], budget: int) -> Fraction:
-    """E ||mu_S - mu||^2 over all S of the size, by listing them."""
+    """E ||mu_S - mu||^2 over all S of this size, by enumeration."""
     distances = [square(minus(mean(subset), mean(keys))) for subset in combinations(keys, budget)]
     return sum(distances, Fraction(0)) / len(distances)
 
@@ -249,25 +251,25 @@ def test_mean_of_a_random_subset_rejects_drawing_with_replacement():
 
 
 def substituted(keys: list[Vector], subset: tuple[int, ...]) -> Fraction:
-    """The objective of eq. 9 with mu in the place of mu_S: N sum_S k^ . mu."""
+    """The objective of eq. 9 with mu instead of mu_S: N sum_S k^ . mu."""
     return len(subset) * sum(dot(keys[i], mean(keys)) for i in subset)
 
 
 @pytest.mark.claim("KD-4e")
 def test_substituted_objective_bounds_the_objective_on_neither_side():
-    """A relaxation's value at a feasible point is never above the original's."""
+    """A relaxation would never be above the original objective at a feasible point."""
     many_alike = [vector(1, 0)] * 10 + [unit((39, 52)), unit((39, -52))]
     assert substituted(many_alike, (10, 11)) > similarity(chosen(many_alike, (10, 11)))
     assert substituted(PAIR, (0, 1)) < similarity(chosen(PAIR, (0, 1)))
     everything = tuple(range(4))
-    assert substituted(PAIR, everything) == similarity(PAIR)                           # with N = n they agree
+    assert substituted(PAIR, everything) == similarity(PAIR)                           # for N = n they agree
 
 
 # ---- KD-9: figure 5 --------------------------------------------------------------------------------------------------
 
 
 def determinant(matrix: list[list[int]]) -> Fraction:
-    """By elimination, exact."""
+    """The exact determinant, by elimination."""
     rows, result = [[Fraction(x) for x in row] for row in matrix], ONE
     for column in range(len(rows)):
         pivot = next((r for r in range(column, len(rows)) if rows[r][column]), None)
@@ -301,15 +303,15 @@ def test_gram_matrix_of_more_keys_than_channels_is_singular(keys):
 
 @pytest.mark.claim("KD-9a")
 def test_logarithm_of_the_singular_determinant_is_rounding_noise():
-    """As figure 5 has it: N = 16 d Gaussian keys. N - d pivots that should vanish are noise of the type's unit, 2^29
-    times smaller in float64: on average 20 apart in logarithm; half of that is asserted."""
+    """As in figure 5, with N = 16 d Gaussian keys. N - d pivots should be 0, but are rounding errors, which are 2^29
+    times smaller in float64 than in float32. Their logarithms differ by 20 on average; half of that is asserted."""
     d, n = 8, 128
     keys = torch.randn(n, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     single, double = ((k @ k.T).slogdet().logabsdet.item() for k in (keys.float(), keys))
     volume = (keys.T @ keys).logdet().item()
     assert single - double > (n - d) * 29 * math.log(2) / 2
     assert double < single < 0 < volume
-    square_ones = keys[:d]                                                             # not singular: both see the same
+    square_ones = keys[:d]                                                             # not singular: both types agree
     small = [(k @ k.T).slogdet().logabsdet.item() for k in (square_ones.float(), square_ones)]
     assert abs(small[0] - small[1]) < 1
 
@@ -317,7 +319,8 @@ def test_logarithm_of_the_singular_determinant_is_rounding_noise():
 @pytest.mark.claim("KD-9b")
 @given(keys=whole_keys())
 def test_gram_matrix_of_the_channels_is_the_sum_of_all_volumes(keys):
-    """det(K'K) = sum over all sets of d keys of their squared volume (Cauchy and Binet): 0 only if they do not span."""
+    """det(K'K) is the sum of the squared volumes of all sets of d keys (Cauchy-Binet). It is 0 only if they do not
+    span."""
     dim, volume = len(keys[0]), determinant(gram(list(zip(*keys, strict=True))))
     assert volume == sum(determinant([list(key) for key in some]) ** 2 for some in combinations(keys, dim))
     if len(keys) == dim:

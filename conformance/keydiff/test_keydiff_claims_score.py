@@ -1,8 +1,7 @@
-"""KeyDiff's two scores: clamp, anchors, precision, and what leaves them alone (claims KD-1, KD-2, KD-5).
+"""KeyDiff's two scores: clamp, anchors, precision and invariances (claims KD-1, KD-2, KD-5).
 
-Pure mathematics is exact (see claim_geometry). The reference is asked in float64 on keys whose cosines are rational and
-known. A test named ..._rejects_... shows that a slightly changed statement fails, so that the test beside it is not
-empty.
+Pure mathematics is exact (see claim_geometry). The reference runs in float64 on keys with known, rational cosines. A
+test named ..._rejects_... shows that a slightly changed statement fails, so the claim's own test is not empty.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from kvtwin.conformance.judge.claim_math import Counted, Vector, add_up, dot, ma
 
 U64, U32 = 2.0**-53, 2.0**-24  # unit roundoffs
 ONE = Fraction(1)
-CROSS = [vector(1, 0), vector(-1, 0)]                                                  # its anchor vanishes
+CROSS = [vector(1, 0), vector(-1, 0)]                                                  # the anchor is zero
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,7 @@ def gamma(count: float, u: float = U64) -> float:
 
 
 def signed_square(left: Vector, right: Vector) -> Fraction:
-    """cos |cos|: orders as the cosine does, and is rational. ZeroDivisionError where there is no cosine."""
+    """cos |cos|, which is rational and orders as the cosine does. Raises ZeroDivisionError if there is no cosine."""
     product = dot(left, right)
     return product * abs(product) / (square(left) * square(right))
 
@@ -82,31 +81,31 @@ def test_anchor_rejects_a_vanishing_mean_a_zero_key_and_other_keys_only():
     with pytest.raises(ZeroDivisionError):
         signed_square(vector(1, 0), vector(0, 0))
     three = [vector(1, 0), vector(0, 1), vector(0, 1)]
-    assert row_sums(three) != [2 * dot(mean(three), key) for key in three]             # n - 1 in the place of n
+    assert row_sums(three) != [2 * dot(mean(three), key) for key in three]             # n - 1 instead of n
 
 
 def score_error(size: int, dim: int, u: float = U64) -> float:
-    """How far sum_j k^_j . k^_i may be off per token in floating point, divided by n.
+    """The error bound of sum_j k^_j . k^_i in floating point, per token and divided by n.
 
-    A component of k^ carries relative errors: the division by the largest magnitude u, the square 2u more for its two
-    factors and u of its own, d - 1 sums, halved by the root, the root u, the division u: (d/2 + 4) u. A product of two
-    such, and its sum over d and n in any order: 2 (d/2 + 4) + d + n units of u, of absolute terms that add up to at
-    most n.
+    A component of k^ has these relative errors: u for the division by the largest magnitude; for the norm, 2u from the
+    two factors of a square, u for the square, d - 1 additions, halved by the root, and u for the root; and u for the
+    last division. Together: (d/2 + 4) u. A product of two such components, summed over d and n in any order, has 2 (d/2
+    + 4) + d + n units of u, relative to absolute terms that sum to at most n.
     """
     return gamma(2 * dim + size + 8, u)
 
 
 def cosine_error(size: int, dim: int, length: float) -> float:
-    """How far cos(sum, k_i) may be off. length = ||sum_j k^_j||.
+    """The error bound of cos(sum, k_i). length = ||sum_j k^_j||.
 
-    The sum is off by a vector of norm n gamma(d/2 + 4 + n) at most, which turns it by 2 / length times as much; to
-    normalise both and to multiply them costs 2 (d/2 + 4) + d.
+    The error of the sum is a vector with a norm of at most n gamma(d/2 + 4 + n), which changes the direction by 2 /
+    length times as much. Normalising both vectors and multiplying them costs 2 (d/2 + 4) + d.
     """
     return 2 * size * gamma(dim / 2 + size + 4) / length + gamma(2 * dim + 8)
 
 
 def cache_of(keys: list[tuple[int, ...]], exponents: list[int], device) -> Tensor:
-    """Whole vectors times powers of two, [1, 1, S, D] float64: exact."""
+    """Integer vectors times powers of two, as exact float64 keys [1, 1, S, D]."""
     rows = [[math.ldexp(x, exponent) for x in key] for key, exponent in zip(keys, exponents, strict=True)]
     return torch.tensor(rows, dtype=torch.float64, device=device)[None, None]
 
@@ -132,7 +131,7 @@ def test_reference_scores_are_the_row_sums(keydiff, device, cache, budget):
     assert furthest(keydiff.pairwise_score(key), [-r for r in sums]) <= slack
     length = math.sqrt(square(total(keys)))
     if length:
-        cosine = [Fraction(float(r) / length) for r in sums]                           # 2u, less than what is allowed
+        cosine = [Fraction(float(r) / length) for r in sums]                           # error 2u, less than the bound
         assert furthest(-keydiff.score(key), cosine) <= cosine_error(size, dim, length)
     stays = keydiff.evict(key, key, budget).kept[0, 0].tolist()
     goes = [index for index in range(size) if index not in stays]
@@ -148,13 +147,13 @@ def test_reference_scores_reject_a_thousandth_more_and_the_other_end(keydiff, de
     assert furthest(keydiff.pairwise_score(key), [-r for r in sums]) <= slack
     assert not furthest(keydiff.pairwise_score(key), [-r * Fraction(1001, 1000) for r in sums]) <= slack
     stays = keydiff.evict(key, key, 2).kept[0, 0].tolist()
-    assert tuple(stays) == kept(keys, 2) != smallest([-r for r in sums], 2)            # the most similar would be it
+    assert tuple(stays) == kept(keys, 2) != smallest([-r for r in sums], 2)            # not the most similar ones
 
 
 @pytest.mark.claim("KD-1b")
 @pytest.mark.parametrize(("n", "d"), [(2, 1), (3, 4), (7, 2), (16, 8)])
 def test_row_sums_of_eq_7_take_linear_time(n, d):
-    """K^ (K^' 1), from the right: no matrix of cosines, and the same sums as with one."""
+    """K^ (K^' 1), evaluated from the right, needs no matrix of cosines and gives the same sums."""
     def counted(tally: Counter[str]) -> list[list[Counted]]:
         return [[Counted((i * j) % 7 - 3, tally) for j in range(d)] for i in range(n)]
 
@@ -173,27 +172,28 @@ def test_row_sums_of_eq_7_take_linear_time(n, d):
 
 # ---- KD-2: clamps, anchors, precision --------------------------------------------------------------------------------
 
-# Cosines with the first axis of +-.8, +-.6 and about -.6: the anchor is tiny, and lies along it.
+# The cosines with the first axis are +-.8, +-.6 and about -.6. The anchor is tiny and lies on that axis.
 X, Y = on_sphere((Fraction(500_001, 1_000_000),))                                      # 1/2 would give (.6, .8)
 WIDE = [unit((52, 39)), unit((52, -39)), unit((-52, 39)), unit((-52, -39))]
 NARROW = [unit((39, 52)), unit((39, -52)), vector(-X, Y), vector(-X, -Y)]
 
 
 def clamped(anchor: Vector, key: Vector, floor: Fraction) -> Fraction:
-    """A.2.1's mu . k / max(||mu|| ||k||, eps), times its absolute value, as signed_square. floor = eps^2."""
+    """mu . k / max(||mu|| ||k||, eps) of A.2.1, times its absolute value, as in signed_square. floor = eps^2."""
     product = dot(anchor, key)
     return product * abs(product) / max(square(anchor) * square(key), floor)
 
 
 def clamped_apart(anchor: Vector, key: Vector, floor: Fraction) -> Fraction:
-    """The same with each norm clamped on its own, as torch does."""
+    """The same with each norm clamped separately, as in torch."""
     product = dot(anchor, key)
     return product * abs(product) / (max(square(anchor), floor) * max(square(key), floor))
 
 
 @pytest.mark.claim("KD-2a")
 def test_clamped_product_ranks_by_length():
-    """Cosines .8 and .6, lengths 1 and 100, and ten times the anchor's length as eps: the second looks more similar."""
+    """With cosines .8 and .6, lengths 1 and 100, and eps ten times the anchor's length, the second ranks as more
+    similar."""
     anchor = mean(WIDE + NARROW)
     assert 0 < square(anchor) < Fraction(1, 10**10)
     assert anchor[0] > 0 == anchor[1]
@@ -201,14 +201,15 @@ def test_clamped_product_ranks_by_length():
     short, long = WIDE[0], scaled(Fraction(100), NARROW[0])
     assert signed_square(anchor, short) == Fraction(8, 10) ** 2 > signed_square(anchor, long) == Fraction(6, 10) ** 2
     assert clamped(anchor, short, floor) == Fraction(8, 100) ** 2 < clamped(anchor, long, floor) == Fraction(6, 10) ** 2
-    assert clamped(anchor, short, square(anchor)) > clamped(anchor, long, square(anchor))   # it does not bind here
+    assert clamped(anchor, short, square(anchor)) > clamped(anchor, long, square(anchor))   # no effect here
 
 
 @pytest.mark.claim("KD-2b")
 @many
 @given(keys=direction_sets(), data=st.data(), floor=st.fractions(0, 2).filter(bool))
 def test_ranking_without_division_needs_no_clamp(keys, data, floor):
-    """k^ . sum ranks as the cosine does; norms clamped one by one do too, for keys of eps or longer."""
+    """k^ . sum ranks as the cosine does. So do cosines with separately clamped norms, for keys of length eps or
+    more."""
     anchor = mean(keys)
     assume(any(anchor))
     scale = math.isqrt(math.ceil(9 * floor)) + 1
@@ -217,7 +218,7 @@ def test_ranking_without_division_needs_no_clamp(keys, data, floor):
     apart = [clamped_apart(anchor, key, floor) for key in long]
     for budget in range(1, len(keys) + 1):
         assert smallest(apart, budget) == kept(keys, budget)
-    assert kept(CROSS, 1) == (1,)                                                      # no anchor, yet defined
+    assert kept(CROSS, 1) == (1,)                                                      # defined without an anchor
 
 
 @pytest.mark.claim("KD-2b")
@@ -234,7 +235,7 @@ def test_ranking_rejects_keys_shorter_than_the_clamp(keydiff, device):
 
 
 def kept_by_mean(keys: list[Vector], budget: int) -> tuple[int, ...]:
-    """With mu(K), the mean of the keys as they are: k^ . mu(K) as signed squares."""
+    """The kept tokens with mu(K), the mean of the unnormalised keys, as the anchor."""
     return smallest([signed_square(mean(keys), key) for key in keys], budget)
 
 
@@ -261,10 +262,10 @@ def test_mean_of_keys_rejects_keys_of_several_lengths(keydiff, device):
 @pytest.mark.claim("KD-2d")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_bfloat16_scores_of_collinear_keys_are_a_handful_of_numbers(keydiff, device, seed, record_property):
-    """2048 bfloat16 keys around one direction, their cosines with the anchor from .98 to .995.
+    """2048 bfloat16 keys around one direction, with cosines with the anchor from .98 to .995.
 
-    From 1/2 to 1 bfloat16 numbers are 2^-8 apart, so at best (cosines exact, rounded once) there are range * 2^8 + 2
-    distinct scores. In float32 the ranking is that of float64 but for tokens closer than both errors.
+    Between 1/2 and 1, bfloat16 numbers are 2^-8 apart. So even exact cosines, rounded once, give at most range * 2^8 +
+    2 distinct scores. In float32 the ranking equals that of float64, except for tokens closer than both errors.
     """
     size, dim, budget = 2048, 64, 512
     generator = torch.Generator().manual_seed(seed)
@@ -279,24 +280,24 @@ def test_bfloat16_scores_of_collinear_keys_are_a_handful_of_numbers(keydiff, dev
     assert single.dtype == torch.float32
     assert single.unique().numel() > size // 2
 
-    length = exact.mean().item()                             # of mu: the mean of mu . k^_i = ||mu|| cos_i is ||mu||^2
+    length = exact.mean().item()                             # ||mu||: the mean of mu . k^_i = ||mu|| cos_i is ||mu||^2
     sums = size * length * exact
-    # Twice the error of float64's cosines: of themselves and of their mean.
+    # Twice the error of the float64 cosines: for the cosines and for their mean.
     slack = size * (score_error(size, dim, U32) + 2 * cosine_error(size, dim, size * length))
     stays = torch.zeros(size, dtype=torch.bool)
     stays[keydiff.evict(key, key, budget).kept[0, 0].cpu()] = True
     assert sums[stays].max() <= sums[~stays].min() + 2 * slack
     cut = sums.sort().values[budget]
-    assert ((sums - cut).abs() > 2 * slack).double().mean() >= 0.5                     # most of it was decided
+    assert ((sums - cut).abs() > 2 * slack).double().mean() >= 0.5                     # most tokens are decided
     best = torch.zeros(size, dtype=torch.bool)
     best[rounded.double().sort(stable=True).indices[:budget]] = True
     assert not sums[best].max() <= sums[~best].min() + 2 * slack
     record_property("share of the exact selection that bfloat16 finds", f"{(best & stays).sum().item() / budget:.2f}")
 
 
-# ---- KD-5: what leaves the scores alone ------------------------------------------------------------------------------
+# ---- KD-5: invariances -----------------------------------------------------------------------------------------------
 
-HALF_TURN = [[1, 2, 2], [2, 1, -2], [2, -2, 1]]                                        # thrice an orthogonal matrix
+HALF_TURN = [[1, 2, 2], [2, 1, -2], [2, -2, 1]]                                        # 3 times an orthogonal matrix
 SHEAR = [[3, 1, 0], [0, 3, 0], [0, 0, 3]]
 
 
@@ -308,7 +309,8 @@ three_dimensional = st.lists(st.sampled_from(whole_vectors(3)), min_size=2, max_
 
 
 def off_by(keydiff, device, before: list[tuple[int, ...]], after: list[tuple[int, ...]], exponents=None) -> float:
-    """How far the reference's pairwise scores of `after` lie from the exact ones of `before`, in units of its slack."""
+    """The difference of the reference's pairwise scores of `after` from the exact ones of `before`, in units of the
+    bound."""
     exact = [-r for r in row_sums([unit(v) for v in before])]
     found = keydiff.pairwise_score(cache_of(after, exponents or [0] * len(after), device))
     return furthest(found, exact) / (len(before) * score_error(len(before), 3))
@@ -364,7 +366,7 @@ def test_orthogonal_map_rejects_a_shear(keydiff, device):
 
 
 def rotary(position: int, key: tuple[int, int]) -> tuple[int, int]:
-    """5^position times the rotation by position * arctan(4/3): the rotary embedding of one pair of channels."""
+    """The rotary embedding of one pair of channels: 5^position times the rotation by position * arctan(4/3)."""
     x, y = key
     for _ in range(position):
         x, y = 3 * x - 4 * y, 4 * x + 3 * y
@@ -373,7 +375,8 @@ def rotary(position: int, key: tuple[int, int]) -> tuple[int, int]:
 
 @pytest.mark.claim("KD-5d")
 def test_rotary_embedding_changes_who_stays(keydiff, device):
-    """Tokens at 0, 2, 3, 4 with keys (1, 0), (1, 0), (-1, 0), (1, 0): the third is the odd one before, not after."""
+    """Tokens at positions 0, 2, 3, 4 with keys (1, 0), (1, 0), (-1, 0), (1, 0). The third is the least similar before
+    the embedding, but not after it."""
     positions, plain = [0, 2, 3, 4], [(65, 0), (65, 0), (-65, 0), (65, 0)]
     turned = [rotary(p, key) for p, key in zip(positions, plain, strict=True)]
 
@@ -383,4 +386,4 @@ def test_rotary_embedding_changes_who_stays(keydiff, device):
 
     assert stay(plain) == [2]
     assert stay(turned) != [2]
-    assert stay([rotary(1, key) for key in plain]) == stay(plain)                      # one rotation for all: KD-5c
+    assert stay([rotary(1, key) for key in plain]) == stay(plain)                     # the same rotation for all: KD-5c

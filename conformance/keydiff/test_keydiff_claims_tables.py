@@ -118,7 +118,7 @@ def printed(value: Fraction, digits: int) -> Fraction:
 
 @pytest.mark.claim("KD-1c")
 def test_two_forms_of_one_ranking_score_as_far_apart_as_two_anchors(twins, device):
-    """Table 2 has other numbers for Pairwise (eq. 7) and KeyDiff (eq. 8), which keep the same tokens (KD-1a)."""
+    """Table 2 has different numbers for Pairwise (eq. 7) and KeyDiff (eq. 8), which keep the same tokens (KD-1a)."""
     keydiff = twins.reference.keydiff
     key = torch.randn(2, 3, 40, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
     order = [score.argsort(dim=-1).tolist() for score in (keydiff.pairwise_score(key), keydiff.score(key))]
@@ -171,13 +171,13 @@ def average(row: dict[str, Fraction]) -> Fraction:
 def test_averages_are_the_means_of_the_columns():
     assert len(ROWS) == 42
     assert all(abs(average(row) - row["Avg"]) <= Fraction(1, 200) for row in ROWS.values())
-    # One misread cell would show: a point more moves the average by 0.06.
+    # A misread cell would be noticed: one point moves the average by 0.06.
     changed = ROWS["8B", 2, "KeyDiff"] | {"Lcc": ROWS["8B", 2, "KeyDiff"]["Lcc"] + 1}
     assert not abs(average(changed) - changed["Avg"]) <= Fraction(1, 200)
 
 
 def gap(model: str, budget: int) -> tuple[Fraction, Fraction]:
-    """KeyDiff's loss against the full cache, in points and in percent of the full cache's."""
+    """KeyDiff's loss against the full cache, in points and in percent of the full cache's average."""
     full, ours = ROWS[model, 0, "full"]["Avg"], ROWS[model, budget, "KeyDiff"]["Avg"]
     return full - ours, 100 * (full - ours) / full
 
@@ -198,7 +198,7 @@ def test_gap_at_6k_is_at_most_15_percent():
 
 
 def tasks_won(model: str, budget: int) -> list[str]:
-    """Those in which no other method is better."""
+    """The tasks in which no other method is better."""
     rows = {method: ROWS[model, budget, method] for method in METHODS}
     return [name for name in COLUMNS[:-1] if rows["KeyDiff"][name] == max(row[name] for row in rows.values())]
 
@@ -234,7 +234,7 @@ def column(index: int) -> int:
 def test_rows_of_table_5_add_up():
     assert len(PROMPTS) == 21
     assert all(sum(row[:5]) == row[5] for row in PROMPTS.values())
-    assert column(5) == 4120 != 21 * 200                                               # three sets have fewer than 200
+    assert column(5) == 4120 != 21 * 200                                            # three datasets have fewer than 200
 
 
 # The rows of table 5 that table 1 shows.
@@ -252,19 +252,20 @@ def test_more_than_half_of_the_prompts_are_longer_than_8k_but_not_51_percent():
 
 
 def possible(counts: list[int], place: int) -> tuple[Fraction, Fraction]:
-    """What table 5's lengths allow as the mean of min(1, budget / length), with table 6's rounding (or cutting)."""
+    """The range of the mean of min(1, budget / length) that the lengths of table 5 allow, with table 6's rounding or
+    truncation."""
     budget, total = BUDGETS[place], counts[5]
     fitting = Fraction(sum(counts[:place + 1]))
     low = high = fitting
     for index in range(place + 1, 5):                                                  # from 2 * index to 2 * index + 2
         high += Fraction(counts[index] * budget, 2 * index)
-        low += Fraction(counts[index] * budget, 2 * index + 2) if index < 4 else 0     # the last has no end
+        low += Fraction(counts[index] * budget, 2 * index + 2) if index < 4 else 0     # the last bin has no end
     return low / total - Fraction(1, 100), high / total + Fraction(1, 100)
 
 
 @pytest.mark.claim("KD-17c")
 def test_one_ratio_is_impossible():
-    """At 8K multi-news is said to be at 0.53; at 6K at 0.98, and 195 of its 200 prompts fit."""
+    """Table 6 has 0.53 for multi-news at 8K, but 0.98 at 6K, and 195 of its 200 prompts fit into 8K."""
     falling = [name for name, row in RATIOS.items() if row != sorted(row)]
     impossible = [
         (name, BUDGETS[place]) for name, row in RATIOS.items() for place in range(4)
@@ -282,7 +283,7 @@ def mean_ratios(cell: Fraction) -> list[Fraction]:
 
 @pytest.mark.claim("KD-17d")
 def test_average_reductions_follow_once_the_cell_is_put_right():
-    """Cells and averages cut off or rounded after two digits: a mean may be off by 0.01."""
+    """Cells and averages are truncated or rounded to two digits, so a mean may be off by 0.01."""
     for cell in (Fraction("0.98"), Fraction(1)):
         found = mean_ratios(cell)
         assert all(abs(x - y) <= Fraction(1, 100) for x, y in zip(found, AVERAGE_RATIOS, strict=True))
@@ -292,8 +293,8 @@ def test_average_reductions_follow_once_the_cell_is_put_right():
 
 @pytest.mark.claim("KD-17e")
 def test_average_ratio_is_not_the_share_of_compressed_prompts():
-    """0.31 on average at 2K; 94 % of the prompts are longer than that."""
+    """At 2K the average ratio is 0.31, but 94 % of the prompts are longer than 2K."""
     longer = 1 - Fraction(column(0), column(5))
     assert printed(100 * longer, 0) == 94 != 100 * (1 - AVERAGE_RATIOS[0]) == 69
-    # Two prompts, of 1K and 100K tokens, at 2K: average ratio 0.51, and half of them are compressed, not 49 %.
+    # Two prompts of 1K and 100K tokens at 2K have an average ratio of 0.51, but 50 % of them are compressed, not 49 %.
     assert (1 + Fraction(2, 100)) / 2 == Fraction("0.51") != 1 - Fraction(1, 2)

@@ -1,6 +1,6 @@
-"""KeyDiff where one answer is right to the letter: ties, protection, NaN, and bits that must not change.
+"""KeyDiff where only one answer is right: ties, protection, NaN, and results that must be bitwise equal.
 
-On both sides: the judge orders ties for the reference, so only here is its own order seen.
+Both sides are tested. In other tests the judge orders ties, so only these tests check the reference's own order.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ KINDS = [
 
 
 def keys(device, seed: int = 0, heads: int = 1) -> torch.Tensor:
-    """[1, heads, S, D], all in one half space: the anchor is far from zero."""
+    """Keys [1, heads, S, D] in one half space, so that the anchor is far from zero."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(1, heads, SLOTS, HEAD_DIM, generator=generator) + 1).to(device)
 
 
 def mask(device, *slots: int) -> torch.Tensor:
-    """[1, S] bool, True at these slots."""
+    """A bool mask [1, S], True at these slots."""
     return torch.isin(torch.arange(SLOTS, device=device), torch.tensor(slots, device=device))[None]
 
 
@@ -53,7 +53,7 @@ def dropped(result) -> list[int]:
 
 @pytest.mark.parametrize(("anchor", "similarity", "layout"), KINDS)
 def test_of_equal_keys_the_oldest_go(anchor, similarity, layout, side, twins, device):
-    """Whatever the strides, by which sums may run."""
+    """For any strides, which may change the order of sums."""
     evict = getattr(twins, side).keydiff.evict
     options = {"anchor": anchor, "similarity": similarity}
     for factor in (1, 0):
@@ -61,7 +61,7 @@ def test_of_equal_keys_the_oldest_go(anchor, similarity, layout, side, twins, de
         assert kept(evict(key, key, 7, **options)) == list(range(SLOTS - 7, SLOTS))
     held = evict(key, key, 7, **options, protected=mask(device, 0, 3), recent=1)
     assert kept(held) == [0, 3, *range(SLOTS - 5, SLOTS)]
-    # Equal keys among others, whether they rank lowest or highest.
+    # Equal keys among others, which rank lowest or highest.
     for sign in (1, -1):
         key, places = keys(device, seed=1), [2, 17, 20, 33, 39]
         key[:, :, places] = sign * key.mean(2, keepdim=True)
@@ -69,11 +69,12 @@ def test_of_equal_keys_the_oldest_go(anchor, similarity, layout, side, twins, de
         for budget in (3, 37) if (sign < 0) != (similarity == "euclidean") or sign < 0 else (37,):
             result = evict(key, key, budget, **options)
             equal_kept = [place for place in places if place in kept(result)]
-            assert equal_kept == places[len(places) - len(equal_kept):], "the older ones went first"
+            assert equal_kept == places[len(places) - len(equal_kept):], "the oldest must be evicted first"
 
 
 def test_zero_keys_rank_where_the_anchor_is_at_right_angles(side, twins, device):
-    """A zero key normalises to zero: it ranks between keys that agree with the anchor and those that oppose it."""
+    """A zero key normalises to zero, so it ranks between keys that are similar to the anchor and keys opposite to
+    it."""
     module = getattr(twins, side).keydiff
     key = keys(device)
     key[:, :, 5] = -key.mean(2)
@@ -89,7 +90,8 @@ def test_zero_keys_rank_where_the_anchor_is_at_right_angles(side, twins, device)
 
 
 def test_a_vanishing_anchor_makes_all_keys_equal_or_nearly(side, twins, device):
-    """Keys +-e1: the sum of the normalised keys is 0, cosines with it are 0 or noise, ranks are defined."""
+    """For keys +-e1, the sum of the normalised keys is 0. Cosines with it are 0 or rounding errors, but ranks are
+    defined."""
     module = getattr(twins, side).keydiff
     key = torch.zeros(1, 1, 8, HEAD_DIM, device=device)
     key[..., ::2, 0], key[..., 1::2, 0] = 1, -1
@@ -99,11 +101,12 @@ def test_a_vanishing_anchor_makes_all_keys_equal_or_nearly(side, twins, device):
     assert len(set(stay)) == 3 and stay == sorted(stay) and set(stay) <= set(range(8))
 
 
-# Numbers that are none -----------------------------------------------------------------------------------------------
+# NaN and infinity ----------------------------------------------------------------------------------------------------
 
 
 def test_a_key_that_is_no_number_leaves_no_order(side, twins, device):
-    """Its head's anchor is NaN, so are all ranks; the lowest slots go. Other heads do not notice."""
+    """The anchor of its head is NaN, and so are all ranks, so the lowest slots are evicted. Other heads are
+    unaffected."""
     module = getattr(twins, side).keydiff
     clean = module.evict(keys(device, heads=2), keys(device, heads=2), 7)
     for number in (NAN, INF):
@@ -143,7 +146,7 @@ def test_whatever_the_budget_it_is_kept_to(side, twins, device):
 
 
 def test_recent_and_protected_tokens_stay(side, twins, device):
-    """The worst of all: keys right on the anchor."""
+    """Even with the lowest scores: their keys equal the anchor."""
     module = getattr(twins, side).keydiff
     key = keys(device)
     key[:, :, [1, 8, 38, 39]] = 5 * key.mean(2, keepdim=True)
@@ -151,11 +154,11 @@ def test_recent_and_protected_tokens_stay(side, twins, device):
     assert {38, 39} <= set(kept(module.evict(key, key, 30, recent=2)))
     assert {1, 8} <= set(kept(module.evict(key, key, 2, protected=mask(device, 1, 8))))
     assert kept(module.evict(key, key, 4, recent=2, protected=mask(device, 1, 8))) == [1, 8, 38, 39]
-    # The newest that there is, not the last slots; and protection of an empty slot is none.
+    # Recent tokens are the newest occupied ones, not the last slots. Protecting a free slot has no effect.
     occupied = ~mask(device, 36, 37, 38, 39)
     result = module.evict(key, key, 3, occupied=occupied, recent=2, protected=mask(device, 8, 38, 39))
     assert kept(result) == [8, 34, 35]
-    # A protected token that is recent too takes one place.
+    # A token that is both protected and recent counts once.
     assert kept(module.evict(key, key, 2, recent=2, protected=mask(device, 39))) == [38, 39]
     per_head = torch.stack([mask(device, 1, 8), mask(device, 3)], 1)
     both = module.evict(torch.cat((key, key), 1), torch.cat((key, key), 1), 2, protected=per_head)
@@ -163,7 +166,7 @@ def test_recent_and_protected_tokens_stay(side, twins, device):
 
 
 def test_positions_and_queries_play_no_part(side, twins, device):
-    """The score is of the set of keys: their order and their sizes do not matter (KD-5)."""
+    """The score depends on the set of keys only: their order and norms do not matter (KD-5)."""
     module = getattr(twins, side).keydiff
     key = keys(device)
     order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1)).to(device)
@@ -174,7 +177,7 @@ def test_positions_and_queries_play_no_part(side, twins, device):
 
 
 def test_keys_of_any_size_have_directions(side, twins, device):
-    """Squares overflow and vanish in float32; cosines are of directions."""
+    """Squares overflow or underflow in float32, but cosines depend on directions only."""
     module = getattr(twins, side).keydiff
     key = keys(device).clamp(-3, 3)
     best = kept(module.evict(key, key, 9))
@@ -183,7 +186,7 @@ def test_keys_of_any_size_have_directions(side, twins, device):
         assert kept(module.evict(key * factor, key, 9)) == best
 
 
-# Bits ----------------------------------------------------------------------------------------------------------------
+# Bitwise equality ----------------------------------------------------------------------------------------------------
 
 
 def assert_same_bits(one, other, what: str) -> None:
@@ -229,7 +232,7 @@ def test_rows_do_not_see_each_other(case, side, twins):
 @given(case=key_cases(content=("ordinary", "collinear", "zero_keys")))
 @few
 def test_masks_per_head_that_are_equal_are_one_mask(case, side, twins):
-    """[B, S] and its expansion to [B, Hkv, S] say the same."""
+    """[B, S] and its expansion to [B, Hkv, S] give the same result."""
     if case.per_head or case.occupied is None:
         return
     module = getattr(twins, side).keydiff

@@ -1,6 +1,7 @@
-"""KeyDiff's functions against its golden trace: what float64 keeps of a trained model's keys, all of them at once.
+"""KeyDiff's functions against its golden trace: the tokens that float64 keeps, given all keys of a trained model at
+once.
 
-Its state, block by block and step by step: test_blocks_golden.py.
+test_blocks_golden.py tests its state, block by block and step by step.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def test_keydiff_reference_repeats_the_golden_choice(case, twins):
 
 @pytest.mark.parametrize("case", CASES)
 def test_keydiff_evicts_of_a_trained_models_keys_what_float64_does(case, twins, device):
-    """To the letter in heads where every choice has one right answer, else as the judge allows."""
+    """In heads where all choices are decisive, the kept tokens are equal. In other heads the judge decides."""
     given, kept = recorded(case, device, torch.bfloat16)
-    if device.type == "cpu":  # one head of each layer: heads decide alone
+    if device.type == "cpu":  # one head of each layer: heads choose independently
         head = slice(CASES.index(case), CASES.index(case) + 1)
         given, kept = KeyCase.of(given.key[:, head], given.value[:, head], budget=given.budget), kept[:, head]
     result = twins.optimized.keydiff.evict(**given.inputs)
@@ -47,7 +48,8 @@ def test_keydiff_evicts_of_a_trained_models_keys_what_float64_does(case, twins, 
 
 
 def test_keys_of_a_trained_model_agree_with_their_anchor():
-    """What KeyDiff is about: most keys of a head point the same way, and those that it keeps do so less."""
+    """KeyDiff's premise: most keys of a head have similar directions, and the kept keys are less similar to the anchor
+    than the evicted ones."""
     for case in CASES:
         given, kept = recorded(case, torch.device("cpu"), torch.float64)
         cosine = -judge.keydiff.score(given.key)

@@ -1,7 +1,7 @@
-"""Bad input: every argument of KeyDiff's functions, config and state, wrong in every way that a caller could get it.
+"""Bad input: every argument of KeyDiff's functions, config and state, wrong in every way that a caller could pass it.
 
-The error has the right type, its message names the argument and says what was expected and what came, and a state is
-to the bit what it was before.
+The error has the right type. Its message names the argument, what was expected and what was passed. A state is left
+bitwise unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MASKS = ("occupied", "protected")
 
 
 def good(function: str, device: torch.device, *, per_head: bool = False) -> dict[str, Any]:
-    """Arguments that are right."""
+    """Valid arguments."""
     generator = torch.Generator().manual_seed(1)
     arguments: dict[str, Any] = {"budget": 4} if function == "evict" else {}
     for name in TENSORS[function]:
@@ -54,7 +54,7 @@ def of(twins, side: str) -> Any:
 
 
 def wrongs(name: str) -> list[tuple[str, Any, type[Exception], str]]:
-    """(id, how to spoil it, error, what the message says)."""
+    """(id, change, error, part of the message)."""
     mask = name in MASKS
     found = [
         ("list", lambda x: x.tolist(), TypeError, "torch.Tensor.*list"),
@@ -82,7 +82,7 @@ def wrongs(name: str) -> list[tuple[str, Any, type[Exception], str]]:
 CASES = [
     pytest.param(function, name, *wrong, id=f"{function}-{name}-{label}")
     for function, names in TENSORS.items() for name in names for label, *wrong in wrongs(name)
-    # A key on the meta device is the first tensor there is: nothing says where it should be.
+    # The key is the first tensor, so there is no other device to compare a meta key with.
     if not (name == "key" and label == "meta")
 ]
 
@@ -102,7 +102,7 @@ def test_masks_may_be_per_head_or_missing(function, side, twins, device):
         call(**{name: value for name, value in arguments.items() if name not in MASKS})
 
 
-# Numbers and words ---------------------------------------------------------------------------------------------------
+# Numbers and strings -------------------------------------------------------------------------------------------------
 
 NOT_INTEGERS = [True, 2.0, "3", torch.tensor(3)]
 NOT_WORDS = [None, 1, ("cosine",)]
@@ -180,7 +180,7 @@ def test_protected_and_recent_tokens_must_leave_room(per_head, side, twins, devi
     says = ("protected", "recent", "at most budget = 4", "got 5")
     refused(evict, ValueError, *says, **arguments, recent=2)
     refused(evict, ValueError, "budget = 2", "got 3", **{**arguments, "budget": 2})
-    # What is protected twice, or where no token is, takes no room.
+    # A token that is protected twice counts once, and a protected free slot does not count.
     protected[1, ..., -1] = True
     accepted(evict, **arguments, recent=1)
     refused(evict, ValueError, *says, **arguments, recent=2)
@@ -189,14 +189,14 @@ def test_protected_and_recent_tokens_must_leave_room(per_head, side, twins, devi
 
 
 def accepted(function: Any, **arguments: Any) -> None:
-    """The call is not refused."""
+    """Assert that the call raises no error."""
     try:
         function(**arguments)
     except ValueError as error:
-        pytest.fail(f"refused: {error}")
+        pytest.fail(f"expected no error, got: {error}")
 
 
-# What only kernels refuse --------------------------------------------------------------------------------------------
+# Input that only the kernels reject ----------------------------------------------------------------------------------
 
 
 def test_inputs_that_require_grad_and_sizes_beyond_the_kernels(side, twins, device):
@@ -235,7 +235,7 @@ def used_state(module: Any, device: torch.device) -> Any:
 
 
 def state_of(module: Any, device: torch.device) -> Any:
-    """A state in use; a copy, so that every test has one that no other has touched."""
+    """A state after some tokens, copied for each test."""
     return copy.deepcopy(used_state(module, device))
 
 

@@ -1,4 +1,4 @@
-"""KeyDiff's cache, block by block: any block size, blocks of all and of one, the peak, and a sum carried for long."""
+"""KeyDiff's state, block by block: any block size, the peak memory, and a sum that is carried over many steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEAD_DIM = 16
 
 
 def tokens(device, count: int, *, seed: int, content: str = "ordinary", heads: int = 1, dtype=torch.float32):
-    """query, key, value of `count` tokens in one row: [1, H, T, D]."""
+    """query, key and value of `count` tokens in one row: [1, H, T, D]."""
     generator = torch.Generator(device).manual_seed(seed)
     shape = (1, heads, count, HEAD_DIM)
     return [fill(name, generator, shape, dtype) for name in ("ordinary", content, "ordinary")]
@@ -48,7 +48,7 @@ def both(twins, device, *, heads: int = 1, dtype=torch.float32, batch: int = 1, 
 
 
 def held(state) -> torch.Tensor:
-    """The positions that a state holds, ascending, [B, Hkv, budget]."""
+    """The positions of the tokens in a state, ascending: [B, Hkv, budget]."""
     return state.positions[..., :state.config.budget].sort(-1).values
 
 
@@ -58,7 +58,7 @@ def held(state) -> torch.Tensor:
 @SIDES
 @pytest.mark.parametrize(("total", "budget", "recent"), [(40, 9, 0), (23, 22, 5), (12, 12, 3)])
 def test_one_block_is_one_eviction(total, budget, recent, side, twins, device):
-    """A block size of at least T: what stays of a prompt is what `evict` keeps of its keys (KD-7)."""
+    """With a block size of at least T, the state keeps what `evict` keeps of the prompt's keys (KD-7)."""
     module = getattr(twins, side).keydiff
     query, key, value = tokens(device, total, seed=total, heads=2, dtype=torch.bfloat16)
     state = made(module, device, heads=2, dtype=torch.bfloat16, budget=budget, block_size=total + 3, recent=recent)
@@ -72,7 +72,7 @@ def test_one_block_is_one_eviction(total, budget, recent, side, twins, device):
 
 @SIDES
 def test_blocks_of_one_are_decoding(side, twins, device):
-    """append_block in blocks of one, and steps: the same tokens stay, and attend to the same."""
+    """append_block with blocks of one token and steps keep the same tokens and have the same outputs."""
     module = getattr(twins, side).keydiff
     query, key, value = tokens(device, 11, seed=3)
     blocks, steps = (made(module, device, budget=4, block_size=1, refresh=3) for _ in range(2))
@@ -99,7 +99,7 @@ def test_blocks_of_one_are_decoding(side, twins, device):
 @given(data=st.data())
 @few
 def test_keydiff_takes_blocks_of_any_size(data, twins, device):
-    """Blocks, padded or not, and steps, in any order."""
+    """Blocks, with or without padding, and steps, in any order."""
     budget, size = data.draw(st.integers(1, 8)), data.draw(st.integers(3, 12))
     run = both(
         twins, device, batch=2, dtype=data.draw(st.sampled_from((torch.float32, torch.bfloat16))),
@@ -120,7 +120,7 @@ def test_keydiff_takes_blocks_of_any_size(data, twins, device):
 
 
 def test_the_peak_is_budget_and_block(twins, device):
-    """KD-7: never more than budget + block_size tokens per head, in buffers of that many slots; and as many come."""
+    """KD-7: at most budget + block_size tokens per head, in buffers with as many slots. The peak is attained."""
     budget, size = 6, 4
     state = made(twins.optimized.keydiff, device, budget=budget, block_size=size)
     reference = made(keydiff, device, budget=budget, block_size=size)
@@ -145,25 +145,25 @@ def test_the_peak_is_budget_and_block(twins, device):
     ("refresh", "content"), [(1, "ordinary"), (7, "turning"), (7, "collinear"), (1000, "collinear")]
 )
 def test_a_carried_sum_keeps_to_its_bound_over_many_steps(refresh, content, twins, device):
-    """More steps than one refresh, and (refresh 1000) as many steps without any: scores and victims stay right."""
+    """Scores and evictions stay right over several refreshes, and over as many steps without any (refresh 1000)."""
     gpu = device.type == "cuda"
     budget, steps = (100, 3 * max(refresh, 100) + 30) if gpu else (8, 24 if refresh > 1 else 8)
     run = both(twins, device, budget=budget, block_size=16, refresh=refresh, recent=2)
     total = budget + 5 + steps
     query, key, value = tokens(device, total, seed=refresh, content="collinear" if content == "turning" else content)
     if content == "turning":
-        # Keys that turn round: a sum that forgot what left would still point where they came from.
+        # The keys change direction. A sum from which evicted keys are not subtracted would keep the old direction.
         key[:, :, total // 2:] = key[:, :, total // 2:].roll(1, -1)
     run.prefill(*(part[:, :, :budget + 5] for part in (query, key, value)))
     for token in range(budget + 5, total):
         run.step(query[:, :, token], key[:, :, token], value[:, :, token])
     assert run.summary.steps == steps
-    assert run.summary.decisive > steps // 2, "most of the choices have one right answer"
+    assert run.summary.decisive > steps // 2, "most choices must be decisive"
 
 
 @pytest.mark.parametrize("refresh", [1, 3])
 def test_a_carried_sum_is_renewed(refresh, device):
-    """Our own: an error put into the sum is gone `refresh` steps later, and not before."""
+    """Only for our own state: an error added to the sum is gone after `refresh` steps, and not before."""
     state = made(optimized, device, budget=6, block_size=8, refresh=refresh)
     query, key, value = tokens(device, 20, seed=8)
     state.prefill(*(part[:, :, :8] for part in (query, key, value)))
@@ -176,13 +176,13 @@ def test_a_carried_sum_is_renewed(refresh, device):
         state.step(query[:, :, token], key[:, :, token], value[:, :, token])
     held_keys = judge.Keys(state.key[:, :, :6].double(), state.occupied[..., :6])
     error = (state._anchor[:, :, None] - held_keys.unit.sum(2, keepdim=True)).abs()
-    # Summed with the key that left, which was taken out: at most as much again.
+    # The sum included the evicted key, which was then subtracted: at most as much error again.
     assert bool((error < 3 * held_keys.unit_sum_error.amax()).all())
 
 
 @SIDES
 def test_queries_decide_nothing(side, twins, device):
-    """The same keys, other queries, more of them per KV head: the same tokens stay."""
+    """The same keys with other queries, and with more queries per KV head, keep the same tokens."""
     module = getattr(twins, side).keydiff
     _, key, value = tokens(device, 12, seed=9)
     kept = []
@@ -202,7 +202,7 @@ def test_queries_decide_nothing(side, twins, device):
 
 @SIDES
 def test_recent_tokens_stay_for_as_long_as_they_are_recent(side, twins, device):
-    """Every key like the others, but one: only recency keeps them."""
+    """All keys but one are similar, so only recency protects the newest."""
     state = made(getattr(twins, side).keydiff, device, budget=5, block_size=3, recent=3)
     query, key, value = tokens(device, 16, seed=4)
     key = key[:, :, :1] + 0.01 * key
@@ -211,13 +211,13 @@ def test_recent_tokens_stay_for_as_long_as_they_are_recent(side, twins, device):
     for token in range(7, 16):
         state.step(query[:, :, token], key[:, :, token], value[:, :, token])
         present = set(held(state)[0, 0].tolist())
-        assert {token, token - 1, token - 2} <= present, f"the three newest after token {token}: {present}"
-        assert 3 in present, "what points elsewhere stays"
+        assert {token, token - 1, token - 2} <= present, f"the newest three must be kept after token {token}: {present}"
+        assert 3 in present, "the dissimilar key must be kept"
 
 
 @SIDES
 def test_equal_keys_leave_by_their_slots(side, twins, device):
-    """All the same key: the lowest slot goes each time, and the newest takes its place."""
+    """With equal keys, the lowest slot is evicted each time, and the newest token takes its place."""
     state = made(getattr(twins, side).keydiff, device, budget=3, block_size=2)
     query, key, value = tokens(device, 9, seed=5)
     key = key[:, :, :1].expand(key.shape)
@@ -232,19 +232,19 @@ def test_equal_keys_leave_by_their_slots(side, twins, device):
 
 @SIDES
 def test_scores_move_with_their_tokens(side, twins, device):
-    """`score` is the cosine among what was held before the eviction; a free slot has none."""
+    """`score` is that of the tokens before the eviction. Free slots have no score."""
     state = made(getattr(twins, side).keydiff, device, budget=6, block_size=20)
     query, key, value = tokens(device, 17, seed=6)
     state.prefill(query, key, value)
     case, place = KeyCase.of(key), state.positions[..., :6]
     error = judge.score_error(judge.keys_of(case), case.similarity)
     truth = keydiff.score(key.double())
-    assert_within(state.score[..., :6], truth.gather(-1, place), error.gather(-1, place), what="scores of what stays")
+    assert_within(state.score[..., :6], truth.gather(-1, place), error.gather(-1, place), what="scores of kept tokens")
     assert bool((state.score[..., 6:] == -torch.inf).all())
 
 
 def test_keydiff_state_keeps_step_over_many_evictions(twins, device):
-    """A long run in one trace: slots are reused many times over."""
+    """A long trace, in which slots are reused many times."""
     gpu = device.type == "cuda"
     config = {"budget": 60 if gpu else 6, "block_size": 32 if gpu else 8, "recent": 2, "refresh": 5}
     trace = StateTrace(
@@ -254,4 +254,4 @@ def test_keydiff_state_keeps_step_over_many_evictions(twins, device):
     )
     summary = lockstep.run(trace, twins.optimized.keydiff)
     assert summary.steps == trace.steps
-    assert summary.decisive > trace.steps, "most of the choices have one right answer"
+    assert summary.decisive > trace.steps, "most choices must be decisive"

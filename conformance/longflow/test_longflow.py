@@ -1,6 +1,6 @@
-"""LongFlow under test against float64: output, scores and the slot to overwrite, for every kind of content.
+"""LongFlow under test against float64: output, scores and the slot to overwrite, for all kinds of content.
 
-Its state over drawn traces: test_lockstep.py.
+test_lockstep.py tests its state over drawn traces.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ pytestmark = pytest.mark.kind("equivalence")
 some = settings(max_examples=max(4, settings().max_examples // 2))
 few = settings(max_examples=max(3, settings().max_examples // 4))
 
-# The logits that break a softmax without a running maximum: exp overflows, sums overflow, all underflow.
+# Logits that break a softmax without a running maximum: exp overflows, the sum overflows, or everything underflows.
 BREAKING = ("overflow_88", "many_87", "all_below_104", "extreme_1e4")
-# Tokens of which several must score the same, so that the tie rule decides to the letter.
+# Contents with tokens that must have equal scores, so that the tie rule decides exactly.
 TIED = ("duplicates", "identical", "equal_keys", "zero_values", "all_zero_values", "integers")
 
 
 @given(case=decode_cases())
 def test_longflow_decodes_as_float64_would(case, twins):
-    """Any shape, dtype, layout, mask and content, poisoned free slots included."""
+    """For any shape, dtype, layout, mask and content, with poisoned free slots."""
     judge.assert_decode_right(twins.optimized.longflow.decode_attention(**case.inputs), case)
 
 
 @pytest.mark.parametrize("slots", (299, 300))
 @pytest.mark.parametrize("content", ("ordinary", "extreme_1e4"))
 def test_longflow_carries_the_softmax_over_several_tiles(content, slots, twins, device):
-    """The maximum rises in some rows and falls in others, from tile to tile of one program."""
+    """From tile to tile of one program, the maximum rises in some rows and falls in others."""
     case = DecodeCase(
         batch=4, key_value_heads=2, group=4, head_dim=16, slots=slots, content=content, seed=1, device=str(device)
     )
@@ -51,7 +51,7 @@ SCORED = ("ordinary", "dominant", "near_ties")
 @given(case=decode_cases(occupancy=("full",), protect=("none", "newest"), content=SCORED))
 @some
 def test_longflow_evicts_what_float64_would(case, twins):
-    """Full caches, where every choice is one of scores."""
+    """Full caches, where scores decide every choice."""
     actual = twins.optimized.longflow.decode_attention(**case.inputs)
     judge.assert_slot_right(actual.slot, case)
 
@@ -60,7 +60,7 @@ def test_longflow_evicts_what_float64_would(case, twins):
 @given(data=st.data())
 @few
 def test_longflow_survives_the_logits_that_break_the_papers_kernel(content, data, twins):
-    """Finite output and the right victim where expf overflows (LF-12)."""
+    """The output is finite and the victim is right for logits at which expf overflows (LF-12)."""
     case = data.draw(decode_cases(content=(content,), occupancy=("full", "random")))
     actual = twins.optimized.longflow.decode_attention(**case.inputs)
     assert bool(actual.output.isfinite().all())
@@ -99,7 +99,8 @@ def rebuilt(case: DecodeCase, change) -> DecodeCase:
 @given(case=decode_cases(occupancy=("full",)), seed=st.integers(0, 2**32 - 1))
 @few
 def test_longflow_does_not_care_where_tokens_sit(case, seed, twins, device):
-    """Slots permuted: right by the same truth, and the same token goes where one answer only is right."""
+    """With permuted slots, the result is right by the same truth. Where only one answer is right, the same token is
+    evicted."""
     order = torch.randperm(case.slots, generator=torch.Generator(device).manual_seed(seed), device=device)
     permuted = rebuilt(case, lambda name, tensor: {
         "query": lambda: tensor, "key": lambda: tensor[:, :, order], "value": lambda: tensor[:, :, order],
@@ -109,8 +110,8 @@ def test_longflow_does_not_care_where_tokens_sit(case, seed, twins, device):
     verdict = judge.assert_decode_right(moved, permuted)
     tie = judge.tie_classes(case.key, case.value, case.occupied, per_head=case.per_head)
     classes = (tie == tie.gather(-1, plain.slot[..., None])).sum(-1)
-    # Among equal tokens the index decides, and that is what was permuted.
-    assert_same(order[moved.slot], plain.slot, where=verdict.decisive & (classes == 1), what="the token that goes")
+    # The index decides among equal tokens, and indices were permuted.
+    assert_same(order[moved.slot], plain.slot, where=verdict.decisive & (classes == 1), what="the evicted token")
 
 
 @given(case=decode_cases(occupancy=("full",)), shift=st.integers(1, 3))
@@ -130,13 +131,14 @@ def test_longflow_does_not_care_which_head_is_which(case, shift, twins):
     plain, moved = decode(**case.inputs), decode(**permuted.inputs)
     verdict = judge.assert_decode_right(moved, permuted)
     expected = plain.slot[:, heads] if case.per_head else plain.slot
-    assert_same(moved.slot, expected, where=verdict.decisive, what="the slot that goes")
+    assert_same(moved.slot, expected, where=verdict.decisive, what="the evicted slot")
 
 
 @given(case=decode_cases(occupancy=("full", "random")), extra=st.integers(1, 20))
 @few
 def test_longflow_ignores_extra_padding_slots(case, extra, twins):
-    """Free slots appended, NaN in them: same output and scores within the bound, and the first free slot is next."""
+    """With free slots appended that contain NaN, output and scores are the same within the bound, and the first free
+    slot is next."""
     def pad(name, tensor):
         if name == "query":
             return tensor
@@ -156,7 +158,8 @@ def test_longflow_ignores_extra_padding_slots(case, extra, twins):
 @given(case=decode_cases(), row=st.integers(0, 2))
 @few
 def test_longflow_decodes_a_row_alone_as_in_a_batch(case, row, twins):
-    """Another batch size may split the work otherwise: right by the same bounds, equal where decisive."""
+    """Another batch size may split the work differently. The result is within the same bounds, and equal where the
+    choice is decisive."""
     row %= case.batch
     alone = rebuilt(case, lambda name, tensor: tensor[row:row + 1])
     decode = twins.optimized.longflow.decode_attention
@@ -167,7 +170,7 @@ def test_longflow_decodes_a_row_alone_as_in_a_batch(case, row, twins):
 
 @pytest.mark.parametrize("per_head", [False, True])
 def test_longflow_state_keeps_step_over_many_evictions(per_head, twins, device):
-    """Slots are reused many times over: stale scores, masks or norms would show."""
+    """Slots are reused many times, so stale scores, masks or norms would be noticed."""
     gpu = device.type == "cuda"
     config = {"budget": 100 if gpu else 5, "per_head": per_head, "sinks": 1, "window": 4}
     trace = StateTrace(
@@ -176,7 +179,7 @@ def test_longflow_state_keeps_step_over_many_evictions(per_head, twins, device):
     )
     summary = lockstep.run(trace, twins.optimized.longflow)
     assert summary.steps == trace.steps
-    assert summary.decisive > trace.steps, "most of the choices have one right answer"
+    assert summary.decisive > trace.steps, "most choices must be decisive"
 
 
 @given(case=window_cases(content=DECIDED))

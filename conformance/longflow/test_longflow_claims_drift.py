@@ -1,7 +1,7 @@
-"""From query to query: eq. 10 and 15, and the combined bound that D.3 only mentions (claims LF-9, LF-10).
+"""Drift between queries: eq. 10 and 15, and the combined bound that D.3 only mentions (claims LF-9, LF-10).
 
-Everything but the tests of the twins is exact (see claim_math): queries of rational length come from points on a
-rational sphere. A test named ..._rejects_... shows that a slightly stronger statement fails.
+Arithmetic is exact (see claim_math), except in the tests of the twins. Points on a rational sphere give queries of
+rational length. A test named ..._rejects_... shows that a slightly stronger statement fails.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def squared_drifts(query: Vector, later: Vector, keys: list[Vector]) -> list[Fra
 
 
 def drift_within(query, later, keys, squared_distance: Fraction, factor: Fraction = Fraction(1)) -> bool:
-    """max |ds| <= factor * distance * max ||k|| / sqrt(d), compared squared."""
+    """Whether max |ds| <= factor * distance * max ||k|| / sqrt(d), in squares."""
     bound = factor**2 * squared_distance * max(map(square, keys)) / len(query)
     return max(squared_drifts(query, later, keys)) <= bound
 
@@ -94,7 +94,7 @@ def test_cosine_rejects_queries_of_other_lengths_and_float_arithmetic():
 
 @pytest.mark.claim("LF-9c")
 def test_cosine_of_one_does_not_stop_the_weights(longflow, device):
-    """q' = 2 q: logits (0, 1) become (0, 2), and the weight of token 1 goes from 0.73 to 0.88."""
+    """With q' = 2 q, logits (0, 1) become (0, 2), and the weight of token 1 rises from 0.73 to 0.88."""
     values = torch.zeros(2, 16)
     values[1] = 1
     cache = one_head([0.0, 1.0], values, device)
@@ -130,7 +130,7 @@ def test_drift_rejects_99_percent_and_the_cosine_alone():
 
 @st.composite
 def drifting(draw: st.DrawFn) -> tuple[list[Fraction], list[Fraction], list[Vector]]:
-    """One set of tokens at two steps; half of the time the extreme case: two tokens of opposite values."""
+    """One set of tokens at two steps. Half of the draws are the extreme case: two tokens with opposite values."""
     if draw(st.booleans()):
         mass = draw(masses)
         return [mass, Fraction(1)], [Fraction(1), mass], [vector(-1, 2), vector(1, -2)]
@@ -149,7 +149,7 @@ def derived_bound_holds(before, after, values, index, factor: Fraction = Fractio
     """E_i <= V^2 (3 a'^2 + (a + a') tanh(w/4)).
 
     Proof: o - o^(\\i) = a' (v - o') at step t + 1, with o' = o^(\\i) (LF-3b). So E_i <= a'^2 | ||v - o'||^2 - ||v||^2 |
-    + |a'^2 - a^2| ||v||^2; the first difference is ||o'||^2 - 2 v.o' <= 3 V^2, and |a' - a| <= tanh(w/4) (LF-7b).
+    + |a'^2 - a^2| ||v||^2. The first difference is ||o'||^2 - 2 v.o' <= 3 V^2, and |a' - a| <= tanh(w/4) (LF-7b).
     """
     old, new = softmax(before)[index], softmax(after)[index]
     left = error(before, after, values, index) / factor
@@ -159,7 +159,7 @@ def derived_bound_holds(before, after, values, index, factor: Fraction = Fractio
 def paper_bound_holds(before, after, values, index, factor: Fraction = Fraction(1)) -> bool:
     """E_i from eq. 8, 13 and 14: V^2 (r^2 + 2 a' r + (a + a') D), r = 2 a' / (1 - a'), D = max|ds|.
 
-    With D replaced by 2 tanh(D/2), which is smaller and whose comparison is exact. w/4 = D/2 for growth = exp(2 D).
+    D is replaced by 2 tanh(D/2), which is smaller and can be compared exactly. w/4 = D/2 for growth = exp(2 D).
     """
     old, new = softmax(before)[index], softmax(after)[index]
     radius = 2 * new / (1 - new)
@@ -178,11 +178,11 @@ def test_bounds_of_the_paper_combine(drift):
 
 @pytest.mark.claim("LF-10a")
 def test_combined_bound_rejects_37_percent_of_itself_but_never_comes_within_260_percent():
-    """Searched over a = a_t and b = a_{t+1} on a grid of logits, each with its worst values.
+    """A search over a = a_t and b = a_{t+1} on a grid of logits, with the worst values for each pair.
 
-    With ||v_i|| = x V, E_i is at most b^2 (x + 1)^2 - a^2 x^2 (v_i against o') or a^2 x^2 - b^2 (1 - x)^2 (along o').
-    The second is largest at x = 1, the first at x = b^2 / (a^2 - b^2), or at 1 if that is beyond. V = 1.
-    The smallest D that takes a to b is half the difference of their logits.
+    With ||v_i|| = x V, E_i is at most b^2 (x + 1)^2 - a^2 x^2 (v_i opposite to o') or a^2 x^2 - b^2 (1 - x)^2 (v_i
+    parallel to o'). The second is largest at x = 1. The first is largest at x = b^2 / (a^2 - b^2), or at 1 if that is
+    larger. V = 1. The smallest D that changes a to b is half the difference of their logits.
     """
     logit = torch.linspace(-14, 14, 701, dtype=torch.float64)
     a, b = logit.sigmoid()[:, None], logit.sigmoid()[None, :]
@@ -206,19 +206,19 @@ def test_error_bound_derived(drift):
 @pytest.mark.claim("LF-10b")
 @pytest.mark.parametrize("heavy", [Fraction(1001, 1000), Fraction(4), Fraction(10**9)])
 def test_error_bound_rejects_99_percent(heavy):
-    """Attained: the weight grows and v_i = -o'."""
+    """The bound is attained if the weight grows and v_i = -o'."""
     before, after, values = [Fraction(1), heavy], [heavy, Fraction(1)], [vector(3, 4), vector(-3, -4)]
     assert derived_bound_holds(before, after, values, 0)
     assert not derived_bound_holds(before, after, values, 0, Fraction(99, 100))
 
 
 def foreseen(weight: Fraction, spread: Fraction) -> Fraction:
-    """The most that a weight can become when scores drift apart by w = log(spread): its logit grows by w."""
+    """The largest value of a weight after scores drift apart by w = log(spread): its logit grows by w."""
     return weight * spread / (1 - weight + weight * spread)
 
 
 def early_bound_holds(before, after, values, index, factor: Fraction = Fraction(1)) -> bool:
-    """LF-10b with a' replaced by what step t knows."""
+    """LF-10b with a' replaced by its upper bound at step t."""
     old, spread = softmax(before)[index], growth(before, after)
     new = foreseen(old, spread)
     left = error(before, after, values, index) / factor

@@ -1,7 +1,7 @@
-"""Whom LongFlow's score evicts: eq. 2 to 6 as a ranking (claims LF-5, LF-6, LF-19).
+"""The victims of LongFlow's score: eq. 2 to 6 as a ranking (claims LF-5, LF-6, LF-19).
 
-Everything but the tests of the twins is exact (see claim_math). A test named ..._rejects_... shows that a slightly
-stronger statement fails, so that the test beside it is not empty.
+Arithmetic is exact (see claim_math), except in the tests of the twins. A test named ..._rejects_... shows that a
+slightly stronger statement fails, so the claim's own test is not empty.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def scores(mass, values) -> list[Fraction]:
 @many
 @given(cache=caches(), lighter=st.integers(1, 200))
 def test_relative_remainder_does_not_depend_on_the_weight(cache, lighter):
-    """||R|| / ||c|| = ||o'|| / ||v|| (squared and cross-multiplied), for any weight, also a tiny one."""
+    """||R|| / ||c|| = ||o'|| / ||v|| (squared and cross-multiplied) for any weight, even a tiny one."""
     mass, values = cache
     mass = [mass[0] / 2**lighter, *mass[1:]]
     contribution = scaled(softmax(mass)[0], values[0])
@@ -66,14 +66,14 @@ def test_lowest_score_is_not_the_lowest_effect(heavy):
     effects = [square(effect(mass, values, index)) for index in range(2)]
     assert lowest(scores(mass, values)) == 0
     assert lowest(effects) == 1
-    assert effects[0] == heavy**2 * effects[1]                                         # the regret has no bound
-    # With the value of token 0 put right the two agree: the counterexample needs its zero.
+    assert effects[0] == heavy**2 * effects[1]                                         # the regret is unbounded
+    # The counterexample needs the zero: with a nonzero value of token 0, the two agree.
     assert lowest(scores(mass, [vector(-1), vector(1)])) == 1
 
 
 @pytest.mark.claim("LF-5a")
 def test_lowest_score_agrees_with_the_lowest_effect_often_but_not_always(record_property):
-    """Measured, not promised: Gaussian scores and values, one head."""
+    """Measured on Gaussian scores and values with one head."""
     generator = torch.Generator().manual_seed(0)
     cases, size, dim = 500, 32, 16
     weight = torch.randn(cases, size, generator=generator, dtype=torch.float64).softmax(-1)
@@ -116,7 +116,7 @@ def test_score_norm_reverses_the_order_of_the_objective():
 
 
 def victim_within(mass, values, factor: Fraction = Fraction(1)) -> bool:
-    """The victim's ||c||_2 is at most sqrt(d) times the smallest, compared squared."""
+    """Whether the victim's ||c||_2 is at most sqrt(d) times the smallest one, in squares."""
     squares = [square(scaled(w, v)) for w, v in zip(softmax(mass), values, strict=True)]
     return squares[lowest(scores(mass, values))] <= factor * len(values[0]) * min(squares)
 
@@ -133,7 +133,7 @@ def test_victim_rejects_99_percent_of_root_d():
     assert not victim_within(vector(1, 1), [vector(1, 0), vector(HALF, HALF)], Fraction(99, 100) ** 2)
 
 
-# ---- LF-6: who the victim is -----------------------------------------------------------------------------------------
+# ---- LF-6: the victim ------------------------------------------------------------------------------------------------
 
 SINK = vector(18, 1, 1), [vector(0), vector(1), vector(1)]                             # weights .9, .05, .05
 
@@ -146,7 +146,7 @@ def test_null_sink_goes_first_and_the_output_grows_tenfold():
     assert softmax(mass)[0] == Fraction(9, 10)
     assert after == scaled(Fraction(10), before)
     assert square(effect(mass, values, 0)) == 81 * square(before)
-    assert lowest(scores(mass, [vector(1)] * 3)) == 1                                  # equal values: the light goes
+    assert lowest(scores(mass, [vector(1)] * 3)) == 1                                  # equal values: lowest weight
 
 
 @pytest.mark.claim("LF-6a")
@@ -209,13 +209,13 @@ def test_sinks_keep_a_null_sink(longflow, device, sinks, stays):
 @pytest.mark.claim("LF-19a")
 @pytest.mark.parametrize("tokens", [2, 100, 10_000])
 def test_many_tokens_do_not_keep_the_denominator(tokens):
-    """Half of the weight on a null value: its eviction halves Z for any number of tokens, and it is evicted first."""
+    """If a zero value has half of the weight, it is evicted first, which halves Z for any number of tokens."""
     mass = [Fraction(tokens - 1), *[Fraction(1)] * (tokens - 1)]
     total = sum(mass)
     assert (total - mass[0]) / total == HALF
     products = [m * norm for m, norm in zip(mass, [0] + [1] * (tokens - 1), strict=True)]
     assert lowest(products) == 0
-    assert (total - mass[1]) / total > HALF or tokens == 2                             # any other token keeps more
+    assert (total - mass[1]) / total > HALF or tokens == 2                             # any other eviction keeps more
 
 
 @pytest.mark.claim("LF-19b")
@@ -225,7 +225,7 @@ def test_denominator_shrinks_by_the_victims_weight(mass):
     total = sum(mass)
     ratios = [sum(without(mass, index)) / total for index in range(len(mass))]
     assert ratios == [1 - weight for weight in softmax(mass)]
-    assert max(ratios) >= 1 - Fraction(1, len(mass))                                   # the lightest token's
+    assert max(ratios) >= 1 - Fraction(1, len(mass))                                   # that of the lowest weight
 
 
 @pytest.mark.claim("LF-19b")

@@ -1,7 +1,7 @@
 """Algorithm 1, the published kernel: softmax without a maximum, masks, line 34, the loop (claims LF-12 to 14, 16, 20).
 
-claim_math.algorithm_one is the kernel taken literally, in torch's float32 on the CPU. What it gets wrong is pinned
-there; the same inputs then go through both twins, within the bounds of bounds.py.
+claim_math.algorithm_one is the kernel taken literally, in torch's float32 on the CPU. The tests assert its errors. The
+twins must be right on the same inputs, within the bounds of bounds.py.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from kvtwin.conformance.judge.oracle import attend
 INF = math.inf
 few = settings(max_examples=max(5, settings().max_examples // 4))
 
-# One value per slot, of norms 12, 10, 5, 2, 8, 3, 9, 7 in 16 channels of alternating signs: far apart, so that eight
-# equal logits leave one victim, slot 3.
+# One value per slot, with norms 12, 10, 5, 2, 8, 3, 9, 7 in 16 channels of alternating signs. The norms are far apart,
+# so that only slot 3 can be the victim of eight equal logits.
 NORMS = (12, 10, 5, 2, 8, 3, 9, 7)
 VALUES = torch.tensor([[(-1.0) ** d * norm / 16 for d in range(16)] for norm in NORMS])
 
@@ -52,7 +52,7 @@ def published(logits: list[float], values: torch.Tensor = VALUES, mask: list[boo
 
 
 def right_victims(case: dict) -> list[int]:
-    """The slots that float32 arithmetic may choose: no other slot's score is surely lower."""
+    """The slots that float32 arithmetic may choose: those for which no other slot's score is certainly lower."""
     rank = log_score_interval(attend(**case), arithmetic(torch.float32), per_head=False)
     return (rank.low[0] <= rank.high[0].min()).nonzero()[:, 0].tolist()
 
@@ -65,7 +65,7 @@ def output_is_right(output: torch.Tensor, case: dict) -> bool:
 
 # ---- LF-12: softmax without a running maximum ------------------------------------------------------------------------
 
-# Logits, and a factor on the values, that break the published kernel, each in its own way.
+# Logits, and a factor for the values, that break the published kernel in different ways.
 BREAKING = {
     "one of 89": ([0.0, 1.0, 89.0, 2.0], 1.0),
     "eight of 87": ([87.0] * 8, 0.25),
@@ -83,12 +83,12 @@ def broken(name: str):
 def test_published_kernel_gives_nan_for_a_logit_of_89():
     output, score, victim = broken("one of 89")
     assert output.isnan().all() and score[2].isnan()
-    assert victim == 2                                                                 # argmin takes the NaN
+    assert victim == 2                                                                 # argmin returns the NaN
 
 
 @pytest.mark.claim("LF-12a")
 def test_published_kernel_silently_gives_zeros_for_eight_logits_of_87():
-    """Each exponential and each contribution fits, their sum does not: finite / inf."""
+    """Each exponential and each contribution is finite, but their sum overflows: finite / inf."""
     output, score, victim = broken("eight of 87")
     assert not output.any() and not score.any()
     assert victim == 0                                                                 # slot 3 has the smallest value
@@ -117,8 +117,9 @@ def test_published_kernel_is_not_invariant_to_a_shift():
 
 @pytest.mark.claim("LF-12a")
 def test_published_kernel_rejects_failing_below_the_limit():
-    """float32 holds exp(s) up to s = log(its maximum); the sum of n equal logits up to log n less. (Logits near 88 are
-    2^-17 apart, and exp is right to some units in 2^24: steps of 0.001 and more are on the safe side of the limit.)"""
+    """exp(s) is finite in float32 up to s = log(largest number), and the sum of n equal logits up to log n less.
+    (Logits near 88 are 2^-17 apart, and exp has an error of some units in 2^24. So the tested logits, at least 0.001
+    away from the limit, are clearly below or above it.)"""
     limit = math.log(torch.finfo(torch.float32).max)
     assert 88.7 < limit < 88.8
     assert published([0.0, 1.0, 88.7, 2.0])[0].isfinite().all()
@@ -135,7 +136,7 @@ def test_twins_survive_what_breaks_the_published_kernel(longflow, device, name):
     case = one_head(logits, factor * VALUES[: len(logits)], device)
     result = longflow.decode_attention(**case)
     assert output_is_right(result.output, case)
-    assert result.slot.tolist() == right_victims(case)                                 # one right slot: all others fail
+    assert result.slot.tolist() == right_victims(case)                                 # only one slot is right
     assert not output_is_right(result.output * 0.99, case)
 
 
@@ -154,7 +155,8 @@ def test_twins_are_invariant_to_a_shift(longflow, device, shift):
 @few
 @given(st.lists(st.integers(-80_000, 80_000), min_size=2, max_size=8))
 def test_twins_choose_right_up_to_logits_of_ten_thousand(longflow, device, eighths):
-    """Logits in eighths up to 1e4: exact in float32. Their log scores are further apart than the bound, but for few."""
+    """Logits are multiples of 1/8 up to 1e4, which are exact in float32. All but a few log scores differ by more than
+    the bound."""
     case = one_head([eighth / 8 for eighth in eighths], VALUES[: len(eighths)], device)
     result = longflow.decode_attention(**case)
     right = right_victims(case)
@@ -179,8 +181,8 @@ def test_published_mask_works_for_finite_free_slots_among_tokens_with_scores():
 def test_published_mask_rejects_null_values_padding_nan_and_empty_rows():
     null = VALUES.clone()
     null[0] = 0
-    assert published([9.0, 0.0], null, [True, False])[2] == 0                          # a token, though slot 1 is free
-    # Masked because it is padding, not because it is free: it wins nevertheless.
+    assert published([9.0, 0.0], null, [True, False])[2] == 0                         # a token, although slot 1 is free
+    # A slot that is masked as padding, not because it is free, is chosen too.
     assert published([0.0, 1.0, 2.0], mask=[False, True, True])[2] == 0
     poisoned = VALUES.clone()
     poisoned[1] = math.nan
@@ -198,7 +200,7 @@ def test_twins_mask_whatever_lies_in_free_slots(longflow, device, mask, poison):
     free = ~case["occupied"][:, None, :, None]
     poisoned = {name: case[name].masked_fill(free, poison) for name in ("key", "value")}
     result = longflow.decode_attention(**{**case, **poisoned})
-    assert all(torch.equal(a, b) for a, b in zip(result, clean, strict=True))          # bit for bit
+    assert all(torch.equal(a, b) for a, b in zip(result, clean, strict=True))          # bitwise equal
     assert clean.output.isfinite().all() and (clean.score[~case["occupied"]] == -INF).all()
     if not all(mask):
         assert result.slot.tolist() == [mask.index(False)]
@@ -215,7 +217,7 @@ def test_twins_mask_rejects_poison_in_occupied_slots_and_takes_free_slots_first(
     null = VALUES[:3].clone()
     null[0] = 0
     case = one_head([0.0, 1.0, 2.0], null, device)
-    assert longflow.decode_attention(**case).slot.tolist() == [0]                      # the null value, if none is free
+    assert longflow.decode_attention(**case).slot.tolist() == [0]                      # the zero value, if none is free
     case["occupied"][0, 2] = False
     assert longflow.decode_attention(**case).slot.tolist() == [2]
 
@@ -235,8 +237,9 @@ def test_normalising_keeps_the_victim(cache):
         assert lowest(products) != lowest(-product for product in products)            # a negative factor would not
 
 
-# Rounding to float32 is a step function: of N neighbours S, the quotients S / l hit only the share 1 / m of them, where
-# 1 <= m < 2 is the mantissa of l, if S has the larger mantissa: neighbours lie 1 / m of a step of the quotient apart.
+# Rounding to float32 is a step function. If S has a larger mantissa than l, the quotients S / l of N neighbouring S
+# have only N / m distinct values, where 1 <= m < 2 is the mantissa of l: quotients of neighbours are 1 / m of a step
+# apart.
 NEIGHBOURS = (torch.tensor(1.5).view(torch.int32) + torch.arange(4096, dtype=torch.int32)).view(torch.float32)
 
 
@@ -252,8 +255,8 @@ def test_line_34_merges_neighbouring_scores(total, mantissa):
     quotient = NEIGHBOURS / torch.tensor(total)
     bits = quotient.view(torch.int32).tolist()
     steps = Fraction(len(bits) - 1) / mantissa
-    assert len(set(bits)) == bits[-1] - bits[0] + 1                                    # each value between is hit
-    assert abs(bits[-1] - bits[0] - steps) < 1                                         # the two ends' roundings
+    assert len(set(bits)) == bits[-1] - bits[0] + 1                                    # each value in between occurs
+    assert abs(bits[-1] - bits[0] - steps) < 1                                         # rounding at both ends
     merged = first_merged(bits)
     pair = NEIGHBOURS[[merged + 1, merged]]
     assert pair.argmin() == 1 and (pair / total).argmin() == 0
@@ -266,7 +269,7 @@ def test_line_34_rejects_merging_for_powers_of_two():
 
 @pytest.mark.claim("LF-14b")
 def test_line_34_makes_the_published_kernel_evict_the_wrong_token():
-    """Slots 0 and 1 score exp(0) times neighbouring numbers, l = 320 comes from logits that the masses below give."""
+    """The scores of slots 0 and 1 are exp(0) times neighbouring numbers. The masses below give l = 320."""
     total = torch.tensor(320.0)
     bits = (NEIGHBOURS / total).view(torch.int32).tolist()
     merged = first_merged(bits)
@@ -281,7 +284,7 @@ def test_line_34_makes_the_published_kernel_evict_the_wrong_token():
 def test_twins_victim_survives_scaling_all_values(longflow, device, factor):
     case = one_head([0.5, -1.0, 2.0, 1.5, 0.0, 0.25, 3.0, 1.0], factor * VALUES, device)
     assert longflow.decode_attention(**case).slot.tolist() == right_victims(case) == [1]
-    case["value"][0, 0, 1] *= 2                                                        # one alone is another matter
+    case["value"][0, 0, 1] *= 2                                                   # scaling only one value may change it
     assert longflow.decode_attention(**case).slot.tolist() == right_victims(case) == [5]
 
 
@@ -289,7 +292,7 @@ def test_twins_victim_survives_scaling_all_values(longflow, device, factor):
 
 
 def visits(starts: list[int], block: int, tokens: range) -> Counter[int]:
-    """How often each token is read by blocks [j, j + block) (line 13)."""
+    """The number of times that blocks [j, j + block) read each token (line 13)."""
     return Counter(index for start in starts for index in range(start, start + block) if index in tokens)
 
 
@@ -303,7 +306,7 @@ def test_printed_loop_reads_a_token_twice(block):
         assert seen[block] == 2
         assert seen[0] == 0                                                            # the first, if counted from 0
         assert all(seen[index] == 1 for index in range(block + 1, count))
-    overlapping = [1, *range(block, count, block - 1)]                                 # read as equal steps of B - 1
+    overlapping = [1, *range(block, count, block - 1)]                                 # another reading: steps of B - 1
     assert visits(overlapping, block, range(1, count + 1))[block] == 2
 
 
@@ -330,8 +333,9 @@ def test_loop_from_zero_reads_every_token_once(block, count):
 @pytest.mark.claim("LF-20a")
 @pytest.mark.parametrize("t", [2, 5, 16_000])
 def test_equations_and_kernel_attend_to_different_tokens(t):
-    """At step t. Eq. 4 sums j = 0..t. D.1, written for step t + 1, sums j = 1..t; so at step t, j = 1..t - 1. Algorithm
-    1 takes t - 1 rows. Figure 2 writes the current token first, then attends to the whole cache."""
+    """At step t, eq. 4 sums over j = 0..t. D.1, which is written for step t + 1, sums over j = 1..t, so at step t over
+    j = 1..t - 1. Algorithm 1 has t - 1 rows. Figure 2 writes the current token first and then attends to the whole
+    cache."""
     equation_4 = range(t + 1)
     appendix = range(1, t)
     algorithm_1_rows = t - 1

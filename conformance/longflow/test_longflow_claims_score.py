@@ -1,7 +1,7 @@
 """LongFlow's score, its cost, and the term that it leaves out: eq. 6, 8, 12 and 13, D.1 (claims LF-1 to LF-4).
 
-Everything but the tests of the twins is exact (see claim_math). A test named ..._rejects_... shows that a slightly
-stronger statement fails, so that the test beside it is not empty.
+Arithmetic is exact (see claim_math), except in the tests of the twins. A test named ..._rejects_... shows that a
+slightly stronger statement fails, so the claim's own test is not empty.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_score_rejects_negative_weights_and_signed_sums():
 @pytest.mark.claim("LF-1a")
 @pytest.mark.parametrize("logits", [[0.0], [0.0] * 4, [1.0, -2.0, 0.5, 3.0, 0.0, -1.0, 2.0]])
 def test_twins_score_is_weight_times_norm(longflow, device, logits):
-    """Against the left side of eq. 6 in float64, over D, within what float32 arithmetic can lose (bounds.py)."""
+    """Compare with the left side of eq. 6 in float64, divided by D, within the bounds of bounds.py."""
     values = torch.tensor([[(-1.0) ** d * (j + d) for d in range(16)] for j in range(len(logits))])
     case = one_head(logits, values, device)
     score = longflow.decode_attention(**case).score[0].cpu().double()
@@ -85,7 +85,7 @@ def test_twins_score_is_weight_times_norm(longflow, device, logits):
 
 
 def decode(query, keys, values, tally) -> tuple[list[list[Counted]], Counted, Counter[str]]:
-    """One head's attention, operation by operation: contributions [n][d], the softmax denominator, the count so far."""
+    """Attention of one head, operation by operation: contributions [n][d], the denominator, and the count so far."""
     scale = Counted(1, tally)
     weight = [(add_up(q * k for q, k in zip(query, key, strict=True)) * scale).exp() for key in keys]
     denominator = add_up(weight)
@@ -107,16 +107,16 @@ def test_score_costs_half_an_attention(n, d):
     extra = tally - attention_cost
     assert extra == Counter(abs=n * d, add=n * (d - 1), divide=n)
     assert extra.total() == 2 * n * d != 0                                             # "no overhead" would be 0
-    # 2nd on top of 4nd and lower terms: at least 7/5, in the limit 3/2, of attention's own operations
+    # 2nd in addition to 4nd and lower terms: together at least 7/5, and in the limit 3/2, of attention's operations
     share = Fraction(extra.total(), attention_cost.total())
     assert Fraction(2 * d, 4 * d + 2) < share < HALF or (n, d) == (1, 1)
-    assert 2 * n * d != 2 * n * d - n                                                  # one addition less per token
+    assert 2 * n * d != 2 * n * d - n                                                  # one addition fewer per token
 
 
 @pytest.mark.claim("LF-1b")
 @pytest.mark.parametrize(("group", "head_dim", "share"), [(1, 128, Fraction(1, 128)), (4, 128, Fraction(1, 32))])
 def test_score_buffer_is_auxiliary_storage(group, head_dim, share):
-    """Algorithm 1, line 7: one float32 per query head and token, against bfloat16 keys and values."""
+    """Algorithm 1, line 7, stores one float32 per query head and token. Keys and values are bfloat16."""
     key_value_heads = 8
     buffer = 4 * group * key_value_heads
     cache = 2 * 2 * key_value_heads * head_dim
@@ -135,7 +135,7 @@ def test_cached_norms_make_the_score_one_product_per_token(n, d):
     assert tally.total() == n and tally.total() != n - 1
     slow = [add_up(abs(p * x) for x in row) for p in weight]
     assert [x.number for x in fast] == [x.number for x in slow]
-    # the norm of the one new token: d absolute values, d - 1 additions per step
+    # the norm of the new token: d absolute values and d - 1 additions per step
     tally.clear()
     add_up(abs(x) for x in row)
     assert tally.total() == 2 * d - 1
@@ -145,7 +145,7 @@ def test_cached_norms_make_the_score_one_product_per_token(n, d):
 
 
 def error_terms(before, after, values, index) -> tuple[Fraction, Fraction, Fraction]:
-    """||o' - o'^(\\i)||^2, ||c'||^2 and ||c||^2 of eq. 8: at step t + 1, at t + 1, at t."""
+    """||o' - o'^(\\i)||^2, ||c'||^2 and ||c||^2 of eq. 8, at steps t + 1, t + 1 and t."""
     exact = square(effect(after, values, index))
     return exact, *(square(scaled(softmax(mass)[index], values[index])) for mass in (after, before))
 
@@ -165,7 +165,7 @@ def test_error_split_rejects_either_term_alone():
     values = [vector(1), vector(-1)]
     drifted = error_terms(vector(1, 1), vector(2, 1), values, 0)
     exact, middle, ours = drifted
-    assert abs(exact - ours) == abs(exact - middle) + abs(middle - ours)               # so 0.99 of the sum fails, too
+    assert abs(exact - ours) == abs(exact - middle) + abs(middle - ours)               # so 0.99 of the sum also fails
     assert abs(exact - ours) > abs(exact - middle)
     assert abs(exact - ours) > abs(middle - ours)
 
@@ -193,7 +193,7 @@ def test_remainder_of_the_denominator_approximation(cache):
 def test_remainder_rejects_the_wrong_sign_and_a_single_token():
     mass, values = vector(3, 1), [vector(1), vector(2)]
     assert remainder(mass, values, 0) != scaled(Fraction(-1), printed_remainder(mass, values, 0))
-    with pytest.raises(ZeroDivisionError):                                             # a = 1: nothing would be left
+    with pytest.raises(ZeroDivisionError):                                             # a = 1: nothing would remain
         printed_remainder(mass[:1], values[:1], 0)
 
 
@@ -219,7 +219,7 @@ def test_effect_rejects_forgetting_the_rescaling():
 @pytest.mark.claim("LF-3c")
 @pytest.mark.parametrize(("n", "d"), [(2, 1), (4, 3), (9, 5)])
 def test_exact_effects_of_all_tokens_cost_as_much_as_one_attention(n, d):
-    """Given o and the weights: one subtraction and one product per channel, two operations per token."""
+    """Given o and the weights, this takes a subtraction and a product per channel, and two operations per token."""
     tally: Counter[str] = Counter()
     mass = [Fraction(j + 1) for j in range(n)]
     values = [vector(*((j * i) % 5 - 2 for i in range(d))) for j in range(n)]
@@ -240,7 +240,7 @@ def test_exact_effects_of_all_tokens_cost_as_much_as_one_attention(n, d):
 
 
 def remainder_within(mass, values, index, bound: Callable[[Fraction], Fraction]) -> bool:
-    """||R|| <= bound(a) V, compared squared."""
+    """Whether ||R|| <= bound(a) V, in squares."""
     largest = max(map(square, values))
     return square(remainder(mass, values, index)) <= bound(softmax(mass)[index]) ** 2 * largest
 
@@ -256,7 +256,7 @@ def test_remainder_bounds_of_the_paper(cache):
         assert remainder_within(mass, values, index, chain[1])
         assert remainder_within(mass, values, index, chain[2])
         assert all(small(weight) <= large(weight) for small, large in pairwise(chain))
-        assert chain[2](weight) / chain[0](weight) == 2 / (1 - weight) > 2             # how loose it is
+        assert chain[2](weight) / chain[0](weight) == 2 / (1 - weight) > 2             # the factor by which it is loose
 
 
 @pytest.mark.claim("LF-4a")

@@ -1,11 +1,11 @@
-"""How far softmax weights move when the scores drift: Lemma 1, eq. 9, 14, D.2 (claims LF-7, LF-8, LF-11).
+"""The change of softmax weights when scores drift: Lemma 1, eq. 9, 14, D.2 (claims LF-7, LF-8, LF-11).
 
-Exact on masses x = exp(s), see claim_math; where floats appear, their slack is derived. A test named ..._rejects_...
-shows that a slightly stronger statement fails, so that the test beside it is not empty.
+Arithmetic is exact on masses x = exp(s) (see claim_math). Where floats are used, their slack is derived. A test named
+..._rejects_... shows that a slightly stronger statement fails, so the claim's own test is not empty.
 
-Proof of LF-7, which Lemma 1 only cites: for a set A of tokens, logit a(A) = LSE_A(s) - LSE_Ac(s). Each LSE moves by a
-number between min ds and max ds, so the logit moves by at most w = max ds - min ds. The logistic function is steepest
-at 0, so |da(A)| <= tanh(w/4); w <= 2 max|ds|; and ||da||_1 = 2 max_A |da(A)|.
+Proof of LF-7, which Lemma 1 only cites. For a set A of tokens, logit a(A) = LSE_A(s) - LSE_Ac(s). Each LSE changes by a
+number between min ds and max ds, so the logit changes by at most w = max ds - min ds. The logistic function is steepest
+at 0, so |da(A)| <= tanh(w/4). And w <= 2 max|ds|, and ||da||_1 = 2 max_A |da(A)|.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ONE = Fraction(1)
 
 @st.composite
 def drifts(draw: st.DrawFn) -> tuple[list[Fraction], list[Fraction]]:
-    """The masses of two steps over one set of tokens: drifts as large as the scores, or of 1e-6 of them."""
+    """The masses of one set of tokens at two steps. Drifts are as large as the scores, or 1e-6 of that."""
     size = draw(st.integers(2, 6))
     before = draw(st.lists(masses, min_size=size, max_size=size))
     if draw(st.booleans()):
@@ -53,7 +53,7 @@ def subsets(size: int):
     return chain.from_iterable(combinations(range(size), count) for count in range(size + 1))
 
 
-# The extreme case of every bound: two tokens swap their scores +-D/2; here exp(D) = 1 + 2^-10.
+# The extreme case of every bound: two tokens swap their scores +-D/2. Here exp(D) = 1 + 2^-10.
 STEP = ONE + Fraction(1, 2**10)
 SWAP = vector(1, STEP), vector(STEP, 1)
 
@@ -64,9 +64,10 @@ SWAP = vector(1, STEP), vector(STEP, 1)
 def lemma_1_holds(before: list[float], after: list[float], factor: float = 1) -> bool:
     """||softmax(s') - softmax(s)||_1 <= max|ds| in float64.
 
-    Slack: each computed weight is off by a relative (range + n + 4) u: the rounding of s - max s, magnified by exp to
-    range u; exp 2 u; the sum of n terms n u; the division u; and one more for the difference. The weights sum to 1, so
-    both steps together cost at most 2 (largest range + n + 5) u; the right side, |ds| u <= 2 range u at most.
+    Slack: each computed weight has a relative error of (range + n + 4) u: range u for the rounding of s - max s, which
+    exp magnifies, 2 u for exp, n u for the sum of n terms, and u for the division. The difference adds one more u. The
+    weights sum to 1, so both steps together cost at most 2 (largest range + n + 5) u. The right side costs at most
+    |ds| u <= 2 range u.
     """
     def weights(score: list[float]) -> list[float]:
         powers = [math.exp(s - max(score)) for s in score]
@@ -106,7 +107,7 @@ def test_weights_move_at_most_by_tanh(drift):
     change = weight_change(before, after)
     for subset in subsets(len(change)):
         assert at_most_tanh(abs(sum(change[i] for i in subset)), growth(before, after))
-    # ||da||_1 = 2 max_A |da(A)|: the sum over the tokens that gain
+    # ||da||_1 = 2 max_A |da(A)|: the sum over the tokens whose weight grows
     assert at_most_tanh(norm1(tuple(change)) / 2, growth(before, after))
 
 
@@ -124,7 +125,7 @@ def test_weights_reject_tanh_of_a_smaller_drift():
 @many
 @given(drifts())
 def test_single_weight_moves_at_most_by_half_the_largest_drift(drift):
-    """|da_i| <= tanh(D/2), D = max|ds|: w <= 2 D, and tanh(w/4) with w = 2 D. tanh x <= x makes it D/2."""
+    """|da_i| <= tanh(D/2) for D = max|ds|, as w <= 2 D in tanh(w/4). tanh x <= x gives D/2."""
     before, after = drift
     largest = largest_change(before, after)
     assert growth(before, after) <= largest**2
@@ -164,14 +165,14 @@ def test_new_token_moves_the_weights_without_any_drift():
     moved = abs(softmax(after)[0] - softmax(before)[0])
     assert moved == 1 - Fraction(1, 1 + 2**29)
     assert not at_most_tanh(moved, drift**2)
-    # eq. 9 is not short by a factor only: the right side is 0
+    # no factor could repair eq. 9: its right side is 0
     same = abs(softmax(before)[0] - softmax(before)[0])
     assert at_most_tanh(same, drift**2)
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[Fraction], list[Fraction], Fraction, Fraction]:
-    """Masses of the common tokens at t and t + 1, of the token evicted in between (at t), of the new one (at t + 1)."""
+    """Masses of the common tokens at t and t + 1, of the token evicted in between (t), and of the new one (t + 1)."""
     return *draw(drifts()), draw(masses | st.just(Fraction(0))), draw(masses | st.just(Fraction(0)))
 
 
@@ -200,7 +201,7 @@ def test_weights_between_steps(step):
 @pytest.mark.claim("LF-8b")
 @pytest.mark.parametrize(("evicted", "new"), [(0, 0), (0, 2), (1, 3)])
 def test_weights_between_steps_reject_99_percent_of_either_term(evicted, new):
-    """Attained by the token that loses to the other one and to the new one."""
+    """Attained by a token that loses weight both to the other common token and to the new one."""
     step = *SWAP, Fraction(evicted), Fraction(new)
     assert step_change_within(*step)
     assert not step_change_within(*step, inner=Fraction(99, 100))
@@ -211,18 +212,18 @@ def test_weights_between_steps_reject_99_percent_of_either_term(evicted, new):
 
 
 def path(target: list[float], points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Along s = tau target, tau in `points` [P]: softmax(s) and J(s) target, its derivative in tau. Both [P, n]."""
+    """softmax(s) and its derivative in tau, J(s) target, along s = tau target for tau in `points` [P]. Both [P, n]."""
     direction = torch.tensor(target, dtype=torch.float64)
     weight = (points[:, None] * direction).softmax(-1)
     return weight, weight * (direction - (weight * direction).sum(-1, keepdim=True))
 
 
 def least_residual(target: list[float], intervals: int = 4096) -> tuple[float, float]:
-    """min over the segment of ||softmax(target) - softmax(0) - J(c) target||_1: lower and upper bound.
+    """A lower and an upper bound on the minimum over the segment of ||softmax(target) - softmax(0) - J(c) target||_1.
 
-    Between grid points the derivative J(s(tau)) target changes by at most half an interval times the 1-norm of
-    d/dtau (a_i (t_i - mean)) = a_i ((t_i - mean)^2 - variance), which is at most 2 variance <= range^2 / 2 (Popoviciu).
-    Rounding: values of size <= range with relative error (range + n + 8) u each, n of them, both sides.
+    Between grid points, the derivative J(s(tau)) target changes by at most half an interval times the 1-norm of d/dtau
+    (a_i (t_i - mean)) = a_i ((t_i - mean)^2 - variance), which is at most 2 variance <= range^2 / 2 (Popoviciu).
+    Rounding: n values of size <= range, each with a relative error of (range + n + 8) u, on both sides.
     """
     points = torch.linspace(0, 1, intervals + 1, dtype=torch.float64)
     weight, slope = path(target, points)
@@ -236,9 +237,9 @@ def least_residual(target: list[float], intervals: int = 4096) -> tuple[float, f
 @pytest.mark.claim("LF-11a")
 def test_mean_value_theorem_fails_for_three_tokens():
     lower, _ = least_residual([0.0, 4.0, 8.0])
-    assert lower > 0.29                                                                # no point c on the segment fits
+    assert lower > 0.29                                                                # no point c on the segment works
     _, upper = least_residual([0.0, 8.0])
-    assert upper < 0.01                                                                # two tokens: one dimension, fine
+    assert upper < 0.01                                                                # two tokens: one dimension
 
 
 @pytest.mark.claim("LF-11b")
@@ -246,8 +247,8 @@ def test_mean_value_theorem_fails_for_three_tokens():
 def test_integral_form_replaces_the_mean_value_theorem(target):
     """softmax(s') - softmax(s) = integral of J(s + tau ds) ds, by the midpoint rule.
 
-    Its error is at most h^2 / 24 max ||f''||_1 for the slope f = a (t - mean). With x = t - mean,
-    f'' = a (x^3 - 3 x var - mu3), so ||f''||_1 <= E|x|^3 + 3 E|x| var + |mu3| <= r^3 (1/4 + 3/8 + 1/4) for range r.
+    The error of the rule is at most h^2 / 24 max ||f''||_1 for the slope f = a (t - mean). With x = t - mean, f'' = a
+    (x^3 - 3 x var - mu3), so ||f''||_1 <= E|x|^3 + 3 E|x| var + |mu3| <= r^3 (1/4 + 3/8 + 1/4) for range r.
     """
     intervals = 4096
     _, slope = path(target, (torch.arange(intervals, dtype=torch.float64) + 0.5) / intervals)
@@ -265,12 +266,12 @@ def jacobian(mass) -> list[list[Fraction]]:
 
 
 def column_norm(matrix) -> Fraction:
-    """From the 1-norm to the 1-norm: the largest column sum of absolute values."""
+    """The norm from the 1-norm to the 1-norm: the largest column sum of absolute values."""
     return max(sum(map(abs, column)) for column in zip(*matrix, strict=True))
 
 
 def max_to_sum_norm(matrix) -> Fraction:
-    """From the max-norm to the 1-norm: attained at a vector of signs."""
+    """The norm from the max-norm to the 1-norm, which is attained at a vector of signs."""
     signs = product((-1, 1), repeat=len(matrix))
     return max(sum(abs(sum(a * s for a, s in zip(row, sign, strict=True))) for row in matrix) for sign in signs)
 

@@ -1,6 +1,6 @@
-"""The budget: what is alive after each step, who may be the next victim, and the prompt (claim LF-15).
+"""The budget: the tokens in the cache after each step, the possible next victims, and the prompt (claim LF-15).
 
-On both twins, exact: tokens, slots and counts.
+Both twins are tested. Tokens, slots and counts must be exactly right.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def test_budget_holds_at_every_step(longflow, device, budget, protect, seed):
         now = alive(state)
         assert len(now) == len(set(now)) == min(budget, t + 1)
         assert len(now) != min(budget, t) or t >= budget                               # the new token counts
-        assert t in now and state.positions[0, chosen] == t                            # where the step before said
+        assert t in now and state.positions[0, chosen] == t                   # in the slot that the previous step chose
         assert set(now) - set(before) == {t} and len(set(before) - set(now)) == (t >= budget)
         before = now
 
 
 def survivor(longflow, device, *, protect: bool, newest: float) -> bool:
-    """Whether the token written at one step is still there after the next, with its value scaled by `newest`."""
+    """Whether the token written at one step is still in the cache after the next. Its value is scaled by `newest`."""
     generator = torch.Generator().manual_seed(0)
     state = empty_state(longflow, device, budget=3, protect_newest=protect)
     for _ in range(3):
@@ -70,7 +70,7 @@ def survivor(longflow, device, *, protect: bool, newest: float) -> bool:
 def test_newest_token_can_be_the_next_victim(longflow, device):
     assert not survivor(longflow, device, protect=False, newest=0.0)
     assert not survivor(longflow, device, protect=False, newest=1e-6)
-    assert survivor(longflow, device, protect=False, newest=1e6)                       # not always, so not by design
+    assert survivor(longflow, device, protect=False, newest=1e6)                       # it is not always evicted
 
 
 @pytest.mark.claim("LF-15c")
@@ -86,7 +86,7 @@ def test_protected_newest_token_survives_the_next_step(longflow, device, budget,
 
 @pytest.mark.claim("LF-15c")
 def test_protection_rejects_a_second_step_and_a_budget_of_one(longflow, device):
-    """Protected for one step only; with a budget of 1 there is nothing else to overwrite."""
+    """The newest token is protected for one step only. With a budget of 1 there is nothing else to overwrite."""
     generator = torch.Generator().manual_seed(0)
     state = empty_state(longflow, device, budget=3)
     for t in range(7):
@@ -102,8 +102,8 @@ def test_protection_rejects_a_second_step_and_a_budget_of_one(longflow, device):
 @pytest.mark.claim("LF-15d")
 @pytest.mark.parametrize(("prompt", "kept"), [(2, 2), (3, 3), (4, 3), (7, 3)])
 def test_prompt_leaves_room_for_the_first_step(longflow, device, prompt, kept):
-    """Budget 4. A prompt compressed to the whole budget would leave the first step no slot: 4 + 1 > 4, and no query has
-    chosen a victim yet. So budget - 1 tokens stay."""
+    """If a prompt were compressed to the whole budget of 4, the first step would have no slot: 4 + 1 > 4, and no query
+    has chosen a victim yet. So budget - 1 tokens are kept."""
     budget = 4
     generator = torch.Generator().manual_seed(0)
     state = empty_state(longflow, device, budget=budget)
@@ -113,4 +113,4 @@ def test_prompt_leaves_room_for_the_first_step(longflow, device, prompt, kept):
     assert len(stayed) == kept == min(prompt, budget - 1) < budget
     assert not state.occupied[0, int(state.next_slot[0])]
     step(state, generator, device)
-    assert alive(state) == [*stayed, prompt]                                           # nothing had to go
+    assert alive(state) == [*stayed, prompt]                                           # nothing was evicted

@@ -8,7 +8,7 @@ import pytest
 
 PROMPT, GENERATED, BUDGET = 512, 16_000, 3_200                                         # sections 4.1, 4.4
 
-# Table 1. GSM8K's size is printed as 1318; the test set itself has 1319 problems.
+# Table 1. The printed size of GSM8K is 1318. The test set has 1319 problems.
 DATASETS = {
     "AIME24": 30, "AIME25": 30, "AMC": 40, "GPQA": 198, "GSM8K": 1318, "MATH": 500, "Minerva": 272, "Olympiad": 675,
 }
@@ -59,7 +59,7 @@ def test_compression_at_the_last_token_is_80_percent():
 
 @pytest.mark.claim("LF-17b")
 def test_compression_over_the_whole_decode_is_less():
-    """Token-steps held in memory: after step t there are PROMPT + t tokens, or at most BUDGET of them."""
+    """Token-steps in memory: after step t there are PROMPT + t tokens, but at most BUDGET with compression."""
     lengths = range(PROMPT + 1, PROMPT + GENERATED + 1)
     full = sum(lengths)
     growing = saved(sum(min(length, BUDGET) for length in lengths), full)
@@ -70,7 +70,7 @@ def test_compression_over_the_whole_decode_is_less():
 
 
 def percent(share: Fraction) -> Fraction:
-    """In percent, to one decimal."""
+    """The share in percent, to one decimal."""
     return Fraction(round(1000 * share), 10)
 
 
@@ -78,7 +78,7 @@ def percent(share: Fraction) -> Fraction:
 
 
 def counts_that_print(cell: Fraction, size: int) -> list[int]:
-    """All k with 100 k / size printed as `cell`, to two decimals; a tie may be rounded either way."""
+    """All k for which 100 k / size is printed as `cell`, with two decimals. A tie may be rounded either way."""
     return [k for k in range(size + 1) if abs(Fraction(100 * k, size) - cell) <= Fraction(1, 200)]
 
 
@@ -92,7 +92,7 @@ def test_cells_are_counts_over_the_dataset_except_gsm8k():
     for row in ROWS.values():
         for name, size in DATASETS.items():
             assert name == "GSM8K" or len(counts_that_print(row[name], size)) == 1
-    # Another size would show: with one problem more, each other column has impossible cells.
+    # A wrong size would be noticed: with one problem more, every other column has impossible cells.
     for name, size in DATASETS.items():
         assert name == "GSM8K" or any(not counts_that_print(row[name], size + 1) for row in ROWS.values())
 
@@ -105,7 +105,7 @@ def test_gsm8k_cells_need_two_different_sizes():
     r1 = {budget: {key for key in ROWS if key[:2] == ("R1", budget)} for budget in (2400, 3200)}
     assert impossible[1318] == r1[2400] | {("Qwen", 2400, "VATP")}
     assert impossible[1319] == r1[3200] | {("Qwen", 3200, "VATP")}
-    # Had the cells been cut off instead of rounded, one of the twelve would fit.
+    # If cells were truncated instead of rounded, one of the twelve would be possible.
     cut = {
         (size, key) for size, keys in impossible.items() for key in keys
         if any(0 <= Fraction(100 * k, size) - ROWS[key]["GSM8K"] < Fraction(1, 100) for k in range(size + 1))
@@ -121,7 +121,7 @@ def test_vanilla_differs_between_budgets_that_it_does_not_have():
     assert ROWS["Qwen", 2400, "Vanilla"] == ROWS["Qwen", 3200, "Vanilla"]
 
 
-# The last column as far as our copy of the paper shows it: it is cut, mostly after the point or the first decimal.
+# The last column, as far as our copy of the paper shows it. It is cut off, mostly after the point or the first decimal.
 AVERAGES = """
 62.7 62.0 62.4 61.3 61.9   62. 62.3 63. 62. 62.
 76. 72. 74. 72. 73.        76. 74. 75.0 75. 75.3
@@ -130,12 +130,13 @@ AVERAGES = """
 
 @pytest.mark.claim("LF-18c")
 def test_averages_are_weighted_by_dataset_size():
-    """17 of 20 begin as printed. The other three may be misread digits of our copy: 8, 6 and 2 would be right."""
+    """17 of 20 averages start as printed. The other three may be misread digits in our copy: 8, 6 and 2 would be
+    right."""
     shown = dict(zip(ROWS, AVERAGES.split(), strict=True))
     off = {key: digits for key, digits in shown.items() if not f"{float(average(key)):.3f}".startswith(digits)}
     assert off == {("R1", 3200, "H2O"): "62.3", ("Qwen", 3200, "R-KV"): "75.0", ("Qwen", 3200, "Ours"): "75.3"}
     assert [f"{float(average(key)):.1f}" for key in off] == ["62.8", "75.6", "75.2"]
-    # The mean of the eight columns, the other reading, is 11 points and more away, in every row.
+    # The other reading, the mean of the eight columns, differs by at least 11 points in every row.
     for key, row in ROWS.items():
         assert average(key) - sum(row.values()) / 8 > 11
 
@@ -155,7 +156,7 @@ def test_degradation_of_008_comes_from_two_different_vanilla_rows():
     assert points(drop("R1", 3200), 2) == Fraction("0.07") != Fraction("0.08")
     relative = 100 * drop("R1", 3200) / average(("R1", 3200, "Vanilla"))
     assert points(relative, 3) == Fraction("0.105")
-    # What gives 0.08: the vanilla row of the other block with GSM8K at 1319, less ours at 1318, both rounded first.
+    # 0.08 is the vanilla row of the other block, with GSM8K at 1319, minus ours at 1318, both rounded first.
     other = points(average(("R1", 2400, "Vanilla"), gsm8k=1319), 2)
     assert other - points(average(("R1", 3200, "Ours")), 2) == Fraction("0.08")
 
@@ -189,7 +190,7 @@ def test_longflow_beats_h2o_and_vatp_in_one_of_four_settings():
 @pytest.mark.claim("LF-18g")
 def test_rkv_has_the_highest_average_everywhere():
     assert {ranking(*setting)[0] for setting in SETTINGS} == {"R-KV"}
-    # also with GSM8K at 1319; but not on each dataset
+    # also with GSM8K at 1319, but not on each dataset
     for model, budget in SETTINGS:
         best = max(average((model, budget, method), gsm8k=1319) for method in METHODS)
         assert best == average((model, budget, "R-KV"), gsm8k=1319)
@@ -199,7 +200,7 @@ def test_rkv_has_the_highest_average_everywhere():
 @pytest.mark.claim("LF-18h")
 @pytest.mark.parametrize("model", ["R1", "Qwen"])
 def test_tighter_budget_costs_longflow_less_than_h2o_and_vatp(model):
-    """Points lost from 3200 to 2400. Measured from vanilla at 2400 instead, H2O loses less than LongFlow on R1."""
+    """Points lost from 3200 to 2400. Relative to vanilla at 2400, H2O loses less than LongFlow on R1."""
     lost = {method: average((model, 3200, method)) - average((model, 2400, method)) for method in METHODS}
     assert 0 < lost["Ours"] < min(lost["H2O"], lost["VATP"])
     assert (lost["Ours"] < lost["R-KV"]) is (model == "R1")                            # not less than all others

@@ -1,4 +1,4 @@
-"""Corners that once were wrong: each test here is a bug that a reviewer found."""
+"""Corner cases: each test reproduces a bug that a reviewer found."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ FAR = decode_cases(
 @given(case=FAR)
 @few
 def test_longflow_reads_beyond_two_to_the_31_elements(case, twins):
-    """Slots that lie 2^31 elements apart and more, aligned strides or not."""
+    """Slots that are at least 2^31 elements apart, with aligned and unaligned strides."""
     judge.assert_decode_right(twins.optimized.longflow.decode_attention(**case.inputs), case)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_longflow_of_the_largest_float16_values_is_finite(sign, twins, device):
-    """A mean of values is no larger than they are, whatever the weights were rounded to before the product.
+    """A mean of values is not larger than the values, even if weights are rounded before the product.
 
-    16 of 17 weights are 0.50026 of the largest, and round up to 0.50049 in float16.
+    16 of 17 weights are 0.50026 of the largest one, which float16 rounds up to 0.50049.
     """
     query, key, value = torch.zeros(3, 1, 1, 17, 16, dtype=torch.float16, device=device)
     query[..., 0] = 1
@@ -62,7 +62,7 @@ def test_longflow_of_the_largest_float16_values_is_finite(sign, twins, device):
 
 
 def test_longflow_ranks_an_infinite_value_alike_on_both_sides(twins, device):
-    """||v||_1 is infinite: the score is too, so the token stays."""
+    """||v||_1 is infinite, so the score is infinite and the token is kept."""
     query, key, value = torch.randn(3, 1, 1, 6, 16, generator=torch.Generator().manual_seed(2)).to(device)
     value[0, 0, 3, 5] = torch.inf
     occupied = torch.ones(1, 6, dtype=torch.bool, device=device)
@@ -75,7 +75,7 @@ def test_longflow_ranks_an_infinite_value_alike_on_both_sides(twins, device):
 
 
 def test_longflow_takes_more_rows_than_a_grid_axis_holds(twins, device):
-    """CUDA ends the second and third axis of a grid at 65,535 programs."""
+    """CUDA limits the second and third axis of a grid to 65,535 programs."""
     rows = 70_000 if device.type == "cuda" else 5
     generator = torch.Generator(device).manual_seed(3)
     query, key, value = (
@@ -89,7 +89,7 @@ def test_longflow_takes_more_rows_than_a_grid_axis_holds(twins, device):
 
 
 def test_longflow_prefill_asks_the_device_whether_the_state_is_empty(device):
-    """A graph's replays are steps that the host has not seen: the counter on the device has."""
+    """The host does not count steps in replays of a CUDA graph, but the counter on the device does."""
     state = made(longflow, device)
     state._seen.fill_(2)
     with pytest.raises(RuntimeError, match="empty state"):
@@ -139,7 +139,7 @@ def test_longflow_state_made_in_inference_mode_is_usable_outside(name, twins, de
 
 
 def test_longflow_reset_mends_an_interrupted_launch(device):
-    """The counters by which whoever comes last knows itself start at zero again."""
+    """reset sets the completion counters, by which a program knows that it is the last one, to zero."""
     state, fresh = made(longflow, device), made(longflow, device)
     state._scratch[2].fill_(1)
     state.reset()
@@ -152,7 +152,7 @@ def test_longflow_reset_mends_an_interrupted_launch(device):
 @given(case=decode_cases(slots=(1, 150), occupancy=("full", "random"), content=("ordinary", "extreme_1e4")))
 @few
 def test_longflow_merges_many_splits(case):
-    """As many as only a GPU has otherwise, the last one short."""
+    """As many splits as otherwise occur only on a GPU. The last one is partial."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_ops, "split_slots", lambda sizes, block, *_: (-(-sizes.slots // 16), 16))
         actual = longflow.decode_attention(**case.inputs)
@@ -161,7 +161,7 @@ def test_longflow_merges_many_splits(case):
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_longflow_cuts_the_last_rows_finer(batch, device):
-    """Where heads are many. Every share has slots of its own, and rows are right whichever way they are cut."""
+    """With many heads, the last rows have more and smaller splits. Splits do not overlap, and all rows are right."""
     block = _ops.key_block(32, 4, 512)
     case = DecodeCase(
         batch=batch, key_value_heads=2, group=2, head_dim=32, dtype=torch.float32, slots=4 * block - 3,
@@ -182,8 +182,8 @@ def test_longflow_cuts_the_last_rows_finer(batch, device):
 @pytest.mark.parametrize("many", [False, True], ids=["few heads", "many heads"])
 @pytest.mark.parametrize("slots", [17, 65, 129, 200])
 def test_longflow_ties_whole_tiles_with_the_last_one(slots, many, dtype, device):
-    """The same token in every slot, of which the first goes. The last tile is not whole and has a loop of its own, in
-    which a GPU once rounded the product with the scale, as it did not in the other."""
+    """All slots hold the same token, so the first one is evicted. The last tile is partial and has its own loop. There,
+    a GPU once rounded the product with the scale, but not in the loop over full tiles."""
     generator = torch.Generator(device).manual_seed(slots)
     for head_dim in (64, 128):
         query, key, value = (
@@ -199,8 +199,8 @@ def test_longflow_ties_whole_tiles_with_the_last_one(slots, many, dtype, device)
 
 @SIDES
 def test_longflow_ties_tokens_of_a_prompt_with_those_of_steps(name, twins, device):
-    """The same token again and again: whichever way it came in, the lowest slot that is not the newest goes. A norm
-    kept from the prompt, its sum in another order, once made tokens from there larger."""
+    """All tokens are equal. Whether they come from the prompt or from steps, the lowest slot except the newest is
+    evicted. The stored norms of prompt tokens, summed in another order, once made their scores larger."""
     module, rows, head_dim = getattr(twins, name).longflow, 32, 160
     generator = torch.Generator(device).manual_seed(0)
     state = module.LongFlowState(
@@ -208,7 +208,7 @@ def test_longflow_ties_tokens_of_a_prompt_with_those_of_steps(name, twins, devic
         device=device,
     )
     query, key, value = (torch.randn(rows, 1, 1, head_dim, generator=generator, device=device) for _ in range(3))
-    value /= head_dim                            # norms near 1, whose logarithms are near 0: there a last bit shows
+    value /= head_dim                            # norms near 1 have logarithms near 0, which show a last bit
     state.prefill(*(tensor.expand(-1, -1, 3, -1).contiguous() for tensor in (query, key, value)))
     for victim in (0, 1, 0, 1):                  # the first step fills slot 3
         state.step(query[:, :, 0], key[:, :, 0], value[:, :, 0])

@@ -1,6 +1,6 @@
-"""LongFlow where one answer is right to the letter: ties, norms, NaN, and what reset and reorder must not forget.
+"""LongFlow where only one answer is right: ties, norms, NaN, and everything that reset and reorder must include.
 
-On both sides: the judge orders ties for the reference, so only here is its own order seen.
+Both sides are tested. In other tests the judge orders ties, so only these tests check the reference's own order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SLOTS, HEAD_DIM = 40, 16
 
 
 def full_cache(device, seed: int) -> dict[str, torch.Tensor]:
-    """Two KV heads of two query heads each, more slots than a block, all occupied."""
+    """Two KV heads with two query heads each, and more slots than a block, all occupied."""
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(1, 4, HEAD_DIM, generator=generator)
     key, value = torch.randn(2, 1, 2, SLOTS, HEAD_DIM, generator=generator)
@@ -28,7 +28,7 @@ def full_cache(device, seed: int) -> dict[str, torch.Tensor]:
 
 
 def mask(device, *slots: int) -> torch.Tensor:
-    """[1, S] bool, True at these slots."""
+    """A bool mask [1, S], True at these slots."""
     index = torch.arange(SLOTS, device=device)
     return torch.isin(index, torch.tensor(slots, device=device))[None]
 
@@ -46,7 +46,8 @@ def test_longflow_takes_the_lowest_of_equal_tokens(side, twins, device):
 
 
 def test_longflow_ranks_by_the_1_norm(side, twins, device):
-    """Of two tokens with one key: a single 1.5 sums to less than sixteen times 0.1, and its 2-norm is larger."""
+    """Two tokens have equal keys. The value with a single 1.5 has a smaller 1-norm, but a larger 2-norm, than the value
+    with sixteen times 0.1."""
     decode = getattr(twins, side).longflow.decode_attention
     case = full_cache(device, 0)
     case["key"] = case["key"][:, :, :1].expand_as(case["key"])
@@ -61,27 +62,27 @@ def test_longflow_ranks_by_the_1_norm(side, twins, device):
 @pytest.mark.parametrize("slot", [7, SLOTS - 1])
 @pytest.mark.parametrize("number", [NAN, -NAN], ids=["nan", "minus_nan"])
 def test_longflow_evicts_a_token_whose_score_is_nan(number, slot, side, twins, device):
-    """A NaN score ranks lowest, whatever its sign; unless it is protected."""
+    """A NaN score of either sign ranks lowest, unless the token is protected."""
     decode = getattr(twins, side).longflow.decode_attention
     case = full_cache(device, slot)
-    case["value"][0, :, slot] *= 100  # by number it would go last
+    case["value"][0, :, slot] *= 100  # by its score it would be evicted last
     case["value"][0, 1, slot, 3] = number
     result = decode(**case)
     assert bool(result.score[0, slot].isnan())
     assert result.slot.tolist() == [slot]
     finite = {**case, "value": case["value"].nan_to_num(), "protected": mask(device, slot)}
     protected = decode(**case, protected=mask(device, slot)).slot
-    assert_same(protected, decode(**finite).slot, what="the slot where the NaN is protected")
+    assert_same(protected, decode(**finite).slot, what="the slot if the NaN is protected")
 
 
 def test_longflow_takes_the_lowest_slot_where_all_scores_are_nan(side, twins, device):
-    """A NaN in one key makes every weight of its row NaN."""
+    """A NaN in one key makes all weights of its row NaN."""
     decode = getattr(twins, side).longflow.decode_attention
     case = full_cache(device, 0)
     case["key"][0, 0, 20] = NAN
     assert decode(**case).slot.tolist() == [0]
     case["occupied"][0, 9] = False
-    assert decode(**case).slot.tolist() == [9], "free slots go first"
+    assert decode(**case).slot.tolist() == [9], "free slots must be chosen first"
 
 
 # A state with two rows, of which the second is padded -----------------------------------------------------------------
@@ -96,7 +97,7 @@ def a_state(side, twins, device, **config):
 
 
 def tokens(device, count: int, seed: int) -> list[tuple[torch.Tensor, ...]]:
-    """Some tokens (query, key, value). Values of even ones are small: unless protected, they are evicted at once."""
+    """Some tokens (query, key, value). Every other one has a small value, so it is evicted at once unless protected."""
     generator = torch.Generator().manual_seed(seed)
     drawn = []
     for number in range(count):
@@ -106,7 +107,7 @@ def tokens(device, count: int, seed: int) -> list[tuple[torch.Tensor, ...]]:
 
 
 def fill(state, device) -> None:
-    """A prompt of 8, of which 5 are padding in the second row, and steps."""
+    """A prompt of 8 tokens, of which 5 are padding in the second row, and steps."""
     query, key, value = (torch.stack(part, 2) for part in zip(*tokens(device, 8, seed=1), strict=True))
     occupied = torch.ones(2, 8, dtype=torch.bool, device=device)
     occupied[1, :5] = False
@@ -120,7 +121,7 @@ def shown(state) -> dict[str, torch.Tensor]:
 
 
 def assert_goes_on_like(state, other, steps, rows=slice(None)) -> None:
-    """Both show the same, at once and after each step; `rows` are those of `other` that `state` has."""
+    """Assert that both states are equal, now and after each step. `rows`: the rows of `other` that `state` has."""
     for number in range(len(steps) + 1):
         assert state.tokens_seen == other.tokens_seen
         expected = shown(other)
@@ -133,13 +134,14 @@ def assert_goes_on_like(state, other, steps, rows=slice(None)) -> None:
 
 @pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per_head"])
 def test_longflow_reset_and_reorder_forget_nothing(per_head, side, twins, device):
-    """Sinks end elsewhere in a padded row, so a row's end of sinks must be reset, and go where its row goes."""
+    """In a padded row, the sinks end at another position. So reset must clear this position, and reorder must move
+    it."""
     later = tokens(device, 5, seed=3)
     state, other = (a_state(side, twins, device, per_head=per_head) for _ in range(2))
     fill(state, device)
     fill(other, device)
     for name, tensor in shown(state).items():
-        assert name == "occupied" or bool((tensor[0] != tensor[1]).any()), f"{name}: rows must differ to be told apart"
+        assert name == "occupied" or bool((tensor[0] != tensor[1]).any()), f"{name} must differ between the rows"
     swap = torch.tensor([1, 0], device=device)
     state.reorder(swap)
     assert_goes_on_like(state, other, later, rows=swap)
@@ -148,8 +150,8 @@ def test_longflow_reset_and_reorder_forget_nothing(per_head, side, twins, device
 
 
 def test_longflow_fills_free_slots_in_order(side, twins, device):
-    """A prompt that leaves several slots free, with padding that takes none: the first free one is next, then the
-    others, before anything is evicted."""
+    """A prompt leaves several slots free, and its padding occupies none. All free slots are filled in order before
+    anything is evicted."""
     module = getattr(twins, side).longflow
     state = module.LongFlowState(
         module.LongFlowConfig(7), batch=2, query_heads=4, key_value_heads=2, head_dim=HEAD_DIM, dtype=torch.float32,

@@ -1,7 +1,7 @@
-"""LongFlow under test against the golden trace: what float64 decided on a trained model's queries, keys and values.
+"""LongFlow under test against the golden trace: the float64 decisions on a trained model's queries, keys and values.
 
-The first steps on the CPU, all of them on a GPU. Before each step the recorded choice is written into `next_slot`, so
-that a legal tie does not make the rest of the trace incomparable.
+The CPU replays the first steps, the GPU all of them. Before each step the recorded choice is written to `next_slot`, so
+that the rest of the trace stays comparable after a legal tie.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def started(module, case, traces, device, dtype):
     prompt = golden.metadata["prompt"]
     state.prefill(*(tensor[:, :, :prompt] for tensor in tensors))
     kept = golden.tensors[f"{case}.kept"].to(device)
-    assert_same(state.positions[:, :-1], kept, what="positions that the prompt's compression keeps")
+    assert_same(state.positions[:, :-1], kept, what="positions kept from the prompt")
     return state, tensors
 
 
@@ -50,7 +50,7 @@ def test_every_recorded_case_is_replayed(traces):
 
 @pytest.mark.parametrize("case", CASES)
 def test_longflow_reference_repeats_the_golden_trace(case, traces, twins):
-    """All steps, in float64: decisions to the letter."""
+    """All steps in float64: the decisions are equal."""
     golden = traces[1]
     state, tensors = started(twins.reference.longflow, case, traces, torch.device("cpu"), torch.float64)
     prompt, steps = golden.metadata["prompt"], golden.metadata["steps"]
@@ -72,7 +72,7 @@ def test_longflow_follows_the_golden_trace(case, traces, twins, device):
     for step in range(steps):
         state.next_slot.copy_(recorded["next_slot"][step])
         leaves = state.positions.gather(1, state.next_slot[:, None])[:, 0]
-        assert_same(leaves, recorded["evicted"][step], what=f"the token that leaves at step {step}")
+        assert_same(leaves, recorded["evicted"][step], what=f"evicted token of step {step}")
         query, key, value = (tensor[:, :, prompt + step] for tensor in tensors)
         output = state.step(query, key, value)
         newest = state.positions == prompt + step

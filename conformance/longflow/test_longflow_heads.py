@@ -1,6 +1,6 @@
-"""LongFlow under test against float64 where drawn cases seldom go on the CPU: several KV heads, blocks, far offsets.
+"""LongFlow under test against float64 in cases that are rarely drawn on the CPU: several KV heads, blocks, far offsets.
 
-Mutants that mixed up heads or blocks had survived tests in which these are drawn with all the rest.
+Mutants that mixed up heads or blocks survived tests in which these are drawn together with everything else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLAIN = ("ordinary", "duplicates", "dominant")
 
 
 def of_heads(heads: int):
-    """A row of a case with `heads` KV heads."""
+    """A function that makes a case with one row and `heads` KV heads."""
     return lambda case: replace(case, batch=1, key_value_heads=heads)
 
 
@@ -33,7 +33,7 @@ def of_heads(heads: int):
 @given(data=st.data())
 @few
 def test_longflow_keeps_heads_apart(per_head, heads, data, twins):
-    """Each KV head has its own mask and protection where it decides alone; its own query heads and norms always."""
+    """Each KV head has its own query heads and norms, and with per_head also its own mask and protection."""
     cases = decode_cases(
         content=PLAIN, layout=("contiguous", "transposed", "spread"), slots=(8, None), per_head=per_head,
         occupancy=("full", "random", "one_free"), protect=("none", "random", "all_but_one"),
@@ -48,7 +48,7 @@ def test_longflow_keeps_heads_apart(per_head, heads, data, twins):
 )
 @few
 def test_longflow_hears_every_block_of_slots(case, back, twins):
-    """More slots than one program takes: the victim, here by a value of zeros, may be named by any of them."""
+    """There are more slots than one program processes. The victim, a zero value, may be in the block of any program."""
     value = case.value.contiguous().index_fill(2, torch.tensor(case.slots - back, device=case.value.device), 0)
     case = DecodeCase.of(case.query, case.key, value, case.occupied, scale=case.scale, per_head=case.per_head)
     actual = twins.optimized.longflow.decode_attention(**case.inputs)
@@ -59,14 +59,14 @@ def test_longflow_hears_every_block_of_slots(case, back, twins):
 @given(case=decode_cases(content=("overflow_88",), slots=(24, None), occupancy=("full",), protect=("none", "newest")))
 @few
 def test_longflow_ranks_scores_that_underflow(case, twins):
-    """Logits over 240 apart: most scores are zero in float32, and still only one of them is the lowest."""
+    """Logits differ by up to 240, so most scores underflow in float32. Still, only one token is the lowest."""
     actual = twins.optimized.longflow.decode_attention(**case.inputs)
     judge.assert_decode_right(actual, case)
 
 
 @pytest.mark.parametrize("slots", [6, 7])
 def test_longflow_gives_zeros_for_a_row_without_tokens(slots, twins, device):
-    """Whichever way a step is finished: in the interpreter that depends on whether the number of slots is even."""
+    """For both ways to finish a step. In the interpreter, the parity of the number of slots selects one."""
     case = DecodeCase(
         batch=2, key_value_heads=2, group=2, head_dim=32, dtype=torch.float32, slots=slots, occupancy="empty_row",
         device=str(device),
@@ -83,7 +83,7 @@ def test_longflow_gives_zeros_for_a_row_without_tokens(slots, twins, device):
 @given(seed=st.integers(0, 2**31 - 1), padding=st.sampled_from(("left_padding", "random", "none")))
 @settings(max_examples=max(3, settings().max_examples // 6))
 def test_longflow_state_keeps_heads_apart(prompt, per_head, seed, padding, twins, device):
-    """Two KV heads of two query heads in each of two rows; a prompt that leaves slots free, and one that does not."""
+    """Two rows with two KV heads of two query heads each. One prompt leaves slots free, the other does not."""
     config = {"budget": 9, "per_head": per_head, "sinks": 2, "window": 4, "kernel_size": 3}
     trace = StateTrace(
         batch=2, key_value_heads=2, group=2, head_dim=32, dtype=torch.bfloat16, seed=seed, device=str(device),
@@ -94,13 +94,13 @@ def test_longflow_state_keeps_heads_apart(prompt, per_head, seed, padding, twins
 
 FAR = pytest.mark.parametrize(
     ("batch", "heads", "length"), [(3, 1, 5), (1, 3, 5), (1, 1, 4), (1, 1, 17)],
-    ids=["rows", "heads", "tokens", "tiles"],                              # 16 tokens are a tile, in the interpreter
+    ids=["rows", "heads", "tokens", "tiles"],                              # a tile has 16 tokens in the interpreter
 )
 
 
 @FAR
 def test_longflow_reaches_slots_beyond_2_to_the_31(batch, heads, length, twins, device):
-    """Offsets of the last row, head or slot do not fit in 32 bits."""
+    """Offsets of the last row, head or slot do not fit into 32 bits."""
     case = DecodeCase(
         batch=batch, key_value_heads=heads, group=1, head_dim=128, dtype=torch.float16, layout="far", slots=length,
         occupancy="full", device=str(device),
@@ -112,7 +112,7 @@ def test_longflow_reaches_slots_beyond_2_to_the_31(batch, heads, length, twins, 
 @FAR
 @pytest.mark.parametrize("budget", [3, 9], ids=["compressed", "whole"])
 def test_longflow_reaches_prompts_beyond_2_to_the_31(budget, batch, heads, length, twins, device):
-    """The same of the prompt's queries, keys and values, in attention and in compression."""
+    """The same for queries, keys and values of a prompt, in attention and in compression."""
     trace = StateTrace(
         batch=batch, key_value_heads=heads, group=1, head_dim=128, dtype=torch.float16, layout="far", seed=1,
         config=(("budget", budget), ("window", 2), ("kernel_size", 3)), prompt=length, steps=1, device=str(device),

@@ -1,4 +1,4 @@
-"""LongFlow inside transformers with room for every token: the tokens that the stock model generates."""
+"""LongFlow inside transformers with a budget for all tokens: it generates the same tokens as the stock model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cache(twins: Any, side: str) -> Any:
 
 @pytest.fixture
 def steps(side: str, device: torch.device) -> int:
-    """New tokens to generate: the interpreter takes a tenth of a second for each."""
+    """The number of tokens to generate. Each takes a tenth of a second in the interpreter."""
     return 4 if side == "optimized" and device.type == "cpu" else 16
 
 
@@ -42,7 +42,7 @@ def test_full_budget_is_the_stock_model(cache, side, steps, device, family):
     for dtype in (torch.float32, F64) if side == "reference" else (torch.float32,):
         model = tiny_models.model(family, dtype, device)
         expected = generate(model, inputs, 16, past_key_values=DynamicCache(config=model.config))
-        assert len(set(expected[0].tolist())) > 5, "a loop of few tokens proves little"
+        assert len(set(expected[0].tolist())) > 5, "a generation of few tokens proves little"
         expected = expected[:, :steps]
         if dtype == torch.float32:                          # transformers' eager attention gives NaN in float64 here
             model.set_attn_implementation("eager")
@@ -87,7 +87,7 @@ def test_a_cache_is_new_after_a_reset(cache, device):
     used = cache(model.config, budget=4, window=2)
     expected = generate(model, inputs, 2, past_key_values=used)
     one_row = {name: tensor[:1] for name, tensor in inputs.items()}
-    for rows, some in ((2, inputs), (1, one_row)):                                   # the same, another batch size
+    for rows, some in ((2, inputs), (1, one_row)):                                # the same batch size, and another one
         used.reset()
         assert used.get_seq_length() == 0
         assert torch.equal(generate(model, some, 2, past_key_values=used), expected[:rows])
@@ -160,7 +160,7 @@ def test_layers_with_a_sliding_window_stay_stock(twins, device):
 
 
 def test_a_mask_given_to_the_cache_alone(twins, device):
-    """A loop over forward() that passes positions but no mask: the padding comes from the constructor."""
+    """A loop over forward() that passes positions but no mask. The padding is given to the constructor."""
     model, inputs = tiny_models.model("llama", device=device), prompts(6, [0, 4], device)
     model.set_attn_implementation("kvtwin")
     cache = cache_class(twins, "reference")

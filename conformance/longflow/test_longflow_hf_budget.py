@@ -1,4 +1,4 @@
-"""LongFlow inside transformers with less room: the tokens, and evictions, of a loop written by hand in float64."""
+"""LongFlow inside transformers with a small budget: tokens and evictions against a plain loop in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ F64 = torch.float64
 
 
 class LongFlowLoop(Loop):
-    """A row without slots or masks: all keys and values for ever, and the set of those alive."""
+    """A row without slots or masks. It stores all keys and values, and the set of tokens that are in the cache."""
 
     def __init__(self, model: Any, config: LongFlowConfig) -> None:
         super().__init__(model)
@@ -30,10 +30,10 @@ class LongFlowLoop(Loop):
         self.keys: list[Tensor] = []                                       # per layer [T, Hkv, D]
         self.values: list[Tensor] = []
         self.living: list[list[set[int]]] = []                             # per layer, per KV head
-        self.victims: list[list[int]] = []                                 # who goes when the next token needs room
+        self.victims: list[list[int]] = []                                 # evicted when the next token needs a slot
 
     def feed(self, ids: list[int], real: list[bool]) -> Tensor | None:
-        """At first as one prompt, later one after the other."""
+        """Feed the first tokens as one prompt, and later ones one by one."""
         if self.seen == 0:
             self.padding = real.count(False)
             return super().feed(ids, real)
@@ -62,7 +62,7 @@ class LongFlowLoop(Loop):
         return self.step(number, query[0])[None]
 
     def prompt(self, number: int, query: Tensor) -> Tensor:
-        """Full causal attention [T, Hq, D], then SnapKV down to budget - 1 tokens, one choice for all heads."""
+        """Full causal attention [T, Hq, D], then compression to budget - 1 tokens by SnapKV, the same for all heads."""
         key, value = self.keys[number], self.values[number]
         total, count, head_dim = query.shape
         group = count // key.shape[1]
@@ -77,7 +77,8 @@ class LongFlowLoop(Loop):
         return output
 
     def snapkv(self, weight: Tensor) -> set[int]:
-        """weight [Hq, T, T]. Sinks first, then the window from its end, then the prefix by pooled attention."""
+        """Kept tokens, from weight [Hq, T, T]: sinks, then the window from its end, then the prefix by pooled
+        attention."""
         total, room = weight.shape[-1], self.config.budget - 1
         prefix = total - min(self.config.window, total)
         received = weight[:, prefix:].mean((0, 1)).tolist()
@@ -89,7 +90,7 @@ class LongFlowLoop(Loop):
         return set(order[:room])
 
     def step(self, number: int, query: Tensor) -> Tensor:
-        """query [Hq, D] of the newest token -> [Hq, D]; then the victim for the token after it."""
+        """The output [Hq, D] for the query [Hq, D] of the newest token. Also chooses the victim of the next step."""
         key, value, newest = self.keys[number], self.values[number], self.seen
         count, head_dim = query.shape
         group = count // key.shape[1]

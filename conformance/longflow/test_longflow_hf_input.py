@@ -1,4 +1,4 @@
-"""What LongFlow's cache for transformers refuses, and that it says why."""
+"""Input that LongFlow's cache for transformers refuses, and the reasons that the errors give."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MASK = torch.ones(1, 5, dtype=torch.long)
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Only read: every test brings its own cache."""
+    """A shared model, which no test modifies. Every test has its own cache."""
     model = tiny_models.model("llama")
     model.set_attn_implementation("kvtwin")
     return model
@@ -88,7 +88,7 @@ def test_a_model_without_full_attention_gets_a_warning():
 
 
 def test_forgotten_attention(inputs):
-    """The first decode step says which line is missing; so does a cache that was left in the middle of a pass."""
+    """The first decode step says which line is missing. So does a cache after an interrupted pass."""
     model = tiny_models.model("llama")
     cache = LongFlowCache(model.config, budget=4)
     with pytest.raises(RuntimeError, match=r'model\.set_attn_implementation\("kvtwin"\)'):
@@ -136,7 +136,7 @@ def test_keys_of_another_layer(model):
 
 
 def tiny_mask(length: int) -> Any:
-    """What our mask function returns for a prompt without padding."""
+    """The result of our mask function for a prompt without padding."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
     return ALL_MASK_ATTENTION_FUNCTIONS["kvtwin"](
@@ -171,7 +171,7 @@ def test_a_model_that_gives_no_mask(model):
 
 
 def test_masks_that_are_not_causal():
-    """An evicting layer in a model that slides: the mask of the wrong layer type."""
+    """An evicting layer in a model with sliding windows gets the mask of the wrong layer type."""
     model = tiny_models.model("mistral", sliding_window=3)
     model.set_attn_implementation("kvtwin")
     everywhere = LongFlowCache(tiny_models.model("llama").config, budget=4)
@@ -206,7 +206,7 @@ def test_a_mask_of_the_wrong_shape(model, shape):
 
 
 def test_a_mask_that_forgets_the_tokens_before(model):
-    """What transformers 5.17 hands over for prefill_chunk_size on a cache that is not empty."""
+    """The mask that transformers 5.17 passes for prefill_chunk_size on a cache that is not empty."""
     cache = LongFlowCache(model.config, budget=4)
     feed(model, cache)
     with pytest.raises(ValueError, match="3 tokens that the cache has seen and the 2 new ones"):
@@ -261,7 +261,7 @@ def test_attention_weights_are_not_to_be_had(model, inputs):
 
 
 def test_stock_caches_are_left_alone(model, inputs):
-    """Not refused: any other cache works under the name "kvtwin", as under "sdpa"."""
+    """Any other cache works with the attention "kvtwin", as it does with "sdpa"."""
     stock = tiny_models.model("llama")
     expected = stock.generate(**inputs, max_new_tokens=4)
     used = DynamicCache(config=model.config)

@@ -1,4 +1,4 @@
-"""The README's example of generating with LongFlow: run as it stands there, printing what stands there."""
+"""Run the README's example of generation with LongFlow, and compare its output with the README."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SNIPPET = "longflow-generate"
 
 
 def readme() -> str:
-    """README.md of the source tree; once installed it is the description in the package's metadata."""
+    """README.md of the source tree, or the description in the metadata of the installed package."""
     source = plugin.HERE.parent / "README.md"
     if source.is_file():
         return source.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Bad input, tensors: every one of LongFlow and of its SnapKV, wrong in every way that a caller could get it wrong.
+"""Bad tensors: every tensor argument of LongFlow and its SnapKV, wrong in every way that a caller could pass it.
 
-Whatever is wrong, the error has the right type, its message names the argument and says what was expected and what
-came, and a state is to the bit what it was before. Numbers and flags: test_longflow_input_values.py.
+The error has the right type. Its message names the argument, what was expected and what was passed. A state is left
+bitwise unchanged. test_longflow_input_values.py tests numbers and flags.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.kind("bad_input")
 both_sides = pytest.mark.parametrize("side", ["reference", "optimized"])
 
 
-# Dimensions that may be shorter: fewer observers; where no value tells how it should be, a key of fewer heads or (that
-# is occupied's fault) tokens.
+# Dimensions that may be shorter without an error: fewer observers, and, if there is no value to compare with, a key
+# with fewer heads or tokens (then `occupied` is wrong).
 FITTING = {
     "compress_prefill": {("query_window", 2)}, "compress": {("query_window", 2)},
     "window_score": {("query_window", 2), ("key", 1), ("key", 2)},
@@ -30,8 +30,8 @@ FITTING = {
 
 
 class Wrong(NamedTuple):
-    """A way to spoil a tensor. says: what the message shows; {shape} stands for the spoiled tensor's, {size} for the
-    size of dimension `at` of it."""
+    """A way to spoil a tensor. says: patterns of the message. In them, {shape} is the shape of the spoiled tensor, and
+    {size} the size of its dimension `at`."""
 
     name: str
     spoil: Callable[[Tensor], Any]
@@ -55,7 +55,7 @@ def wrongs(subject: str, argument: str) -> Iterator[Wrong]:
             yield Wrong(f"short_{at}", lambda x, at=at: x.narrow(at, 1, x.shape[at] - 1), ValueError,
                         (r"{shape}|\b[BHSTD]\w* = {size}\b",), at)
     if is_mask:
-        # A mask for one row, or for the other grouping, would broadcast.
+        # A mask for one row, or of the other grouping, would broadcast.
         yield Wrong("one_row", lambda x: x[:1], ValueError, (r"\[B", "{shape}"))
         regrouped = (lambda x: x[:, 0]) if dims == 3 else (lambda x: x[:, None].expand(B, HKV, S))
         yield Wrong("other_grouping", regrouped, ValueError, (r"\[B", "{shape}"))
@@ -87,7 +87,7 @@ def test_a_wrong_tensor(
     shape = tuple(bad.shape) if isinstance(bad, Tensor) else ()
     known = {"shape": re.escape(str(shape)), "size": shape[wrong.at] if shape else None}
     says = (pattern.format(**known) for pattern in wrong.says)
-    # The number of heads is no argument: "query heads must be a multiple of ..." names query_window well enough.
+    # The number of heads is not an argument, so "query heads must be a multiple of ..." counts as naming query_window.
     named = r"\bquery(_window\b| heads\b)" if argument == "query_window" else rf"\b{argument}\b"
     with call.refused(wrong.error, named, "must", "got", *says):
         call()
@@ -137,7 +137,7 @@ def test_tensors_that_fit_each_other_but_not_the_rest(
 @both_sides
 @pytest.mark.parametrize("subject", ["prefill", "step"])
 def test_prefill_needs_an_empty_state(subject: str, side: str, twins: Twins, device: torch.device) -> None:
-    """Whether a prompt or a step came before."""
+    """After a prompt, and after a step."""
     call = Call(twins, side, "prefill", device)
     getattr(call.state, subject)(**good(subject, device))
     with call.refused(RuntimeError, r"prefill needs an empty state.*reset\(\)"):

@@ -1,4 +1,4 @@
-"""Bad input, numbers and flags: every other argument of LongFlow and of its SnapKV, and what only kernels refuse.
+"""Bad numbers and flags: every other argument of LongFlow and its SnapKV, and input that only the kernels refuse.
 
 See test_longflow_input.py.
 """
@@ -80,7 +80,7 @@ OPTIONS = {
 
 
 def shown(value: Any) -> str:
-    """How a message shows what came: its value, or its type where that is what is wrong."""
+    """How a message shows a wrong argument: by its value, or by its type if the type is wrong."""
     return "(" + "|".join(re.escape(text) for text in (f"{value}", f"{value!r}", type(value).__name__)) + ")"
 
 
@@ -135,7 +135,7 @@ def test_protected_tokens_that_leave_room(options: dict[str, Any], side: str, tw
 
 @both_sides
 def test_a_config_cannot_be_changed(side: str, twins: Twins) -> None:
-    """Else it could be changed into one that its constructor refuses."""
+    """Otherwise it could be changed to a config that the constructor refuses."""
     config = getattr(twins, side).longflow.LongFlowConfig(4)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.budget = 0
@@ -152,7 +152,7 @@ def test_more_observers_than_the_window(side: str, twins: Twins, device: torch.d
     call()
 
 
-# What only kernels refuse ---------------------------------------------------------------------------------------------
+# Input that only the kernels refuse -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("head_dim", "query_heads", "says"), [
@@ -166,7 +166,7 @@ def test_more_observers_than_the_window(side: str, twins: Twins, device: torch.d
 def test_sizes_that_kernels_cannot_take(
     subject: str, head_dim: int, query_heads: int, says: str, side: str, twins: Twins, device: torch.device
 ) -> None:
-    """The reference takes any."""
+    """The reference accepts all sizes."""
     module = module_of(twins, side, subject)
     function = getattr(module, subject)
     key = torch.zeros(1, 1, 4, head_dim, device=device)
@@ -213,7 +213,7 @@ def test_a_state_of_float64_is_for_the_reference(side: str, twins: Twins, device
 
 @pytest.mark.parametrize(("subject", "argument"), FLOATING)
 def test_kernels_have_no_backward(subject: str, argument: str, twins: Twins, device: torch.device) -> None:
-    """A gradient that would be lost is refused; where none is recorded, nothing is lost."""
+    """Inputs that require grad are refused, unless gradients are disabled."""
     call = Call(twins, "optimized", subject, device)
     call.arguments[argument].requires_grad_()
     with call.refused(ValueError, rf"^{argument} requires grad.*no_grad"):
@@ -224,7 +224,7 @@ def test_kernels_have_no_backward(subject: str, argument: str, twins: Twins, dev
 
 
 def test_kernels_run_on_a_gpu_or_in_the_interpreter(twins: Twins, device: torch.device) -> None:
-    """All on one device, but on one that no kernel runs on."""
+    """All tensors are on one device, but no kernel can run there."""
     call = Call(twins, "optimized", "decode_attention", device)
     moved(call.arguments)
     with call.refused(ValueError, "query must be on a CUDA device .*got meta"):

@@ -1,7 +1,8 @@
-"""LongFlow where KV heads are many: what is read for the last time is dropped from a GPU's cache; nobody may miss it.
+"""LongFlow with many KV heads: data that is read for the last time is discarded from a GPU's cache, and must not be
+read again.
 
-As many as that takes are not drawn on any device: here a few are treated so. On a GPU lines are dropped indeed; in the
-interpreter they are overwritten, with the sizes of blocks that a GPU has, and programs run in any order, as on a GPU.
+No drawn case has that many heads, so here a few heads take the same path. On a GPU, cache lines are really discarded.
+In the interpreter they are overwritten, blocks have the sizes of a GPU, and programs run in any order, as on a GPU.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ pytestmark = pytest.mark.kind("equivalence")
 
 some = settings(max_examples=max(4, settings().max_examples // 2))
 LINE = 128  # bytes
-BEHIND = 2**16  # numbers behind the workspace, should a line be missed
+BEHIND = 2**16  # numbers behind the workspace, in case a wrong line is discarded
 
 
 @triton.jit
 def overwritten(line):
-    """What becomes of lines that are dropped, at the worst: whole ones, wherever `line` points in them."""
+    """The worst effect of discarding lines: the whole line that `line` points into becomes NaN."""
     first = (tl.ravel(line).to(tl.int64) // 128 * 128).to(tl.pointer_type(tl.float32))
     tl.store(first[:, None] + tl.arange(0, 32)[None, :], float("nan"))
 
 
 def in_line(make):
-    """`_scratch` with its workspace at the beginning of a line, as a GPU's memory is given out."""
+    """`_scratch` with a workspace that starts at a cache line, as memory allocated on a GPU does."""
     def scratch(*arguments):
         workspace, *rest = make(*arguments)
         room = torch.full((len(workspace) + BEHIND,), torch.nan, device=workspace.device)
@@ -52,7 +53,7 @@ def in_line(make):
 
 
 def in_any_order(builder, seed):
-    """`set_grid_idx` of the interpreter's builder, to which programs come one after the other."""
+    """`set_grid_idx` of the interpreter's builder, which runs programs one by one, with their order shuffled."""
     place, orders = builder.set_grid_idx, {}
 
     def set_grid_idx(x, y, z):
@@ -73,7 +74,7 @@ def many_heads(seed: int = 0) -> Iterator[None]:
             patch.setattr(_ops, "discards", lambda _: True)
             patch.setattr(_ops, "scratch", in_line(_ops.scratch))
             patch.setattr(_ops, "SCORE_BLOCK", 256)
-            patch.setattr(_ops, "INTERPRETED", False)  # which decides about the sizes of blocks alone
+            patch.setattr(_ops, "INTERPRETED", False)  # affects block sizes only
             patch.setattr(score_kernels, "discard", overwritten)
             builder = sys.modules["triton.runtime.interpreter"].interpreter_builder
             patch.setattr(builder, "set_grid_idx", in_any_order(builder, seed))
@@ -81,7 +82,7 @@ def many_heads(seed: int = 0) -> Iterator[None]:
 
 
 def test_pieces_of_scratch_begin_lines(device):
-    """Lines are shared by no two of them."""
+    """No two of them share a cache line."""
     with many_heads():
         for slots in (1, 127, 129, 3200):
             sizes = _ops.Sizes(3, 7 * 5, 5, slots, 24)
@@ -113,6 +114,6 @@ def test_longflow_sums_ranks_over_several_chunks_of_heads(heads, per_head, devic
 @given(trace=state_traces("longflow", content=("ordinary",)))
 @some
 def test_longflow_of_many_heads_keeps_step_with_float64(trace):
-    """Scratch is used again by every step."""
+    """Every step reuses the scratch memory."""
     with many_heads(trace.seed):
         lockstep.run(trace, longflow)

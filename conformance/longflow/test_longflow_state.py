@@ -1,4 +1,4 @@
-"""LongFlow's cache against a plain list of tokens: what sits where, who was overwritten, over any sequence of calls."""
+"""LongFlow's state against plain lists of tokens: the token in each slot, over any sequence of calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BATCH, QUERY_HEADS, HEADS, HEAD_DIM = 2, 4, 2, 16
 
 @dataclass
 class Token:
-    """One token of one row as it came in: key and value are [Hkv, D]."""
+    """One token of one row: key and value are [Hkv, D]."""
 
     position: int
     key: torch.Tensor
@@ -34,7 +34,7 @@ class Token:
 
 
 class TokenList(RuleBasedStateMachine):
-    """The model: per row (and KV head, when heads decide alone) a list of slots that hold tokens or None."""
+    """The model: for each row (and KV head, with per_head), a list of slots that hold tokens or None."""
 
     side: object
     device: torch.device
@@ -84,10 +84,10 @@ class TokenList(RuleBasedStateMachine):
             room = self.config.budget - 1
             for decider, slots in enumerate(self.slots[b]):
                 kept = [p for p in positions[decider].tolist() if p >= 0]
-                assert len(kept) == min(room, len(real)), "the prompt fills what it may, and leaves room for a step"
+                assert len(kept) == min(room, len(real)), "a prompt must leave one slot free"
                 assert kept == sorted(kept) and set(kept) <= set(real)
                 newest = real[len(real) - min(self.config.window, max(0, room - self.config.sinks)):] if room else []
-                assert set(newest) <= set(kept), f"the window's newest {newest} stay, got {kept}"
+                assert set(newest) <= set(kept), f"the window's newest {newest} must be kept, got {kept}"
                 for slot, p in enumerate(positions[decider].tolist()):
                     slots[slot] = None if p < 0 else Token(p, key[b, :, p], value[b, :, p])
 
@@ -103,7 +103,7 @@ class TokenList(RuleBasedStateMachine):
                 free = [slot for slot, token in enumerate(slots) if token is None]
                 slot = int(chosen[b, decider])
                 if free:
-                    assert slot == free[0], f"slot {slot} chosen while {free[0]} is free: fill before evicting"
+                    assert slot == free[0], f"expected the first free slot {free[0]}, got {slot}"
                 slots[slot] = Token(self.seen, key[b], value[b])
         self.seen += 1
 
@@ -142,7 +142,7 @@ class TokenList(RuleBasedStateMachine):
                 slot = int(next_slot[b, decider])
                 assert 0 <= slot < self.config.budget
                 held = {token.position for token in slots if token}
-                assert set(self.first[b]) <= held, f"sinks {self.first[b]} left: {sorted(held)}"
+                assert set(self.first[b]) <= held, f"sinks {self.first[b]} must be kept, got {sorted(held)}"
                 victim = slots[slot]
                 if victim is None or self.config.budget == 1:
                     continue

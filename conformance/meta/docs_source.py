@@ -1,4 +1,4 @@
-"""docs/ under a name that nobody else has, for its tests: it is in the source tree only, and in no package."""
+"""Import docs/ under a unique name for its tests. It exists in the source tree only, and is in no package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DOCS = ROOT / "docs"
 
 
 def docs_module(name: str, reason: str) -> ModuleType:
-    """A package in docs/. Skips the test where there is no source tree; `reason` says what it needs docs/ for."""
+    """A package in docs/. Skips the test if there is no source tree; `reason` says why it needs docs/."""
     path = DOCS / name / "__init__.py"
     if not path.is_file():
         pytest.skip(f"docs/ is not in the wheel: {reason}")

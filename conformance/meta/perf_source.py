@@ -1,4 +1,4 @@
-"""perf/ under a name that nobody else has, for its tests: it is in the source tree only, and in no package."""
+"""Import perf/ under a unique name for its tests. It exists in the source tree only, and is in no package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAME = "kvtwin_perf"
 
 
 def perf_module(name: str) -> ModuleType:
-    """A module of perf/; those that it imports from there are found under the same name."""
+    """A module of perf/. The modules that it imports from perf/ are found under the same name."""
     if NAME not in sys.modules:
         spec = importlib.util.spec_from_file_location(
             NAME, PERF / "__init__.py", submodule_search_locations=[str(PERF)]

@@ -1,6 +1,6 @@
-"""The adapter to kvpress, without kvpress: what it hands on, what it reads off, what it refuses, what it asks for.
+"""The adapter to kvpress, without kvpress: its arguments, its results, and the input that it refuses.
 
-The presses here are stand-ins with kvpress's interface. What the real ones do: test_adapters_kvpress.py.
+The presses here are stand-ins with kvpress's interface. test_adapters_kvpress.py tests the real ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAME = "kvtwin.conformance.adapters.kvpress"
 
 @dataclass
 class Press:
-    """As kvpress's ScorerPress: keeps the tokens with the highest scores, in the order of their scores."""
+    """Like kvpress's ScorerPress: keeps the tokens with the highest scores, in the order of their scores."""
 
     compression_ratio: float = 0.0
 
@@ -44,7 +44,7 @@ class Press:
 
 @dataclass
 class Observing(Press):
-    """As its SnapKVPress, but the score is each query's first channel: that shows the queries a press computes."""
+    """Like its SnapKVPress, but the score is the first channel of each query, which shows the queries of a press."""
 
     window_size: int = 64
     kernel_size: int = 5
@@ -75,7 +75,7 @@ PRESSES = {"ScorerPress": Press, "KeyDiffPress": Press, "SnapKVPress": Observing
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """No adapter, and after the test none either that knows the stand-ins."""
+    """Unload the adapter before and after the test, so that no other test gets one with the stand-ins."""
     monkeypatch.delitem(sys.modules, NAME, raising=False)
     monkeypatch.delattr(adapters, "kvpress", raising=False)
     yield
@@ -109,7 +109,7 @@ def test_without_kvpress_a_run_ends_with_that(absent, pytester):
 
 
 def test_it_has_our_methods_functions_and_arguments(adapter):
-    """So that what it lacks is left out by intention, and nothing is never asked for because of its name."""
+    """Otherwise a function with a wrong name would never be called and would count as left out on purpose."""
     pairs = {pair.name: pair for pair in discovery.pairs()}
     methods = {name: found for name, found in vars(adapter).items() if isinstance(found, types.SimpleNamespace)}
     assert set(methods) == {"keydiff", "snapkv", "streaming_llm", "tova"}
@@ -132,7 +132,8 @@ def test_the_suite_finds_it(adapter):
 
 
 def test_a_budget_arrives_whole(adapter):
-    """With 1 - budget / tokens, 1 of 3 tokens would be none, and 2 of 6 would be one."""
+    """With a ratio of 1 - budget / tokens, kvpress would keep none of 3 tokens instead of 1, and 1 of 6 instead of
+    2."""
     for tokens in range(1, 50):
         key = torch.arange(tokens).float()[None, None, :, None].expand(1, 1, tokens, 2)
         for budget in range(1, tokens + 2):
@@ -152,7 +153,7 @@ def test_what_stays_is_read_off_in_the_order_of_tokens(adapter):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_press_computes_the_queries_of_the_test(adapter, dtype):
-    """Through the stub layer's projection and RoPE, bit by bit."""
+    """With the projection and RoPE of the stub layer, bitwise equal."""
     query = torch.randn(2, 6, 3, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     key = torch.zeros(2, 2, 7, 5, dtype=dtype)
     score = adapter.tova.attend(query, key, key, torch.ones(2, 7, dtype=torch.bool))["received"]
@@ -162,7 +163,7 @@ def test_a_press_computes_the_queries_of_the_test(adapter, dtype):
 
 
 def test_attention_is_causal_and_grouped(adapter):
-    """What stands in for the model's layer."""
+    """The attention of the stub for the model's layer."""
     value = torch.eye(4).expand(1, 2, 4, 4) * torch.tensor([1.0, 10.0]).view(1, 2, 1, 1)
     found = adapter.tova.attend(torch.zeros(1, 4, 2, 4), torch.zeros(1, 2, 4, 4), value, torch.ones(1, 4) > 0)
     output = found["output"][0]                                                           # [Hq, Q, D]
@@ -229,7 +230,7 @@ def test_what_changes_nothing_is_taken(adapter):
 
 
 def test_every_known_difference_names_a_test():
-    """A renamed test would leave its entry behind: it warns, and only in a run that kvpress is installed for."""
+    """A renamed test would leave a stale entry, which only warns, and only in a run with kvpress installed."""
     here = Path(adapters.__file__).parent
     tests = "\n".join(path.read_text(encoding="utf-8") for path in here.parent.rglob("test_*.py"))
     for line in (here / "kvpress.xfails").read_text(encoding="utf-8").splitlines():

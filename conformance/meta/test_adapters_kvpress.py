@@ -1,8 +1,8 @@
-"""kvpress itself: what is right about its presses, and each difference from our reference with its failing example.
+"""kvpress itself: the parts of its presses that are right, and an example for each difference from our reference.
 
-docs/how-to/kvpress.md has the list, and says whose each is. These tests hold the
-list to kvpress: one that fails after an upgrade says that an entry, and a line of adapters/kvpress.xfails, may go.
-They need the extra ``kvpress``, and are skipped without it.
+docs/how-to/kvpress.md lists the differences and their causes. These tests compare the list with kvpress: if one fails
+after an upgrade, an entry and a line of adapters/kvpress.xfails may be removed. They need the extra ``kvpress``, and
+are skipped without it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if importlib.util.find_spec("kvpress") is None:
 
 theirs = Twins("kvtwin.conformance.adapters.kvpress").optimized
 
-# Contents without tokens that tie by construction: among these, kvpress's choice is topk's.
+# Contents without tokens that tie by construction. In ties, topk decides for kvpress.
 APART = ("ordinary", "zero_values", "integers", "near_ties")
 
 
 def prompts(contents: tuple[str, ...]) -> st.SearchStrategy[WindowCase]:
-    """Prompts in float32, without what kvpress does not take, and with room for the window."""
+    """float32 prompts that kvpress accepts, with a budget for the window."""
 
     def taken(case: WindowCase) -> WindowCase:
         window = min(case.observers, case.tokens - 1)
@@ -48,16 +48,16 @@ def prompts(contents: tuple[str, ...]) -> st.SearchStrategy[WindowCase]:
 
 
 def keys(contents: tuple[str, ...]) -> st.SearchStrategy[KeyCase]:
-    """Keys in float32, without what kvpress does not take."""
+    """float32 keys that kvpress accepts."""
     cases = key_cases(
         content=contents, anchor=ANCHORS[:1], similarity=SIMILARITIES[:1], occupancy=("none",),
-        layout=("contiguous", "transposed", "sliced"),  # others repeat tokens
+        layout=("contiguous", "transposed", "sliced"),  # the others repeat tokens
     )
     return cases.map(lambda case: replace(case, dtype=torch.float32, protect="none", recent=0))
 
 
 def aimed(*channels: int | None, heads: int = 1, head_dim: int = 16, length: float = 16.0) -> torch.Tensor:
-    """[1, heads, len(channels), D]: vectors of that length along a channel each, or zeros; in steps through heads."""
+    """Vectors [1, heads, len(channels), D], each along one channel or zero, distributed over the heads in turn."""
     made = torch.zeros(1, heads, len(channels) // heads, head_dim)
     for place, channel in enumerate(channels):
         if channel is not None:
@@ -65,7 +65,7 @@ def aimed(*channels: int | None, heads: int = 1, head_dim: int = 16, length: flo
     return made
 
 
-# What is right -------------------------------------------------------------------------------------------------------
+# Right results -------------------------------------------------------------------------------------------------------
 
 
 @given(case=prompts(TRACE_CONTENTS))
@@ -90,7 +90,7 @@ def test_keydiff_choices_are_right_in_float32(case):
 
 @given(case=prompts(TRACE_CONTENTS))
 def test_tova_scores_are_right_in_float32_as_a_mean_over_all_heads(case):
-    """That is SnapKV's shared score with a window of one and no pool."""
+    """This is SnapKV's shared score with a window of 1 and no pool."""
     case = WindowCase.of(case.query_window[:, :, -1:], case.key, case.value, budget=1, kernel_size=1)
     received = theirs.baselines.tova.attend(case.query_window, case.key, case.value, case.mask).received
     received[..., -1] = torch.inf
@@ -107,11 +107,12 @@ def test_streaming_llm_keeps_what_ours_does(sinks):
             assert torch.equal(kept, streaming_llm.keep(positions, budget, sinks=sinks))
 
 
-# Theirs --------------------------------------------------------------------------------------------------------------
+# Errors of kvpress ---------------------------------------------------------------------------------------------------
 
 
 def test_theirs_snapkv_works_in_the_inputs_type():
-    """bfloat16: logits 32.125 and 32 round to one, and the token with 53 % of the attention goes."""
+    """In bfloat16, logits 32.125 and 32 round to the same number, and the token with 53 % of the attention is
+    evicted."""
     key = aimed(0, 0, None, None, length=128)
     key[0, 0, 0, 1] = 8
     query = aimed(0, length=1)
@@ -125,17 +126,17 @@ def test_theirs_snapkv_works_in_the_inputs_type():
 
 
 def test_theirs_snapkv_overflows_in_float16():
-    """query . key = 300 * 300 passes 65504 before it is divided: all scores are NaN, and the window goes first."""
+    """query . key = 300 * 300 exceeds 65504 before the division, so all scores are NaN and the window is evicted."""
     query, key = aimed(0, length=300).half(), aimed(0, None, None, None, None, None, length=300).half()
     assert snapkv.compress(query, key, key, 2, kernel_size=1).kept.tolist() == [[[0, 5]]]
     assert theirs.baselines.snapkv.window_score(query, key, kernel_size=1)[0, 0, :5].isnan().all()
     kept = theirs.baselines.snapkv.compress(query, key, key, 1, kernel_size=1).kept
-    assert kept.tolist() != [[[5]]], "the window was to stay"
+    assert kept.tolist() != [[[5]]], "the window must be kept"
 
 
 def test_theirs_keydiff_works_in_the_inputs_type():
-    """bfloat16: the one key that points elsewhere scores as the others do; 2048 keys near one direction have two scores
-    among them, and 490 of the 1024 that stay are not the best."""
+    """In bfloat16, the only key with another direction has the same score as the others. 2048 keys near one direction
+    have only two different scores, and 490 of the 1024 kept tokens are not the best."""
     key = torch.tensor([[1.0, 0], [1, 0], [1, 1 / 16]]).bfloat16()[None, None]
     assert [round(score, 5) for score in keydiff.score(key).flatten().tolist()] == [-0.99978, -0.99978, -0.99913]
     assert keydiff.evict(key, key, 1).kept.tolist() == [[[2]]]
@@ -152,8 +153,8 @@ def test_theirs_keydiff_works_in_the_inputs_type():
 
 
 def test_theirs_keydiff_chooses_otherwise_on_a_real_model():
-    """bfloat16 keys of our model on English text: 52 of the 2048 tokens that stay have not the best scores; 0 of the
-    same numbers in float32."""
+    """For bfloat16 keys of our model on English text, 52 of the 2048 kept tokens do not have the best scores. For the
+    same numbers in float32, 0 do not."""
     capture, wrong = load_trace("capture"), {torch.bfloat16: 0, torch.float32: 0}
     for name, key in capture.tensors.items():
         if name.endswith("key"):
@@ -166,8 +167,8 @@ def test_theirs_keydiff_chooses_otherwise_on_a_real_model():
 
 
 def test_theirs_keydiff_divides_by_zero_in_float16():
-    """The epsilons of 1e-12 and 1e-8 are 0 there: one zero key makes every score of its head NaN, and so does an anchor
-    that vanishes."""
+    """The epsilons of 1e-12 and 1e-8 are 0 in float16. One zero key makes all scores of its head NaN, and so does a
+    zero anchor."""
     key = torch.tensor([[0.0, 0], [3, 4], [4, 3]]).half()[None, None]
     assert [round(score, 3) for score in keydiff.score(key).flatten().tolist()] == [0, -0.99, -0.99]
     assert theirs.keydiff.score(key).isnan().all()
@@ -177,7 +178,7 @@ def test_theirs_keydiff_divides_by_zero_in_float16():
 
 
 def test_theirs_keydiff_overflows_in_float16():
-    """A key whose length passes 65504 gets the score of one that is at right angles to all, and stays."""
+    """A key whose norm exceeds 65504 gets the score of a key orthogonal to all others, and is kept."""
     key = torch.tensor([[6e4, 6e4], [1, 0], [0, 1]]).half()[None, None]
     assert [round(score, 3) for score in keydiff.score(key).flatten().tolist()] == [-1, -0.707, -0.707]
     assert theirs.keydiff.score(key)[0, 0, 0] == 0
@@ -186,7 +187,7 @@ def test_theirs_keydiff_overflows_in_float16():
 
 
 def test_theirs_keydiff_shortens_keys_below_its_epsilons():
-    """1e-12 where keys are normalised, 1e-8 in the cosine: two keys of one direction score differently."""
+    """With 1e-12 in the normalisation and 1e-8 in the cosine, two keys of one direction have different scores."""
     key = torch.tensor([[1.0, 0], [1e-10, 0], [0, 1]])[None, None]
     assert [round(score, 3) for score in keydiff.score(key).flatten().tolist()] == [-0.894, -0.894, -0.447]
     assert [round(score, 3) for score in theirs.keydiff.score(key).flatten().tolist()] == [-0.894, -0.009, -0.447]
@@ -200,8 +201,8 @@ def test_theirs_tova_fails_on_a_single_token():
 
 
 def test_theirs_scores_do_not_know_the_layers_scale():
-    """Gemma 3 27B scales by 168 ** -0.5 with heads of 128. The same press, given the layer's own attention weights,
-    scores differently than when it computes them."""
+    """Gemma 3 27B has a scale of 168 ** -0.5 with a head_dim of 128. If a press gets the layer's attention weights, its
+    scores differ from those with the weights that it computes."""
     from kvpress import SnapKVPress
     from transformers.models.gemma3 import modeling_gemma3 as gemma
 
@@ -237,7 +238,7 @@ def test_theirs_scores_do_not_know_the_layers_scale():
 
 
 def test_theirs_padding_takes_part():
-    """Nobody can tell a press which tokens are padding: what lies there moves the others' scores."""
+    """A press has no argument for padding, so the contents of padding change the scores of the other tokens."""
     query, key = torch.ones(1, 1, 1, 16), torch.zeros(1, 1, 4, 16)
     key[:, :, 1] = 0.25
     real = torch.tensor([[False, True, True, True]])
@@ -247,11 +248,11 @@ def test_theirs_padding_takes_part():
         assert round(theirs.baselines.snapkv.window_score(query, key, kernel_size=1)[0, 0, 1].item(), 3) == expected
 
 
-# Legitimate readings -------------------------------------------------------------------------------------------------
+# Other readings ------------------------------------------------------------------------------------------------------
 
 
 def test_reading_among_equal_tokens_topk_decides():
-    """Three equal tokens: ours evicts the oldest."""
+    """Of three equal tokens, ours evicts the oldest."""
     query, key = aimed(None), aimed(0, 0, 0)
     assert snapkv.compress(query, key, key, 2, kernel_size=1).kept.tolist() == [[[1, 2]]]
     assert theirs.baselines.snapkv.compress(query, key, key, 2, kernel_size=1).kept.tolist() == [[[0, 2]]]
@@ -264,14 +265,15 @@ def test_reading_among_equal_keys_topk_decides_too():
 
 
 def test_reading_a_budget_below_the_window_keeps_any_of_it():
-    """All tokens of the window score the same; ours keeps the newest."""
+    """All tokens of the window have the same score. Ours keeps the newest."""
     query, key = aimed(None, None, None, None), aimed(*[None] * 8)
     assert snapkv.compress(query, key, key, 2).kept.tolist() == [[[6, 7]]]
     assert theirs.baselines.snapkv.compress(query, key, key, 2).kept.tolist() == [[[5, 6]]]
 
 
 def test_reading_tova_shares_one_choice_among_heads_and_keeps_the_newest():
-    """As TOVA's authors do, in the first; kvpress's own, and said there, in the second."""
+    """The shared choice is also that of TOVA's authors. Keeping the newest token is kvpress's choice, which it
+    documents."""
     query, key = aimed(0, 1, heads=2), aimed(0, None, None, None, 1, None, heads=2)
     mask = torch.ones(1, 3, dtype=torch.bool)
     ours, received = (side.attend(query, key, key, mask).received for side in (tova, theirs.baselines.tova))

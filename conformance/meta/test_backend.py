@@ -1,7 +1,8 @@
-"""What the kernels take for granted of Triton's arithmetic, pinned on each backend: the CPU interpreter, or a GPU.
+"""The properties of Triton's arithmetic that the kernels rely on, pinned on each backend: the CPU interpreter, or a
+GPU.
 
-A new release of Triton that mends a fault, or brings one, shows here first and not as a wrong score. Fused
-multiply-adds are the one freedom that stays open. Memory and control flow: test_backend_memory.py.
+If a new release of Triton fixes or introduces a fault, these tests fail first, before any score is wrong. Only fused
+multiply-adds are left open. test_backend_memory.py tests memory and control flow.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from kvtwin.optimized._common.numerics import (
     sum_of_products,
 )
 
-# The interpreter takes a millisecond per program and numpy's speed within it.
+# The interpreter takes a millisecond per program, and within it runs at numpy's speed.
 BLOCK = 1 << 16 if INTERPRETED else 1024
-# numpy speaks up in the interpreter where float32 overflows; a GPU is silent.
+# In the interpreter, numpy warns when float32 overflows. A GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 INF, NAN = math.inf, math.nan
 TINY = 2.0**-126  # the smallest normal float32
@@ -36,7 +37,7 @@ INDEX = tl.constexpr(2**32 - 1)
 
 
 def pinned_fault(right: bool, remedy: str) -> None:
-    """The GPU does it right and the interpreter does not; if either changes, this fails and says what to do."""
+    """Assert that the GPU is right and the interpreter is wrong. If either changes, the message says what to do."""
     if INTERPRETED:
         assert not right, f"the interpreter of Triton {triton.__version__} has lost a known fault: {remedy}"
     else:
@@ -48,14 +49,14 @@ def bits_of(x: Tensor) -> Tensor:
 
 
 def float32_patterns(low_halves: list[int]) -> Tensor:
-    """Every upper half of a float32 with each of these lower halves: all exponents, NaN, infinity, -0, subnormals."""
+    """All upper halves of a float32 with each of these lower halves: all exponents, NaN, infinity, -0, subnormals."""
     upper = torch.arange(1 << 16, dtype=torch.int64)[:, None] << 16
     bits = (upper | torch.tensor(low_halves)).flatten()
     return torch.where(bits < 1 << 31, bits, bits - (1 << 32)).to(torch.int32).view(torch.float32)
 
 
 def mapped(function: Any, x: Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """function(x) elementwise in a kernel, back on the CPU."""
+    """function(x), computed elementwise in a kernel and copied to the CPU."""
     out = torch.empty(x.shape, dtype=dtype, device=device)
     _map[(triton.cdiv(x.numel(), BLOCK),)](x.to(device), out, x.numel(), FUNCTION=function, BLOCK=BLOCK)
     return out.cpu()
@@ -82,7 +83,7 @@ def _round(x, out, n, HOW: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def rounded(x: Tensor, dtype: torch.dtype, device: torch.device, how: str = "helper") -> Tensor:
-    """x as dtype: rounded by the helper, by a cast, or by the store into a pointer of that type."""
+    """x as dtype, rounded by the helper, by a cast, or by a store to a pointer of that type."""
     out = torch.empty(x.shape, dtype=dtype, device=device)
     _round[(triton.cdiv(x.numel(), BLOCK),)](x.to(device), out, x.numel(), HOW=how, BLOCK=BLOCK)
     return out.cpu()
@@ -91,7 +92,7 @@ def rounded(x: Tensor, dtype: torch.dtype, device: torch.device, how: str = "hel
 @pytest.mark.parametrize(
     ("dtype", "halves"),
     [
-        # Halfway between two bfloat16 lies 0x8000 of the lower half; of two float16, 0x1000 and 0x3000 and so on.
+        # Midpoints of bfloat16 numbers have the lower half 0x8000; those of float16 numbers 0x1000, 0x3000 and so on.
         (torch.bfloat16, [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]),
         (torch.float16, [0, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x3001, 0x8000, 0xD000, 0xFFFF]),
         (torch.float32, [0, 0x5555]),
@@ -101,14 +102,14 @@ def rounded(x: Tensor, dtype: torch.dtype, device: torch.device, how: str = "hel
 def test_round_to_is_torchs_rounding_bit_by_bit(dtype: torch.dtype, halves: list[int], device: torch.device) -> None:
     x = float32_patterns(halves)
     actual, expected = rounded(x, dtype, device), x.to(dtype)
-    # A NaN stays one; its payload is nobody's concern.
+    # A NaN stays NaN, with any payload.
     assert torch.equal(actual.isnan(), x.isnan())
     wrong = ~x.isnan() & (bits_of(actual) != bits_of(expected))
     assert not wrong.any(), f"{x[wrong][:4].tolist()} -> {actual[wrong][:4]}, expected {expected[wrong][:4]}"
 
 
 def test_round_to_ties_to_even(device: torch.device) -> None:
-    """Typed, so that the exhaustive test above does not rest on torch's cast alone."""
+    """Written out, so that the exhaustive test above does not depend on torch's cast only."""
     x = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-23, 3.4e38, 3.39e38, 2**-134, 3 * 2**-134])
     expected = [1.0, 1 + 2**-6, -1.0, 1 + 2**-7, INF, 255 * 2.0**120, 0.0, 2.0**-132]
     assert rounded(x, torch.bfloat16, device).tolist() == expected
@@ -124,14 +125,14 @@ def test_casting_float32_to_bfloat16(how: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["float8e4nv", "float8e5"])
 def test_casting_float32_to_float8(dtype: torch.dtype, device: torch.device) -> None:
-    """124.9 is 128 in both formats; the interpreter drops the carry into the exponent and makes it 64."""
+    """124.9 rounds to 128 in both formats. The interpreter drops the carry into the exponent, which gives 64."""
     actual = rounded(torch.tensor([1.0, 1.25, 96.0, 124.9, -124.9]), dtype, device, "cast").float().tolist()
-    assert actual[:3] == [1.0, 1.25, 96.0]  # what needs no rounding is right everywhere
+    assert actual[:3] == [1.0, 1.25, 96.0]  # exact numbers are right everywhere
     pinned_fault(actual[3:] == [128.0, -128.0], "quantizers may cast to float8 directly")
 
 
 def test_casting_halfway_cases_to_float8(device: torch.device) -> None:
-    """100 lies between 96 and 104, whose mantissas are even and odd."""
+    """100 is the midpoint of 96 and 104, which have an even and an odd mantissa."""
     actual = rounded(torch.tensor([100.0, 108.0]), torch.float8_e4m3fn, device, "cast").float().tolist()
     pinned_fault(actual == [96.0, 112.0], "it rounds ties to even now")
 
@@ -141,7 +142,7 @@ def test_casting_halfway_cases_to_float8(device: torch.device) -> None:
 
 @triton.jit
 def _dot(a, b, out, HOW: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """out [M, N] = a [M, K] @ b [N, K] transposed, as the kernels do it."""
+    """out [M, N] = a [M, K] @ b [N, K] transposed, as in the kernels."""
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     x = tl.load(a + m[:, None] * K + k[None, :])
     y = tl.load(b + n[:, None] * K + k[None, :])
@@ -165,7 +166,7 @@ def small_integers(dtype: torch.dtype, *shape: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("k", [16, 256])
 def test_dot_accumulates_in_float32(dtype: torch.dtype, k: int, device: torch.device) -> None:
-    """Sums of products of small integers are exact in float32; 255 * 64 + 1 would not fit in float16 or bfloat16."""
+    """Sums of products of small integers are exact in float32. 255 * 64 + 1 would not be in float16 or bfloat16."""
     a, b = small_integers(dtype, 16, k), small_integers(dtype, 32, k)
     a[0], b[0] = 8, 8
     a[0, 0], b[0, 0] = 1, 1
@@ -173,7 +174,7 @@ def test_dot_accumulates_in_float32(dtype: torch.dtype, k: int, device: torch.de
 
 
 def tf32_victims() -> tuple[Tensor, Tensor]:
-    """One product per row, so that only the rounding of operands can go wrong: tf32 keeps 10 of these 12 bits."""
+    """One product per row, so that only the rounding of operands can be wrong: tf32 keeps 10 of these 12 bits."""
     a, b = torch.zeros(16, 16), torch.zeros(16, 16)
     a[:, 0] = 1 + torch.arange(1, 17) * 2.0**-12
     b[:, 0] = 1 - torch.arange(1, 17) * 2.0**-12
@@ -187,10 +188,10 @@ def test_dot_on_float32_is_not_tf32(device: torch.device) -> None:
 
 
 def test_plain_dot_on_float32_is_tf32_when_compiled(device: torch.device) -> None:
-    """Why `dot` says input_precision="ieee"."""
+    """The reason why `dot` has input_precision="ieee"."""
     a, b = tf32_victims()
     exact = torch.equal(product(a, b, device, how="plain"), (a.double() @ b.double().T).float())
-    assert exact == INTERPRETED, "tl.dot on float32 has another default now: see `dot` in _common/numerics.py"
+    assert exact == INTERPRETED, "tl.dot on float32 has a new default: see `dot` in _common/numerics.py"
 
 
 def test_plain_dot_on_bfloat16(device: torch.device) -> None:
@@ -214,7 +215,7 @@ def uniform(low: float, high: float, count: int = 1 << 16) -> Tensor:
 
 @pytest.mark.parametrize(("low", "high"), [(-1e-3, 1e-3), (-1, 1), (-125.99, 0), (0, 128)])
 def test_exp2_is_within_its_bound(low: float, high: float, device: torch.device) -> None:
-    """A relative error, whatever the size of the argument."""
+    """The relative error is bounded for arguments of any size."""
     x = uniform(low, high)
     x = x[x < 128]
     exact = x.double().exp2()
@@ -223,7 +224,7 @@ def test_exp2_is_within_its_bound(low: float, high: float, device: torch.device)
 
 
 def test_exp2_underflows_to_less_than_the_smallest_normal(device: torch.device) -> None:
-    """Flushed to zero or a subnormal: an absolute error of 2^-126 at most, never more, never negative."""
+    """The result is zero or subnormal: never negative, with an absolute error of at most 2^-126."""
     x = torch.cat((uniform(-160, -126), torch.tensor([-1e4, -3e38, -127.0])))
     y = mapped(_exp2, x, device).double()
     assert (y >= 0).all()
@@ -238,7 +239,7 @@ def test_exp2_at_the_ends(device: torch.device) -> None:
 
 
 def test_log2_is_within_its_bound(device: torch.device) -> None:
-    """An absolute error where |log2 x| < 1, a relative one beyond: for subnormal arguments too."""
+    """The bound is absolute if |log2 x| < 1, and otherwise relative, even for subnormal arguments."""
     x = torch.cat((uniform(-149, 128).double().exp2().float(), uniform(0.5, 2), 1 + uniform(-1e-4, 1e-4)))
     x = x[x.isfinite()]
     exact = x.double().log2()
@@ -268,7 +269,7 @@ def _divide(a, b, plain, correct, n, BLOCK: tl.constexpr):
 
 
 def test_division(device: torch.device) -> None:
-    """tl.div_rn rounds correctly everywhere; `/` does so in the interpreter, and is within 2 ulp on a GPU."""
+    """tl.div_rn rounds correctly everywhere. `/` rounds correctly in the interpreter, and has up to 2 ulp on a GPU."""
     generator = torch.Generator().manual_seed(7)
     a, b = (torch.randn(1 << 16, generator=generator) * uniform(-20, 20).exp2() for _ in range(2))
     plain, correct = torch.empty_like(a, device=device), torch.empty_like(a, device=device)
@@ -289,7 +290,7 @@ def _multiply_add(a, b, c, out, n, BLOCK: tl.constexpr):
 
 
 def test_multiply_add_may_be_fused(device: torch.device) -> None:
-    """One rounding or two, compilers choose: the bounds allow both, and no rounding decision may depend on it."""
+    """Compilers choose one rounding or two. The bounds allow both, and no decision about rounding may depend on it."""
     generator = torch.Generator().manual_seed(11)
     a, b, c = (torch.randn(4096, generator=generator) for _ in range(3))
     out = torch.empty_like(a, device=device)
@@ -311,7 +312,7 @@ def test_sortable_keeps_the_order_of_floats(device: torch.device) -> None:
     assert same.sum() == 1
     assert (steps[same] == 0).all()
     assert (steps[~same] > 0).all()
-    # Free and protected slots have the codes beyond either end.
+    # Free and protected slots have codes beyond the ends.
     assert code.min() > -(2**31)
     assert code.max() < 2**31 - 1
 
@@ -372,7 +373,7 @@ def _spread_sum(x, y, out, N: tl.constexpr, LANES: tl.constexpr):
 
 @pytest.mark.parametrize("size", (2, 16, 32, 64, 1024))
 def test_a_sum_of_products_is_one_number_in_all_lanes(size, device):
-    """tl.sum(x * x) of 16 numbers is not, on a GPU: half of the lanes round one product, the others another one."""
+    """tl.sum(x * x) of 16 numbers is not on a GPU: half of the lanes round one product, the others another one."""
     generator = torch.Generator().manual_seed(size)
     for _ in range(8):
         x, y = torch.randn(2, size, generator=generator)
@@ -381,6 +382,6 @@ def test_a_sum_of_products_is_one_number_in_all_lanes(size, device):
         out = out.cpu()
         assert bool((bits_of(out) == bits_of(out)[0]).all()), f"{len(set(out.tolist()))} different numbers"
         product = (x.double() * y.double())
-        # Products are exact; sums round size - 1 times in float64, the result once more.
+        # Products are exact. Sums round size - 1 times in float64, and the result once more.
         slack = (size - 1) * 2.0**-52 * product.abs().sum() + 2.0**-24 * product.sum().abs()
         assert abs(float(out[0]) - float(product.sum())) <= float(slack) * (1 + 2.0**-20)

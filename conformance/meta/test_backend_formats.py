@@ -1,5 +1,5 @@
-"""What the quantizing kernels take for granted of Triton's arithmetic, and their device functions one by one, pinned on
-each backend. Rounding of float32 to other types: test_backend.py.
+"""The properties of Triton's arithmetic that the quantizing kernels rely on, and each of their device functions, pinned
+on each backend. test_backend.py tests the rounding of float32 to other types.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def patterns(low_halves: list[int]) -> Tensor:
-    """Every upper half of a float32 with each of these lower halves."""
+    """All upper halves of a float32 with each of these lower halves."""
     bits = ((torch.arange(1 << 16, dtype=torch.int64)[:, None] << 16) | torch.tensor(low_halves)).flatten()
     return torch.where(bits < 1 << 31, bits, bits - (1 << 32)).to(torch.int32).view(torch.float32)
 
 
 def assert_bits(actual: Tensor, expected: Tensor) -> None:
-    """To the bit, -0 and +0 apart; a NaN is a NaN."""
+    """Assert bitwise equality. -0 and +0 differ, and all NaNs are equal."""
     assert torch.equal(actual.isnan(), expected.isnan())
     wrong = ~expected.isnan() & (actual.contiguous().view(torch.int32) != expected.contiguous().view(torch.int32))
     assert not wrong.any(), f"{actual[wrong][:4].tolist()}, expected {expected[wrong][:4].tolist()}"
@@ -56,7 +56,7 @@ def _map(x, out, n, FUNCTION: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.cons
 
 
 def mapped(function: Any, x: Tensor, device: torch.device, dtype: torch.dtype, fmt: str | None = None) -> Tensor:
-    """function(x) elementwise in a kernel, back on the CPU."""
+    """function(x), computed elementwise in a kernel and copied to the CPU."""
     out = torch.empty(x.shape, dtype=dtype, device=device)
     _map[(triton.cdiv(x.numel(), BLOCK),)](x.to(device), out, x.numel(), FUNCTION=function, FORMAT=fmt, BLOCK=BLOCK)
     return out.cpu()
@@ -79,7 +79,7 @@ def _divide(a, b, out, n, BLOCK: tl.constexpr):
     ids=["subnormal denominators", "subnormal quotients", "448", "2688", "6"],
 )  # fmt: skip
 def test_div_rn_keeps_subnormal_numbers(low, high, by, device):
-    """Nothing is flushed to zero: neither operands nor results."""
+    """Neither operands nor results are flushed to zero."""
     generator = torch.Generator().manual_seed(7)
     a, b = (
         ((1 + torch.rand(1 << 15, generator=generator, dtype=torch.float64))
@@ -91,7 +91,7 @@ def test_div_rn_keeps_subnormal_numbers(low, high, by, device):
     out = torch.empty_like(a, device=device)
     _divide[(triton.cdiv(a.numel(), BLOCK),)](a.to(device), b.to(device), out, a.numel(), BLOCK=BLOCK)
     assert_bits(out.cpu(), a / b)
-    # The expectation, by exact arithmetic.
+    # The expected results, by exact arithmetic.
     for x, y, quotient in zip(a[:200].tolist(), b[:200].tolist(), (a / b)[:200].tolist(), strict=True):
         exact = oracle.Fraction(x) / oracle.Fraction(y)
         assert exact > oracle.LARGEST or oracle.Fraction(quotient) == oracle.float32(exact)
@@ -106,7 +106,7 @@ def _scaled(x, factor, out, UNSIGNED: tl.constexpr, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("unsigned", (False, True))
 def test_products_keep_subnormal_numbers_and_the_sign_of_zero(unsigned, device):
-    """The sign unless it is taken away."""
+    """The sign of zero is kept unless it is removed on purpose."""
     x = torch.tensor([2.0**-149, -(2.0**-130), 3 * 2.0**-149, -0.0, 0.0, 1.5, -(2.0**-100), 2.0**-126], device=device)
     for factor in (1.0, 2.0**120, 2.0**-20, -1.0, 1 / 3):
         out = torch.empty_like(x)
@@ -122,7 +122,7 @@ def _most(x, out, BLOCK: tl.constexpr):
 
 
 def test_the_largest_of_all_programs(device):
-    """Bits of positive floats are ordered as integers."""
+    """The bits of positive floats have the order of integers."""
     x = torch.rand(8, 16, generator=torch.Generator().manual_seed(1)) * 2.0 ** torch.arange(-100, 100, 25)[:, None]
     out = torch.zeros(1, dtype=torch.int32, device=device)
     _most[(8,)](x[[3, 1, 7, 2, 0, 6, 4, 5]].to(device), out, BLOCK=16)
@@ -138,11 +138,11 @@ def test_magnitude(device):
 
 
 def test_encode_e4m3_is_torchs_cast(device):
-    """On numbers up to 448; what is halfway between two codes ends in zeros, and is here with both neighbours."""
+    """For numbers up to 448. Midpoints between codes end in zero bits, and are tested with both neighbours."""
     x = patterns([0, 1, 0x8000, 0xFFFF])
     x = x[(x >= 0) & ~x.signbit()]
     codes = mapped(encode_e4m3, x, device, torch.int32)
-    # torch's cast of what lies beyond 448 differs between versions.
+    # torch's cast of numbers beyond 448 differs between versions.
     expected = x.clamp(max=448).to(torch.float8_e4m3fn).view(torch.uint8)
     wrong = codes != expected
     assert not wrong.any(), f"{x[wrong][:4].tolist()} -> {codes[wrong][:4].tolist()}, {expected[wrong][:4].tolist()}"
@@ -195,8 +195,8 @@ def _encode(x, scale, out, FORMAT: tl.constexpr, DIVIDES: tl.constexpr, ROWS: tl
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "ternary", "int4", "int2"])
 def test_comparing_is_dividing_exactly(fmt, device):
-    """`encode` compares with multiples of the scale; dividing, and then comparing, gives the same codes: also where the
-    quotient rounds. All scales, multiples at and around every half, and NaN, infinity, zeros."""
+    """`encode` compares with multiples of the scale. Division followed by comparison gives the same codes, even if the
+    quotient is rounded. For all scales, multiples at and around every midpoint, and NaN, infinity and zeros."""
     values = oracle.MAGNITUDES[fmt]
     ends = torch.tensor([float(half) for half in oracle.midpoints(values)])
     scales = torch.tensor([float(scale) for scale in oracle.E4M3] + [0.0])[:, None]

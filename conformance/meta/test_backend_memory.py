@@ -1,4 +1,5 @@
-"""What the kernels take for granted of Triton's memory and control flow, on each backend (see test_backend.py)."""
+"""The properties of Triton's memory and control flow that the kernels rely on, on each backend (see
+test_backend.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ NAN = math.nan
 
 @triton.jit
 def _guarded_copy(x, holds, out, far, BLOCK: tl.constexpr):
-    """Lanes that do not hold anything point far outside of any allocation."""
+    """The pointers of masked lanes are far outside of any allocation."""
     i = tl.arange(0, BLOCK)
     keep = tl.load(holds + i) != 0
     where = i.to(tl.int64) + tl.where(keep, 0, far)
@@ -26,7 +27,7 @@ def _guarded_copy(x, holds, out, far, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("held", [[], [0], [3, 17, 31], list(range(32))], ids=["none", "first", "some", "all"])
 def test_masked_lanes_touch_nothing(held: list[int], device: torch.device) -> None:
-    """Neither what they point at (NaN here) nor, if that is no memory at all, the address."""
+    """They neither use the memory that they point to (NaN here) nor access an invalid address."""
     x, out = torch.full((32,), NAN, device=device), torch.full((64,), -1.0, device=device)
     holds = torch.zeros(32, dtype=torch.bool, device=device)
     x[held], holds[held] = 1.5, True
@@ -56,7 +57,7 @@ def test_bool_masks_are_read_and_written(stride: int, device: torch.device) -> N
 
 @triton.jit(do_not_specialize=["stride", "slots"])
 def _far(x, at, value, slots, stride, BLOCK: tl.constexpr):
-    """The last slot is written, then all are read into the first ones' neighbours: slot * stride passes 2^31."""
+    """Write the last slot, then read all slots and write them next to the first ones: slot * stride exceeds 2^31."""
     s = tl.arange(0, BLOCK)
     tl.store(x + tl.load(at).to(tl.int64) * stride, value)
     tl.debug_barrier()
@@ -65,8 +66,8 @@ def _far(x, at, value, slots, stride, BLOCK: tl.constexpr):
 
 
 def test_offsets_beyond_2_to_the_31(device: torch.device) -> None:
-    """In elements; on the CPU they are bytes of an untouched allocation, of which the pages in use are backed."""
-    stride = 2**30 + 8  # fits in 32 bits, twice it does not
+    """Offsets in elements. On the CPU, elements are bytes of a new allocation, of which only used pages take memory."""
+    stride = 2**30 + 8  # fits into 32 bits, twice of it does not
     x = torch.empty(2 * stride + 16, dtype=torch.int8 if INTERPRETED else torch.float16, device=device)
     x[:8], x[stride], x[2 * stride] = 1, 2, 99
     _far[(1,)](x, torch.tensor([2], device=device), 3, 3, stride, BLOCK=4)
@@ -76,7 +77,7 @@ def test_offsets_beyond_2_to_the_31(device: torch.device) -> None:
 
 @triton.jit
 def _write_then_read(x, new, at, out, D: tl.constexpr, BLOCK: tl.constexpr):
-    """As a decode step does: one row is written by a few threads, then the tile that holds it is read by all."""
+    """As in a decode step: a few threads write one row, and then all threads read its tile."""
     p = tl.program_id(0)
     d, s = tl.arange(0, D), tl.arange(0, BLOCK)
     tile = p * BLOCK * D + s[:, None] * D + d[None, :]
@@ -115,7 +116,7 @@ def _loop(out, begin, end, BLOCK: tl.constexpr):
     [(0, 0, [0, -1]), (32, 16, [0, -1]), (16, 16, [0, -1]), (0, 1, [101, 0]), (3, 36, [3303, 35])],
 )
 def test_loops_run_as_often_as_they_should(begin: int, end: int, expected: list[int], device: torch.device) -> None:
-    """Not at all where the range is empty: a split may get no slots."""
+    """An empty range has no iterations: a split may have no slots."""
     out = torch.empty(17, device=device)
     _loop[(1,)](out, begin, end, BLOCK=16)
     assert out.tolist() == [expected[0]] * 16 + [expected[1]]
@@ -123,7 +124,7 @@ def test_loops_run_as_often_as_they_should(begin: int, end: int, expected: list[
 
 @triton.jit
 def _programs(out, heads):
-    """Grid (splits, KV heads, rows); a flat row number is taken apart as in prefill."""
+    """The grid is (splits, KV heads, rows). A flat row number is split up as in prefill."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     flat = row * heads + head
     at = flat * tl.num_programs(0) + split

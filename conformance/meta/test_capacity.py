@@ -1,4 +1,4 @@
-"""The calculator of capacity: what it counts is what states hold, and its arithmetic is integers."""
+"""The capacity calculator: it counts what states allocate, in integer arithmetic."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_each_memory_counts_once():
 
 
 def test_what_states_hold_is_counted():
-    """EpiKV: keys and values in every layer, and the scorer once: hidden states, windows, and 21 bytes per slot."""
+    """EpiKV has keys and values in every layer, and one scorer with hidden states, windows and 21 bytes per slot."""
     model = Model(layers=3, query_heads=2, key_value_heads=1, head_dim=16, hidden_size=40, parameters=0)
     one, two = (capacity.measured("epikv", model, budget) for budget in (1024, 2048))
     per_token = (two - one) / 1024
-    # Occupied, position, score, rank; on a GPU more programs share more slots, 64 or more each, and every one has a
-    # float32 output, a maximum and a sum for each query head.
+    # occupied, position, score and rank. On a GPU, more programs share more slots, with at least 64 each, and every
+    # program has a float32 output, a maximum and a sum for each query head.
     held, parts = model.bytes_per_token + 1 + 8 + 4 + 8, model.layers * model.query_heads * 4 * (model.head_dim + 2)
     assert held <= per_token <= held + parts / 64
     assert one >= model.bytes_per_token * 1024 + 2 * 40 * 2 + 2 * 64 * 4

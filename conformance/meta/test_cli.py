@@ -1,4 +1,4 @@
-"""The command ``kvtwin``: what it prints, and how it refuses."""
+"""The command ``kvtwin``: its output and its errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ METHODS = ", ".join(pair.name for pair in discovery.pairs())
 
 
 def refused(capsys, *arguments: str) -> str:
-    """What a command prints as an error; it must end with exit code 2."""
+    """The error that a command prints. It must end with exit code 2."""
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     assert caught.value.code == 2

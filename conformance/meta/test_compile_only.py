@@ -1,4 +1,4 @@
-"""Compiling kernels without a GPU: what it reports of those that the compiler takes, and of those that it does not."""
+"""Compiling kernels without a GPU: the report of kernels that the compiler accepts, and of those that it refuses."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def run(*arguments, **environment):
 
 
 def test_kernels_of_a_method_compile(tmp_path):
-    """One small method; all of them: tox -e compile."""
+    """Tests one small method. tox -e compile compiles all of them."""
     done = run("random", "--head-dim", "16", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "choose_kernel" in done.stdout
-    assert any(tmp_path.rglob("*.cubin")), "nothing was compiled down to machine code"
+    assert any(tmp_path.rglob("*.cubin")), "nothing was compiled to machine code"
 
 
 def test_an_unknown_method_is_a_usage_error():
@@ -72,7 +72,7 @@ def test_a_kernel_that_no_multiprocessor_can_hold_is_refused():
 
 
 def loop(number, order, transposed=True):
-    """As the compiler writes a loop's dot."""
+    """A dot in a loop, in the compiler's output format."""
     types = (f"tensor<16x128xbf16, #ttg.dot_op<{{opIdx = 0, parent = #mma, kWidth = {order}}}>> * "
              f"tensor<128x64xbf16, #ttg.dot_op<{{opIdx = 1, parent = #mma, kWidth = {order}}}>> -> "
              "tensor<16x64xf32, #mma>")
@@ -102,7 +102,7 @@ def test_logits_that_are_summed_in_two_orders_are_refused(code, refused, monkeyp
 
 
 def at(line, callers, kind, of=1, old=True):
-    """As the compiler writes an instruction of a line that is inlined where `callers` call it, from the next one up."""
+    """An instruction in the compiler's output format, for a line inlined into `callers`, the nearest caller first."""
     place, comment = f".loc\t{of} {line} 20", f"// kernels.py:{line}:20"
     nested = "".join(f" @[ kernels.py:{caller}:4" for caller in callers) + " ]" * len(callers)
     newer = f"{place}, function_name $L__info, inlined_at {of} {callers[0]} 4 {comment}"
@@ -142,13 +142,13 @@ def test_a_line_that_is_fused_in_one_loop_alone_is_refused(code, refused, old, m
     ids=["in two loops", "for two things", "in two loops for two things", "from deeper down"],
 )
 def test_helpers_are_compared_where_they_do_the_same(one, other, refused, tmp_path):
-    """Which only Triton up to 3.8 tells."""
+    """Only the output of Triton up to 3.8 shows this."""
     code = [(2, one, "fused", HELPERS), (2, other, "apart", HELPERS)]
     assert refused_of(code, tmp_path) == ({"x = a * b + c"} if refused else set())
 
 
 def refused_of(code, folder, old=True):
-    """The lines that a kernel of this code is refused for."""
+    """The lines for which a kernel with this code is refused."""
     (folder / "ours").mkdir(exist_ok=True)
     files = {OURS: folder / "ours/kernels.py", HELPERS: folder / "ours/numerics.py", ELSEWHERE: folder / "kernels.py"}
     for path in files.values():
@@ -181,7 +181,7 @@ assert not compiled.refused, compiled.refused
 
 
 def compiled_step(method, kind, folder):
-    """The code, of this kind, of what attend_kernel was compiled to for a method's step."""
+    """The code of this kind that attend_kernel was compiled to for a method's step."""
     environment = {
         **os.environ, "TRITON_CACHE_DIR": str(folder), "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1",
     }
@@ -192,13 +192,15 @@ def compiled_step(method, kind, folder):
 
 
 def test_a_masked_loop_sums_as_one_without_a_mask(tmp_path):
-    """Both are in a step of SyncKV: a mask is read from bytes, and the compiler took keys for as narrow."""
+    """SyncKV's step has both loops. The mask is loaded from bytes, and the compiler once treated keys as equally
+    narrow."""
     found = [compile_only.key_orders(code) for code in compiled_step("synckv", "ttgir", tmp_path)]
     assert found == [{"16x128xbf16": {"2"}}], "or this test sees nothing"
 
 
 def test_a_masked_loop_rounds_as_one_without_a_mask(tmp_path):
-    """Both are in a step of LongFlow: scores were the product with the scale, rounded in one of them, and a norm."""
+    """LongFlow's step has both loops. Scores add a norm to the product with the scale, which was once rounded in one
+    loop only."""
     folder = compile_only.Compiled().folder
     found = [compile_only.fused_here_only(code, folder) for code in compiled_step("longflow", "ptx", tmp_path)]
     assert found == [set(compile_only.SUMMED)], "or this test sees nothing"

@@ -1,4 +1,4 @@
-"""README and docs: their examples run and print what they show, their links lead somewhere, every method has a page."""
+"""README and docs: examples run and print what they show, links have targets, and every method has a page."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def shows(code, expected, name, path, namespace):
 
 
 def written() -> list[Path]:
-    """The pages that are written by hand."""
+    """The pages that are not generated."""
     pages = [path for path in sorted(DOCS.rglob("*.md")) if path.relative_to(DOCS).parts[0] != "_build"]
     return [path for path in pages if not set(path.relative_to(DOCS).parts) & set(generate.FOLDERS)]
 
 
 def examples(text: str) -> list[tuple[str, str | None]]:
-    """The Python blocks, each with the block of its output: a `text` block that follows with nothing between."""
+    """The Python blocks, each with its output: the `text` block that follows immediately."""
     found = list(FENCE.finditer(text))
     pairs = []
     for number, match in enumerate(found):
@@ -54,7 +54,7 @@ def examples(text: str) -> list[tuple[str, str | None]]:
 
 
 def run(pages: list[Path], folder: Path) -> int:
-    """Run the examples of pages, each page in a namespace of its own; a block that begins with a path is that file."""
+    """Run the examples of pages, each page in its own namespace. A block that starts with a path is that file."""
     script, count = [PROLOGUE], 0
     for page in pages:
         script.append("namespace = {'__name__': 'example'}")
@@ -132,7 +132,7 @@ def links(text: str) -> list[str]:
 
 
 def test_links_lead_to_files(tmp_path):
-    """Sphinx checks those between pages; here those of README and CONTRIBUTING are checked, too."""
+    """Sphinx checks links between pages. This also checks those in README and CONTRIBUTING."""
     generated = set(generate.pages())
     generate_plots = {f"results/{name}.svg" for name in generate.PLOTS}
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *written()):
@@ -148,7 +148,7 @@ def test_every_method_has_notes_and_a_page():
     made = generate.pages()
     for pair in discovery.methods():
         notes = DOCS / "notes" / f"{pair.name}.md"
-        assert notes.is_file(), f"docs/notes/{pair.name}.md: what the method decides, an example, its readings"
+        assert notes.is_file(), f"docs/notes/{pair.name}.md needs what the method decides, an example, its readings"
         page = made[f"methods/{pair.name}.md"]
         assert page.startswith(f"# {pair.name}\n"), notes
         assert re.findall(r"^## (?:API|Claims|Accuracy|Speed|Mutants)$", page, flags=re.MULTILINE) == [
@@ -159,7 +159,7 @@ def test_every_method_has_notes_and_a_page():
 
 
 def test_the_reference_shows_what_is_stored():
-    """Options, mutants and benchmarks by name, from where they are defined."""
+    """The names of options, mutants and benchmarks come from their definitions."""
     made = generate.pages()
     for option in ("--kv-impl=MODULE", "--kv-device={auto,cpu,cuda}", "--kv-update-golden"):
         assert f"`{option}`" in made["commands/pytest.md"]

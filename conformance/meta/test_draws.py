@@ -1,4 +1,5 @@
-"""A test that has decided too little draws on until it has decided enough; strategies then draw plain cases."""
+"""A test with too few decisive choices runs further rounds until it has enough, in which strategies draw plain
+cases."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ SETTINGS = settings(max_examples=5, derandomize=True, database=None)
 
 
 def drawing(decide):
-    """A test of five examples; `decide(plain)` is how many decisions each makes and how many are decisive."""
+    """A test with five examples. `decide(plain)` is the number of decisions of each, and the number of decisive
+    ones."""
     seen = []
 
     @SETTINGS
@@ -50,7 +52,7 @@ def test_a_test_that_has_decided_too_little_draws_plain_cases_until_it_has():
     assert not found.vacuous
     assert [plain for plain, _ in seen] == 5 * [False] + 20 * [True], "16 decisions are enough: 4 rounds of 5 examples"
     assert (found.plain_total, found.plain_decisive) == (20, 20)
-    assert len(set(seen)) > 20, "rounds draw other numbers, though the profile is derandomized"
+    assert len(set(seen)) > 20, "rounds must draw other numbers, although the profile is derandomized"
 
 
 def test_a_test_that_cannot_decide_stays_vacuous():
@@ -63,7 +65,7 @@ def test_a_test_without_a_decision_is_tried_again_and_then_left_to_its_masks():
     test, seen = drawing(lambda plain: (0, 0))
     assert not counted(test).vacuous
     assert len(seen) == 5 * (1 + draws.IDLE_ROUNDS)
-    # And one whose first cases decide nothing goes on to those that do.
+    # A test whose first cases decide nothing continues with cases that do.
     test, seen = drawing(lambda plain: (4, 4) if plain else (0, 0))
     assert counted(test).decisive == 20
 
@@ -81,7 +83,7 @@ def test_a_test_that_asks_for_no_decision_or_draws_nothing_is_called_once():
         stats.decisions(10, 0)
 
     counted(without_a_comparator)
-    assert counted(without_draws).vacuous, "a fault of its author: nothing else can be drawn"
+    assert counted(without_draws).vacuous, "an error of the test's author: there is nothing else to draw"
     assert calls.count("plain") == 1
     assert len(calls) == 2, calls
 
@@ -149,7 +151,7 @@ def test_too_few_decisions_of_our_own_are_vacuous_and_of_others_not_provided(pyt
     theirs.stdout.no_fnmatch_line("vacuous:*")
 
 
-# What plain cases are -------------------------------------------------------------------------------------------------
+# Plain cases ----------------------------------------------------------------------------------------------------------
 
 
 def collected(strategy):
@@ -194,7 +196,7 @@ def test_plain_traces_are_as_long_as_they_may_be(pair):
 
 
 def test_a_test_keeps_the_contents_that_it_is_about():
-    """Contents of which none is plain stay: what the test says of them need not hold for others."""
+    """If no content of a test is plain, its contents are kept, because its statements need not hold for others."""
     for case in plain(key_cases.key_cases(content=UNDECIDED)):
         assert case.content in UNDECIDED
     low = (torch.float16, torch.bfloat16)
@@ -202,7 +204,7 @@ def test_a_test_keeps_the_contents_that_it_is_about():
 
 
 def test_other_rounds_draw_everything():
-    """A strategy that always drew plain cases would test little."""
+    """A strategy that draws only plain cases would test little."""
     found = collected(strategies.decode_cases(device="cpu"))
     assert {case.dtype for case in found} == set(strategies.DTYPES)
     assert len({case.content for case in found}) > 10

@@ -1,4 +1,4 @@
-"""The matrix of hosts: what it changes, what this CPU cannot run, and a red host seen as red."""
+"""The matrix of hosts: what each host changes, which of them this CPU cannot run, and the detection of failures."""
 
 from __future__ import annotations
 

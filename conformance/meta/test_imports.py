@@ -1,7 +1,8 @@
-"""No module of kvtwin imports itself through others, and the judge does not depend on pytest's side of the suite.
+"""kvtwin has no import cycles, and the judge does not depend on the pytest side of the suite.
 
-The import graph is read from the syntax trees. Imports inside functions count: delaying an import hides no cycle.
-Modules that are imported by a name found at run time (discovery, the judge's checkers) are not in the graph.
+The import graph is read from the syntax trees. Imports inside functions count, because delaying an import does not
+remove a cycle. Modules that are imported by names computed at run time (discovery, the judge's checkers) are not in the
+graph.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import kvtwin.conformance
 
 FOLDERS = ("reference", "optimized", "conformance", "fixtures")
 ROOT = Path(kvtwin.conformance.__path__[0]).parent
-# Parts of the suite that run tests; what judges and what draws must work without them.
+# The parts of the suite that run tests. judge and cases must work without them.
 RUNNERS = ("plugin", "harness.options", "harness.pytest_fixtures", "harness.suite")
 INDEPENDENT = ("judge", "cases", "interpreter")
-# The command line of a replay takes the implementation under test from there.
+# The command line of replay gets the implementation under test from there.
 ALLOWED = {"kvtwin.conformance.judge.replay": {"kvtwin.conformance.harness.impl"}}
 
 Graph = dict[str, set[str]]
@@ -34,7 +35,7 @@ def sources() -> dict[str, Path]:
 
 
 def import_graph(texts: Mapping[str, str], packages: Set[str]) -> Graph:
-    """Module -> the modules among `texts` that it imports, anywhere in its text. packages: the __init__ modules."""
+    """Module -> the modules among `texts` that it imports, anywhere in its source. packages: the __init__ modules."""
     graph: Graph = {}
     for module, text in texts.items():
         named: set[str] = set()
@@ -53,7 +54,7 @@ def import_graph(texts: Mapping[str, str], packages: Set[str]) -> Graph:
 
 
 def reachable(graph: Graph, start: str) -> set[str]:
-    """What `start` imports, directly or through other modules."""
+    """The modules that `start` imports, directly or through others."""
     found: set[str] = set()
     waiting = [start]
     while waiting:

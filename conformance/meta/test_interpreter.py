@@ -1,6 +1,6 @@
-"""The accelerated interpreter patches Triton's language once per kernel, and computes what it did without that.
+"""The accelerated interpreter patches Triton's language once per kernel, and computes the same results as without it.
 
-Where this run compiles its kernels, all of it is done in a process of its own.
+If this run compiles its kernels, these tests run in a separate process.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def run(count: int = 5) -> torch.Tensor:
 
 @pytest.fixture
 def rounds(monkeypatch):
-    """How often the language is patched, with `once` to patch it once per kernel; at first it is patched every time."""
+    """Counts how often the language is patched. At first it is patched at every call; `once` patches it once per
+    kernel."""
     module = sys.modules[interpreter.MODULE]
     original = inspect.unwrap(module._patch_lang)
     seen = []
@@ -72,7 +73,7 @@ def rounds(monkeypatch):
 
 
 class Sized:
-    """Stands in for a type of Triton's: attributes that follow from the size, and one of its own."""
+    """Stands in for a Triton type: it has attributes that follow from the size, and one of its own."""
 
     made = 0
 
@@ -90,7 +91,7 @@ def test_attributes_are_made_once_for_each_size():
     kind, Sized.made = kept_class(), 0
     objects = [kind("a", 3), kind("b", 3), kind("c", 4), kind("d", 0), kind("e", 0), kind(own="f", size=3)]
     assert [(it.own, it.double) for it in objects] == [("a", 6), ("b", 6), ("c", 8), ("d", 0), ("e", 0), ("f", 6)]
-    assert Sized.made == 5, "all but the second of size 3: no key, no keeping"
+    assert Sized.made == 5, "only the second object of size 3 must be cached; objects without a key are not"
 
 
 @pytest.mark.parametrize("changed", [{"kept": {"double", "more"}}, {"own": lambda own, size: {"own": [own]}}])
@@ -101,7 +102,7 @@ def test_a_class_with_other_attributes_is_made_as_ever(changed):
 
 
 class Operand:
-    """Stands in for a tensor of Triton's: a type with a name, and a handle with data."""
+    """Stands in for a Triton tensor: it has a type with a name, and a handle with data."""
 
     def __init__(self, name, data=0.0):
         self.type = SimpleNamespace(name=name, scalar=SimpleNamespace(name=name.split()[-1]))
@@ -109,7 +110,7 @@ class Operand:
 
 
 def promoted(lhs, rhs, flag=False):
-    """Stands in for what makes operands alike: a number becomes a tensor, of "wide" and "narrow" both become wide."""
+    """Stands in for the conversion of operands: a number becomes a tensor, and "wide" and "narrow" both become wide."""
     promoted.calls += 1
     both = [side if isinstance(side, Operand) else Operand("number", float(side)) for side in (lhs, rhs)]
     if {side.type.name for side in both} >= {"wide", "narrow"}:
@@ -123,12 +124,12 @@ def test_operands_that_stay_as_they_are_are_asked_about_once():
     assert alike(a, b) == alike(b, a)[::-1] == (a, b)
     assert promoted.calls == 1
     assert alike(a, b, True) == (a, b)
-    assert promoted.calls == 2, "another option may change them"
+    assert promoted.calls == 2, "another option may change the operands"
     for _ in range(2):
         left, right = alike(wide, a)
         assert left is wide
         assert right.type.name == "wide"
-    assert promoted.calls == 4, "what is changed is changed anew: its data are its own"
+    assert promoted.calls == 4, "changed operands must be converted every time, as their data differ"
 
 
 def test_operands_of_other_shapes_are_made_of_one_shape_and_nothing_else():
@@ -207,7 +208,7 @@ if INTERPRETED:
         rounds.seen.clear()
         assert torch.equal(run(), plain)
         assert rounds.seen == ["_kernel"]
-        assert without > 4, "the device functions patched nothing: is there still something to leave out?"
+        assert without > 4, "the device functions patched nothing, so the accelerator has nothing to skip"
 
     def test_the_language_is_put_back_also_when_a_kernel_fails(rounds):
         rounds.once()
@@ -220,7 +221,7 @@ if INTERPRETED:
         assert "_kernel" in rounds.seen, "the kernel after a failed one must patch again"
 
     def test_a_number_that_was_loaded_is_one():
-        """Triton 3.6 makes an index of an array of one dimension, which numpy 2.4 refuses."""
+        """Triton 3.6 converts an array of one dimension to an index, which numpy 2.4 refuses."""
         target = torch.zeros(1, dtype=torch.int32)
         _counting_kernel[(1,)](torch.tensor([3], dtype=torch.int32), target)
         assert target.tolist() == [6]

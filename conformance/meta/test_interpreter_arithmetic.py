@@ -1,4 +1,4 @@
-"""The interpreter's arithmetic depends on the operands alone: not on their place, nor on the layout of their memory."""
+"""The interpreter's arithmetic depends on the operands only, and not on their position or memory layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = st.sampled_from(["ordinary", "wide", "any"])
 
 
 def dot_agrees(dot: Any, seed: int, dtype: Any, kind: str, m: int, n: int, k: int, layouts: Any, batch: int) -> bool:
-    """Whether one row times one column is the same number alone and in a tile."""
+    """Whether the product of a row and a column is the same number alone and in a tile."""
     a, b = (numbers(seed + i, dtype, max(1, batch), *shape, kind=kind) for i, shape in enumerate(((m, k), (k, n))))
     row, column = a[-1, m // 2], b[-1, :, n // 3]
     a[0, -1], b[0, :, -1] = row, column
@@ -44,7 +44,7 @@ def test_a_product_does_not_depend_on_where_its_row_and_column_lie(seed, dtype, 
 
 
 def blas(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarray:
-    """Stands in for a BLAS: adds four rows at a time in another order than the rows that are left over."""
+    """Stands in for a BLAS: the summation order of groups of four rows differs from that of the remaining rows."""
     products = a.astype(dtype)[..., :, :, None] * b.astype(dtype)[..., None, :, :]
     found = np.add.accumulate(products, axis=-2)[..., -1, :]
     whole = a.shape[-2] // 4 * 4
@@ -53,9 +53,9 @@ def blas(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarray:
 
 
 def test_a_blas_depends_on_where_a_row_lies():
-    """The mutant: what the test above is for."""
+    """The mutant that the test above must detect."""
     verdicts = [dot_agrees(blas, seed, np.float32, "ordinary", 7, 5, 32, ("rows", "rows"), 0) for seed in range(20)]
-    assert not all(verdicts), "the placement test must not pass a BLAS"
+    assert not all(verdicts), "the placement test must fail for a BLAS"
 
 
 @given(seed=SEEDS, dtype=DTYPES, m=st.integers(1, 20), n=st.integers(1, 20), k=st.integers(1, 40))
@@ -69,7 +69,7 @@ def test_a_product_does_not_depend_on_how_much_is_held_at_a_time(seed, dtype, m,
 
 @given(seed=SEEDS, dtype=DTYPES, k=st.integers(1, 300))
 def test_a_product_is_within_the_error_of_its_sum(seed, dtype, k):
-    """Of each product one rounding, of each sum one for each halving of K, and the last one."""
+    """There is one rounding per product, one per halving of K in each sum, and the last one."""
     a, b = numbers(seed, dtype, 3, k), numbers(seed + 1, dtype, k, 2)
     exact, sizes = (f(a.astype(np.longdouble)) @ f(b.astype(np.longdouble)) for f in (np.asarray, np.abs))
     wide = np.float64 if dtype == np.float64 else np.float32
@@ -100,7 +100,7 @@ def test_integers_are_exact_and_wrap():
 def total_agrees(
     total: Any, seed: int, dtype: Any, kind: str, before: list[int], n: int, after: list[int], layout: str
 ) -> bool:
-    """Whether the sum of one row is the same number alone and along an axis of a tile."""
+    """Whether the sum of a row is the same number alone and along an axis of a tile."""
     tile = numbers(seed, dtype, *before, n, *after, kind=kind)
     row = np.random.default_rng(seed).permutation(numbers(seed + 1, dtype, n, kind=kind))
     place = np.random.default_rng(seed + 2)
@@ -124,7 +124,7 @@ def test_a_sum_does_not_depend_on_where_its_row_lies(seed, dtype, kind, before, 
 def test_numpys_sum_depends_on_where_a_row_lies():
     """The mutant."""
     verdicts = [total_agrees(np.sum, seed, np.float32, "ordinary", [], 128, [16], "rows") for seed in range(20)]
-    assert not all(verdicts), "the placement test must not pass np.sum"
+    assert not all(verdicts), "the placement test must fail for np.sum"
 
 
 @given(seed=SEEDS, dtype=DTYPES, shape=st.lists(st.sampled_from([1, 2, 3, 8]), min_size=1, max_size=3), layout=LAYOUTS)
@@ -148,13 +148,13 @@ def test_a_sum_is_within_its_error(seed, dtype, n):
     assert abs(arithmetic.total(row, 0) - exact) <= bound + (last * (abs(exact) + bound) if dtype == np.float16 else 0)
 
 
-# The larger and the smaller -------------------------------------------------------------------------------------------
+# Maximum and minimum --------------------------------------------------------------------------------------------------
 
 SIGNED = [0.0, -0.0, 1.0, -1.0, INF, -INF, NAN]
 
 
 def by_ieee(name: str, a: float, b: float) -> float:
-    """maximum and minimum of IEEE 754-2019, and maximumNumber and minimumNumber."""
+    """maximum, minimum, maximumNumber and minimumNumber of IEEE 754-2019."""
     if a != a or b != b:
         return (b if a != a else a) if name.startswith("f") else NAN
     larger, smaller = (a, b) if (a, math.copysign(1, a)) >= (b, math.copysign(1, b)) else (b, a)
@@ -237,7 +237,7 @@ def test_a_function_does_not_depend_on_where_its_operand_lies(name, seed, dtype,
     assert all(same(one[0], place) for one, place in zip(alone, found.ravel()[:40], strict=True))
 
 
-# Integers of floats ---------------------------------------------------------------------------------------------------
+# Conversion to integers -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("whole", [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64])

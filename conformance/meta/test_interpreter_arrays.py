@@ -1,4 +1,4 @@
-"""Tapes as functions of arrays: the same bits as the interpreter's builder, from what is known of it alone."""
+"""Tapes compiled to functions of arrays: the same bits as the interpreter's builder, for the methods that are known."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ else:
         return module.TensorHandle(np.array(values, dtype=kind), dtype or tl.dtype(kind.replace("float", "fp")))
 
     def compiled(name, *arguments):
-        """The tape of one request of these arguments, as a function of those that are handles; what the builder says;
-        how often that function had to go the long way."""
+        """The compiled tape of one request, as a function of the arguments that are handles; these handles; the
+        builder's result; and the list of calls for which the function fell back to the builder."""
         builder = module.interpreter_builder
         method = getattr(builder, name)
         handles = [argument for argument in arguments if isinstance(argument, module.TensorHandle)]
@@ -98,7 +98,7 @@ else:
     @pytest.mark.parametrize(("name", "arguments"), [pytest.param(name, rest, id=name) for name, *rest in REQUESTS])
     def test_a_request_has_the_builders_answer(name, arguments):
         player, handles, real, slow = compiled(name, *arguments)
-        assert player is not None, "not known: is Triton built otherwise now?"
+        assert player is not None, "this request is not known: have Triton's sources changed?"
         for _ in range(2):
             made = player(*handles)
             same(made.handle, real)

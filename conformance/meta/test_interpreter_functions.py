@@ -1,4 +1,4 @@
-"""How exact the interpreter's functions are, and that every machine computes the same bits: a hash stands here."""
+"""The errors of the interpreter's functions, and a hash that shows that every machine computes the same bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLOATS = (np.float16, np.float32, np.float64)
 INF, NAN = math.inf, math.nan
 PRECISION = 60  # digits of the truth
 
-# The truth ------------------------------------------------------------------------------------------------------------
+# Exact values ---------------------------------------------------------------------------------------------------------
 
 
 def decimal(number: Fraction | int) -> Decimal:
@@ -38,7 +38,7 @@ def arctan(inverse: int) -> Decimal:
 
 
 def sine(x: Decimal, quarters: int = 0) -> Decimal:
-    """sin(x + quarters * pi / 2), for x of any size."""
+    """sin(x + quarters * pi / 2) for x of any size."""
     with localcontext() as context:
         context.prec += max(0, x.adjusted()) + 20
         half_pi = 2 * (4 * arctan(5) - arctan(239))
@@ -79,7 +79,7 @@ TRUTHS: dict[str, Callable[[Decimal], Decimal]] = {
 
 
 def ulp(number: Decimal, dtype: Any) -> Decimal:
-    """The distance of floats where a number lies."""
+    """The distance between floats near a number."""
     kind = np.finfo(dtype)
     exponent = int((abs(number).ln() / Decimal(2).ln()).to_integral_value("ROUND_FLOOR"))
     exponent += (Decimal(2) ** (exponent + 1) <= abs(number)) - (Decimal(2) ** exponent > abs(number))
@@ -87,13 +87,14 @@ def ulp(number: Decimal, dtype: Any) -> Decimal:
 
 
 def around(low: float, high: float, count: int = 60) -> np.ndarray:
-    """Numbers between two: a grid that is off every binary one, and as many towards zero, where there is a zero."""
+    """Numbers between low and high: a grid without short binary fractions, and, if 0 is inside, as many towards
+    zero."""
     grid = low + (high - low) * (np.arange(count) + math.sqrt(0.5)) / count
     return np.concatenate([grid, grid * 2.0 ** -np.arange(count)]) if low < 0 < high else grid
 
 
 def positive(dtype: Any) -> np.ndarray:
-    """All magnitudes, subnormal ones too, and numbers beside 1."""
+    """Numbers of all magnitudes, including subnormal ones, and numbers near 1."""
     kind = np.finfo(dtype)
     mantissas = 1 + (np.arange(120) * math.sqrt(0.5)) % 1
     exponents = np.linspace(kind.minexp - kind.nmant, kind.maxexp - 1, 120).round()
@@ -123,7 +124,7 @@ def operands(name: str, dtype: Any) -> np.ndarray:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", TRUTHS)
 def test_the_error_is_what_the_functions_promise(name, dtype):
-    """ULPS in float64. Other types are rounded from there: half an ulp, and ULPS of float64's."""
+    """At most ULPS in float64. Other types are rounded from float64: half an ulp, plus ULPS of float64."""
     bits = np.finfo(dtype).nmant
     bound = Decimal(elementary.ULPS)
     if dtype != np.float64:
@@ -141,7 +142,7 @@ def test_the_error_is_what_the_functions_promise(name, dtype):
         error = abs(Decimal(actual) - truth) / ulp(truth, dtype) if truth else abs(Decimal(actual))
         worst = max(worst, error)
         assert error <= bound, f"{name}({operand!r}) is {actual!r}: {error:.4f} ulp from {truth:.20g}"
-    assert worst > Decimal("0.4"), "the operands are too easy: every result was close to a float"
+    assert worst > Decimal("0.4"), "the operands are too easy: all results were close to a float"
 
 
 AT = [INF, -INF, NAN, 0.0, -0.0]
@@ -178,8 +179,8 @@ def test_powers_of_two_are_exact_both_ways(dtype):
 
 # Every machine --------------------------------------------------------------------------------------------------------
 
-#: Hashes of what each function computes, with operands made of integers alone. Prints them, and whether numpy's product
-#: of two matrices gives equal rows equal results, if there is an argument.
+#: Prints hashes of the results of each function, for operands that are made from integers only. With an argument, it
+#: also prints whether numpy's matrix product gives equal rows equal results.
 SCRIPT = """
 import hashlib, json, sys
 import numpy as np
@@ -240,7 +241,7 @@ if len(sys.argv) > 1:
     found["matmul gives equal rows equal results"] = bool((rows == rows[0]).all())
 print(json.dumps(found))
 """
-#: What it prints, on every machine. It changes with the arithmetic, and for no other reason.
+#: The output on every machine. It changes only if the arithmetic changes.
 GOLDEN = {
     "exp": "f084ef1765f32190", "exp2": "c87594708ec9e3b9", "log": "3fe2894426456cb7", "log2": "83ac20b60e2be592",
     "sin": "207a2f27329645fc", "cos": "79536a1d14b32558", "erf": "3229520fc5517a4b", "rsqrt": "6e559b33864ddf27",
@@ -269,7 +270,7 @@ def numpys_cpu() -> Any:
 
 
 def openblas_for(core: str) -> bool:
-    """Whether numpy's OpenBLAS, if it has one, has kernels that this CPU can run under that name."""
+    """Whether numpy uses OpenBLAS, and this CPU can run its kernels of that name."""
     features = numpys_cpu().__cpu_features__
     needed = {"Haswell": ("AVX2", "FMA3"), "Zen": ("AVX2", "FMA3"), "SkylakeX": ("AVX512F",)}
     return features.get("SSE3", False) and all(features.get(name, False) for name in needed.get(core, ()))
@@ -295,7 +296,7 @@ def test_the_blas_kernels_of_every_cpu_compute_the_same_bits(core):
     equal = found.pop("matmul gives equal rows equal results")
     assert found == GOLDEN
     if core in ("Haswell", "Zen") and "openblas" in str(np.__config__.CONFIG["Build Dependencies"]["blas"]["name"]):
-        assert not equal, "the mutant: these kernels gave equal rows unequal results, so the test can tell nothing now"
+        assert not equal, "these kernels no longer give equal rows unequal results, so the test is empty"
 
 
 def test_threads_make_no_difference():

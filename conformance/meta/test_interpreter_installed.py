@@ -1,4 +1,4 @@
-"""Kernels compute with the arithmetic of interpreter/arithmetic.py; an interpreter that may not is found out."""
+"""Kernels use the arithmetic of interpreter/arithmetic.py, and an interpreter that may not use it is detected."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ if INTERPRETED:
         assert wholes.tolist() == arithmetic.to_integer(first * np.float32(1e9), np.dtype(np.int32)).tolist()
 
     def _extremes_of_this_triton():
-        """What tl.maximum and tl.minimum of floats are: from triton 3.8 on, a number is larger than NaN."""
+        """The functions for tl.maximum and tl.minimum of floats. From triton 3.8 on, they return the number if one
+        operand is NaN."""
         builder = sys.modules[interpreter.MODULE].InterpreterBuilder
         names = builder.create_maxnumf.__code__.co_names + builder.create_minnumf.__code__.co_names
         return [name for name in names if name in ("maximum", "minimum", "fmax", "fmin")]

@@ -1,7 +1,7 @@
-"""On every kernel here, the accelerated interpreter leaves the bits that the plain one leaves.
+"""For every kernel, the accelerated interpreter computes the same bits as the plain one.
 
-The kernels are those that compile_only.py lists. A kernel that no call launches fails the test by its name: see
-kernel_launches.py. All of them can be interpreted.
+compile_only.py lists the kernels. A kernel that no call launches fails the test, which names it (see
+kernel_launches.py). All of them can be interpreted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def lines(process: subprocess.Popen[str]) -> list[str]:
 
 
 def first_differences(fast: Sequence[str], plain: Sequence[str]) -> list[str]:
-    """The first launch of each kernel after which the tensors differ, by its number. Later ones may follow from it."""
+    """For each kernel, the number of the first launch after which tensors differ. Later differences may follow from
+    it."""
     found: dict[str, str] = {}
     for number, (one, other) in enumerate(zip(fast, plain, strict=False)):
         if one != other:
@@ -46,7 +47,7 @@ def test_every_kernel_computes_the_same_bits_accelerated_and_plain():
     assert mode.startswith("accelerated "), mode
     launched = {line.split()[0] for line in fast}
     assert len(listed) > 50, "compile_only lists no kernels"
-    assert not listed - launched, "nothing launches these kernels: let a call of kernel_launches.py do it"
+    assert not listed - launched, "nothing launches these kernels: add a call to kernel_launches.py"
     mode, *other = lines(plain)
     assert mode.startswith("plain "), mode
     assert not first_differences(fast, other)

@@ -1,4 +1,4 @@
-"""A launch asks once for what never changes, and leaves everything as it was."""
+"""A launch looks up constant data only once, and restores everything that it changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def module_of(**attributes):
 
 class Parent:
     def method(self, a, b, c=4):
-        """Has an argument more."""
+        """A method with one more argument."""
 
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b")])
@@ -41,11 +41,11 @@ def test_members_are_set_and_put_back_at_once(owner, names):
 
 
 def plain(a, b, c=3):
-    """What a kernel's function is."""
+    """A signature that a kernel can have."""
 
 
 def with_more(a, *rest, b=2, **named):
-    """What a kernel's function cannot be."""
+    """A signature that a kernel cannot have."""
 
 
 @pytest.mark.parametrize("function", [plain, with_more, Parent().method])
@@ -82,7 +82,7 @@ def test_a_function_is_looked_at_once(monkeypatch):
 
 
 class Executor:
-    """Stands in for the interpreter's."""
+    """Stands in for the interpreter's executor."""
 
     def _init_args_hst(self, args_dev, kwargs):
         return [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args_dev], dict(kwargs)

@@ -1,4 +1,5 @@
-"""Which interpreter a run uses: the accelerated one, or the plain one, asked for or because Triton is not known."""
+"""The interpreter of a run: the accelerated one, or the plain one, on request or because this Triton is not
+supported."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from kvtwin.conformance.interpreter import Prepared, internals
 pytest_plugins = ["pytester"]
 
 INTERPRETED = interpreter.interprets(triton.language.standard)
-#: Runs in a process of its own: prepares the interpreter twice and prints what came of it.
+#: Runs in a separate process: prepares the interpreter twice and prints the results.
 PREPARE = """
 import sys, triton, triton.language as tl
 from kvtwin.conformance import interpreter
@@ -101,7 +102,8 @@ def test_the_line_says_how_many_problems_there_are():
 if INTERPRETED:
 
     def test_this_triton_is_known():
-        """Fails where Triton is built otherwise than the versions that were read: verdicts are right then, and slow."""
+        """Fails for a Triton with other sources than the supported versions. Then verdicts are still right, but
+        slow."""
         assert internals.problems(sys.modules[interpreter.MODULE]) == []
 
     @pytest.mark.parametrize("name", [*internals.PARAMETERS, *internals.SOURCES])
@@ -113,16 +115,16 @@ if INTERPRETED:
         assert problem.startswith(f"{name} ")
 
     def test_what_is_replaced_leads_to_the_original():
-        """So that `problems` judges Triton, and not this package."""
+        """So `problems` compares Triton's functions, not the replacements of this package."""
         module = sys.modules[interpreter.MODULE]
         for name in internals.SOURCES:
             part = inspect.unwrap(internals.lookup(module, name))
             assert part.__module__.startswith("triton."), name
 
 
-# --- what a run says ---
+# --- output of a run ---
 
-#: A conftest.py that makes Triton unknown before the plugin sees it.
+#: A conftest.py that makes Triton unsupported before the plugin checks it.
 UNKNOWN = "import triton.runtime.interpreter as module\nmodule._patch_lang = lambda fn: None\n"
 
 
@@ -134,7 +136,7 @@ UNKNOWN = "import triton.runtime.interpreter as module\nmodule._patch_lang = lam
     ],
 )
 def test_the_header_says_which_interpreter_runs(prepared, line):
-    """test_plugin.py sees it in a run."""
+    """test_plugin.py checks the header of a real run."""
     backend = environment.Backend(torch.device("cpu"), True, "Triton interpreter", "no CUDA device")
     assert line in environment.header(backend, "kvtwin.optimized", prepared)
     assert not any("kvtwin interpreter" in said for said in environment.header(backend, "kvtwin.optimized", None))
@@ -149,7 +151,7 @@ def test_a_run_with_another_mode_is_a_usage_error(pytester, monkeypatch):
 
 
 def test_an_unknown_triton_is_announced_once(tmp_path, monkeypatch):
-    """Not by each process, and at the end of a quiet run, which has no header."""
+    """Not by each process. In a quiet run, which has no header, it is announced at the end."""
     pytest.importorskip("xdist", reason="needs pytest-xdist")
     for name in ("CI", "PYTEST_ADDOPTS", interpreter.VARIABLE):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""What a function of Triton's language asks of the interpreter is recorded once, and played to the same bits."""
+"""The requests of a Triton language function are recorded once, and replaying them gives the same bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tensor:
 
 
 class Builder:
-    """Stands in for the interpreter's builder: every method counts, and computes on numbers."""
+    """Stands in for the interpreter's builder: its methods record their calls and compute on numbers."""
 
     options = SimpleNamespace(debug=False)
 
@@ -51,7 +51,7 @@ class Builder:
 
 
 def made(member):
-    """`member` taped, and the builder that it asks."""
+    """`member` with a tape, and its builder."""
 
     class Other:
         pass
@@ -64,7 +64,7 @@ def made(member):
 
 
 def plus(lhs, number, _semantic):
-    """Adds a number to a tensor."""
+    """Add a number to a tensor."""
     plus.calls += 1
     other = _semantic.builder.get_number(number)
     return Tensor(_semantic.builder.create_add(lhs.handle, other), lhs.type.name)
@@ -78,11 +78,11 @@ def test_a_function_is_called_once_for_each_kind_of_arguments():
         assert (sums.handle.data, sums.type.name) == (value + 5, "wide")
         assert type(sums.handle) is Handle
     assert plus.calls == 1
-    assert builder.asked == ["get_number"] + 3 * ["create_add"], "the number is the same every time"
+    assert builder.asked == ["get_number"] + 3 * ["create_add"], "the number must be requested only once"
     taped(Tensor(Handle(1.0), "narrow"), 5)
-    assert plus.calls == 2, "another type"
+    assert plus.calls == 2, "another type needs another tape"
     assert taped(Tensor(Handle(1.0), "wide"), number=5).handle.data == 6
-    assert plus.calls == 3, "by name"
+    assert plus.calls == 3, "an argument by name needs another tape"
 
 
 def test_numbers_that_are_equal_are_not_one():
@@ -91,7 +91,7 @@ def test_numbers_that_are_equal_are_not_one():
     numbers = [1, True, 1.0, 0.0, -0.0, 0, False, float("nan")]
     for number in (*numbers, float("nan")):
         taped(Tensor(Handle(1.0), "wide"), number)
-    assert plus.calls == len(numbers), "NaN is one"
+    assert plus.calls == len(numbers), "NaN must have only one tape"
     assert str(taped(Tensor(Handle(-0.0), "wide"), -0.0).handle.data) == "-0.0"
     assert str(taped(Tensor(Handle(-0.0), "wide"), 0.0).handle.data) == "0.0"
 
@@ -160,7 +160,7 @@ def test_no_more_than_so_many_are_kept(monkeypatch):
 
 def test_a_function_that_fails_leaves_everything_as_it_was():
     def fails(x, _semantic):
-        assert _semantic.builder is not builder, "recorded each time: there is nothing to play"
+        assert _semantic.builder is not builder, "the call must be recorded each time, as it has no tape"
         raise ValueError("no")
 
     taped, builder = made(fails)
@@ -181,7 +181,7 @@ if INTERPRETED:
         half = tl.load(halves + row + index).to(tl.float32)
         whole = tl.load(wholes + row + index, mask=inside, other=3)
         chosen = tl.load(mask + index) & inside | (whole % 3 == 1)
-        one = tl.load(flag, mask=count > 4, other=count - 2)  # looked at: whether it is zero, as it is first
+        one = tl.load(flag, mask=count > 4, other=count - 2)  # the value of `other` is read: it is 0 at first
         table = tl.where(chosen[:, None], x[None, :] - half[:, None], whole[:, None] // 2) * scale
         table += tl.dot(table, tl.trans(table)) + one
         table = tl.maximum(table, tl.abs(x)[None, :].to(tl.float16)) / (tl.exp2(-tl.abs(half)) + 0.5)[:, None]
@@ -207,7 +207,7 @@ if INTERPRETED:
     def test_a_kernel_computes_the_same_bits_with_and_without_tapes(monkeypatch):
         tapes = sys.modules[interpreter.MODULE]._patch_builtin.tapes
         results = []
-        for plain in (True, False, False):  # as it is; recorded at times; played
+        for plain in (True, False, False):  # without tapes; recorded in part; played
             monkeypatch.setattr(tapes, "plain", plain)
             results.append([])
             for seed in range(12):

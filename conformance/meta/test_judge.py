@@ -1,4 +1,4 @@
-"""The judge judged: every comparator lets the right through and fails on each kind of wrong, and says which."""
+"""Tests of the judge: every comparator accepts right results, fails for each kind of wrong result, and names it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from kvtwin.reference.longflow import DecodeResult, decode_attention
 
 @pytest.fixture(autouse=True)
 def keep_failures_out_of_the_tree(tmp_path, monkeypatch):
-    """The failures here are wanted: their cases are saved where pytest cleans up."""
+    """Save the cases of intended failures in a temporary folder."""
     monkeypatch.setenv("KVTWIN_FAILURES", str(tmp_path))
 
 
 def exact(values: list) -> Interval:
-    """Scores known to the last bit."""
+    """Exact scores, as intervals of width 0."""
     tensor = torch.tensor(values, dtype=torch.float64)
     return Interval(tensor, tensor)
 
@@ -54,7 +54,7 @@ def test_numbers_within_their_bounds_pass_and_report_how_much_of_them_they_used(
         used = assert_within(torch.tensor([1.25, -2.0, 0.0, torch.inf, -torch.inf]), TRUTH, BOUND)
         assert_within(TRUTH.float(), TRUTH, BOUND)
     assert used == 0.5 and seen.bound_utilisation == 0.5
-    # The whole bound may be used.
+    # An error equal to the bound passes.
     assert assert_within(torch.tensor([1.5, -1.75, 0.0, torch.inf, -torch.inf]), TRUTH, BOUND) == 1
 
 
@@ -106,7 +106,7 @@ def test_copies_are_compared_to_the_letter_where_a_mask_says():
 
 
 def choose(slot: int, scores: Interval, *, occupied=None, protected=None, tie=None, truth: int | None = None):
-    """The verdict on one row."""
+    """The verdict for one row."""
     size = scores.low.shape[-1]
     occupied = torch.ones(1, size, dtype=torch.bool) if occupied is None else torch.tensor([occupied])
     protected = None if protected is None else torch.tensor([protected])
@@ -157,11 +157,11 @@ def test_a_slot_of_another_dtype_or_shape_fails(dtype):
 def test_free_slots_go_first_and_in_order():
     scores, occupied = exact([0.0, 1.0, 0.5, 2.0]), [True, False, True, False]
     verdict = choose(1, scores, occupied=occupied)
-    assert not verdict.scored.item()  # the mask decides, which is no decision by score
+    assert not verdict.scored.item()  # the mask decides, not the score
     for wrong in (0, 2, 3):
         with pytest.raises(Mismatch, match="must pick slot 1, the lowest free slot.*\n.*1, 3"):
             choose(wrong, scores, occupied=occupied, truth=1)
-    # A free slot goes before an unprotected one even if it is called protected.
+    # A free slot is chosen before an unprotected token, even if it is marked as protected.
     choose(1, scores, occupied=occupied, protected=[False, True, False, False])
 
 
@@ -177,12 +177,12 @@ def test_protected_slots_stay():
 
 def test_exact_ties_go_to_the_lowest_index_to_the_letter():
     scores, tie = around([4.0, 1.0, 1.0, 1.0], 0.1), [0, 1, 1, 3]
-    assert choose(1, scores, tie=tie).decisive.item() is False  # slot 3 only scores alike, within the bounds
+    assert choose(1, scores, tie=tie).decisive.item() is False  # slot 3 has an equal score only within the bounds
     choose(3, scores, tie=tie, truth=1)
     with pytest.raises(Mismatch, match="slot 2, but slot 1 holds an equal token"):
         choose(2, scores, tie=tie, truth=1)
     assert choose(1, scores, tie=[0, 1, 1, 1]).decisive.item()  # a tie decides
-    # Among those that may go: the lowest of a tie is protected here.
+    # Here the lowest slot of a tie is protected, so the next one is right.
     choose(2, scores, tie=[0, 1, 1, 1], protected=[False, True, False, False])
 
 
@@ -197,7 +197,7 @@ def test_an_oracle_that_is_wrong_by_its_own_intervals_is_the_judges_error():
 
 
 def test_scores_of_minus_infinity_are_equal_not_ordered():
-    """Zero values, and norms that may have been flushed to zero."""
+    """For zero values, and norms that may have been flushed to zero."""
     scores = Interval(torch.tensor([-torch.inf, 0.0, -torch.inf]), torch.tensor([-80.0, 0.0, -torch.inf]))
     with stats.collect():  # not decisive, which is right here
         assert choose(0, scores, truth=2).adjudicated.item()
@@ -217,16 +217,16 @@ def test_ties_are_bitwise_equal_tokens_and_zero_values():
     value = torch.tensor([3.0, 3.0, 3.0, 4.0, 0.0, -0.0]).view(1, 1, 6, 1)
     full = torch.ones(1, 6, dtype=torch.bool)
     assert tie_classes(key, value, full).tolist() == [[0, 0, 2, 3, 4, 4]]
-    # What lies in an unoccupied slot ties with nothing.
+    # An unoccupied slot ties with nothing.
     assert tie_classes(key, value, torch.tensor([[False, True, True, True, False, True]])).tolist() == [
         [0, 1, 2, 3, 4, 5]
     ]
-    # Heads that share the decision must all agree; heads that do not, need not.
+    # Heads that share a decision must all agree. Other heads need not.
     two = (torch.cat([key, key]).view(1, 2, 6, 1), torch.cat([value, value.flip(2)]).view(1, 2, 6, 1))
     assert tie_classes(*two, full).tolist() == [[0, 1, 2, 3, 4, 5]]
     both = torch.ones(1, 2, 6, dtype=torch.bool)
     assert tie_classes(*two, both, per_head=True)[0, 0].tolist() == [0, 0, 2, 3, 4, 4]
-    # Float64 results that happen to be equal are no tie: -0 and 0 keys score alike, but are not the same bits.
+    # Equal float64 results alone are not a tie: keys of -0 and 0 have equal scores, but different bits.
     assert tie_classes(torch.tensor([0.0, -0.0]).view(1, 1, 2, 1), torch.ones(1, 1, 2, 1), full[:, :2]).tolist() == [
         [0, 1]
     ]
@@ -237,7 +237,7 @@ def test_ties_are_bitwise_equal_tokens_and_zero_values():
 
 def keep(kept: list[int], scores: Interval, *, truth: list[int] | None = None, occupied=None, protected=None,
          window: int = 1, tie=None):
-    """The verdict on one row; -1 is padding of `kept`."""
+    """The verdict for one row. -1 is padding of `kept`."""
     size = scores.low.shape[-1]
     as_mask = {name: None if mask is None else torch.tensor([mask]) for name, mask in
                (("occupied", occupied), ("protected", protected), ("tie", tie))}
@@ -255,7 +255,7 @@ SCORES = [5.0, 1.0, 3.0, 1.5, 9.0]  # the last token is the window
 def test_the_best_of_the_prefix_stay_with_the_window():
     with stats.collect() as seen:
         verdict = keep([0, 2, 4], around(SCORES, 0.25))
-    # Four tokens of the prefix were decided by score, the window was not.
+    # Scores decide about four tokens of the prefix, but not about the window.
     assert (seen.total, seen.decisive) == (4, 4) and verdict.decisive.item()
     with pytest.raises(Mismatch, match=r"token 2 is evicted with a score in \[2.75, 3.25\], but token 3 is kept"):
         keep([0, 3, 4], around(SCORES, 0.25), truth=[0, 2, 4])
@@ -297,7 +297,7 @@ def test_protected_tokens_stay_before_the_window_and_the_window_before_the_prefi
     for wrong in ([0, 4], [0, 1]):
         with pytest.raises(Mismatch, match="evicted, although the budget has room"):
             keep(wrong, exact(SCORES), protected=shield, truth=[1, 4])
-    # More protected tokens than places: by score again.
+    # With more protected tokens than the budget, scores decide.
     both = [True, True, False, False, False]
     keep([0], exact(SCORES), protected=both)
     with pytest.raises(Mismatch, match="token 0 is evicted"):
@@ -321,9 +321,9 @@ def test_of_equal_tokens_the_lower_indices_are_evicted():
     for wrong in ([0, 3, 4], [1, 3, 4]):
         with pytest.raises(Mismatch, match="score the same by construction"):
             keep(wrong, scores, tie=tie, truth=[2, 3, 4])
-    # An oracle that its last digit misled is set right, not blamed on the other side.
+    # A choice of the oracle that is wrong by rounding is corrected, and the other side is not blamed.
     assert not keep([2, 3, 4], scores, tie=tie, truth=[1, 3, 4]).adjudicated.item()
-    # Alike within the bounds only: adjudicated.
+    # Scores that are equal only within the bounds are adjudicated.
     assert keep([1, 3, 4], scores, truth=[2, 3, 4]).adjudicated.item()
 
 
@@ -339,9 +339,9 @@ def test_pooled_scores_tie_where_neighbourhoods_are_equal():
         return window_ties(key, occupied, 1, kernel_size, shared_heads=shared).flatten().tolist()[:6]
 
     assert ties(1) == [0, 1, 0, 1, 0, 1] == ties(1, shared=False)
-    assert ties(3) == [0, 1, 2, 1, 2, 5]  # the pool reaches over the prefix's ends at 0 and 5
+    assert ties(3) == [0, 1, 2, 1, 2, 5]  # at 0 and 5 the pool extends beyond the prefix
     assert ties(5) == [0, 1, 2, 3, 4, 5]
-    # At an unoccupied token the pool adds 0, as beyond an end: tokens 0 and 4 are alike.
+    # An unoccupied token adds 0 to the pool, like positions beyond an end, so tokens 0 and 4 tie.
     assert ties(3, torch.tensor([[True] * 3 + [False] + [True] * 3])) == [0, 1, 2, 3, 0, 5]
 
 
@@ -349,7 +349,7 @@ def test_pooled_scores_tie_where_neighbourhoods_are_equal():
 
 
 def computed(case: DecodeCase, machine: Machine | None = None) -> DecodeResult:
-    """A right answer in float32, on another machine than the oracle's."""
+    """A right result in float32, with another arithmetic than the oracle's."""
     machine = machine or Machine("pairwise")
     output, score, log_score = machine.decode(
         case.query, case.key, case.value, case.occupied, scale=case.factor, per_head=case.per_head

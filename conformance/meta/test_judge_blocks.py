@@ -1,6 +1,6 @@
-"""The judge judged: lockstep of block states lets a right one through and notices each way in which one can go wrong.
+"""Tests of the judge: lockstep of block states accepts a right state and detects each kind of fault.
 
-The states under test are the reference's in float32 or 16 bits, whole or with one fault.
+The states under test are the reference's in float32 or 16 bits, unchanged or with one fault.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def trace(method: str, **options) -> StateTrace:
 
 
 def faulty(method: str, state: type) -> SimpleNamespace:
-    """A stand-in for the module under test: the reference's, with a state that misbehaves."""
+    """A stand-in for the module under test: the reference's, with a faulty state."""
     config = checkers.pair(method).config.__name__
     return SimpleNamespace(**{config: checkers.pair(method).config, checkers.pair(method).state.__name__: state})
 
@@ -52,17 +52,17 @@ def test_a_right_state_passes(name, options):
     assert 0 < seen.bound_utilisation <= 1
     if options.get("config", {}).get("budget") != 1:
         assert seen.total >= seen.decisive > 20
-        assert summary.decisive >= 5, "the trace is too short to show anything"
+        assert summary.decisive >= 5, "the trace must be long enough to be meaningful"
 
 
 class SumsStayBehind(h2o.H2OState):
-    """The sums stay in their slots when the tokens move."""
+    """The sums stay in their slots when tokens move."""
 
     _per_slot = ("key", "value", "occupied", "positions")
 
 
 class ForgetsSums(h2o.H2OState):
-    """Only the last block's weights count."""
+    """Only the weights of the last block count."""
 
     def _observe(self, piece):
         self.score.clamp_max_(0)
@@ -70,7 +70,7 @@ class ForgetsSums(h2o.H2OState):
 
 
 class SumsOverHeads(h2o.H2OState):
-    """Not averaged: the same choices, another score."""
+    """Weights are summed, not averaged: the choices are equal, but not the scores."""
 
     def _observe(self, piece):
         before = self.score.clone()
@@ -79,7 +79,7 @@ class SumsOverHeads(h2o.H2OState):
 
 
 class SumsPadding(h2o.H2OState):
-    """Padding in a block counts as a query that looks at the first token."""
+    """Padding in a block counts as a query that attends to the first token."""
 
     def _observe(self, piece):
         super()._observe(piece)
@@ -103,7 +103,7 @@ class KeepsTheWorst(h2o.H2OState):
 
 
 class EvictsFirst(h2o.H2OState):
-    """The cache is cut before the block has seen it: rows that are not full give it away."""
+    """The cache evicts before the block attends to it. Rows that are not full show this."""
 
     def _append(self, query, key, value, real):
         self.occupied[..., 0] = False
@@ -111,7 +111,7 @@ class EvictsFirst(h2o.H2OState):
 
 
 class EvictsEarly(h2o.H2OState):
-    """Never more than budget - 1 tokens."""
+    """The cache never holds more than budget - 1 tokens."""
 
     def _keep_mask(self, rank, protected):
         stays = super()._keep_mask(rank, protected)
@@ -126,7 +126,7 @@ class KeepsTwice(h2o.H2OState):
 
 
 class MovesInAnotherOrder(h2o.H2OState):
-    """The newest survivor goes into the first free slot."""
+    """The newest kept token is put into the first free slot."""
 
     def _compact(self, stays):
         super()._compact(stays)
@@ -150,7 +150,7 @@ class SeesTheFuture(h2o.H2OState):
 
 
 class ForgetsTheBlock(h2o.H2OState):
-    """A value of the block's survivors is not brought along."""
+    """A value of the kept tokens of a block is not copied."""
 
     def _compact(self, stays):
         value = self.value.clone()
@@ -159,7 +159,7 @@ class ForgetsTheBlock(h2o.H2OState):
 
 
 class LowPrecision(h2o.H2OState):
-    """Sums in bfloat16."""
+    """Sums are in bfloat16."""
 
     def _observe(self, piece):
         super()._observe(piece)
@@ -186,7 +186,7 @@ class IgnoresValues(vatp.VATPState):
 
 
 class SquaresValues(vatp.VATPState):
-    """||v||_2 in place of ||v||_1."""
+    """||v||_2 is used instead of ||v||_1."""
 
     def _rank(self):
         return self.score * self.value.square().sum(-1).sqrt(), super()._rank()[1]
@@ -205,14 +205,14 @@ class FirstQuery(tova.TOVAState):
 
 
 class LinearRanks(tova.TOVAState):
-    """Weights that underflow rank alike."""
+    """Weights that underflow have equal ranks."""
 
     def _rank(self):
         return self.score, super()._rank()[1]
 
 
 class PadsDifferently(snapkv.SnapKVState):
-    """Tokens of the window are in reach of the pool."""
+    """The pool includes tokens of the window."""
 
     def _observe(self, piece):
         super()._observe(piece)
@@ -221,7 +221,7 @@ class PadsDifferently(snapkv.SnapKVState):
 
 
 class PoolsBySlot(snapkv.SnapKVState):
-    """The pool runs along slots, not along positions."""
+    """The pool runs along slots instead of positions."""
 
     def _observe(self, piece):
         positions = self.positions.clone()
@@ -233,14 +233,14 @@ class PoolsBySlot(snapkv.SnapKVState):
 
 
 class EvictsOneEarly(snapkv.SnapKVState):
-    """Due with a token less than budget + interval."""
+    """Heads are due with one token less than budget + interval."""
 
     def _due(self):
         return self.occupied.sum(-1, keepdim=True) >= self.config.capacity
 
 
 class ObservesAnyway(snapkv.SnapKVState):
-    """Scores are newly taken where nothing is compressed."""
+    """Scores are recomputed for heads that are not compressed."""
 
     def _observe(self, piece):
         self._due = lambda: self.occupied.any(-1, keepdim=True)
@@ -272,7 +272,7 @@ def test_a_faulty_method_is_noticed(name, state, options):
 
 
 class PicksTheLast(tova.TOVAState):
-    """Of near ties it keeps others than float64 would, within the bound."""
+    """In near ties it keeps other tokens than float64, within the bound."""
 
     def _rank(self):
         rank, protected = super()._rank()
@@ -280,7 +280,7 @@ class PicksTheLast(tova.TOVAState):
 
 
 def near_tie_trace(method: str, tokens: int, **config) -> StateTrace:
-    """Tokens whose keys differ by ulps of one channel."""
+    """Tokens whose keys differ only by ulps of one channel."""
     key = torch.zeros(1, 1, tokens, 16)
     key[0, 0, :, 0] = 1 + torch.arange(tokens) * 2.0**-23
     made = trace(method, batch=1, key_value_heads=1, group=1, prompt=0, steps=tokens, config=config)
@@ -308,7 +308,7 @@ def test_blocks_reset_and_reorder_are_followed():
 
 
 class MixesRows(h2o.H2OState):
-    """The sums of the rows stay where they are."""
+    """reorder does not move the sums of the rows."""
 
     def reorder(self, index):
         score = self.score.clone()
@@ -325,7 +325,7 @@ def test_a_reorder_that_forgets_the_sums_is_noticed():
         both.step(**made.step_inputs(0))
 
 
-# The comparator alone ------------------------------------------------------------------------------------------------
+# The comparator by itself --------------------------------------------------------------------------------------------
 
 MASK = torch.tensor([[True] * 5 + [False]])
 AGE = torch.tensor([[7, 2, 9, 4, 5, -1]])
@@ -345,9 +345,9 @@ def judged(held, *, scores=(1.0, 2.0, 3.0, 4.0, 5.0, 0.0), protected=(), budget=
 
 def test_evicts_by_score_then_protected_by_age():
     assert bool(judged(keep_mask(2, 3, 4)).decisive.all())
-    assert not bool(judged(keep_mask(0, 1, 2, 3, 4), budget=5).scored.any()), "no row is over budget"
+    assert not bool(judged(keep_mask(0, 1, 2, 3, 4), budget=5).scored.any()), "no row may be over budget"
     judged(keep_mask(0, 3, 4), protected=(0,))
-    # Three protected tokens, ages 7, 2 and 9, and a budget of two: the newest are kept, whatever their scores.
+    # Of three protected tokens with ages 7, 2 and 9 and a budget of two, the newest are kept, whatever their scores.
     judged(keep_mask(0, 2), protected=(0, 1, 2), budget=2)
 
 

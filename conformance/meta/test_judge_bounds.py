@@ -1,7 +1,7 @@
-"""The judge judged: its bounds are sound (no correct arithmetic exceeds them) and tight (some comes near).
+"""Tests of the judge: its bounds are sound (no correct arithmetic exceeds them) and tight (some arithmetic comes near).
 
-The arithmetic comes from emulate.py: float32 in many orders, fused, truncating, with exponentials as far off as their
-specification allows. Everything here is seeded; nothing is drawn.
+emulate.py has the arithmetic: float32 in many orders, fused, truncating, and with exponentials that have the largest
+error that their specification allows. All data is seeded; nothing is drawn.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def allowed_for(machine: Machine, dtype: torch.dtype) -> bounds.Arithmetic:
 
 
 def utilisation(machine: Machine, case: DecodeCase) -> dict[str, float]:
-    """Largest error over bound of what `machine` computes for `case`; Mismatch if one is beyond its bound."""
+    """The largest error of `machine` for `case`, relative to its bound. Raises Mismatch if an error exceeds its
+    bound."""
     allowed = allowed_for(machine, case.dtype)
     inputs = (case.query, case.key, case.value, case.occupied)
     got: Computed = machine.decode(*inputs, scale=case.factor, per_head=case.per_head)
@@ -113,7 +114,7 @@ def test_no_correct_arithmetic_exceeds_the_bounds_of_a_prompt(dtype, machine, co
 
 
 def test_a_softmax_that_rescales_at_every_slot_needs_smaller_blocks_in_its_bound():
-    """`block` states an assumption; the bound for blocks of one slot covers what rescales at every slot."""
+    """`block` is an assumption about the kernel. The bound for blocks of one slot covers rescaling at every slot."""
     case = DecodeCase(batch=64, slots=64, content="ordinary")
     machine = Machine(block=1, lean=1)
     got = machine.decode(case.query, case.key, case.value, case.occupied, scale=case.factor)
@@ -130,7 +131,7 @@ SMALL = [(1, 4), (1, 16), (2, 8), (4, 16)]
 
 @pytest.mark.parametrize("machine", FULL, ids=str)
 def test_ordinary_data_reaches_one_percent_of_each_bound(machine):
-    """D = 16, S <= 16, float32: among a few thousand elements of ordinary data the worst uses 1 % or more."""
+    """For D = 16, S <= 16 and float32, the worst of a few thousand elements of ordinary data uses at least 1 %."""
     worst: dict[str, float] = {}
     for group, slots in SMALL:
         found = utilisation(machine, DecodeCase(batch=128, group=group, slots=slots, seed=1))
@@ -141,17 +142,17 @@ def test_ordinary_data_reaches_one_percent_of_each_bound(machine):
     assert all(0.01 <= used <= 1 for used in worst.values()), worst
 
 
-# --- tight: on data made to err ------------------------------------------------------------------------------------
+# --- tight: on data with large errors ------------------------------------------------------------------------------
 
 
 def erring_keys(slots: int, head_dim: int, dtype: torch.dtype, share: float = 0.5) -> tuple[Tensor, Tensor]:
-    """query [D] and key [S, D] whose dot products lose the most that sums in sequence can: first 1, then D - 1 terms
-    just below what 1 + term would keep, all of one sign. The other slots, `share` of them, have the same first term
-    alone, and no error."""
+    """query [D] and key [S, D] whose dot products have the largest error of sequential sums: first 1, and then D - 1
+    terms of one sign that are just too small to change 1. A `share` of the slots has only the first term, and no
+    error."""
     query = torch.ones(head_dim)
     lost = 2.0**-24 * (1 - 2.0**-8)
     if dtype == torch.float16:
-        # Truncation loses up to 2 u; float16 needs its subnormals, 2^-24 times 15, and a query of 1/8.
+        # Truncation loses up to 2 u. float16 needs subnormal numbers, 15 times 2^-24, and a query of 1/8.
         query[1:], lost = 0.125, 15 * 2.0**-24
     elif dtype == torch.bfloat16:
         lost = 2.0**-23 * (1 - 2.0**-8)
@@ -171,17 +172,17 @@ def erring_case(slots: int, head_dim: int, dtype: torch.dtype, *, scale: float =
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_dot_products_made_to_err_reach_ten_percent_at_larger_shapes(dtype):
-    """Sums in sequence, truncated where tensor cores may be: D = 128, S = 48 and D = 256, S = 24."""
+    """Sequential sums, truncated if tensor cores may truncate, with D = 128, S = 48 and D = 256, S = 24."""
     machine = Machine("sequential", truncates=dtype != torch.float32)
     for slots, head_dim in ((48, 128), (24, 256)):
         found = utilisation(machine, erring_case(slots, head_dim, dtype))
         if dtype != torch.float32:
-            del found["output"]  # the rounding of the output itself, which is exact to half an ulp, is nearly all of it
+            del found["output"]  # nearly all of its error is the final rounding, which is at most half an ulp
         assert all(0.1 <= used <= 1 for used in found.values()), (slots, head_dim, found)
 
 
 def test_values_made_to_err_reach_ten_percent_of_the_output_bound():
-    """Equal weights; the first value outweighs each later one by just more than float32 holds: all of them are lost."""
+    """With equal weights, each later value is just too small to change the sum after the first one, so all are lost."""
     slots = 1024
     value = torch.full((1, 1, slots, 1), 2.0**-24 * (1 - 2.0**-8))
     value[:, :, 0] = 1
@@ -200,12 +201,12 @@ def test_prompts_made_to_err_reach_ten_percent():
     assert 0.1 <= causal_utilisation(Machine("sequential"), whole) <= 1
 
 
-# --- the bounds' own shape -----------------------------------------------------------------------------------------
+# --- properties of the bounds --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lean", [-1, 1])
 def test_an_exponential_beyond_its_allowance_is_caught(lean):
-    """64 times the allowance. Scores are exponentials of logarithms here: elsewhere a common factor cancels."""
+    """64 times the allowed error. Scores are exponentials of logarithms here; elsewhere a common factor cancels."""
     case = DecodeCase(batch=8, slots=2, content="zero_query", seed=2)
 
     class Sloppy(Machine):

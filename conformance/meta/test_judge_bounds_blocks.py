@@ -1,6 +1,7 @@
-"""The judge judged: bounds of what keys receive, of sums over many blocks, and of the ranks made of them.
+"""Tests of the judge: bounds of the attention that keys receive, of sums over many blocks, and of the resulting ranks.
 
-Sound: no machine of emulate.py exceeds them. Tight: on ordinary data some come near. See test_judge_bounds.py.
+They are sound: no machine of emulate.py exceeds them. They are tight: on ordinary data some come near. See
+test_judge_bounds.py.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def keep_failures_out_of_the_tree(tmp_path, monkeypatch):
 
 
 def weights(machine: Machine, query: Tensor, key: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Weights and their base-2 logarithms as a machine has them, [B, Hq, Q, S]: from the logits' distance to the
-    log-sum-exp, or divided by their sum. query [B, Hq, Q, D]; key [B, Hkv, S, D]; seen [B, Hq, Q, S] bool."""
+    """Weights and their base-2 logarithms [B, Hq, Q, S], as a machine computes them: from logits minus the log-sum-exp,
+    or by division by the sum. query [B, Hq, Q, D]; key [B, Hkv, S, D]; seen [B, Hq, Q, S] bool."""
     keys = per_query_head(key, query.shape[1]).float()[:, :, None]                        # [B, Hq, 1, S, D]
     logit = machine.logits(query, keys, seen, scale)
     top, total, _ = machine.softmax(logit, torch.zeros(1, 1, 1, logit.shape[-1], 1))
@@ -58,7 +59,8 @@ def received(machine: Machine, weight: Tensor, heads: int) -> Tensor:
 
 
 def used_by(machine: Machine, case: AttendCase) -> dict[str, float]:
-    """Largest error over bound of what keys receive from a block, and of the newest query's weights."""
+    """The largest error, relative to its bound, of the attention received from a block and of the newest query's
+    weights."""
     attention, allowed = case.attention, arithmetic(case.dtype)
     query = case.query.masked_fill(~case.valid.repeat_interleave(case.group, 1)[..., None], 0)
     weight, log_weight = weights(machine, query, zero_unoccupied(case.key, case.occupied), attention.seen, case.factor)
@@ -94,7 +96,7 @@ def test_no_correct_arithmetic_exceeds_the_bounds_of_a_block(dtype, machine, con
 
 @pytest.mark.parametrize("machine", FULL, ids=str)
 def test_ordinary_data_reaches_one_percent_of_each_bound_of_a_block(machine):
-    """D = 16, S <= 16, float32."""
+    """For D = 16, S <= 16 and float32."""
     worst: dict[str, float] = {}
     for group, slots, queries in ((1, 4, 1), (1, 16, 4), (2, 8, 8), (4, 16, 1)):
         found = used_by(machine, AttendCase(batch=64, group=group, slots=slots, queries=queries, seed=1))
@@ -103,7 +105,7 @@ def test_ordinary_data_reaches_one_percent_of_each_bound_of_a_block(machine):
 
 
 def emulated(machine: Machine, base: type) -> type:
-    """A reference state in which a machine observes."""
+    """A reference state in which a machine of emulate.py computes the received attention."""
 
     class Emulated(base):
         def _observe(self, piece):
@@ -126,7 +128,8 @@ def emulated(machine: Machine, base: type) -> type:
 @pytest.mark.parametrize("content", ["ordinary", "overflow_88", "zero_values", "tiny_values", "integers"])
 @pytest.mark.parametrize(("dtype", "machine"), MACHINES, ids=str)
 def test_no_correct_arithmetic_exceeds_the_bounds_of_sums_over_many_blocks(dtype, machine, content):
-    """Sums travel and add up for a whole trace; ranks of VATP are their products with sizes."""
+    """Sums move with their tokens and accumulate over a whole trace. VATP's ranks are their products with value
+    norms."""
     for name, module in (("h2o", h2o), ("vatp", vatp)):
         trace = StateTrace(
             method=name, key_value_heads=2, group=2, dtype=dtype, content=content, prompt=14, steps=8, seed=5,
@@ -141,7 +144,7 @@ def test_no_correct_arithmetic_exceeds_the_bounds_of_sums_over_many_blocks(dtype
 
 
 def test_errors_of_sums_are_noticed_once_they_exceed_their_bound():
-    """One rounding to float16 somewhere in the life of a sum."""
+    """One addition to a sum is rounded to float16."""
     class Sloppy(Machine):
         def plus(self, left, right):
             return super().plus(left, right.half().float())
@@ -164,7 +167,7 @@ def test_bounds_of_blocks_are_zero_where_nothing_can_err():
 
 
 def test_tova_newest_is_the_last_real_query():
-    """Of a block that ends with padding, the one before; of one that is all padding, one that sees nothing."""
+    """If a block ends with padding, it is the query before it. If a block is all padding, it attends to nothing."""
     case = AttendCase(batch=3, slots=6, queries=3, group=2)
     occupied = torch.ones(3, 6, dtype=torch.bool)
     occupied[1, -1] = False

@@ -1,4 +1,4 @@
-"""EpiKV's judge judged: its bounds are sound and tight, and it finds what is wrong."""
+"""Tests of EpiKV's checker: its bounds are sound and tight, and it detects wrong results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtwin.reference import epikv as reference
 
 
 def in_any_order(x: Tensor, order: Tensor) -> Tensor:
-    """The sum over the last dimension, float32, one after the other, in this order."""
+    """The sequential float32 sum over the last dimension, in this order."""
     total = torch.zeros_like(x[..., 0])
     for place in order.tolist():
         total = total + x[..., place]
@@ -25,7 +25,7 @@ def in_any_order(x: Tensor, order: Tensor) -> Tensor:
 
 
 def zscore32(x: Tensor, order: Tensor) -> Tensor:
-    """A z-score in float32 as anybody might write it: x [N, n]."""
+    """A straightforward z-score in float32: x [N, n]."""
     centre = in_any_order(x, order) / x.shape[-1]
     deviation = x - centre[:, None]
     sigma = (in_any_order(deviation.square(), order.flip(0)) / x.shape[-1]).sqrt()
@@ -38,7 +38,7 @@ def zscore32(x: Tensor, order: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("window", [2, 8, 16])
 def test_bounds_of_z_scores_hold_and_are_not_loose(scale, spread, window):
-    """Adversarial orders of summation; ordinary data come to 1 % of the bound at least."""
+    """With adversarial orders of summation, ordinary data uses at least 1 % of the bound."""
     generator = torch.Generator().manual_seed(window)
     x = scale * (1 + spread * torch.rand(400, window, generator=generator))
     there = torch.ones_like(x, dtype=torch.bool)
@@ -88,7 +88,7 @@ def test_bounds_of_variances_and_spreads_hold_and_are_not_loose(shift):
 
 
 def test_a_threshold_is_open_where_rounding_decides():
-    """Far above it a z-score must be what it is, far below it 0; at it, both are right."""
+    """Far above the threshold the z-score must be right, and far below it 0. At the threshold, both are accepted."""
     window, there = 4, torch.ones(1, 4, dtype=torch.bool)
     limit = 4 * 2.0**-24 * window
     for factor, low, high in ((1e3, 0.9, 1.1), (1.0, -1.0, 2.1), (1e-3, 0.0, 0.0)):
@@ -125,12 +125,14 @@ def state(
         ([0, 1, 2, 3], [3.0, 1.0, 2.0, 0.0], 1, {0: "scores less", 2: "scores less", 3: "protected"}, None),
         ([2, 0, 1, 3], [1.0, 1.0, 5.0, 0.0], 1, {0: "ties go to the lowest index", 2: "scores less"}, None),
         ([0, -1, -1, 1], [0.0, -torch.inf, -torch.inf, 0.0], 1, {2: "lowest free slot", 0: "lowest free slot"}, None),
-        # Transition is safe as the newest, so execution goes, of which slot 2 scores less than 0.
+        # The transition token is the newest, so it is protected. Of the execution tokens, slot 2 scores less than slot
+        # 0.
         ([0, 1, 2, 3], [3.0, 1.0, 2.0, 0.0], 2, {0: "scores less", 1: "protected", 3: "protected"}, [1, 2, 1, 0]),
     ],
 )
 def test_wrong_choices_are_found(positions, scores, right, wrong, thoughts):
-    """Recent: the newest token. Of equal scores the oldest token goes, wherever it sits; of thoughts the least."""
+    """The newest token is protected. The least important thought type is evicted first, then the lowest score, then the
+    oldest token, whatever its slot."""
     for slot, says in {right: None, **wrong}.items():
         adapter = epikv.Adapter()
         seen = max(positions) + 1
@@ -140,7 +142,7 @@ def test_wrong_choices_are_found(positions, scores, right, wrong, thoughts):
                 exact[0, position] = value
         adapter.low = adapter.high = exact
         adapter.prompt = torch.zeros(1, 0, dtype=torch.bool)
-        # Two newest are safe: the next token and the one before it.
+        # The newest two are protected: the next token and the one before it.
         tested = state(positions, scores, slot, thoughts, recent=2, keep_prompt=False)
         truth = state(positions, scores, right, thoughts, recent=2, keep_prompt=False)
         if says is None:
@@ -151,7 +153,7 @@ def test_wrong_choices_are_found(positions, scores, right, wrong, thoughts):
 
 
 def test_bounds_of_sums_of_weights_hold_and_are_not_loose():
-    """30 steps over 8 slots, in float32 as anybody might write it."""
+    """30 steps over 8 slots, in straightforward float32."""
     generator = torch.Generator().manual_seed(5)
     positions, occupied = torch.arange(8)[None], torch.ones(1, 8, dtype=torch.bool)
     sums, computed = epikv_hybrids.Sums(), torch.zeros(1, 8)
@@ -162,7 +164,7 @@ def test_bounds_of_sums_of_weights_hold_and_are_not_loose():
         sums.step(DecodeCase.of(query, key, key, occupied).attention, positions)
         weight = ((query[:, :, None] * key.repeat_interleave(2, 1)).sum(-1) / 4).softmax(-1)
         computed = computed + weight.mean(1)
-    assert abs(float(sums.exact.sum()) - 30) < 1e-12                       # each step gives 1 away, to float64's digits
+    assert abs(float(sums.exact.sum()) - 30) < 1e-12                       # each step adds 1, within float64's error
     own = torch.zeros(1, 8, dtype=torch.float64)
     found = sums.added(Interval(own, own))
     epikv.assert_inside(computed, found, what="sums")
@@ -171,11 +173,12 @@ def test_bounds_of_sums_of_weights_hold_and_are_not_loose():
     with pytest.raises(Mismatch, match="8 of 8 elements are out of their bounds"):
         epikv.assert_inside(lost, found, what="sums")
     kept = sums.added(Interval(own + torch.inf, own + torch.inf))
-    assert bool((kept.low == torch.inf).all()), "a kept prompt stays at infinity"
+    assert bool((kept.low == torch.inf).all()), "the score of a kept prompt must stay infinite"
 
 
 def test_a_wrong_thought_is_found():
-    """Half of two tokens is looked past: between the edges, so reasoning; at an edge, either side of it is right."""
+    """One of two tokens is below the threshold. This is between the edges, so reasoning. At an edge, both sides are
+    right."""
     key = 100 * torch.eye(16)[None, None, :2]
     case = DecodeCase.of(key[:, :, 0], key, key, torch.ones(1, 2, dtype=torch.bool), scale=1.0)
 
@@ -190,7 +193,7 @@ def test_a_wrong_thought_is_found():
         epikv_hybrids.assert_thoughts_right(
             SimpleNamespace(thoughts=torch.tensor([[1, thought]])), oracle, case, "now"
         )
-        assert int(attention.thought) == thought, "the reference adopts it"
+        assert int(attention.thought) == thought, "the reference must adopt it"
 
     told(2, (0.3, 0.6))
     for wrong in (0, 1, 5, -1):

@@ -1,7 +1,7 @@
-"""KeyDiff's judge judged: its bounds are sound and tight, and its comparators can fail.
+"""Tests of KeyDiff's checker: its bounds are sound and tight, and its comparators can fail.
 
-The arithmetic is emulate_keys.py's: float32 in many orders, fused, flushing, roots and divisions as far off as they may
-be. A sum that a state carries: test_judge_keydiff_state.py.
+emulate_keys.py has the arithmetic: float32 in many orders, fused, flushing, and with roots and divisions that have the
+largest allowed error. test_judge_keydiff_state.py tests a sum that a state carries.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ MACHINES = (
 
 
 def utilisation(machine: KeyMachine, case: KeyCase) -> dict[str, float]:
-    """Largest error over bound of what `machine` computes for `case`; Mismatch if one is beyond its bound."""
+    """The largest error of `machine` for `case`, relative to its bound. Raises Mismatch if an error exceeds its
+    bound."""
     keys, exact = judge.keys_of(case), upcast_all(case.score_inputs)
     used = {case.similarity: judge.assert_score_right(machine.score(case), case)}
     if case.similarity != "cosine":
         return used
     direction = machine.direction(case)
-    # Ranks may be off by what all of a head share: what the anchor's error does to the mean of the keys.
+    # Ranks of a head may have a common error: the effect of the anchor's error on the mean of the keys.
     center = keys.unit.sum(2, keepdim=True) / keys.count
     shared = -(center * (direction.double() - keys.direction)).sum(-1)
     rank = machine.rank(case, direction).double() - shared
@@ -73,7 +74,7 @@ def test_no_correct_arithmetic_exceeds_the_bounds(machine, content):
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_ordinary_data_reaches_one_percent_of_each_bound(machine):
-    """D = 16, S <= 16, float32: among a few thousand elements of ordinary data the worst uses 1 % or more."""
+    """For D = 16, S <= 16 and float32, the worst of a few thousand elements of ordinary data uses at least 1 %."""
     worst: dict[str, float] = {}
     for slots in (2, 8, 16):
         for case in variants(KeyCase(batch=128, slots=slots, seed=1)):
@@ -88,8 +89,8 @@ LOST = 2.0**-24 * (1 - 2.0**-8)
 
 
 def erring_keys(slots: int, head_dim: int) -> Tensor:
-    """Keys whose sum in sequence loses the most in channel 0: first 1, then terms just below what 1 + term would keep.
-    The other keys point along the other channels, each as many."""
+    """Keys whose sequential sum has the largest error in channel 0: first 1, and then terms just too small to change 1.
+    The other keys are along the other channels, equally many for each."""
     key = torch.zeros(slots, head_dim)
     key[0, 0] = 1
     index = torch.arange(1, slots)
@@ -138,7 +139,7 @@ def test_bounds_are_zero_where_nothing_can_err_and_finite_everywhere():
                 if variant.similarity == "cosine":
                     zero = (keys.key == 0).all(-1)
                     assert bool((error[zero] == 0).all()) and bool((error[~zero] > 0).all())
-                    assert float(error.max()) < 3, "a cosine is a cosine"
+                    assert float(error.max()) < 3, "cosines must be within [-1, 1]"
                 assert bool(judge.rank_error(keys, variant.similarity).isfinite().all())
 
 
@@ -150,7 +151,7 @@ def test_what_lies_in_unoccupied_slots_does_not_reach_a_bound():
             assert torch.equal(one[plain.mask], other[plain.mask])
 
 
-# The comparators fail ------------------------------------------------------------------------------------------------
+# The comparators detect wrong results --------------------------------------------------------------------------------
 
 
 def evicted(case: KeyCase) -> dict[str, Tensor]:
@@ -204,7 +205,7 @@ def test_a_victim_that_is_not_the_worst_is_caught():
 @pytest.mark.parametrize("factor", [1, 0], ids=["equal", "zero"])
 def test_the_wrong_one_of_equal_keys_is_caught(factor):
     key = torch.randn(1, 1, 12, 16, generator=torch.Generator().manual_seed(0)).abs()
-    key[:, :, 3:7] = -key[:, :, :1] * factor  # far from the others, or zeros, which rank 0: they stay
+    key[:, :, 3:7] = -key[:, :, :1] * factor  # far from the others, or zero with rank 0: they are kept
     key[:, :, 5, 2] *= -1 if factor == 0 else 1  # -0 is 0
     case = KeyCase.of(key, budget=3)
     assert evicted(case)["kept"].tolist() == [[[4, 5, 6]]]
@@ -227,7 +228,7 @@ def test_scores_that_are_a_little_wrong_are_caught(case):
             judge.assert_score_right(wrong, case)
     with pytest.raises(Mismatch):
         judge.assert_pairwise_right(keydiff.pairwise_score(case.key) / 30, case)
-    # The anchor of Figure 3, the mean of the keys themselves, is another one.
+    # The anchor of figure 3, the mean of the unnormalised keys, is another one.
     uneven = KeyCase.of(case.key * torch.arange(1, 31)[:, None].to(case.dtype))
     with pytest.raises(Mismatch):
         judge.assert_score_right(keydiff.score(uneven.key, anchor="mean"), uneven)

@@ -1,5 +1,5 @@
-"""KeyDiff's judge judged on states: the bound of a sum that is carried from step to step is sound and tight, and states
-that carry it wrongly are caught."""
+"""Tests of KeyDiff's checker on states: the bound of a sum that is carried from step to step is sound and tight, and
+the checker detects states that carry it wrongly."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ LOST = 2.0**-24 * (1 - 2.0**-8)
 
 
 def carried(keys: list[Tensor], victims: list[int], refresh: int, dtype=torch.float32) -> list[tuple[float, float]]:
-    """A sum of normalised keys [D] that takes keys one after the other and gives victims back (indices; -1: none),
-    renewed every `refresh` steps. The largest error per step, and as a share of the judge's bound."""
+    """A sum of normalised keys [D] to which keys are added one by one, and from which victims are subtracted (indices;
+    -1: none). It is recomputed every `refresh` steps. Returns the largest error per step, absolute and relative to the
+    bound."""
     machine, drift = KeyMachine("sequential"), judge.Drift(refresh)
     held: list[int] = []
     total, used = torch.zeros(1, 1, 1, len(keys[0]), dtype=dtype), []
@@ -71,14 +72,14 @@ def test_a_carried_sum_stays_within_its_bound(refresh):
 
 
 def test_a_sum_made_to_drift_reaches_ten_percent_of_its_bound():
-    """The sum is 1.5 in channel 0. Half an ulp of each key that comes is lost there; none comes back."""
+    """The sum is 1.5 in channel 0, where it loses half an ulp with each added key."""
     steps, basis = 60, torch.eye(16)
     first = [basis[0], 0.5 * basis[0] + 0.75**0.5 * basis[1]]
     goes, comes = [basis[2]] * steps, [LOST * basis[0] + basis[3]] * steps
     victims = [-1] * (2 + steps) + list(range(2, 2 + steps))
     used = carried(first + goes + comes, victims, refresh=1000)
     errors, shares = zip(*used, strict=True)
-    assert errors[-1] > (steps - 5) * 2.0**-24, "the sum drifts"
+    assert errors[-1] > (steps - 5) * 2.0**-24, "the sum must drift"
     assert 0.1 <= shares[-1] <= 1
 
 
@@ -93,11 +94,11 @@ def test_a_sum_carried_in_bfloat16_is_caught():
 
 
 class Carrying(keydiff.KeyDiffState):
-    """A float32 state that carries its sum through steps of one token, as an implementation may."""
+    """A float32 state that carries its sum over steps of one token, as an implementation may."""
 
     dtype_of_sum = torch.float32
-    forgets = False  # to subtract what leaves
-    stale = False  # ranks by the sum that the step found
+    forgets = False  # whether evicted keys are not subtracted
+    stale = False  # whether ranks use the sum from before the step
 
     def _append(self, query, key, value, real):
         one = key.shape[2] == 1 and hasattr(self, "_sum") and self._age < self.config.refresh

@@ -1,6 +1,6 @@
-"""The judge judged: lockstep lets a right state through and notices each way in which one can go wrong.
+"""Tests of the judge: lockstep accepts a right state and detects each kind of fault.
 
-The states under test are the reference's in float32 or 16 bits, whole or with one fault.
+The states under test are the reference's in float32 or 16 bits, unchanged or with one fault.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRACES = {
 
 
 class Faulty:
-    """A stand-in for the module under test: the reference's, with a state that misbehaves."""
+    """A stand-in for the module under test: the reference's, with a faulty state."""
 
     def __init__(self, state: type[LongFlowState]) -> None:
         self.LongFlowConfig, self.LongFlowState = longflow.LongFlowConfig, state
@@ -56,12 +56,12 @@ def test_a_right_state_passes(name):
         summary = lockstep.run(trace, longflow)
     assert summary.steps == trace.steps and seen.total >= seen.decisive >= summary.decisive
     if name != "budget 1":
-        assert summary.decisive >= 4, "the trace is too short to show anything"
+        assert summary.decisive >= 4, "the trace must be long enough to be meaningful"
     assert 0 < seen.bound_utilisation <= 1
 
 
 class StaleSlot(LongFlowState):
-    """The new token's value is not written over the old one's."""
+    """The value of the new token is not written."""
 
     def step(self, query, key, value):
         before = self.value.clone()
@@ -73,7 +73,7 @@ class StaleSlot(LongFlowState):
 
 
 class WrongPositions(LongFlowState):
-    """Positions name slots, not tokens."""
+    """Positions are slots instead of token positions."""
 
     def step(self, query, key, value):
         output = super().step(query, key, value)
@@ -82,7 +82,7 @@ class WrongPositions(LongFlowState):
 
 
 class EvictsNewest(LongFlowState):
-    """The token just written goes next."""
+    """The token just written is evicted next."""
 
     def step(self, query, key, value):
         output = super().step(query, key, value)
@@ -92,14 +92,14 @@ class EvictsNewest(LongFlowState):
 
 
 class ProtectsNothing(LongFlowState):
-    """Nor does its score say that it would."""
+    """Nothing is protected, and scores show no protection."""
 
     def _protected(self):
         return self.occupied & False
 
 
 class WrongVictim(LongFlowState):
-    """The best goes instead of the worst."""
+    """The best token is evicted instead of the worst."""
 
     def step(self, query, key, value):
         output = super().step(query, key, value)
@@ -109,7 +109,7 @@ class WrongVictim(LongFlowState):
 
 
 class NeverFills(LongFlowState):
-    """Evicts while there is room."""
+    """It evicts although a slot is free."""
 
     def step(self, query, key, value):
         output = super().step(query, key, value)
@@ -125,7 +125,7 @@ class ForgetsACounter(LongFlowState):
 
 
 class SpoiltOutput(LongFlowState):
-    """One element is off by one part in 4096."""
+    """One element has a relative error of 1/4096."""
 
     def step(self, query, key, value):
         output = super().step(query, key, value)
@@ -134,7 +134,7 @@ class SpoiltOutput(LongFlowState):
 
 
 class SpoiltScore(LongFlowState):
-    """Summed over the query heads, not averaged: the same choices, another score."""
+    """The score is summed over query heads, not averaged: the choices are equal, but not the scores."""
 
     def step(self, query, key, value):
         output = super().step(query, key, value)
@@ -143,7 +143,7 @@ class SpoiltScore(LongFlowState):
 
 
 class GhostSlots(LongFlowState):
-    """A slot counts as occupied before a token is in it."""
+    """A slot is marked as occupied before it has a token."""
 
     def step(self, query, key, value):
         output = super().step(query, key, value)
@@ -152,7 +152,7 @@ class GhostSlots(LongFlowState):
 
 
 class Unsure(LongFlowState):
-    """Its output has another dtype."""
+    """The output has another dtype."""
 
     def step(self, query, key, value):
         return super().step(query, key, value).double()
@@ -183,7 +183,7 @@ class KeepsInAnotherOrder(LongFlowState):
 
 
 class MixesPromptHeads(LongFlowState):
-    """The values of one KV head come from the other."""
+    """KV heads have each other's values."""
 
     def prefill(self, query, key, value, occupied=None):
         output = super().prefill(query, key, value, occupied)
@@ -210,7 +210,7 @@ def test_a_faulty_prompt_is_noticed(state, says):
 
 
 class PicksTheLast(LongFlowState):
-    """Of near ties, one ulp apart, it picks another than float64 would, within the bound."""
+    """In near ties, one ulp apart, it chooses another token than float64, within the bound."""
 
     def step(self, query, key, value):
         output = super().step(query, key, value)
@@ -223,7 +223,8 @@ class PicksTheLast(LongFlowState):
 
 
 def near_tie_tokens(steps: int) -> dict[str, Tensor]:
-    """Tokens whose values differ by ulps of one channel, for one head: key and query 0, so all weights are equal."""
+    """Tokens of one head whose values differ only by ulps of one channel. Keys and queries are 0, so weights are
+    equal."""
     value = torch.ones(1, 1, steps, 16)
     value[0, 0, :, 0] += torch.arange(steps) * 2.0**-23
     return {"query": torch.zeros_like(value), "key": torch.zeros_like(value), "value": value}
@@ -238,7 +239,7 @@ def test_a_legal_tie_is_adopted_and_the_rest_of_the_trace_stays_comparable():
 
 
 class KeepsAnother(LongFlowState):
-    """Of a prompt's near ties it keeps others than float64 would, within the bound."""
+    """In near ties of a prompt it keeps other tokens than float64, within the bound."""
 
     def _select_prompt_tokens(self, query, key, value, occupied):
         kept = super()._select_prompt_tokens(query, key, value, occupied)
@@ -248,7 +249,7 @@ class KeepsAnother(LongFlowState):
 @pytest.mark.parametrize("per_head", [False, True])
 def test_a_legal_choice_of_the_prompt_is_adopted(per_head):
     prompt = {f"prompt_{name}": tensor for name, tensor in near_tie_tokens(12).items()}
-    # Keys one ulp apart, all different: their scores differ, but by less than the bound.
+    # All keys differ by an ulp, so their scores differ by less than the bound.
     prompt["prompt_query"] = torch.ones(1, 1, 12, 16)
     key = torch.ones(12) + torch.arange(12) * 2.0**-23
     prompt["prompt_key"] = torch.zeros(1, 1, 12, 16)
@@ -286,7 +287,7 @@ def test_a_reorder_that_forgets_a_part_is_noticed():
         both.reorder(torch.tensor([1, 0]))
 
 
-# What judge/checkers/<method>.py may say ---------------------------------------------------------------------------
+# What judge/checkers/<method>.py may define ------------------------------------------------------------------------
 
 
 def test_every_judge_is_found_by_its_name():
@@ -300,7 +301,7 @@ def test_every_judge_is_found_by_its_name():
     (None, None), (StaleSlot, "value at step 6"), (WrongVictim, "positions at step"), (SpoiltOutput, "output at step"),
 ], ids=lambda value: getattr(value, "__name__", ""))
 def test_without_a_judge_states_must_agree_to_the_letter(state, says, monkeypatch):
-    """The adapter that serves where a method has none knows of attention and of slots, and of no score."""
+    """The default adapter checks attention and slots, but no scores."""
     monkeypatch.setattr(checkers, "of", lambda name: None)
     with stats.collect():
         if state is None:
@@ -311,7 +312,7 @@ def test_without_a_judge_states_must_agree_to_the_letter(state, says, monkeypatc
 
 
 def test_a_choice_made_within_a_step_is_adopted_before_slots_are_compared(monkeypatch):
-    """A method that evicts at once, as far as its judge can see: slots differ until `before_slots` has had its say."""
+    """For a method that evicts within the step: slots differ until `before_slots` adopts the choice."""
     class Adapter(lockstep.Adapter):
         def before_slots(self, tested, reference, token):
             calls.append(sorted(token))

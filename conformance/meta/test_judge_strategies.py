@@ -1,4 +1,4 @@
-"""The judge judged: the strategies reach every pathology, contents are what they are called, cases replay."""
+"""Tests of the strategies: they draw every pathology, contents have the properties of their names, and cases replay."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ BATCH = 50
 
 
 def census(strategy: st.SearchStrategy, count: int, first: int = 0) -> list:
-    """What a strategy draws; cases make no tensors until asked, so a thousand cost little.
+    """Draws from a strategy. A thousand are cheap, because cases make tensors only on request.
 
-    In batches of one seed each, from `first` on: within a run Hypothesis varies what it has drawn before.
+    Draws are in batches, with one seed each from `first` on, because Hypothesis varies earlier draws within a run.
     """
     seen = []
     for number in range(first, first + count // BATCH):
@@ -53,7 +53,7 @@ def census(strategy: st.SearchStrategy, count: int, first: int = 0) -> list:
 
 
 def assert_reaches(strategy: st.SearchStrategy, corners: list[Callable[[Any], bool]]) -> list:
-    """Each corner is among what the strategy draws, 5 times at least; draws until that is so, and not for ever."""
+    """Assert that the strategy draws each corner case at least 5 times, within a limited number of draws."""
     seen: list = []
     while not all(sum(map(corner, seen)) >= 5 for corner in corners):
         assert len(seen) < 10_000, [sum(map(corner, seen)) for corner in corners]
@@ -61,7 +61,7 @@ def assert_reaches(strategy: st.SearchStrategy, corners: list[Callable[[Any], bo
     return seen
 
 
-SHRINKING = (Phase.explicit, Phase.generate, Phase.shrink)  # whatever the profile in force leaves out
+SHRINKING = (Phase.explicit, Phase.generate, Phase.shrink)  # even if the current profile leaves some out
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +77,13 @@ def decodes() -> list[DecodeCase]:
 ])
 def test_every_pathology_is_drawn(decodes, field, values):
     drawn = Counter(getattr(case, field) for case in decodes)
-    assert all(drawn[value] for value in values), drawn  # how often is up to the version of Hypothesis
+    assert all(drawn[value] for value in values), drawn  # the frequency depends on the version of Hypothesis
 
 
 def test_sizes_on_the_cpu_stay_within_what_the_interpreter_can_do(decodes):
     for case in decodes:
         assert case.batch * case.key_value_heads <= 3 and case.slots <= 48
-    # Not a multiple of any block; at least a scored choice in a third of all cases.
+    # Sizes that are not a multiple of any block, and a scored choice in at least a third of all cases.
     assert sum(case.slots % 16 != 0 for case in decodes) > 200
     assert sum(case.occupancy == "full" and case.slots > 1 for case in decodes) > 133
 
@@ -174,7 +174,7 @@ def test_duplicates_tie_for_the_lowest_score_and_near_ties_are_an_ulp_apart(dtyp
         tie = tie_classes(case.key, case.value, case.occupied, per_head=per_head)
         victim = longflow.decode_attention(**{k: cases_upcast(v) for k, v in case.inputs.items()}).slot
         members = (tie == tie.gather(-1, victim[..., None])).sum(-1)
-        assert bool((members > 5).all()), "the equal tokens must be the next to go, or the tie rule decides nothing"
+        assert bool((members > 5).all()), "the equal tokens must be the next victims, or the tie rule decides nothing"
     case, _ = logits_of("near_ties", dtype, seed=2)
     tie = tie_classes(case.key, case.value, case.occupied)
     low, high = rank_interval(case)
@@ -183,7 +183,7 @@ def test_duplicates_tie_for_the_lowest_score_and_near_ties_are_an_ulp_apart(dtyp
     apart = (case.value[:, :, :, None].double() - case.value[:, :, None].double()).abs()
     assert bool((apart[..., 0][:, 0][distinct] > 0).any())
     if dtype == torch.float32:
-        assert bool((close & distinct).any()), "an ulp of float32 is less than the bound"
+        assert bool((close & distinct).any()), "an ulp of float32 must be less than the bound"
 
 
 def cases_upcast(value):
@@ -269,9 +269,9 @@ SAVED = (
 
 @pytest.mark.parametrize("case", SAVED, ids=lambda case: case.kind)
 def test_a_saved_case_comes_back_whole_and_replays(case, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which replaying on the CPU would set, for good
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # a replay on the CPU would set it permanently
     prepared = []
-    monkeypatch.setattr(interpreter, "prepare", lambda: prepared.append(True))  # would import triton, that variable set
+    monkeypatch.setattr(interpreter, "prepare", lambda: prepared.append(True))  # would import triton
     path = tmp_path / "case.safetensors"
     assert case.save(path) == f"kvtwin replay {path}"
     loaded = cases.load(path)
@@ -286,11 +286,11 @@ def test_a_saved_case_comes_back_whole_and_replays(case, tmp_path, capsys, monke
     with stats.collect():
         assert main([str(path), "--impl", "kvtwin.reference", "--device", "cpu"]) == 0
     assert "right" in capsys.readouterr().out
-    assert prepared, "a replay on the CPU has the arithmetic of the run that saved the case"
+    assert prepared, "a replay on the CPU must use the arithmetic of the run that saved the case"
 
 
 def test_a_case_that_holds_one_tensor_twice_is_saved_too(tmp_path):
-    """safetensors refuses tensors that share memory: its error would hide the mismatch."""
+    """safetensors refuses tensors that share memory, and its error would hide the mismatch."""
     key = torch.randn(1, 1, 4, 2, generator=torch.Generator().manual_seed(0))
     WindowCase.of(key[:, :, 2:], key, key, budget=2).save(tmp_path / "case.safetensors")
     loaded = cases.load(tmp_path / "case.safetensors")
@@ -313,7 +313,7 @@ def test_a_failure_saves_the_case_it_is_about_and_says_how_to_replay_it(tmp_path
     (file,) = (tmp_path / "kept").iterdir()
     assert str(file) in str(caught.value)
     saved = cases.load(file)
-    assert saved.slots == 5 and saved.batch == 1, "the smallest example is what is kept"
+    assert saved.slots == 5 and saved.batch == 1, "the smallest example must be saved"
 
 
 def test_a_case_of_an_earlier_test_is_not_blamed():

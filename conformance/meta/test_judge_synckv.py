@@ -1,4 +1,4 @@
-"""The judge of SyncKV's state judged: each way to be wrong that it should see, and choices that it must let pass."""
+"""Tests of the checker of SyncKV's state: the faults that it must detect, and the choices that it must accept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tokens(seed: int, *time: int) -> list[Tensor]:
 
 
 def run(tested: type[SyncKVState], **options: Any) -> Lockstep:
-    """A prompt and an anticipation, in float32 against float64; then what the anticipation chose is used."""
+    """A prompt, an anticipation, and a step that uses its choice, in float32 against float64."""
     config = SyncKVConfig(4, stride=2, clusters=1, max_tokens=16, **options)
     both = Lockstep(
         tested(config, CLUSTERS, **SIZES, dtype=torch.float32, device="cpu"),
@@ -42,7 +42,7 @@ def test_the_reference_in_float32_is_right(exclude):
 
 
 def swapped(mask: Tensor, fixed: Tensor) -> Tensor:
-    """A set [B, N_r, S] with its first token that is not fixed given away for the first that is not in it."""
+    """A set [B, N_r, S] in which the first token that is not fixed is replaced by the first token that is not in it."""
     mask = mask.clone()
     for row in mask.flatten(0, 1):
         inside = (row & ~fixed[0, 0]).nonzero()[:, 0]
@@ -52,7 +52,7 @@ def swapped(mask: Tensor, fixed: Tensor) -> Tensor:
 
 
 def sabotaged(what: str, change: Callable[[Any, Tensor], Tensor]) -> type[SyncKVState]:
-    """A state that changes one of its tensors after the prompt or after an anticipation."""
+    """A state that corrupts one of its tensors after the prompt or after an anticipation."""
 
     class Wrong(SyncKVState):
         def prefill(self, *given: Any, **named: Any) -> Tensor:
@@ -93,7 +93,7 @@ def test_a_lost_static_token_is_seen(exclude):
 
 @pytest.mark.parametrize("late", [-1, 1])
 def test_a_token_more_or_less_is_seen(late):
-    """In what the other heads attend to: the output is not the reference's."""
+    """If the other heads attend to a wrong set of tokens, the output differs from the reference's."""
 
     class Wrong(SyncKVState):
         def _visible(self) -> Tensor:
@@ -107,7 +107,8 @@ def test_a_token_more_or_less_is_seen(late):
 
 
 def test_equal_tokens_may_be_chosen_by_the_rule_only():
-    """Two tokens with one key: the lower index. Where keys differ by less than the bound, either."""
+    """Of two tokens with equal keys, the lower index must be chosen. If keys differ by less than the bound, either may
+    be."""
 
     class Highest(SyncKVState):
         def _anticipate(self, query: Tensor) -> None:

@@ -1,6 +1,6 @@
-"""The judge of ThinKV's k-means judged: its bounds are sound and tight, and it finds what is wrong.
+"""Tests of the checker of ThinKV's k-means: its bounds are sound and tight, and it detects wrong results.
 
-The arithmetic is emulate.py's: float32 in many orders, fused, flushing, sums that truncate.
+emulate.py has the arithmetic: float32 in many orders, fused, flushing, and with truncated sums.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def keep_failures_out_of_the_tree(tmp_path, monkeypatch):
 
 @dataclass(frozen=True)
 class ClusterMachine(Machine):
-    """One way to compute distances. parts: the Gram matrix of keys taken apart into three of 8 bits; pair: centred on
-    the mean of two tokens; centroids: from centroids instead."""
+    """A way to compute distances. parts: from a Gram matrix of keys that are split into three parts of 8 bits. pair:
+    with keys centred on the mean of two tokens. centroids: from centroids instead of a Gram matrix."""
 
     parts: bool = False
     pair: bool = False
     centroids: bool = False
 
     def mean(self, terms: Tensor, count: Tensor) -> Tensor:
-        """Over the last axis."""
+        """The mean over the last axis."""
         return self.sum(terms) / count.float().clamp_min(1)
 
     def gram(self, token: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class ClusterMachine(Machine):
         return self.plus(self.product_sum(high[:, None], high), self.sum(rest))
 
     def distances(self, token: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
-        """||x_j - centroid_c||^2 [L, k], and what was taken as the origin [F]."""
+        """||x_j - centroid_c||^2 [L, k], and the origin [F]."""
         count = member.sum(0)
         if self.centroids:
             terms = torch.where(member.T[:, None], token.T, 0)                            # [k, F, L]
@@ -73,7 +73,8 @@ MACHINES = (
 
 
 def utilisation(machine: ClusterMachine, token: Tensor, member: Tensor) -> float:
-    """Largest error over bound: of distances, but for what a token's share, and of those to the own cluster."""
+    """The largest errors, relative to their bounds: of distances, without the common error of a token, and of distances
+    to a token's own cluster."""
     found = judge.distances(token.double(), member)
     computed, origin = machine.distances(token.float(), member)
     there = member.any(0)
@@ -82,10 +83,10 @@ def utilisation(machine: ClusterMachine, token: Tensor, member: Tensor) -> float
     used = assert_within(own[held], found.own[held], found.own_error[held], what="distance to the own cluster")
     computed = computed.double()
     if not machine.centroids:
-        # All clusters of a token share its norm's error.
+        # The error of a token's norm is common to all its distances.
         shared = machine.gram(machine.plus(token.float(), -origin)).diagonal().double()
         computed = computed - (shared - (token.double() - origin.double()).square().sum(1))[:, None]
-    # The emulation adds the norm, which no comparison of clusters does: its rounding.
+    # The emulation adds the norm and rounds, which comparisons of clusters do not.
     error = found.error + UNIT * (found.squared + found.error)
     return max(used, assert_within(computed[:, there], found.squared[:, there], error[:, there], what="distance"))
 
@@ -109,7 +110,7 @@ def test_no_correct_arithmetic_exceeds_the_bounds(machine, content):
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_ordinary_data_reaches_one_percent_of_the_bound(machine):
-    """F = 16, L = 16, float32."""
+    """For F = 16, L = 16 and float32."""
     generator = torch.Generator().manual_seed(1)
     worst = max(
         utilisation(machine, fill("ordinary", generator, (1, 16, 16), torch.float32)[0], clusters(16, 4, seed))
@@ -119,7 +120,7 @@ def test_ordinary_data_reaches_one_percent_of_the_bound(machine):
 
 
 def test_sums_made_to_err_reach_ten_percent_at_larger_shapes():
-    """A token and its opposite: products of which the first is 1 and all others just below what 1 + them would keep."""
+    """A token and its negative. The first product is 1, and all others are just too small to change 1."""
     for channels in (128, 256):
         token = torch.full((2, channels), (2.0**-24 * (1 - 2.0**-8)) ** 0.5)
         token[:, 0] = 1
@@ -128,7 +129,7 @@ def test_sums_made_to_err_reach_ten_percent_at_larger_shapes():
         assert 0.1 <= used <= 1, (channels, used)
 
 
-# What it finds -------------------------------------------------------------------------------------------------------
+# Wrong results that it detects ---------------------------------------------------------------------------------------
 
 
 def good(content: str = "clumps", tokens: int = 20, keep: int = 6, seed: int = 0):
@@ -173,7 +174,7 @@ def test_indices_out_of_form_are_found(indices, says):
 
 
 def test_ties_out_of_order_are_found():
-    """Equal keys: not the oldest, or not the first cluster."""
+    """For equal keys, a choice of other than the oldest token, or other than the first cluster, is wrong."""
     case = SegmentCase.of(torch.ones(1, 6, 16), 3)
     found = select_representatives(**case.inputs)
     judge.assert_representatives_right(found, case)

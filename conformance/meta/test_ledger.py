@@ -1,4 +1,4 @@
-"""The ledger and the tests name each other, the docs show what the ledger says, and a broken ledger is refused."""
+"""The ledger and the tests name each other, the docs show the ledger, and an invalid ledger is refused."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_every_claim_has_its_tests_and_every_marker_its_claim():
 
 
 def test_every_method_has_a_ledger():
-    """Of the five papers, that is: baselines are what these compare with, and their own papers are not examined."""
+    """Every method of the five papers. The papers of the baselines, which these compare with, are not examined."""
     own = {pair.name for pair in discovery.methods() if not pair.path.startswith("baselines.")}
     assert own <= {claim.method for claim in ledger.load()}
     assert len(own) >= 2
 
 
 def test_the_docs_show_the_ledger():
-    """The page of all claims has the whole table, and a method's page has the method's own, and no other's."""
+    """The page of all claims has the whole table. The page of a method has only the claims of that method."""
     generate = docs_module("generate", "its pages show the claims")
     claims = ledger.load()
     assert ledger.table(claims) in generate.results.claims_page()
@@ -132,7 +132,7 @@ def test_a_broken_ledger_is_refused(folder, toml, complaint):
 
 
 def test_table(folder):
-    """One table per method, a row per claim, and cells that cannot break it."""
+    """There is one table per method with one row per claim, and no cell can break the table."""
     made = ledger.table(ledger.load(folder()))
     assert made.startswith("**longflow**, 2 claims: 1 hold, 1 are false.\n")
     assert "| LF-3 | eq. 12 | a \\| b | holds |  |" in made

@@ -1,6 +1,6 @@
-"""The mutation runner, on a toy package; that the mutants here still apply.
+"""The mutation runner on a toy package, and that our mutants still apply.
 
-Whether the suite kills them is what ``tox -e mutants`` shows: it takes minutes.
+``tox -e mutants`` tests whether the suite kills our mutants, which takes minutes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvtwin.conformance.mutation.mutate_probe import is_wrong
 
 MUTANTS = mutate.load()
 
-# The mutants here -----------------------------------------------------------------------------------------------------
+# Our mutants ----------------------------------------------------------------------------------------------------------
 
 
 def test_every_mutant_applies_and_names_tests_that_exist():
@@ -130,7 +130,7 @@ def toy(old: str, new: str, killers: tuple[str, ...] = (ADD,), **options) -> Mut
 
 
 def test_mutants_in_processes_of_their_own(tree, tmp_path):
-    """Killed, survived, unable to run, and killed by a signal; the sources stay as they are."""
+    """Mutants that are killed, survive, cannot run, or end by a signal. The sources do not change."""
     with Lab(tree, tmp_path) as lab:
         _all_kinds(lab)
     assert (tree.folders["code"] / "toy.py").read_text() == CODE
@@ -225,10 +225,10 @@ def test_results_of_a_part_are_stored_among_those_of_the_rest(tmp_path):
     assert [(row["name"], row["status"]) for row in mutate.stored(path)] == [
         ("b", "killed"), ("a", "survived"), ("c", "killed"),
     ]
-    assert sum('"status"' in line for line in path.read_text().splitlines()) == 3, "a line for each"
+    assert sum('"status"' in line for line in path.read_text().splitlines()) == 3, "expected one line per mutant"
     changed = [replace(BOTH, name="b", file="code/new.py"), *everyone[1:]]
     mutate.store([result("c", "killed")], changed, tmp_path)
-    assert [row["name"] for row in mutate.stored(path)] == ["a", "c"], "what was found of another substitution is gone"
+    assert [row["name"] for row in mutate.stored(path)] == ["a", "c"], "results of another substitution must be removed"
     record = json.loads(path.read_text())
     assert record["schema"] == mutate.SCHEMA and {"python", "torch", "triton"} <= record["versions"].keys()
     assert {path.name for path in folder.iterdir()} == {"mutants.toml", "mutants.json"}

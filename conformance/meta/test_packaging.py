@@ -1,4 +1,5 @@
-"""What is installed: the wheel holds the whole tree and nothing else, from any directory, under no name but kvtwin."""
+"""The installation: the wheel has the whole tree and nothing else, works from any directory, and installs only
+kvtwin."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def in_tree(folder: Path) -> set[str]:
-    """The files below ``folder``, as paths in it, less what Python and tools leave there."""
+    """The paths of files below ``folder``, without those that Python and tools create."""
     paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
     left = ("__pycache__", ".")
     return {path.as_posix() for path in paths if not any(part.startswith(left) for part in path.parts)}
@@ -34,7 +35,7 @@ def in_tree(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def source() -> Path:
-    """The source tree, whose pyproject.toml says what goes into the wheel."""
+    """The source tree, whose pyproject.toml determines the contents of the wheel."""
     if not (ROOT / "pyproject.toml").is_file():
         pytest.skip("needs the source tree, and these tests are installed")
     return ROOT
@@ -42,13 +43,13 @@ def source() -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
-    """The wheel, built from a copy: a build in the tree leaves folders there that later builds would take up."""
+    """The wheel, built from a copy. A build in the tree would leave folders there that later builds would include."""
     copy = tmp_path_factory.mktemp("copy")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(source / name, copy)
     for name in FOLDERS:
         shutil.copytree(source / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
-    # The backend that pip calls, without pip.
+    # Call the build backend directly, as pip does.
     code = "import setuptools.build_meta as backend; print(backend.build_wheel('.'))"
     built = python("-c", code, folder=copy)
     assert built.returncode == 0, built.stderr
@@ -57,7 +58,7 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.Pat
 
 
 def test_the_wheel_holds_the_tree(source, wheel):
-    """An unlisted sub-package works in an editable install, and is missing from the wheel."""
+    """An unlisted sub-package works in an editable install, but is missing from the wheel."""
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     expected = {f"kvtwin/{folder}/{path}" for folder in FOLDERS for path in in_tree(source / folder)}
     assert files == expected, "see packages and package-data in pyproject.toml"
@@ -97,7 +98,7 @@ def test_the_entry_point_is_the_plugin():
 
 
 def test_collects_from_any_directory(tmp_path):
-    """As ``pytest --pyargs kvtwin.conformance`` outside of the tree: every test file, no error."""
+    """Like ``pytest --pyargs kvtwin.conformance`` outside of the tree: it collects every test file without errors."""
     ran = python(
         *("-m", "pytest", "--pyargs", "kvtwin.conformance", "--collect-only", "-q", "--import-mode", "importlib"),
         *("-p", "no:cacheprovider", "--kv-device", "cpu"),
@@ -107,7 +108,7 @@ def test_collects_from_any_directory(tmp_path):
     collected = {line.split("::")[0].split("/")[-1] for line in ran.stdout.splitlines() if "::" in line}
     files = {path.name: path.read_text(encoding="utf-8") for path in plugin.HERE.rglob("test_*.py")}
     assert collected <= set(files)
-    for name in set(files) - collected:  # a file may skip itself where what it is about is not installed
+    for name in set(files) - collected:  # a file may skip itself if its subject is not installed
         assert re.search(r"^pytest\.importorskip|allow_module_level", files[name], flags=re.MULTILINE), name
 
 
@@ -117,14 +118,15 @@ def blocks(text: str) -> list[str]:
 
 
 def test_the_readme_is_true(source, tmp_path):
-    """The library code of the docs runs; functions that we ask other people for have the signature that we call."""
+    """The library code in the docs runs, and the functions that it asks users to write have the signatures that we
+    call."""
     states, adapter, readme = (
         blocks((source / name).read_text(encoding="utf-8"))
         for name in ("docs/how-to/states.md", "docs/how-to/test-your-kernel.md", "README.md")
     )
     theirs = [block for block in [*adapter, *readme] if block.startswith("# my_kernels/longflow.py")]
     assert len(theirs) == 2
-    # The README's other example, with transformers: test_longflow_hf_readme.py.
+    # test_longflow_hf_readme.py runs the README's other example, with transformers.
     assert [block for block in readme if block not in theirs and "transformers" not in block] == []
     assert len(states) == 2
     check = "import inspect\nours = inspect.signature(decode_attention)\n" + "".join(

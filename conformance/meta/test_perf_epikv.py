@@ -1,4 +1,4 @@
-"""EpiKV's benchmarks notice what is wrong: their own checks, on the CPU where there is no GPU, and nothing timed."""
+"""EpiKV's benchmarks detect wrong results: their own checks, without timing, on the CPU if there is no GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tiny(bench, shape, draw, name):
 
 
 def test_every_benchmark_has_its_place_among_the_thresholds(bench):
-    """Or, as long as it was not measured, says in the file that it has none."""
+    """Or the file says that it has none, if it has not been measured."""
     path = PERF / "thresholds" / "epikv_hybrids.toml"
     thresholds = perf_module("gate").load(path)
     names = {f"hybrid_step[{name}]" for name in NAMES}
@@ -50,7 +50,7 @@ def test_every_benchmark_has_its_place_among_the_thresholds(bench):
 
 
 def test_the_bytes_of_a_step(bench):
-    """Counted once by hand: 2 * 64 * 8 * 4096 * 128 * 2 bytes of keys and values, queries and output of 32 heads, three
+    """Counted by hand: 2 * 64 * 8 * 4096 * 128 * 2 bytes of keys and values, queries and outputs of 32 heads, three
     hidden states of 4096 for each band, and 24 or 16 bytes for each of 64 * 4096 slots."""
     rest = 2 * 64 * 32 * 128 * 2
     assert bench.step_bytes(bench.SHAPE, "attn_x_hs") == 1_073_741_824 + rest + 3 * 64 * 4096 * 2 + 24 * 64 * 4096
@@ -60,18 +60,18 @@ def test_the_bytes_of_a_step(bench):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_right_step_passes(name, bench, shape, draw):
     layer = tiny(bench, shape, draw, name)
-    for _ in range(4 if name == "segment_hs" else 2):       # a segment of 4 begins somewhere among these
+    for _ in range(4 if name == "segment_hs" else 2):       # a segment of 4 starts within these
         bench.check(layer, layer.step())
     plain = bench.Layer(shape, draw, contested=8)
     bench.check_peer(layer, plain, plain.step())
     bench.check_peer(layer, plain, layer.step()[:, :, None])
     if name != "attn_x_hs":
-        assert len(layer.state.thoughts[layer.state.positions >= 7].unique()) > 1, "one thought all along"
+        assert len(layer.state.thoughts[layer.state.positions >= 7].unique()) > 1, "there is only one thought type"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_benchmark_runs(name, bench, shape, draw, monkeypatch):
-    """As its fixture would run it, on a tiny layer, with the peers that this machine has: "epikv" at least."""
+    """As its fixture runs it, on a tiny layer with the peers that this machine has, at least "epikv"."""
     seen = {}
 
     def device_benchmark(function, *, moves, verify, peers, peers_move, verify_peer):
@@ -119,7 +119,7 @@ def test_what_a_timed_step_left_wrong_is_noticed(name, damage, bench, shape, dra
     ("segment_hs_looked_at", "thought", "of sparsity"),
 ])
 def test_a_step_that_goes_wrong_is_noticed(name, buffer, says, bench, shape, draw, monkeypatch):
-    """The step that the check itself makes, and whose buffers it has seen before."""
+    """The step that the check itself runs, whose buffers it has recorded before."""
     layer = tiny(bench, shape, draw, name)
     output = layer.step()
     attention, right = layer.state.scorer.attention, layer.step

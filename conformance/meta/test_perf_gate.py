@@ -1,6 +1,6 @@
-"""The harness of perf/, on the CPU: times come from a made-up device, everything else is real.
+"""The harness of perf/ on the CPU: times come from a simulated device, and everything else is real.
 
-perf/ is not in the wheel, so these tests run in a source tree only. What needs a GPU is in perf/test_gate.py.
+perf/ is not in the wheel, so these tests run in a source tree only. perf/test_gate.py has the tests that need a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LIMITS = roofline.Roofline(copy=4e12, read=4.2e12, peak=4.8e12)
 
 
 def figures(seconds: float = 1e-3, **changes) -> object:
-    """2 GB in `seconds`: at 1 ms, half of the copy bandwidth and 1.25 times the strongest peer."""
+    """Figures for 2 GB in `seconds`. At 1 ms this is half of the copy bandwidth, and 1.25 times the strongest peer."""
     settings = {"moves": 2 * 10**9, "roofline": LIMITS, "peers": {"cudnn": 8e-4, "flash": 2e-3}, "peers_move": 10**9}
     return gate.Figures(seconds, **settings | changes)
 
@@ -64,7 +64,7 @@ def test_figures():
     ({"held_share": 0.527}, "0.500 of the copy bandwidth, more than 5% below 0.527"),
 ])
 def test_thresholds(bar, complaint):
-    """Bars have no slack, held levels 5 %; milliseconds count on their machine."""
+    """Bars have no slack, and held levels have 5 %. Milliseconds apply only to their machine."""
     found = gate.too_slow(figures(), gate.Gate(**bar), "here")
     assert len(found) == bool(complaint)
     assert complaint in "".join(found)
@@ -106,7 +106,7 @@ def test_a_device_names_files():
     assert device.slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
 
 
-# ---- runs on a made-up device ----------------------------------------------------------------------------------------
+# ---- runs on a simulated device --------------------------------------------------------------------------------------
 
 CONFTEST = """
 import pytest
@@ -212,10 +212,10 @@ OUTCOMES = {
 
 @pytest.fixture
 def session(pytester, monkeypatch):
-    """Run BENCH; its outcome, and the JSON it stored, which is also in run.json."""
-    # This run may be one of a machine with a GPU.
+    """Run BENCH. Returns its outcome and its JSON, which is also in run.json."""
+    # This machine may have a GPU.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    # pytest-benchmark measures nothing where it finds itself in a worker, as this run may be.
+    # pytest-benchmark measures nothing in an xdist worker, which this process may be.
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     pytester.makeconftest(CONFTEST)
     Path("bench_fake.py").write_text(BENCH)
@@ -225,7 +225,7 @@ def session(pytester, monkeypatch):
     def run(*arguments: str, bench: str = "bench_fake.py") -> tuple[pytest.RunResult, dict]:
         result = pytester.runpytest_inprocess(
             bench, "-p", "no:cacheprovider", "--benchmark-storage=file://stored",
-            # Not --benchmark-json: old versions leave that file open, and this process reports it against some test.
+            # Not --benchmark-json: old versions leave that file open, for which this process would blame another test.
             "--benchmark-columns=median", "--benchmark-save=run", *arguments,
         )
         stored = sorted(Path("stored").rglob("*.json"))
@@ -238,7 +238,7 @@ def session(pytester, monkeypatch):
 
 
 def test_a_run(session):
-    """One benchmark of each outcome: who fails, why, and what the JSON and the table say of it."""
+    """One benchmark per outcome: which of them fail, why, and their entries in the JSON and the table."""
     result, run = session()
     result.assert_outcomes(passed=2, failed=6)
     info = {report.title(benchmark["name"]): benchmark["extra_info"] for benchmark in run["benchmarks"]}
@@ -255,7 +255,7 @@ def test_a_run(session):
     assert complaints["new"] == "no thresholds for 'new'"
 
     good = info["good"]
-    # Flushes took a second each, and are in no figure.
+    # Flushes take a second each, and are not part of any figure.
     assert good["milliseconds"] == pytest.approx(1.0)
     assert (good["peers"]["cudnn"]["ratio"], good["peers"]["cudnn"]["milliseconds"]) == pytest.approx((1.25, 0.8))
     assert good["references"]["eager"]["milliseconds"] == pytest.approx(100.0)
@@ -284,7 +284,7 @@ def test_a_baseline_from_a_run_and_a_run_against_a_baseline(session, capsys):
     assert stored["machine_info"]["torch"] == metadata.version("torch")
     assert str(Path.cwd()) not in text
 
-    # The headline experiments' figures, which are no benchmarks, lie beside them and stay.
+    # The figures of the headline experiments, which are not benchmarks, are in the same folder and are kept.
     Path("baseline.json").write_text(json.dumps(stored | {"headline": {"gpu": "some"}}))
     assert report.main(["run.json", "--write-baseline", "baseline.json"]) == 0
     assert json.loads(Path("baseline.json").read_text()) == stored | {"headline": {"gpu": "some"}}
@@ -338,7 +338,7 @@ def test_a_run_of_some_benchmarks_replaces_these_in_a_baseline(session, capsys):
 
 
 def test_what_was_reached_becomes_thresholds(session, capsys):
-    """Of every gated benchmark, slow ones too: what is too slow is for the bars to say."""
+    """For every gated benchmark, even slow ones: the bars decide what is too slow."""
     session("-k", "good or slow or informs")
     capsys.readouterr()
     assert report.main(["run.json", "--held"]) == 0
@@ -365,7 +365,7 @@ def test_step(device_benchmark, takes):
 
 @pytest.mark.parametrize(("delay", "passes"), [(0.0, True), (0.04, True), (0.06, False), (0.2, False)])
 def test_a_delay_trips_the_gate_that_an_earlier_run_left(session, capsys, delay, passes):
-    """A run, its level as thresholds, and a run that is slower: by more than 5 % it fails, by both of its ratios."""
+    """A run, its levels as thresholds, and a slower run. With more than 5 % it fails for both of its ratios."""
     Path("bench_delay.py").write_text(DELAYED)
     Path("settings").write_text("1.0 free")
     _, measured = session(bench="bench_delay.py")
@@ -390,12 +390,12 @@ def test_without_timing_results_are_still_checked(session):
 
 
 def test_without_a_gpu_the_run_stops(pytester, monkeypatch):
-    """Not skipped: a skipped benchmark looks like one that passed."""
+    """It does not skip, because skipped benchmarks look like passed ones."""
     pytest.importorskip("pytest_benchmark", reason="the benchmarks need pytest-benchmark")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = pytester.runpytest_inprocess(
         str(PERF), "-p", "no:cacheprovider", "-o", "python_files=bench_*.py", "--benchmark-storage=file://stored",
-        # pytest warns that this very process has imported the tree already.
+        # pytest warns that this process has already imported the tree.
         "-o", "filterwarnings=ignore",
     )
     assert result.ret == pytest.ExitCode.USAGE_ERROR

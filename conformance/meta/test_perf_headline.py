@@ -1,4 +1,4 @@
-"""The headline experiments of perf/headline run from end to end, at sizes that mean nothing; so do their times here."""
+"""The headline experiments of perf/headline run from end to end at tiny sizes. Their times here have no meaning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ headline, page, rows, base, decoder, pointwise, systems = (
 )
 roofline = perf_module("roofline")
 
-#: What each experiment must measure, at least: ours, and who it is compared with.
+#: The minimum that each experiment must measure: ours, and the peers that it is compared with.
 MEASURED = {
     "longflow": {
         "attention module", "full KV", "longflow", "h2o fused", "snapkv fused", "snapkv", "h2o", "r-kv", "ratios",
@@ -82,7 +82,7 @@ def test_the_experiments_run_and_make_a_page(tmp_path, device, monkeypatch):
 
 
 def test_what_is_stored_follows_from_the_baseline():
-    """And without one nothing is stored."""
+    """Without a baseline nothing is stored."""
     baselines = list(page.stored())
     if not baselines:
         assert not any((page.ROOT / "fixtures" / name).exists() for name in page.STORED)
@@ -129,7 +129,7 @@ def test_a_length_that_memory_did_not_end_is_a_lower_bound(last, said):
     assert cell.startswith(said)
 
 
-# ---- what an experiment does with its figures ------------------------------------------------------------------------
+# ---- figures of an experiment ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def here(tmp_path, device):
 
 
 class Clock(base.Host):
-    """A device whose clock moves when it is told to."""
+    """A device whose clock advances only on request."""
 
     time = 0.0
 
@@ -230,8 +230,8 @@ def test_a_batch_that_does_not_fit_after_all_shrinks_until_it_does(run):
 
 
 def test_full_kv_over_its_length_is_integrated():
-    """Steps of about 1 ms plus 1 us a token, from 512 to 16,512: 16,000 of them, and the mean length is 8512. In powers
-    of two, so that floats are exact."""
+    """16,000 steps of about 1 ms plus 1 us per token, from 512 to 16,512 tokens, with a mean length of 8512. Times are
+    powers of two, so that floats are exact."""
     times = {length: 2**-10 + 2**-20 * length for length in (512, 4512, 16_512)}
     assert base.trapezoid(times) == 16_000 * (2**-10 + 2**-20 * 8512)
 
@@ -248,8 +248,8 @@ def test_a_peer_far_from_its_own_bound_is_a_complaint(run):
 
 
 def test_bytes_of_a_model():
-    """Qwen3-1.7B has 1,720,574,976 parameters, norms' 28 * (2 * 2048 + 2 * 128) + 2048 among them; Llama's table reads
-    115 KB less than its 2 * 8,030,261,248 bytes, as its embedding gives one row."""
+    """Qwen3-1.7B has 1,720,574,976 parameters, including 28 * (2 * 2048 + 2 * 128) + 2048 of norms. For Llama, 115 KB
+    less than its 2 * 8,030,261,248 bytes are read, because only one row of its embedding is."""
     qwen, llama = decoder.QWEN_1_7B, decoder.LLAMA_8B
     assert qwen.weight_bytes == 2 * (1_720_574_976 - 28 * (2 * 2048 + 2 * 128) - 2048)
     assert qwen.token_bytes == 114_688
@@ -258,7 +258,7 @@ def test_bytes_of_a_model():
 
 
 def test_a_decoder_turns_heads_by_their_positions(here):
-    """Queries and keys turned by m and n have the product of those turned by m - n, which is what rotation is for."""
+    """The dot product of a query and a key rotated by positions m and n equals that of rotation by m - n."""
     model = decoder.small(decoder.LLAMA_8B)
     made = decoder.Decoder(model, here, 64)
     rate = 5e5 ** -torch.arange(0, 1, 2 / model.head_dim, dtype=torch.float64)
@@ -273,15 +273,15 @@ def test_a_decoder_turns_heads_by_their_positions(here):
             pointwise.rotate(head, 1, *made.turns(torch.tensor([at], device=here.device)))
         return float((turned[0].double() * turned[1].double()).sum())
 
-    # Each number of a turned head is off by 4 roundings, the table's, two products' and a difference's, of |a| + |b| of
-    # its pair at most; so a head by 4 * 2^-24 * 2 of its length. Float64 adds nothing that counts beside it.
+    # Each number of a rotated head has 4 roundings (the table, two products and a difference), each relative to at most
+    # |a| + |b| of its pair. So the error of a head is 4 * 2^-24 * 2 of its length. The error of float64 is negligible.
     allowed = 2 * (2 * 2**-21 + 2**-40) * float(heads[0].norm() * heads[1].norm())
     assert abs(product(40, 33) - product(12, 5)) <= allowed
     assert product(40, 33) != pytest.approx(product(40, 34), rel=1e-3)
 
 
 def test_only_the_first_heads_are_turned(here):
-    """And every row of a batch by the positions of its own tokens."""
+    """Every row of a batch is rotated by the positions of its own tokens."""
     heads = here.draw(2, 3, 4, 16)
     before, cosine, sine = heads.clone(), *(torch.rand(2, 3, 8, device=here.device))
     pointwise.rotate(heads, 3, cosine, sine)
@@ -294,14 +294,14 @@ def test_only_the_first_heads_are_turned(here):
 
 
 def test_swiglu_and_a_token_in_its_place(device):
-    """What takes torch two launches is one here. In float32 an exponential is good to 2^-20 at the least, and each of
-    the other four operations to 2^-24."""
+    """One launch here replaces two of torch. In float32 an exponential has an error of at most 2^-20, and each of the
+    other four operations of 2^-24."""
     x = torch.randn(3, 2 * 1030, generator=torch.Generator().manual_seed(8)).to(device)
     gate, wide = x.double().chunk(2, 1)
     exact = torch.nn.functional.silu(gate) * wide
     assert bool(((pointwise.swiglu(x) - exact).abs() <= exact.abs() * (2**-20 + 2**-21)).all())
     keys, values = (torch.zeros(2, 3, 5, 16, device=device) for _ in range(2))
-    # As a model gives them: heads of one tensor.
+    # As in a model: heads of one tensor.
     key, value = torch.randn(2, 6, 1, 16, device=device).chunk(2, 1)
     pointwise.put(keys, values, torch.tensor([3], device=device), key[:, :, 0], value[:, :, 0])
     for whole, one in ((keys, key), (values, value)):
@@ -342,8 +342,8 @@ def test_gathering_whole_rows(run):
 
 
 def test_rkv_drops_the_oldest_of_keys_that_are_alike(run):
-    """Of sixteen keys three are the same, and no others are alike. The latest that is alike is left out of what each of
-    the three is held to be like: so the oldest counts twice, the next once, the last not at all."""
+    """Three of sixteen keys are equal, and no others are similar. The similarity of each of the three leaves out the
+    latest similar key. So the oldest is counted twice, the next one once, and the last one never."""
     model = decoder.QWEN_8B._replace(layers=1, query_heads=1, key_value_heads=1, head_dim=16)
     cache = systems.RKV(run, model, 1, 15, 4)
     key = torch.eye(16, dtype=torch.bfloat16)[None, None]
@@ -365,7 +365,7 @@ def tokens(run, batch, *count):
 
 @torch.no_grad()
 def test_a_longflow_state_that_is_built_is_like_one_that_was_fed(here):
-    """The same keys and values by `prefill` and a step: the same buffers, and the same next step, to the letter."""
+    """`prefill` and a step with the same keys and values give equal buffers and an equal next step."""
     built = systems.longflow_state(here, MODEL, 2, 8)
     fed = type(built)(built.config, **systems.sizes_of(MODEL, 2, here))
     query, _, _ = tokens(here, 2, 7)
@@ -383,7 +383,7 @@ def test_a_longflow_state_that_is_built_is_like_one_that_was_fed(here):
 @torch.no_grad()
 @pytest.mark.parametrize("peer", ["h2o", "snapkv"])
 def test_a_state_of_the_baselines_that_is_built_is_like_one_that_was_fed(here, peer):
-    """Also when it is compressed, which is SnapKV's third step here."""
+    """Even when it is compressed, which is in SnapKV's third step here."""
     options = {"interval": 3} if peer == "snapkv" else {}
     built = getattr(systems, f"{peer}_state")(here, MODEL, 2, 8, block=8, **options)
     fed = type(built)(built.config, **systems.sizes_of(MODEL, 2, here))
@@ -416,7 +416,7 @@ def test_a_thinkv_state_that_is_copied_goes_on_like_its_seed(here):
     for _ in range(2):
         output = seed.step(*given)
         assert torch.equal(alone.step(*given), output)
-        # Three rows may be cut into other parts than one.
+        # Three rows may be split differently from one.
         outputs = three.step(*(tensor.expand(3, -1, -1) for tensor in given))
         assert torch.equal(outputs, outputs[:1].expand(3, -1, -1))
     for state in (alone, three):

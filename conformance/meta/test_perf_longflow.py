@@ -1,4 +1,4 @@
-"""LongFlow's benchmarks notice what is wrong: their own checks, on the CPU where there is no GPU, and nothing timed."""
+"""LongFlow's benchmarks detect wrong results: their own checks, without timing, on the CPU if there is no GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_gated_benchmark_has_thresholds_and_the_other_way_round(bench):
 
 
 def test_the_bytes_of_a_step(bench):
-    """Counted once by hand: 2 * 128 * 8 * 3200 * 128 * 2 bytes of keys and values, and 2.8 MB of the rest."""
+    """Counted by hand: 2 * 128 * 8 * 3200 * 128 * 2 bytes of keys and values, and 2.8 MB for the rest."""
     shape = bench.STEPS[0]
     cache = 1_677_721_600
     assert shape.attention_bytes == cache + 2 * 128 * 32 * 128 * 2
@@ -38,7 +38,7 @@ def test_the_bytes_of_a_step(bench):
 
 @pytest.mark.parametrize("damage", ["none", "output", "score", "slot", "key", "protected"])
 def test_a_wrong_step_is_noticed(bench, damage):
-    """On a state of 8 slots, after its first overwrite."""
+    """In a state of 8 slots, after the first overwrite."""
     shape = bench.Shape(2, 2, 8, key_value_heads=1, head_dim=16)
     generator = torch.Generator().manual_seed(3)
 
@@ -75,7 +75,7 @@ def test_a_wrong_step_is_noticed(bench, damage):
 
 
 def test_a_wrong_prompt_is_noticed(bench):
-    """Causal attention and compression of 40 tokens to 20, with the bench's own checks."""
+    """Causal attention and compression of 40 tokens to 20, with the benchmark's own checks."""
     generator = torch.Generator().manual_seed(4)
     query, key, value = (
         torch.randn(1, heads, 40, 16, generator=generator).to(bench.DEVICE, bench.DTYPE) for heads in (8, 8, 8)
@@ -95,7 +95,7 @@ def test_a_wrong_prompt_is_noticed(bench):
 
 
 def test_peers_compute_the_same(bench):
-    """Those that run here: the query's heads as rows of their KV head are the same mathematics."""
+    """The peers that run here: query heads as rows of their KV head are the same mathematics."""
     peers = perf_module("peers")
     query, key, value = (
         torch.randn(*sizes, generator=torch.Generator().manual_seed(5)).to(bench.DEVICE, bench.DTYPE)

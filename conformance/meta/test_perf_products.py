@@ -1,4 +1,4 @@
-"""Products of one row, by the headline experiments' own kernel, against float64."""
+"""Matrix products of one row, from the kernel of the headline experiments, against float64."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def drawn(device, *shape, dtype=torch.float32):
 
 
 def exact_product(x, weight, norm):
-    """x through RMSNorm, times weight, in float64; and by how much a float32 sum of these terms can be off."""
+    """RMSNorm of x, times weight, in float64, and the error bound of a float32 sum of these terms."""
     inner = x.shape[1]
     x = x.double()
     if norm:
         x = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     terms = x.abs() @ weight.double().abs()
-    # In any order a sum of K products is off by K roundings of the terms' magnitudes. The norm's own sum is of squares,
-    # so off by as many roundings of itself, half of which pass the root; mean, root and scale are six more.
+    # In any order, a sum of K products has K roundings of the terms' magnitudes. The sum of squares in the norm has as
+    # many, relative to itself, which the root halves. Mean, root and scale add six more.
     return x @ weight.double(), (inner + (inner / 2 + 6 if norm else 0)) * UNIT * terms * 1.01
 
 
@@ -53,7 +53,7 @@ def test_a_gated_product_is_the_gate_times_the_rest(device):
     exact, slack = exact_product(x, weight, norm=True)
     gate, rest = exact.chunk(2, -1)
     gate_slack, rest_slack = slack.chunk(2, -1)
-    # The derivative of silu is below 1.1; exponential, quotient and product are right to 2 ** -20 of the result.
+    # The derivative of silu is below 1.1. Exponential, quotient and product have errors below 2 ** -20 of the result.
     allowed = 1.1 * gate_slack * (rest.abs() + rest_slack) + silu(gate).abs() * rest_slack
     found = products.one_row(x, weight, norm=True, gated=True)
     assert bool(((found - silu(gate) * rest).abs() <= allowed + (silu(gate) * rest).abs() * 2.0**-20).all())
@@ -69,7 +69,8 @@ def test_a_product_takes_one_row_and_a_transposed_matrix(device):
 
 
 def test_a_decoder_of_one_row_goes_on_as_one_of_two(device, tmp_path):
-    """One row takes other kernels. Rounding is what they may differ by, which is far less than one token to another."""
+    """One row uses other kernels. They may differ by rounding errors, which are much smaller than the differences
+    between tokens."""
     run = base.Run("test", tmp_path, str(device), tiny=True)
     made = decoder.Decoder(decoder.small(decoder.QWEN_8B), run, 8)
     made.layers = [type(layer)(*(part.float() for part in layer)) for layer in made.layers]

@@ -1,4 +1,4 @@
-"""The files of perf/thresholds/: what they may say, and of whom."""
+"""The files of perf/thresholds/: valid entries, and the benchmarks that they may name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_thresholds_that_say_nothing_are_refused(tmp_path, text):
 
 
 def test_thresholds_are_those_of_benchmarks_that_are_there(pytester):
-    """A benchmark without thresholds says so when it runs; thresholds without a benchmark would never be looked at."""
+    """A benchmark without thresholds says so when it runs. Thresholds without a benchmark would never be checked."""
     pytest.importorskip("pytest_benchmark", reason="the benchmarks need pytest-benchmark")
     result = pytester.runpytest_inprocess(
         str(PERF), "-p", "no:cacheprovider", "--collect-only", "-q", "-o", "python_files=bench_*.py",

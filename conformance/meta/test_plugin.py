@@ -1,7 +1,7 @@
-"""The plugin in runs of its own: options, backend, skips and expected failures, vacuous tests, strangers' projects.
+"""The plugin in separate runs: options, backend, skips and expected failures, vacuous tests, projects of other people.
 
-Runs that import the optimized side, or depend on the environment, are processes of their own; the others run in this
-one, on the reference alone and under this run's Hypothesis profile, which they would change otherwise.
+Runs that import the optimized side, or depend on the environment, are separate processes. The others run in this
+process, with the reference only and with this run's Hypothesis profile, which they would otherwise change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PASSING = "def test_passes(twins): assert twins.reference.longflow.LongFlowConfi
 
 @pytest.fixture
 def in_process(pytester: pytest.Pytester):
-    """Run pytest on files of the test's own, with our part of the plugin active."""
+    """Run pytest on files that the test writes, with our part of the plugin active."""
 
     def run(*arguments: str, active: bool = True) -> pytest.RunResult:
         profile = ("--hypothesis-profile", settings.get_current_profile_name())
@@ -40,7 +40,7 @@ def in_process(pytester: pytest.Pytester):
 
 @pytest.fixture
 def python(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
-    """Run Python in the test's folder, in the environment of a shell that knows nothing of Triton or CI."""
+    """Run Python in the test's folder, with an environment without variables of Triton or CI."""
     for name in (interpreter.INTERPRET, interpreter.VARIABLE, "CI", "PYTEST_ADDOPTS"):
         monkeypatch.delenv(name, raising=False)
 
@@ -58,11 +58,11 @@ def write(folder: Path, **files: str) -> None:
         (folder / f"{name}.py").write_text(text)
 
 
-# --- strangers ---
+# --- projects of other people ---
 
 
 def test_loading_the_plugin_imports_nothing_heavy(python):
-    """Every pytest run of an environment that kvtwin is installed in pays for this import."""
+    """Every pytest run in an environment with kvtwin installed pays for this import."""
     heavy = {"torch", "triton", "hypothesis", "numpy", "transformers", "safetensors"}
     code = f"import sys, kvtwin.conformance.plugin; print(sorted({heavy!r} & set(sys.modules)))"
     assert python("-c", code).stdout.strip() == "[]"
@@ -114,7 +114,7 @@ def test_which_arguments_include_our_tests(argument, pyargs, included, tmp_path)
 
 
 def test_a_project_that_holds_our_environment_is_a_strangers(monkeypatch, tmp_path):
-    """pytest does not collect from .venv, so running it on the project's root runs none of our tests."""
+    """pytest does not collect from .venv, so a run on the root of such a project runs none of our tests."""
     config = SimpleNamespace(invocation_params=SimpleNamespace(dir=tmp_path), getoption=lambda name: False)
     installed = tmp_path / ".venv" / "lib" / "python3.11" / "site-packages" / "kvtwin" / "conformance"
     monkeypatch.setattr(plugin, "HERE", installed)
@@ -123,7 +123,7 @@ def test_a_project_that_holds_our_environment_is_a_strangers(monkeypatch, tmp_pa
 
 
 def test_our_tests_wake_the_plugin_by_whatever_route_they_come(pytester, in_process):
-    """The command line does not show them: a conftest brings them in."""
+    """Even if a conftest brings them in, which the command line does not show."""
     path = HERE / "meta" / "test_ledger.py"
     pytester.makeconftest(
         f"""
@@ -189,7 +189,7 @@ def test_triton_imported_too_early_stops_the_run(pytester, python):
     ran = python("-m", "pytest", "--kv-device", "cpu")
     assert ran.returncode == pytest.ExitCode.USAGE_ERROR
     assert "kvtwin needs triton imported with TRITON_INTERPRET=1" in ran.stderr
-    assert "conftest.py" in ran.stderr  # who may have done it, and what to do:
+    assert "conftest.py" in ran.stderr  # the possible cause, and what to do
     assert "set TRITON_INTERPRET=1 in the environment" in ran.stderr
 
 
@@ -219,7 +219,7 @@ def test_cuda_with_the_interpreter_is_an_error(pytester, python):
     [([], "", "default"), ([], "true", "ci"), (["--hypothesis-profile", "thorough"], "true", "thorough")],
 )
 def test_hypothesis_profile(pytester, monkeypatch, arguments, ci, profile):
-    """On set_up_hypothesis itself: a whole run would leave its profile behind in this process."""
+    """Tests set_up_hypothesis directly, because a whole run would leave its profile in this process."""
     loaded, registered = [], []
     config = pytester.parseconfig(*arguments)
     fake = SimpleNamespace(load_profile=loaded.append, register_profile=lambda name, **values: registered.append(name))
@@ -227,7 +227,7 @@ def test_hypothesis_profile(pytester, monkeypatch, arguments, ci, profile):
     monkeypatch.setenv("CI", ci)
     environment.set_up_hypothesis(config)
     assert set(registered) == {"quick", "ci", "default", "thorough", "soak"}
-    assert loaded == ([] if arguments else [profile])  # Hypothesis's own plugin loads what its option names
+    assert loaded == ([] if arguments else [profile])  # Hypothesis's own plugin loads the profile that its option names
 
 
 # --- skips and expected failures ---
@@ -327,10 +327,10 @@ def test_a_failure_is_not_hidden_behind_vacuity(pytester, in_process):
     result = in_process()
     result.assert_outcomes(failed=1)
     result.stdout.no_fnmatch_line("*vacuous*")
-    result.stdout.no_fnmatch_line("*stack.py*")  # where the test is called from is no part of a traceback
+    result.stdout.no_fnmatch_line("*stack.py*")  # a traceback must not include the caller of the test
 
 
-# --- the main job ---
+# --- python -m kvtwin.conformance ---
 
 
 def test_the_main_job_knows_its_methods(capsys):
@@ -341,7 +341,7 @@ def test_the_main_job_knows_its_methods(capsys):
 
 
 def test_the_main_job_that_verifies_nothing_fails(pytester, python):
-    """An implementation without any of our methods: all is skipped, which pytest calls a success."""
+    """With an implementation that has none of our methods, all tests are skipped, which pytest counts as success."""
     write(pytester.path, empty="")
     one = "test_longflow_evicts_what_float64_would"
     ran = python("-m", "kvtwin.conformance", "longflow", "--impl=empty", "--device=cpu", "-j1", "-k", one)
@@ -355,7 +355,7 @@ def test_the_main_job_that_verifies_nothing_fails(pytester, python):
 
 
 def test_update_golden_runs_the_recorder(pytester, in_process, monkeypatch):
-    """The option is a call of the script: nothing else may write a golden."""
+    """The option calls the script. Nothing else may write a golden trace."""
     ran = []
     pytester.makepyfile(PASSING)
     fake = SimpleNamespace(run=lambda command, check: ran.append(command) or SimpleNamespace(returncode=0))

@@ -1,6 +1,6 @@
 """``--kv-impl``: other people's modules, right, wrong and incomplete.
 
-The implementations here are small: each wraps the reference and spoils one thing about it.
+The implementations here are small: each wraps the reference and breaks one thing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_a_result_without_our_fields_is_wrong(value):
 
 @pytest.fixture
 def provide(monkeypatch: pytest.MonkeyPatch):
-    """Make a module of the given attributes importable, and return the twins over it."""
+    """Make a module with the given attributes importable, and return the twins for it."""
 
     def make(**attributes: Any) -> impl.Twins:
         module = types.ModuleType("theirs")
@@ -89,7 +89,7 @@ def test_baselines_are_found_in_their_folder_or_beside_the_methods(provide, nest
     twins = provide(baselines=types.SimpleNamespace(snapkv=snapkv)) if nested else provide(snapkv=snapkv)
     found = twins.optimized.baselines.snapkv
     assert found.compress() == twins.reference.baselines.snapkv.CompressResult(1, 2, 3)
-    assert found.window_score() == "a tensor"  # no result type of ours: handed on as it is
+    assert found.window_score() == "a tensor"  # not one of our result types: returned unchanged
 
 
 def test_submodules_are_imported_and_their_faults_are_not_absences(pytester, monkeypatch):
@@ -104,7 +104,7 @@ def test_submodules_are_imported_and_their_faults_are_not_absences(pytester, mon
 
 
 def test_configs_and_results_are_ours(provide):
-    """The types are defined once; a class of the same name on their side is theirs to keep."""
+    """These types are defined once, on our side. A class of the same name on their side is not used."""
     theirs = provide(longflow=types.SimpleNamespace(LongFlowConfig="their own", decode_attention=decode)).optimized
     assert theirs.longflow.LongFlowConfig is impl.Twins().reference.longflow.LongFlowConfig
 
@@ -125,7 +125,7 @@ def test_what_is_missing_is_not_provided(provide, attributes, path):
 
 
 def test_a_name_that_is_not_ours_is_a_fault_of_the_test(provide):
-    """Else a misspelt name in a test would count as *not provided* by everybody."""
+    """Otherwise a misspelt name in a test would be *not provided* for every implementation."""
     side = provide(longflow=types.SimpleNamespace(decode_attention=decode)).optimized
     for path, complaint in (("longflwo", "no method 'longflwo'"), ("longflow.decode_atention", "no 'decode_atention'")):
         with pytest.raises(BaseException, match=complaint) as caught:  # a skip would pass by AttributeError
@@ -167,7 +167,7 @@ def test_an_implementation_that_cannot_be_imported_is_a_usage_error(pytester):
 
 # --- the suite on other people's modules ---
 
-# Each wraps the reference, in the types and the device that it is given, and spoils one thing.
+# Each wraps the reference, with the given dtypes and device, and breaks one thing.
 WRAPPED = """
 from kvtwin.reference import longflow as reference
 
@@ -186,7 +186,7 @@ def decode_attention(query, key, value, occupied, **options):
     return {{"slot": slot, "score": score, "output": output}}
 """
 RIGHT = "pass"
-SPOILED = {  # what is spoiled: how, and what the judge says of it
+SPOILED = {  # the broken part: how, and the judge's message
     "slot": ("slot = (slot + 1) % key.shape[2]", "slot: row * pick* slot *"),
     "ties": ("slot = key.shape[2] - 1 - mirrored().slot", "slot: row * pick*"),
     "mask": ("slot = again(occupied=occupied | True).slot", "slot: row * pick*"),
@@ -237,7 +237,7 @@ def test_a_wrong_implementation_is_caught(pytester, spoil, verdict):
 
 @pytest.mark.parametrize(("spoil", "outcome"), [("pass", "passed"), (SPOILED["slot"][0], "failed")])
 def test_the_real_suite_on_their_implementation(pytester, spoil, outcome):
-    """The smallest run of it: one test, found as --pyargs finds it."""
+    """The smallest run: one test, found as with --pyargs."""
     name = "test_longflow_evicts_what_float64_would"
     result = judge_it(pytester, spoil, "--pyargs", "kvtwin.conformance.longflow.test_longflow", "-k", name)
     assert result.parseoutcomes()[outcome] == 1
@@ -308,13 +308,13 @@ def decode_attention(count, **options):
 
 
 def test_what_they_refuse_is_passed_over_and_counted(pytester):
-    """Neither passed nor failed, and said aloud; a test that is left without an example is not provided."""
+    """Refused examples neither pass nor fail, and are reported. A test without other examples is not provided."""
     pytester.makepyfile(test_longflow=PARTIAL)
     pytester.mkpydir("their_kernels").joinpath("longflow.py").write_text(THEIRS)
     pytester.syspathinsert()
     report = pytester.path / "report.json"
     ran = run(pytester, "--kv-impl", "their_kernels", "--kv-report", str(report))
-    counts = {"passed": 1, "failed": 2, "not": 2}  # pytest's word of two words: "2 not provided"
+    counts = {"passed": 1, "failed": 2, "not": 2}  # the outcome has two words: "2 not provided"
     assert {word: ran.parseoutcomes().get(word) for word in counts} == counts
     ran.stdout.fnmatch_lines(
         [

@@ -1,4 +1,4 @@
-"""The terminal summary, the report, and how tests are told apart by method and kind."""
+"""The terminal summary, the report, and the method and kind of each test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtwin.conformance.harness import results, summary
 
 pytest_plugins = ["pytester"]
 
-# One test of every outcome. Their ids stand in the ledger; what they test is not what it says there.
+# One test of every outcome. Their claim ids are in the ledger, but they do not test these claims.
 EVERY_OUTCOME = """
 import pytest
 from kvtwin.conformance.judge import stats
@@ -142,7 +142,7 @@ def test_json_report_of_each_test(run, pytester):
 
 
 def test_results_come_from_other_processes(pytester):
-    """pytest-xdist runs tests in processes of their own, and sends what fits into plain values."""
+    """pytest-xdist runs tests in separate processes, which can send only plain values."""
     pytest.importorskip("xdist", reason="needs pytest-xdist")
     pytester.makepyfile(EVERY_OUTCOME)
     arguments = ("-n", "1", "-p", "no:cacheprovider", "-p", "no:benchmark", "--kv-device=cpu", "--kv-report=out.json")
@@ -154,7 +154,7 @@ def test_results_come_from_other_processes(pytester):
 
 
 class Page(html.parser.HTMLParser):
-    """Collects text and what the page would load."""
+    """Collects the text of a page and the resources that it would load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Page(html.parser.HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
-        assert not {"src", "href"} & {name for name, _ in attributes}, "the page stands alone"
+        assert not {"src", "href"} & {name for name, _ in attributes}, "the page must be self-contained"
         if tag not in ("meta", "br"):
             self.open.append(tag)
 
@@ -182,7 +182,7 @@ def test_html_report_has_json_beside_it(run, pytester):
     page.feed(pytester.path.joinpath("out.html").read_text())
     assert page.open == []
     assert "script" not in page.tags
-    assert "b" not in page.tags, "messages are escaped"
+    assert "b" not in page.tags, "messages must be escaped"
     for text in ("3 passed", "test_fails", "a & b", "97.5 %", "not provided", "kvtwin.optimized"):
         assert text in page.text
 

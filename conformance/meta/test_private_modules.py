@@ -1,5 +1,4 @@
-"""No method of the optimized side imports another method's private module or private name: what they share is in
-``_common``."""
+"""No method of the optimized side imports a private module or name of another method. Shared code is in ``_common``."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def method_of(module: str) -> str:
 
 
 def private_imports(source: str, file: str) -> Iterator[str]:
-    """The imports in a file, by its path below the package, that reach into the private part of another method."""
+    """The imports of private parts of other methods in a file, given by its path below the package."""
     *folders, name = file.removesuffix(".py").split("/")
     own = method_of(".".join(folders if name == "__init__" else [*folders, name]))
     for node in ast.walk(ast.parse(source)):

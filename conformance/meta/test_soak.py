@@ -1,4 +1,5 @@
-"""The soak runs each test that draws once per seed, goes on where it was stopped, and finds tests that luck decides."""
+"""The soak runs each test that draws once per seed, continues after an interruption, and finds tests that luck
+decides."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def test_that_draws_nothing(twins):
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
-    """Soak the tests above under some seeds; the records by the names of the tests."""
+    """Soak the tests above with some seeds. Returns the records by the names of the tests."""
     pytester.makepyfile(test_mine=TESTS.format(seen=str(pytester.path / "seen")))
     results = pytester.path / "out.jsonl"
     monkeypatch.setenv(soak.RESULTS, str(results))
@@ -61,10 +62,10 @@ def test_each_seed_draws_other_cases_and_luck_is_found(run, pytester):
     assert set(records) == {"test_right", "test_right_by_luck", "test_undecided_by_luck"}
     assert records["test_right"]["failures"] == []
     numbers = (pytester.path / "seen").read_text().split()
-    assert len(numbers) == 80, "a test that draws one example, always the simplest, draws two"
+    assert len(numbers) == 80, "a test with one example, which is always the simplest, must draw two"
     assert len(set(numbers)) == 41
     assert records["test_right_by_luck"]["failures"][0].startswith("seed ")
-    # It draws on until it has decided enough, and then it is right under every seed.
+    # It draws until it has enough decisions, and then it is right for every seed.
     assert records["test_undecided_by_luck"]["failures"] == []
     assert records["test_undecided_by_luck"]["plain_rounds"] > 0
     expected = (
@@ -86,10 +87,10 @@ def test_it_goes_on_where_it_was_stopped(run, pytester):
     assert set(run(2, "-k", "test_right and not luck")) == {"test_right"}
     results = pytester.path / "out.jsonl"
     with results.open("a") as file:
-        file.write('{"nodeid": "cut of\n')  # as a run leaves it that is killed while it writes
+        file.write('{"nodeid": "cut of\n')  # as after a run that is killed while it writes
     assert len(run(2)) == 3
     names = [record["nodeid"] for record in soak.read(results)]
-    assert len(names) == len(set(names)) == 3, "what was done is not done again"
+    assert len(names) == len(set(names)) == 3, "finished tests must not run again"
     assert len((pytester.path / "seen").read_text().split()) == 4
 
 
@@ -98,7 +99,7 @@ def test_a_test_with_a_false_alarm_runs_again_and_its_last_record_counts(run, py
     path = pytester.path / "test_mine.py"
     path.write_text(path.read_text().replace("assert number != 3", "pass"))
     assert run(40)["test_right_by_luck"]["failures"] == []
-    assert len((pytester.path / "seen").read_text().split()) == 80, "test_right is done"
+    assert len((pytester.path / "seen").read_text().split()) == 80, "test_right must not run again"
 
 
 def test_a_file_with_a_false_alarm_is_no_success(tmp_path, monkeypatch):
@@ -124,7 +125,7 @@ def test_a_record_adds_up():
     record = soak.Record("a", 1, 2)
     with soak.stats.collect() as counted:
         record.add(counted)
-        assert record.shares == [], "nothing was asked"
+        assert record.shares == [], "nothing must be recorded"
         soak.stats.decisions(0, 0)
         record.add(counted)
         soak.stats.decisions(4, 3)

@@ -1,4 +1,5 @@
-"""SyncKV states that offload: steps launched or in graphs, transfers that are late, slow, or note their stream."""
+"""Helpers for tests of SyncKV with offload: steps launched or in CUDA graphs, and transfers that are late, slow, or
+record their stream."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def new(device: torch.device, *, offload: bool = True, **options: Any) -> Any:
 def played(
     state: Any, device: torch.device, form: int = 0, around: Callable[[Any], Any] = lambda state: nullcontext()
 ) -> list[Tensor]:
-    """Outputs and choices of a prompt and some steps. around(state): a context of what is launched at a time."""
+    """Outputs and chosen sets of a prompt and some steps.
+
+    form: the number of steps in a graph, or 0 to launch steps directly. around(state): a context for each launch.
+    """
     static, graph = [tokens(2, device) for _ in range(form or 1)], None
     held: list[Tensor] = []
     if form:
@@ -54,14 +58,15 @@ def played(
 
 
 def as_in_a_graph(state: Any, device: torch.device) -> None:
-    """From here on a step launches what a graph of it would hold, and as there the next one waits for its transfers."""
+    """Make steps launch what a graph would contain. As in a graph, each step waits for the previous step's
+    transfers."""
     state._captured = True
     if device.type != "cuda":
         state._settle = lambda: None
 
 
 def captured(state: Any, static: list[list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """A graph of steps, an output and the choices for each. The state is empty afterwards."""
+    """A graph of steps, and an output and the chosen sets for each step. The state is empty afterwards."""
     for given in static * 2:                                # compiles the kernels
         state.step(*given)
     graph = torch.cuda.CUDAGraph()
@@ -73,7 +78,7 @@ def captured(state: Any, static: list[list[Tensor]]) -> tuple[torch.cuda.CUDAGra
 
 
 class Replayed(SyncKVState):
-    """A state whose steps are replays of a graph (without a GPU: as in one), the first one of a stream apart."""
+    """A state whose steps, except the first, are replays of a graph. Without a GPU, steps run as in a graph."""
 
     graph: Any = None
 
@@ -97,7 +102,7 @@ class Replayed(SyncKVState):
                 self.output = super().step(*self.inputs)
                 self.join()
             for name, value in kept.items():
-                assert torch.equal(value, getattr(self, name)), f"a capture changes {name}"
+                assert torch.equal(value, getattr(self, name)), f"capturing the graph changed {name}"
         for place, tensor in zip(self.inputs, given, strict=True):
             place.copy_(tensor)
         self.graph.replay()
@@ -111,7 +116,7 @@ def assert_same(frames: list[Tensor], expected: list[Tensor]) -> None:
 
 
 class Late(Transfers):
-    """Every job waits until it is asked for. Meanwhile `spoil` is called."""
+    """Transfers that run as late as possible: when they are waited for. `spoil` is called after each submission."""
 
     def __init__(self, spoil: Callable[[], None] = lambda: None) -> None:
         self.jobs: list[Callable[[], None]] = []
@@ -131,13 +136,13 @@ class Late(Transfers):
 
 
 def settle(device: torch.device) -> None:
-    """All that was launched is done."""
+    """Wait until all launched work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def with_transfers(state: Any, transfers: Transfers) -> Any:
-    """The state with other transfers; memory is still allocated as its own would."""
+    """Replace the transfers of the state. Its own transfers still allocate memory."""
     own = state._offload.transfers
     transfers.allocate = own.allocate  # type: ignore[method-assign]
     transfers.own = own  # type: ignore[attr-defined]
@@ -158,7 +163,7 @@ class Slow(StreamTransfers):
 
 
 class Noted(StreamTransfers):
-    """Remembers which stream jobs ran on."""
+    """Transfers that record the stream of each job."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -173,7 +178,7 @@ class Noted(StreamTransfers):
 
 
 class Both:
-    """Two layers in turn, as one state of which `played` asks: what they give, one after the other."""
+    """Several layers as one state for `played`: runs them in turn and concatenates their results."""
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers

@@ -1,4 +1,4 @@
-"""SyncKV's state under test: who attends to what and when; lockstep with clusters of several heads."""
+"""SyncKV's state under test: which tokens each head attends to at each step, and lockstep with clusters of heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtwin.reference.synckv.state import SyncKVState
 pytestmark = pytest.mark.kind("equivalence")
 
 SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
-#: Head 1 looks for head 3 and itself, head 2 for head 0.
+#: Head 1 is the representative of heads 1 and 3, head 2 of heads 0 and 2.
 PAIRS = HeadClusters((1, 0, 1, 0), (1, 2))
 SIZES = {"batch": 2, "query_heads": 8, "key_value_heads": 4, "head_dim": 16}
 #: One row, two heads.
@@ -58,7 +58,7 @@ def lockstep(
     ids=["pairs", "eq. 6 to the letter", "room for all"],
 )
 def test_clusters_keep_step_with_float64(clusters, options, steps, twins, device):
-    """Padding, then steps beyond an anticipation, and the same state again for rows that moved."""
+    """A prompt with padding, steps beyond an anticipation, and a step after a reorder."""
     both = lockstep(twins, device, clusters, **options)
     occupied = torch.ones(2, 10, dtype=torch.bool, device=device)
     occupied[1, :7] = False
@@ -77,7 +77,8 @@ def test_heads_that_nobody_follows_keep_step(offload, twins, device):
 
 
 def test_a_stream_without_a_prompt_keeps_step(twins, device):
-    """The first steps see the newest tokens alone; low precision; groups of three heads that weigh differently."""
+    """The first steps attend to the newest tokens only. Low precision, and groups of three heads with different
+    weights."""
     sizes = {"batch": 1, "query_heads": 6, "key_value_heads": 2, "head_dim": 24}
     both = lockstep(
         twins, device, HeadClusters((0, 0), (1,)), torch.bfloat16, sizes, k=2, stride=3, scale=1.0
@@ -89,20 +90,22 @@ def test_a_stream_without_a_prompt_keeps_step(twins, device):
 
 
 def test_parts_of_several_programs_are_put_together(twins, device):
-    """More tokens than one of the interpreter's programs takes, and logits so far apart that their maxima differ."""
+    """More tokens than one program in the interpreter processes, and logits so different that the maxima of the parts
+    differ."""
     both = lockstep(twins, device, HeadClusters((0, 0), (0,)), sizes=LITTLE, k=20, stride=2, max_tokens=48, scale=1.0)
     both.prefill(*tokens(1, device, 40, **LITTLE))
     for step in range(3):
         both.step(*tokens(2 + step, device, **LITTLE))
 
 
-# Who attends to what -------------------------------------------------------------------------------------------------
+# Which tokens heads attend to ----------------------------------------------------------------------------------------
 
 
 class Shown:
-    """A layer of two KV heads, head 0 the representative, that shows what each attends to: token i's value is e_i.
+    """A layer of two KV heads that shows the tokens that each attends to: the value of token i is the unit vector e_i.
 
-    What head 0's query wants is given by the token; head 1's query is zero, so it weighs all that it sees alike.
+    Head 0 is the representative. Its query prefers the tokens in `wanted`. The query of head 1 is zero, so all tokens
+    that it attends to have equal weights.
     """
 
     def __init__(self, module: Any, device: torch.device, **options: Any) -> None:
@@ -114,7 +117,7 @@ class Shown:
 
     def _tokens(self, count: int, wanted: list[int], first: int) -> tuple[Tensor, Tensor, Tensor]:
         query = torch.zeros(1, 2, count, 16)
-        # The first wanted most; of the others, which weigh the same, the lowest.
+        # The first wanted token has the largest logit. All other tokens tie, so the lowest index comes first.
         query[0, 0, -1, wanted] = torch.arange(len(wanted), 0, -1).float()
         unit = torch.eye(16)[None, None, first:first + count].expand(1, 2, count, 16)
         query, key, value = (tensor.clone().to(self.device) for tensor in (query, unit, unit))
@@ -124,12 +127,12 @@ class Shown:
         self.state.prefill(*self._tokens(count, wanted, 0))
 
     def step(self, wanted: list[int]) -> list[int]:
-        """The tokens that head 1 attended to."""
+        """Append a token, and return the tokens that head 1 attends to."""
         given = self._tokens(1, wanted, self.state.tokens_seen)
         output = self.state.step(*(tensor[:, :, 0] for tensor in given))[0]
         seen = [(head > 0).nonzero()[:, 0].tolist() for head in output]
-        assert seen[0] == list(range(self.state.tokens_seen)), "a representative attends to every token"
-        assert len(set(output[1][seen[1]].tolist())) == 1, "of what the other head sees, all weighs the same"
+        assert seen[0] == list(range(self.state.tokens_seen)), "a representative must attend to every token"
+        assert len(set(output[1][seen[1]].tolist())) == 1, "the other head's weights must be equal"
         return seen[1]
 
     @property
@@ -140,8 +143,8 @@ class Shown:
 
 @SIDES
 def test_sets_are_seen_from_the_step_after_they_were_chosen(side, twins, device):
-    """Stride 3: tokens 6, 7 and 8 come; with 8 the representative chooses anew; 9 is the first to see it, and what is
-    chosen may be of the newest, the anticipation's own token included."""
+    """Stride 3: tokens 6, 7 and 8 are appended, and the representative chooses at token 8. The new set is used from
+    token 9 on. It may contain the newest tokens, including the anticipation's own."""
     shown = Shown(getattr(twins, side).synckv, device, k=4, stride=3)
     shown.prefill(6, [4, 1, 5, 0])
     assert shown.sets == [[1, 4], [0, 1, 4, 5]]
@@ -152,13 +155,13 @@ def test_sets_are_seen_from_the_step_after_they_were_chosen(side, twins, device)
     assert shown.step([2]) == [1, 3, 4, 8, 9]
     assert shown.step([2]) == [1, 3, 4, 8, 9, 10]
     assert shown.step([4, 1]) == [1, 3, 4, 8, 9, 10, 11]
-    assert shown.sets == [[1, 4], [0, 1, 2, 4]], "static tokens are not counted twice; ties go to the lowest"
+    assert shown.sets == [[1, 4], [0, 1, 2, 4]], "static tokens are not counted twice, and ties go to the lowest index"
     assert shown.step([]) == [0, 1, 2, 4, 12]
 
 
 @SIDES
 def test_with_a_phase_anticipations_come_as_many_steps_earlier(side, twins, device):
-    """Stride 3, phase 1: steps 2 and 5 choose; after a reset likewise."""
+    """With stride 3 and phase 1, steps 2 and 5 choose. The same holds after a reset."""
     shown = Shown(getattr(twins, side).synckv, device, k=2, stride=3, phase=1)
     for _ in range(2):
         shown.prefill(4, [3, 1])
@@ -177,7 +180,7 @@ def test_eq_6_to_the_letter_may_choose_static_tokens_again(side, twins, device):
     shown = Shown(getattr(twins, side).synckv, device, k=4, stride=1, exclude_static=False)
     shown.prefill(6, [4, 1, 5, 0])
     assert shown.step([1, 4]) == [0, 1, 4, 5, 6]
-    assert shown.sets == [[1, 4], [1, 4]], "half of the budget"
+    assert shown.sets == [[1, 4], [1, 4]], "the set uses half of the budget"
     assert shown.step([4, 3]) == [1, 4, 7]
     assert shown.step([3, 2]) == [1, 3, 4, 8]
     assert shown.step([]) == [1, 2, 3, 4, 9]
@@ -194,7 +197,8 @@ def test_a_stride_of_one_leaves_the_own_token_alone(side, twins, device):
 
 @SIDES
 def test_with_k_of_all_tokens_all_are_chosen(side, twins, device):
-    """Though the static set, of a prompt of two tokens, has fewer than its share: the dynamic one takes the rest."""
+    """This holds even if the static set has fewer tokens than its share, as after a prompt of two tokens: the dynamic
+    set takes the rest."""
     shown = Shown(getattr(twins, side).synckv, device, k=5, stride=2, rho=0.8)
     shown.prefill(2, [0])
     for count in range(3, 6):
@@ -214,11 +218,11 @@ def test_a_stream_sees_its_newest_tokens_until_it_first_chooses(side, twins, dev
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 24, 128, 256])
 def test_of_equal_tokens_the_first_are_chosen(head_dim, dtype, twins, device):
-    """Whatever a query is, in whichever tile they lie: whole ones, one that ends early, and those of a row with
-    padding, where every slot is asked whether it holds a token. A compiler may order the additions of each otherwise.
+    """For any query, and in any tile: full tiles, a partial one, and those of a row with padding, where the kernel
+    checks the mask of every slot. A compiler may order the additions of each kind of tile differently.
     """
     sizes = {"batch": 2, "query_heads": 4, "key_value_heads": 2, "head_dim": head_dim}
-    # Large logits: the last bit of small ones is lost where the denominator's logarithm is subtracted.
+    # Logits must be large: subtracting the log of the denominator loses the last bit of small ones.
     config = SyncKVConfig(2, rho=0.0, stride=1, max_tokens=170, scale=1.0)
     state = twins.optimized.synckv.SyncKVState(
         config, HeadClusters((0, 1), (0, 1)), **sizes, dtype=dtype, device=device
@@ -242,7 +246,8 @@ def frames(state: Any, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
 
 @pytest.mark.parametrize("exclude", [True, False])
 def test_what_a_graph_holds_gives_the_same_bits(exclude, twins, device):
-    """A captured step holds an anticipation's launches, which are idle unless it is due: the device says."""
+    """A captured step contains the launches of an anticipation. The device decides whether one is due; otherwise they
+    do nothing."""
     module = twins.optimized.synckv
     states = [
         module.SyncKVState(
@@ -258,7 +263,8 @@ def test_what_a_graph_holds_gives_the_same_bits(exclude, twins, device):
 
 
 def test_what_replays_bring_beyond_the_room_is_not_taken_in(twins, device):
-    """The host does not see a graph's replays. Nothing is written past the last slot, and all that is there counts."""
+    """The host does not count replays of a graph. Beyond max_tokens, nothing is written, and the output stays
+    finite."""
     state = twins.optimized.synckv.SyncKVState(
         SyncKVConfig(2, stride=2, clusters=1, max_tokens=3), **LITTLE, dtype=torch.float32, device=device
     )
@@ -278,7 +284,7 @@ def test_what_replays_bring_beyond_the_room_is_not_taken_in(twins, device):
 @pytest.mark.kind("laws")
 @SIDES
 def test_chosen_sets_are_static_tokens_and_others(side, twins, device):
-    """k of them where there are as many; they change at every stride-th step only."""
+    """The sets have k tokens if there are k, contain the static tokens, and change only at every stride-th step."""
     state = getattr(twins, side).synckv.SyncKVState(
         SyncKVConfig(6, 0.5, 3, 1, max_tokens=20), **LITTLE, dtype=torch.float32, device=device
     )

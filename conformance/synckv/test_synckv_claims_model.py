@@ -1,6 +1,7 @@
-"""What SyncKV's paper observes in attention, measured on the fixture model and reported as found (claims SK-13).
+"""The observations on attention in SyncKV's paper, measured on the fixture model (claims SK-13).
 
-Numbers are pinned as intervals that another machine's rounding cannot leave: they are shares of thousands of tokens.
+Each measured number is a share of thousands of tokens. It must lie in an interval that allows for rounding on other
+machines.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LOOKED = 48
 
 
 def weights(query: Tensor, key: Tensor, last: int) -> tuple[Tensor, Tensor]:
-    """Pooled log-weights [Hkv, last, T] of the last tokens, and what each sees [last, T]."""
+    """Pooled log-weights [Hkv, last, T] of the last tokens, and the causal mask of each [last, T]."""
     total, heads = key.shape[2], key.shape[1]
     logit = query[:, :, -last:].unflatten(1, (heads, -1)) @ key.transpose(2, 3)[:, :, None] * query.shape[-1] ** -0.5
     seen = torch.ones(total, total, dtype=torch.bool).tril()[-last:]
@@ -49,7 +50,7 @@ def since_the_prompt(step: int) -> float:
 
 
 def apart(steps: int) -> float:
-    """Between sets so many steps apart, over all of them."""
+    """The mean overlap of sets that are `steps` apart."""
     return float(overlap(best()[:, :, :-steps].contiguous(), best()[:, :, steps:].contiguous()).mean())
 
 
@@ -59,8 +60,8 @@ def chance(step: int) -> float:
 
 @pytest.mark.claim("SK-13a")
 def test_attention_drifts():
-    """0.51, 0.44, 0.34, 0.14, 0.10, 0.06 and 0.02 after 1, 5, 20, 50, 100, 200 and 320 steps: by then the prompt's
-    tokens are chosen less often than by chance."""
+    """The overlap is 0.51, 0.44, 0.34, 0.14, 0.10, 0.06 and 0.02 after 1, 5, 20, 50, 100, 200 and 320 steps. At the
+    end, the prompt's tokens are chosen less often than by chance."""
     found = [since_the_prompt(step) for step in (1, 5, 20, 50, 100, 200, 320)]
     assert all(later < earlier for earlier, later in pairwise(found)), found
     assert 0.12 < found[3] < 0.16
@@ -75,7 +76,7 @@ def test_drift_rejects_that_30_percent_are_left_after_50_steps():
 
 @pytest.mark.claim("SK-13b")
 def test_adjacent_steps_share_about_half():
-    """0.55, where 50 steps apart it is 0.14, and two random sets would share 0.06 to 0.17."""
+    """0.55. For sets 50 steps apart it is 0.14, and for two random sets 0.06 to 0.17."""
     assert 0.52 < apart(1) < 0.58
     assert apart(1) > 3 * apart(50)
     assert apart(1) > apart(5) > apart(20) > apart(50)
@@ -83,13 +84,13 @@ def test_adjacent_steps_share_about_half():
 
 @pytest.mark.claim("SK-13b")
 def test_locality_rejects_that_a_set_is_good_for_five_steps():
-    """The stride of section 5.1: less than half is left."""
+    """After the stride of section 5.1, 5 steps, less than half of the set is left."""
     assert 0.42 < apart(5) < 0.48
 
 
 @cache
 def similarities() -> tuple[Tensor, Tensor]:
-    """Of different heads: of one layer, and of different layers."""
+    """Similarities of pairs of different heads: within a layer, and of different layers."""
     layers, heads = best().shape[:2]
     flat = best().flatten(0, 1)
     same, other = [], []
@@ -100,7 +101,7 @@ def similarities() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.claim("SK-13c")
 def test_heads_of_one_layer_are_hardly_more_alike_than_those_of_others():
-    """0.379 and 0.364 on average, while the pairs of one layer alone lie between 0.23 and 0.62."""
+    """The means are 0.379 and 0.364, while the pairs within a layer range from 0.23 to 0.62."""
     same, other = similarities()
     assert 0.36 < float(same.mean()) < 0.39
     assert 0 < float(same.mean() - other.mean()) < 0.03 < float(same.std())
@@ -108,8 +109,8 @@ def test_heads_of_one_layer_are_hardly_more_alike_than_those_of_others():
 
 @pytest.mark.claim("SK-13d")
 def test_some_heads_of_most_layers_are_alike():
-    """The most similar pair of three layers of four, 0.62, 0.57 and 0.43, is more so than pairs of different layers are
-    on average; that of the fourth, 0.35, is not."""
+    """In three of four layers, the most similar pair (0.62, 0.57 and 0.43) is more similar than pairs of different
+    layers are on average. In the fourth layer (0.35) it is not."""
     same, other = similarities()
     closest = same.unflatten(0, (len(best()), -1)).amax(1)
     assert [bool(pair > other.mean()) for pair in closest] == [True, True, True, False]
@@ -123,7 +124,7 @@ def test_likeness_rejects_that_it_holds_for_every_pair():
 
 @cache
 def clusterings() -> list[list[tuple[int, ...]]]:
-    """The labels of each layer, by two texts that have nothing in common; two clusters."""
+    """The labels of each layer for two unrelated texts, with two clusters."""
     model = load_model(torch.float32)
     found = []
     for name in ("alice", "paradise_lost"):
@@ -144,7 +145,7 @@ def clusterings() -> list[list[tuple[int, ...]]]:
 
 
 def agreement(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> float:
-    """The share of pairs of heads that both put together, or both apart."""
+    """The share of pairs of heads that are in one cluster in both labellings, or in different clusters in both."""
     pairs = list(combinations(range(len(one[0])), 2))
     same = [(a[i] == a[j]) == (b[i] == b[j]) for a, b in zip(one, other, strict=True) for i, j in pairs]
     return sum(same) / len(same)

@@ -1,7 +1,7 @@
-"""What SyncKV says of overlaps, budgets, sets and their schedule (claims SK-1 to SK-7, SK-10, SK-11).
+"""SyncKV's claims about overlaps, budgets, sets and their schedule (claims SK-1 to SK-7, SK-10, SK-11).
 
 Counts are exact: integers and fractions. A test named ..._rejects_... shows that a slightly changed statement fails, so
-that the test beside it is not empty.
+the test of the claim itself is not empty.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def overlap(one, other) -> Fraction:
 
 
 def of_logits(logits):
-    """Arguments of `anticipate` for one head whose logits these are."""
+    """Arguments of `anticipate` for one head with these logits."""
     key = torch.zeros(1, 1, len(logits), 16, dtype=torch.float64)
     key[0, 0, :, 0] = torch.tensor(logits, dtype=torch.float64)
     query = torch.zeros(1, 1, 16, dtype=torch.float64)
@@ -74,7 +74,7 @@ def test_distance_rejects_sets_of_several_sizes():
 
 @pytest.mark.claim("SK-1c")
 def test_overlap_by_chance_is_the_share_of_all_tokens():
-    """The mean over all pairs of k of n."""
+    """The mean over all pairs of sets of k of n tokens."""
     for n, k in ((5, 2), (6, 3), (4, 4)):
         sets = [set(chosen) for chosen in combinations(range(n), k)]
         mean = sum((overlap(one, other) for one, other in product(sets, sets)), Fraction(0)) / len(sets) ** 2
@@ -113,7 +113,7 @@ def test_budget_rejects_a_static_part_rounded_down_and_a_dynamic_one_rounded_up(
 
 @pytest.mark.claim("SK-2c")
 def test_floor_in_floating_point_loses_tokens():
-    """Every rho of a twentieth, every k up to 2048: 747 of 43,008 are one too low."""
+    """For rho in multiples of 1/20 and k up to 2048, 747 of 43,008 results are one too low."""
     assert math.floor((1 - 0.9) * 10) == 0
     cases = [(k, twentieths) for twentieths in range(21) for k in range(1, 2049)]
     wrong = [math.floor((1 - i / 20) * k) - (20 - i) * k // 20 for k, i in cases]
@@ -124,7 +124,7 @@ def test_floor_in_floating_point_loses_tokens():
 
 
 def sizes_of_union(synckv, k: int, *, exclude: bool) -> set[int]:
-    """Over all orders of k + 1 tokens at the prompt's end and at an anticipation."""
+    """The sizes for all orders of k + 1 tokens at the end of the prompt and at an anticipation."""
     found = set()
     static, dynamic = synckv.split_budget(k, 0.5)
     for rank in permutations(range(k + 1)):
@@ -145,7 +145,7 @@ def test_union_of_eq_6_is_anything_from_half_of_k(synckv):
 
 @pytest.mark.claim("SK-3a")
 def test_perfect_locality_leaves_half_of_the_budget(synckv):
-    """The same scores again: the best k/2 once more. k = 2, scores 3, 2, 1: one token."""
+    """If the scores do not change, the best k/2 tokens are chosen twice. With k = 2 and scores 3, 2, 1: one token."""
     for k in (2, 8, 20):
         inputs = of_logits([float(-token) for token in range(30)])
         first = synckv.initial_sets(**inputs, k_static=k // 2, k_dynamic=k // 2)
@@ -191,7 +191,8 @@ def test_initial_split_rejects_that_the_dynamic_part_holds_the_best(synckv):
 
 
 def used_at(stride: int, steps: int) -> list[int]:
-    """When the dynamic set that step t = 1, 2, ... uses was computed: Algorithm 1, lines 22 to 36, prefill = step 0."""
+    """The step that computed the dynamic set used by step t = 1, 2, ...: Algorithm 1, lines 22 to 36. Prefill is step
+    0."""
     computed, used = 0, []
     for t in range(1, steps + 1):
         used.append(computed)                                                          # line 23: I_{D, t-1}
@@ -216,14 +217,16 @@ def test_age_rejects_a_set_that_is_used_at_once():
 
 
 def held_after(stride: int, steps: int) -> list[int]:
-    """When I_{D, t+1}, what is held after step t = 0, 1, ..., was computed (eq. 6 and 7 at multiples of m)."""
+    """The step that computed I_{D, t+1}, the set held after step t = 0, 1, ... (eq. 6 and 7 apply at multiples of
+    m)."""
     return [t // stride * stride for t in range(steps + 1)]
 
 
 @pytest.mark.claim("SK-5b")
 def test_eq_8_contradicts_eq_7_at_the_end_of_each_interval():
-    """K_{D, t+1} = K_{D, t} for t in (t_A, t_A + m] and an update at t = t_A + m: all multiples of m, each step if
-    m = 1. On the open interval it holds; what is *used* is constant on the half-open one."""
+    """Eq. 8 says K_{D, t+1} = K_{D, t} for t in (t_A, t_A + m], but eq. 7 updates at t = t_A + m: at all multiples of
+    m, and at each step if m = 1. Eq. 8 holds on the open interval. The set *in use* is constant on the half-open
+    one."""
     for stride in range(1, 13):
         held = held_after(stride, 60)
         broken = [t for t in range(1, 61) if held[t] != held[t - 1]]
@@ -238,10 +241,11 @@ def test_eq_8_contradicts_eq_7_at_the_end_of_each_interval():
 
 @pytest.mark.claim("SK-6")
 def test_line_23_is_about_other_sets_than_eq_7():
-    """Two groups' sets of 128 of 4096 tokens, at random: their union has 252, of which a group has loaded 128."""
+    """Two random sets of 128 of 4096 tokens, one per group, have a union of 252 tokens. A group has loaded 128 of
+    them."""
     n, k = 4096, 128
     assert 2 * k - Fraction(k * k, n) == 252
-    # The mean of a union, counted: all pairs of 2 of 5.
+    # The mean size of a union, by enumeration: all pairs of sets of 2 of 5.
     sets = [set(chosen) for chosen in combinations(range(5), 2)]
     mean = Fraction(sum(len(one | other) for one, other in product(sets, sets)), len(sets) ** 2)
     assert mean == 2 * 2 - Fraction(2 * 2, 5)
@@ -255,7 +259,7 @@ def test_line_23_rejects_a_difference_for_one_group():
 
 @pytest.mark.claim("SK-7")
 def test_anticipation_may_choose_what_the_bank_does_not_hold(synckv):
-    """A prompt of 4 tokens lies in the bank; at step 1 the R-head looks mostly at the token it just made."""
+    """The bank holds a prompt of 4 tokens. At step 1, the R-head attends mostly to the new token."""
     chosen = synckv.anticipate(
         **of_logits([0.0, 1.0, 2.0, 3.0, 9.0]), static=torch.full((1, 1, 1), -1), k_dynamic=2
     )
@@ -268,7 +272,7 @@ def test_anticipation_may_choose_what_the_bank_does_not_hold(synckv):
 
 @pytest.mark.claim("SK-10a")
 def test_softmax_keeps_the_order_of_logits():
-    """Of one head: x -> x / sum(x) on masses x = exp(s) > 0, exactly."""
+    """For one head, exactly: x -> x / sum(x) on x = exp(s) > 0."""
     for mass in permutations([Fraction(1, 7), Fraction(2), Fraction(2, 3), Fraction(5)]):
         weight = [x / sum(mass) for x in mass]
         assert sorted(range(4), key=lambda j: mass[j]) == sorted(range(4), key=lambda j: weight[j])
@@ -276,7 +280,7 @@ def test_softmax_keeps_the_order_of_logits():
 
 @pytest.mark.claim("SK-10a")
 def test_softmax_rejects_that_it_keeps_the_order_of_a_group():
-    """The largest of two heads' logits, and the largest of their weights."""
+    """The maximum over two heads' logits orders tokens differently from the maximum over their weights."""
     masses = [[Fraction(1), Fraction(1, 10)], [Fraction(100), Fraction(200)]]
     raw = [max(column) for column in zip(*masses, strict=True)]
     pooled = [max(row[j] / sum(row) for row in masses) for j in (0, 1)]
@@ -291,8 +295,8 @@ def spread_logits() -> torch.Tensor:
 
 @pytest.mark.claim("SK-10b")
 def test_weights_in_float32_tie_where_they_vanish():
-    """Beyond 104 below the largest: 33 weights are left, and of the 48 best tokens as many are found, the others being
-    the first of those that tie at 0."""
+    """Weights underflow 104 below the largest logit. 33 weights are positive, and 33 of the 48 best tokens are found.
+    The others chosen are the first ones that tie at 0."""
     weight = spread_logits().softmax(-1)
     assert int((weight > 0).sum()) == 33
     best = weight.sort(descending=True, stable=True).indices[:48]
@@ -311,21 +315,21 @@ def test_log_weights_in_float32_do_not_tie(synckv):
 
 @pytest.mark.claim("SK-10c")
 def test_log_weights_reject_a_range_beyond_float32():
-    """Where logits themselves are equal after rounding, their logarithms are too."""
+    """If logits are equal after rounding, so are log-weights."""
     logits = torch.tensor([2.0**24, 2.0**24 + 1])
     assert logits[0] == logits[1]
 
 
 @pytest.mark.claim("SK-11")
 def test_rows_of_similarities_cluster_with_their_diagonal(synckv):
-    """Two pairs of like heads: with S_ii = 1 rows of a pair are near each other."""
+    """Two pairs of similar heads: with S_ii = 1, the rows of a pair are close to each other."""
     similarity = torch.tensor([[1, 0.9, 0.1, 0.1], [0.9, 1, 0.1, 0.1], [0.1, 0.1, 1, 0.9], [0.1, 0.1, 0.9, 1]])
     assert synckv.cluster_heads(similarity, 2).labels == (0, 0, 1, 1)
 
 
 @pytest.mark.claim("SK-11")
 def test_clustering_rejects_a_matrix_without_its_diagonal(synckv):
-    """max(S) is then not 1, and D_ii is not defined: with 0 for S_ii heads that are alike are put far apart."""
+    """Then max(S) is not 1, and D_ii is undefined. With S_ii = 0, similar heads are far apart."""
     similarity = torch.tensor([[0, 0.9, 0.8], [0.9, 0, 0.8], [0.8, 0.8, 0.0]])
     full = similarity + torch.eye(3)
     assert synckv.cluster_heads(full, 2).labels == (0, 0, 1)

@@ -75,7 +75,7 @@ ONE, FOUR = rows(TABLE_1), rows(TABLE_4)
 
 
 def resident(n: int, k: Fraction, *, heads: int = HEADS, clusters: int = CLUSTERS) -> Fraction:
-    """The share of the KV cache that stays on the GPU: full for R-heads, k tokens for the others."""
+    """The share of the KV cache that stays on the GPU: all tokens of R-heads, k tokens of the others."""
     return (clusters * n + (heads - clusters) * k) / Fraction(heads * n)
 
 
@@ -84,11 +84,11 @@ def resident(n: int, k: Fraction, *, heads: int = HEADS, clusters: int = CLUSTER
 
 @pytest.mark.claim("SK-8a")
 def test_memory_of_two_representative_heads_out_of_eight_is_a_quarter_at_least():
-    """The row at 20 % is out of reach, whatever k is."""
+    """The 20 % of table 1 are not possible for any k."""
     for k in (0, 1, 100):
         assert resident(1000, Fraction(k)) >= Fraction(CLUSTERS, HEADS) == Fraction(1, 4) > Fraction(20, 100)
     assert ONE["Llama-70B", "SyncKV"][0] == 20
-    # With one representative it could be, at k = 3 n / 35.
+    # With one representative they are, at k = 3 n / 35.
     assert resident(35, Fraction(3), clusters=1) == Fraction(20, 100)
 
 
@@ -104,7 +104,7 @@ def test_30_percent_reject_30_percent_of_the_tokens():
 
 @pytest.mark.claim("SK-8c")
 def test_double_buffers_cost_the_dynamic_part_once_more():
-    """k = n / 15 with half of it dynamic: 2.5 percentage points."""
+    """For k = n / 15, half of it dynamic, the cost is 2.5 percentage points."""
     n, k = 30, Fraction(2)
     assert resident(n, k + k / 2) - resident(n, k) == Fraction(25, 1000)
 
@@ -116,7 +116,7 @@ def test_double_buffers_reject_to_be_free():
 
 @pytest.mark.claim("SK-9")
 def test_attention_is_at_most_four_times_less_work():
-    """Keys read per step: n by each R-head at every step (line 22), k by the others. 3 x is within reach."""
+    """Keys read per step: n by each R-head at every step (line 22), k by the others. A factor of 3 is possible."""
     assert 1 / resident(1000, Fraction(0)) == 4
     assert 1 / resident(15, Fraction(1)) > 3
     assert all(1 / resident(1000, Fraction(k)) <= 4 for k in range(0, 1001, 50))
@@ -135,7 +135,7 @@ def test_attention_rejects_three_times_less_work_at_half_of_the_memory():
 @pytest.mark.claim("SK-12a")
 @pytest.mark.parametrize("table", [ONE, FOUR], ids=["1", "4"])
 def test_averages_are_the_means_of_six_categories(table):
-    """Categories and average are rounded to a hundredth each: together to a hundredth."""
+    """Categories and average are each rounded to 0.01, so they may differ by 0.01 together."""
     beyond = []
     for row, (_, average, cells) in table.items():
         assert len(cells) == 6
@@ -188,7 +188,7 @@ def test_synckv_has_the_best_average_of_those_that_save_memory():
 
 @pytest.mark.claim("SK-12f")
 def test_best_average_rejects_every_category():
-    """On summaries CAKE is better for three of the four models."""
+    """For three of the four models, CAKE is better at summarization."""
     summary = {model: ONE[model, "SyncKV"][2][2] - ONE[model, "CAKE"][2][2] for model in
                ("Llama-8B", "Qwen-7B", "Qwen-14B", "Llama-70B")}
     assert [difference > 0 for difference in summary.values()] == [True, False, False, False]

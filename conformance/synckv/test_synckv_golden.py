@@ -1,8 +1,8 @@
 """SyncKV under test against the golden trace: the clusters, sets and outputs of float64 on a trained model's vectors.
 
-The state under test goes in lockstep with float64, which takes over a choice that is as right as its own. From there on
-the record shows another state than is right: every anticipation until then is compared with it, and these must be half
-of them at least. The small case on the CPU, all on a GPU.
+The state under test runs in lockstep with a float64 state, which adopts adjudicated choices. After an adopted choice
+the float64 state may differ from the record, so anticipations are compared with the record only until then. At least
+half of them must be. The CPU replays the small case, the GPU all cases.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_every_recorded_case_is_replayed(traces):
 
 @pytest.mark.parametrize("case", CASES)
 def test_sets_of_the_record_change(case, traces):
-    """Clusters of more than one head, and sets that neither stay nor are all new."""
+    """There is more than one cluster, and successive sets differ in part."""
     about = traces[1].metadata["cases"][case]
     assert sorted(set(about["labels"])) == [0, 1]
     chosen = traces[1].tensors[f"{case}.chosen"]
@@ -54,7 +54,7 @@ def test_sets_of_the_record_change(case, traces):
 
 @pytest.mark.parametrize("case", CASES)
 def test_synckv_reference_repeats_the_golden_trace(case, traces, twins):
-    """All steps, in float64: decisions to the letter, outputs as near as `--check` allows."""
+    """All steps in float64: decisions are equal, outputs are within the tolerance of `--check`."""
     golden = traces[1]
     about = golden.metadata["cases"][case]
     state, tensors = started(twins.reference.synckv, case, traces, torch.device("cpu"), torch.float64)
@@ -89,7 +89,7 @@ def follow(case: str, traces: Any, twins: Any, device: torch.device) -> None:
     tested, tensors = started(twins.optimized.synckv, case, traces, device, torch.bfloat16)
     exact, _ = started(twins.reference.synckv, case, traces, device, torch.float64)
     adapter = Adapter()
-    adapter.stored = ()                                                    # which takes long; lockstep's own tests do
+    adapter.stored = ()                                                    # slow, and tested in lockstep already
     both = Lockstep(tested, exact, adapter)
     both.prefill(*(tensor[:, :, :prompt] for tensor in tensors))
     as_recorded = torch.equal(exact.static[0].short(), recorded["static"])
@@ -103,4 +103,4 @@ def follow(case: str, traces: Any, twins: Any, device: torch.device) -> None:
         assert_within(output, truth, adapter.bound, what=f"output of step {step}")
         followed += 1
     choices = about["steps"] // stride
-    assert 2 * followed >= choices, f"{followed} of {choices} anticipations are the record's"
+    assert 2 * followed >= choices, f"only {followed} of {choices} anticipations agree with the record"

@@ -1,4 +1,4 @@
-"""SyncKV's heads under test: how alike they are, and which of them stand for which."""
+"""SyncKV's functions on heads under test: overlap, similarity, clusters and their representatives."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ SUBSETS = [set(chosen) for chosen in chain.from_iterable(combinations(range(3), 
 
 
 def padded(chosen, size: int, *, front: bool = False) -> list[int]:
-    """Sets have no order, and -1 may stand anywhere."""
+    """The set padded with -1: ascending, or, with `front`, descending after the -1 entries. The order does not
+    matter."""
     none = [-1] * (size - len(chosen))
     return none + sorted(chosen, reverse=True) if front else sorted(chosen) + none
 
 
 @SIDES
 def test_overlap_of_every_two_small_sets(side, twins, device):
-    """To the bit: the quotient of two counts, rounded once."""
+    """The result is bitwise equal to the quotient of two counts, rounded once."""
     pairs = list(product(SUBSETS, SUBSETS))
     first = torch.tensor([padded(one, 4) for one, _ in pairs], device=device)
     second = torch.tensor([padded(other, 3, front=True) for _, other in pairs], device=device)
@@ -51,7 +52,7 @@ def test_overlap_of_every_two_small_sets(side, twins, device):
 @given(sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)), seed=st.integers(0, 2**31 - 1))
 @few
 def test_overlap_of_large_sets(sizes, seed, twins, device):
-    """Larger than a tile; indices beyond 2^31; any strides."""
+    """Sets larger than a tile, indices beyond 2^31, and any strides."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.arange(60) * 2**33
     first, second = (tokens[torch.randperm(60, generator=generator)[:size]] for size in sizes)
@@ -77,7 +78,8 @@ def exact_similarity(attention, k, occupied):
 
 
 def assert_similar(found, exact, steps: int) -> None:
-    """Each share is rounded once, each of steps sums once, and the quotient once: at most steps + 2 roundings."""
+    """Each overlap is rounded once, each of `steps` additions once, and the quotient once: at most steps + 2
+    roundings."""
     assert found.dtype == torch.float64
     assert torch.equal(found, found.T)
     assert (found.diagonal() == 1).all()
@@ -93,7 +95,8 @@ def assert_similar(found, exact, steps: int) -> None:
 )
 @few
 def test_similarity_is_the_mean_overlap(steps, heads, tokens, k, masked, levels, seed, dtype, twins, device):
-    """Many equal weights, few tokens, NaN where none is: sets are right to the letter, their mean within float64."""
+    """Many equal weights, few tokens, NaN in free slots: sets are exactly right, and their mean is within the error of
+    float64."""
     generator = torch.Generator().manual_seed(seed)
     attention = torch.randint(levels, (steps, heads, tokens), generator=generator).to(dtype)
     occupied = torch.ones(steps, tokens, dtype=torch.bool)
@@ -111,8 +114,8 @@ def test_similarity_is_the_mean_overlap(steps, heads, tokens, k, masked, levels,
 
 @SIDES
 def test_similarity_of_weights_at_hand(side, twins, device):
-    """Head 0 and 1 agree on one of two tokens at the first step, on both at the second; -inf and NaN come last, NaN not
-    before -inf; strides are any."""
+    """Heads 0 and 1 share one of two tokens at the first step and both at the second. -inf ranks last, NaN like -inf.
+    Any strides."""
     inf, nan = torch.inf, torch.nan
     attention = torch.tensor([
         [[0.9, 0.1, 0.5, 0.0], [0.9, 0.5, 0.1, 0.0], [nan, nan, 2.0, 1.0]],
@@ -127,7 +130,7 @@ def test_similarity_of_weights_at_hand(side, twins, device):
 
 
 def exact_clusters(similarity, clusters):
-    """The k-means of the specification in fractions; all ties to the lowest index."""
+    """The specified k-means, in fractions. All ties go to the lowest index."""
     table = [[Fraction(value) for value in row] for row in similarity.tolist()]
     top = max(map(max, table))
     row = [[top - value for value in line] for line in table]
@@ -169,7 +172,7 @@ def symmetric(heads: int, seed: int) -> torch.Tensor:
 @SIDES
 @pytest.mark.parametrize("heads", [1, 2, 5, 8])
 def test_clusters_are_those_of_exact_arithmetic(side, heads, twins, device):
-    """Random similarities, on which no two distances come near each other; every number of clusters."""
+    """Random similarities, for which no two distances are close, and all numbers of clusters."""
     for clusters in range(1, min(heads, 4) + 1):
         for seed in range(3):
             similarity = symmetric(heads, seed)
@@ -179,7 +182,8 @@ def test_clusters_are_those_of_exact_arithmetic(side, heads, twins, device):
 
 @SIDES
 def test_clusters_of_every_two_blocks(side, twins, device):
-    """Five heads in two groups, alike within and unlike across, one of each group the most alike: all 15 ways."""
+    """Five heads in two groups, in all 15 ways. Heads are similar within a group, one head of each group the most, and
+    dissimilar across groups."""
     for mask in range(1, 16):
         group = [0] + [mask >> bit & 1 for bit in range(4)]
         leads = [group.index(0), 4 - group[::-1].index(1)]
@@ -191,7 +195,7 @@ def test_clusters_of_every_two_blocks(side, twins, device):
         found = of(twins, side).cluster_heads(similarity.to(device), 2)
         assert found.labels == tuple(group)
         assert found.labels[found.representatives[1]] == 1
-        # Of two heads both are as near: the lower one.
+        # In a group of two, both heads are equally near, so the lower index is expected.
         expected = [
             leads[number] if group.count(number) > 2 else group.index(number) for number in (0, 1)
         ]
@@ -201,7 +205,7 @@ def test_clusters_of_every_two_blocks(side, twins, device):
 @SIDES
 @pytest.mark.parametrize("clusters", [1, 2, 3, 4])
 def test_heads_that_are_all_alike_still_make_clusters(side, clusters, twins, device):
-    """No cluster is without a head; everything is a tie, and goes to the lowest index."""
+    """No cluster is empty. Everything ties, and ties go to the lowest index."""
     found = of(twins, side).cluster_heads(torch.ones(4, 4, device=device), clusters)
     labels, representatives = exact_clusters(torch.ones(4, 4), clusters)
     assert (found.labels, found.representatives) == (labels, representatives)
@@ -209,7 +213,8 @@ def test_heads_that_are_all_alike_still_make_clusters(side, clusters, twins, dev
 
 
 def test_twins_cluster_alike_where_distances_tie(twins, device):
-    """Similarities of few values make many ties, and sums whose rounding depends on their order: both sides agree."""
+    """Similarities with few distinct values make many ties, and sums whose rounding depends on the order. Both sides
+    must agree."""
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
         made = torch.randint(2, (7, 7), generator=generator).triu() / 10
@@ -220,7 +225,7 @@ def test_twins_cluster_alike_where_distances_tie(twins, device):
             ), (seed, clusters)
 
 
-# Stored --------------------------------------------------------------------------------------------------------------
+# Storage -------------------------------------------------------------------------------------------------------------
 
 
 def test_clusterings_are_stored_as_json(twins, tmp_path, device):

@@ -1,4 +1,4 @@
-"""Bad input to SyncKV's functions: errors have the right type, and say what was expected and what came."""
+"""Bad input to SyncKV's functions: errors have the right type, and say what was expected and what was passed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ B, HQ, HKV, S, D = 2, 4, 2, 6, 16
 
 
 def good(function: str, device: torch.device) -> dict[str, Any]:
-    """Arguments that are right."""
+    """Valid arguments."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
@@ -153,7 +153,7 @@ def test_a_wrong_number(function, name, values, error, says, side, twins, device
 @SIDES
 @pytest.mark.parametrize("function", ["initial_sets", "anticipate", "head_similarity"])
 def test_what_kernels_cannot_take(function, side, twins, device):
-    """Inputs that require grad, and float64; nothing that the reference refuses."""
+    """Inputs that require grad, and float64, which the reference accepts."""
     call = getattr(getattr(twins, side).synckv, function)
     for name in FLOATS[function]:
         arguments = good(function, device)

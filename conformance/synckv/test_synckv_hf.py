@@ -1,4 +1,5 @@
-"""SyncKV inside transformers: the tokens, and what every layer chose, of a loop by hand over its float64 State."""
+"""SyncKV inside transformers: tokens and the chosen sets of every layer, against a plain loop over its float64
+state."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ from kvtwin.reference.synckv import HeadClusters, SyncKVConfig, SyncKVState, clu
 pytestmark = pytest.mark.kind("equivalence")
 
 F64 = torch.float64
-#: Of two layers with two KV heads each: the representatives differ.
+#: Two layers with two KV heads each. The representatives differ between the layers.
 CLUSTERS = (HeadClusters((0, 0), (1,)), HeadClusters((0, 0), (0,)))
 SMALL: dict[str, Any] = {"k": 4, "stride": 3, "max_tokens": 28, "head_clusters": CLUSTERS}
 
 
 def cache_of(twins: Any, side: str, model: Any, **options: Any) -> Any:
-    """Ready to run; for an implementation that brings only its State, our plug around it."""
+    """A cache that is ready to run. If an implementation has only a state, our cache adapter wraps it."""
     model.set_attn_implementation("kvtwin")
     made: type[SyncCache] = importlib.import_module(f"kvtwin.{side}.hf.synckv").SyncKVCache
     state = getattr(getattr(twins, side).synckv, "SyncKVState", made.State)
@@ -39,7 +40,7 @@ def cache_of(twins: Any, side: str, model: Any, **options: Any) -> Any:
 
 
 class SyncLoop(Loop):
-    """A row without its padding, in a State per layer."""
+    """A row without its padding, with one state per layer."""
 
     def __init__(
         self, model: Any, config: SyncKVConfig, clusters: tuple[HeadClusters, ...], phases: Sequence[int]
@@ -66,7 +67,7 @@ def chosen(state: Any, row: int, padding: int = 0) -> list[list[int]]:
 
 
 def check(model: Any, cache: Any, inputs: dict[str, Tensor], new: int, phases: Sequence[int] = (0, 0)) -> None:
-    """Against a loop per row, token by token; and what each layer has chosen, after every forward pass."""
+    """Compare the cache with one loop per row: tokens, and the chosen sets of each layer after every forward pass."""
 
     def make(padding: int) -> tuple[SyncLoop, Any]:
         clusters = tuple(layer.state.head_clusters for layer in cache.layers)
@@ -80,7 +81,7 @@ def check(model: Any, cache: Any, inputs: dict[str, Tensor], new: int, phases: S
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_generation_is_the_loop(family, twins, device):
-    """Left padding, in one row more of it than k leaves; several anticipations."""
+    """Left padding, which leaves fewer than k tokens in one row, and several anticipations."""
     model = tiny_models.model(family, F64, device)
     used = cache_of(twins, "reference", model)
     check(model, used, prompts(11, [0, 2, 8], device), 9)
@@ -124,7 +125,7 @@ def test_what_is_on_its_way_cannot_be_copied(device):
 
 
 def test_with_room_for_all_it_is_the_stock_model(twins, device):
-    """Also on a second turn on the same cache."""
+    """This also holds for a second generation with the same cache."""
     model, inputs = tiny_models.model("llama", F64, device), prompts(9, [0, 4], device)
     expected = generate(model, inputs, 6)
     used = cache_of(twins, "reference", model, k=28)
@@ -135,7 +136,7 @@ def test_with_room_for_all_it_is_the_stock_model(twins, device):
 
 
 def test_beams_are_reordered(twins, device):
-    """With room for all, beam search is the stock model's; rows moved on the way."""
+    """If all tokens are kept, beam search equals that of the stock cache, with rows reordered on the way."""
     model, inputs = tiny_models.model("llama", F64, device), prompts(6, [0], device)
     expected = generate(model, inputs, 6, num_beams=3)
     used = cache_of(twins, "reference", model, k=28)
@@ -162,12 +163,12 @@ def test_heads_are_in_runs_unless_clusters_are_given(twins):
         assert used.config == SyncKVConfig(3)
 
 
-# Which heads look alike ----------------------------------------------------------------------------------------------
+# Clusters of similar heads -------------------------------------------------------------------------------------------
 
 
 def test_clusters_are_those_of_whole_attention_matrices(twins, device):
-    """Of eager attention's weights over unpadded rows, pooled over groups, by the same functions; nothing is left
-    behind in the model."""
+    """They equal the clusters from eager attention weights over unpadded rows, pooled over groups. The model is left as
+    it was."""
     own = importlib.import_module("kvtwin.reference.hf.synckv")
     model = tiny_models.model("llama", F64, device, num_attention_heads=8, num_key_value_heads=4)
     inputs = prompts(12, [0, 4], device)
@@ -189,7 +190,7 @@ def test_clusters_are_those_of_whole_attention_matrices(twins, device):
 
 
 def test_both_sides_find_the_same_clusters(twins, device, tmp_path):
-    """And keep them as JSON; a cache takes what was kept."""
+    """The clusters can be saved as JSON, and a cache accepts the loaded ones."""
     model = tiny_models.model("llama", torch.float32, device)
     texts = [prompts(6, [0, 2], device)["input_ids"]]
     found = [
@@ -203,7 +204,7 @@ def test_both_sides_find_the_same_clusters(twins, device, tmp_path):
     assert tuple(layer.state.head_clusters for layer in used.layers) == found[0]
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
+# Bad input -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.kind("bad_input")

@@ -1,5 +1,5 @@
-"""The bytes that a SyncKV state says it takes, against who gives them out: on a GPU torch's allocators, of its memory
-and of pinned memory; on the CPU a registry of every storage that is made, and still there."""
+"""The bytes that a SyncKV state reports, compared with the bytes that are allocated. On a GPU, torch's allocators for
+device and pinned memory count them. On the CPU, a registry counts every storage that is still alive."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.kind("equivalence")
 SIZES = {"batch": 1, "query_heads": 3, "key_value_heads": 3, "head_dim": 16, "dtype": torch.float32}
 
 
-#: To read a number from a GPU torch pins a word of 8 bytes, which its statistics go on to count. Fewer than 128 are
-#: read here; the smallest bank has a thousand times as many bytes.
+#: To read a number from a GPU, torch pins a word of 8 bytes, and its statistics keep counting it. Fewer than 128
+#: numbers are read here. The smallest bank has a thousand times as many bytes.
 WORDS = 8 * 128
 
 
 def slots(device: torch.device) -> int:
-    """On a GPU so many that blocks of 512 bytes do not matter, and no power of two."""
+    """The number of slots. On a GPU, so many that blocks of 512 bytes do not matter, and not a power of two."""
     return 20_000 if device.type == "cuda" else 100
 
 
@@ -35,8 +35,8 @@ SIDES = pytest.mark.parametrize(("side", "offload"), [("reference", False), ("op
 
 
 class Registry(TorchDispatchMode):
-    """Every storage that an operation gives back while it is on, by whether it is still there. What lies below an
-    operation of ours it does not see, nor does that outlive it."""
+    """Records every storage that an operation returns while this mode is on. It does not see storages inside our custom
+    operations, which are freed when the operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Registry(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # torch.tensor() makes its storage first, and hands it to this operation.
+        # torch.tensor() allocates its storage first, and then passes it to this operation.
         given = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
         known = {leaf.untyped_storage()._cdata for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
@@ -58,7 +58,7 @@ class Registry(TorchDispatchMode):
 
 
 class Count:
-    """How many bytes more are given out than when it began. On the CPU all are the host's."""
+    """The bytes allocated since construction. On the CPU, all of them are host memory."""
 
     def __init__(self, device: torch.device, registry: Registry) -> None:
         self._device, self._registry = device, registry
@@ -69,7 +69,7 @@ class Count:
         if self._device.type != "cuda":
             return 0, 0, self._registry.live()
         torch.cuda.synchronize(self._device)
-        # What torch keeps for the next one who asks counts as allocated; "active" bytes do not fall in torch 2.11.
+        # Memory in torch's cache counts as allocated, so empty the cache. "active" bytes do not decrease in torch 2.11.
         torch._C._host_emptyCache()
         stats, host = torch.cuda.memory_stats(self._device), torch.cuda.host_memory_stats()
         return (
@@ -77,7 +77,7 @@ class Count:
         )
 
     def taken(self) -> tuple[int, int, int]:
-        """Bytes on the GPU as they were asked for, as they were given (in blocks of 512), and on the host."""
+        """Bytes on the GPU as requested, bytes on the GPU as allocated (in blocks of 512), and bytes on the host."""
         requested, allocated, host = (now - before for now, before in zip(self._now(), self._before, strict=True))
         return requested, allocated, host
 
@@ -97,7 +97,8 @@ def fed(state: Any, device: torch.device) -> None:
 
 
 def assert_agree(state: Any, taken: tuple[int, int, int]) -> None:
-    """Exactly what was asked for, but for WORDS; of a GPU's allocator also what was given, within 5 %."""
+    """The reported bytes equal the requested bytes (pinned memory: up to WORDS), and on a GPU are within 5 % of the
+    allocated bytes."""
     requested, allocated, host = taken
     gpu_bytes, host_bytes = state.gpu_bytes(), state.host_bytes()
     if state.device.type == "cuda":
@@ -109,7 +110,7 @@ def assert_agree(state: Any, taken: tuple[int, int, int]) -> None:
 
 
 def assert_each_buffer_counts(state: Any, taken: tuple[int, int, int]) -> None:
-    """To forget one is noticed; but for those of which there are two names."""
+    """Hiding any buffer makes `assert_agree` fail, except for buffers with two names."""
     parts = [vars(state), *([vars(state._offload)] if state.config.offload else [])]
     named = [(part, name, value.untyped_storage().data_ptr()) for part in parts for name, value in part.items()
              if isinstance(value, Tensor) and value.numel()]
@@ -124,7 +125,7 @@ def assert_each_buffer_counts(state: Any, taken: tuple[int, int, int]) -> None:
 
 @SIDES
 def test_bytes_are_those_that_were_given_out(side, offload, twins, device, count):
-    """Of an empty state; with a bank, after a prompt and steps; after a reset; and when the state is gone."""
+    """For an empty state, after a prompt and steps (with a bank), after a reset, and after the state is deleted."""
     config = SyncKVConfig(8, stride=2, clusters=1, max_tokens=slots(device), offload=offload)
 
     def new() -> Any:
@@ -132,7 +133,7 @@ def test_bytes_are_those_that_were_given_out(side, offload, twins, device, count
 
     cache = 2 * 3 * slots(device) * 16 * 4
     if device.type == "cuda":
-        first = new()                                           # what is made once
+        first = new()                                           # allocations that happen once
         fed(first, device)
         first.reset()
         del first
@@ -140,11 +141,11 @@ def test_bytes_are_those_that_were_given_out(side, offload, twins, device, count
     state = new()
     assert_agree(state, begun.taken())
     empty = state.gpu_bytes()
-    assert state.host_bytes() == 0, "no token, no bank"
+    assert state.host_bytes() == 0, "a state without tokens needs no bank"
     fed(state, device)
     assert_agree(state, begun.taken())
     assert state.host_bytes() >= cache * 2 // 3 if offload else state.host_bytes() == 0
-    assert state.gpu_bytes() >= (cache // 3 if offload else cache), "representatives keep everything"
+    assert state.gpu_bytes() >= (cache // 3 if offload else cache), "representatives keep all tokens"
     assert_each_buffer_counts(state, begun.taken())
     state.reset()
     assert_agree(state, begun.taken())

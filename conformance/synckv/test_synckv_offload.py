@@ -1,10 +1,10 @@
-"""SyncKV with the bank in the host's memory: whenever tokens come, results are those of keys and values at hand.
+"""SyncKV with the bank in host memory: results do not depend on when tokens are transferred.
 
-Equal to the bit to the same state without offload, which is judged elsewhere. On the CPU a transfer is done at once, or
-here as late as it may be; on a GPU its stream is also made to sleep, and steps are also replays of a graph, of one step
-or of some that the strides do not fit into. Without a GPU, steps that are launched as a graph would hold them: the
-device, not the host, says whether tokens travel. These tests reach into our own state, so another implementation's
-`offload` is not under test here, but for the first one.
+Results are bitwise equal to those of the same state without offload, which other tests judge. On the CPU, a transfer is
+done at once, or, in these tests, as late as possible. On a GPU, some tests delay the stream, and some replay steps from
+a CUDA graph of one step, or of a number of steps that is not a multiple of the stride. Without a GPU, steps are
+launched as a graph would contain them: the device, not the host, decides whether tokens are transferred. These tests
+use the internals of our own state. So they do not test `offload` of another implementation, except for the first one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from kvtwin.reference.synckv import SyncKVState as Reference
 
 pytestmark = pytest.mark.kind("equivalence")
 
-#: Steps as they are launched, or graphs of so many.
+#: Steps that are launched directly (0), or graphs of so many steps.
 FORMS = pytest.mark.parametrize("form", (0, 1, 4) if torch.cuda.is_available() else (0, 1))
 
 
@@ -91,19 +91,19 @@ def test_transfers_as_late_as_may_be(form, device, expected):
     state = with_transfers(new(device), late)
     assert_same(played(state, device, form), expected)
     if not form:
-        assert late.late == 1 + (STEPS - 1) // 2, "the last one is still under way"
+        assert late.late == 1 + (STEPS - 1) // 2, "the last transfer must still be pending"
 
 
 @FORMS
 def test_places_that_wait_for_tokens_may_hold_anything(form, device, expected):
-    """NaN in every place of the pool that the set in use has not, and in the slots that new tokens have left."""
+    """NaN in every place of the pool that is not in the current set, and in the slots that new tokens have left."""
     state = new(device)
 
     def spoil() -> None:
         away = state._offload
         slot = torch.arange(away.key.shape[2] + 1, device=device)
         used = (slot < 0).scatter(0, away.places.flatten().where(away.places.flatten() >= 0, slot[-1]), True)
-        # What the newest tokens lie in is still to be read; on its way is a copy.
+        # The slots of the newest tokens are still read; only their copies are in transfer.
         newest = state._counters[5].where(state._due[0] != 0, state._counters[3])
         used = used | ((slot >= newest) & (slot < newest + away.stride))
         for tensor in (away.key, away.value):
@@ -114,7 +114,7 @@ def test_places_that_wait_for_tokens_may_hold_anything(form, device, expected):
 
 @pytest.mark.parametrize("form", [0, 1])
 def test_only_tokens_that_are_not_resident_are_read(form, device, expected):
-    """The bank holds NaN for all that is in the pool while a step, its transfers included, runs."""
+    """The bank has NaN for all tokens in the pool while a step and its transfers run."""
     state, poisoned = new(device), []
 
     @contextmanager
@@ -139,7 +139,7 @@ def test_only_tokens_that_are_not_resident_are_read(form, device, expected):
 @FORMS
 @pytest.mark.parametrize("programs", [1, 24])
 def test_a_slow_stream_changes_nothing(programs, form, device, expected, monkeypatch):
-    """On a GPU: the stream sleeps, and a single program has the whole wire to fill. On the CPU there is neither."""
+    """On a GPU, the stream sleeps, and a single program transfers everything. Not applicable on the CPU."""
     if device.type != "cuda":
         return
     monkeypatch.setattr(_offload, "PROGRAMS", programs)
@@ -150,7 +150,7 @@ def test_a_slow_stream_changes_nothing(programs, form, device, expected, monkeyp
 
 @pytest.mark.parametrize("share", [-1, 10], ids=["all programs", "few of them"])
 def test_whoever_fetches_leaves_nothing_out(share, device, expected, monkeypatch):
-    """Three programs, or two of them, have up to six units between them, a token of a head each."""
+    """Three programs, or two of them, share up to six units. A unit is one token of one head."""
     for name, value in {"PROGRAMS": 3, "FEW": 2, "SHARE": share, "BLOCK": 1}.items():
         monkeypatch.setattr(_offload, name, value)
     assert_same(played(new(device), device), expected)
@@ -158,7 +158,7 @@ def test_whoever_fetches_leaves_nothing_out(share, device, expected, monkeypatch
 
 @FORMS
 def test_layers_share_a_stream(form, device, expected):
-    """Two layers of different phases; what comes for one may delay the other, and nothing else."""
+    """Two layers of different phases. A transfer for one may delay the other, but must not change its results."""
     layers = [new(device, phase=phase) for phase in (0, 1)]
     if device.type == "cuda":
         for state in layers:
@@ -172,8 +172,8 @@ def test_layers_share_a_stream(form, device, expected):
 
 @pytest.mark.skipif(INTERPRETED, reason="there are no streams without a GPU: run with --kv-device cuda")
 def test_a_caller_may_compute_on_any_stream(device, expected):
-    """torch hands out the same streams over and over. Were the caller's the one that tokens come by, they would wait in
-    line."""
+    """torch reuses a small pool of streams. If the caller's stream were also the transfer stream, transfers would wait
+    for its computation."""
     for stream in side_streams(device):
         state = new(device)
         state._offload.transfers = Noted(device)
@@ -189,7 +189,8 @@ def test_a_caller_may_compute_on_any_stream(device, expected):
 @pytest.mark.kind("bad_input")
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_what_cannot_be_captured(device):
-    """A prompt, which makes the bank, and a first token without one: errors, and the state is as it was."""
+    """A prompt, which allocates the bank, and a first token without a prompt raise errors and leave the state
+    unchanged."""
     if device.type != "cuda":
         return
     state = new(device)
@@ -202,9 +203,9 @@ def test_what_cannot_be_captured(device):
 
 
 def test_a_token_that_left_comes_back(device):
-    """Its place was another's meanwhile; others are chosen as soon as they come, before they lie in the bank. Token i's
-    value is e_i; the other head's query is zero, so its output shows what it attends to: what was chosen at the step
-    before, and its own token."""
+    """A token returns to the pool after another token used its place, and some tokens are chosen before they are in the
+    bank. The value of token i is e_i, and the query of the other head is zero. So its output shows the tokens that it
+    attends to: the one chosen at the previous step, and its own."""
     state = SyncKVState(
         SyncKVConfig(1, 0.0, 1, 1, max_tokens=10, offload=True), HeadClusters((0, 0), (0,)), batch=1, query_heads=2,
         key_value_heads=2, head_dim=16, dtype=torch.float32, device=device,
@@ -247,9 +248,9 @@ def test_rows_are_reordered_while_tokens_are_on_their_way(device):
 
 
 def test_a_reset_frees_the_host_s_memory(device, expected):
-    """Also one that comes while tokens are on their way; then the state starts anew."""
+    """Even while tokens are being transferred. Afterwards the state behaves like a new one."""
     state = with_transfers(new(device), Late())
-    assert state.host_bytes() == 0, "no token, no bank"
+    assert state.host_bytes() == 0, "a state without tokens needs no bank"
     played(state, device)
     assert state.host_bytes() == 2 * 2 * 14 * 16 * 4
     banks = [weakref.ref(bank) for bank in state._offload.bank]

@@ -1,4 +1,4 @@
-"""SyncKV's index sets under test: what the prompt's last token chooses, and what an anticipation does."""
+"""SyncKV's index sets under test: those that the prompt's last token chooses, and those of an anticipation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def of(twins, side):
 
 
 def aimed(logits, device, *, group: int = 1):
-    """query, key, occupied of a row and a head per list of logits [rows][group][tokens], float32, scale 1."""
+    """query, key and occupied that have these logits [rows][group][tokens], in float32 with scale 1: one row with one
+    KV head per list."""
     table = torch.tensor(logits, dtype=torch.float32)
     table = table[:, None] if table.dim() == 2 else table
     rows, group, tokens = table.shape
@@ -38,7 +39,7 @@ def aimed(logits, device, *, group: int = 1):
 
 
 def initial(twins, side, *, k: int, rho: float = 0.5, **inputs):
-    """`initial_sets` of a budget as `split_budget` splits it."""
+    """`initial_sets` with the budget split by `split_budget`."""
     return of(twins, side).initial_sets(**inputs, **dict(zip(
         ("k_static", "k_dynamic"), of(twins, side).split_budget(k, rho), strict=True
     )))
@@ -54,7 +55,7 @@ def sets(result):
 @given(case=sets_cases())
 @some
 def test_initial_sets_are_what_float64_would_choose(case, twins):
-    """Any shape, dtype, layout, mask and content, poisoned free slots included."""
+    """For any shape, dtype, layout, mask and content, with poisoned free slots."""
     judge.assert_initial_right(twins.optimized.synckv.initial_sets(**case.inputs), case)
 
 
@@ -66,7 +67,8 @@ def test_anticipation_is_what_float64_would_choose(case, twins):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_sets_of_groups_whose_heads_weigh_differently(seed, twins, device):
-    """Logits with a deviation of 4, so that each head of a group has a denominator of its own, over several tiles."""
+    """Logits with a standard deviation of 4 over several tiles, so that the heads of a group have different
+    denominators."""
     case = SetsCase(group=5, slots=46, occupancy="random", scale=1.0, seed=seed, k=9, taken=4, device=str(device))
     judge.assert_anticipation_right(twins.optimized.synckv.anticipate(**case.step_inputs), case)
 
@@ -91,13 +93,13 @@ def test_sets_of_keys_beyond_two_to_the_31_elements(batch, heads, twins, device)
     judge.assert_anticipation_right(twins.optimized.synckv.anticipate(**case.step_inputs), case)
 
 
-# To the letter -------------------------------------------------------------------------------------------------------
+# Exact results -------------------------------------------------------------------------------------------------------
 
 
 @SIDES
 def test_every_order_of_three_tokens(side, twins, device):
-    """All rankings, k = 2: the first of the ranking is static, the second dynamic; an anticipation with that static set
-    chooses the other two, then nothing."""
+    """All rankings with k = 2. The best token is static, the second one dynamic. An anticipation with that static set
+    and k_dynamic = 3 chooses the other two, and ends with -1."""
     ranks = list(permutations(range(3)))
     # The token of rank 0 has the highest logit.
     inputs = aimed([[-float(rank.index(token)) for token in range(3)] for rank in ranks], device)
@@ -109,7 +111,7 @@ def test_every_order_of_three_tokens(side, twins, device):
 
 @SIDES
 def test_equal_tokens_go_by_the_lowest_index(side, twins, device):
-    """70 equal tokens: more than one program, or tile, looks at."""
+    """70 equal tokens: more than one program or tile processes."""
     inputs = aimed([[1.0] * 70], device)
     found = initial(twins, side, **inputs, k=41, rho=0.9)
     assert sets(found) == [[list(range(37))], [list(range(37, 41))]]
@@ -119,7 +121,7 @@ def test_equal_tokens_go_by_the_lowest_index(side, twins, device):
 
 @SIDES
 def test_sets_end_with_minus_one_where_tokens_are_few(side, twins, device):
-    """No token, one, three of five; the static part comes first. Free slots hold NaN."""
+    """With no token, one token, and three of five. The static part is filled first. Free slots hold NaN."""
     inputs = aimed([[3.0, 1.0, 4.0, 1.5, 9.0]] * 3, device)
     inputs["occupied"] = torch.tensor([[0, 0, 0, 0, 0], [0, 1, 0, 0, 0], [1, 0, 1, 1, 0]], device=device).bool()
     inputs["key"] = inputs["key"].masked_fill(~inputs["occupied"][:, None, :, None], math.nan)
@@ -143,13 +145,13 @@ def test_one_of_the_sets_may_be_empty(side, rho, static, dynamic, twins, device)
 
 @SIDES
 def test_a_group_chooses_by_its_largest_weight(side, twins, device):
-    """Weights, not logits: the second head's logits are all larger, but its weight is spread over four tokens. By the
-    mean, or by logits, others would be chosen; so they would if free slots had a logit of 0."""
+    """The largest weight, not the largest logit: the second head's logits are all larger, but its weight is spread over
+    four tokens. The mean, or logits, or free slots with a logit of 0 would choose other tokens."""
     first = [-40.0, -41.0, -70.0, -70.0, -70.0, -70.0, math.nan]
     second = [60.0, 20.0, 100.0, 100.0, 100.0, 100.0, math.nan]
     inputs = aimed([[first, second]], device)
     inputs["occupied"][:, 6] = False
-    # log-weights: -0.31, -1.31 by the first head, -1.39 four times by the second.
+    # Log-weights: -0.31 and -1.31 for the first head, -1.39 four times for the second.
     assert sets(initial(twins, side, **inputs, k=3, rho=0.67)) == [[[0, 1, 2]], [[]]]
     assert sets(initial(twins, side, **inputs, k=2, rho=0.5)) == [[[0]], [[1]]]
 
@@ -176,7 +178,7 @@ def test_eq_6_to_the_letter_chooses_static_tokens_again(side, twins, device):
 @given(case=sets_cases(slots=(2, 40)))
 @few
 def test_sets_of_a_row_are_its_own_to_the_letter(case, twins):
-    """Launched again, and with every other row asking the opposite."""
+    """The sets do not change in a second launch, or when every other row has opposite logits."""
     call = twins.optimized.synckv.anticipate
     plain = call(**case.step_inputs)
     assert_same(call(**case.step_inputs), plain, what="dynamic, again")
@@ -187,7 +189,7 @@ def test_sets_of_a_row_are_its_own_to_the_letter(case, twins):
 
 @SIDES
 def test_the_first_set_is_the_split_of_the_k_best(side, twins, device):
-    """Eq. 4: static and dynamic together are what k static ones would be."""
+    """Eq. 4: static and dynamic together equal the static set for k_static = k."""
     generator = torch.Generator().manual_seed(4)
     query, key = torch.randn(1, 4, 32, generator=generator), torch.randn(1, 2, 30, 32, generator=generator)
     inputs = {"query": query.to(device), "key": key.to(device),
@@ -203,7 +205,7 @@ def test_the_first_set_is_the_split_of_the_k_best(side, twins, device):
 
 @SIDES
 def test_budgets_are_exact(side, twins):
-    """Every rho of two decimals against integers: ceil(hundredths k / 100), and the rest."""
+    """For every rho of two decimals, against integers: ceil(hundredths k / 100), and the rest."""
     split = of(twins, side).split_budget
     for hundredths in range(101):
         for k in (*range(1, 24), 100, 999, 131072):

@@ -1,4 +1,4 @@
-"""Bad input to SyncKV's config and state, on both sides: a clear error, and the state as it was."""
+"""Bad input to SyncKV's config and state, on both sides: a clear error and an unchanged state."""
 
 from __future__ import annotations
 

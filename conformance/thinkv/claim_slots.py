@@ -1,4 +1,5 @@
-"""ThinKV's slots without tokens in them: which blocks a sequence of thoughts comes to hold, and how full they are."""
+"""A model of ThinKV's slots without their contents: the blocks that a sequence of thoughts uses, and how full they
+are."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Blocks:
-    """Slots alone: blocks by their type, tokens by their segment. shared: a free slot serves any type."""
+    """Blocks with their thought type, and the segment of the token in each slot. shared: any type may use a free
+    slot."""
 
     size: int = 8
     shared: bool = False
@@ -34,7 +36,7 @@ class Blocks:
             self.blocks[of] = max(self.blocks[of], sum(kind_ == of for kind_, _ in self.table))
 
     def shrink(self, segment: int, keep: int) -> None:
-        """Every other one goes, and so on, evenly."""
+        """Keep `keep` evenly spaced tokens of the segment."""
         held = self.segments[segment]
         stays = {i * len(held) // keep for i in range(keep)} if keep < len(held) else set(range(len(held)))
         for i, (slots, place) in enumerate(held):
@@ -55,8 +57,8 @@ class Blocks:
 def decoded(
     kinds: list[int], *, shared: bool = False, budget: int = 1024, tau: int = 128
 ) -> tuple[Blocks, float, float]:
-    """Segments of these types, annealed as ThinKV does; the blocks, peak allocated over peak live, and the largest
-    ratio at one moment."""
+    """Simulate segments of these types with ThinKV's annealing. Returns the blocks, the ratio of peak allocation to
+    peak live tokens, and the largest ratio of the two at one moment."""
     blocks, levels, schedule = Blocks(shared=shared), [0] * len(kinds), (64, 32, 16, 8, 4)
     most_allocated = most_live = 0
     ratio = 0.0

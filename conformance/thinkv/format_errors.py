@@ -1,6 +1,6 @@
-"""What quantizing does to groups, exactly, and groups to which it does its worst: for the claims about formats.
+"""Exact quantization errors of groups, and groups with the largest errors, for the claims about formats.
 
-Errors are exact numbers: elements are float32, codes times scales have few bits, and the differences fit in float64.
+Errors are exact: elements are float32, codes times scales have few bits, and the differences fit into float64.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NORMAL, LARGEST = 2.0**-6, 448.0  # of E4M3
 
 
 class Quantization(NamedTuple):
-    """What became of groups [N, n], float64: |x|, the error of every element, amax and scale [N, 1]."""
+    """Quantized groups [N, n] in float64: |x|, the error of each element, and amax and scale [N, 1]."""
 
     size: Tensor
     error: Tensor
@@ -28,7 +28,7 @@ class Quantization(NamedTuple):
 
 
 def quantized(x: Tensor, fmt: str, twins: Twins, device: torch.device, **options: Any) -> Quantization:
-    """Rows of x as groups."""
+    """Quantize the rows of x, each as one group."""
     module = twins.optimized.thinkv
     x = x.float()
     q = module.quantize(x.to(device), fmt, axis=-2 if fmt == "fp8" else -1, group=1 if fmt == "fp8" else x.shape[1],
@@ -42,20 +42,20 @@ def quantized(x: Tensor, fmt: str, twins: Twins, device: torch.device, **options
 
 @cache
 def drawn(fmt: str) -> Tensor:
-    """Groups of 16 of every kind, [N, 16], without NaN and infinity."""
+    """Groups of 16 of all kinds [N, 16], without NaN and infinity."""
     generator = torch.Generator().manual_seed(9)
     return torch.cat([fill(content, generator, (300, 16), fmt) for content in CONTENTS]).float().nan_to_num()
 
 
 def ulps(x: Tensor, count: int) -> Tensor:
-    """x and `count` float32 numbers on either side."""
+    """x and the `count` float32 numbers on either side of it."""
     steps = torch.arange(-count, count + 1, dtype=torch.int32)
     return (x.float().view(torch.int32)[:, None] + steps).flatten().view(torch.float32)
 
 
 def just_past_halves(elements: list[float], largest: float, past: int) -> Tensor:
-    """Groups whose scale is rounded up as far as it can be, from just past 1.0625 to 1.125, times all powers of two.
-    `elements` in units of the scale."""
+    """Groups whose scale is rounded up as much as possible: from just above 1.0625 to 1.125, times all powers of two.
+    `elements` are in units of the scale."""
     powers = 2.0 ** torch.arange(-6, 8)
     amax = (powers * 1.0625 * largest).float()
     amax = (amax.view(torch.int32) + past).view(torch.float32)
@@ -63,6 +63,6 @@ def just_past_halves(elements: list[float], largest: float, past: int) -> Tensor
 
 
 def relative(found: Quantization, largest: float) -> Tensor:
-    """Errors over amax, of groups whose scale is normal and does not saturate."""
+    """Errors divided by amax, for groups whose scale is normal and not saturated."""
     inside = ((found.amax >= largest * NORMAL) & (found.amax <= largest * LARGEST)).flatten()
     return (found.error / found.amax)[inside]

@@ -1,7 +1,7 @@
-"""ThinKV's state: what happens to a token and when, against a model in plain integers; step by step against float64.
+"""ThinKV's state: its segments and evictions against a model in plain integers, and lockstep with float64.
 
-Lockstep with float64 and the laws, which all methods share, are in test_lockstep.py and test_laws.py; formats,
-thoughts, eviction and paging have files of their own.
+test_lockstep.py and test_laws.py have the tests that all methods share. Formats, thoughts, eviction and paging have
+their own files.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Segment:
 
 @dataclass
 class Model:
-    """One row: segments as numbers of tokens."""
+    """The model of one row: the number of tokens in each segment."""
 
     config: ThinKVConfig
     segments: list[Segment] = field(default_factory=list)
@@ -100,7 +100,7 @@ class Model:
 )
 @few
 def test_thinkv_state_keeps_the_schedule(side, budget, prompt, padding, thoughts, last, seed, twins, device):
-    """Segments of tau tokens, their thoughts as the caller says, annealed by transitions and by the budget."""
+    """Segments have tau tokens and the thought types that the caller sets. Transitions and the budget anneal them."""
     generator = torch.Generator().manual_seed(seed)
     state = new_state(getattr(twins, side).thinkv, device, budget=budget)
     rows = [Model(state.config), Model(state.config)]
@@ -141,7 +141,7 @@ def check(state, rows):
 
 @pytest.mark.parametrize("formats", ["nvfp4 nvfp4 ternary", "fp8 int4 int2"])
 def test_thinkv_state_keeps_step_at_once_with_all_thoughts(formats, twins, device):
-    """A prompt over the budget, then windows of each type, in lockstep with float64; reordered rows go on."""
+    """A prompt longer than the budget, windows of each type, and a step after a reorder, in lockstep with float64."""
     config = ThinKVConfig(
         8, tau=4, group=2, block=2, retention=(2, 1), max_tokens=40,
         formats=dict(zip("RET", formats.split(), strict=True)),
@@ -152,7 +152,7 @@ def test_thinkv_state_keeps_step_at_once_with_all_thoughts(formats, twins, devic
         reference.ThinKVState(config, dtype=torch.float64, device=device, **SIZES), Adapter(),
     )
     for state in (both.tested, both.reference):
-        state.thought = torch.zeros(2, dtype=torch.int64, device=device)  # a prompt is reasoning all the same
+        state.thought = torch.zeros(2, dtype=torch.int64, device=device)  # a prompt is still reasoning
     both.prefill(*tokens(generator, device, 9))
     for kind in (Thought.TRANSITION, Thought.EXECUTION):
         for step in range(4):
@@ -167,7 +167,7 @@ def test_thinkv_state_keeps_step_at_once_with_all_thoughts(formats, twins, devic
 
 @SIDES
 def test_thinkv_state_thoughts_come_from_the_sparsity(side, twins, device):
-    """One token is looked at: all others are passed over. No token stands out: none is."""
+    """If a row attends to one token, all others are below the threshold. If it attends to all equally, none is."""
     state = new_state(
         getattr(twins, side).thinkv, device, budget=32, edges=(0.25, 0.5), sparsity_threshold=0.5,
         formats={"R": "fp8", "E": "fp8", "T": "fp8"},
@@ -175,20 +175,20 @@ def test_thinkv_state_thoughts_come_from_the_sparsity(side, twins, device):
     query, key, value = (torch.zeros(2, h, 16, device=device) for h in (2, 1, 1))
     looked = key.clone()
     looked[..., 0] = 8
-    query[0, :, 0] = 8                                                # row 0 looks at one token, row 1 at all
+    query[0, :, 0] = 8                                                # row 0 attends to one token, row 1 to all
     for step in range(5):
         state.step(query, looked if step == 1 else key, value)
         if step < 4:
-            assert state.sparsity.tolist() == [0, 0], "of the window's first step, though a token stands out since"
+            assert state.sparsity.tolist() == [0, 0], "the sparsity must be that of the window's first step"
             assert state.thought.tolist() == [Thought.EXECUTION] * 2
     share, none = state.sparsity.double().tolist()
-    assert 0.8 * (1 - 4 * UNIT) <= share <= 0.8 * (1 + 4 * UNIT), "a division and a mean of one"
+    assert 0.8 * (1 - 4 * UNIT) <= share <= 0.8 * (1 + 4 * UNIT), "a division and a mean of one number"
     assert none == 0
     assert state.thought.tolist() == [Thought.TRANSITION, Thought.EXECUTION]
 
 
 def test_thinkv_state_takes_in_no_more_than_there_is_room_for(twins, device):
-    """The host does not see a graph's replays: beyond max_tokens the kernels themselves refuse, and nothing moves."""
+    """The host does not count replays of a graph. Beyond max_tokens the kernels store nothing and set `overflow`."""
     state = new_state(twins.optimized.thinkv, device, budget=4, max_tokens=8)
     generator = torch.Generator().manual_seed(13)
     for _ in range(8):
@@ -205,19 +205,19 @@ def test_thinkv_state_takes_in_no_more_than_there_is_room_for(twins, device):
 
 
 def test_thinkv_state_shrinks_in_the_order_of_positions(twins, device):
-    """Of equal keys the oldest tokens stay, wherever they lie: here one is in a slot that an earlier token left."""
+    """The oldest tokens with equal keys are kept, whatever their slots. Here one is in a reused slot."""
     state = new_state(twins.optimized.thinkv, device, budget=4)
     query, key, value = (torch.ones(2, heads, 16, device=device) for heads in (2, 1, 1))
     for _ in range(8):
         state.step(query, key, value)
     second = state.positions[0][state.segments[0] == 1].tolist()
-    assert second != sorted(second), "the tokens lie in order: this test shows nothing"
+    assert second != sorted(second), "the tokens must not be in order, or this test is empty"
     state.step(query, key, value)
     assert sorted(state.positions[0][state.segments[0] == 1].tolist()) == [4, 5]
 
 
 def test_thinkv_state_clusters_by_the_keys_of_all_heads(twins, device):
-    """The first KV head's keys are all alike; who stays follows from the second's, as it does in float64."""
+    """All keys of the first KV head are equal, so the keys of the second one decide, as in float64."""
     sizes = {**SIZES, "key_value_heads": 2}
     config = ThinKVConfig(4, tau=8, group=4, block=2, retention=(3, 1), max_tokens=24)
     states = [
@@ -232,12 +232,12 @@ def test_thinkv_state_clusters_by_the_keys_of_all_heads(twins, device):
             state.step(*(tensor.to(state.dtype) for tensor in (query, key, value)))
     assert states[0].occupied.sum(1).tolist() == [4, 4]
     assert_same(states[0].positions, states[1].positions, what="positions")
-    assert states[0].positions[0].sort().values[-4:].tolist() != [0, 2, 5, 8], "who stays, were all keys alike"
+    assert states[0].positions[0].sort().values[-4:].tolist() != [0, 2, 5, 8], "kept if all keys were equal"
 
 
 @SIDES
 def test_thinkv_state_takes_less_memory_with_every_transition(side, twins, device):
-    """The bytes fall when thoughts shrink, and codes with their scales are far below sixteen bits an element."""
+    """Memory decreases when segments shrink, and codes with their scales take far less than 16 bits per element."""
     state = new_state(getattr(twins, side).thinkv, device, budget=64, tau=8, group=8, retention=(2, 1))
     generator = torch.Generator().manual_seed(5)
     state.prefill(*tokens(generator, device, 32))

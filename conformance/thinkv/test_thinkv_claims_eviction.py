@@ -1,7 +1,7 @@
-"""How many tokens ThinKV keeps, what its sparsity says, and what its clusters keep (claims TK-8, TK-9, TK-10, TK-12).
+"""ThinKV's number of tokens, its sparsity, and the tokens that its clusters keep (claims TK-8, TK-9, TK-10, TK-12).
 
 Counts are exact: integers and fractions. A test named ..._rejects_... shows that a slightly changed statement fails, so
-that the test beside it is not empty.
+the claim's own test is not empty.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def thinkv(twins):
 
 
 def annealed(thinkv, size, *, current, change=False, budget=1, level=None, thought=None):
-    """`anneal` of sizes [B, M], all with the same `current` and `change`; nothing is buffered beside the segments."""
+    """`anneal` of sizes [B, M], with the same `current` and `change` for all rows, and nothing in the buffer."""
     size = torch.tensor(size)
     rows = len(size)
     level = torch.zeros_like(size) if level is None else level
@@ -41,7 +41,7 @@ def annealed(thinkv, size, *, current, change=False, budget=1, level=None, thoug
 
 
 def selections(thinkv, times: int) -> Iterator[tuple[int, list[int]]]:
-    """(r, sizes of segments of 1 to 140 tokens) after each of r = 1, 2, ... trajectory changes, budget to spare."""
+    """(r, sizes of segments of 1 to 140 tokens) after r = 1, 2, ... trajectory changes, with a sufficient budget."""
     size, level = [[length, 1] for length in range(1, 141)], None
     for number in range(1, times + 1):
         found = annealed(thinkv, size, current=1, change=True, budget=10**6, level=level)
@@ -77,8 +77,8 @@ def test_the_schedule_rejects_a_level_more_a_level_less_and_sizes_without_the_mi
 
 
 def simulated(thinkv, thoughts: list[list[int]], last: int, budget: int) -> Iterator[tuple[int, int, list[int], bool]]:
-    """Row by row and token by token (segments begun, tokens of the current one, live tokens of each row, over budget
-    anywhere), eviction after every token; the last segment has `last` tokens."""
+    """Simulate eviction after every token. Yields (number of segments, tokens of the current one, live tokens of each
+    row, whether any row is over budget) per token. The last segment has `last` tokens."""
     rows, count = len(thoughts), len(thoughts[0])
     size = torch.zeros(rows, count, dtype=torch.int64)
     level, thought = torch.zeros_like(size), torch.tensor(thoughts)
@@ -100,7 +100,7 @@ def traces(seed: int, rows: int, count: int) -> list[list[int]]:
 
 @pytest.mark.claim("TK-9a")
 def test_a_budget_below_a_segment_is_exceeded_at_once(thinkv):
-    """k = 64, from which the paper's sweep begins."""
+    """k = 64, with which the paper's sweep begins."""
     live = [tokens[0] for _, _, tokens, _ in simulated(thinkv, [[2, 0, 1]], 7, 64)]
     assert live[:TAU] == list(range(1, TAU + 1))
     assert next(number for number, tokens in enumerate(live, 1) if tokens > 64) == 65
@@ -108,7 +108,8 @@ def test_a_budget_below_a_segment_is_exceeded_at_once(thinkv):
 
 
 def at_the_floors(thinkv, finished: int, *tokens: int, budget: int = 1024) -> tuple[list[int], list[bool]]:
-    """Live tokens, and over budget or not, with so many tokens in the segment after `finished` others."""
+    """The number of live tokens, and whether they exceed the budget, with `current` tokens in the segment after
+    `finished` others."""
     found = annealed(
         thinkv, [[TAU] * finished + [token] for token in tokens], current=finished, budget=budget
     )
@@ -117,7 +118,7 @@ def at_the_floors(thinkv, finished: int, *tokens: int, budget: int = 1024) -> tu
 
 @pytest.mark.claim("TK-9a")
 def test_a_budget_of_1024_is_exceeded_beyond_28800_tokens(thinkv):
-    """225 segments of 128 tokens: their floors are 900, and the 125th token of the next is one too many."""
+    """225 segments of 128 tokens keep 900 tokens, so the 125th token of the next segment is one too many."""
     assert 225 * TAU == 28_800
     assert at_the_floors(thinkv, 224, TAU) == ([1024], [False])
     assert at_the_floors(thinkv, 225, 124, 125) == ([1024, 1025], [False, True])
@@ -134,7 +135,7 @@ def test_32768_tokens_peak_at_1148(thinkv):
 @pytest.mark.claim("TK-9b")
 @pytest.mark.parametrize(("budget", "last"), [(64, 5), (200, 127), (300, 128)])
 def test_live_tokens_never_exceed_budget_or_floors_and_the_current_segment(thinkv, budget, last):
-    """Random thoughts, at every token; over_budget says when the budget does not hold."""
+    """Random thought types, checked after every token. over_budget is True when the budget is exceeded."""
     for begun, token, live, over in simulated(thinkv, traces(budget, 3, 7), last, budget):
         assert max(live) <= max(budget, 4 * (begun - 1) + token)
         assert over == (max(live) > budget)
@@ -145,7 +146,7 @@ def test_live_tokens_reject_floors_without_the_current_segment_and_floors_of_thr
     steps = list(simulated(thinkv, traces(1, 3, 7), 100, 64))
     assert any(max(live) > max(64, 4 * begun) for begun, _, live, _ in steps)
     assert any(max(live) > max(64, 3 * (begun - 1) + token) for begun, token, live, _ in steps)
-    assert any(max(live) == 4 * (begun - 1) + token > 64 for begun, token, live, _ in steps)  # reached
+    assert any(max(live) == 4 * (begun - 1) + token > 64 for begun, token, live, _ in steps)  # attained
 
 
 # ---- TK-10: sparsity (sections 3.1.2, 3.1.3, C.2) --------------------------------------------------------------------
@@ -183,7 +184,7 @@ def test_renormalising_rejects_an_absolute_threshold_and_heads_that_are_not_norm
 
 
 def attention(thinkv, *heads: list[float]) -> float:
-    """The sparsity of given weights (up to a factor), one row per KV head, in float64."""
+    """The sparsity in float64 for given weights (up to a factor), one row per KV head."""
     query = torch.zeros(1, len(heads), 16, dtype=torch.float64)
     query[..., 0] = 1
     key = torch.zeros(1, len(heads), len(heads[0]), 16, dtype=torch.float64)
@@ -193,7 +194,7 @@ def attention(thinkv, *heads: list[float]) -> float:
 
 
 def groups(count: int) -> list[list[float]]:
-    """Each looks at a token of its own, and hardly at the others."""
+    """Each group attends to a different token, and hardly to the others."""
     return [[1.0 if token == group else 1e-4 for token in range(count)] for group in range(count)]
 
 
@@ -208,7 +209,7 @@ def test_averaged_scores_have_another_sparsity_than_groups_on_average(thinkv, co
 
 @pytest.mark.claim("TK-10b")
 def test_averages_reject_groups_that_look_at_the_same_tokens(thinkv):
-    """There both orders agree."""
+    """If all groups attend to the same tokens, both orders agree."""
     row = [1.0, 1e-4, 0.5, 1e-4]
     assert attention(thinkv, row, row) == attention(thinkv, row) == 0.5
 
@@ -236,7 +237,8 @@ def test_types_reject_edges_that_belong_to_no_one_or_to_both():
 @pytest.mark.claim("TK-10d")
 @given(row=weights)
 def test_few_tokens_are_in_no_transition(thinkv, row):
-    """(n - 1) / n at the most, which one token that has it all reaches: n < 1 / (1 - theta_2) tokens are no T."""
+    """The sparsity is at most (n - 1) / n, which one token with all of the weight attains. So n < 1 / (1 - theta_2)
+    tokens are never T."""
     count = len(row)
     assert attention(thinkv, [float(weight) for weight in row]) <= (count - 1) / count
     assert attention(thinkv, [1.0] + [1e-4] * (count - 1)) == (count - 1) / count
@@ -258,7 +260,7 @@ def test_few_tokens_reject_one_more_of_them(thinkv):
 
 @pytest.mark.claim("TK-10e")
 def test_an_evicted_cache_has_another_sparsity(thinkv):
-    """10 of 100 tokens are looked at: a transition. Eviction keeps these, and the same query is in execution."""
+    """A query that attends to 10 of 100 tokens is a transition. If eviction keeps only these, it is execution."""
     edges = (0.3, 0.8)
     sparsity = [attention(thinkv, [1.0] * 10 + [1e-4] * rest) for rest in (90, 0)]
     assert sparsity == [0.9, 0.0]
@@ -267,7 +269,7 @@ def test_an_evicted_cache_has_another_sparsity(thinkv):
 
 @pytest.mark.claim("TK-10e")
 def test_an_evicted_cache_rejects_eviction_in_proportion(thinkv):
-    """Tokens of both kinds in one measure leave it as it was."""
+    """Evicting the same share of both kinds of tokens does not change the sparsity."""
     assert attention(thinkv, [1.0] * 5 + [1e-4] * 45) == attention(thinkv, [1.0] * 10 + [1e-4] * 90) == 0.9
 
 
@@ -283,19 +285,20 @@ def test_a_mean_is_no_key_and_is_not_attended_to_as_its_cluster(thinkv):
     assert float((query @ mean).exp()) == 1
     assert round(float((cluster @ query).exp().mean()), 2) == round(math.cosh(3), 2) == 10.07
     kept = thinkv.select_representatives(cluster, 1).indices
-    assert kept.tolist() == [0]                                                              # a key that there is
+    assert kept.tolist() == [0]                                                              # an existing key
 
 
 @pytest.mark.claim("TK-12a")
 def test_a_mean_rejects_a_cluster_of_equal_keys(thinkv):
-    """There it is a key, and stands for all."""
+    """The mean of equal keys is a key and represents all of them."""
     cluster = torch.eye(16, dtype=torch.float64)[:1].expand(2, 16)
     query = 3 * cluster[0]
     assert torch.equal(cluster.mean(0), cluster[0])
     assert torch.equal((query @ cluster.mean(0)).exp(), (cluster @ query).exp().mean())
 
 
-#: Two clusters, each token nearest to its own mean; the mean of the first is nearest to the token of the second.
+#: Two clusters in which each token is nearest to its own mean. The token nearest to the mean of the first is in the
+#: second.
 CROSSED = ([(0.0, 5.0), (0.0, -5.0)], [(1.0, 0.0)])
 
 
@@ -324,13 +327,13 @@ def test_the_nearest_of_all_tokens_rejects_the_nearest_within_each_cluster():
 @pytest.mark.claim("TK-12c")
 @given(data=st.data(), size=st.integers(1, 12), keep=st.integers(1, 14))
 def test_exactly_as_many_tokens_stay_as_asked_for(thinkv, data, size, keep):
-    """With copies among the keys, whose clusters are empty."""
+    """Even if some keys are equal, which makes clusters empty."""
     numbers = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
     key = torch.zeros(size, 16, dtype=torch.float64)
     key[:, 0] = torch.tensor(numbers)
     kept = thinkv.select_representatives(key, keep).indices.tolist()
     assert len(kept) == len(set(kept)) == min(keep, size)
-    # No number is lost while there is room for all.
+    # If all tokens fit, all are kept.
     if keep >= len(set(numbers)) and size > keep:
         clusters = thinkv.select_representatives(key, keep).assignments[-1].tolist()
         assert len(set(clusters)) <= len(set(numbers))

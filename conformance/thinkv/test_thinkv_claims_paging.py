@@ -1,6 +1,6 @@
-"""What ThinKV says of its paged cache (claims TK-6, TK-7, TK-13, TK-14): order, masks, fragmentation, scales.
+"""ThinKV's claims about its paged cache (claims TK-6, TK-7, TK-13, TK-14): order, masks, fragmentation, scales.
 
-A test named ..._rejects_... shows that a slightly changed statement fails, so that the test beside it is not empty.
+A test named ..._rejects_... shows that a slightly changed statement fails, so the claim's own test is not empty.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def numbers(*of_rows: Any) -> Tensor:
 
 def filled(module: Any, key: Tensor, value: Tensor, *, thoughts: list[int], dtype: torch.dtype = torch.float32,
            formats: str = FORMATS[0], group: int = 4, block: int = 2, device: Any = "cpu") -> Any:
-    """One row with tokens [Hkv, n, D], of which `group` at a time are flushed as the next thought."""
+    """A cache with one row and tokens [Hkv, n, D]. Each `group` tokens are flushed as the next thought."""
     heads, tokens, head_dim = key.shape
     made = module(config_of(formats, tokens=64, group=group, block=block), batch=1, key_value_heads=heads,
                   head_dim=head_dim, dtype=dtype, device=device)
@@ -66,8 +66,8 @@ def leave(held: Any, positions: Iterable[int]) -> None:
 
 
 def slack(query: Tensor, key: Tensor, value: Tensor) -> float:
-    """8 (n + d max|s| + 8) u max|v|: what two float32 computations of one attention may differ by, s the logits with
-    the sizes of their terms."""
+    """8 (n + d max|s| + 8) u max|v|, a bound on the difference of two float32 computations of the same attention. s are
+    the logits, computed with absolute terms."""
     size = float((query.abs()[:, None] * key.abs().repeat_interleave(len(query) // len(key), 0)).sum(-1).max())
     return 8 * (key.shape[1] + D * size + 8) * UNIT * float(value.abs().max())
 
@@ -80,7 +80,7 @@ def test_joint_permutations_leave_attention_as_it_is(heads, group):
         query, key, value, seen, order = drawn(seed, heads=heads, group=group)
         one, other = attention(query, key, value, seen), attention(query, key[:, order], value[:, order], seen[order])
         assert float((one - other).abs().max()) <= slack(query, key, value)
-        # In float64, with float64's u, too: it is no accident of the slack.
+        # The same holds in float64, with the u of float64.
         wide = [x.double() for x in (query, key, value)]
         one = attention(*wide, seen)
         other = attention(wide[0], wide[1][:, order], wide[2][:, order], seen[order])
@@ -89,7 +89,8 @@ def test_joint_permutations_leave_attention_as_it_is(heads, group):
 
 @pytest.mark.claim("TK-6a")
 def test_theorem_1_rejects_less_than_a_joint_permutation():
-    """Keys alone: weights .893 and .107 change places. Keys and values, but not the mask: another token is seen."""
+    """If only keys are permuted, weights .893 and .107 are exchanged. If the mask is not permuted with keys and values,
+    another token is attended to."""
     query, value = torch.eye(D)[:1], torch.zeros(1, 2, D)
     key = torch.zeros(1, 2, D)
     key[0, 0, 0], value[0, 0, 0] = math.log(0.893 / 0.107), 1
@@ -105,7 +106,7 @@ def test_theorem_1_rejects_less_than_a_joint_permutation():
 
 @pytest.mark.claim("TK-6a")
 def test_theorem_1_rejects_positions_that_permute():
-    """Were keys rotated by the slot that they lie in, and not by their position, order would matter."""
+    """If keys were rotated by their slot instead of their position, order would matter."""
     query, key, value, seen, order = drawn(3)
     angle = torch.arange(key.shape[1])[None, :, None] * torch.ones(D // 2)
 
@@ -126,7 +127,7 @@ def test_order_shows_in_the_last_bits():
     query, key = torch.zeros(1, D, dtype=torch.float64), torch.zeros(1, 4, D, dtype=torch.float64)
     value = torch.zeros(1, 4, D, dtype=torch.float64)
     value[0, :, 0] = numbers(2.0**60, 1.0, -(2.0**60), 1.0)
-    # Not sum(), which since Python 3.12 carries along what is rounded off.
+    # Not sum(), which has compensated for rounding since Python 3.12.
     found = {reduce(add, (float(x) / 4 for x in value[0, order, 0])) for order in ([0, 1, 2, 3], [0, 2, 1, 3])}
     assert found == {0.25, 0.5}
     seen = torch.ones(4, dtype=torch.bool)
@@ -138,7 +139,7 @@ def test_order_shows_in_the_last_bits():
 
 @pytest.mark.claim("TK-6b")
 def test_slots_in_any_order_give_the_same_attention(twins, device):
-    """The same tokens in the slots that they came into, and in those that others left: both within the bound."""
+    """The same tokens in new slots and in reused slots: both results are within the bound."""
     query, key, value, _, _ = drawn(5, tokens=12)
     query = query[None].to(device)
     plain, reused = ({}, {})
@@ -146,7 +147,7 @@ def test_slots_in_any_order_give_the_same_attention(twins, device):
                               ("truth", PagedCache, torch.float64)):
         plain[name] = filled(made, key[:, 4:], value[:, 4:], thoughts=[2, 1], dtype=dtype, device=device)
         reused[name] = filled(made, key[:, :8], value[:, :8], thoughts=[2, 2], dtype=dtype, device=device)
-        leave(reused[name], (0, 2, 3))                                             # one of that block stays for now
+        leave(reused[name], (0, 2, 3))                                             # one token keeps the block in use
         for position in range(8, 12):
             reused[name].append(key[None, :, position].to(device, dtype), value[None, :, position].to(device, dtype),
                                 numbers(position).to(device))
@@ -161,13 +162,13 @@ def test_slots_in_any_order_give_the_same_attention(twins, device):
     assert float((outputs[0] - outputs[1]).abs().max()) <= slack(query[0].cpu(), key, value)
 
 
-# ---- TK-7: marks, and a kernel that does not know them ---------------------------------------------------------------
+# ---- TK-7: marks, and a kernel that ignores them ---------------------------------------------------------------------
 
 
 @cache
 def marked() -> tuple[PagedCache, Tensor, Tensor]:
-    """Two tokens with equal keys and values 6 and 0, in one block; the second is evicted. A query, and what attention
-    was before."""
+    """A cache with two tokens with equal keys and values 6 and 0 in one block, of which the second is evicted. Also a
+    query, and the attention output before the eviction."""
     key, value = torch.ones(1, 2, D), torch.full((1, 2, D), 6.0)
     value[0, 1] = 0
     held = filled(PagedCache, key, value, thoughts=[2], group=2)
@@ -179,7 +180,8 @@ def marked() -> tuple[PagedCache, Tensor, Tensor]:
 
 @pytest.mark.claim("TK-7")
 def test_an_unchanged_kernel_attends_to_marked_tokens():
-    """The block holds what it held: a kernel that walks its slots by # filled as before gives what it gave before."""
+    """The block's contents do not change, so a kernel that reads its slots by # filled gives the same output as
+    before."""
     held, query, before = marked()
     assert held.block_table(0)[0].eviction_mask == (0, 1)
     after = decode_attention(query, held).output
@@ -190,10 +192,10 @@ def test_an_unchanged_kernel_attends_to_marked_tokens():
 @pytest.mark.claim("TK-7")
 @pytest.mark.parametrize("what", ("nothing", "value", "weight", "logit"))
 def test_only_masked_logits_make_marks_count(what):
-    """Of the ways to apply a mask, -inf before the softmax is right; zeros in the place of values, of weights after
-    it, or of logits are not."""
+    """The mask must set logits to -inf before the softmax. Setting values, or weights after the softmax, or logits to
+    zero is wrong."""
     logit, value = torch.zeros(2), numbers(1.0, 0.0)
-    stale = numbers(1.0, 3.0)                                                      # whatever the slot holds
+    stale = numbers(1.0, 3.0)                                                      # any contents of the slot
     weight = torch.softmax(logit, 0)
     wrong = {
         "nothing": (weight * stale).sum(), "value": (weight * value).sum(), "weight": (weight * numbers(1, 0)).sum(),
@@ -212,8 +214,8 @@ PHASES = [2] * 8 + [0] * 6 + [1] * 8 + [0] * 6
 
 @pytest.mark.claim("TK-13a")
 def test_thoughts_that_change_fragment_the_cache():
-    """R^8 T^6 E^8 T^6: at its peak 1.49 times as many slots as tokens at theirs, and none too many were slots shared;
-    at one moment 3.7 times."""
+    """For R^8 T^6 E^8 T^6, the peak number of slots is 1.49 times the peak number of tokens, or 1.00 times if types
+    shared slots. At one moment the ratio is 3.7."""
     _, peak, moment = decoded(PHASES)
     _, shared, _ = decoded(PHASES, shared=True)
     assert shared == 1.0
@@ -223,15 +225,15 @@ def test_thoughts_that_change_fragment_the_cache():
 
 @pytest.mark.claim("TK-13a")
 def test_no_fragmentation_rejects_a_single_type():
-    """Where thoughts never change, there is none: the claim is about types, not about eviction."""
+    """If the thought type never changes, there is no fragmentation. So types cause it, not eviction."""
     _, peak, _ = decoded([2] * 20)
     assert peak == 1.0
 
 
 @pytest.mark.claim("TK-13a")
 def test_free_slots_do_not_serve_another_type(twins):
-    """The cache itself: of 8 reasoning tokens one of each block stays; 4 transition tokens open two blocks more, though
-    4 slots are free. 4 reasoning tokens would open none."""
+    """In the cache itself, eviction leaves one of 8 reasoning tokens in each block. 4 transition tokens open two more
+    blocks although 4 slots are free. 4 reasoning tokens would open none."""
     for kind, blocks in ((0, 6), (2, 4)):
         held = filled(twins.reference.thinkv.PagedCache, *torch.randn(2, 1, 8, D), thoughts=[2, 2])
         leave(held, (0, 2, 4, 6))
@@ -254,7 +256,7 @@ def test_each_type_allocates_what_its_own_peak_fills():
 
 @pytest.mark.claim("TK-13b")
 def test_each_type_rejects_one_block_less():
-    """Three groups of 3 in blocks of 8: two blocks, where 9 tokens fill one."""
+    """Three groups of 3 tokens use two blocks of 8, although one block and one slot would hold 9 tokens."""
     blocks = Blocks()
     for _ in range(3):
         blocks.put(0, 2, 3)
@@ -267,8 +269,8 @@ def test_each_type_rejects_one_block_less():
 
 @pytest.mark.claim("TK-14a")
 def test_a_block_comes_to_hold_keys_of_several_scales(twins):
-    """After reuse one block of 2 has slots of two groups, whose keys differ 64-fold: with one scale for the block, as
-    an unchanged table has it, one key is off by more than half of itself."""
+    """After reuse, a block of 2 has slots of two groups, whose keys differ by a factor of 64. With one scale per block,
+    as in an unchanged table, one key has a relative error of more than 1/2."""
     key = torch.ones(1, 8, D) * torch.tensor([6 * 64.0] * 4 + [6.0] * 4)[None, :, None]
     held = filled(twins.reference.thinkv.PagedCache, key[:, :4], key[:, :4], thoughts=[2])
     leave(held, (1, 3))
@@ -285,20 +287,20 @@ def test_a_block_comes_to_hold_keys_of_several_scales(twins):
 
 @pytest.mark.claim("TK-14a")
 def test_group_ids_reject_a_fresh_block(twins):
-    """Before any reuse, and with groups that are whole blocks, one scale per block and channel would do."""
+    """Before any reuse, and if groups are whole blocks, one scale per block and channel is enough."""
     held = filled(twins.reference.thinkv.PagedCache, *torch.randn(2, 1, 16, D), thoughts=[2, 1, 2, 1])
     groups = held.groups[0, :16].view(8, 2)
     assert bool((groups[:, 0] == groups[:, 1]).all())
 
 
 def bits_of_scales(groups: Iterable[int]) -> Fraction:
-    """Bits per key element of the scales that survivors in these groups pin: 8 per group and channel."""
+    """Bits per key element of the scales of the groups that have survivors: 8 per group and channel."""
     held = list(groups)
     return Fraction(8 * len(set(held)), len(held))
 
 
 def expected_groups(survivors: int, *, segment: int = 128, group: int = 16) -> Fraction:
-    """How many groups `survivors` random tokens of a segment lie in, on average."""
+    """The mean number of groups that contain `survivors` random tokens of a segment."""
     missed = Fraction(math.comb(segment - group, survivors), math.comb(segment, survivors))
     return segment // group * (1 - missed)
 
@@ -308,14 +310,14 @@ def expected_groups(survivors: int, *, segment: int = 128, group: int = 16) -> F
     ("survivors", "bits"), [([n // 16 for n in range(128)], Fraction(1, 2)), ([0] * 4, 2), ([0, 2, 4, 6], 8)]
 )
 def test_scales_per_key_element(survivors: list[int], bits: Fraction):
-    """Half a bit when all of a segment is live; of four survivors 2 bits in one group, 8 in four."""
+    """Half a bit if a whole segment is live. With four survivors, 2 bits if they are in one group, 8 if in four."""
     assert bits_of_scales(survivors) == bits
     assert bits_of_scales(survivors) != bits / 2
 
 
 @pytest.mark.claim("TK-14b")
 def test_random_survivors_pin_most_of_the_scales():
-    """Four of 128: 3.34 groups of 8 on average, 6.7 bits per key element; so counted, too."""
+    """Four of 128 tokens are in 3.34 of 8 groups on average, which is 6.7 bits per key element. Counting agrees."""
     bits = 8 * expected_groups(4) / 4
     assert Fraction(66, 10) < bits < Fraction(67, 10)
     rng = random.Random(1)
@@ -325,13 +327,13 @@ def test_random_survivors_pin_most_of_the_scales():
 
 @pytest.mark.claim("TK-14b")
 def test_the_cache_counts_pinned_scales(twins):
-    """16 tokens in 4 groups of 4, blocks of 2, D = 16, int4: 8 / 4 bits of key scales and 2 of value scales. One of
-    each group stays: its block's codes and value scales twice, and all of the key scales."""
+    """16 tokens in 4 groups of 4, blocks of 2, D = 16, int4: 8 / 4 bits of key scales and 2 of value scales. With one
+    survivor per group, each uses the codes and value scales of a block of 2, and all key scales of its group."""
     keys = torch.randn(2, 1, 16, D)
     held = filled(twins.reference.thinkv.PagedCache, *keys, thoughts=[2] * 4, formats="int4 int4 int2")
     assert held.bits_per_element() == (4 + 2 + 4 + 2) / 2
     leave(held, set(range(16)) - {0, 4, 8, 12})
     assert held.bits_per_element() == (2 * 4 + 8 + 2 * (4 + 2)) / 2
-    assert held.bits_per_element() != (2 * 4 + 2 + 2 * (4 + 2)) / 2, "scales that shrank with their tokens"
+    assert held.bits_per_element() != (2 * 4 + 2 + 2 * (4 + 2)) / 2, "key scales must not shrink with their tokens"
 
 

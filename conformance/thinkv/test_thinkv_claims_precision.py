@@ -1,4 +1,4 @@
-"""What ThinKV says of ternary, INT2, INT4 and FP8, and of precision by importance (claims TK-4, TK-5, TK-11).
+"""ThinKV's claims about ternary, INT2, INT4 and FP8, and about precision by importance (claims TK-4, TK-5, TK-11).
 
 See test_thinkv_claims_formats.py.
 """
@@ -34,8 +34,9 @@ UNIT = 2.0**-24
 
 @pytest.mark.claim("TK-4a")
 def test_ternary_elements_and_groups(twins, device):
-    """Zero or s, whichever is nearer: off by at most s/2, or by |x| - s beyond. s < (18/17) amax as in TK-3b, so less
-    than (9/17) amax; amax up to 2^-10 has the scale 0, and beyond 448 what is beyond is lost."""
+    """An element becomes the nearer of zero and s, so the error is at most s/2, or |x| - s beyond s. As s < (18/17)
+    amax (TK-3b), this is less than (9/17) amax. Up to amax = 2^-10 the scale is 0, and numbers beyond 448 are
+    clipped."""
     grid = torch.tensor([float(scale) for scale in oracle.E4M3[1:]])[:, None] * torch.linspace(1, 0, 65)
     near = just_past_halves([0.5, -0.5], 1, past=1)
     for x in (drawn("ternary"), grid, near, torch.tensor([[2.0**-10], [2.0**-11], [500.0], [1e30]])):
@@ -62,7 +63,7 @@ STEPS = 4000
 
 
 def half_normal(low: Tensor, high: Tensor, power: int) -> Tensor:
-    """The integral of a^power over the density of |N(0, 1)| from low to high, float64."""
+    """The integral of a^power times the density of |N(0, 1)| from low to high, in float64."""
     def below(a: Tensor) -> Tensor:
         density = (-a * a / 2).exp() * (2 / torch.pi) ** 0.5
         mass = torch.erf(a / 2**0.5)
@@ -72,8 +73,8 @@ def half_normal(low: Tensor, high: Tensor, power: int) -> Tensor:
 
 
 def ternary_mean_square(fraction: float, group: int = 16) -> tuple[float, float]:
-    """The relative mean squared error, and the share of zeros, of groups of Gaussian numbers whose ternary scale is
-    `fraction` of amax, not rounded. By quadrature over amax = m: one element is m, the others are half-normal below."""
+    """The relative mean squared error and the share of zeros for Gaussian groups with a ternary scale of `fraction`
+    times amax, not rounded. By quadrature over amax = m: one element is m, and the others are half-normal below m."""
     m = (torch.arange(STEPS, dtype=torch.float64) + 0.5) * (9 / STEPS)
     density = group * torch.erf(m / 2**0.5) ** (group - 1) * (-m * m / 2).exp() * (2 / torch.pi) ** 0.5 * (9 / STEPS)
     s, zero = fraction * m, torch.zeros(())
@@ -89,7 +90,7 @@ def ternary_mean_square(fraction: float, group: int = 16) -> tuple[float, float]
 
 @pytest.mark.claim("TK-4b")
 def test_ternary_by_amax_loses_a_third_of_a_gaussian(twins, device):
-    """By quadrature, with scales that are not rounded; and of our formats on 3000 groups, with theirs that are."""
+    """By quadrature with unrounded scales, and for our formats, with rounded scales, on 3000 groups."""
     by_amax, zeros = ternary_mean_square(1)
     better, _ = ternary_mean_square(0.6)
     assert (f"{by_amax:.3f}", f"{zeros:.2f}", f"{better:.3f}") == ("0.343", "0.68", "0.180")
@@ -100,7 +101,7 @@ def test_ternary_by_amax_loses_a_third_of_a_gaussian(twins, device):
     )
     assert amax > 30 * nvfp4
     assert best < by_amax / 2
-    assert best < better, "a fraction for each group is better than one for all"
+    assert best < better, "a fraction per group must be better than one for all"
 
 
 @pytest.mark.claim("TK-4b")
@@ -113,8 +114,8 @@ def test_ternary_by_amax_rejects_being_near_the_best_fraction():
 
 @pytest.mark.claim("TK-4c")
 def test_int2_of_the_same_scaling_is_ternary_and_int4_no_worse_than_nvfp4(twins, device):
-    """-1, 0, 1 times e4m3(amax) either way, so INT2 can not have cost what Table 9 says INT4 and INT2 cost; and INT4 is
-    nearer to a Gaussian than NVFP4 is, so it is not the representation of ordinary numbers either."""
+    """Both formats are -1, 0, 1 times e4m3(amax), so INT2 cannot cause the loss that table 9 reports for INT4 and INT2.
+    INT4 is nearer to Gaussian numbers than NVFP4, so its representation of ordinary numbers cannot cause it either."""
     module = twins.optimized.thinkv
     for x in (drawn("ternary"), drawn("nvfp4")):
         one, other = (module.quantize(x.to(device), fmt, axis=-1) for fmt in ("int2", "ternary"))
@@ -126,7 +127,7 @@ def test_int2_of_the_same_scaling_is_ternary_and_int4_no_worse_than_nvfp4(twins,
 
 @pytest.mark.claim("TK-4c")
 def test_int2_rejects_another_scaling_and_int4_where_one_element_stands_out(twins, device):
-    """INT2 from -2 to 1 would be another format. NVFP4 is the better one for groups with an outlier."""
+    """INT2 from -2 to 1 would be another format. For groups with an outlier, NVFP4 is better than INT4."""
     x = drawn("ternary")[:300]
     ternary = quantized(x, "ternary", twins, device)
     scale = (x.abs().amax(-1, keepdim=True) / 2).to(torch.float8_e4m3fn).float()
@@ -140,12 +141,13 @@ def test_int2_rejects_another_scaling_and_int4_where_one_element_stands_out(twin
 
 # ---- TK-5: FP8 -------------------------------------------------------------------------------------------------------
 
-#: |x - x'| <= u |x| for the quotient, |r - c| s, u c s for the product, c <= (18/17) r: together less than this more.
+#: |x - x'| has u |x| for the quotient, |r - c| s, and u c s for the product, with c <= (18/17) r. This bounds the sum
+#: of the rounding errors.
 SLACK = 1 + 40 * UNIT
 
 
 def fp8_rows() -> Tensor:
-    """Chunks of one token, and all halves between codes under four scales."""
+    """Chunks of one token, and all midpoints between codes with four scales."""
     rows = [fill(content, torch.Generator().manual_seed(5), (6, 128), "fp8") for content in CONTENTS]
     grid = torch.tensor([448.0, *map(float, oracle.midpoints(oracle.E4M3)), 0])
     x = torch.cat([torch.cat(rows).float().nan_to_num(), grid * 2.0 ** torch.tensor([-110.0, -9, 0, 100])[:, None]])
@@ -154,8 +156,8 @@ def fp8_rows() -> Tensor:
 
 @pytest.mark.claim("TK-5a")
 def test_fp8_elements_are_off_by_a_17th(twins, device):
-    """Four bits of a number lose at most 1/17 of it, half a step after a power of two; below the least normal number
-    2^-6 s, half of its multiple 2^-9 s. In the highest binade a step is 32 s = amax / 14."""
+    """Rounding to four bits loses at most 1/17, half a step after a power of two. Below the smallest normal number 2^-6
+    s, it loses at most half of the step 2^-9 s. In the highest binade a step is 32 s = amax / 14."""
     x = fp8_rows()
     found = quantized(x, "fp8", twins, device)
     bound = torch.maximum(found.size / 17, found.scale * 2.0**-10)
@@ -178,23 +180,24 @@ def test_fp8_elements_reject_an_18th_and_subnormal_scales(twins, device):
 
 @pytest.mark.claim("TK-5b")
 def test_a_scale_for_the_whole_tensor_is_not_known_when_its_tokens_come(twins, device):
-    """The first 16 tokens leave the buffer before the next come. With one scale for all their codes would change."""
+    """The first 16 tokens leave the buffer before the next ones arrive. With one scale for all tokens, their codes
+    would change."""
     module = twins.optimized.thinkv
     x = torch.randn(32, 16, generator=torch.Generator().manual_seed(6)).to(device)
     x[20] *= 100
     first = module.quantize(x[:16], "fp8", axis=-2, group=16)
     whole = module.quantize(x, "fp8", axis=-2, group=32)
     assert not torch.equal(first.codes, whole.codes[:16])
-    # The first chunk's scale, kept: what comes later does not fit.
+    # If the scale of the first chunk were kept, later tokens would saturate.
     assert x[20].abs().amax() > 448 * first.scales.item()
-    # A scale for each chunk: what was written stays.
+    # With one scale per chunk, written codes do not change.
     chunks = module.quantize(x, "fp8", axis=-2, group=16)
     assert torch.equal(first.codes, chunks.codes[:16])
 
 
 @pytest.mark.claim("TK-5b")
 def test_a_scale_for_the_whole_tensor_rejects_harm_where_the_largest_comes_first(twins, device):
-    """Where no later token is larger, the first scale is the tensor's."""
+    """If no later token is larger, the first scale is that of the tensor."""
     module = twins.optimized.thinkv
     x = torch.randn(32, 16, generator=torch.Generator().manual_seed(6)).to(device)
     x[3] *= 100
@@ -206,7 +209,7 @@ def test_a_scale_for_the_whole_tensor_rejects_harm_where_the_largest_comes_first
 
 
 def follows(formats: dict[str, str], *, strictly: bool) -> bool:
-    """Whether a more important type has more bits (no fewer, if not strictly); importance is T < E < R."""
+    """Whether a more important type has more bits (or at least as many, unless `strictly`). Importance is T < E < R."""
     bits = [BITS[formats[thought.name[0]]] for thought in sorted(Thought)]
     return all(low < high or (low == high and not strictly) for low, high in pairwise(bits))
 
@@ -214,9 +217,9 @@ def follows(formats: dict[str, str], *, strictly: bool) -> bool:
 @pytest.mark.claim("TK-11")
 def test_higher_importance_is_no_lower_precision():
     ours = dict(ThinKVConfig().formats)
-    assert not follows(ours, strictly=True), "R and E have four bits both"
+    assert not follows(ours, strictly=True), "both R and E have four bits"
     assert follows(ours, strictly=False)
-    # The assignment that section 3.2.2 begins with.
+    # The first assignment in section 3.2.2.
     assert follows({"R": "fp8", "E": "nvfp4", "T": "ternary"}, strictly=True)
 
 

@@ -1,7 +1,7 @@
 """The figures in ThinKV's text and tables, recomputed exactly (claims TK-1, TK-15, TK-16, TK-17).
 
-What a model's cache weighs follows from its layers and heads, which its published configuration gives. A test named
-..._rejects_... shows that a slightly changed statement fails, so that the test beside it is not empty.
+The size of a model's cache follows from its layers and heads, as in its published configuration. A test named
+..._rejects_... shows that a slightly changed statement fails, so the claim's own test is not empty.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCALE_BITS = Fraction(8, 16)                                                    
 
 @dataclass(frozen=True)
 class Model:
-    """layers that cache all tokens; layers that cache a window of them; KV heads and head_dim of each; parameters."""
+    """A model: layers that cache all tokens, layers that cache a window, KV heads and head_dim of each, parameters."""
 
     layers: int
     heads: int
@@ -33,7 +33,7 @@ class Model:
 
     @property
     def per_layer(self) -> int:
-        """Bytes of a token's keys and values in a layer, 16 bits each."""
+        """Bytes of a token's key and value in a layer, with 16 bits per element."""
         return 2 * self.heads * self.head_dim * 2
 
     def cache(self, tokens: int, batch: int = 1) -> int:
@@ -91,14 +91,14 @@ def test_windows_reject_a_quarter_of_the_layers_and_twice_the_batch():
 
 
 def payload(transition: Fraction) -> Fraction:
-    """Bits per element of R4E4T2, `transition` of the tokens being T."""
+    """Bits per element of R4E4T2 if a share `transition` of the tokens is T."""
     formats = ThinKVConfig().formats
     assert BITS[formats["R"]] == BITS[formats["E"]]
     return (1 - transition) * BITS[formats["R"]] + transition * BITS[formats["T"]]
 
 
 def measured(fmt: str, axis: int, twins, device) -> Fraction:
-    """Bits per element of what `quantize` and `pack` leave of 64 tokens."""
+    """Bits per element of 64 tokens after `quantize` and `pack`."""
     module = twins.optimized.thinkv
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     q = module.quantize(x, fmt, axis=axis)
@@ -114,7 +114,7 @@ def test_printed_precisions_are_shares_of_transitions_without_scales(twins, devi
     assert [float(share) for share in shares.values()] == [0.3, 0.25, 0.2, 0.1, 0.05]
     for bits, share in shares.items():
         assert payload(share) == Fraction(bits)
-    # What a scale of 8 bits adds to each of 16 elements.
+    # The share of an 8-bit scale per element of a group of 16.
     for axis in (-1, -2):
         for fmt in ("nvfp4", "ternary"):
             assert measured(fmt, axis, twins, device) == BITS[fmt] + SCALE_BITS
@@ -123,7 +123,8 @@ def test_printed_precisions_are_shares_of_transitions_without_scales(twins, devi
 
 @pytest.mark.claim("TK-15a")
 def test_printed_precisions_reject_scales_in_them(twins, device):
-    """With scales the least possible, all tokens T, is 2.5 and 3.4 would need more transitions than observed."""
+    """With scales, the smallest possible value, for T tokens only, is 2.5, and 3.4 would need more transitions than
+    observed."""
     share = {bits: (4 + SCALE_BITS - Fraction(bits)) / 2 for bits in PRINTED}
     assert share["3.4"] > Fraction(1, 2)
     assert measured("nvfp4", -1, twins, device) != 4
@@ -139,7 +140,7 @@ def test_24_times_leaves_the_scales_out():
     bits = Fraction("3.9")
     assert rounded(compression(1500, 256, bits)) == 24
     assert rounded(compression(1500, 256, bits + SCALE_BITS), 1) == Fraction("21.3")
-    # R-KV, beside it, evicts alone: 1500 / 256 is its 6.
+    # R-KV, in the same comparison, only evicts: 1500 / 256 is its factor of 6.
     assert rounded(compression(1500, 256, Fraction(16))) == 6
 
 
@@ -155,12 +156,12 @@ RANGES = {"AIME": ("2.8", "3.1"), "LiveCodeBench": ("1.8", "2.0"), "MATH-500": (
 
 @pytest.mark.claim("TK-15c")
 def test_a_budget_of_1024_is_under_5_percent_of_long_outputs_only():
-    """Of the average length, with scales."""
+    """At the average lengths, with scales."""
     for name, length in LENGTHS.items():
         shares = [100 / compression(length, 1024, Fraction(bits) + SCALE_BITS) for bits in ("3.4", "3.9")]
         assert tuple(rounded(share, 1) for share in shares) == tuple(map(Fraction, RANGES[name]))
         assert (max(shares) < 5) == (name != "MATH-500")
-    # Whatever the bits: MATH-500 would need less than 2 of them.
+    # MATH-500 would need less than 2 bits per element.
     assert Fraction(5, 100) * 16 * Fraction(LENGTHS["MATH-500"], 1024) < 2
 
 
@@ -189,27 +190,27 @@ def share(method: str) -> Fraction:
 
 
 def full_caches(method: str, device: int) -> Fraction:
-    """How many sequences of FullKV a batch's caches weigh as much as."""
+    """The number of FullKV sequences whose caches are as large as those of a batch."""
     return BATCH[method][device] * share(method)
 
 
 @pytest.mark.claim("TK-16a")
 def test_quantization_saves_more_than_there_is_to_save():
-    """1024 of 32,768 tokens in 16 bits are 3.125 % of FullKV. Tables and metadata fill the rest of 5.78 %, and are
-    not quantized; yet TBQ takes 3.27 points away."""
+    """1024 of 32,768 tokens in 16 bits are 3.125 % of FullKV. The rest of the 5.78 % must be tables and metadata, which
+    are not quantized. But TBQ saves 3.27 points."""
     whole = Fraction(BUDGET, TOKENS)
     saved = share("ThinKV w/o TBQ") - share("ThinKV")
     assert (100 * whole, 100 * saved) == (Fraction("3.125"), Fraction("3.27"))
     assert saved > whole
-    # What 3.4 bits and scales would leave of these tokens, and what would then remain of 5.78 %.
+    # The size of these tokens with 3.4 bits and scales, and what would remain of the 5.78 %.
     kept = whole * (Fraction("3.4") + SCALE_BITS) / 16
     assert 100 * (share("ThinKV w/o TBQ") - whole + kept) > Fraction("3.4")
 
 
 @pytest.mark.claim("TK-16a")
 def test_quantization_rejects_the_contradiction_for_shorter_sequences():
-    """At 17,800 tokens 1024 of them are 5.75 %, and quantization could save 3.27 points; at half the table's length
-    they would be more than the 5.78 % that all is."""
+    """1024 of 17,800 tokens are 5.75 %, of which quantization could save 3.27 points. At half of the table's length
+    they would exceed the total of 5.78 %."""
     assert Fraction(BUDGET, TOKENS // 2) > share("ThinKV w/o TBQ")
     saved = share("ThinKV w/o TBQ") - share("ThinKV")
     assert saved < Fraction(BUDGET, 17_800) * (1 - Fraction("3.9") / 16)
@@ -222,9 +223,9 @@ def test_thinkvs_batches_weigh_more_than_those_that_fullkv_can_hold():
     ]
     for device in (A100, GH200):
         assert full_caches("ThinKV", device) > BATCH["FullKV"][device] + 1
-    # R-KV's batch of the GH200 is what FullKV's 19 sequences weigh.
+    # R-KV's batch on the GH200 is as large as 19 sequences of FullKV.
     assert rounded(full_caches("R-KV", GH200)) == BATCH["FullKV"][GH200]
-    # In bytes, on the A100: 4 GiB for a sequence of R1-Llama-8B, 15 for its weights.
+    # In bytes on the A100: 4 GiB for a sequence of R1-Llama-8B, and 15 GiB for its weights.
     assert LLAMA_8B.cache(TOKENS) == 4 * GIB
     caches, weights = full_caches("ThinKV", A100) * 4, Fraction(2 * LLAMA_8B.parameters, GIB)
     assert (rounded(caches, 1), rounded(weights)) == (Fraction("71.4"), 15)
@@ -236,7 +237,7 @@ def test_thinkvs_batches_weigh_more_than_those_that_fullkv_can_hold():
 def test_batches_reject_the_contradiction_for_fullkv_and_r_kv():
     for method in ("FullKV", "R-KV"):
         assert full_caches(method, A100) * 4 + Fraction(2 * LLAMA_8B.parameters, GIB) < Fraction(80 * GB, GIB)
-    # ThinKV's would fit with 1.8 % of FullKV instead of 2.51 %.
+    # ThinKV's batch would fit with 1.8 % of FullKV instead of 2.51 %.
     assert 711 * Fraction("0.018") * 4 + Fraction(2 * LLAMA_8B.parameters, GIB) < Fraction(80 * GB, GIB)
 
 
@@ -291,13 +292,13 @@ def test_shares_of_time_reject_a_hundredth_more():
 
 
 def samples(accuracy: str, problems: int = 30, most: int = 64) -> int:
-    """The fewest runs over AIME's 30 problems whose average can print as this percentage."""
+    """The smallest number of runs over AIME's 30 problems whose average can be printed as this percentage."""
     for runs in range(1, most):
         total = problems * runs
         right = round(Fraction(accuracy) / 100 * total)
         if rounded(Fraction(100 * right, total), 2) == Fraction(accuracy):
             return runs
-    raise AssertionError(f"{accuracy} is no average of {most} runs")
+    raise AssertionError(f"{accuracy} is not an average of up to {most} runs")
 
 
 @pytest.mark.claim("TK-17d")
@@ -308,5 +309,5 @@ def test_methods_of_one_row_were_run_unequally_often():
 
 @pytest.mark.claim("TK-17d")
 def test_runs_reject_the_other_model():
-    """Of R1-Qwen-14B's row every figure is one run's."""
+    """Every figure in the row of R1-Qwen-14B is possible with one run."""
     assert [samples(accuracy) for accuracy in ("53.33", "40.00", "43.33", "50.00")] == [1, 1, 1, 1]

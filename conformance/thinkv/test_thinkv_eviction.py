@@ -1,6 +1,6 @@
-"""ThinKV's eviction under test: how many tokens segments keep, to the letter, and which ones, round by round.
+"""ThinKV's eviction under test: the exact number of tokens that segments keep, and which ones, round by round.
 
-`model` says definition 3 of the paper again, over lists of tokens.
+`model` implements definition 3 of the paper with lists of tokens.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def of(twins, side):
     return getattr(twins, side).thinkv
 
 
-# How many ------------------------------------------------------------------------------------------------------------
+# Number of kept tokens -----------------------------------------------------------------------------------------------
 
 
 def model(
     rows: list[tuple[list[int], list[int], list[int], int, bool, int]], budget: int, retention: tuple[int, ...]
 ) -> tuple[list[list[int]], list[list[int]], list[bool]]:
-    """Each row (sizes, levels, thoughts, current, change, beside): the segments as lists of tokens, which are taken
-    away one by one; `beside` tokens are in no segment."""
+    """The result of `anneal` for rows (sizes, levels, thoughts, current, change, beside). Segments are lists of tokens,
+    which are removed one by one. `beside` tokens are in no segment."""
     sizes, levels, over = [], [], []
     for held, counts, thoughts, current, change, beside in rows:
         segments, counts = [["token"] * number for number in held], list(counts)
@@ -109,8 +109,9 @@ def test_anneal_is_definition_3(side, case, twins, device):
 @SIDES
 @pytest.mark.parametrize("budget", [1, 3, 5, 8])
 def test_anneal_of_every_small_cache(side, budget, twins, device):
-    """Three segments of 0, 1, 2 or 4 tokens and any thoughts, under (3, 2, 1), the current one third or beyond: all of
-    them under one budget, every fifth under the others, in the interpreter every 199th."""
+    """Three segments of 0, 1, 2 or 4 tokens with any thought types and the schedule (3, 2, 1). The current segment is
+    the third or a later one. All cases are tested with one budget, and every fifth with the others; in the interpreter,
+    every 199th."""
     every = [
         (list(sizes), [level, 0, 0], list(thoughts), current, change, 1)
         for thoughts in itertools.product(range(3), repeat=3) for sizes in itertools.product((0, 1, 2, 4), repeat=3)
@@ -122,8 +123,8 @@ def test_anneal_of_every_small_cache(side, budget, twins, device):
 
 @SIDES
 def test_anneal_by_hand(side, twins, device):
-    """R, E, T, then the current segment. The change shrinks all three; then T goes to its floor, then E as far as it
-    must."""
+    """R, E, T, then the current segment. The change shrinks all three. Then T shrinks to its minimum, and E as far as
+    necessary."""
     found = of(twins, side).anneal(
         *(torch.tensor([row], device=device) for row in ([128, 128, 100, 20], [0, 0, 0, 0], [2, 1, 0, 2])),
         torch.tensor([3], device=device), torch.tensor([True], device=device),
@@ -134,7 +135,7 @@ def test_anneal_by_hand(side, twins, device):
 
 @SIDES
 def test_anneal_of_many_segments_in_any_layout(side, twins, device):
-    """257 segments of 128 tokens: 32,768 tokens and the prompt's rest; strided inputs, rows with their own answers."""
+    """257 segments of 128 tokens: 32,768 tokens and the rest of the prompt. Inputs are strided, and rows differ."""
     count = 257
     size = torch.full((2, count), 128, device=device)
     thought = (torch.arange(count, device=device) * 7 % 3).repeat(2, 1)
@@ -152,17 +153,17 @@ def test_anneal_of_many_segments_in_any_layout(side, twins, device):
         assert_same(one, other, what="annealed")
 
 
-# Which ---------------------------------------------------------------------------------------------------------------
+# Choice of tokens ----------------------------------------------------------------------------------------------------
 
 
 @given(case=segment_cases(shrinks=True, tokens=(3, 48)))
 def test_representatives_follow_from_each_assignment(case, twins):
-    """Any shape, dtype, layout and content, copies of tokens and tokens far from 0 included."""
+    """For any shape, dtype, layout and content, including equal tokens and tokens far from 0."""
     judge.assert_representatives_right(twins.optimized.thinkv.select_representatives(**case.inputs), case)
 
 
 def test_representatives_of_a_window_of_thought(twins, device):
-    """128 tokens, half of which stay, and then all but one."""
+    """128 tokens, of which half are kept, and then all but one."""
     for keep in (64, 127):
         case = SegmentCase(
             head_dim=64, dtype=torch.float16, tokens=128, keep=keep, seed=1, device=str(device)
@@ -180,7 +181,7 @@ def test_representatives_of_the_reference_in_its_inputs_type_are_right_too(case,
 @given(case=segment_cases(shrinks=True, content=UNDECIDED))
 @few
 def test_representatives_of_distances_too_close_to_order(case, twins):
-    """Lattices and near-ties: legal, and in form; decisions are not counted."""
+    """Lattices and near-ties: the result must be legal and well-formed, but decisions are not counted."""
     with stats.collect():
         judge.assert_representatives_right(twins.optimized.thinkv.select_representatives(**case.inputs), case)
 
@@ -189,7 +190,7 @@ def test_representatives_of_distances_too_close_to_order(case, twins):
 @given(case=segment_cases(tokens=(1, 20)))
 @few
 def test_representatives_are_as_many_as_asked_for(side, case, twins):
-    """Exactly min(keep, L) distinct tokens, ascending; all of them where keep is at least L."""
+    """Exactly min(keep, L) distinct tokens in ascending order, which is all tokens if keep >= L."""
     found = of(twins, side).select_representatives(**case.inputs)
     assert len(set(found.indices.tolist())) == min(case.keep, case.tokens)
     assert found.indices.tolist() == sorted(found.indices.tolist())
@@ -216,28 +217,28 @@ def line(device, *places: float) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("places", "keep", "indices", "last"),
     [
-        # Two clumps, each keeps its middle.
+        # Two groups of tokens. Each cluster keeps its middle.
         ((0.0, 10.0, 1.0, 11.0, 2.0, 12.0), 2, [2, 3], [0, 1, 0, 1, 0, 1]),
-        # A cluster of two keeps its older token, which the mean is as near to as to the other.
+        # Both tokens of a cluster of two are equally near to the mean, so the older one is kept.
         ((5.0, 100.0, 6.0, 101.0), 2, [0, 1], [0, 1, 0, 1]),
         ((6.0, 100.0, 5.0, 101.0), 2, [0, 1], [1, 0, 1, 0]),
-        # The mean of three is none of them: the nearest, not the first.
+        # The mean of three tokens is not a token. The nearest is kept, not the first.
         ((0.0, 4.0, 5.0, 100.0), 2, [1, 3], [0, 0, 0, 1]),
-        # Equal keys: all go to the first cluster, the others are empty, and the oldest stay.
+        # Equal keys are all in the first cluster. The others are empty, so the oldest tokens are kept.
         ((7.0,) * 5, 3, [0, 1, 2], [0] * 5),
-        # Clusters that begin with equal keys: the first takes all, and keeps 3, nearest to 13 / 6; in place of the
-        # others the farthest stay, 9 and the oldest of those at 0.
+        # All clusters start at equal keys, so the first one has all tokens and keeps 3, the nearest to 13 / 6. For the
+        # empty clusters, the farthest tokens are kept: 9, and the oldest at 0.
         ((0.0, 9.0, 0.0, 1.0, 0.0, 3.0), 3, [0, 1, 5], [0, 0, 0, 0, 0, 0]),
-        # As near to their mean: the older of the two.
+        # Two tokens are equally near to the mean. The older one is kept.
         ((0.0, 2.0, -2.0, 0.0), 1, [0], [0] * 4),
         ((3.0, 1.0, -1.0, -3.0), 1, [1], [0] * 4),
-        # From one cluster to all but one.
+        # All but one token are kept.
         ((3.0, 1.0, 8.0), 2, [0, 2], [1, 1, 0]),
         ((4.0, 1.0), 1, [0], [0, 0]),
     ],
 )
 def test_representatives_by_hand(side, places, keep, indices, last, twins, device):
-    """Small integers, on which no arithmetic errs but in divisions."""
+    """Small integers, for which all arithmetic except division is exact."""
     found = of(twins, side).select_representatives(line(device, *places), keep)
     assert found.indices.tolist() == indices
     assert found.assignments[-1].tolist() == last
@@ -245,14 +246,14 @@ def test_representatives_by_hand(side, places, keep, indices, last, twins, devic
 
 @SIDES
 def test_representatives_of_equal_distances_go_to_the_first_cluster(side, twins, device):
-    """Clusters begin at 0 and 2: 1 is as far from both."""
+    """Clusters start at 0 and 2, so 1 is equally far from both."""
     found = of(twins, side).select_representatives(line(device, 0.0, 1.0, 2.0, 10.0), 2)
     assert found.assignments[0].tolist() == [0, 0, 1, 1]
 
 
 @SIDES
 def test_representatives_start_at_even_distances(side, twins, device):
-    """Round one tells where the clusters began: tokens (i L) // k, each nearest to itself."""
+    """Round one shows where the clusters started: at tokens (i L) // k, each of which is nearest to itself."""
     key = torch.randn(2, 17, 24, generator=torch.Generator().manual_seed(3)).to(device)
     first = of(twins, side).select_representatives(key, 5).assignments[0]
     assert first[[0, 3, 6, 10, 13]].tolist() == [0, 1, 2, 3, 4]
@@ -260,7 +261,8 @@ def test_representatives_start_at_even_distances(side, twins, device):
 
 @SIDES
 def test_representatives_tell_close_keys_apart(side, twins, device):
-    """Three clumps, 200 apart, of tokens that differ by 1: in products of 8 bits, or of 11, all three are as near."""
+    """Three groups, 200 apart, of tokens that differ by 1. With dot products of 8 or 11 bits, all three seem equally
+    near."""
     places = (1, 3, 2, 202, 201, 203, -199, -198, -197)
     found = of(twins, side).select_representatives(line(device, *map(float, places)), 3)
     assert found.assignments[-1].tolist() == [0] * 3 + [1] * 3 + [2] * 3
@@ -269,7 +271,7 @@ def test_representatives_tell_close_keys_apart(side, twins, device):
 
 @SIDES
 def test_representatives_concatenate_the_heads(side, twins, device):
-    """Tokens that one head cannot tell apart, the other can; [Hkv, L, D] is [L, Hkv D]."""
+    """Tokens that are equal in one head differ in the other: [Hkv, L, D] is treated as [L, Hkv D]."""
     key = torch.zeros(2, 6, 16, device=device)
     key[0, :, 0] = torch.tensor([0.0, 0, 0, 50, 50, 50])
     key[1, :, 15] = torch.tensor([0.0, 30, 1, 0, 30, 1])
@@ -282,7 +284,7 @@ def test_representatives_concatenate_the_heads(side, twins, device):
 
 
 @SIDES
-@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, on which the interpreter stands
+@pytest.mark.filterwarnings("ignore:invalid value")  # a warning of numpy, which the interpreter uses
 def test_representatives_of_what_is_no_number_are_still_as_many(side, twins, device):
     key = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(1)).to(device)
     key[0, 2], key[0, 5], key[0, 7] = torch.nan, torch.inf, -torch.inf
@@ -296,8 +298,9 @@ def test_representatives_of_what_is_no_number_are_still_as_many(side, twins, dev
 
 
 def scattered(case: SegmentCase, others: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The case as one segment of a cache of two rows and three segments each: key [2, Hkv, S, D] whose free slots are
-    NaN, slots [2, 3, L + 1] (at most 128) and keep [2, 3]. The case is (1, 1); the rest has `others` tokens fewer."""
+    """The case as one segment in a cache of two rows with three segments each: key [2, Hkv, S, D] with NaN in free
+    slots, slots [2, 3, L + 1] (at most 128), and keep [2, 3]. The case is segment (1, 1). The other segments have
+    `others` fewer tokens."""
     generator = torch.Generator(case.device).manual_seed(seed)
     tokens, heads, head_dim = case.tokens, case.key_value_heads, case.head_dim
     total = 3 * tokens + 5
@@ -321,8 +324,9 @@ def scattered(case: SegmentCase, others: int, seed: int) -> tuple[torch.Tensor, 
 @given(case=segment_cases(shrinks=True, tokens=(3, 30), content=DECIDED[:3]), seed=st.integers(0, 2**32 - 1))
 @few
 def test_segments_are_cut_as_one_alone(case, seed, twins):
-    """Scattered over a cache with NaN in its free slots: equal to the judged choice wherever it had one answer only,
-    and the whole to the reference's. Segments that keep all, and such as are not there, are left alone."""
+    """A segment is scattered over a cache with NaN in free slots. If all its decisions are decisive, the choice equals
+    that for the segment alone and that of the reference. Segments that keep all tokens, and empty ones, do not
+    change."""
     alone = twins.optimized.thinkv.select_representatives(**case.inputs)
     counts = judge.assert_representatives_right(alone, case)
     key, slots, keep = scattered(case, 1, seed)
@@ -331,7 +335,7 @@ def test_segments_are_cut_as_one_alone(case, seed, twins):
     if counts.total == counts.decisive:
         assert_same(stays[1, 1].nonzero()[:, 0], alone.indices, what="the segment's tokens")
     sizes = (slots >= 0).sum(-1)
-    assert_same(stays.sum(-1), torch.minimum(sizes, keep), what="how many stay")
+    assert_same(stays.sum(-1), torch.minimum(sizes, keep), what="number of kept tokens")
     assert not bool((stays & (slots < 0)).any())
     held = twins.reference.thinkv.segment_representatives(key.double(), slots, keep)
     if counts.total == counts.decisive:
@@ -341,12 +345,12 @@ def test_segments_are_cut_as_one_alone(case, seed, twins):
 @given(case=segment_cases(shrinks=True, tokens=(3, 16), content=DECIDED), seed=st.integers(0, 2**32 - 1))
 @few
 def test_segments_do_not_see_each_other(case, seed, twins):
-    """Bit by bit: all other segments and free slots replaced, and the segment's slots as well."""
+    """The choice is bitwise equal if all other segments, the free slots, and the segment's own slots are replaced."""
     plain, other = (scattered(case, 1, seed + number) for number in (0, 1))
     cut = twins.optimized.thinkv.segment_representatives
     first = cut(*plain)
-    assert_same(cut(*other)[1, 1], first[1, 1], what="the segment that stayed")
-    assert_same(cut(*plain), first, what="all, again")
+    assert_same(cut(*other)[1, 1], first[1, 1], what="the unchanged segment")
+    assert_same(cut(*plain), first, what="all segments, again")
 
 
 @SIDES
@@ -364,7 +368,7 @@ def test_segments_that_keep_more_than_most_stay_whole(side, twins, device):
 
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "far"])
 def test_segments_in_any_layout(layout, twins, device):
-    """Offsets beyond 2^31 elements among them."""
+    """Including offsets beyond 2^31 elements."""
     key = torch.randn(2, 2, 9, 40, generator=torch.Generator().manual_seed(4)).to(device, torch.bfloat16)
     slots = torch.tensor([[[8, 0, 3, 5, 7, -1]], [[2, 1, 8, 6, 4, 0]]], device=device)
     keep = torch.tensor([[2], [3]], device=device)

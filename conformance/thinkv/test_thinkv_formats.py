@@ -1,7 +1,8 @@
-"""ThinKV's number formats: the twins agree to the bit, and with exact rational arithmetic.
+"""ThinKV's number formats: the twins agree bitwise, and agree with exact rational arithmetic.
 
-The reference is held to format_oracle.py, which knows neither torch nor float32 but where the semantics say so; the
-optimized side to the reference, on all codes and scales, on every midpoint and its neighbours, and on drawn tensors.
+The reference is compared with format_oracle.py, which uses neither torch nor float32, except where the semantics
+require it. The optimized side is compared with the reference: on all codes and scales, on all midpoints and their
+neighbours, and on drawn tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ few = settings(max_examples=max(4, settings().max_examples // 2))
 
 
 def bits_of(x: Tensor) -> Tensor:
-    """Bits; all NaN are one, zeros are two."""
+    """The bits of x. All NaNs are equal, and +0 and -0 differ."""
     if not x.is_floating_point():
         return x
     bits = x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
@@ -59,7 +60,7 @@ def assert_same_quantized(actual: Quantized, expected: Quantized) -> None:
 
 @given(case=format_cases())
 def test_quantized_alike_and_read_alike(case, twins, device):
-    """On tensors drawn from what is hard on a format."""
+    """For drawn tensors with contents that are difficult for a format."""
     reference, optimized = twins.reference.thinkv, twins.optimized.thinkv
     x = case.x(device)
     expected = reference.quantize(x, **case.options)
@@ -88,7 +89,7 @@ def test_the_reference_does_what_exact_arithmetic_says(case, twins):
 
 
 def groups_of(q: Quantized) -> Iterator[tuple[Any, Tensor]]:
-    """(where in a tensor of its shape, scale) of every group."""
+    """(index into the tensor, scale) of every group."""
     for place in product(*map(range, q.scales.shape)):
         lead = place[:len(q.shape) - 2]
         if q.fmt == "fp8":
@@ -104,17 +105,18 @@ def groups_of(q: Quantized) -> Iterator[tuple[Any, Tensor]]:
 
 
 def number(scale: Tensor) -> float:
-    """What a scale's bits say, by torch's own decoding of E4M3."""
+    """The value of a scale's bits, by torch's decoding of E4M3."""
     return (scale.view(torch.float8_e4m3fn) if scale.dtype == torch.uint8 else scale).float().item()
 
 
-# All there is --------------------------------------------------------------------------------------------------------
+# Exhaustive tests ----------------------------------------------------------------------------------------------------
 
 
 @every_format
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_code_under_every_scale(fmt, dtype, twins, device):
-    """256 codes under 256 scales: those that no `quantize` makes too. All are exact but where fp8's scale is long."""
+    """All 256 codes with all 256 scales, including those that `quantize` never produces. All values are exact, except
+    for fp8 scales with many bits."""
     codes = torch.arange(256, dtype=torch.uint8, device=device).expand(256, 256)
     scales = codes.mT[:, :1]
     if fmt == "fp8":
@@ -139,9 +141,9 @@ def decoded(codes: Tensor, fmt: str) -> Tensor:
 
 
 def neighbours(values: list[Fraction]) -> Tensor:
-    """Each number that float32 has, the one below and the one above, and their negatives."""
+    """The numbers, which must be float32 numbers, their neighbours below and above, and the negatives of all."""
     x = torch.tensor([float(value) for value in values])
-    assert [Fraction(value) for value in x.tolist()] == values, "not numbers of float32"
+    assert [Fraction(value) for value in x.tolist()] == values, "expected float32 numbers"
     near = torch.cat((x, torch.nextafter(x, torch.zeros(())), torch.nextafter(x, torch.tensor(torch.inf))))
     return torch.cat((near, -near))
 
@@ -149,9 +151,9 @@ def neighbours(values: list[Fraction]) -> Tensor:
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "fp8"])
 @sides
 def test_every_midpoint_under_every_scale(fmt, side, twins, device):
-    """What lies halfway between two magnitudes, and one ulp beside: to nearest, ties to the even code.
+    """Midpoints between two magnitudes, and the numbers one ulp away, round to nearest, with ties to the even code.
 
-    A group's first element is the largest magnitude times the scale, so that exactly this scale comes out.
+    The first element of a group is the largest magnitude times the scale, so that the group gets exactly this scale.
     """
     values, halves = oracle.MAGNITUDES[fmt], oracle.midpoints(oracle.MAGNITUDES[fmt])
     tops = torch.tensor([[float(values[-1] * scale)] for scale in SCALES])
@@ -160,7 +162,7 @@ def test_every_midpoint_under_every_scale(fmt, side, twins, device):
     assert q.scales.flatten().tolist() == list(range(1, 127))
     expected = [oracle.quantize(row, fmt) for row in x[::25].tolist()]
     assert q.codes[::25].tolist() == [group.codes for group in expected]
-    # A number of few bits: all scales decide alike.
+    # A number of few bits, so that all scales give the same decision.
     ratios = len(halves)
     tied = [index + index % 2 for index in range(ratios)]
     row = [len(values) - 1, *tied, *range(ratios), *range(1, ratios + 1)]
@@ -171,8 +173,8 @@ def test_every_midpoint_under_every_scale(fmt, side, twins, device):
 
 @sides
 def test_every_midpoint_of_fp8(side, twins, device):
-    """Under powers of two, where torch's cast says the same, and under scales of more bits, where a quotient must be
-    rounded correctly to be seen as halfway or beside it."""
+    """With powers of two as scales, for which torch's cast gives the same codes. With scales of more bits, the quotient
+    must be rounded correctly to distinguish a midpoint from its neighbours."""
     halves = [*oracle.midpoints(oracle.E4M3), *oracle.E4M3[1:-1]]
     scales = [Fraction(2) ** exponent for exponent in (-100, 0, 100)] + [Fraction(n, 512) for n in (9, 13, 15, 30011)]
     tops = torch.tensor([[float(448 * scale)] for scale in scales])
@@ -180,7 +182,7 @@ def test_every_midpoint_of_fp8(side, twins, device):
     q = getattr(twins, side).thinkv.quantize(x.to(device), "fp8", axis=-2, group=1)
     assert q.scales.tolist() == [float(scale) for scale in scales]
     assert q.codes.tolist() == [oracle.quantize(row, "fp8").codes for row in x.tolist()]
-    # Not through scales that are rounded: the largest times a quotient, as it were, of 1.
+    # The largest element has the quotient 1, so no scale is rounded.
     codes = x[1].clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     codes[codes == 128] = 0  # zeros have no sign
     for row in q.codes.cpu()[:3]:
@@ -190,7 +192,7 @@ def test_every_midpoint_of_fp8(side, twins, device):
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "fp8"])
 @sides
 def test_every_scale_and_every_midpoint_between_scales(fmt, side, twins, device):
-    """Groups of one element, whose scale is amax / largest in E4M3: saturated from 448 on, 0 up to 2^-10."""
+    """Groups of one element, whose scale is amax / largest in E4M3. It saturates from 448 on, and is 0 up to 2^-10."""
     largest = oracle.MAGNITUDES[fmt][-1]
     x = neighbours([value * largest for value in (*oracle.midpoints(oracle.E4M3), *SCALES)])
     beyond = torch.tensor([0.0, -0.0, 2**-149, -(2**-126), 2**-40, 500 * float(largest), 1e30, 3.4e38])
@@ -208,7 +210,8 @@ def test_every_scale_and_every_midpoint_between_scales(fmt, side, twins, device)
 @pytest.mark.parametrize("bits", (2, 4, 8))
 @pytest.mark.parametrize("size", (1, 3, 4, 16, 37, 128))
 def test_packing_round_trips(bits, size, twins, device):
-    """Lowest bits first, zeros behind the last code; bits that belong to no code are dropped."""
+    """Codes are packed from the lowest bits, with zeros after the last code. Bits that belong to no code are
+    dropped."""
     codes = torch.randint(256, (2, 3, size), generator=torch.Generator().manual_seed(size), dtype=torch.uint8)
     for view in (codes.to(device), codes.to(device).mT.contiguous().mT):
         expected = twins.reference.thinkv.pack(view, bits)

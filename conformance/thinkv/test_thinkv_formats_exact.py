@@ -1,5 +1,5 @@
-"""ThinKV's number formats where one answer is right to the letter, on both sides: special numbers, ends of the scales,
-ties, and what must not matter.
+"""ThinKV's number formats where only one answer is right, on both sides: special numbers, limits of the scales, ties,
+and invariances.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def ordinary(*shape: int, seed: int = 0) -> Tensor:
 
 
 def same(one, other) -> bool:
-    """Quantized alike: codes and scales."""
+    """Whether codes and scales are equal."""
     return torch.equal(one.codes, other.codes) and torch.equal(one.scales, other.scales)
 
 
@@ -55,7 +55,7 @@ def test_nan_is_nothing_and_infinity_is_the_largest_number(fmt, side, twins, dev
     assert same(q, clean)
     back = module.dequantize(q, torch.float32)
     assert back.tolist() == module.dequantize(clean, torch.float32).tolist()
-    assert not (back.signbit() & (back == 0)).any(), "a zero has no sign"
+    assert not (back.signbit() & (back == 0)).any(), "a zero must have no sign"
 
     infinite = module.quantize(torch.tensor([[INF, -INF, 1.0, NAN]], device=device), fmt, axis=-1)
     assert infinite.codes.tolist() == [[top, top + half, 0, 0]]
@@ -77,7 +77,7 @@ def test_codes_of_a_negative_zero_are_read_as_zero(fmt, side, twins, device):
 
 
 def test_codes_are_sign_and_index(side, twins, device):
-    """The bits, typed."""
+    """The bits, written out."""
     module = of(twins, side)
     x = torch.tensor([[6.0, -4, 3, 2, -1.5, 1, 0.5, -0.5, 0, 5, -5, 2.5]], device=device)
     assert module.quantize(x, "nvfp4", axis=-1).codes.tolist() == [[7, 14, 5, 4, 11, 2, 1, 9, 0, 6, 14, 4]]
@@ -113,27 +113,27 @@ def test_fp8_scales_go_as_far_as_float32(side, twins, device):
     q = module.quantize(x, "fp8", axis=-1, group=1)
     assert scales_of(q) == [float(oracle.float32(Fraction(number) / 448)) for number in x.flatten().tolist()]
     assert scales_of(q)[0] == 0 and q.codes[0].item() == 0
-    # Division by a subnormal scale: 225 / 1 saturates at nothing, 448 / 1 is the largest code.
+    # Division by a subnormal scale: 225 / 1 does not saturate, and 448 / 1 is the largest code.
     assert q.codes.flatten().tolist()[1:] == [oracle.quantize([n], "fp8").codes[0] for n in x.flatten().tolist()[1:]]
 
 
 def test_a_second_scale_reaches_what_e4m3_does_not(side, twins, device):
     module = of(twins, side)
     x = ordinary(3, 2, 32).to(device) * 1e-7
-    x[0, 0, 5] = 1e-6  # the largest, and no program's but the first's
+    x[0, 0, 5] = 1e-6  # the largest element, which only the first program reads
     without, with_one = (module.quantize(x, "nvfp4", axis=-1, tensor_scale=flag) for flag in (False, True))
     assert without.tensor_scale is None and not without.codes.any()
     assert with_one.tensor_scale.shape == () and with_one.tensor_scale.dtype == torch.float32
     assert Fraction(with_one.tensor_scale.item()) == oracle.tensor_scale(x.flatten().tolist())
     assert max(scales_of(with_one)) == 448
     assert (module.dequantize(with_one, torch.float32) - x).abs().max() <= x.abs().max() / 4
-    for factor in (0.0, 1e-45, 1e38):  # g = 0, g that vanishes, steps of a few units of the least number
+    for factor in (0.0, 1e-45, 1e38):  # g = 0, g underflows, steps of a few units of the smallest number
         q = module.quantize(x.sign() * factor, "nvfp4", axis=-1, tensor_scale=True)
         assert module.dequantize(q, torch.float32).isfinite().all()
         assert bool(q.codes.any()) == (factor == 1e38)
 
 
-# What comes in -------------------------------------------------------------------------------------------------------
+# Inputs --------------------------------------------------------------------------------------------------------------
 
 
 @every_format
@@ -142,7 +142,7 @@ def test_inputs_are_rounded_to_float32_once(fmt, side, twins, device):
     x = ordinary(4, 24).to(device)
     for dtype in (torch.float16, torch.bfloat16):
         assert same(module.quantize(x.to(dtype), fmt, axis=-2), module.quantize(x.to(dtype).float(), fmt, axis=-2))
-    # Just above halfway between two codes, by less than float32 sees.
+    # Above the midpoint between two codes by less than the resolution of float32.
     halves = torch.tensor([float(half) for half in oracle.midpoints(oracle.MAGNITUDES[fmt])[::2]], dtype=torch.float64)
     row = torch.cat((torch.tensor([LARGEST[fmt]], dtype=torch.float64), halves * (1 + 2.0**-40)))[None].to(device)
     assert (row != row.float()).any()
@@ -151,7 +151,7 @@ def test_inputs_are_rounded_to_float32_once(fmt, side, twins, device):
     assert same(module.quantize(huge, fmt, axis=-1), module.quantize(huge.float(), fmt, axis=-1))
 
 
-@pytest.mark.parametrize("fmt", ["fp8", "nvfp4"])  # a kernel each
+@pytest.mark.parametrize("fmt", ["fp8", "nvfp4"])  # one for each kernel
 @pytest.mark.parametrize("layout", ["sliced", "spread", "channels_first", "transposed", "far"])
 def test_strides_do_not_matter(fmt, layout, side, twins, device):
     module = of(twins, side)
@@ -168,7 +168,7 @@ def test_strides_do_not_matter(fmt, layout, side, twins, device):
 
 @pytest.mark.parametrize("fmt", ["fp8", "nvfp4"])
 def test_more_dimensions_are_more_rows(fmt, side, twins, device):
-    """Some that cannot be merged without a copy, too."""
+    """Including dimensions that cannot be merged without a copy."""
     module = of(twins, side)
     x = ordinary(2, 1, 2, 4, 6).to(device)
     for view in (x, x.transpose(0, 2)):
@@ -184,7 +184,7 @@ def test_more_dimensions_are_more_rows(fmt, side, twins, device):
 @every_format
 @pytest.mark.parametrize("axis", (-1, -2))
 def test_groups_know_nothing_of_each_other(fmt, axis, side, twins, device):
-    """Whatever the other groups hold, and a short last group is a group."""
+    """The result of a group does not depend on the other groups. A short last group is also a group."""
     module = of(twins, side)
     x = ordinary(2, 21, 19).to(device)
     q = module.quantize(x, fmt, axis=axis, group=6)
@@ -205,7 +205,7 @@ def test_groups_know_nothing_of_each_other(fmt, axis, side, twins, device):
 
 @every_format
 def test_keys_by_channel_values_by_token(fmt, side, twins, device):
-    """Axis -2 of a tensor is axis -1 of its transpose; for fp8 the axis is but a name."""
+    """Axis -2 of a tensor is axis -1 of its transpose. For fp8, the axis has no effect."""
     module = of(twins, side)
     x = ordinary(2, 21, 40).to(device)
     keys, values = module.quantize(x, fmt, axis=-2), module.quantize(x, fmt, axis=-1)
@@ -235,7 +235,7 @@ def test_signs_and_powers_of_two_pass_through(fmt, side, twins, device):
 
 @pytest.mark.parametrize("fmt", by_group)
 def test_what_was_quantized_stays_as_it_is(fmt, side, twins, device):
-    """With normal scales the largest element gets the largest code, so the scale comes out again."""
+    """With normal scales, the largest element has the largest code, so a second quantization finds the same scale."""
     module = of(twins, side)
     x = (ordinary(64, 16, seed=3) * 2.0 ** torch.arange(-3, 5).repeat(8)[:, None]).to(device)
     q = module.quantize(x, fmt, axis=-1)
@@ -275,13 +275,13 @@ def test_least_squares_choose_the_best_fraction(side, twins, device):
 
 
 def test_equal_squares_go_to_the_largest_fraction(side, twins, device):
-    """1 and 15/16 are as far from the scale 1 as from 15/16."""
+    """1 and 15/16 have equal errors with the scales 1 and 15/16."""
     x = torch.tensor([[1.0, -0.9375]], device=device)
     assert squared_error([1.0, 0.9375], 1) == squared_error([1.0, 0.9375], 0.9375)
     assert scales_of(of(twins, side).quantize(x, "ternary", axis=-1, scale_rule="mse")) == [1.0]
 
 
-# Did it happen -------------------------------------------------------------------------------------------------------
+# Compression ---------------------------------------------------------------------------------------------------------
 
 
 @every_format

@@ -1,6 +1,6 @@
-"""Bad input: every argument of the number formats' functions, wrong in every way that a caller could get it.
+"""Bad input: every argument of the number formats' functions, wrong in every way that a caller could pass it.
 
-The error has the right type, and its message names the argument and says what was expected and what came.
+The error has the right type. Its message names the argument, what was expected and what was passed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NOT_WORDS = [None, 1, ("nvfp4",)]
 
 
 def good(function: str, twins, device: torch.device, fmt: str = "nvfp4") -> dict[str, Any]:
-    """Arguments that are right."""
+    """Valid arguments."""
     x = torch.randn(2, 3, 5, 20, generator=torch.Generator().manual_seed(1)).to(device)
     module = twins.reference.thinkv
     q = module.quantize(x, fmt, axis=-1)
@@ -141,7 +141,7 @@ def test_a_quantized_that_does_not_fit_itself(name, fmt, spoil, error, says, sid
 
 
 def test_what_a_kernel_cannot_take(side, twins, device):
-    """No backward, and groups that a tile can hold; the reference takes both."""
+    """Inputs that require grad, and groups larger than a tile. The reference accepts both."""
     module = getattr(twins, side).thinkv
     x = torch.ones(2, 4, device=device, requires_grad=True)
     calls = [({"x": x}, "requires grad"), ({"x": x.double()}, "requires grad"), ({"group": 1025}, "at most 1024")]

@@ -1,8 +1,8 @@
 """ThinKV under test against the golden trace: the thoughts, tokens and outputs of float64 on a trained model's vectors.
 
-The state under test goes in lockstep with float64, which takes over a choice that is as right as its own. From there on
-the record shows another state than is right: every window until then is compared with it, and these must be half of
-them at least. The small case on the CPU, all on a GPU.
+The state under test runs in lockstep with a float64 state, which adopts adjudicated choices. After an adopted choice
+the float64 state may differ from the record, so windows are compared with the record only until then. At least half of
+them must be. The CPU replays the small case, the GPU all cases.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_every_recorded_case_is_replayed(traces):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_case_has_every_thought(case, traces):
-    """And thoughts are what the sparsities say."""
+    """All thought types occur, and they agree with the sparsities."""
     about = traces[1].metadata["cases"][case]
     shares, thoughts = (traces[1].tensors[f"{case}.{name}"] for name in ("sparsity", "thought"))
     assert set(thoughts.tolist()) == set(Thought)
@@ -59,7 +59,7 @@ def test_every_case_has_every_thought(case, traces):
 
 @pytest.mark.parametrize("case", CASES)
 def test_thinkv_reference_repeats_the_golden_trace(case, traces, twins):
-    """All steps, in float64: decisions to the letter, the rest as near as `--check` allows."""
+    """All steps in float64: decisions are equal, other results are within the tolerance of `--check`."""
     golden = traces[1]
     about = golden.metadata["cases"][case]
     state, tensors = started(twins.reference.thinkv, case, traces, torch.device("cpu"), torch.float64)
@@ -105,7 +105,7 @@ def follow(case: str, traces: Any, twins: Any, device: torch.device) -> None:
             followed += 1
         as_recorded &= same_tokens(exact, recorded["held"][window + 1])
     windows = len(recorded["thought"])
-    assert 2 * followed >= windows, f"{followed} of {windows} windows are the record's"
+    assert 2 * followed >= windows, f"only {followed} of {windows} windows agree with the record"
 
 
 def same_tokens(state: Any, held: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""ThinKV inside transformers: the tokens, and what every layer holds, of a loop by hand over its float64 State."""
+"""ThinKV inside transformers: tokens and cache contents of every layer, against a plain loop over its float64 state."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SMALL: dict[str, Any] = {
     "tau": 4, "group": 2, "block": 2, "retention": (2, 1), "sparsity_threshold": 0.05, "max_tokens": 40,
 }
 EDGES = (0.51, 0.61)
-# For a model whose keys are normed: its logits lie closer together.
+# For a model with normalised keys, whose logits are closer together.
 NORMED: dict[str, Any] = {"sparsity_threshold": 0.2}
 NORMED_EDGES = (0.16, 0.29)
 
 
 def cache_class(twins: Any, side: str) -> type[ThoughtCache]:
-    """The ThinKVCache of a side; for an implementation that brings only its State, our plug around it."""
+    """The ThinKVCache of a side. If an implementation has only a state, our cache adapter wraps it."""
     own: type[ThoughtCache] = importlib.import_module(f"kvtwin.{side}.hf.thinkv").ThinKVCache
     state = getattr(getattr(twins, side).thinkv, "ThinKVState", own.State)
     return own if state is own.State else type("ThinKVCache", (cache_class_of_reference(),), {"State": state})
@@ -47,7 +47,7 @@ def cache_class_of_reference() -> type[ThoughtCache]:
 
 
 class ThinKVLoop(Loop):
-    """A row without its padding, in a State per layer. Thoughts are told after all of a forward pass is through."""
+    """A row without its padding, with one state per layer. Thought types are determined after each forward pass."""
 
     def __init__(self, model: Any, config: ThinKVConfig, thresholds: Thresholds | None) -> None:
         super().__init__(model)
@@ -61,7 +61,7 @@ class ThinKVLoop(Loop):
             for _ in model.model.layers
         ]
         self.padding = self.prompt = 0
-        self.told: list[int] = []                                             # of each window so far
+        self.told: list[int] = []                                             # the thought type of each window so far
 
     def copy(self) -> ThinKVLoop:
         made = copy.copy(self)
@@ -83,11 +83,11 @@ class ThinKVLoop(Loop):
         return logits
 
     def thought(self, sparsity: list[float]) -> int:
-        """Of the mean sparsity. A float32 one is off by 2^-21 at the most: each layer's comes of three roundings, the
-        mean of three more (a product by the reciprocal), and the edge of one; all are below 1."""
+        """The thought type for the mean sparsity. The error of a float32 mean is at most 2^-21: each layer's sparsity
+        has three roundings, the mean three more (a product with the reciprocal), and the edge one. All are below 1."""
         assert self.thresholds is not None
         mean = sum(sparsity) / len(sparsity)
-        assert all(abs(mean - edge) > 2**-21 for edge in self.thresholds.edges), "a decision that float32 may turn"
+        assert all(abs(mean - edge) > 2**-21 for edge in self.thresholds.edges), "float32 could decide differently"
         low, high = self.thresholds.edges
         return int(Thought.TRANSITION if mean >= high else Thought.REASONING if mean >= low else Thought.EXECUTION)
 
@@ -102,13 +102,13 @@ class ThinKVLoop(Loop):
 
 
 def held(state: Any, row: int, padding: int = 0) -> dict[int, int]:
-    """What a row of a State holds: the thought type of each token by its index; -1 in the buffer."""
+    """The tokens in a row of a state: the thought type of each token by its index, and -1 in the buffer."""
     positions, thoughts = state.cache.positions[row].tolist(), state.cache.thoughts[row].tolist()
     return {at + padding: kind for at, kind in sorted(zip(positions, thoughts, strict=True)) if at >= 0}
 
 
 def check(model: Any, cache: Any, inputs: dict[str, Tensor], new: int) -> list[list[int]]:
-    """Against a loop per row, token by token and layer by layer. Returns rows' thoughts."""
+    """Compare the cache with one loop per row, token by token and layer by layer. Returns the thoughts of each row."""
     loops = []
 
     def make(_: int) -> tuple[ThinKVLoop, Any]:
@@ -132,7 +132,7 @@ def cache_of(twins: Any, side: str, model: Any, **options: Any) -> Any:
     [("llama", (0, 1), EDGES, {}), ("qwen2", (1,), EDGES, {}), ("qwen3", (0,), NORMED_EDGES, NORMED)],
 )
 def test_generation_is_the_loop(family, layers, edges, options, twins, device):
-    """Padding spans a segment; the prompt is over the budget; thoughts of all three types come and go."""
+    """Padding spans a segment, the prompt exceeds the budget, and all three thought types occur."""
     model = tiny_models.model(family, F64, device)
     used = cache_of(twins, "reference", model, budget=8, thresholds=Thresholds(layers, edges), **options)
     told = check(model, used, prompts(11, [0, 2, 7], device), 14)
@@ -163,7 +163,7 @@ def test_without_thresholds_everything_is_reasoning(twins, device):
 
 
 def test_thoughts_that_the_user_writes(twins, device):
-    """After a window's first step, in place; they hold until written again."""
+    """Written in place after a window's first step, they hold until they are written again."""
     model = tiny_models.model("llama", F64, device)
     used = cache_of(twins, "reference", model, budget=20)
     feed(model, used, range(1, 6))
@@ -210,13 +210,13 @@ def test_generation_with_beams_is_beams_over_the_loop(twins, device):
 
 
 def test_a_cache_is_new_after_a_reset(twins, device):
-    """Also after a forward pass that broke off between its layers, while a window's states were being handed in."""
+    """Even after a forward pass that was interrupted between its layers, in the first step of a window."""
     model, inputs = tiny_models.model("qwen3", F64, device), prompts(5, [0, 3], device)
     used = cache_of(twins, "reference", model, budget=4, thresholds=Thresholds((0, 1), NORMED_EDGES), **NORMED)
     expected = generate(model, inputs, 6, past_key_values=used)
     twin = copy.deepcopy(used)
     one_row = {name: tensor[:1] for name, tensor in inputs.items()}
-    for rows, some in ((2, inputs), (1, one_row)):                                   # the same, another batch size
+    for rows, some in ((2, inputs), (1, one_row)):                                # the same batch size, and another one
         used.reset()
         assert used.get_seq_length() == 0
         assert torch.equal(generate(model, some, 6, past_key_values=used), expected[:rows])
@@ -229,7 +229,7 @@ def test_a_cache_is_new_after_a_reset(twins, device):
     used.reset()
     assert torch.equal(generate(model, inputs, 6, past_key_values=used), expected)
     twin.reset()
-    assert torch.equal(generate(model, inputs, 6, past_key_values=twin), expected), "a copy is a cache of its own"
+    assert torch.equal(generate(model, inputs, 6, past_key_values=twin), expected), "a copy must be independent"
 
 
 def test_layers_with_a_sliding_window_stay_stock(twins, device):
@@ -244,12 +244,12 @@ def test_layers_with_a_sliding_window_stay_stock(twins, device):
         cache_of(twins, "reference", model, thresholds=Thresholds((0, 2), EDGES))
 
 
-# What quantization alone does ----------------------------------------------------------------------------------------
+# Quantization without eviction ---------------------------------------------------------------------------------------
 
 
 def test_fp8_with_room_for_all_is_attention_to_rounded_tokens(twins, device, monkeypatch):
-    """Every decode step's attention, given the queries, keys and values that the model computed, lies as near to exact
-    attention over all of them as rounding tokens to fp8 allows (`fp8_bound`), padding left out."""
+    """In every decode step, attention to the model's queries, keys and values is as close to exact attention over all
+    tokens except padding as fp8 rounding allows (`fp8_bound`)."""
     calls: dict[Any, list[tuple[Tensor, ...]]] = {}
     attend = ThoughtLayer.attend
 
@@ -260,7 +260,7 @@ def test_fp8_with_room_for_all_is_attention_to_rounded_tokens(twins, device, mon
 
     monkeypatch.setattr(ThoughtLayer, "attend", watch)
     model, inputs = tiny_models.model("llama", F64, device), prompts(7, [0, 3], device)
-    for layer in model.model.layers:                            # logits so small that the bound says something
+    for layer in model.model.layers:                            # small logits, so that the bound is meaningful
         layer.self_attn.q_proj.weight.data *= 0.125
     used = cache_of(
         twins, "reference", model, budget=40, formats={"R": "fp8", "E": "fp8", "T": "fp8"}, retention=(40,),
@@ -277,17 +277,18 @@ def test_fp8_with_room_for_all_is_attention_to_rounded_tokens(twins, device, mon
                 truth, bound = fp8_bound(query[row, :, 0], key, value, 16**-0.5)
                 assert_within(output[row, :, 0], truth, bound, what=f"row {row}, decode step {number}")
                 share = max(share, float(((output[row, :, 0] - truth).abs() / bound).max()))
-    assert share > 0.01, "nothing was rounded, or the bound is loose"
+    assert share > 0.01, "nothing was rounded, or the bound is too loose"
 
 
 def fp8_bound(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Exact attention [Hq, D] of query [Hq, D] to key, value [Hkv, T, D], and what fp8 tokens may change in it.
+    """Exact attention [Hq, D] of query [Hq, D] to key, value [Hkv, T, D], and a bound on the change by fp8 rounding.
 
-    An element x becomes x' with |x - x'| <= e = max(|x| / 17, s / 1024), s = amax / 448 of its chunk and so at most of
-    all tokens of its head; 2^-20 |x| beside it covers the quantizer's float32 (x, s, x / s and the product round once
-    each, and 1 / 17 moves with x / s). So a logit moves by at most d_j = scale sum_d |q_d| e_jd, a weight by the factor
-    exp(d_j + max d) (its own logit and the normaliser's), and the output, sum_j a_j v_j, by at most
-    sum_j a_j (exp(d_j + max d) - 1) (|v_j| + e_j) + a_j e_j. Float64 itself loses less than 2^-40 of the terms here.
+    An element x becomes x' with |x - x'| <= e = max(|x| / 17, s / 1024), where s = amax / 448 of its chunk, which is at
+    most that of all tokens of its head. An additional 2^-20 |x| covers the float32 arithmetic of the quantizer (x, s, x
+    / s and the product are rounded once each, and 1 / 17 changes with x / s). So a logit changes by at most d_j = scale
+    sum_d |q_d| e_jd, a weight by at most the factor exp(d_j + max d) (for its own logit and for the denominator), and
+    the output, sum_j a_j v_j, by at most sum_j a_j (exp(d_j + max d) - 1) (|v_j| + e_j) + a_j e_j. The error of float64
+    here is less than 2^-40 of the terms.
     """
     group = len(query) // len(key)
 
@@ -304,7 +305,7 @@ def fp8_bound(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[
     return (weight * value).sum(1), change.sum(1)
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
+# Bad input -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.kind("bad_input")

@@ -1,4 +1,4 @@
-"""ThinKV's paged cache: the twins store the same bits in the same places, and attention over them is float64's."""
+"""ThinKV's paged cache: the twins store the same bits in the same places, and attention agrees with float64."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ fewer = settings(max_examples=max(2, settings().max_examples // 10))
 # Against the truth ---------------------------------------------------------------------------------------------------
 
 
-# Fragments: several tiles of one format, of two sizes; three formats.
+# Blocks that are read as fragments: several tiles of one format, in two sizes, and three formats.
 @example(case=PagedCase(
     dtype=torch.bfloat16, head_dim=64, group=4, tokens=60, shared=16, block=8, evictions=1, seed=7,
     device=str(default_device()),
@@ -44,14 +44,14 @@ fewer = settings(max_examples=max(2, settings().max_examples // 10))
     dtype=torch.float16, formats=FORMATS[3], head_dim=128, group=8, tokens=40, shared=16, block=8, evictions=1, seed=8,
     device=str(default_device()),
 ))
-# P of fp8 blocks is two numbers, of which float16 needs both.
+# P of fp8 blocks is stored as two numbers. float16 needs both.
 @example(case=PagedCase(
     dtype=torch.float16, formats=FORMATS[-1], batch=2, group=8, tokens=12, seed=7, device=str(default_device())
 ))
 @given(case=paged_cases())
 @few
 def test_paged_attention_is_as_float64_would(case, twins):
-    """Tables to the letter, codes and scales to the bit, attention and sparsity within what arithmetic can lose."""
+    """Tables are equal, codes and scales are bitwise equal, and attention and sparsity are within their bounds."""
     tested, expected = case.cache(twins.optimized.thinkv), case.cache(twins.reference.thinkv)
     assert_same_tables(tested, expected)
     assert_same_contents(tested, expected, numbers=case.seed % 2 == 0)
@@ -66,14 +66,14 @@ def test_paged_attention_is_as_float64_would(case, twins):
 @given(case=paged_cases())
 @settings(max_examples=max(20, settings().max_examples))
 def test_reference_is_within_its_own_bound(case, twins):
-    """In low precision too: the judge's bound is about any correct arithmetic."""
+    """Even in low precision: the judge's bound holds for any correct arithmetic."""
     result = twins.reference.thinkv.decode_attention(case.query, case.cache(twins.reference.thinkv), scale=case.scale)
     assert_attention_right(result, case.cache(twins.reference.thinkv, torch.float64), case.query, scale=case.scale)
 
 
 @pytest.mark.parametrize("formats", (FORMATS[0], FORMATS[-1]))
 def test_bound_is_not_loose(formats, twins, device):
-    """float32, D = 16, ordinary data: errors reach a hundredth of the bound."""
+    """For ordinary float32 data with D = 16, errors exceed 1/100 of the bound."""
     case = PagedCase(batch=2, group=2, head_dim=D, tokens=8, formats=formats, seed=3, device=str(device))
     result = twins.optimized.thinkv.decode_attention(case.query, case.cache(twins.optimized.thinkv))
     truth = case.cache(twins.reference.thinkv, torch.float64)
@@ -86,8 +86,8 @@ def test_bound_is_not_loose(formats, twins, device):
 @pytest.mark.parametrize("formats", ("nvfp4 int4 ternary", "nvfp4 fp8 int2"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_a_lone_token_comes_back_exactly(formats, dtype, twins, device):
-    """Its weight is 1, so the output is its value as it is stored: every code of a format, scales small and large. (An
-    fp8 scale has 24 bits: there the product, and P with it, may round.)"""
+    """Its weight is 1, so the output is the stored value, for all codes of a format and for small and large scales. (An
+    fp8 scale has 24 bits, so the product, and P with it, may be rounded.)"""
     cache = empty(twins.optimized.thinkv, device, batch=3, dtype=dtype, formats=formats, group=16)
     steps = torch.arange(D, device=device).to(dtype) - D // 2
     size = numbers(0.0078125, 1.0, 300.0, device=device).to(dtype)
@@ -116,7 +116,7 @@ def test_walkthrough_of_figure_5(side, twins, device):
     cache = empty(getattr(twins, side).thinkv, device, group=4, block=4, tau=4, tokens=32)
     put(cache, 0, 3, thought=2, segment=0)                                         # a: reasoning, A B C
     assert cache.block_table(0) == [BlockEntry(0, 0, 3, 2, (0,), ((1, 1, 1, 0),), (0, 0, 0, 0))]
-    put(cache, 3, 4, thought=1, segment=1)                                         # b: execution never joins reasoning
+    put(cache, 3, 4, thought=1, segment=1)                            # b: execution never shares a block with reasoning
     put(cache, 7, 1, thought=1, segment=1)
     assert [entry.thought for entry in cache.block_table(0)] == [2, 1, 1]
     assert [entry.filled for entry in cache.block_table(0)] == [3, 4, 1]
@@ -134,27 +134,27 @@ def test_walkthrough_of_figure_5(side, twins, device):
     assert reused[4] == BlockEntry(4, 3, 1, 2, (12,), ((1, 0, 0, 0),), (0, 0, 0, 0))
     held = [0, 12, 13, 14, 3, -1, -1, 6, 7, -1, -1, -1, 8, 9, 10, 11, 15, -1, -1, -1]
     assert cache.positions[0, :20].tolist() == held
-    assert cache.groups[0, :4].tolist() == [0, 4, 4, 4], "one group of scales per flush"
+    assert cache.groups[0, :4].tolist() == [0, 4, 4, 4], "expected one group of scales per flush"
 
 
 @sides
 def test_blocks_and_scales_come_back(side, twins, device):
-    """A block that loses its last token is free, whatever its other slots are; so is a group of scales."""
+    """A block without live tokens is released, even if its slots are marked. So is a group of scales."""
     cache = empty(getattr(twins, side).thinkv, device)
     put(cache, 0, 4, thought=2)
     put(cache, 4, 3, thought=0)
     leave(cache, 0, 4, 5)
     assert cache.block_thoughts[0, :5].tolist() == [2, 2, -1, 0, -1]
     assert cache.physical[0, :5].tolist() == [0, 1, -1, 1, -1]
-    assert not bool(cache.evicted[0, 4:].any()), "a free block has no marks"
+    assert not bool(cache.evicted[0, 4:].any()), "a free block must have no marks"
     assert cache.evicted[0, :4].tolist() == [True, False, False, False]
     put(cache, 7, 4, thought=1)
-    assert cache.block_thoughts[0, :5].tolist() == [2, 2, 1, 0, 1], "the lowest free entries"
+    assert cache.block_thoughts[0, :5].tolist() == [2, 2, 1, 0, 1], "expected the lowest free entries"
     assert cache.physical[0, :5].tolist() == [0, 1, 2, 1, 3]
     leave(cache, 1, 2, 3)
     put(cache, 11, 2, thought=0)
-    assert cache.groups[0, 6:8].tolist() == [1, 0], "group 0 lost its tokens, 1 has one left"
-    assert cache.physical[0, :5].tolist() == [0, -1, 2, 1, 3], "the lowest of each pool"
+    assert cache.groups[0, 6:8].tolist() == [1, 0], "group 0 has no tokens left, group 1 has one"
+    assert cache.physical[0, :5].tolist() == [0, -1, 2, 1, 3], "expected the lowest free block of each pool"
     leave(cache, *range(20))
     assert not bool(cache.occupied.any())
     assert bool((cache.block_thoughts == -1).all())
@@ -163,13 +163,13 @@ def test_blocks_and_scales_come_back(side, twins, device):
 
 @sides
 def test_free_slots_anywhere_in_the_table_are_found(side, twins, device):
-    """The first, one far behind it, and the last: more slots than are looked at together."""
+    """The first slot, one far behind it, and the last ones. There are more slots than one chunk of the scan."""
     cache = empty(getattr(twins, side).thinkv, device, tokens=64, group=20)
     for segment in range(2):
         put(cache, 20 * segment, 20, thought=2, segment=segment)
     leave(cache, 1, 36, 39)
     put(cache, 40, 4, thought=2, segment=2)
-    # Tokens 40 to 43 lie in slots 1, 36, 39 and 40.
+    # Tokens 40 to 43 are in slots 1, 36, 39 and 40.
     assert cache.positions[0, :42].tolist() == [0, 40, *range(2, 36), 41, 37, 38, 42, 43, -1]
 
 
@@ -188,13 +188,13 @@ def test_evict_passes_over_what_is_not_quantized(side, twins, device):
 
 @sides
 def test_rows_are_each_for_themselves(side, twins, device):
-    """Tokens for some rows, flushes of some, by other types; a row that releases starts anew; rows are copied."""
+    """Append and flush for some rows only, with different types; release a row and use it again; copy rows."""
     cache = empty(getattr(twins, side).thinkv, device, batch=3)
     key = torch.randn(3, 1, D, device=device)
     for position in range(3):
         cache.append(key, key, numbers(position, -1, 10 + position, device=device))
     cache.flush(numbers(True, True, False, device=device), numbers(2, 7, 0, device=device),
-                numbers(1, 99, 0, device=device))                                  # nothing waits in row 1: no error
+                numbers(1, 99, 0, device=device))                               # the buffer of row 1 is empty: no error
     assert cache.buffered.tolist() == [0, 0, 3]
     assert cache.segments[0, :3].tolist() == [1, 1, 1]
     assert not bool(cache.occupied[1].any())
@@ -206,13 +206,14 @@ def test_rows_are_each_for_themselves(side, twins, device):
     assert_same(cache.codes().keys[2], before.keys[0], what="codes of a copied row")
     cache.release(numbers(True, False, True, device=device))
     assert cache.occupied.sum(1).tolist() == [0, 3, 0]
-    cache.append(key, key, numbers(0, 3, 0, device=device))                        # and positions may come again
+    cache.append(key, key, numbers(0, 3, 0, device=device))                        # positions may be reused
     assert cache.buffered.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("what", ("append", "blocks", "thought", "segment"))
 def test_no_room_corrupts_nothing(what, twins, device):
-    """The optimized side cannot ask: it says so in `overflow`, and leaves the row, and its neighbours, as they were."""
+    """The optimized side does not ask the device. It sets `overflow`, and leaves the row and its neighbours
+    unchanged."""
     cache = empty(twins.optimized.thinkv, device, batch=2, tokens=4)
     put(cache, 0, 4)
     if what == "blocks":
@@ -235,14 +236,14 @@ def test_no_room_corrupts_nothing(what, twins, device):
             cache.flush(numbers(True, False, device=device), *((wrong, right) if what == "thought" else (right, wrong)))
         assert cache.overflow.tolist() == [True, False]
     for one, other in zip((cache.positions, cache.physical, *cache.codes()), before, strict=True):
-        assert_same(one, other, what="what is held")
+        assert_same(one, other, what="contents of the cache")
 
 
-# What must not matter ------------------------------------------------------------------------------------------------
+# Invariance ----------------------------------------------------------------------------------------------------------
 
 
 def twice(case: PagedCase, module: Any, change: Any) -> None:
-    """Attention to the bit the same after `change(cache)`."""
+    """Assert that attention is bitwise equal after `change(cache)`."""
     cache = case.cache(module)
     before = module.decode_attention(case.query, cache, scale=case.scale)
     change(cache)
@@ -254,13 +255,13 @@ def twice(case: PagedCase, module: Any, change: Any) -> None:
 @given(case=paged_cases(content=("ordinary",)))
 @fewer
 def test_nothing_but_live_tokens_matters(case, twins):
-    """Poison wherever no live token is stored: codes, E4M3 and float32 NaN for scales, NaN in the buffer."""
+    """Poison in all places without a live token: codes, NaN as E4M3 and float32 scales, and NaN in the buffer."""
     twice(case, twins.optimized.thinkv, poison)
 
 
 @sides
 def test_what_evicted_tokens_held_does_not_matter(side, twins, device):
-    """Two caches that differ in tokens that are evicted: the mirror images of others, so that scales are the same."""
+    """Two caches that differ only in evicted tokens. These are negated copies, so that scales are equal."""
     module = getattr(twins, side).thinkv
     results = []
     for sign in (1, -1):
@@ -278,7 +279,8 @@ def test_what_evicted_tokens_held_does_not_matter(side, twins, device):
 @given(case=paged_cases(content=("ordinary", "dominant")), data=st.data())
 @fewer
 def test_rows_do_not_see_each_other(case, data, twins):
-    """At a fixed shape, to the bit: other rows are released or swapped, and a launch is repeated."""
+    """At a fixed shape, results are bitwise equal after a second launch, and after other rows are released or
+    replaced."""
     module = twins.optimized.thinkv
     cache = case.cache(module)
     before = module.decode_attention(case.query, cache, scale=case.scale)
@@ -298,7 +300,7 @@ def test_rows_do_not_see_each_other(case, data, twins):
 @given(case=paged_cases(content=("ordinary",), most=8), layout=st.sampled_from(("transposed", "sliced", "spread")))
 @fewer
 def test_strides_do_not_matter(case, layout, twins):
-    """Of queries, keys and values, whatever lies between their numbers."""
+    """The strides of queries, keys and values have no effect, whatever is stored between their elements."""
     module, other = twins.optimized.thinkv, dataclasses.replace(case, layout=layout)
     one, two = case.cache(module), other.cache(module)
     assert_same_contents(two, one, numbers=True)
@@ -321,7 +323,8 @@ def test_nothing_is_attended_to_where_nothing_is(side, twins, device):
 @sides
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, D), (torch.bfloat16, 64)])
 def test_sparsity_is_of_the_rows_that_are_looked_at(dtype, head_dim, side, twins, device):
-    """The others' is NaN, everybody's output the same bits; on either way through the kernels, with any stride."""
+    """The sparsity of the other rows is NaN, and all outputs are bitwise equal, on both paths through the kernels and
+    with any stride."""
     module = getattr(twins, side).thinkv
     cache = empty(module, device, batch=3, dtype=dtype, head_dim=head_dim, block=8)
     put(cache, 0, 4, thought=2)
@@ -341,15 +344,15 @@ def test_sparsity_is_of_the_rows_that_are_looked_at(dtype, head_dim, side, twins
 
 @sides
 def test_sparsity_takes_each_head_by_its_own_sum(side, twins, device):
-    """Logits in base 2 fall by 1 per token, or by 3: weights 2^-1, 2^-2, ... and 7/8, 7/64, .... The largest of all is
-    7/8, and tokens 6 to 9 have less than a hundredth of it; of tokens with the same largest logit only 7 to 9 would.
-    In the buffer as in blocks."""
+    """Logits in base 2 fall by 1 or by 3 per token, so weights are 2^-1, 2^-2, ... and 7/8, 7/64, .... The largest
+    weight is 7/8, and tokens 6 to 9 have less than 1/100 of it. If heads were pooled relative to their largest weights,
+    only tokens 7 to 9 would. The same holds in the buffer and in blocks."""
     module = getattr(twins, side).thinkv
     for flushed in (False, True):
         cache = empty(module, device, formats="fp8 fp8 fp8", group=10)
         for position in range(10):
             key = torch.zeros(1, 1, D, device=device)
-            key[..., 0], key[..., 1] = -position, 14                               # a scale of 2^-5: all is exact
+            key[..., 0], key[..., 1] = -position, 14                             # a scale of 2^-5, so that all is exact
             cache.append(key, key, numbers(position, device=device))
         if flushed:
             cache.flush(*(numbers(x, device=device) for x in (True, 2, 0)))

@@ -1,4 +1,4 @@
-"""What ThinKV's paged cache costs: bytes and bits, counted by hand."""
+"""The cost of ThinKV's paged cache: bytes and bits, counted by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ sides = pytest.mark.parametrize("side", ("reference", "optimized"))
 
 @sides
 def test_bytes_by_hand(side, twins, device):
-    """D = 16, two heads, group 4, blocks of 2, float16: each number by itself."""
+    """D = 16, two heads, groups of 4, blocks of 2, float16, with each term written out."""
     cache = empty(getattr(twins, side).thinkv, device, batch=2, heads=2, dtype=torch.float16,
                   formats="nvfp4 fp8 ternary", tokens=16)
     config = cache.config
@@ -34,7 +34,7 @@ def test_bytes_by_hand(side, twins, device):
     total = nvfp4 + key_scales + fp8 + chunk + ternary + key_scales
     assert cache.bytes_allocated() == nothing + 2 * total
     assert cache.bits_per_element() == 8 * total / (6 * 2 * 2 * 16)
-    leave(cache, 2)                                                                # a block goes, its scales stay
+    leave(cache, 2)                                                           # a block is released, its key scales stay
     assert cache.bytes_allocated() == nothing + 2 * (total - nvfp4 // 2)
     leave(cache, 3, 4)
     assert cache.bytes_allocated() == nothing + 2 * (nvfp4 // 2 + key_scales + ternary + key_scales)
@@ -44,7 +44,7 @@ def test_bytes_by_hand(side, twins, device):
 
 @sides
 def test_a_full_cache_has_half_a_bit_of_scales(side, twins, device):
-    """Groups of 16 in whole blocks of 8, D = 16: 4 + 8/16 bits per element, keys and values alike."""
+    """With groups of 16 in full blocks of 8 and D = 16, keys and values take 4 + 8/16 bits per element."""
     cache = empty(getattr(twins, side).thinkv, device, group=16, block=8, tokens=32, tau=16)
     for segment in range(2):
         put(cache, 16 * segment, 16, thought=2, segment=segment)

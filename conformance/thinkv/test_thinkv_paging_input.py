@@ -1,7 +1,7 @@
-"""Bad input of ThinKV's paged cache: every argument of it, wrong in every way that a caller could get it.
+"""Bad input to ThinKV's paged cache: every argument, wrong in every way that a caller could pass it.
 
-The error has the right type, its message names the argument and says what was expected and what came, and the cache is
-as it was before.
+The error has the right type. Its message names the argument, what was expected and what was passed. The cache is left
+unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUMBERS = {"positions": (4, 5), "thought": (1, 2), "segment": (0, 1), "index": (
 
 
 def good(subject: str, device: torch.device) -> dict[str, Any]:
-    """Arguments that are right."""
+    """Valid arguments."""
     generator = torch.Generator().manual_seed(1)
     made: dict[str, Any] = {}
     for name, shape in SHAPES[subject].items():
@@ -51,7 +51,7 @@ def good(subject: str, device: torch.device) -> dict[str, Any]:
 
 @cached
 def used_cache(twins: Any, side: str, device: torch.device) -> Any:
-    """A cache in use, which a refused call does not change: three tokens in blocks, one in the buffer."""
+    """A cache with three tokens in blocks and one in the buffer. A refused call must not change it."""
     cache = getattr(twins, side).thinkv.PagedCache(
         CONFIG, batch=B, key_value_heads=HKV, head_dim=D, dtype=torch.float32, device=device
     )
@@ -78,7 +78,7 @@ def refused(
     for pattern in says:
         assert re.search(pattern, str(caught.value)), f"{str(caught.value)!r} does not say {pattern!r}"
     for name, held in zip(TABLES, before, strict=False):
-        assert torch.equal(getattr(unchanged, name), held), f"an error changed {name}"
+        assert torch.equal(getattr(unchanged, name), held), f"the refused call changed {name}"
 
 
 WRONG: list[tuple[str, Callable[[Tensor], Any], type[Exception], str]] = [
@@ -96,7 +96,7 @@ WRONG: list[tuple[str, Callable[[Tensor], Any], type[Exception], str]] = [
 TENSORS = [
     pytest.param(subject, name, *wrong, id=f"{subject}-{name}-{label}")
     for subject, names in SHAPES.items() for name in names for label, *wrong in WRONG
-    if (name, label) != ("look", "none")  # everybody is looked at
+    if (name, label) != ("look", "none")  # None selects all rows
 ]
 LAST = [(subject, name) for subject, names in SHAPES.items() for name, shape in names.items() if len(shape) > 1]
 
@@ -222,7 +222,7 @@ REFERENCE_ALONE: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("subject", "wrong", "says"), REFERENCE_ALONE)
 def test_wrong_numbers(subject, wrong, says, side, twins, device):
-    """The reference looks at them; the optimized side does not ask the device (see overflow)."""
+    """The reference checks the values. The optimized side does not ask the device (see overflow)."""
     if side == "optimized":
         return
     cache, given = used_cache(twins, side, device), good(subject, device)
@@ -231,7 +231,8 @@ def test_wrong_numbers(subject, wrong, says, side, twins, device):
 
 
 def test_a_full_buffer_and_a_full_table(side, twins, device):
-    """Said by the reference, one row among others; see test_no_room_corrupts_nothing for the optimized side."""
+    """The reference raises an error if this happens in any row. test_no_room_corrupts_nothing tests the optimized
+    side."""
     if side == "optimized":
         return
     cache = make(twins, side, {"device": device, "batch": 1, "config": config_of(FORMATS[0], tokens=4)})

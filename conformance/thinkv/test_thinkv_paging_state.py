@@ -1,7 +1,7 @@
-"""ThinKV's paged cache over any sequence of calls, against a list of tokens, and the twins' tables against each other.
+"""ThinKV's paged cache over any sequence of calls, against lists of tokens, and the tables of the twins.
 
-Sequences join and leave, think in any order, are flushed when they must be or before, lose any tokens of any past
-segment, and are copied. The list decides what is there; the table, where it is.
+Sequences start and end, have thoughts in any order, are flushed when necessary or earlier, lose any tokens of any past
+segment, and are copied. The lists determine which tokens are in the cache, and the table where they are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ KINDS = st.lists(st.integers(0, 2), min_size=BATCH, max_size=BATCH)
 
 
 class TokenLists(RuleBasedStateMachine):
-    """The side under test, the reference in float32 (its table) and in float64 (its truth), and lists of tokens."""
+    """The side under test, the reference in float32 (for its table) and in float64 (for the truth), and lists of
+    tokens."""
 
     twins: object
     device: torch.device
@@ -65,11 +66,11 @@ class TokenLists(RuleBasedStateMachine):
             if rows[b]:
                 row.flush(self.kinds[b], self.segment)
                 held = int((self.tested.block_thoughts[b] >= 0).sum())
-                assert held == expected[b], "a block was opened while slots of its type were free, or was not"
+                assert held == expected[b], "a block must be opened if and only if its type has no free slots"
 
     @rule(count=st.integers(1, 5), rows=ROWS)
     def tokens(self, count: int, rows: list[bool]) -> None:
-        """Some steps; full buffers are flushed first. No row holds more than its config's peak."""
+        """Append tokens for some steps. Full buffers are flushed first. No row exceeds the config's peak."""
         for _ in range(count):
             full = [len(row.waiting) == self.config.group for row in self.lists]
             if any(full):
@@ -87,19 +88,19 @@ class TokenLists(RuleBasedStateMachine):
 
     @rule(rows=ROWS)
     def flush(self, rows: list[bool]) -> None:
-        """Early, and perhaps of nothing."""
+        """Flush early, and possibly with an empty buffer."""
         self.flush_rows(rows)
 
     @rule(kinds=KINDS)
     def refresh(self, kinds: list[int]) -> None:
-        """A window ends: what waits belongs to it, and another thought begins."""
+        """End a window: buffered tokens belong to it, and another thought begins."""
         self.flush_rows([True] * BATCH)
         self.segment = min(self.segment + 1, self.config.segments - 1)
         self.kinds = kinds
 
     @rule(data=st.data(), share=st.sampled_from((0.25, 0.6, 1.0)))
     def anneal(self, data: st.DataObject, share: float) -> None:
-        """Any quantized tokens leave, of every row; slots that hold none may be marked as well."""
+        """Evict any quantized tokens of every row. Slots without tokens may also be marked."""
         gone = []
         for row in self.lists:
             drawn = torch.rand(64, generator=self.generator) < share
@@ -127,7 +128,7 @@ class TokenLists(RuleBasedStateMachine):
 
     @rule(scale=st.sampled_from((None, 1.0)))
     def attend(self, scale: float | None) -> None:
-        """Attention is that over the listed tokens, in whatever order their slots are (theorem 1)."""
+        """Attention equals that over the listed tokens, in any order of their slots (theorem 1)."""
         key, value, occupied = in_order(self.truth, torch.float64)
         for b, row in enumerate(self.lists):
             count = int(occupied[b].sum())
@@ -142,7 +143,7 @@ class TokenLists(RuleBasedStateMachine):
 
     @rule(numbers=st.booleans())
     def look(self, numbers: bool) -> None:
-        """The same bits, the same costs, the same table to show."""
+        """The stored bits, the costs and the displayed table are equal."""
         assert_same_contents(self.tested, self.table, numbers=numbers)
         assert self.tested.bytes_allocated() == self.table.bytes_allocated()
         assert self.tested.bits_per_element() == self.table.bits_per_element()
@@ -167,7 +168,7 @@ def test_a_paged_cache_is_a_list_of_tokens(twins, device):
 
 @pytest.mark.parametrize("formats", FORMATS[1:2])
 def test_a_long_run(formats, twins, device):
-    """One trace, its slots used many times over: blocks of 3, groups of 4, until positions end."""
+    """A trace up to the last position, with blocks of 3 and groups of 4, in which slots are reused many times."""
     machine = type("Machine", (TokenLists,), {"twins": twins, "device": device})()
     machine.start(formats, (4, 3), torch.float32, seed=7)
     generator = torch.Generator().manual_seed(8)

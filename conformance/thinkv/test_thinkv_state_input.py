@@ -1,4 +1,4 @@
-"""Bad input to ThinKV's config and state, on both sides: a clear error, and the state as it was."""
+"""Bad input to ThinKV's config and state, on both sides: a clear error and an unchanged state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_a_wrong_config(options, error, message):
 
 
 def test_a_config_is_a_value():
-    """Equal configs are equal and hash alike, though formats is a mapping; and it is not the caller's to change."""
+    """Configs with equal fields are equal and have equal hashes, although formats is a mapping. The caller cannot
+    modify that mapping."""
     formats = {"R": "fp8", "E": "nvfp4", "T": "ternary"}
     one = ThinKVConfig(8, formats=formats)
     formats["R"] = "int2"
@@ -131,7 +132,7 @@ def test_a_wrong_thought(side, thought, error, message, twins, device):
 
 
 def everything(state):
-    """Copies of what can be seen of a state, of its own counters and of what is in its cache."""
+    """Copies of a state's public attributes, its internal counters and the contents of its cache."""
     own = {name: value for name, value in vars(state).items() if isinstance(value, (torch.Tensor, int))}
     tables = {f"cache.{name}": getattr(state.cache, name) for name in TABLES}
     seen = {**attributes(state), **own, **tables, "numbers": torch.stack(state.cache.dequantized())}

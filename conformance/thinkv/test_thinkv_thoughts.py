@@ -1,4 +1,4 @@
-"""ThinKV's thoughts under test: what a decode step looks past, what that says, and how the thresholds are found."""
+"""ThinKV's thoughts under test: the sparsity of a decode step, its thought type, and the calibration of thresholds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def of(twins, side):
 @given(case=sparsity_cases())
 @some
 def test_sparsity_is_what_float64_says(case, twins):
-    """Any shape, dtype, layout, mask and content, poisoned free slots included."""
+    """For any shape, dtype, layout, mask and content, with poisoned free slots."""
     judge.assert_sparsity_right(twins.optimized.thinkv.attention_sparsity(**case.inputs), case)
 
 
@@ -52,7 +52,7 @@ def test_sparsity_reads_beyond_two_to_the_31_elements(case, twins):
 
 
 def aimed(device, *weights: list[float]) -> SparsityCase:
-    """One row of one KV head per list of query heads' weights (up to a factor): [heads][group][tokens]."""
+    """Inputs with one row that have these weights (up to a factor): [heads][group][tokens]."""
     heads, group, tokens = len(weights), len(weights[0]), len(weights[0][0])
     query = torch.zeros(1, heads * group, 16, device=device)
     key = torch.zeros(1, heads, tokens, 16, device=device)
@@ -65,8 +65,8 @@ def aimed(device, *weights: list[float]) -> SparsityCase:
 
 @SIDES
 def test_sparsity_pools_a_group_by_its_largest_weights(side, twins, device):
-    """Both heads look at the first two tokens, and at one of the others with 0.015 of that: nothing is looked past. By
-    the mean both of the others would be, and by either head alone one."""
+    """Both heads attend to the first two tokens, and each to one other token with 0.015 of that weight. No token is
+    below the threshold. By the mean, both of the others would be, and by either head alone, one."""
     case = aimed(device, [[1.0, 1.0, 0.015, 1e-4], [1.0, 1.0, 1e-4, 0.015]])
     assert of(twins, side).attention_sparsity(**case.inputs).tolist() == [0.0]
     for head in (0, 1):
@@ -76,10 +76,11 @@ def test_sparsity_pools_a_group_by_its_largest_weights(side, twins, device):
 
 @SIDES
 def test_sparsity_normalises_before_it_pools(side, twins, device):
-    """The second head spreads its weight: its largest is a hundredth of the first's, whatever its logits are."""
+    """The second head spreads its weight, so its largest weight is small compared with the first head's, whatever its
+    logits."""
     spread = [50.0] * 400
     case = aimed(device, [[1.0] + [1e-6] * 399, spread])
-    # 1 / 400 of all goes to each token by the second head: below 0.01 of the first head's largest, but for that one.
+    # The second head gives 1 / 400 to each token, which is below 0.01 of the first head's largest weight.
     share = of(twins, side).attention_sparsity(**case.inputs)
     assert share.tolist() == [torch.tensor(399 / 400).item()]
 
@@ -92,7 +93,7 @@ def test_sparsity_is_averaged_over_kv_heads(side, twins, device):
 
 @SIDES
 def test_sparsity_of_few_tokens(side, twins, device):
-    """One token is looked at whatever its logit, none are a share of 0, and free slots are no tokens."""
+    """A single token is never below the threshold, the share without tokens is 0, and free slots do not count."""
     key = torch.full((3, 1, 5, 16), math.nan, device=device)
     occupied = torch.zeros(3, 5, dtype=torch.bool, device=device)
     occupied[0, 3] = occupied[2, 1] = occupied[2, 4] = True
@@ -102,7 +103,8 @@ def test_sparsity_of_few_tokens(side, twins, device):
 
 
 def test_sparsity_at_the_threshold_counts_as_looked_at(twins):
-    """Strictly below: in float64, the share of the largest weight to the last bit, and the next number above it."""
+    """A token must be strictly below the threshold. In float64, the threshold is its exact share of the largest weight,
+    and the next larger number."""
     case = aimed("cpu", [[1.0, 0.25]])
     query, key = case.query.double(), case.key.double()
     call = twins.reference.thinkv.attention_sparsity
@@ -122,7 +124,7 @@ def test_sparsity_at_the_threshold_counts_as_looked_at(twins):
 @given(case=sparsity_cases(slots=(2, 40), layout=("contiguous",)), seed=st.integers(0, 2**32 - 1))
 @few
 def test_sparsity_of_a_row_is_its_own_to_the_bit(case, seed, twins):
-    """Launched again, and with every other row replaced."""
+    """The sparsity does not change in a second launch, or when every other row is replaced."""
     call = twins.optimized.thinkv.attention_sparsity
     plain = call(**case.inputs)
     assert_same(call(**case.inputs), plain, what="sparsity, again")
@@ -133,7 +135,7 @@ def test_sparsity_of_a_row_is_its_own_to_the_bit(case, seed, twins):
         ).to(tensor.dtype)]) for tensor in (case.query, case.key)
     ]
     changed = call(others[0], others[1], case.occupied, threshold=case.threshold, scale=case.scale)
-    assert_same(changed[:1], plain[:1], what="sparsity of the row that stayed")
+    assert_same(changed[:1], plain[:1], what="sparsity of the unchanged row")
 
 
 # Classification ------------------------------------------------------------------------------------------------------
@@ -148,7 +150,7 @@ def test_sparsity_of_a_row_is_its_own_to_the_bit(case, seed, twins):
 @example(edges=(0.3, 0.7), shape=(7,), data=None, dtype=torch.float32)
 @few
 def test_classify_splits_at_the_edges(side, edges, shape, data, dtype, twins, device):
-    """On an edge, one number beside it, beyond all, and NaN: T from theta_2 on, R from theta_1 on, else E."""
+    """On an edge, next to it, beyond all edges, and NaN: T from theta_2 on, R from theta_1 on, otherwise E."""
     theta = torch.tensor(edges).to(dtype)
     beside = [torch.nextafter(theta.float(), torch.full((2,), end)).to(dtype) for end in (-1.0, 2.0)]
     special = torch.tensor([math.nan, math.inf, -math.inf, 0.0]).to(dtype)
@@ -165,7 +167,7 @@ def test_classify_splits_at_the_edges(side, edges, shape, data, dtype, twins, de
 
 @SIDES
 def test_classify_rounds_its_edges_to_float32(side, twins, device):
-    """float32(0.7) is less than 0.7, and is on the edge all the same."""
+    """float32(0.7) is less than 0.7, but counts as on the edge."""
     assert torch.tensor(0.7).double().item() < 0.7
     assert of(twins, side).classify(torch.tensor([0.7], device=device), (0.1, 0.7)).tolist() == [0]
     strided = torch.tensor([[0.2, 0.9], [0.8, 0.05]], device=device).T
@@ -178,12 +180,12 @@ STEP = 1 / 512
 
 
 def spikes(*places: float, times: int = 40) -> torch.Tensor:
-    """Steps [len(places) * times] whose sparsity is one of a few numbers, all as often."""
+    """Steps [len(places) * times] with these sparsities, each equally often."""
     return torch.tensor(places, dtype=torch.float64).repeat(times)
 
 
 def valley(steps: torch.Tensor, left: float, right: float, factor: float | None = None) -> float:
-    """Where the density of the steps is least between two modes, by bisection of its derivative."""
+    """The minimum of the density of the steps between two modes, by bisection of its derivative."""
     width = float(steps.std()) * (len(steps) ** -0.2 if factor is None else factor)
 
     def slope(x: float) -> float:
@@ -201,9 +203,9 @@ TRIMODAL = [(0.1, 0.5, 0.9), (0.05, 0.45, 0.95), (0.12, 0.5, 0.85), (0.0, 0.42, 
 @SIDES
 @pytest.mark.parametrize("bandwidth", [None, 0.25])
 def test_calibrate_finds_the_valleys(side, bandwidth, twins, device):
-    """Each grid point beside the least one lies higher, so the least grid point is within a step of the valley; so is
-    a mean of such. Layers of one and of two modes are passed over; of the five that are left, four are chosen: those
-    that have three modes in both prompts, then the first of the others."""
+    """The neighbours of the lowest grid point are higher, so it is within one grid step of the valley, and so is a mean
+    of such points. Layers with one or two modes are skipped. Of the other five, four are chosen: those that have three
+    modes in both prompts, then the first of the rest."""
     flat, two = spikes(0.3, times=120), spikes(0.2, 0.8, 0.8)
     rows = [spikes(*places) for places in TRIMODAL]
     first = [two, rows[0], rows[1], flat, rows[2], rows[3], rows[4]]
@@ -221,7 +223,7 @@ def test_calibrate_finds_the_valleys(side, bandwidth, twins, device):
 
 @SIDES
 def test_calibrate_of_clouds_lies_between_them(side, twins, device):
-    """Random steps around 0.1, 0.5 and 0.9: of float16 as of float64, and of prompts of several lengths."""
+    """Random steps around 0.1, 0.5 and 0.9, in float16 and float64, with prompts of several lengths."""
     generator = torch.Generator().manual_seed(5)
     traces = []
     for steps in (150, 300):
@@ -235,13 +237,13 @@ def test_calibrate_of_clouds_lies_between_them(side, twins, device):
     assert 0.2 < low < 0.4 < 0.6 < high < 0.8
     other = of(twins, "reference").calibrate([trace.half() for trace in traces])
     assert other.layers == found.layers
-    # Two least grid points of nearly one density: whichever arithmetic says.
+    # Two lowest grid points may have nearly equal densities. Then rounding decides.
     assert all(abs(one - two) <= STEP for one, two in zip(found.edges, other.edges, strict=True))
 
 
 @SIDES
 def test_calibrate_takes_the_middle_of_a_flat_valley(side, twins, device):
-    """With so narrow kernels the density between the spikes is 0, to the last bit."""
+    """With such narrow kernels, the density between the spikes is exactly 0."""
     traces = [torch.stack([spikes(0.0, 0.5, 1.0)] * 2).to(device)]
     found = of(twins, side).calibrate(traces, layers=2, bandwidth=0.005, grid=1025)
     assert found.layers == (0, 1)
@@ -260,7 +262,7 @@ def test_calibrate_says_how_many_modes_there_are(side, twins, device):
 
 
 def test_calibrate_of_the_reference_asks_for_scipy(twins, device, monkeypatch):
-    """The optimized side does without."""
+    """The optimized side does not need it."""
     traces = [torch.stack([spikes(0.1, 0.5, 0.9)] * 2).to(device)]
     monkeypatch.setitem(sys.modules, "scipy", None)
     monkeypatch.setitem(sys.modules, "scipy.stats", None)

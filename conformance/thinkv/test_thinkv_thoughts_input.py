@@ -1,4 +1,4 @@
-"""Bad input to ThinKV's thoughts and eviction: errors have the right type, and say what was expected and what came."""
+"""Bad input to ThinKV's thoughts and eviction: errors have the right type, and say what was expected and passed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ B, HQ, HKV, S, D, M, L = 2, 4, 2, 6, 16, 3, 2
 
 
 def good(function: str, device: torch.device) -> dict[str, Any]:
-    """Arguments that are right."""
+    """Valid arguments."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
@@ -187,12 +187,12 @@ def test_calibration_can_be_in_vain(side, twins, device):
         getattr(twins, side).thinkv.calibrate([torch.full((2, 9), 0.3, device=device)], layers=2)
 
 
-# What only kernels refuse --------------------------------------------------------------------------------------------
+# Input that only the kernels refuse ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("function", FLOATS)
 def test_what_kernels_cannot_take(function, side, twins, device):
-    """Inputs that require grad, float64, head sizes and segments beyond them; nothing that the reference refuses."""
+    """Inputs that require grad, float64, and too large heads and segments. The reference accepts all of them."""
     call = getattr(getattr(twins, side).thinkv, function)
     for name in FLOATS[function]:
         arguments = good(function, device)
@@ -232,7 +232,7 @@ def test_sizes_beyond_the_kernels(side, twins, device):
 
 
 def test_arguments_on_several_devices(side, twins, device):
-    """Each is named with the device that it should be on."""
+    """The error names each argument and the device that it should be on."""
     for function, table in (("anneal", INTEGERS), ("segment_representatives", INTEGERS), ("attention_sparsity", MASKS)):
         for name in table[function][1:] or table[function]:
             arguments = good(function, device)

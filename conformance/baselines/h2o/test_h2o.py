@@ -1,4 +1,4 @@
-"""H2O under test: what is summed, for how long, and what the sums decide."""
+"""H2O under test: the sums of attention weights that tokens receive, and the evictions that they decide."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def new(module, device, budget, block, recent, heads=1):
 @given(seed=st.integers(0, 2**31), block=st.integers(1, 9), count=st.integers(2, 9))
 @few
 def test_h2o_sums_are_column_sums_whatever_the_blocks(seed, block, count, twins, device):
-    """With room for all, each token's score is the sum of its column of the prompt's attention matrix."""
+    """If all tokens fit, each score is the sum of the token's column in the prompt's attention matrix."""
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(1, heads, count, 16, generator=generator).to(device) for heads in (2, 1, 1))
     both = lockstep.pair(
@@ -39,12 +39,13 @@ def test_h2o_sums_are_column_sums_whatever_the_blocks(seed, block, count, twins,
     occupied = torch.ones(1, count, dtype=torch.bool, device=device)
     sums = blocks.received(attend(query, key, value, occupied, causal=True))
     score, bound = both.tested.score[..., :count], both.adapter.previous_error[..., :count]
-    assert_within(score, sums, bound, what="score against the columns of the whole")
+    assert_within(score, sums, bound, what="score against column sums")
 
 
 @SIDES
 def test_h2o_keeps_the_heavy_hitter(side, twins, device):
-    """Queries all look at token 1: it stays, unprotected, while its neighbours go in the order of their sums."""
+    """All queries attend to token 1, so it is kept without protection. The other tokens are evicted in the order of
+    their sums."""
     module = getattr(twins, side).baselines.h2o
     state = new(module, device, budget=3, block=2, recent=1)
     key = torch.zeros(1, 1, 8, 16, device=device)
@@ -52,28 +53,29 @@ def test_h2o_keeps_the_heavy_hitter(side, twins, device):
     query = torch.zeros(1, 1, 8, 16, device=device)
     query[..., 0] = 4
     state.prefill(query, key, key)
-    # Of tokens with equal keys the older ones have been looked at by more queries.
+    # The older of two tokens with equal keys has received attention from more queries.
     assert state.positions[0, 0].tolist() == [0, 1, 7, -1, -1]
     assert float(state.score[0, 0, 1]) > 6 > 1.5 > float(state.score[0, 0, 0])
 
 
 @SIDES
 def test_h2o_starts_a_new_token_from_its_own_column(side, twins, device):
-    """The slot's last owner took its sum away: the newest token has what its own query gave it, at most 1. All keys are
-    equal, so that is 1 of as many as are held."""
+    """A new token does not inherit the sum of the previous token in its slot. It has only the weight from its own
+    query. All keys are equal, so this is 1 divided by the number of tokens."""
     state = new(getattr(twins, side).baselines.h2o, device, budget=3, block=1, recent=2)
     token = torch.zeros(3, 1, 1, 16, device=device)
     for step in range(9):
         state.step(*token)
         newest = state.positions == step
-        held = min(step + 1, 4)  # the newest one included, before anything left
+        held = min(step + 1, 4)  # including the newest token, before the eviction
         assert abs(float(state.score[newest].double()) - 1 / held) <= 2.0**-20 / held
 
 
 @SIDES
 @pytest.mark.parametrize("recent", [0, 1, 2, 4, None])
 def test_h2o_protects_the_newest(side, recent, twins, device):
-    """Each new token is looked at least of all, yet the `recent` newest stay; with recent = 0 it goes at once."""
+    """Each new token receives the least attention, but the newest `recent` tokens are kept. With recent = 0 it is
+    evicted at once."""
     state = new(getattr(twins, side).baselines.h2o, device, budget=4, block=1, recent=recent)
     for step in range(9):
         key = torch.full((1, 1, 16), -float(step), device=device)
@@ -85,12 +87,12 @@ def test_h2o_protects_the_newest(side, recent, twins, device):
 
 @SIDES
 def test_h2o_averages_over_its_group(side, twins, device):
-    """Two heads of one group, each looking at another token: half of both."""
+    """Two heads of one group attend to different tokens, so both tokens receive half."""
     state = new(getattr(twins, side).baselines.h2o, device, budget=2, block=2, recent=0, heads=2)
     key = torch.zeros(1, 1, 2, 16, device=device)
     key[0, 0, 0, 0] = key[0, 0, 1, 1] = 100
     query = torch.zeros(1, 2, 2, 16, device=device)
     query[0, 0, 1, 1] = query[0, 1, 1, 0] = -100              # the largest logit is 0: exp(0) is exactly 1
     state.prefill(query, key, key)
-    # The first query sees itself alone.
+    # The first query attends only to itself.
     assert state.score[0, 0, :2].tolist() == [1.5, 0.5]

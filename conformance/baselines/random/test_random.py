@@ -1,4 +1,4 @@
-"""Random eviction under test, to the letter: scores are bits of a hash, and the best of all that came stay."""
+"""Random eviction under test: scores are exactly the bits of a hash, and the best of all tokens so far are kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGEST = 2**32 - 1
 
 
 @pytest.mark.parametrize(("seed", "first"), [
-    # The generator's own outputs for two seeds, as they are published with it.
+    # Outputs of the generator for two seeds, as published with it.
     (0, 0xE220A8397B1DCDAF), (1234567, 6457827717110365317),
 ])
 def test_random_hash_is_splitmix64(seed, first):
@@ -46,7 +46,7 @@ def test_random_scores_are_the_hash_of_the_position(side, positions, seed, twins
 )
 @few
 def test_random_keeps_the_best_of_all_that_came(side, budget, block, count, seed, padding, twins, device):
-    """A token's score never changes, so blocks do not matter: the `budget` best of all real tokens stay."""
+    """A token's score never changes, so blocks have no effect: the best `budget` of all valid tokens are kept."""
     module = getattr(twins, side).baselines.random
     state = module.RandomState(
         module.RandomConfig(budget, block, seed), batch=2, query_heads=1, key_value_heads=1, head_dim=16,

@@ -1,4 +1,4 @@
-"""SnapKV's prompt compression under test against float64, with heads that share their choice and heads that do not."""
+"""SnapKV's prompt compression under test against float64, with shared and with separate choices of heads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_snapkv_scores_as_float64_would(case, shared_heads, twins):
 @pytest.mark.parametrize("occupancy", ("none", "random"))
 @pytest.mark.parametrize("tokens", (20, 300))
 def test_snapkv_scores_a_long_prompt_with_padding_in_its_window(tokens, occupancy, twins, device):
-    """Several blocks of slots, over which the softmax's maximum grows, and queries that are padding."""
+    """Several blocks of slots over which the softmax's maximum rises, and padding queries in the window."""
     case = WindowCase(
         batch=3, key_value_heads=2, group=2, head_dim=16, tokens=tokens, observers=8, budget=10, occupancy=occupancy,
         seed=3, device=str(device),
@@ -51,8 +51,8 @@ def test_snapkv_keeps_what_float64_would(case, shared_heads, twins):
 @given(case=window_cases(content=VANISHING), shared_heads=st.booleans())
 @some
 def test_snapkv_keeps_what_it_may_where_weights_vanish(case, shared_heads, twins):
-    """Most scores are 0 within their bounds, so few decisions have one answer only: those, and the form, are judged,
-    but decisions are not counted (of 1,431 that logits of 1e4 gave, 39 were decisive)."""
+    """Most scores are 0 within their bounds, so few decisions are decisive. These and the form of the result are
+    judged, but decisions are not counted (for logits of 1e4, 39 of 1,431 were decisive)."""
     actual = twins.optimized.baselines.snapkv.compress(**case.snapkv_inputs, shared_heads=shared_heads)
     with stats.collect():
         judge.assert_compress_right(actual, case, shared_heads=shared_heads)
@@ -61,7 +61,7 @@ def test_snapkv_keeps_what_it_may_where_weights_vanish(case, shared_heads, twins
 @given(case=window_cases(tokens=(12, 40), content=("ordinary",), max_window=6))
 @some
 def test_snapkv_choices_are_mostly_decisive(case, twins):
-    """Ordinary prompts with room for some of the prefix: scores decide, and the bounds leave few open."""
+    """For ordinary prompts and a budget for part of the prefix, scores decide, and most decisions are decisive."""
     budget = case.observers + (case.tokens - case.observers) // 2
     case = replace(case, budget=budget, protect="none")
     actual = twins.optimized.baselines.snapkv.compress(**case.snapkv_inputs, shared_heads=True)
@@ -77,7 +77,8 @@ def test_snapkv_gives_the_same_bits_again(case, twins):
 
 
 def test_snapkv_keeps_what_the_window_looks_at(twins, device):
-    """One prefix token that every window query points at stays; all else in the prefix is orthogonal to them."""
+    """The prefix token that every window query attends to is kept. All other prefix keys are orthogonal to the
+    queries."""
     tokens, window, head_dim, target = 30, 4, 16, 11
     key = torch.zeros(1, 1, tokens, head_dim, device=device)
     key[..., 0] = torch.arange(tokens, device=device) % 2

@@ -1,4 +1,4 @@
-"""SnapKV under test against float64 where drawn prompts seldom go on the CPU: several KV heads, far offsets."""
+"""SnapKV under test against float64 in cases that are rarely drawn on the CPU: several KV heads, far offsets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assert_right(case: WindowCase, shared_heads: bool, snapkv) -> None:
 ))
 @few
 def test_snapkv_keeps_heads_apart(case, shared_heads, twins):
-    """Two KV heads, which share a choice or do not."""
+    """Two KV heads with a shared choice or separate ones."""
     case = replace(case, budget=case.observers + (case.tokens - case.observers) // 2)
     assert_right(case, shared_heads, twins.optimized.baselines.snapkv)
 
@@ -43,7 +43,7 @@ def test_snapkv_keeps_heads_apart(case, shared_heads, twins):
     ("batch", "heads", "tokens"), [(3, 1, 7), (1, 3, 7), (1, 1, 9)], ids=["rows", "heads", "tokens"]
 )
 def test_snapkv_reaches_offsets_beyond_2_to_the_31(batch, heads, tokens, shared_heads, twins, device):
-    """Offsets of the last row, head or token do not fit in 32 bits."""
+    """Offsets of the last row, head or token do not fit into 32 bits."""
     case = WindowCase(
         batch=batch, key_value_heads=heads, group=1, head_dim=128, dtype=torch.float16, layout="far", tokens=tokens,
         observers=3, budget=5, kernel_size=3, device=str(device),

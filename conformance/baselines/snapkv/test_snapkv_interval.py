@@ -1,4 +1,4 @@
-"""SnapKV compressed once in so many tokens: when a head evicts, what it ranks by until then, and what that costs."""
+"""SnapKV with an interval: when a head is compressed, its scores in between, and the cost of a step."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def tokens(count, generator, device, batch=2):
 
 @SIDES
 @given(budget=st.integers(1, 6), interval=st.integers(2, 5), block=st.integers(1, 5), seed=st.integers(0, 2**31))
-@example(budget=2, interval=3, block=4, seed=0)  # one head evicts while the other holds a token too few
+@example(budget=2, interval=3, block=4, seed=0)  # one head evicts while the other has one token too few
 @few
 def test_a_head_evicts_when_it_holds_budget_and_interval(side, budget, interval, block, seed, twins, device):
-    """Counted by hand, of two rows one with padding: from budget + interval tokens on, down to the budget, and nothing
-    before. Who is not compressed keeps tokens, slots and scores; what came since has +inf."""
+    """Two rows, one with padding, counted by hand. A head with budget + interval tokens or more evicts down to the
+    budget. A head with fewer keeps its tokens, slots and scores, and new tokens score +inf."""
     generator = torch.Generator().manual_seed(seed)
     state = new(getattr(twins, side).baselines.snapkv, device, budget=budget, interval=interval, block_size=block)
     held = [0, 0]
@@ -55,21 +55,21 @@ def test_a_head_evicts_when_it_holds_budget_and_interval(side, budget, interval,
             came = held[row] + int(real[row].sum())
             held[row] = budget if came >= budget + interval else came
             assert state.occupied[row].sum(-1).tolist() == [held[row]] * HEADS
-            assert bool(state.occupied[row, :, :held[row]].all()), "a gap between the tokens"
+            assert bool(state.occupied[row, :, :held[row]].all()), "the tokens must have no gaps between them"
             if held[row] == came:
                 old = before[row] >= 0
                 assert_same(state.positions[row][old], before[row][old], what="tokens of a head that evicts nothing")
-                assert_same(state.score[row][old], score[row][old], what="their scores")
+                assert_same(state.score[row][old], score[row][old], what="scores of a head that evicts nothing")
                 assert bool((state.score[row][state.occupied[row] & ~old] == torch.inf).all())
             else:
                 newest = state.positions[row] >= state.tokens_seen - state.config.observers
                 ranked = state.score[row][state.occupied[row] & ~newest]
-                assert bool(torch.isfinite(ranked).all()), "a token that stayed was not ranked"
+                assert bool(torch.isfinite(ranked).all()), "all kept tokens must be ranked"
 
 
 @SIDES
 def test_an_interval_of_one_is_the_default(side, twins, device):
-    """With a longer one, what stays of the first tokens to be compressed is what stays without it."""
+    """With a longer interval, the first compression keeps the same tokens as without one."""
     module, generator = getattr(twins, side).baselines.snapkv, torch.Generator().manual_seed(4)
     given_ = tokens(9, generator, device)
     one, plain, several = (
@@ -88,7 +88,7 @@ def test_an_interval_of_one_is_the_default(side, twins, device):
     {"budget": 3, "interval": 140, "block_size": 70, "window": 2, "kernel_size": 3, "prompt": 139},
 ], ids=["budget", "interval"])
 def test_many_slots(options, twins, device):
-    """Beyond a chunk of the kernels', in the budget or in what outgrows it; steps go past a compression."""
+    """More slots than a chunk of the kernels, in the budget or in the interval, and steps beyond a compression."""
     config = {name: value for name, value in options.items() if name != "prompt"}
     trace = StateTrace(
         method="snapkv", config=tuple(config.items()), batch=1, key_value_heads=1, group=2, prompt=options["prompt"],
@@ -98,16 +98,16 @@ def test_many_slots(options, twins, device):
     assert summary.decisive >= 1
 
 
-# About our own kernels, whatever is under test --------------------------------------------------------------------
+# Our own kernels, for any implementation under test ---------------------------------------------------------------
 
 
 def test_heads_that_are_not_due_cost_no_observation(device):
-    """Their scratch is left alone, in every launch; that of the row that is compressed is written."""
+    """No launch writes their scratch memory. That of the compressed row is written."""
     generator = torch.Generator().manual_seed(8)
     state = new(optimized, device, budget=3, interval=4, block_size=6)
     real = torch.ones(2, 6, dtype=torch.bool, device=device)
     real[1, :2] = False
-    state.append_block(*tokens(6, generator, device), real)                             # 6 and 4 tokens, of up to 6
+    state.append_block(*tokens(6, generator, device), real)                         # 6 and 4 tokens; at most 6 are kept
     parts, received, numbers = state._between
     parts.fill_(-7)
     received.fill_(-7)
@@ -122,7 +122,7 @@ def test_heads_that_are_not_due_cost_no_observation(device):
         ("fates", 0, numbers[3]),
     ):
         due, other = tensor.select(row, 0), tensor.select(row, 1)
-        assert bool((due[..., :2] != -7).any()), f"{name} of a row that is compressed"
-        assert bool((other == -7).all()), f"{name} of a row that is not"
+        assert bool((due[..., :2] != -7).any()), f"{name} of a compressed row must be written"
+        assert bool((other == -7).all()), f"{name} of a row that is not compressed must not be written"
     state.step(*(tensor[:, :, 0] for tensor in tokens(1, generator, device)))
-    assert bool((parts[:, 1] == -7).all()), "nor when no row is due"
+    assert bool((parts[:, 1] == -7).all()), "nothing must be written if no row is due"

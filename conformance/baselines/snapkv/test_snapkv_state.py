@@ -1,4 +1,4 @@
-"""SnapKV's state under test: a prompt in one block is compressed as `compress` does it, and decoding does it anew."""
+"""SnapKV's state under test: it compresses a prompt in one block as `compress` does, and again in every step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def new(module, device, dtype=torch.float32, heads=2, **config):
 )
 @some
 def test_snapkv_state_compresses_a_prompt_as_compress_does(count, budget, window, kernel_size, seed, device):
-    """One block, in float64, every head for itself: other code, the same tokens."""
+    """For one block in float64 with separate heads, the two implementations keep the same tokens."""
     given_ = upcast_all(prompt(count, seed, device))
     state = new(
         snapkv, device, torch.float64, budget=budget, block_size=count, window=window, kernel_size=kernel_size
@@ -60,7 +60,7 @@ def test_snapkv_state_compresses_a_prompt_as_compress_does(count, budget, window
 @example(count=9, block=2, window=5, kernel_size=3, seed=1)
 @few
 def test_snapkv_state_remembers_the_window_across_blocks(count, block, window, kernel_size, seed, twins, device):
-    """With room for all, scores are those of the last `window` tokens' queries over everything, whatever the blocks."""
+    """If all tokens fit, the queries of the last `window` tokens determine the scores of all tokens, for any blocks."""
     given_ = prompt(count, seed, device, heads=1)
     state = new(
         twins.optimized.baselines.snapkv, device, heads=1, budget=count, block_size=block, window=window,
@@ -75,7 +75,7 @@ def test_snapkv_state_remembers_the_window_across_blocks(count, block, window, k
 
 
 def test_snapkv_state_window_goes_with_its_row(twins, device):
-    """Rows change places; what decides then about each is what its own window asked for."""
+    """After a reorder, the queries of a row's own window decide about its tokens."""
     generator = torch.Generator().manual_seed(12)
     query, key, value = (torch.randn(2, heads, 13, 16, generator=generator).to(device) for heads in (2, 1, 1))
     config = {"budget": 7, "block_size": 5, "window": 4, "kernel_size": 1}
@@ -97,7 +97,8 @@ def test_snapkv_state_keeps_step_where_scores_decide(trace, twins):
 
 @SIDES
 def test_snapkv_state_pools_along_positions_and_not_slots(side, twins, device):
-    """Token 3 is looked at, and lies in the last slot; what comes after it lies in the first, and is next to it."""
+    """The queries attend to token 3, which is in the last slot. The next token is in the first slot, but adjacent by
+    position."""
     state = new(
         getattr(twins, side).baselines.snapkv, device, heads=1, budget=4, block_size=1, window=1, kernel_size=3
     )
@@ -109,14 +110,16 @@ def test_snapkv_state_pools_along_positions_and_not_slots(side, twins, device):
     for step in range(12):
         state.step(*(tensor[:, :, step] for tensor in (query, key, key)))
         held.append(sorted(state.positions[0, 0, :4].tolist()))
-    # The pool of 3 gives token 3's attention to the tokens before and after it; those after it come to be, and stay.
+    # A pool of 3 gives the attention of token 3 to the tokens before and after it. The one after it arrives and is
+    # kept.
     assert held[3:6] == [[0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5]]
     assert all({2, 3, 4} <= set(tokens) for tokens in held[5:])
 
 
 @SIDES
 def test_snapkv_state_counts_padding_as_a_place_in_the_window(side, twins, device):
-    """The window is the last `window` places of the text. Padding in it asks nothing, and leaves room for others."""
+    """The window is the last `window` positions of the text. Padding in it does not observe, and its slots are free for
+    other tokens."""
     state = new(
         getattr(twins, side).baselines.snapkv, device, heads=1, budget=3, block_size=8, window=3, kernel_size=1
     )

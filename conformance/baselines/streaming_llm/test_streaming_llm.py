@@ -1,4 +1,4 @@
-"""StreamingLLM under test, to the letter: positions alone decide, so there is nothing to round."""
+"""StreamingLLM under test: only positions decide, so results are exact."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ few = settings(max_examples=max(3, settings().max_examples // 6))
 
 
 def stays(positions: list[int], budget: int, sinks: int) -> set[int]:
-    """The first `sinks` and the newest of the rest, on a plain list."""
+    """The first `sinks` and the newest of the rest, from a plain list."""
     ordered = sorted(position for position in positions if position >= 0)
     return set(ordered[:sinks]) | set(ordered[max(sinks, len(ordered) - (budget - sinks)):])
 
@@ -24,7 +24,7 @@ def stays(positions: list[int], budget: int, sinks: int) -> set[int]:
 @SIDES
 @given(data=st.data())
 def test_streaming_llm_keeps_the_first_and_the_newest(side, data, twins, device):
-    """Positions in any order, with holes in what came and free slots between."""
+    """For positions in any order, with gaps and free slots."""
     slots, budget = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 12))
     sinks = data.draw(st.integers(0, budget - 1))
     rows = data.draw(st.lists(
@@ -46,7 +46,8 @@ def test_streaming_llm_keeps_the_first_and_the_newest(side, data, twins, device)
 @example(budget=4, sinks=2, block=3, count=9, padding=[0, 2])
 @few
 def test_streaming_llm_holds_the_same_whatever_the_blocks(side, budget, sinks, block, count, padding, twins, device):
-    """After any prompt, padded anywhere: its first real tokens and its newest; sinks in the first slots, in order."""
+    """After any prompt, with padding anywhere, the cache holds its first valid tokens and its newest. Sinks are in the
+    first slots, in order."""
     sinks = min(sinks, budget - 1)
     module = getattr(twins, side).baselines.streaming_llm
     state = module.StreamingLLMState(
@@ -67,7 +68,7 @@ def test_streaming_llm_holds_the_same_whatever_the_blocks(side, budget, sinks, b
 
 @SIDES
 def test_streaming_llm_ages_go_with_their_rows(side, twins, device):
-    """Rows that hold tokens of other ages in the same slots change places, and go on as they were."""
+    """Rows whose tokens have different ages are reordered, and continue as before."""
     module = getattr(twins, side).baselines.streaming_llm
     state = module.StreamingLLMState(
         module.StreamingLLMConfig(4, block_size=4, sinks=1), batch=2, query_heads=1, key_value_heads=1, head_dim=16,
@@ -89,7 +90,7 @@ def test_streaming_llm_ages_go_with_their_rows(side, twins, device):
 
 @SIDES
 def test_streaming_llm_decodes_around_its_sinks(side, twins, device):
-    """A ring of the newest tokens behind the sinks: the newest takes the slot of the oldest that is no sink."""
+    """The slots after the sinks are a ring buffer: the newest token takes the slot of the oldest that is not a sink."""
     module = getattr(twins, side).baselines.streaming_llm
     state = module.StreamingLLMState(
         module.StreamingLLMConfig(4, block_size=3, sinks=2), batch=1, query_heads=1, key_value_heads=1, head_dim=16,

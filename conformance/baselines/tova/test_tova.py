@@ -1,4 +1,5 @@
-"""TOVA under test: the newest query decides, by logarithms, ties to the lowest slot, and nobody is protected."""
+"""TOVA under test: the newest query decides, by log-weights; the lowest slot of a tie is evicted; nothing is
+protected."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def new(module, device, budget, block):
 @given(trace=state_traces("tova", content=VANISHING, max_prompt=12, max_steps=6))
 @few
 def test_tova_tells_weights_apart_that_vanish(trace, twins):
-    """Logits that spread over hundreds and thousands: most weights are 0 in float32, their logarithms are not."""
+    """Logits spread over hundreds and thousands. Most weights are 0 in float32, but their logarithms are finite."""
     lockstep.run(trace, twins.optimized.baselines.tova)
 
 
@@ -35,7 +36,8 @@ def test_tova_tells_weights_apart_that_vanish(trace, twins):
 @pytest.mark.parametrize("how", ("steps", "block"))
 @pytest.mark.parametrize("budget", [3, 4])
 def test_tova_evicts_the_least_of_weights_that_vanish(side, how, budget, twins, device):
-    """exp(-150) and exp(-600) are 0 in float32: the token of the latter goes, which is not in the lowest slot."""
+    """exp(-150) and exp(-600) are 0 in float32. The token with the latter is evicted, which is not in the lowest
+    slot."""
     state = new(getattr(twins, side).baselines.tova, device, budget=budget, block=8)
     key = torch.zeros(2, 1, budget + 1, 16, device=device)
     key[:, 0, :3, 0] = torch.tensor([-150.0, -600.0, -300.0])
@@ -52,7 +54,7 @@ def test_tova_evicts_the_least_of_weights_that_vanish(side, how, budget, twins, 
 @given(trace=state_traces("tova", content=TIES, max_prompt=12, max_steps=6))
 @few
 def test_tova_settles_ties_by_slot(trace, twins):
-    """Bitwise equal keys weigh the same, whatever their values: the lowest slot goes."""
+    """Bitwise equal keys have equal weights, whatever their values, so the lowest slot is evicted."""
     lockstep.run(trace, twins.optimized.baselines.tova)
 
 
@@ -69,7 +71,8 @@ def test_tova_of_equal_keys_evicts_the_lowest_slots(side, twins, device):
 
 @SIDES
 def test_tova_of_equal_keys_evicts_the_lowest_slots_of_a_block(side, twins, device):
-    """First those of the block, which is all there is; then those of the cache, and the block takes their slots."""
+    """At first all tokens are in the block, and its lowest slots are evicted. Then those of the cache are evicted, and
+    the block takes their slots."""
     state = new(getattr(twins, side).baselines.tova, device, budget=3, block=6)
     state.append_block(*torch.ones(3, 2, 1, 6, 16, device=device))
     assert state.positions[0, 0, :3].tolist() == [3, 4, 5]
@@ -79,7 +82,7 @@ def test_tova_of_equal_keys_evicts_the_lowest_slots_of_a_block(side, twins, devi
 
 @SIDES
 def test_tova_protects_nobody(side, twins, device):
-    """The newest token goes at once if its own query looks elsewhere."""
+    """The newest token is evicted at once if its own query attends to other tokens."""
     state = new(getattr(twins, side).baselines.tova, device, budget=2, block=1)
     for step in range(5):
         key = torch.full((2, 1, 16), -float(step), device=device)
@@ -89,15 +92,15 @@ def test_tova_protects_nobody(side, twins, device):
 
 @SIDES
 def test_tova_asks_the_last_query_that_is_real(side, twins, device):
-    """Row 0's block ends with padding, whose query looks at token 1; its last real one looks at token 0. Row 1 ends
-    with that same query, unpadded."""
+    """The block of row 0 ends with padding, whose query attends to token 1. Its last valid query attends to token 0. In
+    row 1, the last query attends to token 1 and is valid."""
     state = new(getattr(twins, side).baselines.tova, device, budget=2, block=4)
     key = torch.zeros(2, 1, 4, 16, device=device)
     for token in range(4):
         key[:, :, token, token] = 8
     query = torch.zeros_like(key)
     query[0, 0, 2, 0] = query[0, 0, 3, 1] = query[1, 0, 3, 1] = 8
-    query[:, :, :, 2] += 4                                                               # all like token 2 as well
+    query[:, :, :, 2] += 4                                                               # all attend to token 2 as well
     occupied = torch.tensor([[True] * 3 + [False], [True] * 4], device=device)
     state.prefill(query, key, key, occupied)
     assert sorted(state.positions[0, 0, :2].tolist()) == [0, 2]
@@ -106,7 +109,7 @@ def test_tova_asks_the_last_query_that_is_real(side, twins, device):
 
 @SIDES
 def test_tova_keeps_its_scores_through_padding(side, twins, device):
-    """A block that is all padding in one row has no query there: that row's scores stay, and nothing leaves."""
+    """A block that is all padding in one row has no query there, so the row keeps its scores and its tokens."""
     state = new(getattr(twins, side).baselines.tova, device, budget=3, block=2)
     generator = torch.Generator().manual_seed(4)
     state.prefill(*torch.randn(3, 2, 1, 3, 16, generator=generator).to(device))

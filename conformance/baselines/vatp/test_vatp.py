@@ -1,4 +1,4 @@
-"""VATP under test: sizes of values outweigh attention, values of nothing tie, and the first token stays."""
+"""VATP under test: value norms can outweigh attention, zero values tie, and the first token is kept."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def new(module, device, budget, block, recent):
 @given(trace=state_traces("vatp", content=("ordinary", "equal_keys"), max_prompt=12, max_steps=6))
 @few
 def test_vatp_ranks_by_attention_times_size(trace, twins):
-    """Flat values and spikes over powers of two: ||v||_1 decides, and not ||v||_2."""
+    """Flat values and spikes of all powers of two: ||v||_1 decides, not ||v||_2."""
     lockstep.run(sized(trace), twins.optimized.baselines.vatp)
 
 
 @pytest.mark.parametrize(("prompt", "steps"), [(0, 14), (14, 0)], ids=["steps", "blocks"])
 def test_vatp_evicts_by_size_for_long(prompt, steps, twins, device):
-    """Nearly every choice is one that H2O, or ||v||_2, or the largest element would make otherwise."""
+    """H2O, ||v||_2 and the largest element would each choose differently nearly every time."""
     config = {"budget": 6, "block_size": 3, "recent": 1}
     trace = StateTrace(
         method="vatp", group=2, prompt=prompt, steps=steps, config=tuple(config.items()), device=str(device), seed=9
@@ -43,7 +43,7 @@ def test_vatp_evicts_by_size_for_long(prompt, steps, twins, device):
 
 
 def test_vatp_sizes_go_with_their_rows(twins, device):
-    """Rows whose values are of other sizes change places; from then on each evicts by its own again."""
+    """Rows with different value norms are reordered. After that, each row evicts by its own norms."""
     generator = torch.Generator().manual_seed(11)
     query, key, value = torch.randn(3, 2, 1, 14, 16, generator=generator)
     value *= torch.exp2(torch.randint(-5, 5, (2, 1, 14, 1), generator=generator).float())
@@ -66,7 +66,8 @@ def test_vatp_of_values_that_are_next_to_nothing(trace, twins):
 
 @SIDES
 def test_vatp_evicts_values_of_zero_by_slot(side, twins, device):
-    """They rank 0 whatever looks at them, all of them: the lowest slot goes first, but for the first token."""
+    """All of them rank 0, whatever attention they receive, so the lowest slot except that of the first token is
+    evicted."""
     state = new(getattr(twins, side).baselines.vatp, device, budget=4, block=1, recent=1)
     generator = torch.Generator().manual_seed(1)
     query, key = torch.randn(2, 1, 1, 8, 16, generator=generator).to(device)
@@ -75,13 +76,14 @@ def test_vatp_evicts_values_of_zero_by_slot(side, twins, device):
     for step in range(8):
         state.step(*(tensor[:, :, step] for tensor in (query, key, value)))
         held.append(state.positions[0, 0, :4].tolist())
-    # The first and the newest are protected: slot 1 goes, again and again, since its owner is the newest no more.
+    # The first and the newest token are protected. Slot 1 is evicted every time, as its token is no longer the newest.
     assert held[3:] == [[0, 1, 2, 3], [0, 4, 2, 3], [0, 5, 2, 3], [0, 6, 2, 3], [0, 7, 2, 3]]
 
 
 @SIDES
 def test_vatp_keeps_the_large_value_and_the_first_token(side, twins, device):
-    """Equal keys: sums are the older the larger, sizes are what the values say; token 0 has none and stays."""
+    """With equal keys, older tokens have larger sums, and only value norms differ. Token 0 has a zero value and is
+    kept."""
     state = new(getattr(twins, side).baselines.vatp, device, budget=3, block=8, recent=1)
     zeros = torch.zeros(1, 1, 8, 16, device=device)
     value = torch.full_like(zeros, 0.01)
@@ -101,7 +103,7 @@ def test_vatp_of_one_slot_keeps_the_first_token(side, twins, device):
 @given(recent=st.integers(0, 3))
 @few
 def test_vatp_score_is_the_sum_of_weights_alone(recent, twins, device):
-    """The value's size enters the rank, not the score: two values, one score."""
+    """The value norm affects the rank, not the score: the score is the same for other values."""
     module = twins.optimized.baselines.vatp
     generator = torch.Generator().manual_seed(recent)
     query, key, value = torch.randn(3, 1, 1, 4, 16, generator=generator).to(device)
