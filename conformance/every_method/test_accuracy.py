@@ -284,7 +284,7 @@ def test_the_stored_result_is_whole_and_is_what_is_drawn(stored: dict[str, Any])
 def test_the_docs_show_the_stored_table(stored: dict[str, Any]) -> None:
     generate = docs_module("generate", "its pages show the table")
     text = accuracy_plot.markdown(stored)
-    assert text in generate.accuracy_page()
+    assert text in generate.results.accuracy_page()
     lines = text.splitlines()
     (h2o,) = (line for line in lines if line.startswith("| h2o |"))
     half = next(row for row in stored["rows"] if row["method"] == "h2o" and row["share"] == "1/2")

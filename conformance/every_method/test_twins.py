@@ -256,8 +256,11 @@ def test_reference_imports_without_triton() -> None:
 def missing_parts(
     twin: Pair, reference: Path, optimized: Path, conformance: Path, fixtures: Path, *, takes_blocks: bool = False
 ) -> list[str]:
-    """The parts that `twin` lacks in these folders. Caches of block states, and recorders and benchmarks of baselines, are
-    derived. perf exists in a source tree only. The ledger has claims of the methods' papers only; baselines have none."""
+    """The parts that `twin` lacks in these folders.
+
+    Caches of block states, and recorders and benchmarks of baselines, are derived. perf exists in a source tree only.
+    The ledger has claims of the methods' papers only; baselines have none.
+    """
     name, module = twin.name, twin.path.replace(".", "/")
     perf = reference.parent / "perf" if (reference.parent / "pyproject.toml").is_file() else None
     own, baseline = conformance / module, twin.path.startswith("baselines.")
