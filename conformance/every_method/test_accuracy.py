@@ -290,12 +290,12 @@ def test_the_docs_show_the_stored_table(stored: dict[str, Any]) -> None:
     half = next(row for row in stored["rows"] if row["method"] == "h2o" and row["share"] == "1/2")
     assert h2o.split(" | ")[2] == " / ".join(f"{100 * half['tasks'][task]['accuracy']:.0f}" for task in half["tasks"])
     for method in {row["method"] for row in stored["rows"]} - {FULL}:
-        shown = generate.accuracy(method).splitlines()
+        shown = generate.methods.accuracy(method).splitlines()
         assert [line for line in shown if line.startswith(f"| {method} |")] == [
             line for line in lines if line.startswith(f"| {method} |")
         ]
         assert sum(line.startswith("|") for line in shown) == 4             # header, rule, full attention, the method
-    assert generate.accuracy("no method") == "Not measured.\n"
+    assert generate.methods.accuracy("no method") == "Not measured.\n"
 
 
 def test_the_report_has_the_stored_plot_and_table(stored: dict[str, Any]) -> None:

@@ -89,7 +89,7 @@ def test_what_is_stored_follows_from_the_baseline():
     for baseline in baselines:
         for path, text in page.generated(baseline).items():
             assert path.read_text(encoding="utf-8") == text, f"{path.name}: see python -m perf.headline.page --help"
-        shown = docs_module("generate", "its pages show the table").headline_page()
+        shown = docs_module("generate", "its pages show the table").results.headline_page()
         for row in rows.rows(baseline):
             assert f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" in shown
 
