@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from . import discovery, plugin
-from .harness import options, suite
+from .harness import options, results, suite
 
 DEFAULT_REPORT = Path("kvtwin-report.html")
 MOST_JOBS = 4  # each takes about a GB
@@ -97,6 +97,7 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
     """The command line that pytest gets."""
     arguments = [
         str(plugin.HERE),
+        f"--ignore={results.META}",
         # The tests lie in the installed package: neither a configuration file above it, nor one of the project in
         # the current folder, is meant for them, and nothing is to be written there.
         *("-c", os.devnull, "--rootdir", str(plugin.HERE), "-p", "no:cacheprovider", "-p", plugin.NAME),

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,10 @@ def total(results: Iterable[Result]) -> Sum:
     return summed
 
 
+#: The suite's tests of itself, which verify no method.
+META = Path(__file__).parents[1] / "meta"
+
+
 def classify(item: pytest.Item) -> dict[str, Any]:
     """The method, the kind and the claims of a test, from its markers, parameters and file name."""
     claims = tuple(str(mark.args[0]) for mark in item.iter_markers("claim") if mark.args)
@@ -101,6 +106,8 @@ def classify(item: pytest.Item) -> dict[str, Any]:
 
 
 def _method_of(item: pytest.Item) -> str | None:
+    if META in item.path.parents:
+        return None
     mark = item.get_closest_marker("method")
     if mark is not None and mark.args:
         return str(mark.args[0])
