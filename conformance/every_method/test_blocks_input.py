@@ -20,6 +20,7 @@ from kvtwin.conformance.cases.bad_input import moved
 from kvtwin.conformance.cases.block_cases import AttendCase
 from kvtwin.conformance.harness.impl import Twins
 from kvtwin.conformance.judge import checkers
+from kvtwin.conformance.judge.checkers.blocks import NOT_INTEGERS
 from kvtwin.reference.blocks import BlockConfig, BlockState
 
 BLOCKS = [pair for pair in discovery.methods() if issubclass(pair.state or object, BlockState)]
@@ -196,51 +197,20 @@ def test_wrong_rows_of_reorder(pair, side, twins, device):
 
 # Numbers -------------------------------------------------------------------------------------------------------------
 
-INTEGERS = (True, 2.0, "3", None, torch.tensor(3))
 #: For every config: the option, wrong values, the error and its message.
 NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
-    ("budget", INTEGERS, TypeError, "budget must be an int"),
+    ("budget", NOT_INTEGERS, TypeError, "budget must be an int"),
     ("budget", (0, -1), ValueError, "budget must be at least 1"),
-    ("block_size", INTEGERS, TypeError, "block_size must be an int"),
+    ("block_size", NOT_INTEGERS, TypeError, "block_size must be an int"),
     ("block_size", (0, -3), ValueError, "block_size must be at least 1"),
     ("scale", ("1", True, 1j), TypeError, "scale must be a float or None"),
     ("scale", (float("nan"), float("inf"), 1e39, 10**400), ValueError, "scale must be finite"),
 ]
-#: For a budget of 4.
-OWN_NUMBERS: dict[str, list[tuple[str, tuple[Any, ...], type[Exception], str]]] = {
-    "streaming_llm": [
-        ("sinks", INTEGERS, TypeError, "sinks must be an int"),
-        ("sinks", (-1,), ValueError, "sinks must be at least 0"),
-        ("sinks", (4, 5), ValueError, "sinks must be less than budget = 4, got"),
-    ],
-    "h2o": [
-        ("recent", INTEGERS[:3], TypeError, "recent must be an int"),
-        ("recent", (-1,), ValueError, "recent must be at least 0"),
-        ("recent", (5,), ValueError, "recent must be at most budget = 4, got 5"),
-    ],
-    "vatp": [
-        ("recent", INTEGERS[:3], TypeError, "recent must be an int"),
-        ("recent", (-1,), ValueError, "recent must be at least 0"),
-        ("recent", (4,), ValueError, "recent must be less than budget = 4, got 4"),
-    ],
-    "snapkv": [
-        ("window", INTEGERS, TypeError, "window must be an int"), ("window", (0,), ValueError, "at least 1, got 0"),
-        ("kernel_size", INTEGERS, TypeError, "kernel_size must be an int"),
-        ("kernel_size", (0, -1), ValueError, "kernel_size must be at least 1"),
-        ("kernel_size", (2, 4), ValueError, "kernel_size must be odd"),
-        ("interval", INTEGERS, TypeError, "interval must be an int"),
-        ("interval", (0, -1), ValueError, "interval must be at least 1, got"),
-    ],
-    "random": [
-        ("seed", INTEGERS, TypeError, "seed must be an int"), ("seed", (-1,), ValueError, "seed must be at least 0"),
-        ("seed", (2**32,), ValueError, r"seed must be at most 2\^32 - 1, got 4294967296"),
-    ],
-}
 
 
 @every_pair
 def test_wrong_numbers_of_a_config(pair):
-    for option, values, error, says in [*NUMBERS, *OWN_NUMBERS.get(pair.name, [])]:
+    for option, values, error, says in [*NUMBERS, *checkers.ask(pair.name, "NUMBERS", [])]:
         for value in values:
             with refused(error, says):
                 config_of(pair, **{option: value})

@@ -43,7 +43,8 @@ class TokenLists(RuleBasedStateMachine):
 
     def forget(self) -> None:
         state = self.both.reference
-        self.lists = [Head(self.pair.name, state.config, state.scale) for _ in range(BATCH)]
+        model = checkers.ask(self.pair.name, "Model", Head)
+        self.lists = [model(state.config, state.scale) for _ in range(BATCH)]
 
     def tokens(self, count: int) -> dict[str, torch.Tensor]:
         """Values with many norms, which affect VATP."""
@@ -114,7 +115,7 @@ class TokenLists(RuleBasedStateMachine):
 
 
 def copied(head: Head) -> Head:
-    other = Head(head.method, head.config, head.scale)
+    other = type(head)(head.config, head.scale)
     other.slots = [None if token is None else type(token)(**vars(token)) for token in head.slots]
     other.seen, other.window = head.seen, head.window.copy()
     return other

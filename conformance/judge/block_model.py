@@ -29,14 +29,14 @@ class Token:
 
 @dataclass
 class Head:
-    """The `capacity` slots of one KV head of one row. config: the method's."""
+    """The `capacity` slots of one KV head of one row. config: the method's. Subclasses, in the checkers, have the
+    method's rules."""
 
-    method: str
     config: Any
     scale: float
     slots: list[Token | None] = field(default_factory=list)
     seen: int = 0
-    # For SnapKV: (position, the group's queries) of the last tokens, None for padding.
+    # (position, the group's queries) of the last config.observers tokens, None for padding.
     window: deque[tuple[int, list[Vector]] | None] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -71,10 +71,10 @@ class Head:
         self.slots += fresh
         for number, group, there in zip(numbers, queries, valid, strict=True):
             if there:
-                self._observe(number, group)
+                self.observe(number, group)
             self.window.append((number, group) if there else None)
         over_budget = len(self.tokens) > self.config.capacity
-        self._finish(over_budget, numbers)
+        self.finish(over_budget, numbers)
         victims = self._victims() if over_budget else []
         if keep is not None:
             victims = [token for token in self.tokens if token.position not in keep]
@@ -101,63 +101,30 @@ class Head:
                 mean[position] = mean.get(position, 0.0) + math.exp(logit - top) / total / len(group)
         return mean
 
-    def _observe(self, number: int, group: list[Vector]) -> None:
-        """Update the scores with the query of one token: H2O and VATP add its weights, TOVA stores them."""
-        if self.method not in ("h2o", "vatp", "tova"):
-            return
-        weights = self.weights(group, number)
-        for token in self.tokens:
-            weight = weights.get(token.position, 0.0)
-            token.score = weight if self.method == "tova" else token.score + weight
-
-    def _finish(self, over_budget: bool, arrived: range) -> None:
-        """Recompute scores after a block. SnapKV with an interval does so only if the head is over budget."""
-        if self.method == "random":
-            for token in self.tokens:
-                token.score = float(splitmix64((self.config.seed << 32) + token.position) >> 40)
-        elif self.method == "snapkv" and not over_budget and self.config.interval > 1:
-            for token in self.tokens:
-                token.score = math.inf if token.position in arrived else token.score
-        elif self.method == "snapkv":
-            observing = [self.weights(group, number) for number, group in filter(None, self.window)]
-            received = {
-                token.position: math.fsum(weights.get(token.position, 0.0) for weights in observing)
-                / max(1, len(observing)) for token in self.tokens
-            }
-            prefix = sorted(token.position for token in self.tokens if not self._in_window(token))
-            reach = self.config.kernel_size // 2
-            for token in self.tokens:
-                if self._in_window(token):
-                    token.score = math.inf
-                    continue
-                at = prefix.index(token.position)
-                near = prefix[max(0, at - reach):at + reach + 1]
-                token.score = math.fsum(received[position] for position in near) / self.config.kernel_size
-
-    def _in_window(self, token: Token) -> bool:
-        return token.position >= self.seen - self.config.observers
-
     def _victims(self) -> list[Token]:
         """The tokens to evict. sorted() is stable, so equal tokens remain in slot order."""
         tokens = self.tokens
-        protected = self._protected([token.position for token in tokens])
-        by_rank = sorted((token for token in tokens if token.position not in protected), key=self._rank)
+        protected = self.protected([token.position for token in tokens])
+        by_rank = sorted((token for token in tokens if token.position not in protected), key=self.rank)
         by_age = sorted((token for token in tokens if token.position in protected), key=lambda token: token.position)
         return (by_rank + by_age)[:max(0, len(tokens) - self.config.budget)]
 
-    def _rank(self, token: Token) -> float:
-        if self.method == "vatp":
-            return token.score * math.fsum(abs(number) for number in token.value)
-        return token.position if self.method == "streaming_llm" else token.score
+    # The rules of a method
 
-    def _protected(self, positions: list[int]) -> set[int]:
+    def observe(self, number: int, group: list[Vector]) -> None:
+        """Update the scores with the queries of token `number`."""
+
+    def finish(self, over_budget: bool, arrived: range) -> None:
+        """Recompute scores after a block of the tokens `arrived`."""
+
+    def rank(self, token: Token) -> float:
+        """The token with the lowest rank is evicted first."""
+        return token.score
+
+    def protected(self, positions: list[int]) -> set[int]:
+        """The positions that are evicted last, the oldest of them first."""
         ordered = sorted(positions)
-        if self.method == "streaming_llm":
-            return set(ordered[:self.config.sinks])
-        if self.method == "snapkv":
-            return {position for position in ordered if position >= self.seen - self.config.observers}
-        newest = set(ordered[len(ordered) - min(len(ordered), getattr(self.config, "protected", 0)):])
-        return newest | set(ordered[:1]) if self.method == "vatp" else newest
+        return set(ordered[len(ordered) - min(len(ordered), getattr(self.config, "protected", 0)):])
 
 
 def splitmix64(state: int) -> int:

@@ -30,6 +30,8 @@ from ..ties import tie_classes
 
 #: Options that allow small budgets, for the laws: see the package.
 SMALL = {"block_size": 6}
+#: Values that an option of whole numbers refuses.
+NOT_INTEGERS: tuple[Any, ...] = (True, 2.0, "3", None, torch.tensor(3))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ....reference.baselines import h2o
 from ...cases import block_cases
 from ...cases.case import Case
+from .. import block_model
 from ..bounds import SLACK, UNIT, Arithmetic, Interval
 from . import blocks
 from .blocks import SMALL as SMALL
@@ -27,6 +28,11 @@ CACHES: dict[str, dict[str, Any]] = {
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"budget": 4, "recent": 5}, ValueError, "recent must be at most budget = 4"),
     ({"budget": 4, "recent": 1.0}, TypeError, "recent must be an int"),
+]
+NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
+    ("recent", blocks.NOT_INTEGERS[:3], TypeError, "recent must be an int"),
+    ("recent", (-1,), ValueError, "recent must be at least 0"),
+    ("recent", (5,), ValueError, "recent must be at most budget = 4, got 5"),
 ]
 
 
@@ -57,6 +63,15 @@ def sum_error(chunk: Chunk) -> Tensor:
 def attend_error(case: block_cases.AttendCase, allowed: Arithmetic) -> Tensor:
     """Bound of `attend(...).received`, [B, Hkv, S]."""
     return received_error(case.attention, allowed)
+
+
+class Model(block_model.Head):
+    """A token's score is the sum of the weights that it has received."""
+
+    def observe(self, number: int, group: list[block_model.Vector]) -> None:
+        weights = self.weights(group, number)
+        for token in self.tokens:
+            token.score += weights.get(token.position, 0.0)
 
 
 class Adapter(blocks.Adapter):

@@ -3,6 +3,7 @@ all tokens again after every block."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from ....reference import attention as eager
 from ....reference.baselines import snapkv
 from ...cases.block_cases import AttendCase
 from ...cases.case import Case, WindowCase
-from .. import compare
+from .. import block_model, compare
 from ..bounds import DIVISION, FLUSH, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ..compare import Verdict, assert_same, assert_within, fail, gathered
 from ..oracle import Attention, upcast_all
@@ -128,6 +129,15 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"budget": 4, "kernel_size": 2}, ValueError, "kernel_size must be odd"),
     ({"budget": 4, "interval": 0}, ValueError, "interval must be at least 1"),
 ]
+NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
+    ("window", blocks.NOT_INTEGERS, TypeError, "window must be an int"),
+    ("window", (0,), ValueError, "at least 1, got 0"),
+    ("kernel_size", blocks.NOT_INTEGERS, TypeError, "kernel_size must be an int"),
+    ("kernel_size", (0, -1), ValueError, "kernel_size must be at least 1"),
+    ("kernel_size", (2, 4), ValueError, "kernel_size must be odd"),
+    ("interval", blocks.NOT_INTEGERS, TypeError, "interval must be an int"),
+    ("interval", (0, -1), ValueError, "interval must be at least 1, got"),
+]
 TRACE = {"window": 16}
 
 
@@ -164,6 +174,35 @@ def window_attention(chunk: Chunk) -> Attention:
         logit, dot.masked_fill(logit == -torch.inf, 0), eager.zero_unoccupied(before["value"], occupied), occupied,
         state.scale, chunk.dtype,
     )
+
+
+class Model(block_model.Head):
+    """A token's score is the pooled mean of the weights that the window's queries give it. With an interval it is
+    recomputed only if the head is over budget."""
+
+    def finish(self, over_budget: bool, arrived: range) -> None:
+        if not over_budget and self.config.interval > 1:
+            for token in self.tokens:
+                token.score = math.inf if token.position in arrived else token.score
+            return
+        observing = [self.weights(group, number) for number, group in filter(None, self.window)]
+        received = {
+            token.position: math.fsum(weights.get(token.position, 0.0) for weights in observing)
+            / max(1, len(observing)) for token in self.tokens
+        }
+        window = self.protected(list(received))
+        prefix = sorted(received.keys() - window)
+        reach = self.config.kernel_size // 2
+        for token in self.tokens:
+            if token.position in window:
+                token.score = math.inf
+                continue
+            at = prefix.index(token.position)
+            near = prefix[max(0, at - reach):at + reach + 1]
+            token.score = math.fsum(received[position] for position in near) / self.config.kernel_size
+
+    def protected(self, positions: list[int]) -> set[int]:
+        return {position for position in positions if position >= self.seen - self.config.observers}
 
 
 class Adapter(blocks.Adapter):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from .. import block_model
 from . import blocks
 
 SMALL = {**blocks.SMALL, "sinks": 1}
@@ -18,6 +19,11 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"budget": 4, "sinks": 4}, ValueError, "sinks must be less than budget = 4"),
+]
+NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
+    ("sinks", blocks.NOT_INTEGERS, TypeError, "sinks must be an int"),
+    ("sinks", (-1,), ValueError, "sinks must be at least 0"),
+    ("sinks", (4, 5), ValueError, "sinks must be less than budget = 4, got"),
 ]
 
 
@@ -33,6 +39,16 @@ def arguments(device: torch.device) -> dict[str, Any]:
     # A budget that the default sinks allow.
     positions = torch.tensor([[0, 5, 2, 6, 1, 3], [7, 2, -1, -1, 9, 4]], device=device)
     return {"positions": positions, "budget": 5, "sinks": 1}
+
+
+class Model(block_model.Head):
+    """The oldest token that is no sink is evicted."""
+
+    def rank(self, token: block_model.Token) -> float:
+        return token.position
+
+    def protected(self, positions: list[int]) -> set[int]:
+        return set(sorted(positions)[:self.config.sinks])
 
 
 class Adapter(blocks.Adapter):

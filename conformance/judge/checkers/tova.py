@@ -13,6 +13,7 @@ from torch import Tensor
 from ....reference.baselines import tova
 from ...cases import block_cases
 from ...cases.case import Case
+from .. import block_model
 from ..bounds import DIVISION, EXP, FLUSH, SLACK, UNIT, Arithmetic, Interval
 from ..oracle import Attention
 from . import blocks, h2o
@@ -62,6 +63,15 @@ def weight_error(attention: Attention, allowed: Arithmetic) -> Tensor:
 def attend_error(case: block_cases.AttendCase, allowed: Arithmetic) -> Tensor:
     """Bound of `attend(...).received`, [B, Hkv, S]."""
     return weight_error(newest(case.attention, case.valid), allowed)
+
+
+class Model(block_model.Head):
+    """A token's score is the weight that the newest query gives it."""
+
+    def observe(self, number: int, group: list[block_model.Vector]) -> None:
+        weights = self.weights(group, number)
+        for token in self.tokens:
+            token.score = weights.get(token.position, 0.0)
 
 
 class Adapter(blocks.Adapter):

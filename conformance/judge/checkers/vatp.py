@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from ....reference.baselines import vatp
 from ...cases import block_cases
 from ...cases.case import Case
+from .. import block_model
 from ..bounds import FLUSH, SLACK, UNIT, Interval, gamma
 from . import blocks, h2o
 from .blocks import SMALL as SMALL
@@ -27,6 +29,11 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"budget": 4, "recent": 4}, ValueError, "recent must be less than budget = 4"),
+]
+NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
+    ("recent", blocks.NOT_INTEGERS[:3], TypeError, "recent must be an int"),
+    ("recent", (-1,), ValueError, "recent must be at least 0"),
+    ("recent", (4,), ValueError, "recent must be less than budget = 4, got 4"),
 ]
 
 
@@ -60,6 +67,16 @@ def zero_values(chunk: Chunk) -> Tensor:
     zero = occupied & (value == 0).all(-1)
     index = torch.arange(chunk.slots, device=value.device).expand(zero.shape)
     return torch.where(zero, index.where(zero, chunk.slots).amin(-1, keepdim=True), index)
+
+
+class Model(h2o.Model):
+    """H2O's sums times the norms of the values. The first token is protected too."""
+
+    def rank(self, token: block_model.Token) -> float:
+        return token.score * math.fsum(abs(number) for number in token.value)
+
+    def protected(self, positions: list[int]) -> set[int]:
+        return super().protected(positions) | set(sorted(positions)[:1])
 
 
 class Adapter(h2o.Adapter):
