@@ -19,7 +19,7 @@ from hypothesis import settings
 
 from kvtwin.conformance import __main__ as main_job
 from kvtwin.conformance import interpreter, plugin
-from kvtwin.conformance.harness import environment, options, suite
+from kvtwin.conformance.harness import environment, options, results, suite
 
 pytest_plugins = ["pytester"]
 
@@ -331,6 +331,12 @@ def test_a_failure_is_not_hidden_behind_vacuity(pytester, in_process):
 
 
 # --- python -m kvtwin.conformance ---
+
+
+@pytest.mark.parametrize("method", ["longflow"])
+def test_the_suites_own_tests_verify_no_method(method, request):
+    """The main job leaves their folder out, so no method's verdict may count them."""
+    assert results.classify(request.node)["method"] is None
 
 
 def test_the_main_job_knows_its_methods(capsys):

@@ -25,6 +25,7 @@ def raise_maximum(top, highest):
 def weigh(logit, top, highest):
     """logit [ROWS, BLOCK], a tile whose largest logits are `highest`: its weights, the new maximum, and the factor that
     rescales the earlier sums."""
+    # Not by `raise_maximum`: with the factor before the weights, some attention kernels need more registers.
     new_top = tl.maximum(top, highest)
     shift = finite_or_zero(new_top)
     p = tl.exp2(logit - shift[:, None])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...reference._validate import check_positions
 from ...reference.baselines.streaming_llm import StreamingLLMConfig
-from .._common.block_cache.state import Block, BlockState, check_positions, newest, oldest
+from .._common.block_cache.state import Block, BlockState, newest, oldest
 
 __all__ = ["StreamingLLMConfig", "StreamingLLMState", "keep"]
 

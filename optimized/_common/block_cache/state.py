@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ....reference._validate import check_config, check_reorder, check_tensor
+from ....reference._validate import check_config, check_reorder
 from ....reference._validate_attention import check_attention, check_prompt, check_slot_mask, check_step
 from ....reference.blocks import BlockConfig
 from ....reference.contract import Sizes
@@ -226,16 +226,6 @@ def _first(positions: Tensor, count: int, *, largest: bool) -> Tensor:
     place = positions.topk(min(count, positions.shape[-1]), -1, largest=largest).indices
     held = (positions >= 0) & (positions < torch.iinfo(torch.int64).max)
     return torch.zeros_like(held).scatter(-1, place, True) & held
-
-
-def check_positions(positions: object) -> Tensor:
-    """Check positions [..., S] int64, -1 where there is no token, and return them."""
-    if not isinstance(positions, Tensor):
-        raise TypeError(f"positions must be a torch.Tensor [..., S], got {type(positions).__name__}")
-    check_tensor("positions", positions, dims=max(positions.dim(), 1), layout="[..., S]")
-    if positions.dtype != torch.int64:
-        raise TypeError(f"positions must have dtype torch.int64, got {positions.dtype}")
-    return positions
 
 
 def check_block(query: object, key: object, value: object, occupied: object) -> Sizes:
