@@ -40,13 +40,23 @@ def weigh_tile(logit, top, weight_sum):
 
 
 @triton.jit
-def merge_sums(tops, weight_sums, part, there, CACHE: tl.constexpr = ".cg"):
+def _load_part(pointer, mask, other, SAME_LAUNCH: tl.constexpr):
+    # Not by a modifier as an argument: Triton 3.6 refuses a str as an argument's default.
+    if SAME_LAUNCH:
+        loaded = tl.load(pointer, mask=mask, other=other, cache_modifier=".cg")
+    else:
+        loaded = tl.load(pointer, mask=mask, other=other)
+    return loaded
+
+
+@triton.jit
+def merge_sums(tops, weight_sums, part, there, SAME_LAUNCH: tl.constexpr = True):
     """Merge the maxima and sums of splits at `part` [ROWS, SPLITS], where `there` is True: finite maxima, sums [ROWS].
 
-    CACHE: the cache modifier of the loads. Parts written by other programs of the same launch need ".cg".
+    SAME_LAUNCH: other programs of this launch wrote the parts, so the L1 cache may hold older ones.
     """
-    split_top = tl.load(tops + part, mask=there, other=float("-inf"), cache_modifier=CACHE)
-    split_sum = tl.load(weight_sums + part, mask=there, other=0.0, cache_modifier=CACHE)
+    split_top = _load_part(tops + part, there, float("-inf"), SAME_LAUNCH)
+    split_sum = _load_part(weight_sums + part, there, 0.0, SAME_LAUNCH)
     top = finite_or_zero(tl.max(split_top, 1))
     return top, sum_of_products(split_sum, tl.exp2(split_top - top[:, None]), 1)
 
@@ -54,7 +64,7 @@ def merge_sums(tops, weight_sums, part, there, CACHE: tl.constexpr = ".cg"):
 @triton.jit
 def merge_outputs(
     partial, tops, part, splits, top, total, real, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
-    CACHE: tl.constexpr = ".cg",
+    SAME_LAUNCH: tl.constexpr = True,
 ):
     """Attention outputs [ROWS, D_PAD] of the `real` rows, merged one split at a time; 0 where `total` is 0.
 
@@ -64,10 +74,9 @@ def merge_outputs(
     mask = real[:, None] & (d < HEAD_DIM)[None, :]
     acc = tl.zeros([part.shape[0], D_PAD], tl.float32)
     for split in range(splits):
-        share = tl.exp2(tl.load(tops + part + split, mask=real, other=float("-inf"), cache_modifier=CACHE) - top)
-        acc += share[:, None] * tl.load(
-            partial + (part + split)[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0, cache_modifier=CACHE
-        )
+        share = tl.exp2(_load_part(tops + part + split, real, float("-inf"), SAME_LAUNCH) - top)
+        at = (part + split)[:, None] * HEAD_DIM + d[None, :]
+        acc += share[:, None] * _load_part(partial + at, mask, 0.0, SAME_LAUNCH)
     return divide(acc, total)
 
 

@@ -30,7 +30,7 @@ def _denominators(tops, weight_sums, first, count, splits, room, HEADS: tl.const
     i = tl.arange(0, SPLITS)
     part = (first + h)[:, None] * room + i[None, :]
     there = (h < count)[:, None] & (i < splits)[None, :]
-    return merge_sums(tops, weight_sums, part, there, CACHE="")
+    return merge_sums(tops, weight_sums, part, there, SAME_LAUNCH=False)
 
 
 @triton.jit

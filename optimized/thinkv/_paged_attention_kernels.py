@@ -219,8 +219,8 @@ def finish_kernel(
     real = g < GROUP_HEADS
     part = (flat * GROUP_HEADS + g) * splits
     there = real[:, None] & (i < splits)[None, :]
-    top, total = merge_sums(tops, weight_sums, part[:, None] + i[None, :], there, CACHE="")
-    result = merge_outputs(partial, tops, part, splits, top, total, real, HEAD_DIM, D_PAD, CACHE="")
+    top, total = merge_sums(tops, weight_sums, part[:, None] + i[None, :], there, SAME_LAUNCH=False)
+    result = merge_outputs(partial, tops, part, splits, top, total, real, HEAD_DIM, D_PAD, SAME_LAUNCH=False)
     at = (flat * GROUP_HEADS + g)[:, None] * HEAD_DIM + d[None, :]
     mask = real[:, None] & (d < HEAD_DIM)[None, :]
     tl.store(output + at, round_output(result, output.dtype.element_ty), mask=mask)
