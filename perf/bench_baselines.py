@@ -6,7 +6,7 @@ gates are in thresholds/NAME.toml.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,16 @@ from kvtwin.conformance import discovery
 from . import blocks
 
 
-def cases(shapes: Sequence[blocks.Shape], exports: str = "") -> Iterator[Any]:
+def cases(shapes: Sequence[blocks.Shape], exports: str = "") -> list[Any]:
     """The baselines that export this name, each with these shapes; the benchmark's group is the method."""
+    found: list[Any] = []
     for pair in discovery.pairs():
         if not pair.path.startswith("baselines.") or Path(__file__).with_name(f"bench_{pair.name}.py").exists():
             continue
         if not exports or exports in pair.exports:
             marks = pytest.mark.benchmark(group=pair.name)
-            yield from (pytest.param(pair.name, shape, id=f"{pair.name}-{shape}", marks=marks) for shape in shapes)
+            found += [pytest.param(pair.name, shape, id=f"{pair.name}-{shape}", marks=marks) for shape in shapes]
+    return found
 
 
 @pytest.mark.parametrize(("method", "shape"), cases(blocks.STEPS))
