@@ -111,10 +111,14 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
     ]
     if chosen.jobs > 1:
         arguments += ["-n", str(chosen.jobs), "--dist", "worksteal"]
+    profile = chosen.hypothesis_profile
     if chosen.impl:
-        arguments += [f"--kv-impl={chosen.impl}"]
-    if chosen.hypothesis_profile:
-        arguments += ["--hypothesis-profile", chosen.hypothesis_profile]
+        arguments += [f"--kv-impl={chosen.impl}", "--kv-properties"]
+        if not chosen.verbose:  # the verdict shows one case per cause
+            arguments += ["--tb=no", "-rN"]
+        profile = profile or "default"
+    if profile:
+        arguments += ["--hypothesis-profile", profile]
     if chosen.keyword:
         arguments += ["-k", chosen.keyword]
     return [*arguments, "-x"] if chosen.first else arguments
@@ -130,6 +134,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     chosen.methods = chosen.methods or names
     chosen.jobs = chosen.jobs or default_jobs(chosen.device)
     job = MainJob()
+    if chosen.impl and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as "python -m" does: the implementation may be a module of this folder
     status = int(pytest.main(pytest_arguments(chosen), plugins=[job]))
     if status == pytest.ExitCode.OK and not job.verified:
         print("error: no test of the implementation passed: nothing is verified", file=sys.stderr)

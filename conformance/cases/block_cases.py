@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ..judge.oracle import Attention, attend
-from . import contents
+from . import contents, supported
 from .case import Case, StateTrace
-from .strategies import GROUPS, SCALES, TRIPLES, _common, _counts, contents_of
+from .strategies import GROUPS, TRIPLES, _common, _counts, _scales, contents_of
 
-LAYOUTS = ("contiguous", "transposed", "sliced", "spread", "channels_first")
+LAYOUTS = ("contiguous", "transposed", "sliced", "apart", "spread", "channels_first")
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,30 +75,31 @@ class AttendCase(Case):
 def attend_cases(
     draw: st.DrawFn, method: str, *, device: torch.device | str | None = None,
     content: tuple[str, ...] = contents.CONTENTS, occupancy: tuple[str, ...] = contents.OCCUPANCIES,
-    most: int | None = None,
+    layout: tuple[str, ...] = LAYOUTS, slots: tuple[int, int | None] = (1, None),
 ) -> AttendCase:
-    """Blocks of one token up to all S tokens."""
+    """Blocks of one token up to all S tokens. slots: the least and the most S."""
     sizes = draw(_common(device, TRIPLES, rows=2))
     cpu = sizes["device"].startswith("cpu")
     if cpu:
         # Every 16 queries of a query head are a program instance.
-        sizes["group"] = draw(st.sampled_from(GROUPS[:5]))
-    slots = draw(_counts(sizes, most or (40 if cpu else None), gpu=2048))
+        sizes["group"] = draw(st.sampled_from(supported.sizes("groups", GROUPS[:5])))
+    least, most = slots
+    total = draw(_counts(sizes, most or (40 if cpu else None), gpu=2048, least=least))
     # The oracle holds several [B, Hq, Q, S] in float64.
-    room = max(1, 2**24 // (sizes["batch"] * sizes["key_value_heads"] * sizes["group"] * slots))
-    largest = min(slots, room, 20 if cpu else 256)
+    room = max(1, 2**24 // (sizes["batch"] * sizes["key_value_heads"] * sizes["group"] * total))
+    largest = min(total, room, 20 if cpu else 256)
     return AttendCase(
         **sizes,
         content=draw(contents_of(content)),
-        layout=draw(st.sampled_from(LAYOUTS)),
+        layout=draw(st.sampled_from(supported.layouts(layout))),
         poison=draw(st.sampled_from(contents.POISONS)),
-        scale=draw(st.sampled_from(SCALES)),
+        scale=draw(_scales()),
         seed=draw(st.integers(0, 2**31 - 1)),
         method=method,
-        slots=slots,
+        slots=total,
         queries=draw(st.integers(1, largest) | st.sampled_from((1, largest))),
-        occupancy=draw(st.sampled_from(occupancy)),
-        per_head=draw(st.booleans()),
+        occupancy=draw(st.sampled_from(supported.occupancies(occupancy))),
+        per_head=draw(supported.mask_per_head()),
     )
 
 

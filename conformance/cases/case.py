@@ -21,6 +21,7 @@ from torch import Tensor
 from ..judge.oracle import Attention, attend
 from . import contents
 from .layouts import REPEATED, lay_out
+from .layouts import of as layout_of
 
 #: Every kind of case by name; subclasses register themselves.
 KINDS: dict[str, type[Case]] = {}
@@ -102,7 +103,7 @@ class Case:
 
     def place(self, name: str, tensor: Tensor) -> Tensor:
         """Convert `tensor` to the case's layout. If the layout repeats an axis, its first entry is repeated."""
-        return lay_out(tensor, self.layout)
+        return lay_out(tensor, layout_of(self.layout, name))
 
     def tensor(self, name: str) -> Tensor:
         found = self.tensors[name]
@@ -115,8 +116,9 @@ class Case:
     def used(self) -> None:
         _latest[:] = [(self, running_test())]
 
-    def save(self, path: Path | str) -> str:
-        """Write the case; returns the command that replays it."""
+    def save(self, path: Path | str, subject: str | None = None) -> str:
+        """Write the case, and the name of the judged function or state (`subjects.Subject`), if there is one. Returns
+        the command that replays it."""
         from safetensors.torch import save_file
 
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -127,7 +129,7 @@ class Case:
             for name, tensor in self.tensors.items() if tensor is not None
         }
         absent = [name for name in self.tensors if name not in tensors]
-        description = json.dumps({"kind": self.kind, "absent": absent, **fields})
+        description = json.dumps({"kind": self.kind, "absent": absent, "subject": subject, **fields})
         save_file(tensors, path, metadata={"kvtwin": description})
         return f"kvtwin replay {path}"
 
@@ -172,7 +174,7 @@ class DecodeCase(Case):
         # Only keys and values have a repeated axis.
         if self.layout in REPEATED and name not in ("key", "value"):
             return tensor
-        return lay_out(tensor, self.layout)
+        return lay_out(tensor, layout_of(self.layout, name))
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -344,7 +346,9 @@ class StateTrace(Case):
         return made
 
     def place(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor if self.layout in REPEATED or "occupied" in name else lay_out(tensor, self.layout)
+        if self.layout in REPEATED or "occupied" in name:
+            return tensor
+        return lay_out(tensor, layout_of(self.layout, name))
 
     @property
     def prompt_inputs(self) -> dict[str, Tensor | None] | None:
@@ -375,9 +379,19 @@ def load(path: Path | str, device: str | None = None) -> Case:
     if "config" in fields:
         fields["config"] = tuple((name, value) for name, value in fields["config"])
     absent = fields.pop("absent")
+    fields.pop("subject", None)
     case = KINDS[fields.pop("kind")](**fields)
     case._adopt({
         **dict.fromkeys(absent),
         **{name: case.place(name, tensor.to(fields["device"])) for name, tensor in tensors.items()},
     })
     return case
+
+
+def subject_of(path: Path | str) -> str | None:
+    """The function or state that was judged with a saved case; None if the file does not say."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        found: str | None = json.loads(file.metadata()["kvtwin"]).get("subject")
+    return found

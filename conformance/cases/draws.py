@@ -60,26 +60,36 @@ def run_machine(machine: type, /, settings: Any) -> None:
     run_state_machine_as_test(machine, settings=settings)
 
 
-def until_decided(test: Callable[..., Any], name: str, /, **arguments: Any) -> None:
-    """Call a test, then call it again in plain rounds until enough of its decisions were decisive.
+def until_decided(
+    test: Callable[..., Any], name: str, least_cases: int, least_decisions: int, /, **arguments: Any
+) -> None:
+    """Call a test, then call it again until it has judged enough cases, and in plain rounds until enough of its
+    decisions were decisive.
 
-    name: seeds the plain rounds.
+    name: seeds the further rounds. least_cases, least_decisions: what a verdict needs of a property's test, 0 of other
+    tests.
     """
     __tracebackhide__ = True
     from hypothesis.errors import Unsatisfiable
 
     test(**arguments)
     counted = stats.current()
-    if counted is None or not counted.asked or not is_drawn(test):
+    if counted is None or not is_drawn(test):
         return
-    for number in range(MOST_ROUNDS):
-        if counted.enough or (number >= IDLE_ROUNDS and not counted.plain_total):
-            return
-        try:
+    try:
+        for number in range(MOST_ROUNDS):
+            if not 0 < counted.cases < least_cases:
+                break
+            with _seeded(test, f"{name} again {number}"):
+                test(**arguments)
+        for number in range(MOST_ROUNDS if counted.asked else 0):
+            decided = counted.enough and counted.decisive >= least_decisions
+            if decided or (number >= IDLE_ROUNDS and not counted.plain_total):
+                return
             with stats.plain_round(), _seeded(test, f"{name} {number}"):
                 test(**arguments)
-        except Unsatisfiable:
-            return  # the implementation under test refuses every plain case
+    except Unsatisfiable:
+        return  # the implementation under test refuses every further case
 
 
 @contextmanager

@@ -8,11 +8,42 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from . import case as cases
 
 FOLDER = "KVTWIN_FAILURES"
+
+#: What the command adds to name the implementation under test and the device, and the last command of each test.
+_options: list[str] = []
+_commands: dict[str, str] = {}
+
+
+_judging: ContextVar[str | None] = ContextVar("kvtwin_judging", default=None)
+
+
+@contextmanager
+def judging(subject: str) -> Iterator[None]:
+    """Name the judged function or state in the cases that are saved inside the ``with`` block."""
+    token = _judging.set(subject)
+    try:
+        yield
+    finally:
+        _judging.reset(token)
+
+
+def replay_with(*options: str) -> None:
+    """Add options to every command that replays a case: the implementation under test, its device."""
+    _options[:] = options
+
+
+def last_command() -> str | None:
+    """The command that replays the saved case of the running test; None if none was saved."""
+    test = cases.running_test()
+    return None if test is None else _commands.get(test)
 
 
 def save_latest() -> str | None:
@@ -27,6 +58,9 @@ def save_latest() -> str | None:
     folder = Path(os.environ.get(FOLDER, "kvtwin-failures"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return case.save(folder / f"{name[:150]}.safetensors")
+        command = " ".join([case.save(folder / f"{name[:150]}.safetensors", _judging.get()), *_options])
+        _commands.clear()
+        _commands[test] = command
+        return command
     except OSError as error:  # a read-only folder must not hide the failure itself
         return f"(not saved: {error})"

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from . import contents, draws
+from . import contents, draws, supported
 from .case import Case
 from .layouts import REPEATED
 from .strategies import TRIPLES, _common, _counts, _layouts, contents_of
@@ -26,6 +26,7 @@ UNDECIDED = ("near_ties", "opposite")
 COSINE_ONLY = ("sizes", "subnormal")
 ANCHORS = ("mean_normalized", "mean", "median")
 SIMILARITIES = ("cosine", "dot", "euclidean")
+PROTECTIONS = ("none", "none", "random", "newest", "all_but_one", "all")
 
 
 def fill(content: str, generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -173,6 +174,7 @@ def key_cases(
     draw: st.DrawFn, *, device: torch.device | str | None = None, slots: tuple[int, int] | None = None,
     content: tuple[str, ...] = CONTENTS, anchor: tuple[str, ...] = ANCHORS, similarity: tuple[str, ...] = SIMILARITIES,
     occupancy: tuple[str, ...] = ("none", *contents.OCCUPANCIES), layout: tuple[str, ...] | None = None,
+    protect: tuple[str, ...] = PROTECTIONS,
 ) -> KeyCase:
     """Budgets from 1 to beyond S. Most cases use KeyDiff's own anchor and similarity and have no free slots."""
     sizes = draw(_common(device, TRIPLES))
@@ -182,21 +184,24 @@ def key_cases(
     total = draw(_counts(sizes, most, gpu=8192, least=max(2, least) if plain else least))
     budget = draw(st.integers(1, max(1, total - 1) if plain else total + 2))
     own = draw(st.sampled_from((True, True, False)))
-    metric = similarity[0] if own else draw(st.sampled_from(similarity))
-    masks = st.sampled_from(occupancy[:1]) | st.sampled_from(occupancy)
+    similarity, anchor = supported.values("similarity", similarity), supported.values("anchor", anchor)
+    cosine = "cosine" in similarity and set(content) <= set(COSINE_ONLY)
+    metric = "cosine" if cosine else similarity[0] if own else draw(st.sampled_from(similarity))
+    masks = supported.occupancies(occupancy)
+    recents = supported.values("recent", (0, 0, 1, min(budget, 3), budget))
     fitting = [name for name in content if metric == "cosine" or name not in COSINE_ONLY]
     return KeyCase(
         **sizes,
         content=draw(contents_of(fitting)),
-        layout=draw(_layouts(sizes["dtype"]) if layout is None else st.sampled_from(layout)),
+        layout=draw(_layouts(sizes["dtype"]) if layout is None else st.sampled_from(supported.layouts(layout))),
         poison=draw(st.sampled_from(contents.POISONS)),
         seed=draw(st.integers(0, 2**31 - 1)),
         slots=total,
         budget=budget,
-        recent=0 if plain else draw(st.sampled_from((0, 0, 1, min(budget, 3), budget))),
-        occupancy=draw(st.sampled_from(occupancy[:1]) if plain else masks),
-        protect="none" if plain else draw(st.sampled_from(("none", "none", "random", "newest", "all_but_one", "all"))),
-        per_head=draw(st.booleans()),
+        recent=0 if plain else draw(st.sampled_from(recents)),
+        occupancy=draw(st.sampled_from(masks[:1]) if plain else st.sampled_from(masks[:1]) | st.sampled_from(masks)),
+        protect="none" if plain else draw(st.sampled_from(supported.protections(protect))),
+        per_head=draw(supported.mask_per_head()),
         anchor=anchor[0] if own else draw(st.sampled_from(anchor)),
         similarity=metric,
     )

@@ -12,10 +12,11 @@ import mmap
 import torch
 from torch import Tensor
 
-#: Names of layouts. Those in REPEATED repeat an axis (stride 0), so their contents are equal along it.
+#: Names of layouts. Those in REPEATED repeat an axis (stride 0), so their contents are equal along it. "apart": values
+#: are a slice of a larger tensor, such as a fused projection, and everything else is contiguous.
 LAYOUTS = (
-    "contiguous", "transposed", "sliced", "spread", "channels_first", "repeat_rows", "repeat_heads", "repeat_slots",
-    "far",
+    "contiguous", "transposed", "sliced", "spread", "channels_first", "apart", "repeat_rows", "repeat_heads",
+    "repeat_slots", "far",
 )
 REPEATED = {"repeat_rows": 0, "repeat_heads": 1, "repeat_slots": 2}
 
@@ -25,7 +26,7 @@ FAR = 2**31
 
 def lay_out(tensor: Tensor, layout: str) -> Tensor:
     """Copy `tensor` (first axis rows, second heads or slots, last channels or slots) to the given layout."""
-    if layout == "contiguous":
+    if layout in ("contiguous", "apart"):
         return tensor.contiguous()
     if layout == "transposed":
         return tensor.transpose(1, -2).contiguous().transpose(1, -2) if tensor.dim() > 3 else _swapped(tensor, 0, 1)
@@ -45,6 +46,11 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
     else:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     return view.copy_(tensor)
+
+
+def of(layout: str, name: str) -> str:
+    """The layout of the tensor with this name, in a case with this layout."""
+    return ("sliced" if "value" in name else "contiguous") if layout == "apart" else layout
 
 
 def _swapped(tensor: Tensor, first: int, second: int) -> Tensor:

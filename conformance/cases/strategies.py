@@ -8,6 +8,7 @@ from TRIPLES, and S is at most 4096. Cases shrink to one row, one head, one slot
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from hypothesis import strategies as st
 
 from ..judge import checkers
-from . import contents, draws
+from . import contents, draws, supported
 from .case import DecodeCase, StateTrace, WindowCase
 from .layouts import LAYOUTS
 
@@ -64,20 +65,36 @@ def _common(
 ) -> dict:
     """Sizes and dtype. B * Hkv is at most `rows` on the CPU."""
     where = torch.device(device) if device is not None else default_device()
-    dtypes = tuple(draws.plain_among(dtypes, PLAIN_DTYPES))
+    dtypes = tuple(draws.plain_among(supported.dtypes(dtypes), PLAIN_DTYPES))
     if where.type == "cpu":
-        batch = draw(st.integers(1, rows))
-        heads = draw(st.integers(1, rows // batch))
-        head_dim, group, dtype = draw(st.sampled_from(HEAD_DIMS)), draw(st.sampled_from(GROUPS)), draw(
-            st.sampled_from(dtypes)
-        )
+        batch = draw(st.integers(1, supported.rows(rows)))
+        heads = draw(_heads(rows // batch))
+        head_dim = draw(st.sampled_from(supported.sizes("head_dims", HEAD_DIMS)))
+        group, dtype = draw(st.sampled_from(supported.sizes("groups", GROUPS))), draw(st.sampled_from(dtypes))
     else:
-        batch, heads = draw(st.integers(1, 4)), draw(st.sampled_from((1, 2, 3, 8)))
-        head_dim, group, dtype = draw(st.sampled_from([triple for triple in gpu_triples if triple[2] in dtypes]))
+        batch = draw(st.integers(1, supported.rows(4)))
+        heads = draw(st.sampled_from(supported.sizes("kv_heads", (1, 2, 3, 8))))
+        head_dim, group, dtype = draw(st.sampled_from(_triples(gpu_triples, dtypes)))
     return {
         "batch": batch, "key_value_heads": heads, "group": group, "head_dim": head_dim, "dtype": dtype,
         "device": str(where),
     }
+
+
+def _triples(usual: tuple, dtypes: tuple[torch.dtype, ...]) -> list[tuple[int, int, torch.dtype]]:
+    """(head_dim, group, dtype) on a GPU: the usual ones that the implementation supports, or a dozen of its own."""
+    found = [
+        (head_dim, group, dtype) for head_dim, group, dtype in usual
+        if dtype in dtypes and supported.size("head_dims", head_dim) and supported.size("groups", group)
+    ]
+    sizes = supported.sizes("head_dims", HEAD_DIMS), supported.sizes("groups", GROUPS)
+    return found or list(itertools.islice(itertools.product(*sizes, dtypes), 12))
+
+
+def _heads(most: int) -> st.SearchStrategy[int]:
+    """KV heads on the CPU: at most `most` of them, or a declared number."""
+    fitting = supported.sizes("kv_heads", range(1, most + 1))
+    return st.integers(1, most) if fitting == range(1, most + 1) else st.sampled_from(fitting)
 
 
 def _counts(sizes: dict, most: int | None, cpu: int = 48, gpu: int = 4096, least: int = 1) -> st.SearchStrategy[int]:
@@ -90,14 +107,32 @@ def _counts(sizes: dict, most: int | None, cpu: int = 48, gpu: int = 4096, least
         # The oracle expands keys over query heads in float64: limit that to a gigabyte.
         row = sizes["batch"] * sizes["key_value_heads"] * sizes["group"] * sizes["head_dim"]
         most = min(gpu, 2**27 // row)
-    if most <= 64:
-        return st.integers(least, max(least, most))
-    return st.integers(least, 64) | st.integers(65, most)
+    first, last, unit = supported.slots(least, most)
+    if last <= 64 or first > 64:
+        return st.integers(first, max(first, last)).map(lambda units: units * unit)
+    return (st.integers(first, 64) | st.integers(65, last)).map(lambda units: units * unit)
 
 
-def _layouts(dtype: torch.dtype) -> st.SearchStrategy[str]:
+def _layouts(dtype: torch.dtype, layouts: Sequence[str] = LAYOUTS) -> st.SearchStrategy[str]:
     # 2^31 elements of 4 bytes take 8 GB on a GPU, for the keys and again for the values.
-    return st.sampled_from([name for name in LAYOUTS if name != "far" or dtype.itemsize == 2])
+    fitting = [name for name in layouts if name != "far" or dtype.itemsize == 2]
+    return st.sampled_from(supported.layouts(fitting or ("contiguous",)))
+
+
+def _masks(occupancy: Sequence[str], bare: str) -> st.SearchStrategy[str]:
+    """One of the occupancies; at least half of the time the one without free slots, `bare`, if it is among them."""
+    options = supported.occupancies(occupancy)
+    return st.just(bare) | st.sampled_from(options) if bare in options else st.sampled_from(options)
+
+
+def _protections(protect: Sequence[str]) -> st.SearchStrategy[str]:
+    """One of the protections; at least half of the time "none", if it is among them."""
+    options = supported.protections(protect)
+    return st.just("none") | st.sampled_from(options) if "none" in options else st.sampled_from(options)
+
+
+def _scales() -> st.SearchStrategy[float | None]:
+    return st.sampled_from(supported.scales(SCALES))
 
 
 _SEEDS = st.integers(0, 2**31 - 1)
@@ -115,71 +150,75 @@ def decode_cases(
     In at least half of the cases every slot is occupied, since scores decide only then.
     """
     sizes = draw(_common(device, TRIPLES, dtypes=dtypes))
-    full = [name for name in occupancy if name == "full"]
-    masks = st.sampled_from(full) | st.sampled_from(occupancy) if full else st.sampled_from(occupancy)
-    bare = [name for name in protect if name == "none"]
-    protections = st.sampled_from(bare) | st.sampled_from(protect) if bare else st.sampled_from(protect)
     least, most = slots or (1, None)
     if draws.plain_only():
-        masks, protections, least = st.sampled_from(full or occupancy), st.sampled_from(bare or protect), max(2, least)
+        occupancy, protect = draws.plain_among(occupancy, ("full",)), draws.plain_among(protect, ("none",))
+        least = max(2, least)
     return DecodeCase(
         **sizes,
         content=draw(contents_of(content)),
-        layout=draw(_layouts(sizes["dtype"]) if layout is None else st.sampled_from(layout)),
+        layout=draw(_layouts(sizes["dtype"]) if layout is None else st.sampled_from(supported.layouts(layout))),
         poison=draw(st.sampled_from(contents.POISONS)),
-        scale=draw(st.sampled_from(SCALES)),
+        scale=draw(_scales()),
         seed=draw(_SEEDS),
         slots=draw(_counts(sizes, most, least=least)),
-        occupancy=draw(masks), protect=draw(protections),
-        per_head=draw(st.booleans()) if per_head is None else per_head,
+        occupancy=draw(_masks(occupancy, "full")), protect=draw(_protections(protect)),
+        per_head=draw(st.sampled_from(supported.per_head((False, True) if per_head is None else (per_head,)))),
     )
 
 
 WINDOW_MASKS = ("none", "none", "left_padding", "random", "empty_row", "one_token")
+WINDOW_PROTECTIONS = ("none", "none", "random", "all_but_one", "newest")
+WINDOW_LAYOUTS = ("contiguous", "transposed", "sliced", "apart", "spread", "channels_first")
 
 
 @st.composite
 def window_cases(
     draw: st.DrawFn, *, device: torch.device | str | None = None, tokens: tuple[int, int] | None = None,
     content: tuple[str, ...] = TRACE_CONTENTS, max_window: int | None = None,
+    occupancy: tuple[str, ...] = WINDOW_MASKS, protect: tuple[str, ...] = WINDOW_PROTECTIONS,
+    layout: tuple[str, ...] = WINDOW_LAYOUTS,
 ) -> WindowCase:
     """Prompts to compress. The window is at most `max_window` and at most T; budgets go from 0 to beyond T."""
     sizes = draw(_common(device, TRIPLES, rows=2))
     max_window = max_window or 64
     if sizes["device"].startswith("cpu"):
         # Every 16 queries of a query head are a program instance.
-        sizes["group"] = draw(st.sampled_from(GROUPS[:4]))
+        sizes["group"] = draw(st.sampled_from(supported.sizes("groups", GROUPS[:4])))
         max_window = min(max_window, 20 if sizes["batch"] * sizes["key_value_heads"] * sizes["group"] < 4 else 10)
     least, most = tokens or (1, None)
     plain = draws.plain_only()
     total = draw(_counts(sizes, most, gpu=2048, least=max(4, least) if plain else least))
     observers = draw(st.integers(1, min(max(1, total - 2) if plain else total, max_window)))
     budgets = st.integers(0, total + 2) | st.integers(min(observers, total), total)
-    masks = st.sampled_from(WINDOW_MASKS)
-    protections = st.sampled_from(("none", "none", "random", "all_but_one", "newest"))
     if plain:
         budgets = st.integers(min(observers + 1, total), max(1, total - 1))
-        masks, protections = st.just("none"), st.just("none")
+        occupancy, protect = draws.plain_among(occupancy, ("none",)), draws.plain_among(protect, ("none",))
     return WindowCase(
         **sizes,
         content=draw(contents_of(content)),
-        layout=draw(st.sampled_from(("contiguous", "transposed", "sliced", "spread", "channels_first"))),
+        layout=draw(st.sampled_from(supported.layouts(layout))),
         poison=draw(st.sampled_from(contents.POISONS)),
-        scale=draw(st.sampled_from(SCALES)),
+        scale=draw(_scales()),
         seed=draw(_SEEDS),
         tokens=total, observers=observers,
         budget=draw(budgets),
-        kernel_size=draw(st.sampled_from((1,) if plain else (5, 1, 3, 7))),
-        occupancy=draw(masks),
-        protect=draw(protections),
+        kernel_size=draw(st.sampled_from(draws.plain_among(supported.values("kernel_size", (5, 1, 3, 7)), (1,)))),
+        occupancy=draw(st.sampled_from(supported.occupancies(occupancy))),
+        protect=draw(st.sampled_from(supported.protections(protect))),
     )
+
+
+PADDINGS = ("none", "none", "left_padding", "random", "empty_row")
+TRACE_LAYOUTS = ("contiguous", "transposed", "sliced", "apart", "spread")
 
 
 @st.composite
 def state_traces(
     draw: st.DrawFn, method: str, *, device: torch.device | str | None = None, max_budget: int | None = None,
     max_prompt: int | None = None, max_steps: int | None = None, prompt: bool | None = None,
-    content: tuple[str, ...] = TRACE_CONTENTS,
+    content: tuple[str, ...] = TRACE_CONTENTS, padding: tuple[str, ...] = PADDINGS,
+    layout: tuple[str, ...] = TRACE_LAYOUTS,
 ) -> StateTrace:
     """Runs of a method's State: a config, a prompt or none, and steps, usually more than there are free slots.
 
@@ -192,24 +231,23 @@ def state_traces(
     config = draw(configs(max_budget or (8 if cpu else 64), 8 if cpu else 32))
     with_prompt = draw(st.booleans()) if prompt is None else prompt
     lengths, steps = st.integers(1, max_prompt or longest), st.integers(1, max_steps or most)
-    paddings = st.sampled_from(("none", "none", "left_padding", "random", "empty_row"))
     if draws.plain_only():  # as many tokens as possible, so that some are evicted
         with_prompt = prompt is not False
         lengths, steps = st.just(max_prompt or longest), st.just(max_steps or most)
-        paddings = st.just("none")
+        padding = draws.plain_among(padding, ("none",))
     length = draw(lengths) if with_prompt else 0
     scaled = "scale" in inspect.signature(checkers.pair(method).config or dict).parameters
     return StateTrace(
         **sizes,
         content=draw(contents_of(content)),
-        layout=draw(st.sampled_from(("contiguous", "transposed", "sliced", "spread"))),
+        layout=draw(st.sampled_from(supported.layouts(layout))),
         poison=draw(st.sampled_from(contents.POISONS)),
-        scale=draw(st.sampled_from(SCALES)) if scaled else None,
+        scale=draw(_scales()) if scaled else None,
         seed=draw(_SEEDS),
         method=method,
         config=tuple(config.items()),
         prompt=length,
-        padding=draw(paddings) if length else "none",
+        padding=draw(st.sampled_from(supported.occupancies(padding))) if length else "none",
         steps=draw(steps),
     )
 

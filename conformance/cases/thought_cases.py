@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from . import contents, draws
+from . import contents, draws, supported
 from .case import Case, DecodeCase
 from .strategies import DTYPES, HEAD_DIMS, PLAIN_DTYPES, contents_of, decode_cases, default_device
 
@@ -147,24 +147,24 @@ class SegmentCase(Case):
 @st.composite
 def segment_cases(
     draw: st.DrawFn, *, device: torch.device | str | None = None, content: tuple[str, ...] = DECIDED,
-    tokens: tuple[int, int] = (1, 48), shrinks: bool = False,
+    tokens: tuple[int, int] = (1, 48), shrinks: bool = False, layout: tuple[str, ...] = LAYOUTS,
 ) -> SegmentCase:
     """Segments of up to 48 tokens, or 128 on a GPU. keep goes from 1 to beyond the number of tokens, or stays below it
     if `shrinks`."""
     where = torch.device(device) if device is not None else default_device()
     least, most = tokens
-    dtypes = draws.plain_among(DTYPES, PLAIN_DTYPES)
+    dtypes = draws.plain_among(supported.dtypes(DTYPES), PLAIN_DTYPES)
     if where.type == "cpu":
-        head_dim, dtype = draw(st.sampled_from(HEAD_DIMS)), draw(st.sampled_from(dtypes))
+        head_dim, dtype = draw(st.sampled_from(supported.sizes("head_dims", HEAD_DIMS))), draw(st.sampled_from(dtypes))
         total = draw(st.integers(least, most))
     else:
         head_dim, dtype = draw(st.sampled_from([pair for pair in GPU_PAIRS if pair[1] in dtypes]))
         total = draw(st.integers(max(17, least), 32) | st.integers(65, 128))
-    heads = draw(st.integers(1, 3))
+    heads = draw(st.sampled_from(supported.sizes("kv_heads", (1, 2, 3))))
     return SegmentCase(
         key_value_heads=heads, head_dim=head_dim, dtype=dtype,
         content=draw(contents_of(content)),
-        layout=draw(st.sampled_from(LAYOUTS)),
+        layout=draw(st.sampled_from(supported.layouts(layout))),
         seed=draw(st.integers(0, 2**31 - 1)),
         device=str(where),
         tokens=total,

@@ -91,7 +91,7 @@ def test_attend_with_heads_that_hold_different_tokens(pair, data, twins):
 @given(data=st.data())
 @few
 def test_attend_gives_the_same_bits_again(pair, data, twins):
-    case = data.draw(attend_cases(pair.name, most=24))
+    case = data.draw(attend_cases(pair.name, slots=(1, 24)))
     for one, other in zip(attend(pair, twins, case), attend(pair, twins, case), strict=True):
         assert_same(other, one, what="launched again")
 
@@ -100,7 +100,8 @@ def test_attend_gives_the_same_bits_again(pair, data, twins):
 @few
 def test_attend_reads_nothing_of_free_slots(pair, data, twins):
     """Their contents have no effect, even NaN and infinity, in keys, values and padding queries."""
-    case = data.draw(attend_cases(pair.name, occupancy=("random", "left_padding"), content=("ordinary",), most=24))
+    masks = ("random", "left_padding")
+    case = data.draw(attend_cases(pair.name, occupancy=masks, content=("ordinary",), slots=(1, 24)))
     clean, poisoned = (attend(pair, twins, replace(case, poison=poison)) for poison in ("zero", "nan"))
     for one, other in zip(clean, poisoned, strict=True):
         assert_same(other, one, what="free slots poisoned")

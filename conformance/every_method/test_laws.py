@@ -190,6 +190,7 @@ def side(request, twins):
     return getattr(twins, request.param)
 
 
+@pytest.mark.property("state")
 @given(scenario=scenarios())
 @few
 def test_kept_and_evicted_make_the_input(scenario, side, pair, device):
@@ -224,6 +225,7 @@ def test_kept_and_evicted_make_the_input(scenario, side, pair, device):
     assert state.tokens_seen == tokens + scenario.steps
 
 
+@pytest.mark.property("repeatability")
 @given(scenario=scenarios())
 @few
 def test_the_same_input_gives_the_same_bits(scenario, side, pair, device):
@@ -231,6 +233,7 @@ def test_the_same_input_gives_the_same_bits(scenario, side, pair, device):
     assert_same_bits(again, plain(scenario, side, pair, device), "launched again")
 
 
+@pytest.mark.property("state")
 @given(scenario=scenarios())
 @few
 def test_a_reset_state_is_a_fresh_one(scenario, side, pair, device):
@@ -242,6 +245,7 @@ def test_a_reset_state_is_a_fresh_one(scenario, side, pair, device):
     assert_same_bits(play(state, inputs), plain(scenario, side, pair, device), "after reset()")
 
 
+@pytest.mark.property("independence")
 @given(scenario=scenarios(), row=st.integers(0, 1))
 @few
 def test_rows_do_not_see_each_other(scenario, row, side, pair, device):
@@ -258,6 +262,7 @@ def test_rows_do_not_see_each_other(scenario, row, side, pair, device):
     assert_same_bits(rows(mixed, index), rows(plain(scenario, side, pair, device), index), "other rows replaced")
 
 
+@pytest.mark.property("independence")
 @given(scenario=scenarios(), shift=st.integers(1, 2))
 @few
 def test_permuted_rows_give_permuted_results(scenario, shift, side, pair, device):
@@ -274,6 +279,7 @@ def poison_slots(state: object) -> None:
         tensor.copy_(torch.where(slots[..., None], tensor, value))
 
 
+@pytest.mark.property("free_slots")
 @given(scenario=scenarios(max_budget=12))
 @few
 def test_what_lies_in_unoccupied_slots_influences_nothing(scenario, side, pair, device):
@@ -287,6 +293,7 @@ def test_what_lies_in_unoccupied_slots_influences_nothing(scenario, side, pair, 
     assert_same_bits(poisoned, plain(scenario, side, pair, device), "unoccupied slots poisoned")
 
 
+@pytest.mark.property("state")
 @given(scenario=scenarios(), shift=st.integers(0, 2))
 @few
 def test_reordered_rows_go_on_as_their_sources(scenario, shift, side, pair, device):
@@ -303,6 +310,7 @@ def test_reordered_rows_go_on_as_their_sources(scenario, shift, side, pair, devi
     assert_same_bits(actual, rows(play(unmoved, later), index), "reordered")
 
 
+@pytest.mark.property("free_slots")
 def test_padding_of_a_prompt_gets_zeros(side, pair, device):
     """Padding has zero outputs, even after tokens that it could attend to. No token has zero outputs."""
     query_heads, key_value_heads, head_dim, dtype = SHAPES[0]

@@ -31,6 +31,7 @@ some = settings(max_examples=max(4, settings().max_examples // 2))
 few = settings(max_examples=max(3, settings().max_examples // 4))
 
 
+@pytest.mark.property("state")
 @pytest.mark.kind("equivalence")
 @every_method
 @given(data=st.data())
@@ -44,6 +45,7 @@ def test_a_state_keeps_step_with_float64(pair, data, twins):
         lockstep.run(dataclasses.replace(trace, content="ordinary"), module)
 
 
+@pytest.mark.property("state")
 @pytest.mark.kind("laws")
 @pytest.mark.parametrize("pair", LOSSLESS, ids=str)
 @given(data=st.data())

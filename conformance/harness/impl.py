@@ -5,8 +5,11 @@ With ``--kv-impl my_package`` the second is a facade over that package. It finds
 return values to our result types, and raises NotProvided for a missing name: pytest reports the test as skipped, and
 the summary and the report as *not provided*.
 
-A function may raise NotImplementedError for an argument that it does not support. A Hypothesis test skips that example,
-and the summary counts the skipped ones. Any other test, or a test without a remaining example, is *not provided*.
+The module's `CAPABILITIES` (see `Capabilities`) say what it supports. A call outside of them is not made. A function,
+or a state's constructor or method, may also raise NotImplementedError. Both count as refusals: a Hypothesis test skips
+the example, and any other test, or a test without a remaining example, is *not provided*.
+
+A result may lack fields: each of the others is judged, and a test that uses a missing one is *not provided*.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -21,8 +25,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from .. import discovery
+from .. import capabilities, discovery
+from ..capabilities import Capabilities
 from ..judge import stats
+from ..judge.fields import Missing
 
 NOT_PROVIDED = "not provided: "
 MISSING: Any = object()
@@ -36,6 +42,37 @@ class NotProvided(_Skipped):
         super().__init__(NOT_PROVIDED + what)
 
 
+class EnvironmentLimit(NotProvided):
+    """Raised in place of an error that Triton's interpreter makes, not the implementation under test."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.msg = f"environment: {what}"
+
+
+#: What the messages of Triton's interpreter say of operations that it lacks.
+LACKING = ("Unsupported data type", "not supported in interpreter mode", "is not implemented in interpreter")
+
+
+def environment_limit(error: BaseException) -> str | None:
+    """What Triton's interpreter cannot do, if that is the cause of an error; None if it is not.
+
+    The interpreter raises InterpreterError for an operation that it lacks, and for numpy's warnings about numbers that
+    a GPU handles without one, if warnings are errors.
+    """
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    if not any(type(one).__name__ == "InterpreterError" for one in chain):
+        return None
+    for one in chain:
+        if isinstance(one, Warning) or any(text in str(one) for text in LACKING):
+            return f"Triton's interpreter: {one}"
+    return None
+
+
 class Twins:
     """The ``twins`` fixture. Methods are attributes: ``twins.optimized.longflow.decode_attention``."""
 
@@ -47,6 +84,12 @@ class Twins:
             self.optimized = Side(discovery.OPTIMIZED)
         else:
             self.optimized = Facade(implementation, _import(implementation))
+
+    def capabilities(self, method: str | None) -> Capabilities:
+        """What the implementation under test declares for a method."""
+        if method is None or not isinstance(self.optimized, Facade):
+            return Capabilities()
+        return self.optimized.capabilities(method)
 
     def __repr__(self) -> str:
         return f"<twins: {self.reference!r}, {self.optimized!r}>"
@@ -88,11 +131,26 @@ class Facade:
             places = self._places if inner is MISSING else (inner, *self._places)
             return Facade(self._name, *places, folder=name)
         pair = self._pair(name)
-        for place in self._places:
-            found = _member(place, name)
-            if found is not MISSING:
-                return Method(f"{self._name}.{pair.path}", found, pair)
-        raise NotProvided(f"{self._name}.{pair.path}")
+        found = self._method(name)
+        if found is MISSING:
+            raise NotProvided(f"{self._name}.{pair.path}")
+        return Method(f"{self._name}.{pair.path}", found, pair, capabilities.find(found, *self._places))
+
+    def _method(self, name: str) -> Any:
+        """Their module for a method; MISSING if there is none."""
+        return next((found for place in self._places if (found := _member(place, name)) is not MISSING), MISSING)
+
+    def capabilities(self, method: str) -> Capabilities:
+        """What the implementation declares for the method: in its module, else in the package.
+
+        Raises TypeError if the declaration is not a `Capabilities`.
+        """
+        places = self._places
+        for folder in discovery.FOLDERS:
+            inner = _member(self._places[0], folder) if folder else MISSING
+            places = places if inner is MISSING else (inner, *places)
+        found = Facade(self._name, *places)._method(method)
+        return capabilities.find(*(() if found is MISSING else (found,)), *places)
 
     def _pair(self, name: str) -> discovery.Pair:
         path = f"{self._folder}.{name}" if self._folder else name
@@ -108,8 +166,8 @@ class Facade:
 class Method:
     """A third-party module for one method. Configs and result types are always kvtwin's."""
 
-    def __init__(self, name: str, module: Any, pair: discovery.Pair) -> None:
-        self._name, self._module, self._pair = name, module, pair
+    def __init__(self, name: str, module: Any, pair: discovery.Pair, supported: Capabilities) -> None:
+        self._name, self._module, self._pair, self._supported = name, module, pair, supported
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -123,9 +181,12 @@ class Method:
             raise NotProvided(f"{self._name}.{name}")
         stats.touched()
         result = _result_type(self._pair.reference, name)
-        if isinstance(found, type) or not callable(found):
+        if not callable(found):
             return found
-        return _judgeable(found, result, f"{self._name}.{name}")
+        qualified, ours = f"{self._name}.{name}", getattr(self._pair.reference, name)
+        if isinstance(found, type):
+            return _refusing(found, ours, self._supported, qualified) if name.endswith("State") else found
+        return _judgeable(found, ours, self._supported, result, qualified)
 
     def __repr__(self) -> str:
         return self._name
@@ -134,27 +195,41 @@ class Method:
 def normalise(value: Any, result: type[tuple[Any, ...]], name: str) -> Any:
     """Convert ``value`` to the NamedTuple ``result``: its fields by attribute, by key, or in order.
 
-    Raises TypeError, which fails the test, if a field is missing.
+    A field that is absent or None becomes a `Missing`. Raises TypeError, which fails the test, if all of them are, or
+    if a tuple has another length.
     """
     fields: Sequence[str] = result._fields  # type: ignore[attr-defined]
     if isinstance(value, result):
-        return value
-    if isinstance(value, Mapping) and all(field in value for field in fields):
-        return result(*(value[field] for field in fields))
-    if all(hasattr(value, field) for field in fields):
-        return result(*(getattr(value, field) for field in fields))
-    if isinstance(value, (tuple, list)) and len(value) == len(fields):
-        return result(*value)
-    shape = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
-    raise TypeError(
-        f"{name} returned a {type(value).__name__}{shape}; expected an object, or a mapping, with "
-        f"{', '.join(fields)}, or a tuple of these {len(fields)} in this order"
+        found = list(value)
+    elif isinstance(value, Mapping):
+        found = [value.get(field) for field in fields]
+    elif any(hasattr(value, field) for field in fields):
+        found = [getattr(value, field, None) for field in fields]
+    elif isinstance(value, (tuple, list)) and len(value) == len(fields):
+        found = list(value)
+    else:
+        found = []
+    if all(one is None for one in found):
+        shape = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
+        raise TypeError(
+            f"{name} returned a {type(value).__name__}{shape}; expected an object, or a mapping, with "
+            f"{', '.join(fields)}, or a tuple of these {len(fields)} in this order (None for a missing one)"
+        )
+    return result(
+        *(Missing(f"{name}: {field}") if one is None else one for field, one in zip(fields, found, strict=True))
     )
 
 
-def _judgeable(function: Callable[..., Any], result: type[tuple[Any, ...]] | None, name: str) -> Callable[..., Any]:
+def _judgeable(
+    function: Callable[..., Any], ours: Callable[..., Any], supported: Capabilities,
+    result: type[tuple[Any, ...]] | None, name: str,
+) -> Callable[..., Any]:
+    """`function`, with refusals as NotProvided and its result as ours. ours: the reference's function."""
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
+        outside = capabilities.refusal(supported, _by_name(ours, args, kwargs))
+        if outside is not None:
+            _refused(f"{name}: {outside} (declared)")
         try:
             returned = function(*args, **kwargs)
         except NotImplementedError as error:
@@ -163,6 +238,28 @@ def _judgeable(function: Callable[..., Any], result: type[tuple[Any, ...]] | Non
         return returned if result is None else normalise(returned, result, name)
 
     return call
+
+
+#: The methods of a state that may refuse, besides its constructor.
+STATE_METHODS = ("prefill", "append_block", "step", "reset", "reorder")
+
+
+def _refusing(found: type, ours: type, supported: Capabilities, name: str) -> type:
+    """A subclass of the state class `found` whose constructor and methods count, and may refuse."""
+    members = {
+        method: _judgeable(getattr(found, method), getattr(ours, method), supported, None, f"{name}.{method}")
+        for method in STATE_METHODS if hasattr(found, method) and hasattr(ours, method)
+    }
+    members["__init__"] = _judgeable(found.__init__, ours.__init__, supported, None, name)  # type: ignore[misc]
+    return type(found.__name__, (found,), {**members, "__module__": found.__module__})
+
+
+def _by_name(ours: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a call by parameter name."""
+    try:
+        return inspect.signature(ours).bind_partial(*args, **kwargs).arguments
+    except TypeError:  # a test of wrong arguments
+        return kwargs
 
 
 def _refused(what: str) -> NoReturn:

@@ -24,6 +24,7 @@ DEFAULTS = {
     "kv_xfails": None,
     "kv_update_golden": False,
     "kv_methods": None,
+    "kv_properties": False,
 }
 
 
@@ -64,6 +65,8 @@ def add(parser: pytest.Parser) -> None:
         action="store_true",
         help="record the golden traces again (python -m kvtwin.fixtures.record) before running the tests",
     )
+    # Set by python -m kvtwin.conformance --impl: run only the tests that judge a property.
+    group.addoption("--kv-properties", action="store_true", help=argparse.SUPPRESS)
     # Set by python -m kvtwin.conformance: names, comma-separated.
     group.addoption("--kv-methods", metavar="NAMES", help=argparse.SUPPRESS)
 

@@ -13,19 +13,26 @@ import pytest
 
 from .. import discovery
 from ..judge import stats
-from .impl import NotProvided
+from ..judge.properties import PROPERTIES
+from .impl import EnvironmentLimit, NotProvided
 
 KINDS = ("equivalence", "laws", "claims", "golden", "bad_input")
-OUTCOMES = ("passed", "failed", "error", "not provided", "skipped", "xfailed")
+OUTCOMES = ("passed", "failed", "error", "not provided", "environment", "skipped", "xfailed")
 FAILED = ("failed", "error")
 # A test without a marker is classified by the name of its file, such as test_longflow_golden.py.
 KIND_OF_FILE = {"golden": "golden", "input": "bad_input", "claims": "claims", "laws": "laws"}
+#: The property that tests of a kind judge, if no marker says otherwise.
+PROPERTY_OF_KIND = {"golden": "traces", "bad_input": "bad_input"}
 ATTRIBUTE = "kvtwin"  # the attribute of a test report with our data; pytest-xdist transfers it
 
 
 @dataclass
 class Result:
-    """One test. ``method`` and ``kind`` are None for tests of the suite itself."""
+    """One test. ``method`` and ``kind`` are None for tests of the suite itself.
+
+    judges: the property that it judges (judge/properties.py), None if none. finding: of a failed test, the property
+    that is wrong, the subject, the field, the case and the command that replays it.
+    """
 
     nodeid: str
     method: str | None = None
@@ -40,6 +47,11 @@ class Result:
     touched: bool = False
     answered: int = 0
     refused: dict[str, int] = field(default_factory=dict)
+    missing: dict[str, int] = field(default_factory=dict)
+    judges: str | None = None
+    cases: int = 0
+    worst: dict[str, float] = field(default_factory=dict)
+    finding: dict[str, Any] = field(default_factory=dict)
     message: str = ""
 
     @property
@@ -102,7 +114,14 @@ def classify(item: pytest.Item) -> dict[str, Any]:
     else:
         kind = _kind_of_file(item)
     method = _method_of(item)
-    return {"method": method, "kind": kind if method else None, "claims": list(claims)}
+    property_mark = item.get_closest_marker("property")
+    judged = property_mark.args[0] if property_mark is not None else PROPERTY_OF_KIND.get(kind)
+    if judged not in (None, *PROPERTIES):
+        raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.property({judged!r}): there are {', '.join(PROPERTIES)}")
+    return {
+        "method": method, "kind": kind if method else None, "claims": list(claims),
+        "judges": judged if method else None,
+    }
 
 
 def _method_of(item: pytest.Item) -> str | None:
@@ -113,8 +132,8 @@ def _method_of(item: pytest.Item) -> str | None:
         return str(mark.args[0])
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     names = {pair.name for pair in discovery.pairs()}
-    for parameter in ("method", "pair"):
-        name = str(parameters.get(parameter, ""))
+    for parameter in ("method", "pair", "subject"):
+        name = str(getattr(parameters.get(parameter), "method", parameters.get(parameter, "")))
         if name in names:
             return name
     stem = item.path.stem
@@ -140,9 +159,12 @@ def annotate(report: pytest.TestReport, error: object, facts: dict[str, Any], co
         "touched": counted.touched,
         "answered": counted.answered,
         "refused": dict(counted.refused),
+        "missing": dict(counted.missing),
+        "cases": counted.cases,
+        "worst": dict(counted.worst),
     }
     if isinstance(error, NotProvided) and isinstance(report.longrepr, tuple):
-        facts["outcome"] = "not provided"
+        facts["outcome"] = "environment" if isinstance(error, EnvironmentLimit) else "not provided"
         report.longrepr = (*report.longrepr[:2], f"Skipped: {error}")  # without the exception's qualified name
     setattr(report, ATTRIBUTE, facts)
 

@@ -7,22 +7,24 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import pytest
 
-from .. import interpreter
-from ..cases import draws
+from .. import capabilities, discovery, interpreter
+from ..cases import draws, failures
 from ..interpreter import stack
 from ..judge import stats
-from . import environment, options, results, summary
-from .impl import NotProvided, Twins
+from ..judge.fields import MissingField
+from . import environment, findings, options, results, summary, verdict
+from .impl import EnvironmentLimit, NotProvided, Twins, environment_limit
 from .report import build_report, write_report
 
 MARKERS = (
     "kind(name): the kind of the test: equivalence, laws, claims, golden or bad_input",
     "claim(id): the test checks this claim of the ledger in <method>/claims.toml",
+    "property(name): the property of an implementation that the test judges: judge/subjects.py",
     "method(name): the tested method, if neither the file's name nor a parameter names it",
 )
 WARNINGS = (
@@ -38,6 +40,8 @@ VACUOUS = (
     "accept wrong evictions (draw data whose scores differ by more than their bounds)"
 )
 UNDECIDED = "too few decisions: {decisive} of {total} were decisive in the cases that it supports"
+#: The exit statuses of pytest that a verdict on somebody else's implementation replaces.
+JUDGED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 STATS = pytest.StashKey[stats.Stats]()
 FACTS = pytest.StashKey[dict[str, Any]]()
 
@@ -105,9 +109,27 @@ class Suite:
             _record_goldens()
         self.implementation: str | None = config.getoption("kv_impl")
         self.twins = Twins(self.implementation)
+        self.supported = {pair.name: self._supported(pair.name) for pair in discovery.pairs()}
         self.collector = results.Collector()
+        self.verdicts: dict[str, verdict.MethodVerdict] = {}
+        if self.implementation is not None:
+            failures.replay_with("--impl", self.implementation, "--device", self.backend.device.type)
         self.written: list[str] = []
         config.add_cleanup(gc.unfreeze)  # after pytest's own cleanup, which collects garbage once more
+
+    def _supported(self, method: str) -> capabilities.Capabilities:
+        """What the implementation under test declares for a method. Raises pytest.UsageError."""
+        try:
+            return self.twins.capabilities(method)
+        except TypeError as error:
+            raise pytest.UsageError(f"--kv-impl {self.implementation}: {error}") from None
+        except ImportError:  # the tests that need the module report it
+            return capabilities.DEFAULT
+
+    def _is_declared(self, item: pytest.Item) -> bool:
+        """False for a test of wrong arguments if the implementation does not validate its arguments."""
+        supported = self.supported.get(item.stash[FACTS]["method"], capabilities.DEFAULT)
+        return supported.validates_arguments or item.stash[FACTS]["judges"] != "bad_input"
 
     def pytest_report_header(self) -> list[str]:
         self.interpreter_shown = True
@@ -134,15 +156,19 @@ class Suite:
             item.stash[FACTS] = results.classify(item)
         methods = options.methods(config)
         if methods is not None:
-            config.hook.pytest_deselected(items=[item for item in items if item.stash[FACTS]["method"] not in methods])
-            items[:] = [item for item in items if item.stash[FACTS]["method"] in methods]
+            _keep(config, items, lambda item: item.stash[FACTS]["method"] in methods)
+        if self.implementation is not None:
+            _keep(config, items, self._is_declared)
+        if config.getoption("kv_properties"):
+            _keep(config, items, _judges_a_property)
         workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
         if workers > 1:
             items[:] = longest_first(items, [item for item in items if item.path.name == LONGEST], workers)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        with stats.collect() as item.stash[STATS]:
+        supported = self.supported.get(item.stash[FACTS]["method"], capabilities.DEFAULT)
+        with stats.collect() as item.stash[STATS], capabilities.use(supported):
             try:
                 return (yield)
             finally:
@@ -161,13 +187,22 @@ class Suite:
                 raise
             # The implementation refused every example.
             raise NotProvided(", ".join(counted.refused)) from None
+        except MissingField as error:
+            raise NotProvided(str(error)) from None
+        except Exception as error:
+            limit = environment_limit(error) if self.implementation is not None else None
+            if limit is None:
+                raise
+            raise EnvironmentLimit(limit) from None
         check_decided(counted, self.implementation)
         return outcome
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
         test = pyfuncitem.obj
-        pyfuncitem.obj = functools.partial(stack.call, draws.until_decided, test, pyfuncitem.nodeid)
+        judged = pyfuncitem.stash[FACTS]["judges"] if self.implementation is not None else None
+        least = verdict.least(judged) if judged is not None else (0, 0)
+        pyfuncitem.obj = functools.partial(stack.call, draws.until_decided, test, pyfuncitem.nodeid, *least)
         try:
             return (yield)
         finally:
@@ -179,7 +214,10 @@ class Suite:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         made = yield
         error = call.excinfo.value if call.excinfo else None
-        results.annotate(made, error, item.stash[FACTS], item.stash[STATS])
+        facts = item.stash[FACTS]
+        if made.failed and error is not None and call.when == "call":
+            facts = facts | {"finding": findings.of(item, error, facts["judges"], self.twins)}
+        results.annotate(made, error, facts, item.stash[STATS])
         return made
 
     # First: pytest itself would report "skipped".
@@ -196,19 +234,46 @@ class Suite:
         if report.failed:
             self.collector.add_collection_error(report)
 
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
+    # First: pytest-xdist and others read the exit status.
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if hasattr(self.config, "workerinput"):
+            return
+        device = self.backend.device.type
+        self.verdicts = verdict.judge(
+            self.collector.results, self.supported, device=device, own=self.implementation is None
+        )
+        if self.implementation is not None and exitstatus in JUDGED and not self.config.option.collectonly:
+            session.exitstatus = exitstatus = verdict.exit_status(self.verdicts)
         path = options.report_path(self.config)
-        if path is not None and not hasattr(self.config, "workerinput"):
+        if path is not None:
             found = build_report(self.config, self.backend, self.implementation, self.collector.results, exitstatus)
             self.written = write_report(found, path)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        summary.write(terminalreporter, self.collector.results, self.implementation)
+        verbose = self.config.get_verbosity() > 0
+        if self.implementation is None or verbose:
+            summary.write(terminalreporter, self.collector.results, self.implementation)
+        if self.implementation is not None and self.collector.results:
+            summary.write_verdicts(terminalreporter, self.verdicts, self.implementation, verbose=verbose)
         # A quiet run has no header.
         if self.interpreter is not None and not self.interpreter.in_order and not self.interpreter_shown:
             terminalreporter.write_line(environment.interpreter_line(self.interpreter))
         if self.written:
             terminalreporter.write_line(f"kvtwin report: {', '.join(self.written)}")
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pytest.Item], bool]) -> None:
+    """Deselect the other items."""
+    kept = [item for item in items if wanted(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
+    items[:] = kept
+
+
+def _judges_a_property(item: pytest.Item) -> bool:
+    """True for a test of a property that calls the implementation under test, not the reference."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return item.stash[FACTS]["judges"] is not None and parameters.get("side") != "reference"
 
 
 def _record_goldens() -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import pytest
 
 from .. import discovery, ledger
-from . import results
+from . import results, verdict_table
 from .results import KINDS, Result, Sum
+from .verdict import MethodVerdict
 
 NONE = "-"
 COLUMNS = ("method", *(kind.replace("_", " ") for kind in KINDS), "decisive", "of bound", "ties")
-SHORT = {"error": "error", "not provided": "n/p", "skipped": "skipped", "xfailed": "xfailed"}
+SHORT = {
+    "error": "error", "not provided": "n/p", "environment": "environment", "skipped": "skipped", "xfailed": "xfailed",
+}
 LEGEND = (
     "decisive: share of kept/evicted decisions that only one answer fits; of bound: largest error as a share of what\n"
     "the arithmetic can lose; ties: choices that differ within the bounds, adjudicated"
@@ -110,8 +113,20 @@ def refusals(found: Iterable[Result]) -> list[str]:
     return [heading, *(f"  {count} x {what}" for what, count in sorted(counts.items()))] if found else []
 
 
+def write_verdicts(
+    terminal: pytest.TerminalReporter, verdicts: Mapping[str, MethodVerdict], implementation: str, *, verbose: bool
+) -> None:
+    """Print the verdict on each method of somebody else's implementation."""
+    terminal.write_sep("=", f"kvtwin: verdict on {implementation}")
+    for found in verdicts.values():
+        for text, colour in verdict_table.lines(found, implementation, verbose=verbose):
+            terminal.write_line(text, **({colour: True} if colour else {}))
+    if not verdicts:
+        terminal.write_line(f"no test called {implementation}: nothing is covered", yellow=True)
+
+
 def write(terminal: pytest.TerminalReporter, found: list[Result], implementation: str | None) -> None:
-    """Print the summary; nothing if no test of a method ran."""
+    """Print the table of methods; nothing if no test of a method ran."""
     body = rows(found)
     if not body:
         return

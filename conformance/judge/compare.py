@@ -14,27 +14,19 @@ choice that differs from the truth's within the bounds is an adjudicated tie.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from ..cases import failures
+from .. import capabilities
 from . import stats
 from .bounds import Interval
-
-#: Raises the error for a wrong choice: `fail` for the side under test, `fail_oracle` for the oracle.
-Fail = Callable[[str], NoReturn]
-
-
-class Mismatch(AssertionError):
-    """The implementation under test is wrong. The message says where, by how much, and how to replay it."""
-
-
-class JudgeError(Exception):
-    """The judge contradicts itself: the truth is wrong by its own bounds, or a bound is not a number."""
+from .mismatch import Fail as Fail
+from .mismatch import JudgeError as JudgeError
+from .mismatch import Mismatch as Mismatch
+from .mismatch import WrongTie as WrongTie
+from .mismatch import fail, fail_oracle, fail_tie
 
 
 @dataclass(frozen=True)
@@ -50,15 +42,15 @@ class Verdict:
     adjudicated: Tensor
 
 
-def fail(message: str) -> NoReturn:
-    """Raise Mismatch; save the case that the test used last, and add the command that replays it."""
-    command = failures.save_latest()
-    raise Mismatch(message if command is None else f"{message}\n  replay: {command}")
+def any_of_equals() -> bool:
+    """True if the implementation under test declares that any of equal tokens may be evicted first."""
+    return capabilities.current().ties == "any"
 
 
-def fail_oracle(message: str) -> NoReturn:
-    """Raise JudgeError: the oracle's own choice is wrong by the judge's bounds."""
-    raise JudgeError(f"the judge contradicts itself: {message}")
+def undecided() -> Verdict:
+    """The verdict if no choice was judged."""
+    nothing = torch.zeros(0, dtype=torch.bool)
+    return Verdict(nothing, nothing, nothing)
 
 
 def assert_within(actual: Tensor, truth: Tensor, bound: Tensor, *, what: str = "result") -> float:
@@ -77,6 +69,8 @@ def assert_within(actual: Tensor, truth: Tensor, bound: Tensor, *, what: str = "
     if bool(truth.isnan().any()):
         raise JudgeError(f"{what}: the truth is NaN at {_first(truth.isnan())}, expected a number")
     actual = actual.double()
+    if capabilities.current().free_score == "any":
+        actual = torch.where(truth == -torch.inf, truth, actual)  # of what has no score
     infinite = truth.isinf()
     # inf - inf is NaN, so infinities are compared for equality.
     error = (actual - truth).abs().masked_fill(infinite & (actual == truth), 0)
@@ -105,11 +99,18 @@ def _excess(error: float, bound: float) -> str:
     return f"\n  error {error:.6g}, bound {bound:.6g}{ratio}"
 
 
+def assert_dtype(actual: Tensor, expected: torch.dtype, *, what: str) -> None:
+    """Assert the dtype of a result."""
+    if actual.dtype != expected:
+        fail(f"{what}: expected dtype {expected}, got {actual.dtype}".replace("torch.", ""))
+
+
 def assert_same(actual: Tensor, expected: Tensor, *, what: str, where: Tensor | None = None) -> None:
     """Assert equal shapes and exactly equal elements (those under the mask `where`, which broadcasts).
 
     NaN equals NaN, since this compares copies, not results. The dtypes may differ in precision.
     """
+    stats.exact()
     if tuple(actual.shape) != tuple(expected.shape):
         fail(f"{what}: expected shape {tuple(expected.shape)}, got {tuple(actual.shape)}")
     if actual.is_floating_point() or expected.is_floating_point():
@@ -155,7 +156,7 @@ def assert_eviction_right(
         why = "the lowest free slot" if bool(free[at].any()) else "the lowest index, since all are protected"
         fail(f"{what}: row {at} must pick slot {expected[at].item()}, {why}, got slot {slot[at].item()}"
              f"\n  free slots: {_indices(free[at])}")
-    tie = index if tie is None else tie
+    tie = index if tie is None or any_of_equals() else tie
     _check_victims(slot, scores, candidates, tie, forced, what, fail)
     # float64 rounding may order equal tokens in the oracle; apply the tie rule to its choice.
     truth = torch.where(forced, truth, _lowest_member(truth, candidates, tie))
@@ -202,9 +203,9 @@ def _check_victims(
     if bool(wrong.any()):
         at = _first(wrong)
         equal = _indices(candidates[at] & (tie[at] == tie[at][slot[at]]))
-        fail(
+        fail_tie(
             f"{what}: row {at} picks slot {slot[at].item()}, but slot {lowest[at].item()} holds an equal token, and "
-            f"ties go to the lowest index\n  equal tokens: {equal}"
+            f"ties go to the lowest index\n  equal tokens: {equal}", fail
         )
     low = scores.low.gather(-1, at_slot)[..., 0]
     rivals = scores.high.masked_fill(~candidates, torch.inf)
@@ -241,7 +242,7 @@ def assert_kept_right(
         fail(f"{what}: expected int64 of shape {tuple(truth.shape)}, got {kept.dtype} of {tuple(kept.shape)}")
     tokens, count = occupied.shape[-1], kept.shape[-1]
     index = torch.arange(tokens, device=kept.device)
-    tie = index.expand(occupied.shape) if tie is None else tie
+    tie = index.expand(occupied.shape) if tie is None or any_of_equals() else tie
     protected = torch.zeros_like(occupied) if protected is None else protected & occupied
     in_window = index >= tokens - window
     priority = torch.where(occupied, 1 + in_window.long() + 2 * protected, 0).flatten(0, -2)     # [rows, T]
@@ -329,9 +330,9 @@ def check_partition(kept: Tensor, evicted: Tensor, scores: Interval, tie: Tensor
     last = index.new_full(tie.shape, -1).scatter_reduce(0, tie, index.where(evicted, -1), "amax")
     if bool((first < last).any()):
         at = int((first < last).nonzero()[0])
-        fail(
+        fail_tie(
             f"{what}: token {first[at].item()} is kept and token {last[at].item()} evicted; they score the same by "
-            f"construction, so the lower index must be evicted first"
+            f"construction, so the lower index must be evicted first", fail
         )
 
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import stats
+from . import compare, stats
 from .bounds import Interval
 from .compare import Fail, Verdict, _first, _indices, check_partition, fail, fail_oracle
 
@@ -28,7 +28,7 @@ def assert_kept_by_age_right(
     tie: like occupied.
     """
     index = torch.arange(occupied.shape[-1], device=occupied.device)
-    tie = index.expand(occupied.shape) if tie is None else tie
+    tie = index.expand(occupied.shape) if tie is None or compare.any_of_equals() else tie
     over_budget = occupied.sum(-1) > budget if over_budget is None else over_budget
     given = (occupied, protected, age, tie, *scores)
     expected, unprotected = truth, occupied & ~protected

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ..cases.case import DecodeCase, StateTrace
 from . import bounds, checkers
-from .compare import Verdict, assert_same, assert_within, fail, gathered
+from .compare import Verdict, assert_dtype, assert_same, assert_within, fail, gathered
+from .fields import field
 from .oracle import upcast, upcast_all
 
 
@@ -126,8 +127,9 @@ class Lockstep:
         if occupied is not None:
             tokens["occupied"] = occupied
         output, truth, bound = getattr(self.adapter, method)(self.tested, self.reference, tokens)
-        self._dtype(output, query)
-        assert_within(output, truth, bound, what=f"{method}'s output")
+        with field("output"):
+            assert_dtype(output, query.dtype, what="output")
+            assert_within(output, truth, bound, what=f"{method}'s output")
         self.summary.add(self.adapter.after_prompt(self.tested, self.reference, whole(tokens)))
         self.compare(f"after the {what}")
         return output
@@ -138,14 +140,15 @@ class Lockstep:
         more = checkers.extras(self.tested, query, key, value)
         output = self.tested.step(query, key, value, **more)
         truth = self.reference.step(upcast(query), upcast(key), upcast(value), **upcast_all(more))
-        self._dtype(output, query)
         self.summary.add(
             self.adapter.before_slots(self.tested, self.reference, {"query": query, "key": key, "value": value})
         )
         # Compare slots first: a misplaced token also changes the output, and the slot is the cause.
         self.compare(when, choice=False)
         bound, verdict = self.adapter.after_step(self.tested, self.reference, query)
-        assert_within(output, truth, bound, what=f"output {when}")
+        with field("output"):
+            assert_dtype(output, query.dtype, what="output")
+            assert_within(output, truth, bound, what=f"output {when}")
         self.summary.add(verdict)
         self.summary.steps += 1
         self.compare(when)
@@ -177,11 +180,6 @@ class Lockstep:
         self.reference.reorder(index)
         self.adapter.reorder(index)
         self.compare("after reorder")
-
-    @staticmethod
-    def _dtype(output: Tensor, query: Tensor) -> None:
-        if output.dtype != query.dtype:
-            fail(f"output must have query's dtype {query.dtype}, got {output.dtype}")
 
 
 def adopt_prompt(reference: Any, kept: Tensor, key: Tensor, value: Tensor) -> None:

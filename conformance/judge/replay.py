@@ -12,11 +12,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import capabilities
 from ..cases import case as cases
 from ..discovery import OPTIMIZED
-from . import checkers, lockstep
+from . import checkers, lockstep, subjects
+from .fields import MissingField
+from .subjects import Subject
 
 PROG = "kvtwin replay"
+
+
+def judged_fields(case: cases.Case, side: Any, subject: Subject) -> Iterator[tuple[str, str | None]]:
+    """Judge every field of the function or state that the case was saved for: (field, what is wrong or None)."""
+    module = subject.module(side)
+    for name in subject.fields:
+        try:
+            subject.check(module, case, name)
+        except (AssertionError, MissingField) as error:
+            yield f"{subject}.{name}", str(error)
+        else:
+            yield f"{subject}.{name}", None
 
 
 def judged(case: cases.Case, side: Any) -> Iterator[str]:
@@ -63,7 +78,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     if prepared is not None and not prepared.in_order:
         print(f"interpreter: {prepared}", file=sys.stderr)
     try:
-        side = Twins(None if options.impl == OPTIMIZED else options.impl).optimized
+        if options.impl != OPTIMIZED and os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # as "python -m" does: the implementation may be a module of this folder
+        twins = Twins(None if options.impl == OPTIMIZED else options.impl)
+        side = twins.optimized
     except pytest.UsageError as error:
         parser.error(str(error))
     failures = 0
@@ -73,13 +91,19 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         except (SafetensorError, KeyError, TypeError) as error:
             parser.error(f"{file} holds no saved case: {error!r}")
         print(f"{file}: {case!r}")
+        label = cases.subject_of(file)
+        subject = next((one for one in subjects.every() if str(one) == label), None)
         try:
-            for line in judged(case, side):
-                print(f"  {line}")
-        except NotProvided as error:
-            failures += 1
-            print(f"  {error}")
-        except AssertionError as error:
+            if subject is None:
+                for line in judged(case, side):
+                    print(f"  {line}")
+            else:
+                supported = twins.capabilities(subject.method)
+                with capabilities.use(supported):
+                    for name, wrong in judged_fields(case, side, subject):
+                        failures += wrong is not None
+                        print(f"  {name}: {'right' if wrong is None else wrong}")
+        except (NotProvided, AssertionError) as error:
             failures += 1
             print(f"  {error}")
     return 1 if failures else 0

@@ -38,6 +38,10 @@ class Stats:
     touched: bool = False
     answered: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    missing: Counter[str] = field(default_factory=Counter)  # fields that were not returned
+    exact: bool = False  # a comparator of exact copies was called
+    cases: int = 0  # results that a property's test judged
+    worst: dict[str, float] = field(default_factory=dict)  # "dtype" -> the largest error as a fraction of its bound
 
     @property
     def enough(self) -> bool:
@@ -57,9 +61,9 @@ _plain: ContextVar[bool] = ContextVar("kvtwin_plain", default=False)
 
 
 @contextmanager
-def collect() -> Iterator[Stats]:
-    """Collect what is recorded inside the ``with`` block."""
-    stats = Stats()
+def collect(stats: Stats | None = None) -> Iterator[Stats]:
+    """Collect what is recorded inside the ``with`` block, in `stats` if it is given."""
+    stats = Stats() if stats is None else stats
     token = _current.set(stats)
     try:
         yield stats
@@ -110,6 +114,13 @@ def utilisation(fraction: float) -> None:
         stats.bound_utilisation = max(fraction, stats.bound_utilisation or 0.0)
 
 
+def exact() -> None:
+    """Record that numbers without an error bound were compared."""
+    stats = _current.get()
+    if stats is not None:
+        stats.exact = True
+
+
 def adjudicated(count: int) -> None:
     """Record ``count`` choices that differed within the bounds and that the reference adopted."""
     if count < 0:
@@ -117,6 +128,45 @@ def adjudicated(count: int) -> None:
     stats = _current.get()
     if stats is not None:
         stats.ties += int(count)
+
+
+def missing(name: str) -> None:
+    """Record that a function under test does not return this field."""
+    stats = _current.get()
+    if stats is not None:
+        stats.missing[name] += 1
+
+
+def include(inner: Stats, *, judged: bool, choice: bool, decides: bool, dtype: str) -> None:
+    """Record what was recorded for one field of a result, whose case has this dtype.
+
+    judged: the field was compared. choice: it is a choice, so that its decisions count if the test's purpose is to
+    judge decisions (`decides`); otherwise its bound utilisation counts.
+    """
+    stats = _current.get()
+    if stats is None:
+        return
+    stats.cases += judged
+    stats.answered += inner.answered
+    stats.refused += inner.refused
+    stats.missing += inner.missing
+    stats.touched |= inner.touched
+    if choice and decides:
+        stats.asked |= inner.asked
+        stats.total, stats.decisive = stats.total + inner.total, stats.decisive + inner.decisive
+        stats.plain_total += inner.plain_total
+        stats.plain_decisive += inner.plain_decisive
+        stats.ties += inner.ties
+    elif not choice and inner.bound_utilisation is not None:
+        stats.bound_utilisation = max(inner.bound_utilisation, stats.bound_utilisation or 0.0)
+        stats.worst[dtype] = max(inner.bound_utilisation, stats.worst.get(dtype, 0.0))
+
+
+def case() -> None:
+    """Record that a property's test judged a result."""
+    stats = _current.get()
+    if stats is not None:
+        stats.cases += 1
 
 
 def touched() -> None:

@@ -376,7 +376,7 @@ def test_a_right_step_passes_and_each_field_can_fail(per_head):
     for wrong, says in (
         (right._replace(output=beyond.float()), "output: .* beyond their bound"),
         (right._replace(output=right.output.clone().fill_(torch.nan)), "output: .* nan"),
-        (right._replace(output=right.output.double()), "must be torch.float32"),
+        (right._replace(output=right.output.double()), "expected dtype float32"),
         (right._replace(score=spoiled_score), "score: "), (right._replace(score=right.score / 2), "score: "),
         (right._replace(slot=newest), "protected"), (right._replace(slot=(right.slot + 1) % 19), "scores less"),
     ):
@@ -395,7 +395,7 @@ def test_a_right_compression_passes_and_each_field_can_fail():
     swapped[0] = torch.cat([right.kept[0, 1:], torch.tensor([gone])]).sort().values
     for wrong, says in (
         (right._replace(key=stale), "compressed key"), (right._replace(value=right.value.flip(0)), "compressed value"),
-        (right._replace(kept=swapped), "kept"), (right._replace(value=right.value.double()), "must be torch.float32"),
+        (right._replace(kept=swapped), "kept"), (right._replace(value=right.value.double()), "expected dtype float32"),
     ):
         with pytest.raises(AssertionError, match=says):
             assert_compress_right(wrong, case)

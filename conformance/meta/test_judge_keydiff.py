@@ -189,7 +189,7 @@ def test_what_does_not_fit_kept_is_caught(name, says):
     wrong = ~right if name == "occupied" else right.clone().index_fill_(-1, torch.tensor([3]), 7)
     with pytest.raises(Mismatch, match=says):
         judge.assert_evict_right(given_back(CASE, kept, **{name: wrong}), CASE)
-    with pytest.raises(Mismatch, match=f"{says} must be"):
+    with pytest.raises(Mismatch, match=f"{says}: expected dtype"):
         judge.assert_evict_right(given_back(CASE, kept, **{name: right.float()}), CASE)
 
 
@@ -218,9 +218,9 @@ def test_scores_that_are_a_little_wrong_are_caught(case):
     score = keydiff.score(case.key)
     judge.assert_score_right(score, case)
     for wrong in (score.double(), score.bfloat16()):
-        with pytest.raises(Mismatch, match="score must be float32"):
+        with pytest.raises(Mismatch, match="score: expected dtype float32"):
             judge.assert_score_right(wrong, case)
-        with pytest.raises(Mismatch, match="score must be float32"):
+        with pytest.raises(Mismatch, match="score: expected dtype float32"):
             judge.assert_pairwise_right(wrong, case)
     without = score.masked_fill(score == score.max(), torch.nan)
     for wrong in (-score, score.bfloat16().float(), score * (1 + 1e-4), without):

@@ -83,9 +83,9 @@ def test_every_pathology_is_drawn(decodes, field, values):
 def test_sizes_on_the_cpu_stay_within_what_the_interpreter_can_do(decodes):
     for case in decodes:
         assert case.batch * case.key_value_heads <= 3 and case.slots <= 48
-    # Sizes that are not a multiple of any block, and a scored choice in at least a third of all cases.
+    # Sizes that are not a multiple of any block, and scored choices: about 40 % of many cases, 33 to 44 % of 400.
     assert sum(case.slots % 16 != 0 for case in decodes) > 200
-    assert sum(case.occupancy == "full" and case.slots > 1 for case in decodes) > 133
+    assert sum(case.occupancy == "full" and case.slots > 1 for case in decodes) > 100
 
 
 def test_prompts_and_traces_reach_their_corners():

@@ -53,7 +53,9 @@ def test_results_are_taken_by_name_else_in_order(value):
     assert impl.normalise(value, Result, "theirs") == Result(output=1, slot=2)
 
 
-@pytest.mark.parametrize("value", [None, 1, (1,), (1, 2, 3), {"output": 1}, types.SimpleNamespace(slot=2)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [None, 1, (1,), (1, 2, 3), {"other": 1}, types.SimpleNamespace(), (None, None)], ids=repr
+)
 def test_a_result_without_our_fields_is_wrong(value):
     with pytest.raises(TypeError, match=r"theirs\.decode returned a .*; expected .* output, slot"):
         impl.normalise(value, Result, "theirs.decode")

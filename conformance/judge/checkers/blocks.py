@@ -19,13 +19,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...cases import tiny
-from ...cases.block_cases import AttendCase
+from ...cases.block_cases import LAYOUTS, AttendCase, attend_cases
 from ...cases.case import Case
+from ...cases.contents import OCCUPANCIES
 from .. import bounds, lockstep
 from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
-from ..compare import Verdict, assert_same, assert_within, fail
+from ..compare import Verdict, assert_dtype, assert_same, assert_within, fail
 from ..compare_by_age import assert_kept_by_age_right
+from ..fields import field
 from ..oracle import Attention, attend, oracle, upcast_all
+from ..subjects import EXTREME, Subject, aspects
 from ..ties import tie_classes
 
 #: Options that allow small budgets, for the laws: see the package.
@@ -182,10 +185,9 @@ class Adapter(lockstep.Adapter):
             reference._adopt(tested.positions[..., :reference.config.capacity])
         assert_same(tested.positions, reference.positions, what=f"positions {when}")
         self.previous_error = _follow_tokens(error, before, reference)
-        score = tested.score
-        if score.dtype != torch.float32:
-            fail(f"score must be float32, got {score.dtype}")
-        assert_within(score, reference.score, self.previous_error, what=f"score {when}")
+        with field("score"):
+            assert_dtype(tested.score, torch.float32, what="score")
+            assert_within(tested.score, reference.score, self.previous_error, what=f"score {when}")
         return bounds.output_error(chunk.attention, allowed)
 
     @staticmethod
@@ -314,10 +316,21 @@ def assert_attend_right(
     allowed = allowed or arithmetic(case.dtype)
     truth = oracle(reference, case)
     output, got = actual
-    if output.dtype != case.dtype or got.dtype != torch.float32:
-        fail(f"output must be {case.dtype} and received float32, got {output.dtype} and {got.dtype}")
-    assert_within(output, truth.output, bounds.output_error(case.attention, allowed), what="output")
-    assert_within(got, truth.received, error(case, allowed), what="received")
+    with field("output"):
+        assert_dtype(output, case.dtype, what="output")
+        assert_within(output, truth.output, bounds.output_error(case.attention, allowed), what="output")
+    with field("received"):
+        assert_dtype(got, torch.float32, what="received")
+        assert_within(got, truth.received, error(case, allowed), what="received")
+
+
+def attend_subject(method: str, reference: Callable[..., Any], error: AttendError) -> Subject:
+    """`attend` of a method."""
+    return Subject(
+        "attend", lambda **arguments: attend_cases(method, **arguments),
+        lambda actual, case: assert_attend_right(actual, case, reference, error), numbers=("output", "received"),
+        aspects=aspects(extreme=EXTREME, masked=OCCUPANCIES[1:], layout=LAYOUTS),
+    )
 
 
 def replay_attend(

@@ -13,7 +13,8 @@ from ...cases import tiny
 from ...cases.case import DecodeCase
 from .. import lockstep
 from ..bounds import Interval
-from ..compare import Verdict, assert_eviction_right, assert_kept_right, assert_same, fail
+from ..compare import Verdict, assert_dtype, assert_eviction_right, assert_kept_right, assert_same, fail
+from ..fields import field
 from . import epikv_hybrids, epikv_scores
 
 __all__ = ["GROUPINGS", "KEEPS_PROMPTS", "SMALL", "Adapter", "arguments", "assert_inside", "configs", "extras"]
@@ -230,9 +231,9 @@ class Adapter(lockstep.Adapter):
 
     def _check_scores(self, tested: Any, reference: Any, when: str) -> None:
         assert_same(tested.positions, reference.positions, what=f"positions {when}")
-        if tested.score.dtype != torch.float32:
-            fail(f"score must be float32, got {tested.score.dtype}")
-        assert_inside(tested.score, self._slot_intervals(reference), what=f"score {when}")
+        with field("score"):
+            assert_dtype(tested.score, torch.float32, what="score")
+            assert_inside(tested.score, self._slot_intervals(reference), what=f"score {when}")
         assert_inside(reference.score, self._slot_intervals(reference), what=f"the oracle's score {when}")
 
     def _choice(self, tested: Any, reference: Any, when: str) -> Verdict:

@@ -65,6 +65,9 @@ def attend_error(case: block_cases.AttendCase, allowed: Arithmetic) -> Tensor:
     return received_error(case.attention, allowed)
 
 
+SUBJECTS = (blocks.attend_subject("h2o", h2o.attend, attend_error),)
+
+
 class Model(block_model.Head):
     """A token's score is the sum of the weights that it has received."""
 

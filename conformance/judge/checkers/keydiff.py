@@ -13,11 +13,14 @@ from torch import Tensor
 
 from ....reference import keydiff
 from ...cases.case import Case
-from ...cases.key_cases import ANCHORS, SIMILARITIES, KeyCase
-from .. import compare
+from ...cases.contents import OCCUPANCIES
+from ...cases.key_cases import ANCHORS, PROTECTIONS, SIMILARITIES, KeyCase, key_cases
+from .. import compare, recorded
 from ..bounds import DIVISION, FLUSH, SLACK, UNIT, Interval, gamma
-from ..compare import Verdict, assert_same, assert_within, fail, gathered
+from ..compare import Verdict, assert_dtype, assert_same, assert_within, gathered, undecided
+from ..fields import field
 from ..oracle import oracle, upcast, upcast_all
+from ..subjects import Subject, aspects
 from ..ties import tie_classes
 from . import blocks
 from .blocks import Chunk
@@ -265,16 +268,14 @@ def equal_keys(key: Tensor, occupied: Tensor) -> Tensor:
 
 def assert_score_right(actual: Tensor, case: KeyCase) -> float:
     """actual: `score(**case.score_inputs)` of the implementation under test. Returns the utilisation."""
-    if actual.dtype != torch.float32:
-        fail(f"score must be float32, got {actual.dtype}")
+    assert_dtype(actual, torch.float32, what="score")
     truth = keydiff.score(**upcast_all(case.score_inputs))
     return assert_within(actual, truth, score_error(keys_of(case), case.similarity), what="score")
 
 
 def assert_pairwise_right(actual: Tensor, case: KeyCase) -> float:
     """actual: `pairwise_score(**case.pairwise_inputs)`."""
-    if actual.dtype != torch.float32:
-        fail(f"pairwise score must be float32, got {actual.dtype}")
+    assert_dtype(actual, torch.float32, what="pairwise score")
     keys = keys_of(case)
     # Sum over j first (eq. 10): the same number in O(S) memory.
     truth = -(keydiff.direction(keys.key, keys.occupied, "mean_normalized") * keys.unit).sum(-1)
@@ -287,18 +288,48 @@ def assert_evict_right(actual: Any, case: KeyCase) -> Verdict:
     key, value, kept, occupied = actual
     truth = oracle(keydiff.evict, case)
     mask = case.mask
-    verdict = compare.assert_kept_right(
-        kept, truth.kept, rank_interval(case), occupied=mask, protected=case.protected_or_recent, window=0,
-        tie=equal_keys(case.key, mask),
-    )
+    verdict = undecided()
+    with field("kept"):
+        verdict = compare.assert_kept_right(
+            kept, truth.kept, rank_interval(case), occupied=mask, protected=case.protected_or_recent, window=0,
+            tie=equal_keys(case.key, mask),
+        )
     for name, tensor, source in (("key", key, case.key), ("value", value, case.value)):
-        if tensor.dtype != case.dtype:
-            fail(f"kept {name} must be {case.dtype}, got {tensor.dtype}")
-        assert_same(tensor, gathered(source, kept), what=f"kept {name}")
-    if occupied.dtype != torch.bool:
-        fail(f"occupied must be bool, got {occupied.dtype}")
-    assert_same(occupied, kept >= 0, what="occupied")
+        with field(name):
+            assert_dtype(tensor, case.dtype, what=f"kept {name}")
+            assert_same(tensor, gathered(source, kept), what=f"kept {name}")
+    with field("occupied"):
+        assert_dtype(occupied, torch.bool, what="occupied")
+        assert_same(occupied, kept >= 0, what="occupied")
     return verdict
+
+
+def _judge_score(actual: Tensor, case: KeyCase) -> None:
+    with field("score"):
+        assert_score_right(actual, case)
+
+
+def _judge_pairwise(actual: Tensor, case: KeyCase) -> None:
+    with field("score"):
+        assert_pairwise_right(actual, case)
+
+
+def _subjects() -> Iterator[Subject]:
+    kinds: dict[str, Any] = {
+        "extreme": ("sizes", "subnormal", "outliers", "zero_keys"), "full": "none", "masked": OCCUPANCIES[1:],
+    }
+    numbers, choices = aspects(**kinds, protect=("none",)), aspects(
+        **kinds, tied=("duplicates", "equal_keys"), protect=tuple(dict.fromkeys(PROTECTIONS)),
+    )
+    yield Subject("score", key_cases, _judge_score, numbers=("score",), aspects=numbers,
+                  inputs=lambda case: case.score_inputs)
+    yield Subject("pairwise_score", key_cases, _judge_pairwise, numbers=("score",), aspects=numbers,
+                  inputs=lambda case: case.pairwise_inputs)
+    yield Subject("evict", key_cases, assert_evict_right, numbers=("key", "value", "occupied"), choices=("kept",),
+                  aspects=choices, recorded=recorded.keys)
+
+
+SUBJECTS = tuple(_subjects())
 
 
 def replay(case: Case, module: Any) -> Iterator[str]:

@@ -13,10 +13,14 @@ from torch import Tensor
 from ....reference import longflow
 from ....reference.attention import per_query_head
 from ...cases.case import Case, DecodeCase, WindowCase
-from .. import bounds, lockstep
+from ...cases.contents import OCCUPANCIES, PROTECTIONS
+from ...cases.strategies import decode_cases, window_cases
+from .. import bounds, lockstep, recorded
 from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
-from ..compare import Verdict, assert_eviction_right, assert_same, assert_within, fail
+from ..compare import Verdict, assert_dtype, assert_eviction_right, assert_same, assert_within, undecided
+from ..fields import field
 from ..oracle import Attention, oracle
+from ..subjects import EXTREME, TIED, Subject, aspects
 from ..ties import tie_classes
 from . import snapkv
 
@@ -112,11 +116,15 @@ def assert_decode_right(actual: Any, case: DecodeCase, *, allowed: Arithmetic | 
     """actual: `decode_attention(**case.inputs)` of the implementation under test: output, score, slot."""
     truth = oracle(longflow.decode_attention, case)
     output, score, slot = actual
-    if output.dtype != case.dtype or score.dtype != torch.float32:
-        fail(f"output must be {case.dtype} and score float32, got {output.dtype} and {score.dtype}")
-    assert_within(output, truth.output, bounds.decode_output(case, allowed), what="output")
-    assert_within(score, truth.score, score_bound(case, allowed), what="score")
-    return assert_slot_right(slot, case, truth=truth.slot, allowed=allowed)
+    with field("output"):
+        assert_dtype(output, case.dtype, what="output")
+        assert_within(output, truth.output, bounds.decode_output(case, allowed), what="output")
+    with field("score"):
+        assert_dtype(score, torch.float32, what="score")
+        assert_within(score, truth.score, score_bound(case, allowed), what="score")
+    with field("slot"):
+        return assert_slot_right(slot, case, truth=truth.slot, allowed=allowed)
+    return undecided()
 
 
 def assert_slot_right(
@@ -128,6 +136,25 @@ def assert_slot_right(
         rank_interval(case, allowed), occupied=case.occupied, protected=case.protected,
         tie=tie_classes(case.key, case.value, case.occupied, per_head=case.per_head),
     )
+
+
+#: Scores of these contents lie apart.
+SCORED_CONTENTS = ("ordinary", "dominant")
+SUBJECTS = (
+    Subject(
+        "decode_attention", decode_cases, assert_decode_right, numbers=("output", "score"), choices=("slot",),
+        aspects=aspects(
+            ordinary=SCORED_CONTENTS, tied=(*TIED, "zero_values"), extreme=EXTREME, masked=OCCUPANCIES[1:],
+            protect=PROTECTIONS,
+        ),
+        recorded=recorded.decode_steps,
+    ),
+    Subject(
+        "compress_prefill", window_cases, snapkv.assert_compress_right, numbers=("key", "value"),
+        choices=("kept",), aspects=snapkv.WINDOW_ASPECTS, sized="tokens",
+        recorded=recorded.windows,
+    ),
+)
 
 
 def replay(case: Case, module: Any) -> Iterator[str]:
@@ -196,9 +223,8 @@ class Adapter(lockstep.Adapter):
             query, tested.key, tested.value, reference.occupied,
             protected=protected, scale=config.scale, per_head=config.per_head,
         )
-        assert_within(
-            tested.score, reference.score, score_bound(case, self.allowed), what="score of the last step"
-        )
+        with field("score"):
+            assert_within(tested.score, reference.score, score_bound(case, self.allowed), what="score of the last step")
         verdict = assert_slot_right(
             tested.next_slot, case, truth=reference.next_slot, allowed=self.allowed,
         )

@@ -16,10 +16,13 @@ from ....reference import attention as eager
 from ....reference.baselines import snapkv
 from ...cases.block_cases import AttendCase
 from ...cases.case import Case, WindowCase
-from .. import block_model, compare
+from ...cases.strategies import WINDOW_LAYOUTS, window_cases
+from .. import block_model, compare, recorded
 from ..bounds import DIVISION, FLUSH, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
-from ..compare import Verdict, assert_same, assert_within, fail, gathered
+from ..compare import Verdict, assert_dtype, assert_same, assert_within, gathered, undecided
+from ..fields import field
 from ..oracle import Attention, upcast_all
+from ..subjects import Subject, aspects
 from ..ties import tie_classes, window_ties
 from . import blocks, h2o
 from .blocks import Chunk, received_error
@@ -83,12 +86,38 @@ def assert_compress_right(
     (shared heads): key and value bit by bit what `kept` says, and kept a right choice."""
     key, value, kept = actual
     truth = snapkv.compress(**upcast_all(case.snapkv_inputs), shared_heads=shared_heads)
-    verdict = assert_kept_right(kept, truth.kept, case, shared_heads=shared_heads, allowed=allowed)
+    verdict = undecided()
+    with field("kept"):
+        verdict = assert_kept_right(kept, truth.kept, case, shared_heads=shared_heads, allowed=allowed)
     for name, tensor, source in (("key", key, case.key), ("value", value, case.value)):
-        if tensor.dtype != case.dtype:
-            fail(f"compressed {name} must be {case.dtype}, got {tensor.dtype}")
-        assert_same(tensor, gathered(source, kept), what=f"compressed {name}")
+        with field(name):
+            assert_dtype(tensor, case.dtype, what=f"compressed {name}")
+            assert_same(tensor, gathered(source, kept), what=f"compressed {name}")
     return verdict
+
+
+WINDOW_ASPECTS = aspects(
+    tied=("identical", "equal_keys"), extreme=("overflow_88", "extreme_1e4", "all_below_104"), full="none",
+    masked=("left_padding", "random", "one_token"), protect=("none", "newest", "random"), layout=WINDOW_LAYOUTS,
+)
+
+
+def _window_subjects(*, shared_heads: bool) -> Iterator[Subject]:
+    """`window_score` and `compress` with one choice per KV head, or with `shared_heads`."""
+    more = {"shared_heads": True} if shared_heads else {}
+
+    def judge_score(actual: Tensor, case: WindowCase) -> None:
+        with field("score"):
+            assert_score_right(actual, case, shared_heads=shared_heads)
+
+    def judge(actual: Any, case: WindowCase) -> Verdict:
+        return assert_compress_right(actual, case, shared_heads=shared_heads)
+
+    shared: dict[str, Any] = {"aspects": WINDOW_ASPECTS, "sized": "tokens", "variant": "-".join(more)}
+    yield Subject("window_score", window_cases, judge_score, numbers=("score",),
+                  inputs=lambda case: case.score_inputs | more, **shared)
+    yield Subject("compress", window_cases, judge, numbers=("key", "value"), choices=("kept",),
+                  inputs=lambda case: case.snapkv_inputs | more, recorded=recorded.windows, **shared)
 
 
 def score_interval(case: WindowCase, *, shared_heads: bool, allowed: Arithmetic | None = None) -> Interval:
@@ -160,6 +189,12 @@ def max_kept(state: Any, tokens: int) -> int:
 def attend_error(case: AttendCase, allowed: Arithmetic) -> Tensor:
     """Bound of `attend(...).received`, [B, Hkv, S]: a mean over the valid queries."""
     return received_error(case.attention, allowed) / case.valid.sum(-1).clamp_min(1)[..., None]
+
+
+SUBJECTS = (
+    *_window_subjects(shared_heads=False), *_window_subjects(shared_heads=True),
+    blocks.attend_subject("snapkv", snapkv.attend, attend_error),
+)
 
 
 def window_attention(chunk: Chunk) -> Attention:

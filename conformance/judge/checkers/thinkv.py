@@ -15,12 +15,14 @@ from . import thinkv_eviction, thinkv_paging, thinkv_thoughts
 from .thinkv_state import COMPILED, LONGEST, LOSSY, SMALL, Adapter, bytes_of, configs, max_kept, poison
 
 __all__ = [
-    "CASES", "COMPILED", "LONGEST", "LOSSY", "ON_THE_HOST", "SMALL", "Adapter", "arguments", "bytes_of", "configs",
-    "max_kept", "poison", "replay",
+    "CASES", "COMPILED", "LONGEST", "LOSSY", "ON_THE_HOST", "SCORED", "SMALL", "SUBJECTS", "Adapter", "arguments",
+    "bytes_of", "configs", "max_kept", "poison", "replay",
 ]
 
 CASES = (PagedCase, SegmentCase, SparsityCase)
 ON_THE_HOST = ("calibrate",)
+SCORED = False
+SUBJECTS = (thinkv_thoughts.SPARSITY, thinkv_eviction.REPRESENTATIVES)
 
 
 def replay(case: Any, module: Any) -> Iterator[str]:

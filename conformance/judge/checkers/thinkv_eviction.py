@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...cases.thought_cases import SegmentCase
+from ...cases.thought_cases import LAYOUTS, SegmentCase, segment_cases
 from .. import stats
 from ..bounds import FLUSH, SLACK, UNIT, gamma
 from ..compare import fail
+from ..fields import field
+from ..subjects import Subject, aspects
 from ..ties import tie_classes
 
 ROUNDS = 10
@@ -204,6 +206,21 @@ def _check_equals(member: Tensor, keep_mask: Tensor, kind: Tensor) -> None:
         kept = keep_mask[at]
         if bool((kept[1:] & ~kept[:-1]).any()):
             fail(f"of the equal tokens {at.tolist()} the first must be kept, got {at[kept].tolist()}")
+
+
+def _judge_representatives(actual: Any, case: SegmentCase) -> None:
+    with field("indices"):
+        assert_representatives_right(actual, case)
+
+
+#: `indices` is judged together with `assignments`, from which it follows.
+REPRESENTATIVES = Subject(
+    "select_representatives", lambda **arguments: segment_cases(shrinks=True, **arguments), _judge_representatives,
+    choices=("indices",), sized=None, batched=False,
+    aspects=aspects(
+        ordinary=("ordinary", "clumps"), tied=("duplicates", "equal_keys"), extreme=("sizes", "offset"), layout=LAYOUTS,
+    ),
+)
 
 
 def replay(case: SegmentCase, module: Any) -> Iterator[str]:

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from ....reference.thinkv import thoughts
-from ...cases.thought_cases import SparsityCase
-from .. import stats
+from ...cases.contents import OCCUPANCIES
+from ...cases.thought_cases import SparsityCase, sparsity_cases
+from .. import recorded, stats
 from ..bounds import SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ..compare import JudgeError, fail
+from ..fields import field
 from ..oracle import oracle
+from ..subjects import Subject, aspects
 
 
 def log_ratios(case: SparsityCase, allowed: Arithmetic) -> Interval:
@@ -79,6 +82,19 @@ def assert_sparsity_right(actual: Any, case: SparsityCase, *, allowed: Arithmeti
     decisions = int(case.occupied.sum()) * case.key_value_heads
     stats.decisions(decisions, decisions - int(open_.sum()))
     stats.adjudicated(int(((actual.double() - truth).abs() > truth * gamma(case.key_value_heads + 6) * SLACK).sum()))
+
+
+def _judge_sparsity(actual: Tensor, case: SparsityCase) -> None:
+    with field("sparsity"):
+        assert_sparsity_right(actual, case)
+
+
+#: Whether a token is below the threshold is a decision.
+SPARSITY = Subject(
+    "attention_sparsity", sparsity_cases, _judge_sparsity, choices=("sparsity",),
+    aspects=aspects(extreme=("overflow_88", "extreme_1e4", "many_87", "zero_query"), masked=OCCUPANCIES[1:]),
+    recorded=recorded.sparsities,
+)
 
 
 def replay(case: SparsityCase, module: Any) -> Iterator[str]:

@@ -65,6 +65,9 @@ def attend_error(case: block_cases.AttendCase, allowed: Arithmetic) -> Tensor:
     return weight_error(newest(case.attention, case.valid), allowed)
 
 
+SUBJECTS = (blocks.attend_subject("tova", tova.attend, attend_error),)
+
+
 class Model(block_model.Head):
     """A token's score is the weight that the newest query gives it."""
 

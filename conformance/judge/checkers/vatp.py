@@ -69,6 +69,9 @@ def zero_values(chunk: Chunk) -> Tensor:
     return torch.where(zero, index.where(zero, chunk.slots).amin(-1, keepdim=True), index)
 
 
+SUBJECTS = (blocks.attend_subject("vatp", vatp.attend, h2o.attend_error),)
+
+
 class Model(h2o.Model):
     """H2O's sums times the norms of the values. The first token is protected too."""
 

@@ -1,0 +1,257 @@
+"""What an implementation supports and which conventions it follows: `Capabilities`, declared once in its module.
+
+```python
+from kvtwin.conformance import Capabilities
+
+CAPABILITIES = Capabilities(dtypes=("float16",), head_dims=(64, 128), masks=False, ties="any")
+```
+
+The suite looks for `CAPABILITIES` in a method's module, then in the implementation's. Strategies draw inside of it, a
+call outside of it is not made, and the verdict lists what it leaves out. This module imports neither torch nor pytest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+#: The attribute of an implementation's module.
+ATTRIBUTE = "CAPABILITIES"
+DTYPES = ("float32", "float16", "bfloat16")
+DEVICES = ("cpu", "cuda")
+#: The values of each convention; the first is kvtwin's.
+CONVENTIONS = {"ties": ("lowest", "any"), "slot_order": ("fixed", "any"), "free_score": ("-inf", "any")}
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an implementation takes. By default: everything that kvtwin's own takes, by its conventions.
+
+    - dtypes: names or torch dtypes of query, key and value.
+    - head_dims, groups, kv_heads: the supported sizes; None: any. A group is the number of query heads per KV head.
+    - max_batch, max_slots: the largest batch and number of slots or tokens; None: any.
+    - slots_multiple_of: the number of slots or tokens is a multiple of it.
+    - masks: free slots and padding (an `occupied` with False in it). protected: an argument `protected`.
+    - scale: another scale than head_dim^-0.5.
+    - per_head: which choices it makes: one per KV head (True), one for all KV heads of a row (False).
+    - contiguous_only: it takes contiguous tensors alone.
+    - devices: "cpu", "cuda".
+    - options: the supported values of further arguments, by name: {"kernel_size": (5,)}.
+
+    Conventions:
+
+    - ties: "lowest": among equal tokens the lowest index is evicted first; "any": any of them.
+    - slot_order: of states: "fixed": a token stays in its slot, and a new one takes the evicted one's; "any".
+    - free_score: the score of a free slot: "-inf", or "any".
+    - validates_arguments: False if wrong arguments need not raise errors.
+
+    Raises TypeError or ValueError for a value that makes no sense.
+    """
+
+    dtypes: tuple[Any, ...] = DTYPES
+    head_dims: tuple[int, ...] | None = None
+    groups: tuple[int, ...] | None = None
+    kv_heads: tuple[int, ...] | None = None
+    max_batch: int | None = None
+    max_slots: int | None = None
+    slots_multiple_of: int = 1
+    masks: bool = True
+    protected: bool = True
+    scale: bool = True
+    per_head: tuple[bool, ...] = (False, True)
+    contiguous_only: bool = False
+    devices: tuple[str, ...] = DEVICES
+    options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    ties: str = "lowest"
+    slot_order: str = "fixed"
+    free_score: str = "-inf"
+    validates_arguments: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtypes", tuple(map(_name, _several(self, "dtypes"))))
+        _among("dtypes", self.dtypes, DTYPES)
+        _among("devices", _several(self, "devices"), DEVICES)
+        _among("per_head", _several(self, "per_head"), (False, True))
+        for name in ("head_dims", "groups", "kv_heads"):
+            if getattr(self, name) is not None:
+                for number in _several(self, name):
+                    _positive(name, number)
+        for name in ("max_batch", "max_slots", "slots_multiple_of"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        for name in ("masks", "protected", "scale", "contiguous_only", "validates_arguments"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        for name, values in CONVENTIONS.items():
+            _among(name, (getattr(self, name),), values)
+        options = self.options
+        if not isinstance(options, Mapping) or not all(isinstance(found, tuple) for found in options.values()):
+            raise TypeError(f"options must map names to tuples of values, got {self.options!r}")
+        if self.max_slots is not None and self.max_slots < self.slots_multiple_of:
+            raise ValueError(f"max_slots must be at least slots_multiple_of = {self.slots_multiple_of}, "
+                             f"got {self.max_slots}")
+
+    def outside(self) -> list[str]:
+        """What the declaration leaves out of the tests, one line each."""
+        lines = []
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            if one.name in CONVENTIONS or one.name in ("options", "validates_arguments") or value == one.default:
+                continue
+            lines.append(f"{one.name} = {_shown(value)}")
+        lines += [f"{name} = {_shown(values)}" for name, values in self.options.items()]
+        return lines
+
+    def conventions(self) -> list[str]:
+        """The conventions that differ from kvtwin's."""
+        return [name for name, values in CONVENTIONS.items() if getattr(self, name) != values[0]]
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _several(capabilities: Capabilities, name: str) -> tuple[Any, ...]:
+    found = getattr(capabilities, name)
+    if not isinstance(found, tuple) or not found:
+        raise TypeError(f"{name} must be a tuple with at least one value, got {found!r}")
+    return found
+
+
+def _among(name: str, values: tuple[Any, ...], allowed: tuple[Any, ...]) -> None:
+    for value in values:
+        if value not in allowed:
+            raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must hold ints, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+_current: ContextVar[Capabilities | None] = ContextVar("kvtwin_capabilities", default=None)
+
+
+def current() -> Capabilities:
+    """The capabilities of the implementation that the running test calls. They never change while a test runs."""
+    return _current.get() or DEFAULT
+
+
+@contextmanager
+def use(capabilities: Capabilities) -> Iterator[None]:
+    """Let strategies and comparators follow `capabilities` inside the ``with`` block."""
+    token = _current.set(capabilities)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def find(*places: Any) -> Capabilities:
+    """The `CAPABILITIES` of the first of `places` (modules) that has one; the default if none has.
+
+    Raises TypeError if it is not a `Capabilities`.
+    """
+    for place in places:
+        found = getattr(place, ATTRIBUTE, None)
+        if found is None:
+            continue
+        if not isinstance(found, Capabilities):
+            raise TypeError(f"{ATTRIBUTE} of {getattr(place, '__name__', place)!r} must be a "
+                            f"kvtwin.conformance.Capabilities, got {type(found).__name__}")
+        return found
+    return DEFAULT
+
+
+def refusal(capabilities: Capabilities, arguments: Mapping[str, Any]) -> str | None:
+    """The first capability that the arguments of a call are outside of; None if they are inside of all.
+
+    arguments: those of a method's function, or of a state's constructor, `prefill` or `step`, by parameter name.
+    """
+    facts = dict(_of_sizes(arguments)) | dict(_of_tensors(arguments)) | dict(_of_options(arguments))
+    return next((name for name, value in facts.items() if not _inside(capabilities, name, value)), None)
+
+
+def _inside(capabilities: Capabilities, name: str, value: Any) -> bool:
+    """True if a call with this fact is supported. Facts have the names of fields, or of options."""
+    supported = getattr(capabilities, name) if name in _FIELDS else capabilities.options.get(name)
+    if supported is None:
+        return True
+    if name in ("max_batch", "max_slots"):
+        return bool(value <= supported)
+    if name == "slots_multiple_of":
+        return bool(value % supported == 0)
+    if name in ("masks", "protected", "scale"):
+        return bool(supported) or not value
+    if name == "contiguous_only":
+        return not supported or bool(value)
+    return value in supported
+
+
+def _of_sizes(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Facts from the arguments of a state's constructor."""
+    for argument, name in (("batch", "max_batch"), ("head_dim", "head_dims"), ("key_value_heads", "kv_heads")):
+        if isinstance(arguments.get(argument), int):
+            yield name, arguments[argument]
+    if isinstance(arguments.get("query_heads"), int) and isinstance(arguments.get("key_value_heads"), int):
+        yield "groups", arguments["query_heads"] // arguments["key_value_heads"]
+    if arguments.get("dtype") is not None:
+        yield "dtypes", _name(arguments["dtype"])
+    if arguments.get("device") is not None:
+        yield "devices", str(arguments["device"]).split(":")[0]
+
+
+def _of_tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Facts from query, key and value: [B, H, D], or [B, H, S, D]."""
+    tensors = {
+        name: tensor for name in ("query", "query_window", "key", "value")
+        if hasattr(tensor := arguments.get(name), "is_contiguous") and tensor.dim() >= 3
+    }
+    for tensor in tensors.values():
+        yield "dtypes", _name(tensor.dtype)
+        yield "devices", tensor.device.type
+        yield "max_batch", tensor.shape[0]
+        yield "head_dims", tensor.shape[-1]
+    if tensors:
+        yield "contiguous_only", all(tensor.is_contiguous() for tensor in tensors.values())
+    key = tensors.get("key")
+    if key is None:
+        return
+    yield "kv_heads", key.shape[1]
+    query = tensors.get("query", tensors.get("query_window"))
+    if query is not None:
+        yield "groups", query.shape[1] // key.shape[1]
+    if key.dim() == 4:
+        yield "max_slots", key.shape[2]
+        yield "slots_multiple_of", key.shape[2]
+
+
+def _of_options(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Facts from masks, and from the other arguments, which may be in a config."""
+    config = arguments.get("config")
+    given = {**(vars(config) if dataclasses.is_dataclass(config) else {}), **arguments}
+    occupied, protected = given.get("occupied"), given.get("protected")
+    yield "masks", hasattr(occupied, "all") and not bool(occupied.all())
+    yield "protected", hasattr(protected, "any") and bool(protected.any())
+    yield "scale", given.get("scale") is not None
+    if isinstance(given.get("shared_heads"), bool):
+        yield "per_head", not given["shared_heads"]
+    if isinstance(given.get("per_head"), bool):
+        yield "per_head", given["per_head"]
+    yield from ((name, value) for name, value in given.items() if name not in _FIELDS)
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_FIELDS = {one.name for one in dataclasses.fields(Capabilities)} - {"options"}
+
+#: Everything that kvtwin's own implementations take.
+DEFAULT = Capabilities()

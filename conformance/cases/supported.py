@@ -1,0 +1,108 @@
+"""What strategies may draw for the implementation under test: the options that its `Capabilities` include.
+
+If none of a test's options is included, the example is rejected, and the test is *not provided*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from hypothesis import strategies as st
+
+from .. import capabilities
+from ..judge import stats
+
+T = TypeVar("T")
+
+#: Options under which no slot is free, and none is protected.
+NO_MASK = ("full", "none")
+
+
+def among(options: Iterable[T], fits: Callable[[T], bool], what: str) -> list[T]:
+    """The options that fit. Rejects the example if none does; `what` names the capability."""
+    found = [option for option in options if fits(option)]
+    if not found:
+        import hypothesis
+
+        stats.refused(f"not declared: {what}")
+        hypothesis.reject()
+    return found
+
+
+def sizes(name: str, usual: Sequence[int]) -> Sequence[int]:
+    """`head_dims`, `groups` or `kv_heads`: the declared ones among the usual, or all declared ones if none is usual."""
+    declared: tuple[int, ...] | None = getattr(capabilities.current(), name)
+    if declared is None:
+        return usual
+    return [size for size in usual if size in declared] or declared
+
+
+def size(name: str, value: int) -> bool:
+    """True if the size is among the declared `head_dims`, `groups` or `kv_heads`."""
+    declared: tuple[int, ...] | None = getattr(capabilities.current(), name)
+    return declared is None or value in declared
+
+
+def shape(batch: int, key_value_heads: int, group: int) -> bool:
+    """True if these sizes are declared."""
+    return rows(batch) == batch and size("kv_heads", key_value_heads) and size("groups", group)
+
+
+def rows(most: int) -> int:
+    """The largest batch."""
+    largest = capabilities.current().max_batch
+    return most if largest is None else min(most, largest)
+
+
+def dtypes(options: Iterable[Any]) -> list[Any]:
+    """The torch dtypes among `options`."""
+    return among(options, lambda one: str(one).removeprefix("torch.") in capabilities.current().dtypes, "dtypes")
+
+
+def occupancies(options: Iterable[str]) -> list[str]:
+    return among(options, lambda one: capabilities.current().masks or one in NO_MASK, "masks")
+
+
+def protected() -> bool:
+    """True if an argument `protected` is supported."""
+    return capabilities.current().protected
+
+
+def protections(options: Iterable[str]) -> list[str]:
+    return among(options, lambda one: capabilities.current().protected or one == "none", "protected")
+
+
+def layouts(options: Iterable[str]) -> list[str]:
+    contiguous_only = capabilities.current().contiguous_only
+    return among(options, lambda one: not contiguous_only or one == "contiguous", "contiguous_only")
+
+
+def scales(options: Iterable[float | None]) -> list[float | None]:
+    return among(options, lambda one: capabilities.current().scale or one is None, "scale")
+
+
+def per_head(options: Iterable[bool] = (False, True)) -> list[bool]:
+    return among(options, lambda one: one in capabilities.current().per_head, "per_head")
+
+
+def mask_per_head() -> st.SearchStrategy[bool]:
+    """Whether the mask of occupied slots has an axis for KV heads."""
+    return st.booleans() if capabilities.current().masks else st.just(False)
+
+
+def values(name: str, options: Iterable[T]) -> list[T]:
+    """The values of another argument (`Capabilities.options`)."""
+    declared = capabilities.current().options.get(name)
+    return among(options, lambda one: declared is None or one in declared, name)
+
+
+def slots(least: int, most: int) -> tuple[int, int, int]:
+    """The least and the most slots, in units of the third number."""
+    can = capabilities.current()
+    unit = can.slots_multiple_of
+    if can.max_slots is not None:
+        among([least], lambda one: one <= can.max_slots, "max_slots")
+        most = min(most, can.max_slots)
+    first = -(-least // unit)
+    return first, max(first, most // unit), unit

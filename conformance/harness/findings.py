@@ -1,0 +1,50 @@
+"""What a failed test found: which property is wrong, of which function and field, in which case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .impl import Twins
+
+
+def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins) -> dict[str, Any]:
+    """The finding of a failed test, as plain values. judged: the property of the test; None if it has none."""
+    # These import torch, which a run that only collects tests does not need.
+    from ..cases import case as cases
+    from ..cases import failures
+    from ..judge import attribution, compare
+    from ..judge.subjects import Subject
+
+    error = _unwrapped(error)
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    subject, field = parameters.get("subject"), parameters.get("field")
+    case = cases.latest()
+    found: dict[str, Any] = {
+        "property": judged, "subject": None if subject is None else str(subject), "field": field,
+        "error": type(error).__name__, "message": _first_lines(error),
+        "case": None if case is None else repr(case), "replay": failures.last_command(),
+    }
+    if judged is None or case is None or not isinstance(subject, Subject) or field is None:
+        return found
+    if isinstance(error, compare.WrongTie):
+        return found | {"property": "ties"}
+    if not isinstance(error, Exception):
+        return found
+    found["property"] = attribution.property_of(
+        subject, field, case, subject.module(twins.optimized), judged, type(error)
+    )
+    return found
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    """The error that a test raised, of those that Hypothesis reports in a group because they do not come every time."""
+    inside = getattr(error, "exceptions", ())
+    return _unwrapped(inside[0]) if inside else error
+
+
+def _first_lines(error: BaseException, most: int = 4) -> str:
+    """The message without the command that replays the case."""
+    lines = [line for line in str(error).splitlines() if "replay: kvtwin" not in line]
+    return "\n".join(lines[:most]) or type(error).__name__

@@ -1,0 +1,219 @@
+"""The verdict on an implementation: per method, one of five verdicts on each property (judge/properties.py).
+
+- *right*: enough cases and decisions were judged, and none was wrong.
+- *wrong*: a case is wrong. The smallest one is shown.
+- *convention*: not judged, since the implementation declares another convention than kvtwin's.
+- *environment*: Triton's interpreter, or this machine, cannot run it.
+- *not covered*: too few cases or decisions were judged.
+
+Only tests that called the implementation count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..capabilities import Capabilities
+from ..judge.properties import CORE, PROPERTIES
+from .results import Result
+
+RIGHT, WRONG, NOT_COVERED, CONVENTION, ENVIRONMENT = "right", "wrong", "not covered", "convention", "environment"
+
+#: The least number of judged cases for "right".
+LEAST_CASES = {"traces": 1, "bad_input": 4, "state": 4}
+LEAST_CASES_OF_OTHERS = 6
+#: The least number of decisive decisions for "right". Chosen at random between two tokens each time, 16 decisions are
+#: right with probability 1 in 65,536.
+LEAST_DECISIONS = {"decisions": 16, "ties": 8}
+
+
+
+def least(name: str) -> tuple[int, int]:
+    """The least number of cases and of decisive decisions for "right"."""
+    return LEAST_CASES.get(name, LEAST_CASES_OF_OTHERS), LEAST_DECISIONS.get(name, 0)
+
+
+#: What may be wrong only because a property is wrong: an inaccurate score makes wrong decisions.
+CONSEQUENCES = {
+    "repeatability": tuple(name for name in PROPERTIES if name not in ("repeatability", "bad_input")),
+    "accuracy": ("decisions", "ties", "state", "traces"),
+    "decisions": ("ties", "state", "traces"),
+    "independence": ("state", "traces"),
+    "free_slots": ("state", "traces"),
+    "extreme_numbers": ("state", "traces"),
+    "layouts": ("state", "traces"),
+    "state": ("traces",),
+}
+
+#: Exit codes of a run with --kv-impl. 2, 3 and 4 are pytest's: interrupted, internal error, wrong usage.
+EXIT_WRONG, EXIT_NOT_COVERED = 1, 6
+
+
+@dataclass
+class Judgement:
+    """The verdict on one property of one method."""
+
+    verdict: str = NOT_COVERED
+    cases: int = 0
+    decisions: int = 0
+    decisive: int = 0
+    worst: dict[str, float] = field(default_factory=dict)  # dtype -> the largest error as a fraction of its bound
+    why: str = ""  # why it is not covered
+    findings: list[dict[str, Any]] = field(default_factory=list)  # the shortest case first
+    expected: bool = False  # every finding is one that --kv-xfails expects
+    follows: str | None = None  # the wrong property of which this may be a consequence
+
+
+@dataclass
+class MethodVerdict:
+    """The verdict on one method."""
+
+    method: str
+    properties: dict[str, Judgement]
+    answered: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    missing: Counter[str] = field(default_factory=Counter)
+    not_provided: list[str] = field(default_factory=list)
+    outside: list[str] = field(default_factory=list)
+    others: Counter[str] = field(default_factory=Counter)  # outcomes of tests that judge no property
+
+    @property
+    def verdict(self) -> str:
+        """"wrong" if a property is, "not covered" if a core property is not judged, else "right"."""
+        found = {name: one.verdict for name, one in self.properties.items()}
+        if WRONG in found.values() or self.others["failed"]:
+            return WRONG
+        return RIGHT if all(found[name] in (RIGHT, CONVENTION) for name in CORE) else NOT_COVERED
+
+    @property
+    def expected(self) -> bool:
+        """True if everything that is wrong was expected (--kv-xfails)."""
+        wrong = [one for one in self.properties.values() if one.verdict == WRONG]
+        return not self.others["failed"] and all(one.expected for one in wrong)
+
+    @property
+    def causes(self) -> list[tuple[str, Judgement, list[str]]]:
+        """Each wrong property that is no consequence of another, with its consequences."""
+        wrong = {name: one for name, one in self.properties.items() if one.verdict == WRONG}
+        return [
+            (name, one, [other for other, its in wrong.items() if its.follows == name])
+            for name, one in sorted(wrong.items(), key=lambda pair: list(CONSEQUENCES).index(pair[0])
+                                    if pair[0] in CONSEQUENCES else len(CONSEQUENCES))
+            if one.follows is None
+        ]
+
+
+def judge(
+    found: Iterable[Result], supported: Mapping[str, Capabilities], *, device: str, own: bool = False
+) -> dict[str, MethodVerdict]:
+    """The verdict per method. supported: the capabilities per method; device: "cpu" or "cuda"; own: the run is on
+    kvtwin's own implementation, every test of which calls it."""
+    found = [result for result in found if result.method and (own or result.touched or result.judges)]
+    verdicts = {}
+    for method in dict.fromkeys(str(result.method) for result in found):
+        results = [result for result in found if result.method == method]
+        if own or any(result.touched for result in results):
+            verdicts[method] = _of_method(method, results, supported[method], device, own)
+    return verdicts
+
+
+def exit_status(verdicts: Mapping[str, MethodVerdict]) -> int:
+    """0 if every method is right, or wrong as expected."""
+    found = [one for one in verdicts.values() if not (one.verdict == WRONG and one.expected)]
+    if any(one.verdict == WRONG for one in found):
+        return EXIT_WRONG
+    if not verdicts or any(one.verdict == NOT_COVERED for one in found):
+        return EXIT_NOT_COVERED
+    return 0
+
+
+def _of_method(
+    method: str, found: Sequence[Result], supported: Capabilities, device: str, own: bool
+) -> MethodVerdict:
+    made = MethodVerdict(method, {}, outside=supported.outside())
+    for result in found:
+        made.answered += result.answered
+        made.refused.update(result.refused)
+        made.missing.update(result.missing)
+        if result.judges is None and (own or result.touched):
+            made.others["failed" if result.failed else result.outcome] += 1
+    made.not_provided = sorted(
+        {result.message for result in found if result.outcome == "not provided" and "not provided: " in result.message}
+    )
+    for name in PROPERTIES:
+        made.properties[name] = _of_property(name, found, supported, device, own)
+    for cause, consequences in CONSEQUENCES.items():
+        judged = made.properties[cause]
+        if judged.verdict == WRONG and judged.follows is None:
+            for name in consequences:
+                other = made.properties[name]
+                if other.verdict == WRONG and other.follows is None:
+                    other.follows = cause
+    return made
+
+
+def _of_property(name: str, found: Sequence[Result], supported: Capabilities, device: str, own: bool) -> Judgement:
+    tests = [result for result in found if result.judges == name]
+    called = [result for result in tests if own or result.touched]
+    made = Judgement()
+    wrong = [result for result in found if _wrong(result) and result.finding.get("property", result.judges) == name]
+    for result in called:
+        elsewhere = _wrong(result) and result not in wrong
+        if elsewhere or result.outcome not in ("passed", "failed", "error", "xfailed"):
+            continue
+        made.cases += result.cases or 1
+        made.decisions, made.decisive = made.decisions + result.decisions, made.decisive + result.decisive
+        for dtype, used in result.worst.items():
+            made.worst[dtype] = max(used, made.worst.get(dtype, 0.0))
+    made.findings = sorted((_finding(result) for result in wrong), key=lambda one: len(one.get("case") or ""))
+    made.expected = bool(wrong) and all(result.outcome == "xfailed" for result in wrong)
+    made.verdict, made.why = _verdict(name, made, tests, called, supported, device)
+    return made
+
+
+def _wrong(result: Result) -> bool:
+    return result.judges is not None and (result.failed or result.outcome == "xfailed")
+
+
+def _finding(result: Result) -> dict[str, Any]:
+    message = result.message.splitlines()[0] if result.message else ""
+    return {"test": result.nodeid, "message": message, **result.finding}
+
+
+def _verdict(
+    name: str, made: Judgement, tests: Sequence[Result], called: Sequence[Result], supported: Capabilities, device: str
+) -> tuple[str, str]:
+    if made.findings:
+        return WRONG, ""
+    if device not in supported.devices:
+        return ENVIRONMENT, f"it declares {', '.join(supported.devices)}, and this run is on {device}"
+    if name == "ties" and supported.ties != "lowest":
+        return CONVENTION, f"it declares ties = {supported.ties}"
+    if name == "bad_input" and not supported.validates_arguments:
+        return CONVENTION, "it declares that it does not validate arguments"
+    limits = [result.message for result in tests if result.outcome == "environment"]
+    cases, decisions = least(name)
+    if made.cases >= cases and made.decisive >= decisions:
+        return RIGHT, ""
+    if limits:
+        return ENVIRONMENT, limits[0]
+    if not called:
+        return NOT_COVERED, _why(tests)
+    if made.cases < cases:
+        return NOT_COVERED, f"{made.cases} of at least {cases} cases" + _because(tests)
+    return NOT_COVERED, f"{made.decisive} of at least {decisions} decisive decisions"
+
+
+def _why(tests: Sequence[Result]) -> str:
+    if not tests:
+        return "no test of it ran"
+    return "no test called it" + _because(tests)
+
+
+def _because(tests: Sequence[Result]) -> str:
+    """The most frequent reason why tests were not provided."""
+    reasons = Counter(result.message for result in tests if result.outcome == "not provided")
+    return f" ({reasons.most_common(1)[0][0]})" if reasons else ""

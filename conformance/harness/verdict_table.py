@@ -1,0 +1,77 @@
+"""The verdict as text, for the terminal: at most 30 lines per method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..judge.properties import PROPERTIES
+from .verdict import CONVENTION, RIGHT, WRONG, Judgement, MethodVerdict
+
+COLUMNS = ("property", "verdict", "cases", "decisive", "of bound", "")
+MOST_CAUSES = 3
+WIDTH = 110
+
+
+def lines(found: MethodVerdict, implementation: str, *, verbose: bool = False) -> Iterator[tuple[str, str]]:
+    """(text, colour) line by line; colour: "red", "yellow", "green" or ""."""
+    colour = {RIGHT: "green", WRONG: "red"}.get(found.verdict, "yellow")
+    yield f"{found.method} of {implementation}: {found.verdict.upper()}", colour
+    rows = [COLUMNS, *(_row(name, found.properties[name]) for name in PROPERTIES)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS) - 1)]
+    for row in rows:
+        text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[-1]
+        shade = {WRONG: "red", RIGHT: "", CONVENTION: ""}.get(row[1], "" if row is COLUMNS else "yellow")
+        yield "  " + _cut(text.rstrip(), verbose), shade
+    yield from _causes(found, verbose)
+    yield from ((f"  {text}", "") for text in _coverage(found, verbose))
+
+
+def _row(name: str, judged: Judgement) -> tuple[str, ...]:
+    decisive = f"{judged.decisive} of {judged.decisions}" if judged.decisions else "-"
+    worst = max(judged.worst.items(), key=lambda pair: pair[1], default=None)
+    used = "-" if worst is None else f"{100 * worst[1]:.3g} % ({worst[0]})"
+    says = judged.why
+    if judged.findings:
+        first = judged.findings[0]
+        where = ".".join(filter(None, (first.get("subject"), first.get("field"))))
+        says = f"{where}: " if where else ""
+        says += "may follow from " + judged.follows.replace("_", " ") if judged.follows else "see below"
+        says += " (expected)" if judged.expected else ""
+    return name.replace("_", " "), judged.verdict, str(judged.cases), decisive, used, says
+
+
+def _causes(found: MethodVerdict, verbose: bool) -> Iterator[tuple[str, str]]:
+    causes = found.causes
+    for name, judged, consequences in causes if verbose else causes[:MOST_CAUSES]:
+        first = judged.findings[0]
+        also = f"; may explain {', '.join(one.replace('_', ' ') for one in consequences)}" if consequences else ""
+        more = f", in {len(judged.findings)} tests" if len(judged.findings) > 1 else ""
+        yield f"  {name.replace('_', ' ')}: {_cut(first['message'].splitlines()[0], verbose)}{more}{also}", "red"
+        for label in ("case", "replay"):
+            if first.get(label):
+                yield f"    {label}: {first[label]}", ""
+    if len(causes) > MOST_CAUSES and not verbose:
+        rest = ", ".join(name.replace("_", " ") for name, _, _ in causes[MOST_CAUSES:])
+        yield f"  also wrong: {rest} (-v shows the cases)", "red"
+
+
+def _coverage(found: MethodVerdict, verbose: bool) -> Iterator[str]:
+    refused = sum(found.refused.values())
+    yield f"calls: {found.answered} answered, {refused} refused" + (
+        ": " + ", ".join(f"{count} x {what}" for what, count in found.refused.most_common(None if verbose else 2))
+        if refused else ""
+    )
+    if found.outside:
+        yield f"declared, so not tested outside of it: {'; '.join(found.outside)}"
+    if found.missing:
+        yield f"fields that it does not return: {', '.join(sorted(found.missing))}"
+    if found.not_provided:
+        names = [message.removeprefix("not provided: ") for message in found.not_provided]
+        shown = names if verbose else names[:4]
+        yield f"not provided: {', '.join(shown)}" + (f" and {len(names) - len(shown)} more" if names != shown else "")
+    if found.others["failed"]:
+        yield f"{found.others['failed']} tests that judge no single property failed"
+
+
+def _cut(text: str, verbose: bool) -> str:
+    return text if verbose or len(text) <= WIDTH else text[:WIDTH - 3] + "..."

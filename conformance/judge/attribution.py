@@ -1,0 +1,93 @@
+"""Finding the property that a failing case is about.
+
+A case may be far from ordinary in several ways: logits beyond exp's range in a transposed tensor with free slots. Its
+failure belongs to the property whose distinction is needed for the failure. So the field is judged again in cases that
+keep the distinction of one property, or of none; each of them with several seeds and sizes, since a single ordinary
+case may be right by chance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ..cases.case import Case
+from . import compare, stats
+from .subjects import DISTINCTIONS, Subject, neutral
+
+#: A subject's sizes, by the name of the case's field: beside its own size, a failure is sought in small ones.
+SIZES = {"slots": (2, 3, 5, 9), "tokens": (4, 6, 9)}
+SEEDS = 4
+#: Seconds after which the search ends; the failure then stays with the property of its test.
+MOST_SECONDS = 5.0
+
+
+def property_of(
+    subject: Subject, name: str, case: Case, module: Any, own: str, error: type[BaseException] = compare.Mismatch
+) -> str:
+    """The property of which field `name` of the subject is wrong in `case`. own: that of the test that found it.
+
+    error: the type of the error that it raised. "accuracy" or "decisions" if ordinary cases raise it as well.
+    """
+    base = "decisions" if name in subject.choices else "accuracy"
+    end = time.monotonic() + MOST_SECONDS
+    if case.content == "given":  # made from tensors: there is nothing to vary
+        return own
+    def fails(simpler: Case) -> bool:
+        return _fails(subject, name, simpler, module, error, end)
+
+    if fails(neutral(subject, case)):
+        return base
+    distinct = [one for one in DISTINCTIONS if one != "decisions" and _has(subject, case, one)]
+    for one in sorted(distinct, key=lambda one: one != own):
+        if fails(neutral(subject, case, one)):
+            return one
+    return own
+
+
+def _has(subject: Subject, case: Case, one: str) -> bool:
+    """True if the case has the distinction of this property. Contents distinguish two properties, ties and extreme
+    numbers."""
+    if one in ("ties", "extreme_numbers"):
+        return getattr(case, "content", None) in subject.aspects.get(one, {}).get("content", ())
+    return neutral(subject, case, one) != neutral(subject, case)
+
+
+def _fails(
+    subject: Subject, name: str, case: Case, module: Any, expected: type[BaseException], end: float
+) -> bool:
+    """True if judging the field raises the expected error in the case or in one of its variants."""
+    for variant in _variants(case):
+        try:
+            with stats.collect():
+                subject.check(module, variant, name)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            if isinstance(error, expected):
+                return True
+        if time.monotonic() > end:
+            break
+    return False
+
+
+def _variants(case: Case) -> Iterator[Case]:
+    names = {one.name for one in dataclasses.fields(case)}
+    yield case
+    for seed in range(SEEDS):
+        yield dataclasses.replace(case, seed=seed)
+        for name, sizes in SIZES.items():
+            if name in names:
+                for size in sizes:
+                    yield _resized(dataclasses.replace(case, seed=seed), name, size)
+
+
+def _resized(case: Case, name: str, size: int) -> Case:
+    """The case with another number of slots or tokens; what depends on it is reduced."""
+    changes: dict[str, Any] = {name: size}
+    for other, least in (("queries", 1), ("observers", 1), ("budget", 1), ("keep", 1)):
+        if hasattr(case, other):
+            changes[other] = max(least, min(getattr(case, other), size - 1))
+    return dataclasses.replace(case, **changes)

@@ -1,0 +1,46 @@
+"""The errors of the judge, and the functions that raise them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from ..cases import failures
+
+#: Raises the error for a wrong choice: `fail` for the side under test, `fail_oracle` for the oracle.
+Fail = Callable[[str], NoReturn]
+
+
+class Mismatch(AssertionError):
+    """The implementation under test is wrong. The message says where, by how much, and how to replay it.
+
+    field: the name of the wrong field of a result (`fields.field`), None if the error is not about one.
+    """
+
+    field: str | None = None
+
+
+class WrongTie(Mismatch):
+    """The implementation breaks the rule for equal tokens, and nothing else."""
+
+
+class JudgeError(Exception):
+    """The judge contradicts itself: the truth is wrong by its own bounds, or a bound is not a number."""
+
+
+def fail(message: str, kind: type[Mismatch] = Mismatch) -> NoReturn:
+    """Raise a Mismatch; save the case that the test used last, and add the command that replays it."""
+    command = failures.save_latest()
+    raise kind(message if command is None else f"{message}\n  replay: {command}")
+
+
+def fail_tie(message: str, raises: Fail) -> NoReturn:
+    """Raise WrongTie in place of what `fail` raises; what `fail_oracle` raises for the oracle."""
+    if raises is fail:
+        fail(message, WrongTie)
+    raises(message)
+
+
+def fail_oracle(message: str) -> NoReturn:
+    """Raise JudgeError: the oracle's own choice is wrong by the judge's bounds."""
+    raise JudgeError(f"the judge contradicts itself: {message}")

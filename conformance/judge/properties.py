@@ -1,0 +1,20 @@
+"""The properties of an implementation of which a verdict consists. This module imports nothing."""
+
+from __future__ import annotations
+
+#: The properties of which a verdict consists, and what each says of an implementation.
+PROPERTIES = {
+    "accuracy": "each number that it returns is within the bound of its arithmetic",
+    "decisions": "what it evicts, keeps or chooses is right by scores within their bounds",
+    "ties": "of equal tokens, it evicts the one with the lowest index first",
+    "repeatability": "the same call gives the same bits, whatever was called before",
+    "independence": "rows and heads do not influence each other",
+    "free_slots": "free slots and padding influence nothing and are filled first",
+    "extreme_numbers": "logits beyond the range of exp, zeros, subnormal numbers",
+    "layouts": "strided, transposed, repeated and large tensors",
+    "state": "a state is right over prompts, steps, reset and reorder",
+    "traces": "decisions on the recorded traces of a trained model",
+    "bad_input": "wrong arguments raise errors",
+}
+#: Those that a verdict of "right" needs.
+CORE = ("accuracy", "decisions", "free_slots", "repeatability")

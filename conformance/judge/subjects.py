@@ -1,0 +1,214 @@
+"""What the property tests call: the functions of every method that its checker lists, and every state.
+
+Each property has cases of its own, which differ from ordinary ones in what the property is about and in nothing else:
+those of *free slots* have free slots, and ordinary numbers in contiguous tensors. So a failure has one cause.
+`attribution` uses the same table to find the cause of a failure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+
+from .. import discovery
+from ..cases import failures, strategies, supported
+from ..cases.case import Case, StateTrace
+from ..cases.layouts import LAYOUTS
+from . import checkers, compare, fields, lockstep, stats
+
+#: Contents with logits beyond the range of exp, or scores that vanish.
+EXTREME = ("overflow_88", "many_87", "all_below_104", "extreme_1e4", "tiny_values", "all_zero_values", "zero_query")
+#: Contents with tokens whose scores are equal in any arithmetic.
+TIED = ("duplicates", "identical", "equal_keys")
+#: Slots of a large case: several tiles of every kernel.
+LARGE = (299, 300)
+
+#: What free slots hold, in turns.
+POISONS = ("nan", "inf", "largest", "stale", "zero")
+#: Batch, KV heads and group size of cases on the CPU.
+SHAPES = ((1, 2, 3), (2, 1, 4), (1, 3, 2), (2, 2, 1))
+
+#: The keyword arguments of a strategy, by property.
+Aspects = Mapping[str, Mapping[str, tuple[Any, ...]]]
+#: The fields of a case by which a property's cases differ from ordinary ones.
+DISTINCTIONS = {
+    "ties": ("content",), "extreme_numbers": ("content",), "free_slots": ("occupancy", "padding", "poison"),
+    "layouts": ("layout",), "independence": ("batch", "key_value_heads", "group"), "decisions": ("protect",),
+}
+
+
+def aspects(
+    *, ordinary: tuple[str, ...] = ("ordinary",), tied: tuple[str, ...] = (), extreme: tuple[str, ...] = (),
+    mask: str = "occupancy", full: str = "full", masked: tuple[str, ...] = (), protect: tuple[str, ...] = (),
+    layout: tuple[str, ...] = LAYOUTS,
+) -> Aspects:
+    """The arguments of a strategy for each property of which it has cases.
+
+    ordinary, tied, extreme: contents. mask: the strategy's argument for occupied slots; full: its value without free
+    slots; masked: its other values. protect: the strategy's protections, "none" among them.
+    """
+    plain: dict[str, tuple[Any, ...]] = {"content": ordinary, "layout": ("contiguous",)}
+    plain |= {mask: (full,)} if masked else {}
+    plain |= {"protect": ("none",)} if protect else {}
+    made = {"accuracy": plain, "independence": plain, "repeatability": plain}
+    made["decisions"] = {**plain, "protect": protect} if protect else plain
+    strided = tuple(name for name in layout if name != "contiguous")
+    for name, argument, values in (
+        ("ties", "content", tied), ("extreme_numbers", "content", extreme), ("free_slots", mask, masked),
+        ("layouts", "layout", strided),
+    ):
+        if values:
+            made[name] = {**plain, argument: values}
+    return made
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A function of a method.
+
+    name: the function's. cases: its strategy, which takes the arguments of `aspects`. inputs: the function's keyword
+    arguments for a case. judge(result, case): checks every field, each inside `fields.field`. numbers: the fields that
+    have error bounds; choices: those that are decisions. sized: the strategy's argument for a range of slots or tokens;
+    None: it has no large cases. batched: the first axis of every input is the batch. shapes: how many of SHAPES its
+    cases of independence have. recorded(device): cases from the recorded traces. variant: distinguishes subjects of one
+    function. method: set by `every`.
+    """
+
+    name: str
+    cases: Callable[..., st.SearchStrategy[Any]]
+    judge: Callable[[Any, Any], Any]
+    numbers: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    aspects: Aspects = field(default_factory=dict)
+    inputs: Callable[[Any], dict[str, Any]] = lambda case: case.inputs
+    sized: str | None = "slots"
+    batched: bool = True
+    shapes: int = len(SHAPES)
+    recorded: Callable[[Any], Iterator[Any]] | None = None
+    variant: str = ""
+    method: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.method}.{self.name}" + (f"[{self.variant}]" if self.variant else "")
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return (*self.numbers, *self.choices)
+
+    def draw(self, aspect: str, **more: Any) -> st.SearchStrategy[Any]:
+        """The cases of a property."""
+        return self.cases(**{**self.aspects[aspect], **more})
+
+    def draw_each(self, data: Any, aspect: str) -> Iterator[Any]:
+        """A case for each value by which the cases of a property differ: each layout, each mask, each content."""
+        plain = self.aspects["accuracy"]
+        for argument, values in self.aspects[aspect].items():
+            for number, value in enumerate(values if values != plain.get(argument) else ()):
+                case = data.draw(self.draw(aspect, **{argument: (value,)}))
+                if aspect == "free_slots":
+                    case = dataclasses.replace(case, poison=POISONS[number % len(POISONS)])
+                yield case
+
+    def draw_shapes(self, data: Any) -> Iterator[Any]:
+        """Cases of several rows and heads, with groups that are no powers of two. On a GPU, where each group is
+        compiled, they are drawn as they come."""
+        for batch, heads, group in SHAPES[:self.shapes]:
+            case = data.draw(self.draw("independence"))
+            if case.device.startswith("cpu") and supported.shape(batch, heads, group):
+                case = dataclasses.replace(case, batch=batch, key_value_heads=heads, group=group)
+            yield case
+
+    def module(self, side: Any) -> Any:
+        """The method's module in `twins.optimized`."""
+        return checkers.module(side, checkers.pair(self.method))
+
+    def call(self, module: Any, case: Any) -> Any:
+        return getattr(module, self.name)(**self.inputs(case))
+
+    def verify(self, module: Any, case: Any) -> None:
+        """Call the function, or run the state, and judge everything. Raises compare.Mismatch."""
+        self.judge(self.call(module, case), case)
+
+    def check(self, module: Any, case: Any, name: str, *, decides: bool = False) -> None:
+        """The same for one field of the result, and record the case. Raises compare.Mismatch.
+
+        decides: the test must judge enough decisions. Cases that scores hardly decide do not count then.
+        """
+        inner = stats.Stats()
+        try:
+            with stats.collect(inner), fields.only(name), failures.judging(str(self)):
+                self.verify(module, case)
+        except compare.Mismatch as error:
+            if not self._ends_early(error, name):
+                raise
+        finally:
+            dtype = str(case.dtype).removeprefix("torch.")
+            judged, choice = self._judged(inner, name), name in self.choices
+            stats.include(inner, judged=judged, choice=choice, decides=decides, dtype=dtype)
+
+    def _judged(self, inner: stats.Stats, name: str) -> bool:
+        """True if field `name` was compared."""
+        return inner.asked if name in self.choices else inner.exact or inner.bound_utilisation is not None
+
+    def _ends_early(self, error: compare.Mismatch, name: str) -> bool:
+        """True if the error is not about field `name`, but the rest cannot be compared any more."""
+        return False
+
+
+@dataclass(frozen=True)
+class StateSubject(Subject):
+    """A method's state, in lockstep with the reference over a drawn trace.
+
+    Every difference but those of outputs and scores belongs to its field "tokens", and ends the comparison.
+    """
+
+    def call(self, module: Any, case: StateTrace) -> Any:
+        return lockstep.run(case, module)
+
+    def verify(self, module: Any, case: StateTrace) -> None:
+        self.call(module, case)
+
+    def _judged(self, inner: stats.Stats, name: str) -> bool:
+        return inner.asked if name in self.choices else inner.bound_utilisation is not None
+
+    def _ends_early(self, error: compare.Mismatch, name: str) -> bool:
+        return name in self.numbers and error.field is None
+
+
+def _state(found: discovery.Pair) -> StateSubject:
+    assert found.state is not None
+    scored = checkers.ask(found.name, "SCORED", True)
+    return StateSubject(
+        method=found.name, name=found.state.__name__, judge=lambda result, case: None, sized=None, shapes=2,
+        # Short: test_lockstep.py has long traces.
+        cases=lambda **arguments: strategies.state_traces(found.name, max_prompt=12, max_steps=3, **arguments),
+        numbers=("output", "score") if scored else ("output",), choices=("tokens",),
+        aspects=aspects(
+            tied=TIED, extreme=strategies.VANISHING, mask="padding", full="none",
+            masked=("left_padding", "random", "empty_row"), layout=strategies.TRACE_LAYOUTS,
+        ),
+    )
+
+
+def every() -> list[Subject]:
+    """All subjects, method by method: functions, then the state."""
+    found: list[Subject] = []
+    for pair in discovery.methods():
+        found += [dataclasses.replace(one, method=pair.name) for one in checkers.ask(pair.name, "SUBJECTS", ())]
+        if pair.state is not None:
+            found.append(_state(pair))
+    return found
+
+
+def neutral(subject: Subject, case: Case, *kept: str) -> Case:
+    """The case with ordinary numbers in contiguous tensors, without free slots, of one row and one head. kept: the
+    properties whose distinctions stay."""
+    plain: dict[str, Any] = {name: values[0] for name, values in subject.aspects["accuracy"].items()}
+    plain |= {"batch": 1, "key_value_heads": 1, "group": 1, "poison": "zero"}
+    stay = {name for one in kept for name in DISTINCTIONS.get(one, ())}
+    names = {one.name for one in dataclasses.fields(case)} - stay
+    return dataclasses.replace(case, **{name: value for name, value in plain.items() if name in names})
