@@ -61,7 +61,7 @@ def run_machine(machine: type, /, settings: Any) -> None:
 
 
 def until_decided(
-    test: Callable[..., Any], name: str, least_cases: int, least_decisions: int, /, **arguments: Any
+    test: Callable[..., Any], name: str, least_cases: int = 0, least_decisions: int = 0, /, **arguments: Any
 ) -> None:
     """Call a test, then call it again until it has judged enough cases, and in plain rounds until enough of its
     decisions were decisive.

@@ -131,6 +131,11 @@ def _protections(protect: Sequence[str]) -> st.SearchStrategy[str]:
     return st.just("none") | st.sampled_from(options) if "none" in options else st.sampled_from(options)
 
 
+def _per_head(wanted: bool | None) -> st.SearchStrategy[bool]:
+    options = supported.per_head((False, True) if wanted is None else (wanted,))
+    return st.booleans() if len(options) == 2 else st.just(options[0])
+
+
 def _scales() -> st.SearchStrategy[float | None]:
     return st.sampled_from(supported.scales(SCALES))
 
@@ -163,7 +168,7 @@ def decode_cases(
         seed=draw(_SEEDS),
         slots=draw(_counts(sizes, most, least=least)),
         occupancy=draw(_masks(occupancy, "full")), protect=draw(_protections(protect)),
-        per_head=draw(st.sampled_from(supported.per_head((False, True) if per_head is None else (per_head,)))),
+        per_head=draw(_per_head(per_head)),
     )
 
 

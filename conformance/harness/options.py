@@ -25,6 +25,7 @@ DEFAULTS = {
     "kv_update_golden": False,
     "kv_methods": None,
     "kv_properties": False,
+    "kv_required": None,
 }
 
 
@@ -67,6 +68,8 @@ def add(parser: pytest.Parser) -> None:
     )
     # Set by python -m kvtwin.conformance --impl: run only the tests that judge a property.
     group.addoption("--kv-properties", action="store_true", help=argparse.SUPPRESS)
+    # Set by python -m kvtwin.conformance --impl: the methods that must be covered, comma-separated.
+    group.addoption("--kv-required", metavar="NAMES", help=argparse.SUPPRESS)
     # Set by python -m kvtwin.conformance: names, comma-separated.
     group.addoption("--kv-methods", metavar="NAMES", help=argparse.SUPPRESS)
 
@@ -125,6 +128,12 @@ def methods(config: pytest.Config) -> frozenset[str] | None:
     """The methods whose tests run; None for all tests, including those of the suite itself."""
     names: str | None = config.getoption("kv_methods")
     return None if names is None else frozenset(names.split(","))
+
+
+def required(config: pytest.Config) -> list[str]:
+    """The methods that a verdict must cover."""
+    names: str | None = config.getoption("kv_required")
+    return [] if names is None else names.split(",")
 
 
 def apply_entries(config: pytest.Config, items: Iterable[pytest.Item]) -> None:

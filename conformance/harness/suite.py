@@ -241,7 +241,8 @@ class Suite:
             return
         device = self.backend.device.type
         self.verdicts = verdict.judge(
-            self.collector.results, self.supported, device=device, own=self.implementation is None
+            self.collector.results, self.supported, device=device, own=self.implementation is None,
+            required=options.required(self.config),
         )
         if self.implementation is not None and exitstatus in JUDGED and not self.config.option.collectonly:
             session.exitstatus = exitstatus = verdict.exit_status(self.verdicts)

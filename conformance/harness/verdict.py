@@ -12,7 +12,7 @@ Only tests that called the implementation count.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +48,7 @@ CONSEQUENCES = {
     "state": ("traces",),
 }
 
-#: Exit codes of a run with --kv-impl. 2, 3 and 4 are pytest's: interrupted, internal error, wrong usage.
+#: Exit codes of a run with --kv-impl. 2 to 5 are pytest's: interrupted, internal error, wrong usage, no tests.
 EXIT_WRONG, EXIT_NOT_COVERED = 1, 6
 
 
@@ -107,15 +107,19 @@ class MethodVerdict:
 
 
 def judge(
-    found: Iterable[Result], supported: Mapping[str, Capabilities], *, device: str, own: bool = False
+    found: Iterable[Result], supported: Mapping[str, Capabilities], *, device: str, own: bool = False,
+    required: Collection[str] = (),
 ) -> dict[str, MethodVerdict]:
-    """The verdict per method. supported: the capabilities per method; device: "cpu" or "cuda"; own: the run is on
-    kvtwin's own implementation, every test of which calls it."""
-    found = [result for result in found if result.method and (own or result.touched or result.judges)]
+    """The verdict on every method that a test called, and on those that are `required`.
+
+    supported: the capabilities per method; device: "cpu" or "cuda"; own: the run is on kvtwin's own implementation,
+    which every test calls.
+    """
+    found = [result for result in found if result.method]
     verdicts = {}
-    for method in dict.fromkeys(str(result.method) for result in found):
+    for method in dict.fromkeys([*(str(result.method) for result in found), *required]):
         results = [result for result in found if result.method == method]
-        if own or any(result.touched for result in results):
+        if own or method in required or any(result.touched for result in results):
             verdicts[method] = _of_method(method, results, supported[method], device, own)
     return verdicts
 
@@ -141,7 +145,7 @@ def _of_method(
         if result.judges is None and (own or result.touched):
             made.others["failed" if result.failed else result.outcome] += 1
     made.not_provided = sorted(
-        {result.message for result in found if result.outcome == "not provided" and "not provided: " in result.message}
+        {result.message for result in found if result.outcome == "not provided" and result.message.count(": ") == 1}
     )
     for name in PROPERTIES:
         made.properties[name] = _of_property(name, found, supported, device, own)

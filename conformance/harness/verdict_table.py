@@ -70,7 +70,7 @@ def _coverage(found: MethodVerdict, verbose: bool) -> Iterator[str]:
         shown = names if verbose else names[:4]
         yield f"not provided: {', '.join(shown)}" + (f" and {len(names) - len(shown)} more" if names != shown else "")
     if found.others["failed"]:
-        yield f"{found.others['failed']} tests that judge no single property failed"
+        yield f"other tests, which judge no single property: {found.others['failed']} failed"
 
 
 def _cut(text: str, verbose: bool) -> str:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import settings
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.harness import impl
+from kvtwin.conformance.harness import impl, verdict
 from kvtwin.conformance.judge import stats
 
 pytest_plugins = ["pytester"]
@@ -243,7 +243,10 @@ def test_the_real_suite_on_their_implementation(pytester, spoil, outcome):
     name = "test_longflow_evicts_what_float64_would"
     result = judge_it(pytester, spoil, "--pyargs", "kvtwin.conformance.longflow.test_longflow", "-k", name)
     assert result.parseoutcomes()[outcome] == 1
-    result.stdout.fnmatch_lines([f"longflow  {'0, 1 failed' if outcome == 'failed' else 1} *"])
+    # One passed test covers no property.
+    code, said = (verdict.EXIT_WRONG, "WRONG") if outcome == "failed" else (verdict.EXIT_NOT_COVERED, "NOT COVERED")
+    assert result.ret == code
+    result.stdout.fnmatch_lines([f"longflow of their_kernels: {said}"])
 
 
 def test_a_partial_implementation_is_not_provided_and_not_passed(pytester):
@@ -257,13 +260,12 @@ def test_a_partial_implementation_is_not_provided_and_not_passed(pytester):
     pytester.mkpydir("their_kernels").joinpath("longflow.py").write_text("def decode_attention(): return 1, 2, 3")
     pytester.syspathinsert()
     result = run(pytester, "--kv-impl", "their_kernels", "-rs")
-    assert result.ret == pytest.ExitCode.OK
+    assert result.ret == verdict.EXIT_NOT_COVERED
     result.stdout.fnmatch_lines(
         [
             "*test_longflow.py .nn *",
-            "longflow  1, 2 n/p *",
-            "n/p = not provided: their_kernels.baselines.snapkv (1 test)",
-            "n/p = not provided: their_kernels.longflow.LongFlowState (1 test)",
+            "longflow of their_kernels: NOT COVERED",
+            "  not provided: their_kernels.baselines.snapkv, their_kernels.longflow.LongFlowState",
             "*= 1 passed,* 2 not provided in *",
         ]
     )
@@ -321,12 +323,10 @@ def test_what_they_refuse_is_passed_over_and_counted(pytester):
     ran.stdout.fnmatch_lines(
         [
             "E *hypothesis.errors.Unsatisfiable*",
-            "longflow  1, 2 failed, 2 n/p *",
-            "n/p = not provided: their_kernels.longflow.decode_attention: protected (1 test)",
-            "n/p = not provided: their_kernels.longflow.decode_attention: scale (1 test)",
-            "unsupported arguments, skipped in 3 tests (* calls returned):",
-            "  * x their_kernels.longflow.decode_attention: protected",
-            "  1 x their_kernels.longflow.decode_attention: scale",
+            "longflow of their_kernels: WRONG",
+            "  calls: * answered, * refused: * x their_kernels.longflow.decode_attention: protected, "
+            "1 x their_kernels.longflow.decode_attention: scale",
+            "  other tests, which judge no single property: 1 failed",
         ]
     )
     tests = {test["nodeid"].split("::")[1]: test for test in json.loads(report.read_text())["tests"]}

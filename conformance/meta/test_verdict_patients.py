@@ -33,6 +33,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         options = __main__.parser().parse_args(
             ["longflow", "--impl=patient", "--device=cpu", "--jobs=1", "--hypothesis-profile=quick"]
         )
+        options.required = options.methods
         found: dict[str, verdict.MethodVerdict] = {}
 
         class Keep:
