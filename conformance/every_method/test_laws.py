@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtwin.conformance import discovery
 from kvtwin.conformance.cases.tiny import attributes
-from kvtwin.conformance.judge import checkers
+from kvtwin.conformance.judge import checkers, stats
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ def few(law):
     def sparing(scenario, pair, **others):
         if scenario == FULL or not pair.options:
             law(scenario=scenario, pair=pair, **others)
+            stats.case()
 
     return example(scenario=FULL, **dict.fromkeys(drawn, 1))(limited(sparing))
 

@@ -22,8 +22,8 @@ from kvtwin.conformance.judge.subjects import StateSubject, Subject
 
 EVERY = subjects.every()
 FUNCTIONS = [subject for subject in EVERY if not isinstance(subject, StateSubject)]
-few = settings(max_examples=max(3, settings().max_examples // 6))
-some = settings(max_examples=max(3, settings().max_examples // 3))
+few = settings(max_examples=max(4, settings().max_examples // 6))
+some = settings(max_examples=max(4, settings().max_examples // 3))
 # Several cases each; two examples, since the first is always the simplest that Hypothesis can draw.
 each = settings(max_examples=max(2, settings().max_examples // 20))
 

@@ -116,6 +116,8 @@ def classify(item: pytest.Item) -> dict[str, Any]:
     method = _method_of(item)
     property_mark = item.get_closest_marker("property")
     judged = property_mark.args[0] if property_mark is not None else PROPERTY_OF_KIND.get(kind)
+    if getattr(getattr(item, "callspec", None), "params", {}).get("side") == "reference":
+        judged = None  # it does not call the implementation
     if judged not in (None, *PROPERTIES):
         raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.property({judged!r}): there are {', '.join(PROPERTIES)}")
     return {

@@ -200,7 +200,7 @@ class Suite:
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
         test = pyfuncitem.obj
-        judged = pyfuncitem.stash[FACTS]["judges"] if self.implementation is not None else None
+        judged = pyfuncitem.stash[FACTS]["judges"]
         least = verdict.least(judged) if judged is not None else (0, 0)
         pyfuncitem.obj = functools.partial(stack.call, draws.until_decided, test, pyfuncitem.nodeid, *least)
         try:
@@ -255,6 +255,8 @@ class Suite:
         verbose = self.config.get_verbosity() > 0
         if self.implementation is None or verbose:
             summary.write(terminalreporter, self.collector.results, self.implementation)
+        if self.implementation is None and any(result.judges for result in self.collector.results):
+            terminalreporter.write_line(summary.verdict_line(self.verdicts))
         if self.implementation is not None and self.collector.results:
             summary.write_verdicts(terminalreporter, self.verdicts, self.implementation, verbose=verbose)
         # A quiet run has no header.
@@ -272,9 +274,8 @@ def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pyt
 
 
 def _judges_a_property(item: pytest.Item) -> bool:
-    """True for a test of a property that calls the implementation under test, not the reference."""
-    parameters = getattr(getattr(item, "callspec", None), "params", {})
-    return item.stash[FACTS]["judges"] is not None and parameters.get("side") != "reference"
+    """True for a test that judges a property of the implementation under test."""
+    return item.stash[FACTS]["judges"] is not None
 
 
 def _record_goldens() -> None:

@@ -11,7 +11,7 @@ import pytest
 from .. import discovery, ledger
 from . import results, verdict_table
 from .results import KINDS, Result, Sum
-from .verdict import MethodVerdict
+from .verdict import RIGHT, MethodVerdict
 
 NONE = "-"
 COLUMNS = ("method", *(kind.replace("_", " ") for kind in KINDS), "decisive", "of bound", "ties")
@@ -123,6 +123,18 @@ def write_verdicts(
             terminal.write_line(text, **({colour: True} if colour else {}))
     if not verdicts:
         terminal.write_line(f"no test called {implementation}: nothing is covered", yellow=True)
+
+
+def verdict_line(verdicts: Mapping[str, MethodVerdict]) -> str:
+    """"verdict: right: longflow, keydiff; not covered: h2o (ties)": every method, and what is not right of it."""
+    parts = []
+    for name in dict.fromkeys(found.verdict for found in verdicts.values()):
+        methods = [
+            found.method + ("" if name == RIGHT else f" ({', '.join(found.open)})")
+            for found in verdicts.values() if found.verdict == name
+        ]
+        parts.append(f"{name}: {', '.join(methods)}")
+    return f"verdict: {'; '.join(parts)}"
 
 
 def write(terminal: pytest.TerminalReporter, found: list[Result], implementation: str | None) -> None:

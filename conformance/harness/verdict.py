@@ -23,8 +23,8 @@ from .results import Result
 RIGHT, WRONG, NOT_COVERED, CONVENTION, ENVIRONMENT = "right", "wrong", "not covered", "convention", "environment"
 
 #: The least number of judged cases for "right".
-LEAST_CASES = {"traces": 1, "bad_input": 4, "state": 4}
-LEAST_CASES_OF_OTHERS = 6
+LEAST_CASES = {"traces": 1}
+LEAST_CASES_OF_OTHERS = 4
 #: The least number of decisive decisions for "right". Chosen at random between two tokens each time, 16 decisions are
 #: right with probability 1 in 65,536.
 LEAST_DECISIONS = {"decisions": 16, "ties": 8}
@@ -87,6 +87,14 @@ class MethodVerdict:
         if WRONG in found.values() or self.others["failed"]:
             return WRONG
         return RIGHT if all(found[name] in (RIGHT, CONVENTION) for name in CORE) else NOT_COVERED
+
+    @property
+    def open(self) -> list[str]:
+        """The properties that are wrong; if none is, the core properties that are not judged."""
+        wrong = [name for name, one in self.properties.items() if one.verdict == WRONG]
+        return [name.replace("_", " ") for name in wrong or CORE if self.properties[name].verdict not in (
+            RIGHT, CONVENTION
+        )]
 
     @property
     def expected(self) -> bool:

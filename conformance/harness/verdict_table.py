@@ -9,7 +9,8 @@ from .verdict import CONVENTION, RIGHT, WRONG, Judgement, MethodVerdict
 
 COLUMNS = ("property", "verdict", "cases", "decisive", "of bound", "")
 MOST_CAUSES = 3
-WIDTH = 110
+WIDTH = 110  # of a row
+MESSAGE = 170  # of a message
 
 
 def lines(found: MethodVerdict, implementation: str, *, verbose: bool = False) -> Iterator[tuple[str, str]]:
@@ -46,7 +47,7 @@ def _causes(found: MethodVerdict, verbose: bool) -> Iterator[tuple[str, str]]:
         first = judged.findings[0]
         also = f"; may explain {', '.join(one.replace('_', ' ') for one in consequences)}" if consequences else ""
         more = f", in {len(judged.findings)} tests" if len(judged.findings) > 1 else ""
-        yield f"  {name.replace('_', ' ')}: {_cut(first['message'].splitlines()[0], verbose)}{more}{also}", "red"
+        yield f"  {name.replace('_', ' ')}: {_cut(first['message'].splitlines()[0], verbose, MESSAGE)}{more}{also}", "red"
         for label in ("case", "replay"):
             if first.get(label):
                 yield f"    {label}: {first[label]}", ""
@@ -73,5 +74,5 @@ def _coverage(found: MethodVerdict, verbose: bool) -> Iterator[str]:
         yield f"other tests, which judge no single property: {found.others['failed']} failed"
 
 
-def _cut(text: str, verbose: bool) -> str:
-    return text if verbose or len(text) <= WIDTH else text[:WIDTH - 3] + "..."
+def _cut(text: str, verbose: bool, width: int = WIDTH) -> str:
+    return text if verbose or len(text) <= width else text[:width - 3] + "..."
