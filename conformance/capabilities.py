@@ -209,9 +209,9 @@ def _of_sizes(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _of_tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Facts from query, key and value: [B, H, D], or [B, H, S, D]."""
+    given: dict[str, Any] = {name: arguments.get(name) for name in ("query", "query_window", "key", "value")}
     tensors = {
-        name: tensor for name in ("query", "query_window", "key", "value")
-        if hasattr(tensor := arguments.get(name), "is_contiguous") and tensor.dim() >= 3
+        name: tensor for name, tensor in given.items() if hasattr(tensor, "is_contiguous") and tensor.dim() >= 3
     }
     for tensor in tensors.values():
         yield "dtypes", _name(tensor.dtype)
@@ -235,8 +235,10 @@ def _of_tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _of_options(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Facts from masks, and from the other arguments, which may be in a config."""
     config = arguments.get("config")
-    given = {**(vars(config) if dataclasses.is_dataclass(config) else {}), **arguments}
-    occupied, protected = given.get("occupied"), given.get("protected")
+    given: dict[str, Any] = dict(vars(config)) if dataclasses.is_dataclass(config) else {}
+    given |= {name: value for name, value in arguments.items() if value is not None}
+    occupied: Any = given.get("occupied")
+    protected: Any = given.get("protected")
     yield "masks", hasattr(occupied, "all") and not bool(occupied.all())
     yield "protected", hasattr(protected, "any") and bool(protected.any())
     yield "scale", given.get("scale") is not None

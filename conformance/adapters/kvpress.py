@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .. import Capabilities
+
 try:
     from kvpress import KeyDiffPress, ScorerPress, SnapKVPress, StreamingLLMPress, TOVAPress
 except ImportError as error:
@@ -32,6 +34,13 @@ except ImportError as error:
         f"kvpress cannot be imported ({error}): python -m pip install 'kvtwin[kvpress]', in an environment without "
         "kvtwin's extra hf, since the two want different versions of transformers"
     ) from error
+
+
+#: Presses choose for each KV head, in their own order among equal tokens. They take neither masks nor scales.
+CAPABILITIES = Capabilities(
+    masks=False, protected=False, scale=False, per_head=(True,), ties="any", validates_arguments=False,
+    options={"anchor": ("mean_normalized",), "similarity": ("cosine",), "recent": (0,)},
+)
 
 
 def score_keydiff(

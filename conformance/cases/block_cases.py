@@ -103,6 +103,69 @@ def attend_cases(
     )
 
 
+#: How the positions of a PositionsCase lie in the slots.
+ORDERS = ("ordinary", "shuffled", "gaps")
+
+
+@dataclass(frozen=True, repr=False)
+class PositionsCase(Case):
+    """Arguments of StreamingLLM's `keep`: positions [B, Hkv, S] int64, -1 in free slots; a budget and sinks.
+
+    content: positions ascend, lie in any order, or have gaps.
+    """
+
+    kind: ClassVar[str] = "positions"
+
+    slots: int = 1
+    budget: int = 1
+    sinks: int = 0
+    occupancy: str = "full"
+
+    positions = property(lambda self: self.tensor("positions"))
+
+    def make(self) -> dict[str, Tensor | None]:
+        generator = self.generator()
+        shape = (self.batch, self.key_value_heads, self.slots)
+        positions = torch.arange(self.slots, device=generator.device).expand(shape)
+        if self.content == "gaps":
+            step = torch.randint(1, 4, shape, generator=generator, device=generator.device)
+            positions = step.cumsum(-1)
+        elif self.content == "shuffled":
+            order = torch.rand(shape, generator=generator, device=generator.device).argsort(-1)
+            positions = positions.gather(-1, order)
+        occupied = contents.occupancy(self.occupancy, generator, shape)
+        return {"positions": positions.masked_fill(~occupied, -1)}
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of `keep`."""
+        self.used()
+        return {"positions": self.positions, "budget": self.budget, "sinks": self.sinks}
+
+
+@st.composite
+def positions_cases(
+    draw: st.DrawFn, *, device: torch.device | str | None = None, content: tuple[str, ...] = ORDERS,
+    occupancy: tuple[str, ...] = contents.OCCUPANCIES, layout: tuple[str, ...] = LAYOUTS,
+    slots: tuple[int, int | None] = (1, None),
+) -> PositionsCase:
+    """Caches of one to 48 slots, whose tokens exceed the budget in most cases."""
+    sizes = draw(_common(device, TRIPLES))
+    least, most = slots
+    total = draw(_counts(sizes, most or 48, least=least))
+    budget = draw(st.integers(1, max(1, total - 1)) | st.integers(1, total + 2))
+    return PositionsCase(
+        **sizes,
+        content=draw(contents_of(content)),
+        layout=draw(st.sampled_from(supported.layouts(layout))),
+        seed=draw(st.integers(0, 2**31 - 1)),
+        slots=total,
+        budget=budget,
+        sinks=draw(st.integers(0, min(4, budget - 1))),
+        occupancy=draw(st.sampled_from(supported.occupancies(occupancy))),
+    )
+
+
 def sized(trace: StateTrace) -> StateTrace:
     """The trace with values whose norms decide: alternately constant values and single spikes (which ||v||_1 and
     ||v||_2 order differently), times powers of two that outweigh attention. The first token's value is 0."""

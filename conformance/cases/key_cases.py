@@ -6,6 +6,7 @@ of every magnitude.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -172,7 +173,7 @@ class KeyCase(Case):
 @st.composite
 def key_cases(
     draw: st.DrawFn, *, device: torch.device | str | None = None, slots: tuple[int, int] | None = None,
-    content: tuple[str, ...] = CONTENTS, anchor: tuple[str, ...] = ANCHORS, similarity: tuple[str, ...] = SIMILARITIES,
+    content: tuple[str, ...] = CONTENTS, anchor: Sequence[str] = ANCHORS, similarity: Sequence[str] = SIMILARITIES,
     occupancy: tuple[str, ...] = ("none", *contents.OCCUPANCIES), layout: tuple[str, ...] | None = None,
     protect: tuple[str, ...] = PROTECTIONS,
 ) -> KeyCase:

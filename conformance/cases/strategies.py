@@ -146,8 +146,8 @@ _SEEDS = st.integers(0, 2**31 - 1)
 @st.composite
 def decode_cases(
     draw: st.DrawFn, *, device: torch.device | str | None = None, slots: tuple[int, int] | None = None,
-    content: tuple[str, ...] = contents.CONTENTS, occupancy: tuple[str, ...] = contents.OCCUPANCIES,
-    protect: tuple[str, ...] = contents.PROTECTIONS, layout: tuple[str, ...] | None = None,
+    content: Sequence[str] = contents.CONTENTS, occupancy: Sequence[str] = contents.OCCUPANCIES,
+    protect: Sequence[str] = contents.PROTECTIONS, layout: tuple[str, ...] | None = None,
     per_head: bool | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> DecodeCase:
     """Inputs of a `decode_attention`. Arguments restrict what is drawn; `slots`: the least and the most S.
@@ -180,8 +180,8 @@ WINDOW_LAYOUTS = ("contiguous", "transposed", "sliced", "apart", "spread", "chan
 @st.composite
 def window_cases(
     draw: st.DrawFn, *, device: torch.device | str | None = None, tokens: tuple[int, int] | None = None,
-    content: tuple[str, ...] = TRACE_CONTENTS, max_window: int | None = None,
-    occupancy: tuple[str, ...] = WINDOW_MASKS, protect: tuple[str, ...] = WINDOW_PROTECTIONS,
+    content: Sequence[str] = TRACE_CONTENTS, max_window: int | None = None,
+    occupancy: Sequence[str] = WINDOW_MASKS, protect: Sequence[str] = WINDOW_PROTECTIONS,
     layout: tuple[str, ...] = WINDOW_LAYOUTS,
 ) -> WindowCase:
     """Prompts to compress. The window is at most `max_window` and at most T; budgets go from 0 to beyond T."""
@@ -222,7 +222,7 @@ TRACE_LAYOUTS = ("contiguous", "transposed", "sliced", "apart", "spread")
 def state_traces(
     draw: st.DrawFn, method: str, *, device: torch.device | str | None = None, max_budget: int | None = None,
     max_prompt: int | None = None, max_steps: int | None = None, prompt: bool | None = None,
-    content: tuple[str, ...] = TRACE_CONTENTS, padding: tuple[str, ...] = PADDINGS,
+    content: Sequence[str] = TRACE_CONTENTS, padding: Sequence[str] = PADDINGS,
     layout: tuple[str, ...] = TRACE_LAYOUTS,
 ) -> StateTrace:
     """Runs of a method's State: a config, a prompt or none, and steps, usually more than there are free slots.

@@ -102,7 +102,8 @@ def slots(least: int, most: int) -> tuple[int, int, int]:
     can = capabilities.current()
     unit = can.slots_multiple_of
     if can.max_slots is not None:
-        among([least], lambda one: one <= can.max_slots, "max_slots")
-        most = min(most, can.max_slots)
+        largest = can.max_slots
+        among([least], lambda one: one <= largest, "max_slots")
+        most = min(most, largest)
     first = -(-least // unit)
     return first, max(first, most // unit), unit

@@ -30,6 +30,8 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
         return found
     if isinstance(error, compare.WrongTie):
         return found | {"property": "ties"}
+    if isinstance(subject, Subject) and field is None and not isinstance(error, AssertionError):
+        return found | {"property": "accuracy"}  # the call itself failed, before anything was compared
     if not isinstance(error, Exception):
         return found
     found["property"] = attribution.property_of(

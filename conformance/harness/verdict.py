@@ -2,7 +2,8 @@
 
 - *right*: enough cases and decisions were judged, and none was wrong.
 - *wrong*: a case is wrong. The smallest one is shown.
-- *convention*: not judged, since the implementation declares another convention than kvtwin's.
+- *convention*: not judged, since the implementation declares that it follows another convention than kvtwin's, takes no
+  masks, or does not validate arguments.
 - *environment*: Triton's interpreter, or this machine, cannot run it.
 - *not covered*: too few cases or decisions were judged.
 
@@ -148,7 +149,7 @@ def _of_method(
     made = MethodVerdict(method, {}, outside=supported.outside())
     for result in found:
         made.answered += result.answered
-        made.refused.update(result.refused)
+        made.refused.update({what: count for what, count in result.refused.items() if "declared" not in what})
         made.missing.update(result.missing)
         if result.judges is None and (own or result.touched):
             made.others["failed" if result.failed else result.outcome] += 1
@@ -206,6 +207,8 @@ def _verdict(
         return CONVENTION, f"it declares ties = {supported.ties}"
     if name == "bad_input" and not supported.validates_arguments:
         return CONVENTION, "it declares that it does not validate arguments"
+    if name == "free_slots" and not supported.masks and not made.cases:
+        return CONVENTION, "it declares that it takes no masks"
     limits = [result.message for result in tests if result.outcome == "environment"]
     cases, decisions = least(name)
     if made.cases >= cases and made.decisive >= decisions:

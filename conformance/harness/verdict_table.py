@@ -47,7 +47,8 @@ def _causes(found: MethodVerdict, verbose: bool) -> Iterator[tuple[str, str]]:
         first = judged.findings[0]
         also = f"; may explain {', '.join(one.replace('_', ' ') for one in consequences)}" if consequences else ""
         more = f", in {len(judged.findings)} tests" if len(judged.findings) > 1 else ""
-        yield f"  {name.replace('_', ' ')}: {_cut(first['message'].splitlines()[0], verbose, MESSAGE)}{more}{also}", "red"
+        message = _cut(first["message"].splitlines()[0], verbose, MESSAGE)
+        yield f"  {name.replace('_', ' ')}: {message}{more}{also}", "red"
         for label in ("case", "replay"):
             if first.get(label):
                 yield f"    {label}: {first[label]}", ""

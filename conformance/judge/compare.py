@@ -26,7 +26,9 @@ from .mismatch import Fail as Fail
 from .mismatch import JudgeError as JudgeError
 from .mismatch import Mismatch as Mismatch
 from .mismatch import WrongTie as WrongTie
-from .mismatch import fail, fail_oracle, fail_tie
+from .mismatch import fail as fail
+from .mismatch import fail_oracle as fail_oracle
+from .mismatch import fail_tie
 
 
 @dataclass(frozen=True)

@@ -122,9 +122,10 @@ def assert_decode_right(actual: Any, case: DecodeCase, *, allowed: Arithmetic | 
     with field("score"):
         assert_dtype(score, torch.float32, what="score")
         assert_within(score, truth.score, score_bound(case, allowed), what="score")
+    verdict = undecided()
     with field("slot"):
-        return assert_slot_right(slot, case, truth=truth.slot, allowed=allowed)
-    return undecided()
+        verdict = assert_slot_right(slot, case, truth=truth.slot, allowed=allowed)
+    return verdict
 
 
 def assert_slot_right(

@@ -6,8 +6,14 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
-from .. import block_model
+from ...cases.block_cases import LAYOUTS, ORDERS, PositionsCase, positions_cases
+from ...cases.contents import OCCUPANCIES
+from .. import block_model, stats
+from ..compare import assert_dtype, assert_same
+from ..fields import field
+from ..subjects import Subject, aspects
 from . import blocks
 
 SMALL = {**blocks.SMALL, "sinks": 1}
@@ -39,6 +45,31 @@ def arguments(device: torch.device) -> dict[str, Any]:
     # A budget that the default sinks allow.
     positions = torch.tensor([[0, 5, 2, 6, 1, 3], [7, 2, -1, -1, 9, 4]], device=device)
     return {"positions": positions, "budget": 5, "sinks": 1}
+
+
+def assert_keep_right(actual: Tensor, case: PositionsCase) -> None:
+    """actual: `keep(**case.inputs)`. Every token is a decision: the positions settle it."""
+    with field("kept"):
+        assert_dtype(actual, torch.bool, what="kept")
+        expected = [[_stays(row, case.budget, case.sinks) for row in rows] for rows in case.positions.tolist()]
+        assert_same(actual, torch.tensor(expected, device=actual.device), what="kept")
+        tokens = int((case.positions >= 0).sum())
+        stats.decisions(tokens, tokens)
+
+
+def _stays(row: list[int], budget: int, sinks: int) -> list[bool]:
+    """Whether each slot's token is among the first `sinks` or the newest budget - sinks."""
+    ordered = sorted(position for position in row if position >= 0)
+    kept = {*ordered[:sinks], *ordered[max(sinks, len(ordered) - (budget - sinks)):]}
+    return [position in kept for position in row]
+
+
+SUBJECTS = (
+    Subject(
+        "keep", positions_cases, assert_keep_right, choices=("kept",),
+        aspects=aspects(ordinary=ORDERS, masked=OCCUPANCIES[1:], layout=LAYOUTS),
+    ),
+)
 
 
 class Model(block_model.Head):

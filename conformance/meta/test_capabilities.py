@@ -1,0 +1,153 @@
+"""`Capabilities`: what a declaration may say, which calls are outside of it, and that strategies draw inside of it."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+
+from kvtwin.conformance import Capabilities, capabilities
+from kvtwin.conformance.cases.block_cases import attend_cases
+from kvtwin.conformance.cases.key_cases import key_cases
+from kvtwin.conformance.cases.strategies import decode_cases, state_traces, window_cases
+from kvtwin.conformance.judge import stats, subjects
+from kvtwin.conformance.judge.subjects import StateSubject
+
+
+@pytest.mark.parametrize(("declared", "error", "says"), [
+    ({"dtypes": ("int8",)}, ValueError, "dtypes must be 'float32' or 'float16' or 'bfloat16', got 'int8'"),
+    ({"dtypes": "float16"}, TypeError, "dtypes must be a tuple"),
+    ({"head_dims": ()}, TypeError, "head_dims must be a tuple with at least one value"),
+    ({"head_dims": (64, 0)}, ValueError, "head_dims must be at least 1, got 0"),
+    ({"groups": (2.0,)}, TypeError, "groups must hold ints, got 2.0"),
+    ({"max_batch": True}, TypeError, "max_batch must hold ints, got True"),
+    ({"masks": 1}, TypeError, "masks must be a bool, got 1"),
+    ({"per_head": (None,)}, ValueError, "per_head must be False or True, got None"),
+    ({"devices": ("tpu",)}, ValueError, "devices must be 'cpu' or 'cuda', got 'tpu'"),
+    ({"ties": "first"}, ValueError, "ties must be 'lowest' or 'any', got 'first'"),
+    ({"options": {"kernel_size": 5}}, TypeError, "options must map names to tuples"),
+    ({"max_slots": 8, "slots_multiple_of": 16}, ValueError, "max_slots must be at least slots_multiple_of = 16"),
+])
+def test_a_declaration_that_makes_no_sense_is_refused(declared, error, says):
+    with pytest.raises(error, match=says):
+        Capabilities(**declared)
+
+
+def test_dtypes_may_be_torch_s():
+    assert Capabilities(dtypes=(torch.float16, "bfloat16")).dtypes == ("float16", "bfloat16")
+
+
+def test_the_declaration_of_the_method_comes_first():
+    own, common = Capabilities(max_batch=1), Capabilities(max_batch=2)
+    package = types.SimpleNamespace(CAPABILITIES=common)
+    assert capabilities.find(types.SimpleNamespace(CAPABILITIES=own), package) is own
+    assert capabilities.find(types.SimpleNamespace(), package) is common
+    assert capabilities.find(types.SimpleNamespace()) == Capabilities()
+    with pytest.raises(TypeError, match=r"must be a kvtwin\.conformance\.Capabilities, got dict"):
+        capabilities.find(types.SimpleNamespace(CAPABILITIES={}))
+
+
+def call(**changes):
+    """The arguments of a decode step that every implementation takes, with changes."""
+    query, key = torch.zeros(2, 6, 64), torch.zeros(2, 2, 32, 64)
+    return {
+        "query": query, "key": key, "value": key, "occupied": torch.ones(2, 32, dtype=torch.bool), "protected": None,
+        "scale": None, "per_head": False, **changes,
+    }
+
+
+@dataclass(frozen=True)
+class Config:
+    budget: int = 4
+    per_head: bool = True
+
+
+@pytest.mark.parametrize(("declared", "changes", "refused"), [
+    ({"dtypes": ("float16",)}, {}, "dtypes"),
+    ({"head_dims": (128,)}, {}, "head_dims"),
+    ({"groups": (1, 2)}, {}, "groups"),
+    ({"kv_heads": (8,)}, {}, "kv_heads"),
+    ({"max_batch": 1}, {}, "max_batch"),
+    ({"max_slots": 31}, {}, "max_slots"),
+    ({"slots_multiple_of": 64}, {}, "slots_multiple_of"),
+    ({"masks": False}, {"occupied": torch.zeros(2, 32, dtype=torch.bool)}, "masks"),
+    ({"protected": False}, {"protected": torch.ones(2, 32, dtype=torch.bool)}, "protected"),
+    ({"scale": False}, {"scale": 0.5}, "scale"),
+    ({"per_head": (True,)}, {}, "per_head"),
+    ({"per_head": (False,)}, {"per_head": True}, "per_head"),
+    ({"per_head": (True,)}, {"per_head": None, "shared_heads": True}, "per_head"),
+    ({"per_head": (False,)}, {"config": Config(), "per_head": None}, "per_head"),
+    ({"contiguous_only": True}, {"key": torch.zeros(2, 32, 2, 64).transpose(1, 2)}, "contiguous_only"),
+    ({"devices": ("cuda",)}, {}, "devices"),
+    ({"options": {"kernel_size": (5,)}}, {"kernel_size": 3}, "kernel_size"),
+    ({"options": {"budget": (8,)}}, {"config": Config()}, "budget"),
+], ids=lambda value: ",".join(value) if isinstance(value, dict) else None)  # fmt: skip
+def test_a_call_outside_of_a_capability_is_refused(declared, changes, refused):
+    assert capabilities.refusal(Capabilities(), call(**changes)) is None
+    assert capabilities.refusal(Capabilities(**declared), call(**changes)) == refused
+
+
+def test_what_a_constructor_gets_is_seen_too():
+    sizes = {
+        "batch": 4, "query_heads": 8, "key_value_heads": 2, "head_dim": 64, "dtype": torch.float16, "device": "cpu",
+    }
+    for declared, refused in (
+        ({"max_batch": 2}, "max_batch"), ({"groups": (1,)}, "groups"), ({"head_dims": (32,)}, "head_dims"),
+        ({"kv_heads": (1,)}, "kv_heads"), ({"dtypes": ("bfloat16",)}, "dtypes"), ({"devices": ("cuda",)}, "devices"),
+    ):
+        assert capabilities.refusal(Capabilities(**declared), sizes) == refused
+    assert capabilities.refusal(Capabilities(), sizes) is None
+
+
+NARROW = Capabilities(
+    dtypes=("float16",), head_dims=(64, 96), groups=(4,), max_batch=1, masks=False, protected=False, scale=False,
+    per_head=(False,), contiguous_only=True, slots_multiple_of=8, options={"kernel_size": (3,), "anchor": ("mean",)},
+)
+STRATEGIES = {
+    "decode": decode_cases, "window": window_cases, "keys": key_cases, "attend": lambda: attend_cases("h2o"),
+    "state": lambda: state_traces("longflow"),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@given(data=st.data())
+@settings(suppress_health_check=list(HealthCheck))
+def test_strategies_draw_inside(strategy, data):
+    with capabilities.use(NARROW):
+        case = data.draw(strategy())
+    assert case.dtype == torch.float16 and case.head_dim in (64, 96) and case.batch == 1
+    assert case.layout == "contiguous" and case.scale is None
+    assert getattr(case, "occupancy", "full") in ("full", "none") and getattr(case, "padding", "none") == "none"
+    assert getattr(case, "protect", "none") == "none" and not getattr(case, "per_head", False)
+    assert getattr(case, "slots", 8) % 8 == 0 and getattr(case, "tokens", 8) % 8 == 0
+    assert getattr(case, "kernel_size", 3) == 3 and getattr(case, "anchor", "mean") == "mean"
+    if hasattr(case, "query"):
+        assert case.group == 4
+
+
+def test_a_property_outside_of_the_capabilities_has_no_case():
+    """The strategy rejects the example, and says why."""
+    (subject,) = (one for one in subjects.every() if str(one) == "longflow.decode_attention")
+
+    @given(case=subject.draw("free_slots"))
+    @settings(suppress_health_check=list(HealthCheck), database=None)
+    def draws(case):
+        raise AssertionError("there is no such case")
+
+    with capabilities.use(NARROW), stats.collect() as counted, pytest.raises(Unsatisfiable):
+        draws()
+    assert set(counted.refused) == {"not declared: masks"}
+
+
+def test_every_state_is_a_subject_and_every_function_has_its_properties():
+    for subject in subjects.every():
+        needed = {"accuracy", "decisions", "repeatability", "independence", "layouts", "free_slots"}
+        if subject.name == "select_representatives":  # of one segment without a mask
+            needed -= {"free_slots"}
+        assert needed <= subject.aspects.keys(), subject
+        assert isinstance(subject, StateSubject) == subject.name.endswith("State")
