@@ -156,8 +156,6 @@ class Suite:
         options.apply_entries(config, items)
         for item in items:
             item.stash[FACTS] = results.classify(item)
-            if item.stash[FACTS]["judges"] is not None:  # for JUnit
-                item.user_properties.append((JUNIT_PROPERTY, item.stash[FACTS]["judges"]))
         methods = options.methods(config)
         if methods is not None:
             _keep(config, items, lambda item: item.stash[FACTS]["method"] in methods)
@@ -172,6 +170,8 @@ class Suite:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         supported = self.supported.get(item.stash[FACTS]["method"], capabilities.DEFAULT)
+        if item.stash[FACTS]["judges"] is not None:
+            item.user_properties.append((JUNIT_PROPERTY, item.stash[FACTS]["judges"]))
         with stats.collect() as item.stash[STATS], capabilities.use(supported):
             try:
                 return (yield)

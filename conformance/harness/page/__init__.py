@@ -15,22 +15,23 @@ from typing import Any
 from ... import discovery
 from ...judge.properties import PROPERTIES
 from ..results import FAILED
-from ..verdict import RIGHT, WRONG
-from . import details
+from ..verdict import NOT_COVERED, RIGHT, WRONG
+from . import details, plots
 from .markup import badge, bullets, code, counted, fold, listing, name, of_bound, pre, table, text
-from .plots import plots
 
 Values = Mapping[str, Any]
 
 #: With more methods than these, the tables of right methods are folded.
 MOST_TABLES = 2
+#: The verdicts on a method, the worst first.
+SEVERITY = (WRONG, NOT_COVERED, RIGHT)
 
 
 def page(report: Values) -> str:
     """The HTML page."""
     title = f"kvtwin: {report['implementation']} against float64"
     parts = [*_head(report, title), *_verdicts(report), *_causes(report), *_coverage(report)]
-    drawn = plots(report)
+    drawn = plots.figures(report)
     parts += ["<h2>Plots</h2>", *drawn] if drawn else []
     parts += ["<h2>Details</h2>", *details.kinds(report["methods"]), *details.claims(report["claims"])]
     parts += details.stored_results() if _is_own(report) else []
@@ -66,8 +67,9 @@ def _headline(report: Values) -> str:
     if len(found) == 1:
         ((method, one),) = found.items()
         return f"{text(method)}: {_overall(one)}"
-    counts = Counter(_overall(one) for one in found.values())
-    return f"{len(found)} methods: " + ", ".join(f"{count} {shown}" for shown, count in counts.most_common())
+    ordered = sorted(found.values(), key=lambda one: (SEVERITY.index(one["verdict"]), one["expected"]))
+    counts = Counter(map(_overall, ordered))
+    return f"{len(found)} methods: " + ", ".join(f"{count} {shown}" for shown, count in counts.items())
 
 
 def _overall(one: Values) -> str:
@@ -101,7 +103,7 @@ def _overview(report: Values) -> str:
         for method, properties in report["verdicts"].items()
     )
     heads = ("method", "all", *(judged.replace("_", " ") for judged in PROPERTIES))
-    return table(heads, rows, label="Verdicts by method and property")
+    return table(heads, rows, label="Verdicts by method and property", matrix=True)
 
 
 def _properties(method: str, properties: Mapping[str, Values]) -> str:

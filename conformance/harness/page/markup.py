@@ -65,11 +65,12 @@ def fold(summary: str, *inside: str, shown: bool = False) -> str:
 
 def table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, numbers: Sequence[str] = (),
-    long: Sequence[str] = (),
+    long: Sequence[str] = (), matrix: bool = False,
 ) -> str:
     """A table in a box that scrolls if it is too wide. Cells are HTML; the first of each row is its head.
 
     label: what it shows, for screen readers. numbers: the columns of numbers. long: the columns of long texts.
+    matrix: cells are verdicts.
     """
     kinds = [
         ' class="number"' if head in numbers else ' class="long"' if head in long else "" for head in heads
@@ -80,8 +81,9 @@ def table(
         + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(row[1:], kinds[1:], strict=True)) + "</tr>"
         for row in rows
     )
+    style = ' class="matrix"' if matrix else ""
     return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{text(label)}"><table>\n'
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{text(label)}"><table{style}>\n'
         f"<thead><tr>{top}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...judge.properties import PROPERTIES
+from ..verdict import WRONG
 from .markup import fold, name, of_bound, text
 
 WIDTH, LEFT, RIGHT, ROW, TOP = 500, 176, 492, 22, 26
@@ -24,7 +25,7 @@ SHAPE_NAMES = {"float32": "circle", "float16": "square", "bfloat16": "triangle"}
 Errors = dict[tuple[str, str], dict[str, float]]
 
 
-def plots(report: Mapping[str, Any]) -> list[str]:
+def figures(report: Mapping[str, Any]) -> list[str]:
     """The plots of every method; a method without numbers has none."""
     found = {}
     for method, properties in report["verdicts"].items():
@@ -34,7 +35,10 @@ def plots(report: Mapping[str, Any]) -> list[str]:
             found[method] = f'<div class="plots">{"".join(drawn)}</div>'
     if len(found) < 2:
         return list(found.values())
-    return [fold(text(method), drawn) for method, drawn in found.items()]
+    return [
+        fold(text(method), drawn, shown=report["overall"][method]["verdict"] == WRONG)
+        for method, drawn in found.items()
+    ]
 
 
 def errors(tests: Iterable[Mapping[str, Any]], method: str) -> Errors:
@@ -73,7 +77,7 @@ def errors_plot(method: str, found: Errors) -> str:
     one, end = across(0), TOP + ROW * len(found)
     parts = [
         f'<rect class="beyond" x="{one:.1f}" y="{TOP}" width="{RIGHT - one:.1f}" height="{end - TOP}"/>',
-        f'<text class="bad" x="{one + 4:.1f}" y="{TOP - 8}">wrong: beyond the bound</text>',
+        f'<text class="bad" x="{RIGHT}" y="{TOP - 8}" text-anchor="end">wrong: beyond the bound</text>',
     ]
     step = 2 if decades - lowest <= 16 else 4
     for power in range(-(-lowest // step) * step, decades + 1, step):
