@@ -27,8 +27,9 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
         "error": type(error).__name__, "message": _first_lines(error),
         "case": None if case is None else repr(case), "replay": failures.last_command(),
     }
-    if getattr(error, "of_bound", None) is not None and hasattr(case, "dtype"):
-        found |= {"of_bound": error.of_bound, "dtype": str(case.dtype).removeprefix("torch.")}
+    of_bound, dtype = getattr(error, "of_bound", None), getattr(case, "dtype", None)
+    if of_bound is not None and dtype is not None:
+        found |= {"of_bound": of_bound, "dtype": str(dtype).removeprefix("torch.")}
     if judged is None or case is None or not isinstance(subject, Subject) or field is None:
         return found
     if isinstance(error, compare.WrongTie):

@@ -76,15 +76,17 @@ def browser() -> Iterator[Browser]:
 def opened(browser: Browser) -> Iterator[Callable[..., Page]]:
     """Open a page; at the end of the test there must be no error, no message on the console and no further request."""
     trouble: list[str] = []
+    requests: list[str] = []
     contexts = []
+    asked: list[str] = []
 
     def open_page(path: Path, width: int = 1280, scheme: str = "light") -> Page:
         contexts.append(browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme))
         page = contexts[-1].new_page()
         page.on("pageerror", lambda error: trouble.append(f"error: {error}"))
         page.on("console", lambda message: trouble.append(f"console: {message.text}"))
-        page.on("dialog", lambda dialog: (trouble.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("request", lambda request: request.url == path.as_uri() or trouble.append(f"request: {request.url}"))
+        page.on("request", lambda request: requests.append(request.url))
+        asked.append(path.as_uri())
         page.goto(path.as_uri(), wait_until="load")
         return page
 
@@ -92,6 +94,7 @@ def opened(browser: Browser) -> Iterator[Callable[..., Page]]:
     for context in contexts:
         context.close()
     assert trouble == []
+    assert requests == asked
 
 
 REPORTS = {
