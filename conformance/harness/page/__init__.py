@@ -165,7 +165,7 @@ def _cause(method: str, cause: Values, properties: Mapping[str, Values]) -> str:
         ("smallest case", code(one["case"]) if one["case"] else ""),
         ("found", pre(one["message"]) if one["message"] else ""),
         ("replay", pre(one["replay"]) if one["replay"] else ""),
-        ("test", code(one["test"]) + (f" and {counted(one['findings'] - 1, 'other')}" if one["findings"] > 1 else "")),
+        ("test", code(one["test"]) + (f" and {counted(one['findings'] - 1, 'other test')}" if one["findings"] > 1 else "")),
         ("may explain", also),
     ))
     more = ", as expected" if one["expected"] else ""

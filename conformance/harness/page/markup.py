@@ -41,7 +41,9 @@ def of_bound(fraction: float | None) -> str:
     """An error as a fraction of its bound; None: it is infinite, or not a number."""
     if fraction is None:
         return "unbounded"
-    return f"{fraction:.3g} times" if fraction > 1 else f"{100 * fraction:.3g} %"
+    if fraction <= 1:
+        return f"{100 * fraction:.3g} %"
+    return f"{fraction:,.0f} times" if 100 < fraction < 1e7 else f"{fraction:.3g} times"
 
 
 def code(value: Any) -> str:
