@@ -20,12 +20,16 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
     error = _unwrapped(error)
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     subject, field = parameters.get("subject"), parameters.get("field")
+    field = field if isinstance(field, str) else None
     case = cases.latest()
     found: dict[str, Any] = {
         "property": judged, "subject": None if subject is None else str(subject), "field": field,
         "error": type(error).__name__, "message": _first_lines(error),
         "case": None if case is None else repr(case), "replay": failures.last_command(),
     }
+    of_bound, dtype = getattr(error, "of_bound", None), getattr(case, "dtype", None)
+    if of_bound is not None and dtype is not None:
+        found |= {"of_bound": of_bound, "dtype": str(dtype).removeprefix("torch.")}
     if judged is None or case is None or not isinstance(subject, Subject) or field is None:
         return found
     if isinstance(error, compare.WrongTie):

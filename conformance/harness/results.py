@@ -30,8 +30,9 @@ ATTRIBUTE = "kvtwin"  # the attribute of a test report with our data; pytest-xdi
 class Result:
     """One test. ``method`` and ``kind`` are None for tests of the suite itself.
 
-    judges: the property that it judges (judge/properties.py), None if none. finding: of a failed test, the property
-    that is wrong, the subject, the field, the case and the command that replays it.
+    judges: the property that it judges (judge/properties.py), None if none. judged_field: the only field of the results
+    that it judges, None if it judges more. finding: of a failed test, the property that is wrong, the subject, the
+    field, the case and the command that replays it.
     """
 
     nodeid: str
@@ -49,6 +50,7 @@ class Result:
     refused: dict[str, int] = field(default_factory=dict)
     missing: dict[str, int] = field(default_factory=dict)
     judges: str | None = None
+    judged_field: str | None = None
     cases: int = 0
     worst: dict[str, float] = field(default_factory=dict)
     finding: dict[str, Any] = field(default_factory=dict)
@@ -122,7 +124,7 @@ def classify(item: pytest.Item) -> dict[str, Any]:
         raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.property({judged!r}): there are {', '.join(PROPERTIES)}")
     return {
         "method": method, "kind": kind if method else None, "claims": list(claims),
-        "judges": judged if method else None,
+        "judges": judged if method else None, "judged_field": _field_of(item) if judged and method else None,
     }
 
 
@@ -141,6 +143,11 @@ def _method_of(item: pytest.Item) -> str | None:
     stem = item.path.stem
     fitting = [name for name in names if stem == f"test_{name}" or stem.startswith(f"test_{name}_")]
     return max(fitting, key=len, default=None)
+
+
+def _field_of(item: pytest.Item) -> str | None:
+    found = getattr(getattr(item, "callspec", None), "params", {}).get("field")
+    return found if isinstance(found, str) else None
 
 
 def _kind_of_file(item: pytest.Item) -> str:

@@ -42,6 +42,8 @@ VACUOUS = (
 UNDECIDED = "too few decisions: {decisive} of {total} were decisive in the cases that it supports"
 #: The exit statuses of pytest that a verdict on somebody else's implementation replaces.
 JUDGED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+#: The name of the JUnit property that holds the property that a test judges.
+JUNIT_PROPERTY = "kvtwin_property"
 STATS = pytest.StashKey[stats.Stats]()
 FACTS = pytest.StashKey[dict[str, Any]]()
 
@@ -168,6 +170,8 @@ class Suite:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         supported = self.supported.get(item.stash[FACTS]["method"], capabilities.DEFAULT)
+        if item.stash[FACTS]["judges"] is not None:
+            item.user_properties.append((JUNIT_PROPERTY, item.stash[FACTS]["judges"]))
         with stats.collect() as item.stash[STATS], capabilities.use(supported):
             try:
                 return (yield)
@@ -248,7 +252,10 @@ class Suite:
             session.exitstatus = exitstatus = verdict.exit_status(self.verdicts)
         path = options.report_path(self.config)
         if path is not None:
-            found = build_report(self.config, self.backend, self.implementation, self.collector.results, exitstatus)
+            found = build_report(
+                self.collector.results, self.verdicts, backend=self.backend, implementation=self.implementation,
+                arguments=self.config.invocation_params.args, exit_status=exitstatus,
+            )
             self.written = write_report(found, path)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -86,7 +86,8 @@ def assert_within(actual: Tensor, truth: Tensor, bound: Tensor, *, what: str = "
         fail(
             f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are beyond their bound; the worst, at {at}: "
             f"expected {truth[at].item()!r}, got {actual[at].item()!r}"
-            f"{_excess(error[at].item(), bound[at].item())}"
+            f"{_excess(error[at].item(), bound[at].item())}",
+            of_bound=float(badness[at]),
         )
     used = float(fraction.max())
     stats.utilisation(used)

@@ -14,10 +14,12 @@ Fail = Callable[[str], NoReturn]
 class Mismatch(AssertionError):
     """The implementation under test is wrong. The message says where, by how much, and how to replay it.
 
-    field: the name of the wrong field of a result (`fields.field`), None if the error is not about one.
+    field: the name of the wrong field of a result (`fields.field`), None if the error is not about one. of_bound: the
+    largest error as a fraction of its bound, None if the error is not about a number.
     """
 
     field: str | None = None
+    of_bound: float | None = None
 
 
 class WrongTie(Mismatch):
@@ -28,10 +30,12 @@ class JudgeError(Exception):
     """The judge contradicts itself: the truth is wrong by its own bounds, or a bound is not a number."""
 
 
-def fail(message: str, kind: type[Mismatch] = Mismatch) -> NoReturn:
+def fail(message: str, kind: type[Mismatch] = Mismatch, *, of_bound: float | None = None) -> NoReturn:
     """Raise a Mismatch; save the case that the test used last, and add the command that replays it."""
     command = failures.save_latest()
-    raise kind(message if command is None else f"{message}\n  replay: {command}")
+    error = kind(message if command is None else f"{message}\n  replay: {command}")
+    error.of_bound = of_bound
+    raise error
 
 
 def fail_tie(message: str, raises: Fail) -> NoReturn:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import html.parser
 import json
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 from hypothesis import settings
 
-from kvtwin.conformance.harness import report as reports
 from kvtwin.conformance.harness import results, summary
+from kvtwin.conformance.meta.test_report import Page, check
 
 pytest_plugins = ["pytester"]
 
@@ -102,16 +102,19 @@ def test_json_report(run, pytester):
     assert not pytester.path.joinpath("out.html").exists()
     assert set(report) == {
         "schema_version", "created", "arguments", "exit_status", "environment", "implementation", "totals",
-        "methods", "claims", "tests",
+        "methods", "claims", "tests", "overall", "verdicts", "coverage",
     }  # fmt: skip
-    assert report["schema_version"] == 1  # a change of this number breaks readers: say so in docs/reference/report.md
+    check(report)
+    assert report["schema_version"] == 2  # a change of this number breaks readers: say so in docs/reference/report.md
     assert report["exit_status"] == 1
     assert report["implementation"] == "kvtwin.optimized"
     assert set(report["environment"]) == {"device", "backend", "interpreter", "platform", "versions"}
     assert set(report["environment"]["versions"]) >= {"kvtwin", "python", "torch", "triton", "hypothesis"}
     assert report["totals"] == {
-        "passed": 3, "failed": 1, "error": 1, "not_provided": 1, "skipped": 1, "xfailed": 1,
+        "passed": 3, "failed": 1, "error": 1, "not_provided": 1, "environment": 0, "skipped": 1, "xfailed": 1,
     }  # fmt: skip
+    assert set(report["verdicts"]) == {"longflow", "snapkv"}
+    assert report["overall"]["longflow"]["verdict"] == "wrong"
     assert set(report["methods"]) == {"longflow", "snapkv"}
     assert set(report["methods"]["longflow"]) == {*results.KINDS, "all"}
     assert report["methods"]["longflow"]["all"]["decisive_share"] == 39 / 40
@@ -126,7 +129,8 @@ def test_json_report_of_each_test(run, pytester):
     assert passed.pop("nodeid").endswith(".py::test_passes")
     assert passed == {
         "method": "longflow", "kind": "equivalence", "claims": [], "outcome": "passed", "decisions": 40, "decisive": 39,
-        "utilisation": 0.0625, "adjudicated": 2, "touched": False, "answered": 0, "refused": {}, "message": "",
+        "utilisation": 0.0625, "adjudicated": 2, "touched": False, "answered": 0, "refused": {}, "missing": {},
+        "judges": None, "judged_field": None, "cases": 0, "worst": {}, "finding": {}, "message": "",
     }  # fmt: skip
     outcomes = {name: test["outcome"] for name, test in by_name.items()}
     assert outcomes == {
@@ -153,38 +157,44 @@ def test_results_come_from_other_processes(pytester):
     assert report["tests"][0]["decisions"] == 40
 
 
-class Page(html.parser.HTMLParser):
-    """Collects the text of a page and the resources that it would load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        assert not {"src", "href"} & {name for name, _ in attributes}, "the page must be self-contained"
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def test_html_report_has_json_beside_it(run, pytester):
     run(EVERY_OUTCOME, "--kv-report", "out.html").stdout.fnmatch_lines(["kvtwin report: *out.html, *out.json"])
-    assert json.loads(pytester.path.joinpath("out.json").read_text())["schema_version"] == reports.SCHEMA_VERSION
-    page = Page()
-    page.feed(pytester.path.joinpath("out.html").read_text())
-    assert page.open == []
-    assert "script" not in page.tags
-    assert "b" not in page.tags, "messages must be escaped"
+    check(json.loads(pytester.path.joinpath("out.json").read_text()))
+    page = Page(pytester.path.joinpath("out.html").read_text())
+    assert "b" not in {tag for tag, _ in page.tags}, "messages must be escaped"
     for text in ("3 passed", "test_fails", "a & b", "97.5 %", "not provided", "kvtwin.optimized"):
         assert text in page.text
+
+
+JUDGED = """
+import pytest
+
+@pytest.mark.method("longflow")
+@pytest.mark.property("ties")
+def test_ties(twins): pass
+
+@pytest.mark.method("longflow")
+@pytest.mark.kind("golden")
+def test_traces(twins): assert False
+
+@pytest.mark.method("longflow")
+def test_nothing(twins): pass
+"""
+
+
+@pytest.mark.parametrize("arguments", [(), ("-n1", "-p", "no:benchmark")], ids=["here", "xdist"])
+def test_junit_has_the_property_of_each_test(pytester, arguments):
+    if arguments:
+        pytest.importorskip("xdist", reason="needs pytest-xdist")
+    pytester.makepyfile(JUDGED)
+    pytester.runpytest_subprocess("-p", "no:cacheprovider", "--kv-device=cpu", "--junitxml=out.xml", *arguments)
+    found = {
+        test.get("name"): [(one.get("name"), one.get("value")) for one in test.iter("property")]
+        for test in ElementTree.parse(pytester.path / "out.xml").iter("testcase")
+    }
+    assert found == {
+        "test_ties": [("kvtwin_property", "ties")], "test_traces": [("kvtwin_property", "traces")], "test_nothing": [],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "complaint"), [
@@ -230,7 +240,23 @@ def test_method_and_kind(pytester, file, text, expected, kind):
         "method": expected,
         "kind": kind,
         "claims": ["LF-3"] if "claim('LF-3')" in text else [],
+        "judges": {"bad_input": "bad_input", "golden": "traces"}.get(kind),
+        "judged_field": None,
     }
+
+
+def test_the_property_and_the_field_of_a_test_come_from_its_marker_and_parameter(pytester):
+    path = pytester.makepyfile(test_longflow="""
+import pytest
+@pytest.mark.property("accuracy")
+@pytest.mark.parametrize("field", ["output"])
+def test_it(field): pass
+""")
+    profile = ("--hypothesis-profile", settings.get_current_profile_name())
+    config = pytester.parseconfigure(path, "--kv-device", "auto", *profile)
+    (item,) = pytester.genitems([pytester.getnode(config, path)])
+    found = results.classify(item)
+    assert (found["judges"], found["judged_field"]) == ("accuracy", "output")
 
 
 def test_an_unknown_kind_is_a_usage_error(run):

@@ -1,0 +1,145 @@
+"""The plots of a verdict, as SVG: errors over their bounds, and decisive shares. Each says in words what it shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ...judge.properties import PROPERTIES
+from ..verdict import WRONG
+from .markup import fold, name, of_bound, text
+
+WIDTH, LEFT, RIGHT, ROW, TOP = 500, 176, 492, 22, 26
+LEAST = 1e-6  # smaller errors are drawn here
+MOST = 1e12  # larger errors, and those without a bound, are drawn here
+#: The shape of each dtype: a path around (0, 0).
+SHAPES = {
+    "float32": "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z", "float16": "M-4.5 -4.5h9v9h-9z",
+    "bfloat16": "M0 -5.5L5.5 4.5h-11z",
+}
+OTHER = "M0 -6L6 0L0 6L-6 0z"
+SHAPE_NAMES = {"float32": "circle", "float16": "square", "bfloat16": "triangle"}
+
+#: (property, field) -> dtype -> the largest error as a fraction of its bound.
+Errors = dict[tuple[str, str], dict[str, float]]
+
+
+def figures(report: Mapping[str, Any]) -> list[str]:
+    """The plots of every method; a method without numbers has none."""
+    found = {}
+    for method, properties in report["verdicts"].items():
+        drawn = [plot for plot in (errors_plot(method, errors(report["tests"], method)),
+                                   decisive_plot(method, properties)) if plot]
+        if drawn:
+            found[method] = f'<div class="plots">{"".join(drawn)}</div>'
+    if len(found) < 2:
+        return list(found.values())
+    return [
+        fold(text(method), drawn, shown=report["overall"][method]["verdict"] == WRONG)
+        for method, drawn in found.items()
+    ]
+
+
+def errors(tests: Iterable[Mapping[str, Any]], method: str) -> Errors:
+    """The largest errors of a method; an unbounded one is infinite. A failed test counts with the error it found."""
+    found: Errors = {}
+
+    def add(judged: str, field: str | None, dtype: str, used: float | None) -> None:
+        row = found.setdefault((judged, field or ""), {})
+        row[dtype] = max(math.inf if used is None else used, row.get(dtype, 0.0))
+
+    for test in tests:
+        if test["method"] != method or test["judges"] is None:
+            continue
+        finding = test["finding"]
+        if finding.get("property", test["judges"]) == test["judges"]:
+            for dtype, used in test["worst"].items():
+                add(test["judges"], test["judged_field"], dtype, used)
+        if "of_bound" in finding:
+            add(finding["property"] or test["judges"], finding["field"], finding["dtype"], finding["of_bound"])
+    order = list(PROPERTIES)
+    return dict(sorted(found.items(), key=lambda pair: (order.index(pair[0][0]), pair[0][1])))
+
+
+def errors_plot(method: str, found: Errors) -> str:
+    """Rows: property and field; marks: dtypes; the horizontal axis is logarithmic, with the bound at 1."""
+    if not found:
+        return ""
+    largest = max(_drawn(used) for row in found.values() for used in row.values())
+    decades = max(2, min(math.ceil(math.log10(largest)), 12))
+    lowest = round(math.log10(LEAST))
+
+    def across(power: float) -> float:
+        return LEFT + 8 + (power - lowest) / (decades - lowest) * (RIGHT - LEFT - 16)
+
+    height = TOP + ROW * len(found) + 26
+    one, end = across(0), TOP + ROW * len(found)
+    parts = [
+        f'<rect class="beyond" x="{one:.1f}" y="{TOP}" width="{RIGHT - one:.1f}" height="{end - TOP}"/>',
+        f'<text class="bad" x="{RIGHT}" y="{TOP - 8}" text-anchor="end">wrong: beyond the bound</text>',
+    ]
+    step = 2 if decades - lowest <= 16 else 4
+    for power in range(-(-lowest // step) * step, decades + 1, step):
+        style, label = ("grid", f"{10.0**power:.0e}".replace("e-0", "e-").replace("e+0", "e"))
+        if power == 0:
+            style, label = "bound", "bound"
+        parts.append(f'<path class="{style}" d="M{across(power):.1f} {TOP}V{end}"/>')
+        parts.append(f'<text class="soft" x="{across(power):.1f}" y="{end + 16}" text-anchor="middle">{label}</text>')
+    said = []
+    for number, ((judged, field), row) in enumerate(found.items()):
+        middle = TOP + ROW * number + ROW / 2
+        label = f"{judged.replace('_', ' ')} {field}".strip()
+        parts.append(f'<text x="{LEFT}" y="{middle + 4:.1f}" text-anchor="end">{text(_short(label))}</text>')
+        for dtype, used in row.items():
+            bad = " bad" if used > 1 else ""
+            value = of_bound(None if math.isinf(used) else used)
+            at = f"translate({across(math.log10(_drawn(used))):.1f} {middle:.1f})"
+            parts.append(
+                f'<path class="mark{bad}" transform="{at}" d="{SHAPES.get(dtype, OTHER)}">'
+                f"<title>{text(f'{label}, {dtype}: {value}')}</title></path>"
+            )
+        said.append(f"{label}: " + ", ".join(
+            f"{dtype} {of_bound(None if math.isinf(used) else used)}" for dtype, used in row.items()
+        ))
+    dtypes = dict.fromkeys(dtype for row in found.values() for dtype in row)
+    shapes = ", ".join(f"{SHAPE_NAMES.get(dtype, 'diamond')} {dtype}" for dtype in dtypes)
+    caption = f"The largest error as a fraction of its bound, by property and field ({shapes})."
+    return _figure(f"{method}: largest errors over their bounds", said, height, parts, caption)
+
+
+def decisive_plot(method: str, properties: Mapping[str, Mapping[str, Any]]) -> str:
+    """A bar per property: the share of decisions that only one answer fits."""
+    rows = {judged: one for judged, one in properties.items() if one["decisions"]}
+    if not rows:
+        return ""
+    parts, said, full = [], [], 200
+    for number, (judged, one) in enumerate(rows.items()):
+        top = 6 + ROW * number
+        share = one["decisive"] / one["decisions"]
+        label = f"{one['decisive']:,} of {one['decisions']:,}"
+        parts += [
+            f'<text x="{LEFT}" y="{top + 15}" text-anchor="end">{name(judged)}</text>',
+            f'<rect class="rest" x="{LEFT + 8}" y="{top + 4}" width="{full}" height="{ROW - 8}"/>',
+            f'<rect class="mark" x="{LEFT + 8}" y="{top + 4}" width="{full * share:.1f}" height="{ROW - 8}"/>',
+            f'<text class="soft" x="{LEFT + full + 14}" y="{top + 15}">{label}</text>',
+        ]
+        said.append(f"{judged.replace('_', ' ')}: {label}, {100 * share:.3g} %")
+    caption = "Decisive decisions: those for which the error bounds leave one right answer. The others decide nothing."
+    return _figure(f"{method}: decisive share of the decisions", said, 12 + ROW * len(rows), parts, caption)
+
+
+def _figure(title: str, said: Sequence[str], height: float, parts: Sequence[str], caption: str) -> str:
+    inside = "\n".join(parts)
+    return (
+        f'<figure><svg class="plot" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{text(title)}. '
+        f'{text("; ".join(said))}">\n{inside}\n</svg><figcaption>{text(title)}. {text(caption)}</figcaption></figure>\n'
+    )
+
+
+def _drawn(used: float) -> float:
+    return min(max(used, LEAST), MOST)
+
+
+def _short(label: str, most: int = 24) -> str:
+    return label if len(label) <= most else f"{label[:most - 1]}…"
