@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvtwin.conformance.harness import verdict
-from kvtwin.conformance.meta.patients import longflow_states, run
+from kvtwin.conformance.harness import verdict, verdict_table
+from kvtwin.conformance.meta.patients import appending, longflow_states, run
 
 
 @pytest.fixture
@@ -40,3 +40,29 @@ def test_a_right_state_is_right(judged):
         run.shown(found)
     )
     assert found.verdict == verdict.RIGHT
+
+
+# Slots in any order --------------------------------------------------------------------------------------------------
+
+APPENDING = {"TOVAState": appending.AppendingTOVA}
+
+
+def test_a_right_state_that_appends_is_right(judged):
+    found = judged("tova", APPENDING, "laws or keeps_step or room_for_all or TOVAState", slot_order="any")
+    names = ("accuracy", "decisions", "free_slots", "repeatability", "independence", "state")
+    assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
+        run.shown(found)
+    )
+    assert found.properties["ties"].verdict == verdict.CONVENTION
+    assert found.verdict == verdict.RIGHT
+    assert "conventions: slot_order = any" in [text.strip() for text, _ in verdict_table.lines(found, "patient")]
+
+
+def test_a_state_that_appends_and_evicts_wrongly_is_wrong(judged):
+    found = judged("tova", {"TOVAState": appending.DropsTheOldest}, "TOVAState and tokens", slot_order="any")
+    assert run.wrong(found) == {"decisions"}, run.shown(found)
+
+
+def test_a_state_that_appends_must_declare_it(judged):
+    found = judged("tova", APPENDING, "laws or keeps_step")
+    assert run.wrong(found) == {"state"}, run.shown(found)

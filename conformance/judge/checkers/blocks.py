@@ -101,6 +101,8 @@ class Adapter(lockstep.Adapter):
     adopts it (`_adopt`), so that both states have the same history afterwards.
     """
 
+    any_slot_order = True
+
     def __init__(self, allowed: Arithmetic | None = None) -> None:
         self.allowed = allowed
         self.previous_error: Tensor | None = None
