@@ -118,6 +118,8 @@ def classify(item: pytest.Item) -> dict[str, Any]:
     judged = property_mark.args[0] if property_mark is not None else PROPERTY_OF_KIND.get(kind)
     if judged not in (None, *PROPERTIES):
         raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.property({judged!r}): there are {', '.join(PROPERTIES)}")
+    if getattr(getattr(item, "callspec", None), "params", {}).get("side") == "reference":
+        judged = None  # it does not call the implementation under test
     return {
         "method": method, "kind": kind if method else None, "claims": list(claims),
         "judges": judged if method else None,

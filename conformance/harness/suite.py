@@ -278,9 +278,7 @@ def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pyt
 
 
 def _judges_a_property(item: pytest.Item) -> bool:
-    """True for a test of a property that calls the implementation under test, not the reference."""
-    parameters = getattr(getattr(item, "callspec", None), "params", {})
-    return item.stash[FACTS]["judges"] is not None and parameters.get("side") != "reference"
+    return item.stash[FACTS]["judges"] is not None
 
 
 def _record_goldens() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import capabilities
 from ..cases.case import DecodeCase, StateTrace
 from . import bounds, checkers
-from .compare import Verdict, assert_dtype, assert_same, assert_within, fail, gathered
+from .compare import Mismatch, Verdict, assert_dtype, assert_same, assert_within, fail, gathered
 from .fields import field
 from .oracle import upcast, upcast_all
 from .slot_order import InOrder
@@ -173,6 +173,13 @@ class Lockstep:
 
     def compare(self, when: str, *, choice: bool = True) -> None:
         """Compare everything that must be equal. choice=False skips what the adapter checks later."""
+        try:
+            self._compare(when, choice)
+        except Mismatch as error:
+            error.of_state = True
+            raise
+
+    def _compare(self, when: str, choice: bool) -> None:
         tested, reference = self.tested, self.reference
         if tested.tokens_seen != reference.tokens_seen:
             fail(f"tokens_seen {when}: expected {reference.tokens_seen}, got {tested.tokens_seen}")

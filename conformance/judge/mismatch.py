@@ -14,10 +14,12 @@ Fail = Callable[[str], NoReturn]
 class Mismatch(AssertionError):
     """The implementation under test is wrong. The message says where, by how much, and how to replay it.
 
-    field: the name of the wrong field of a result (`fields.field`), None if the error is not about one.
+    field: the name of the wrong field of a result (`fields.field`), None if the error is not about one. of_state: a
+    state holds something else than it should, although its choices were right.
     """
 
     field: str | None = None
+    of_state: bool = False
 
 
 class WrongTie(Mismatch):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtwin.conformance.harness import verdict, verdict_table
-from kvtwin.conformance.meta.patients import appending, longflow_states, run
+from kvtwin.conformance.meta.patients import appending, longflow_states, run, thinkv
 
 
 @pytest.fixture
@@ -66,3 +66,31 @@ def test_a_state_that_appends_and_evicts_wrongly_is_wrong(judged):
 def test_a_state_that_appends_must_declare_it(judged):
     found = judged("tova", APPENDING, "laws or keeps_step")
     assert run.wrong(found) == {"state"}, run.shown(found)
+
+
+# ThinKV --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keyword", ["keeps_step or test_thinkv_paging_state", "ThinKVState"])
+def test_a_stale_block_table_is_named(keyword, judged):
+    stale = thinkv.provided(ThinKVState=thinkv.StaleState, PagedCache=thinkv.StaleBlockTable)
+    found = judged("thinkv", stale, keyword)
+    assert run.wrong(found) == {"state"}, run.shown(found)
+
+
+FORMATS = "test_thinkv_formats"
+
+
+def test_a_quantizer_that_truncates_is_named(judged):
+    found = judged("thinkv", thinkv.provided(quantize=thinkv.Truncates()), FORMATS)
+    assert run.wrong(found) == {"accuracy"}, run.shown(found)
+    assert all("reference" not in one["test"] for one in found.properties["accuracy"].findings)
+
+
+def test_a_right_quantizer_is_right(judged):
+    found = judged("thinkv", thinkv.provided(quantize=thinkv.Quantize()), FORMATS)
+    names = ("accuracy", "layouts", "independence")
+    assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
+        run.shown(found)
+    )
+    assert not found.others["failed"]
