@@ -45,7 +45,9 @@ class Capabilities:
     Conventions:
 
     - ties: "lowest": among equal tokens the lowest index is evicted first; "any": any of them.
-    - slot_order: of states: "fixed": a token stays in its slot, and a new one takes the evicted one's; "any".
+    - slot_order: of the states of LongFlow, KeyDiff and the baselines: "fixed": a token stays in its slot, and a new
+      one takes the evicted one's; "any": slots are compared by the positions of their tokens, a state may have fewer
+      free slots than kvtwin's, and any of equal tokens may be evicted first.
     - free_score: the score of a free slot: "-inf", or "any".
     - validates_arguments: False if wrong arguments need not raise errors.
 

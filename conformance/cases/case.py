@@ -361,7 +361,10 @@ class StateTrace(Case):
     def step_inputs(self, step: int) -> dict[str, Tensor]:
         """Keyword arguments of State.step: query [B, Hq, D], key and value [B, Hkv, D]."""
         self.used()
-        return {name: self.tensor(name)[:, :, step] for name in ("query", "key", "value")}
+        token = {name: self.tensor(name)[:, :, step] for name in ("query", "key", "value")}
+        if self.layout == "contiguous":
+            return {name: tensor.contiguous() for name, tensor in token.items()}
+        return token
 
 
 def load(path: Path | str, device: str | None = None) -> Case:

@@ -227,20 +227,23 @@ def state_traces(
 ) -> StateTrace:
     """Runs of a method's State: a config, a prompt or none, and steps, usually more than there are free slots.
 
-    Configs come from judge/checkers/<method>.py. prompt: True always draws a prompt, False never.
+    Configs come from judge/checkers/<method>.py, with the options that the implementation declares. prompt: True always
+    draws a prompt, False never.
     """
     sizes = draw(_common(device, STATE_TRIPLES, rows=2))
     cpu = sizes["device"].startswith("cpu")
     longest, most = (24, 10) if cpu else checkers.ask(method, "LONGEST", (300, 80))
     configs = checkers.ask(method, "configs", _budgets)
     config = draw(configs(max_budget or (8 if cpu else 64), 8 if cpu else 32))
+    config = draw(supported.config(config, checkers.pair(method).config or dict))
     with_prompt = draw(st.booleans()) if prompt is None else prompt
-    lengths, steps = st.integers(1, max_prompt or longest), st.integers(1, max_steps or most)
+    first, last, unit = supported.slots(1, max_prompt or longest)
+    lengths, steps = st.integers(first, last), st.integers(1, max_steps or most)
     if draws.plain_only():  # as many tokens as possible, so that some are evicted
         with_prompt = prompt is not False
-        lengths, steps = st.just(max_prompt or longest), st.just(max_steps or most)
+        lengths, steps = st.just(last), st.just(max_steps or most)
         padding = draws.plain_among(padding, ("none",))
-    length = draw(lengths) if with_prompt else 0
+    length = unit * draw(lengths) if with_prompt else 0
     scaled = "scale" in inspect.signature(checkers.pair(method).config or dict).parameters
     return StateTrace(
         **sizes,

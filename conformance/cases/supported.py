@@ -5,6 +5,8 @@ If none of a test's options is included, the example is rejected, and the test i
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -95,6 +97,35 @@ def values(name: str, options: Iterable[T]) -> list[T]:
     """The values of another argument (`Capabilities.options`)."""
     declared = capabilities.current().options.get(name)
     return among(options, lambda one: declared is None or one in declared, name)
+
+
+def undeclared(given: dict[str, Any], made: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
+    """The options of the config `made` with a value, in `given` or by default, that is not declared
+    (`Capabilities.options` and `per_head`), and the values that are."""
+    can = capabilities.current()
+    declared = {"per_head": can.per_head, "shared_heads": tuple(not one for one in can.per_head), **can.options}
+    values = {
+        name: one.default for name, one in inspect.signature(made).parameters.items() if one.default is not one.empty
+    } | given
+    return {name: declared[name] for name in values if name in declared and values[name] not in declared[name]}
+
+
+def config(drawn: dict[str, Any], made: Callable[..., Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """The keyword arguments `drawn` of the config `made`, with declared values in place of those that are not."""
+    others = undeclared(drawn, made)
+    if not others:
+        return st.just(drawn)
+    return st.fixed_dictionaries({name: st.sampled_from(values) for name, values in others.items()}).map(
+        lambda chosen: among([{**drawn, **chosen}], functools.partial(_is_accepted, made), ", ".join(others))[0]
+    )
+
+
+def _is_accepted(made: Callable[..., Any], options: dict[str, Any]) -> bool:
+    try:
+        made(**options)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def slots(least: int, most: int) -> tuple[int, int, int]:

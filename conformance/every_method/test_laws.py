@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvtwin.conformance import discovery
+from kvtwin.conformance import capabilities, discovery
+from kvtwin.conformance.cases import supported
 from kvtwin.conformance.cases.tiny import attributes
 from kvtwin.conformance.judge import checkers, stats
 
@@ -64,9 +65,11 @@ class Scenario:
     seed: int
 
     def state(self, side: object, pair: Ruled, device: torch.device) -> object:
-        """A fresh state of the method on one side."""
+        """A fresh state of the method on one side, with options that are declared."""
+        options = {**checkers.ask(pair.name, "SMALL", {}), **dict(pair.options)}
+        options |= {name: values[0] for name, values in supported.undeclared(options, pair.config).items()}
         return getattr(checkers.module(side, pair), pair.state.__name__)(
-            checkers.small_config(pair, self.budget, dict(pair.options)), batch=self.batch,
+            checkers.small_config(pair, self.budget, options), batch=self.batch,
             query_heads=self.query_heads, key_value_heads=self.key_value_heads, head_dim=self.head_dim,
             dtype=self.dtype, device=device,
         )
@@ -91,15 +94,31 @@ class Scenario:
         return prompt, [token() for _ in range(self.steps)]
 
 
+def shapes() -> list[tuple[int, int, int, torch.dtype]]:
+    """Those of SHAPES that the implementation under test declares, or others that it does."""
+    dtypes = supported.dtypes(shape[-1] for shape in SHAPES)
+    declared = [
+        (query_heads, heads, head_dim, dtype) for query_heads, heads, head_dim, dtype in SHAPES
+        if dtype in dtypes and supported.size("head_dims", head_dim) and supported.size("kv_heads", heads)
+        and supported.size("groups", query_heads // heads)
+    ]
+    heads, group, head_dim = (
+        supported.sizes(name, usual)[0] for name, usual in (("kv_heads", (2,)), ("groups", (2,)), ("head_dims", (16,)))
+    )
+    return declared or [(heads * group, heads, head_dim, dtype) for dtype in dtypes]
+
+
 @st.composite
 def scenarios(draw: st.DrawFn, max_budget: int = 6) -> Scenario:
-    query_heads, key_value_heads, head_dim, dtype = draw(st.sampled_from(SHAPES))
-    prompt = draw(st.integers(0, 9))
+    query_heads, key_value_heads, head_dim, dtype = draw(st.sampled_from(shapes()))
+    first, last, unit = supported.slots(1, 9)
+    prompt = unit * draw(st.integers(0, max(first, last)))
+    masked = capabilities.current().masks
     return Scenario(
-        batch=draw(st.integers(2, 3)), query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim,
-        dtype=dtype, budget=draw(st.integers(2, max_budget)), prompt=prompt,
-        padding=draw(st.integers(0, max(0, prompt - 1))), steps=draw(st.integers(1, 5)),
-        seed=draw(st.integers(0, 2**32 - 1)),
+        batch=draw(st.integers(2, max(2, supported.rows(3)))), query_heads=query_heads,
+        key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, budget=draw(st.integers(2, max_budget)),
+        prompt=prompt, padding=draw(st.integers(0, max(0, prompt - 1))) if masked else 0,
+        steps=draw(st.integers(1, 5)), seed=draw(st.integers(0, 2**32 - 1)),
     )
 
 
@@ -232,6 +251,8 @@ def test_kept_and_evicted_make_the_input(scenario, side, pair, device):
 def test_the_same_input_gives_the_same_bits(scenario, side, pair, device):
     again = play(scenario.state(side, pair, device), scenario.inputs(device))
     assert_same_bits(again, plain(scenario, side, pair, device), "launched again")
+    if not pair.options:
+        stats.case()  # so that a verdict on a state alone has enough cases
 
 
 @pytest.mark.property("state")

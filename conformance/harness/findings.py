@@ -38,8 +38,11 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
         return found | {"property": "accuracy"}  # the call itself failed, before anything was compared
     if not isinstance(error, Exception):
         return found
+    of_state = getattr(error, "of_state", False)
+    if of_state and judged in ("accuracy", "decisions"):
+        judged = "state"
     found["property"] = attribution.property_of(
-        subject, field, case, subject.module(twins.optimized), judged, type(error)
+        subject, field, case, subject.module(twins.optimized), judged, type(error), of_state=of_state
     )
     return found
 

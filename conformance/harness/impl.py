@@ -195,8 +195,8 @@ class Method:
 def normalise(value: Any, result: type[tuple[Any, ...]], name: str) -> Any:
     """Convert ``value`` to the NamedTuple ``result``: its fields by attribute, by key, or in order.
 
-    A field that is absent or None becomes a `Missing`. Raises TypeError, which fails the test, if all of them are, or
-    if a tuple has another length.
+    A field that is absent or None becomes a `Missing`, unless None is its default. Raises TypeError, which fails the
+    test, if all of them are, or if a tuple has another length.
     """
     fields: Sequence[str] = result._fields  # type: ignore[attr-defined]
     if isinstance(value, result):
@@ -215,9 +215,11 @@ def normalise(value: Any, result: type[tuple[Any, ...]], name: str) -> Any:
             f"{name} returned a {type(value).__name__}{shape}; expected an object, or a mapping, with "
             f"{', '.join(fields)}, or a tuple of these {len(fields)} in this order (None for a missing one)"
         )
-    return result(
-        *(Missing(f"{name}: {field}") if one is None else one for field, one in zip(fields, found, strict=True))
-    )
+    optional = result._field_defaults  # type: ignore[attr-defined]
+    return result(*(
+        Missing(f"{name}: {field}") if one is None and field not in optional else one
+        for field, one in zip(fields, found, strict=True)
+    ))
 
 
 def _judgeable(

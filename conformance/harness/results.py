@@ -118,10 +118,10 @@ def classify(item: pytest.Item) -> dict[str, Any]:
     method = _method_of(item)
     property_mark = item.get_closest_marker("property")
     judged = property_mark.args[0] if property_mark is not None else PROPERTY_OF_KIND.get(kind)
-    if getattr(getattr(item, "callspec", None), "params", {}).get("side") == "reference":
-        judged = None  # it does not call the implementation
     if judged not in (None, *PROPERTIES):
         raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.property({judged!r}): there are {', '.join(PROPERTIES)}")
+    if getattr(getattr(item, "callspec", None), "params", {}).get("side") == "reference":
+        judged = None  # it does not call the implementation under test
     return {
         "method": method, "kind": kind if method else None, "claims": list(claims),
         "judges": judged if method else None, "judged_field": _field_of(item) if judged and method else None,

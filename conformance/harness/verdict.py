@@ -79,6 +79,7 @@ class MethodVerdict:
     missing: Counter[str] = field(default_factory=Counter)
     not_provided: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
+    conventions: list[str] = field(default_factory=list)  # those that differ from kvtwin's: "slot_order = any"
     others: Counter[str] = field(default_factory=Counter)  # outcomes of tests that judge no property
 
     @property
@@ -146,7 +147,8 @@ def exit_status(verdicts: Mapping[str, MethodVerdict]) -> int:
 def _of_method(
     method: str, found: Sequence[Result], supported: Capabilities, device: str, own: bool
 ) -> MethodVerdict:
-    made = MethodVerdict(method, {}, outside=supported.outside())
+    conventions = [f"{name} = {getattr(supported, name)}" for name in supported.conventions()]
+    made = MethodVerdict(method, {}, outside=supported.outside(), conventions=conventions)
     for result in found:
         made.answered += result.answered
         made.refused.update({what: count for what, count in result.refused.items() if "declared" not in what})
@@ -205,6 +207,8 @@ def _verdict(
         return ENVIRONMENT, f"it declares {', '.join(supported.devices)}, and this run is on {device}"
     if name == "ties" and supported.ties != "lowest":
         return CONVENTION, f"it declares ties = {supported.ties}"
+    if name == "ties" and supported.slot_order != "fixed" and not called:
+        return CONVENTION, f"it declares slot_order = {supported.slot_order}"
     if name == "bad_input" and not supported.validates_arguments:
         return CONVENTION, "it declares that it does not validate arguments"
     if name == "free_slots" and not supported.masks and not made.cases:

@@ -65,6 +65,8 @@ def _coverage(found: MethodVerdict, verbose: bool) -> Iterator[str]:
     )
     if found.outside:
         yield f"declared, so not tested outside of it: {'; '.join(found.outside)}"
+    if found.conventions:
+        yield f"conventions: {', '.join(found.conventions)}"
     if found.missing:
         yield f"fields that it does not return: {', '.join(sorted(found.missing))}"
     if found.not_provided:

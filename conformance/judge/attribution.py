@@ -25,13 +25,15 @@ MOST_SECONDS = 5.0
 
 
 def property_of(
-    subject: Subject, name: str, case: Case, module: Any, own: str, error: type[BaseException] = compare.Mismatch
+    subject: Subject, name: str, case: Case, module: Any, own: str, error: type[BaseException] = compare.Mismatch, *,
+    of_state: bool = False,
 ) -> str:
     """The property of which field `name` of the subject is wrong in `case`. own: that of the test that found it.
 
-    error: the type of the error that it raised. "accuracy" or "decisions" if ordinary cases raise it as well.
+    error: the type of the error that it raised. "accuracy" or "decisions" if ordinary cases raise it as well, or
+    "state" if it is about what a state holds (`compare.Mismatch.of_state`).
     """
-    base = "decisions" if name in subject.choices else "accuracy"
+    base = "state" if of_state else "decisions" if name in subject.choices else "accuracy"
     end = time.monotonic() + MOST_SECONDS
     if case.content == "given":  # made from tensors: there is nothing to vary
         return own

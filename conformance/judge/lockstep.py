@@ -6,23 +6,28 @@ intervals of scores. A choice that differs within its bounds is an adjudicated t
 slot is written to reference.next_slot, or, after a prompt, the reference's slots are filled again with the tokens that
 the state under test kept. So the rest of the trace stays comparable after a legal tie.
 
+With the convention slot_order = "any", slots are compared by the tokens in them (slot_order.py), and any of equal
+tokens may be evicted, since the lowest slot among them is another one.
+
 An adapter adds what is specific to a method: `Adapter` here, or the one in judge/checkers/<method>.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import capabilities
 from ..cases.case import DecodeCase, StateTrace
 from . import bounds, checkers
-from .compare import Verdict, assert_dtype, assert_same, assert_within, fail, gathered
+from .compare import Mismatch, Verdict, assert_dtype, assert_same, assert_within, fail, gathered
 from .fields import field
 from .oracle import upcast, upcast_all
+from .slot_order import InOrder
 
 
 @dataclass
@@ -53,6 +58,8 @@ class Adapter:
     stored: tuple[str, ...] = ("key", "value")
     #: Attributes besides occupied, positions and tokens_seen that must be equal once choices have been checked.
     exact: tuple[str, ...] = ()
+    #: True if the checks hold for slots in any order, read through `slot_order.InOrder`.
+    any_slot_order = False
 
     def attach(self, tested: Any, reference: Any) -> None:
         """Called once, before either state gets a token."""
@@ -108,17 +115,23 @@ class Lockstep:
     """Drives two states together. `reference` is the reference module's state; it gets float64 copies of the inputs."""
 
     def __init__(self, tested: Any, reference: Any, adapter: Adapter) -> None:
+        self.conventions = capabilities.current()
+        if self.conventions.slot_order == "any" and adapter.any_slot_order:
+            self.conventions = replace(self.conventions, ties="any")
+            tested = InOrder(tested, reference)
         self.tested, self.reference, self.adapter = tested, reference, adapter
         self.summary = Summary()
         adapter.attach(tested, reference)
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
         """Feed both states the prompt [B, H, T, D] and compare them. Returns the output under test."""
-        return self._feed("prefill", "prompt", query, key, value, occupied)
+        with capabilities.use(self.conventions):
+            return self._feed("prefill", "prompt", query, key, value, occupied)
 
     def append_block(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
         """Like `prefill`, at any time, for states that have `append_block`."""
-        return self._feed("append_block", "block", query, key, value, occupied)
+        with capabilities.use(self.conventions):
+            return self._feed("append_block", "block", query, key, value, occupied)
 
     def _feed(
         self, method: str, what: str, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None
@@ -136,6 +149,10 @@ class Lockstep:
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Feed both states one token and compare them. Returns the output under test."""
+        with capabilities.use(self.conventions):
+            return self._step(query, key, value)
+
+    def _step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         when = f"at step {self.summary.steps}"
         more = checkers.extras(self.tested, query, key, value)
         output = self.tested.step(query, key, value, **more)
@@ -156,6 +173,13 @@ class Lockstep:
 
     def compare(self, when: str, *, choice: bool = True) -> None:
         """Compare everything that must be equal. choice=False skips what the adapter checks later."""
+        try:
+            self._compare(when, choice)
+        except Mismatch as error:
+            error.of_state = True
+            raise
+
+    def _compare(self, when: str, choice: bool) -> None:
         tested, reference = self.tested, self.reference
         if tested.tokens_seen != reference.tokens_seen:
             fail(f"tokens_seen {when}: expected {reference.tokens_seen}, got {tested.tokens_seen}")

@@ -15,11 +15,13 @@ class Mismatch(AssertionError):
     """The implementation under test is wrong. The message says where, by how much, and how to replay it.
 
     field: the name of the wrong field of a result (`fields.field`), None if the error is not about one. of_bound: the
-    largest error as a fraction of its bound, None if the error is not about a number.
+    largest error as a fraction of its bound, None if the error is not about a number. of_state: a state holds something
+    else than it should, although its choices were right.
     """
 
     field: str | None = None
     of_bound: float | None = None
+    of_state: bool = False
 
 
 class WrongTie(Mismatch):

@@ -98,6 +98,7 @@ def segment_rows(draw: st.DrawFn) -> tuple[list[tuple], int, tuple[int, ...]]:
     return rows, draw(st.integers(1, max(1, total)) | st.integers(1, 40)), draw(st.sampled_from(SCHEDULES))
 
 
+@pytest.mark.property("decisions")
 @SIDES
 @given(case=segment_rows())
 @some
@@ -106,6 +107,7 @@ def test_anneal_is_definition_3(side, case, twins, device):
     assert_annealed(of(twins, side), device, rows, budget, retention, what="drawn")
 
 
+@pytest.mark.property("decisions")
 @SIDES
 @pytest.mark.parametrize("budget", [1, 3, 5, 8])
 def test_anneal_of_every_small_cache(side, budget, twins, device):
@@ -121,6 +123,7 @@ def test_anneal_of_every_small_cache(side, budget, twins, device):
     assert_annealed(of(twins, side), device, every[budget % step::step], budget, (3, 2, 1), what="small")
 
 
+@pytest.mark.property("decisions")
 @SIDES
 def test_anneal_by_hand(side, twins, device):
     """R, E, T, then the current segment. The change shrinks all three. Then T shrinks to its minimum, and E as far as
@@ -162,6 +165,7 @@ def test_representatives_follow_from_each_assignment(case, twins):
     judge.assert_representatives_right(twins.optimized.thinkv.select_representatives(**case.inputs), case)
 
 
+@pytest.mark.property("decisions")
 def test_representatives_of_a_window_of_thought(twins, device):
     """128 tokens, of which half are kept, and then all but one."""
     for keep in (64, 127):
@@ -186,6 +190,7 @@ def test_representatives_of_distances_too_close_to_order(case, twins):
         judge.assert_representatives_right(twins.optimized.thinkv.select_representatives(**case.inputs), case)
 
 
+@pytest.mark.property("decisions")
 @SIDES
 @given(case=segment_cases(tokens=(1, 20)))
 @few
@@ -198,6 +203,7 @@ def test_representatives_are_as_many_as_asked_for(side, case, twins):
         assert found.assignments.tolist() == [list(range(case.tokens))] * judge.ROUNDS
 
 
+@pytest.mark.property("repeatability")
 @given(case=segment_cases(shrinks=True, tokens=(2, 24)))
 @few
 def test_representatives_are_the_same_again(case, twins):
@@ -244,6 +250,7 @@ def test_representatives_by_hand(side, places, keep, indices, last, twins, devic
     assert found.assignments[-1].tolist() == last
 
 
+@pytest.mark.property("ties")
 @SIDES
 def test_representatives_of_equal_distances_go_to_the_first_cluster(side, twins, device):
     """Clusters start at 0 and 2, so 1 is equally far from both."""
@@ -251,6 +258,7 @@ def test_representatives_of_equal_distances_go_to_the_first_cluster(side, twins,
     assert found.assignments[0].tolist() == [0, 0, 1, 1]
 
 
+@pytest.mark.property("decisions")
 @SIDES
 def test_representatives_start_at_even_distances(side, twins, device):
     """Round one shows where the clusters started: at tokens (i L) // k, each of which is nearest to itself."""
@@ -259,6 +267,7 @@ def test_representatives_start_at_even_distances(side, twins, device):
     assert first[[0, 3, 6, 10, 13]].tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.property("decisions")
 @SIDES
 def test_representatives_tell_close_keys_apart(side, twins, device):
     """Three groups, 200 apart, of tokens that differ by 1. With dot products of 8 or 11 bits, all three seem equally
@@ -269,6 +278,7 @@ def test_representatives_tell_close_keys_apart(side, twins, device):
     assert found.indices.tolist() == [2, 3, 7]
 
 
+@pytest.mark.property("decisions")
 @SIDES
 def test_representatives_concatenate_the_heads(side, twins, device):
     """Tokens that are equal in one head differ in the other: [Hkv, L, D] is treated as [L, Hkv D]."""
@@ -283,6 +293,7 @@ def test_representatives_concatenate_the_heads(side, twins, device):
     assert [tensor.tolist() for tensor in flat] == [tensor.tolist() for tensor in found]
 
 
+@pytest.mark.property("extreme_numbers")
 @SIDES
 @pytest.mark.filterwarnings("ignore:invalid value")  # a warning of numpy, which the interpreter uses
 def test_representatives_of_what_is_no_number_are_still_as_many(side, twins, device):
@@ -353,6 +364,7 @@ def test_segments_do_not_see_each_other(case, seed, twins):
     assert_same(cut(*plain), first, what="all segments, again")
 
 
+@pytest.mark.property("decisions")
 @SIDES
 def test_segments_that_keep_more_than_most_stay_whole(side, twins, device):
     key = torch.randn(1, 1, 12, 16, generator=torch.Generator().manual_seed(2)).to(device)

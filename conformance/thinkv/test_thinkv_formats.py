@@ -148,6 +148,7 @@ def neighbours(values: list[Fraction]) -> Tensor:
     return torch.cat((near, -near))
 
 
+@pytest.mark.property("accuracy")
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "fp8"])
 @sides
 def test_every_midpoint_under_every_scale(fmt, side, twins, device):
@@ -171,6 +172,7 @@ def test_every_midpoint_under_every_scale(fmt, side, twins, device):
     assert q.codes.tolist() == [row] * len(SCALES)
 
 
+@pytest.mark.property("accuracy")
 @sides
 def test_every_midpoint_of_fp8(side, twins, device):
     """With powers of two as scales, for which torch's cast gives the same codes. With scales of more bits, the quotient
@@ -224,6 +226,7 @@ def test_packing_round_trips(bits, size, twins, device):
         assert packed == list(whole.to_bytes(-(-size * bits // 8), "little"))
 
 
+@pytest.mark.property("accuracy")
 @pytest.mark.parametrize("bits", (2, 4, 8))
 def test_unpacking_reads_every_byte(bits, twins, device):
     packed = torch.arange(256, dtype=torch.uint8, device=device)[:, None]

@@ -76,6 +76,7 @@ def test_codes_of_a_negative_zero_are_read_as_zero(fmt, side, twins, device):
     assert (back == 0).all() and not back.signbit().any()
 
 
+@pytest.mark.property("accuracy")
 def test_codes_are_sign_and_index(side, twins, device):
     """The bits, written out."""
     module = of(twins, side)
@@ -93,6 +94,7 @@ def test_codes_are_sign_and_index(side, twins, device):
 # Scales at both ends -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.property("extreme_numbers")
 @pytest.mark.parametrize("fmt", by_group)
 def test_scales_vanish_at_2_to_the_minus_10_and_end_at_448(fmt, side, twins, device):
     module, largest = of(twins, side), LARGEST[fmt]
@@ -151,6 +153,7 @@ def test_inputs_are_rounded_to_float32_once(fmt, side, twins, device):
     assert same(module.quantize(huge, fmt, axis=-1), module.quantize(huge.float(), fmt, axis=-1))
 
 
+@pytest.mark.property("layouts")
 @pytest.mark.parametrize("fmt", ["fp8", "nvfp4"])  # one for each kernel
 @pytest.mark.parametrize("layout", ["sliced", "spread", "channels_first", "transposed", "far"])
 def test_strides_do_not_matter(fmt, layout, side, twins, device):
@@ -181,6 +184,7 @@ def test_more_dimensions_are_more_rows(fmt, side, twins, device):
 # Groups --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.property("independence")
 @every_format
 @pytest.mark.parametrize("axis", (-1, -2))
 def test_groups_know_nothing_of_each_other(fmt, axis, side, twins, device):
@@ -222,6 +226,7 @@ def test_keys_by_channel_values_by_token(fmt, side, twins, device):
 # Symmetries ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.property("accuracy")
 @every_format
 def test_signs_and_powers_of_two_pass_through(fmt, side, twins, device):
     module, half = of(twins, side), 1 << oracle.BITS[fmt] - 1
@@ -233,6 +238,7 @@ def test_signs_and_powers_of_two_pass_through(fmt, side, twins, device):
     assert scales_of(doubled) == [4 * scale for scale in scales_of(q)]
 
 
+@pytest.mark.property("accuracy")
 @pytest.mark.parametrize("fmt", by_group)
 def test_what_was_quantized_stays_as_it_is(fmt, side, twins, device):
     """With normal scales, the largest element has the largest code, so a second quantization finds the same scale."""
@@ -259,6 +265,7 @@ def squared_error(x: list[float], scale: float) -> Fraction:
     return sum(((size - (Fraction(scale) if size > Fraction(scale) / 2 else 0)) ** 2 for size in sizes), Fraction(0))
 
 
+@pytest.mark.property("accuracy")
 def test_least_squares_choose_the_best_fraction(side, twins, device):
     module = of(twins, side)
     x = ordinary(40, 16, seed=5).to(device)

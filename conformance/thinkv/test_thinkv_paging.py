@@ -83,6 +83,7 @@ def test_bound_is_not_loose(formats, twins, device):
     assert used > 0.01
 
 
+@pytest.mark.property("accuracy")
 @pytest.mark.parametrize("formats", ("nvfp4 int4 ternary", "nvfp4 fp8 int2"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_a_lone_token_comes_back_exactly(formats, dtype, twins, device):
@@ -110,6 +111,7 @@ def test_a_lone_token_comes_back_exactly(formats, dtype, twins, device):
 # Tables --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.property("state")
 @sides
 def test_walkthrough_of_figure_5(side, twins, device):
     """D.6, step by step, with blocks and groups of 4."""
@@ -137,6 +139,7 @@ def test_walkthrough_of_figure_5(side, twins, device):
     assert cache.groups[0, :4].tolist() == [0, 4, 4, 4], "expected one group of scales per flush"
 
 
+@pytest.mark.property("state")
 @sides
 def test_blocks_and_scales_come_back(side, twins, device):
     """A block without live tokens is released, even if its slots are marked. So is a group of scales."""
@@ -161,6 +164,7 @@ def test_blocks_and_scales_come_back(side, twins, device):
     assert bool((cache.physical == -1).all())
 
 
+@pytest.mark.property("state")
 @sides
 def test_free_slots_anywhere_in_the_table_are_found(side, twins, device):
     """The first slot, one far behind it, and the last ones. There are more slots than one chunk of the scan."""
@@ -173,6 +177,7 @@ def test_free_slots_anywhere_in_the_table_are_found(side, twins, device):
     assert cache.positions[0, :42].tolist() == [0, 40, *range(2, 36), 41, 37, 38, 42, 43, -1]
 
 
+@pytest.mark.property("state")
 @sides
 def test_evict_passes_over_what_is_not_quantized(side, twins, device):
     cache = empty(getattr(twins, side).thinkv, device)
@@ -186,6 +191,7 @@ def test_evict_passes_over_what_is_not_quantized(side, twins, device):
     assert not bool(cache.evicted.any())
 
 
+@pytest.mark.property("state")
 @sides
 def test_rows_are_each_for_themselves(side, twins, device):
     """Append and flush for some rows only, with different types; release a row and use it again; copy rows."""
@@ -259,6 +265,7 @@ def test_nothing_but_live_tokens_matters(case, twins):
     twice(case, twins.optimized.thinkv, poison)
 
 
+@pytest.mark.property("free_slots")
 @sides
 def test_what_evicted_tokens_held_does_not_matter(side, twins, device):
     """Two caches that differ only in evicted tokens. These are negated copies, so that scales are equal."""
@@ -297,6 +304,7 @@ def test_rows_do_not_see_each_other(case, data, twins):
     assert_same(copied.output, before.output[index], what="output of a copied row")
 
 
+@pytest.mark.property("layouts")
 @given(case=paged_cases(content=("ordinary",), most=8), layout=st.sampled_from(("transposed", "sliced", "spread")))
 @fewer
 def test_strides_do_not_matter(case, layout, twins):
@@ -308,6 +316,7 @@ def test_strides_do_not_matter(case, layout, twins):
     assert_same(results[1].output, results[0].output, what="output")
 
 
+@pytest.mark.property("free_slots")
 @sides
 def test_nothing_is_attended_to_where_nothing_is(side, twins, device):
     module = getattr(twins, side).thinkv
@@ -342,6 +351,7 @@ def test_sparsity_is_of_the_rows_that_are_looked_at(dtype, head_dim, side, twins
         assert_same(result.sparsity[look], everybody.sparsity[look], what="sparsity")
 
 
+@pytest.mark.property("accuracy")
 @sides
 def test_sparsity_takes_each_head_by_its_own_sum(side, twins, device):
     """Logits in base 2 fall by 1 or by 3 per token, so weights are 2^-1, 2^-2, ... and 7/8, 7/64, .... The largest

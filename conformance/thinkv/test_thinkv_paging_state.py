@@ -159,6 +159,7 @@ class TokenLists(RuleBasedStateMachine):
             row.check(self.tested, b)
 
 
+@pytest.mark.property("state")
 def test_a_paged_cache_is_a_list_of_tokens(twins, device):
     machine = type("Machine", (TokenLists,), {"twins": twins, "device": device})
     draws.run_machine(machine, settings=settings(
@@ -166,6 +167,7 @@ def test_a_paged_cache_is_a_list_of_tokens(twins, device):
     ))
 
 
+@pytest.mark.property("state")
 @pytest.mark.parametrize("formats", FORMATS[1:2])
 def test_a_long_run(formats, twins, device):
     """A trace up to the last position, with blocks of 3 and groups of 4, in which slots are reused many times."""

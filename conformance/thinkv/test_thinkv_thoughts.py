@@ -45,6 +45,7 @@ def test_sparsity_of_the_reference_in_float32_is_right_too(case, twins):
     judge.assert_sparsity_right(twins.reference.thinkv.attention_sparsity(**inputs), case)
 
 
+@pytest.mark.property("layouts")
 @given(case=sparsity_cases(content=("ordinary",), layout=("far",), slots=(3, 5)))
 @few
 def test_sparsity_reads_beyond_two_to_the_31_elements(case, twins):
@@ -63,6 +64,7 @@ def aimed(device, *weights: list[float]) -> SparsityCase:
     return SparsityCase.given(query, key, scale=1.0)
 
 
+@pytest.mark.property("accuracy")
 @SIDES
 def test_sparsity_pools_a_group_by_its_largest_weights(side, twins, device):
     """Both heads attend to the first two tokens, and each to one other token with 0.015 of that weight. No token is
@@ -74,6 +76,7 @@ def test_sparsity_pools_a_group_by_its_largest_weights(side, twins, device):
         assert of(twins, side).attention_sparsity(**alone.inputs).tolist() == [0.25]
 
 
+@pytest.mark.property("accuracy")
 @SIDES
 def test_sparsity_normalises_before_it_pools(side, twins, device):
     """The second head spreads its weight, so its largest weight is small compared with the first head's, whatever its
@@ -85,12 +88,14 @@ def test_sparsity_normalises_before_it_pools(side, twins, device):
     assert share.tolist() == [torch.tensor(399 / 400).item()]
 
 
+@pytest.mark.property("accuracy")
 @SIDES
 def test_sparsity_is_averaged_over_kv_heads(side, twins, device):
     case = aimed(device, [[1.0, 1.0, 1.0, 0.001]], [[1.0, 0.001, 0.001, 0.001]])
     assert of(twins, side).attention_sparsity(**case.inputs).tolist() == [0.5]
 
 
+@pytest.mark.property("free_slots")
 @SIDES
 def test_sparsity_of_few_tokens(side, twins, device):
     """A single token is never below the threshold, the share without tokens is 0, and free slots do not count."""
@@ -141,6 +146,7 @@ def test_sparsity_of_a_row_is_its_own_to_the_bit(case, seed, twins):
 # Classification ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.property("decisions")
 @SIDES
 @given(
     edges=st.tuples(st.floats(0, 1, width=32), st.floats(0, 1, width=32)).map(sorted).map(tuple),
@@ -200,6 +206,7 @@ def valley(steps: torch.Tensor, left: float, right: float, factor: float | None 
 TRIMODAL = [(0.1, 0.5, 0.9), (0.05, 0.45, 0.95), (0.12, 0.5, 0.85), (0.0, 0.42, 1.0), (0.2, 0.55, 0.97)]
 
 
+@pytest.mark.property("accuracy")
 @SIDES
 @pytest.mark.parametrize("bandwidth", [None, 0.25])
 def test_calibrate_finds_the_valleys(side, bandwidth, twins, device):
@@ -221,6 +228,7 @@ def test_calibrate_finds_the_valleys(side, bandwidth, twins, device):
         assert abs(found.edges[number] - sum(exact) / len(exact)) <= STEP
 
 
+@pytest.mark.property("accuracy")
 @SIDES
 def test_calibrate_of_clouds_lies_between_them(side, twins, device):
     """Random steps around 0.1, 0.5 and 0.9, in float16 and float64, with prompts of several lengths."""
@@ -241,6 +249,7 @@ def test_calibrate_of_clouds_lies_between_them(side, twins, device):
     assert all(abs(one - two) <= STEP for one, two in zip(found.edges, other.edges, strict=True))
 
 
+@pytest.mark.property("accuracy")
 @SIDES
 def test_calibrate_takes_the_middle_of_a_flat_valley(side, twins, device):
     """With such narrow kernels, the density between the spikes is exactly 0."""

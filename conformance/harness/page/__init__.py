@@ -160,12 +160,13 @@ def _cause(method: str, cause: Values, properties: Mapping[str, Values]) -> str:
         f"{name(other)}: {_where(properties[other])}{text((properties[other]['message'] or '').splitlines()[0])}"
         for other in cause["consequences"]
     )
+    others = f" and {counted(one['findings'] - 1, 'other test')}" if one["findings"] > 1 else ""
     inside = listing((
         ("where", code(".".join(filter(None, (one["subject"], one["field"])))) if one["subject"] else ""),
         ("smallest case", code(one["case"]) if one["case"] else ""),
         ("found", pre(one["message"]) if one["message"] else ""),
         ("replay", pre(one["replay"]) if one["replay"] else ""),
-        ("test", code(one["test"]) + (f" and {counted(one['findings'] - 1, 'other test')}" if one["findings"] > 1 else "")),
+        ("test", code(one["test"]) + others),
         ("may explain", also),
     ))
     more = ", as expected" if one["expected"] else ""

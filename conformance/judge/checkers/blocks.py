@@ -101,6 +101,8 @@ class Adapter(lockstep.Adapter):
     adopts it (`_adopt`), so that both states have the same history afterwards.
     """
 
+    any_slot_order = True
+
     def __init__(self, allowed: Arithmetic | None = None) -> None:
         self.allowed = allowed
         self.previous_error: Tensor | None = None
@@ -158,7 +160,7 @@ class Adapter(lockstep.Adapter):
         size, outputs = reference.config.block_size, []
         for start in range(0, tokens["key"].shape[2], size):
             chunk = {
-                name: tensor[:, start:start + size] if name == "occupied" else tensor[:, :, start:start + size]
+                name: _part(tensor, 1 if name == "occupied" else 2, start, size)
                 for name, tensor in tokens.items() if tensor is not None
             }
             give = "append_block" if start else first
@@ -210,6 +212,12 @@ class Adapter(lockstep.Adapter):
             at = tuple((kept.sum(-1) != occupied.sum(-1)).nonzero()[0].tolist())
             fail(f"positions {when}: head {at} holds a token twice: {positions[at].tolist()}")
         return kept
+
+
+def _part(tensor: Tensor, axis: int, start: int, size: int) -> Tensor:
+    """At most `size` tokens from `start` on, contiguous if the tensor is."""
+    part = tensor.narrow(axis, start, min(size, tensor.shape[axis] - start))
+    return part.contiguous() if tensor.is_contiguous() else part
 
 
 def _still_in(positions: Tensor, before: dict[str, Tensor]) -> Tensor:

@@ -188,6 +188,7 @@ class Adapter(lockstep.Adapter):
     """
 
     exact: tuple[str, ...] = ("next_slot",)
+    any_slot_order = True
 
     def __init__(self, allowed: Arithmetic | None = None) -> None:
         self.allowed = allowed

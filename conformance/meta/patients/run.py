@@ -1,0 +1,54 @@
+"""Running the suite on a patient in this process."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from ... import Capabilities, __main__
+from ...harness import verdict
+
+
+def verdict_of(
+    method: str, provided: dict[str, Any], declared: dict[str, Any], keyword: str, folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> verdict.MethodVerdict:
+    """The verdict of the tests that match `keyword`, as for ``kvtwin verify METHOD --impl=patient``.
+
+    provided: functions and states by name; declared: the arguments of `Capabilities`. Reports are written to `folder`.
+    """
+    module = types.ModuleType("patient")
+    setattr(module, method, types.SimpleNamespace(**provided))
+    setattr(module, "CAPABILITIES", Capabilities(validates_arguments=False, **declared))  # noqa: B010
+    monkeypatch.setitem(sys.modules, "patient", module)
+    monkeypatch.chdir(folder)
+    options = __main__.parser().parse_args(
+        [method, "--impl=patient", "--device=cpu", "--jobs=1", "--hypothesis-profile=quick"]
+    )
+    found: dict[str, verdict.MethodVerdict] = {}
+
+    class Keep:
+        def pytest_unconfigure(self, config: pytest.Config) -> None:
+            found.update(config.pluginmanager.get_plugin("kvtwin-suite").verdicts)  # type: ignore[union-attr]
+
+    profile = settings.get_current_profile_name()
+    try:
+        pytest.main([*__main__.pytest_arguments(options), "-p", "no:xdist", "-k", keyword], plugins=[Keep()])
+    finally:
+        settings.load_profile(profile)
+    return found[method]
+
+
+def wrong(found: verdict.MethodVerdict) -> set[str]:
+    """The wrong properties that are no consequence of another."""
+    return {name for name, one in found.properties.items() if one.verdict == verdict.WRONG and one.follows is None}
+
+
+def shown(found: verdict.MethodVerdict) -> dict[str, Any]:
+    """The verdict on each property, for messages of failed tests."""
+    return {name: (one.verdict, one.cases, one.why, one.findings[:1]) for name, one in found.properties.items()}

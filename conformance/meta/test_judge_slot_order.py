@@ -1,0 +1,115 @@
+"""Tests of the judge: with slot_order = "any", lockstep accepts tokens in any slots and detects each kind of fault."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvtwin.conformance import Capabilities, capabilities, discovery
+from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.strategies import state_traces
+from kvtwin.conformance.judge import checkers, lockstep
+from kvtwin.conformance.judge.compare import Mismatch
+
+ANY = Capabilities(slot_order="any")
+ORDERED = [
+    pair for pair in discovery.methods() if checkers.ask(pair.name, "Adapter", lockstep.Adapter).any_slot_order
+]
+BY_SLOT = ("key", "value", "occupied", "positions", "score")
+
+
+@pytest.fixture(autouse=True)
+def keep_failures_out_of_the_tree(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTWIN_FAILURES", str(tmp_path))
+
+
+class ByAge:
+    """A reference's state, whose attributes have the newest token first, then free slots, of which some are left
+    out."""
+
+    def __init__(self, state: Any, left_out: int) -> None:
+        self._state, self._left_out = state, left_out
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._state, name)
+        if name == "next_slot":
+            return (self._order() == value[..., None]).long().argmax(-1)
+        return self._moved(name, value) if name in BY_SLOT else value
+
+    def _order(self) -> Tensor:
+        return self._state.positions.argsort(dim=-1, descending=True, stable=True)
+
+    def _moved(self, name: str, value: Tensor) -> Tensor:
+        most = int(self._state.occupied.sum(-1).max())
+        order = self._order()[..., :max(most + 1, value.shape[-1] - self._left_out)]
+        if value.dim() == 4:
+            order = (order if order.dim() == 3 else order[:, None]).expand(-1, value.shape[1], -1)[..., None]
+            return value.take_along_dim(order, 2)
+        return value.gather(-1, order)
+
+
+def module_of(pair: Any, view: type = ByAge, **options: Any) -> Any:
+    """The reference's module of a method with a state that is seen through `view`."""
+    def state(*args: Any, **sizes: Any) -> Any:
+        return view(getattr(pair.reference, pair.state.__name__)(*args, **sizes), **options)
+
+    return types.SimpleNamespace(**{pair.state.__name__: state})
+
+
+def trace_of(pair: Any, **changes: Any) -> StateTrace:
+    config = checkers.small_config(pair, 4, {})
+    return StateTrace(**{
+        "method": pair.name, "config": tuple(vars(config).items()), "batch": 2, "key_value_heads": 2, "group": 2,
+        "prompt": 9, "steps": 7, "seed": 1, "padding": "left_padding", **changes,
+    })
+
+
+every = pytest.mark.parametrize("pair", ORDERED, ids=str)
+
+
+def test_block_caches_and_longflow_may_have_any_order():
+    assert {"longflow", "keydiff", "tova", "streaming_llm"} <= {pair.name for pair in ORDERED}
+
+
+@every
+@given(data=st.data(), left_out=st.sampled_from((0, 1, 99)))
+@settings(max_examples=max(3, settings().max_examples // 6))
+def test_tokens_may_lie_in_any_slots(pair, data, left_out):
+    with capabilities.use(ANY):
+        lockstep.run(data.draw(state_traces(pair.name, device="cpu")), module_of(pair, left_out=left_out))
+
+
+@every
+def test_by_default_slots_have_an_order(pair):
+    with pytest.raises(Mismatch, match="positions|tokens must ascend"):
+        lockstep.run(trace_of(pair), module_of(pair, left_out=0))
+
+
+class Faulty(ByAge):
+    """One attribute is wrong in the slot of the newest token of the last row."""
+
+    def __init__(self, state: Any, name: str) -> None:
+        super().__init__(state, 0)
+        self._name = name
+
+    def _moved(self, name: str, value: Tensor) -> Tensor:
+        value = super()._moved(name, value).clone()
+        if name == self._name and self._state.tokens_seen > 9:
+            last = value[-1, ..., 0, :] if value.dim() == 4 else value[-1, ..., 0]
+            last.copy_(~last if value.dtype == torch.bool else torch.where(last == torch.inf, 1, last + 1))
+        return value
+
+
+@pytest.mark.parametrize("name", BY_SLOT)
+@every
+def test_what_a_slot_holds_is_still_compared(name, pair):
+    if name == "score" and not checkers.ask(pair.name, "SCORED", True):
+        pytest.skip("no scores")
+    with capabilities.use(ANY), pytest.raises(Mismatch, match=name):
+        lockstep.run(trace_of(pair), module_of(pair, Faulty, name=name))

@@ -1,0 +1,131 @@
+"""What a state refuses is counted and never wrong, and what it declares is all that it is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvtwin.conformance import Capabilities, capabilities, discovery
+from kvtwin.conformance.cases.strategies import state_traces
+from kvtwin.conformance.harness import verdict
+from kvtwin.conformance.judge import checkers
+from kvtwin.conformance.meta.patients import run
+from kvtwin.conformance.meta.patients.longflow_states import LongFlow
+
+TESTS = "laws or keeps_step or (LongFlowState and (numbers_are or choices or free_slots))"
+CORE = ("accuracy", "decisions", "free_slots", "repeatability", "state")
+
+
+@pytest.fixture
+def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def judge(state: type, keyword: str = TESTS, **declared: Any) -> verdict.MethodVerdict:
+        return run.verdict_of("longflow", {"LongFlowState": state}, declared, keyword, tmp_path, monkeypatch)
+
+    return judge
+
+
+def verdicts(found: verdict.MethodVerdict) -> dict[str, str]:
+    return {name: found.properties[name].verdict for name in CORE}
+
+
+# Refusals at call time -----------------------------------------------------------------------------------------------
+
+
+class RefusesConfigs(LongFlow):
+    def __init__(self, config: Any, **sizes: Any) -> None:
+        if config.per_head or sizes["dtype"] == torch.bfloat16:
+            raise NotImplementedError("per_head, and bfloat16")
+        super().__init__(config, **sizes)
+
+
+class RefusesPadding(LongFlow):
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
+        if occupied is not None and not bool(occupied.all()):
+            raise NotImplementedError("padding")
+        return super().prefill(query, key, value, occupied)
+
+
+class RefusesToStep(LongFlow):
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        raise NotImplementedError("one token at a time")
+
+
+class RefusesAll(LongFlow):
+    def __init__(self, config: Any, **sizes: Any) -> None:
+        raise NotImplementedError("any config")
+
+
+def test_a_constructor_may_refuse(judged):
+    found = judged(RefusesConfigs)
+    assert verdicts(found) == dict.fromkeys(CORE, verdict.RIGHT), run.shown(found)
+    assert found.refused["patient.longflow.LongFlowState: per_head, and bfloat16"] > 0
+
+
+def test_a_prompt_may_be_refused(judged):
+    found = judged(RefusesPadding)
+    assert verdicts(found) == dict.fromkeys(CORE, verdict.RIGHT), run.shown(found)
+    assert found.refused["patient.longflow.LongFlowState.prefill: padding"] > 0
+
+
+@pytest.mark.parametrize(("state", "what", "keyword"), [
+    (RefusesToStep, ".step: one token at a time", "keeps_step"), (RefusesAll, ": any config", "a_reset or padding_of"),
+])
+def test_what_is_refused_everywhere_is_not_covered(state, what, keyword, judged):
+    found = judged(state, keyword)
+    assert not run.wrong(found) and not found.others["failed"], run.shown(found)
+    assert found.verdict == verdict.NOT_COVERED
+    assert found.refused[f"patient.longflow.LongFlowState{what}"] > 0
+    assert found.properties["state"].verdict == verdict.NOT_COVERED
+    assert f"not provided: patient.longflow.LongFlowState{what}" in found.properties["state"].why
+
+
+# Declarations --------------------------------------------------------------------------------------------------------
+
+DECLARED: dict[str, Any] = {
+    "dtypes": ("float16",), "head_dims": (48,), "groups": (2,), "per_head": (True,), "masks": False, "scale": False,
+    "slots_multiple_of": 4, "contiguous_only": True, "max_batch": 2,
+    "options": {"kernel_size": (5,), "window": (32,), "check_finite": (False,)},
+}
+
+
+class OnlyDeclared(LongFlow):
+    """Anything outside of DECLARED is an error."""
+
+    def __init__(self, config: Any, *, batch: int, query_heads: int, key_value_heads: int, **sizes: Any) -> None:
+        assert config.per_head and config.kernel_size == 5 and config.window == 32 and config.scale is None
+        assert batch <= 2 and query_heads == 2 * key_value_heads
+        assert sizes["head_dim"] == 48 and sizes["dtype"] == torch.float16
+        super().__init__(config, batch=batch, query_heads=query_heads, key_value_heads=key_value_heads, **sizes)
+
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
+        assert key.shape[2] % 4 == 0 and key.is_contiguous() and (occupied is None or bool(occupied.all()))
+        return super().prefill(query, key, value, occupied)
+
+
+def test_lockstep_draws_what_is_declared(judged):
+    found = judged(OnlyDeclared, TESTS, **DECLARED)
+    names = ("accuracy", "decisions", "state")
+    assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
+        run.shown(found)
+    )
+    # The laws' fixed scenario, and those of every option, are outside of it.
+    assert not any(".prefill" in what or ".step" in what for what in found.refused), found.refused
+
+
+@pytest.mark.parametrize("pair", discovery.methods(), ids=str)
+@given(data=st.data())
+@settings(max_examples=max(3, settings().max_examples // 6))
+def test_every_methods_traces_have_declared_options(pair, data):
+    budget = checkers.ask(pair.name, "BUDGET", "budget")
+    with capabilities.use(Capabilities(options={budget: (3, 7), "block_size": (5,), "sinks": (1,)}, per_head=(False,))):
+        trace = data.draw(state_traces(pair.name, device="cpu"))
+    options = vars(pair.config(**trace.options))
+    assert options[budget] in (3, 7)
+    assert options.get("block_size", 5) == 5 and options.get("sinks", 1) == 1
+    assert not options.get("per_head", False)

@@ -1,0 +1,96 @@
+"""The verdict that small right and wrong states get: the wrong property, and no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtwin.conformance.harness import verdict, verdict_table
+from kvtwin.conformance.meta.patients import appending, longflow_states, run, thinkv
+
+
+@pytest.fixture
+def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A function that runs tests of a method in this process, and returns the verdict."""
+
+    def judge(method: str, provided: dict[str, Any], keyword: str, **declared: Any) -> verdict.MethodVerdict:
+        return run.verdict_of(method, provided, declared, keyword, tmp_path, monkeypatch)
+
+    return judge
+
+
+# LongFlow ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "patient", [longflow_states.CountsOnAfterReset, longflow_states.IgnoresReorder],
+    ids=lambda patient: patient.__name__,
+)
+def test_the_ill_of_a_state_is_named(patient, judged):
+    found = judged("longflow", {"LongFlowState": patient}, "laws or keeps_step")
+    assert run.wrong(found) == {"state"}, run.shown(found)
+
+
+def test_a_right_state_is_right(judged):
+    found = judged("longflow", {"LongFlowState": longflow_states.LongFlow}, "laws or lockstep or LongFlowState")
+    names = ("accuracy", "decisions", "free_slots", "repeatability", "state")
+    assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
+        run.shown(found)
+    )
+    assert found.verdict == verdict.RIGHT
+
+
+# Slots in any order --------------------------------------------------------------------------------------------------
+
+APPENDING = {"TOVAState": appending.AppendingTOVA}
+
+
+def test_a_right_state_that_appends_is_right(judged):
+    found = judged("tova", APPENDING, "laws or keeps_step or room_for_all or TOVAState", slot_order="any")
+    names = ("accuracy", "decisions", "free_slots", "repeatability", "independence", "state")
+    assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
+        run.shown(found)
+    )
+    assert found.properties["ties"].verdict == verdict.CONVENTION
+    assert found.verdict == verdict.RIGHT
+    assert "conventions: slot_order = any" in [text.strip() for text, _ in verdict_table.lines(found, "patient")]
+
+
+def test_a_state_that_appends_and_evicts_wrongly_is_wrong(judged):
+    found = judged("tova", {"TOVAState": appending.DropsTheOldest}, "TOVAState and tokens", slot_order="any")
+    assert run.wrong(found) == {"decisions"}, run.shown(found)
+
+
+def test_a_state_that_appends_must_declare_it(judged):
+    found = judged("tova", APPENDING, "laws or keeps_step")
+    assert run.wrong(found) == {"state"}, run.shown(found)
+
+
+# ThinKV --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keyword", ["keeps_step or test_thinkv_paging_state", "ThinKVState"])
+def test_a_stale_block_table_is_named(keyword, judged):
+    stale = thinkv.provided(ThinKVState=thinkv.StaleState, PagedCache=thinkv.StaleBlockTable)
+    found = judged("thinkv", stale, keyword)
+    assert run.wrong(found) == {"state"}, run.shown(found)
+
+
+FORMATS = "test_thinkv_formats"
+
+
+def test_a_quantizer_that_truncates_is_named(judged):
+    found = judged("thinkv", thinkv.provided(quantize=thinkv.Truncates()), FORMATS)
+    assert run.wrong(found) == {"accuracy"}, run.shown(found)
+    assert all("reference" not in one["test"] for one in found.properties["accuracy"].findings)
+
+
+def test_a_right_quantizer_is_right(judged):
+    found = judged("thinkv", thinkv.provided(quantize=thinkv.Quantize()), FORMATS)
+    names = ("accuracy", "layouts", "independence")
+    assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
+        run.shown(found)
+    )
+    assert not found.others["failed"]
