@@ -160,18 +160,18 @@ def _cause(method: str, cause: Values, properties: Mapping[str, Values]) -> str:
         f"{name(other)}: {_where(properties[other])}{text((properties[other]['message'] or '').splitlines()[0])}"
         for other in cause["consequences"]
     )
-    others = f" and {counted(one['findings'] - 1, 'other test')}" if one["findings"] > 1 else ""
+    more = f" and {counted(one['findings'] - 1, 'other test')}" if one["findings"] > 1 else ""
     inside = listing((
         ("where", code(".".join(filter(None, (one["subject"], one["field"])))) if one["subject"] else ""),
         ("smallest case", code(one["case"]) if one["case"] else ""),
         ("found", pre(one["message"]) if one["message"] else ""),
         ("replay", pre(one["replay"]) if one["replay"] else ""),
-        ("test", code(one["test"]) + others),
+        ("test", code(one["test"]) + more),
         ("may explain", also),
     ))
-    more = ", as expected" if one["expected"] else ""
+    expected = ", as expected" if one["expected"] else ""
     return (
-        f'<section class="cause"><h3>{text(method)}, {name(judged)}: {badge(WRONG, more)}</h3>\n'
+        f'<section class="cause"><h3>{text(method)}, {name(judged)}: {badge(WRONG, expected)}</h3>\n'
         f'<p class="soft">Expected: {text(PROPERTIES[judged])}.</p>\n{inside}</section>'
     )
 
