@@ -30,12 +30,13 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
     of_bound, dtype = getattr(error, "of_bound", None), getattr(case, "dtype", None)
     if of_bound is not None and dtype is not None:
         found |= {"of_bound": of_bound, "dtype": str(dtype).removeprefix("torch.")}
-    if judged is None or case is None or not isinstance(subject, Subject) or field is None:
+    if judged is None or case is None or not isinstance(subject, Subject):
         return found
     if isinstance(error, compare.WrongTie):
         return found | {"property": "ties"}
-    if isinstance(subject, Subject) and field is None and not isinstance(error, AssertionError):
-        return found | {"property": "accuracy"}  # the call itself failed, before anything was compared
+    if field is None:
+        # Without an assertion, the call itself failed, before anything was compared.
+        return found if isinstance(error, AssertionError) else found | {"property": "accuracy"}
     if not isinstance(error, Exception):
         return found
     of_state = getattr(error, "of_state", False)
