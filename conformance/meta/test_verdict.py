@@ -1,0 +1,157 @@
+"""The verdict, from the results of tests: what is right, wrong or not covered, exit codes, and the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvtwin.conformance import Capabilities
+from kvtwin.conformance.harness import verdict, verdict_table
+from kvtwin.conformance.harness.results import Result
+from kvtwin.conformance.judge.properties import CORE, PROPERTIES
+
+
+def result(judges: str | None, outcome: str = "passed", **changes: Any) -> Result:
+    """The result of a test that called the implementation and judged enough."""
+    return Result(**{
+        "nodeid": f"test_{judges}", "method": "longflow", "judges": judges, "outcome": outcome, "touched": True,
+        "cases": 8, "decisions": 40, "decisive": 32, "answered": 8, **changes,
+    })  # fmt: skip
+
+
+def judged(*results: Result, device: str = "cpu", required: tuple[str, ...] = (), **declared: Any) -> Any:
+    return verdict.judge(results, {"longflow": Capabilities(**declared)}, device=device, required=required)
+
+
+def of(name: str, *results: Result, **options: Any) -> verdict.Judgement:
+    found: verdict.Judgement = judged(*results, **options)["longflow"].properties[name]
+    return found
+
+
+RIGHT = [result(name) for name in PROPERTIES]
+
+
+def test_all_is_right():
+    found = judged(*RIGHT)
+    assert {one.verdict for one in found["longflow"].properties.values()} == {verdict.RIGHT}
+    assert found["longflow"].verdict == verdict.RIGHT and verdict.exit_status(found) == 0
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_a_wrong_property_makes_a_wrong_method(name):
+    others = [one for one in RIGHT if one.judges != name]
+    found = judged(*others, result(name, "failed", message="3 is not 4"))
+    assert found["longflow"].properties[name].verdict == verdict.WRONG
+    assert found["longflow"].verdict == verdict.WRONG and verdict.exit_status(found) == verdict.EXIT_WRONG
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_only_core_properties_must_be_covered(name):
+    found = judged(*(one for one in RIGHT if one.judges != name))
+    assert found["longflow"].properties[name].verdict == verdict.NOT_COVERED
+    assert found["longflow"].verdict == (verdict.NOT_COVERED if name in CORE else verdict.RIGHT)
+    assert verdict.exit_status(found) == (verdict.EXIT_NOT_COVERED if name in CORE else 0)
+
+
+def test_a_test_that_did_not_call_the_implementation_does_not_count():
+    found = judged(*(result(name, touched=False) for name in PROPERTIES))
+    assert found == {} and verdict.exit_status(found) == verdict.EXIT_NOT_COVERED
+    assert judged(result("ties", touched=False), required=("longflow",))["longflow"].verdict == verdict.NOT_COVERED
+
+
+@pytest.mark.parametrize(("name", "changes", "why"), [
+    ("accuracy", {"cases": 3}, "3 of at least 4 cases"),
+    ("decisions", {"decisive": 15}, "15 of at least 16 decisive decisions"),
+    ("ties", {"decisive": 7}, "7 of at least 8 decisive decisions"),
+    ("traces", {"touched": False, "outcome": "not provided", "message": "not provided: theirs.longflow"},
+     "no test called it (not provided: theirs.longflow)"),
+])  # fmt: skip
+def test_too_little_is_not_covered(name, changes, why):
+    found = of(name, result(name, **changes), result(None))
+    assert (found.verdict, found.why) == (verdict.NOT_COVERED, why)
+
+
+@pytest.mark.parametrize(("name", "declared"), [
+    ("ties", {"ties": "any"}), ("bad_input", {"validates_arguments": False}), ("free_slots", {"masks": False}),
+])
+def test_another_convention_is_not_judged(name, declared):
+    others = [one for one in RIGHT if one.judges != name]
+    found = judged(*others, **declared)["longflow"]
+    assert found.properties[name].verdict == verdict.CONVENTION and "declares" in found.properties[name].why
+    assert found.verdict == verdict.RIGHT
+
+
+def test_what_the_interpreter_cannot_run_is_not_wrong():
+    limit = result("accuracy", "environment", cases=0, message="Triton's interpreter: Unsupported data type")
+    found = of("accuracy", limit, result("ties"))
+    assert found.verdict == verdict.ENVIRONMENT and "Unsupported data type" in found.why
+    assert of("accuracy", *RIGHT, devices=("cuda",)).verdict == verdict.ENVIRONMENT
+    assert of("accuracy", *RIGHT, devices=("cuda",), device="cuda").verdict == verdict.RIGHT
+
+
+def test_a_failure_belongs_to_the_property_that_causes_it():
+    """A test of strided tensors fails because of the free slots in them: `attribution` says so."""
+    failed = result("layouts", "failed", finding={"property": "free_slots", "case": "DecodeCase()"})
+    found = judged(*RIGHT, failed)["longflow"].properties
+    assert found["free_slots"].verdict == verdict.WRONG and found["layouts"].verdict == verdict.RIGHT
+    assert found["layouts"].cases == 8, "the failed test judged nothing of its own property"
+
+
+def test_consequences_are_listed_under_their_cause():
+    wrong = ("repeatability", "accuracy", "decisions", "bad_input")
+    found = judged(*RIGHT, *(result(name, "failed") for name in wrong))["longflow"]
+    assert [(name, consequences) for name, _, consequences in found.causes] == [
+        ("repeatability", ["accuracy", "decisions"]), ("bad_input", []),
+    ]  # fmt: skip
+
+
+def test_expected_failures_do_not_change_the_exit_code():
+    found = judged(*RIGHT, result("ties", "xfailed"))
+    assert found["longflow"].properties["ties"].verdict == verdict.WRONG and verdict.exit_status(found) == 0
+    found = judged(*RIGHT, result("ties", "xfailed"), result("layouts", "failed"))
+    assert verdict.exit_status(found) == verdict.EXIT_WRONG
+
+
+def test_a_failed_test_without_a_property_makes_a_wrong_method():
+    found = judged(*RIGHT, result(None, "failed"))
+    assert found["longflow"].verdict == verdict.WRONG and verdict.exit_status(found) == verdict.EXIT_WRONG
+
+
+def test_refused_calls_are_counted_and_declared_limits_are_not():
+    refused = {"theirs.decode: sinks": 3, "not declared: masks": 7, "theirs.decode: scale (declared)": 2}
+    found = judged(*RIGHT, result("ties", refused=refused), head_dims=(64, 128))["longflow"]
+    assert dict(found.refused) == {"theirs.decode: sinks": 3}
+    text = [line for line, _ in verdict_table.lines(found, "theirs")]
+    assert "  calls: 96 answered, 3 refused: 3 x theirs.decode: sinks" in text
+    assert any("head_dims = 64, 128" in line for line in text)
+
+
+def test_the_smallest_case_is_shown_with_its_command():
+    found = judged(*RIGHT, *(
+        result("ties", "failed", finding={"property": "ties", "message": f"wrong in {case}", "case": case,
+                                          "replay": f"kvtwin replay {case}.safetensors --impl theirs"})
+        for case in ("DecodeCase(batch=3, slots=40)", "DecodeCase(slots=2)")
+    ))["longflow"]  # fmt: skip
+    text = "\n".join(line for line, _ in verdict_table.lines(found, "theirs"))
+    assert "ties: wrong in DecodeCase(slots=2), in 2 tests" in text
+    assert "replay: kvtwin replay DecodeCase(slots=2).safetensors --impl theirs" in text
+    assert "batch=3" not in text
+
+
+def test_the_table_has_at_most_thirty_lines():
+    message, case = "x" * 500, "DecodeCase(" + "y" * 300 + ")"
+    refused = {f"theirs: {number}": 2 for number in range(9)}
+    wrong = [
+        result(name, "failed", message=message, missing={"score": 3}, refused=refused,
+               finding={"property": name, "case": case, "replay": "kvtwin replay " + "z" * 200})
+        for name in PROPERTIES
+    ]  # fmt: skip
+    missing = [
+        result(None, "not provided", touched=False, message=f"not provided: theirs.{number}") for number in range(40)
+    ]
+    found = judged(*wrong, *missing, result(None, "failed"), head_dims=(64,), ties="any")["longflow"]
+    assert len(list(verdict_table.lines(found, "theirs"))) <= 30
+    names = ["theirs.39" in "\n".join(text for text, _ in verdict_table.lines(found, "theirs", verbose=verbose))
+             for verbose in (False, True)]
+    assert names == [False, True]
