@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compare import fail
+from .mismatch import fail
 
 #: Attributes by slot, [B, S] or [B, Hkv, S], with an axis D at the end or without, and what a free slot has.
 BY_SLOT = {"occupied": False, "positions": -1, "score": -torch.inf, "key": 0.0, "value": 0.0}
