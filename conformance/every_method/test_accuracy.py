@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.harness import report
+from kvtwin.conformance.harness.page import details
 from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.meta.docs_source import docs_module
 from kvtwin.fixtures import accuracy, accuracy_plot, tasks
@@ -299,7 +299,7 @@ def test_the_docs_show_the_stored_table(stored: dict[str, Any]) -> None:
 
 
 def test_the_report_has_the_stored_plot_and_table(stored: dict[str, Any]) -> None:
-    part = "\n".join(report._accuracy())
+    part = "\n".join(details.stored_results())
     assert accuracy_plot.svg(stored) in part
     for row in accuracy_plot.cells(stored):
         assert all(html.escape(cell) in part for cell in row)
@@ -312,8 +312,8 @@ def test_the_plot_is_of_well_formed_text_whatever_the_names() -> None:
 
 
 def test_a_tree_without_a_stored_result_has_no_part_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "stored_result", lambda name: None)
-    assert report._accuracy() == []
+    monkeypatch.setattr(details, "stored_result", lambda name: None)
+    assert details.stored_results() == []
 
 
 # The command line ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtwin.conformance.harness import report
+from kvtwin.conformance.harness.page import details
 from kvtwin.fixtures import needle, needle_plot
 from kvtwin.fixtures.accuracy import FULL
 from kvtwin.fixtures.load import load_bytes, load_model
@@ -153,15 +153,15 @@ def test_the_stored_result_is_whole_and_is_what_is_drawn(stored: dict[str, Any])
 
 
 def test_the_report_has_the_stored_heatmap_and_table(stored: dict[str, Any]) -> None:
-    part = "\n".join(report._needle())
+    part = "\n".join(details.stored_results())
     assert needle_plot.svg(stored) in part
     for row in needle_plot.cells(stored):
         assert all(html.escape(cell) in part for cell in row)
 
 
 def test_a_tree_without_a_stored_result_has_no_part_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "stored_result", lambda name: None)
-    assert report._needle() == []
+    monkeypatch.setattr(details, "stored_result", lambda name: None)
+    assert details.stored_results() == []
 
 
 # The command line ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 
 import kvtwin.fixtures.stored as stored_results
 from kvtwin.conformance.cases.case import DecodeCase
-from kvtwin.conformance.harness import report
+from kvtwin.conformance.harness.page import details
 from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.conformance.meta.docs_source import docs_module
@@ -76,7 +76,7 @@ def test_the_experiments_run_and_make_a_page(tmp_path, device, monkeypatch):
     assert page.main(["--again"]) == 0
     assert [path.read_text() for path in stored_files] == written
     monkeypatch.setattr(stored_results, "resources", SimpleNamespace(files=lambda _: tmp_path / "fixtures"))
-    shown = "\n".join(report._headline())
+    shown = "\n".join(details.stored_results())
     assert page.svg("The papers' headline experiments", page.panels(result)) in shown
     assert shown.count("<tr>") == 1 + 13
 
