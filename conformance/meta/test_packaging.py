@@ -128,7 +128,7 @@ def test_the_readme_is_true(source, tmp_path):
     assert len(theirs) == 2
     # test_longflow_hf_readme.py runs the README's other example, with transformers.
     assert [block for block in readme if block not in theirs and "transformers" not in block] == []
-    assert len(states) == 2
+    assert len(states) == 3
     check = "import inspect\nours = inspect.signature(decode_attention)\n" + "".join(
         f"exec({block!r})\nassert list(inspect.signature(decode_attention).parameters) == list(ours.parameters)\n"
         for block in theirs
