@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
-from kvtwin.conformance import Capabilities, __main__
 from kvtwin.conformance.harness import verdict
 from kvtwin.conformance.meta.patients import longflow
+from kvtwin.conformance.meta.patients.run import shown, verdict_of, wrong
 
 #: Verdicts without "bad_input", which the patients do not check.
 PROPERTIES = (
@@ -22,36 +19,13 @@ PROPERTIES = (
 
 @pytest.fixture
 def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A function that runs the property tests of LongFlow in this process, and returns the verdict."""
+    """A function that returns the verdict on LongFlow's decode step."""
 
     def run(function: Any, **declared: Any) -> verdict.MethodVerdict:
-        module = types.ModuleType("patient")
-        module.longflow = types.SimpleNamespace(decode_attention=function)
-        module.CAPABILITIES = Capabilities(validates_arguments=False, **declared)
-        monkeypatch.setitem(sys.modules, "patient", module)
-        monkeypatch.chdir(tmp_path)
-        options = __main__.parser().parse_args(
-            ["longflow", "--impl=patient", "--device=cpu", "--jobs=1", "--hypothesis-profile=quick"]
-        )
-        options.required = options.methods
-        found: dict[str, verdict.MethodVerdict] = {}
-
-        class Keep:
-            def pytest_unconfigure(self, config: pytest.Config) -> None:
-                found.update(config.pluginmanager.get_plugin("kvtwin-suite").verdicts)
-
-        profile = settings.get_current_profile_name()
-        try:
-            pytest.main([*__main__.pytest_arguments(options), "-p", "no:xdist", "-k", "properties"], plugins=[Keep()])
-        finally:
-            settings.load_profile(profile)
-        return found["longflow"]
+        provided = {"decode_attention": function}
+        return verdict_of("longflow", provided, declared, "properties", tmp_path, monkeypatch)
 
     return run
-
-
-def shown(found: verdict.MethodVerdict) -> dict[str, Any]:
-    return {name: (one.verdict, one.why, one.findings[:1]) for name, one in found.properties.items()}
 
 
 WRONG = {
@@ -76,8 +50,7 @@ WRONG = {
 @pytest.mark.parametrize("patient", WRONG, ids=lambda patient: patient.__name__)
 def test_the_ill_is_named(patient, judged):
     found = judged(patient())
-    wrong = {name for name, one in found.properties.items() if one.verdict == verdict.WRONG and one.follows is None}
-    assert wrong == WRONG[patient], shown(found)
+    assert wrong(found) == WRONG[patient], shown(found)
     assert found.verdict == verdict.WRONG
 
 

@@ -30,6 +30,7 @@ def verdict_of(
     options = __main__.parser().parse_args(
         [method, "--impl=patient", "--device=cpu", "--jobs=1", "--hypothesis-profile=quick"]
     )
+    options.required = [method]
     found: dict[str, verdict.MethodVerdict] = {}
 
     class Keep:
