@@ -31,7 +31,6 @@ LEAST_CASES_OF_OTHERS = 4
 LEAST_DECISIONS = {"decisions": 16, "ties": 8}
 
 
-
 def least(name: str) -> tuple[int, int]:
     """The least number of cases and of decisive decisions for "right"."""
     return LEAST_CASES.get(name, LEAST_CASES_OF_OTHERS), LEAST_DECISIONS.get(name, 0)
@@ -108,11 +107,10 @@ class MethodVerdict:
     def causes(self) -> list[tuple[str, Judgement, list[str]]]:
         """Each wrong property that is no consequence of another, with its consequences."""
         wrong = {name: one for name, one in self.properties.items() if one.verdict == WRONG}
+        in_order = [name for name in dict.fromkeys([*CONSEQUENCES, *PROPERTIES]) if name in wrong]
         return [
-            (name, one, [other for other, its in wrong.items() if its.follows == name])
-            for name, one in sorted(wrong.items(), key=lambda pair: list(CONSEQUENCES).index(pair[0])
-                                    if pair[0] in CONSEQUENCES else len(CONSEQUENCES))
-            if one.follows is None
+            (name, wrong[name], [other for other, one in wrong.items() if one.follows == name])
+            for name in in_order if wrong[name].follows is None
         ]
 
 

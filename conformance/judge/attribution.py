@@ -37,6 +37,7 @@ def property_of(
     end = time.monotonic() + MOST_SECONDS
     if case.content == "given":  # made from tensors: there is nothing to vary
         return own
+
     def failures(simpler: Case) -> int:
         return _failures(subject, name, simpler, module, error, end)
 

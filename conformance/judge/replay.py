@@ -15,7 +15,7 @@ from typing import Any
 from .. import capabilities
 from ..cases import case as cases
 from ..discovery import OPTIMIZED
-from . import checkers, lockstep, subjects
+from . import calls, checkers, lockstep, subjects
 from .fields import MissingField
 from .subjects import Subject
 
@@ -23,7 +23,8 @@ PROG = "kvtwin replay"
 
 
 def judged_fields(case: cases.Case, side: Any, subject: Subject) -> Iterator[tuple[str, str | None]]:
-    """Judge every field of the function or state that the case was saved for: (field, what is wrong or None)."""
+    """Judge every field of the function or state that the case was saved for, then, of a function, what calls and rows
+    do to each other: (what is judged, what is wrong or None)."""
     module = subject.module(side)
     for name in subject.fields:
         try:
@@ -32,6 +33,18 @@ def judged_fields(case: cases.Case, side: Any, subject: Subject) -> Iterator[tup
             yield f"{subject}.{name}", str(error)
         else:
             yield f"{subject}.{name}", None
+    if isinstance(subject, subjects.StateSubject):
+        return
+    checks = {"the same call again": calls.leaves_nothing_behind}
+    if subject.batched and case.batch > 1:
+        checks["rows apart from each other"] = calls.rows_are_apart
+    for what, check in checks.items():
+        try:
+            check(subject, module, case)
+        except AssertionError as error:
+            yield f"{subject}, {what}", str(error)
+        else:
+            yield f"{subject}, {what}", None
 
 
 def judged(case: cases.Case, side: Any) -> Iterator[str]:

@@ -65,7 +65,9 @@ class InOrder:
         if value.dim() == 4:
             source = source[:, None] if source.dim() == 2 else source
             source = source.expand(-1, value.shape[1], -1)[..., None].expand(-1, -1, -1, value.shape[3])
-        axis = 2 if value.dim() == 4 else -1
+        axis = 2 if value.dim() == 4 else value.dim() - 1
+        if value.shape[axis] == 0:
+            return value.new_full(source.shape, empty)
         return value.gather(axis, source.clamp_min(0)).masked_fill(source < 0, empty)
 
     def _next_slot(self) -> Tensor:
@@ -77,6 +79,8 @@ class InOrder:
         found = index.where(source == chosen[..., None], slots).amin(-1)                          # `slots`: not found
         held = self._tested.occupied
         exists = (chosen >= 0) & (chosen < held.shape[-1])
+        if held.shape[-1] == 0:
+            return index.where(~taken, slots).amin(-1)
         free = (chosen == held.shape[-1]) | exists & ~held.gather(
             -1, chosen.clamp(0, held.shape[-1] - 1)[..., None]
         )[..., 0]

@@ -50,6 +50,15 @@ class Stats:
             return True
         return self.plain_decisive >= max(LEAST_PLAIN_DECISIONS, LEAST_DECISIVE_SHARE * self.plain_total)
 
+    def add(self, other: Stats) -> None:
+        """Add the statistics of another part of the same comparison."""
+        used = [one.bound_utilisation for one in (self, other) if one.bound_utilisation is not None]
+        self.bound_utilisation = max(used, default=None)
+        for name in ("total", "decisive", "plain_total", "plain_decisive", "ties", "answered", "refused", "missing"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("asked", "touched", "exact"):
+            setattr(self, name, getattr(self, name) or getattr(other, name))
+
     @property
     def vacuous(self) -> bool:
         """True if decisions were compared and too few of them were decisive."""

@@ -32,6 +32,8 @@ POISONS = ("nan", "inf", "largest", "stale", "zero")
 #: Batch, KV heads and group size of cases on the CPU.
 SHAPES = ((1, 2, 3), (2, 1, 4), (1, 3, 2), (2, 2, 1))
 
+#: What right traces recorded, by case: outside of their fields, and in each field.
+Results = dict[str, tuple[stats.Stats, dict[str, stats.Stats]]]
 #: The keyword arguments of a strategy, by property.
 Aspects = Mapping[str, Mapping[str, tuple[Any, ...]]]
 #: The fields of a case by which a property's cases differ from ordinary ones.
@@ -133,15 +135,18 @@ class Subject:
         """Call the function, or run the state, and judge everything. Raises compare.Mismatch."""
         self.judge(self.call(module, case), case)
 
-    def check(self, module: Any, case: Any, name: str, *, decides: bool = False) -> None:
+    def check(
+        self, module: Any, case: Any, name: str, *, decides: bool = False, results: Results | None = None
+    ) -> None:
         """The same for one field of the result, and record the case. Raises compare.Mismatch.
 
-        decides: the test must judge enough decisions. Cases that scores hardly decide do not count then.
+        decides: the test must judge enough decisions. Cases that scores hardly decide do not count then. results: what
+        is known from judging other fields (`StateSubject`).
         """
         inner = stats.Stats()
         try:
-            with stats.collect(inner), fields.only(name), failures.judging(str(self)):
-                self.verify(module, case)
+            with stats.collect(inner), failures.judging(str(self)):
+                self._check(module, case, name, inner, results)
         except compare.Mismatch as error:
             if not self._ends_early(error, name):
                 raise
@@ -149,6 +154,11 @@ class Subject:
             dtype = str(case.dtype).removeprefix("torch.")
             judged, choice = self._judged(inner, name), name in self.choices
             stats.include(inner, judged=judged, choice=choice, decides=decides, dtype=dtype)
+
+    def _check(self, module: Any, case: Any, name: str, inner: stats.Stats, results: Results | None) -> None:
+        """Judge one field, and record in `inner`."""
+        with fields.only(name):
+            self.verify(module, case)
 
     def _judged(self, inner: stats.Stats, name: str) -> bool:
         """True if field `name` was compared."""
@@ -172,6 +182,41 @@ class StateSubject(Subject):
     def verify(self, module: Any, case: StateTrace) -> None:
         self.call(module, case)
 
+    def _check(self, module: Any, case: Any, name: str, inner: stats.Stats, results: Results | None) -> None:
+        """A trace in which everything is right runs once for all fields."""
+        if results is None:
+            return super()._check(module, case, name, inner, results)
+        key = f"{self} {case!r}"
+        if key in results:
+            shared, of_fields = results[key]
+            inner.add(shared)
+            inner.add(of_fields.get(name, stats.Stats()))
+            return
+        try:
+            shared, found = self._run(module, case, name, inner)
+        except BaseException:
+            results.clear()  # the failure may depend on what ran before, and is to come again
+            raise
+        if not found.errors:
+            results[key] = shared, found.counted
+
+    def _run(self, module: Any, case: Any, name: str, inner: stats.Stats) -> tuple[stats.Stats, fields.Apart]:
+        """Judge all fields, and raise the first error of one of them. Returns what was recorded for each of them."""
+        shared = stats.Stats()
+        with fields.apart() as found:
+            try:
+                with stats.collect(shared):
+                    self.verify(module, case)
+            except compare.Mismatch:
+                if name not in found.errors:  # otherwise its error came first
+                    raise
+            finally:
+                inner.add(shared)
+                inner.add(found.counted.get(name, stats.Stats()))
+        if name in found.errors:
+            raise found.errors[name]
+        return shared, found
+
     def _judged(self, inner: stats.Stats, name: str) -> bool:
         return inner.asked if name in self.choices else inner.bound_utilisation is not None
 
@@ -184,8 +229,10 @@ def _state(found: discovery.Pair) -> StateSubject:
     scored = checkers.ask(found.name, "SCORED", True)
     return StateSubject(
         method=found.name, name=found.state.__name__, judge=lambda result, case: None, sized=None, shapes=2,
-        # Short: test_lockstep.py has long traces.
-        cases=lambda **arguments: strategies.state_traces(found.name, max_prompt=12, max_steps=3, **arguments),
+        # Short, but longer than most budgets: test_lockstep.py has long traces.
+        cases=lambda **arguments: strategies.state_traces(
+            found.name, max_budget=4, max_prompt=12, max_steps=3, **arguments
+        ),
         numbers=("output", "score") if scored else ("output",), choices=("tokens",),
         aspects=aspects(
             tied=TIED, extreme=strategies.VANISHING, mask="padding", full="none",

@@ -16,6 +16,7 @@ from kvtwin.conformance.cases.case import StateTrace
 from kvtwin.conformance.cases.strategies import state_traces
 from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.judge.compare import Mismatch
+from kvtwin.conformance.judge.slot_order import InOrder
 
 ANY = Capabilities(slot_order="any")
 ORDERED = [
@@ -113,3 +114,18 @@ def test_what_a_slot_holds_is_still_compared(name, pair):
         pytest.skip("no scores")
     with capabilities.use(ANY), pytest.raises(Mismatch, match=name):
         lockstep.run(trace_of(pair), module_of(pair, Faulty, name=name))
+
+
+def test_a_state_without_slots_holds_nothing():
+    """Of a batch in which no row has a token yet."""
+    sizes = (2, 3)
+    tested = types.SimpleNamespace(
+        occupied=torch.zeros(*sizes, 0, dtype=torch.bool), positions=torch.zeros(*sizes, 0, dtype=torch.int64),
+        key=torch.zeros(*sizes, 0, 8), score=torch.zeros(*sizes, 0), next_slot=torch.zeros(sizes, dtype=torch.int64),
+    )
+    reference = types.SimpleNamespace(positions=torch.full((*sizes, 4), -1))
+    seen = InOrder(tested, reference)
+    assert not seen.occupied.any() and seen.occupied.shape == (*sizes, 4)
+    assert seen.positions.eq(-1).all() and seen.score.eq(-torch.inf).all()
+    assert seen.key.shape == (*sizes, 4, 8)
+    assert seen.next_slot.eq(0).all()

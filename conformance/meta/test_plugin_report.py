@@ -209,40 +209,44 @@ def test_a_report_that_cannot_be_written_stops_the_run_at_its_start(run, path, c
 # --- method and kind ---
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "expected", "kind"),
-    [
-        ("test_longflow", "def test_it(): pass", "longflow", "equivalence"),
-        ("test_longflow_state", "def test_it(): pass", "longflow", "equivalence"),
-        ("test_longflow_input", "def test_it(): pass", "longflow", "bad_input"),
-        ("test_longflow_golden", "def test_it(): pass", "longflow", "golden"),
-        ("test_longflow_claims_more", "def test_it(): pass", "longflow", "claims"),
-        ("test_longflow", "import pytest\n@pytest.mark.kind('laws')\ndef test_it(): pass", "longflow", "laws"),
-        ("test_longflow", "import pytest\n@pytest.mark.claim('LF-3')\ndef test_it(): pass", "longflow", "claims"),
-        ("test_laws", PARAMETRIZED := """
+PARAMETRIZED = """
 import pytest
 from kvtwin.conformance import discovery
 @pytest.mark.parametrize("method", [one for one in discovery.methods() if one.name == "longflow"], ids=str)
 def test_it(method): pass
-""", "longflow", "laws"),
-        ("test_twins", PARAMETRIZED.replace("method", "pair").replace("pairs", "methods"), "longflow", "equivalence"),
-        ("test_any", "import pytest\n@pytest.mark.method('longflow')\ndef test_it(): pass", "longflow", "equivalence"),
-        ("test_longflowers", "def test_it(): pass", None, None),
-        ("test_plugin", "def test_it(): pass", None, None),
-    ],
-)  # fmt: skip
-def test_method_and_kind(pytester, file, text, expected, kind):
-    path = pytester.makepyfile(**{file: text})
+"""
+#: The name and the text of a file with one test, its method, and its kind.
+FILES = [
+    ("test_longflow", "def test_it(): pass", "longflow", "equivalence"),
+    ("test_longflow_state", "def test_it(): pass", "longflow", "equivalence"),
+    ("test_longflow_input", "def test_it(): pass", "longflow", "bad_input"),
+    ("test_longflow_golden", "def test_it(): pass", "longflow", "golden"),
+    ("test_longflow_claims_more", "def test_it(): pass", "longflow", "claims"),
+    ("test_longflow", "import pytest\n@pytest.mark.kind('laws')\ndef test_it(): pass", "longflow", "laws"),
+    ("test_longflow", "import pytest\n@pytest.mark.claim('LF-3')\ndef test_it(): pass", "longflow", "claims"),
+    ("test_laws", PARAMETRIZED, "longflow", "laws"),
+    ("test_twins", PARAMETRIZED.replace("method", "pair").replace("pairs", "methods"), "longflow", "equivalence"),
+    ("test_any", "import pytest\n@pytest.mark.method('longflow')\ndef test_it(): pass", "longflow", "equivalence"),
+    ("test_longflowers", "def test_it(): pass", None, None),
+    ("test_plugin", "def test_it(): pass", None, None),
+]
+
+
+def test_method_and_kind(pytester):
+    paths = []
+    for number, (file, text, _, _) in enumerate(FILES):
+        paths.append(pytester.mkdir(str(number)) / f"{file}.py")
+        paths[-1].write_text(text, encoding="utf-8")
     profile = ("--hypothesis-profile", settings.get_current_profile_name())
-    config = pytester.parseconfigure(path, "--kv-device", "auto", *profile)
-    (item,) = pytester.genitems([pytester.getnode(config, path)])
-    assert results.classify(item) == {
-        "method": expected,
-        "kind": kind,
-        "claims": ["LF-3"] if "claim('LF-3')" in text else [],
-        "judges": {"bad_input": "bad_input", "golden": "traces"}.get(kind),
-        "judged_field": None,
-    }
+    items, _ = pytester.inline_genitems("--import-mode=importlib", "--kv-device", "auto", *profile, *paths)
+    for item, (_, text, expected, kind) in zip(items, FILES, strict=True):
+        assert results.classify(item) == {
+            "method": expected,
+            "kind": kind,
+            "claims": ["LF-3"] if "claim('LF-3')" in text else [],
+            "judges": {"bad_input": "bad_input", "golden": "traces"}.get(kind),
+            "judged_field": None,
+        }, item.nodeid
 
 
 def test_the_property_and_the_field_of_a_test_come_from_its_marker_and_parameter(pytester):

@@ -23,7 +23,9 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def run(function: Any, **declared: Any) -> verdict.MethodVerdict:
         provided = {"decode_attention": function}
-        return verdict_of("longflow", provided, declared, "properties", tmp_path, monkeypatch)
+        return verdict_of(
+            "longflow", provided, declared, "", tmp_path, monkeypatch, "every_method/test_properties.py"
+        )
 
     return run
 

@@ -60,7 +60,9 @@ class Decode:
         slots = rank.shape[-1]
         index = torch.arange(slots, device=rank.device).expand(rank.shape)
         candidate = held & ~spared
-        lowest = self.lowest(rank.masked_fill(~candidate, INF), candidate, index)
+        # Rounded, since the last bits of sums and logarithms depend on the slot: torch adds and takes logarithms of
+        # several slots at a time, and of the last slots one by one.
+        lowest = self.lowest(rank.float().masked_fill(~candidate, INF), candidate, index)
         chosen = torch.where(candidate.any(-1), lowest, 0)
         return torch.where((~held).any(-1), index.where(~held, slots).amin(-1), chosen)
 

@@ -10,17 +10,22 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from ... import Capabilities, __main__
+from ... import Capabilities, __main__, plugin
 from ...harness import verdict
+
+# Imported before any test runs: what a run in this process imports first, pytester removes from sys.modules, and the
+# next run would get a second copy of its classes.
+from ...judge import attribution  # noqa: F401
 
 
 def verdict_of(
     method: str, provided: dict[str, Any], declared: dict[str, Any], keyword: str, folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, file: str = "",
 ) -> verdict.MethodVerdict:
     """The verdict of the tests that match `keyword`, as for ``kvtwin verify METHOD --impl=patient``.
 
     provided: functions and states by name; declared: the arguments of `Capabilities`. Reports are written to `folder`.
+    file: the path of the tests in this package; "": all of them.
     """
     module = types.ModuleType("patient")
     setattr(module, method, types.SimpleNamespace(**provided))
@@ -39,7 +44,8 @@ def verdict_of(
 
     profile = settings.get_current_profile_name()
     try:
-        pytest.main([*__main__.pytest_arguments(options), "-p", "no:xdist", "-k", keyword], plugins=[Keep()])
+        _, *arguments = __main__.pytest_arguments(options)
+        pytest.main([str(plugin.HERE / file), *arguments, "-p", "no:xdist", "-k", keyword], plugins=[Keep()])
     finally:
         settings.load_profile(profile)
     return found[method]

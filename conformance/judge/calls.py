@@ -1,0 +1,83 @@
+"""What one call of a function must not do to another, or one row to another row: results are compared bit by bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cases import failures
+from ..cases.case import Case
+from . import stats
+from .compare import assert_same, fail
+from .fields import Missing
+from .subjects import Subject
+
+
+def leaves_nothing_behind(subject: Subject, module: Any, case: Case) -> None:
+    """The same call gives the same bits. It changes neither its inputs nor the results of earlier calls, and remembers
+    nothing of tensors whose contents change. Raises compare.Mismatch."""
+    with failures.judging(str(subject)):
+        others = subject.inputs(replace(case, seed=case.seed ^ 1))
+        inputs = subject.inputs(case)  # last, since a failure saves the case that was used last
+        before = copies(inputs)
+        first = returned(subject, module, inputs)
+        expected = copies(first)
+        assert_same_fields(tensors(inputs), tensors(before), "after the call (an input)")
+        assert_same_fields(returned(subject, module, inputs), expected, "of the same call again")
+        changed = copies(returned(subject, module, others))
+        assert_same_fields(first, expected, "of the first call, after another one")
+        mine = copies(inputs)
+        assert_same_fields(returned(subject, module, mine), expected, "of a call with copies")
+        for name, tensor in tensors(others).items():
+            mine[name].copy_(tensor)
+        assert_same_fields(returned(subject, module, mine), changed, "after the contents of the inputs changed")
+    stats.case()
+
+
+def rows_are_apart(subject: Subject, module: Any, case: Case) -> None:
+    """Each row has the same result if all other rows hold NaN. Raises compare.Mismatch."""
+    with failures.judging(str(subject)):
+        inputs = subject.inputs(case)
+        expected = returned(subject, module, inputs)
+        for row in {0, case.batch - 1}:
+            alone = {name: _without_others(value, row) for name, value in inputs.items()}
+            assert_same_fields(
+                {name: tensor[row] for name, tensor in returned(subject, module, alone).items()},
+                {name: tensor[row] for name, tensor in expected.items()},
+                f"of row {row}, after all other rows became NaN",
+            )
+    stats.case()
+
+
+def _without_others(value: Any, row: int) -> Any:
+    """A tensor with NaN in all rows but one, if it holds numbers."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    others = torch.arange(len(value), device=value.device) != row
+    return value.masked_fill(others.view(-1, *[1] * (value.dim() - 1)), torch.nan)
+
+
+def returned(subject: Subject, module: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """The fields of a call's result."""
+    result = getattr(module, subject.name)(**inputs)
+    if isinstance(result, Tensor):
+        return {"result": result}
+    return {name: value for name, value in result._asdict().items() if not isinstance(value, Missing)}
+
+
+def tensors(inputs: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+
+
+def copies(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def assert_same_fields(actual: dict[str, Tensor], expected: dict[str, Tensor], why: str) -> None:
+    if actual.keys() != expected.keys():
+        fail(f"fields {why}: expected {', '.join(expected)}, got {', '.join(actual)}")
+    for name, tensor in expected.items():
+        assert_same(actual[name], tensor, what=f"{name} {why}")
