@@ -81,6 +81,10 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         f"{MOST_JOBS}; more than one needs pytest-xdist)",
     )
     made.add_argument("--hypothesis-profile", metavar="NAME", help="quick, ci, default or thorough: how many examples")
+    made.add_argument(
+        "--seed", type=int, metavar="N", help="draw other cases (not with the profiles quick and ci, which always draw "
+        "the same); default with --impl: 0",
+    )
     made.add_argument("-k", dest="keyword", metavar="EXPRESSION", help="only the tests whose names match, as in pytest")
     made.add_argument("-x", dest="first", action="store_true", help="stop at the first failure")
     made.add_argument("-v", dest="verbose", action="store_true", help="one line per test")
@@ -123,8 +127,11 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
         if not chosen.verbose:  # the verdict shows one case per cause
             arguments += ["--tb=no", "-rN"]
         profile = profile or "default"
+        chosen.seed = chosen.seed or 0
     if profile:
         arguments += ["--hypothesis-profile", profile]
+    if chosen.seed is not None:
+        arguments += [f"--hypothesis-seed={chosen.seed}"]
     if chosen.keyword:
         arguments += ["-k", chosen.keyword]
     return [*arguments, "-x"] if chosen.first else arguments

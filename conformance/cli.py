@@ -58,16 +58,51 @@ def capacity(arguments: Sequence[str], prog: str) -> int:
 
 
 def accuracy(arguments: Sequence[str], prog: str) -> int:
-    """print the stored accuracy of each method on kvtwin's own small model"""
+    """print how kvtwin's own small model answers with each method, or measure it with --impl"""
     from ..fixtures import accuracy_plot
 
     stored = json.loads((resources.files("kvtwin.fixtures") / "accuracy.json").read_text(encoding="utf-8"))
     parser = _parser(prog, accuracy)
-    parser.epilog = "To measure again: python -m kvtwin.fixtures.accuracy --help"
-    names = [row["method"] for row in stored["rows"]]
-    chosen = _methods(arguments, parser, sorted(set(names)))
+    parser.epilog = "Without --impl the stored results are printed. python -m kvtwin.fixtures.accuracy stores new ones."
+    parser.add_argument("--impl", metavar="MODULE", help="measure with this module's states or functions")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of --impl; default: %(default)s")
+    parser.add_argument(
+        "--queries", type=int, default=40, metavar="N", help="with --impl: least number of answers per task (40)"
+    )
+    names = sorted({row["method"] for row in stored["rows"]})
+    chosen = _methods(arguments, parser, names)
+    options = parser.parse_args(arguments)
+    if options.impl:
+        return _measure(options, parser)
     print(accuracy_plot.table({**stored, "rows": [row for row in stored["rows"] if row["method"] in chosen]}))
     return 0
+
+
+def _measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """The accuracy with --impl. Exit code 1 if it raised an error."""
+    import os
+
+    from . import interpreter
+
+    if options.device == "cpu":
+        os.environ.setdefault(interpreter.INTERPRET, "1")  # before the kernels import triton
+    import pytest
+
+    from ..fixtures import accuracy_of
+
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as "python -m" does: the implementation may be a module of this folder
+    if options.queries < 1:
+        parser.error(f"--queries must be at least 1, got {options.queries}")
+    try:
+        rows = accuracy_of.evaluate(
+            options.impl, plan=accuracy_of.plan(options.queries), methods=options.methods or None,
+            device=options.device, progress=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    except (accuracy_of.NothingToMeasure, pytest.UsageError) as error:
+        parser.error(str(error).removeprefix("--kv-impl "))
+    print(accuracy_of.table(rows))
+    return int(any(row.failed for row in rows))
 
 
 COMMANDS: dict[str, Command] = {

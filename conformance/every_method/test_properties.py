@@ -143,7 +143,7 @@ def test_decisions_on_recorded_traces(subject, field, twins, device):
     assert not wrong, f"{len(wrong)} of {len(recorded)} recorded cases have a wrong choice; the first: {wrong[0]}"
 
 
-# What one call must not do to another: judge/calls.py ------------------------------------------------------------------
+# What one call must not do to another: judge/calls.py -----------------------------------------------------------------
 
 functions = pytest.mark.parametrize("subject", FUNCTIONS, ids=str)
 batched = pytest.mark.parametrize("subject", [subject for subject in FUNCTIONS if subject.batched], ids=str)

@@ -109,6 +109,7 @@ def _judgement(found: Judgement) -> dict[str, Any]:
         "cases": found.cases,
         "decisions": found.decisions,
         "decisive": found.decisive,
+        "adjudicated": found.adjudicated,
         "worst": worst,
         "why": found.why,
         "follows": found.follows,

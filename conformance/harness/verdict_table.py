@@ -32,6 +32,8 @@ def _row(name: str, judged: Judgement) -> tuple[str, ...]:
     worst = max(judged.worst.items(), key=lambda pair: pair[1], default=None)
     used = "-" if worst is None else f"{100 * worst[1]:.3g} % ({worst[0]})"
     says = judged.why
+    if name == "traces" and judged.verdict == RIGHT:
+        says = f"none wrong, {judged.adjudicated} different but legal"
     if judged.findings:
         first = judged.findings[0]
         where = ".".join(filter(None, (first.get("subject"), first.get("field"))))

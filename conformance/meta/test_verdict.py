@@ -46,6 +46,12 @@ def test_a_wrong_property_makes_a_wrong_method(name):
     assert found["longflow"].verdict == verdict.WRONG and verdict.exit_status(found) == verdict.EXIT_WRONG
 
 
+def test_the_traces_row_counts_decisions_that_differ():
+    found = judged(*RIGHT[:-2], result("traces", adjudicated=3), result("traces", adjudicated=2))
+    assert found["longflow"].properties["traces"].adjudicated == 5
+    assert any("none wrong, 5 different but legal" in text for text, _ in verdict_table.lines(found["longflow"], "x"))
+
+
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_only_core_properties_must_be_covered(name):
     found = judged(*(one for one in RIGHT if one.judges != name))

@@ -84,6 +84,8 @@ class Count:
 
 @pytest.fixture
 def count(device: torch.device) -> Iterator[Callable[[], Count]]:
+    gc.collect()
+    gc.freeze()  # so that each further collection looks at new objects only
     with Registry() as registry:
         yield lambda: Count(device, registry)
 

@@ -124,7 +124,8 @@ def _says(judged: str, one: Values) -> str:
     """What the property is, and why the verdict is not "right"."""
     about = f'<span class="soft">{text(PROPERTIES[judged])}</span>'
     if one["verdict"] == RIGHT:
-        return about
+        different = f"none wrong, {one['adjudicated']:,} different but legal<br>" if judged == "traces" else ""
+        return different + about
     if one["follows"]:
         return f"{_where(one)}may follow from {name(one['follows'])}<br>{about}"
     reason = one["why"] or (one["message"] or "").split("\n")[0]

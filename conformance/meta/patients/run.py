@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import core, settings
 
 from ... import Capabilities, __main__, plugin
 from ...harness import verdict
@@ -32,6 +32,7 @@ def verdict_of(
     setattr(module, "CAPABILITIES", Capabilities(validates_arguments=False, **declared))  # noqa: B010
     monkeypatch.setitem(sys.modules, "patient", module)
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(core, "global_force_seed", core.global_force_seed)  # --hypothesis-seed changes it
     options = __main__.parser().parse_args(
         [method, "--impl=patient", "--device=cpu", "--jobs=1", "--hypothesis-profile=quick"]
     )
