@@ -86,6 +86,7 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         "the same); default with --impl: 0",
     )
     made.add_argument("-k", dest="keyword", metavar="EXPRESSION", help="only the tests whose names match, as in pytest")
+    made.add_argument("--xfails", type=Path, metavar="FILE", help="tests that are expected to fail, a line each")
     made.add_argument("-x", dest="first", action="store_true", help="stop at the first failure")
     made.add_argument("-v", dest="verbose", action="store_true", help="one line per test")
     return made
@@ -132,6 +133,8 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
         arguments += ["--hypothesis-profile", profile]
     if chosen.seed is not None:
         arguments += [f"--hypothesis-seed={chosen.seed}"]
+    if chosen.xfails:
+        arguments += [f"--kv-xfails={chosen.xfails}"]
     if chosen.keyword:
         arguments += ["-k", chosen.keyword]
     return [*arguments, "-x"] if chosen.first else arguments

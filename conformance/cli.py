@@ -70,6 +70,10 @@ def accuracy(arguments: Sequence[str], prog: str) -> int:
         "--queries", type=int, default=40, metavar="N", help="with --impl: least number of answers per task (40)"
     )
     names = sorted({row["method"] for row in stored["rows"]})
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"),
+        help="of the model with --impl; default: the first of these that the module supports",
+    )
     chosen = _methods(arguments, parser, names)
     options = parser.parse_args(arguments)
     if options.impl:
@@ -97,7 +101,7 @@ def _measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     try:
         rows = accuracy_of.evaluate(
             options.impl, plan=accuracy_of.plan(options.queries), methods=options.methods or None,
-            device=options.device, progress=lambda line: print(line, file=sys.stderr, flush=True),
+            device=options.device, dtype=options.dtype, progress=lambda line: print(line, file=sys.stderr, flush=True),
         )
     except (accuracy_of.NothingToMeasure, pytest.UsageError) as error:
         parser.error(str(error).removeprefix("--kv-impl "))

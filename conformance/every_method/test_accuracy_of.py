@@ -149,6 +149,8 @@ def test_what_is_declared_is_heeded(theirs, capsys):
     (row,) = accuracy_of.evaluate("theirs", plan=Tiny(shares=(6,), queries=1))
     assert set(seen) == {torch.bfloat16}
     assert row.theirs == row.reference
+    assert cli.main(["accuracy", "--impl", "theirs", "--queries", "1", "--dtype", "float16"]) == 0
+    assert "not provided: theirs.keydiff.evict: dtypes (declared)" in capsys.readouterr().out
     theirs(Capabilities(head_dims=(40,)), keydiff={"evict": evict})
     assert cli.main(["accuracy", "--impl", "theirs", "--queries", "1"]) == 0
     assert "not provided: theirs.keydiff.evict: head_dims (declared)" in capsys.readouterr().out

@@ -32,6 +32,7 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
         found |= {"of_bound": of_bound, "dtype": str(dtype).removeprefix("torch.")}
     if judged is None or case is None or not isinstance(subject, Subject):
         return found
+    found["choice"] = field in subject.choices
     if isinstance(error, compare.WrongTie):
         return found | {"property": "ties"}
     if field is None:

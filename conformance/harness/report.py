@@ -100,17 +100,13 @@ def _overall(found: MethodVerdict) -> dict[str, Any]:
 def _judgement(found: Judgement) -> dict[str, Any]:
     """The verdict on one property, with its first finding: that of the shortest case."""
     first = found.findings[0] if found.findings else {}
-    worst = dict(found.worst)
-    for one in found.findings:
-        if "of_bound" in one:
-            worst[one["dtype"]] = max(one["of_bound"], worst.get(one["dtype"], 0.0))
     return {
         "verdict": found.verdict,
         "cases": found.cases,
         "decisions": found.decisions,
         "decisive": found.decisive,
         "adjudicated": found.adjudicated,
-        "worst": worst,
+        "worst": dict(found.worst),
         "why": found.why,
         "follows": found.follows,
         "expected": found.expected,

@@ -226,7 +226,8 @@ class Suite:
         made = yield
         error = call.excinfo.value if call.excinfo else None
         facts = item.stash[FACTS]
-        if made.failed and error is not None and call.when == "call":
+        fails = made.failed or hasattr(made, "wasxfail")
+        if fails and error is not None and call.when == "call":
             facts = facts | {"finding": findings.of(item, error, facts["judges"], self.twins)}
         results.annotate(made, error, facts, item.stash[STATS])
         return made

@@ -65,6 +65,7 @@ class Judgement:
     why: str = ""  # why it is not covered
     findings: list[dict[str, Any]] = field(default_factory=list)  # the shortest case first
     expected: bool = False  # every finding is one that --kv-xfails expects
+    applies: bool = True  # False: nothing that the implementation provides has what it judges
     follows: str | None = None  # the wrong property of which this may be a consequence
 
 
@@ -88,15 +89,18 @@ class MethodVerdict:
         found = {name: one.verdict for name, one in self.properties.items()}
         if WRONG in found.values() or self.others["failed"]:
             return WRONG
-        return RIGHT if all(found[name] in (RIGHT, CONVENTION) for name in CORE) else NOT_COVERED
+        return NOT_COVERED if any(self._lacks(name) for name in CORE) else RIGHT
 
     @property
     def open(self) -> list[str]:
         """The properties that are wrong; if none is, the core properties that are not judged."""
         wrong = [name for name, one in self.properties.items() if one.verdict == WRONG]
-        return [name.replace("_", " ") for name in wrong or CORE if self.properties[name].verdict not in (
-            RIGHT, CONVENTION
-        )]
+        return [name.replace("_", " ") for name in wrong or CORE if name in wrong or self._lacks(name)]
+
+    def _lacks(self, name: str) -> bool:
+        """True if a core property is neither right nor settled by a convention."""
+        judged = self.properties[name]
+        return judged.applies and judged.verdict not in (RIGHT, CONVENTION)
 
     @property
     def expected(self) -> bool:
@@ -154,19 +158,23 @@ def _of_method(
         made.missing.update(result.missing)
         if result.judges is None and (own or result.touched):
             made.others["failed" if result.failed else result.outcome] += 1
-    made.not_provided = sorted(
-        {result.message for result in found if result.outcome == "not provided" and result.message.count(": ") == 1}
-    )
+    made.not_provided = sorted({result.message for result in found if is_lacking(result)})
     for name in PROPERTIES:
         made.properties[name] = _of_property(name, found, supported, device, own)
-    for cause, consequences in CONSEQUENCES.items():
+    for cause in CONSEQUENCES:
         judged = made.properties[cause]
         if judged.verdict == WRONG and judged.follows is None:
-            for name in consequences:
-                other = made.properties[name]
-                if other.verdict == WRONG and other.follows is None:
+            for name, other in made.properties.items():
+                if other.verdict == WRONG and other.follows is None and _follows(name, other, cause):
                     other.follows = cause
     return made
+
+
+def _follows(name: str, judged: Judgement, cause: str) -> bool:
+    """True if a wrong property may be a consequence of `cause`."""
+    if cause == "accuracy" and name != cause and all(one.get("choice") for one in judged.findings):
+        return True  # inaccurate scores make wrong choices in cases of any property
+    return name in CONSEQUENCES[cause]
 
 
 def _of_property(name: str, found: Sequence[Result], supported: Capabilities, device: str, own: bool) -> Judgement:
@@ -184,9 +192,20 @@ def _of_property(name: str, found: Sequence[Result], supported: Capabilities, de
         for dtype, used in result.worst.items():
             made.worst[dtype] = max(used, made.worst.get(dtype, 0.0))
     made.findings = sorted((_finding(result) for result in wrong), key=lambda one: len(one.get("case") or ""))
+    for one in made.findings:
+        if "of_bound" in one:
+            made.worst[one["dtype"]] = max(one["of_bound"], made.worst.get(one["dtype"], 0.0))
     made.expected = bool(wrong) and all(result.outcome == "xfailed" for result in wrong)
     made.verdict, made.why = _verdict(name, made, tests, called, supported, device)
+    if name == "accuracy" and made.verdict == NOT_COVERED and not called and tests:
+        made.applies = not all(is_lacking(result) for result in tests)
+        made.why = made.why if made.applies else "nothing that it provides returns numbers"
     return made
+
+
+def is_lacking(result: Result) -> bool:
+    """True if a test did not run because the implementation lacks the function or the state."""
+    return result.outcome == "not provided" and result.message.count(": ") == 1
 
 
 def _wrong(result: Result) -> bool:

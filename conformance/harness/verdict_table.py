@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..judge.properties import PROPERTIES
+from .page.markup import of_bound
 from .verdict import CONVENTION, RIGHT, WRONG, Judgement, MethodVerdict
 
 COLUMNS = ("property", "verdict", "cases", "decisive", "of bound", "")
@@ -30,7 +31,7 @@ def lines(found: MethodVerdict, implementation: str, *, verbose: bool = False) -
 def _row(name: str, judged: Judgement) -> tuple[str, ...]:
     decisive = f"{judged.decisive} of {judged.decisions}" if judged.decisions else "-"
     worst = max(judged.worst.items(), key=lambda pair: pair[1], default=None)
-    used = "-" if worst is None else f"{100 * worst[1]:.3g} % ({worst[0]})"
+    used = "-" if worst is None else f"{of_bound(worst[1])} ({worst[0]})"
     says = judged.why
     if name == "traces" and judged.verdict == RIGHT:
         says = f"none wrong, {judged.adjudicated} different but legal"

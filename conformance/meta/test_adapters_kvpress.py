@@ -200,6 +200,16 @@ def test_theirs_tova_fails_on_a_single_token():
         theirs.baselines.tova.attend(query, key, key, torch.ones(1, 1, dtype=torch.bool))
 
 
+def test_theirs_tova_scores_the_newest_token_by_the_whole_batch():
+    """It gets the largest score of all rows plus 1, and NaN if another row holds NaN."""
+    query, key = aimed(0, heads=1).repeat(2, 1, 1, 1), aimed(0, 0, 1).repeat(2, 1, 1, 1)
+    key[1] = torch.nan
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    ours, received = (side.attend(query, key, key, mask).received[0, 0] for side in (tova, theirs.baselines.tova))
+    assert not ours.isnan().any()
+    assert received.isnan().tolist() == [False, False, True]
+
+
 def test_theirs_scores_do_not_know_the_layers_scale():
     """Gemma 3 27B has a scale of 168 ** -0.5 with a head_dim of 128. If a press gets the layer's attention weights, its
     scores differ from those with the weights that it computes."""

@@ -112,6 +112,39 @@ def test_consequences_are_listed_under_their_cause():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("name", "choice", "follows"), [
+    ("layouts", True, "accuracy"), ("layouts", False, None), ("bad_input", None, None),
+])  # fmt: skip
+def test_a_wrong_choice_may_follow_from_inaccurate_scores(name, choice, follows):
+    """In a case of any property."""
+    finding = {"property": name} | ({} if choice is None else {"choice": choice})
+    found = judged(*RIGHT, result("accuracy", "failed"), result(name, "failed", finding=finding))["longflow"]
+    assert found.properties[name].follows == follows
+
+
+def test_accuracy_is_not_needed_where_nothing_returns_numbers():
+    """StreamingLLM's `keep` returns a mask, and its state, which is missing, returns outputs."""
+    others = [one for one in RIGHT if one.judges != "accuracy"]
+    lacking = result("accuracy", "not provided", touched=False, message="not provided: theirs.StreamingLLMState")
+    found = judged(*others, lacking)["longflow"]
+    assert found.properties["accuracy"].verdict == verdict.NOT_COVERED
+    assert found.properties["accuracy"].why == "nothing that it provides returns numbers"
+    assert found.verdict == verdict.RIGHT
+    refuses = result("accuracy", "not provided", touched=False, message="not provided: theirs.attend: head_dim 64")
+    found = judged(*others, lacking, refuses)["longflow"]
+    assert found.verdict == verdict.NOT_COVERED and found.open == ["accuracy"]
+    lacking.judges = "decisions"
+    found = judged(*(one for one in RIGHT if one.judges != "decisions"), lacking)["longflow"]
+    assert found.verdict == verdict.NOT_COVERED
+
+
+def test_the_largest_error_is_shown_if_it_is_wrong_too():
+    failed = result("accuracy", "failed", finding={"property": "accuracy", "of_bound": 12.5, "dtype": "float16"})
+    found = judged(*RIGHT, result("accuracy", worst={"float16": 0.25, "float32": 0.5}), failed)["longflow"]
+    assert found.properties["accuracy"].worst == {"float16": 12.5, "float32": 0.5}
+    assert any("12.5 times (float16)" in text for text, _ in verdict_table.lines(found, "theirs"))
+
+
 def test_expected_failures_do_not_change_the_exit_code():
     found = judged(*RIGHT, result("ties", "xfailed"))
     assert found["longflow"].properties["ties"].verdict == verdict.WRONG and verdict.exit_status(found) == 0

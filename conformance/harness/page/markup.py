@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def badge(verdict: str, more: str = "") -> str:
 
 def of_bound(fraction: float | None) -> str:
     """An error as a fraction of its bound; None: it is infinite, or not a number."""
-    if fraction is None:
+    if fraction is None or not math.isfinite(fraction):
         return "unbounded"
     if fraction <= 1:
         return f"{100 * fraction:.3g} %"

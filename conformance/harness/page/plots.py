@@ -93,14 +93,14 @@ def errors_plot(method: str, found: Errors) -> str:
         parts.append(f'<text x="{LEFT}" y="{middle + 4:.1f}" text-anchor="end">{text(_short(label))}</text>')
         for dtype, used in row.items():
             bad = " bad" if used > 1 else ""
-            value = of_bound(None if math.isinf(used) else used)
+            value = of_bound(used)
             at = f"translate({across(math.log10(_drawn(used))):.1f} {middle:.1f})"
             parts.append(
                 f'<path class="mark{bad}" transform="{at}" d="{SHAPES.get(dtype, OTHER)}">'
                 f"<title>{text(f'{label}, {dtype}: {value}')}</title></path>"
             )
         said.append(f"{label}: " + ", ".join(
-            f"{dtype} {of_bound(None if math.isinf(used) else used)}" for dtype, used in row.items()
+            f"{dtype} {of_bound(used)}" for dtype, used in row.items()
         ))
     dtypes = dict.fromkeys(dtype for row in found.values() for dtype in row)
     shapes = ", ".join(f"{SHAPE_NAMES.get(dtype, 'diamond')} {dtype}" for dtype in dtypes)
