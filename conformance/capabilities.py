@@ -174,9 +174,15 @@ def find(*places: Any) -> Capabilities:
 def refusal(capabilities: Capabilities, arguments: Mapping[str, Any]) -> str | None:
     """The first capability that the arguments of a call are outside of; None if they are inside of all.
 
-    arguments: those of a method's function, or of a state's constructor, `prefill` or `step`, by parameter name.
+    arguments: those of a method's function, or of a state's constructor, `prefill` or `step`, by parameter name. Wrong
+    ones, which have no such sizes, are left to the implementation.
     """
-    facts = dict(_of_sizes(arguments)) | dict(_of_tensors(arguments)) | dict(_of_options(arguments))
+    if not capabilities.outside():
+        return None
+    try:
+        facts = dict(_of_sizes(arguments)) | dict(_of_tensors(arguments)) | dict(_of_options(arguments))
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return None
     return next((name for name, value in facts.items() if not _inside(capabilities, name, value)), None)
 
 

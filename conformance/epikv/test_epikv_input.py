@@ -226,6 +226,7 @@ def test_a_state_refuses(side, device):
     })
 
 
+@pytest.mark.limits
 def test_the_kernels_take_no_gradients_and_no_float64(twins, device):
     side = twins.optimized.epikv
     made = state(side, device)

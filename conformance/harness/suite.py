@@ -25,6 +25,7 @@ MARKERS = (
     "kind(name): the kind of the test: equivalence, laws, claims, golden or bad_input",
     "claim(id): the test checks this claim of the ledger in <method>/claims.toml",
     "property(name): the property of an implementation that the test judges: judge/subjects.py",
+    "limits: about what kvtwin's own kernels do not take. Not run on other implementations, which may take it",
     "method(name): the tested method, if neither the file's name nor a parameter names it",
 )
 WARNINGS = (
@@ -167,7 +168,7 @@ class Suite:
         if methods is not None:
             _keep(config, items, lambda item: item.stash[FACTS]["method"] in methods)
         if self.implementation is not None:
-            _keep(config, items, self._is_declared)
+            _keep(config, items, lambda item: item.get_closest_marker("limits") is None and self._is_declared(item))
         if config.getoption("kv_properties"):
             _keep(config, items, _judges_a_property)
         workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

@@ -199,6 +199,7 @@ def accepted(function: Any, **arguments: Any) -> None:
 # Input that only the kernels reject ----------------------------------------------------------------------------------
 
 
+@pytest.mark.limits
 def test_inputs_that_require_grad_and_sizes_beyond_the_kernels(side, twins, device):
     if side == "reference":
         return

@@ -155,6 +155,7 @@ def test_more_observers_than_the_window(side: str, twins: Twins, device: torch.d
 # Input that only the kernels refuse -----------------------------------------------------------------------------------
 
 
+@pytest.mark.limits
 @pytest.mark.parametrize(("head_dim", "query_heads", "says"), [
     (8, 2, "head_dim must be from 16 to 256, got D = 8"),
     (15, 2, "head_dim must be from 16 to 256, got D = 15"),
@@ -189,6 +190,7 @@ def test_sizes_that_kernels_cannot_take(
         function(**arguments)
 
 
+@pytest.mark.limits
 @pytest.mark.parametrize("subject", [*FUNCTIONS, "decode_per_head"])
 @both_sides
 def test_float64_is_for_the_reference(subject: str, side: str, twins: Twins, device: torch.device) -> None:
@@ -201,6 +203,7 @@ def test_float64_is_for_the_reference(subject: str, side: str, twins: Twins, dev
         call()
 
 
+@pytest.mark.limits
 @both_sides
 def test_a_state_of_float64_is_for_the_reference(side: str, twins: Twins, device: torch.device) -> None:
     longflow = getattr(twins, side).longflow
@@ -211,6 +214,7 @@ def test_a_state_of_float64_is_for_the_reference(side: str, twins: Twins, device
         longflow.LongFlowState(**arguments)
 
 
+@pytest.mark.limits
 @pytest.mark.parametrize(("subject", "argument"), FLOATING)
 def test_kernels_have_no_backward(subject: str, argument: str, twins: Twins, device: torch.device) -> None:
     """Inputs that require grad are refused, unless gradients are disabled."""
@@ -223,6 +227,7 @@ def test_kernels_have_no_backward(subject: str, argument: str, twins: Twins, dev
             call()
 
 
+@pytest.mark.limits
 def test_kernels_run_on_a_gpu_or_in_the_interpreter(twins: Twins, device: torch.device) -> None:
     """All tensors are on one device, but no kernel can run there."""
     call = Call(twins, "optimized", "decode_attention", device)

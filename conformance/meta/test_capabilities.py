@@ -104,6 +104,16 @@ def test_what_a_constructor_gets_is_seen_too():
     assert capabilities.refusal(Capabilities(), sizes) is None
 
 
+@pytest.mark.parametrize("wrong", [
+    {"occupied": torch.ones(2, 9, dtype=torch.bool, device="meta")}, {"query_heads": 2, "key_value_heads": 0},
+    {"key": torch.zeros(2, 0, 9, 8)}, {"occupied": torch.ones(2, 9).to_sparse()}, {"key": [1, 2]}
+], ids=",".join)
+def test_wrong_arguments_are_left_to_the_implementation(wrong):
+    """They are no refusal, and no error of ours."""
+    assert capabilities.refusal(Capabilities(masks=False, groups=(1, 2, 4)), call(**wrong)) is None
+    assert capabilities.refusal(Capabilities(), call(**wrong)) is None
+
+
 NARROW = Capabilities(
     dtypes=("float16",), head_dims=(64, 96), groups=(4,), max_batch=1, masks=False, protected=False, scale=False,
     per_head=(False,), contiguous_only=True, slots_multiple_of=8, options={"kernel_size": (3,), "anchor": ("mean",)},

@@ -230,6 +230,24 @@ def test_a_right_implementation_passes(pytester):
     result.stdout.fnmatch_lines(["kvtwin under test: their_kernels (*their_kernels*__init__.py)"])
 
 
+def test_limits_of_our_kernels_are_not_those_of_others(pytester):
+    pytester.makepyfile(test_longflow_input="""
+        import pytest
+
+        @pytest.mark.limits
+        def test_a_limit(twins):
+            pass
+
+        def test_a_wrong_argument(twins):
+            assert twins.optimized.longflow.decode_attention
+    """)
+    pytester.makepyfile(theirs="from kvtwin.reference import longflow")
+    pytester.syspathinsert()
+    run(pytester, "--kv-device=cpu", "test_longflow_input.py").assert_outcomes(passed=2)
+    result = run(pytester, "--kv-impl=theirs", "test_longflow_input.py")
+    result.assert_outcomes(passed=1, deselected=1)
+
+
 @pytest.mark.parametrize(("spoil", "verdict"), SPOILED.values(), ids=SPOILED)
 def test_a_wrong_implementation_is_caught(pytester, spoil, verdict):
     result = judge_it(pytester, spoil)

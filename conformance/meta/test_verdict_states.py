@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvtwin.conformance import discovery
 from kvtwin.conformance.harness import results, verdict, verdict_table
 from kvtwin.conformance.meta.patients import appending, longflow_states, run, thinkv
 
@@ -41,6 +42,15 @@ def test_a_right_state_is_right(judged):
         run.shown(found)
     )
     assert found.verdict == verdict.RIGHT
+
+
+@pytest.mark.parametrize("method", ["keydiff", "epikv"])
+def test_the_reference_is_right_about_wrong_arguments(method, judged):
+    """What kvtwin's kernels do not take, it may take."""
+    module = next(pair.reference for pair in discovery.methods() if pair.name == method)
+    found = judged(method, {name: getattr(module, name) for name in module.__all__}, "input", validates_arguments=True)
+    assert found.properties["bad_input"].verdict == verdict.RIGHT, run.shown(found)
+    assert not found.others["failed"]
 
 
 # Slots in any order --------------------------------------------------------------------------------------------------

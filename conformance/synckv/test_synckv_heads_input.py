@@ -150,6 +150,7 @@ def test_a_wrong_number(function, name, values, error, says, side, twins, device
         refused(getattr(getattr(twins, side).synckv, function), error, rf"^{name}\b", says, "got", **arguments)
 
 
+@pytest.mark.limits
 @SIDES
 @pytest.mark.parametrize("function", ["initial_sets", "anticipate", "head_similarity"])
 def test_what_kernels_cannot_take(function, side, twins, device):

@@ -140,6 +140,7 @@ def test_a_quantized_that_does_not_fit_itself(name, fmt, spoil, error, says, sid
     refused(getattr(twins, side).thinkv.dequantize, error, rf"\b{name}\b", "must", "got", says, **arguments)
 
 
+@pytest.mark.limits
 def test_what_a_kernel_cannot_take(side, twins, device):
     """Inputs that require grad, and groups larger than a tile. The reference accepts both."""
     module = getattr(twins, side).thinkv

@@ -145,6 +145,7 @@ def test_what_is_no_cache(cache, side, twins, device):
             **good("decode_attention", device), cache=cache)
 
 
+@pytest.mark.limits
 def test_the_other_sides_cache_is_none(side, twins, device):
     other = used_cache(twins, "optimized" if side == "reference" else "reference", device)
     with pytest.raises(TypeError, match="cache must be a PagedCache, got PagedCache"):
@@ -181,6 +182,7 @@ def test_a_wrong_cache(options, error, says, side, twins, device):
     refused(lambda: make(twins, side, {"device": device, **options}), error, says)
 
 
+@pytest.mark.limits
 @pytest.mark.parametrize(
     ("options", "error", "says"), [one[1:] for one in OPTIMIZED_ALONE], ids=[one[0] for one in OPTIMIZED_ALONE]
 )
@@ -193,6 +195,7 @@ def test_what_kernels_do_not_take(options, error, says, side, twins, device):
         refused(lambda: make(twins, side, {"device": device, **options}), error, says)
 
 
+@pytest.mark.limits
 def test_gradients_are_refused(side, twins, device):
     cache = used_cache(twins, side, device)
     for subject, name in (("append", "key"), ("append", "value"), ("decode_attention", "query")):
@@ -202,6 +205,7 @@ def test_gradients_are_refused(side, twins, device):
             refused(call(twins, side, subject, cache), ValueError, f"{name} requires grad", unchanged=cache, **given)
 
 
+@pytest.mark.limits
 def test_too_many_query_heads(side, twins, device):
     cache = used_cache(twins, side, device)
     query = torch.randn(B, 17 * HKV, D, device=device)

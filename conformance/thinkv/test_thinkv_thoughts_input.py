@@ -190,6 +190,7 @@ def test_calibration_can_be_in_vain(side, twins, device):
 # Input that only the kernels refuse ----------------------------------------------------------------------------------
 
 
+@pytest.mark.limits
 @pytest.mark.parametrize("function", FLOATS)
 def test_what_kernels_cannot_take(function, side, twins, device):
     """Inputs that require grad, float64, and too large heads and segments. The reference accepts all of them."""
@@ -211,6 +212,7 @@ def test_what_kernels_cannot_take(function, side, twins, device):
         refused(call, TypeError, r"dtype.*torch\.float64", **double)
 
 
+@pytest.mark.limits
 def test_sizes_beyond_the_kernels(side, twins, device):
     module = getattr(twins, side).thinkv
     key = torch.ones(1, 1, 3, 512, device=device)

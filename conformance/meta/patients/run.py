@@ -29,7 +29,7 @@ def verdict_of(
     """
     module = types.ModuleType("patient")
     setattr(module, method, types.SimpleNamespace(**provided))
-    setattr(module, "CAPABILITIES", Capabilities(validates_arguments=False, **declared))  # noqa: B010
+    setattr(module, "CAPABILITIES", Capabilities(**{"validates_arguments": False, **declared}))  # noqa: B010
     monkeypatch.setitem(sys.modules, "patient", module)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(core, "global_force_seed", core.global_force_seed)  # --hypothesis-seed changes it
