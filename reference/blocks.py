@@ -168,15 +168,21 @@ class BlockState(State):
         Returns [B, Hq, T, D], zeros for padding, which takes no slot. TypeError or ValueError for invalid arguments.
         """
         occupied = self._check_prompt(query, key, value, occupied)
+        self._start_change("append_block")
         size = self.config.block_size
         blocks = zip(*(t.split(size, 2) for t in (query, key, value)), occupied.split(size, 1), strict=True)
-        return torch.cat([self._append(*block) for block in blocks], 2)
+        output = torch.cat([self._append(*block) for block in blocks], 2)
+        self._end_change()
+        return output
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Append a block of one token: query [B, Hq, D]; key, value [B, Hkv, D]. Returns the output [B, Hq, D]."""
         self._check_step(query, key, value)
+        self._start_change("step")
         real = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
-        return self._append(query[:, :, None], key[:, :, None], value[:, :, None], real)[:, :, 0]
+        output = self._append(query[:, :, None], key[:, :, None], value[:, :, None], real)[:, :, 0]
+        self._end_change()
+        return output
 
     # Defined by each method ------------------------------------------------------------------------------------------
 

@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ._interrupted import Interruptible
 from ._validate import check_dtype, check_reorder, resolve_device, resolve_scale
 from ._validate_attention import check_prompt, check_step, state_sizes
 
 
-class State:
+class State(Interruptible):
     """The cache of `batch` sequences in one layer.
 
     A subclass allocates its tensors in `_allocate` and lists their names: in `_per_slot` those with an element per
@@ -43,13 +44,20 @@ class State:
     @torch.inference_mode(False)  # tensors allocated in inference mode could not be updated outside of it
     def reset(self) -> None:
         """Forget every token."""
+        self._interrupted = "reset"
         self._seen = 0
         self._allocate()
+        self._end_change()
 
     @torch.inference_mode(False)
     def reorder(self, index: Tensor) -> None:
         """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.sizes.batch, self.device)
+        self._start_change("reorder")
+        self._reorder(index)
+        self._end_change()
+
+    def _reorder(self, index: Tensor) -> None:
         for name in (*self._per_slot, *self._per_row):
             setattr(self, name, getattr(self, name).index_select(0, index))
 
@@ -58,7 +66,9 @@ class State:
         raise NotImplementedError
 
     def _check_prompt(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None) -> Tensor:
-        """Check the arguments of `prefill`. Returns occupied [B, T], by default all True."""
+        """Check that no change was interrupted, and the arguments of `prefill`. Returns occupied [B, T], by default all
+        True."""
+        self._check_whole()
         total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
         if occupied is None:
             return torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
@@ -70,5 +80,6 @@ class State:
             raise RuntimeError(f"prefill needs an empty state: call reset() first{instead}")
 
     def _check_step(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Check the arguments of `step`."""
+        """Check that no change was interrupted, and the arguments of `step`."""
+        self._check_whole()
         check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)

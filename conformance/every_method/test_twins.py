@@ -33,7 +33,7 @@ REFERENCE, OPTIMIZED = "kvtwin.reference", "kvtwin.optimized"
 # The reference modules that both sides use: public types, configs, checks of arguments, and the transformers adapter,
 # but no mathematics. A package of a method may have its own: contract.py, types.py, _validate.py, _validate_*.py.
 SHARED = re.compile(
-    rf"{re.escape(REFERENCE)}\.((\w+\.)?(contract|_validate(_[a-z]+)?)|\w+\.types|hf\.(plug(_\w+)?|block_caches))"
+    rf"{re.escape(REFERENCE)}\.((\w+\.)?(contract|_interrupted|_validate(_[a-z]+)?)|\w+\.types|hf\.(plug(_\w+)?|block_caches))"
 )
 every_pair = pytest.mark.parametrize("twin", discovery.pairs(), ids=str)
 every_method = pytest.mark.parametrize("twin", discovery.methods(), ids=str)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...reference._interrupted import Interruptible
 from ...reference._validate import capturing, check_dtype, resolve_device, resolve_scale
 from ...reference._validate_attention import state_sizes
 from .launch import DTYPES, check_kernel_device, check_kernel_sizes
@@ -22,7 +23,7 @@ class Buffers:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
 
-class State(Buffers):
+class State(Buffers, Interruptible):
     """The cache of `batch` sequences in one layer.
 
     The constructor of a subclass checks the config, calls this one, allocates its buffers and ends with `reset()`.

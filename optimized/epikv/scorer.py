@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...reference._interrupted import Interruptible
 from ...reference._validate import (
     capturing,
     check_dtype,
@@ -26,7 +27,7 @@ from ._hybrids import Attention
 from .scores import FIRST, LAST, codes, compacted, difference, kv_variance, lag_kv, rolling_mean, rolling_of, select
 
 
-class EpiKVScorer(Buffers):
+class EpiKVScorer(Buffers, Interruptible):
     """Positions and scores of S = config.slots slots per row, and the slot that the next token takes.
 
     Preallocated and updated in place, so a step can be captured in a CUDA graph. Attributes and semantics: the
@@ -78,6 +79,7 @@ class EpiKVScorer(Buffers):
 
     def reset(self) -> None:
         """Forget every token."""
+        self._interrupted = "reset"
         self.occupied.zero_()
         self.positions.fill_(-1)
         self.score.fill_(-torch.inf)
@@ -87,10 +89,12 @@ class EpiKVScorer(Buffers):
             tensor.zero_()
         if self.attention is not None:
             self.attention.reset()
+        self._end_change()
 
     def reorder(self, index: Tensor) -> None:
         """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.batch, self.device)
+        self._start_change("reorder")
         for tensor in (
             self.occupied, self.positions, self.score, self._rank, self._next_slot, self._tokens, self._seen,
             self._recents, self._previous, self._values,
@@ -99,6 +103,7 @@ class EpiKVScorer(Buffers):
         self._ranges.copy_(self._ranges.index_select(1, index))
         if self.attention is not None:
             self.attention.reorder(index)
+        self._end_change()
 
     # A prompt --------------------------------------------------------------------------------------------------------
 
@@ -109,10 +114,11 @@ class EpiKVScorer(Buffers):
         """Score a prompt and assign its slots: occupied [B, T]; hidden [B, L, T, C] of both bands, or None; key, value
         [B, Hkv, T, D]; received [B, T]: the attention that its tokens received, for policies that add it."""
         self.check_prompt(occupied)
+        self._start_change("prefill")
         config = self.config
         if hidden is not None:
             layers = [*hidden[0].unbind(1), *hidden[1].unbind(1)]
-            changes = torch.stack([self.observe(n, h, occupied) for n, h in enumerate(layers)], 1)
+            changes = torch.stack([self._observe(n, h, occupied) for n, h in enumerate(layers)], 1)
             follows = _follows(occupied)
             one, other = (
                 rolling_of(band.contiguous(), config.policy, config.window, follows)
@@ -121,7 +127,8 @@ class EpiKVScorer(Buffers):
             scores = difference(one, other)
         else:
             scores = self._observe_vectors(key, value, occupied)
-        self.admit(occupied, None if config.keep_prompt else scores, received)
+        self._admit(occupied, None if config.keep_prompt else scores, received)
+        self._end_change()
 
     def check_prompt(self, occupied: Tensor) -> None:
         """ValueError for a prompt that does not fit; RuntimeError if the scorer holds tokens. Synchronizes."""
@@ -135,6 +142,12 @@ class EpiKVScorer(Buffers):
     def observe(self, layer: int, hidden: Tensor, occupied: Tensor) -> Tensor:
         """The changes [B, T] of a layer's outputs for a prompt, [B, T, C]: 0 for a row's first token and for padding.
         layer: its number among the layers of band A, followed by band B. Only the last hidden state is stored."""
+        self._start_change("observe")
+        change = self._observe(layer, hidden, occupied)
+        self._end_change()
+        return change
+
+    def _observe(self, layer: int, hidden: Tensor, occupied: Tensor) -> Tensor:
         index = torch.arange(hidden.shape[1], device=hidden.device).where(occupied, -1)
         last = index.cummax(1).values                                                   # itself, or the last before it
         before = torch.cat((torch.full_like(last[:, :1], -1), last[:, :-1]), 1).masked_fill(~occupied, -1)
@@ -148,6 +161,11 @@ class EpiKVScorer(Buffers):
     def admit(self, occupied: Tensor, scores: Tensor | None, received: Tensor | None = None) -> None:
         """Assign slots to the prompt tokens that `select` keeps, in their order. scores [B, T], or None to keep the
         whole prompt; received [B, T] is added to them."""
+        self._start_change("admit")
+        self._admit(occupied, scores, received)
+        self._end_change()
+
+    def _admit(self, occupied: Tensor, scores: Tensor | None, received: Tensor | None) -> None:
         config, total = self.config, occupied.shape[1]
         held = occupied.sum(1)
         room = torch.full_like(held, config.budget)
@@ -232,6 +250,7 @@ class EpiKVScorer(Buffers):
     ) -> None:
         """Score the token in `next_slot` and choose the next slot: hidden [B, L, C] of both bands, or None; key, value
         [B, Hkv, D] if the policy reads them. One launch, two for a hybrid; does not synchronize with the host."""
+        self._start_change("step")
         config = self.config
         one, other = (None, None) if hidden is None else hidden
         if hidden is not None:
@@ -244,6 +263,7 @@ class EpiKVScorer(Buffers):
         )
         if self.attention is not None:
             self.attention.choose(self)
+        self._end_change()
 
 
 def _follows(occupied: Tensor) -> Tensor:

@@ -90,9 +90,15 @@ class EpiKVState(State):
 
     def reset(self) -> None:
         """Forget every token. A shared scorer is left as it is."""
+        self._interrupted = "reset"
         self._scratch[1].zero_()                                # in case a launch was interrupted
         if not self._shared:
             self.scorer.reset()
+        self._end_change()
+
+    def _check_whole(self) -> None:
+        super()._check_whole()
+        self.scorer._check_whole()
 
     def prefill(
         self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None,
@@ -110,6 +116,10 @@ class EpiKVState(State):
         check_launchable(query=query, key=key, value=value, hidden_a=hidden_a, hidden_b=hidden_b)
         if occupied is None:
             occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
+        self._check_whole()
+        if not self._shared:
+            self.scorer.check_prompt(occupied)
+        self._start_change("prefill")
         received = None
         if self.config.policy == "attn_x_hs" and not self.config.keep_prompt:
             found, parts = kernels.attend(query, key, value, occupied, self.scale)
@@ -123,6 +133,7 @@ class EpiKVState(State):
         count, place = kept.shape[1], kept[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
         self.key[:, :, :count] = key.gather(2, place)
         self.value[:, :, :count] = value.gather(2, place)
+        self._end_change()
         return output
 
     def step(
@@ -136,6 +147,7 @@ class EpiKVState(State):
         check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
         hidden = self._check_hidden(hidden_a, hidden_b, None)
         check_launchable(query=query, key=key, value=value, hidden_a=hidden_a, hidden_b=hidden_b)
+        self._start_change("step")
         output: Tensor = _attend_kernels.attend(
             query, key, value, self.key, self.value, self.occupied, self.next_slot, *self._scratch, self.scale,
             *self._weights,
@@ -146,15 +158,18 @@ class EpiKVState(State):
             )
         if not self._shared:
             self.scorer.step(hidden, key, value)
+        self._end_change()
         return output
 
     def reorder(self, index: Tensor) -> None:
         """Replace row b by row index[b], as beam search requires. index [B] int64. A shared scorer is left as it is."""
         index = check_reorder(index, self.sizes.batch, self.device)
+        self._start_change("reorder")
         if not self._shared:
             self.scorer.reorder(index)
         for tensor in (self.key, self.value):
             tensor.copy_(tensor.index_select(0, index))
+        self._end_change()
 
     def _check_hidden(self, one: object, other: object, tokens: int | None) -> tuple[Tensor, Tensor] | None:
         if self._shared:

@@ -60,9 +60,11 @@ class KeyDiffState(BlockState):
         """Add any number of tokens in blocks of at most block_size: see `BlockState.append_block`."""
         output = super().append_block(query, key, value, occupied)
         if self._follows:
+            self._start_change("append_block")
             budget = self.config.budget
             self._anchor.copy_(_ops.anchor(self.key[:, :, :budget], self.occupied[..., :budget])[0])
             self._age.zero_()
+            self._end_change()
         return output
 
     def _evict(self, block: Block, count: int) -> None:

@@ -65,6 +65,7 @@ class LongFlowState(State):
 
     def reset(self) -> None:
         """Forget every token."""
+        self._interrupted = "reset"
         self.occupied.zero_()
         self.positions.fill_(-1)
         self._next_slot.zero_()
@@ -73,6 +74,7 @@ class LongFlowState(State):
         self._seen.zero_()
         arrivals = self._scratch[2]
         arrivals.zero_()                                                        # in case a launch was interrupted
+        self._end_change()
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
         """Full causal attention of the prompt; then at most budget - 1 of its tokens are kept, so that a slot is free.
@@ -80,6 +82,7 @@ class LongFlowState(State):
         query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True.
         Returns [B, Hq, T, D], zeros for padding. RuntimeError if the state holds tokens.
         """
+        self._check_whole()
         total = check_prompt(
             query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device
         )
@@ -113,6 +116,7 @@ class LongFlowState(State):
         query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not synchronize with
         the host.
         """
+        self._check_whole()
         check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
         check_launchable(query=query, key=key, value=value)
         if self.config.check_finite:
@@ -126,10 +130,12 @@ class LongFlowState(State):
     def reorder(self, index: Tensor) -> None:
         """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.sizes.batch, self.device)
+        self._start_change("reorder")
         for tensor in (
             self.key, self.value, self.occupied, self.positions, self._next_slot, self.score, self._sink_end,
         ):
             tensor.copy_(tensor.index_select(0, index))
+        self._end_change()
 
     def _choose(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor) -> Tensor:
         """The prompt tokens to keep, the same for all heads: [B, min(T, budget - 1)] int64, -1 where there is none."""

@@ -94,6 +94,7 @@ class SyncKVState(State):
 
     def reset(self) -> None:
         """Forget every token."""
+        self._interrupted = "reset"
         for tensor in (self._key, self._value, self.occupied, self._fixed, self._counters, self._due):
             tensor.zero_()
         self._static.fill_(-1)
@@ -101,6 +102,7 @@ class SyncKVState(State):
         if self._offload is not None:
             self._offload.close()
         self._begin(0)
+        self._end_change()
 
     def _begin(self, tokens: int) -> None:
         """Set the counters after a prompt."""
@@ -162,6 +164,7 @@ class SyncKVState(State):
         if self._offload is not None and capturing(self.device):
             raise RuntimeError("prefill with offload=True cannot be captured: it allocates host memory")
         self._open()
+        self._start_change("prefill")
         output = causal_attention(query, key, value, occupied, self.scale)
         looks = slice(None) if self._offload is None else self._members[0, :self.config.clusters]
         self._key[:, :, :total].copy_(key[:, looks])
@@ -172,6 +175,7 @@ class SyncKVState(State):
         if self._offload is not None:
             self._offload.fill(key, value, self._chosen)
             self._settle()
+        self._end_change()
         return output
 
     def _open(self) -> None:
@@ -226,6 +230,7 @@ class SyncKVState(State):
         check_launchable(query=query, key=key, value=value)
         check_room(self._counted, 1, self.config.max_tokens)
         self._open()
+        self._start_change("step")
         config, (look_splits, list_splits, size), away = self.config, self._splits, self._offload
         pool_key, pool_value, listed, pool = None, None, self._chosen, 0
         if away is not None:
@@ -246,6 +251,7 @@ class SyncKVState(State):
         if away is not None and (self._captured or self._steps % config.stride == 0):
             away.exchange(self._chosen)
             self._settle()
+        self._end_change()
         return output
 
     def gpu_bytes(self) -> int:
@@ -261,7 +267,9 @@ class SyncKVState(State):
     def reorder(self, index: Tensor) -> None:
         """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.sizes.batch, self.device)
+        self._start_change("reorder")
         if self._offload is not None:
             self._offload.reorder(index)
         for tensor in (self._key, self._value, self.occupied, self._static, self._fixed, self._chosen):
             tensor.copy_(tensor.index_select(0, index))
+        self._end_change()

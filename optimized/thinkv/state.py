@@ -65,6 +65,7 @@ class ThinKVState(State):
 
     def reset(self) -> None:
         """Forget every token."""
+        self._interrupted = "reset"
         self.cache.release(self._every.fill_(True))
         for tensor in (
             self.sparsity, self.over_budget, self.levels, self._held, self._seen, self._decoded, self._live,
@@ -74,6 +75,7 @@ class ThinKVState(State):
         self._thoughts.fill_(int(Thought.REASONING))
         self._segment.fill_(-1)
         self._counted = 0
+        self._end_change()
 
     @property
     def tokens_seen(self) -> int:
@@ -122,6 +124,7 @@ class ThinKVState(State):
         check_room(0, total, self.config.max_tokens)
         if occupied is None:
             occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
+        self._start_change("prefill")
         output = causal_attention(query, key, value, occupied, self.scale)
         self._thought.fill_(int(Thought.REASONING))
         token = (~occupied).to(torch.uint8).sort(dim=1, stable=True).indices            # [B, T], tokens before padding
@@ -142,6 +145,7 @@ class ThinKVState(State):
             self._evict()
         self._seen.fill_(total)
         self._counted = total
+        self._end_change()
         return output
 
     def _count(self) -> None:
@@ -160,6 +164,7 @@ class ThinKVState(State):
         check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
         check_launchable(query=query, key=key, value=value)
         check_room(self._counted, 1, self.config.max_tokens)
+        self._start_change("step")
         config = self.config
         _begin(
             self._segment, self._seen, self._decoded, self._position, self._looks, self.cache.overflow, config.tau,
@@ -176,6 +181,7 @@ class ThinKVState(State):
         self.cache.flush(self._flushing, self._thought, self._segment)
         self._evict()
         self._counted += 1
+        self._end_change()
         return output
 
     def _evict(self) -> None:
@@ -199,12 +205,14 @@ class ThinKVState(State):
     def reorder(self, index: Tensor) -> None:
         """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.sizes.batch, self.device)
+        self._start_change("reorder")
         self.cache.reorder(index)
         for tensor in (
             self.sparsity, self.over_budget, self.levels, self._thought, self._thoughts, self._segment, self._held,
             self._live, self._seen, self._decoded,
         ):
             tensor.copy_(tensor.index_select(0, index))
+        self._end_change()
 
 
 # Operations ----------------------------------------------------------------------------------------------------------

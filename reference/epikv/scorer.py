@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._interrupted import Interruptible
 from .._validate import check_dtype, check_integer, check_mask, check_next_slot, check_reorder, resolve_device
 from ..attention import INF, accumulate_dtype
 from ..selection import victims
@@ -34,7 +35,7 @@ from .scores import (
 )
 
 
-class EpiKVScorer:
+class EpiKVScorer(Interruptible):
     """Positions and scores of S = config.slots slots per row, and the slot that the next token takes.
 
     occupied [B, S] bool; positions [B, S] int64: the position of the token in each slot, counted from 0 with padding
@@ -74,6 +75,7 @@ class EpiKVScorer:
     @torch.inference_mode(False)  # tensors allocated in inference mode could not be updated outside of it
     def reset(self) -> None:
         """Forget every token."""
+        self._interrupted = "reset"
         config, batch = self.config, self.batch
         layers = sum(config.layers)
         dtype = accumulate_dtype(torch.empty(0, dtype=self.dtype))
@@ -96,10 +98,12 @@ class EpiKVScorer:
         self.attention: Any = Attention(
             self.score, config.tau, config.edges, config.sparsity_threshold
         ) if config.reads_attention else None
+        self._end_change()
 
     def reorder(self, index: Tensor) -> None:
         """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.batch, self.device)
+        self._start_change("reorder")
         for name in (
             "occupied", "positions", "score", "_next_slot", "_room", "_tokens", "_previous", "_values", "_low", "_high",
             "_low_before", "_high_before",
@@ -107,6 +111,7 @@ class EpiKVScorer:
             setattr(self, name, getattr(self, name).index_select(0, index))
         if self.attention is not None:
             self.attention.reorder(index)
+        self._end_change()
 
     # A prompt --------------------------------------------------------------------------------------------------------
 
@@ -117,14 +122,16 @@ class EpiKVScorer:
         """Score a prompt and assign its slots: occupied [B, T] bool; hidden [B, L, T, C] of both bands, or None; key,
         value [B, Hkv, T, D]; received [B, T]: the attention that its tokens received, for "attn_x_hs"."""
         self.check_prompt(occupied)
+        self._start_change("prefill")
         if hidden is not None:
             layers = [*hidden[0].unbind(1), *hidden[1].unbind(1)]
-            changes = torch.stack([self.observe(n, h, occupied) for n, h in enumerate(layers)], 1)
+            changes = torch.stack([self._observe(n, h, occupied) for n, h in enumerate(layers)], 1)
             one, other = changes.split(self.config.layers, 1)
             scores = score_of(one, other, self.config.policy, self.config.window, self._follows(occupied))
         else:
             scores = self._observe_vectors(key, value, occupied)
-        self.admit(occupied, None if self.config.keep_prompt else scores, received)
+        self._admit(occupied, None if self.config.keep_prompt else scores, received)
+        self._end_change()
 
     def check_prompt(self, occupied: Tensor) -> None:
         """ValueError for a prompt that does not fit; RuntimeError if the scorer holds tokens."""
@@ -138,6 +145,12 @@ class EpiKVScorer:
 
         layer: its number among the layers of band A, followed by those of band B. Only the last hidden state is stored.
         """
+        self._start_change("observe")
+        change = self._observe(layer, hidden, occupied)
+        self._end_change()
+        return change
+
+    def _observe(self, layer: int, hidden: Tensor, occupied: Tensor) -> Tensor:
         hidden = hidden.masked_fill(~occupied[..., None], 0)
         index = torch.arange(hidden.shape[1], device=hidden.device).where(occupied, -1)
         last = index.cummax(1).values                                                   # or the last one before
@@ -154,6 +167,11 @@ class EpiKVScorer:
 
         scores [B, T], or None to keep the whole prompt; received [B, T] is added to them.
         """
+        self._start_change("admit")
+        self._admit(occupied, scores, received)
+        self._end_change()
+
+    def _admit(self, occupied: Tensor, scores: Tensor | None, received: Tensor | None) -> None:
         config, total = self.config, occupied.shape[1]
         if scores is None:
             kept = torch.arange(total, device=self.device).where(occupied, total).sort(-1).values
@@ -213,6 +231,7 @@ class EpiKVScorer:
     ) -> None:
         """Score the token in `next_slot` and select the next slot: hidden [B, L, C] of both bands, or None; key and
         value [B, Hkv, D] for policies that read them."""
+        self._start_change("step")
         if hidden is not None:
             scores = self._hidden_score(torch.cat(hidden, 1))
         else:
@@ -229,6 +248,7 @@ class EpiKVScorer:
         self._tokens = self._tokens + 1
         self._seen += 1
         self._choose()
+        self._end_change()
 
     def _hidden_score(self, hidden: Tensor) -> Tensor:
         """The scores of a step: hidden [B, L, C] -> [B], 0 for a row's first token, which has no change."""

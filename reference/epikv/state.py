@@ -83,7 +83,13 @@ class EpiKVState(State):
         """Forget every token. A shared scorer is left as it is."""
         super().reset()
         if not self._shared:
+            self._interrupted = "reset"
             self.scorer.reset()
+            self._end_change()
+
+    def _check_whole(self) -> None:
+        super()._check_whole()
+        self.scorer._check_whole()
 
     def _allocate(self) -> None:
         batch, _, heads, slots, head_dim = self.sizes
@@ -104,6 +110,9 @@ class EpiKVState(State):
         occupied = self._check_prompt(query, key, value, occupied)
         total = occupied.shape[1]
         hidden = self._check_hidden(hidden_a, hidden_b, total)
+        if not self._shared:
+            self.scorer.check_prompt(occupied)
+        self._start_change("prefill")
         output = causal_attention(query, key, value, occupied, scale=self.scale)
         if not self._shared:
             self.scorer.prefill(occupied, hidden, key, value, self._received(query, key, occupied))
@@ -111,6 +120,7 @@ class EpiKVState(State):
         count, place = kept.shape[1], kept[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
         self.key[:, :, :count] = key.gather(2, place)
         self.value[:, :, :count] = value.gather(2, place)
+        self._end_change()
         return output
 
     def step(
@@ -123,6 +133,7 @@ class EpiKVState(State):
         """
         self._check_step(query, key, value)
         hidden = self._check_hidden(hidden_a, hidden_b, None)
+        self._start_change("step")
         slot = self.next_slot[:, None]
         place = slot[:, None, :, None].expand(-1, self.sizes.key_value_heads, -1, self.sizes.head_dim)
         self.key.scatter_(2, place, key[:, :, None])
@@ -134,6 +145,7 @@ class EpiKVState(State):
             self.scorer.attention.record(weight, occupied, self.sizes.key_value_heads)
         if not self._shared:
             self.scorer.step(hidden, key, value)
+        self._end_change()
         return output
 
     def _received(self, query: Tensor, key: Tensor, occupied: Tensor) -> Tensor | None:
@@ -143,9 +155,9 @@ class EpiKVState(State):
         weight = softmax(causal_logits(query, key, occupied, scale=self.scale))
         return received(weight.masked_fill(~occupied[:, None, :, None], 0))
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64. A shared scorer is left as it is."""
-        super().reorder(index)
+    def _reorder(self, index: Tensor) -> None:
+        """A shared scorer is left as it is."""
+        super()._reorder(index)
         if not self._shared:
             self.scorer.reorder(index)
 

@@ -102,6 +102,7 @@ class SyncKVState(State):
         self._check_empty()
         total = occupied.shape[1]
         check_room(0, total, self.config.max_tokens)
+        self._start_change("prefill")
         output = causal_attention(query, key, value, occupied, scale=self.scale)
         token = torch.arange(total, device=self.device)
         self.occupied[:, :total] = occupied
@@ -115,6 +116,7 @@ class SyncKVState(State):
         self._static = self._mask(static)
         self._chosen = self._static | self._mask(dynamic)
         self._seen = self._since = total
+        self._end_change()
         return output
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -125,16 +127,18 @@ class SyncKVState(State):
         """
         self._check_step(query, key, value)
         check_room(self._seen, 1, self.config.max_tokens)
+        self._start_change("step")
         self.key[:, :, self._seen], self.value[:, :, self._seen] = key, value
         self.occupied[:, self._seen] = True
         self._attended = self._visible()
         weight = attention_weights(query, self.key, self._attended, scale=self.scale)
-        output = weighted_values(weight, self.value, self._attended)
+        output = weighted_values(weight, self.value, self._attended).to(query.dtype)
         self._seen, self._steps = self._seen + 1, self._steps + 1
         if self._steps % self.config.stride == 0:
             self._anticipate(query)
             self._since = self._seen
-        return output.to(query.dtype)
+        self._end_change()
+        return output
 
     def _visible(self) -> Tensor:
         """The tokens that each head attends to at a step, [B, Hkv, S] bool."""

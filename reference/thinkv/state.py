@@ -117,6 +117,7 @@ class ThinKVState(State):
         self._check_empty()
         total = occupied.shape[1]
         check_room(0, total, self.config.max_tokens)
+        self._start_change("prefill")
         output = causal_attention(query, key, value, occupied, scale=self.scale)
         self._thought = torch.full_like(self._thought, int(Thought.REASONING))
         token = (~occupied).long().argsort(dim=1, stable=True)                          # [B, T], tokens before padding
@@ -133,6 +134,7 @@ class ThinKVState(State):
             self._flush(self.cache.buffered > 0)
             self._evict(self._rows(False))
         self._seen = total
+        self._end_change()
         return output
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -143,6 +145,7 @@ class ThinKVState(State):
         """
         self._check_step(query, key, value)
         check_room(self._seen, 1, self.config.max_tokens)
+        self._start_change("step")
         begins = self._decoded % self.config.tau == 0
         if begins:
             self._segment = self._segment + 1
@@ -157,6 +160,7 @@ class ThinKVState(State):
         ended = self._decoded % self.config.tau == 0
         self._flush((self.cache.buffered == self.config.group) | ended)
         self._evict(ended & (self._thought == Thought.TRANSITION))
+        self._end_change()
         return output
 
     def _flush(self, rows: Tensor) -> None:
@@ -194,7 +198,6 @@ class ThinKVState(State):
             slots[b, segment, :len(found)] = found[positions[b, found].argsort()]
         return slots
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
-        super().reorder(index)
+    def _reorder(self, index: Tensor) -> None:
+        super()._reorder(index)
         self.cache.reorder(index)

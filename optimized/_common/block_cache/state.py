@@ -105,6 +105,7 @@ class BlockState(State):
 
     def reset(self) -> None:
         """Forget every token."""
+        self._interrupted = "reset"
         self.occupied.zero_()
         self.positions.fill_(-1)
         self._score.fill_(-torch.inf)
@@ -112,6 +113,7 @@ class BlockState(State):
         self._held.zero_()
         self._scratch.arrivals.zero_()                                          # in case a launch was interrupted
         self._clear()
+        self._end_change()
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
         """Process the prompt: `append_block` on an empty state. RuntimeError if the state holds tokens."""
@@ -131,34 +133,42 @@ class BlockState(State):
         check_launchable(query=query, key=key, value=value)
         if occupied is None:
             occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
+        self._start_change("append_block")
         size = self.config.block_size
         if total <= size:
-            return self._append(query, key, value, occupied)
-        blocks = zip(*(t.split(size, 2) for t in (query, key, value)), occupied.split(size, 1), strict=True)
-        return torch.cat([self._append(*block) for block in blocks], 2)
+            output = self._append(query, key, value, occupied)
+        else:
+            blocks = zip(*(t.split(size, 2) for t in (query, key, value)), occupied.split(size, 1), strict=True)
+            output = torch.cat([self._append(*block) for block in blocks], 2)
+        self._end_change()
+        return output
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Add one token: query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not
         synchronize with the host."""
         check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
         check_launchable(query=query, key=key, value=value)
+        self._start_change("step")
         output = block_step(
             query, key, value, self.key, self.value, self.occupied, self.positions, self._score, self._ordinals,
             self._carried if self._carries_magnitude else None, self._held, self._seen, *self._scratch,
             *self._window, self.scale, self.config.capacity, self._rule, self._sinks, self._recent, self._offset,
         )
         self._finish_step(query)
+        self._end_change()
         return output
 
     def reorder(self, index: Tensor) -> None:
         """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.sizes.batch, self.device)
+        self._start_change("reorder")
         carried = [] if self._carried is None else [self._carried]
         for tensor in (
             self.key, self.value, self.occupied, self.positions, self._score, self._ordinals, self._held, *carried,
             *self._buffers(),
         ):
             tensor.copy_(tensor.index_select(0, index))
+        self._end_change()
 
     # Defined by methods ----------------------------------------------------------------------------------------------
 
