@@ -186,6 +186,32 @@ def test_keys_of_any_size_have_directions(side, twins, device):
         assert kept(module.evict(key * factor, key, 9)) == best
 
 
+def test_keys_of_very_different_sizes_have_directions(side, twins, device):
+    """Tokens of 1e30 and of 2^-71 beside each other, and a head 1e60 times larger than the other."""
+    module = getattr(twins, side).keydiff
+    key = keys(device, heads=2).clamp(-3, 3)
+    best = module.evict(key, key, 9).kept
+    token = torch.ones(SLOTS, 1, device=device)
+    token[::3], token[1::3] = 1e30, 2.0**-71
+    head = torch.tensor([1e30, 1e-30], device=device)[:, None, None]
+    for case in (key * token, key * head):
+        judge.assert_score_right(module.score(case), KeyCase.of(case))
+        assert_same(module.evict(case, key, 9).kept, best, what="kept")
+
+
+def test_equal_keys_of_several_tiles_leave_by_their_slots(side, twins, device):
+    """60 of 700 keys are equal and most like the anchor. Of them, the lowest 20, 40 and 59 are evicted."""
+    module = getattr(twins, side).keydiff
+    generator = torch.Generator().manual_seed(5)
+    key = (0.5 * torch.randn(1, 1, 700, HEAD_DIM, generator=generator) + 1).to(device)
+    equal = torch.randperm(700, generator=generator)[:60].sort().values.to(device)
+    key[:, :, equal] = 1
+    for count in (20, 40, 59):
+        gone = torch.ones(700, dtype=torch.bool, device=device)
+        gone[module.evict(key, key, 700 - count).kept[0, 0]] = False
+        assert gone.nonzero()[:, 0].tolist() == equal[:count].tolist()
+
+
 # Bitwise equality ----------------------------------------------------------------------------------------------------
 
 
