@@ -216,18 +216,19 @@ def test_recent_tokens_stay_for_as_long_as_they_are_recent(side, twins, device):
 
 
 @SIDES
-@pytest.mark.parametrize(("budget", "recent"), [(300, 1), (300, 77), (7, 5), (6, 6)])
+@pytest.mark.parametrize(("budget", "recent"), [(7, 5), (40, 1), (40, 33), (6, 6)])
 def test_an_odd_number_of_recent_tokens_stays(budget, recent, side, twins, device):
-    """All keys are equal, so a step evicts the lowest slot of those that are not recent."""
-    state = made(getattr(twins, side).keydiff, device, budget=budget, block_size=budget + 9, recent=recent)
-    query, key, value = tokens(device, budget + 9, seed=7)
+    """All keys are equal. A step evicts the token in the lowest slot unless it is recent, so that after enough steps the
+    oldest of the recent tokens is in the lowest slot."""
+    state, steps = made(getattr(twins, side).keydiff, device, budget=budget, block_size=64, recent=recent), recent + 2
+    query, key, value = tokens(device, budget + 4 + steps, seed=7)
     key = key[:, :, :1].expand(key.shape)
     state.prefill(*(part[:, :, :budget + 4] for part in (query, key, value)))
-    for token in range(budget + 4, budget + 9):
+    for token in range(budget + 4, budget + 4 + steps):
         state.step(query[:, :, token], key[:, :, token], value[:, :, token])
-    present = sorted(held(state)[0, 0].tolist())
-    assert set(range(budget + 9 - recent, budget + 9)) <= set(present)
-    assert len(present) == budget
+        present = held(state)[0, 0].tolist()
+        assert len(present) == budget
+        assert set(range(token + 1 - recent, token + 1)) <= set(present)
 
 
 @SIDES
