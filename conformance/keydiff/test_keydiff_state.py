@@ -218,8 +218,8 @@ def test_recent_tokens_stay_for_as_long_as_they_are_recent(side, twins, device):
 @SIDES
 @pytest.mark.parametrize(("budget", "recent"), [(7, 5), (40, 1), (40, 33), (6, 6)])
 def test_an_odd_number_of_recent_tokens_stays(budget, recent, side, twins, device):
-    """All keys are equal. A step evicts the token in the lowest slot unless it is recent, so that after enough steps the
-    oldest of the recent tokens is in the lowest slot."""
+    """All keys are equal. A step evicts the token in the lowest slot unless it is recent. After enough steps, that is
+    the oldest of the recent tokens."""
     state, steps = made(getattr(twins, side).keydiff, device, budget=budget, block_size=64, recent=recent), recent + 2
     query, key, value = tokens(device, budget + 4 + steps, seed=7)
     key = key[:, :, :1].expand(key.shape)
