@@ -298,6 +298,8 @@ class WindowCase(Case):
 class StateTrace(Case):
     """A run of a method's State: a prompt of `prompt` tokens (0: none), then `steps` decode steps.
 
+    reorder_at, reset_at: the steps before which the state is reordered by `order`, or reset; -1: never.
+
     config: the keyword arguments of the method's config, as a tuple of pairs, so that traces are hashable. padding:
     the prompt's occupancy ("none": no mask). Tensors: prompt_query [B, Hq, T, D], prompt_key, prompt_value
     [B, Hkv, T, D], prompt_occupied [B, T]; query [B, Hq, n, D], key, value [B, Hkv, n, D] of n = steps tokens.
@@ -310,6 +312,14 @@ class StateTrace(Case):
     prompt: int = 0
     padding: str = "none"
     steps: int = 1
+    reorder_at: int = -1
+    reset_at: int = -1
+
+    @property
+    def order(self) -> Tensor:
+        """[B] int64, the row that each row becomes: of three rows or more, not all of them, and one of them twice."""
+        row = torch.arange(self.batch, device=self.device)
+        return (row + 1) % max(1, self.batch - 1 if self.batch > 2 else self.batch)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -37,8 +37,9 @@ few = settings(max_examples=max(3, settings().max_examples // 4))
 @given(data=st.data())
 @some
 def test_a_state_keeps_step_with_float64(pair, data, twins):
-    """For any config: prompts (compressed, padded or none), fill-before-evict, slot reuse, protection."""
-    trace, module = data.draw(state_traces(pair.name)), checkers.module(twins.optimized, pair)
+    """For any config: prompts (compressed, padded or none), fill-before-evict, slot reuse, protection, rows in another
+    order, and tokens without a prompt after a reset."""
+    trace, module = data.draw(state_traces(pair.name, rows=3, turns=True)), checkers.module(twins.optimized, pair)
     lockstep.run(trace, module)
     if trace.content in VANISHING:
         # Few of these decisions are decisive. Add as many that are, so that the test is not vacuous for any draw.

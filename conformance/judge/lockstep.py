@@ -245,5 +245,9 @@ def run(trace: StateTrace, tested: ModuleType, reference: ModuleType | None = No
     if prompt is not None:
         both.prefill(**prompt)  # type: ignore[arg-type]
     for step in range(trace.steps):
+        if step == trace.reset_at:
+            both.reset()
+        if step == trace.reorder_at:
+            both.reorder(trace.order)
         both.step(**trace.step_inputs(step))
     return both.summary
