@@ -214,6 +214,8 @@ def window_cases(
     )
 
 
+#: Paddings with which rows hold different numbers of tokens.
+UNEQUAL = ("left_padding", "random")
 PADDINGS = ("none", "none", "left_padding", "random", "empty_row")
 TRACE_LAYOUTS = ("contiguous", "transposed", "sliced", "apart", "spread")
 
@@ -223,14 +225,14 @@ def state_traces(
     draw: st.DrawFn, method: str, *, device: torch.device | str | None = None, max_budget: int | None = None,
     max_prompt: int | None = None, max_steps: int | None = None, prompt: bool | None = None,
     content: Sequence[str] = TRACE_CONTENTS, padding: Sequence[str] = PADDINGS,
-    layout: tuple[str, ...] = TRACE_LAYOUTS, rows: int = 2, turns: bool = False,
+    layout: tuple[str, ...] = TRACE_LAYOUTS,
 ) -> StateTrace:
     """Runs of a method's State: a config, a prompt or none, and steps, usually more than there are free slots.
 
     Configs come from judge/checkers/<method>.py, with the options that the implementation declares. prompt: True always
-    draws a prompt, False never. turns: some of the runs are reordered or reset between two steps.
+    draws a prompt, False never.
     """
-    sizes = draw(_common(device, STATE_TRIPLES, rows=rows))
+    sizes = draw(_common(device, STATE_TRIPLES, rows=2))
     cpu = sizes["device"].startswith("cpu")
     longest, most = (24, 10) if cpu else checkers.ask(method, "LONGEST", (300, 80))
     configs = checkers.ask(method, "configs", _budgets)
@@ -245,8 +247,6 @@ def state_traces(
         padding = draws.plain_among(padding, ("none",))
     length = unit * draw(lengths) if with_prompt else 0
     scaled = "scale" in inspect.signature(checkers.pair(method).config or dict).parameters
-    count = draw(steps)
-    turn = st.integers(-1, count - 1) if turns else st.just(-1)
     return StateTrace(
         **sizes,
         content=draw(contents_of(content)),
@@ -258,8 +258,7 @@ def state_traces(
         config=tuple(config.items()),
         prompt=length,
         padding=draw(st.sampled_from(supported.occupancies(padding))) if length else "none",
-        steps=count,
-        reorder_at=draw(turn), reset_at=draw(st.sampled_from((-1, draw(turn)))),
+        steps=draw(steps),
     )
 
 

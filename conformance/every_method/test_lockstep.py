@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance import discovery
+from kvtwin.conformance.cases import supported
 from kvtwin.conformance.cases.case import DecodeCase
-from kvtwin.conformance.cases.strategies import VANISHING, state_traces
+from kvtwin.conformance.cases.strategies import DECIDED, UNEQUAL, VANISHING, state_traces
+from kvtwin.conformance.harness.impl import NotProvided
 from kvtwin.conformance.judge import bounds, checkers, lockstep
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.oracle import attend
@@ -37,13 +39,30 @@ few = settings(max_examples=max(3, settings().max_examples // 4))
 @given(data=st.data())
 @some
 def test_a_state_keeps_step_with_float64(pair, data, twins):
-    """For any config: prompts (compressed, padded or none), fill-before-evict, slot reuse, protection, rows in another
-    order, and tokens without a prompt after a reset."""
-    trace, module = data.draw(state_traces(pair.name, rows=3, turns=True)), checkers.module(twins.optimized, pair)
+    """For any config: prompts (compressed, padded or none), fill-before-evict, slot reuse, protection."""
+    trace, module = data.draw(state_traces(pair.name)), checkers.module(twins.optimized, pair)
     lockstep.run(trace, module)
     if trace.content in VANISHING:
         # Few of these decisions are decisive. Add as many that are, so that the test is not vacuous for any draw.
         lockstep.run(dataclasses.replace(trace, content="ordinary"), module)
+
+
+@pytest.mark.property("state")
+@pytest.mark.kind("equivalence")
+@every_method
+@given(data=st.data())
+@few
+def test_rows_that_differ_keep_step_in_another_order_and_after_a_reset(pair, data, twins):
+    """Rows of different prompts go on in another order. Then the state is reset, and fed without a prompt."""
+    rows = supported.rows(3)
+    if rows < 2:
+        raise NotProvided("more than one row")
+    trace = data.draw(state_traces(
+        pair.name, prompt=True, padding=UNEQUAL, content=DECIDED, max_budget=5, max_prompt=12
+    ))  # fmt: skip
+    length = trace.prompt * -(-8 // trace.prompt)  # at least 8
+    trace = dataclasses.replace(trace, batch=rows, prompt=length, steps=11, reorder_at=5, reset_at=9)
+    lockstep.run(trace, checkers.module(twins.optimized, pair))
 
 
 @pytest.mark.property("state")

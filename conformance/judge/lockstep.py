@@ -200,10 +200,25 @@ class Lockstep:
         self.compare("after reset")
 
     def reorder(self, index: Tensor) -> None:
+        rows = {name: tensor.index_select(0, index) for name, tensor in self._rows().items()}
         self.tested.reorder(index)
         self.reference.reorder(index)
         self.adapter.reorder(index)
         self.compare("after reorder")
+        for name, tensor in self._rows().items():
+            assert_same(tensor, rows[name], what=f"{name} after reorder")
+
+    def _rows(self) -> dict[str, Tensor]:
+        """Copies of the tested state's public tensors with a row per sequence. `compare` compares stored ones."""
+        batch = self.reference.sizes.batch
+        names = [name for name in dir(self.reference) if not name.startswith("_") and name not in self.adapter.stored]
+        found = {name: getattr(self.tested, name, None) for name in names if _is_rows(self.reference, name, batch)}
+        return {name: tensor.clone() for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+
+def _is_rows(state: Any, name: str, batch: int) -> bool:
+    tensor = getattr(state, name)
+    return isinstance(tensor, Tensor) and tensor.dim() > 0 and tensor.shape[0] == batch
 
 
 def adopt_prompt(reference: Any, kept: Tensor, key: Tensor, value: Tensor) -> None:
