@@ -114,7 +114,10 @@ def next_up(tensor: Tensor) -> Tensor:
 
 
 def occupancy(kind: str, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    """Make a mask of occupied slots, [B, S] or [B, Hkv, S] bool."""
+    """Make a mask of occupied slots, [B, S] or [B, Hkv, S] bool.
+
+    "stairs": the last S / 4 slots of the second row, and the last S / 16 of the third; at least one in each row.
+    """
     slots, device = shape[-1], generator.device
     index = torch.arange(slots, device=device).expand(shape)
     draw = torch.randint(slots, shape[:-1], generator=generator, device=device)[..., None]
@@ -122,6 +125,9 @@ def occupancy(kind: str, generator: torch.Generator, shape: tuple[int, ...]) -> 
         return torch.rand(shape, generator=generator, device=device) < 0.7
     if kind == "left_padding":
         return index >= draw
+    if kind == "stairs":
+        row = torch.arange(shape[0], device=device).view(-1, *[1] * (len(shape) - 1))
+        return index >= slots - (slots // 4**row).clamp_min(1)
     if kind == "one_free":
         return index != draw
     if kind == "one_token":

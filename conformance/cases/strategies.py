@@ -214,8 +214,6 @@ def window_cases(
     )
 
 
-#: Paddings with which rows hold different numbers of tokens.
-UNEQUAL = ("left_padding", "random")
 PADDINGS = ("none", "none", "left_padding", "random", "empty_row")
 TRACE_LAYOUTS = ("contiguous", "transposed", "sliced", "apart", "spread")
 

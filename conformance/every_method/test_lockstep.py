@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvtwin.conformance import discovery
 from kvtwin.conformance.cases import supported
 from kvtwin.conformance.cases.case import DecodeCase
-from kvtwin.conformance.cases.strategies import DECIDED, UNEQUAL, VANISHING, state_traces
+from kvtwin.conformance.cases.strategies import DECIDED, VANISHING, state_traces
 from kvtwin.conformance.harness.impl import NotProvided
 from kvtwin.conformance.judge import bounds, checkers, lockstep
 from kvtwin.conformance.judge.compare import assert_same, assert_within
@@ -58,10 +58,15 @@ def test_rows_that_differ_keep_step_in_another_order_and_after_a_reset(pair, dat
     if rows < 2:
         raise NotProvided("more than one row")
     trace = data.draw(state_traces(
-        pair.name, prompt=True, padding=UNEQUAL, content=DECIDED, max_budget=5, max_prompt=12
+        pair.name, prompt=True, padding=("stairs",), content=DECIDED, max_budget=8, max_prompt=12
     ))  # fmt: skip
-    length = trace.prompt * -(-8 // trace.prompt)  # at least 8
-    trace = dataclasses.replace(trace, batch=rows, prompt=length, steps=11, reorder_at=5, reset_at=9)
+    # Rows of at least 8, 2 and 1 tokens, and budgets of at least 5 unless they are declared.
+    budget = checkers.ask(pair.name, "BUDGET", "budget")
+    options = {**trace.options, budget: supported.values(budget, (max(5, trace.options[budget]),))[0]}
+    trace = dataclasses.replace(
+        trace, batch=rows, config=tuple(options.items()), prompt=trace.prompt * -(-8 // trace.prompt), steps=10,
+        reorder_at=2, reset_at=8,
+    )
     lockstep.run(trace, checkers.module(twins.optimized, pair))
 
 

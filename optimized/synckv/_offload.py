@@ -79,7 +79,7 @@ class Offload:
         shape = (self.sizes.batch, max(self.heads, 1), self.sizes.slots, self.sizes.head_dim)
         try:
             with torch.inference_mode(False):
-                self.bank = (self.transfers.allocate(shape, self.dtype), self.transfers.allocate(shape, self.dtype))
+                bank = (self.transfers.allocate(shape, self.dtype), self.transfers.allocate(shape, self.dtype))
         except MemoryError as error:
             self.transfers.release()
             size = 2 * self.dtype.itemsize * shape[0] * shape[1] * shape[2] * shape[3]
@@ -87,8 +87,9 @@ class Offload:
                 f"offload=True needs {size} bytes of the host's memory per layer, and the allocation failed "
                 f"({error}); the state is as it was: lower max_tokens or the batch, or free memory, and try again"
             ) from error
-        for place, tensor in enumerate(self.bank):
+        for place, tensor in enumerate(bank):
             self.banks[place].fill_(tensor.data_ptr())
+        self.bank = bank  # last: without its addresses there is no bank
 
     def close(self) -> None:
         """Forget every token and free the bank."""
