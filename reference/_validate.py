@@ -162,6 +162,18 @@ def check_positions(positions: object) -> Tensor:
     return positions
 
 
+def check_indices(name: str, index: Tensor, slots: int) -> None:
+    """The elements of `index` are slots, from 0 to slots - 1, or -1 for none.
+
+    Reads the elements (one synchronization) unless a CUDA graph is being captured or torch.compile is tracing.
+    """
+    if index.numel() == 0 or index.is_meta or torch.compiler.is_compiling() or capturing(index.device):
+        return
+    low, high = torch.stack(index.aminmax()).tolist()
+    if low < -1 or high >= slots:
+        raise ValueError(f"{name} must be from 0 to {slots - 1}, or -1 for none, got values from {low} to {high}")
+
+
 def check_all_finite(**tensors: Tensor) -> None:
     """ValueError for a tensor with NaN or infinity, and during CUDA graph capture.
 
