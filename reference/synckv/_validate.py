@@ -10,6 +10,7 @@ from .._validate import (
     check_device,
     check_dtype,
     check_flag,
+    check_indices,
     check_integer,
     check_mask,
     check_ratio,
@@ -46,7 +47,8 @@ def check_initial(query: object, key: object, occupied: object, k_static: object
 def check_anticipation(
     query: object, key: object, occupied: object, static: object, k_dynamic: object, exclude_static: object
 ) -> Sizes:
-    """The arguments of `anticipate`. Returns the sizes."""
+    """The arguments of `anticipate`. Returns the sizes. Reads the elements of static (one synchronization) unless a
+    CUDA graph is being captured or torch.compile is tracing."""
     sizes = check_selection(query, key, occupied)
     assert isinstance(key, Tensor)
     layout = "[B, N_r, k_static]"
@@ -59,6 +61,7 @@ def check_anticipation(
     check_device("static", static, key.device, "key")
     check_integer("k_dynamic", k_dynamic, minimum=0)
     check_flag("exclude_static", exclude_static)
+    check_indices("static", static, sizes.slots)
     return sizes
 
 
