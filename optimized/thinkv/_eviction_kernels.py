@@ -226,8 +226,8 @@ def representatives_kernel(
     UNIT: tl.constexpr, RECORD: tl.constexpr,
 ):
     """Program (b, m): which tokens of a segment to keep. Keys' strides and number of channels are divided by UNIT.
-    Slots from key_slots on are not read: their keys count as 0. RECORD: also stores the indices of these tokens, and all
-    assignments."""
+    Slots from key_slots on are not read: their keys count as 0. RECORD: also stores the indices of these tokens, and
+    all assignments."""
     segment = tl.program_id(0).to(tl.int64)
     b, m = segment // segments, segment % segments
     token = tl.arange(0, TOKENS)

@@ -47,6 +47,15 @@ def check_vectors(name: str, tensor: object, occupied: object = None) -> Tensor:
     return checked
 
 
+def check_lag(key: object, value: object, chunk: object, occupied: object) -> int:
+    """The arguments of `lag_kv`. Returns the number of tokens in a chunk, at most T: longer chunks change nothing."""
+    key = check_vectors("key", key, occupied)
+    value = check_vectors("value", value)
+    check_shape("value", value, tuple(key.shape), "key's [B, Hkv, T, D]")
+    check_like("value", value, key, "key")
+    return min(check_integer("chunk", chunk, minimum=1), key.shape[2])
+
+
 def check_selection(score: object, budget: object, prompt: object, recent: object, occupied: object) -> Tensor:
     """The arguments of `select`. Returns the scores."""
     checked = check_series("score", score, occupied, layers=False)

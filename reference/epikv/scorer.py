@@ -241,7 +241,7 @@ class EpiKVScorer:
         there = torch.arange(window, device=self.device) >= window - self._tokens[:, None, None]
         there = there.expand(moved.shape)
         values = self._values
-        rolled = _mean(values, there) if self.config.policy == "hs_variance" else _zscore(values, there)
+        rolled = _mean(values, there) if self.config.policy == "hs_variance" else _zscore(values, there, window)
         return difference(*rolled.split(self.config.layers, 1)).masked_fill(first, 0)
 
     def _vector_score(self, key: Tensor, value: Tensor) -> Tensor:

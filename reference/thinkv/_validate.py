@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .._validate import (
-    capturing,
     check_choice,
     check_device,
     check_dtype,
@@ -23,6 +22,7 @@ from .._validate import (
     check_share,
     check_strided,
     check_tensor,
+    readable,
 )
 from .._validate_attention import check_attention
 from ..contract import Sizes
@@ -175,7 +175,6 @@ def check_segments(key: object, slots: object, keep: object, most: object) -> in
     check_integers("keep", keep, tuple(slots.shape[:2]), "slots' [B, M]", key, "key")
     most = slots.shape[-1] if most is None else check_integer("most", most, minimum=1)
     check_indices("slots", slots, key.shape[2])
-    if not (torch.compiler.is_compiling() or capturing(slots.device)):
-        if bool(((slots[..., 1:] >= 0) & (slots[..., :-1] < 0)).any()):
-            raise ValueError("slots must have -1 only after a segment's last token, got -1 before a token")
+    if readable(slots) and bool(((slots[..., 1:] >= 0) & (slots[..., :-1] < 0)).any()):
+        raise ValueError("slots must have -1 only after a segment's last token, got -1 before a token")
     return most
