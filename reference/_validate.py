@@ -7,6 +7,7 @@ synchronize with the GPU, unless its docstring says so.
 
 from __future__ import annotations
 
+from math import prod
 from typing import TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 #: The optimized side multiplies the scale by log2(e) in float32, so half of the largest float32 is the limit.
 LARGEST_SCALE = torch.finfo(torch.float32).max / 2
+MOST_ELEMENTS = 2**60
 LARGEST_FLOAT = torch.finfo(torch.float64).max
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -33,6 +35,14 @@ def check_integer(name: str, value: object, *, minimum: int | None = None) -> in
     if minimum is not None and value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
     return value
+
+
+def check_product(**sizes: int) -> None:
+    """ValueError if tensors of these sizes have more elements than any memory, MOST_ELEMENTS: torch's own errors for
+    them are of many kinds, and objects that are made row by row take forever."""
+    if prod(sizes.values()) >= MOST_ELEMENTS:
+        shown = " * ".join(map(str, sizes.values()))
+        raise ValueError(f"{' * '.join(sizes)} must be less than {MOST_ELEMENTS}, got {shown}")
 
 
 def check_number(name: str, value: object, *, kind: str = "a float") -> float:

@@ -225,6 +225,17 @@ def test_a_state_refuses(side, device):
     refused(side.EpiKVState, TypeError, "config must be an EpiKVConfig", config=8, **sizes, device=device)
     config = EpiKVConfig(8)
     refused(side.EpiKVState, ValueError, "batch must be", config=config, **{**sizes, "batch": 0}, device=device)
+    scorer = {"hidden_size": 8, **{name: size for name, size in sizes.items() if name != "query_heads"}}
+    for error, says, options in (
+        (TypeError, "config must be an EpiKVConfig, got int", {"config": 8}),
+        (TypeError, "key_value_heads must be an int, got str", {"key_value_heads": "2"}),
+        (ValueError, "head_dim must be at least 1, got 0", {"head_dim": 0}),
+        (ValueError, "batch must fit in int64, got an int of 100 bits", {"batch": 10**30}),
+        (ValueError, r"batch \* slots must be less than \d+, got 2 \* 2305843009213693952",
+         {"config": EpiKVConfig(2**61)}),
+        (ValueError, r"batch \* layers \* window must be less than", {"config": EpiKVConfig(8, window=2**61)}),
+    ):
+        refused(side.EpiKVScorer, error, says, **{"config": config, **scorer, **options}, device=device)
     refuses(state(side, device), "reorder", ValueError, "index must name rows", {
         "index": torch.tensor([0, 2], device=device),
     })

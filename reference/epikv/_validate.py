@@ -6,15 +6,31 @@ import torch
 from torch import Tensor
 
 from .._validate import (
+    check_config,
     check_dtype,
     check_integer,
     check_like,
     check_mask,
+    check_product,
     check_shape,
     check_state_tensor,
     check_tensor,
 )
 from .contract import EpiKVConfig
+
+
+def check_scorer(
+    config: object, *, batch: object, hidden_size: object, key_value_heads: object, head_dim: object
+) -> EpiKVConfig:
+    """The config and the sizes of an `EpiKVScorer`. Returns the config."""
+    checked = check_config(config, EpiKVConfig)
+    sizes = {"batch": batch, "hidden_size": hidden_size, "key_value_heads": key_value_heads, "head_dim": head_dim}
+    rows, hidden, heads, channels = (check_integer(name, value, minimum=1) for name, value in sizes.items())
+    check_product(batch=rows, slots=checked.slots)
+    check_product(batch=rows, layers=max(1, sum(checked.layers)), window=checked.window)
+    check_product(batch=rows, layers=max(1, sum(checked.layers)), hidden_size=hidden)
+    check_product(batch=rows, key_value_heads=heads, head_dim=channels)
+    return checked
 
 
 def check_hidden_pair(hidden: object, previous: object) -> None:

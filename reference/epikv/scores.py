@@ -96,10 +96,10 @@ def lag_kv(key: Tensor, value: Tensor, *, chunk: int = 128, occupied: Tensor | N
 
     key, value [B, Hkv, T, D] of one dtype; occupied [B, T] bool, False for padding, which is in no chunk and gives 0.
     The tokens of a row are divided into chunks of `chunk`. Channel d of a vector becomes (x - low) / (high - low), with
-    the range of the channel in the previous chunk. The standard deviations over the channels of key and value are added and averaged
-    over the heads. Channels whose range is at most 1e-6 of the largest magnitude in the chunk (of that head) are left
-    out; without any channel the spread is 0. Tokens of the first chunk have no previous chunk and score +inf. TypeError
-    or ValueError for invalid arguments.
+    the range of the channel in the previous chunk. The standard deviations over the channels of key and value are added
+    and averaged over the heads. Channels whose range is at most 1e-6 of the largest magnitude in the chunk (of that
+    head) are left out; without any channel the spread is 0. Tokens of the first chunk have no previous chunk and score
+    +inf. TypeError or ValueError for invalid arguments.
     """
     chunk = check_lag(key, value, chunk, occupied)
     dtype = accumulate_dtype(key)

@@ -62,6 +62,8 @@ class PagedCache:
         self.shape = (batch, key_value_heads, head_dim)
         self.dtype = check_dtype("dtype", dtype)
         self.device = resolve_device(device)
+        # The memory of `dequantized`. Without it, a list of as many rows would take forever.
+        torch.empty(2, batch, key_value_heads, self.config.slots, head_dim, device=self.device)
         self._rows = [Row() for _ in range(batch)]
 
     # Updates ---------------------------------------------------------------------------------------------------------
