@@ -212,6 +212,16 @@ def check_state_tensor(name: str, tensor: Tensor, dtype: torch.dtype, device: to
         raise ValueError(f"{name} must be on the state's device {device}, got {tensor.device}")
 
 
+def check_no_grad(**tensors: Tensor) -> None:
+    """ValueError for a tensor that requires grad, unless gradients are disabled.
+
+    A cache outlives the call: with the tensors it would keep the graph of every token that it has seen.
+    """
+    for name, tensor in tensors.items():
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad, but a state has no backward: call under torch.no_grad()")
+
+
 def check_next_slot(value: object, like: Tensor, slots: int) -> Tensor:
     """Return a value for `State.next_slot`: shape, dtype and device of `like`, elements from 0 to slots - 1.
 

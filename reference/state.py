@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ._validate import check_dtype, check_reorder, resolve_device, resolve_scale
+from ._validate import check_dtype, check_no_grad, check_reorder, resolve_device, resolve_scale
 from ._validate_attention import check_prompt, check_step, state_sizes
 
 
@@ -17,6 +17,8 @@ class State:
     A subclass allocates its tensors in `_allocate` and lists their names: in `_per_slot` those with an element per
     slot, in `_per_row` the others with a row per sequence. Its constructor checks the config, calls this one, sets what
     else it needs and ends with `reset()`.
+
+    A state has no backward: `prefill` and `step` refuse inputs that require grad unless gradients are disabled.
     """
 
     config: Any                                 # subclasses declare the config's class
@@ -60,6 +62,7 @@ class State:
     def _check_prompt(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None) -> Tensor:
         """Check the arguments of `prefill`. Returns occupied [B, T], by default all True."""
         total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        check_no_grad(query=query, key=key, value=value)
         if occupied is None:
             return torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
         return occupied
@@ -72,3 +75,4 @@ class State:
     def _check_step(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Check the arguments of `step`."""
         check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        check_no_grad(query=query, key=key, value=value)

@@ -245,13 +245,22 @@ def test_a_state_refuses(side, device):
 
 
 @pytest.mark.limits
-def test_the_kernels_take_no_gradients_and_no_float64(twins, device):
-    side = twins.optimized.epikv
+def test_hidden_states_that_require_grad_are_refused(side, device):
     made = state(side, device)
-    for name in ("query", "hidden_a"):
+    for name in ("query", "hidden_a", "hidden_b"):
         given = step(device)
         given[name].requires_grad_()
-        refuses(made, "step", ValueError, f"{name} requires grad", given)
+        refuses(made, "step", ValueError, f"{name} requires grad.*no_grad", given)
+    made.reset()
+    for name in ("value", "hidden_a", "hidden_b"):
+        given = prompt(device)
+        given[name].requires_grad_()
+        refuses(made, "prefill", ValueError, f"{name} requires grad.*no_grad", given)
+
+
+@pytest.mark.limits
+def test_the_kernels_take_no_float64(twins, device):
+    side = twins.optimized.epikv
     refused(
         side.hidden_change, TypeError, "hidden.dtype must be one of torch.float32",
         hidden=torch.ones(2, 5, dtype=torch.float64, device=device),
