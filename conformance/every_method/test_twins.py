@@ -138,7 +138,7 @@ def test_states_show_the_same_attributes(twin: Pair, options: dict[str, Any], de
 @pytest.mark.parametrize("side", ["reference", "optimized"])
 @every_method
 def test_states_keep_no_autograd_graph(twin: Pair, side: str, device: torch.device) -> None:
-    """They refuse inputs that require grad: a cache would keep the graph of every token. Under no_grad it keeps none."""
+    """They refuse inputs that require grad: a cache would keep the graph of every token. no_grad allows such inputs."""
     state = new_state(twin, getattr(twin, side), device)
     for call, tokens in (("prefill", prompt(device, seed=1)), ("step", token(device, seed=2))):
         more = checkers.extras(state, *tokens)

@@ -197,10 +197,12 @@ def test_wrong_clusters(labels, representatives, error, says):
 
 
 @pytest.mark.parametrize("content", [
-    "{", "[]", "{}", json.dumps({"format": "kvtwin head clusters", "version": 2, "layers": []}),
+    "{", "[]", "{}", "[" * 100_000, '{"a":' * 100_000,
+    json.dumps({"format": "kvtwin head clusters", "version": 2, "layers": []}),
+    json.dumps({"format": "kvtwin head clusters", "version": 1, "layers": []}),
     json.dumps({"format": "kvtwin head clusters", "version": 1, "layers": [{"labels": [0]}]}),
     json.dumps({"format": "kvtwin head clusters", "version": 1, "layers": [{"labels": [1], "representatives": [0]}]}),
-])
+], ids=lambda content: content[:8] if len(content) > 1000 else None)
 def test_a_wrong_file_of_clusters(content, tmp_path):
     path = tmp_path / "clusters.json"
     path.write_text(content)
@@ -212,4 +214,6 @@ def test_what_is_stored_must_be_clusters(tmp_path):
     path = tmp_path / "clusters.json"
     with pytest.raises(TypeError, match="layers must be a sequence of HeadClusters"):
         HeadClusters.save(path, [(0, 1)])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="layers must be at least one HeadClusters, got none"):
+        HeadClusters.save(path, [])
     assert not path.exists()
