@@ -261,6 +261,9 @@ def test_hidden_states_that_require_grad_are_refused(side, device):
 @pytest.mark.limits
 def test_the_kernels_take_no_float64(twins, device):
     side = twins.optimized.epikv
+    one, other = torch.ones(2, 5, device=device), torch.ones(2, 5, dtype=torch.float64, device=device)
+    refused(side.score, TypeError, "change_a.dtype must be one of torch.float32", change_a=other, change_b=one)
+    refused(side.score, TypeError, "change_b.dtype must be one of torch.float32", change_a=one, change_b=other)
     refused(
         side.hidden_change, TypeError, "hidden.dtype must be one of torch.float32",
         hidden=torch.ones(2, 5, dtype=torch.float64, device=device),

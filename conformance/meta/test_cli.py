@@ -11,6 +11,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from kvtwin.conformance import __main__ as main_job
 from kvtwin.conformance import cli, discovery, ledger, plugin
 from kvtwin.conformance.cases.case import DecodeCase
 
@@ -108,6 +109,12 @@ def test_replay_refuses_a_case_that_was_edited(tmp_path, capsys):
     for metadata, held in files:
         save_file(held, path, metadata=metadata)
         assert "case.safetensors holds no saved case" in refused(capsys, "replay", str(path)), metadata
+
+
+def test_an_empty_name_of_an_implementation_is_no_default():
+    chosen = main_job.parser().parse_args(["--impl", ""])
+    chosen.jobs, chosen.required = 1, []
+    assert "--kv-impl=" in main_job.pytest_arguments(chosen)
 
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):

@@ -127,6 +127,7 @@ NUMBERS: list[tuple[str, str, list[Any], type[Exception], str]] = [
     ("initial_sets", "k_static", ["2", True, 2.0, None], TypeError, "must be an int"),
     ("initial_sets", "k_static", [-1], ValueError, "must be at least 0"),
     ("initial_sets", "k_dynamic", ["2", True, 2.0, None], TypeError, "must be an int"),
+    ("initial_sets", "k_static", [10**30], ValueError, "must fit in int64"),
     ("initial_sets", "k_dynamic", [-1], ValueError, "must be at least 0"),
     ("initial_sets", "scale", ["1", True], TypeError, "must be a float or None"),
     ("initial_sets", "scale", [math.inf], ValueError, "must be finite"),
@@ -151,6 +152,15 @@ def test_a_wrong_number(function, name, values, error, says, side, twins, device
     for value in values:
         arguments = good(function, device) | {name: value}
         refused(getattr(getattr(twins, side).synckv, function), error, rf"^{name}\b", says, "got", **arguments)
+
+
+@SIDES
+@pytest.mark.parametrize(("function", "name"), [
+    ("initial_sets", "k_static"), ("initial_sets", "k_dynamic"), ("anticipate", "k_dynamic"),
+])
+def test_sets_larger_than_any_memory(function, name, side, twins, device):
+    call = getattr(getattr(twins, side).synckv, function)
+    refused(call, ValueError, rf"batch \* heads \* {name} must be", **(good(function, device) | {name: 2**63 - 1}))
 
 
 @pytest.mark.limits

@@ -49,7 +49,10 @@ def score(
     """
     check_choice("policy", policy, DIFFERENCES)
     one, other = (
-        rolling_of(_with_layers(check_series(name, change, occupied)), policy, window, occupied)
+        _rolling(
+            _with_layers(check_series(name, change, occupied)), window, occupied, zscore=policy != "hs_variance",
+            name=name,
+        )
         for name, change in (("change_a", change_a), ("change_b", change_b))
     )
     return difference(one, other)
@@ -138,10 +141,11 @@ def _over_layers(x: Tensor) -> Tensor:
     return total / x.shape[1]
 
 
-def _rolling(g: Tensor, window: int, occupied: Tensor | None, *, zscore: bool) -> Tensor:
-    g = check_series("g", g, occupied)
+def _rolling(g: Tensor, window: int, occupied: Tensor | None, *, zscore: bool, name: str = "g") -> Tensor:
+    """Rolling means or z-scores of g, which error messages call `name`."""
+    g = check_series(name, g, occupied)
     window = check_integer("window", window, minimum=1)
-    check_launchable(g=g)
+    check_launchable(**{name: g})
     shape, tokens = g.shape, g.shape[-1]
     if occupied is None:
         found: Tensor = kernels.rolling(g.reshape(-1, tokens), None, window, zscore)

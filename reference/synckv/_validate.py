@@ -13,6 +13,7 @@ from .._validate import (
     check_indices,
     check_integer,
     check_mask,
+    check_product,
     check_ratio,
     check_strided,
     check_tensor,
@@ -39,8 +40,10 @@ def check_selection(query: object, key: object, occupied: object) -> Sizes:
 def check_initial(query: object, key: object, occupied: object, k_static: object, k_dynamic: object) -> Sizes:
     """The arguments of `initial_sets`. Returns the sizes."""
     sizes = check_selection(query, key, occupied)
-    check_integer("k_static", k_static, minimum=0)
-    check_integer("k_dynamic", k_dynamic, minimum=0)
+    static = check_integer("k_static", k_static, minimum=0)
+    dynamic = check_integer("k_dynamic", k_dynamic, minimum=0)
+    for name, count in (("k_static", static), ("k_dynamic", dynamic)):
+        check_product(batch=sizes.batch, heads=sizes.key_value_heads, **{name: count})
     return sizes
 
 
@@ -59,7 +62,8 @@ def check_anticipation(
     if static.dim() != 3 or static.shape[:2] != key.shape[:2]:
         raise ValueError(f"static must be {layout} with key's {tuple(key.shape[:2])}, got {tuple(static.shape)}")
     check_device("static", static, key.device, "key")
-    check_integer("k_dynamic", k_dynamic, minimum=0)
+    dynamic = check_integer("k_dynamic", k_dynamic, minimum=0)
+    check_product(batch=sizes.batch, heads=sizes.key_value_heads, k_dynamic=dynamic)
     check_flag("exclude_static", exclude_static)
     check_indices("static", static, sizes.slots)
     return sizes
