@@ -7,7 +7,6 @@ synchronize with the GPU, unless its docstring says so.
 
 from __future__ import annotations
 
-from math import prod
 from typing import TypeVar
 
 import torch
@@ -40,7 +39,10 @@ def check_integer(name: str, value: object, *, minimum: int | None = None) -> in
 def check_product(**sizes: int) -> None:
     """ValueError if tensors of these sizes have more elements than any memory, MOST_ELEMENTS: torch's own errors for
     them are of many kinds, and objects that are made row by row take forever."""
-    if prod(sizes.values()) >= MOST_ELEMENTS:
+    elements = 1
+    for size in sizes.values():                         # torch.compile cannot trace math.prod
+        elements *= size
+    if elements >= MOST_ELEMENTS:
         shown = " * ".join(map(str, sizes.values()))
         raise ValueError(f"{' * '.join(sizes)} must be less than {MOST_ELEMENTS}, got {shown}")
 
