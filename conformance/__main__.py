@@ -122,7 +122,7 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
     if chosen.jobs > 1:
         arguments += ["-n", str(chosen.jobs), "--dist", "worksteal"]
     profile = chosen.hypothesis_profile
-    if chosen.impl:
+    if chosen.impl is not None:
         arguments += [f"--kv-impl={chosen.impl}", "--kv-properties"]
         arguments += [f"--kv-required={','.join(chosen.required)}"] if chosen.required else []
         if not chosen.verbose:  # the verdict shows one case per cause
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     chosen.required, chosen.methods = chosen.methods, chosen.methods or names
     chosen.jobs = chosen.jobs or default_jobs(chosen.device)
     job = MainJob()
-    if chosen.impl and os.getcwd() not in sys.path:
+    if chosen.impl is not None and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as "python -m" does: the implementation may be a module of this folder
     status = int(pytest.main(pytest_arguments(chosen), plugins=[job]))
     if status == pytest.ExitCode.OK and not job.verified:

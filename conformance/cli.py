@@ -76,7 +76,7 @@ def accuracy(arguments: Sequence[str], prog: str) -> int:
     )
     chosen = _methods(arguments, parser, names)
     options = parser.parse_args(arguments)
-    if options.impl:
+    if options.impl is not None:
         return _measure(options, parser)
     print(accuracy_plot.table({**stored, "rows": [row for row in stored["rows"] if row["method"] in chosen]}))
     return 0

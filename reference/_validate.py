@@ -14,6 +14,8 @@ from torch import Tensor
 
 #: The optimized side multiplies the scale by log2(e) in float32, so half of the largest float32 is the limit.
 LARGEST_SCALE = torch.finfo(torch.float32).max / 2
+MOST_ELEMENTS = 2**60
+LARGEST_FLOAT = torch.finfo(torch.float64).max
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 Kind = TypeVar("Kind")
@@ -23,18 +25,34 @@ Kind = TypeVar("Kind")
 
 
 def check_integer(name: str, value: object, *, minimum: int | None = None) -> int:
-    """Return `value` if it is an int of at least `minimum`. A bool is refused: `sinks=True` is a typing error."""
+    """Return `value` if it is an int of at least `minimum` that fits in int64, which torch computes with. A bool is
+    refused: `sinks=True` is a typing error."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}: {value!r}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must fit in int64, got an int of {value.bit_length()} bits")
     if minimum is not None and value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
     return value
 
 
+def check_product(**sizes: int) -> None:
+    """ValueError if tensors of these sizes have more elements than any memory, MOST_ELEMENTS: torch's own errors for
+    them are of many kinds, and objects that are made row by row take forever."""
+    elements = 1
+    for size in sizes.values():                         # torch.compile cannot trace math.prod
+        elements *= size
+    if elements >= MOST_ELEMENTS:
+        shown = " * ".join(map(str, sizes.values()))
+        raise ValueError(f"{' * '.join(sizes)} must be less than {MOST_ELEMENTS}, got {shown}")
+
+
 def check_number(name: str, value: object, *, kind: str = "a float") -> float:
-    """Return `value` if it is an int or a float. `kind` is what the error message asks for."""
+    """Return `value` if it is a float, or an int that fits in one. `kind` is what the error message asks for."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {kind}, got {type(value).__name__}: {value!r}")
+    if isinstance(value, int) and abs(value) > LARGEST_FLOAT:
+        raise ValueError(f"{name} must be finite as a float, got an int of {value.bit_length()} bits")
     return value
 
 
@@ -69,7 +87,6 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 
 def check_scale(name: str, value: object) -> None:
     """None, which means head_dim ** -0.5, or a number that is finite in float32."""
-    # abs() of an int works even if the int is too large for a float.
     if value is not None and not abs(check_number(name, value, kind="a float or None")) <= LARGEST_SCALE:
         raise ValueError(f"{name} must be finite in float32, got {value}")
 
@@ -162,6 +179,18 @@ def check_positions(positions: object) -> Tensor:
     return positions
 
 
+def check_indices(name: str, index: Tensor, slots: int) -> None:
+    """The elements of `index` are slots, from 0 to slots - 1, or -1 for none.
+
+    Reads the elements (one synchronization) unless a CUDA graph is being captured or torch.compile is tracing.
+    """
+    if index.numel() == 0 or not readable(index):
+        return
+    low, high = torch.stack(index.aminmax()).tolist()
+    if low < -1 or high >= slots:
+        raise ValueError(f"{name} must be from 0 to {slots - 1}, or -1 for none, got values from {low} to {high}")
+
+
 def check_all_finite(**tensors: Tensor) -> None:
     """ValueError for a tensor with NaN or infinity, and during CUDA graph capture.
 
@@ -183,6 +212,16 @@ def check_state_tensor(name: str, tensor: Tensor, dtype: torch.dtype, device: to
         raise TypeError(f"{name} must have the state's dtype {dtype}, got {tensor.dtype}")
     if tensor.device != device:
         raise ValueError(f"{name} must be on the state's device {device}, got {tensor.device}")
+
+
+def check_no_grad(**tensors: Tensor) -> None:
+    """ValueError for a tensor that requires grad, unless gradients are disabled.
+
+    A cache outlives the call: with the tensors it would keep the graph of every token that it has seen.
+    """
+    for name, tensor in tensors.items():
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad, but a state has no backward: call under torch.no_grad()")
 
 
 def check_next_slot(value: object, like: Tensor, slots: int) -> Tensor:
@@ -225,6 +264,12 @@ def check_reorder(index: object, batch: int, device: torch.device) -> Tensor:
 def capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether a check may read elements of `tensor`: it has some, and neither a CUDA graph is being captured nor
+    torch.compile is tracing."""
+    return not (tensor.is_meta or torch.compiler.is_compiling() or capturing(tensor.device))
 
 
 def resolve_device(device: object) -> torch.device:

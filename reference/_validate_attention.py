@@ -13,6 +13,7 @@ from ._validate import (
     check_integer,
     check_like,
     check_mask,
+    check_product,
     check_shape,
     check_state_tensor,
     check_tensor,
@@ -75,6 +76,7 @@ def state_sizes(*, batch: int, query_heads: int, key_value_heads: int, slots: in
     ):
         check_integer(name, value, minimum=1)
     check_heads(query_heads, key_value_heads)
+    check_product(batch=batch, query_heads=query_heads, slots=slots, head_dim=head_dim)
     return Sizes(batch, query_heads, key_value_heads, slots, head_dim)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._interrupted import Interruptible
-from ._validate import check_dtype, check_reorder, resolve_device, resolve_scale
+from ._validate import check_dtype, check_no_grad, check_reorder, resolve_device, resolve_scale
 from ._validate_attention import check_prompt, check_step, state_sizes
 
 
@@ -18,6 +18,8 @@ class State(Interruptible):
     A subclass allocates its tensors in `_allocate` and lists their names: in `_per_slot` those with an element per
     slot, in `_per_row` the others with a row per sequence. Its constructor checks the config, calls this one, sets what
     else it needs and ends with `reset()`.
+
+    A state has no backward: `prefill` and `step` refuse inputs that require grad unless gradients are disabled.
     """
 
     config: Any                                 # subclasses declare the config's class
@@ -70,6 +72,7 @@ class State(Interruptible):
         True."""
         self._check_whole()
         total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        check_no_grad(query=query, key=key, value=value)
         if occupied is None:
             return torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
         return occupied
@@ -83,3 +86,4 @@ class State(Interruptible):
         """Check that no change was interrupted, and the arguments of `step`."""
         self._check_whole()
         check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        check_no_grad(query=query, key=key, value=value)

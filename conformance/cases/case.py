@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -378,12 +379,19 @@ class StateTrace(Case):
 
 
 def load(path: Path | str, device: str | None = None) -> Case:
-    """Load a saved case to `device` (default: the CPU)."""
-    from safetensors import safe_open
-
+    """Load a saved case to `device` (default: the CPU). ValueError, which names the file, for any other content."""
     from ..judge import checkers
 
     checkers.every()  # import them all: they may define further kinds
+    try:
+        return _loaded(path, device)
+    except Exception as error:  # a field or a tensor may be of any kind
+        raise ValueError(f"{path} holds no saved case: {type(error).__name__}: {error}") from error
+
+
+def _loaded(path: Path | str, device: str | None) -> Case:
+    from safetensors import safe_open
+
     with safe_open(path, "pt") as file:
         fields = json.loads(file.metadata()["kvtwin"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -394,11 +402,18 @@ def load(path: Path | str, device: str | None = None) -> Case:
     absent = fields.pop("absent")
     fields.pop("subject", None)
     case = KINDS[fields.pop("kind")](**fields)
-    case._adopt({
+    found = {
         **dict.fromkeys(absent),
         **{name: case.place(name, tensor.to(fields["device"])) for name, tensor in tensors.items()},
-    })
+    }
+    if case.content != "given" and _shapes(found) != _shapes(case.make()):
+        raise ValueError(f"expected the tensors {_shapes(case.make())}, got {_shapes(found)}")
+    case._adopt(found)
     return case
+
+
+def _shapes(tensors: Mapping[str, Tensor | None]) -> dict[str, tuple[int, ...] | None]:
+    return {name: None if tensor is None else tuple(tensor.shape) for name, tensor in sorted(tensors.items())}
 
 
 def subject_of(path: Path | str) -> str | None:

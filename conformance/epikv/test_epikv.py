@@ -163,6 +163,23 @@ def test_variances_and_lags(heads, head_dim, tokens, chunk, dtype, content, padd
     assert bool((actual[interval.low == torch.inf] == torch.inf).all())
 
 
+@pytest.mark.parametrize("huge", [2**40, 2**63 - 1])
+@pytest.mark.parametrize("padding", [False, True])
+def test_windows_and_chunks_longer_than_the_sequence(huge, padding, side, device):
+    """They cost what one as long as the sequence costs. A z-score's limit for constant series grows with the window, so
+    a huge window makes every series constant."""
+    g = torch.randn(2, 1, 7, generator=torch.Generator().manual_seed(3)).to(device)
+    occupied = torch.ones(2, 7, dtype=torch.bool, device=device)
+    occupied[0, :2] = not padding
+    key = g[..., None].expand(-1, -1, -1, 16).cumsum(-1)
+    expected = side.rolling_mean(g, 4096, occupied=occupied)
+    assert_same(side.rolling_mean(g, huge, occupied=occupied), expected, what="mean")
+    assert bool((side.rolling_zscore(g, 4096, occupied=occupied) != 0).any())
+    assert not bool(side.rolling_zscore(g, huge, occupied=occupied).any())
+    expected = torch.where(occupied, torch.inf, 0.0)
+    assert_same(side.lag_kv(key, key, chunk=huge, occupied=occupied), expected, what="lag")
+
+
 # Exact properties ----------------------------------------------------------------------------------------------------
 
 

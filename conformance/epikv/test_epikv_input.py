@@ -97,7 +97,14 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         ("score", ValueError, "policy must be one of epikv, hs_variance, band_adaptive", {"policy": "kv_key"}),
         ("score", ValueError, "change_b", {"change_b": torch.ones(5)}),
         ("kv_variance", ValueError, r"\[B, Hkv, T, D\]", {"key_or_value": torch.ones(2, 5, 16)}),
-        ("lag_kv", ValueError, "value must have key's B, Hkv and T", {"value": torch.ones(2, 1, 4, 16)}),
+        ("lag_kv", ValueError, r"value must be key's \[B, Hkv, T, D\] = \(2, 1, 5, 16\), got \(2, 1, 4, 16\)",
+         {"value": torch.ones(2, 1, 4, 16)}),
+        ("lag_kv", ValueError, r"value must be key's \[B, Hkv, T, D\] = \(2, 1, 5, 16\), got \(2, 1, 5, 17\)",
+         {"value": torch.ones(2, 1, 5, 17)}),
+        ("lag_kv", TypeError, "value must have key's dtype torch.float32, got torch.float16",
+         {"value": torch.ones(2, 1, 5, 16).half()}),
+        ("lag_kv", ValueError, "chunk must fit in int64, got an int of 100 bits", {"chunk": 10**30}),
+        ("rolling_mean", ValueError, "window must fit in int64, got an int of 100 bits", {"window": 10**30}),
         ("lag_kv", ValueError, "chunk must be at least 1", {"chunk": 0}),
         ("select", ValueError, r"prompt \+ recent must be at most the budget 3, got 2 \+ 2",
          {"prompt": 2, "recent": 2}),
@@ -218,6 +225,17 @@ def test_a_state_refuses(side, device):
     refused(side.EpiKVState, TypeError, "config must be an EpiKVConfig", config=8, **sizes, device=device)
     config = EpiKVConfig(8)
     refused(side.EpiKVState, ValueError, "batch must be", config=config, **{**sizes, "batch": 0}, device=device)
+    scorer = {"hidden_size": 8, **{name: size for name, size in sizes.items() if name != "query_heads"}}
+    for error, says, options in (
+        (TypeError, "config must be an EpiKVConfig, got int", {"config": 8}),
+        (TypeError, "key_value_heads must be an int, got str", {"key_value_heads": "2"}),
+        (ValueError, "head_dim must be at least 1, got 0", {"head_dim": 0}),
+        (ValueError, "batch must fit in int64, got an int of 100 bits", {"batch": 10**30}),
+        (ValueError, r"batch \* slots must be less than \d+, got 2 \* 2305843009213693952",
+         {"config": EpiKVConfig(2**61)}),
+        (ValueError, r"batch \* layers \* window must be less than", {"config": EpiKVConfig(8, window=2**61)}),
+    ):
+        refused(side.EpiKVScorer, error, says, **{"config": config, **scorer, **options}, device=device)
     refuses(state(side, device), "reorder", ValueError, "index must name rows", {
         "index": torch.tensor([0, 2], device=device),
     })
@@ -227,13 +245,25 @@ def test_a_state_refuses(side, device):
 
 
 @pytest.mark.limits
-def test_the_kernels_take_no_gradients_and_no_float64(twins, device):
-    side = twins.optimized.epikv
+def test_hidden_states_that_require_grad_are_refused(side, device):
     made = state(side, device)
-    for name in ("query", "hidden_a"):
+    for name in ("query", "hidden_a", "hidden_b"):
         given = step(device)
         given[name].requires_grad_()
-        refuses(made, "step", ValueError, f"{name} requires grad", given)
+        refuses(made, "step", ValueError, f"{name} requires grad.*no_grad", given)
+    made.reset()
+    for name in ("value", "hidden_a", "hidden_b"):
+        given = prompt(device)
+        given[name].requires_grad_()
+        refuses(made, "prefill", ValueError, f"{name} requires grad.*no_grad", given)
+
+
+@pytest.mark.limits
+def test_the_kernels_take_no_float64(twins, device):
+    side = twins.optimized.epikv
+    one, other = torch.ones(2, 5, device=device), torch.ones(2, 5, dtype=torch.float64, device=device)
+    refused(side.score, TypeError, "change_a.dtype must be one of torch.float32", change_a=other, change_b=one)
+    refused(side.score, TypeError, "change_b.dtype must be one of torch.float32", change_a=one, change_b=other)
     refused(
         side.hidden_change, TypeError, "hidden.dtype must be one of torch.float32",
         hidden=torch.ones(2, 5, dtype=torch.float64, device=device),

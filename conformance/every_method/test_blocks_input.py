@@ -201,6 +201,7 @@ def test_wrong_rows_of_reorder(pair, side, twins, device):
 NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("budget", NOT_INTEGERS, TypeError, "budget must be an int"),
     ("budget", (0, -1), ValueError, "budget must be at least 1"),
+    ("budget", (2**63, 10**30, 10**5000), ValueError, "budget must fit in int64, got an int of"),
     ("block_size", NOT_INTEGERS, TypeError, "block_size must be an int"),
     ("block_size", (0, -3), ValueError, "block_size must be at least 1"),
     ("scale", ("1", True, 1j), TypeError, "scale must be a float or None"),
@@ -240,6 +241,8 @@ def test_wrong_sizes_of_a_state(pair, side, twins, device):
         ("config", BlockConfig(4), TypeError, f"{wanted} BlockConfig"),
         ("config", config_of(other), TypeError, f"{wanted} {other.config.__name__}"),
         ("batch", 0, ValueError, "batch must be at least 1"), ("batch", True, TypeError, "batch must be an int"),
+        ("batch", 10**30, ValueError, "batch must fit in int64, got an int of 100 bits"),
+        ("batch", 2**57, ValueError, r"batch \* query_heads \* slots \* head_dim must be less than \d+, got"),
         ("query_heads", 3, ValueError, "query heads must be a multiple .*Hq = 3 and Hkv = 2"),
         ("key_value_heads", 0, ValueError, "key_value_heads must be at least 1"),
         ("head_dim", 1.5, TypeError, "head_dim must be an int"),
@@ -248,6 +251,14 @@ def test_wrong_sizes_of_a_state(pair, side, twins, device):
     ):
         with refused(error, says):
             state_of(pair, twins, side, **{"device": device, "empty": True, option: value})
+
+
+@both_sides
+def test_streaming_llm_keeps_all_tokens_within_the_largest_budget(side, twins, device):
+    keep = getattr(twins, side).baselines.streaming_llm.keep
+    for sinks in (0, 4, 2**63 - 2):
+        found = keep(torch.tensor([[3, -1, -1, 7]], device=device), 2**63 - 1, sinks=sinks)
+        assert found.tolist() == [[True, False, False, True]]
 
 
 # Functions of single methods -----------------------------------------------------------------------------------------
@@ -275,6 +286,7 @@ def test_wrong_positions(method, function, options, side, twins, device):
 @both_sides
 @pytest.mark.parametrize(("method", "function", "options", "error", "says"), [
     ("streaming_llm", "keep", {"budget": 0}, ValueError, "budget must be at least 1"),
+    ("streaming_llm", "keep", {"budget": 10**30}, ValueError, "budget must fit in int64, got an int of 100 bits"),
     ("streaming_llm", "keep", {"budget": True}, TypeError, "budget must be an int"),
     ("streaming_llm", "keep", {"budget": 4}, ValueError, "sinks must be less than budget = 4, got 4"),
     ("streaming_llm", "keep", {"budget": 4, "sinks": -1}, ValueError, "sinks must be at least 0"),

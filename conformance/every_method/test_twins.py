@@ -135,6 +135,24 @@ def test_states_show_the_same_attributes(twin: Pair, options: dict[str, Any], de
     assert {"config", "occupied", "positions", "tokens_seen"} <= shown[0].keys()
 
 
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+@every_method
+def test_states_keep_no_autograd_graph(twin: Pair, side: str, device: torch.device) -> None:
+    """They refuse inputs that require grad: a cache would keep the graph of every token. no_grad allows such inputs."""
+    state = new_state(twin, getattr(twin, side), device)
+    for call, tokens in (("prefill", prompt(device, seed=1)), ("step", token(device, seed=2))):
+        more = checkers.extras(state, *tokens)
+        for number, name in enumerate(("query", "key", "value")):
+            given = [tensor.clone().requires_grad_(place == number) for place, tensor in enumerate(tokens)]
+            with pytest.raises(ValueError, match=rf"^{name} requires grad.*no_grad"):
+                getattr(state, call)(*given, **more)
+        with torch.no_grad():
+            output = getattr(state, call)(*(tensor.clone().requires_grad_() for tensor in tokens), **more)
+        assert not any(
+            tensor.requires_grad for tensor in (output, *vars(state).values()) if isinstance(tensor, torch.Tensor)
+        )
+
+
 # The sides are independent -------------------------------------------------------------------------------------------
 
 

@@ -301,9 +301,18 @@ def _imported(name: str) -> ModuleType:
 
 
 def _import(name: str) -> ModuleType:
+    """The module `name`. UsageError for what is no module's name, and if the import raises anything."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise pytest.UsageError(
+            f"--kv-impl {name!r}: expected the name of a module, such as my_package.kernels, not a path"
+        )
     try:
         return _imported(name)
     except ImportError as error:
         raise pytest.UsageError(
             f"--kv-impl {name}: cannot import it: {error} (a module of this folder needs 'python -m pytest')"
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise pytest.UsageError(
+            f"--kv-impl {name}: cannot import it: it raised {type(error).__name__}: {error}"
         ) from error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,10 @@ DEFAULTS = {
     "kv_properties": False,
     "kv_required": None,
 }
+
+
+#: How many entries that match no test are named, and how many characters of each.
+MOST_WARNINGS, MOST_TEXT = 5, 200
 
 
 class UnmatchedEntryWarning(pytest.PytestWarning):
@@ -105,8 +109,25 @@ class Entry:
     text: str
     where: str
 
-    def matches(self, nodeid: str) -> bool:
-        return self.text in nodeid
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text if len(self.text) <= MOST_TEXT else self.text[:MOST_TEXT] + '...'!r}"
+
+
+class Entries:
+    """Entries, to be found by the ids of tests that contain their texts. A file may have millions."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self._by_length: dict[int, dict[str, list[Entry]]] = {}
+        for entry in entries:
+            self._by_length.setdefault(len(entry.text), {}).setdefault(entry.text, []).append(entry)
+
+    def matching(self, nodeid: str) -> Iterator[Entry]:
+        for length, entries in self._by_length.items():
+            parts: Iterable[str] = (nodeid[start:start + length] for start in range(len(nodeid) - length + 1))
+            if len(entries) < len(nodeid):
+                parts = (text for text in entries if text in nodeid)
+            for part in dict.fromkeys(parts):
+                yield from entries.get(part, ())
 
 
 def read_entries(config: pytest.Config, dest: str) -> list[Entry]:
@@ -138,21 +159,21 @@ def required(config: pytest.Config) -> list[str]:
 
 def apply_entries(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
     """Add skip and xfail markers to the tests that match an entry; warn about entries without a match."""
-    items = list(items)
     skips, xfails = read_entries(config, "kv_skips"), read_entries(config, "kv_xfails")
+    to_skip, to_fail = Entries(skips), Entries(xfails)
     used: set[Entry] = set()
     for item in items:
-        for entry in skips:
-            if entry.matches(item.nodeid):
-                used.add(entry)
-                item.add_marker(pytest.mark.skip(reason=entry.where))
-        for entry in xfails:
-            if entry.matches(item.nodeid):
-                used.add(entry)
-                item.add_marker(pytest.mark.xfail(reason=entry.where, strict=True))
-    for entry in skips + xfails:
-        if entry not in used:
-            _warn(f"{entry.where}: {entry.text!r} matches no test")
+        for entry in to_skip.matching(item.nodeid):
+            used.add(entry)
+            item.add_marker(pytest.mark.skip(reason=entry.where))
+        for entry in to_fail.matching(item.nodeid):
+            used.add(entry)
+            item.add_marker(pytest.mark.xfail(reason=entry.where, strict=True))
+    unmatched = [entry for entry in skips + xfails if entry not in used]
+    for entry in unmatched[:MOST_WARNINGS]:
+        _warn(f"{entry} matches no test")
+    if len(unmatched) > MOST_WARNINGS:
+        _warn(f"{len(unmatched) - MOST_WARNINGS:,} more entries match no test, the last is {unmatched[-1]}")
 
 
 def _warn(message: str) -> None:

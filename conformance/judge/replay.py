@@ -75,7 +75,6 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         parser.error(f"no such file: {', '.join(missing)}")
     import pytest
     import torch
-    from safetensors import SafetensorError
 
     from .. import interpreter
     from ..harness.impl import NotProvided, Twins
@@ -101,8 +100,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     for file in options.files:
         try:
             case = cases.load(file, device)
-        except (SafetensorError, KeyError, TypeError) as error:
-            parser.error(f"{file} holds no saved case: {error!r}")
+        except ValueError as error:
+            parser.error(str(error))
         print(f"{file}: {case!r}")
         label = cases.subject_of(file)
         subject = next((one for one in subjects.every() if str(one) == label), None)

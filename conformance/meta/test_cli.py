@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tomllib
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+from kvtwin.conformance import __main__ as main_job
 from kvtwin.conformance import cli, discovery, ledger, plugin
 from kvtwin.conformance.cases.case import DecodeCase
 
@@ -84,6 +88,33 @@ def test_replay_judges_a_saved_case(tmp_path, capsys):
 ])
 def test_replay_refuses_what_it_cannot_judge(arguments, says, capsys):
     assert says in refused(capsys, "replay", *arguments)
+
+
+def test_replay_refuses_a_case_that_was_edited(tmp_path, capsys):
+    """Fields of the description that are left out or wrong, and tensors that do not fit it."""
+    path = tmp_path / "case.safetensors"
+    DecodeCase(batch=1, key_value_heads=1, group=1, head_dim=16, slots=3).save(path)
+    with safe_open(path, "pt") as file:
+        fields = json.loads(file.metadata()["kvtwin"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    without_key = {name: tensor for name, tensor in tensors.items() if name != "key"}
+    changes = [
+        *({**fields, name: value} for name in ("kind", "dtype", "absent", "batch", "slots")
+          for value in (None, -1, "x", [1], {})),
+        *({key: value for key, value in fields.items() if key != name} for name in ("kind", "dtype", "absent")),
+        {**fields, "unknown": 1}, [], None, 3, "text",
+    ]
+    files = [({"kvtwin": json.dumps(change)}, tensors) for change in changes]
+    files += [({"kvtwin": "{"}, tensors), ({}, tensors), ({"kvtwin": json.dumps(fields)}, without_key)]
+    for metadata, held in files:
+        save_file(held, path, metadata=metadata)
+        assert "case.safetensors holds no saved case" in refused(capsys, "replay", str(path)), metadata
+
+
+def test_an_empty_name_of_an_implementation_is_no_default():
+    chosen = main_job.parser().parse_args(["--impl", ""])
+    chosen.jobs, chosen.required = 1, []
+    assert "--kv-impl=" in main_job.pytest_arguments(chosen)
 
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):

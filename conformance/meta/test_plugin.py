@@ -274,6 +274,29 @@ def test_deselection_does_not_make_an_entry_match_nothing(pytester, in_process):
     result.stdout.no_fnmatch_line("*UnmatchedEntryWarning*")
 
 
+def test_a_large_list_is_read_at_once_and_its_warnings_are_few(pytester, in_process):
+    """Half a million entries, of which one matches: comparing each with each test would take minutes."""
+    pytester.makepyfile("import pytest\n@pytest.mark.parametrize('n', range(300))\ndef test_many(twins, n): pass")
+    lines = [f"{number:050}" for number in range(500_000)]
+    pytester.path.joinpath("skips.txt").write_text("\n".join([*lines, "test_many[7]", "x" * 1000]))
+    result = in_process("--kv-skips", "skips.txt")
+    result.assert_outcomes(passed=299, skipped=1, warnings=6)
+    result.stdout.fnmatch_lines([
+        f"*--kv-skips skips.txt:1: '{0:050}' matches no test",
+        f"*499,996 more entries match no test, the last is --kv-skips skips.txt:500002: '{'x' * 200}...'",
+    ])
+
+
+@pytest.mark.parametrize("count", [0, 100])
+def test_entries_match_any_part_of_an_id(count):
+    """With few entries of a length, and with more than the id has characters."""
+    texts = ["test_a", "a.py::test", "[1]", "[2]", "file.py::test_a[1] ", "[1]"]
+    texts += [f"{number:03}" for number in range(count)]
+    entries = [options.Entry(text, str(number)) for number, text in enumerate(texts)]
+    found = {entry.where for entry in options.Entries(entries).matching("a.py::test_a[1]")}
+    assert found == {"0", "1", "2", "5"}
+
+
 def test_an_unreadable_list_is_a_usage_error(pytester, in_process):
     pytester.makepyfile(PASSING)
     result = in_process("--kv-skips", "nowhere.txt")

@@ -167,6 +167,25 @@ def test_an_implementation_that_cannot_be_imported_is_a_usage_error(pytester):
     result.stderr.fnmatch_lines(["*--kv-impl no_such_module: cannot import it*"])
 
 
+@pytest.mark.parametrize("name", ["", "..x", "./theirs.py", "theirs/longflow", "theirs.", "a b", "\ud800"])
+def test_an_implementation_is_the_name_of_a_module(name):
+    with pytest.raises(pytest.UsageError, match=r"--kv-impl '.*': expected the name of a module"):
+        impl.Twins(name)
+
+
+@pytest.mark.parametrize(("statement", "says"), [
+    ("raise ValueError('no kernels here')", "it raised ValueError: no kernels here"),
+    ("import sys; sys.exit(3)", "it raised SystemExit: 3"), ("1 +", "it raised SyntaxError"),
+])
+def test_an_import_that_raises_is_a_usage_error(pytester, statement, says):
+    pytester.makepyfile("def test_it(): pass")
+    pytester.makepyfile(theirs=statement)
+    pytester.syspathinsert()
+    result = run(pytester, "--kv-impl=theirs")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*--kv-impl theirs: cannot import it: {says}*"])
+
+
 # --- the suite on other people's modules ---
 
 # Each wraps the reference, with the given dtypes and device, and breaks one thing.

@@ -111,6 +111,9 @@ def test_a_tensor_of_another_shape(function, name, cut, says, side, twins, devic
     ("overlap", "first", [[-1, -1]], "at least one token in each set.*undefined"),
     ("overlap", "first", [[3, 3]], "distinct tokens"),
     ("overlap", "second", [[0, -2]], "or -1 for none, got -2"),
+    ("anticipate", "static", [[[0], [S]], [[1], [1]]], "from 0 to 5, or -1 for none, got values from 0 to 6"),
+    ("anticipate", "static", [[[0], [1000]], [[1], [1]]], "from 0 to 5, or -1 for none, got values from 0 to 1000"),
+    ("anticipate", "static", [[[0], [1]], [[-2], [1]]], "from 0 to 5, or -1 for none, got values from -2 to 1"),
     ("head_similarity", "occupied", [[True] * S, [False] * S], "at least one token at each step.*undefined"),
     ("cluster_heads", "similarity", [[1, math.nan], [math.nan, 1]], "finite"),
     ("cluster_heads", "similarity", [[1, 0.5, 0.2], [0.25, 1, 0.3], [0.2, 0.3, 1]], "symmetric"),
@@ -124,6 +127,7 @@ NUMBERS: list[tuple[str, str, list[Any], type[Exception], str]] = [
     ("initial_sets", "k_static", ["2", True, 2.0, None], TypeError, "must be an int"),
     ("initial_sets", "k_static", [-1], ValueError, "must be at least 0"),
     ("initial_sets", "k_dynamic", ["2", True, 2.0, None], TypeError, "must be an int"),
+    ("initial_sets", "k_static", [10**30], ValueError, "must fit in int64"),
     ("initial_sets", "k_dynamic", [-1], ValueError, "must be at least 0"),
     ("initial_sets", "scale", ["1", True], TypeError, "must be a float or None"),
     ("initial_sets", "scale", [math.inf], ValueError, "must be finite"),
@@ -148,6 +152,15 @@ def test_a_wrong_number(function, name, values, error, says, side, twins, device
     for value in values:
         arguments = good(function, device) | {name: value}
         refused(getattr(getattr(twins, side).synckv, function), error, rf"^{name}\b", says, "got", **arguments)
+
+
+@SIDES
+@pytest.mark.parametrize(("function", "name"), [
+    ("initial_sets", "k_static"), ("initial_sets", "k_dynamic"), ("anticipate", "k_dynamic"),
+])
+def test_sets_larger_than_any_memory(function, name, side, twins, device):
+    call = getattr(getattr(twins, side).synckv, function)
+    refused(call, ValueError, rf"batch \* heads \* {name} must be", **(good(function, device) | {name: 2**63 - 1}))
 
 
 @pytest.mark.limits
@@ -194,10 +207,12 @@ def test_wrong_clusters(labels, representatives, error, says):
 
 
 @pytest.mark.parametrize("content", [
-    "{", "[]", "{}", json.dumps({"format": "kvtwin head clusters", "version": 2, "layers": []}),
+    "{", "[]", "{}", "[" * 100_000, '{"a":' * 100_000,
+    json.dumps({"format": "kvtwin head clusters", "version": 2, "layers": []}),
+    json.dumps({"format": "kvtwin head clusters", "version": 1, "layers": []}),
     json.dumps({"format": "kvtwin head clusters", "version": 1, "layers": [{"labels": [0]}]}),
     json.dumps({"format": "kvtwin head clusters", "version": 1, "layers": [{"labels": [1], "representatives": [0]}]}),
-])
+], ids=lambda content: content[:8] if len(content) > 1000 else None)
 def test_a_wrong_file_of_clusters(content, tmp_path):
     path = tmp_path / "clusters.json"
     path.write_text(content)
@@ -209,4 +224,6 @@ def test_what_is_stored_must_be_clusters(tmp_path):
     path = tmp_path / "clusters.json"
     with pytest.raises(TypeError, match="layers must be a sequence of HeadClusters"):
         HeadClusters.save(path, [(0, 1)])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="layers must be at least one HeadClusters, got none"):
+        HeadClusters.save(path, [])
     assert not path.exists()

@@ -154,3 +154,19 @@ def test_what_a_kernel_cannot_take(side, twins, device):
             assert module.quantize(**arguments).codes.tolist() == [[126] * 4] * 2
     with torch.no_grad():
         assert module.quantize(x, "nvfp4", axis=-1).codes.tolist() == [[7] * 4] * 2
+
+
+@pytest.mark.limits
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8"])
+def test_a_group_longer_than_any_memory(fmt, axis, side, twins, device):
+    """The reference takes it as one group, at the cost of the tensor. The kernels refuse it."""
+    module = getattr(twins, side).thinkv
+    x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1)).to(device)
+    if side == "optimized":
+        refused(module.quantize, ValueError, "group must be at most 1024", x=x, fmt=fmt, axis=axis, group=2**62)
+        return
+    whole, huge = (module.quantize(x, fmt, axis=axis, group=group) for group in (6, 2**62))
+    assert torch.equal(huge.codes, whole.codes)
+    assert torch.equal(huge.scales, whole.scales)
+    assert torch.equal(module.dequantize(huge, torch.float32), module.dequantize(whole, torch.float32))

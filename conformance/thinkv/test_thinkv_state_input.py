@@ -34,6 +34,8 @@ SMALL = {"budget": 4, "tau": 2, "group": 2, "block": 2, "retention": (1,), "max_
         ({"edges": (0.5,)}, TypeError, r"edges must be \(theta_1, theta_2\)"),
         ({"edges": (0.5, 0.2)}, ValueError, "edges must ascend"),
         ({"edges": (0.5, None)}, TypeError, r"edges\[1\] must be a float"),
+        ({"edges": (0, 10**400)}, ValueError, r"edges\[1\] must be finite as a float, got an int of 1329 bits"),
+        ({"retention": (10**30, 4)}, ValueError, r"retention\[0\] must fit in int64, got an int of 100 bits"),
         ({"sparsity_threshold": 1.0}, ValueError, "sparsity_threshold must lie between 0 and 1"),
         ({"scale": float("inf")}, ValueError, "scale must be finite"),
     ],
@@ -74,6 +76,9 @@ def test_a_wrong_state(side, twins, device):
     for config, changed, error, message in (
         ({"budget": 4}, {}, TypeError, "config must be a ThinKVConfig, got dict"),
         (ThinKVConfig(4), {"batch": 0}, ValueError, "batch must be at least 1"),
+        (ThinKVConfig(4), {"batch": 10**30}, ValueError, "batch must fit in int64, got an int of 100 bits"),
+        (ThinKVConfig(4), {"batch": 2**57}, ValueError, r"batch \* query_heads \* slots \* head_dim must be less than"),
+        (ThinKVConfig(4), {"batch": 2**40}, RuntimeError, "memory"),
         (ThinKVConfig(4), {"query_heads": 3, "key_value_heads": 2}, ValueError, "query heads must be a multiple"),
         (ThinKVConfig(4), {"dtype": torch.int8}, TypeError, "dtype must be one of"),
     ):

@@ -187,6 +187,35 @@ def test_calibration_can_be_in_vain(side, twins, device):
         getattr(twins, side).thinkv.calibrate([torch.full((2, 9), 0.3, device=device)], layers=2)
 
 
+# Elements of tensors --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("numbers", "says"), [
+    ([0, 6], "slots must be from 0 to 5, or -1 for none, got values from -1 to 6"),
+    ([0, 2**40], f"slots must be from 0 to 5, or -1 for none, got values from -1 to {2**40}"),
+    ([0, -2], "slots must be from 0 to 5, or -1 for none, got values from -2 to 1"),
+    ([-1, 3], "slots must have -1 only after a segment's last token, got -1 before a token"),
+])
+def test_slots_beyond_the_cache_are_not_read(numbers, says, side, twins, device):
+    """Slot 2**40 would end the process if a kernel read it."""
+    arguments = good("segment_representatives", device)
+    arguments["slots"][0, 0] = -1
+    arguments["slots"][1, 2] = torch.tensor(numbers, device=device)
+    refused(getattr(twins, side).thinkv.segment_representatives, ValueError, re.escape(says), **arguments)
+
+
+@pytest.mark.limits
+def test_a_compiled_call_does_not_read_slots_beyond_the_cache(side, twins, device):
+    """torch.compile skips the check of slots, but slot 2**40 still does not end the process."""
+    if side == "reference":
+        return
+    arguments = good("segment_representatives", device)
+    arguments["slots"][:] = torch.tensor([0, 2**40], device=device)
+    torch.compiler.reset()
+    keep = torch.compile(twins.optimized.thinkv.segment_representatives, backend="eager", fullgraph=True)(**arguments)
+    assert keep.sum(-1).tolist() == arguments["keep"].tolist()
+
+
 # Input that only the kernels refuse ----------------------------------------------------------------------------------
 
 

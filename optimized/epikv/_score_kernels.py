@@ -15,6 +15,8 @@ from torch import Tensor
 from .._common.launch import INTERPRETED, on_device_of, padded_head_dim
 from .._common.numerics import float32
 
+#: The longest window whose tile is as wide as the window whatever the number of tokens.
+LONG_WINDOW = 4096
 LEAST_RANGE = tl.constexpr(1e-6)
 
 
@@ -90,11 +92,13 @@ def rolling(values: Tensor, first: Tensor | None, window: int, zscore: bool) -> 
     """Rolling means or z-scores of values [N, T]; those before first[n] are padding."""
     rows, tokens = values.shape
     result = torch.empty(rows, tokens, dtype=torch.float32, device=values.device)
+    # A width that depends on T changes the order of sums, so only windows that would be expensive are cut.
+    window, constant = min(window, max(tokens, LONG_WINDOW)), limit(window)
     width = triton.next_power_of_2(window)
     block = max(1, (8192 if INTERPRETED else 2048) // width)
     with on_device_of(values):
         rolling_kernel[(rows * triton.cdiv(tokens, block),)](
-            values, first, result, tokens, window, triton.cdiv(tokens, block), limit(window), *values.stride(),
+            values, first, result, tokens, window, triton.cdiv(tokens, block), constant, *values.stride(),
             BLOCK=block, W_PAD=width, ZSCORE=zscore, PADDED=first is not None, num_warps=4,
         )
     return result
@@ -139,9 +143,8 @@ def lag(key: Tensor, value: Tensor, order: Tensor, first: Tensor, chunk: int) ->
     chunks = triton.cdiv(tokens, chunk)
     with on_device_of(key):
         lag_kernel[(batch * chunks,)](
-            key, value, order, first, result, tokens, heads, chunk, chunks, value.shape[3],
-            *key.stride(), *value.stride(), KEY_DIM=head_dim,
-            D_PAD=padded_head_dim(max(head_dim, value.shape[3])),
+            key, value, order, first, result, tokens, heads, chunk, chunks, *key.stride(), *value.stride(),
+            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim),
             TILE=min(64, triton.next_power_of_2(chunk)), num_warps=8,
         )
     return result
@@ -250,12 +253,12 @@ def _ranges(x, order, begin, chunk, x_t, x_d, dim, D_PAD: tl.constexpr, TILE: tl
 
 
 @triton.jit(do_not_specialize=[
-    "tokens", "heads", "chunk", "chunks", "value_dim", "key_b", "key_h", "key_t", "value_b", "value_h", "value_t",
+    "tokens", "heads", "chunk", "chunks", "key_b", "key_h", "key_t", "value_b", "value_h", "value_t",
 ])
 def lag_kernel(
-    key, value, order, first, result, tokens, heads, chunk, chunks, value_dim,
+    key, value, order, first, result, tokens, heads, chunk, chunks,
     key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d,
-    KEY_DIM: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
 ):
     """Program: one chunk of a row of the batch, normalized by the chunk before it."""
     b = (tl.program_id(0) // chunks).to(tl.int64)
@@ -263,7 +266,7 @@ def lag_kernel(
     begin = tl.load(first + b).to(tl.int32) + number * chunk
     last = tl.minimum(begin + chunk, tokens)
     order += b * tokens
-    d = tl.arange(0, D_PAD)
+    in_head = (tl.arange(0, D_PAD) < HEAD_DIM)[None, :]
     for tile in range(0, chunk, TILE):
         total = tl.zeros([TILE], tl.float32)
         if number == 0:
@@ -272,12 +275,12 @@ def lag_kernel(
             for head in range(heads):
                 h = tl.cast(head, tl.int64)
                 one, other = key + b * key_b + h * key_h, value + b * value_b + h * value_h
-                low, high = _ranges(one, order, begin - chunk, chunk, key_t, key_d, KEY_DIM, D_PAD, TILE)
-                x, _, _ = _vectors(one, order, begin, last, tile, key_t, key_d, KEY_DIM, D_PAD, TILE)
-                total += spread(x, low, high, (d < KEY_DIM)[None, :])
-                low, high = _ranges(other, order, begin - chunk, chunk, value_t, value_d, value_dim, D_PAD, TILE)
-                x, _, _ = _vectors(other, order, begin, last, tile, value_t, value_d, value_dim, D_PAD, TILE)
-                total += spread(x, low, high, (d < value_dim)[None, :])
+                low, high = _ranges(one, order, begin - chunk, chunk, key_t, key_d, HEAD_DIM, D_PAD, TILE)
+                x, _, _ = _vectors(one, order, begin, last, tile, key_t, key_d, HEAD_DIM, D_PAD, TILE)
+                total += spread(x, low, high, in_head)
+                low, high = _ranges(other, order, begin - chunk, chunk, value_t, value_d, HEAD_DIM, D_PAD, TILE)
+                x, _, _ = _vectors(other, order, begin, last, tile, value_t, value_d, HEAD_DIM, D_PAD, TILE)
+                total += spread(x, low, high, in_head)
             total = total / heads
         place = begin + tile + tl.arange(0, TILE)
         # A tile may extend beyond the end of its chunk.

@@ -11,13 +11,12 @@ from ...reference._interrupted import Interruptible
 from ...reference._validate import (
     capturing,
     check_dtype,
-    check_integer,
     check_mask,
     check_next_slot,
     check_reorder,
     resolve_device,
 )
-from ...reference.epikv._validate import check_prompt_fits
+from ...reference.epikv._validate import check_prompt_fits, check_scorer
 from ...reference.epikv.contract import EpiKVConfig
 from .._common.launch import DTYPES, check_kernel_device
 from .._common.state import Buffers
@@ -39,9 +38,10 @@ class EpiKVScorer(Buffers, Interruptible):
         self, config: EpiKVConfig, *, batch: int, hidden_size: int, key_value_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device | str,
     ) -> None:
-        self.config = config
-        self.batch = check_integer("batch", batch, minimum=1)
-        self.hidden_size = check_integer("hidden_size", hidden_size, minimum=1)
+        self.config = check_scorer(
+            config, batch=batch, hidden_size=hidden_size, key_value_heads=key_value_heads, head_dim=head_dim
+        )
+        self.batch, self.hidden_size = batch, hidden_size
         self.dtype = check_dtype("dtype", dtype, DTYPES)
         self.device = resolve_device(device)
         check_kernel_device("device", self.device)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...reference._validate import check_choice, check_integer
-from ...reference.epikv._validate import check_hidden_pair, check_selection, check_series, check_vectors
+from ...reference.epikv._validate import check_hidden_pair, check_lag, check_selection, check_series, check_vectors
 from ...reference.epikv.contract import DIFFERENCES
 from .._common.launch import check_launchable
 from . import _score_kernels as kernels
@@ -49,7 +49,10 @@ def score(
     """
     check_choice("policy", policy, DIFFERENCES)
     one, other = (
-        rolling_of(_with_layers(check_series(name, change, occupied)), policy, window, occupied)
+        _rolling(
+            _with_layers(check_series(name, change, occupied)), window, occupied, zscore=policy != "hs_variance",
+            name=name,
+        )
         for name, change in (("change_a", change_a), ("change_b", change_b))
     )
     return difference(one, other)
@@ -66,13 +69,9 @@ def kv_variance(key_or_value: Tensor) -> Tensor:
 def lag_kv(key: Tensor, value: Tensor, *, chunk: int = 128, occupied: Tensor | None = None) -> Tensor:
     """The spread of each token's key and value, normalized by the previous chunk: [B, T] float32, higher = keep.
 
-    key, value [B, Hkv, T, D]; occupied [B, T]. +inf in a row's first chunk, 0 for padding.
+    key, value [B, Hkv, T, D] of one dtype; occupied [B, T]. +inf in a row's first chunk, 0 for padding.
     """
-    check_vectors("key", key, occupied)
-    check_vectors("value", value)
-    chunk = check_integer("chunk", chunk, minimum=1)
-    if key.shape[:3] != value.shape[:3]:
-        raise ValueError(f"value must have key's B, Hkv and T {tuple(key.shape[:3])}, got {tuple(value.shape)}")
+    chunk = check_lag(key, value, chunk, occupied)
     check_launchable(key=key, value=value)
     batch, _, tokens, _ = key.shape
     if occupied is None:
@@ -142,10 +141,11 @@ def _over_layers(x: Tensor) -> Tensor:
     return total / x.shape[1]
 
 
-def _rolling(g: Tensor, window: int, occupied: Tensor | None, *, zscore: bool) -> Tensor:
-    g = check_series("g", g, occupied)
+def _rolling(g: Tensor, window: int, occupied: Tensor | None, *, zscore: bool, name: str = "g") -> Tensor:
+    """Rolling means or z-scores of g, which error messages call `name`."""
+    g = check_series(name, g, occupied)
     window = check_integer("window", window, minimum=1)
-    check_launchable(g=g)
+    check_launchable(**{name: g})
     shape, tokens = g.shape, g.shape[-1]
     if occupied is None:
         found: Tensor = kernels.rolling(g.reshape(-1, tokens), None, window, zscore)

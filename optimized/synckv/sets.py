@@ -66,6 +66,8 @@ def anticipate(
 
     query, key, occupied, scale and errors as in `initial_sets`; static [B, N_r, k_static] int64, -1 for none. Returns
     [B, N_r, k_dynamic] int64, ascending, -1 at the end. Semantics: `kvtwin.reference.synckv.anticipate`.
+    The check that static is below S synchronizes with the host. It is skipped during CUDA graph capture and
+    torch.compile, where other numbers count as -1.
     """
     sizes = check_anticipation(query, key, occupied, static, k_dynamic, exclude_static)
     weight = _weights(query, key, occupied, scale, sizes)

@@ -216,16 +216,18 @@ def representatives(
 
 
 @triton.jit(do_not_specialize=[
-    "heads", "channels", "segments", "length", "most", "key_b", "key_h", "key_s", "slots_b", "slots_m", "keep_b",
+    "heads", "key_slots", "channels", "segments", "length", "most", "key_b", "key_h", "key_s", "slots_b", "slots_m",
+    "keep_b",
 ])
 def representatives_kernel(
-    key, slots, keeps, stays, indices, assignments, heads, channels, segments, length, most,
+    key, slots, keeps, stays, indices, assignments, heads, key_slots, channels, segments, length, most,
     key_b, key_h, key_s, key_d, slots_b, slots_m, slots_l, keep_b, keep_m,
     CHANNELS: tl.constexpr, TOKENS: tl.constexpr, CLUSTERS: tl.constexpr, ITERATIONS: tl.constexpr,
     UNIT: tl.constexpr, RECORD: tl.constexpr,
 ):
     """Program (b, m): which tokens of a segment to keep. Keys' strides and number of channels are divided by UNIT.
-    RECORD: also stores the indices of these tokens, and all assignments."""
+    Slots from key_slots on are not read: their keys count as 0. RECORD: also stores the indices of these tokens, and
+    all assignments."""
     segment = tl.program_id(0).to(tl.int64)
     b, m = segment // segments, segment % segments
     token = tl.arange(0, TOKENS)
@@ -242,7 +244,7 @@ def representatives_kernel(
         for _ in range(heads):
             for start in range(0, channels * UNIT, CHANNELS):
                 d = start + tl.arange(0, CHANNELS)
-                mask = holds[:, None] & (d < channels * UNIT)[None, :]
+                mask = (holds & (slot < key_slots))[:, None] & (d < channels * UNIT)[None, :]
                 x = float32(tl.load(rows + d.to(tl.int64)[None, :] * key_d, mask=mask, other=0.0))
                 leading, rest = add_gram(leading, rest, centred(x, holds, size))
             rows += key_h * UNIT

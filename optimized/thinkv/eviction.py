@@ -56,8 +56,9 @@ def segment_representatives(key: Tensor, slots: Tensor, keep: Tensor, *, most: i
 
     key [B, Hkv, S, D], float32, float16 or bfloat16; slots [B, M, L] int64, L up to 128; keep [B, M] int64; any
     strides. `most`, the largest keep of a segment that shrinks, determines the tile size. Semantics:
-    `kvtwin.reference.thinkv.segment_representatives`. Does not synchronize with the host. TypeError or ValueError for
-    invalid arguments, for inputs that require grad, and for CPU tensors outside Triton's interpreter.
+    `kvtwin.reference.thinkv.segment_representatives`. TypeError or ValueError for invalid arguments, for inputs that
+    require grad, and for CPU tensors outside Triton's interpreter. The check of the elements of slots synchronizes with
+    the host. It is skipped during CUDA graph capture and torch.compile, where the keys of slots beyond S count as 0.
     """
     most = check_segments(key, slots, keep, most)
     check_launchable(key=key)
@@ -152,7 +153,7 @@ def _launch(
     with on_device_of(key):
         representatives_kernel[(batch * segments,)](
             key, slots, keep, stays, stays if indices is None else indices,
-            stays if assignments is None else assignments, key.shape[1], head_dim // unit, segments, length, most,
+            stays if assignments is None else assignments, *key.shape[1:3], head_dim // unit, segments, length, most,
             *(stride // unit for stride in key.stride()[:3]), key.stride(3), *slots.stride(), *keep.stride(),
             CHANNELS=min(64, max(16, triton.next_power_of_2(head_dim))), ITERATIONS=ITERATIONS, UNIT=unit,
             RECORD=indices is not None, **tile(length, most),

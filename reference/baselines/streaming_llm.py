@@ -45,7 +45,8 @@ def keep(positions: Tensor, budget: int, *, sinks: int = 4) -> Tensor:
     check_sinks(sinks, budget)
     place, slots = order(positions), positions.shape[-1]
     free = (positions < 0).sum(-1, keepdim=True)
-    first, newest = place < free + sinks, place >= slots - (budget - sinks)
+    # free + sinks could exceed int64.
+    first, newest = place < free + min(sinks, slots), place >= slots - (budget - sinks)
     return (first | newest) & (positions >= 0)
 
 

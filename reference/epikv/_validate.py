@@ -6,15 +6,31 @@ import torch
 from torch import Tensor
 
 from .._validate import (
+    check_config,
     check_dtype,
     check_integer,
     check_like,
     check_mask,
+    check_product,
     check_shape,
     check_state_tensor,
     check_tensor,
 )
 from .contract import EpiKVConfig
+
+
+def check_scorer(
+    config: object, *, batch: object, hidden_size: object, key_value_heads: object, head_dim: object
+) -> EpiKVConfig:
+    """The config and the sizes of an `EpiKVScorer`. Returns the config."""
+    checked = check_config(config, EpiKVConfig)
+    sizes = {"batch": batch, "hidden_size": hidden_size, "key_value_heads": key_value_heads, "head_dim": head_dim}
+    rows, hidden, heads, channels = (check_integer(name, value, minimum=1) for name, value in sizes.items())
+    check_product(batch=rows, slots=checked.slots)
+    check_product(batch=rows, layers=max(1, sum(checked.layers)), window=checked.window)
+    check_product(batch=rows, layers=max(1, sum(checked.layers)), hidden_size=hidden)
+    check_product(batch=rows, key_value_heads=heads, head_dim=channels)
+    return checked
 
 
 def check_hidden_pair(hidden: object, previous: object) -> None:
@@ -45,6 +61,15 @@ def check_vectors(name: str, tensor: object, occupied: object = None) -> Tensor:
     if occupied is not None:
         check_mask("occupied", occupied, (checked.shape[0], checked.shape[2]), "[B, T]", checked, name)
     return checked
+
+
+def check_lag(key: object, value: object, chunk: object, occupied: object) -> int:
+    """The arguments of `lag_kv`. Returns the number of tokens in a chunk, at most T: longer chunks change nothing."""
+    key = check_vectors("key", key, occupied)
+    value = check_vectors("value", value)
+    check_shape("value", value, tuple(key.shape), "key's [B, Hkv, T, D]")
+    check_like("value", value, key, "key")
+    return min(check_integer("chunk", chunk, minimum=1), key.shape[2])
 
 
 def check_selection(score: object, budget: object, prompt: object, recent: object, occupied: object) -> Tensor:

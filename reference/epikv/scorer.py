@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .._interrupted import Interruptible
-from .._validate import check_dtype, check_integer, check_mask, check_next_slot, check_reorder, resolve_device
+from .._validate import check_dtype, check_mask, check_next_slot, check_reorder, resolve_device
 from ..attention import INF, accumulate_dtype
 from ..selection import victims
-from ._validate import check_prompt_fits
+from ._validate import check_prompt_fits, check_scorer
 from .contract import EpiKVConfig
 from .hybrids import Attention, by_thought
 from .scores import (
@@ -50,9 +50,10 @@ class EpiKVScorer(Interruptible):
         self, config: EpiKVConfig, *, batch: int, hidden_size: int, key_value_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device | str,
     ) -> None:
-        self.config = config
-        self.batch = check_integer("batch", batch, minimum=1)
-        self.hidden_size = check_integer("hidden_size", hidden_size, minimum=1)
+        self.config = check_scorer(
+            config, batch=batch, hidden_size=hidden_size, key_value_heads=key_value_heads, head_dim=head_dim
+        )
+        self.batch, self.hidden_size = batch, hidden_size
         self._vectors = (2, key_value_heads, head_dim)
         self.dtype = check_dtype("dtype", dtype)
         self.device = resolve_device(device)
@@ -261,7 +262,7 @@ class EpiKVScorer(Interruptible):
         there = torch.arange(window, device=self.device) >= window - self._tokens[:, None, None]
         there = there.expand(moved.shape)
         values = self._values
-        rolled = _mean(values, there) if self.config.policy == "hs_variance" else _zscore(values, there)
+        rolled = _mean(values, there) if self.config.policy == "hs_variance" else _zscore(values, there, window)
         return difference(*rolled.split(self.config.layers, 1)).masked_fill(first, 0)
 
     def _vector_score(self, key: Tensor, value: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from .._validate import check_choice, check_integer
 from ..attention import INF, accumulate_dtype
 from ..selection import kept_after, kept_tokens, order
-from ._validate import check_hidden_pair, check_selection, check_series, check_vectors
+from ._validate import check_hidden_pair, check_lag, check_selection, check_series, check_vectors
 from .contract import DIFFERENCES
 
 UNIT = 2.0**-24                 # of float32, for every dtype: whether a series is constant must not depend on the dtype
@@ -48,7 +48,7 @@ def rolling_zscore(g: Tensor, window: int = 64, *, occupied: Tensor | None = Non
     value gives 0, and no result exceeds sqrt(window - 1). Arguments, dtype and errors as in `rolling_mean`.
     """
     values, there = _windows(check_series("g", g, occupied), check_integer("window", window, minimum=1), occupied)
-    return _in_place(_zscore(values, there), occupied)
+    return _in_place(_zscore(values, there, window), occupied)
 
 
 def score(
@@ -94,18 +94,14 @@ def kv_variance(key_or_value: Tensor) -> Tensor:
 def lag_kv(key: Tensor, value: Tensor, *, chunk: int = 128, occupied: Tensor | None = None) -> Tensor:
     """The spread of each token's key and value, normalized by the previous chunk (section 3.3): [B, T], higher = keep.
 
-    key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, which is in no chunk and gives 0. The tokens of
-    a row are divided into chunks of `chunk`. Channel d of a vector becomes (x - low) / (high - low), with the range of
-    the channel in the previous chunk. The standard deviations over the channels of key and value are added and averaged
-    over the heads. Channels whose range is at most 1e-6 of the largest magnitude in the chunk (of that head) are left
-    out; without any channel the spread is 0. Tokens of the first chunk have no previous chunk and score +inf. TypeError
-    or ValueError for invalid arguments.
+    key, value [B, Hkv, T, D] of one dtype; occupied [B, T] bool, False for padding, which is in no chunk and gives 0.
+    The tokens of a row are divided into chunks of `chunk`. Channel d of a vector becomes (x - low) / (high - low), with
+    the range of the channel in the previous chunk. The standard deviations over the channels of key and value are added
+    and averaged over the heads. Channels whose range is at most 1e-6 of the largest magnitude in the chunk (of that
+    head) are left out; without any channel the spread is 0. Tokens of the first chunk have no previous chunk and score
+    +inf. TypeError or ValueError for invalid arguments.
     """
-    check_vectors("key", key, occupied)
-    check_vectors("value", value)
-    chunk = check_integer("chunk", chunk, minimum=1)
-    if key.shape[:3] != value.shape[:3]:
-        raise ValueError(f"value must have key's B, Hkv and T {tuple(key.shape[:3])}, got {tuple(value.shape)}")
+    chunk = check_lag(key, value, chunk, occupied)
     dtype = accumulate_dtype(key)
     result = torch.zeros(key.shape[0], key.shape[2], dtype=dtype, device=key.device)
     for row in range(key.shape[0]):
@@ -167,11 +163,11 @@ def compacted(occupied: Tensor) -> Tensor:
 
 
 def _windows(g: Tensor, window: int, occupied: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The last `window` values up to each value, oldest first, [..., T, window], and which of them exist.
+    """The last min(window, T) values up to each value, oldest first, [..., T, min(window, T)], and which of them exist.
 
     With `occupied`, values are in the order of `compacted`.
     """
-    g = g.to(accumulate_dtype(g))
+    g, window = g.to(accumulate_dtype(g)), min(window, g.shape[-1])
     there = torch.ones_like(g, dtype=torch.bool) if occupied is None else occupied
     if occupied is not None:
         places = compacted(occupied)
@@ -204,9 +200,10 @@ def _mean(values: Tensor, there: Tensor) -> Tensor:
     return _sum(values.where(there, 0)) / there.sum(-1).clamp_min(1)
 
 
-def _zscore(values: Tensor, there: Tensor) -> Tensor:
-    """The z-score of the last value: values, there [..., window] -> [...]. In two passes: E[g^2] - mu^2 cancels."""
-    center, window = _mean(values, there), values.shape[-1]
+def _zscore(values: Tensor, there: Tensor, window: int) -> Tensor:
+    """The z-score of the last value in windows of `window` values, of which values, there [..., n] may leave out the
+    first: -> [...]. In two passes: E[g^2] - mu^2 cancels."""
+    center = _mean(values, there)
     deviation = (values - center[..., None]).where(there, 0)
     sigma = (_sum(deviation.square()) / there.sum(-1).clamp_min(1)).sqrt()
     constant = sigma <= 4 * UNIT * window * values.where(there, 0).abs().amax(-1)

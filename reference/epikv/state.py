@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._validate import check_config
+from .._validate import check_config, check_no_grad
 from ..attention import attention_weights, causal_attention, causal_logits, softmax, weighted_values
 from ..state import State
 from ._validate import check_hidden_states
@@ -167,7 +167,10 @@ class EpiKVState(State):
             if one is not None or other is not None:
                 raise ValueError("hidden_a and hidden_b must be left out: the shared scorer has them from its owner")
             return None
-        return check_hidden_states(
+        found = check_hidden_states(
             self.config, (one, other), batch=self.sizes.batch, tokens=tokens, hidden_size=self._hidden_size,
             dtype=self.dtype, device=self.device,
         )
+        if found is not None:
+            check_no_grad(hidden_a=found[0], hidden_b=found[1])
+        return found

@@ -10,8 +10,10 @@ from .._validate import (
     check_device,
     check_dtype,
     check_flag,
+    check_indices,
     check_integer,
     check_mask,
+    check_product,
     check_ratio,
     check_strided,
     check_tensor,
@@ -38,15 +40,18 @@ def check_selection(query: object, key: object, occupied: object) -> Sizes:
 def check_initial(query: object, key: object, occupied: object, k_static: object, k_dynamic: object) -> Sizes:
     """The arguments of `initial_sets`. Returns the sizes."""
     sizes = check_selection(query, key, occupied)
-    check_integer("k_static", k_static, minimum=0)
-    check_integer("k_dynamic", k_dynamic, minimum=0)
+    static = check_integer("k_static", k_static, minimum=0)
+    dynamic = check_integer("k_dynamic", k_dynamic, minimum=0)
+    for name, count in (("k_static", static), ("k_dynamic", dynamic)):
+        check_product(batch=sizes.batch, heads=sizes.key_value_heads, **{name: count})
     return sizes
 
 
 def check_anticipation(
     query: object, key: object, occupied: object, static: object, k_dynamic: object, exclude_static: object
 ) -> Sizes:
-    """The arguments of `anticipate`. Returns the sizes."""
+    """The arguments of `anticipate`. Returns the sizes. Reads the elements of static (one synchronization) unless a
+    CUDA graph is being captured or torch.compile is tracing."""
     sizes = check_selection(query, key, occupied)
     assert isinstance(key, Tensor)
     layout = "[B, N_r, k_static]"
@@ -57,8 +62,10 @@ def check_anticipation(
     if static.dim() != 3 or static.shape[:2] != key.shape[:2]:
         raise ValueError(f"static must be {layout} with key's {tuple(key.shape[:2])}, got {tuple(static.shape)}")
     check_device("static", static, key.device, "key")
-    check_integer("k_dynamic", k_dynamic, minimum=0)
+    dynamic = check_integer("k_dynamic", k_dynamic, minimum=0)
+    check_product(batch=sizes.batch, heads=sizes.key_value_heads, k_dynamic=dynamic)
     check_flag("exclude_static", exclude_static)
+    check_indices("static", static, sizes.slots)
     return sizes
 
 

@@ -92,7 +92,7 @@ class HeadClusters:
 
     @staticmethod
     def save(path: str | PathLike[str], layers: Sequence[HeadClusters]) -> None:
-        """Write the clusters of a model's layers as a JSON file, first layer first."""
+        """Write the clusters of a model's layers, at least one, as a JSON file, first layer first."""
         rows = [{"labels": layer.labels, "representatives": layer.representatives} for layer in _layers(layers)]
         document = {"format": FORMAT, "version": VERSION, "layers": rows}
         Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -105,13 +105,15 @@ class HeadClusters:
             if not isinstance(document, dict) or (document.get("format"), document.get("version")) != (FORMAT, VERSION):
                 raise ValueError(f"expected format {FORMAT!r}, version {VERSION}")
             return _layers([HeadClusters(**row) for row in document["layers"]])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"{path} must hold head clusters, got {type(error).__name__}: {error}") from error
 
 
 def _layers(value: object) -> tuple[HeadClusters, ...]:
     if not isinstance(value, (tuple, list)) or not all(isinstance(layer, HeadClusters) for layer in value):
         raise TypeError(f"layers must be a sequence of HeadClusters, got {value!r}")
+    if not value:
+        raise ValueError("layers must be at least one HeadClusters, got none")
     return tuple(value)
 
 

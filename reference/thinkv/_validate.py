@@ -14,6 +14,7 @@ from .._validate import (
     check_choice,
     check_device,
     check_dtype,
+    check_indices,
     check_integer,
     check_mask,
     check_number,
@@ -21,6 +22,7 @@ from .._validate import (
     check_share,
     check_strided,
     check_tensor,
+    readable,
 )
 from .._validate_attention import check_attention
 from ..contract import Sizes
@@ -161,10 +163,18 @@ def check_segment(key_segment: object, keep: object) -> Tensor:
 
 
 def check_segments(key: object, slots: object, keep: object, most: object) -> int:
-    """The arguments of `segment_representatives`, without the elements of slots and keep. Returns `most`."""
+    """The arguments of `segment_representatives`, without the elements of keep. Returns `most`.
+
+    Reads the elements of slots (two synchronizations) unless a CUDA graph is being captured or torch.compile is
+    tracing.
+    """
     key = check_tensor("key", key, dims=4, layout="[B, Hkv, S, D]")
     check_dtype("key.dtype", key.dtype)
     slots = check_tensor("slots", slots, dims=3, layout="[B, M, L]")
     check_integers("slots", slots, (key.shape[0], *slots.shape[1:]), "[B, M, L] with key's B", key, "key")
     check_integers("keep", keep, tuple(slots.shape[:2]), "slots' [B, M]", key, "key")
-    return slots.shape[-1] if most is None else check_integer("most", most, minimum=1)
+    most = slots.shape[-1] if most is None else check_integer("most", most, minimum=1)
+    check_indices("slots", slots, key.shape[2])
+    if readable(slots) and bool(((slots[..., 1:] >= 0) & (slots[..., :-1] < 0)).any()):
+        raise ValueError("slots must have -1 only after a segment's last token, got -1 before a token")
+    return most

@@ -10,6 +10,7 @@ from .._validate import (
     check_config,
     check_integer,
     check_like,
+    check_product,
     check_shape,
     check_state_tensor,
     check_tensor,
@@ -25,6 +26,8 @@ def check_paged_cache(config: object, batch: object, key_value_heads: object, he
     checked = check_config(config, ThinKVConfig)
     for name, value in (("batch", batch), ("key_value_heads", key_value_heads), ("head_dim", head_dim)):
         check_integer(name, value, minimum=1)
+    assert isinstance(batch, int) and isinstance(key_value_heads, int) and isinstance(head_dim, int)
+    check_product(batch=batch, key_value_heads=key_value_heads, slots=checked.slots, head_dim=head_dim)
     return checked
 
 

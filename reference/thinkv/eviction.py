@@ -90,9 +90,9 @@ def select_representatives(key_segment: Tensor, keep: int) -> RepresentativesRes
 def segment_representatives(key: Tensor, slots: Tensor, keep: Tensor, *, most: int | None = None) -> Tensor:
     """`select_representatives` for many segments of a cache: the tokens to keep, [B, M, L] bool.
 
-    key [B, Hkv, S, D]; slots [B, M, L] int64: the slots of the tokens of each row's segments, oldest first, then -1;
-    keep [B, M] int64: the number of tokens to keep. Segments that keep more than `most` tokens (by default L) are left
-    unchanged. TypeError or ValueError for invalid arguments.
+    key [B, Hkv, S, D]; slots [B, M, L] int64: the slots of the tokens of each row's segments, below S, oldest first,
+    then -1; keep [B, M] int64: the number of tokens to keep. Segments that keep more than `most` tokens (by default L)
+    are left unchanged. TypeError or ValueError for invalid arguments.
     """
     most = check_segments(key, slots, keep, most)
     result = slots >= 0

@@ -54,7 +54,7 @@ def quantize(
     x, axis, rule = check_quantize(x, fmt, axis, group, scale_rule, tensor_scale)
     values, shape = table(MAGNITUDES[fmt], x), x.shape
     along = -2 if fmt == "fp8" else axis
-    x = grouped(x.float(), along, group)
+    x = grouped(x.float(), along, min(group, x.shape[along]))                       # without padding to a huge group
     magnitude = x.abs().nan_to_num(nan=0.0, posinf=LARGEST)
     amax = magnitude.amax((-2, -1) if fmt == "fp8" else axis)
     second = None
@@ -82,7 +82,7 @@ def dequantize(q: Quantized, dtype: torch.dtype) -> Tensor:
     q = check_quantized(q)
     check_dtype("dtype", dtype, FLOATING)
     along = -2 if q.fmt == "fp8" else q.axis
-    value = decode(grouped(q.codes, along, q.group), q.fmt)
+    value = decode(grouped(q.codes, along, min(q.group, q.shape[along])), q.fmt)
     step = per_element(q.scales, q.tensor_scale, q.fmt, q.axis)
     return ungrouped(value * step + 0.0, along, q.shape).to(dtype)
 

@@ -25,7 +25,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from .._validate import check_dtype, check_reorder, resolve_device
+from .._validate import check_dtype, check_no_grad, check_reorder, resolve_device
 from ..attention import accumulate_dtype, attention_weights, weighted_values
 from ._validate_paging import check_append, check_decode, check_flush, check_paged_cache, check_rows
 from .contract import ThinKVConfig, pool_blocks
@@ -62,6 +62,8 @@ class PagedCache:
         self.shape = (batch, key_value_heads, head_dim)
         self.dtype = check_dtype("dtype", dtype)
         self.device = resolve_device(device)
+        # The memory of `dequantized`. Without it, a list of as many rows would take forever.
+        torch.empty(2, batch, key_value_heads, self.config.slots, head_dim, device=self.device)
         self._rows = [Row() for _ in range(batch)]
 
     # Updates ---------------------------------------------------------------------------------------------------------
@@ -73,6 +75,7 @@ class PagedCache:
         invalid arguments.
         """
         check_append(key, value, positions, shape=self.shape, dtype=self.dtype, device=self.device)
+        check_no_grad(key=key, value=value)
         numbers = positions.tolist()
         for b, (row, position) in enumerate(zip(self._rows, numbers, strict=True)):
             if position < -1 or position in row.tokens:

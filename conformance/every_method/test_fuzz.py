@@ -1,0 +1,71 @@
+"""Wrong arguments of every public function, config and state, see `cases.fuzz`. The profile sets how many."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtwin.conformance.cases import fuzz
+from kvtwin.conformance.discovery import Pair
+
+pytestmark = pytest.mark.kind("bad_input")
+
+
+@pytest.mark.limits
+@pytest.mark.parametrize(("twin", "side"), fuzz.pairs(), ids=str)
+@given(data=st.data())
+@settings(max_examples=max(4, settings().max_examples // 2))
+def test_wrong_arguments_are_refused_or_harmless(twin: Pair, side: str, device: torch.device, data: st.DataObject):
+    target = data.draw(st.sampled_from(fuzz.targets(twin, side)))
+    names = fuzz.names_of(target, device)
+    chosen = data.draw(st.lists(st.sampled_from(sorted(names)), min_size=1, max_size=2, unique=True))
+    kinds = {name: sorted(fuzz.PLAIN) + (sorted(fuzz.TENSORS) if names[name] else []) for name in chosen}
+    wrong = {name: data.draw(st.sampled_from(kinds[name]), label=name) for name in chosen}
+    fuzz.check(target, wrong, device)
+
+
+def grows(window: Any) -> None:
+    torch.zeros(2**27)
+
+
+def loops(window: Any) -> None:
+    while True:
+        pass
+
+
+def mutates(window: Any) -> None:
+    window.append(1)
+    raise ValueError("window must be an int")
+
+
+def parses(window: Any) -> None:
+    json.loads(window)
+
+
+def raises(error: Exception) -> Any:
+    def function(window: Any) -> None:
+        raise error
+    return function
+
+
+@pytest.mark.parametrize(("function", "says"), [
+    (grows, "allocated 536870912 bytes"), (loops, "takes more than"), (mutates, "changed its arguments"),
+    (parses, "not our own error"), (raises(ValueError("something is wrong")), "names no argument"),
+    (raises(RuntimeError("window")), "not an error of arguments"),
+])
+def test_a_call_that_misbehaves_is_noticed(function: Any, says: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fuzz, "SECONDS", 0.1)
+    monkeypatch.setitem(fuzz.PLAIN, "list", [])         # which one function changes
+    target = fuzz.Target("function", lambda device: (function, None, {"window": 1}))
+    with pytest.raises(AssertionError, match=says):
+        fuzz.check(target, {"window": "list"}, torch.device("cpu"))
+
+
+def test_a_clear_error_is_right():
+    target = fuzz.Target("function", lambda device: (raises(TypeError("window must be an int")), None, {"window": 1}))
+    assert fuzz.check(target, {"window": "text"}, torch.device("cpu")) == "window must be an int"
