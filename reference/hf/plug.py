@@ -38,7 +38,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from ..contract import MethodConfig
-from .masks import MaskSpec, readable, refuse_restart, require
+from .masks import MaskSpec, make_mask, readable, refuse_restart, require
 
 NAME = "kvtwin"
 ACTIVATE = f'model.set_attn_implementation("{NAME}")'
@@ -80,7 +80,7 @@ def attention(
 
 # register() is global. Item assignment would change a single instance, which transformers ignores.
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, MaskSpec)
+AttentionMaskInterface.register(NAME, make_mask)
 
 
 class StateLayer(CacheLayerMixin):
