@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="needs transformers: python -m pip in
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import StaticCache, pipeline
+from transformers.masking_utils import causal_mask_function
 
 from kvtwin.conformance.cases import tiny_models
 from kvtwin.conformance.cases.hf_cases import feed
@@ -65,6 +66,22 @@ def test_static_caches_work_with_our_attention(padding: list[int], new: int) -> 
     assert torch.equal(generate(model, inputs, new, **options), expected)
     static = StaticCache(config=model.config, max_cache_len=20)
     assert torch.equal(generate(model, inputs, new, past_key_values=static, disable_compile=True), expected)
+
+
+@pytest.mark.kind("equivalence")
+@pytest.mark.parametrize("before", [0, torch.tensor(3), torch.tensor(6)])
+def test_the_mask_of_a_static_cache_is_a_tensor(before: int | torch.Tensor) -> None:
+    """generate compiles the steps of such a cache, so masks must have the same shape at each step."""
+    padding = torch.tensor([[0, 1, 1, 1, 1, 1, 0, 0, 0]]).bool()
+    arguments = {
+        "batch_size": 1, "q_length": 3, "kv_length": 9, "q_offset": before, "mask_function": causal_mask_function,
+        "attention_mask": padding,
+    }
+    mask = masks.make_mask(**arguments)
+    assert isinstance(mask, torch.Tensor)
+    assert torch.equal(mask, masks.sdpa_mask(**arguments))
+    # As many slots as tokens, counted by the host: a cache that grows.
+    assert isinstance(masks.make_mask(**{**arguments, "q_offset": 6}), masks.MaskSpec)
 
 
 # Tokens that are passed again ----------------------------------------------------------------------------------------

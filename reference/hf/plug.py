@@ -320,11 +320,6 @@ class StateCache(Cache):
         updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return updated
 
-    def reset(self) -> None:
-        """Forget every token."""
-        super().reset()
-        self._progress.clear()
-
     def _method_config(self, budget: int, options: dict[str, Any]) -> Any:
         """The method's config with this budget."""
         return self.Config(budget=budget, **options)

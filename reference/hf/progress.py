@@ -27,10 +27,6 @@ class Progress:
         # Subclasses with other contents may count other tokens.
         windows = tuple(n for n, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer)
         self._counted = self._evicting + windows
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget every pass."""
         self._last: int | None = None       # the layer of the last update
         self._start = 0                     # the number of tokens before the current pass
 
