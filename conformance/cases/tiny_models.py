@@ -28,6 +28,26 @@ _FAMILIES = {
 }
 FAMILIES = ("llama", "qwen2", "qwen3")
 
+_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4}
+_LATENT = {
+    **_SIZES, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 2,
+}
+# Architectures whose modules, or attention, differ from Llama's. Their configs have names of their own for sizes.
+_OTHERS: dict[str, tuple[str, str, Any]] = {
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _SIZES),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2_SIZES),
+    "gptj": ("GPTJConfig", "GPTJForCausalLM", {**_GPT2_SIZES, "rotary_dim": 4}),
+    "gpt_neox_japanese": ("GPTNeoXJapaneseConfig", "GPTNeoXJapaneseForCausalLM", _SIZES),
+    "xglm": ("XGLMConfig", "XGLMForCausalLM", {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48}),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "falcon": ("FalconConfig", "FalconForCausalLM", _SIZES),
+    "mpt": ("MptConfig", "MptForCausalLM", {"d_model": 32, "n_layers": 2, "n_heads": 4}),
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", _LATENT),
+}
+
 
 def model(
     family: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", **options: object
@@ -39,8 +59,23 @@ def model(
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
         "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0, "attn_implementation": "sdpa",
     }
+    return _filled(model_class, config_class(**{**sizes, **options})).to(device, dtype)
+
+
+def other(
+    family: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> transformers.PreTrainedModel:
+    """A model of another architecture: two layers and 4 heads, with its default attention."""
+    config, model_class, sizes = _OTHERS[family]
+    tokens = {"vocab_size": VOCABULARY, "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+    made = getattr(transformers, config)(**tokens, **sizes)
+    return _filled(getattr(transformers, model_class), made).to(device, dtype)
+
+
+def _filled(model_class: Any, config: Any) -> Any:
+    """A model with weights of a large spread."""
     with torch.random.fork_rng(devices=[]):
-        made = model_class(config_class(**{**sizes, **options})).eval()
+        made = model_class(config).eval()
     generator = torch.Generator().manual_seed(20)
     with torch.no_grad():
         for name, weight in made.named_parameters():
@@ -48,7 +83,7 @@ def model(
                 weight.uniform_(0.6, 1.4, generator=generator)
             else:
                 weight.normal_(0, 0.4, generator=generator)
-    return made.to(device, dtype)
+    return made
 
 
 def prompts(length: int, padding: list[int], device: torch.device | str = "cpu") -> dict[str, Tensor]:

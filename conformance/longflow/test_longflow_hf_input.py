@@ -88,7 +88,7 @@ def test_a_model_without_full_attention_gets_a_warning():
 
 
 def test_forgotten_attention(inputs):
-    """The first decode step says which line is missing. So does a cache after an interrupted pass."""
+    """The first forward pass says which line is missing."""
     model = tiny_models.model("llama")
     cache = LongFlowCache(model.config, budget=4)
     with pytest.raises(RuntimeError, match=r'model\.set_attn_implementation\("kvtwin"\)'):

@@ -15,7 +15,8 @@ class EpiKVCache(HiddenStateCache):
             model.generate(ids, past_key_values=cache)
 
     The constructor takes the model and registers forward hooks that read the outputs of the layers of both bands. The
-    hooks are removed at the end of the `with` block or when the cache is deleted.
+    hooks are removed at the end of the `with` block or when the cache is deleted. RuntimeError for tokens of another
+    model object, or after the hooks were removed. The cache cannot be copied or pickled.
     policy: "epikv", "hs_variance" or "band_adaptive"; "attn_x_hs" or "segment_hs", which also average the attention of
     all layers that evict; or "kv_key", "kv_val" or "lag_kv", which need no hooks and let each layer evict for itself.
     layers: the layers of the two bands, by default the paper's, scaled to the depth of the model.

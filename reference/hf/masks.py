@@ -15,14 +15,28 @@ from .._validate import capturing
 
 # With prefill_chunk_size on a cache that is not empty, older versions of transformers pass the tokens from 0 on again.
 STARTS_AT_0 = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 21)
-_ADVICE = (
-    "(transformers before 5.21 starts at 0 when prefill_chunk_size is used on a cache that is not empty: leave "
-    "prefill_chunk_size out there)"
-)
+
+
+def _advice() -> str:
+    """Why transformers may pass tokens again that the cache has seen, and what to do."""
+    chunks = (
+        "; transformers before 5.21 starts at 0 when prefill_chunk_size is used on a cache that is not empty: leave "
+        "prefill_chunk_size out there"
+    )
+    return (
+        "(generate passes all tokens again with use_cache=False: leave it out"
+        f"{chunks if STARTS_AT_0 else ''})"
+    )
 
 
 class MaskSpec:
-    """The arguments of the mask function, instead of a mask. All layers of a forward pass share one object."""
+    """The arguments of the mask function, instead of a mask. All layers of a forward pass share one object.
+
+    If a prompt fills a static cache, `generate` makes this object ahead of the forward pass and passes it to the model,
+    which passes it to `make_mask`. For both, it looks like a mask with 4 dimensions.
+    """
+
+    ndim = 4
 
     def __init__(self, **arguments: Any) -> None:
         self._arguments = arguments
@@ -39,6 +53,9 @@ class MaskSpec:
         """The model's attention_mask, [B, T] bool, or None."""
         mask: Tensor | None = self._arguments["attention_mask"]
         return mask
+
+    def contiguous(self) -> MaskSpec:
+        return self
 
     def occupied(self, seen: int, count: int) -> Tensor | None:
         """The new tokens that are not padding, [B, count] bool, or None without an attention_mask.
@@ -57,7 +74,7 @@ class MaskSpec:
         if mask.dim() != 2 or mask.shape[1] != seen + count:
             raise ValueError(
                 f"attention_mask must be [B, {seen + count}] for the {seen} tokens that the cache has seen and the "
-                f"{count} new ones, got {tuple(mask.shape)}. {_ADVICE}"
+                f"{count} new ones, got {tuple(mask.shape)}. {_advice()}"
             )
         return mask[:, seen:]
 
@@ -70,6 +87,22 @@ class MaskSpec:
         if what not in self._answers:
             self._answers[what] = bool(true.all())
         return self._answers[what]
+
+
+def make_mask(**arguments: Any) -> MaskSpec | Tensor | None:
+    """The mask function "kvtwin": a MaskSpec, but transformers' sdpa mask for a static cache.
+
+    `generate` makes the masks of a static cache ahead of the forward pass and needs tensors. The slots of such a cache
+    outnumber its tokens, which transformers counts in a tensor from the second pass on.
+    """
+    made = arguments.get("attention_mask")
+    if isinstance(made, MaskSpec):
+        return made
+    before = arguments.get("q_offset", 0)
+    if isinstance(before, Tensor) or arguments["kv_length"] > before + arguments["q_length"]:
+        mask: Tensor | None = sdpa_mask(**arguments)
+        return mask
+    return MaskSpec(**arguments)
 
 
 def readable(tensor: Tensor) -> bool:
@@ -95,13 +128,18 @@ def refuse_restart(spec: MaskSpec, position_ids: Tensor | None, mask: Tensor | N
 
     If the model has a mask, `MaskSpec.occupied` detects this by its length, but transformers from 5.18 on drops masks
     of ones. position_ids: of the new tokens, [..., B or 1, Q]. mask: the cache's own [B, T] or None; a row that was all
-    padding so far may start at 0.
+    padding so far may start at 0. Single tokens are decode steps, which only older versions of transformers require to
+    be checked: reading a position synchronizes with the GPU.
     """
-    if not STARTS_AT_0 or seen == 0 or position_ids is None or spec.given is not None or not readable(position_ids):
+    if seen == 0 or position_ids is None or spec.given is not None:
+        return
+    if not (STARTS_AT_0 or position_ids.shape[-1] > 1) or not readable(position_ids):
         return
     continues = position_ids[..., 0] > 0                                                  # [..., B or 1]
+    if continues.dim() > 1:                         # positions with several axes, of which one may stay 0 in an image
+        continues = continues.flatten(0, -2).any(0)
     if mask is not None:
         empty = ~mask[:, :seen].any(1).to(continues.device)
         continues = continues | empty.repeat_interleave(max(1, continues.shape[-1] // empty.shape[0]))
     if not spec.all("continues", continues):
-        raise ValueError(f"the new tokens' positions start at 0, but the cache has seen {seen} tokens. {_ADVICE}")
+        raise ValueError(f"the new tokens' positions start at 0, but the cache has seen {seen} tokens. {_advice()}")

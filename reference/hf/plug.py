@@ -9,6 +9,8 @@ every forward pass as one call; any other takes the first tokens by `prefill` an
 transformers makes one mask per forward pass, which cannot describe the slots of each layer. The mask function
 registered as "kvtwin" therefore returns its arguments (`MaskSpec`): our layers read the padding from them, and layers
 with a stock cache (sliding windows, other caches) get the stock mask and the stock attention.
+
+`Progress` detects forward passes that were interrupted or that used another attention function.
 """
 
 from __future__ import annotations
@@ -38,10 +40,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from ..contract import MethodConfig
-from .masks import MaskSpec, readable, refuse_restart, require
-
-NAME = "kvtwin"
-ACTIVATE = f'model.set_attn_implementation("{NAME}")'
+from .masks import MaskSpec, make_mask, readable, refuse_restart, require
+from .progress import ACTIVATE, NAME, Progress
 
 _OWNER = "_kvtwin_layer"
 _SHARING = "no eviction in a model whose layers attend to the keys of another layer (KV sharing)"
@@ -80,7 +80,7 @@ def attention(
 
 # register() is global. Item assignment would change a single instance, which transformers ignores.
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, MaskSpec)
+AttentionMaskInterface.register(NAME, make_mask)
 
 
 class StateLayer(CacheLayerMixin):
@@ -96,6 +96,11 @@ class StateLayer(CacheLayerMixin):
         self._made: dict[str, Any] = {}     # the arguments of the state
         self._seen = 0                      # tokens, counted on the host to avoid a synchronization
         self._pending = 0                   # tokens passed to `update` but not yet to attention
+
+    @property
+    def pending(self) -> int:
+        """The number of tokens passed to `update` but not yet to attention."""
+        return self._pending
 
     @property
     def keys(self) -> Tensor | None:
@@ -273,10 +278,11 @@ class StateCache(Cache):
     one at a time, so the later chunks of a prompt are evicted like generated tokens.
 
     TypeError or ValueError for invalid arguments. While the model runs: RuntimeError if its attention function is not
-    "kvtwin". ValueError for masks of the wrong length, outside of torch.no_grad(), for tokens that transformers passes
-    again, and for padding after the first pass if the State has no `append_block`. NotImplementedError for attention
-    that the methods do not define (softcap, sinks, position bias, masks that are not causal, KV sharing between layers,
-    dropout). In compiled or captured graphs, checks of mask elements are assertions on the device (`masks.require`).
+    "kvtwin", or after an interrupted forward pass until `reset`. ValueError for masks of the wrong length, outside of
+    torch.no_grad(), for tokens that transformers passes again, and for padding after the first pass if the State has no
+    `append_block`. NotImplementedError for attention that the methods do not define (softcap, sinks, position bias,
+    masks that are not causal, KV sharing between layers, multi-head latent attention, dropout). In compiled or captured
+    graphs, checks of mask elements are assertions on the device (`masks.require`).
     """
 
     Config: ClassVar[type[MethodConfig]]
@@ -304,6 +310,15 @@ class StateCache(Cache):
                 stacklevel=2,
             )
         super().__init__(layers=layers)
+        self._progress = Progress(layers, config)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Pass new keys and values to a layer. RuntimeError unless all earlier passes reached all layers."""
+        self._progress.enter(layer_idx)
+        updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return updated
 
     def _method_config(self, budget: int, options: dict[str, Any]) -> Any:
         """The method's config with this budget."""

@@ -34,6 +34,7 @@ class Passes:
         self.scorer: Any = None
         self._state_class, self._scorer_class, self._hidden_size = state_class, scorer_class, hidden_size
         self._made: dict[str, Any] = {}
+        self.closed = False                         # whether the hooks were removed
         self.clear()
 
     def clear(self) -> None:
@@ -57,6 +58,28 @@ class Passes:
             )
             self._made = shared
         return self._state_class(config, scorer=self.scorer, **sizes)
+
+    def enter(self, number: int) -> None:
+        """RuntimeError, before layer `number` gets tokens, unless the hooks have reported all earlier layers."""
+        if self.closed:
+            raise RuntimeError(
+                "this EpiKVCache is closed: its hooks are removed, so it cannot take more tokens. Create a new cache"
+            )
+        # A layer that comes again begins a new pass, although the last one is not complete.
+        begins = number in self._attended
+        if begins and self._attended < self.layers:
+            raise RuntimeError(
+                f"a forward pass was interrupted after layer {max(self._attended)}: call reset() on the cache and pass "
+                "all tokens again"
+            )
+        bands = enumerate((*self.bands[0], *self.bands[1]))
+        unheard = {layer for place, layer in bands if place not in self._hidden and (begins or layer < number)}
+        if unheard:
+            raise RuntimeError(
+                f"EpiKV's hooks did not report the outputs of layers {sorted(unheard)}: an EpiKVCache works only with "
+                "the model object that it was created from, so create a new cache for this model. (After an "
+                "interrupted forward pass, call reset() on the cache and pass all tokens again)"
+            )
 
     def begin_prompt(self, occupied: Tensor) -> None:
         """Assign slots to a prompt, occupied [B, T], before the first layer stores it."""
@@ -107,6 +130,11 @@ class BandLayer(StateLayer):
         super().__init__(config, passes.make_state, attention_mask)  # type: ignore[arg-type]
         self._number, self._passes = number, passes
 
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As `StateLayer.update`. RuntimeError if the hooks did not report the layers before."""
+        self._passes.enter(self._number)
+        return super().update(key_states, value_states, *args, **kwargs)
+
     def _in_steps(
         self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, occupied: Tensor | None, seen: int
     ) -> Tensor:
@@ -137,7 +165,7 @@ class HiddenStateCache(StateCache):
             if name in options:
                 raise TypeError(f"{name} is not an option here: the model and layers= determine it")
         self._passes: Passes | None = None
-        self._hooks = lambda: None
+        self._hooks: Callable[[], Any] | None = None
         text = model.config.get_text_config(decoder=True)
         if policy in BANDS:
             if options.get("keep_prompt") is False:
@@ -166,7 +194,13 @@ class HiddenStateCache(StateCache):
         return BandLayer(self.config, self._passes, mask, number)
 
     def close(self) -> None:
-        """Remove the hooks from the model. A closed cache cannot take more tokens. Closing it again has no effect."""
+        """Remove the hooks from the model. The cache cannot take more tokens then. Closing it again has no effect.
+
+        Without hooks (policies that read no hidden states) this has no effect.
+        """
+        if self._passes is None or self._hooks is None:
+            return
+        self._passes.closed = True
         self._hooks()
 
     def __enter__(self) -> HiddenStateCache:
@@ -175,10 +209,13 @@ class HiddenStateCache(StateCache):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise NotImplementedError(
-            "EpiKV's cache has hooks in its model, which a copy would not have: create a new cache"
-        )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What copy and pickle call. NotImplementedError for a cache with hooks."""
+        if self._passes is not None:
+            raise NotImplementedError(
+                "EpiKV's cache has hooks in its model, which a copy would not have: create a new cache"
+            )
+        return super().__reduce_ex__(protocol)
 
     def reset(self) -> None:
         """Forget every token."""
@@ -226,24 +263,41 @@ def install(model: PreTrainedModel, passes: Passes, owner: Callable[[], Any]) ->
     owner: returns the cache or None. The hooks ignore forward passes on any other cache, and keep neither the cache nor
     the model alive.
     """
-    modules = model.get_decoder().layers
+    modules = decoder_layers(model)
 
-    def observe(number: int, hidden: Any, kwargs: dict[str, Any]) -> None:
+    def observe(number: int, hidden: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = owner()
-        if cache is not None and kwargs.get("past_key_values") is cache:
+        # Models differ in the name of the argument, and whether it is positional.
+        if cache is not None and any(value is cache for value in (*args, *kwargs.values())):
             passes.observe(number, hidden[0] if isinstance(hidden, tuple) else hidden)
 
     def before(number: int) -> Callable[..., None]:
-        return lambda module, args, kwargs: observe(number, args[0] if args else kwargs["hidden_states"], kwargs)
+        return lambda module, args, kwargs: observe(number, args[0] if args else kwargs["hidden_states"], args, kwargs)
 
     def after(number: int) -> Callable[..., None]:
-        return lambda module, args, kwargs, output: observe(number, output, kwargs)
+        return lambda module, args, kwargs, output: observe(number, output, args, kwargs)
 
     return [
         modules[number + 1].register_forward_pre_hook(before(number), with_kwargs=True)
         if number + 1 < len(modules) else modules[number].register_forward_hook(after(number), with_kwargs=True)
         for number in sorted({*passes.bands[0], *passes.bands[1]})
     ]
+
+
+def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """The decoder's list of layers, whatever its name: layers, h, blocks... NotImplementedError without one."""
+    decoder = model.get_decoder()
+    layers = getattr(decoder, "layers", None)
+    if isinstance(layers, torch.nn.ModuleList):
+        return layers
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = [child for child in decoder.children() if isinstance(child, torch.nn.ModuleList) and len(child) == count]
+    if len(lists) != 1:
+        raise NotImplementedError(
+            f"{type(decoder).__name__} must have one ModuleList of its {count} layers, whose outputs EpiKV reads, got "
+            f"{len(lists)}: use policy kv_key, kv_val or lag_kv, which read no hidden states"
+        )
+    return lists[0]
 
 
 def remove(handles: list[Any]) -> None:

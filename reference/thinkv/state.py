@@ -58,7 +58,7 @@ class ThinKVState(State):
             config, batch=batch, key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=self.device
         )
         # The judge replaces these two, to observe attention and to make this state follow another valid choice.
-        self._attended: Callable[[Tensor], None] = lambda query: None
+        self._attended: Callable[[Tensor], None] = _ignore          # a function with a name can be pickled
         self._representatives = segment_representatives
         self.reset()
 
@@ -201,3 +201,7 @@ class ThinKVState(State):
     def _reorder(self, index: Tensor) -> None:
         super()._reorder(index)
         self.cache.reorder(index)
+
+
+def _ignore(query: Tensor) -> None:
+    """Observe nothing."""

@@ -1,0 +1,80 @@
+"""Checks that each forward pass reaches all layers of a cache and kvtwin's attention.
+
+A layer cannot know whether the other layers have seen the same tokens. `Progress.enter` runs before each layer's
+update and compares numbers that the host has, so it neither synchronizes with the GPU nor changes a captured graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+NAME = "kvtwin"
+ACTIVATE = f'model.set_attn_implementation("{NAME}")'
+
+
+class Progress:
+    """The forward passes through `layers`, of which some have `pending` tokens: those that evict.
+
+    config: the model's, which names its attention. It only determines the wording of errors.
+    """
+
+    def __init__(self, layers: list[Any], config: PreTrainedConfig) -> None:
+        self._layers, self._config = layers, config.get_text_config(decoder=True)
+        self._evicting = tuple(n for n, layer in enumerate(layers) if hasattr(layer, "pending"))
+        # Subclasses with other contents may count other tokens.
+        windows = tuple(n for n, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer)
+        self._counted = self._evicting + windows
+        self._last: int | None = None       # the layer of the last update
+        self._start = 0                     # the number of tokens before the current pass
+
+    def enter(self, number: int) -> None:
+        """Record that layer `number` is about to get the tokens of a pass.
+
+        RuntimeError, before anything changes, if an earlier pass was interrupted or did not use kvtwin's attention.
+        """
+        last = self._last
+        if last is not None and last in self._evicting and self._layers[last].pending:
+            raise self._unattended(last, number)
+        if last is None or number <= last:                                              # a new pass begins
+            self._start = self._common_length()
+        if number in self._counted and self._layers[number].get_seq_length() != self._start:
+            raise self._interrupted()
+        self._last = number
+
+    def _common_length(self) -> int:
+        """The number of tokens that the layers have seen. Layers without tokens do not count: a model may skip them."""
+        lengths = [self._layers[number].get_seq_length() for number in self._counted]
+        seen = [length for length in lengths if length]
+        if any(length != seen[0] for length in seen):
+            raise self._interrupted()
+        return seen[0] if seen else 0
+
+    def _interrupted(self) -> RuntimeError:
+        seen = ", ".join(f"layer {number}: {self._layers[number].get_seq_length()}" for number in sorted(self._counted))
+        return RuntimeError(
+            f"the layers have seen different numbers of tokens ({seen}) because a forward pass was interrupted: call "
+            "reset() on the cache and pass all tokens again"
+        )
+
+    def _unattended(self, last: int, number: int) -> RuntimeError:
+        """The error for tokens that layer `last` got before layer `number`, but not its attention."""
+        if number <= last and len(self._evicting) > 1:
+            return RuntimeError(
+                f"a forward pass was interrupted in layer {last}: call reset() on the cache and pass all tokens again"
+            )
+        if getattr(self._config, "_attn_implementation", None) == NAME:
+            return NotImplementedError(
+                f"layer {last} did not pass the keys of the cache to its attention function, although that is "
+                f"{NAME!r}. kvtwin's caches do not support models that change the keys after the cache, such as those "
+                "with multi-head latent attention, or that compute attention in code of their own. (After an "
+                "interrupted forward pass, call reset() on the cache)"
+            )
+        return RuntimeError(
+            f"the {self._layers[last].pending} new token(s) of layer {last} did not reach kvtwin's attention: call "
+            f"{ACTIVATE} before generating, and reset() on the cache. If the model's attention is {NAME!r} already, or "
+            "if this call logs that the model does not support it, the model cannot use kvtwin's caches. (After an "
+            "interrupted forward pass, only reset() is needed)"
+        )
