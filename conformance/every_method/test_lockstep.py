@@ -51,7 +51,7 @@ def test_a_state_keeps_step_with_float64(pair, data, twins):
 @pytest.mark.kind("equivalence")
 @every_method
 @given(data=st.data())
-@few
+@settings(max_examples=max(3, settings().max_examples // 10))
 def test_rows_that_differ_keep_step_in_another_order_and_after_a_reset(pair, data, twins):
     """Rows of different prompts go on in another order. Then the state is reset, and fed without a prompt."""
     rows = supported.rows(3)
