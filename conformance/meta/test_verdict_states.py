@@ -31,7 +31,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ids=lambda patient: patient.__name__,
 )
 def test_the_ill_of_a_state_is_named(patient, judged):
-    found = judged("longflow", {"LongFlowState": patient}, "laws or keeps_step")
+    found = judged("longflow", {"LongFlowState": patient}, "laws or keeps_step or keep_step")
     assert run.wrong(found) == {"state"}, run.shown(found)
 
 
