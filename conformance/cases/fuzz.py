@@ -1,7 +1,7 @@
 """Calls of any public function, config or state with one or two wrong arguments, and what such a call may do.
 
-The good arguments are those of `tiny`. A wrong argument comes from a pool of values that callers pass by mistake. A
-call may also succeed, since not every value is wrong for every parameter.
+`tiny` makes the good arguments. Callers pass the wrong ones by mistake: `PLAIN` and `TENSORS` list them. A call may
+succeed, because no value is wrong for every parameter.
 """
 
 from __future__ import annotations

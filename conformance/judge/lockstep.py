@@ -211,8 +211,10 @@ class Lockstep:
     def _rows(self) -> dict[str, Tensor]:
         """Copies of the tested state's public tensors with a row per sequence. `compare` compares stored ones."""
         batch = self.reference.sizes.batch
-        names = [name for name in dir(self.reference) if not name.startswith("_") and name not in self.adapter.stored]
-        found = {name: getattr(self.tested, name, None) for name in names if _is_rows(self.reference, name, batch)}
+        public = {name for name in dir(self.reference) if not name.startswith("_")}
+        public -= {"key", "value", *self.adapter.stored}  # a state may have to dequantize keys and values
+        names = [name for name in sorted(public) if _is_rows(self.reference, name, batch)]
+        found = {name: getattr(self.tested, name, None) for name in names}
         return {name: tensor.clone() for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
 

@@ -79,19 +79,14 @@ class EpiKVState(State):
     def next_slot(self, value: Tensor) -> None:
         self.scorer.next_slot = value
 
-    def reset(self) -> None:
-        """Forget every token. A shared scorer is left as it is."""
-        super().reset()
-        if not self._shared:
-            self._interrupted = "reset"
-            self.scorer.reset()
-            self._end_change()
-
     def _check_whole(self) -> None:
         super()._check_whole()
         self.scorer._check_whole()
 
     def _allocate(self) -> None:
+        """A shared scorer is left as it is."""
+        if not self._shared:
+            self.scorer.reset()
         batch, _, heads, slots, head_dim = self.sizes
         self.key = torch.zeros(batch, heads, slots, head_dim, dtype=self.dtype, device=self.device)
         self.value = torch.zeros_like(self.key)
