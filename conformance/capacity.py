@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -163,7 +162,9 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
         parser.error(str(error))
     if min(options.context, options.budget) < 1:
         parser.error(f"context and budget must be at least 1, got {options.context} and {options.budget}")
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # states are created on the CPU; no kernel runs
+    from . import interpreter
+
+    interpreter.turn_on()  # states are created on the CPU; no kernel runs
     rows = table(MODELS[options.model], memory, options.context, options.budget)
     if options.json:
         print(json.dumps([row.__dict__ for row in rows], indent=2))

@@ -89,7 +89,7 @@ def _measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     from . import interpreter
 
     if options.device == "cpu":
-        os.environ.setdefault(interpreter.INTERPRET, "1")  # before the kernels import triton
+        interpreter.turn_on()
     import pytest
 
     from ..fixtures import accuracy_of

@@ -35,6 +35,8 @@ WARNINGS = (
     "ignore::RuntimeWarning:triton.runtime.interpreter",
     # From pytest-benchmark, when tests run in several processes; the suite measures no times.
     "ignore:Benchmarks are automatically disabled",
+    # From torch, when a test is the first to import torch.compile's inductor.
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning",
 )
 VACUOUS = (
     "vacuous: {decisive} of {total} decisions were decisive ({share:.0%}), expected at least half: this test would "

@@ -16,7 +16,7 @@ from types import ModuleType
 
 from .internals import MODULE, VERSIONS, problems
 
-__all__ = ["FALSE", "INTERPRET", "MODULE", "VARIABLE", "Prepared", "interprets", "mode", "prepare"]
+__all__ = ["FALSE", "INTERPRET", "MODULE", "VARIABLE", "Prepared", "interprets", "mode", "prepare", "turn_on"]
 
 #: The environment variable that selects the mode, and its values. The first mode is the default.
 VARIABLE = "KVTWIN_INTERPRETER"
@@ -70,6 +70,12 @@ def mode() -> str:
     if asked not in MODES:
         raise ValueError(f"{VARIABLE} must be {' or '.join(map(repr, MODES))}, got {asked!r}")
     return asked
+
+
+def turn_on() -> None:
+    """Turn Triton's interpreter on in this process, if triton is not imported yet. Its mode cannot change later."""
+    if "triton" not in sys.modules:
+        os.environ.setdefault(INTERPRET, "1")
 
 
 def prepare() -> Prepared | None:

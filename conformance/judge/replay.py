@@ -81,8 +81,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        # Before the kernels import triton.
-        os.environ.setdefault(interpreter.INTERPRET, "1")
+        interpreter.turn_on()
     try:
         prepared = interpreter.prepare()  # the arithmetic of the run that saved the case
     except ValueError as error:

@@ -262,7 +262,7 @@ def test_limits_of_our_kernels_are_not_those_of_others(pytester):
     """)
     pytester.makepyfile(theirs="from kvtwin.reference import longflow")
     pytester.syspathinsert()
-    run(pytester, "--kv-device=cpu", "test_longflow_input.py").assert_outcomes(passed=2)
+    run(pytester, "--kv-device=auto", "test_longflow_input.py").assert_outcomes(passed=2)
     result = run(pytester, "--kv-impl=theirs", "test_longflow_input.py")
     result.assert_outcomes(passed=1, deselected=1)
 
@@ -271,7 +271,7 @@ def test_limits_of_our_kernels_are_not_those_of_others(pytester):
 def test_a_wrong_implementation_is_caught(pytester, spoil, verdict):
     result = judge_it(pytester, spoil)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines([f"E *Mismatch: {verdict}"])
+    result.stdout.fnmatch_lines([f"E  *: {verdict}"])
 
 
 @pytest.mark.parametrize(("spoil", "outcome"), [("pass", "passed"), (SPOILED["slot"][0], "failed")])

@@ -34,7 +34,7 @@ def verdict_of(
     monkeypatch.chdir(folder)
     monkeypatch.setattr(core, "global_force_seed", core.global_force_seed)  # --hypothesis-seed changes it
     options = __main__.parser().parse_args(
-        [method, "--impl=patient", "--device=cpu", "--jobs=1", "--hypothesis-profile=quick"]
+        [method, "--impl=patient", "--jobs=1", "--hypothesis-profile=quick"]
     )
     options.required = [method]
     found: dict[str, verdict.MethodVerdict] = {}
