@@ -27,11 +27,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from . import discovery
 from .discovery import Pair
-from .judge import checkers
 
 CAPABILITY = 90
 WARP = 32
@@ -198,48 +196,39 @@ def modules(package: str = discovery.OPTIMIZED) -> Iterator[ModuleType]:
             yield from modules(f"{package}.{inner.name}")
 
 
+def choosing(pair: Pair) -> list[ModuleType]:
+    """The modules of a pair that use other kernels for many KV heads."""
+    return [module for module in modules(pair.optimized.__name__) if hasattr(module, "fused")]
+
+
+@contextlib.contextmanager
+def fused_as(pair: Pair, value: bool) -> Iterator[None]:
+    """Use the kernels for many KV heads, or those for few, whatever their number."""
+    with contextlib.ExitStack() as stack:
+        for module in choosing(pair):
+            stack.enter_context(mock.patch.object(module, "fused", return_value=value))
+        yield
+
+
 def compile_pair(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int] = HEAD_DIMS) -> None:
     """Call every function and the state of a pair with tensors of this dtype, the state with each head_dim.
 
     If a pair uses other kernels for many KV heads, call these too.
     """
     call_all(pair, dtype, head_dims)
-    choosing = [module for module in modules(pair.optimized.__name__) if hasattr(module, "fused")]
-    if choosing:
-        with contextlib.ExitStack() as stack:
-            for module in choosing:
-                stack.enter_context(mock.patch.object(module, "fused", return_value=True))
+    if choosing(pair):
+        with fused_as(pair, True):
             call_all(pair, dtype, head_dims)
 
 
 def call_all(
     pair: Pair, dtype: torch.dtype, head_dims: Sequence[int], optional: Sequence[bool] = (False, True)
 ) -> None:
-    """Call every function of a pair, without and with optional arguments, and its state with each head_dim."""
-    from .cases import tiny
+    """Make every call of a pair (see every_call.py) on the CPU."""
+    from .cases import every_call
 
-    device = torch.device("cpu")
-
-    def cast(value: Any, to: torch.dtype = dtype) -> Any:
-        return value.to(to) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    functions = tiny.public_functions(pair.optimized, pair.optimized.__all__)
-    for name in sorted(functions.keys() - set(checkers.ask(pair.name, "ON_THE_HOST", ()))):
-        for more in optional:
-            given = tiny.arguments(pair, functions[name], device, optional=more)
-            holder = next((value for value in given.values() if hasattr(value, "dequantized")), None)
-            to = getattr(holder, "dtype", dtype)  # a cache accepts its own dtype only
-            functions[name](**{key: cast(value, to) for key, value in given.items()})
-    states = [
-        ({**options, **more}, head_dim) for options in tiny.groupings(pair)
-        for head_dim in head_dims for more in ({}, *checkers.ask(pair.name, "COMPILED", ()))
-    ]
-    for options, head_dim in states if pair.state else ():
-        state = tiny.new_state(pair, pair.optimized, device, **options, dtype=dtype, head_dim=head_dim)
-        prompt, token = (make(device, seed=1, head_dim=head_dim) for make in (tiny.prompt, tiny.token))
-        for give, made in ((state.prefill, prompt), (state.step, token)):
-            tokens = [cast(tensor) for tensor in made]
-            give(*tokens, **checkers.extras(state, *tokens))
+    for call in every_call.of(pair, torch.device("cpu"), dtype, head_dims, optional):
+        call.run()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

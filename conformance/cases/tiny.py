@@ -7,9 +7,11 @@ interface that all states share.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,6 +22,17 @@ from ..judge import checkers
 
 BATCH, QUERY_HEADS, KEY_VALUE_HEADS, SLOTS, HEAD_DIM, WINDOW, BUDGET = 2, 4, 2, 6, 16, 2, 4
 HEADS = (QUERY_HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS)  # of query, key and value
+#: Sizes within `larger`: more slots than a tile has, and no power of two.
+LARGER = {"SLOTS": 120, "HEAD_DIM": 48, "WINDOW": 9, "BUDGET": 100} if torch.cuda.is_available() else {
+    "SLOTS": 20, "HEAD_DIM": 48, "WINDOW": 3, "BUDGET": 18
+}
+
+
+@contextmanager
+def larger() -> Iterator[None]:
+    """In this context, the sizes above are those of LARGER."""
+    with mock.patch.dict(globals(), LARGER):
+        yield
 
 
 def groupings(pair: Pair) -> list[dict[str, Any]]:
@@ -41,15 +54,16 @@ def _random(seed: int, device: torch.device, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def prompt(device: torch.device, *, seed: int, head_dim: int = HEAD_DIM) -> tuple[Tensor, Tensor, Tensor]:
-    """query [B, Hq, T, D], key and value [B, Hkv, T, D]; longer than the budget of `new_state`."""
+def prompt(device: torch.device, *, seed: int, head_dim: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """query [B, Hq, T, D], key and value [B, Hkv, T, D]; longer than the budget of `new_state`. Default D: HEAD_DIM."""
+    sizes = SLOTS, head_dim or HEAD_DIM
     query, key, value = (
-        _random(3 * seed + number, device, BATCH, heads, SLOTS, head_dim) for number, heads in enumerate(HEADS)
+        _random(3 * seed + number, device, BATCH, heads, *sizes) for number, heads in enumerate(HEADS)
     )
     return query, key, value
 
 
-def token(device: torch.device, *, seed: int, head_dim: int = HEAD_DIM) -> tuple[Tensor, Tensor, Tensor]:
+def token(device: torch.device, *, seed: int, head_dim: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """query [B, Hq, D], key and value [B, Hkv, D]."""
     query, key, value = (tensor[:, :, 0].contiguous() for tensor in prompt(device, seed=seed, head_dim=head_dim))
     return query, key, value
@@ -79,16 +93,16 @@ def arguments(pair: Pair, function: Callable[..., Any], device: torch.device, *,
 
 
 def new_state(
-    pair: Pair, side: Any, device: torch.device, *, dtype: torch.dtype = torch.float32, head_dim: int = HEAD_DIM,
-    **options: Any,
+    pair: Pair, side: Any, device: torch.device, *, dtype: torch.dtype = torch.float32,
+    head_dim: int | None = None, **options: Any,
 ) -> Any:
-    """The state of `pair` in its module `side`, with those of `options` that the config has."""
+    """The state of `pair` in its module `side`, with those of `options` that the config has. Default D: HEAD_DIM."""
     assert pair.config is not None
     assert pair.state is not None
     fields = {name: value for name, value in options.items() if name in inspect.signature(pair.config).parameters}
     return getattr(side, pair.state.__name__)(
         checkers.small_config(pair, BUDGET, fields), batch=BATCH, query_heads=QUERY_HEADS,
-        key_value_heads=KEY_VALUE_HEADS, head_dim=head_dim, dtype=dtype, device=device,
+        key_value_heads=KEY_VALUE_HEADS, head_dim=head_dim or HEAD_DIM, dtype=dtype, device=device,
     )
 
 

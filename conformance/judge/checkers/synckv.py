@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ...cases import tiny
 from ...cases.synckv_cases import SetsCase
-from ...cases.tiny import BATCH, KEY_VALUE_HEADS, SLOTS
 from .synckv_sets import assert_anticipation_right, assert_initial_right, replay, weight_interval
 from .synckv_state import BUDGET, COMPILED, EVICTS, GROUPINGS, SMALL, Adapter, bytes_of, configs, max_kept
 
@@ -24,8 +24,8 @@ ON_THE_HOST = ("cluster_heads", "split_budget")
 def arguments(device: torch.device) -> dict[str, Any]:
     """See the package."""
     generator = torch.Generator().manual_seed(3)
-    attention = torch.rand(BATCH, KEY_VALUE_HEADS, SLOTS, generator=generator).to(device)
-    static = torch.tensor([[3], [4]], device=device).expand(BATCH, KEY_VALUE_HEADS, 1)
+    attention = torch.rand(tiny.BATCH, tiny.KEY_VALUE_HEADS, tiny.SLOTS, generator=generator).to(device)
+    static = torch.tensor([[3], [4]], device=device).expand(tiny.BATCH, tiny.KEY_VALUE_HEADS, 1)
     return {
         "k": 3, "rho": 0.4, "static": static, "k_static": 2, "k_dynamic": 2, "exclude_static": False,
         "first": torch.tensor([[0, 2, 3], [1, 4, -1]], device=device),

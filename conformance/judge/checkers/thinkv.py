@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ....reference.thinkv import quantize
+from ...cases import tiny
 from ...cases.paged_cases import PagedCase
 from ...cases.thought_cases import SegmentCase, SparsityCase
-from ...cases.tiny import BATCH, HEAD_DIM, KEY_VALUE_HEADS, SLOTS
 from . import thinkv_eviction, thinkv_paging, thinkv_thoughts
 from .thinkv_state import COMPILED, LONGEST, LOSSY, SMALL, Adapter, bytes_of, configs, max_kept, poison
 
@@ -36,8 +36,8 @@ def paged_cache(device: torch.device) -> Any:
     from ....optimized import thinkv
 
     case = PagedCase(
-        batch=BATCH, key_value_heads=KEY_VALUE_HEADS, head_dim=HEAD_DIM, device=str(device), tokens=6, evictions=1,
-        seed=1,
+        batch=tiny.BATCH, key_value_heads=tiny.KEY_VALUE_HEADS, head_dim=tiny.HEAD_DIM, device=str(device),
+        tokens=tiny.SLOTS, evictions=1, seed=1,
     )
     cache = case.cache(thinkv)
     cache.dequantized()
@@ -47,7 +47,7 @@ def paged_cache(device: torch.device) -> Any:
 def arguments(device: torch.device) -> dict[str, Any]:
     """See the package."""
     x = torch.randn(
-        BATCH, KEY_VALUE_HEADS, SLOTS, HEAD_DIM, generator=torch.Generator().manual_seed(7)
+        tiny.BATCH, tiny.KEY_VALUE_HEADS, tiny.SLOTS, tiny.HEAD_DIM, generator=torch.Generator().manual_seed(7)
     ).to(device)
     q = quantize(x, "nvfp4", axis=-1, tensor_scale=True)
     def rows(*numbers: Any) -> torch.Tensor:
@@ -55,10 +55,10 @@ def arguments(device: torch.device) -> dict[str, Any]:
 
     # Three modes in each of four layers.
     sparsity = torch.cat([torch.linspace(at - 0.05, at + 0.05, 20) for at in (0.1, 0.5, 0.9)]).repeat(4, 1)
-    slots = torch.arange(SLOTS, device=device).view(1, 2, -1).repeat(BATCH, 1, 1)
+    slots = torch.arange(tiny.SLOTS, device=device).view(1, 2, -1).repeat(tiny.BATCH, 1, 1)
     return {
         "x": x, "fmt": "nvfp4", "axis": -2, "group": 4, "tensor_scale": True, "q": q, "dtype": torch.float32,
-        "codes": q.codes, "bits": 4, "packed": q.codes, "unpack.size": 2 * HEAD_DIM, "cache": paged_cache(device),
+        "codes": q.codes, "bits": 4, "packed": q.codes, "unpack.size": 2 * tiny.HEAD_DIM, "cache": paged_cache(device),
         "threshold": 0.5, "sparsity": rows(0.1, 0.4, 0.8), "edges": (0.2, 0.5), "traces": [sparsity.to(device)],
         "anneal.size": rows([3, 2], [3, 3]), "level": rows([0, 1], [0, 0]), "thought": rows([0, 2], [1, 2]),
         "current": rows(1, 1), "trajectory_change": rows(True, False), "live": rows(5, 6), "retention": (2, 1),

@@ -1,0 +1,126 @@
+"""Every call gives the same bits each time, whatever its scratch memory held and whatever else the GPU does.
+
+With the profile "thorough", each call is made 100 times on a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+from kvtwin.conformance import compile_only, discovery
+from kvtwin.conformance.cases import every_call, tiny
+from kvtwin.optimized._common.launch import INTERPRETED
+
+pytestmark = [pytest.mark.kind("laws"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+ROUNDS = 100 if settings().max_examples >= 1000 and not INTERPRETED else 2
+#: Bytes that fill memory before it is used: zeros; large numbers; NaN, and -1 in integers.
+FILLS = (0, 0x7F, 0xFF)
+
+
+@contextmanager
+def filled(byte: int) -> Iterator[None]:
+    """Memory is allocated with this byte in it instead of old contents."""
+
+    def filling(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate(*sizes: Any, **options: Any) -> Tensor:
+            made = make(*sizes, **options)
+            if made.dtype == torch.bool:
+                return made.fill_(bool(byte))
+            made.untyped_storage().fill_(byte)
+            return made
+
+        return allocate
+
+    with ExitStack() as stack:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+            stack.enter_context(mock.patch.object(owner, name, filling(getattr(owner, name))))
+        yield
+
+
+class Load:
+    """Work on a second stream of a GPU. Each call of `add` enqueues some more, of random size, and does not wait."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.stream = None if device.type == "cpu" else torch.cuda.Stream(device)
+        self.matrix = torch.zeros(2048, 2048, device=device) if self.stream else None
+
+    def add(self) -> None:
+        if self.stream is None or self.matrix is None:
+            return
+        size = 64 * self.random.randint(1, 32)
+        with torch.cuda.stream(self.stream):
+            part = self.matrix[:size, :size]
+            torch.mm(part, part)
+            self.matrix.add_(1)
+
+
+def contents(result: Any) -> list[tuple[torch.dtype, tuple[int, ...], Tensor]]:
+    """Copies of the bytes of all tensors in a call's result."""
+    copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in every_call.tensors(result)]
+    return [(tensor.dtype, tuple(tensor.shape), tensor.flatten().view(torch.uint8)) for tensor in copies]
+
+
+def same(one: Any, other: Any) -> bool:
+    return len(one) == len(other) and all(
+        a[:2] == b[:2] and torch.equal(a[2], b[2]) for a, b in zip(one, other, strict=True)
+    )
+
+
+def first_that_differs(calls: list[every_call.Call], device: torch.device, rounds: int) -> str | None:
+    """Make all calls `rounds` times, each time in another order, under load and on other contents of memory. Returns
+    the name of the first call whose bits differ from those of the first round."""
+    expected: dict[str, Any] = {}
+    load = Load(device, seed=0)
+    for number in range(rounds):
+        order = random.Random(number).sample(calls, len(calls))
+        with filled(FILLS[number % len(FILLS)]):
+            for call in order:
+                load.add()
+                found = contents(call.run())
+                assert found, f"{call.name} returns no tensors"
+                if not same(found, expected.setdefault(call.name, found)):
+                    return f"{call.name}, in round {number}"
+    return None
+
+
+VARIANTS = [
+    pytest.param(pair, large, fused, id=f"{pair}-{'larger' if large else 'tiny'}{'-fused' if fused else ''}")
+    for pair in discovery.pairs()
+    for fused in ((False, True) if compile_only.choosing(pair) else (False,))
+    for large in ((False,) if INTERPRETED else (False, True))
+]
+
+
+@pytest.mark.parametrize(("pair", "large", "fused"), VARIANTS)
+def test_a_call_gives_the_same_bits_each_time(pair, large, fused, device):
+    with tiny.larger() if large else nullcontext(), compile_only.fused_as(pair, fused):
+        calls = list(every_call.of(pair, device, torch.bfloat16, (64,), (True,)))
+        assert first_that_differs(calls, device, ROUNDS) is None
+
+
+@pytest.mark.parametrize(("ill", "noticed"), [
+    (lambda calls: torch.zeros(3), False),
+    (lambda calls: torch.full((3,), float(calls)), True),
+    (lambda calls: torch.empty(3), True),
+    (lambda calls: torch.zeros(3) * (-1) ** calls, True),
+], ids=["healthy", "counts calls", "leaves memory unwritten", "changes the sign of zero"])
+def test_a_call_that_differs_is_noticed(ill, noticed):
+    made = []
+
+    def run():
+        made.append(1)
+        return ill(len(made))
+
+    found = first_that_differs([every_call.Call("call", run)], torch.device("cpu"), 3)
+    assert found == ("call, in round 1" if noticed else None)
