@@ -80,7 +80,9 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         help="processes to test in (default: one on a GPU, else as many as there are cores, up to "
         f"{MOST_JOBS}; more than one needs pytest-xdist)",
     )
-    made.add_argument("--hypothesis-profile", metavar="NAME", help="quick, ci, default or thorough: how many examples")
+    made.add_argument(
+        "--hypothesis-profile", metavar="NAME", help="quick, ci, gpu, default or thorough: how many examples"
+    )
     made.add_argument(
         "--seed", type=int, metavar="N", help="draw other cases (not with the profiles quick and ci, which always draw "
         "the same); default with --impl: 0",

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtwin.conformance import discovery
+from kvtwin.conformance.cases.graphs import capture
 from kvtwin.conformance.cases.tiny import (
     arguments,
     attributes,
@@ -190,7 +191,7 @@ class TestCudaGraphs:
                 step(state, static)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capture(graph):
             output = step(state, static)
         state.reset()
         return graph, output

@@ -29,8 +29,8 @@ from .. import discovery, interpreter
 STEPS, REFERENCE_STEPS, LAST, CHUNK = 100_000, 10_000, 50, 500
 SAMPLES = 8  # of the memory, in each half of the steps
 BATCH, QUERY_HEADS, KEY_VALUE_HEADS, HEAD_DIM, BUDGET, PROMPT = 2, 4, 2, 64, 64, 48
-#: Options of methods whose config has `max_tokens`. SyncKV stores all tokens, ThinKV at least 4 of each window of tau.
-OPTIONS: dict[str, dict[str, Any]] = {"synckv": {"clusters": 1}, "thinkv": {"tau": 1024, "edges": (0.2, 0.5)}}
+#: Options of methods whose config has `max_tokens`. SyncKV stores all tokens, ThinKV at least 4 tokens of each 128.
+OPTIONS: dict[str, dict[str, Any]] = {"synckv": {"clusters": 1}, "thinkv": {"budget": 1024, "edges": (0.2, 0.5)}}
 
 
 class Failed(Exception):

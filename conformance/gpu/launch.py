@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for pair in discovery.pairs():
         if not chosen.methods or pair.name in chosen.methods:
             launch_all(pair, torch.device("cuda", torch.cuda.current_device()))
+            print(f"{pair}: {sum(counted.values())} launches so far", flush=True)
     for name, number in sorted(counted.items()):
         print(name, number)
     return 0

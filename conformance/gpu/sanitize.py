@@ -25,8 +25,10 @@ from pathlib import Path
 
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
 PROGRAM = "compute-sanitizer"
-#: Triton's kernels are compiled without the sanitizer, in a cache that the tools share.
-OPTIONS = ("--target-processes", "application-only", "--print-limit", "0", "--report-api-errors", "no")
+OPTIONS = (
+    "--target-processes", "application-only", "--print-limit", "0", "--report-api-errors", "no", "--show-backtrace",
+    "device",
+)
 
 
 @dataclass(frozen=True)
@@ -58,16 +60,18 @@ def parsed(log: str, kernels: Iterable[str]) -> Found:
     return Found(ours, others, re.search(r"^========= (ERROR|RACECHECK) SUMMARY", log, re.M) is not None)
 
 
-def run(tool: str, module: str, arguments: Sequence[str], logs: Path) -> tuple[int, str]:
-    """The exit code and output of a module of this package under a tool."""
-    command = [PROGRAM, "--tool", tool, *OPTIONS, sys.executable, "-m", f"kvtwin.conformance.gpu.{module}", *arguments]
+def run(tool: str | None, module: str, arguments: Sequence[str], logs: Path) -> tuple[int, str]:
+    """The exit code and output of a module of this package under a tool, or without one."""
+    watched = [] if tool is None else [PROGRAM, "--tool", tool, *OPTIONS]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
     logs.mkdir(parents=True, exist_ok=True)
-    (logs / f"{tool}.{module}.log").write_text(done.stdout, encoding="utf-8")
-    return done.returncode, done.stdout
+    path = logs / f"{tool or 'no-tool'}.{module}.log"
+    with path.open("w", encoding="utf-8") as file:
+        done = subprocess.run(
+            [*watched, sys.executable, "-m", f"kvtwin.conformance.gpu.{module}", *arguments], env=environment,
+            stdout=file, stderr=subprocess.STDOUT, check=False,
+        )
+    return done.returncode, path.read_text(encoding="utf-8", errors="replace")
 
 
 def listed(methods: Sequence[str]) -> set[str]:
@@ -107,6 +111,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{PROGRAM} is not on the PATH; it is part of the CUDA toolkit")
     start = time.perf_counter()
     kernels = listed(chosen.methods)
+    # Compile the kernels first: the tools share Triton's cache, and make the compiler slow.
+    code, log = run(None, "launch", chosen.methods, chosen.logs)
+    if code:
+        print(f"launch.py ended with exit code {code} without a tool:\n{log[-2000:]}")
+        return 1
+    print(f"compiled, {time.perf_counter() - start:.0f} s", flush=True)
     with ThreadPoolExecutor(chosen.jobs) as pool:
         runs = [pool.submit(complaints, tool, chosen.methods, kernels, chosen.logs) for tool in chosen.tools]
     wrong = [text for found in runs for text in found.result()]

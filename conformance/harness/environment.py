@@ -121,7 +121,7 @@ def header(backend: Backend, under_test: str, prepared: Prepared | None) -> list
 
 
 def set_up_hypothesis(config: pytest.Config) -> None:
-    """Register the profiles ``quick``, ``ci``, ``default``, ``thorough`` and ``soak``, and load one.
+    """Register the profiles ``quick``, ``ci``, ``gpu``, ``default``, ``thorough`` and ``soak``, and load one.
 
     Loads the one of --hypothesis-profile; by default ``ci`` if the variable CI is set, else ``default``.
     """
@@ -144,6 +144,7 @@ def set_up_hypothesis(config: pytest.Config) -> None:
     soak = {**found, "derandomize": False, "phases": [Phase.generate]}
     settings.register_profile("soak", max_examples=4, **soak, **common)
     settings.register_profile("ci", max_examples=20, **found, **common)
+    settings.register_profile("gpu", max_examples=30, **common)
     settings.register_profile("default", max_examples=50, **common)
     settings.register_profile("thorough", max_examples=1000, **common)
     if not config.getoption("--hypothesis-profile", default=None):  # otherwise Hypothesis's own plugin loads it

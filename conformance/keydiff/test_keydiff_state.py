@@ -147,7 +147,7 @@ def test_the_peak_is_budget_and_block(twins, device):
 def test_a_carried_sum_keeps_to_its_bound_over_many_steps(refresh, content, twins, device):
     """Scores and evictions stay right over several refreshes, and over as many steps without any (refresh 1000)."""
     gpu = device.type == "cuda"
-    budget, steps = (100, 3 * max(refresh, 100) + 30) if gpu else (8, 24 if refresh > 1 else 8)
+    budget, steps = (100, 330) if gpu else (8, 24 if refresh > 1 else 8)
     run = both(twins, device, budget=budget, block_size=16, refresh=refresh, recent=2)
     total = budget + 5 + steps
     query, key, value = tokens(device, total, seed=refresh, content="collinear" if content == "turning" else content)

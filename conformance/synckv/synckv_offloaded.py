@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtwin.conformance.cases.graphs import capture
 from kvtwin.optimized.synckv import SyncKVState
 from kvtwin.optimized.synckv._transfers import StreamTransfers, Transfers
 from kvtwin.reference.synckv import HeadClusters, SyncKVConfig
@@ -70,7 +71,7 @@ def captured(state: Any, static: list[list[Tensor]]) -> tuple[torch.cuda.CUDAGra
     for given in static * 2:                                # compiles the kernels
         state.step(*given)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capture(graph):
         held = [frame for given in static for frame in (state.step(*given), state.chosen)]
         state.join()
     state.reset()
@@ -98,7 +99,7 @@ class Replayed(SyncKVState):
             self.inputs = [tensor.clone() for tensor in given]
             self._captured = True
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            with capture(self.graph):
                 self.output = super().step(*self.inputs)
                 self.join()
             for name, value in kept.items():

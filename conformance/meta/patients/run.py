@@ -11,7 +11,8 @@ import pytest
 from hypothesis import core, settings
 
 from ... import Capabilities, __main__, plugin
-from ...harness import verdict
+from ...harness import environment, verdict
+from ...interpreter import INTERPRET
 
 # Imported before any test runs: what a run in this process imports first, pytester removes from sys.modules, and the
 # next run would get a second copy of its classes.
@@ -22,7 +23,9 @@ def verdict_of(
     method: str, provided: dict[str, Any], declared: dict[str, Any], keyword: str, folder: Path,
     monkeypatch: pytest.MonkeyPatch, file: str = "",
 ) -> verdict.MethodVerdict:
-    """The verdict of the tests that match `keyword`, as for ``kvtwin verify METHOD --impl=patient``.
+    """The verdict of the tests that match `keyword`, as for ``kvtwin verify METHOD --impl=patient --device=cpu``.
+
+    Patients have no kernels. So they are judged on the CPU even in a process whose kernels are compiled for a GPU.
 
     provided: functions and states by name; declared: the arguments of `Capabilities`. Reports are written to `folder`.
     file: the path of the tests in this package; "": all of them.
@@ -31,10 +34,12 @@ def verdict_of(
     setattr(module, method, types.SimpleNamespace(**provided))
     setattr(module, "CAPABILITIES", Capabilities(**{"validates_arguments": False, **declared}))  # noqa: B010
     monkeypatch.setitem(sys.modules, "patient", module)
+    monkeypatch.setenv(INTERPRET, "1")
+    monkeypatch.setattr(environment, "_check_triton", lambda **_: None)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(core, "global_force_seed", core.global_force_seed)  # --hypothesis-seed changes it
     options = __main__.parser().parse_args(
-        [method, "--impl=patient", "--jobs=1", "--hypothesis-profile=quick"]
+        [method, "--impl=patient", "--device=cpu", "--jobs=1", "--hypothesis-profile=quick"]
     )
     options.required = [method]
     found: dict[str, verdict.MethodVerdict] = {}
