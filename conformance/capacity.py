@@ -52,6 +52,9 @@ MODELS = {
     "fixture": Model(8, 8, 4, 32, 256, 3_608_832),
 }
 
+#: Tokens. A state with a larger budget may not fit in the memory of the host, on which its tensors are counted.
+MOST_CONTEXT, MOST_BUDGET = 10**8, 2**20
+
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -160,8 +163,9 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
         memory = memory_of(options.memory)
     except ValueError as error:
         parser.error(str(error))
-    if min(options.context, options.budget) < 1:
-        parser.error(f"context and budget must be at least 1, got {options.context} and {options.budget}")
+    for name, most in (("context", MOST_CONTEXT), ("budget", MOST_BUDGET)):
+        if not 1 <= getattr(options, name) <= most:
+            parser.error(f"{name} must be from 1 to {most:,}, got {getattr(options, name)}")
     from . import interpreter
 
     interpreter.turn_on()  # states are created on the CPU; no kernel runs

@@ -65,19 +65,24 @@ TENSORS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+#: A callable, the state behind it (None for a function), and good arguments.
+Made = tuple[Callable[..., Any], Any, dict[str, Any]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Something to call: `make` returns the callable, the state behind it (None for a function), and good arguments."""
+    """Something to call; `make` creates it."""
 
     name: str
-    make: Callable[[torch.device], tuple[Callable[..., Any], Any, dict[str, Any]]]
+    make: Callable[[torch.device], Made]
 
     def __repr__(self) -> str:
         return self.name
 
 
 def targets(pair: Pair, side: str) -> list[Target]:
-    """The functions of a pair on one side, its config, and its state's constructor and methods."""
+    """The functions of a pair on one side, its config, its state's constructor and methods, and those of its other
+    classes (see `parts` in judge/checkers)."""
     module = getattr(pair, side)
     found = [
         Target(name, partial(_function, pair, function))
@@ -90,10 +95,8 @@ def targets(pair: Pair, side: str) -> list[Target]:
         found += [Target(f"{pair.state.__name__}.{name}", partial(_method, pair, module, name)) for name in methods]
         if hasattr(pair.state, "next_slot"):
             found.append(Target(f"{pair.state.__name__}.next_slot", partial(_next_slot, pair, module)))
-    return found
-
-
-Made = tuple[Callable[..., Any], Any, dict[str, Any]]
+    parts = checkers.ask(pair.name, "parts", lambda module: {})(module)
+    return found + [Target(name, make) for name, make in parts.items()]
 
 
 def _function(pair: Pair, function: Callable[..., Any], device: torch.device) -> Made:

@@ -15,11 +15,14 @@ from kvtwin.conformance.discovery import Pair
 
 pytestmark = pytest.mark.kind("bad_input")
 
+#: 20 with each seed of the soak: 104,000 calls with 200 seeds.
+CALLS = 20 if settings.get_current_profile_name() == "soak" else max(4, settings().max_examples // 2)
+
 
 @pytest.mark.limits
 @pytest.mark.parametrize(("twin", "side"), fuzz.pairs(), ids=str)
 @given(data=st.data())
-@settings(max_examples=max(4, settings().max_examples // 2))
+@settings(max_examples=CALLS)
 def test_wrong_arguments_are_refused_or_harmless(twin: Pair, side: str, device: torch.device, data: st.DataObject):
     target = data.draw(st.sampled_from(fuzz.targets(twin, side)))
     names = fuzz.names_of(target, device)

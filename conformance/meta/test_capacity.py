@@ -79,7 +79,9 @@ def test_the_command(tmp_path):
     assert {row["method"] for row in json.loads(done.stdout)} >= {"full", "epikv"}
 
 
-@pytest.mark.parametrize("arguments", [["--memory", "much"], ["--budget", "0"], ["--model", "none"]])
+@pytest.mark.parametrize("arguments", [
+    ["--memory", "much"], ["--budget", "0"], ["--budget", "1" * 400], ["--context", "1" * 400], ["--model", "none"],
+])
 def test_the_command_refuses(arguments, capsys):
     with pytest.raises(SystemExit):
         capacity.main(arguments)

@@ -61,8 +61,8 @@ class ForgetsTokens(LongFlowState):
 
 
 @pytest.mark.parametrize(("state", "says"), [
-    (Remembers, "memory grows"), (Miscounts, "expected tokens_seen = "), (RepeatsPositions, "expected distinct positions"),
-    (DependsOnItsAddress, "differ from those of a copy"), (KeepsAfterReset, "after reset"),
+    (Remembers, "memory grows"), (Miscounts, "expected tokens_seen = "), (KeepsAfterReset, "after reset"),
+    (RepeatsPositions, "expected distinct positions"), (DependsOnItsAddress, "differ from those of a copy"),
     (ForgetsTokens, "tokens as after half of the steps"),
 ], ids=lambda value: getattr(value, "__name__", ""))
 def test_an_ill_of_a_state_is_found(state, says):

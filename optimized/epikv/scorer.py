@@ -11,12 +11,12 @@ from ...reference._interrupted import Interruptible
 from ...reference._validate import (
     capturing,
     check_dtype,
-    check_mask,
     check_next_slot,
     check_reorder,
     resolve_device,
 )
 from ...reference.epikv._validate import check_prompt_fits, check_scorer
+from ...reference.epikv._validate_scorer import ScorerInputs
 from ...reference.epikv.contract import EpiKVConfig
 from .._common.launch import DTYPES, check_kernel_device
 from .._common.state import Buffers
@@ -44,6 +44,9 @@ class EpiKVScorer(Buffers, Interruptible):
         self.batch, self.hidden_size = batch, hidden_size
         self.dtype = check_dtype("dtype", dtype, DTYPES)
         self.device = resolve_device(device)
+        self._inputs = ScorerInputs(
+            self.config, batch, hidden_size, key_value_heads, head_dim, self.dtype, self.device
+        )
         check_kernel_device("device", self.device)
         layers, slots = sum(config.layers), config.slots
         self.occupied = self._buffer(batch, slots, dtype=torch.bool)
@@ -113,6 +116,7 @@ class EpiKVScorer(Buffers, Interruptible):
     ) -> None:
         """Score a prompt and assign its slots: occupied [B, T]; hidden [B, L, T, C] of both bands, or None; key, value
         [B, Hkv, T, D]; received [B, T]: the attention that its tokens received, for policies that add it."""
+        self._inputs.check_prefill(occupied, hidden, key, value, received)
         self.check_prompt(occupied)
         self._start_change("prefill")
         config = self.config
@@ -132,7 +136,7 @@ class EpiKVScorer(Buffers, Interruptible):
 
     def check_prompt(self, occupied: Tensor) -> None:
         """ValueError for a prompt that does not fit; RuntimeError if the scorer holds tokens. Synchronizes."""
-        check_mask("occupied", occupied, (self.batch, occupied.shape[-1]), "[B, T]", self.occupied, "the state")
+        self._inputs.check_mask(occupied)
         if capturing(self.device):
             return
         if self.tokens_seen:
@@ -142,6 +146,7 @@ class EpiKVScorer(Buffers, Interruptible):
     def observe(self, layer: int, hidden: Tensor, occupied: Tensor) -> Tensor:
         """The changes [B, T] of a layer's outputs for a prompt, [B, T, C]: 0 for a row's first token and for padding.
         layer: its number among the layers of band A, followed by band B. Only the last hidden state is stored."""
+        self._inputs.check_observe(layer, hidden, occupied)
         self._start_change("observe")
         change = self._observe(layer, hidden, occupied)
         self._end_change()
@@ -161,6 +166,8 @@ class EpiKVScorer(Buffers, Interruptible):
     def admit(self, occupied: Tensor, scores: Tensor | None, received: Tensor | None = None) -> None:
         """Assign slots to the prompt tokens that `select` keeps, in their order. scores [B, T], or None to keep the
         whole prompt; received [B, T] is added to them."""
+        self._inputs.check_admit(occupied, scores, received)
+        self.check_prompt(occupied)
         self._start_change("admit")
         self._admit(occupied, scores, received)
         self._end_change()
@@ -250,6 +257,7 @@ class EpiKVScorer(Buffers, Interruptible):
     ) -> None:
         """Score the token in `next_slot` and choose the next slot: hidden [B, L, C] of both bands, or None; key, value
         [B, Hkv, D] if the policy reads them. One launch, two for a hybrid; does not synchronize with the host."""
+        self._inputs.check_step(hidden, key, value)
         self._start_change("step")
         config = self.config
         one, other = (None, None) if hidden is None else hidden

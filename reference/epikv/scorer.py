@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from .._interrupted import Interruptible
-from .._validate import check_dtype, check_mask, check_next_slot, check_reorder, resolve_device
+from .._validate import check_dtype, check_next_slot, check_reorder, resolve_device
 from ..attention import INF, accumulate_dtype
 from ..selection import victims
 from ._validate import check_prompt_fits, check_scorer
+from ._validate_scorer import ScorerInputs
 from .contract import EpiKVConfig
 from .hybrids import Attention, by_thought
 from .scores import (
@@ -57,6 +58,9 @@ class EpiKVScorer(Interruptible):
         self._vectors = (2, key_value_heads, head_dim)
         self.dtype = check_dtype("dtype", dtype)
         self.device = resolve_device(device)
+        self._inputs = ScorerInputs(
+            self.config, batch, hidden_size, key_value_heads, head_dim, self.dtype, self.device
+        )
         self.reset()
 
     @property
@@ -122,6 +126,7 @@ class EpiKVScorer(Interruptible):
     ) -> None:
         """Score a prompt and assign its slots: occupied [B, T] bool; hidden [B, L, T, C] of both bands, or None; key,
         value [B, Hkv, T, D]; received [B, T]: the attention that its tokens received, for "attn_x_hs"."""
+        self._inputs.check_prefill(occupied, hidden, key, value, received)
         self.check_prompt(occupied)
         self._start_change("prefill")
         if hidden is not None:
@@ -136,7 +141,7 @@ class EpiKVScorer(Interruptible):
 
     def check_prompt(self, occupied: Tensor) -> None:
         """ValueError for a prompt that does not fit; RuntimeError if the scorer holds tokens."""
-        check_mask("occupied", occupied, (self.batch, occupied.shape[-1]), "[B, T]", self.occupied, "the state")
+        self._inputs.check_mask(occupied)
         if self._seen:
             raise RuntimeError("prefill needs an empty state: call reset() first")
         check_prompt_fits(self.config, int(occupied.sum(-1).max()))
@@ -146,6 +151,7 @@ class EpiKVScorer(Interruptible):
 
         layer: its number among the layers of band A, followed by those of band B. Only the last hidden state is stored.
         """
+        self._inputs.check_observe(layer, hidden, occupied)
         self._start_change("observe")
         change = self._observe(layer, hidden, occupied)
         self._end_change()
@@ -168,6 +174,8 @@ class EpiKVScorer(Interruptible):
 
         scores [B, T], or None to keep the whole prompt; received [B, T] is added to them.
         """
+        self._inputs.check_admit(occupied, scores, received)
+        self.check_prompt(occupied)
         self._start_change("admit")
         self._admit(occupied, scores, received)
         self._end_change()
@@ -232,6 +240,7 @@ class EpiKVScorer(Interruptible):
     ) -> None:
         """Score the token in `next_slot` and select the next slot: hidden [B, L, C] of both bands, or None; key and
         value [B, Hkv, D] for policies that read them."""
+        self._inputs.check_step(hidden, key, value)
         self._start_change("step")
         if hidden is not None:
             scores = self._hidden_score(torch.cat(hidden, 1))

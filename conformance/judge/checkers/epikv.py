@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ....reference.epikv.contract import POLICIES
+from ....reference.epikv.contract import POLICIES, EpiKVConfig
 from ...cases import tiny
 from ...cases.case import DecodeCase
 from .. import lockstep
@@ -17,7 +18,7 @@ from ..compare import Verdict, assert_dtype, assert_eviction_right, assert_kept_
 from ..fields import field
 from . import epikv_hybrids, epikv_scores
 
-__all__ = ["GROUPINGS", "KEEPS_PROMPTS", "SMALL", "Adapter", "arguments", "assert_inside", "configs", "extras"]
+__all__ = ["GROUPINGS", "KEEPS_PROMPTS", "SMALL", "Adapter", "arguments", "assert_inside", "configs", "extras", "parts"]
 
 #: Prompt tokens may be evicted, so small budgets are allowed.
 SEGMENTS = {"tau": 2, "edges": (0.3, 0.6), "sparsity_threshold": 0.3}
@@ -74,6 +75,54 @@ def arguments(device: torch.device) -> dict[str, Any]:
         "key_or_value": tiny.prompt(device, seed=0)[1], "lag_kv.chunk": 2, "window": 3, "select.score": series,
         "score.policy": "hs_variance", "select.prompt": 1, "select.recent": 1, "select.budget": 3,
     }
+
+
+def parts(module: Any) -> dict[str, Any]:
+    """See the package: the scorer, for a policy on hidden states and for one on keys."""
+    def scorer(policy: str, device: torch.device) -> Any:
+        return module.EpiKVScorer(**sizes(policy, device))
+
+    def sizes(policy: str, device: torch.device) -> dict[str, Any]:
+        return {
+            "config": EpiKVConfig(budget=2 * tiny.SLOTS, policy=policy, window=3, keep_prompt=False),
+            "batch": tiny.BATCH, "hidden_size": 24, "key_value_heads": tiny.KEY_VALUE_HEADS,
+            "head_dim": tiny.HEAD_DIM, "dtype": torch.float32, "device": device,
+        }
+
+    def hidden(device: torch.device, *time: int) -> tuple[Tensor, Tensor]:
+        return tuple(torch.ones(tiny.BATCH, 1, *time, 24, device=device) for _ in range(2))  # type: ignore[return-value]
+
+    def prompt(device: torch.device) -> dict[str, Any]:
+        _, key, value = tiny.prompt(device, seed=1)
+        mask = torch.ones(tiny.BATCH, tiny.SLOTS, dtype=torch.bool, device=device)
+        return {"occupied": mask, "hidden": hidden(device, tiny.SLOTS), "key": key, "value": value, "received": None}
+
+    def step(device: torch.device) -> dict[str, Any]:
+        _, key, value = tiny.token(device, seed=1)
+        return {"hidden": None, "key": key, "value": value}
+
+    good: dict[str, tuple[str, Any]] = {
+        "prefill": ("epikv", prompt), "step": ("kv_key", step),
+        "check_prompt": ("epikv", lambda device: {"occupied": prompt(device)["occupied"]}),
+        "observe": ("epikv", lambda device: {
+            "layer": 1, "hidden": hidden(device, tiny.SLOTS)[0][:, 0], "occupied": prompt(device)["occupied"],
+        }),
+        "admit": ("epikv", lambda device: {
+            "occupied": prompt(device)["occupied"], "scores": prompt(device)["key"][:, 0, :, 0], "received": None,
+        }),
+        "reorder": ("epikv", lambda device: {"index": torch.tensor([1, 0], device=device)}),
+    }
+
+    def method(name: str, device: torch.device) -> tuple[Any, Any, dict[str, Any]]:
+        policy, arguments = good[name]
+        made = scorer(policy, device)
+        return getattr(made, name), made, arguments(device)
+
+    found: dict[str, Any] = {f"EpiKVScorer.{name}": partial(method, name) for name in good}
+    found["EpiKVScorer.step of hidden states"] = lambda device: (
+        (made := scorer("epikv", device)).step, made, {"hidden": hidden(device)}
+    )
+    return {"EpiKVScorer": lambda device: (module.EpiKVScorer, None, sizes("epikv", device)), **found}
 
 
 def assert_inside(actual: Tensor, interval: Interval, *, what: str, where: Tensor | None = None) -> None:

@@ -13,12 +13,18 @@ from .synckv_state import BUDGET, COMPILED, EVICTS, GROUPINGS, SMALL, Adapter, b
 
 __all__ = [
     "BUDGET", "CASES", "COMPILED", "EVICTS", "GROUPINGS", "ON_THE_HOST", "SMALL", "Adapter", "arguments",
-    "assert_anticipation_right", "assert_initial_right", "bytes_of", "configs", "max_kept", "replay",
+    "assert_anticipation_right", "assert_initial_right", "bytes_of", "configs", "max_kept", "parts", "replay",
     "weight_interval",
 ]
 
 CASES = (SetsCase,)
 ON_THE_HOST = ("cluster_heads", "split_budget")
+
+
+def parts(module: Any) -> dict[str, Any]:
+    """See the package."""
+    good = {"labels": (0, 0), "representatives": (0,)}
+    return {"HeadClusters": lambda device: (module.HeadClusters, None, good)}
 
 
 def arguments(device: torch.device) -> dict[str, Any]:

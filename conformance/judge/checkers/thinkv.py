@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from ....reference.thinkv import quantize
 from ...cases import tiny
-from ...cases.paged_cases import PagedCase
+from ...cases.paged_cases import FORMATS, PagedCase, config_of
 from ...cases.thought_cases import SegmentCase, SparsityCase
 from . import thinkv_eviction, thinkv_paging, thinkv_thoughts
 from .thinkv_state import COMPILED, LONGEST, LOSSY, SMALL, Adapter, bytes_of, configs, max_kept, poison
 
 __all__ = [
     "CASES", "COMPILED", "LONGEST", "LOSSY", "ON_THE_HOST", "SCORED", "SMALL", "SUBJECTS", "Adapter", "arguments",
-    "bytes_of", "configs", "max_kept", "poison", "replay",
+    "bytes_of", "configs", "max_kept", "parts", "poison", "replay",
 ]
 
 CASES = (PagedCase, SegmentCase, SparsityCase)
@@ -42,6 +43,35 @@ def paged_cache(device: torch.device) -> Any:
     cache = case.cache(thinkv)
     cache.dequantized()
     return cache
+
+
+def parts(module: Any) -> dict[str, Any]:
+    """See the package: the paged cache, with two tokens in the buffer of each row."""
+    def sizes(device: torch.device) -> dict[str, Any]:
+        return {
+            "config": config_of(FORMATS[0], tokens=8), "batch": tiny.BATCH, "key_value_heads": tiny.KEY_VALUE_HEADS,
+            "head_dim": tiny.HEAD_DIM, "dtype": torch.float32, "device": device,
+        }
+
+    def both(device: torch.device, *numbers: Any) -> torch.Tensor:
+        return torch.tensor(numbers, device=device)
+
+    def method(name: str, device: torch.device) -> tuple[Any, Any, dict[str, Any]]:
+        cache = module.PagedCache(**sizes(device))
+        _, key, value = tiny.token(device, seed=1)
+        for position in range(2):
+            cache.append(key, value, both(device, position, position))
+        good = {
+            "append": {"key": key, "value": value, "positions": both(device, 2, 2)},
+            "flush": {"rows": both(device, True, True), "thought": both(device, 0, 2), "segment": both(device, 0, 1)},
+            "evict": {"tokens": cache.occupied.clone()}, "release": {"rows": both(device, True, False)},
+            "reorder": {"index": both(device, 1, 0)},
+        }
+        return getattr(cache, name), cache, good[name]
+
+    names = ("append", "flush", "evict", "release", "reorder")
+    methods = {f"PagedCache.{name}": partial(method, name) for name in names}
+    return {"PagedCache": lambda device: (module.PagedCache, None, sizes(device)), **methods}
 
 
 def arguments(device: torch.device) -> dict[str, Any]:
