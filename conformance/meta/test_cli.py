@@ -84,6 +84,7 @@ def test_replay_judges_a_saved_case(tmp_path, capsys):
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["no-such-file"], "no such file: no-such-file"),
+    (["x" * 400], "no such file: xxx"),
     ([__file__], "holds no saved case"),
     ([__file__, "--impl", "no_such_module"], "no_such_module: cannot import it"),
 ])
