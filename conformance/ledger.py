@@ -151,10 +151,10 @@ def _claim(name: str, method: str, table: dict[str, object]) -> Claim:
         raise LedgerError(f"{name}: verdict {verdict!r} is none of {', '.join(VERDICTS)}")
     if verdict in NEED_CORRECTION and not texts["corrected"]:
         raise LedgerError(f"{name}: the verdict {verdict!r} needs 'corrected', which says what is true instead")
-    if texts["defence"] and verdict not in NEED_DEFENCE:
-        raise LedgerError(f"{name}: 'defence' is for the verdicts {' and '.join(NEED_DEFENCE)}, not for {verdict!r}")
+    if (verdict in NEED_DEFENCE) is not bool(texts["defence"]):
+        raise LedgerError(f"{name}: 'defence' is for the verdicts {' and '.join(NEED_DEFENCE)}, which need it")
     quotes = _strings(name, "quote", table["quote"]) if "quote" in table else ()
-    if (quotes and texts["lost"]) or (verdict == OURS and (quotes or texts["lost"])):
+    if bool(quotes) + bool(texts["lost"]) != (verdict != OURS):
         raise LedgerError(f"{name}: a claim has either 'quote' or 'lost', and one that is {OURS!r} has neither")
     tests = _strings(name, "test", table.get("test"))
     if not all("::" in one for one in tests):
