@@ -41,6 +41,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 FILE = "claims.toml"
 
+MARKUP, BACKSLASH = re.compile(r"(?=[\\*_`$<\[])"), r"\\"
 ID = re.compile(r"[A-Z]{2}-\d+[a-z]?")
 VERDICTS = {
     "holds": "holds",
@@ -245,7 +246,7 @@ def table(claims: Iterable[Claim], left_out: Iterable[Omission] = ()) -> str:
         if added:
             parts += [f"**{method}**, {len(added)} statements of ours, which correct or complete the paper's:", ""]
             parts += _rows(("id", "where", "statement"), added)
-        missing = [(one.where, f"\u201c{one.quote}\u201d", one.why) for one in left_out if one.method == method]
+        missing = [(one.where, _quoted(one.quote), one.why) for one in left_out if one.method == method]
         if missing:
             parts += [f"**{method}**, {len(missing)} statements of the paper that are not checked here:", ""]
             parts += _rows(("where", "the paper", "why not"), missing)
@@ -253,10 +254,15 @@ def table(claims: Iterable[Claim], left_out: Iterable[Omission] = ()) -> str:
 
 
 def _row(claim: Claim) -> tuple[str, ...]:
-    words = " ".join(f"\u201c{quote}\u201d" for quote in claim.quotes) or f"(Lost: {claim.lost})"
+    words = " ".join(map(_quoted, claim.quotes)) or f"(Lost: {claim.lost})"
     truth = claim.corrected or (f"if {claim.assumptions}" if claim.verdict == "holds-if" else "")
     defence = f" In its defence: {claim.defence}" if claim.defence else ""
     return claim.id, claim.where, f"{claim.statement} {words}", VERDICTS[claim.verdict], truth + defence
+
+
+def _quoted(words: str) -> str:
+    """Words of a paper in quotation marks, with Markdown's characters escaped."""
+    return f"\u201c{MARKUP.sub(BACKSLASH, words)}\u201d"
 
 
 def _with_assumptions(claim: Claim) -> str:

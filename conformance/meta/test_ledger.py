@@ -199,6 +199,12 @@ def test_table(folder):
     assert ledger.table([]) == ""
 
 
+def test_quotes_are_shown_verbatim(folder):
+    r"""Markdown would take `_{a}_` and `*` for emphasis."""
+    place = folder(CLAIM.replace('"the words | of the paper"', r"'$x_{a}_{b}$ \in R*'"))
+    assert r"\$x\_{a}\_{b}\$ \\in R\*" in ledger.table(ledger.load(place))
+
+
 def test_lost_words_are_named(folder):
     place = folder(CLAIM.replace('quote = "the words | of the paper"', 'lost = "the factor"'))
     assert "| a \\| b (Lost: the factor) |" in ledger.table(ledger.load(place))
