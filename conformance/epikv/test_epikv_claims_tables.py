@@ -374,3 +374,32 @@ def test_streaming_llm_needs_no_attention_weights(twins, side, device):
             alive[name, sign] = sorted(held.positions[held.positions >= 0].tolist())
     assert alive["streaming_llm", 1] == alive["streaming_llm", -1] == [0, 1, 8, 9, 10, 11]
     assert alive["h2o", 1] != alive["h2o", -1]
+
+
+@pytest.mark.claim("EK-19")
+def test_h2o_collapses_by_an_order_of_magnitude_and_its_counts_add_up():
+    """Of 100 problems, solved and without an answer, by budget. Without eviction, 75 are solved."""
+    counts = {4096: (67, 27), 2048: (49, 48), 1024: (5, 93)}
+    assert all(solved + empty <= 100 for solved, empty in counts.values())
+    assert not all(solved + empty <= 95 for solved, empty in counts.values())
+    assert 75 / counts[1024][0] >= 10 > 75 / counts[2048][0]
+
+
+@pytest.mark.claim("EK-20")
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+@pytest.mark.parametrize("policy", ["epikv", "kv_key", "lag_kv", "attn_x_hs"])
+def test_scores_do_not_depend_on_queries(twins, side, policy, device):
+    """They are read from keys, values and hidden states. That of a hybrid depends on the queries."""
+    module, found = getattr(twins, side).epikv, []
+    for sign in (1, -1):
+        config = module.EpiKVConfig(6, policy=policy, recent=1, window=4, chunk=3, keep_prompt=False, hidden_size=16)
+        state = module.EpiKVState(
+            config, batch=1, query_heads=1, key_value_heads=1, head_dim=16, dtype=torch.float32, device=device,
+        )
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(12):
+            query, key, value, *hidden = torch.randn(5, 1, 16, generator=generator).to(device)
+            layers = {"epikv": 2, "attn_x_hs": 1}.get(policy, 0)
+            state.step(sign * query[None], key[None], value[None], *hidden[:layers])
+        found.append((sorted(state.positions[0].tolist()), state.scorer.score.tolist()))
+    assert (found[0] == found[1]) is (policy != "attn_x_hs")

@@ -24,6 +24,7 @@ from kvtwin.conformance.judge.claim_math import (
     add_up,
     attention,
     caches,
+    combine,
     components,
     effect,
     many,
@@ -257,6 +258,24 @@ def test_weights_without_a_token_reject_other_factors():
     mass = vector(3, 1, 2)
     for wrong in (Fraction(1), 1 + softmax(mass)[0]):
         assert [a * wrong for a in softmax(mass)[1:]] != softmax(mass[1:])
+
+
+@pytest.mark.claim("LF-3e")
+@many
+@given(cache=caches())
+def test_effect_with_one_denominator_is_the_contribution(cache):
+    mass, values = cache
+    total = sum(mass)
+    full = combine([m / total for m in mass], values)
+    for index, (weight, value) in enumerate(zip(softmax(mass), values, strict=True)):
+        rest = combine([m / total for m in without(mass, index)], without(values, index))
+        assert minus(full, rest) == scaled(weight, value)
+
+
+@pytest.mark.claim("LF-3e")
+def test_effect_with_one_denominator_rejects_two():
+    mass, values = vector(3, 1), [vector(1), vector(2)]
+    assert effect(mass, values, 0) != scaled(softmax(mass)[0], values[0])
 
 
 # ---- LF-4: eq. 13 ----------------------------------------------------------------------------------------------------

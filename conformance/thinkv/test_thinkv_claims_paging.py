@@ -255,6 +255,7 @@ def test_no_fragmentation_rejects_a_single_type(twins, side, device):
 
 
 @pytest.mark.claim("TK-13a")
+@pytest.mark.claim("TK-20a")
 def test_free_slots_do_not_serve_another_type(twins):
     """In the cache itself, eviction leaves one of 8 reasoning tokens in each block. 4 transition tokens open two more
     blocks although 4 slots are free. 4 reasoning tokens would open none."""
