@@ -203,7 +203,7 @@ def full_caches(method: str, device: int) -> Fraction:
 
 
 @pytest.mark.claim("TK-16a")
-def test_quantization_saves_more_than_there_is_to_save():
+def test_quantization_would_save_more_than_there_is_with_32768_tokens():
     """1024 of 32,768 tokens in 16 bits are 3.125 % of FullKV. The rest of the 5.78 % must be tables and metadata, which
     are not quantized. But TBQ saves 3.27 points."""
     whole = Fraction(BUDGET, TOKENS)
@@ -216,7 +216,7 @@ def test_quantization_saves_more_than_there_is_to_save():
 
 
 @pytest.mark.claim("TK-16a")
-def test_quantization_rejects_the_contradiction_for_shorter_sequences():
+def test_quantization_rejects_that_for_shorter_sequences():
     """1024 of 17,800 tokens are 5.75 %, of which quantization could save 3.27 points. At half of the table's length
     they would exceed the total of 5.78 %."""
     assert Fraction(BUDGET, TOKENS // 2) > share("ThinKV w/o TBQ")
@@ -242,7 +242,7 @@ def test_thinkvs_batches_weigh_more_than_those_that_fullkv_can_hold():
 
 
 @pytest.mark.claim("TK-16b")
-def test_batches_reject_the_contradiction_for_fullkv_and_r_kv():
+def test_batches_reject_that_for_fullkv_and_r_kv():
     for method in ("FullKV", "R-KV"):
         assert full_caches(method, A100) * 4 + Fraction(2 * LLAMA_8B.parameters, GIB) < Fraction(80 * GB, GIB)
     # ThinKV's batch would fit with 1.8 % of FullKV instead of 2.51 %.
