@@ -107,7 +107,7 @@ def test_load(folder):
     assert len(second.tests) == 2
 
 
-def test_load_what_is_left_out(folder):
+def test_what_is_left_out_is_read(folder):
     (one,) = ledger.omitted(folder(CLAIM + OURS))
     assert (one.method, one.where, one.quote, one.why) == ("longflow", "section 9", "fast | everywhere", "not measured")
     assert ledger.omitted(folder(CLAIM)) == ()
