@@ -46,7 +46,8 @@ def claims(arguments: Sequence[str], prog: str) -> int:
     """print the ledger of the papers' claims, as Markdown"""
     found = ledger.load()
     chosen = _methods(arguments, _parser(prog, claims), sorted({claim.method for claim in found}))
-    print(ledger.table(claim for claim in found if claim.method in chosen))
+    left_out = (one for one in ledger.omitted() if one.method in chosen)
+    print(ledger.table((claim for claim in found if claim.method in chosen), left_out))
     return 0
 
 

@@ -3,15 +3,27 @@
 ``<method>/claims.toml`` holds one ``[[claim]]`` table per theorem, bound, rewriting, count or figure of a paper::
 
     [[claim]]
-    id = "LF-3"                       # parts are LF-1a, LF-1b
+    id = "LF-3"                       # parts are LF-3a, LF-3b
     where = "eq. 12"
-    statement = "what the paper says"
+    quote = "the words of the paper"  # or a list of several; " ... " marks an omission
+    statement = "what they say, in our words"
     assumptions = "what it assumes"   # "" if nothing
-    verdict = "holds"                 # holds, holds-if (an added assumption), false, inconsistent
-    corrected = "what is true"        # optional; needed for false
+    verdict = "holds"                 # one of VERDICTS
+    corrected = "what is true"        # required unless the verdict is holds, holds-if or ours
+    defence = "..."                   # the strongest defence of the paper, and why it fails: false, inconsistent
     test = "longflow/test_longflow_claims.py::test_exact_effect"     # or a list of several
 
-``python -m kvtwin.conformance.ledger`` prints the table; the documentation shows it on each method's page.
+Our copies of the papers are text extracted from PDF or HTML, which loses some symbols and figures. If it has lost the
+words of a claim, ``lost`` says what is missing, instead of ``quote``. A claim with the verdict "ours" has neither.
+
+An ``[[omitted]]`` table names a statement of the paper that has no claim, and the reason::
+
+    [[omitted]]
+    where = "section 4.4"
+    quote = "the words of the paper"
+    why = "it needs an A100 GPU and a model of 1.7 billion parameters"
+
+``python -m kvtwin.conformance.ledger`` prints both; the documentation shows them on each method's page.
 """
 
 from __future__ import annotations
@@ -29,20 +41,30 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 FILE = "claims.toml"
 
+MARKUP, BACKSLASH = re.compile(r"(?=[\\*_`$<\[])"), r"\\"
 ID = re.compile(r"[A-Z]{2}-\d+[a-z]?")
 VERDICTS = {
     "holds": "holds",
     "holds-if": "holds under an added assumption",
     "false": "false",
     "inconsistent": "contradicts itself",
+    "unproven": "neither proved nor refuted here",
+    "gap": "a definition is missing",
+    "ours": "ours, not the paper's",
 }
+OURS = "ours"
 PLURALS = {
     "holds": "hold",
     "holds-if": "hold under an added assumption",
     "false": "are false",
     "inconsistent": "contradict themselves",
+    "unproven": "are neither proved nor refuted",
+    "gap": "lack a definition",
 }
+NEED_CORRECTION = ("false", "inconsistent", "unproven", "gap")
+NEED_DEFENCE = ("false", "inconsistent")
 TEXTS = ("id", "where", "statement", "assumptions", "verdict")
+OPTIONAL = ("lost", "corrected", "defence")
 
 
 class LedgerError(ValueError):
@@ -56,11 +78,24 @@ class Claim:
     id: str
     method: str
     where: str
+    quotes: tuple[str, ...]
+    lost: str
     statement: str
     assumptions: str
     verdict: str
     corrected: str
+    defence: str
     tests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Omission:
+    """One ``[[omitted]]``: a statement of the paper that has no claim."""
+
+    method: str
+    where: str
+    quote: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -73,48 +108,87 @@ class Mark:
 
 def load(folder: Path = HERE) -> tuple[Claim, ...]:
     """Every claim, in the order of the files. Raises LedgerError."""
-    claims = [claim for path in sorted(folder.rglob(FILE)) for claim in _read(path)]
+    claims = [
+        _claim(f"{path.parent.name}/{path.name}, {table.get('id', f'claim {number}')}", path.parent.name, table)
+        for path in _files(folder) for number, table in enumerate(_tables(path)["claim"], start=1)
+    ]
     twice = [name for name, count in Counter(claim.id for claim in claims).items() if count > 1]
     if twice:
         raise LedgerError(f"{folder}: ids used twice: {', '.join(twice)}")
     return tuple(claims)
 
 
-def _read(path: Path) -> Iterator[Claim]:
+def omitted(folder: Path = HERE) -> tuple[Omission, ...]:
+    """Every statement that is left out, in the order of the files. Raises LedgerError."""
+    return tuple(
+        _omission(f"{path.parent.name}/{path.name}, omitted {number}", path.parent.name, table)
+        for path in _files(folder) for number, table in enumerate(_tables(path).get("omitted", []), start=1)
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob(FILE))
+
+
+def _tables(path: Path) -> dict[str, list[dict[str, object]]]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise LedgerError(f"{path}: {error}") from error
-    if set(tables) != {"claim"}:
-        raise LedgerError(f"{path}: expected [[claim]] tables only, found {', '.join(tables) or 'nothing'}")
-    for number, table in enumerate(tables["claim"], start=1):
-        name = f"{path.parent.name}/{path.name}, {table.get('id', f'claim {number}')}"
-        unknown = set(table) - {*TEXTS, "corrected", "test"}
-        if unknown:
-            raise LedgerError(f"{name}: unknown keys: {', '.join(sorted(unknown))}")
-        yield _claim(name, path.parent.name, table)
+    if "claim" not in tables or not set(tables) <= {"claim", "omitted"}:
+        found = ", ".join(tables) or "nothing"
+        raise LedgerError(f"{path}: expected [[claim]] and [[omitted]] tables only, found {found}")
+    return tables
 
 
 def _claim(name: str, method: str, table: dict[str, object]) -> Claim:
-    texts: dict[str, str] = {}
-    for key in (*TEXTS, "corrected"):
-        text = table.get(key, "" if key == "corrected" else None)
-        if not isinstance(text, str):
-            raise LedgerError(f"{name}: {key} must be a string, got {text!r}")
-        if not text.strip() and key not in ("assumptions", "corrected"):
-            raise LedgerError(f"{name}: {key} is empty")
-        texts[key] = " ".join(text.split())
+    _refuse_unknown(name, table, {*TEXTS, *OPTIONAL, "quote", "test"})
+    texts = {key: _text(name, table, key, empty=key == "assumptions") for key in TEXTS}
+    texts |= {key: _text(name, table, key) if key in table else "" for key in OPTIONAL}
+    verdict = texts["verdict"]
     if not ID.fullmatch(texts["id"]):
         raise LedgerError(f"{name}: an id looks like LF-3 or LF-3a")
-    if texts["verdict"] not in VERDICTS:
-        raise LedgerError(f"{name}: verdict {texts['verdict']!r} is none of {', '.join(VERDICTS)}")
-    if texts["verdict"] == "false" and not texts["corrected"]:
-        raise LedgerError(f"{name}: a false claim says in 'corrected' what is true instead")
-    test = table.get("test")
-    tests = [test] if isinstance(test, str) else test
-    if not isinstance(tests, list) or not tests or not all(isinstance(one, str) and "::" in one for one in tests):
-        raise LedgerError(f"{name}: test must be \"file.py::function\", or a list of these, got {test!r}")
-    return Claim(method=method, tests=tuple(tests), **texts)
+    if verdict not in VERDICTS:
+        raise LedgerError(f"{name}: verdict {verdict!r} is none of {', '.join(VERDICTS)}")
+    if verdict in NEED_CORRECTION and not texts["corrected"]:
+        raise LedgerError(f"{name}: the verdict {verdict!r} needs 'corrected', which says what is true instead")
+    if (verdict in NEED_DEFENCE) is not bool(texts["defence"]):
+        raise LedgerError(f"{name}: 'defence' is for the verdicts {' and '.join(NEED_DEFENCE)}, which need it")
+    quotes = _strings(name, "quote", table["quote"]) if "quote" in table else ()
+    if bool(quotes) + bool(texts["lost"]) != (verdict != OURS):
+        raise LedgerError(f"{name}: a claim has either 'quote' or 'lost', and one that is {OURS!r} has neither")
+    tests = _strings(name, "test", table.get("test"))
+    if not all("::" in one for one in tests):
+        raise LedgerError(f"{name}: test must be \"file.py::function\", or a list of these, got {tests!r}")
+    return Claim(method=method, quotes=quotes, tests=tests, **texts)
+
+
+def _omission(name: str, method: str, table: dict[str, object]) -> Omission:
+    _refuse_unknown(name, table, {"where", "quote", "why"})
+    return Omission(method, *(_text(name, table, key) for key in ("where", "quote", "why")))
+
+
+def _refuse_unknown(name: str, table: dict[str, object], known: set[str]) -> None:
+    unknown = set(table) - known
+    if unknown:
+        raise LedgerError(f"{name}: unknown keys: {', '.join(sorted(unknown))}")
+
+
+def _text(name: str, table: dict[str, object], key: str, *, empty: bool = False) -> str:
+    text = table.get(key)
+    if not isinstance(text, str):
+        raise LedgerError(f"{name}: {key} must be a string, got {text!r}")
+    if not text.strip() and not empty:
+        raise LedgerError(f"{name}: {key} is empty")
+    return " ".join(text.split())
+
+
+def _strings(name: str, key: str, value: object) -> tuple[str, ...]:
+    """A string, or a list of strings, as a tuple."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts or not all(isinstance(one, str) and one.strip() for one in texts):
+        raise LedgerError(f"{name}: {key} must be a string or a list of strings, got {value!r}")
+    return tuple(" ".join(one.split()) for one in texts)
 
 
 def marks(folder: Path = HERE) -> tuple[Mark, ...]:
@@ -153,32 +227,59 @@ def problems(claims: Iterable[Claim], found: Iterable[Mark]) -> list[str]:
 
 
 def counted(claims: Iterable[Claim]) -> str:
-    """How many claims have which verdict, in words."""
+    """How many of the papers' claims have which verdict, in words, and how many statements are ours."""
     counts = Counter(claim.verdict for claim in claims)
-    return ", ".join(f"{counts[verdict]} {text}" for verdict, text in PLURALS.items() if counts[verdict])
+    said = ", ".join(f"{counts[verdict]} {text}" for verdict, text in PLURALS.items() if counts[verdict])
+    return "; ".join(part for part in (said, f"{counts[OURS]} statements of ours hold" if counts[OURS] else "") if part)
 
 
-def table(claims: Iterable[Claim]) -> str:
-    """The claims as Markdown, one table per method."""
-    parts = []
-    claims = list(claims)
+def table(claims: Iterable[Claim], left_out: Iterable[Omission] = ()) -> str:
+    """The claims as Markdown: per method, what the paper says, what we add, and what is left out."""
+    parts: list[str] = []
+    claims, left_out = list(claims), list(left_out)
     for method in dict.fromkeys(claim.method for claim in claims):
         own = [claim for claim in claims if claim.method == method]
-        parts += [f"**{method}**, {len(own)} claims: {counted(own)}.", ""]
-        parts += ["| id | where | the paper | verdict | what is true |", "|---|---|---|---|---|"]
-        for claim in own:
-            truth = claim.corrected or (f"if {claim.assumptions}" if claim.verdict == "holds-if" else "")
-            cells = (claim.id, claim.where, claim.statement, VERDICTS[claim.verdict], truth)
-            parts.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-        parts.append("")
+        said = [claim for claim in own if claim.verdict != OURS]
+        parts += [f"**{method}**, {len(said)} claims: {counted(said) or 'none'}.", ""]
+        parts += _rows(("id", "where", "the paper", "verdict", "what is true"), map(_row, said))
+        added = [(claim.id, claim.where, _with_assumptions(claim)) for claim in own if claim.verdict == OURS]
+        if added:
+            parts += [f"**{method}**, {len(added)} statements of ours, which correct or complete the paper's:", ""]
+            parts += _rows(("id", "where", "statement"), added)
+        missing = [(one.where, _quoted(one.quote), one.why) for one in left_out if one.method == method]
+        if missing:
+            parts += [f"**{method}**, {len(missing)} statements of the paper that are not checked here:", ""]
+            parts += _rows(("where", "the paper", "why not"), missing)
     return "\n".join(parts).strip()
+
+
+def _row(claim: Claim) -> tuple[str, ...]:
+    words = " ".join(map(_quoted, claim.quotes)) or f"(Lost: {claim.lost})"
+    truth = claim.corrected or (f"if {claim.assumptions}" if claim.verdict == "holds-if" else "")
+    defence = f" In its defence: {claim.defence}" if claim.defence else ""
+    return claim.id, claim.where, f"{claim.statement} {words}", VERDICTS[claim.verdict], truth + defence
+
+
+def _quoted(words: str) -> str:
+    """Words of a paper in quotation marks, with Markdown's characters escaped."""
+    return f"\u201c{MARKUP.sub(BACKSLASH, words)}\u201d"
+
+
+def _with_assumptions(claim: Claim) -> str:
+    parts = (claim.statement, f"Assumed: {claim.assumptions}." if claim.assumptions else "", claim.corrected)
+    return " ".join(part for part in parts if part)
+
+
+def _rows(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    lines = (heads, ("---",) * len(heads), *rows)
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in lines] + [""]
 
 
 def main(arguments: list[str] | None = None) -> int:
     description = "Print the claims ledger as Markdown tables."
     argparse.ArgumentParser(prog="python -m kvtwin.conformance.ledger", description=description).parse_args(arguments)
     try:
-        print(table(load()))
+        print(table(load(), omitted()))
     except (OSError, LedgerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

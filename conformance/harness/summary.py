@@ -89,17 +89,18 @@ def claim_outcomes(found: Iterable[Result]) -> dict[str, str]:
 def claim_lines(found: Iterable[Result]) -> list[str]:
     """One line per method that has a ledger and ran some of its claims."""
     outcomes = claim_outcomes(found)
-    claims = ledger.load()
+    ledgers = ledger.load()
     lines = []
-    for method in dict.fromkeys(claim.method for claim in claims):
-        own = [claim for claim in claims if claim.method == method]
+    for method in dict.fromkeys(claim.method for claim in ledgers):
+        own = [claim for claim in ledgers if claim.method == method]
         checked = [claim for claim in own if outcomes.get(claim.id) in ("passed", "failed")]
         if not checked:
             continue
+        said = [sum(claim.verdict != ledger.OURS for claim in claims) for claims in (checked, own)]
         shown = ledger.counted(claim for claim in checked if outcomes[claim.id] == "passed")
         failed = ", ".join(claim.id for claim in checked if outcomes[claim.id] == "failed")
         parts = [part for part in (shown, f"FAILED: {failed}" if failed else "") if part]
-        lines.append(f"claims of {method}: {len(checked)} of {len(own)} checked: {'; '.join(parts)}")
+        lines.append(f"claims of {method}: {said[0]} of {said[1]} checked: {'; '.join(parts)}")
     return lines
 
 

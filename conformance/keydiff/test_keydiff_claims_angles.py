@@ -259,6 +259,7 @@ def upper_half(point: Fraction) -> Vector:
     return vector(x, abs(y))
 
 
+@pytest.mark.claim("KD-13d")
 @pytest.mark.claim("KD-13e")
 @many
 @given(points=st.tuples(*[st.fractions(-9, 9, max_denominator=99)] * 3))

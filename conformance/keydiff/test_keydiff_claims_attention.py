@@ -21,6 +21,7 @@ import math
 from fractions import Fraction
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +32,21 @@ U = 2.0**-53
 ONE = Fraction(1)
 plenty = settings(max_examples=10 * settings().max_examples)                           # cheap: a few floats each
 THRESHOLD = 0.0814                                                                     # the root of KD-10c, rounded up
+
+
+def weight_of(product: float, others: list[float]) -> float:
+    """The attention weight of k*, in float64, from k*.q and the k_i.q."""
+    return float(torch.tensor([product, *others], dtype=torch.float64).softmax(0)[0])
+
+
+def logit(weight: float) -> float:
+    return math.log(weight) - math.log1p(-weight)
+
+
+def slack_of(weight: float, n: int, longest: float) -> float:
+    """An error bound of logit(w) + log n. Softmax weights of n + 1 logits in +-R have a relative error of (n + 2R + 8)
+    u, which logit divides by 1 - w. The two logarithms and their sums add 4 (2R + 2 log n) u."""
+    return ((n + 2 * longest + 8) / (1 - weight) + 8 * (longest + math.log(n + 1))) * U
 
 
 def excess(product: float, others: list[float]) -> float:
@@ -209,6 +225,19 @@ def test_product_rejects_a_negative_cosine_and_a_bound_below_one():
     assert not Fraction(2, 5) * 1 <= Fraction(1, 4) * 1
 
 
+@pytest.mark.claim("KD-10g")
+@given(length=st.fractions(0, 9), bound=st.fractions(0, 100), cosine=st.fractions(0, 1))
+def test_product_is_at_least_minus_bound_times_cosine_for_cosines_that_are_not_negative(length, bound, cosine):
+    assert length * cosine >= -bound * cosine
+
+
+@pytest.mark.claim("KD-10g")
+@given(length=st.fractions(0, 9), bound=st.fractions(Fraction(1, 100), 100), cosine=st.fractions(-1, Fraction(-1, 100)))
+def test_product_rejects_every_negative_cosine_as_a_lower_bound(length, bound, cosine):
+    assert not length * cosine >= -bound * cosine
+    assert not Fraction(1, 2) * -1 >= -1 * -1                                          # k* = -q / 2, M = 1
+
+
 # ---- KD-11: collinearity ---------------------------------------------------------------------------------------------
 
 
@@ -220,7 +249,10 @@ def test_heavy_key_may_be_orthogonal_to_the_query():
     assert weight > 0.999
     assert excess(0.0, [-longest] * 5) == longest
     assert printed_bound(longest, n, longest**2) < -0.97                               # the bound of the theorem
-    assert -0.24 < (math.log(0.99 / 0.01) + math.log(n)) / longest - 1 < -0.23         # and of KD-10d, for w = .99
+    # For w = .99, g is below R, so even k* = (g - R) q is possible, which is opposite to q.
+    opposite = logit(0.99) + math.log(n) - longest
+    assert -3.50 < opposite < -3.49
+    assert weight_of(opposite, [-longest] * n) == pytest.approx(0.99, abs=slack_of(0.99, n, longest) * 0.0099)
     # With shorter keys, collinearity is forced: the same weight with R = 6 needs a cosine above .9.
     assert (math.log(0.99 / 0.01) + math.log(n)) / 6 - 1 > 0.9
 
@@ -241,22 +273,42 @@ def test_printed_bound_rejects_99_percent_of_its_limit_and_a_bound_below_one():
     assert not printed_bound(1.0, 1, 0.25) <= 0
 
 
-@pytest.mark.claim("KD-11c")
-@given(longest=st.fractions(Fraction(1, 10), 30), share=st.fractions(0, 1), wanted=st.fractions(-1, 1))
-def test_cosine_is_forced_up_to_where_the_weight_reaches(longest, share, wanted):
-    """k_i = -R q and a k* of length R with cos = g / R - 1 have any given g up to 2R. By KD-10d this is the smallest
-    cosine for that g. So a cosine of c is forced if and only if g >= R (1 + c)."""
-    g = 2 * longest * share
-    cosine = g / longest - 1
-    assert -1 <= cosine <= 1
-    assert longest * cosine - (-longest) == g
-    assert (cosine >= wanted) is (g >= longest * (1 + wanted))
+def forced(weight: float, n: int, longest: float) -> float | None:
+    """The largest cosine that a weight among n keys of length R or less forces. None if it forces none."""
+    reach = (logit(weight) + math.log(n)) / longest
+    return reach - 1 if reach >= 1 else None
 
 
 @pytest.mark.claim("KD-11c")
-def test_forced_cosine_rejects_a_thousandth_more():
-    assert corrected_holds(1.0, 0.5, [-1.0] * 3, 1.0)
-    assert not excess(1.0 * 0.5, [-1.0] * 3) / 1.0 - 1 >= 0.501
+@many
+@given(
+    data=st.data(), longest=st.floats(0.1, 8), length=st.floats(0, 1) | st.just(1.0),
+    cosine=st.floats(-1, 1) | st.just(-1.0), n=st.integers(1, 20),
+)
+def test_weights_force_cosines(data, longest, length, cosine, n):
+    """The attention weight of any k* forces at most the cosine that k* has. Near g = R, rounding decides."""
+    others = data.draw(st.just([-longest] * n) | st.lists(shares.map(lambda x: longest * x), min_size=n, max_size=n))
+    weight = weight_of(longest * length * cosine, others)
+    slack = slack_of(weight, n, longest) / longest
+    found = forced(weight, n, longest)
+    assert found is None or found <= cosine + slack or abs(found) <= slack
+
+
+@pytest.mark.claim("KD-11c")
+@given(longest=st.floats(0.1, 8), share=st.floats(0.01, 1.99), n=st.integers(1, 20))
+def test_no_weight_forces_a_larger_cosine(longest, share, n):
+    """Among keys k_i = -R q, a k* of length R or less has the weight with g = share * R and just the cosine that this
+    weight forces, or the cosine -1 if it forces none."""
+    product = longest * (share - 1)
+    weight = weight_of(product, [-longest] * n)
+    slack = slack_of(weight, n, longest) / longest
+    assert abs(logit(weight) + math.log(n) - share * longest) <= slack * longest
+    found = forced(weight, n, longest)
+    if share >= 1 + slack:
+        assert found is not None and abs(found - product / longest) <= slack           # k* has length R
+        assert not found >= product / longest + 0.001                                  # so it forces no more
+    elif share <= 1 - slack:
+        assert found is None and abs(product) <= longest                               # k* = -|product| q, cosine -1
 
 
 # ---- KD-15: attention from keys alone --------------------------------------------------------------------------------

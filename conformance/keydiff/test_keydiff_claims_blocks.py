@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 DIM = 16
@@ -200,3 +200,60 @@ def test_decoding_rejects_blocks_of_two(keydiff, device):
     ones, twos = (feed(empty_state(keydiff, device, 3, size), 8, device) for size in (1, 2))
     assert ones != twos
     assert max(map(len, ones)) == 4 < max(map(len, twos)) == 5
+
+
+# ---- KD-2, KD-18: what an eviction depends on ------------------------------------------------------------------------
+
+
+@pytest.mark.claim("KD-2e")
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_two_readings_of_the_anchor_keep_different_tokens(twins, side, device):
+    """Keys along e1, e2 and between them, the first 100 times as long. With keys of one length, the readings agree."""
+    evict = getattr(twins, side).keydiff.evict
+    key = torch.zeros(1, 1, 3, DIM)
+    key[0, 0, :, :2] = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
+    for length, stays in ((100, [[0, 1], [1, 2]]), (1, [[0, 1], [0, 1]])):
+        key[0, 0, 0, 0] = length
+        found = [evict(key.to(device), key.to(device), 2, anchor=anchor).kept.flatten().tolist()
+                 for anchor in ("mean_normalized", "mean")]
+        assert found == stays
+
+
+def kept_of(module, state, config, device, query, key, value) -> list[int]:
+    """The tokens that a state keeps of these, in blocks of 3."""
+    held = getattr(module, state)(
+        config, batch=1, query_heads=1, key_value_heads=1, head_dim=DIM, dtype=torch.float32, device=device,
+    )
+    for start in range(0, key.shape[2], 3):
+        held.append_block(*(x[:, :, start:start + 3].float().to(device) for x in (query, key, value)))
+    return alive(held)
+
+
+others = st.integers(0, 2**32 - 1)
+
+
+@pytest.mark.claim("KD-18")
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+@given(first=others, second=others)
+@settings(max_examples=max(3, settings().max_examples // 6))
+def test_queries_and_values_do_not_change_what_is_kept(twins, side, device, first, second):
+    module = getattr(twins, side).keydiff
+    key = torch.randn(1, 1, 12, DIM, generator=torch.Generator().manual_seed(0))
+    config = module.KeyDiffConfig(4, 3)
+    found = []
+    for seed in (first, second):
+        query, value = torch.randn(2, 1, 1, 12, DIM, generator=torch.Generator().manual_seed(seed))
+        found.append(kept_of(module, "KeyDiffState", config, device, query, key, value))
+    assert found[0] == found[1]
+
+
+@pytest.mark.claim("KD-18")
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_keys_alone_rejects_tova(twins, side, device):
+    """The queries q and -q keep different tokens of the same keys where the score is an attention weight."""
+    module = getattr(twins, side).baselines.tova
+    key, value = torch.randn(2, 1, 1, 12, DIM, generator=torch.Generator().manual_seed(0))
+    query = torch.ones(1, 1, 12, DIM)
+    config = module.TOVAConfig(4, 3)
+    found = [kept_of(module, "TOVAState", config, device, sign * query, key, value) for sign in (1, -1)]
+    assert found[0] != found[1]

@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import pytest
+import torch
 
 from kvtwin.conformance.judge.claim_geometry import kept, smallest, unit, whole_vectors
 from kvtwin.conformance.judge.claim_math import Counted, add_up
@@ -159,8 +160,15 @@ def test_scores_cost_little_beside_many_queries_only():
     assert scoring > one * Fraction(3, 2)                                              # decoding, one head per KV head
     assert scoring < matrix_products(2, n, d)
     assert matrix_products(8, n, d) == 8 * one                                         # a block: linear in its queries
-    share = Fraction((6 * 128 + 18) * 2176 + 2 * 128 + 12, 4 * 128 * (4 * 2176 * 128 - 2176 - 128))
-    assert Fraction(3, 1000) < share < Fraction(4, 1000)                               # G 4, B 128, N 2048, d 128
+    # A block, with G = 4, B = 128, N = 2048, d = 128: with all products, and with those that the causal mask leaves.
+    group, block, budget, dim = 4, 128, 2048, 128
+    size = budget + block
+    scoring = (6 * dim + 18) * size + 2 * dim + 12
+    every = group * block * (4 * size * dim - size - dim)
+    causal = group * sum(4 * seen * dim - seen - dim for seen in range(budget + 1, size + 1))
+    assert [round(100 * Fraction(scoring, cost), 4) for cost in (every, causal)] == [
+        Fraction("0.3005"), Fraction("0.3095"),
+    ]
 
 
 # ---- KD-6: complexities ----------------------------------------------------------------------------------------------
@@ -187,13 +195,31 @@ def comparisons(size: int, index: int) -> Fraction:
     return size - 1 + sum(parts, Fraction(0)) / size
 
 
+def selected(items: Sequence[int], index: int) -> tuple[int, int]:
+    """Quickselect with the first element as pivot: the index-th smallest element, and the number of comparisons."""
+    pivot, *rest = items
+    below, above = [x for x in rest if x < pivot], [x for x in rest if x >= pivot]
+    if index == len(below):
+        return pivot, len(rest)
+    found, more = selected(below, index) if index < len(below) else selected(above, index - len(below) - 1)
+    return found, more + len(rest)
+
+
 @pytest.mark.claim("KD-6b")
 def test_selection_is_linear_on_average_and_quadratic_at_worst():
     means = {size: max(comparisons(size, index) for index in range(size)) for size in range(1, 41)}
     assert all(mean <= 4 * size for size, mean in means.items())
     assert not all(mean <= 2 * size for size, mean in means.items())
-    worst = [sum(range(size)) for size in range(1, 41)]                               # the pivot is always the smallest
-    assert worst[-1] == 40 * 39 // 2 > 4 * 40
+    # Counted: with the first element as pivot, the mean over all orders is that of random pivots, and an ascending
+    # order is the worst case for the last element.
+    for size in range(1, 7):
+        for index in range(size):
+            counts = [selected(order, index)[1] for order in permutations(range(size))]
+            assert Fraction(sum(counts), len(counts)) == comparisons(size, index)
+            assert max(counts) <= size * (size - 1) // 2
+            assert all(selected(order, index)[0] == index for order in permutations(range(size)))
+    assert [selected(range(size), size - 1)[1] for size in range(1, 41)] == [n * (n - 1) // 2 for n in range(1, 41)]
+    assert selected(range(40), 39)[1] > 4 * 40
 
 
 def weights(budget: int, block: int, rows: int) -> int:
@@ -213,3 +239,22 @@ def test_weights_that_the_other_methods_need():
                 assert (budget + block) * window <= 2 * weights(budget, block, window) <= 2 * (budget + block) * window
     assert not 2 * weights(9, 9, 9) <= 9 * 9 + 9                                       # not O(N B + B)
     assert not weights(9, 9, 9) <= 9 + 9                                               # nor O(N + B)
+
+
+@pytest.mark.claim("KD-6e")
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_snapkv_with_and_without_a_window_keeps_different_tokens(twins, side, device):
+    """6 tokens with one-dimensional keys and 4 queries, of which the last two look at other tokens than the first two.
+    The sum over all 4 (A.1) is highest at token 0, that over a window of 2 (A.2) at token 1."""
+    compress = getattr(twins, side).baselines.snapkv.compress
+    key, query = torch.zeros(2, 1, 1, 6, 16)
+    key[0, 0, 0, 0], key[0, 0, 1, 1] = 8, 7
+    query[0, 0, 2:4, 0], query[0, 0, 4:, 1] = 4, 4
+    key, query = key.to(device), query.to(device)
+    stays = {
+        window: compress(query[:, :, -window:], key, key, window + 1, kernel_size=1).kept.flatten().tolist()
+        for window in (2, 4)
+    }
+    assert stays == {2: [1, 4, 5], 4: [0, 2, 3, 4, 5]}
+    query[0, 0, 2:4] = query[0, 0, 4:]                                                 # if all look at the same token
+    assert compress(query[:, :, -4:], key, key, 5, kernel_size=1).kept.flatten().tolist() == [1, 2, 3, 4, 5]

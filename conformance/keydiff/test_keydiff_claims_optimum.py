@@ -235,6 +235,7 @@ def expected_distance(keys: list[Vector], budget: int) -> Fraction:
     return sum(distances, Fraction(0)) / len(distances)
 
 
+@pytest.mark.claim("KD-4b")
 @pytest.mark.claim("KD-4d")
 @given(keys=direction_sets(), budget=budgets)
 def test_mean_of_a_random_subset_comes_close(keys, budget):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 import torch
@@ -151,6 +152,11 @@ def winners(rows: dict[str, str]) -> list[str]:
 @pytest.mark.claim("KD-14a")
 def test_keydiff_is_the_best_anchor_at_no_budget():
     assert winners(ANCHORS) == ["Median", "Median", "Median", "Pairwise"]
+    won = {
+        name: sum(x > y for x, y in zip(numbers(rows["KeyDiff"]), numbers(rows[name]), strict=True))
+        for rows in (ANCHORS, METRICS) for name in rows if name != "KeyDiff"
+    }
+    assert won == {"Pairwise": 1, "Median": 1, "DotProd": 4, "Euclidean": 4}           # 10 of 16, of anchors 2 of 8
     assert [sorted(numbers(row)[column] for row in ANCHORS.values()).index(numbers(ANCHORS["KeyDiff"])[column])
             for column in range(4)] == [0, 0, 1, 1]                                    # last, last, second, second
 
@@ -183,7 +189,7 @@ def gap(model: str, budget: int) -> tuple[Fraction, Fraction]:
 
 
 @pytest.mark.claim("KD-16b")
-def test_gap_at_8k_is_four_to_nine_times_what_the_text_says():
+def test_gap_at_8k_by_table_1():
     found = {model: [printed(x, 2) for x in gap(model, 8)] for model in MODELS}
     assert found == {"8B": numbers("0.17 0.35"), "3B": numbers("0.09 0.20")}
     assert min(map(min, found.values())) > Fraction("0.04")
@@ -197,21 +203,26 @@ def test_gap_at_6k_is_at_most_15_percent():
     assert not max(map(max, found.values())) <= Fraction("1.35")
 
 
-def tasks_won(model: str, budget: int) -> list[str]:
-    """The tasks in which no other method is better."""
-    rows = {method: ROWS[model, budget, method] for method in METHODS}
-    return [name for name in COLUMNS[:-1] if rows["KeyDiff"][name] == max(row[name] for row in rows.values())]
+def tasks_won(model: str, budget: int, *, ties: bool = False) -> list[str]:
+    """The tasks in which KeyDiff is better than all other methods, or, with ties, as good."""
+    own, others = ROWS[model, budget, "KeyDiff"], [ROWS[model, budget, method] for method in METHODS[:-1]]
+    best = {name: max(row[name] for row in others) for name in COLUMNS[:-1]}
+    return [name for name in best if own[name] > best[name] or (ties and own[name] == best[name])]
 
 
 @pytest.mark.claim("KD-16d")
 def test_keydiff_wins_half_of_the_tasks_or_more_and_the_average():
     won = {setting: len(tasks_won(*setting)) for setting in SETTINGS}
-    assert list(won.values()) == [9, 11, 9, 10, 8, 10, 11, 10]
-    assert sum(won.values()) == 78 > 128 // 2
-    assert not all(count > 8 for count in won.values())                                # 3B at 2K: half, not most
+    assert METHODS[-1] == "KeyDiff"
+    assert sum(won.values()) == 72 > 128 // 2
+    assert [setting for setting, count in won.items() if count <= 8] == [("8B", 6), ("8B", 8), ("3B", 2)]
+    assert min(won.values()) == 8
+    assert sum(len(tasks_won(*setting, ties=True)) for setting in SETTINGS) == 78
     for model, budget in SETTINGS:
         assert max(METHODS, key=lambda method: ROWS[model, budget, method]["Avg"]) == "KeyDiff"
-    never = [name for name in COLUMNS[:-1] if not any(name in tasks_won(*setting) for setting in SETTINGS)]
+    never = [
+        name for name in COLUMNS[:-1] if not any(name in tasks_won(*setting, ties=True) for setting in SETTINGS)
+    ]
     assert never == ["PCount", "Lcc", "RB-P"]
 
 
@@ -221,6 +232,18 @@ def test_passage_retrieval_of_the_small_model_suffers_from_the_smallest_budget()
     assert printed(100 * share["8B"], 0) == 96                                         # as claimed
     assert printed(100 * share["3B"], 0) == 63
     assert ROWS["3B", 4, "KeyDiff"]["PR-en"] / ROWS["3B", 0, "full"]["PR-en"] > Fraction(9, 10)
+
+
+@pytest.mark.claim("KD-16f")
+def test_smaller_budgets_beat_the_others_next_larger_ones_from_4k_on():
+    ahead = {}
+    for model in MODELS:
+        for budget, larger in pairwise(BUDGETS):
+            others = max(ROWS[model, larger, method]["Avg"] for method in METHODS[:-1])
+            ahead[model, budget] = ROWS[model, budget, "KeyDiff"]["Avg"] - others
+    assert [setting for setting, points in ahead.items() if points < 0] == [("8B", 2), ("3B", 2)]
+    assert min(points for (_, budget), points in ahead.items() if budget > 2) == Fraction("0.12")
+    assert [ahead[model, 2] for model in MODELS] == [Fraction("-0.85"), Fraction("-2.46")]
 
 
 # ---- KD-17: tables 5 and 6 -------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ rational length. A test named ..._rejects_... shows that a slightly stronger sta
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtwin.conformance.judge.bounds import arithmetic, output_error
 from kvtwin.conformance.judge.claim_geometry import on_sphere
 from kvtwin.conformance.judge.claim_math import (
     Vector,
@@ -33,6 +35,7 @@ from kvtwin.conformance.judge.claim_math import (
     square,
     vector,
 )
+from kvtwin.conformance.judge.oracle import attend
 
 
 @pytest.fixture(scope="module", params=["reference", "optimized"])
@@ -90,6 +93,29 @@ def test_cosine_rejects_queries_of_other_lengths_and_float_arithmetic():
     assert square(minus(later, query)) > 0
     assert 1 - float(later[0]) == 0                                                    # 1 - cos cancels in float64
     assert not drift_within(query, later, [minus(later, query)], Fraction(0))
+
+
+@pytest.mark.claim("LF-9c")
+@pytest.mark.parametrize("angle", [1.0, 1e-1, 1e-2, 1e-3])
+def test_outputs_converge_as_unit_queries_do(longflow, device, angle):
+    """Keys e1 and e2, values 0 and 1, queries at 0 and `angle`. Logits are at most 1 and drift by D <= angle, so the
+    outputs differ by at most tanh(D / 2) <= angle / 2 (LF-7c), and by at least angle / 8: the difference of the logits
+    grows by sin - cos + 1 > 3/4 angle, and a logistic function has a slope above .19 between -1 and 1. Both outputs
+    carry an error in float32."""
+    values = torch.zeros(2, 16)
+    values[1] = 1
+    cache = one_head([0.0, 0.0], values, device)
+    cache["key"] = torch.eye(2, 16, device=device)[None, None]
+    outputs, slack = [], 0.0
+    for turn in (0.0, angle):
+        query = torch.zeros(1, 1, 16)
+        query[0, 0, :2] = torch.tensor([math.cos(turn), math.sin(turn)])
+        case = {**cache, "query": query.to(device)}
+        outputs.append(longflow.decode_attention(**case).output.cpu())
+        slack += float(output_error(attend(**case), arithmetic(torch.float32)).max())
+    change = float((outputs[1] - outputs[0]).abs().max())
+    assert change <= angle / 2 + slack
+    assert change >= angle / 8 - slack > 0                                             # so angle / 9 is no bound
 
 
 @pytest.mark.claim("LF-9c")
@@ -241,3 +267,24 @@ def test_error_bound_before_the_step_rejects_99_percent(heavy):
     assert early_bound_holds(before, after, values, 0)
     assert not early_bound_holds(before, after, values, 0, Fraction(99, 100))
     assert attention(after[1:], values[1:]) == scaled(Fraction(-1), values[0])
+
+
+# ---- LF-10d: the drift of the contribution ---------------------------------------------------------------------------
+
+
+@pytest.mark.claim("LF-10d")
+@many
+@given(cache=caches(), data=st.data())
+def test_query_drift_is_a_difference_of_squared_weights(cache, data):
+    before, values = cache
+    after = data.draw(st.lists(masses, min_size=len(before), max_size=len(before)))
+    for a, later, value in zip(softmax(before), softmax(after), values, strict=True):
+        drift = abs(square(scaled(later, value)) - square(scaled(a, value)))
+        assert drift == abs(later**2 - a**2) * square(value)
+
+
+@pytest.mark.claim("LF-10d")
+def test_query_drift_rejects_the_square_of_the_difference():
+    value = vector(3, 4)
+    drift = abs(square(scaled(Fraction(1, 2), value)) - square(scaled(Fraction(1, 4), value)))
+    assert drift != (Fraction(1, 2) - Fraction(1, 4)) ** 2 * square(value)

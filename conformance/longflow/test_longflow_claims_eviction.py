@@ -72,6 +72,22 @@ def test_lowest_score_is_not_the_lowest_effect(heavy):
 
 
 @pytest.mark.claim("LF-5a")
+@pytest.mark.parametrize("tokens", [2, 1000])
+def test_lowest_score_has_the_largest_effect_of_many_equal_weights(longflow, device, tokens):
+    """Weights of 1/n and values (0, 1, ..., 1): token 0 has the lowest score and n - 1 times the effect of another."""
+    mass, values = [Fraction(1)] * tokens, [vector(0), *[vector(1)] * (tokens - 1)]
+    effects = [square(effect(mass, values, index)) for index in (0, 1)]                # all others are equal to token 1
+    assert lowest(scores(mass, values)) == 0
+    assert effects[0] == (tokens - 1) ** 2 * effects[1]
+    assert effects[0] == Fraction(1, tokens) ** 2                                      # the absolute error is small
+    flat = torch.ones(tokens, 16)
+    flat[0] = 0
+    assert longflow.decode_attention(**one_head([0.0] * tokens, flat, device)).slot.tolist() == [0]
+    # Without the zero, all effects are 0, and the lowest score is as good as any other.
+    assert square(effect(mass, [vector(1)] * tokens, 0)) == 0
+
+
+@pytest.mark.claim("LF-5a")
 def test_lowest_score_agrees_with_the_lowest_effect_often_but_not_always(record_property):
     """Measured on Gaussian scores and values with one head."""
     generator = torch.Generator().manual_seed(0)

@@ -24,6 +24,7 @@ from kvtwin.conformance.judge.claim_math import (
     add_up,
     attention,
     caches,
+    combine,
     components,
     effect,
     many,
@@ -218,8 +219,9 @@ def test_effect_rejects_forgetting_the_rescaling():
 
 @pytest.mark.claim("LF-3c")
 @pytest.mark.parametrize(("n", "d"), [(2, 1), (4, 3), (9, 5)])
-def test_exact_effects_of_all_tokens_cost_as_much_as_one_attention(n, d):
-    """Given o and the weights, this takes a subtraction and a product per channel, and two operations per token."""
+def test_exact_effects_of_all_tokens_cost_less_than_one_attention(n, d):
+    """Given o and the weights: a difference and its squared norm per token, 3d - 1 operations, and 4 for the factor
+    a^2 / (1 - a)^2."""
     tally: Counter[str] = Counter()
     mass = [Fraction(j + 1) for j in range(n)]
     values = [vector(*((j * i) % 5 - 2 for i in range(d))) for j in range(n)]
@@ -229,11 +231,51 @@ def test_exact_effects_of_all_tokens_cost_as_much_as_one_attention(n, d):
     for weight, value in zip(softmax(mass), values, strict=True):
         counted = Counted(weight, tally)
         factor = counted / (one - counted)
-        exact.append(tuple((factor * (Counted(v, tally) - o)).number for v, o in zip(value, output, strict=True)))
-    assert exact == [effect(mass, values, index) for index in range(n)]
-    assert tally.total() == n * (2 * d + 2)
-    assert tally.total() < n * (n - 1) * d or n == 2                                   # eq. 4 for every candidate
-    assert tally.total() != n * (2 * d + 1)
+        difference = [Counted(v, tally) - o for v, o in zip(value, output, strict=True)]
+        exact.append((factor * factor * add_up(x * x for x in difference)).number)
+    assert exact == [square(effect(mass, values, index)) for index in range(n)]
+    assert tally.total() == n * (3 * d + 3) != n * (3 * d + 2)
+    # An attention with all tokens, and one without each candidate, which is what eq. 4 says.
+    row = [Counted(1, Counter())] * d
+    whole, one_less = (decode(row, [row] * m, [row] * m, row[0].tally)[2].total() for m in (n, n - 1))
+    assert (one_less - whole, whole) == (4 * (n - 1) * d + 2 * (n - 1) - 1, 4 * n * d + 2 * n - 1)
+    assert (tally.total() < whole) is (d > 1)
+    assert (tally.total() < n * (one_less - whole)) is (n > 2)
+
+
+@pytest.mark.claim("LF-3d")
+@many
+@given(cache=caches())
+def test_weights_without_a_token(cache):
+    mass, _ = cache
+    for index, weight in enumerate(softmax(mass)):
+        left = [a / (1 - weight) for a in without(softmax(mass), index)]
+        assert left == softmax(without(mass, index))
+
+
+@pytest.mark.claim("LF-3d")
+def test_weights_without_a_token_reject_other_factors():
+    mass = vector(3, 1, 2)
+    for wrong in (Fraction(1), 1 + softmax(mass)[0]):
+        assert [a * wrong for a in softmax(mass)[1:]] != softmax(mass[1:])
+
+
+@pytest.mark.claim("LF-3e")
+@many
+@given(cache=caches())
+def test_effect_with_one_denominator_is_the_contribution(cache):
+    mass, values = cache
+    total = sum(mass)
+    full = combine([m / total for m in mass], values)
+    for index, (weight, value) in enumerate(zip(softmax(mass), values, strict=True)):
+        rest = combine([m / total for m in without(mass, index)], without(values, index))
+        assert minus(full, rest) == scaled(weight, value)
+
+
+@pytest.mark.claim("LF-3e")
+def test_effect_with_one_denominator_rejects_two():
+    mass, values = vector(3, 1), [vector(1), vector(2)]
+    assert effect(mass, values, 0) != scaled(softmax(mass)[0], values[0])
 
 
 # ---- LF-4: eq. 13 ----------------------------------------------------------------------------------------------------

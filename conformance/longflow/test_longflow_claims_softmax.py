@@ -281,6 +281,20 @@ few_masses = st.lists(masses, min_size=2, max_size=5)
 
 @pytest.mark.claim("LF-11c")
 @many
+@given(mass=few_masses, step=st.sampled_from([Fraction(1), Fraction(-1, 2), Fraction(1, 10**9)]))
+def test_jacobian_is_the_derivative(mass, step):
+    """If s_j grows by log(1 + h), softmax changes by h / (1 + h a_j) times column j of J, for any h. As h goes to 0,
+    both h and log(1 + h) / h go to their limits, so J is the derivative."""
+    before, matrix = softmax(mass), jacobian(mass)
+    for j, weight in enumerate(before):
+        moved = [m * (1 + step) if i == j else m for i, m in enumerate(mass)]
+        change = [b - a for a, b in zip(before, softmax(moved), strict=True)]
+        assert change == [step / (1 + step * weight) * row[j] for row in matrix]
+        assert change != [step * row[j] for row in matrix]
+
+
+@pytest.mark.claim("LF-11c")
+@many
 @given(few_masses)
 def test_column_sums_of_the_jacobian(mass):
     assert column_norm(jacobian(mass)) == max(2 * w * (1 - w) for w in softmax(mass)) <= Fraction(1, 2)
@@ -292,8 +306,18 @@ def test_column_sums_reject_less_than_one_half():
 
 
 @pytest.mark.claim("LF-11d")
-def test_one_is_not_tighter_than_one_half():
-    even = jacobian(vector(1, 1))
+@pytest.mark.parametrize("tokens", [2, 3, 10])
+def test_one_is_tighter_than_one_half_if_several_scores_drift(tokens):
+    """Bounds on ||a' - a||_1 for a drift of the scores: half of its sum, by the column sums, and its largest entry."""
+    def bounds(drift: list[int]) -> tuple[Fraction, Fraction]:
+        return Fraction(sum(map(abs, drift)), 2), Fraction(max(map(abs, drift)))
+
+    half, largest = bounds([(-1) ** j for j in range(tokens)])
+    assert half == tokens * largest / 2
+    assert (half > largest) is (tokens > 2)
+    half, largest = bounds([1, *[0] * (tokens - 1)])                                   # a single score drifts
+    assert half < largest
+    even = jacobian(vector(1, 1))                                                      # the constants themselves
     assert column_norm(even) == Fraction(1, 2) < 1 == max_to_sum_norm(even)
 
 

@@ -1,4 +1,4 @@
-"""The budget: the tokens in the cache after each step, the possible next victims, and the prompt (claim LF-15).
+"""The budget: the tokens in the cache after each step, the possible next victims, and the prompt (claims LF-15, LF-21).
 
 Both twins are tested. Tokens, slots and counts must be exactly right.
 """
@@ -114,3 +114,33 @@ def test_prompt_leaves_room_for_the_first_step(longflow, device, prompt, kept):
     assert not state.occupied[0, int(state.next_slot[0])]
     step(state, generator, device)
     assert alive(state) == [*stayed, prompt]                                           # nothing was evicted
+
+
+# ---- LF-21: the current query ----------------------------------------------------------------------------------------
+
+
+def choice(longflow, device, queries: torch.Tensor) -> tuple[int, list[float]]:
+    """The next victim, and all scores, after six tokens with fixed keys and values and these queries [6, D]."""
+    key, value = torch.randn(2, 6, 1, 1, 16, generator=torch.Generator().manual_seed(1)).to(device)
+    state = empty_state(longflow, device, budget=6)
+    for query, k, v in zip(queries.to(device), key, value, strict=True):
+        state.step(query[None, None], k, v)
+    return int(state.next_slot[0]), state.score[0].tolist()
+
+
+@pytest.mark.claim("LF-21")
+@few
+@given(seed=st.integers(0, 2**32 - 1))
+def test_earlier_queries_do_not_change_the_victim(longflow, device, seed):
+    queries = torch.ones(6, 16)
+    other = 3 * torch.randn(6, 16, generator=torch.Generator().manual_seed(seed))
+    other[-1] = queries[-1]
+    assert choice(longflow, device, queries) == choice(longflow, device, other)
+
+
+@pytest.mark.claim("LF-21")
+def test_the_current_query_does(longflow, device):
+    queries, other = torch.ones(2, 6, 16)
+    other[-1] *= -1
+    (first, scores), (second, others) = choice(longflow, device, queries), choice(longflow, device, other)
+    assert first != second and scores != others

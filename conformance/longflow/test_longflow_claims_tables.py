@@ -133,6 +133,7 @@ def test_averages_are_weighted_by_dataset_size():
     """17 of 20 averages start as printed. The other three may be misread digits in our copy: 8, 6 and 2 would be
     right."""
     shown = dict(zip(ROWS, AVERAGES.split(), strict=True))
+    assert sum(not digits.endswith(".") for digits in shown.values()) == 8             # with a decimal
     off = {key: digits for key, digits in shown.items() if not f"{float(average(key)):.3f}".startswith(digits)}
     assert off == {("R1", 3200, "H2O"): "62.3", ("Qwen", 3200, "R-KV"): "75.0", ("Qwen", 3200, "Ours"): "75.3"}
     assert [f"{float(average(key)):.1f}" for key in off] == ["62.8", "75.6", "75.2"]
@@ -187,6 +188,19 @@ def test_longflow_beats_h2o_and_vatp_in_one_of_four_settings():
                     "Ours": Fraction("62.65")}
 
 
+@pytest.mark.claim("LF-18f")
+def test_longflow_is_never_more_than_a_fifth_of_a_point_behind_h2o_and_vatp():
+    deficits = {
+        setting: max(average((*setting, method)) for method in ("H2O", "VATP")) - average((*setting, "Ours"))
+        for setting in SETTINGS
+    }
+    worst = max(deficits, key=lambda setting: deficits[setting])
+    assert worst == ("R1", 3200)
+    assert points(deficits[worst], 3) == Fraction("0.195") <= Fraction("0.2")
+    assert round(deficits[worst] / 100 * sum(DATASETS.values())) == 6 and sum(DATASETS.values()) == 3063
+    assert not deficits[worst] <= Fraction("0.19")
+
+
 @pytest.mark.claim("LF-18g")
 def test_rkv_has_the_highest_average_everywhere():
     assert {ranking(*setting)[0] for setting in SETTINGS} == {"R-KV"}
@@ -205,3 +219,16 @@ def test_tighter_budget_costs_longflow_less_than_h2o_and_vatp(model):
     assert 0 < lost["Ours"] < min(lost["H2O"], lost["VATP"])
     assert (lost["Ours"] < lost["R-KV"]) is (model == "R1")                            # not less than all others
     assert (drop(model, 2400, "H2O") < drop(model, 2400)) is (model == "R1")
+
+
+@pytest.mark.claim("LF-18i")
+def test_all_methods_keep_94_percent_of_the_average_but_not_of_every_dataset():
+    kept = {
+        (*setting, method): average((*setting, method)) / average((*setting, "Vanilla"))
+        for setting in SETTINGS for method in METHODS
+    }
+    assert min(kept, key=lambda key: kept[key]) == ("Qwen", 2400, "H2O")
+    assert percent(min(kept.values())) == Fraction("94.1")
+    rows = {method: ROWS["Qwen", 2400, method]["AIME25"] for method in (*METHODS, "Vanilla")}
+    shares = {method: round(100 * rows[method] / rows["Vanilla"]) for method in METHODS}
+    assert shares == {"H2O": 43, "R-KV": 50, "VATP": 57, "Ours": 57}

@@ -13,6 +13,7 @@ CLAIM = """
 [[claim]]
 id = "LF-3"
 where = "eq. 12"
+quote = "the words | of the paper"
 statement = "a | b"
 assumptions = ""
 verdict = "holds"
@@ -22,11 +23,27 @@ FALSE = """
 [[claim]]
 id = "LF-4b"
 where = "eq. 13"
+quote = ["some words", "and\\n  others"]
 statement = "two\\n  lines"
 assumptions = "n >= 2"
 verdict = "false"
 corrected = "the opposite"
+defence = "it is a misprint"
 test = ["longflow/test_longflow_claims.py::test_bound", "longflow/test_longflow_claims.py::test_sharp"]
+"""
+OURS = """
+[[claim]]
+id = "LF-5"
+where = "eq. 13, corrected"
+statement = "the opposite"
+assumptions = "n >= 3"
+verdict = "ours"
+test = "longflow/test_longflow_claims.py::test_opposite"
+
+[[omitted]]
+where = "section 9"
+quote = "fast | everywhere"
+why = "not measured"
 """
 TESTS = """
 import pytest
@@ -70,12 +87,12 @@ def test_every_method_has_a_ledger():
 def test_the_docs_show_the_ledger():
     """The page of all claims has the whole table. The page of a method has only the claims of that method."""
     generate = docs_module("generate", "its pages show the claims")
-    claims = ledger.load()
-    assert ledger.table(claims) in generate.results.claims_page()
+    claims, omitted = ledger.load(), ledger.omitted()
+    assert ledger.table(claims, omitted) in generate.results.claims_page()
     for method in {claim.method for claim in claims}:
         own = [claim for claim in claims if claim.method == method]
         shown = generate.methods.claims(method)
-        assert shown.startswith(ledger.table(own) + "\n")
+        assert shown.startswith(ledger.table(own, [one for one in omitted if one.method == method]) + "\n")
         assert not any(f"| {claim.id} |" in shown for claim in claims if claim.method != method)
 
 
@@ -83,8 +100,17 @@ def test_load(folder):
     first, second = ledger.load(folder())
     assert (first.id, first.method, first.verdict, first.corrected) == ("LF-3", "longflow", "holds", "")
     assert first.tests == ("longflow/test_longflow_claims.py::test_effect",)
+    assert first.quotes == ("the words | of the paper",)
     assert second.statement == "two lines"
+    assert second.quotes == ("some words", "and others")
+    assert second.defence == "it is a misprint"
     assert len(second.tests) == 2
+
+
+def test_what_is_left_out_is_read(folder):
+    (one,) = ledger.omitted(folder(CLAIM + OURS))
+    assert (one.method, one.where, one.quote, one.why) == ("longflow", "section 9", "fast | everywhere", "not measured")
+    assert ledger.omitted(folder(CLAIM)) == ()
 
 
 def test_ledger_and_markers_that_agree(folder):
@@ -113,8 +139,17 @@ def test_ledger_and_markers_that_disagree(folder, toml, tests, problem):
     [
         (CLAIM + CLAIM, "ids used twice: LF-3"),
         (CLAIM.replace("LF-3", "LF3"), "an id looks like"),
-        (CLAIM.replace('"holds"', '"true"'), "verdict 'true' is none of holds, holds-if, false, inconsistent"),
-        (CLAIM.replace('"holds"', '"false"'), "says in 'corrected' what is true"),
+        (CLAIM.replace('"holds"', '"true"'), "verdict 'true' is none of holds, holds-if, false, "),
+        (CLAIM.replace('"holds"', '"false"'), "'false' needs 'corrected'"),
+        (CLAIM.replace('"holds"', '"gap"'), "'gap' needs 'corrected'"),
+        (CLAIM.replace('"holds"', '"unproven"'), "'unproven' needs 'corrected'"),
+        (FALSE.replace('"false"', '"holds"'), "'defence' is for the verdicts false and inconsistent"),
+        (FALSE.replace('defence = "it is a misprint"', ""), "'defence' is for the verdicts false and inconsistent"),
+        (CLAIM + 'lost = "the number"', "either 'quote' or 'lost'"),
+        (CLAIM.replace('quote = "the words | of the paper"', ""), "either 'quote' or 'lost'"),
+        (CLAIM.replace('"holds"', '"ours"'), "'ours' has neither"),
+        (CLAIM.replace('"the words | of the paper"', "[]"), "quote must be a string or a list of strings"),
+        (CLAIM.replace('"the words | of the paper"', '["a", " "]'), "quote must be a string or a list of strings"),
         (CLAIM.replace('where = "eq. 12"', ""), "where must be a string, got None"),
         (CLAIM.replace('"eq. 12"', "12"), "where must be a string, got 12"),
         (CLAIM.replace('"a | b"', '" "'), "statement is empty"),
@@ -122,6 +157,7 @@ def test_ledger_and_markers_that_disagree(folder, toml, tests, problem):
         (CLAIM.replace("::test_effect", ""), "test must be"),
         (CLAIM.replace('test = "longflow/test_longflow_claims.py::test_effect"', "test = []"), "test must be"),
         (CLAIM + '[other]\nx = 1', "expected .*claim.* tables only"),
+        (OURS[OURS.index("[[omitted"):], "found omitted"),
         ("", "found nothing"),
         ("[[claim]", "longflow/claims.toml: "),
     ],
@@ -131,19 +167,57 @@ def test_a_broken_ledger_is_refused(folder, toml, complaint):
         ledger.load(folder(toml))
 
 
+@pytest.mark.parametrize(
+    ("toml", "complaint"),
+    [
+        (OURS.replace("quote", "words"), "omitted 1: unknown keys: words"),
+        (OURS.replace('"fast | everywhere"', '""'), "omitted 1: quote is empty"),
+        (OURS.replace('why = "not measured"', ""), "omitted 1: why must be a string, got None"),
+    ],
+)
+def test_a_broken_omission_is_refused(folder, toml, complaint):
+    with pytest.raises(ledger.LedgerError, match=complaint):
+        ledger.omitted(folder(toml))
+
+
 def test_table(folder):
-    """There is one table per method with one row per claim, and no cell can break the table."""
-    made = ledger.table(ledger.load(folder()))
+    """The paper's claims, our statements and what is left out are in tables of their own. No cell breaks its table."""
+    place = folder(CLAIM + FALSE + OURS)
+    made = ledger.table(ledger.load(place), ledger.omitted(place))
     assert made.startswith("**longflow**, 2 claims: 1 hold, 1 are false.\n")
-    assert "| LF-3 | eq. 12 | a \\| b | holds |  |" in made
-    assert "| LF-4b | eq. 13 | two lines | false | the opposite |" in made
-    assert all(len(re.findall(r"(?<!\\)\|", line)) == 6 for line in made.splitlines()[2:])
+    assert "| LF-3 | eq. 12 | a \\| b \u201cthe words \\| of the paper\u201d | holds |  |" in made
+    assert (
+        "| LF-4b | eq. 13 | two lines \u201csome words\u201d \u201cand others\u201d | false "
+        "| the opposite In its defence: it is a misprint |"
+    ) in made
+    assert "**longflow**, 1 statements of ours, which correct or complete the paper's:" in made
+    assert "| LF-5 | eq. 13, corrected | the opposite Assumed: n >= 3. |" in made
+    assert "**longflow**, 1 statements of the paper that are not checked here:" in made
+    assert "| section 9 | \u201cfast \\| everywhere\u201d | not measured |" in made
+    bars = [len(re.findall(r"(?<!\\)\|", line)) for line in made.splitlines() if line.startswith("|")]
+    assert bars == [6] * 4 + [4] * 3 + [4] * 3
     assert ledger.table([]) == ""
+
+
+def test_quotes_are_shown_verbatim(folder):
+    r"""Markdown would take `_{a}_` and `*` for emphasis."""
+    place = folder(CLAIM.replace('"the words | of the paper"', r"'$x_{a}_{b}$ \in R*'"))
+    assert r"\$x\_{a}\_{b}\$ \\in R\*" in ledger.table(ledger.load(place))
+
+
+def test_lost_words_are_named(folder):
+    place = folder(CLAIM.replace('quote = "the words | of the paper"', 'lost = "the factor"'))
+    assert "| a \\| b (Lost: the factor) |" in ledger.table(ledger.load(place))
+
+
+def test_counts_name_our_statements_apart(folder):
+    assert ledger.counted(ledger.load(folder(CLAIM + FALSE + OURS))) == "1 hold, 1 are false; 1 statements of ours hold"
+    assert ledger.counted(ledger.load(folder(OURS))) == "1 statements of ours hold"
 
 
 def test_main_prints_the_table(capsys):
     assert ledger.main([]) == 0
-    assert capsys.readouterr().out == ledger.table(ledger.load()) + "\n"
+    assert capsys.readouterr().out == ledger.table(ledger.load(), ledger.omitted()) + "\n"
 
 
 def test_main_says_which_ledger_is_broken(folder, monkeypatch, capsys):

@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from hypothesis import settings
 
+from kvtwin.conformance import ledger
 from kvtwin.conformance.harness import results, summary
 from kvtwin.conformance.meta.test_report import Page, check
 
@@ -277,3 +278,15 @@ def test_a_claim_with_a_skipped_variant_is_checked_and_one_with_a_failed_variant
     assert of("passed", "skipped") == of("skipped", "passed") == "passed"
     assert of("passed", "failed", "passed") == of("error", "passed") == "failed"
     assert of("skipped") == "skipped"
+
+
+def test_the_summary_counts_our_statements_apart(monkeypatch):
+    def claim(name: str, verdict: str) -> ledger.Claim:
+        return ledger.Claim(name, "longflow", "eq. 1", (), "", "", "", verdict, "", "", ())
+
+    claims = (claim("LF-1", "holds"), claim("LF-2", "false"), claim("LF-3", "ours"), claim("LF-4", "ours"))
+    monkeypatch.setattr(ledger, "load", lambda: claims)
+    found = [results.Result(name, claims=(name,), outcome="passed") for name in ("LF-1", "LF-3", "LF-4")]
+    assert summary.claim_lines(found) == [
+        "claims of longflow: 1 of 2 checked: 1 hold; 2 statements of ours hold",
+    ]

@@ -1,4 +1,4 @@
-"""SyncKV's claims about overlaps, budgets, sets and their schedule (claims SK-1 to SK-7, SK-10, SK-11).
+"""SyncKV's claims about overlaps, budgets and sets (claims SK-1 to SK-4, SK-10, SK-11).
 
 Counts are exact: integers and fractions. A test named ..._rejects_... shows that a slightly changed statement fails, so
 the test of the claim itself is not empty.
@@ -185,86 +185,6 @@ def test_initial_split_is_disjoint_and_of_size_k(synckv):
 def test_initial_split_rejects_that_the_dynamic_part_holds_the_best(synckv):
     found = synckv.initial_sets(**of_logits([1.0, 3.0, 2.0]), k_static=1, k_dynamic=1)
     assert (tokens_of(found.static), tokens_of(found.dynamic)) == ({1}, {2})
-
-
-# ---- SK-5: the schedule ----------------------------------------------------------------------------------------------
-
-
-def used_at(stride: int, steps: int) -> list[int]:
-    """The step that computed the dynamic set used by step t = 1, 2, ...: Algorithm 1, lines 22 to 36. Prefill is step
-    0."""
-    computed, used = 0, []
-    for t in range(1, steps + 1):
-        used.append(computed)                                                          # line 23: I_{D, t-1}
-        if t % stride == 0:                                                            # line 26
-            computed = t                                                               # line 29
-    return used
-
-
-@pytest.mark.claim("SK-5a")
-def test_age_of_the_set_is_from_one_to_m():
-    for stride in range(1, 13):
-        used = used_at(stride, 60)
-        for t, computed in enumerate(used, start=1):
-            assert computed == stride * ((t - 1) // stride)
-            assert 1 <= t - computed <= stride
-        assert used[:stride] == [0] * stride
-
-
-@pytest.mark.claim("SK-5a")
-def test_age_rejects_a_set_that_is_used_at_once():
-    assert used_at(5, 5)[-1] == 0 != 5 * (5 // 5)
-
-
-def held_after(stride: int, steps: int) -> list[int]:
-    """The step that computed I_{D, t+1}, the set held after step t = 0, 1, ... (eq. 6 and 7 apply at multiples of
-    m)."""
-    return [t // stride * stride for t in range(steps + 1)]
-
-
-@pytest.mark.claim("SK-5b")
-def test_eq_8_contradicts_eq_7_at_the_end_of_each_interval():
-    """Eq. 8 says K_{D, t+1} = K_{D, t} for t in (t_A, t_A + m], but eq. 7 updates at t = t_A + m: at all multiples of
-    m, and at each step if m = 1. Eq. 8 holds on the open interval. The set *in use* is constant on the half-open
-    one."""
-    for stride in range(1, 13):
-        held = held_after(stride, 60)
-        broken = [t for t in range(1, 61) if held[t] != held[t - 1]]
-        assert broken == list(range(stride, 61, stride))
-        used = used_at(stride, 60)
-        for start in range(0, 60 - stride + 1, stride):
-            assert len(set(used[start:start + stride])) == 1
-
-
-# ---- SK-6, SK-7: Algorithm 1 -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.claim("SK-6")
-def test_line_23_is_about_other_sets_than_eq_7():
-    """Two random sets of 128 of 4096 tokens, one per group, have a union of 252 tokens. A group has loaded 128 of
-    them."""
-    n, k = 4096, 128
-    assert 2 * k - Fraction(k * k, n) == 252
-    # The mean size of a union, by enumeration: all pairs of sets of 2 of 5.
-    sets = [set(chosen) for chosen in combinations(range(5), 2)]
-    mean = Fraction(sum(len(one | other) for one, other in product(sets, sets)), len(sets) ** 2)
-    assert mean == 2 * 2 - Fraction(2 * 2, 5)
-
-
-@pytest.mark.claim("SK-6")
-def test_line_23_rejects_a_difference_for_one_group():
-    sets = [{1, 2, 3}]
-    assert set().union(*sets) == sets[0]
-
-
-@pytest.mark.claim("SK-7")
-def test_anticipation_may_choose_what_the_bank_does_not_hold(synckv):
-    """The bank holds a prompt of 4 tokens. At step 1, the R-head attends mostly to the new token."""
-    chosen = synckv.anticipate(
-        **of_logits([0.0, 1.0, 2.0, 3.0, 9.0]), static=torch.full((1, 1, 1), -1), k_dynamic=2
-    )
-    assert tokens_of(chosen) == {3, 4}
-    assert not tokens_of(chosen) <= set(range(4))
 
 
 # ---- SK-10, SK-11: scores and clusters -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The figures in SyncKV's text and tables, recomputed exactly (claims SK-8, SK-9, SK-12)."""
+"""The figures in SyncKV's text and tables, recomputed exactly (claims SK-8, SK-9, SK-12, SK-14)."""
 
 from __future__ import annotations
 
@@ -177,6 +177,7 @@ def test_cake_is_at_30_percent_among_those_at_50():
 def test_the_lowest_decode_latency_is_shared():
     lowest = [name for name, seconds in DECODE.items() if Fraction(seconds) == min(map(Fraction, DECODE.values()))]
     assert lowest == ["SyncKV", "w/o Anticip.", "w/ N_r=1", "w/ N_r=2", "w/ m=5", "w/ m=10"]
+    assert "w/o Susp." not in lowest
 
 
 @pytest.mark.claim("SK-12f")
@@ -192,3 +193,76 @@ def test_best_average_rejects_every_category():
     summary = {model: ONE[model, "SyncKV"][2][2] - ONE[model, "CAKE"][2][2] for model in
                ("Llama-8B", "Qwen-7B", "Qwen-14B", "Llama-70B")}
     assert [difference > 0 for difference in summary.values()] == [True, False, False, False]
+
+
+# ---- SK-14: tables 2 and 3 -------------------------------------------------------------------------------------------
+
+# Model, method, average, semantic retrieval, global information, multi-task. All at 30 % of the memory.
+TABLE_2 = """
+Llama-8B full 44.37 40.66 34.01 58.45
+Llama-8B StreamingLLM 26.82 28.47 33.27 18.72
+Llama-8B H2O 23.25 25.59 30.20 13.95
+Llama-8B SnapKV 29.24 24.58 35.32 27.83
+Llama-8B CAKE 34.11 32.11 34.52 35.70
+Llama-8B SyncKV 37.59 33.64 34.47 44.66
+Qwen-7B full 25.93 21.80 33.64 22.36
+Qwen-7B StreamingLLM 20.68 11.28 35.65 15.10
+Qwen-7B H2O 17.62 13.03 32.05 7.77
+Qwen-7B SnapKV 19.75 14.77 34.16 10.33
+Qwen-7B CAKE 23.55 20.32 32.10 18.22
+Qwen-7B SyncKV 24.66 21.69 34.30 18.00
+"""
+TWO = {
+    (model, method): [Fraction(cell) for cell in cells]
+    for model, method, *cells in map(str.split, TABLE_2.strip().splitlines())
+}
+BASELINES = ("StreamingLLM", "H2O", "SnapKV", "CAKE")
+# Table 3: accuracy and prefill latency.
+ABLATION = {
+    "SyncKV": "48.12 2.45", "w/o Init.": "48.12 2.19", "w/o Anticip.": "47.75 2.43", "w/o Susp.": "48.50 2.63",
+    "w/ N_r=1": "47.86 2.45", "w/ N_r=2": "48.12 2.42", "w/ N_r=3": "47.63 2.52", "w/ m=1": "48.50 2.63",
+    "w/ m=5": "48.12 2.45", "w/ m=10": "47.62 2.51",
+}
+
+
+@pytest.mark.claim("SK-14a")
+def test_averages_of_table_2_are_the_means_of_three_tasks():
+    for average, *cells in TWO.values():
+        assert abs(sum(cells) / 3 - average) <= Fraction(1, 100)
+        assert not abs(sum(cells) / 3 - average - Fraction(2, 100)) <= Fraction(1, 100)
+
+
+@pytest.mark.claim("SK-14b")
+def test_synckv_is_the_best_at_semantic_retrieval():
+    ahead = {
+        model: TWO[model, "SyncKV"][1] - max(TWO[model, other][1] for other in BASELINES)
+        for model in ("Llama-8B", "Qwen-7B")
+    }
+    assert ahead == {"Llama-8B": Fraction("1.53"), "Qwen-7B": Fraction("1.37")}
+    assert TWO["Qwen-7B", "SyncKV"][3] < TWO["Qwen-7B", "CAKE"][3]                     # not at every task
+
+
+@pytest.mark.claim("SK-14c")
+def test_other_tasks_keep_all_or_three_quarters_of_the_accuracy():
+    """Global information, then multi-task."""
+    shares = {
+        model: [round(100 * TWO[model, "SyncKV"][task] / TWO[model, "full"][task]) for task in (2, 3)]
+        for model in ("Llama-8B", "Qwen-7B")
+    }
+    assert shares == {"Llama-8B": [101, 76], "Qwen-7B": [102, 81]}
+
+
+@pytest.mark.claim("SK-14d")
+def test_two_rows_of_the_default_configuration_have_two_prefill_latencies():
+    rows = {ABLATION[name] for name in ("SyncKV", "w/ N_r=2", "w/ m=5")}
+    assert rows == {"48.12 2.45", "48.12 2.42"}
+    assert DECODE["SyncKV"] == DECODE["w/ N_r=2"] == DECODE["w/ m=5"]
+
+
+@pytest.mark.claim("SK-14e")
+def test_no_suspension_is_the_most_accurate_and_two_clusters_are_better_than_one_or_three():
+    accuracy = {name: Fraction(row.split()[0]) for name, row in ABLATION.items()}
+    assert {name for name in accuracy if accuracy[name] == max(accuracy.values())} == {"w/o Susp.", "w/ m=1"}
+    assert max(("w/ N_r=1", "w/ N_r=2", "w/ N_r=3"), key=lambda name: accuracy[name]) == "w/ N_r=2"
+    assert accuracy["w/ m=1"] > accuracy["w/ m=5"] > accuracy["w/ m=10"]
+    assert accuracy["w/o Anticip."] < accuracy["SyncKV"]

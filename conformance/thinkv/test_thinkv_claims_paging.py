@@ -20,7 +20,7 @@ from torch import Tensor
 from kvtwin.conformance.cases.paged_cases import FORMATS, config_of
 from kvtwin.conformance.judge.bounds import UNIT
 from kvtwin.conformance.judge.checkers.thinkv_paging import assert_attention_right
-from kvtwin.conformance.thinkv.claim_slots import Blocks, decoded
+from kvtwin.conformance.thinkv.claim_slots import Blocks, CachedBlocks, decoded
 from kvtwin.reference.attention import attention_weights, weighted_values
 from kvtwin.reference.thinkv import PagedCache, decode_attention
 
@@ -212,25 +212,50 @@ def test_only_masked_logits_make_marks_count(what):
 PHASES = [2] * 8 + [0] * 6 + [1] * 8 + [0] * 6
 
 
+#: Segments, groups, blocks and budget are an eighth to a quarter of the paper's.
+SMALL = {"budget": 128, "tau": 16, "group": 4, "schedule": (8, 4, 2, 1)}
+
+
+def cached(module: Any, kinds: list[int], device: Any = "cpu", **sizes: Any) -> tuple[CachedBlocks, float, float]:
+    """`decoded` with the `PagedCache` of an implementation: its blocks, and the two ratios."""
+    sizes = {"tau": 128, "group": 16, **sizes}
+    store = CachedBlocks(module, kinds, device, tau=sizes["tau"], group=sizes["group"], size=sizes["group"] // 2)
+    return store, *decoded(kinds, store, **sizes)[1:]
+
+
 @pytest.mark.claim("TK-13a")
-def test_thoughts_that_change_fragment_the_cache():
+def test_thoughts_that_change_fragment_the_cache(twins):
     """For R^8 T^6 E^8 T^6, the peak number of slots is 1.49 times the peak number of tokens, or 1.00 times if types
-    shared slots. At one moment the ratio is 3.7."""
-    _, peak, moment = decoded(PHASES)
-    _, shared, _ = decoded(PHASES, shared=True)
-    assert shared == 1.0
+    shared slots. At one moment the ratio is 3.7, or 3.1 if they did."""
+    _, peak, moment = cached(twins.reference.thinkv, PHASES)
     assert 1.49 < peak < 1.50
-    assert moment > 3.7
+    assert 3.7 < moment < 3.8
+    _, shared, least = decoded(PHASES, Blocks(shared=True))
+    assert shared == 1.0
+    assert 3.1 < least < 3.2
+    assert decoded(PHASES, Blocks())[1:] == (peak, moment)                             # the model of slots agrees
 
 
 @pytest.mark.claim("TK-13a")
-def test_no_fragmentation_rejects_a_single_type():
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_a_short_sequence_of_thoughts_fragments_the_cache(twins, side, device):
+    sizes = {"budget": 8, "tau": 4, "group": 4, "schedule": (2, 1)}
+    kinds = [2, 2, 0, 1, 1]
+    _, peak, _ = cached(getattr(twins, side).thinkv, kinds, device, **sizes)
+    assert peak > decoded(kinds, Blocks(size=2, shared=True), **sizes)[1]
+
+
+@pytest.mark.claim("TK-13a")
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_no_fragmentation_rejects_a_single_type(twins, side, device):
     """If the thought type never changes, there is no fragmentation. So types cause it, not eviction."""
-    _, peak, _ = decoded([2] * 20)
+    sizes = SMALL if side == "reference" else {"budget": 8, "tau": 4, "group": 4, "schedule": (2, 1)}
+    _, peak, _ = cached(getattr(twins, side).thinkv, [2] * (20 if side == "reference" else 5), device, **sizes)
     assert peak == 1.0
 
 
 @pytest.mark.claim("TK-13a")
+@pytest.mark.claim("TK-20a")
 def test_free_slots_do_not_serve_another_type(twins):
     """In the cache itself, eviction leaves one of 8 reasoning tokens in each block. 4 transition tokens open two more
     blocks although 4 slots are free. 4 reasoning tokens would open none."""
@@ -245,23 +270,24 @@ def test_free_slots_do_not_serve_another_type(twins):
 
 
 @pytest.mark.claim("TK-13b")
-def test_each_type_allocates_what_its_own_peak_fills():
+def test_each_type_allocates_what_its_own_peak_fills(twins):
     rng = random.Random(0)
     for kinds in (PHASES, *([rng.randrange(3) for _ in range(24)] for _ in range(3))):
-        blocks, _, _ = decoded(kinds, budget=512)
+        store, _, _ = cached(twins.reference.thinkv, kinds, **SMALL)
         for kind in (0, 1, 2):
-            assert blocks.blocks[kind] == math.ceil(blocks.most[kind] / blocks.size)
-            assert blocks.blocks[kind] * blocks.size < blocks.most[kind] + 2 * blocks.size
+            assert store.blocks[kind] == math.ceil(store.most[kind] / store.size)
+        assert sum(store.blocks.values()) * store.size > max(store.most.values())
 
 
 @pytest.mark.claim("TK-13b")
-def test_each_type_rejects_one_block_less():
-    """Three groups of 3 tokens use two blocks of 8, although one block and one slot would hold 9 tokens."""
-    blocks = Blocks()
-    for _ in range(3):
-        blocks.put(0, 2, 3)
-    assert (blocks.blocks[2], blocks.most[2]) == (2, 9)
-    assert blocks.blocks[2] > blocks.most[2] // blocks.size
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_each_type_rejects_one_block_less(twins, side, device):
+    """Five groups of 2 tokens use three blocks of 4, although two blocks and two slots would hold 10 tokens."""
+    store = CachedBlocks(getattr(twins, side).thinkv, [2] * 5, device, tau=2, group=2, size=4)
+    for segment in range(5):
+        store.put(segment, 2, 2)
+    assert (store.blocks[2], store.most[2]) == (3, 10)
+    assert store.blocks[2] > store.most[2] // store.size
 
 
 # ---- TK-14: scales that outlive their tokens -------------------------------------------------------------------------

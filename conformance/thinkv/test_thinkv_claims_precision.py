@@ -112,10 +112,30 @@ def test_ternary_by_amax_rejects_being_near_the_best_fraction():
     assert max(errors.values()) == errors[16]
 
 
+def four_codes(x: Tensor) -> dict[str, Tensor]:
+    """INT2 with all four codes: -2 to 1 with a scale of amax / 2, and four levels from the minimum to the maximum."""
+    half = x.abs().amax(-1, keepdim=True) / 2
+    low, step = x.amin(-1, keepdim=True), (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)) / 3
+    return {"-2 to 1": (x / half).round().clamp(-2, 1) * half, "min to max": ((x - low) / step).round() * step + low}
+
+
+@pytest.mark.claim("TK-4c")
+def test_int2_with_four_codes_is_nearer_than_ternary(twins, device):
+    """Relative squared errors on Gaussian groups of 16: .141 and .107, and .342 for ternary with amax as its scale."""
+    x = torch.randn(20_000, 16, generator=torch.Generator().manual_seed(3))
+    power = float(x.double().square().mean())
+    error = {name: float((y - x).double().square().mean()) / power for name, y in four_codes(x).items()}
+    error["ternary"] = float(quantized(x, "ternary", twins, device).error.square().mean()) / power
+    assert {name: round(number, 2) for name, number in error.items()} == {
+        "-2 to 1": 0.14, "min to max": 0.11, "ternary": 0.34,
+    }
+    assert min(error.values()) != error["ternary"]
+
+
 @pytest.mark.claim("TK-4c")
 def test_int2_of_the_same_scaling_is_ternary_and_int4_no_worse_than_nvfp4(twins, device):
-    """Both formats are -1, 0, 1 times e4m3(amax), so INT2 cannot cause the loss that table 9 reports for INT4 and INT2.
-    INT4 is nearer to Gaussian numbers than NVFP4, so its representation of ordinary numbers cannot cause it either."""
+    """If INT2 is symmetric, both formats are -1, 0, 1 times e4m3(amax), and INT2 cannot cause the loss that table 9
+    reports. INT4 is nearer to Gaussian numbers than NVFP4, so its error on ordinary numbers does not show it either."""
     module = twins.optimized.thinkv
     for x in (drawn("ternary"), drawn("nvfp4")):
         one, other = (module.quantize(x.to(device), fmt, axis=-1) for fmt in ("int2", "ternary"))

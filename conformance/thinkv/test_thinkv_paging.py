@@ -113,6 +113,7 @@ def test_a_lone_token_comes_back_exactly(formats, dtype, twins, device):
 
 @pytest.mark.property("state")
 @sides
+@pytest.mark.claim("TK-20b")
 def test_walkthrough_of_figure_5(side, twins, device):
     """D.6, step by step, with blocks and groups of 4."""
     cache = empty(getattr(twins, side).thinkv, device, group=4, block=4, tau=4, tokens=32)

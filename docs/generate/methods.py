@@ -112,7 +112,8 @@ def claims(name: str) -> str:
     own = [claim for claim in ledger.load() if claim.method == name]
     if not own:
         return "No ledger: this method is a baseline, and the claims of its paper are not examined.\n"
-    return f"{ledger.table(own)}\n\n[The claims ledger](../../explanation/ledger.md) explains the verdicts.\n"
+    left_out = [one for one in ledger.omitted() if one.method == name]
+    return f"{ledger.table(own, left_out)}\n\n[The claims ledger](../../explanation/ledger.md) explains the verdicts.\n"
 
 
 def accuracy(name: str) -> str:

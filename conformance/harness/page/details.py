@@ -68,8 +68,8 @@ def claims(found: Iterable[Values]) -> list[str]:
         )
         for claim in ran
     )
-    heads = ("id", "test", "where", "the paper", "verdict", "what is true")
-    shown = table(heads, rows, label="Claims of the papers", long=("the paper", "what is true"))
+    heads = ("id", "test", "where", "statement", "verdict", "what is true")
+    shown = table(heads, rows, label="Claims of the papers", long=("statement", "what is true"))
     return [fold(f"Claims of the papers: {len(ran):,} checked", shown)]
 
 

@@ -1,0 +1,104 @@
+"""What EpiKV's paper says of other methods, and what its own scores read (claims EK-16 to EK-20)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.mark.claim("EK-16a")
+def test_sparsity_and_entropy_order_rows_differently(twins):
+    """Of two rows of weights, the first is sparser (by ThinKV's measure, less than 1 % of the largest weight), and the
+    second has the lower entropy."""
+    rows = torch.tensor([[0.25, 0.25, 0.25, 0.25, 0, 0, 0, 0], [0.93, *[0.01] * 7]], dtype=torch.float64)
+    key = torch.zeros(1, 1, 8, 16, dtype=torch.float64)
+    query = torch.zeros(1, 1, 16, dtype=torch.float64)
+    query[..., 0] = 1
+    measured = []
+    for row in rows:
+        key[0, 0, :, 0] = row.clamp_min(1e-9).log()
+        seen = torch.ones(1, 8, dtype=torch.bool)
+        measured.append(float(twins.reference.thinkv.attention_sparsity(query, key, seen, scale=1.0)))
+    entropy = -(rows * rows.clamp_min(1e-300).log()).sum(-1)
+    assert measured == [0.5, 0.0]
+    assert entropy[0] > entropy[1]
+    assert entropy[0] < -(torch.ones(8) / 8 * (torch.ones(8) / 8).log()).sum(), "an even row has more of it"
+
+
+@pytest.mark.claim("EK-16b")
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_thinkv_keeps_as_many_tokens_of_each_type(twins, side, device):
+    """Segments of all three types after 1, 2 and 3 transitions: 64, 32 and 16 tokens each, not 64, 32, 8 by type."""
+    anneal = getattr(twins, side).thinkv.anneal
+    size, level = torch.tensor([[128, 128, 128, 1]], device=device), torch.zeros(1, 4, dtype=torch.int64, device=device)
+    kept = []
+    for _ in range(3):
+        found = anneal(
+            size, level, torch.tensor([[2, 1, 0, 2]], device=device), torch.tensor([3], device=device),
+            torch.tensor([True], device=device), live=size.sum(1), budget=1000, retention=(64, 32, 16, 8, 4),
+        )
+        size, level = found.size, found.level
+        kept.append(size[0, :3].tolist())
+    assert kept == [[64] * 3, [32] * 3, [16] * 3]
+    assert [64, 32, 8] not in kept
+
+
+@pytest.mark.claim("EK-17")
+def test_raas_takes_longer_than_no_eviction():
+    """Seconds per problem on AIME-2024 at 8192, as far as the text has them."""
+    seconds = {"none": 763.0, "ThinKV": 721.0, "RaaS": 1238.7, "Lag-KV": 440.5}
+    assert [name for name, one in seconds.items() if one > seconds["none"]] == ["RaaS"]
+    assert round(seconds["RaaS"] / seconds["none"], 2) == 1.62
+
+
+@pytest.mark.claim("EK-18")
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_streaming_llm_needs_no_attention_weights(twins, side, device):
+    """What it keeps follows from positions alone. H2O's choice depends on the weights."""
+    keep = getattr(twins, side).baselines.streaming_llm.keep
+    positions = torch.arange(12, device=device)[None, None]
+    assert keep(positions, 6, sinks=2)[0, 0].nonzero().flatten().tolist() == [0, 1, 8, 9, 10, 11]
+    key, value = torch.randn(2, 1, 1, 12, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    alive = {}
+    for name, state, options in (("streaming_llm", "StreamingLLMState", {"sinks": 2}), ("h2o", "H2OState", {})):
+        module = getattr(getattr(twins, side).baselines, name)
+        for sign in (1, -1):
+            held = getattr(module, state)(
+                getattr(module, state.replace("State", "Config"))(6, 4, **options), batch=1, query_heads=1,
+                key_value_heads=1, head_dim=16, dtype=torch.float32, device=device,
+            )
+            for start in range(0, 12, 4):
+                part = slice(start, start + 4)
+                held.append_block(sign * torch.ones_like(key[:, :, part]), key[:, :, part], value[:, :, part])
+            alive[name, sign] = sorted(held.positions[held.positions >= 0].tolist())
+    assert alive["streaming_llm", 1] == alive["streaming_llm", -1] == [0, 1, 8, 9, 10, 11]
+    assert alive["h2o", 1] != alive["h2o", -1]
+
+
+@pytest.mark.claim("EK-19")
+def test_h2o_collapses_by_an_order_of_magnitude_and_its_counts_add_up():
+    """Of 100 problems, solved and without an answer, by budget. Without eviction, 75 are solved."""
+    counts = {4096: (67, 27), 2048: (49, 48), 1024: (5, 93)}
+    assert all(solved + empty <= 100 for solved, empty in counts.values())
+    assert not all(solved + empty <= 95 for solved, empty in counts.values())
+    assert 75 / counts[1024][0] >= 10 > 75 / counts[2048][0]
+
+
+@pytest.mark.claim("EK-20")
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+@pytest.mark.parametrize("policy", ["epikv", "kv_key", "lag_kv", "attn_x_hs"])
+def test_scores_do_not_depend_on_queries(twins, side, policy, device):
+    """They are read from keys, values and hidden states. That of a hybrid depends on the queries."""
+    module, found = getattr(twins, side).epikv, []
+    for sign in (1, -1):
+        config = module.EpiKVConfig(6, policy=policy, recent=1, window=4, chunk=3, keep_prompt=False, hidden_size=16)
+        state = module.EpiKVState(
+            config, batch=1, query_heads=1, key_value_heads=1, head_dim=16, dtype=torch.float32, device=device,
+        )
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(12):
+            query, key, value, *hidden = torch.randn(5, 1, 16, generator=generator).to(device)
+            layers = {"epikv": 2, "attn_x_hs": 1}.get(policy, 0)
+            state.step(sign * query[None], key[None], value[None], *hidden[:layers])
+        found.append((sorted(state.positions[0].tolist()), state.scorer.score.tolist()))
+    assert (found[0] == found[1]) is (policy != "attn_x_hs")
