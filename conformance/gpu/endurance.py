@@ -3,7 +3,8 @@
 It prints a line per state, and exits with 1 if a check fails:
 
 - Memory: the number of live tensors, their bytes, and the memory that torch has allocated on a GPU are at most what
-  they were in the first half of the steps.
+  they were in the first half of the steps. ThinKV's reference may have twice as much: it stores some tokens of each
+  window, and each of them keeps the tokens that were quantized with it.
 - Counters: `tokens_seen` is exact. The positions of a row's tokens are distinct, and lie between 0 and `tokens_seen`.
   A state that always fills its budget holds as many tokens at the end as at half of the steps.
 - The last steps: a copy of the state in other memory gives the same bits. After `reset()`, the state gives the same
@@ -127,7 +128,8 @@ def endure(pair: discovery.Pair, side: Any, device: torch.device, steps: int) ->
         peaks.append(tuple(map(max, zip(*samples, strict=True))))
         if half == 0:
             held_before = held(state)
-    if any(later > earlier for earlier, later in zip(*peaks, strict=True)):
+    allowed = 2 if pair.name == "thinkv" and side is pair.reference else 1
+    if any(later > allowed * earlier for earlier, later in zip(*peaks, strict=True)):
         raise Failed(f"memory grows: (tensors, bytes, allocated) at most {peaks[0]} in the first half, then {peaks[1]}")
     seen = PROMPT + sum((steps // 2 - half * LAST) // SAMPLES * SAMPLES for half in range(2))
     check_counters(state, seen)
