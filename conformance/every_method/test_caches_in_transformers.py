@@ -52,6 +52,14 @@ def test_attention_that_does_not_switch_is_refused(family: str) -> None:
         feed(model, LongFlowCache(model.config, budget=8))
 
 
+def test_a_model_that_reads_the_mask_is_refused() -> None:
+    """Doge adds values of its own to the mask before it calls the attention function."""
+    model = tiny_models.other("doge")
+    model.set_attn_implementation("kvtwin")
+    with pytest.raises(NotImplementedError, match=r"reads the attention mask itself \(dtype\)"):
+        feed(model, LongFlowCache(model.config, budget=8))
+
+
 # Stock caches --------------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,10 @@ def _advice() -> str:
     )
 
 
+class NoMask(NotImplementedError, AttributeError):
+    """A model reads the mask in code of its own, but kvtwin's attention makes none."""
+
+
 class MaskSpec:
     """The arguments of the mask function, instead of a mask. All layers of a forward pass share one object.
 
@@ -53,6 +57,13 @@ class MaskSpec:
         """The model's attention_mask, [B, T] bool, or None."""
         mask: Tensor | None = self._arguments["attention_mask"]
         return mask
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for attributes that a mask would have. Models read them that combine the mask with one of their own."""
+        raise NoMask(
+            f"this model reads the attention mask itself ({name}), before it calls the attention function: kvtwin's "
+            "attention supports only models that pass the mask on, so call set_attn_implementation with another one"
+        )
 
     def contiguous(self) -> MaskSpec:
         return self
