@@ -59,7 +59,7 @@ class MaskSpec:
         return mask
 
     def __getattr__(self, name: str) -> Any:
-        """Called for attributes that a mask would have. Models read them that combine the mask with one of their own."""
+        """Called for attributes of a mask. Models read them that combine the mask with one of their own."""
         raise NoMask(
             f"this model reads the attention mask itself ({name}), before it calls the attention function: kvtwin's "
             "attention supports only models that pass the mask on, so call set_attn_implementation with another one"
