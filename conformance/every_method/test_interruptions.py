@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvtwin.conformance import discovery
 from kvtwin.conformance.cases import tiny
+from kvtwin.conformance.cases.paged_cases import FORMATS, config_of
 from kvtwin.conformance.discovery import Pair
 from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.judge.compare import assert_same
@@ -125,19 +126,65 @@ def test_an_interrupted_call_is_undone_or_noticed(
     def new() -> Any:
         return tiny.new_state(pair, getattr(pair, side), device, **options)
 
+    tried, refused = interrupt_all(new, calls(new(), device), device, monkeypatch, copies="offload" not in options)
+    print(f"{pair.name} {side} {options}: {tried} interruptions, {refused} noticed, {tried - refused} undone")
+
+
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_an_interrupted_paged_cache_is_undone_or_refuses(
+    side: str, twins: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ThinKV's cache, used without the state."""
+    module = getattr(twins, side).thinkv
+    query, key, value = tiny.token(device, seed=1)
+
+    def rows(*numbers: Any) -> Tensor:
+        return torch.tensor(numbers, device=device)
+
+    def append(position: int) -> Call:
+        return lambda cache: cache.append((1 + position) * key, value - position, rows(position, position))
+
+    def decode(cache: Any) -> Tensor:
+        output: Tensor = module.decode_attention(query, cache).output
+        return output
+
+    changes: list[tuple[str, Call]] = [
+        ("append", append(0)), ("append", append(1)),
+        ("flush", lambda cache: cache.flush(rows(True, True), rows(0, 2), rows(0, 0))), ("append", append(2)),
+        ("evict", lambda cache: cache.evict(cache.positions == 0)),
+        ("reorder", lambda cache: cache.reorder(rows(1, 0))),
+        ("release", lambda cache: cache.release(rows(True, False))), ("append", append(3)),
+        ("reset", lambda cache: cache.reset()),
+    ]
+    todo = [one for change in changes for one in (change, ("decode", decode))]
+    interrupt_all(
+        lambda: module.PagedCache(
+            config_of(FORMATS[0], tokens=8), batch=tiny.BATCH, key_value_heads=tiny.KEY_VALUE_HEADS,
+            head_dim=tiny.HEAD_DIM, dtype=torch.float32, device=device,
+        ),
+        todo, device, monkeypatch,
+    )
+
+
+def interrupt_all(
+    new: Callable[[], Any], todo: list[tuple[str, Call]], device: torch.device, monkeypatch: pytest.MonkeyPatch, *,
+    copies: bool = True,
+) -> tuple[int, int]:
+    """Interrupt each call at some places, and then retry it. Returns the numbers of interruptions and of refusals.
+
+    copies: False for states that cannot be copied, such as one with a bank in host memory.
+    """
     def state_after(number: int) -> Any:
-        """After this many calls. A bank in host memory has no copy."""
-        if "offload" not in options:
+        if copies:
             return copy.deepcopy(before[number])
         made = new()
         for _, call in todo[:number]:
             call(made)
         return made
 
-    todo = calls(state := new(), device)
-    before, right = [], []
+    state, before, right = new(), [], []
     for _, call in todo:
-        before.append(copy.deepcopy(state) if "offload" not in options else None)
+        before.append(copy.deepcopy(state) if copies else None)
         right.append(call(state))
     tried = refused = 0
     for number, (name, call) in enumerate(todo):
@@ -167,7 +214,7 @@ def test_an_interrupted_call_is_undone_or_noticed(
             else:
                 same(retried, right[number], where)
                 follow(state, todo[number + 1:number + 2], right[number + 1:number + 2], where)
-    print(f"{pair.name} {side} {options}: {tried} interruptions, {refused} noticed, {tried - refused} undone")
+    return tried, refused
 
 
 def assert_refuses_everything(state: Any, todo: list[tuple[str, Call]]) -> None:

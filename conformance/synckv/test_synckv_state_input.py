@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvtwin.conformance.cases import fuzz
 from kvtwin.conformance.cases.bad_input import WRONG_TOKENS
 from kvtwin.conformance.cases.tiny import attributes
 from kvtwin.reference.synckv.contract import HeadClusters, SyncKVConfig
@@ -120,3 +121,13 @@ def assert_unchanged(state, before):
     for name, value in before.items():
         same = torch.equal(value, after[name]) if isinstance(value, torch.Tensor) else value == after[name]
         assert same, f"{name} was changed"
+
+
+@pytest.mark.limits
+@SIDES
+def test_more_heads_than_fit_into_memory_are_refused_at_once(side, twins, device):
+    """The default clusters are a list of as many numbers."""
+    state = getattr(twins, side).synckv.SyncKVState
+    sizes = {"query_heads": 2**40, "key_value_heads": 2**40, "head_dim": 16, "dtype": torch.float32}
+    with fuzz.within(5), pytest.raises(RuntimeError, match="memory"):
+        state(SyncKVConfig(4, 0.5, 2, 1, max_tokens=24), batch=1, **sizes, device=device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...reference._interrupted import Interruptible
 from ...reference._validate import check_dtype, check_reorder, resolve_device
 from ...reference.contract import Sizes
 from ...reference.thinkv._validate_paging import check_append, check_decode, check_flush, check_paged_cache, check_rows
@@ -26,9 +27,11 @@ __all__ = ["PagedAttentionResult", "PagedCache", "decode_attention"]
 
 #: The largest number of tokens of a group or a block that kernels support.
 LARGEST = 256
+#: Tables whose entries are -1 if there is nothing.
+NOTHING = {"positions", "segments", "slot_groups", "block_thoughts", "physical", "starts"}
 
 
-class PagedCache(Buffers):
+class PagedCache(Buffers, Interruptible):
     """The paged cache of `batch` sequences in one layer (ThinKV section 4.2).
 
     Attributes as in the reference: by slot [B, S] positions, occupied, segments, thoughts, groups, evicted; by entry of
@@ -59,7 +62,7 @@ class PagedCache(Buffers):
         self._tables = self._allocate_tables()
         self._storage = self._allocate_storage()
         self._arrivals = self._buffer(batch, dtype=torch.int32)
-        self.release(torch.ones(batch, dtype=torch.bool, device=self.device))
+        self.reset()
 
     def _allocate_tables(self) -> ops.Tables:
         config, batch = self.config, self.shape[0]
@@ -99,39 +102,55 @@ class PagedCache(Buffers):
         check_append(key, value, positions, shape=self.shape, dtype=self.dtype, device=self.device)
         check_launchable(key=key, value=value)
         storage, tables = self._storage, self._tables
+        self._start_change("append")
         ops.append(
             key, value, positions, storage.buffer_key, storage.buffer_value, tables.positions, tables.buffered,
             tables.overflow,
         )
+        self._end_change()
 
     def flush(self, rows: Tensor, thought: Tensor, segment: Tensor) -> None:
         """Quantize the buffers of `rows` [B] bool in the format of `thought` [B] int64 (0 T, 1 E, 2 R), and assign
         slots to their tokens, which become tokens of `segment` [B] int64. If there is no room, see overflow."""
         check_flush(rows, thought, segment, batch=self.shape[0], device=self.device)
+        self._start_change("flush")
         ops.flush(rows, thought, segment, *self._storage, *self._tables, self._formats, self.config.block)
+        self._end_change()
 
     def evict(self, tokens: Tensor) -> None:
         """Evict the tokens in the slots `tokens` [B, S] bool; slots without a quantized token are ignored."""
         check_rows("tokens", tokens, (self.shape[0], self.config.slots), "[B, S]", self.device)
         tables = self._tables
+        self._start_change("evict")
         ops.evict(
             tokens, tables.positions, tables.segments, tables.evicted, tables.slot_groups, tables.block_thoughts,
             tables.physical, tables.order, tables.used, tables.group_tokens, tables.counts, self._formats,
             self.config.block,
         )
+        self._end_change()
+
+    def reset(self) -> None:
+        """Forget all tokens of all rows."""
+        self._interrupted = "reset"
+        for name, table in self._tables._asdict().items():
+            table.fill_(-1 if name in NOTHING else 0)
+        self._end_change()
 
     def release(self, rows: Tensor) -> None:
         """Forget all tokens of `rows` [B] bool."""
         check_rows("rows", rows, self.shape[:1], "[B]", self.device)
-        nothing = {"positions", "segments", "slot_groups", "block_thoughts", "physical", "starts"}
+        self._start_change("release")
         for name, table in self._tables._asdict().items():
-            table.masked_fill_(rows.view(-1, *[1] * (table.dim() - 1)), -1 if name in nothing else 0)
+            table.masked_fill_(rows.view(-1, *[1] * (table.dim() - 1)), -1 if name in NOTHING else 0)
+        self._end_change()
 
     def reorder(self, index: Tensor) -> None:
         """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.shape[0], self.device)
+        self._start_change("reorder")
         for tensor in (*self._tables, *self._storage):
             tensor.copy_(tensor.index_select(0, index))
+        self._end_change()
 
     # Contents ------------------------------------------------------------------------------------------------------
 
@@ -256,6 +275,7 @@ def decode_attention(
         raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}")
     scale = check_decode(query, scale, look, shape=cache.shape, dtype=cache.dtype, device=cache.device)
     check_launchable(query=query)
+    cache._check_whole()
     batch, heads, head_dim = cache.shape
     check_kernel_sizes(Sizes(batch, query.shape[1], heads, cache.config.slots, head_dim))
     storage, tables = cache._storage, cache._tables

@@ -54,8 +54,8 @@ class ThinKVState(State):
         )
         by_segment = (batch, config.segments)
         self.sparsity = self._buffer(batch, dtype=torch.float32)
-        self.over_budget, self._flushing, self._change, self._looks, self._every = (
-            self._buffer(batch, dtype=torch.bool) for _ in range(5)
+        self.over_budget, self._flushing, self._change, self._looks = (
+            self._buffer(batch, dtype=torch.bool) for _ in range(4)
         )
         self.levels, self._thoughts, self._held = (self._buffer(*by_segment, dtype=torch.int64) for _ in range(3))
         self._thought, self._segment, self._seen, self._decoded, self._live, self._position = (
@@ -66,7 +66,7 @@ class ThinKVState(State):
     def reset(self) -> None:
         """Forget every token."""
         self._interrupted = "reset"
-        self.cache.release(self._every.fill_(True))
+        self.cache.reset()
         for tensor in (
             self.sparsity, self.over_budget, self.levels, self._held, self._seen, self._decoded, self._live,
         ):

@@ -46,6 +46,8 @@ class SyncKVState(State):
             check_config(config, SyncKVConfig), slots=config.max_tokens, batch=batch, query_heads=query_heads,
             key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
+        # Before a list of as many heads, which would take forever if their keys do not fit into memory.
+        torch.empty(batch, key_value_heads, config.max_tokens, head_dim, dtype=dtype, device=self.device)
         self.head_clusters = resolve_clusters(head_clusters, config.clusters, key_value_heads)
         self._heads = torch.tensor(self.head_clusters.representatives, device=self.device)
         self._labels = torch.tensor(self.head_clusters.labels, device=self.device)

@@ -25,6 +25,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from .._interrupted import Interruptible
 from .._validate import check_dtype, check_no_grad, check_reorder, resolve_device
 from ..attention import accumulate_dtype, attention_weights, weighted_values
 from ._validate_paging import check_append, check_decode, check_flush, check_paged_cache, check_rows
@@ -43,7 +44,7 @@ __all__ = ["PagedAttentionResult", "PagedCache", "decode_attention"]
 SLOT_BYTES, ENTRY_BYTES, GROUP_BYTES, SEGMENT_BYTES, ROW_BYTES = 21, 21, 4, 8, 33
 
 
-class PagedCache:
+class PagedCache(Interruptible):
     """The paged cache of `batch` sequences in one layer (section 4.2). The module docstring describes its use.
 
     config: formats, group, block and sizes. dtype: the dtype of keys, values and queries; float64 makes it the oracle.
@@ -76,17 +77,20 @@ class PagedCache:
         """
         check_append(key, value, positions, shape=self.shape, dtype=self.dtype, device=self.device)
         check_no_grad(key=key, value=value)
+        self._check_whole()
         numbers = positions.tolist()
         for b, (row, position) in enumerate(zip(self._rows, numbers, strict=True)):
             if position < -1 or position in row.tokens:
                 raise ValueError(f"positions must be new ones, or -1, got {position} in row {b}")
             if position >= 0 and len(row.buffer) == self.config.group:
                 raise ValueError(f"row {b} has {self.config.group} tokens in its buffer: flush() it before append()")
+        self._start_change("append")
         for b, (row, position) in enumerate(zip(self._rows, numbers, strict=True)):
             if position >= 0:
                 token = Token(position, key[b].clone(), value[b].clone())
                 row.buffer.append(token)
                 row.tokens[position] = token
+        self._end_change()
 
     def flush(self, rows: Tensor, thought: Tensor, segment: Tensor) -> None:
         """Quantize the buffers of `rows` [B] bool in the format of `thought` [B] int64 (0 T, 1 E, 2 R).
@@ -97,6 +101,7 @@ class PagedCache:
         there is no free block, and for thoughts and segments out of range; no row changes then.
         """
         check_flush(rows, thought, segment, batch=self.shape[0], device=self.device)
+        self._check_whole()
         plans = []
         for b, (asked, kind, number) in enumerate(zip(*(x.tolist() for x in (rows, thought, segment)), strict=True)):
             row = self._rows[b]
@@ -113,8 +118,10 @@ class PagedCache:
             if group >= self.config.peak:
                 raise ValueError(f"row {b} has no scale group left")
             plans.append((row, kind, number, slots, blocks, group))
+        self._start_change("flush")
         for plan in plans:
             self._flush(*plan)
+        self._end_change()
 
     def _free(self, row: Row, kind: int) -> tuple[list[int], list[tuple[int, int]]]:
         """The free slots in blocks of a thought type, and (entry, physical block) of all possible new blocks, in order.
@@ -159,8 +166,9 @@ class PagedCache:
         scales of a group without tokens.
         """
         check_rows("tokens", tokens, (self.shape[0], self.config.slots), "[B, S]", self.device)
-        size = self.config.block
-        for row, marked in zip(self._rows, tokens.tolist(), strict=True):
+        size, marks = self.config.block, tokens.tolist()
+        self._start_change("evict")
+        for row, marked in zip(self._rows, marks, strict=True):
             for entry, block in list(row.table.items()):
                 for place, token in enumerate(block.tokens):
                     if token is not None and marked[entry * size + place]:
@@ -168,17 +176,23 @@ class PagedCache:
                         del row.tokens[token.position]
                 if not any(block.tokens):
                     del row.table[entry]
+        self._end_change()
+
+    def reset(self) -> None:
+        """Forget all tokens of all rows."""
+        self._rows = [Row() for _ in range(self.shape[0])]
+        self._end_change()
 
     def release(self, rows: Tensor) -> None:
         """Forget all tokens of `rows` [B] bool."""
         check_rows("rows", rows, self.shape[:1], "[B]", self.device)
-        for b, released in enumerate(rows.tolist()):
-            if released:
-                self._rows[b] = Row()
+        self._check_whole()
+        self._rows = [Row() if released else self._rows[b] for b, released in enumerate(rows.tolist())]
 
     def reorder(self, index: Tensor) -> None:
         """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.shape[0], self.device)
+        self._check_whole()
         self._rows = [copy.deepcopy(self._rows[source]) for source in index.tolist()]
 
     # Contents --------------------------------------------------------------------------------------------------------
@@ -361,6 +375,7 @@ def decode_attention(
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}")
     scale = check_decode(query, scale, look, shape=cache.shape, dtype=cache.dtype, device=cache.device)
+    cache._check_whole()
     key, value, occupied = in_order(cache, accumulate_dtype(query))
     exact = query.to(key.dtype)
     weight = attention_weights(exact, key, occupied, scale=scale)                  # eq. 1

@@ -64,7 +64,7 @@ class ThinKVState(State):
 
     def _allocate(self) -> None:
         batch, segments, reasoning = self.sizes.batch, self.config.segments, int(Thought.REASONING)
-        self.cache.release(self._rows(True))
+        self.cache.reset()
         dtype = accumulate_dtype(torch.empty(0, dtype=self.dtype))
         self.sparsity = torch.zeros(batch, dtype=dtype, device=self.device)
         self.over_budget = self._rows(False)
