@@ -168,8 +168,8 @@ def append(
         append_kernel[(batch,)](
             key, value, new_positions, buffer_key, buffer_value, positions, buffered, overflow,
             heads, slots, slots - group, *key.stride(), *value.stride(), new_positions.stride(0),
-            GROUP=group, HEAD_DIM=head_dim, D_PAD=d_pad, HEADS=min(triton.next_power_of_2(heads), 2048 // d_pad),
-            num_warps=4,
+            GROUP=group, HEAD_DIM=head_dim, D_PAD=d_pad,
+            HEADS=1 if INTERPRETED else min(triton.next_power_of_2(heads), 2048 // d_pad), num_warps=4,
         )
 
 
