@@ -20,6 +20,10 @@ LAYOUTS = (
 )
 REPEATED = {"repeat_rows": 0, "repeat_heads": 1, "repeat_slots": 2}
 
+#: Another layout: each tensor has one of its own, and no two have a stride in common but the last one of key and mask.
+MIXED = "mixed"
+_OWN = {"query": "spread", "key": "sliced", "value": "channels_first", "occupied": "spread", "protected": "sliced"}
+
 #: Beyond this many elements a 32-bit offset overflows.
 FAR = 2**31
 
@@ -50,6 +54,8 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
 
 def of(layout: str, name: str) -> str:
     """The layout of the tensor with this name, in a case with this layout."""
+    if layout == MIXED:
+        return next((own for part, own in _OWN.items() if part in name), "contiguous")
     return ("sliced" if "value" in name else "contiguous") if layout == "apart" else layout
 
 
