@@ -25,7 +25,7 @@ _SIZES = [
 ]
 #: Slots, and queries, that are looked at together. In the interpreter few, so that tests cover several rounds.
 _SLOTS = tl.constexpr(16 if INTERPRETED else 1024)
-_QUERIES = tl.constexpr(4 if INTERPRETED else 128)
+_QUERIES = tl.constexpr(8 if INTERPRETED else 128)
 _POSITIONS = ["capacity", "asks_b", "asks_q", "position_b", "position_h", "position_s"]
 
 

@@ -20,7 +20,7 @@ def chunk_sizes(end: int, most: int = 4096) -> tuple[int, int]:
     """Slots per iteration, of a pass over `end` slots and of a search among them. In the interpreter few, so that tests
     cover several iterations."""
     if INTERPRETED:
-        return 32, 16
+        return 32, 32
     search = 128 if end <= 128 else 512 if end <= 1024 else 1024
     return min(most, max(128, triton.next_power_of_2(end))), min(most // 4, search)
 
