@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers", reason="the caches for transformers need it")
 
-from transformers import PreTrainedConfig  # noqa: E402
-from transformers.cache_utils import DynamicSlidingWindowLayer  # noqa: E402
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvtwin.reference.hf.progress import Progress  # noqa: E402
+from kvtwin.reference.hf.progress import Progress
 
 pytestmark = pytest.mark.kind("equivalence")
 
