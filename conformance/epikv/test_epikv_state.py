@@ -92,6 +92,26 @@ def test_a_longer_run_with_reset_and_beams(policy, twins, device):
         run.step(*drawn(60 + step, device))
 
 
+@pytest.mark.parametrize("options", [
+    {"policy": "band_adaptive", "bands": (2, 1)}, {"policy": "lag_kv"}, {"policy": "attn_x_hs"},
+    {"policy": "segment_hs", **SEGMENTS},
+], ids=lambda options: options["policy"])
+def test_rows_of_other_ages_in_another_order_and_after_a_reset(options, twins, device):
+    """Rows with padding in other places keep other tokens in other slots. Then they change places, and after a reset
+    both get other prompts, which are kept in part again."""
+    run = both(twins, device, heads=2, budget=6, recent=3, window=4, chunk=3, keep_prompt=False, **options)
+    occupied = torch.tensor([[True] * 8, [False, True, False, True, False, False, True, True]], device=device)
+    run.prefill(*drawn(90, device, 8, heads=2), occupied)
+    for step in range(8):
+        if step in (2, 5):
+            run.reorder(torch.tensor([1, 0], device=device))
+        run.step(*drawn(91 + step, device, heads=2))
+    run.reset()
+    run.prefill(*drawn(110, device, 3, heads=2), torch.tensor([[False, True, False], [True] * 3], device=device))
+    for step in range(6):
+        run.step(*drawn(111 + step, device, heads=2))
+
+
 def test_the_paper_s_budgets_and_windows(twins, device):
     """Defaults: a window of 64 values and a recency of K / 4. The hidden size differs from the size of the heads."""
     config = EpiKVConfig(16, hidden_size=40)
