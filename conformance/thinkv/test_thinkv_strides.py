@@ -50,7 +50,7 @@ def test_a_paged_cache_reads_every_argument_by_its_own_stride(twins, device):
     """Rows are flushed with thoughts and segments of their own, and lose tokens of their own."""
     plain, other = (empty(twins.optimized.thinkv, device, batch=3) for _ in range(2))
     generator = torch.Generator().manual_seed(5)
-    thought, segment = torch.tensor([2, 0, 1], device=device), torch.tensor([1, 2, 0], device=device)
+    thought, segment = torch.tensor([2, 0, 1], device=device), torch.tensor([0, 2, 1], device=device)
     for first in (0, 2):
         for position in range(first, first + 2):
             key, value = torch.randn(2, 3, 1, 16, generator=generator).to(device)
@@ -61,6 +61,8 @@ def test_a_paged_cache_reads_every_argument_by_its_own_stride(twins, device):
         plain.flush(rows, thought, segment)
         other.flush(spaced(rows, 2), spaced(thought, 3), spaced(segment, 4))
         assert_same_contents(other, plain, numbers=True)
+        assert_same(other.segments, plain.segments, what="segments")
+        assert_same(other.overflow, plain.overflow, what="overflow")
     gone = torch.rand(plain.positions.shape, generator=generator).to(device) < 0.5
     plain.evict(gone)
     other.evict(spaced(gone, 2))
