@@ -18,7 +18,7 @@ pytestmark = [
 
 SLOTS, HEAD_DIM = 150, 16
 #: The slot of the extreme key, by KV head.
-PLACES = (5, 40, 70, 120, 145)
+PLACES = (5, 40, 70, 120, 140)
 
 
 def keys(device: torch.device, *, seed: int, factor: float) -> Tensor:
@@ -35,9 +35,12 @@ def test_a_key_of_extreme_size_in_any_tile_has_a_direction(factor, twins, device
 
 
 @pytest.mark.parametrize("factor", [1e30, 2.0**-71])
-def test_steps_keep_a_key_of_extreme_size_in_any_tile(factor, twins, device):
-    """The sum of the keys is computed again at every second step. One more head has no such key."""
-    key = torch.cat((keys(device, seed=2, factor=factor), keys(device, seed=3, factor=1.0)[:, :1]), 1)
+def test_a_step_evicts_a_key_of_extreme_size_in_any_tile(factor, twins, device):
+    """It is the key most like the anchor. One more head has no such key. The sum of the keys is computed again at every
+    second step."""
+    key = 1 + 0.5 * torch.cat((keys(device, seed=2, factor=1.0), keys(device, seed=3, factor=1.0)[:, :1]), 1)
+    for head, place in enumerate(PLACES):
+        key[0, head, place] = factor
     heads, budget = key.shape[1], SLOTS - 5
     generator = torch.Generator().manual_seed(4)
     query, value = (torch.randn(1, heads, SLOTS, HEAD_DIM, generator=generator).to(device) for _ in range(2))
@@ -48,3 +51,4 @@ def test_steps_keep_a_key_of_extreme_size_in_any_tile(factor, twins, device):
     both.prefill(*(tensor[:, :, :budget] for tensor in (query, key, value)))
     for step in range(budget, SLOTS):
         both.step(*(tensor[:, :, step] for tensor in (query, key, value)))
+        assert not any(place in both.tested.positions[0, head].tolist() for head, place in enumerate(PLACES))
