@@ -11,7 +11,7 @@ from kvtwin.conformance.judge.compare import assert_same
 
 SIZES = {"batch": 2, "query_heads": 2, "key_value_heads": 1, "head_dim": 16}
 #: Thoughts by segment and row.
-THOUGHTS = ((2, 0), (0, 1), (1, 2), (2, 1), (0, 2))
+THOUGHTS = ((2, 0), (1, 2), (1, 0), (2, 1), (0, 2))
 
 
 def tokens(generator: torch.Generator, device: torch.device, *time: int) -> list[Tensor]:
