@@ -94,7 +94,7 @@ def test_a_longer_run_with_reset_and_beams(policy, twins, device):
 
 @pytest.mark.parametrize("options", [
     {"policy": "band_adaptive", "bands": (2, 1)}, {"policy": "lag_kv"}, {"policy": "attn_x_hs"},
-    {"policy": "segment_hs", **SEGMENTS},
+    {"policy": "segment_hs", **SEGMENTS, "edges": (0.55, 0.7)},
     {"policy": "kv_key", "budget": 4, "keep_prompt": True, "count_prompt": False, "max_prompt": 21},
 ], ids=lambda options: options["policy"])
 def test_rows_of_other_ages_in_another_order_and_after_a_reset(options, twins, device):

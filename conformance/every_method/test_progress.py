@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("transformers", reason="the caches for transformers need it")
@@ -113,6 +113,8 @@ class Passes:
                 layer.pending = 0
 
 
+@example(plan=Plan(("evicting", "evicting"), frozenset(), (1, 1, 1), (0, 1, "attention")))
+@example(plan=Plan(("other", "window", "evicting"), frozenset(), (2, 1, 1), (1, 1, "attention")))
 @given(plan=plans())
 @settings(max_examples=max(150, settings().max_examples))
 def test_a_pass_is_refused_while_the_layers_differ(plan):
