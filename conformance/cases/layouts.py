@@ -20,6 +20,10 @@ LAYOUTS = (
 )
 REPEATED = {"repeat_rows": 0, "repeat_heads": 1, "repeat_slots": 2}
 
+#: Another layout: each tensor has one of its own, and no two masks, and no two others, have a stride in common.
+MIXED = "mixed"
+_OWN = {"query": "spread", "key": "sliced", "value": "channels_first", "occupied": "spread", "protected": "spread_by_3"}
+
 #: Beyond this many elements a 32-bit offset overflows.
 FAR = 2**31
 
@@ -41,6 +45,9 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
     elif layout == "spread":
         room = _poisoned(tensor, [2 * size for size in tensor.shape])
         view = room[tuple(slice(0, 2 * size, 2) for size in tensor.shape)]
+    elif layout == "spread_by_3":
+        room = _poisoned(tensor, [3 * size for size in tensor.shape])
+        view = room[tuple(slice(0, 3 * size, 3) for size in tensor.shape)]
     elif layout == "far":
         view = _far(tensor) if tensor.dim() > 3 else torch.empty_like(tensor)
     else:
@@ -50,6 +57,8 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
 
 def of(layout: str, name: str) -> str:
     """The layout of the tensor with this name, in a case with this layout."""
+    if layout == MIXED:
+        return next((own for part, own in _OWN.items() if part in name), "contiguous")
     return ("sliced" if "value" in name else "contiguous") if layout == "apart" else layout
 
 

@@ -120,12 +120,16 @@ def numbers(*of_rows: Any, device: torch.device) -> Tensor:
     return torch.tensor(of_rows, device=device)
 
 
-def put(cache: Any, first: int, count: int, *, thought: int | None = None, segment: int = 0, seed: int = 0) -> None:
-    """Append tokens first to first + count - 1 to every row; with a thought, flush them."""
+def put(
+    cache: Any, first: int, count: int, *, thought: int | None = None, segment: int = 0, seed: int = 0,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Append tokens first to first + count - 1 to every row, rounded to `dtype`; with a thought, flush them."""
     batch, heads, head_dim = cache.shape
     generator = torch.Generator().manual_seed(1000 * seed + first)
     for position in range(first, first + count):
-        key, value = torch.randn(2, batch, heads, head_dim, generator=generator).to(cache.device, cache.dtype)
+        key, value = torch.randn(2, batch, heads, head_dim, generator=generator).to(cache.device, dtype or cache.dtype)
+        key, value = key.to(cache.dtype), value.to(cache.dtype)
         cache.append(key, value, torch.full((batch,), position, device=cache.device))
     if thought is not None:
         asked = torch.ones(batch, dtype=torch.bool, device=cache.device)

@@ -127,6 +127,10 @@ def test_changes_of_hidden_states(shape, dtype, seed, equal, twins, device):
 @example(
     heads=2, head_dim=16, tokens=9, chunk=3, dtype=torch.float32, content="ordinary", padding=True, seed=1,
 )
+# Chunks of several tiles.
+@example(
+    heads=3, head_dim=16, tokens=40, chunk=13, dtype=torch.float32, content="ordinary", padding=True, seed=3
+)
 @given(
     heads=st.integers(1, 3), head_dim=st.sampled_from((16, 24, 80)), tokens=st.integers(1, 12),
     chunk=st.sampled_from((3, 1, 4, 64)), dtype=st.sampled_from(strategies.DTYPES),

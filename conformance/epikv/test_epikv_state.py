@@ -17,17 +17,17 @@ from kvtwin.reference.epikv.contract import EpiKVConfig
 pytestmark = pytest.mark.kind("equivalence")
 
 
-def both(twins: Any, device: torch.device, heads: int = 1, **config: Any) -> Lockstep:
+def both(twins: Any, device: torch.device, heads: int = 1, queries: int = 2, **config: Any) -> Lockstep:
     return pair(
-        "epikv", twins.optimized.epikv, config=config, batch=2, query_heads=2, key_value_heads=heads, head_dim=16,
+        "epikv", twins.optimized.epikv, config=config, batch=2, query_heads=queries, key_value_heads=heads, head_dim=16,
         dtype=torch.float32, device=device,
     )
 
 
-def drawn(seed: int, device: torch.device, *time: int, heads: int = 1) -> list[Tensor]:
+def drawn(seed: int, device: torch.device, *time: int, heads: int = 1, queries: int = 2) -> list[Tensor]:
     """The same numbers on every device. With few tokens, other numbers may make too many choices ambiguous."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(2, count, *time, 16, generator=generator).to(device) for count in (2, heads, heads)]
+    return [torch.randn(2, count, *time, 16, generator=generator).to(device) for count in (queries, heads, heads)]
 
 
 @pytest.mark.parametrize("policy", ["kv_val", "attn_x_hs"])
@@ -90,6 +90,41 @@ def test_a_longer_run_with_reset_and_beams(policy, twins, device):
     run.reset()
     for step in range(3):
         run.step(*drawn(60 + step, device))
+
+
+@pytest.mark.parametrize("options", [
+    {"policy": "band_adaptive", "bands": (2, 1)}, {"policy": "lag_kv"}, {"policy": "attn_x_hs"},
+    {"policy": "segment_hs", **SEGMENTS, "edges": (0.55, 0.7)},
+    {"policy": "kv_key", "budget": 4, "keep_prompt": True, "count_prompt": False, "max_prompt": 21},
+], ids=lambda options: options["policy"])
+def test_rows_of_other_ages_in_another_order_and_after_a_reset(options, twins, device):
+    """Rows with padding in other places keep other tokens in other slots. Then they change places. After a reset both
+    get other prompts, and after another one none. In the interpreter, 18 slots are three pieces of a kernel's loops."""
+    config = {"budget": 18, "recent": 3, "window": 4, "chunk": 3, "keep_prompt": False, **options}
+    run = both(twins, device, heads=2, queries=4, **config)
+
+    def tokens(seed: int, *time: int) -> list[Tensor]:
+        return drawn(seed, device, *time, heads=2, queries=4)
+
+    occupied = torch.ones(2, 21, dtype=torch.bool, device=device)
+    occupied[1, [0, 2, 4, 5, 11]] = False
+    run.prefill(*tokens(90, 21), occupied)
+    for step in range(8):
+        if step in (1, 3, 4, 6):
+            run.reorder(torch.tensor([1, 0], device=device))
+        run.step(*tokens(91 + step))
+    run.reset()
+    run.prefill(*tokens(110, 3), torch.tensor([[False, True, False], [True] * 3], device=device))
+    run.step(*tokens(111))
+    run.reset()
+    for step in range(6):
+        run.step(*tokens(112 + step))
+
+
+def test_attention_over_several_tiles_of_each_split(twins, device):
+    run = both(twins, device, budget=330, policy="kv_val", keep_prompt=False)
+    run.prefill(*drawn(130, device, 335))
+    run.step(*drawn(131, device))
 
 
 def test_the_paper_s_budgets_and_windows(twins, device):

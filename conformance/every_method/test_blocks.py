@@ -62,6 +62,18 @@ def test_attend_of_a_block_of_which_some_queries_are_padding(pair, twins, device
     assert_right(pair, twins, case)
 
 
+@pytest.mark.parametrize("queries", [8, 20])
+def test_attend_where_the_last_slots_and_queries_are_padding(queries, pair, twins, device):
+    """The last tokens of the cache, and the last queries, are not in the last of the pieces that a kernel looks at."""
+    case = AttendCase(
+        group=2, head_dim=16, queries=queries, slots=48, method=pair.name, seed=queries, device=str(device)
+    )
+    past = case.slots - queries
+    for begin, end in ((10, 12), (min(20, past), past), (past + 4, case.slots)):
+        case.occupied[:, begin:end] = False
+    assert_right(pair, twins, case)
+
+
 @pytest.mark.parametrize(("group", "head_dim", "dtype", "queries", "slots"), [
     (1, 80, torch.float32, 1, 33), (3, 96, torch.bfloat16, 7, 20), (5, 160, torch.float16, 3, 19),
     (8, 16, torch.float32, 1, 1), (8, 80, torch.bfloat16, 17, 17),

@@ -107,6 +107,11 @@ def test_a_pass_interrupted_in_attention_is_refused(name: str, monkeypatch: pyte
     assert lengths(cache) == [4, 4]
     with pytest.raises(RuntimeError, match=r"interrupted in layer 1: call reset\(\)"):
         feed(model, cache, [5])
+    cache.reset()
+    assert [layer.pending for layer in cache.layers] == [0, 0]
+    feed(model, cache)
+    feed(model, cache, [5])
+    assert lengths(cache) == [4, 4]
 
 
 @pytest.mark.parametrize("layer", [1, 2])

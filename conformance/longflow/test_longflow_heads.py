@@ -56,6 +56,16 @@ def test_longflow_hears_every_block_of_slots(case, back, twins):
     judge.assert_decode_right(actual, case)
 
 
+@pytest.mark.parametrize("slots", [199, 200])
+def test_longflow_hears_of_a_free_slot_in_any_tile(slots, twins, device):
+    """One free slot per row, among the first slots that a program looks at, among the next, or among the last ones."""
+    case = DecodeCase(batch=5, key_value_heads=3, group=3, head_dim=16, slots=slots, seed=slots, device=str(device))
+    for row, place in enumerate((3, 20, 70, 130, 190)):
+        case.occupied[row, place] = False
+        case.key[row, :, place] = case.value[row, :, place] = torch.nan
+    judge.assert_decode_right(twins.optimized.longflow.decode_attention(**case.inputs), case)
+
+
 @given(case=decode_cases(content=("overflow_88",), slots=(24, None), occupancy=("full",), protect=("none", "newest")))
 @few
 def test_longflow_ranks_scores_that_underflow(case, twins):

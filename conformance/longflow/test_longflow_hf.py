@@ -72,6 +72,10 @@ def test_full_budget_with_the_scaling_of_the_model(twins, device):
     used = cache_class(twins, "reference")(model.config, budget=21)
     assert torch.equal(generate(model, inputs, 12, past_key_values=used), expected)
     assert used.layers[0].state.scale == 0.6
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.5
+    with pytest.raises(ValueError, match=r"scaling 0\.6, now 0\.5"), torch.no_grad():
+        model(torch.tensor([[1], [2]], device=device), past_key_values=used)
 
 
 def test_full_budget_after_a_prompt_of_one_token(cache, device):

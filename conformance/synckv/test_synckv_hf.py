@@ -19,8 +19,9 @@ from kvtwin.conformance.cases import tiny_models
 from kvtwin.conformance.cases.hf_cases import Loop, check_against_loops, feed
 from kvtwin.conformance.cases.tiny_models import generate, prompts
 from kvtwin.reference.attention import logits
-from kvtwin.reference.hf.plug_synckv import SyncCache, watching
+from kvtwin.reference.hf.plug_synckv import SyncCache, layer_similarities, watching
 from kvtwin.reference.synckv import HeadClusters, SyncKVConfig, SyncKVState, cluster_heads, head_similarity
+from kvtwin.reference.synckv.sets import log_weights
 
 pytestmark = pytest.mark.kind("equivalence")
 
@@ -101,6 +102,17 @@ def test_layers_may_anticipate_by_turns(twins, device):
     used = cache_of(twins, "reference", model, spread=True)
     check(model, used, prompts(7, [0, 3], device), 6, phases=(0, 1))
     used.join()
+
+
+def test_layers_beyond_the_stride_take_their_turns_again(twins, device):
+    """Each layer has its own phase, and as many representatives as its own clusters."""
+    model = tiny_models.model("llama", F64, device, num_hidden_layers=5)
+    clusters = [HeadClusters((0, 0), (1,)), HeadClusters((0, 1), (0, 1)), *[HeadClusters((1, 0), (1, 0))] * 3]
+    used = cache_of(twins, "reference", model, spread=True, stride=2, head_clusters=clusters)
+    feed(model, used)
+    assert [layer.state.config.phase for layer in used.layers] == [0, 1, 0, 1, 0]
+    assert [layer.state.head_clusters for layer in used.layers] == clusters
+    assert [layer.state.config.clusters for layer in used.layers] == [1, 2, 2, 2, 2]
 
 
 @pytest.mark.kind("bad_input")
@@ -187,6 +199,25 @@ def test_clusters_are_those_of_whole_attention_matrices(twins, device):
                 ).log_softmax(-1)
                 rows.append(head_similarity(one.unflatten(1, (4, 2)).amax(2), 3))
         assert found[layer] == cluster_heads(torch.stack(rows).mean(0), 2)
+
+
+def test_every_token_counts_once_for_the_similarity_of_heads(device):
+    """At the first steps, one row has tokens and the other one padding."""
+    model = tiny_models.model("llama", F64, device, num_attention_heads=8, num_key_value_heads=4)
+    both, alone = prompts(12, [0, 4], device), []
+    for row, padding in enumerate((0, 4)):
+        text = {name: tensor[row:row + 1, padding:] for name, tensor in both.items()}
+        alone.append(similarities(model, text, steps=10 if padding == 0 else 8))
+    for together, *rows in zip(similarities(model, both, steps=10), *alone, strict=True):
+        expected = (10 * rows[0] + 8 * rows[1]) / 18
+        # 18 numbers from 0 to 1 are added.
+        assert float((together - expected).abs().max()) <= 18 * 2.0**-52
+
+
+def similarities(model: Any, text: dict[str, Tensor], *, steps: int) -> list[Tensor]:
+    return layer_similarities(
+        model, [text], k=3, steps=steps, log_weights=log_weights, head_similarity=head_similarity
+    )
 
 
 def test_both_sides_find_the_same_clusters(twins, device, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from itertools import permutations
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from kvtwin.conformance.cases.layouts import MIXED
 from kvtwin.conformance.cases.synckv_cases import SetsCase, sets_cases
 from kvtwin.conformance.judge.checkers import synckv as judge
 from kvtwin.conformance.judge.compare import assert_same
@@ -62,6 +64,15 @@ def test_initial_sets_are_what_float64_would_choose(case, twins):
 @given(case=sets_cases())
 @some
 def test_anticipation_is_what_float64_would_choose(case, twins):
+    judge.assert_anticipation_right(twins.optimized.synckv.anticipate(**case.step_inputs), case)
+
+
+@given(case=sets_cases(layout=(MIXED,), content=("ordinary",), slots=(12, 20)))
+@settings(max_examples=2)
+def test_sets_of_arguments_that_lie_each_in_its_own_way(case, twins):
+    """Two rows and two heads, since strides of an axis of length 1 do not matter, and free slots."""
+    case = dataclasses.replace(case, batch=2, key_value_heads=2, occupancy="random", k=5)
+    judge.assert_initial_right(twins.optimized.synckv.initial_sets(**case.inputs), case)
     judge.assert_anticipation_right(twins.optimized.synckv.anticipate(**case.step_inputs), case)
 
 

@@ -217,8 +217,8 @@ def test_thinkv_state_shrinks_in_the_order_of_positions(twins, device):
 
 
 def test_thinkv_state_clusters_by_the_keys_of_all_heads(twins, device):
-    """All keys of the first KV head are equal, so the keys of the second one decide, as in float64."""
-    sizes = {**SIZES, "key_value_heads": 2}
+    """All keys of two KV heads are equal, so the keys of the third one decide, as in float64."""
+    sizes = {**SIZES, "query_heads": 3, "key_value_heads": 3}
     config = ThinKVConfig(4, tau=8, group=4, block=2, retention=(3, 1), max_tokens=24)
     states = [
         module.ThinKVState(config, dtype=dtype, device=device, **sizes)
@@ -226,8 +226,8 @@ def test_thinkv_state_clusters_by_the_keys_of_all_heads(twins, device):
     ]
     generator = torch.Generator().manual_seed(11)
     for _ in range(9):
-        query, key, value = (torch.randn(2, 2, 16, generator=generator).to(device) for _ in range(3))
-        key[:, 0] = 1
+        query, key, value = (torch.randn(2, 3, 16, generator=generator).to(device) for _ in range(3))
+        key[:, :2] = 1
         for state in states:
             state.step(*(tensor.to(state.dtype) for tensor in (query, key, value)))
     assert states[0].occupied.sum(1).tolist() == [4, 4]

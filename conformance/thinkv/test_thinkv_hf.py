@@ -221,6 +221,13 @@ def test_a_cache_is_new_after_a_reset(twins, device):
         assert used.get_seq_length() == 0
         assert torch.equal(generate(model, some, 6, past_key_values=used), expected[:rows])
     used.reset()
+    shorter = {name: tensor[:, 2:] for name, tensor in inputs.items()}
+    fresh = cache_of(twins, "reference", model, budget=4, thresholds=Thresholds((0, 1), NORMED_EDGES), **NORMED)
+    generate(model, shorter, 9, past_key_values=fresh)
+    generate(model, shorter, 9, past_key_values=used)
+    for one, other in zip(used.layers, fresh.layers, strict=True):
+        assert torch.equal(one.state.cache.thoughts, other.state.cache.thoughts), "segments begin after the new prompt"
+    used.reset()
     feed(model, used)
     hook = model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(InterruptedError))
     with pytest.raises(InterruptedError):

@@ -10,6 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvtwin.conformance.cases.layouts import MIXED
 from kvtwin.conformance.cases.thought_cases import SparsityCase, sparsity_cases
 from kvtwin.conformance.judge.checkers import thinkv_thoughts as judge
 from kvtwin.conformance.judge.compare import assert_same
@@ -33,6 +34,18 @@ def of(twins, side):
 def test_sparsity_is_what_float64_says(case, twins):
     """For any shape, dtype, layout, mask and content, with poisoned free slots."""
     judge.assert_sparsity_right(twins.optimized.thinkv.attention_sparsity(**case.inputs), case)
+
+
+@pytest.mark.parametrize("slots", [45, 300])
+def test_sparsity_of_arguments_that_lie_each_in_its_own_way(slots, twins, device):
+    """Several rows, KV heads and tiles, with weights on both sides of the threshold."""
+    case = SparsityCase(
+        batch=2, key_value_heads=3, group=2, head_dim=16, slots=slots, occupancy="random", layout=MIXED, scale=1.0,
+        threshold=0.3, seed=slots, device=str(device),
+    )
+    actual = twins.optimized.thinkv.attention_sparsity(**case.inputs)
+    assert bool(((actual > 0.1) & (actual < 0.99)).all())
+    judge.assert_sparsity_right(actual, case)
 
 
 @given(case=sparsity_cases(slots=(20, 48), content=("ordinary",)))

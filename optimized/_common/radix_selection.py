@@ -18,6 +18,8 @@ CHUNK = 2048
 GATHER = 64
 
 _FREE = tl.constexpr(-(2**31))
+#: Counts of chunks that are added at a time. In the interpreter few, so that tests cover several rounds.
+_ADDED = tl.constexpr(2 if INTERPRETED else 256)
 
 
 @torch.library.custom_op("kvtwin::keydiff_select", mutates_args=("histograms",))
@@ -151,10 +153,10 @@ def compact_kernel(codes, found, counts, place, kept_count, slots, wanted, chunk
     threshold = tl.load(found + (flat * 4 + 3) * 2).to(tl.int32)
     drop = tl.load(found + (flat * 4 + 3) * 2 + 1).to(tl.int32)
     counts += flat * chunks * 2
-    above_before = tl.zeros([256], tl.int32)
-    equal_before = tl.zeros([256], tl.int32)
-    for start in range(0, chunk, 256):
-        i = start + tl.arange(0, 256)
+    above_before = tl.zeros([_ADDED], tl.int32)
+    equal_before = tl.zeros([_ADDED], tl.int32)
+    for start in range(0, chunk, _ADDED):
+        i = start + tl.arange(0, _ADDED)
         above_before += tl.load(counts + i * 2, mask=i < chunk, other=0)
         equal_before += tl.load(counts + i * 2 + 1, mask=i < chunk, other=0)
     above_sum, equal_sum = tl.sum(above_before, 0), tl.sum(equal_before, 0)

@@ -29,7 +29,7 @@ _LAST = tl.constexpr(2**63 - 1)
 def receive(logits: Tensor, normalisers: Tensor, received: Tensor, first: bool) -> None:
     """Add each token's weight, averaged over query heads, to `received`. The first layer of a step overwrites it."""
     batch, heads, slots = logits.shape
-    block = min(1024 if INTERPRETED else 256, max(16, triton.next_power_of_2(slots)))
+    block = _block(slots)
     with on_device_of(logits):
         receive_kernel[(batch * triton.cdiv(slots, block),)](
             logits, normalisers, received, slots, triton.cdiv(slots, block), heads,
@@ -53,7 +53,7 @@ def look_past(
         look_past_kernel[(batch,)](
             logits, normalisers, occupied, slot, decoded, sparsity, slots, key_value_heads, tau, log2(threshold),
             GROUP=heads // key_value_heads, ROWS=GROUP_ROWS,
-            BLOCK=min(1024 if INTERPRETED else 256, max(16, triton.next_power_of_2(slots))), FIRST=first, num_warps=4,
+            BLOCK=_block(slots), FIRST=first, num_warps=4,
         )
 
 
@@ -112,8 +112,13 @@ def _(
     return None
 
 
+def _block(slots: int) -> int:
+    """Slots per iteration, or per program. In the interpreter few, so that tests cover several."""
+    return 8 if INTERPRETED else min(256, max(16, triton.next_power_of_2(slots)))
+
+
 def _tile(slots: int) -> int:
-    return min(1024 if INTERPRETED else 2048, max(16, triton.next_power_of_2(slots)))
+    return 8 if INTERPRETED else min(2048, max(16, triton.next_power_of_2(slots)))
 
 
 # Kernels -------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ MAX_SPLITS = 64
 _PROTECTED = tl.constexpr(2**31 - 1)
 _NO_SLOT = tl.constexpr(2**63 - 1)
 _INDEX = tl.constexpr(2**32 - 1)
+#: Candidates of splits that are compared at a time. In the interpreter, each alone.
+_COMPARED = tl.constexpr(1 if INTERPRETED else 64)
 
 
 @torch.library.custom_op("kvtwin::keydiff_lengths", mutates_args=("inverse",))
@@ -251,9 +253,9 @@ def step_kernel(
         tl.store(partial + split.to(tl.int64) * D_PAD + d, share)
     tl.debug_barrier()
     if tl.atomic_add(arrivals + flat, 1, sem="acq_rel", scope="gpu") == splits - 1:
-        found = tl.full([64], _NO_SLOT, tl.int64)
-        for start in range(0, splits, 64):
-            i = start + tl.arange(0, 64)
+        found = tl.full([_COMPARED], _NO_SLOT, tl.int64)
+        for start in range(0, splits, _COMPARED):
+            i = start + tl.arange(0, _COMPARED)
             found = tl.minimum(found, tl.load(
                 candidates + flat * splits + i, mask=i < splits, other=_NO_SLOT, cache_modifier=".cg"
             ))

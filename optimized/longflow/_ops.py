@@ -213,5 +213,5 @@ def _launch(
                 logits, partial, tops, weight_sums, normalisers, occupied, mask, positions, sink_end,
                 seen, output, score, slot, candidates, arrivals[_after(batch * heads):],
                 slots, splits, heads, blocks, *masks,
-                HEADS=16, BLOCK=SCORE_BLOCK, **options, **splitting, **protection, num_warps=8,
+                HEADS=4 if INTERPRETED else 16, BLOCK=SCORE_BLOCK, **options, **splitting, **protection, num_warps=8,
             )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._common.launch import INTERPRETED
 from .._common.numerics import finite_or_zero, log2_or_minus_inf, round_output, sortable
 from .._common.scratch import discard, is_last, row_of
 from .._common.softmax import divide, merge_sums, raise_maximum, weigh_tile
@@ -20,6 +21,8 @@ _FREE = tl.constexpr(-(2**31))
 _PROTECTED = tl.constexpr(2**31 - 1)
 _NO_SLOT = tl.constexpr(2**63 - 1)
 _INDEX = tl.constexpr(2**32 - 1)
+#: Candidates of blocks that are compared at a time. In the interpreter few, so that tests cover several rounds.
+_COMPARED = tl.constexpr(2 if INTERPRETED else 64)
 
 
 @triton.jit
@@ -244,9 +247,9 @@ def score_kernel(
         candidate = _candidates(rank, holds, held, score + decision * slots, s, slots, query_heads * HEAD_DIM)
         tl.store(candidates + decision * blocks + block, tl.min(candidate, 0))
         if is_last(arrivals + decision, blocks):
-            best = tl.full([64], _NO_SLOT, tl.int64)
-            for start in range(0, blocks, 64):
-                i = start + tl.arange(0, 64)
+            best = tl.full([_COMPARED], _NO_SLOT, tl.int64)
+            for start in range(0, blocks, _COMPARED):
+                i = start + tl.arange(0, _COMPARED)
                 found = tl.load(candidates + decision * blocks + i, mask=i < blocks, other=_NO_SLOT)
                 best = tl.minimum(best, found)
             tl.store(slot + decision, _slot_of(best))

@@ -158,7 +158,7 @@ class Offload:
             assign_kernel[(batch * lookers,)](
                 due, chosen, self.tokens, self.places, self.spare, self.entry_of, self.stays, self.following,
                 self.arriving, self.landing, self.arrivals, self.sizes.slots, self.capacity,
-                CHUNK=256 if self.capacity <= 256 else CHUNK, num_warps=8,
+                CHUNK=min(CHUNK, 256) if self.capacity <= 256 else CHUNK, num_warps=8,
             )
             if not self.heads:
                 return

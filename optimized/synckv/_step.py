@@ -29,6 +29,8 @@ MAX_SPLITS = 256
 SHORT = 16
 #: Parts that are merged at a time.
 MERGED = 64
+#: In the interpreter, the most programs that share what one head attends to.
+FEW = 2
 
 
 def splits_of(sizes: Sizes, lookers: int, listed: int, itemsize: int, device: torch.device) -> tuple[int, int, int]:
@@ -37,7 +39,7 @@ def splits_of(sizes: Sizes, lookers: int, listed: int, itemsize: int, device: to
     block = key_block(sizes.head_dim, itemsize, sizes.slots)
     tiles, list_tiles = triton.cdiv(sizes.slots, block), triton.cdiv(listed, block)
     if INTERPRETED:
-        each = max(2, triton.cdiv(tiles, 2))
+        each = max(2, triton.cdiv(tiles, FEW))
     else:
         work = sizes.batch * (lookers * tiles + (sizes.key_value_heads - lookers) * list_tiles)
         # As many programs as fit at a time if shares are short; otherwise twice as many, which finish more evenly.

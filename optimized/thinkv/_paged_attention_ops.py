@@ -131,7 +131,7 @@ def attend(
             logits, partial, tops, weight_sums, counts, buffered, looks, output, below, sparsity, arrivals,
             math.log2(threshold), heads, slots, parts,
             GROUP_HEADS=group_heads, GROUP_PAD=triton.next_power_of_2(group_heads), BLOCK=block, HEAD_DIM=head_dim,
-            D_PAD=d_pad, SPLITS=8 if parts <= 8 else MAX_SPLITS, CHUNK=64 if INTERPRETED else 512,
+            D_PAD=d_pad, SPLITS=8 if parts <= 8 else MAX_SPLITS, CHUNK=16 if INTERPRETED else 512,
             LOOK=look is not None, num_warps=4,
         )
     return output, sparsity

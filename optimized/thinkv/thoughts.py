@@ -15,6 +15,7 @@ from ...reference.thinkv._validate import check_edges, check_numbers, check_spar
 from ...reference.thinkv.types import Thresholds
 from .._common.launch import (
     GROUP_ROWS,
+    INTERPRETED,
     check_kernel_sizes,
     check_launchable,
     key_block,
@@ -110,7 +111,7 @@ def _attention_sparsity(query: Tensor, key: Tensor, occupied: Tensor, threshold:
             query, key, occupied, tops[0], tops[1], counts, scale * log2_e, log2(threshold), slots, split_size, splits,
             heads, *layout, **shape, SPLITS=triton.next_power_of_2(splits), num_warps=4,
         )
-        share_kernel[(batch,)](counts, sparsity, heads * splits, BLOCK=256, num_warps=4)
+        share_kernel[(batch,)](counts, sparsity, heads * splits, BLOCK=1 if INTERPRETED else 256, num_warps=4)
     return sparsity
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.case import WindowCase
+from kvtwin.conformance.cases.layouts import MIXED
 from kvtwin.conformance.cases.strategies import DECIDED, VANISHING, window_cases
 from kvtwin.conformance.judge import stats
 from kvtwin.conformance.judge.checkers import snapkv as judge
@@ -35,6 +36,18 @@ def test_snapkv_scores_a_long_prompt_with_padding_in_its_window(tokens, occupanc
     case = WindowCase(
         batch=3, key_value_heads=2, group=2, head_dim=16, tokens=tokens, observers=8, budget=10, occupancy=occupancy,
         seed=3, device=str(device),
+    )
+    for shared_heads in (False, True):
+        actual = twins.optimized.baselines.snapkv.window_score(**case.score_inputs, shared_heads=shared_heads)
+        judge.assert_score_right(actual, case, shared_heads=shared_heads)
+
+
+@pytest.mark.parametrize("occupancy", ("none", "random"))
+def test_snapkv_scores_by_a_window_of_three_tiles(occupancy, twins, device):
+    """The window's queries are processed 16 at a time. No two tensors have a stride in common."""
+    case = WindowCase(
+        batch=2, key_value_heads=2, group=3, head_dim=16, tokens=60, observers=40, budget=50, occupancy=occupancy,
+        layout=MIXED, seed=4, device=str(device),
     )
     for shared_heads in (False, True):
         actual = twins.optimized.baselines.snapkv.window_score(**case.score_inputs, shared_heads=shared_heads)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.cases.case import WindowCase
+from kvtwin.conformance.cases.case import StateTrace, WindowCase
 from kvtwin.conformance.cases.strategies import state_traces
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.checkers import snapkv as judge
@@ -75,7 +75,7 @@ def test_snapkv_state_remembers_the_window_across_blocks(count, block, window, k
 
 
 def test_snapkv_state_window_goes_with_its_row(twins, device):
-    """After a reorder, the queries of a row's own window decide about its tokens."""
+    """After a reorder, the queries of a row's own window decide about its tokens. One row's window has padding."""
     generator = torch.Generator().manual_seed(12)
     query, key, value = (torch.randn(2, heads, 13, 16, generator=generator).to(device) for heads in (2, 1, 1))
     config = {"budget": 7, "block_size": 5, "window": 4, "kernel_size": 1}
@@ -83,10 +83,23 @@ def test_snapkv_state_window_goes_with_its_row(twins, device):
         "snapkv", twins.optimized.baselines.snapkv, config=config, batch=2, query_heads=2, key_value_heads=1,
         head_dim=16, dtype=torch.float32, device=device,
     )
-    both.prefill(*(tensor[:, :, :10] for tensor in (query, key, value)))
+    occupied = torch.ones(2, 10, dtype=torch.bool, device=device)
+    occupied[0, 7:9] = False
+    both.prefill(*(tensor[:, :, :10] for tensor in (query, key, value)), occupied)
     both.reorder(torch.tensor([1, 0], device=device))
     for step in range(10, 13):
         both.step(*(tensor[:, :, step] for tensor in (query, key, value)))
+
+
+@pytest.mark.parametrize("budget", [43, 44])
+def test_snapkv_state_counts_every_query_of_a_large_window(budget, twins, device):
+    """A window of 40 queries, which kernels look at in several pieces, over a prompt of three blocks."""
+    config = {"budget": budget, "block_size": 20, "window": 40, "kernel_size": 3}
+    trace = StateTrace(
+        method="snapkv", group=2, head_dim=16, prompt=60, steps=2, config=tuple(config.items()), padding="random",
+        seed=3, device=str(device),
+    )
+    lockstep.run(trace, twins.optimized.baselines.snapkv)
 
 
 @given(trace=state_traces("snapkv", content=("ordinary", "integers"), max_prompt=16, max_steps=4))

@@ -32,10 +32,13 @@ def test_vatp_ranks_by_attention_times_size(trace, twins):
     lockstep.run(sized(trace), twins.optimized.baselines.vatp)
 
 
-@pytest.mark.parametrize(("prompt", "steps"), [(0, 14), (14, 0)], ids=["steps", "blocks"])
-def test_vatp_evicts_by_size_for_long(prompt, steps, twins, device):
-    """H2O, ||v||_2 and the largest element would each choose differently nearly every time."""
-    config = {"budget": 6, "block_size": 3, "recent": 1}
+@pytest.mark.parametrize(
+    ("prompt", "steps", "budget"), [(0, 14, 6), (14, 0, 6), (80, 5, 70)], ids=["steps", "blocks", "chunks"]
+)
+def test_vatp_evicts_by_size_for_long(prompt, steps, budget, twins, device):
+    """H2O, ||v||_2 and the largest element would each choose differently nearly every time. Of 70 slots, a step ranks
+    several chunks."""
+    config = {"budget": budget, "block_size": budget // 2, "recent": 1}
     trace = StateTrace(
         method="vatp", group=2, prompt=prompt, steps=steps, config=tuple(config.items()), device=str(device), seed=9
     )

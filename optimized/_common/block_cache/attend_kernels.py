@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..launch import INTERPRETED
 from ..numerics import dot, finite_or_zero, log2_or_minus_inf, round_output, round_to
 from ..softmax import weigh
 
@@ -22,16 +23,19 @@ _SIZES = [
     "slots", "count", "heads", "query_b", "query_h", "query_q", "key_b", "key_h", "key_s", "value_b", "value_h",
     "value_s", "occupied_b", "occupied_h",
 ]
+#: Slots, and queries, that are looked at together. In the interpreter few, so that tests cover several rounds.
+_SLOTS = tl.constexpr(16 if INTERPRETED else 1024)
+_QUERIES = tl.constexpr(8 if INTERPRETED else 128)
 _POSITIONS = ["capacity", "asks_b", "asks_q", "position_b", "position_h", "position_s"]
 
 
 @triton.jit
 def _extent(occupied, occupied_s, end):
     """The number of slots before `end` occupied without a gap from slot 0 on, and the end of the last occupied slot."""
-    gap = tl.full([1024], 2**31 - 1, tl.int32)
-    used = tl.full([1024], 0, tl.int32)
-    for start in range(0, end, 1024):
-        s = start + tl.arange(0, 1024)
+    gap = tl.full([_SLOTS], 2**31 - 1, tl.int32)
+    used = tl.full([_SLOTS], 0, tl.int32)
+    for start in range(0, end, _SLOTS):
+        s = start + tl.arange(0, _SLOTS)
         holds = tl.load(occupied + s.to(tl.int64) * occupied_s, mask=s < end, other=0) != 0
         gap = tl.minimum(gap, tl.where(holds, 2**31 - 1, s))
         used = tl.maximum(used, tl.where(holds, s + 1, 0))
@@ -247,9 +251,9 @@ def _receive_block(
         )
     divisor = GROUP + 0.0
     if MEAN:
-        observers = tl.full([128], 0, tl.int32)
-        for start in range(0, count, 128):
-            i = start + tl.arange(0, 128)
+        observers = tl.full([_QUERIES], 0, tl.int32)
+        for start in range(0, count, _QUERIES):
+            i = start + tl.arange(0, _QUERIES)
             if POSITIONS:
                 counted = tl.load(query_positions + i.to(tl.int64) * asks_q, mask=i < count, other=-1) >= 0
             else:
@@ -319,9 +323,9 @@ def newest_kernel(
     occupied += b * occupied_b + k_head * occupied_h
     query += (b * query_b + k_head * GROUP * query_h) * UNIT
     past = slots - count
-    last = tl.full([128], -1, tl.int32)
-    for start in range(0, count, 128):
-        i = start + tl.arange(0, 128)
+    last = tl.full([_QUERIES], -1, tl.int32)
+    for start in range(0, count, _QUERIES):
+        i = start + tl.arange(0, _QUERIES)
         there = tl.load(occupied + (past + i).to(tl.int64) * occupied_s, mask=i < count, other=0) != 0
         last = tl.maximum(last, tl.where(there, i, -1))
     newest = tl.max(last, 0)

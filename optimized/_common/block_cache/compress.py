@@ -20,8 +20,9 @@ from torch import Tensor
 
 from ....reference.contract import Sizes
 from ..launch import INTERPRETED, on_device_of, padded_head_dim
-from .evict_kernels import _NEVER, _leaving, _real_before, _threshold, _write_codes
+from .evict_kernels import _NEVER, COUNTED, _leaving, _real_before, _threshold, _write_codes
 from .kernels import Window, launch_attention, launch_received
+from .ops import chunk_sizes
 
 #: Warps, and slots per iteration, of programs that usually return at once. With 16 warps, or 4096 slots, only one such
 #: program fits on a multiprocessor at a time.
@@ -70,7 +71,7 @@ def compress(
     """
     batch, heads, slots, head_dim = key.shape
     flats, end, always = batch * heads, capacity + count, capacity == budget
-    most = 4096 if always else PASSING_CHUNK
+    chunk, search = chunk_sizes(end, 4096 if always else PASSING_CHUNK)
     keys, there, places = key[:, :, :end], occupied[:, :, :end], positions[:, :, :end]
     window = Window(window_positions, places, None if always else counts, capacity)
     launch_attention(window_query, keys, None, there, window, None, parts, scale)
@@ -79,8 +80,7 @@ def compress(
         compress_kernel[(flats,)](
             received, key, value, occupied, positions, score, ordinals, held, counts, order, window_positions, numbers,
             budget, capacity, count, slots, heads, window_positions.shape[1], kernel_size,
-            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=min(most, max(128, triton.next_power_of_2(end))),
-            SEARCH=min(most // 4, 128 if end <= 128 else 512 if end <= 1024 else 1024),
+            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
             TOKENS=16 if INTERPRETED else 32, ALWAYS=always, APPENDED=appended,
             num_warps=4 if end <= 1024 else 16 if always else PASSING_WARPS,
         )
@@ -103,8 +103,8 @@ def _walk(walk, order, occupied, before, budget, capacity, count, CHUNK: tl.cons
         first = tl.load(order + i, mask=i < tl.minimum(before, budget), other=0)
         tl.store(walk + i, tl.where(i < budget, first, i), mask=i < before)
     walked = before
-    for start in range(0, count, 128):
-        i = start + tl.arange(0, 128)
+    for start in range(0, count, COUNTED):
+        i = start + tl.arange(0, COUNTED)
         here = tl.where(tl.load(occupied + capacity + i, mask=i < count, other=0) != 0, 1, 0)
         tl.store(walk + walked + tl.cumsum(here, 0) - here, capacity + i, mask=here != 0)
         walked += tl.sum(here, 0)
@@ -230,12 +230,12 @@ def compress_kernel(
     score += at
     ordinals += at
     order += flat * budget
-    arrived = _real_before(occupied + capacity, 1, count, 128)
+    arrived = _real_before(occupied + capacity, 1, count, COUNTED)
     before = tokens - arrived
     leave = tl.where(tokens > capacity, tokens - budget, 0)
-    observing = tl.full([128], 0, tl.int32)
-    for start in range(0, observers, 128):
-        i = start + tl.arange(0, 128)
+    observing = tl.full([COUNTED], 0, tl.int32)
+    for start in range(0, observers, COUNTED):
+        i = start + tl.arange(0, COUNTED)
         asks = tl.load(window_positions + flat // heads * observers + i, mask=i < observers, other=-1) >= 0
         observing += tl.where(asks, 1, 0)
     # The window's real tokens are the newest of the row and are always kept: the budget has room for them.
@@ -252,13 +252,13 @@ def compress_kernel(
         _move(fate, key, value, occupied, positions, score, ordinals, budget, end, HEAD_DIM, D_PAD, TOKENS)
     elif not APPENDED:
         placed = before
-        for start in range(0, count, 128):
-            i = start + tl.arange(0, 128)
+        for start in range(0, count, COUNTED):
+            i = start + tl.arange(0, COUNTED)
             holds = tl.load(occupied + capacity + i, mask=i < count, other=0) != 0
             here = tl.where(holds, 1, 0)
             tl.store(fate + capacity + i, tl.where(holds, placed + tl.cumsum(here, 0) - here, -1), mask=i < count)
             if not ALWAYS:
-                tl.store(score + capacity + i, tl.full([128], float("inf"), tl.float32), mask=holds)
+                tl.store(score + capacity + i, tl.full([COUNTED], float("inf"), tl.float32), mask=holds)
             placed += tl.sum(here, 0)
         tl.debug_barrier()
         _move(fate, key, value, occupied, positions, score, ordinals, capacity, end, HEAD_DIM, D_PAD, TOKENS)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..launch import INTERPRETED
 from ..numerics import dot, round_output, round_to
 from ..scratch import is_last
 from ..softmax import merge_outputs, weigh_tile
@@ -23,6 +24,8 @@ from .score_kernels import APPEND, NOTHING, RANDOM, new_score_of, normalise, sco
 
 _NEVER = tl.constexpr(2**63 - 1)
 _INDEX = tl.constexpr(2**32 - 1)
+#: Candidates of blocks that are compared at a time. In the interpreter, each alone, so that tests cover several rounds.
+_COMPARED = tl.constexpr(1 if INTERPRETED else 64)
 
 
 @triton.jit
@@ -307,9 +310,9 @@ def finish_kernel(
         if (budget >= begin) & (budget < begin + share * 16):
             tl.store(new_scores + flat, new_score)
         if is_last(arrivals + flat, blocks):
-            found = tl.full([64], _NEVER, tl.int64)
-            for start in range(0, blocks, 64):
-                i = start + tl.arange(0, 64)
+            found = tl.full([_COMPARED], _NEVER, tl.int64)
+            for start in range(0, blocks, _COMPARED):
+                i = start + tl.arange(0, _COMPARED)
                 found = tl.minimum(found, tl.load(
                     candidates + flat * blocks + i, mask=i < blocks, other=_NEVER, cache_modifier=".cg"
                 ))

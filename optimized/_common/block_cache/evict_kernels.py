@@ -10,10 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..launch import INTERPRETED
 from ..numerics import sortable
 
 _NEVER = tl.constexpr(2**31 - 1)
 _LOWEST = tl.constexpr(-(2**31))
+#: Tokens of a block that are counted at a time. In the interpreter few, so that tests cover several rounds.
+COUNTED = tl.constexpr(16 if INTERPRETED else 128)
 
 
 @triton.jit
@@ -61,7 +64,7 @@ def arrive_kernel(
     tl.store(occupied + at, here, mask=in_block)
     tl.store(positions + at, tl.where(here, tl.load(seen) + i64, -1), mask=in_block)
     tl.store(score + at, tl.where(here, 0.0, float("-inf")), mask=in_block)
-    number = tl.load(held + flat) + _real_before(real + b * real_b, real_q, first, 128)
+    number = tl.load(held + flat) + _real_before(real + b * real_b, real_q, first, COUNTED)
     number += tl.cumsum(tl.where(here, 1, 0), 0) - 1
     tl.store(ordinals + at, number, mask=in_block)
     if MAGNITUDE:
@@ -148,7 +151,7 @@ def choose_kernel(
     room += flat * count
     total = tl.load(held + flat)
     before = _real_before(occupied, 1, budget, CHUNK)                  # the cache's tokens are in its first slots
-    leave = tl.maximum(before + _real_before(occupied + budget, 1, count, 128) - budget, 0)
+    leave = tl.maximum(before + _real_before(occupied + budget, 1, count, COUNTED) - budget, 0)
     lowest, highest = _write_codes(
         codes, rank + flat * rank_h, protected + flat * protected_h, occupied, ordinals + flat * slots, end, sinks,
         tl.where(recent > 0, total - recent, _NEVER), CHUNK, BY_ORDINAL, PROTECTED,

@@ -16,6 +16,15 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if regular else tensor.contiguous()
 
 
+def chunk_sizes(end: int, most: int = 4096) -> tuple[int, int]:
+    """Slots per iteration, of a pass over `end` slots and of a search among them. In the interpreter few, so that tests
+    cover several iterations."""
+    if INTERPRETED:
+        return 32, 32
+    search = 128 if end <= 128 else 512 if end <= 1024 else 1024
+    return min(most, max(128, triton.next_power_of_2(end))), min(most // 4, search)
+
+
 def _tokens(count: int) -> int:
     return 16 if INTERPRETED or count <= 16 else 32
 
@@ -70,14 +79,14 @@ def choose(
     rank, protected = (None if mask is None else _rows(mask) for mask in (rank, protected))
     destination = torch.empty(batch, heads, count, dtype=torch.int32, device=occupied.device)
     codes = torch.empty(batch * heads, end, dtype=torch.int32, device=occupied.device)
+    chunk, search = chunk_sizes(end)
     with on_device_of(occupied):
         choose_kernel[(batch * heads,)](
             ordinals if rank is None else rank, occupied if protected is None else protected, occupied, ordinals, held,
             codes, torch.empty_like(destination), destination,
             count, slots, *(0 if mask is None else mask.stride(1) for mask in (rank, protected)),
             budget, sinks, recent,
-            CHUNK=min(4096, max(128, triton.next_power_of_2(end))),
-            SEARCH=128 if end <= 128 else 512 if end <= 1024 else 1024, TOKENS=16 if count <= 16 else 128,
+            CHUNK=chunk, SEARCH=search, TOKENS=16 if INTERPRETED or count <= 16 else 128,
             BY_ORDINAL=rank is None, PROTECTED=protected is not None, num_warps=4 if end <= 1024 else 16,
         )
     return destination

@@ -147,7 +147,7 @@ def step(
             query, *state, output, logits, partial, tops, weight_sums, normalisers, arrivals,
             *window, scale * LOG2_E.value, budget, slots // unit, padded, plan.share, plan.splits, *numbers,
             1 if window_query is None else window_query.shape[2], *query.stride(), *strides, **options,
-            ROWS=GROUP_ROWS, BLOCK=plan.block, CHUNK=64 if INTERPRETED else min(CHUNK, 8 * CHUNK // group_pad),
+            ROWS=GROUP_ROWS, BLOCK=plan.block, CHUNK=32 if INTERPRETED else min(CHUNK, 8 * CHUNK // group_pad),
             FUSED=plan.fused, DISCARD=plan.fused and discards(key.device),
             num_warps=WARPS if plan.fused or key.element_size() == 4 else 2, num_stages=STAGES if plan.fused else 2,
             maxnreg=_registers(plan, key),

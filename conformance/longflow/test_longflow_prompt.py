@@ -1,0 +1,34 @@
+"""The attention of a whole prompt, which every method's prefill shares, over several tiles of queries and keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.layouts import MIXED
+from kvtwin.conformance.judge import bounds
+from kvtwin.conformance.judge.compare import assert_within
+from kvtwin.conformance.judge.oracle import attend
+from kvtwin.reference.longflow import LongFlowConfig
+
+
+@pytest.mark.kind("equivalence")
+@pytest.mark.property("accuracy")
+@pytest.mark.parametrize("padding", ["none", "random"])
+@pytest.mark.parametrize("tokens", [17, 33, 48, 65, 193])
+def test_longflow_attends_to_every_tile_of_a_prompt(tokens, padding, twins, device):
+    """In the interpreter, tiles have 16 tokens, or 64 in long prompts. The last one has a single token, or it is full.
+    No two tensors have a stride in common."""
+    trace = StateTrace(
+        method="longflow", config=(("budget", tokens + 1),), prompt=tokens, steps=1, padding=padding, layout=MIXED,
+        batch=2 if tokens < 100 else 1, key_value_heads=2 if tokens < 100 else 1, group=2, head_dim=24,
+        dtype=torch.float32, seed=tokens, device=str(device),
+    )
+    state = twins.optimized.longflow.LongFlowState(LongFlowConfig(budget=tokens + 1), **trace.sizes)
+    prompt = trace.prompt_inputs
+    output = state.prefill(**prompt)
+    if prompt["occupied"] is None:
+        prompt["occupied"] = torch.ones(trace.batch, tokens, dtype=torch.bool, device=device)
+    truth = attend(**prompt, scale=trace.scale, causal=True).output
+    assert_within(output, truth, bounds.causal_output(**prompt, scale=trace.scale), what="prefill's output")

@@ -1,0 +1,53 @@
+"""ThinKV's state with rows whose segments have other thoughts and sizes, in another order, and after a reset."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtwin.conformance.judge import lockstep
+from kvtwin.conformance.judge.compare import assert_same
+
+SIZES = {"batch": 2, "query_heads": 2, "key_value_heads": 1, "head_dim": 16}
+#: Thoughts by segment and row.
+THOUGHTS = ((2, 0), (1, 2), (1, 0), (2, 1), (0, 2))
+
+
+def tokens(generator: torch.Generator, device: torch.device, *time: int) -> list[Tensor]:
+    """query, key, value [B, heads, *time, D]."""
+    return [torch.randn(2, heads, *time, 16, generator=generator).to(device) for heads in (2, 1, 1)]
+
+
+@pytest.mark.kind("equivalence")
+@pytest.mark.property("state")
+def test_segments_go_with_their_rows_and_nothing_outlasts_a_reset(twins, device):
+    """Which segments shrink depends on the thoughts of all earlier ones. After the reset the prompt's segments, which
+    are reasoning, take the places of segments that were not."""
+    tau = 4
+    config = {"budget": 13, "tau": tau, "group": 2, "block": 2, "retention": (3, 2, 1), "max_tokens": 60,
+              "sparsity_threshold": 0.3}
+    both = lockstep.pair("thinkv", twins.optimized.thinkv, config=config, **SIZES, dtype=torch.float32, device=device)
+    generator = torch.Generator().manual_seed(tau)
+
+    def run(segments: tuple[int, ...], reorder_in: int) -> None:
+        for number in segments:
+            thought = torch.tensor(THOUGHTS[number], device=device)
+            for place in range(tau):
+                for state in (both.tested, both.reference):
+                    state.thought = thought
+                if number == reorder_in and place == 1:
+                    states = both.tested, both.reference
+                    looked = [state.sparsity.flip(0) for state in states]
+                    both.reorder(torch.tensor([1, 0], device=device))
+                    assert_same(states[0].sparsity, looked[0], what="sparsity")
+                    assert_same(states[1].sparsity, looked[1], what="the reference's sparsity")
+                both.step(*tokens(generator, device))
+
+    occupied = torch.ones(2, tau + 2, dtype=torch.bool, device=device)
+    occupied[0, 1:5] = False
+    both.prefill(*tokens(generator, device, tau + 2), occupied)
+    run((0, 1, 2), 2)
+    both.reset()
+    both.prefill(*tokens(generator, device, 2 * tau + 1))
+    run((4,), 4)
