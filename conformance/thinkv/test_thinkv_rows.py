@@ -21,11 +21,12 @@ def tokens(generator: torch.Generator, device: torch.device, *time: int) -> list
 
 @pytest.mark.kind("equivalence")
 @pytest.mark.property("state")
-def test_segments_go_with_their_rows_and_nothing_outlasts_a_reset(twins, device):
+@pytest.mark.parametrize("budget", [9, 13])
+def test_segments_go_with_their_rows_and_nothing_outlasts_a_reset(budget, twins, device):
     """Which segments shrink depends on the thoughts of all earlier ones. After the reset the prompt's segments, which
     are reasoning, take the places of segments that were not."""
     tau = 4
-    config = {"budget": 13, "tau": tau, "group": 2, "block": 2, "retention": (3, 2, 1), "max_tokens": 60,
+    config = {"budget": budget, "tau": tau, "group": 2, "block": 2, "retention": (3, 2, 1), "max_tokens": 60,
               "sparsity_threshold": 0.3}
     both = lockstep.pair("thinkv", twins.optimized.thinkv, config=config, **SIZES, dtype=torch.float32, device=device)
     generator = torch.Generator().manual_seed(tau)
