@@ -218,6 +218,21 @@ def test_rows_are_each_for_themselves(side, twins, device):
     assert cache.buffered.tolist() == [1, 1, 1]
 
 
+@pytest.mark.property("state")
+@sides
+def test_a_reset_cache_is_a_fresh_one(side, twins, device):
+    """Segments may have their numbers again. They begin where their first token is."""
+    used, fresh = (empty(getattr(twins, side).thinkv, device, batch=2, tokens=4) for _ in range(2))
+    put(used, 0, 4, thought=0)
+    leave(used, 1)
+    used.reset()
+    for cache in (used, fresh):
+        put(cache, 2, 3, thought=0)
+    assert used.block_table(1) == fresh.block_table(1)
+    for name in ("positions", "segments", "groups", "evicted", "physical", "buffered", "overflow"):
+        assert_same(getattr(used, name), getattr(fresh, name), what=name)
+
+
 @pytest.mark.parametrize("what", ("append", "blocks", "thought", "segment"))
 def test_no_room_corrupts_nothing(what, twins, device):
     """The optimized side does not ask the device. It sets `overflow`, and leaves the row and its neighbours
