@@ -229,6 +229,7 @@ def test_a_reset_cache_is_a_fresh_one(side, twins, device):
     for cache in (used, fresh):
         put(cache, 2, 3, thought=0)
     assert used.block_table(1) == fresh.block_table(1)
+    assert used.block_table(1)[0].start_indices == (2,)
     for name in ("positions", "segments", "groups", "evicted", "physical", "buffered", "overflow"):
         assert_same(getattr(used, name), getattr(fresh, name), what=name)
 
