@@ -7,7 +7,7 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
 - `Adapter`: the checks of a state's choices (default: `lockstep.Adapter`);
 - `configs(most, window)`: a Hypothesis strategy of the config's keyword arguments for drawn traces: `budget` from 1 to
   `most`, and all others but `scale` (default: the budget alone). `window`: the largest observation window of a prompt;
-- `LONGEST`: the most tokens of a prompt and the most steps of a trace drawn on a GPU (default: 300 and 80);
+- `LONGEST`: the most tokens of a prompt and the most steps of a trace drawn on a GPU (default: 300 and 48);
 - `SMALL`: keyword arguments with which the config accepts any budget from 2 on (default: none);
 - `GROUPINGS`: a list of options, dicts, that change the shapes of a state;
 - `LAWS`: a list of further options, dicts, under which the laws are tested;
