@@ -88,10 +88,18 @@ def prefill(state: Any) -> Tensor:
     return output
 
 
-def memory(device: torch.device) -> tuple[int, ...]:
-    """The number of live tensors, the bytes of their storages, and the bytes that torch has allocated on a GPU."""
+def live_tensors(device: torch.device) -> list[Tensor]:
+    """The strided tensors on a kind of device that Python holds."""
     gc.collect()
-    live = [found for found in gc.get_objects() if type(found) is Tensor and found.device.type == device.type]
+    found = [one for one in gc.get_objects() if type(one) is Tensor and one.device.type == device.type]
+    return [tensor for tensor in found if tensor.layout == torch.strided]
+
+
+def memory(device: torch.device, before: Sequence[Tensor]) -> tuple[int, ...]:
+    """The number of live tensors without those of `before`, the bytes of their storages, and the bytes that torch has
+    allocated on a GPU."""
+    others = set(map(id, before))
+    live = [tensor for tensor in live_tensors(device) if id(tensor) not in others]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in live}
     allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     return len(live), sum(storages.values()), allocated
@@ -117,6 +125,7 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 def endure(pair: discovery.Pair, side: Any, device: torch.device, steps: int) -> dict[str, Any]:
     """Run one state. Returns what was measured. Raises Failed."""
+    before = live_tensors(device)
     state = new_state(pair, side, device, steps)
     prefill(state)
     peaks = []
@@ -124,7 +133,7 @@ def endure(pair: discovery.Pair, side: Any, device: torch.device, steps: int) ->
         samples = []
         for number in range(SAMPLES):
             decode(state, 10 * half + number, (steps // 2 - half * LAST) // SAMPLES)
-            samples.append(memory(device))
+            samples.append(memory(device, before))
         peaks.append(tuple(map(max, zip(*samples, strict=True))))
         if half == 0:
             held_before = held(state)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvtwin.conformance.cases.case import StateTrace
 from kvtwin.conformance.cases.tiny import attributes
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.bounds import UNIT
@@ -249,3 +250,15 @@ def test_thinkv_state_takes_less_memory_with_every_transition(side, twins, devic
         state.step(*tokens(generator, device))
     assert state.occupied.sum(1).tolist() == [16, 16]                 # 2 of each of 4 segments, 8 of the transition
     assert state.cache.bytes_allocated() < full
+
+
+def test_thinkv_state_evicts_as_the_function_does_with_several_tiles_of_channels(twins, device):
+    """Both read the keys in one order. With keys this large, another order of the sums would choose other tokens."""
+    config = {
+        "budget": 2, "tau": 4, "group": 2, "block": 2, "retention": (2, 1), "edges": (0.0, 0.3),
+        "formats": {"R": "nvfp4", "E": "nvfp4", "T": "ternary"}, "sparsity_threshold": 0.01, "max_tokens": 36,
+    }
+    lockstep.run(StateTrace(
+        batch=2, group=4, head_dim=200, device=str(device), content="extreme_1e4", poison="stale", scale=1.0, seed=2320,
+        method="thinkv", config=tuple(config.items()), prompt=7, steps=2,
+    ), twins.optimized.thinkv)

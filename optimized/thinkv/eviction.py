@@ -155,19 +155,20 @@ def _launch(
             key, slots, keep, stays, stays if indices is None else indices,
             stays if assignments is None else assignments, *key.shape[1:3], head_dim // unit, segments, length, most,
             *(stride // unit for stride in key.stride()[:3]), key.stride(3), *slots.stride(), *keep.stride(),
-            CHANNELS=min(64, max(16, triton.next_power_of_2(head_dim))), ITERATIONS=ITERATIONS, UNIT=unit,
-            RECORD=indices is not None, **tile(length, most),
+            ITERATIONS=ITERATIONS, UNIT=unit, RECORD=indices is not None, **tile(length, most, head_dim),
         )
     return stays
 
 
-def tile(tokens: int, most: int) -> dict[str, int]:
+def tile(tokens: int, most: int, head_dim: int) -> dict[str, int]:
     """Launch options of programs for segments of up to `tokens` tokens that keep at most `most`.
 
     Nearly always the same, so that few kernels are compiled, and kernels that read keys from different places select
-    the same tokens bitwise. In the interpreter, which adds in one order anyway, tiles are as small as possible.
+    the same tokens bitwise. In the interpreter tiles are as small as possible.
     """
     if INTERPRETED:
         room = max(16, triton.next_power_of_2(tokens))
-        return {"TOKENS": room, "CLUSTERS": min(room, max(16, triton.next_power_of_2(most))), "num_warps": 8}
-    return {"TOKENS": MAX_TOKENS, "CLUSTERS": FEW_CLUSTERS if most <= FEW_CLUSTERS else MAX_TOKENS, "num_warps": 8}
+        clusters = min(room, max(16, triton.next_power_of_2(most)))
+        return {"TOKENS": room, "CLUSTERS": clusters, "CHANNELS": 16, "num_warps": 8}
+    clusters, channels = FEW_CLUSTERS if most <= FEW_CLUSTERS else MAX_TOKENS, max(16, triton.next_power_of_2(head_dim))
+    return {"TOKENS": MAX_TOKENS, "CLUSTERS": clusters, "CHANNELS": min(64, channels), "num_warps": 8}

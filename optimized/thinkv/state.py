@@ -264,9 +264,8 @@ def _shrink(
             key_scales.view(torch.uint8), chunk_scales,
             scratch, heads, slots, entries, groups, number, tau, layout.row_words, *layout.base,
             **layout.constants, GROUP=group, BLOCK=block, HEAD_DIM=head_dim,
-            CHANNELS=16 if INTERPRETED else min(64, max(16, triton.next_power_of_2(head_dim))), ITERATIONS=ITERATIONS,
-            SLOTS=8 if INTERPRETED else min(1024, max(16, triton.next_power_of_2(slots))), **tile(tau, most),
-            num_stages=1,
+            ITERATIONS=ITERATIONS, SLOTS=8 if INTERPRETED else min(1024, max(16, triton.next_power_of_2(slots))),
+            **tile(tau, most, head_dim), num_stages=1,
         )
     return gone
 
