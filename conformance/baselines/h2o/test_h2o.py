@@ -96,3 +96,32 @@ def test_h2o_averages_over_its_group(side, twins, device):
     state.prefill(query, key, key)
     # The first query attends only to itself.
     assert state.score[0, 0, :2].tolist() == [1.5, 0.5]
+
+
+@SIDES
+@pytest.mark.parametrize("how", ("steps", "block"))
+@pytest.mark.parametrize(("sinks", "kept"), [(0, {"steps": [0, 1, 3], "block": [3, 4, 5]}), (3, [0, 1, 2])])
+def test_h2o_keeps_the_first_tokens_of_a_row(side, how, sinks, kept, twins, device):
+    """The first three tokens of a row receive little attention. Padding, here of row 1, is no token: with sinks=3, row
+    1 keeps the three tokens after it."""
+    module, padding = getattr(twins, side).baselines.h2o, 2
+    state = module.H2OState(
+        module.H2OConfig(4, 24, recent=1, sinks=sinks), batch=2, query_heads=1, key_value_heads=1, head_dim=16,
+        dtype=torch.float32, device=device,
+    )
+    total = 5 if how == "steps" else 20
+    key = torch.zeros(2, 1, total + padding, 16, device=device)
+    key[0, 0, :3, 0], key[1, 0, :3 + padding, 0] = -32, -32   # the default scale is 1 / 4
+    query = torch.ones_like(key)
+    real = torch.ones(2, total + padding, dtype=torch.bool, device=device)
+    real[1, :padding] = False
+    if how == "steps":
+        state.prefill(query[:, :, :padding], key[:, :, :padding], key[:, :, :padding], real[:, :padding])
+        for token in range(padding, total + padding):
+            state.step(*(tensor[:, :, token] for tensor in (query, key, key)))
+    else:
+        state.prefill(query, key, key, real)
+    kept = kept[how] if isinstance(kept, dict) else kept
+    for row, start in enumerate((0, padding)):
+        held = sorted(state.positions[row, 0, :4].tolist())
+        assert held == [*(start + token for token in kept), total + padding - 1]
