@@ -10,22 +10,23 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .._validate import check_integer
-from ..blocks import AttendResult, BlockConfig, BlockState, Piece, attention_of_block, group_mean
+from ..blocks import AttendResult, BlockState, IntervalConfig, Piece, attention_of_block, group_mean
 
 __all__ = ["AttendResult", "H2OConfig", "H2OState", "attend"]
 
 
 @dataclass(frozen=True)
-class H2OConfig(BlockConfig):
+class H2OConfig(IntervalConfig):
     """Configuration of an H2O cache.
 
     budget, block_size: see `BlockConfig`. recent: the number of newest tokens that are protected, by default
     budget // 2. sinks: the number of first tokens that are never evicted, padding not counted. recent + sinks is at
-    most budget. Raises TypeError or ValueError for invalid arguments.
+    most budget. interval: see `IntervalConfig`. Raises TypeError or ValueError for invalid arguments.
     """
 
     recent: int | None = None
     sinks: int = 0
+    interval: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,7 +63,7 @@ def attend(
 
 class H2OState(BlockState):
     """An H2O cache, see `BlockState`. `score` is the sum of each token's weights over all queries since its own, which
-    is included."""
+    is included. With an interval, sums go on between evictions."""
 
     Config = H2OConfig
 

@@ -7,23 +7,24 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..attention import zero_unoccupied
-from ..blocks import AttendResult, BlockConfig, BlockState, Piece, group_mean
+from ..blocks import AttendResult, BlockState, IntervalConfig, Piece, group_mean
 from .h2o import attend, check_protected
 
 __all__ = ["AttendResult", "VATPConfig", "VATPState", "attend"]
 
 
 @dataclass(frozen=True)
-class VATPConfig(BlockConfig):
+class VATPConfig(IntervalConfig):
     """Configuration of a VATP cache.
 
     budget, block_size, recent: see `H2OConfig`. sinks: the number of first tokens that are never evicted, padding not
-    counted; the authors' code has 20. recent + sinks is at most budget. Raises TypeError or ValueError for invalid
-    arguments.
+    counted; the authors' code has 20. recent + sinks is at most budget. interval: see `IntervalConfig`. Raises
+    TypeError or ValueError for invalid arguments.
     """
 
     recent: int | None = None
     sinks: int = 1
+    interval: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

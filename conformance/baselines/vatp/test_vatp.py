@@ -133,3 +133,13 @@ def test_vatp_keeps_the_first_tokens_although_their_values_are_zero(side, how, s
     else:
         state.prefill(query, query, value)
     assert sorted(state.positions[0, 0, :6].tolist()) == [*range(sinks), *range(4, 9 - sinks), 11]
+
+
+@pytest.mark.parametrize(("prompt", "steps"), [(0, 21), (21, 3)], ids=["steps", "blocks"])
+def test_vatp_evicts_by_size_at_intervals(prompt, steps, twins, device):
+    """Value norms move with the tokens that an eviction moves, several at once, and decide at the next one."""
+    config = {"budget": 5, "block_size": 4, "recent": 1, "interval": 3}
+    trace = StateTrace(
+        method="vatp", group=2, prompt=prompt, steps=steps, config=tuple(config.items()), device=str(device), seed=9
+    )
+    lockstep.run(sized(trace), twins.optimized.baselines.vatp)

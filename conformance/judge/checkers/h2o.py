@@ -17,15 +17,19 @@ from ..bounds import SLACK, UNIT, Arithmetic, Interval
 from . import blocks
 from .blocks import SMALL as SMALL
 from .blocks import Chunk, received_error
+from .blocks import max_kept as max_kept
 
 CASES = (block_cases.AttendCase,)
-LAWS = ({"recent": 0, "sinks": 2},)
+#: Also evicts after every third token: with blocks of five, some rows within the prompt and others later.
+LAWS = ({"recent": 0, "sinks": 2}, {"interval": 3, "block_size": 5})
+GROUPINGS = ({"interval": 3},)
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
     "half of it recent": {"budget": 6, "block_size": 4},
     "none recent": {"budget": 5, "block_size": 3, "recent": 0},
     "budget 1": {"budget": 1, "block_size": 4},
     "first tokens": {"budget": 6, "block_size": 4, "recent": 2, "sinks": 3},
+    "once in four tokens": {"budget": 4, "block_size": 3, "recent": 1, "interval": 4},
 }
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"budget": 4, "recent": 5}, ValueError, "recent must be at most budget = 4"),
@@ -40,13 +44,14 @@ NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("sinks", blocks.NOT_INTEGERS, TypeError, "sinks must be an int"),
     ("sinks", (-1,), ValueError, "sinks must be at least 0"),
     ("sinks", (3, 5), ValueError, r"recent \+ sinks must be at most budget = 4, got 2 \+ "),
+    *blocks.INTERVAL_NUMBERS,
 ]
 
 
 @st.composite
 def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     """See the package."""
-    return draw(protecting(blocks.block_configs(most)))
+    return {**draw(protecting(blocks.block_configs(most))), "interval": draw(blocks.INTERVALS)}
 
 
 @st.composite

@@ -17,9 +17,10 @@ from ..bounds import FLUSH, SLACK, UNIT, Interval, gamma
 from . import blocks, h2o
 from .blocks import SMALL as SMALL
 from .blocks import Chunk
+from .blocks import max_kept as max_kept
 
 CASES = (block_cases.AttendCase,)
-LAWS = h2o.LAWS
+LAWS, GROUPINGS = h2o.LAWS, h2o.GROUPINGS
 arguments = h2o.arguments
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
@@ -27,6 +28,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "none recent": {"budget": 5, "block_size": 3, "recent": 0},
     "budget 1": {"budget": 1, "block_size": 4},
     "first tokens": {"budget": 6, "block_size": 4, "recent": 2, "sinks": 3},
+    "once in four tokens": {"budget": 4, "block_size": 3, "recent": 1, "interval": 4},
 }
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"budget": 4, "recent": 4}, ValueError, "recent must be less than budget = 4"),
@@ -39,6 +41,7 @@ NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("sinks", blocks.NOT_INTEGERS, TypeError, "sinks must be an int"),
     ("sinks", (-1,), ValueError, "sinks must be at least 0"),
     ("sinks", (3, 5), ValueError, r"recent \+ sinks must be at most budget = 4, got 2 \+ "),
+    *blocks.INTERVAL_NUMBERS,
 ]
 
 
