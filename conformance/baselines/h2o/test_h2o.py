@@ -187,3 +187,14 @@ def test_h2o_rows_evict_by_their_own_sums_at_intervals(side, twins, device):
     query[..., 0] = 4
     state.prefill(query, key, key)
     assert state.positions[:, 0, :2].tolist() == [[1, -1], [2, -1]]
+
+
+@SIDES
+def test_h2o_protects_the_newest_wherever_they_are(side, twins, device):
+    """Token 3 takes the slot of token 0, the first. It receives nothing, but is one of the two newest at the next step,
+    which evicts token 2."""
+    state = new(getattr(twins, side).baselines.h2o, device, budget=3, block=1, recent=2)
+    for logit in (-8, 0, 0, -8, 0):
+        key = torch.full((1, 1, 16), float(logit) / 4, device=device)  # the default scale is 1 / 4
+        state.step(torch.ones_like(key), key, key)
+    assert state.positions[0, 0, :3].tolist() == [3, 1, 4]
