@@ -61,6 +61,22 @@ class BlockConfig(MethodConfig):
         return self.budget
 
 
+class IntervalConfig(BlockConfig):
+    """Base class of configs with a field `interval`: a KV head of a row evicts down to its budget when it has at least
+    budget + interval tokens; with 1, whenever it has more than the budget."""
+
+    interval: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("interval", self.interval, minimum=1)
+
+    @property
+    def capacity(self) -> int:
+        """The largest number of tokens that a KV head holds between calls: budget + interval - 1."""
+        return self.budget + self.interval - 1
+
+
 class Piece(NamedTuple):
     """A block of Q new tokens.
 

@@ -36,7 +36,7 @@ class H2OState(BlockState):
     _rule = "sum"
 
     def _allocate(self) -> None:
-        self._recent = self.config.protected
+        self._sinks, self._recent = self.config.sinks, self.config.protected
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         return accumulate(self, block), None

@@ -159,17 +159,15 @@ class SnapKVState(BlockState):
         # A ring: the query of position p is at index p % observers.
         self._window_query = self._buffer(batch, query_heads, observers, head_dim, dtype=self.dtype)
         self._window_positions = self._buffer(batch, observers, dtype=torch.int64)
-        self._counts = self._buffer(batch, heads, dtype=torch.int32)            # tokens that each head holds
         self._order = self._buffer(batch, heads, self.config.budget, dtype=torch.int32)
-        self._window = self._counts, self._window_query, self._window_positions
+        self._window = self._window_query, self._window_positions
         self._between = between(self.sizes, observers, self.device)
 
     def _buffers(self) -> tuple[Tensor, ...]:
-        return self._window_query, self._window_positions, self._counts, self._order
+        return self._window_query, self._window_positions, self._order
 
     def _clear(self) -> None:
         self._window_positions.fill_(-1)
-        self._counts.zero_()
         self._order.copy_(torch.arange(self.config.budget, device=self.device))
 
     def _evict(self, block: Block, count: int) -> None:
@@ -178,7 +176,6 @@ class SnapKVState(BlockState):
         place = last % observers
         self._window_query.index_copy_(2, place, block.query[:, :, -observers:])
         self._window_positions.index_copy_(1, place, last.where(block.real[:, -observers:], -1))
-        self._counts += block.real.sum(-1, keepdim=True)
         self._compress(count, appended=False)
 
     def _finish_step(self, query: Tensor) -> None:

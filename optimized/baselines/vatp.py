@@ -35,7 +35,7 @@ class VATPState(BlockState):
     _rule = "sum"
 
     def _allocate(self) -> None:
-        self._sinks, self._recent = 1, self.config.protected
+        self._sinks, self._recent = self.config.sinks, self.config.protected
         batch, _, heads, slots, _ = self.sizes
         self._carried = self._buffer(batch, heads, slots, dtype=torch.float32)  # ||v_j||_1
 

@@ -10,30 +10,42 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .._validate import check_integer
-from ..blocks import AttendResult, BlockConfig, BlockState, Piece, attention_of_block, group_mean
+from ..blocks import AttendResult, BlockState, IntervalConfig, Piece, attention_of_block, group_mean
 
 __all__ = ["AttendResult", "H2OConfig", "H2OState", "attend"]
 
 
 @dataclass(frozen=True)
-class H2OConfig(BlockConfig):
+class H2OConfig(IntervalConfig):
     """Configuration of an H2O cache.
 
-    budget, block_size: see `BlockConfig`. recent: the number of newest tokens that are protected, at most budget, by
-    default budget // 2. Raises TypeError or ValueError for invalid arguments.
+    budget, block_size: see `BlockConfig`. recent: the number of newest tokens that are protected, by default
+    budget // 2. sinks: the number of first tokens that are never evicted, padding not counted. recent + sinks is at
+    most budget. interval: see `IntervalConfig`. Raises TypeError or ValueError for invalid arguments.
     """
 
     recent: int | None = None
+    sinks: int = 0
+    interval: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.recent is not None and check_integer("recent", self.recent, minimum=0) > self.budget:
-            raise ValueError(f"recent must be at most budget = {self.budget}, got {self.recent}")
+        check_protected(self.recent, self.sinks, self.budget)
 
     @property
     def protected(self) -> int:
         """The number of newest tokens that are protected."""
         return self.budget // 2 if self.recent is None else self.recent
+
+
+def check_protected(recent: object, sinks: object, budget: int) -> None:
+    """The numbers of newest and of first tokens that are protected must fit in the budget together."""
+    first = check_integer("sinks", sinks, minimum=0)
+    newest = budget // 2 if recent is None else check_integer("recent", recent, minimum=0)
+    if newest > budget or (first > 0 and newest == budget):
+        raise ValueError(f"recent must be {'less than' if first else 'at most'} budget = {budget}, got {newest}")
+    if newest + first > budget:
+        raise ValueError(f"recent + sinks must be at most budget = {budget}, got {newest} + {first}")
 
 
 def attend(
@@ -51,7 +63,7 @@ def attend(
 
 class H2OState(BlockState):
     """An H2O cache, see `BlockState`. `score` is the sum of each token's weights over all queries since its own, which
-    is included."""
+    is included. With an interval, sums go on between evictions."""
 
     Config = H2OConfig
 
@@ -59,4 +71,4 @@ class H2OState(BlockState):
         self.score += group_mean(piece.weight, self.sizes.key_value_heads).sum(2)
 
     def _rank(self) -> tuple[Tensor, Tensor]:
-        return self.score, self._newest(self.config.protected)
+        return self.score, self._newest(self.config.protected) | self._oldest(self.config.sinks)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from .._validate import check_flag, check_integer, check_mask, resolve_scale
 from .._validate_attention import check_attention
 from ..attention import INF, causal_logits, logits, per_kv_head, softmax
-from ..blocks import AttendResult, BlockConfig, BlockState, Piece, attention_of_block, group_mean
+from ..blocks import AttendResult, BlockState, IntervalConfig, Piece, attention_of_block, group_mean
 from ..contract import Sizes
 from ..selection import gather_tokens, kept_tokens, order
 
@@ -26,13 +26,12 @@ __all__ = ["AttendResult", "CompressResult", "SnapKVConfig", "SnapKVState", "att
 
 
 @dataclass(frozen=True)
-class SnapKVConfig(BlockConfig):
+class SnapKVConfig(IntervalConfig):
     """Configuration of a SnapKV cache.
 
     budget, block_size: see `BlockConfig`. window: the number of last tokens that observe and are kept, of which at most
-    budget count. kernel_size: the width of the average pool, odd. interval: a KV head of a row evicts down to its
-    budget when it has at least budget + interval tokens; with 1, whenever it has more than the budget. Raises TypeError
-    or ValueError for invalid arguments.
+    budget count. kernel_size: the width of the average pool, odd. interval: see `IntervalConfig`. Raises TypeError or
+    ValueError for invalid arguments.
     """
 
     window: int = 32
@@ -43,12 +42,6 @@ class SnapKVConfig(BlockConfig):
         super().__post_init__()
         check_integer("window", self.window, minimum=1)
         check_kernel_size(self.kernel_size)
-        check_integer("interval", self.interval, minimum=1)
-
-    @property
-    def capacity(self) -> int:
-        """The largest number of tokens that a KV head holds between calls: budget + interval - 1."""
-        return self.budget + self.interval - 1
 
     @property
     def observers(self) -> int:

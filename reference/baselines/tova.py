@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from ..attention import INF, per_kv_head
-from ..blocks import AttendResult, BlockConfig, BlockState, Piece, attention_of_block, group_mean
+from ..blocks import AttendResult, BlockState, IntervalConfig, Piece, attention_of_block, group_mean
 
 __all__ = ["AttendResult", "TOVAConfig", "TOVAState", "attend"]
 
 
 @dataclass(frozen=True)
-class TOVAConfig(BlockConfig):
-    """Configuration of a TOVA cache. budget, block_size: see `BlockConfig`. No token is protected."""
+class TOVAConfig(IntervalConfig):
+    """Configuration of a TOVA cache. budget, block_size: see `BlockConfig`. interval: see `IntervalConfig`. No token is
+    protected. Raises TypeError or ValueError for invalid arguments."""
+
+    interval: int = 1
 
 
 def attend(
@@ -42,8 +45,8 @@ def _of_newest(tensor: Tensor, real: Tensor) -> Tensor:
 
 
 class TOVAState(BlockState):
-    """A TOVA cache, see `BlockState`. `score` is each token's weight from the newest query. Tokens are ranked by its
-    logarithm, which does not underflow."""
+    """A TOVA cache, see `BlockState`. `score` is each token's weight from the newest query, also between evictions.
+    Tokens are ranked by its logarithm, which does not underflow."""
 
     Config = TOVAConfig
 

@@ -1,5 +1,4 @@
-"""VATP (Guo et al. 2024): H2O's accumulated attention times the norm of the value, ||v_j||_1; the first token is kept.
-"""
+"""VATP (Guo et al. 2024): H2O's accumulated attention times the norm of the value, ||v_j||_1. The first tokens stay."""
 
 from __future__ import annotations
 
@@ -7,28 +6,29 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .._validate import check_integer
 from ..attention import zero_unoccupied
-from ..blocks import AttendResult, BlockConfig, BlockState, Piece, group_mean
-from .h2o import attend
+from ..blocks import AttendResult, BlockState, IntervalConfig, Piece, group_mean
+from .h2o import attend, check_protected
 
 __all__ = ["AttendResult", "VATPConfig", "VATPState", "attend"]
 
 
 @dataclass(frozen=True)
-class VATPConfig(BlockConfig):
+class VATPConfig(IntervalConfig):
     """Configuration of a VATP cache.
 
-    budget, block_size: see `BlockConfig`. recent: the number of newest tokens that are protected besides the first one,
-    less than budget, by default budget // 2. Raises TypeError or ValueError for invalid arguments.
+    budget, block_size, recent: see `H2OConfig`. sinks: the number of first tokens that are never evicted, padding not
+    counted; the authors' code has 20. recent + sinks is at most budget. interval: see `IntervalConfig`. Raises
+    TypeError or ValueError for invalid arguments.
     """
 
     recent: int | None = None
+    sinks: int = 1
+    interval: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.recent is not None and check_integer("recent", self.recent, minimum=0) >= self.budget:
-            raise ValueError(f"recent must be less than budget = {self.budget}, got {self.recent}")
+        check_protected(self.recent, self.sinks, self.budget)
 
     @property
     def protected(self) -> int:
@@ -47,4 +47,4 @@ class VATPState(BlockState):
     def _rank(self) -> tuple[Tensor, Tensor]:
         magnitude = zero_unoccupied(self.value, self.occupied).to(self.score.dtype).abs().sum(-1)
         rank = self.score.masked_fill(~self.occupied, 0) * magnitude
-        return rank, self._newest(self.config.protected) | self._oldest(1)
+        return rank, self._newest(self.config.protected) | self._oldest(self.config.sinks)

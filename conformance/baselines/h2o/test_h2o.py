@@ -96,3 +96,105 @@ def test_h2o_averages_over_its_group(side, twins, device):
     state.prefill(query, key, key)
     # The first query attends only to itself.
     assert state.score[0, 0, :2].tolist() == [1.5, 0.5]
+
+
+@SIDES
+@pytest.mark.parametrize("how", ("steps", "block"))
+@pytest.mark.parametrize(("sinks", "kept"), [(0, {"steps": [0, 1, 3], "block": [3, 4, 5]}), (3, [0, 1, 2])])
+def test_h2o_keeps_the_first_tokens_of_a_row(side, how, sinks, kept, twins, device):
+    """The first three tokens of a row receive little attention. Padding, here of row 1, is no token: with sinks=3, row
+    1 keeps the three tokens after it."""
+    module, padding = getattr(twins, side).baselines.h2o, 2
+    state = module.H2OState(
+        module.H2OConfig(4, 24, recent=1, sinks=sinks), batch=2, query_heads=1, key_value_heads=1, head_dim=16,
+        dtype=torch.float32, device=device,
+    )
+    total = 5 if how == "steps" else 20
+    key = torch.zeros(2, 1, total + padding, 16, device=device)
+    key[0, 0, :3, 0], key[1, 0, :3 + padding, 0] = -32, -32   # the default scale is 1 / 4
+    query = torch.ones_like(key)
+    real = torch.ones(2, total + padding, dtype=torch.bool, device=device)
+    real[1, :padding] = False
+    if how == "steps":
+        state.prefill(query[:, :, :padding], key[:, :, :padding], key[:, :, :padding], real[:, :padding])
+        for token in range(padding, total + padding):
+            state.step(*(tensor[:, :, token] for tensor in (query, key, key)))
+    else:
+        state.prefill(query, key, key, real)
+    kept = kept[how] if isinstance(kept, dict) else kept
+    for row, start in enumerate((0, padding)):
+        held = sorted(state.positions[row, 0, :4].tolist())
+        assert held == [*(start + token for token in kept), total + padding - 1]
+
+
+@SIDES
+@pytest.mark.parametrize("how", ("steps", "block"))
+def test_h2o_sums_go_on_between_evictions(side, how, twins, device):
+    """All keys are equal, so query i gives each token 1 / (i + 1). The cache holds 3 to 7 tokens. The eighth token
+    evicts, by the sums of all eight queries: the two oldest tokens and the newest stay."""
+    module = getattr(twins, side).baselines.h2o
+    state = module.H2OState(
+        module.H2OConfig(3, 5, recent=1, interval=5), batch=1, query_heads=1, key_value_heads=1, head_dim=16,
+        dtype=torch.float32, device=device,
+    )
+    token = torch.zeros(3, 1, 1, 8, 16, device=device)
+    sums = [sum(1 / (query + 1) for query in range(first, 8)) for first in range(8)]
+    if how == "steps":
+        for step in range(7):
+            state.step(*token[:, :, :, step])
+    else:
+        state.append_block(*token[:, :, :, :3])
+        state.append_block(*token[:, :, :, 3:7])
+    assert state.positions[0, 0, :7].tolist() == [*range(7)]
+    for score, final in zip(state.score[0, 0, :7].tolist(), sums, strict=False):
+        assert abs(score - (final - 1 / 8)) <= 2.0**-20
+    state.step(*token[:, :, :, 7])
+    assert state.positions[0, 0].tolist() == [0, 1, 7] + [-1] * 9
+    for score, first in zip(state.score[0, 0, :3].tolist(), (0, 1, 7), strict=True):
+        assert abs(score - sums[first]) <= 2.0**-20
+
+
+@SIDES
+@pytest.mark.parametrize("how", ("steps", "block"))
+def test_h2o_keeps_the_first_tokens_at_intervals(side, how, twins, device):
+    """The first three tokens receive little attention. The sixth token evicts two tokens, neither of them a sink."""
+    module = getattr(twins, side).baselines.h2o
+    state = module.H2OState(
+        module.H2OConfig(4, 6, recent=1, sinks=3, interval=2), batch=1, query_heads=1, key_value_heads=1, head_dim=16,
+        dtype=torch.float32, device=device,
+    )
+    key = torch.zeros(1, 1, 6, 16, device=device)
+    key[0, 0, :3, 0] = -32                                    # the default scale is 1 / 4
+    query = torch.ones_like(key)
+    if how == "steps":
+        for token in range(6):
+            state.step(*(tensor[:, :, token] for tensor in (query, key, key)))
+    else:
+        state.prefill(query, key, key)
+    assert sorted(state.positions[0, 0, :4].tolist()) == [0, 1, 2, 5]
+
+
+@SIDES
+def test_h2o_rows_evict_by_their_own_sums_at_intervals(side, twins, device):
+    """All queries attend to token 1 of row 0 and to token 2 of row 1. The block has fewer tokens than it may have."""
+    module = getattr(twins, side).baselines.h2o
+    state = module.H2OState(
+        module.H2OConfig(1, 8, recent=0, interval=2), batch=2, query_heads=1, key_value_heads=1, head_dim=16,
+        dtype=torch.float32, device=device,
+    )
+    key, query = torch.zeros(2, 2, 1, 4, 16, device=device)
+    key[0, 0, 1, 0] = key[1, 0, 2, 0] = 8
+    query[..., 0] = 4
+    state.prefill(query, key, key)
+    assert state.positions[:, 0, :2].tolist() == [[1, -1], [2, -1]]
+
+
+@SIDES
+def test_h2o_protects_the_newest_wherever_they_are(side, twins, device):
+    """Token 3 takes the slot of token 0, the first. It receives nothing, but is one of the two newest at the next step,
+    which evicts token 2."""
+    state = new(getattr(twins, side).baselines.h2o, device, budget=3, block=1, recent=2)
+    for logit in (-8, 0, 0, -8, 0):
+        key = torch.full((1, 1, 16), float(logit) / 4, device=device)  # the default scale is 1 / 4
+        state.step(torch.ones_like(key), key, key)
+    assert state.positions[0, 0, :3].tolist() == [3, 1, 4]

@@ -118,3 +118,27 @@ def test_tova_keeps_its_scores_through_padding(side, twins, device):
     state.append_block(*tokens, torch.tensor([[False, False], [True, False]], device=device))
     assert torch.equal(state.score[0], before[0]) and torch.equal(state.positions[0], positions[0])
     assert not torch.equal(state.score[1], before[1])
+
+
+@SIDES
+@pytest.mark.parametrize("how", ("steps", "block"))
+def test_tova_evicts_at_intervals_by_weights_that_vanish(side, how, twins, device):
+    """Four tokens stay until the fifth. Then the two with the least weights are evicted, which are 0 in float32."""
+    module = getattr(twins, side).baselines.tova
+    state = module.TOVAState(
+        module.TOVAConfig(3, 8, interval=2), batch=2, query_heads=1, key_value_heads=1, head_dim=16,
+        dtype=torch.float32, device=device,
+    )
+    key = torch.zeros(2, 1, 5, 16, device=device)
+    key[:, 0, :3, 0] = torch.tensor([-150.0, -600.0, -300.0])
+    query = torch.zeros_like(key)
+    query[..., 0] = 4  # the default scale is 1 / 4
+    state.prefill(query[:, :, :2], key[:, :, :2], key[:, :, :2])
+    if how == "steps":
+        for token in range(2, 5):
+            assert state.positions[0, 0, :token].tolist() == [*range(token)]
+            state.step(*(tensor[:, :, token] for tensor in (query, key, key)))
+    else:
+        state.append_block(*(tensor[:, :, 2:] for tensor in (query, key, key)))
+    assert sorted(state.positions[0, 0, :3].tolist()) == [0, 3, 4]
+    assert state.occupied[0, 0].sum() == 3

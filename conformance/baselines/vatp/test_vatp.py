@@ -114,3 +114,35 @@ def test_vatp_score_is_the_sum_of_weights_alone(recent, twins, device):
     one.prefill(query, key, value)
     other.prefill(query, key, 8 * value)
     assert torch.equal(one.score, other.score)
+
+
+@SIDES
+@pytest.mark.parametrize("how", ("steps", "block"))
+@pytest.mark.parametrize("sinks", [0, 1, 3])
+def test_vatp_keeps_the_first_tokens_although_their_values_are_zero(side, how, sinks, twins, device):
+    """Attention sinks have small values, so they rank last. Sinks stay; of the others, the tokens with the largest
+    values do."""
+    module = getattr(twins, side).baselines.vatp
+    state = module.VATPState(
+        module.VATPConfig(6, 12, recent=1, sinks=sinks), batch=1, query_heads=1, key_value_heads=1, head_dim=16,
+        dtype=torch.float32, device=device,
+    )
+    query = torch.zeros(1, 1, 12, 16, device=device)
+    value = torch.exp2(3.0 * torch.arange(12, device=device)).flip(0)[None, None, :, None].expand(1, 1, 12, 16).clone()
+    value[0, 0, :4] = 0
+    if how == "steps":
+        for token in range(12):
+            state.step(*(tensor[:, :, token] for tensor in (query, query, value)))
+    else:
+        state.prefill(query, query, value)
+    assert sorted(state.positions[0, 0, :6].tolist()) == [*range(sinks), *range(4, 9 - sinks), 11]
+
+
+@pytest.mark.parametrize(("prompt", "steps"), [(0, 21), (21, 3)], ids=["steps", "blocks"])
+def test_vatp_evicts_by_size_at_intervals(prompt, steps, twins, device):
+    """Value norms move with the tokens that an eviction moves, several at once, and decide at the next one."""
+    config = {"budget": 5, "block_size": 4, "recent": 1, "interval": 3}
+    trace = StateTrace(
+        method="vatp", group=2, prompt=prompt, steps=steps, config=tuple(config.items()), device=str(device), seed=9
+    )
+    lockstep.run(sized(trace), twins.optimized.baselines.vatp)

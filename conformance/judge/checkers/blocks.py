@@ -294,6 +294,20 @@ def block_configs(most: int) -> st.SearchStrategy[dict[str, int]]:
     return st.fixed_dictionaries({"budget": st.integers(1, most), "block_size": sizes})
 
 
+def max_kept(state: Any, tokens: int) -> int:
+    """See the package: with an interval, a head holds up to `capacity` tokens."""
+    return min(state.config.capacity, tokens)
+
+
+#: Drawn intervals: 1 is the default, the others evict more than one token at a time.
+INTERVALS = st.sampled_from((1, 3, 2, 5))
+#: What a config with an interval refuses: part of NUMBERS.
+INTERVAL_NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
+    ("interval", NOT_INTEGERS, TypeError, "interval must be an int"),
+    ("interval", (0, -1), ValueError, "interval must be at least 1, got"),
+]
+
+
 def attend_arguments(device: torch.device) -> dict[str, Any]:
     """See the package. The query of `attend` has a time axis."""
     return {"query": tiny.prompt(device, seed=0)[0][:, :, -tiny.WINDOW:]}

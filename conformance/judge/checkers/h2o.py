@@ -17,30 +17,51 @@ from ..bounds import SLACK, UNIT, Arithmetic, Interval
 from . import blocks
 from .blocks import SMALL as SMALL
 from .blocks import Chunk, received_error
+from .blocks import max_kept as max_kept
 
 CASES = (block_cases.AttendCase,)
+#: Also evicts after every third token: with blocks of five, some rows within the prompt and others later.
+LAWS = ({"recent": 0, "sinks": 2}, {"interval": 3, "block_size": 5})
+GROUPINGS = ({"interval": 3},)
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
     "half of it recent": {"budget": 6, "block_size": 4},
     "none recent": {"budget": 5, "block_size": 3, "recent": 0},
     "budget 1": {"budget": 1, "block_size": 4},
+    "first tokens": {"budget": 6, "block_size": 4, "recent": 2, "sinks": 3},
+    "once in four tokens": {"budget": 4, "block_size": 3, "recent": 1, "interval": 4},
 }
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"budget": 4, "recent": 5}, ValueError, "recent must be at most budget = 4"),
     ({"budget": 4, "recent": 1.0}, TypeError, "recent must be an int"),
+    ({"budget": 4, "recent": 4, "sinks": 1}, ValueError, "recent must be less than budget = 4"),
+    ({"budget": 4, "recent": 2, "sinks": 3}, ValueError, "must be at most budget = 4, got 2 [+] 3"),
 ]
 NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("recent", blocks.NOT_INTEGERS[:3], TypeError, "recent must be an int"),
     ("recent", (-1,), ValueError, "recent must be at least 0"),
     ("recent", (5,), ValueError, "recent must be at most budget = 4, got 5"),
+    ("sinks", blocks.NOT_INTEGERS, TypeError, "sinks must be an int"),
+    ("sinks", (-1,), ValueError, "sinks must be at least 0"),
+    ("sinks", (3, 5), ValueError, r"recent \+ sinks must be at most budget = 4, got 2 \+ "),
+    *blocks.INTERVAL_NUMBERS,
 ]
 
 
 @st.composite
 def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     """See the package."""
-    config = draw(blocks.block_configs(most))
-    return {**config, "recent": draw(st.none() | st.integers(0, config["budget"]))}
+    return {**draw(protecting(blocks.block_configs(most))), "interval": draw(blocks.INTERVALS)}
+
+
+@st.composite
+def protecting(draw: st.DrawFn, configs: st.SearchStrategy[dict[str, int]]) -> dict[str, Any]:
+    """Add `recent` and `sinks` to configs: often with sinks, and seldom so many that nothing else has room."""
+    config = draw(configs)
+    budget = config["budget"]
+    recent = draw(st.none() | st.integers(0, budget))
+    room = budget - (budget // 2 if recent is None else recent)
+    return {**config, "recent": recent, "sinks": draw(st.integers(0, min(3, room)))}
 
 
 def arguments(device: torch.device) -> dict[str, Any]:
@@ -75,6 +96,9 @@ class Model(block_model.Head):
         weights = self.weights(group, number)
         for token in self.tokens:
             token.score += weights.get(token.position, 0.0)
+
+    def protected(self, positions: list[int]) -> set[int]:
+        return super().protected(positions) | set(sorted(positions)[:self.config.sinks])
 
 
 class Adapter(blocks.Adapter):

@@ -26,6 +26,7 @@ from ..subjects import Subject, aspects
 from ..ties import tie_classes, window_ties
 from . import blocks, h2o
 from .blocks import Chunk, received_error
+from .blocks import max_kept as max_kept
 
 CASES = (WindowCase, AttendCase)
 SMALL = {**blocks.SMALL, "window": 2, "kernel_size": 3}
@@ -164,8 +165,7 @@ NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("kernel_size", blocks.NOT_INTEGERS, TypeError, "kernel_size must be an int"),
     ("kernel_size", (0, -1), ValueError, "kernel_size must be at least 1"),
     ("kernel_size", (2, 4), ValueError, "kernel_size must be odd"),
-    ("interval", blocks.NOT_INTEGERS, TypeError, "interval must be an int"),
-    ("interval", (0, -1), ValueError, "interval must be at least 1, got"),
+    *blocks.INTERVAL_NUMBERS,
 ]
 TRACE = {"window": 16}
 
@@ -177,13 +177,8 @@ def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     sizes = (3, 1, 5, 7) if config["budget"] > 5 else (1, 3) if config["budget"] > 2 else (1,)
     return {
         **config, "window": draw(st.integers(1, window)), "kernel_size": draw(st.sampled_from(sizes)),
-        "interval": draw(st.sampled_from((1, 3, 2, 5))),
+        "interval": draw(blocks.INTERVALS),
     }
-
-
-def max_kept(state: Any, tokens: int) -> int:
-    """See the package."""
-    return min(state.config.capacity, tokens)
 
 
 def attend_error(case: AttendCase, allowed: Arithmetic) -> Tensor:

@@ -19,23 +19,30 @@ from ..oracle import Attention
 from . import blocks, h2o
 from .blocks import SMALL as SMALL
 from .blocks import Chunk, equal_keys, log_sum_interval, received, received_error
+from .blocks import max_kept as max_kept
 
 CASES = (block_cases.AttendCase,)
+LAWS = h2o.LAWS[1:]
+GROUPINGS = h2o.GROUPINGS
 arguments = h2o.arguments
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
     "small": {"budget": 6, "block_size": 4},
     "blocks of one": {"budget": 5, "block_size": 1},
     "budget 1": {"budget": 1, "block_size": 4},
+    "once in four tokens": {"budget": 4, "block_size": 3, "interval": 4},
 }
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"budget": 4, "recent": 1}, TypeError, "recent"),
+    ({"budget": 4, "interval": 0}, ValueError, "interval must be at least 1"),
 ]
+NUMBERS = blocks.INTERVAL_NUMBERS
 
 
-def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:
+@st.composite
+def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     """See the package."""
-    return blocks.block_configs(most)
+    return {**draw(blocks.block_configs(most)), "interval": draw(blocks.INTERVALS)}
 
 
 def newest(attention: Attention, valid: Tensor) -> Attention:

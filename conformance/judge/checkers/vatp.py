@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from ....reference.baselines import vatp
@@ -18,30 +17,35 @@ from ..bounds import FLUSH, SLACK, UNIT, Interval, gamma
 from . import blocks, h2o
 from .blocks import SMALL as SMALL
 from .blocks import Chunk
+from .blocks import max_kept as max_kept
 
 CASES = (block_cases.AttendCase,)
+LAWS, GROUPINGS = h2o.LAWS, h2o.GROUPINGS
 arguments = h2o.arguments
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
     "half of it recent": {"budget": 6, "block_size": 4},
     "none recent": {"budget": 5, "block_size": 3, "recent": 0},
     "budget 1": {"budget": 1, "block_size": 4},
+    "first tokens": {"budget": 6, "block_size": 4, "recent": 2, "sinks": 3},
+    "once in four tokens": {"budget": 4, "block_size": 3, "recent": 1, "interval": 4},
 }
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"budget": 4, "recent": 4}, ValueError, "recent must be less than budget = 4"),
+    ({"budget": 20, "sinks": 20}, ValueError, "must be at most budget = 20, got 10 [+] 20"),
 ]
 NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("recent", blocks.NOT_INTEGERS[:3], TypeError, "recent must be an int"),
     ("recent", (-1,), ValueError, "recent must be at least 0"),
     ("recent", (4,), ValueError, "recent must be less than budget = 4, got 4"),
+    ("sinks", blocks.NOT_INTEGERS, TypeError, "sinks must be an int"),
+    ("sinks", (-1,), ValueError, "sinks must be at least 0"),
+    ("sinks", (3, 5), ValueError, r"recent \+ sinks must be at most budget = 4, got 2 \+ "),
+    *blocks.INTERVAL_NUMBERS,
 ]
 
 
-@st.composite
-def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
-    """See the package."""
-    config = draw(blocks.block_configs(most))
-    return {**config, "recent": draw(st.none() | st.integers(0, config["budget"] - 1))}
+configs = h2o.configs
 
 
 def product_interval(chunk: Chunk, error: Tensor) -> Interval:
@@ -73,13 +77,10 @@ SUBJECTS = (blocks.attend_subject("vatp", vatp.attend, h2o.attend_error),)
 
 
 class Model(h2o.Model):
-    """H2O's sums times the norms of the values. The first token is protected too."""
+    """H2O's sums times the norms of the values."""
 
     def rank(self, token: block_model.Token) -> float:
         return token.score * math.fsum(abs(number) for number in token.value)
-
-    def protected(self, positions: list[int]) -> set[int]:
-        return super().protected(positions) | set(sorted(positions)[:1])
 
 
 class Adapter(h2o.Adapter):

@@ -1,12 +1,13 @@
-"""SnapKV after a block or a step: heads that are due score their tokens, evict down to the budget, and close gaps.
+"""Eviction at intervals, after a block or a step: heads that are due evict down to the budget and close gaps.
 
-A head is due if it holds more than `capacity` tokens, the most that it may hold between calls. There are three
-launches: the softmaxes of the window's queries, the attention that each key receives from them, and `compress_kernel`
-for the rest. For heads that are not due, the programs of all three return at once. Buffers are as in
-`evict_kernels.py`.
+A head is due if it holds more than `capacity` tokens, the most that it may hold between calls. For heads that are not
+due, programs return at once. Buffers are as in `evict_kernels.py`.
 
-Scores are pooled along tokens in order of arrival. For tokens that arrived since the last compression, this is the
-order of their slots. For the `budget` tokens kept by that compression, `order` lists their slots.
+`thin` evicts by given ranks, in one launch. `compress` is SnapKV's: heads that are due score their tokens first. It has
+three launches: the softmaxes of the window's queries, the attention that each key receives from them, and
+`compress_kernel` for the rest. Scores are pooled along tokens in order of arrival. For tokens that arrived since the
+last compression, this is the order of their slots. For the `budget` tokens kept by that compression, `order` lists
+their slots.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ....reference.contract import Sizes
 from ..launch import INTERPRETED, on_device_of, padded_head_dim
 from .evict_kernels import _NEVER, COUNTED, _leaving, _real_before, _threshold, _write_codes
 from .kernels import Window, launch_attention, launch_received
-from .ops import chunk_sizes
+from .ops import chunk_sizes, rows
 
 #: Warps, and slots per iteration, of programs that usually return at once. With 16 warps, or 4096 slots, only one such
 #: program fits on a multiprocessor at a time.
@@ -78,10 +79,10 @@ def compress(
     launch_received(window_query, keys, there, window, parts, received, scale, True)
     with on_device_of(key):
         compress_kernel[(flats,)](
-            received, key, value, occupied, positions, score, ordinals, held, counts, order, window_positions, numbers,
-            budget, capacity, count, slots, heads, window_positions.shape[1], kernel_size,
+            received, key, value, occupied, positions, score, ordinals, score, held, counts, order, window_positions,
+            numbers, budget, capacity, count, slots, heads, window_positions.shape[1], kernel_size, 0, 0, end,
             HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
-            TOKENS=16 if INTERPRETED else 32, ALWAYS=always, APPENDED=appended,
+            TOKENS=16 if INTERPRETED else 32, ALWAYS=always, APPENDED=appended, OBSERVES=True, CARRIED=False,
             num_warps=4 if end <= 1024 else 16 if always else PASSING_WARPS,
         )
 
@@ -91,6 +92,46 @@ def _(
     window_query: Tensor, window_positions: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
     score: Tensor, ordinals: Tensor, held: Tensor, counts: Tensor, order: Tensor, parts: Tensor, received: Tensor,
     numbers: Tensor, scale: float, budget: int, capacity: int, count: int, kernel_size: int, appended: bool,
+) -> None:
+    return None
+
+
+@torch.library.custom_op(
+    "kvtwin::block_thin",
+    mutates_args=("key", "value", "occupied", "positions", "score", "ordinals", "carried", "counts", "numbers"),
+)
+def thin(
+    rank: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor, ordinals: Tensor,
+    carried: Tensor | None, held: Tensor, counts: Tensor, numbers: Tensor,
+    budget: int, capacity: int, count: int, sinks: int, recent: int, appended: bool,
+) -> None:
+    """Evict after `count` tokens arrived, in the slots from `capacity` on or, if `appended`, after one token arrived in
+    the slot behind the others.
+
+    rank [B, Hkv, capacity + count or more] float32: heads that are due evict the lowest first, ties by
+    slot. The first `sinks` and the newest `recent` tokens are protected. A state's buffers are as in `ops.settle`; held
+    and counts [B, Hkv] int32: the tokens that a row has seen and that a head holds, the new ones included. numbers
+    [4, B * Hkv, S] int32: scratch.
+    """
+    batch, heads, slots, head_dim = key.shape
+    end = capacity + count
+    rank = rows(rank)
+    chunk, search = chunk_sizes(end, PASSING_CHUNK)
+    with on_device_of(key):
+        compress_kernel[(batch * heads,)](
+            rank, key, value, occupied, positions, score, ordinals, score if carried is None else carried, held, counts,
+            numbers, held, numbers, budget, capacity, count, slots, heads, 0, 0, sinks, recent, rank.stride(1),
+            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
+            TOKENS=16 if INTERPRETED else 32, ALWAYS=False, APPENDED=appended, OBSERVES=False,
+            CARRIED=carried is not None, num_warps=4 if end <= 1024 else PASSING_WARPS,
+        )
+
+
+@thin.register_fake
+def _(
+    rank: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor, ordinals: Tensor,
+    carried: Tensor | None, held: Tensor, counts: Tensor, numbers: Tensor,
+    budget: int, capacity: int, count: int, sinks: int, recent: int, appended: bool,
 ) -> None:
     return None
 
@@ -130,14 +171,14 @@ def _pool(score, received, walk, tokens, prefix, kernel_size, CHUNK: tl.constexp
 
 @triton.jit
 def _choose(
-    codes, room, fate, score, occupied, ordinals, before, leave, recent_from, budget, end,
+    codes, room, fate, rank, occupied, ordinals, before, leave, sinks, recent_from, budget, end,
     CHUNK: tl.constexpr, SEARCH: tl.constexpr,
 ):
-    """Evict `leave` of a head's tokens: lowest score first, ties to the lowest slot. fate [end]: the new slot of each
+    """Evict `leave` of a head's tokens: lowest rank first, ties to the lowest slot. fate [end]: the new slot of each
     slot's token, -1 for none. The j-th kept token behind the first `budget` slots moves to the j-th free slot among
     those. `before`: the number of the cache's slots that held tokens."""
     lowest, highest = _write_codes(
-        codes, score, occupied, occupied, ordinals, end, 0, recent_from, CHUNK, False, False
+        codes, rank, occupied, occupied, ordinals, end, sinks, recent_from, CHUNK, False, False
     )
     threshold, below = _threshold(codes, lowest, highest, end, leave, SEARCH)
     ties = leave - below
@@ -179,8 +220,8 @@ def _follow(order, walk, fate, tokens, CHUNK: tl.constexpr):
 
 @triton.jit
 def _move(
-    fate, key, value, occupied, positions, score, ordinals, begin, end,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr,
+    fate, key, value, occupied, positions, score, ordinals, carried, begin, end,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, CARRIED: tl.constexpr,
 ):
     """Move the tokens in slots begin to end to the slots in `fate`, all before `begin`, and free their old slots."""
     d = tl.arange(0, D_PAD).to(tl.int64)
@@ -198,20 +239,26 @@ def _move(
         tl.store(positions + to, tl.load(positions + source, mask=moves), mask=moves)
         tl.store(score + to, tl.load(score + source, mask=moves), mask=moves)
         tl.store(ordinals + to, tl.load(ordinals + source, mask=moves), mask=moves)
+        if CARRIED:
+            tl.store(carried + to, tl.load(carried + source, mask=moves), mask=moves)
         tl.debug_barrier()
         tl.store(occupied + source, moves & (s < 0), mask=s < end)
         tl.store(positions + source, tl.full([TOKENS], -1, tl.int64), mask=s < end)
         tl.store(score + source, tl.full([TOKENS], float("-inf"), tl.float32), mask=s < end)
 
 
-@triton.jit(do_not_specialize=["budget", "capacity", "count", "slots", "heads", "observers", "kernel_size"])
+@triton.jit(do_not_specialize=[
+    "budget", "capacity", "count", "slots", "heads", "observers", "kernel_size", "sinks", "recent", "rank_h",
+])
 def compress_kernel(
-    received, key, value, occupied, positions, score, ordinals, held, counts, order, window_positions, numbers,
-    budget, capacity, count, slots, heads, observers, kernel_size,
+    rank, key, value, occupied, positions, score, ordinals, carried, held, counts, order, window_positions, numbers,
+    budget, capacity, count, slots, heads, observers, kernel_size, sinks, recent, rank_h,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr, SEARCH: tl.constexpr, TOKENS: tl.constexpr,
-    ALWAYS: tl.constexpr, APPENDED: tl.constexpr,
+    ALWAYS: tl.constexpr, APPENDED: tl.constexpr, OBSERVES: tl.constexpr, CARRIED: tl.constexpr,
 ):
-    """Program flat. numbers, per flat: slots in order of arrival, ranks as integers, free slots, new slots."""
+    """Program flat. numbers, per flat: slots in order of arrival, ranks as integers, free slots, new slots. rank, with
+    rows of rank_h slots: with OBSERVES, what each slot's key received; SnapKV's scores follow from it. Otherwise the
+    order of eviction itself."""
     flat = tl.program_id(0).to(tl.int64)
     tokens = tl.load(counts + flat)
     if APPENDED and not ALWAYS:
@@ -229,27 +276,37 @@ def compress_kernel(
     positions += at
     score += at
     ordinals += at
+    carried += at
     order += flat * budget
     arrived = _real_before(occupied + capacity, 1, count, COUNTED)
     before = tokens - arrived
     leave = tl.where(tokens > capacity, tokens - budget, 0)
-    observing = tl.full([COUNTED], 0, tl.int32)
-    for start in range(0, observers, COUNTED):
-        i = start + tl.arange(0, COUNTED)
-        asks = tl.load(window_positions + flat // heads * observers + i, mask=i < observers, other=-1) >= 0
-        observing += tl.where(asks, 1, 0)
-    # The window's real tokens are the newest of the row and are always kept: the budget has room for them.
-    window = tl.sum(observing, 0)
-    if ALWAYS or leave > 0:
-        _walk(walk, order, occupied, before, budget, capacity, count, CHUNK)
-        _pool(score, received + flat * end, walk, tokens, tokens - window, kernel_size, CHUNK)
+    rank += flat * rank_h
+    recent_from = tl.where(recent > 0, tl.load(held + flat) - recent, _NEVER)
+    if OBSERVES:
+        observing = tl.full([COUNTED], 0, tl.int32)
+        for start in range(0, observers, COUNTED):
+            i = start + tl.arange(0, COUNTED)
+            asks = tl.load(window_positions + flat // heads * observers + i, mask=i < observers, other=-1) >= 0
+            observing += tl.where(asks, 1, 0)
+        # The window's real tokens are the newest of the row and are always kept: the budget has room for them.
+        window = tl.sum(observing, 0)
+        recent_from = tl.load(held + flat) - window
+        if ALWAYS or leave > 0:
+            _walk(walk, order, occupied, before, budget, capacity, count, CHUNK)
+            _pool(score, rank, walk, tokens, tokens - window, kernel_size, CHUNK)
+        rank = score
     if leave > 0:
         _choose(
-            numbers + each + at, numbers + 2 * each + at, fate, score, occupied, ordinals,
-            before, leave, tl.load(held + flat) - window, budget, end, CHUNK, SEARCH,
+            numbers + each + at, numbers + 2 * each + at, fate, rank, occupied, ordinals,
+            before, leave, sinks, recent_from, budget, end, CHUNK, SEARCH,
         )
-        _follow(order, walk, fate, tokens, CHUNK)
-        _move(fate, key, value, occupied, positions, score, ordinals, budget, end, HEAD_DIM, D_PAD, TOKENS)
+        if OBSERVES:
+            _follow(order, walk, fate, tokens, CHUNK)
+        _move(
+            fate, key, value, occupied, positions, score, ordinals, carried, budget, end,
+            HEAD_DIM, D_PAD, TOKENS, CARRIED,
+        )
     elif not APPENDED:
         placed = before
         for start in range(0, count, COUNTED):
@@ -257,9 +314,12 @@ def compress_kernel(
             holds = tl.load(occupied + capacity + i, mask=i < count, other=0) != 0
             here = tl.where(holds, 1, 0)
             tl.store(fate + capacity + i, tl.where(holds, placed + tl.cumsum(here, 0) - here, -1), mask=i < count)
-            if not ALWAYS:
+            if OBSERVES and not ALWAYS:
                 tl.store(score + capacity + i, tl.full([COUNTED], float("inf"), tl.float32), mask=holds)
             placed += tl.sum(here, 0)
         tl.debug_barrier()
-        _move(fate, key, value, occupied, positions, score, ordinals, capacity, end, HEAD_DIM, D_PAD, TOKENS)
+        _move(
+            fate, key, value, occupied, positions, score, ordinals, carried, capacity, end,
+            HEAD_DIM, D_PAD, TOKENS, CARRIED,
+        )
     tl.store(counts + flat, tokens - leave)

@@ -6,9 +6,9 @@ slot, and writes the new token into it. Otherwise, with few heads and many slots
 programs. Until the new token has a slot, it is read from the caller's tensors; its logit is stored behind the cache's.
 
 Buffers are as in `evict_kernels.py`; the slots per row are divided by UNIT, which tells the compiler the alignment.
-With the rule APPEND, `budget` is the most tokens that a head may hold before this one and `counts` is how many it
-holds; the new token takes the next slot. Scratch is indexed by flat or by query head; logits [flats, padded, GROUP_PAD]
-are in base 2.
+With GROWS, `budget` is the most tokens that a head may hold before this one and `counts` is how many it holds; the new
+token takes the next slot, and the caller evicts, with SUM and NEWEST by the `ranks` that they store. Scratch is indexed
+by flat or by query head; logits [flats, padded, GROUP_PAD] are in base 2.
 """
 
 from __future__ import annotations
@@ -191,12 +191,12 @@ _SIZES = [
 @triton.jit(do_not_specialize=_SIZES)
 def step_kernel(
     query, new_key, new_value, key, value, occupied, positions, score, ordinals, magnitude, held, seen,
-    output, logits, partial, tops, weight_sums, normalisers, arrivals, counts, window_query, window_positions,
+    output, logits, partial, tops, weight_sums, normalisers, arrivals, counts, ranks, window_query, window_positions,
     scale, budget, slots, padded, share, splits, heads, rows, sinks, recent, offset, observers,
     query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr,
-    MAGNITUDE: tl.constexpr, PROTECTS: tl.constexpr, FUSED: tl.constexpr, DISCARD: tl.constexpr,
+    MAGNITUDE: tl.constexpr, PROTECTS: tl.constexpr, GROWS: tl.constexpr, FUSED: tl.constexpr, DISCARD: tl.constexpr,
 ):
     """Program (split, flat): attends to `share` tiles of a head's slots. The last program of a flat merges the splits.
 
@@ -216,7 +216,7 @@ def step_kernel(
     logits += flat * (padded * 16) * GROUP_PAD
     number = tl.load(held + flat)                                      # real tokens before this one
     tokens = tl.minimum(number, budget)                                # in the cache
-    if RULE == APPEND:
+    if GROWS:
         tokens = tl.load(counts + flat)
     mask = (row < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     head = (k_head * GROUP + row)[:, None]
@@ -243,22 +243,23 @@ def step_kernel(
             size = 0.0
             if MAGNITUDE:
                 size = _size_of(new_value, new_value_d, HEAD_DIM, D_PAD)
-            if RULE == APPEND:
-                slot = tokens
-            elif RULE != NOTHING:
+            if RULE != NOTHING and RULE != APPEND:
                 best, new_score = score_slots(
-                    logits, score, ordinals, magnitude, shift, total, 0, (budget + 16) // 16 * 16, tokens, number,
-                    budget, new_score, size, sinks, recent, padded * 16,
-                    GROUP, GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS, DISCARD,
+                    logits, score, ordinals, magnitude, ranks + at, shift, total, 0, (budget + 16) // 16 * 16, tokens,
+                    number, budget, new_score, size, sinks, recent, padded * 16,
+                    GROUP, GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS, GROWS, DISCARD,
                 )
                 slot = tl.where(tokens < budget, tokens, (best & _INDEX).to(tl.int32))
+            if GROWS:
+                slot = tokens
             _take_slot(
                 new_key, new_value, key, value, occupied + at, positions + at, score, ordinals, magnitude, held + flat,
-                slot, tl.load(seen), number, new_score, size, (slot < budget) | (RULE == NOTHING) | (RULE == APPEND),
+                slot, tl.load(seen), number, new_score, size, (slot < budget) | (RULE == NOTHING) | GROWS,
                 new_key_d, new_value_d, HEAD_DIM, D_PAD, MAGNITUDE,
             )
-            if RULE == APPEND:
+            if GROWS:
                 tl.store(counts + flat, tokens + 1)
+            if RULE == APPEND:
                 _remember(
                     query, window_query, window_positions, tl.load(seen), b, k_head, heads, observers,
                     query_b, query_h, query_d, GROUP, HEAD_DIM, D_PAD, ROWS,
@@ -269,11 +270,12 @@ def step_kernel(
 @triton.jit(do_not_specialize=_SIZES)
 def finish_kernel(
     new_key, new_value, key, value, occupied, positions, score, ordinals, magnitude, held, seen,
-    output, logits, partial, tops, normalisers, arrivals, candidates, new_scores,
+    output, logits, partial, tops, normalisers, arrivals, candidates, new_scores, counts, ranks,
     budget, slots, padded, share, splits, blocks, heads, rows, sinks, recent, offset,
     new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, UNIT: tl.constexpr,
     SPLITS: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr, MAGNITUDE: tl.constexpr, PROTECTS: tl.constexpr,
+    GROWS: tl.constexpr,
 ):
     """Programs (block of `share` * 16 slots, flat): scores and the lowest candidate. The last program of a flat takes
     the lowest candidate of all and writes the new token there. GROUP more programs each merge a query head's output."""
@@ -293,6 +295,8 @@ def finish_kernel(
         new_value += b * new_value_b + k_head * new_value_h
         number = tl.load(held + flat)
         tokens = tl.minimum(number, budget)
+        if GROWS:
+            tokens = tl.load(counts + flat)
         g = flat * GROUP + tl.arange(0, GROUP_PAD)
         real = tl.arange(0, GROUP_PAD) < GROUP
         size = 0.0
@@ -300,11 +304,11 @@ def finish_kernel(
             size = _size_of(new_value, new_value_d, HEAD_DIM, D_PAD)
         begin = block * (share * 16)
         best, new_score = score_slots(
-            logits + flat * (padded * 16) * GROUP_PAD, score, ordinals, magnitude,
+            logits + flat * (padded * 16) * GROUP_PAD, score, ordinals, magnitude, ranks + row,
             tl.load(normalisers + g * 2, mask=real, other=0.0), tl.load(normalisers + g * 2 + 1, mask=real, other=0.0),
             begin, tl.minimum(begin + share * 16, (budget + 16) // 16 * 16), tokens, number, budget,
             new_score_of(seen, offset, RULE), size, sinks, recent, padded * 16,
-            GROUP, GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS, False,
+            GROUP, GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS, GROWS, False,
         )
         tl.store(candidates + flat * blocks + block, best)
         if (budget >= begin) & (budget < begin + share * 16):
@@ -317,10 +321,13 @@ def finish_kernel(
                     candidates + flat * blocks + i, mask=i < blocks, other=_NEVER, cache_modifier=".cg"
                 ))
             slot = tl.where(tokens < budget, tokens, (tl.min(found, 0) & _INDEX).to(tl.int32))
+            if GROWS:
+                slot = tokens
+                tl.store(counts + flat, tokens + 1)
             _take_slot(
                 new_key, new_value, key + row * HEAD_DIM, value + row * HEAD_DIM, occupied + row, positions + row,
                 score, ordinals, magnitude, held + flat, slot, tl.load(seen), number,
-                tl.load(new_scores + flat, cache_modifier=".cg"), size, slot < budget, new_key_d, new_value_d,
-                HEAD_DIM, D_PAD, MAGNITUDE,
+                tl.load(new_scores + flat, cache_modifier=".cg"), size, (slot < budget) | GROWS,
+                new_key_d, new_value_d, HEAD_DIM, D_PAD, MAGNITUDE,
             )
             _count_row(arrivals, seen, rows)

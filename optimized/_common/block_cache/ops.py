@@ -10,7 +10,7 @@ from ..launch import INTERPRETED, on_device_of, padded_head_dim
 from .evict_kernels import arrive_kernel, choose_kernel, settle_kernel
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def rows(tensor: Tensor) -> Tensor:
     """[B, Hkv, S] with one stride for both of the first axes, like a slice of a contiguous tensor's slots."""
     regular = tensor.stride(2) == 1 and tensor.stride(0) == tensor.shape[1] * tensor.stride(1)
     return tensor if regular else tensor.contiguous()
@@ -76,7 +76,7 @@ def choose(
     """
     batch, heads, slots = occupied.shape
     end = budget + count
-    rank, protected = (None if mask is None else _rows(mask) for mask in (rank, protected))
+    rank, protected = (None if mask is None else rows(mask) for mask in (rank, protected))
     destination = torch.empty(batch, heads, count, dtype=torch.int32, device=occupied.device)
     codes = torch.empty(batch * heads, end, dtype=torch.int32, device=occupied.device)
     chunk, search = chunk_sizes(end)

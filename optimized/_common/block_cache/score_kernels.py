@@ -86,13 +86,13 @@ def _weigh(logit, top, total, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, LOG:
 
 @triton.jit
 def score_slots(
-    logits, score, ordinals, magnitude, top, total, begin, limit, tokens, number, budget, new_score, new_size,
+    logits, score, ordinals, magnitude, ranks, top, total, begin, limit, tokens, number, budget, new_score, new_size,
     sinks, recent, padded,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr,
-    MAGNITUDE: tl.constexpr, PROTECTS: tl.constexpr, DISCARD: tl.constexpr,
+    MAGNITUDE: tl.constexpr, PROTECTS: tl.constexpr, RANKS: tl.constexpr, DISCARD: tl.constexpr,
 ):
-    """Store the scores of slots begin to limit. Returns the lowest candidate, an int64 with the rank in its upper and
-    the slot in its lower half, and the new token's score. All pointers are at the row.
+    """Store the scores of slots begin to limit, with RANKS also the ranks. Returns the lowest candidate, an int64 with
+    the rank in its upper and the slot in its lower half, and the new token's score. All pointers are at the row.
 
     The first `tokens` slots are occupied. Slot `budget` stands for the new token, real token `number` of the row. Other
     slots are free. new_score: the new token's score before this step's weights. new_size: its ||v||_1. limit is a
@@ -131,6 +131,8 @@ def score_slots(
             rank = updated
         if MAGNITUDE:
             rank = updated * tl.where(arrives, new_size, size)
+        if RANKS:
+            tl.store(ranks + s, rank, mask=reads)
         code = ordinal if RULE == AGE else sortable(rank)
         # Rank in the upper half, slot in the lower: one integer minimum decides, ties included.
         best = tl.minimum(best, tl.where(candidate, (code.to(tl.int64) << 32) | s.to(tl.int64), _NEVER))

@@ -6,11 +6,14 @@ what it aggregates and how it ranks:
 - `_update(block) -> (rank, protected)`: updates `score` for all occupied slots below block.end, the new block included,
   and ranks the tokens. rank [B, Hkv, end] float32, lowest evicted first, ties to the lowest slot; None evicts the
   oldest first. protected [B, Hkv, end] bool, tokens that are kept whatever their rank, or None. A method whose capacity
-  exceeds its budget overrides `_evict` and `_finish_step` instead.
+  exceeds its budget (an `interval`) has the rule "sum" or "newest" and returns a rank and None; or it has the rule
+  "append" and overrides `_evict` and `_finish_step` instead.
 - `_rule`: how a decode step ranks, one of `step.RULES`. With the default, "nothing", the step's token takes slot
   `budget`, and `_update` ranks as for any block. With "append" it takes the first free slot, and the step updates
-  `_window` (counts, window_query, window_positions of `step.step`). With the other rules the step does everything and
-  leaves in `score` what `_update` would. `_offset` is the random generator's.
+  `_window` (window_query, window_positions of `step.step`). With the other rules the step does everything and leaves in
+  `score` what `_update` would. `_offset` is the random generator's.
+- `_counts`, with "append" or an interval: the tokens that each head holds, [B, Hkv] int32. `_ranks`, with an interval:
+  what a step ranks by, for `compress.thin`.
 - `_sinks`, `_recent`: how many of the oldest and of the newest tokens of each head are also protected. At most `budget`
   tokens may be protected in all.
 - `_carried`: a float32 [B, Hkv, S] buffer of the method that moves with the tokens, or None. With `_carries_magnitude`,
@@ -33,6 +36,7 @@ from ....reference.contract import Sizes
 from ..launch import check_kernel_sizes, check_launchable
 from ..state import State
 from . import ops as ops
+from .compress import thin
 from .kernels import attend
 from .step import scratch
 from .step import step as block_step
@@ -88,7 +92,15 @@ class BlockState(State):
         self._ordinals = self._buffer(*rows, dtype=torch.int32)                 # index among the row's real tokens
         self._held = self._buffer(batch, key_value_heads, dtype=torch.int32)    # real tokens that the row has seen
         self._carried: Tensor | None = None
-        self._window: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+        self._window: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._counts: Tensor | None = None
+        self._ranks: Tensor | None = None
+        grows = config.capacity > config.budget
+        if grows or self._rule == "append":
+            self._counts = self._buffer(batch, key_value_heads, dtype=torch.int32)
+        if grows and self._rule != "append":
+            self._ranks = self._buffer(*rows, dtype=torch.float32)
+            self._numbers = self._buffer(4, batch * key_value_heads, self.sizes.slots, dtype=torch.int32)
         self._sinks = self._recent = self._offset = 0
         self._allocate()
         self._scratch = scratch(self.sizes, config.capacity, dtype, self.device, self._rule)
@@ -111,6 +123,8 @@ class BlockState(State):
         self._score.fill_(-torch.inf)
         self._seen.zero_()
         self._held.zero_()
+        if self._counts is not None:
+            self._counts.zero_()
         self._scratch.arrivals.zero_()                                          # in case a launch was interrupted
         self._clear()
         self._end_change()
@@ -152,7 +166,8 @@ class BlockState(State):
         output = block_step(
             query, key, value, self.key, self.value, self.occupied, self.positions, self._score, self._ordinals,
             self._carried if self._carries_magnitude else None, self._held, self._seen, *self._scratch,
-            *self._window, self.scale, self.config.capacity, self._rule, self._sinks, self._recent, self._offset,
+            self._counts, self._ranks, *self._window, self.scale, self.config.capacity, self._rule, self._sinks,
+            self._recent, self._offset,
         )
         self._finish_step(query)
         self._end_change()
@@ -163,9 +178,10 @@ class BlockState(State):
         index = check_reorder(index, self.sizes.batch, self.device)
         self._start_change("reorder")
         carried = [] if self._carried is None else [self._carried]
+        counts = [] if self._counts is None else [self._counts]
         for tensor in (
             self.key, self.value, self.occupied, self.positions, self._score, self._ordinals, self._held, *carried,
-            *self._buffers(),
+            *counts, *self._buffers(),
         ):
             tensor.copy_(tensor.index_select(0, index))
         self._end_change()
@@ -197,6 +213,8 @@ class BlockState(State):
         )
         self._seen += count
         self._held += real.sum(-1, keepdim=True)
+        if self._counts is not None:
+            self._counts += real.sum(-1, keepdim=True)
         output, parts = attend(
             query, self.key[:, :, :end], self.value[:, :, :end], self.occupied[:, :, :end], self.scale
         )
@@ -205,7 +223,9 @@ class BlockState(State):
 
     def _finish_step(self, query: Tensor) -> None:
         """Complete a step after its kernels."""
-        if self._rule == "nothing":
+        if self._ranks is not None:
+            self._thin(self._ranks, 1, appended=True)
+        elif self._rule == "nothing":
             real = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
             self._evict(Block(query[:, :, None], real, self._seen - 1, self.config.capacity + 1, None), 1)
 
@@ -213,12 +233,24 @@ class BlockState(State):
         """Update scores, choose evictions, and move the kept tokens of a block that is in its slots."""
         budget = self.config.budget
         rank, protected = self._update(block)
+        if self._ranks is not None:
+            assert rank is not None and protected is None
+            self._thin(rank, count, appended=False)
+            return
         destination = ops.choose(
             rank, protected, self.occupied, self._ordinals, self._held, budget, count, self._sinks, self._recent
         )
         ops.settle(
             destination, self.key, self.value, self.occupied, self.positions, self._score, self._ordinals,
             self._carried, budget,
+        )
+
+    def _thin(self, rank: Tensor, count: int, *, appended: bool) -> None:
+        """Evict at intervals: heads that are due, by rank, after `count` tokens."""
+        thin(
+            rank, self.key, self.value, self.occupied, self.positions, self._score, self._ordinals, self._carried,
+            self._held, self._counts, self._numbers, self.config.budget, self.config.capacity, count, self._sinks,
+            self._recent, appended,
         )
 
 

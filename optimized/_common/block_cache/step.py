@@ -100,14 +100,14 @@ def scratch(sizes: Sizes, budget: int, dtype: torch.dtype, device: torch.device,
     "kvtwin::block_step",
     mutates_args=(
         "key", "value", "occupied", "positions", "score", "ordinals", "magnitude", "held", "seen", "workspace",
-        "candidates", "arrivals", "counts", "window_query", "window_positions",
+        "candidates", "arrivals", "counts", "ranks", "window_query", "window_positions",
     ),
 )
 def step(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
     score: Tensor, ordinals: Tensor, magnitude: Tensor | None, held: Tensor, seen: Tensor,
     workspace: Tensor, candidates: Tensor, arrivals: Tensor,
-    counts: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
+    counts: Tensor | None, ranks: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
     scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int,
 ) -> Tensor:
     """Add one token: attention to the cache and to itself, update of the scores, and its slot, if the rule gives one.
@@ -115,9 +115,11 @@ def step(
     query [B, Hq, D]; new_key, new_value [B, Hkv, D]; a state's buffers as in `ops.arrive`; workspace, candidates and
     arrivals: a Scratch. rule: "sum" (times magnitude, if given), "newest", "random" (offset: the generator's state
     without the position) or "age"; with "nothing" the token takes slot `budget`, and the caller evicts. The oldest
-    `sinks` and the newest `recent` tokens are protected. With "append" the token takes the first of `budget` + 1 slots
-    that is free; counts [B, Hkv] int32, the tokens of each head, is incremented, and the query replaces the oldest in
-    window_query [B, Hq, W, D] and window_positions [B, W]. Returns the output [B, Hq, D].
+    `sinks` and the newest `recent` tokens are protected. With counts [B, Hkv] int32, the tokens of each head, the token
+    takes the first of `budget` + 1 slots that is free, counts is incremented, and the caller evicts: "sum" and "newest"
+    store in ranks [B, Hkv, S] float32 what a head with `budget` + 1 tokens is to be ranked by, by slot. "append" needs
+    counts; the query replaces the oldest in window_query [B, Hq, W, D] and window_positions [B, W]. Returns the output
+    [B, Hq, D].
     """
     batch, query_heads, head_dim = query.shape
     _, heads, slots, _ = key.shape
@@ -137,15 +139,16 @@ def step(
     options = {
         "GROUP": group, "GROUP_PAD": group_pad, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim),
         "UNIT": unit, "SPLITS": 8 if plan.splits <= 8 else MAX_SPLITS, "RULE": RULES[rule],
-        "MAGNITUDE": magnitude is not None, "PROTECTS": sinks + recent > 0,
+        "MAGNITUDE": magnitude is not None,
+        "PROTECTS": sinks + recent > 0 and counts is None, "GROWS": counts is not None,
     }
     padded = padded_slots(budget + 1) // 16
-    window = (held if counts is None else counts, query if window_query is None else window_query,
-              seen if window_positions is None else window_positions)
+    grown = held if counts is None else counts, score if ranks is None else ranks
+    window = query if window_query is None else window_query, seen if window_positions is None else window_positions
     with on_device_of(key):
         step_kernel[(flats * plan.splits,)](
             query, *state, output, logits, partial, tops, weight_sums, normalisers, arrivals,
-            *window, scale * LOG2_E.value, budget, slots // unit, padded, plan.share, plan.splits, *numbers,
+            *grown, *window, scale * LOG2_E.value, budget, slots // unit, padded, plan.share, plan.splits, *numbers,
             1 if window_query is None else window_query.shape[2], *query.stride(), *strides, **options,
             ROWS=GROUP_ROWS, BLOCK=plan.block, CHUNK=32 if INTERPRETED else min(CHUNK, 8 * CHUNK // group_pad),
             FUSED=plan.fused, DISCARD=plan.fused and discards(key.device),
@@ -154,7 +157,7 @@ def step(
         )
         if not plan.fused:
             finish_kernel[(flats * (plan.blocks + group),)](
-                *state, output, logits, partial, tops, normalisers, arrivals, candidates, new_scores,
+                *state, output, logits, partial, tops, normalisers, arrivals, candidates, new_scores, *grown,
                 budget, slots // unit, padded, plan.slots_each, plan.splits, plan.blocks, *numbers,
                 *strides, **options, CHUNK=triton.next_power_of_2(plan.slots_each * 16), num_warps=4,
             )
@@ -166,7 +169,7 @@ def _(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
     score: Tensor, ordinals: Tensor, magnitude: Tensor | None, held: Tensor, seen: Tensor,
     workspace: Tensor, candidates: Tensor, arrivals: Tensor,
-    counts: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
+    counts: Tensor | None, ranks: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
     scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int,
 ) -> Tensor:
     return query.new_empty(query.shape)
