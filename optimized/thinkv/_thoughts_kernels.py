@@ -118,7 +118,8 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["parts"])
 def share_kernel(counts, sparsity, parts, BLOCK: tl.constexpr):
-    """Program b: the sparsity of a row. KV heads hold the same tokens, so their mean is the share over all heads."""
+    """Program b: the sparsity of a row from `parts` counts. KV heads hold the same tokens, so their mean is the share
+    over all heads."""
     b = tl.program_id(0).to(tl.int64)
     below = tl.zeros([BLOCK], tl.int64)
     held = tl.zeros([BLOCK], tl.int64)
@@ -132,8 +133,9 @@ def share_kernel(counts, sparsity, parts, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["heads", "slots"])
-def mean_share_kernel(pooled, sums, sparsity, threshold, heads, slots, BLOCK: tl.constexpr):
-    """Program b: the sparsity of a row's weights averaged over KV heads. Stores the sums of the weights on the way."""
+def mean_count_kernel(pooled, sums, counts, threshold, heads, slots, BLOCK: tl.constexpr):
+    """Program b: counts the tokens of a row that are not attended to in the weights averaged over KV heads, and all
+    tokens. Stores the sums of the weights on the way."""
     b = tl.program_id(0).to(tl.int64)
     pooled += b * heads * slots
     sums += b * heads
@@ -147,9 +149,8 @@ def mean_share_kernel(pooled, sums, sparsity, threshold, heads, slots, BLOCK: tl
             held += ((weight != FREE) & (head == 0)).to(tl.int32)
         tl.store(sums + head, tl.sum(weight_sum, 0))
     tl.debug_barrier()
-    below = below_mean(pooled, sums, slots, heads, slots, threshold, BLOCK)
-    tokens = tl.maximum(tl.sum(held, 0), 1).to(tl.float32)
-    tl.store(sparsity + b, tl.div_rn(below.to(tl.float32), tokens))
+    tl.store(counts + b * 2, below_mean(pooled, sums, slots, heads, slots, threshold, BLOCK))
+    tl.store(counts + b * 2 + 1, tl.sum(held, 0))
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -24,7 +24,7 @@ from .._common.launch import (
     stride_unit,
 )
 from ._calibration import MODES, average, modes
-from ._thoughts_kernels import classify_kernel, count_kernel, denominators_kernel, mean_share_kernel, share_kernel
+from ._thoughts_kernels import classify_kernel, count_kernel, denominators_kernel, mean_count_kernel, share_kernel
 
 __all__ = ["attention_sparsity", "calibrate", "classify"]
 
@@ -118,9 +118,9 @@ def _attention_sparsity(
         )
         if of_mean:
             sums = torch.empty(batch, heads, dtype=torch.float32, device=key.device)
-            mean_share_kernel[(batch,)](pooled, sums, sparsity, threshold, heads, slots, BLOCK=256, num_warps=4)
-        else:
-            share_kernel[(batch,)](counts, sparsity, heads * splits, BLOCK=256, num_warps=4)
+            counts = torch.empty(batch, 1, 2, dtype=torch.int32, device=key.device)
+            mean_count_kernel[(batch,)](pooled, sums, counts, threshold, heads, slots, BLOCK=256, num_warps=4)
+        share_kernel[(batch,)](counts, sparsity, counts.shape[1], BLOCK=256, num_warps=4)
     return sparsity
 
 
