@@ -142,9 +142,9 @@ def _tables(path: Path) -> dict[str, list[dict[str, object]]]:
 
 
 def _claim(name: str, method: str, table: dict[str, object]) -> Claim:
-    _refuse_unknown(name, table, {*TEXTS, *OPTIONAL, "quote", "test"})
-    texts = {key: _text(name, table, key, empty=key == "assumptions") for key in TEXTS}
-    texts |= {key: _text(name, table, key) if key in table else "" for key in OPTIONAL}
+    refuse_unknown(name, table, {*TEXTS, *OPTIONAL, "quote", "test"})
+    texts = {key: string(name, table, key, empty=key == "assumptions") for key in TEXTS}
+    texts |= {key: string(name, table, key) if key in table else "" for key in OPTIONAL}
     verdict = texts["verdict"]
     if not ID.fullmatch(texts["id"]):
         raise LedgerError(f"{name}: an id looks like LF-3 or LF-3a")
@@ -154,27 +154,27 @@ def _claim(name: str, method: str, table: dict[str, object]) -> Claim:
         raise LedgerError(f"{name}: the verdict {verdict!r} needs 'corrected', which says what is true instead")
     if (verdict in NEED_DEFENCE) is not bool(texts["defence"]):
         raise LedgerError(f"{name}: 'defence' is for the verdicts {' and '.join(NEED_DEFENCE)}, which need it")
-    quotes = _strings(name, "quote", table["quote"]) if "quote" in table else ()
+    quotes = strings(name, "quote", table["quote"]) if "quote" in table else ()
     if bool(quotes) + bool(texts["lost"]) != (verdict != OURS):
         raise LedgerError(f"{name}: a claim has either 'quote' or 'lost', and one that is {OURS!r} has neither")
-    tests = _strings(name, "test", table.get("test"))
+    tests = strings(name, "test", table.get("test"))
     if not all("::" in one for one in tests):
         raise LedgerError(f"{name}: test must be \"file.py::function\", or a list of these, got {tests!r}")
     return Claim(method=method, quotes=quotes, tests=tests, **texts)
 
 
 def _omission(name: str, method: str, table: dict[str, object]) -> Omission:
-    _refuse_unknown(name, table, {"where", "quote", "why"})
-    return Omission(method, *(_text(name, table, key) for key in ("where", "quote", "why")))
+    refuse_unknown(name, table, {"where", "quote", "why"})
+    return Omission(method, *(string(name, table, key) for key in ("where", "quote", "why")))
 
 
-def _refuse_unknown(name: str, table: dict[str, object], known: set[str]) -> None:
+def refuse_unknown(name: str, table: dict[str, object], known: set[str]) -> None:
     unknown = set(table) - known
     if unknown:
         raise LedgerError(f"{name}: unknown keys: {', '.join(sorted(unknown))}")
 
 
-def _text(name: str, table: dict[str, object], key: str, *, empty: bool = False) -> str:
+def string(name: str, table: dict[str, object], key: str, *, empty: bool = False) -> str:
     text = table.get(key)
     if not isinstance(text, str):
         raise LedgerError(f"{name}: {key} must be a string, got {text!r}")
@@ -183,7 +183,7 @@ def _text(name: str, table: dict[str, object], key: str, *, empty: bool = False)
     return " ".join(text.split())
 
 
-def _strings(name: str, key: str, value: object) -> tuple[str, ...]:
+def strings(name: str, key: str, value: object) -> tuple[str, ...]:
     """A string, or a list of strings, as a tuple."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(one, str) and one.strip() for one in texts):
@@ -241,26 +241,26 @@ def table(claims: Iterable[Claim], left_out: Iterable[Omission] = ()) -> str:
         own = [claim for claim in claims if claim.method == method]
         said = [claim for claim in own if claim.verdict != OURS]
         parts += [f"**{method}**, {len(said)} claims: {counted(said) or 'none'}.", ""]
-        parts += _rows(("id", "where", "the paper", "verdict", "what is true"), map(_row, said))
+        parts += markdown_rows(("id", "where", "the paper", "verdict", "what is true"), map(_row, said))
         added = [(claim.id, claim.where, _with_assumptions(claim)) for claim in own if claim.verdict == OURS]
         if added:
             parts += [f"**{method}**, {len(added)} statements of ours, which correct or complete the paper's:", ""]
-            parts += _rows(("id", "where", "statement"), added)
-        missing = [(one.where, _quoted(one.quote), one.why) for one in left_out if one.method == method]
+            parts += markdown_rows(("id", "where", "statement"), added)
+        missing = [(one.where, quoted(one.quote), one.why) for one in left_out if one.method == method]
         if missing:
             parts += [f"**{method}**, {len(missing)} statements of the paper that are not checked here:", ""]
-            parts += _rows(("where", "the paper", "why not"), missing)
+            parts += markdown_rows(("where", "the paper", "why not"), missing)
     return "\n".join(parts).strip()
 
 
 def _row(claim: Claim) -> tuple[str, ...]:
-    words = " ".join(map(_quoted, claim.quotes)) or f"(Lost: {claim.lost})"
+    words = " ".join(map(quoted, claim.quotes)) or f"(Lost: {claim.lost})"
     truth = claim.corrected or (f"if {claim.assumptions}" if claim.verdict == "holds-if" else "")
     defence = f" In its defence: {claim.defence}" if claim.defence else ""
     return claim.id, claim.where, f"{claim.statement} {words}", VERDICTS[claim.verdict], truth + defence
 
 
-def _quoted(words: str) -> str:
+def quoted(words: str) -> str:
     """Words of a paper in quotation marks, with Markdown's characters escaped."""
     return f"\u201c{MARKUP.sub(BACKSLASH, words)}\u201d"
 
@@ -270,7 +270,7 @@ def _with_assumptions(claim: Claim) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _rows(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+def markdown_rows(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
     lines = (heads, ("---",) * len(heads), *rows)
     return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in lines] + [""]
 

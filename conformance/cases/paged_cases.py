@@ -53,6 +53,7 @@ class PagedCase(Case):
     block: int = 2
     formats: str = FORMATS[0]
     evictions: int = 0
+    sparsity_of: str = "heads"
 
     query = property(lambda self: self.tensor("query"))
 
@@ -65,7 +66,9 @@ class PagedCase(Case):
 
     @property
     def config(self) -> ThinKVConfig:
-        return config_of(self.formats, tokens=self.tokens, group=self.shared, block=self.block)
+        return config_of(
+            self.formats, tokens=self.tokens, group=self.shared, block=self.block, sparsity_of=self.sparsity_of
+        )
 
     def cache(self, module: Any, dtype: torch.dtype | None = None) -> Any:
         """`module`'s PagedCache with these tokens; dtype float64 for the oracle's."""
@@ -174,6 +177,7 @@ def paged_cases(
         **sizes, device=str(where), seed=draw(st.integers(0, 2**31 - 1)), content=draw(st.sampled_from(content)),
         scale=draw(st.sampled_from(strategies.SCALES)), tokens=draw(st.integers(1, most or (18 if small else 300))),
         shared=shared, block=block, formats=draw(st.sampled_from(formats)), evictions=draw(st.integers(0, 3)),
+        sparsity_of=draw(st.sampled_from(("heads", "mean"))),
     )
 
 

@@ -35,6 +35,7 @@ class SparsityCase(DecodeCase):
     kind: ClassVar[str] = "sparsity"
 
     threshold: float = 0.01
+    sparsity_of: str = "heads"
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -42,15 +43,15 @@ class SparsityCase(DecodeCase):
         self.used()
         return {
             "query": self.query, "key": self.key, "occupied": self.occupied, "threshold": self.threshold,
-            "scale": self.scale,
+            "scale": self.scale, "sparsity_of": self.sparsity_of,
         }
 
     @classmethod
     def given(cls, query: Tensor, key: Tensor, occupied: Tensor | None = None, *, threshold: float = 0.01,
-              scale: float | None = None) -> SparsityCase:
+              scale: float | None = None, sparsity_of: str = "heads") -> SparsityCase:
         """Make a case from given tensors."""
         case = cls.of(query, key, key, occupied, scale=scale)
-        made = cls(**_fields(case), threshold=threshold)
+        made = cls(**_fields(case), threshold=threshold, sparsity_of=sparsity_of)
         made._adopt(case.tensors)
         return made
 
@@ -64,7 +65,10 @@ def _fields(case: DecodeCase) -> dict[str, Any]:
 def sparsity_cases(draw: st.DrawFn, **narrowed: Any) -> SparsityCase:
     """Decode steps with a threshold; arguments as for `decode_cases`."""
     case = draw(decode_cases(per_head=False, protect=("none",), **narrowed))
-    return SparsityCase(**_fields(case), threshold=draw(st.sampled_from((0.01, 0.01, 0.3, 0.9, 1e-4))))
+    threshold = draw(st.sampled_from((0.01, 0.01, 0.3, 0.9, 1e-4)))
+    return SparsityCase(
+        **_fields(case), threshold=threshold, sparsity_of=draw(st.sampled_from(("heads", "mean")))
+    )
 
 
 def fill(content: str, generator: torch.Generator, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:

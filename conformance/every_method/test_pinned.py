@@ -30,6 +30,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "retention": (64, 32, 16, 8, 4),                    # section 3.3.2, "minimum retention of 4 tokens"
         "formats": {"R": "nvfp4", "E": "nvfp4", "T": "ternary"},  # section 5.1, "R and E thoughts to 4-bits, T to 2"
         "sparsity_threshold": 0.01, "edges": None, "max_tokens": 32768, "scale": None,
+        "sparsity_of": "heads",                             # section 3.1.3, "averaging sparsity"; C.2 averages scores
     },
     "synckv": {
         "rho": 0.5, "stride": 5, "clusters": 2,             # section 5.1, "N_r to 2", "m was set at 5", "rho 0.5"
@@ -60,7 +61,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 SAME = {
     "epikv": ("window", "chunk", "policy"), "keydiff": ("recent", "anchor", "similarity"),
     "longflow": ("window", "kernel_size", "per_head", "check_finite"), "snapkv": ("kernel_size",),
-    "streaming_llm": ("sinks",), "synckv": ("exclude_static",), "thinkv": ("group",),
+    "streaming_llm": ("sinks",), "synckv": ("exclude_static",), "thinkv": ("group", "sparsity_of"),
 }
 
 

@@ -67,4 +67,7 @@ def sparsities(device: torch.device) -> Iterator[SparsityCase]:
     for layer in LAYERS:
         query, key, _ = tensors(layer, device)
         for last in range(prompt, prompt + 8):
-            yield SparsityCase.given(query[:, :, last], key[:, :, :last + 1].contiguous())
+            for sparsity_of in ("heads", "mean"):
+                yield SparsityCase.given(
+                    query[:, :, last], key[:, :, :last + 1].contiguous(), sparsity_of=sparsity_of
+                )

@@ -148,9 +148,11 @@ def test_every_method_has_notes_and_a_page():
     made = generate.pages()
     for pair in discovery.methods():
         notes = DOCS / "notes" / f"{pair.name}.md"
-        assert notes.is_file(), f"docs/notes/{pair.name}.md needs what the method decides, an example, its readings"
+        assert notes.is_file(), f"docs/notes/{pair.name}.md needs what the method decides, and an example"
         page = made[f"methods/{pair.name}.md"]
         assert page.startswith(f"# {pair.name}\n"), notes
+        has_paper = "\nPaper: " in notes.read_text(encoding="utf-8")
+        assert ("\n## Readings\n" in page) is has_paper, f"{pair.name} has a paper and no readings.toml, or the reverse"
         assert re.findall(r"^## (?:API|Claims|Accuracy|Speed|Mutants)$", page, flags=re.MULTILINE) == [
             "## API", "## Claims", "## Accuracy", "## Speed", "## Mutants",
         ]  # fmt: skip

@@ -20,6 +20,7 @@ from kvtwin.fixtures import block_traces, record_thinkv
 from kvtwin.fixtures.load import load_trace
 from kvtwin.fixtures.record_thinkv import positions
 from kvtwin.reference.thinkv.contract import ThinKVConfig
+from kvtwin.reference.thinkv.thoughts import attention_sparsity, classify
 from kvtwin.reference.thinkv.types import Thought
 
 pytestmark = pytest.mark.kind("golden")
@@ -110,3 +111,27 @@ def follow(case: str, traces: Any, twins: Any, device: torch.device) -> None:
 
 def same_tokens(state: Any, held: torch.Tensor) -> bool:
     return positions(state) == [position for position in held.tolist() if position >= 0]
+
+
+def test_the_two_readings_of_sparsity_differ_at_a_third_of_the_steps(traces):
+    """The numbers in the method's readings: steps whose thought type differs between the sparsity of heads and that of
+    their mean, over all earlier tokens, with edges at the terciles of each."""
+    about = traces[0].metadata
+    end = about["prompt"] + about["steps"]
+    shares = torch.empty(2, len(about["layers"]), about["steps"], dtype=torch.float64)
+    for number, layer in enumerate(about["layers"]):
+        query, key, _ = block_traces.inputs(traces[0], layer, torch.float64, "cpu")
+        for step, last in enumerate(range(about["prompt"], end)):
+            given = query[:, :, last], key[:, :, :last + 1], torch.ones(1, last + 1, dtype=torch.bool)
+            for which, sparsity_of in enumerate(("heads", "mean")):
+                shares[which, number, step] = attention_sparsity(*given, sparsity_of=sparsity_of)
+
+    def types(share: torch.Tensor) -> torch.Tensor:
+        low, high = share.quantile(torch.tensor([1 / 3, 2 / 3], dtype=share.dtype)).tolist()
+        return classify(share, (low, high))
+
+    differ = [types(one) != types(other) for one, other in zip(*shares, strict=True)]
+    found = sorted(round(100 * float(layer.double().mean())) for layer in differ)
+    assert (found[0], found[-1]) == (26, 43)
+    heads, mean = shares.mean(1)
+    assert round(100 * float((types(heads) != types(mean)).double().mean())) == 31

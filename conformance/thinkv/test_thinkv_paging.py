@@ -375,6 +375,31 @@ def test_sparsity_is_of_the_rows_that_are_looked_at(dtype, head_dim, side, twins
 
 @pytest.mark.property("accuracy")
 @sides
+def test_sparsity_of_the_mean_of_heads(side, twins, device):
+    """Each of two KV heads attends to a token of its own and, by 2^-6, to a third one. In the mean, only the fourth
+    token is not attended to. Evicted tokens do not count, and rows that are not looked at have no sparsity."""
+    module = getattr(twins, side).thinkv
+    for sparsity_of, before, after in (("heads", 0.5, 1 / 3), ("mean", 0.25, 0.0)):
+        cache = empty(module, device, batch=2, heads=2, formats="fp8 fp8 fp8", sparsity_of=sparsity_of)
+        for position, logits in enumerate([(0, -10), (-10, 0), (-6, -6), (-10, -10)]):
+            key = torch.zeros(2, 2, D, device=device)
+            key[..., 0], key[..., 1] = numbers(*logits, device=device), 14       # a scale of 2^-5, so that all is exact
+            cache.append(key, key, numbers(position, position, device=device))
+        query = torch.zeros(2, 2, D, device=device)
+        query[..., 0] = float(torch.tensor(2.0).log())
+        found = [module.decode_attention(query, cache, scale=1.0).sparsity]
+        cache.flush(*(numbers(x, x, device=device) for x in (True, 2, 0)))
+        found.append(module.decode_attention(query, cache, scale=1.0).sparsity)
+        leave(cache, 3)
+        look = numbers(False, True, device=device)
+        share = module.decode_attention(query, cache, scale=1.0, look=look).sparsity
+        assert bool(share[0].isnan())
+        expected = torch.tensor([before, before, before, before, after], device=device)
+        assert_same(torch.cat((*found, share[1:])), expected, what=f"sparsity of {sparsity_of}")
+
+
+@pytest.mark.property("accuracy")
+@sides
 def test_sparsity_takes_each_head_by_its_own_sum(side, twins, device):
     """Logits in base 2 fall by 1 or by 3 per token, so weights are 2^-1, 2^-2, ... and 7/8, 7/64, .... The largest
     weight is 7/8, and tokens 6 to 9 have less than 1/100 of it. If heads were pooled relative to their largest weights,

@@ -37,6 +37,8 @@ SMALL = {"budget": 4, "tau": 2, "group": 2, "block": 2, "retention": (1,), "max_
         ({"edges": (0, 10**400)}, ValueError, r"edges\[1\] must be finite as a float, got an int of 1329 bits"),
         ({"retention": (10**30, 4)}, ValueError, r"retention\[0\] must fit in int64, got an int of 100 bits"),
         ({"sparsity_threshold": 1.0}, ValueError, "sparsity_threshold must lie between 0 and 1"),
+        ({"sparsity_of": "groups"}, ValueError, "sparsity_of must be one of heads, mean, got 'groups'"),
+        ({"sparsity_of": None}, TypeError, "sparsity_of must be a str"),
         ({"scale": float("inf")}, ValueError, "scale must be finite"),
     ],
 )

@@ -108,6 +108,47 @@ def test_sparsity_is_averaged_over_kv_heads(side, twins, device):
     assert of(twins, side).attention_sparsity(**case.inputs).tolist() == [0.5]
 
 
+@pytest.mark.property("accuracy")
+@SIDES
+def test_the_mean_of_heads_has_another_sparsity(side, twins, device):
+    """Each of two heads attends to a token of its own and, by 0.015, to a third one. It does not attend to the other
+    two. In the mean, only the fourth token is not attended to."""
+    case = aimed(device, [[1.0, 1e-4, 0.015, 1e-4]], [[1e-4, 1.0, 0.015, 1e-4]])
+    call = of(twins, side).attention_sparsity
+    assert call(**case.inputs).tolist() == [0.5]
+    assert call(**case.inputs | {"sparsity_of": "mean"}).tolist() == [0.25]
+
+
+@pytest.mark.property("accuracy")
+@SIDES
+def test_the_mean_weights_each_kv_head_equally(side, twins, device):
+    """Eq. 4 divides each KV head's weights by their sum. The query heads of the first KV head attend to different
+    tokens, so its largest weights are 1/2, 1/2 and 0, and those of the second one 0, 0 and 1. In the mean, the first
+    two tokens have half of the third one's weight. Without eq. 4, all three would be equal."""
+    case = aimed(device, [[1.0, 1e-6, 1e-6], [1e-6, 1.0, 1e-6]], [[1e-6, 1e-6, 1.0], [1e-6, 1e-6, 1.0]])
+    call = of(twins, side).attention_sparsity
+    two_thirds = torch.tensor(2 / 3).item()
+    found = [call(**case.inputs | {"sparsity_of": "mean", "threshold": share}).tolist() for share in (0.45, 0.55)]
+    assert found == [[0.0], [two_thirds]]
+
+
+@pytest.mark.property("accuracy")
+@SIDES
+def test_the_mean_of_many_tokens(side, twins, device):
+    """The most attended token is the first of 600 tokens, more than a tile. All others are below the threshold."""
+    case = aimed(device, [[1.0] + [1e-3] * 599], [[1.0] + [1e-4] * 599])
+    share = of(twins, side).attention_sparsity(**case.inputs | {"sparsity_of": "mean"})
+    assert share.tolist() == [torch.tensor(599 / 600).item()]
+
+
+@pytest.mark.property("accuracy")
+@SIDES
+def test_one_kv_head_is_its_own_mean(side, twins, device):
+    case = aimed(device, [[1.0, 0.5, 0.015, 1e-4], [0.3, 1.0, 1e-4, 0.005]])
+    call = of(twins, side).attention_sparsity
+    assert call(**case.inputs | {"sparsity_of": "mean"}).tolist() == call(**case.inputs).tolist() == [0.25]
+
+
 @pytest.mark.property("free_slots")
 @SIDES
 def test_sparsity_of_few_tokens(side, twins, device):
@@ -116,8 +157,11 @@ def test_sparsity_of_few_tokens(side, twins, device):
     occupied = torch.zeros(3, 5, dtype=torch.bool, device=device)
     occupied[0, 3] = occupied[2, 1] = occupied[2, 4] = True
     key[0, 0, 3], key[2, 0, 1], key[2, 0, 4] = -100.0, 1.0, -1.0
-    found = of(twins, side).attention_sparsity(torch.ones(3, 2, 16, device=device), key, occupied)
-    assert found.tolist() == [0.0, 0.0, 0.5]
+    for sparsity_of in ("heads", "mean"):
+        found = of(twins, side).attention_sparsity(
+            torch.ones(3, 2, 16, device=device), key, occupied, sparsity_of=sparsity_of
+        )
+        assert found.tolist() == [0.0, 0.0, 0.5]
 
 
 def test_sparsity_at_the_threshold_counts_as_looked_at(twins):

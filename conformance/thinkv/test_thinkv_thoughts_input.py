@@ -130,6 +130,8 @@ NUMBERS: dict[str, list[tuple[str, list[Any], type[Exception], str]]] = {
         ("threshold", [0, 1, -0.1, 1.5, math.nan], ValueError, "must lie between 0 and 1"),
         ("scale", ["1", True], TypeError, "must be a float or None"),
         ("scale", [math.inf], ValueError, "must be finite"),
+        ("sparsity_of", ["head", ""], ValueError, "must be one of heads, mean"),
+        ("sparsity_of", [None, True], TypeError, "must be a str"),
     ],
     "classify": [
         ("edges", [0.3, (0.3,), (0.1, 0.2, 0.3), None], TypeError, "must be"),

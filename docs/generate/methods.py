@@ -1,4 +1,4 @@
-"""The page of a method: its notes, API, claims, accuracy, speed and mutants."""
+"""The page of a method: its notes, readings, API, claims, accuracy, speed and mutants."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from .stored import DOCS, baselines, benchmark_table, kill_matrices, machine_of,
 
 
 def method_page(pair: Any) -> str:
-    """One method: its notes, API, claims, accuracy, speed and mutants."""
+    """One method: its notes, readings, API, claims, accuracy, speed and mutants."""
     notes = DOCS / "notes" / f"{pair.name}.md"
     parts = [notes.read_text(encoding="utf-8") if notes.is_file() else default_notes(pair)]
     parts += [
+        *readings(pair.name),
         f"## API\n\n`kvtwin.reference.{pair.path}` and `kvtwin.optimized.{pair.path}` export the same names, with the "
         "same signatures and result types.\n",
         *(entry(getattr(pair.reference, name), name) for name in pair.exports),
@@ -103,6 +104,19 @@ def cache_entry(name: str) -> Iterator[str]:
         f"### `{cache.__name__}`\n\nIn `kvtwin.reference.hf` and `kvtwin.optimized.hf`; see "
         f"[Use a method with transformers](../../how-to/transformers.md).\n\n{prose(own_doc(cache))}"
     )
+
+
+def readings(name: str) -> Iterator[str]:
+    """Where the method's paper leaves a choice; nothing for a method without a paper."""
+    from kvtwin.conformance import readings
+
+    own = [one for one in readings.load() if one.method == name]
+    if own:
+        options = sum(bool(one.options) for one in own)
+        yield (
+            f"## Readings\n\nThe paper leaves a choice at {len(own)} places. At {options} of them, an option of the "
+            f"config or an argument of a function gives the other reading.\n\n{readings.table(own)}\n"
+        )
 
 
 def claims(name: str) -> str:

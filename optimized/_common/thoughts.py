@@ -14,12 +14,18 @@ def pooled_cut(log_total, log_threshold, GROUP: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def below_cut(logit, top, log_total, cut, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Which tokens' largest weight within the group is below the cut: logit [ROWS, BLOCK] -> [BLOCK] bool."""
+def largest_in_group(logit, top, log_total, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """log2 of each token's largest weight within the group: logit [ROWS, BLOCK] -> [BLOCK]."""
     real = tl.arange(0, ROWS) < GROUP
     # Subtract top and log_total one after the other: their sum would lose digits if the maximum is large.
     weight = (logit - top[:, None]) - log_total[:, None]
-    return tl.max(tl.where(real[:, None], weight, float("-inf")), 0) < cut
+    return tl.max(tl.where(real[:, None], weight, float("-inf")), 0)
+
+
+@triton.jit
+def below_cut(logit, top, log_total, cut, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Which tokens' largest weight within the group is below the cut: logit [ROWS, BLOCK] -> [BLOCK] bool."""
+    return largest_in_group(logit, top, log_total, GROUP, ROWS) < cut
 
 
 @triton.jit

@@ -17,6 +17,7 @@ import triton.language as tl
 from .._common.numerics import dot, float32, log2_or_minus_inf, round_output, round_to
 from .._common.scratch import is_last, row_of
 from .._common.softmax import merge_outputs, merge_sums, weigh_tile
+from ._mean_kernels import FREE, below_mean, pooled_weight
 from ._paging_decode import codes, values
 from ._paging_decode import key_scales as scales_of_keys
 from ._paging_layout import value_slot
@@ -205,14 +206,15 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=["heads", "slots", "splits"])
 def finish_kernel(
-    logits, partial, tops, weight_sums, counts, buffered, look, output, below, sparsity, arrivals,
-    log_threshold, heads, slots, splits,
+    logits, partial, tops, weight_sums, counts, buffered, look, output, below, sparsity, arrivals, pooled, sums,
+    log_threshold, threshold, heads, slots, splits,
     GROUP_HEADS: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     D_PAD: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
-    LOOK: tl.constexpr,
+    LOOK: tl.constexpr, OF_MEAN: tl.constexpr,
 ):
     """Merges the outputs of a KV head's query heads. For rows whose sparsity is requested, also counts the tokens with
-    small weights; the last head of a row adds up the counts. log_threshold is in base 2."""
+    small weights; the last head of a row adds up the counts. log_threshold is in base 2. With OF_MEAN, the heads store
+    weights instead, and the last one averages them over the heads and counts."""
     flat = tl.program_id(0).to(tl.int64)
     b = flat // heads
     g, i, d = tl.arange(0, GROUP_PAD), tl.arange(0, SPLITS), tl.arange(0, D_PAD)
@@ -236,6 +238,7 @@ def finish_kernel(
         places = blocks * BLOCK + waiting
         logits += flat * row_of(slots) * GROUP_HEADS
         passed = tl.zeros([CHUNK], tl.int32)
+        weight_sum = tl.zeros([CHUNK], tl.float32)
         for start in range(0, places, CHUNK):
             s = start + tl.arange(0, CHUNK)
             x = tl.load(
@@ -243,12 +246,26 @@ def finish_kernel(
                 other=float("inf"),
             )
             x = tl.where(real[None, :], (x - top[None, :]) - log_total[None, :], float("-inf"))
-            passed += (tl.max(x, 1) < limit).to(tl.int32)
-        tl.store(below + flat, tl.sum(passed, 0))
+            if OF_MEAN:
+                weight = pooled_weight(tl.max(x, 1))
+                tl.store(pooled + flat * row_of(slots) + s, weight, mask=s < places)
+                weight_sum += tl.where(weight == FREE, 0.0, weight)
+            else:
+                passed += (tl.max(x, 1) < limit).to(tl.int32)
+        if OF_MEAN:
+            tl.store(sums + flat, tl.sum(weight_sum, 0))
+        else:
+            tl.store(below + flat, tl.sum(passed, 0))
         if is_last(arrivals + b, heads):
-            count = tl.load(below + b * heads)
-            for other in range(1, heads):
-                count += tl.load(below + b * heads + other)
-            tl.store(sparsity + b, tl.div_rn(count.to(tl.float32), tl.maximum(live * heads, 1).to(tl.float32)))
+            if OF_MEAN:
+                first, length = b * heads, row_of(slots)
+                count = below_mean(pooled + first * length, sums + first, length, heads, places, threshold, CHUNK)
+                share = tl.div_rn(count.to(tl.float32), tl.maximum(live, 1).to(tl.float32))
+            else:
+                count = tl.load(below + b * heads)
+                for other in range(1, heads):
+                    count += tl.load(below + b * heads + other)
+                share = tl.div_rn(count.to(tl.float32), tl.maximum(live * heads, 1).to(tl.float32))
+            tl.store(sparsity + b, share)
     else:
         tl.store(sparsity + b, float("nan"), mask=flat % heads == 0)

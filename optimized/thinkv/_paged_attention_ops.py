@@ -79,10 +79,10 @@ def _fragment_splits(rows: int, tiles: int, device: torch.device) -> int:
 def attend(
     query: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
     slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, arrivals: Tensor,
-    look: Tensor | None, formats: str, block: int, scale: float, threshold: float,
+    look: Tensor | None, formats: str, block: int, scale: float, threshold: float, of_mean: bool,
 ) -> tuple[Tensor, Tensor]:
-    """See `decode_attention`. arrivals [B] int32, 0 between calls; look [B] bool or None. Returns output and sparsity.
-    """
+    """See `decode_attention`. arrivals [B] int32, 0 between calls; look [B] bool or None; of_mean: the sparsity is that
+    of the weights averaged over KV heads. Returns output and sparsity."""
     batch, query_heads, head_dim = query.shape
     _, heads, group, _ = buffer_key.shape
     slots, entries = slot_groups.shape[1], physical.shape[1]
@@ -103,6 +103,7 @@ def attend(
 
     logits, partial = scratch(flats, padded_slots(slots), group_heads), scratch(count, head_dim)
     tops, weight_sums, below = scratch(count), scratch(count), scratch(flats, dtype=torch.int32)
+    pooled, sums = (scratch(flats, padded_slots(slots)), scratch(flats)) if of_mean else (logits, tops)
     output, sparsity = _attended(query)
     d_pad = padded_head_dim(head_dim)
     looks = counts if look is None else look.contiguous()
@@ -129,10 +130,10 @@ def attend(
             )
         finish_kernel[(flats,)](
             logits, partial, tops, weight_sums, counts, buffered, looks, output, below, sparsity, arrivals,
-            math.log2(threshold), heads, slots, parts,
+            pooled, sums, math.log2(threshold), threshold, heads, slots, parts,
             GROUP_HEADS=group_heads, GROUP_PAD=triton.next_power_of_2(group_heads), BLOCK=block, HEAD_DIM=head_dim,
             D_PAD=d_pad, SPLITS=8 if parts <= 8 else MAX_SPLITS, CHUNK=16 if INTERPRETED else 512,
-            LOOK=look is not None, num_warps=4,
+            LOOK=look is not None, OF_MEAN=of_mean, num_warps=4,
         )
     return output, sparsity
 
@@ -141,7 +142,7 @@ def attend(
 def _(
     query: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
     slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, arrivals: Tensor,
-    look: Tensor | None, formats: str, block: int, scale: float, threshold: float,
+    look: Tensor | None, formats: str, block: int, scale: float, threshold: float, of_mean: bool,
 ) -> tuple[Tensor, Tensor]:
     return _attended(query)
 

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from .._common.numerics import dot, float32
 from .._common.softmax import denominators, weigh_tile
-from .._common.thoughts import below_cut, pooled_cut, thought_of
+from .._common.thoughts import below_cut, largest_in_group, pooled_cut, thought_of
+from ._mean_kernels import FREE, below_mean, pooled_weight
 
 
 @triton.jit
@@ -81,12 +82,13 @@ def denominators_kernel(
 
 @triton.jit(do_not_specialize=_SIZES)
 def count_kernel(
-    query, key, occupied, tops, weight_sums, counts, scale, log_threshold, slots, split_size, splits, heads,
+    query, key, occupied, tops, weight_sums, counts, pooled, scale, log_threshold, slots, split_size, splits, heads,
     query_b, query_h, query_d, key_b, key_h, key_s, key_d, occupied_b, occupied_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    UNIT: tl.constexpr, SPLITS: tl.constexpr,
+    UNIT: tl.constexpr, SPLITS: tl.constexpr, OF_MEAN: tl.constexpr,
 ):
-    """Program (split, flat): counts the tokens of a share of the slots that are not attended to, and all tokens."""
+    """Program (split, flat): counts the tokens of a share of the slots that are not attended to, and all tokens. With
+    OF_MEAN, also stores the weight of each slot in the KV head, pooled [flats, slots]."""
     split = tl.program_id(0) % splits
     flat = (tl.program_id(0) // splits).to(tl.int64)
     b, k_head = flat // heads, flat % heads
@@ -102,6 +104,11 @@ def count_kernel(
         logit, holds = _tile_logits(
             q, key, occupied, start, end, scale, key_s * UNIT, key_d, occupied_s, HEAD_DIM, D_PAD, BLOCK
         )
+        if OF_MEAN:
+            s = start + tl.arange(0, BLOCK)
+            log_weight = largest_in_group(logit, top, log_total, GROUP, ROWS)
+            weight = pooled_weight(tl.where(holds, log_weight, float("inf")))
+            tl.store(pooled + flat * slots + s, weight, mask=s < end)
         below += (below_cut(logit, top, log_total, cut, GROUP, ROWS) & holds).to(tl.int32)
         held += holds.to(tl.int32)
     at = counts + (flat * splits + split) * 2
@@ -111,7 +118,8 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["parts"])
 def share_kernel(counts, sparsity, parts, BLOCK: tl.constexpr):
-    """Program b: the sparsity of a row. KV heads hold the same tokens, so their mean is the share over all heads."""
+    """Program b: the sparsity of a row from `parts` counts. KV heads hold the same tokens, so their mean is the share
+    over all heads."""
     b = tl.program_id(0).to(tl.int64)
     below = tl.zeros([BLOCK], tl.int64)
     held = tl.zeros([BLOCK], tl.int64)
@@ -122,6 +130,27 @@ def share_kernel(counts, sparsity, parts, BLOCK: tl.constexpr):
         held += tl.load(at + 1, mask=i < parts, other=0)
     tokens = tl.maximum(tl.sum(held, 0), 1).to(tl.float32)
     tl.store(sparsity + b, tl.div_rn(tl.sum(below, 0).to(tl.float32), tokens))
+
+
+@triton.jit(do_not_specialize=["heads", "slots"])
+def mean_count_kernel(pooled, sums, counts, threshold, heads, slots, BLOCK: tl.constexpr):
+    """Program b: counts the tokens of a row that are not attended to in the weights averaged over KV heads, and all
+    tokens. Stores the sums of the weights on the way."""
+    b = tl.program_id(0).to(tl.int64)
+    pooled += b * heads * slots
+    sums += b * heads
+    held = tl.zeros([BLOCK], tl.int32)
+    for head in range(0, heads):
+        weight_sum = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, slots, BLOCK):
+            s = start + tl.arange(0, BLOCK)
+            weight = tl.load(pooled + head * slots + s, mask=s < slots, other=FREE)
+            weight_sum += tl.where(weight == FREE, 0.0, weight)
+            held += ((weight != FREE) & (head == 0)).to(tl.int32)
+        tl.store(sums + head, tl.sum(weight_sum, 0))
+    tl.debug_barrier()
+    tl.store(counts + b * 2, below_mean(pooled, sums, slots, heads, slots, threshold, BLOCK))
+    tl.store(counts + b * 2 + 1, tl.sum(held, 0))
 
 
 @triton.jit(do_not_specialize=["count"])

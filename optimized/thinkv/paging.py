@@ -268,8 +268,8 @@ def decode_attention(
     query [B, Hq, D] with the cache's dtype and device, any strides; scale defaults to D ** -0.5; look [B] bool: the
     rows whose sparsity is requested, None for all. A step without any is faster. Returns output [B, Hq, D] in query's
     dtype, zeros for a row without tokens, and sparsity [B] float32, the `attention_sparsity` with
-    config.sparsity_threshold, NaN for other rows. Does not synchronize with the host. TypeError or ValueError for
-    invalid arguments.
+    config.sparsity_threshold and config.sparsity_of, NaN for other rows. Does not synchronize with the host. TypeError
+    or ValueError for invalid arguments.
     """
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}")
@@ -282,4 +282,5 @@ def decode_attention(
     return PagedAttentionResult(*attend(
         query, *storage, tables.slot_groups, tables.physical, tables.order, tables.counts, tables.buffered,
         cache._arrivals, look, cache._formats, cache.config.block, scale, cache.config.sparsity_threshold,
+        cache.config.sparsity_of == "mean",
     ))

@@ -25,26 +25,29 @@ from .._common.launch import (
     stride_unit,
 )
 from ._calibration import MODES, average, modes
-from ._thoughts_kernels import classify_kernel, count_kernel, denominators_kernel, share_kernel
+from ._thoughts_kernels import classify_kernel, count_kernel, denominators_kernel, mean_count_kernel, share_kernel
 
 __all__ = ["attention_sparsity", "calibrate", "classify"]
 
 
 def attention_sparsity(
-    query: Tensor, key: Tensor, occupied: Tensor, *, threshold: float = 0.01, scale: float | None = None
+    query: Tensor, key: Tensor, occupied: Tensor, *, threshold: float = 0.01, scale: float | None = None,
+    sparsity_of: str = "heads",
 ) -> Tensor:
-    """The share of the tokens that a decode step does not attend to, averaged over KV heads (ThinKV section 3.1.2,
-    C.2).
+    """The share of the tokens that a decode step does not attend to, over all KV heads (ThinKV section 3.1.2, C.2).
 
-    query [B, Hq, D]; key [B, Hkv, S, D]; occupied [B, S] bool; 0 < threshold < 1; scale defaults to D ** -0.5. Any
-    strides; float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head. Returns [B] float32, 0
-    for a row without tokens. Semantics: `kvtwin.reference.thinkv.attention_sparsity`. TypeError or ValueError for
-    invalid arguments, for inputs that require grad, and for CPU tensors outside Triton's interpreter.
+    query [B, Hq, D]; key [B, Hkv, S, D]; occupied [B, S] bool; 0 < threshold < 1; scale defaults to D ** -0.5;
+    sparsity_of: "heads" averages the shares of the KV heads, "mean" their weights. Any strides; float32, float16 or
+    bfloat16; D from 16 to 256; up to 16 query heads per KV head. Returns [B] float32, 0 for a row without tokens.
+    Semantics: `kvtwin.reference.thinkv.attention_sparsity`. TypeError or ValueError for invalid arguments, for inputs
+    that require grad, and for CPU tensors outside Triton's interpreter.
     """
-    sizes = check_sparsity(query, key, occupied, threshold)
+    sizes = check_sparsity(query, key, occupied, threshold, sparsity_of)
     check_launchable(query=query, key=key, occupied=occupied)
     check_kernel_sizes(sizes)
-    result: Tensor = _attention_sparsity(query, key, occupied, threshold, resolve_scale(scale, sizes.head_dim))
+    result: Tensor = _attention_sparsity(
+        query, key, occupied, threshold, resolve_scale(scale, sizes.head_dim), sparsity_of == "mean"
+    )
     return result
 
 
@@ -85,13 +88,16 @@ def calibrate(
 
 
 @torch.library.custom_op("kvtwin::thinkv_attention_sparsity", mutates_args=())
-def _attention_sparsity(query: Tensor, key: Tensor, occupied: Tensor, threshold: float, scale: float) -> Tensor:
+def _attention_sparsity(
+    query: Tensor, key: Tensor, occupied: Tensor, threshold: float, scale: float, of_mean: bool
+) -> Tensor:
     batch, heads, slots, head_dim = key.shape
     sizes = Sizes(batch, query.shape[1], heads, slots, head_dim)
     block = key_block(head_dim, key.element_size(), slots)
     splits, split_size = split_slots(sizes, block, key.device)
     tops = torch.empty(2, batch * sizes.query_heads, splits, dtype=torch.float32, device=key.device)
     counts = torch.empty(batch, heads * splits, 2, dtype=torch.int32, device=key.device)
+    pooled = torch.empty(batch, heads, slots, dtype=torch.float32, device=key.device) if of_mean else tops
     sparsity = torch.empty(batch, dtype=torch.float32, device=key.device)
     unit = stride_unit(key)
     layout = (
@@ -108,15 +114,21 @@ def _attention_sparsity(query: Tensor, key: Tensor, occupied: Tensor, threshold:
             num_warps=4,
         )
         count_kernel[(batch * heads * splits,)](
-            query, key, occupied, tops[0], tops[1], counts, scale * log2_e, log2(threshold), slots, split_size, splits,
-            heads, *layout, **shape, SPLITS=triton.next_power_of_2(splits), num_warps=4,
+            query, key, occupied, tops[0], tops[1], counts, pooled, scale * log2_e, log2(threshold), slots, split_size,
+            splits, heads, *layout, **shape, SPLITS=triton.next_power_of_2(splits), OF_MEAN=of_mean, num_warps=4,
         )
-        share_kernel[(batch,)](counts, sparsity, heads * splits, BLOCK=1 if INTERPRETED else 256, num_warps=4)
+        if of_mean:
+            sums = torch.empty(batch, heads, dtype=torch.float32, device=key.device)
+            counts = torch.empty(batch, 1, 2, dtype=torch.int32, device=key.device)
+            mean_count_kernel[(batch,)](pooled, sums, counts, threshold, heads, slots, BLOCK=256, num_warps=4)
+        share_kernel[(batch,)](
+            counts, sparsity, counts.shape[1], BLOCK=1 if INTERPRETED else 256, num_warps=4
+        )
     return sparsity
 
 
 @_attention_sparsity.register_fake
-def _(query: Tensor, key: Tensor, occupied: Tensor, threshold: float, scale: float) -> Tensor:
+def _(query: Tensor, key: Tensor, occupied: Tensor, threshold: float, scale: float, of_mean: bool) -> Tensor:
     return query.new_empty(query.shape[:1], dtype=torch.float32)
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..selection import victims
-from ..thinkv.thoughts import classify, sparsity_of
+from ..thinkv.thoughts import classify, share_skipped
 from ..thinkv.types import Thought
 
 REASONING = int(Thought.REASONING)
@@ -61,7 +61,7 @@ class Attention:
         if self._edges is None:
             self._layers.append(received(weight))
         else:
-            self._layers.append(sparsity_of(weight, occupied, key_value_heads, self._threshold))
+            self._layers.append(share_skipped(weight, occupied, key_value_heads, self._threshold))
 
     def admit(self, kept: Tensor, frozen: Tensor, aggregate: Tensor | None) -> None:
         """The prompt tokens `kept` [B, N] take slots 0 to N - 1, with their scores `frozen` and `aggregate` [B, N]."""

@@ -24,7 +24,7 @@ class ThinKVCache(ThoughtCache):
     are reasoning, unless the caller assigns `layer.state.thought[:]` after the first step of a segment.
     budget: the number of tokens that eviction aims at. Each segment keeps a minimum even beyond it
     (`state.over_budget`). Other options, as in ThinKVConfig except edges: tau and group (at least 2), block, retention,
-    formats, sparsity_threshold, max_tokens. The slots are in `cache.layers[i].state`, a `ThinKVState`.
+    formats, sparsity_threshold, sparsity_of, max_tokens. The slots are in `cache.layers[i].state`, a `ThinKVState`.
 
     The first forward pass is the prompt, and every later pass must have one token: a second chunk of prefill_chunk_size
     or a second turn raises NotImplementedError. ValueError for layers that do not exist or do not evict, and beyond

@@ -69,13 +69,19 @@ def check_edges(value: object) -> tuple[float, float]:
 # Thoughts ------------------------------------------------------------------------------------------------------------
 
 
-def check_sparsity(query: object, key: object, occupied: object, threshold: object) -> Sizes:
+def check_sparsity(query: object, key: object, occupied: object, threshold: object, sparsity_of: object) -> Sizes:
     """The arguments of `attention_sparsity`. Returns the sizes."""
     sizes = check_attention(query, key, key)
     assert isinstance(key, Tensor)
     check_mask("occupied", occupied, (sizes.batch, sizes.slots), "[B, S]", key, "key")
     check_share("threshold", threshold)
+    check_sparsity_of(sparsity_of)
     return sizes
+
+
+def check_sparsity_of(value: object) -> str:
+    """Return what a layer's sparsity is taken of: its KV heads, or the mean of their weights."""
+    return check_choice("sparsity_of", value, ("heads", "mean"))
 
 
 def check_numbers(name: str, value: object) -> Tensor:

@@ -8,7 +8,7 @@ from math import ceil
 
 from .._validate import check_integer, check_share
 from ..contract import MethodConfig
-from ._validate import check_edges, check_formats, check_retention
+from ._validate import check_edges, check_formats, check_retention, check_sparsity_of
 from .types import Thought
 
 
@@ -29,6 +29,8 @@ class ThinKVConfig(MethodConfig):
     reasoning by default.
     sparsity_threshold: the share of a row's largest weight below which a token counts as not attended to.
     max_tokens: the longest sequence that a state can hold, prompt and decoded tokens.
+    sparsity_of: "heads" averages the sparsities of a layer's KV heads, "mean" takes the sparsity of their average
+    weights, see `attention_sparsity`.
     scale: the factor on query . key, by default head_dim ** -0.5.
     Raises TypeError or ValueError for invalid arguments.
     """
@@ -44,6 +46,7 @@ class ThinKVConfig(MethodConfig):
     edges: tuple[float, float] | None = None
     sparsity_threshold: float = 0.01
     max_tokens: int = 32768
+    sparsity_of: str = "heads"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,6 +57,7 @@ class ThinKVConfig(MethodConfig):
         if self.edges is not None:
             object.__setattr__(self, "edges", check_edges(self.edges))
         check_share("sparsity_threshold", self.sparsity_threshold)
+        check_sparsity_of(self.sparsity_of)
 
     def format_of(self, thought: int) -> str:
         """The element format of the tokens of a thought type."""

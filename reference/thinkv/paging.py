@@ -370,7 +370,7 @@ def decode_attention(
     query [B, Hq, D] with the cache's dtype and device; scale defaults to D ** -0.5; look [B] bool: the rows whose
     sparsity is requested (section 3.1.3 requests it every tau steps), None for all. Returns output [B, Hq, D] in
     query's dtype, zeros for a row without tokens, and sparsity [B], the `attention_sparsity` with
-    config.sparsity_threshold, NaN for other rows. TypeError or ValueError for invalid arguments.
+    config.sparsity_threshold and config.sparsity_of, NaN for other rows. TypeError or ValueError for invalid arguments.
     """
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}")
@@ -380,8 +380,10 @@ def decode_attention(
     exact = query.to(key.dtype)
     weight = attention_weights(exact, key, occupied, scale=scale)                  # eq. 1
     output = weighted_values(weight, value, occupied).to(query.dtype)
-    threshold = cache.config.sparsity_threshold
-    sparsity = attention_sparsity(exact, key, occupied, threshold=threshold, scale=scale)
+    sparsity = attention_sparsity(
+        exact, key, occupied, threshold=cache.config.sparsity_threshold, scale=scale,
+        sparsity_of=cache.config.sparsity_of,
+    )
     if look is not None:
         sparsity = sparsity.masked_fill(~look, torch.nan)
     return PagedAttentionResult(output, sparsity)

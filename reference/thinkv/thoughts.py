@@ -22,25 +22,33 @@ MODES = len(Thought)
 
 
 def attention_sparsity(
-    query: Tensor, key: Tensor, occupied: Tensor, *, threshold: float = 0.01, scale: float | None = None
+    query: Tensor, key: Tensor, occupied: Tensor, *, threshold: float = 0.01, scale: float | None = None,
+    sparsity_of: str = "heads",
 ) -> Tensor:
-    """The share of the tokens that a decode step does not attend to, averaged over KV heads (section 3.1.2, C.2).
+    """The share of the tokens that a decode step does not attend to, over all KV heads (section 3.1.2, C.2).
 
     query [B, Hq, D]; key [B, Hkv, S, D]; occupied [B, S] bool; threshold: a number between 0 and 1; scale defaults to
-    D ** -0.5. A KV head does not attend to a token if the largest weight that its G query heads give this token is
-    below `threshold` times the largest that they give any token. Returns [B] float32 (float64 for float64 inputs), 0
-    for a row without tokens. TypeError or ValueError for invalid arguments.
+    D ** -0.5. The weight of a token in a KV head is the largest that the G query heads give it, divided by the sum over
+    all tokens. A token is not attended to if its weight is below `threshold` times the largest weight of any token.
+    sparsity_of: "heads", the share in each KV head, averaged over the heads (section 3.1.3); "mean", the share in the
+    weights that are averaged over the heads first (C.2). Returns [B] float32 (float64 for float64 inputs), 0 for a row
+    without tokens. TypeError or ValueError for invalid arguments.
     """
-    sizes = check_sparsity(query, key, occupied, threshold)
+    sizes = check_sparsity(query, key, occupied, threshold, sparsity_of)
     scale = resolve_scale(scale, sizes.head_dim)
     weight = attention_weights(query, key, occupied, scale=scale)                       # [B, Hq, S]  eq. 2
-    return sparsity_of(weight, occupied, sizes.key_value_heads, threshold)
+    return share_skipped(weight, occupied, sizes.key_value_heads, threshold, sparsity_of)
 
 
-def sparsity_of(weight: Tensor, occupied: Tensor, key_value_heads: int, threshold: float) -> Tensor:
+def share_skipped(
+    weight: Tensor, occupied: Tensor, key_value_heads: int, threshold: float, sparsity_of: str = "heads"
+) -> Tensor:
     """`attention_sparsity` of given attention weights: weight [B, Hq, S], occupied [B, S] bool -> [B]."""
     pooled = weight.unflatten(1, (key_value_heads, -1)).amax(2)                         # [B, Hkv, S]  eq. 3
-    # Eq. 4 divides each row by its sum, which does not change the ratios to the largest element.
+    if sparsity_of == "mean":
+        total = pooled.sum(-1, keepdim=True)
+        pooled = (pooled / total.where(total > 0, 1)).mean(1, keepdim=True)             # [B, 1, S]  eq. 4, C.2
+    # Without a mean, eq. 4, which divides each row by its sum, does not change the ratios to the largest element.
     skipped = (pooled < threshold * pooled.amax(-1, keepdim=True)) & occupied[:, None]
     tokens = occupied.sum(-1).clamp_min(1)[:, None].to(weight.dtype)
     return (skipped.sum(-1).to(weight.dtype) / tokens).mean(1)

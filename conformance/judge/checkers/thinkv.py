@@ -89,7 +89,8 @@ def arguments(device: torch.device) -> dict[str, Any]:
     return {
         "x": x, "fmt": "nvfp4", "axis": -2, "group": 4, "tensor_scale": True, "q": q, "dtype": torch.float32,
         "codes": q.codes, "bits": 4, "packed": q.codes, "unpack.size": 2 * tiny.HEAD_DIM, "cache": paged_cache(device),
-        "threshold": 0.5, "sparsity": rows(0.1, 0.4, 0.8), "edges": (0.2, 0.5), "traces": [sparsity.to(device)],
+        "threshold": 0.5, "sparsity_of": "mean", "sparsity": rows(0.1, 0.4, 0.8), "edges": (0.2, 0.5),
+        "traces": [sparsity.to(device)],
         "anneal.size": rows([3, 2], [3, 3]), "level": rows([0, 1], [0, 0]), "thought": rows([0, 2], [1, 2]),
         "current": rows(1, 1), "trajectory_change": rows(True, False), "live": rows(5, 6), "retention": (2, 1),
         "key_segment": x[0], "slots": slots, "select_representatives.keep": 2,

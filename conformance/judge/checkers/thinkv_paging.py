@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ....reference.attention import per_query_head
+from ....reference.thinkv.contract import ThinKVConfig
 from ....reference.thinkv.paging import PagedCache, in_order
 from ...cases.paged_cases import PagedCase
 from .. import stats
@@ -93,12 +94,12 @@ def attention_error(attention: Attention, allowed: PagedArithmetic) -> Tensor:
     return error + (extra @ values) * SLACK
 
 
-def sparsity_interval(wide: Attention, allowed: PagedArithmetic, threshold: float) -> tuple[Interval, Tensor]:
+def sparsity_interval(wide: Attention, allowed: PagedArithmetic, config: ThinKVConfig) -> tuple[Interval, Tensor]:
     """`share_interval` of `widened` attention."""
     heads = wide.key_value_heads
     given: Any = SimpleNamespace(
         attention=wide, key_value_heads=heads, group=wide.query_heads // heads, occupied=wide.occupied,
-        threshold=threshold, dtype=allowed.dtype,
+        threshold=config.sparsity_threshold, sparsity_of=config.sparsity_of, dtype=allowed.dtype,
     )
     return share_interval(given, allowed)
 
@@ -114,11 +115,11 @@ def assert_attention_right(
     assert_within(
         result.output, attention.output[:, :, 0], attention_error(wide, allowed)[:, :, 0], what=f"{what}output"
     )
-    (low, high), undecided = sparsity_interval(wide, allowed, cache.config.sparsity_threshold)
+    (low, high), undecided = sparsity_interval(wide, allowed, cache.config)
     share = result.sparsity.double()
     if not bool(((share >= low) & (share <= high)).all()):
         fail(f"{what}sparsity: expected {low.tolist()} to {high.tolist()}, got {share.tolist()}")
-    total = int(attention.occupied.sum()) * attention.key_value_heads
+    total = int(attention.occupied.sum()) * undecided.shape[1]
     stats.decisions(total, total - int(undecided.sum()))
 
 

@@ -33,11 +33,15 @@ LOSSY = True
 #: Short on a GPU, since the reference runs token by token and launches a kernel for every operation.
 LONGEST = (140, 24)
 FORMATS = ("nvfp4 nvfp4 ternary", "fp8 nvfp4 ternary", "int4 int4 int2")
+#: The paper's sizes, but for tau.
+PAPER: dict[str, Any] = {"tau": 16, "group": 16, "block": 8}
+MEAN: dict[str, Any] = {"sparsity_of": "mean"}
 COMPILED = tuple(
     {"formats": dict(zip("RET", formats.split(), strict=True)), **sizes}
     for formats, sizes in (
-        *((formats, {}) for formats in FORMATS[1:]),
-        *((formats, {"tau": 16, "group": 16, "block": 8}) for formats in (FORMATS[0], "nvfp4 int4 int2")),
+        *((formats, MEAN) for formats in FORMATS[1:]),
+        (FORMATS[0], PAPER | MEAN),
+        *((formats, PAPER) for formats in (FORMATS[0], "nvfp4 int4 int2")),
     )
 )
 
@@ -50,7 +54,8 @@ def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:
         lambda budget, shape, formats, edges, threshold: {
             "budget": budget, **dict(zip(("tau", "group", "block", "retention"), shape, strict=True)),
             "formats": dict(zip("RET", formats.split(), strict=True)), "edges": edges,
-            "sparsity_threshold": threshold, "max_tokens": 36 if cpu else 400,
+            "sparsity_threshold": threshold, "sparsity_of": "mean" if budget % 2 else "heads",
+            "max_tokens": 36 if cpu else 400,
         },
         st.integers(1, 2 * most), st.sampled_from(shapes if cpu else (*shapes, (128, 16, 8, (64, 32, 16, 8, 4)))),
         st.sampled_from(FORMATS), st.sampled_from(((0.2, 0.5), (0.0, 0.3), (0.4, 1.5), None)),
@@ -123,7 +128,7 @@ class Adapter(lockstep.Adapter):
         if (reference.tokens_seen - self.prompt - 1) % config.tau:
             assert_same(tested.sparsity, self.share, what="sparsity (unchanged in this step)")
             return None
-        (low, high), _ = thinkv_paging.sparsity_interval(wide, allowed, config.sparsity_threshold)
+        (low, high), _ = thinkv_paging.sparsity_interval(wide, allowed, config)
         self.share = tested.sparsity.clone()
         share = self.share.double()
         if not bool(((share >= low) & (share <= high)).all()):

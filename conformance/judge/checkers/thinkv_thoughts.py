@@ -13,30 +13,37 @@ from ....reference.thinkv import thoughts
 from ...cases.contents import OCCUPANCIES
 from ...cases.thought_cases import SparsityCase, sparsity_cases
 from .. import recorded, stats
-from ..bounds import SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
+from ..bounds import FLUSH, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ..compare import JudgeError, fail
 from ..fields import field
 from ..oracle import oracle
 from ..subjects import Subject, aspects
 
 
-def log_ratios(case: SparsityCase, allowed: Arithmetic) -> Interval:
-    """Interval of the log of each token's pooled weight over its KV head's largest, [B, Hkv, S]; -inf in free slots.
+def log_pooled(case: SparsityCase, allowed: Arithmetic) -> list[Tensor]:
+    """Ends of the interval of the log of each token's pooled weight, [B, Hkv, S]; -inf in free slots.
 
     The pooled weight is w_j = max_h a_hj over the group. log a_hj has the error `log_weight_error`, and a maximum of
-    numbers within intervals is within the maxima of their ends. The same holds for max_j w_j; the errors of the
-    difference add. The comparison adds roundings, relative to the weights or to their logarithms: of the threshold, of
-    its product or sum with the maximum, and of the difference. They are added to the ratio: 8 u (1 + |log w_j| +
-    |log max|).
+    numbers within intervals is within the maxima of their ends.
     """
     attention = case.attention
     error = log_weight_error(attention, allowed)
     exact = (attention.logit - attention.lse).masked_fill(~attention.seen, 0)             # [B, Hq, 1, S]
     groups = (case.key_value_heads, case.group)
-    ends = [
+    return [
         (exact + side).masked_fill(~attention.seen, -torch.inf)[:, :, 0].unflatten(1, groups).amax(2)
         for side in error
-    ]                                                                                     # [B, Hkv, S]
+    ]
+
+
+def log_ratios(case: SparsityCase, allowed: Arithmetic) -> Interval:
+    """Interval of the log of each token's pooled weight over its KV head's largest, [B, Hkv, S]; -inf in free slots.
+
+    `log_pooled` also bounds max_j w_j; the errors of the difference add. The comparison adds roundings, relative to the
+    weights or to their logarithms: of the threshold, of its product or sum with the maximum, and of the difference.
+    They are added to the ratio: 8 u (1 + |log w_j| + |log max|).
+    """
+    ends = log_pooled(case, allowed)                                                      # [B, Hkv, S]
     tops = [end.amax(-1, keepdim=True) for end in ends]
     held = case.occupied[:, None]
     low, high = (end.masked_fill(~held, 0) for end in ends)
@@ -47,25 +54,59 @@ def log_ratios(case: SparsityCase, allowed: Arithmetic) -> Interval:
     )
 
 
+def mean_weights(case: SparsityCase, allowed: Arithmetic) -> Interval:
+    """Interval of each token's weight averaged over KV heads, [B, 1, S]; 0 in free slots.
+
+    A normalised weight w_j / sum_k w_k rises with w_j and falls with all others, so it is largest with w_j at its upper
+    end and the others at their lower ends, and the reverse. Roundings are relative: the logarithm and its exponential,
+    8 u (1 + |log w_j|); the sum over S tokens; the division, 4 u, also by a constant; the sum over Hkv heads. Underflow
+    adds at most 2^-126 for the weight and the ratio each, since the sum of all weights is at least 1 up to rounding:
+    4 2^-126.
+    """
+    held, ends = case.occupied[:, None], log_pooled(case, allowed)
+    low, high = (
+        (end + side * 8 * UNIT * (1 + end.masked_fill(~held, 0).abs())).exp().masked_fill(~held, 0)
+        for side, end in zip((-1, 1), ends, strict=True)
+    )
+    others = [end.sum(-1, keepdim=True) - end for end in (low, high)]                     # [B, Hkv, S]
+    least = low / (low + others[1].clamp_min(0)).where(held & (low > 0), 1)
+    most = high / (high + others[0].clamp_min(0)).where(held & (high > 0), 1)
+    rounding = gamma(held.shape[-1] + case.key_value_heads + 16) * SLACK
+    least, most = (share.mean(1, keepdim=True) for share in (least, most))
+    return Interval((least * (1 - rounding) - 4 * FLUSH).clamp_min(0), most * (1 + rounding) + 4 * FLUSH)
+
+
+def sides(case: SparsityCase, allowed: Arithmetic) -> tuple[Tensor, Tensor]:
+    """The tokens that are surely, and possibly, below the threshold: [B, Hkv, S], or [B, 1, S] for the mean's sparsity.
+    """
+    held = case.occupied[:, None]
+    if case.sparsity_of == "mean":
+        weight = mean_weights(case, allowed)
+        low, high = (case.threshold * end.amax(-1, keepdim=True) for end in weight)
+        margin = 8 * UNIT * SLACK                                         # of the threshold and of its product
+        surely = weight.high < low * (1 - margin) - FLUSH
+        return held & surely, held & ~(weight.low >= high * (1 + margin) + FLUSH)
+    ratio, cut = log_ratios(case, allowed), math.log(case.threshold)
+    margin = 8 * UNIT * abs(cut)
+    return held & (ratio.high < cut - margin), held & ~(ratio.low >= cut + margin)
+
+
 def share_interval(case: SparsityCase, allowed: Arithmetic | None = None) -> tuple[Interval, Tensor]:
-    """Interval of each row's sparsity [B], and the tokens that may be on either side of the threshold [B, Hkv, S].
+    """Interval of each row's sparsity [B], and the tokens that may be on either side of the threshold, as in `sides`.
 
     Tokens surely below the threshold count; those that may be on either side count or not. The exact count is divided
     by the number of tokens and averaged over KV heads: Hkv + 6 roundings, including four of a division.
     """
-    ratio = log_ratios(case, allowed or arithmetic(case.dtype))
-    held, cut = case.occupied[:, None], math.log(case.threshold)
-    margin = 8 * UNIT * abs(cut)
-    surely = held & (ratio.high < cut - margin)
-    possibly = held & ~(ratio.low >= cut + margin)
-    tokens = case.occupied.sum(-1).clamp_min(1).double() * case.key_value_heads
+    surely, possibly = sides(case, allowed or arithmetic(case.dtype))
+    tokens = case.occupied.sum(-1).clamp_min(1).double() * surely.shape[1]
     low, high = ((count.sum((1, 2)) / tokens) for count in (surely, possibly))
     rounding = gamma(case.key_value_heads + 6) * SLACK
     return Interval(low * (1 - rounding), high * (1 + rounding)), possibly & ~surely
 
 
 def assert_sparsity_right(actual: Any, case: SparsityCase, *, allowed: Arithmetic | None = None) -> None:
-    """actual: `attention_sparsity(**case.inputs)`. A decision is a token's side of the threshold in one KV head."""
+    """actual: `attention_sparsity(**case.inputs)`. A decision is a token's side of the threshold, in one KV head or
+    in the mean."""
     truth = oracle(thoughts.attention_sparsity, case)
     interval, open_ = share_interval(case, allowed)
     if bool(((truth < interval.low) | (truth > interval.high)).any()):
@@ -79,7 +120,7 @@ def assert_sparsity_right(actual: Any, case: SparsityCase, *, allowed: Arithmeti
             f"sparsity: row {row}: expected {interval.low[row].item()!r} to {interval.high[row].item()!r} "
             f"(float64: {truth[row].item()!r}), got {actual[row].item()!r}"
         )
-    decisions = int(case.occupied.sum()) * case.key_value_heads
+    decisions = int(case.occupied.sum()) * open_.shape[1]
     stats.decisions(decisions, decisions - int(open_.sum()))
     stats.adjudicated(int(((actual.double() - truth).abs() > truth * gamma(case.key_value_heads + 6) * SLACK).sum()))
 
