@@ -122,7 +122,7 @@ def check_row(
     if not looks:
         assert bool(result[1].isnan().all()), "nobody asked for the sparsity"
         return
-    (low, high), _ = judge.sparsity_interval(wide, allowed, cache.config.sparsity_threshold)
+    (low, high), _ = judge.sparsity_interval(wide, allowed, cache.config)
     share = float(result[1][row])
     assert float(low) <= share <= float(high), f"sparsity {share}, expected from {float(low)} to {float(high)}"
 

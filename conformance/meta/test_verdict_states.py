@@ -56,10 +56,12 @@ def test_the_reference_is_right_about_wrong_arguments(method, judged):
 # Slots in any order --------------------------------------------------------------------------------------------------
 
 APPENDING = {"TOVAState": appending.AppendingTOVA}
+EVERY_STEP = {"interval": (1,)}  # they have no other interval
 
 
 def test_a_right_state_that_appends_is_right(judged):
-    found = judged("tova", APPENDING, "laws or keeps_step or room_for_all or TOVAState", slot_order="any")
+    keyword = "laws or keeps_step or room_for_all or TOVAState"
+    found = judged("tova", APPENDING, keyword, slot_order="any", options=EVERY_STEP)
     names = ("accuracy", "decisions", "free_slots", "repeatability", "independence", "state")
     assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
         run.shown(found)
@@ -70,12 +72,13 @@ def test_a_right_state_that_appends_is_right(judged):
 
 
 def test_a_state_that_appends_and_evicts_wrongly_is_wrong(judged):
-    found = judged("tova", {"TOVAState": appending.DropsTheOldest}, "TOVAState and tokens", slot_order="any")
+    state = {"TOVAState": appending.DropsTheOldest}
+    found = judged("tova", state, "TOVAState and tokens", slot_order="any", options=EVERY_STEP)
     assert run.wrong(found) == {"decisions"}, run.shown(found)
 
 
 def test_a_state_that_appends_must_declare_it(judged):
-    found = judged("tova", APPENDING, "laws or keeps_step")
+    found = judged("tova", APPENDING, "laws or keeps_step", options=EVERY_STEP)
     assert run.wrong(found) == {"state"}, run.shown(found)
 
 
