@@ -130,11 +130,16 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.rglob(FILE))
 
 
-def _tables(path: Path) -> dict[str, list[dict[str, object]]]:
+def parsed(path: Path) -> dict[str, list[dict[str, object]]]:
+    """The tables of a TOML file. Raises LedgerError, which names the file."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise LedgerError(f"{path}: {error}") from error
+
+
+def _tables(path: Path) -> dict[str, list[dict[str, object]]]:
+    tables = parsed(path)
     if "claim" not in tables or not set(tables) <= {"claim", "omitted"}:
         found = ", ".join(tables) or "nothing"
         raise LedgerError(f"{path}: expected [[claim]] and [[omitted]] tables only, found {found}")

@@ -22,13 +22,12 @@ from __future__ import annotations
 
 import ast
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .ledger import HERE, LedgerError, markdown_rows, quoted, refuse_unknown, string, strings
+from .ledger import HERE, LedgerError, markdown_rows, parsed, quoted, refuse_unknown, string, strings
 
 FILE = "readings.toml"
 ID = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
@@ -69,10 +68,7 @@ def load(folder: Path = HERE) -> tuple[Reading, ...]:
 
 
 def _tables(path: Path, place: str) -> list[dict[str, object]]:
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise LedgerError(f"{place}: {error}") from error
+    tables = parsed(path)
     if set(tables) != {"reading"}:
         raise LedgerError(f"{place}: expected [[reading]] tables only, found {', '.join(tables) or 'nothing'}")
     return tables["reading"]

@@ -24,7 +24,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Call:
-    """``run()`` makes the call and returns its result. A state is created anew each time."""
+    """``run()`` makes the call and returns its result. Each call creates a new state."""
 
     name: str
     run: Callable[[], Any]

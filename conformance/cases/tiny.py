@@ -30,7 +30,7 @@ LARGER = {"SLOTS": 120, "HEAD_DIM": 48, "WINDOW": 9, "BUDGET": 100} if torch.cud
 
 @contextmanager
 def larger() -> Iterator[None]:
-    """In this context, the sizes above are those of LARGER."""
+    """In this context, LARGER replaces the sizes above."""
     with mock.patch.dict(globals(), LARGER):
         yield
 

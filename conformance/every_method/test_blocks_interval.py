@@ -1,5 +1,5 @@
-"""Block caches with an interval: when a head evicts, on many slots, and at what cost. SnapKV, which scores anew when it
-evicts, has its own tests of this."""
+"""Block caches with an interval: when a head evicts, on many slots, and at what cost. SnapKV, which computes its scores
+when it evicts, has its own tests of this."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ class ScorerInputs:
     dtype: torch.dtype
     device: torch.device
 
-    def check_mask(self, occupied: object, tokens: int | None = None) -> int:
+    def check_mask(self, occupied: object) -> int:
         """occupied [B, T] bool. Returns T."""
-        total = tokens or (occupied.shape[-1] if isinstance(occupied, Tensor) and occupied.dim() else 1)
+        total = occupied.shape[-1] if isinstance(occupied, Tensor) and occupied.dim() else 1
         like = torch.empty(0, device=self.device)
         check_mask("occupied", occupied, (self.batch, total), "[B, T]", like, "the state")
         return total

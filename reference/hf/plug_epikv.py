@@ -84,7 +84,6 @@ class Passes:
     def begin_prompt(self, occupied: Tensor) -> None:
         """Assign slots to a prompt, occupied [B, T], before the first layer stores it."""
         if self._prompt is None:
-            self.scorer.check_prompt(occupied)
             self.scorer.admit(occupied, None)
             self._prompt = occupied
 
