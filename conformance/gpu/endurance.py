@@ -16,10 +16,10 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -88,18 +88,25 @@ def prefill(state: Any) -> Tensor:
     return output
 
 
-def live_tensors(device: torch.device) -> list[Tensor]:
-    """The strided tensors on a kind of device that Python holds."""
+@contextmanager
+def only_new_objects() -> Iterator[None]:
+    """Hide the objects that exist now from the garbage collector and its list."""
+    frozen = gc.get_freeze_count()
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.unfreeze()
+
+
+def memory(device: torch.device) -> tuple[int, ...]:
+    """The number of strided tensors on a kind of device that Python holds, the bytes of their storages, and the bytes
+    that torch has allocated on a GPU. Call it in `only_new_objects`."""
     gc.collect()
     found = [one for one in gc.get_objects() if type(one) is Tensor and one.device.type == device.type]
-    return [tensor for tensor in found if tensor.layout == torch.strided]
-
-
-def memory(device: torch.device, before: Sequence[Tensor]) -> tuple[int, ...]:
-    """The number of live tensors without those of `before`, the bytes of their storages, and the bytes that torch has
-    allocated on a GPU."""
-    others = set(map(id, before))
-    live = [tensor for tensor in live_tensors(device) if id(tensor) not in others]
+    live = [tensor for tensor in found if tensor.layout == torch.strided]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in live}
     allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     return len(live), sum(storages.values()), allocated
@@ -125,7 +132,11 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 def endure(pair: discovery.Pair, side: Any, device: torch.device, steps: int) -> dict[str, Any]:
     """Run one state. Returns what was measured. Raises Failed."""
-    before = live_tensors(device)
+    with only_new_objects():
+        return _endure(pair, side, device, steps)
+
+
+def _endure(pair: discovery.Pair, side: Any, device: torch.device, steps: int) -> dict[str, Any]:
     state = new_state(pair, side, device, steps)
     prefill(state)
     peaks = []
@@ -133,7 +144,7 @@ def endure(pair: discovery.Pair, side: Any, device: torch.device, steps: int) ->
         samples = []
         for number in range(SAMPLES):
             decode(state, 10 * half + number, (steps // 2 - half * LAST) // SAMPLES)
-            samples.append(memory(device, before))
+            samples.append(memory(device))
         peaks.append(tuple(map(max, zip(*samples, strict=True))))
         if half == 0:
             held_before = held(state)
@@ -169,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--steps must be at least {10 * LAST}, got {steps}")
     torch.set_num_threads(1)  # tensors are small
     if chosen.side == "reference" or not torch.cuda.is_available():
-        os.environ.setdefault(interpreter.INTERPRET, "1")
+        interpreter.turn_on()
         interpreter.prepare()
     cuda = chosen.side == "optimized" and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

@@ -64,7 +64,11 @@ def _release_memory() -> None:
 
 
 #: The file with the longest tests: more than a minute each on a GPU, mostly to compile kernels.
-LONGEST = "test_lockstep.py"
+LONGEST = (
+    "test_lockstep.py", "test_verdict_states.py", "test_verdict_patients.py", "test_interpreter_kernels.py",
+    "test_needle.py", "test_perf_headline.py", "test_packaging.py", "test_thinkv_paging.py", "test_longflow.py",
+    "test_longflow_scratch.py", "test_thinkv_golden.py", "test_snapkv_state.py",
+)
 
 
 def longest_first(items: Sequence[Any], long: Sequence[Any], workers: int) -> list[Any]:
@@ -120,7 +124,9 @@ class Suite:
         if self.implementation is not None:
             failures.replay_with("--impl", self.implementation, "--device", self.backend.device.type)
         self.written: list[str] = []
-        config.add_cleanup(gc.unfreeze)  # after pytest's own cleanup, which collects garbage once more
+        self.freezes = not gc.get_freeze_count()  # a run inside a test leaves it to the run around it
+        if self.freezes:
+            config.add_cleanup(gc.unfreeze)  # after pytest's own cleanup, which collects garbage once more
 
     def _supported(self, method: str) -> capabilities.Capabilities:
         """What the implementation under test declares for a method. Raises pytest.UsageError."""
@@ -156,7 +162,8 @@ class Suite:
         try:
             return (yield)
         finally:
-            gc.freeze()
+            if self.freezes:
+                gc.freeze()
             if enabled:
                 gc.enable()
 
@@ -175,7 +182,7 @@ class Suite:
             _keep(config, items, _judges_a_property)
         workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
         if workers > 1:
-            items[:] = longest_first(items, [item for item in items if item.path.name == LONGEST], workers)
+            items[:] = longest_first(items, [item for item in items if item.path.name in LONGEST], workers)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:

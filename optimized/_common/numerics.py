@@ -55,6 +55,21 @@ def dot(a, b):
 
 
 @triton.jit
+def multiply(a, b):
+    """a * b, float32, rounded before a further operation.
+
+    For logits from which their maximum is subtracted: fused into one operation with the subtraction, the largest logit
+    gives the rounding error of its product instead of 0, and exp2 of that is infinite for logits beyond 2^32.
+    """
+    if _PTX:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return a * b
+
+
+@triton.jit
 def of_any_width(mask):
     """mask [N] unchanged, for masks that are read from bytes and guard the loads of a `dot`'s operands.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.numerics import dot, fast_log2, of_any_width, round_to, row_norms
+from .._common.numerics import dot, fast_log2, multiply, of_any_width, round_to, row_norms
 from .._common.scratch import all_occupied, is_last, row_of
 from .._common.softmax import weigh
 from ._score_kernels import finish_group
@@ -76,7 +76,7 @@ def _attend_tiles(
         k = key + first * key_s + k_near + far[:, None] * key_s
         k = tl.load(k, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(k)
         raw = dot(q, tl.trans(k))                                      # [ROWS, BLOCK]
-        logit = raw * scale
+        logit = multiply(raw, scale)
         if MASKED:
             logit = tl.where(holds[None, :], logit, float("-inf"))
         p, top, rescale = weigh(logit, top, tl.max(logit, 1))

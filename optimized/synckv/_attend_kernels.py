@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.numerics import dot, of_any_width, round_output, round_to
+from .._common.numerics import dot, multiply, of_any_width, round_output, round_to
 from .._common.scratch import all_occupied
 from .._common.softmax import raise_maximum, weigh_tile
 
@@ -52,7 +52,7 @@ def _attend_tiles(
             tile = tile & holds[:, None] if HEAD_DIM != D_PAD else holds[:, None]
         at = slot[:, None] * token_stride + d[None, :]
         k = tl.load(key + at, mask=tile, other=0.0) if LISTED or MASKED or HEAD_DIM != D_PAD else tl.load(key + at)
-        logit = dot(q, tl.trans(k)) * scale                            # [ROWS, BLOCK]
+        logit = multiply(dot(q, tl.trans(k)), scale)                   # [ROWS, BLOCK]
         if LISTED or MASKED:
             logit = tl.where(holds[None, :], logit, float("-inf"))
         if not LISTED:

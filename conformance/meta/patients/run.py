@@ -18,6 +18,8 @@ from ...interpreter import INTERPRET
 # next run would get a second copy of its classes.
 from ...judge import attribution  # noqa: F401
 
+SETTINGS = "_hypothesis_internal_use_settings"
+
 
 def verdict_of(
     method: str, provided: dict[str, Any], declared: dict[str, Any], keyword: str, folder: Path,
@@ -37,7 +39,7 @@ def verdict_of(
     monkeypatch.setenv(INTERPRET, "1")
     monkeypatch.setattr(environment, "_check_triton", lambda **_: None)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(core, "global_force_seed", core.global_force_seed)  # --hypothesis-seed changes it
+    monkeypatch.setattr(core, "global_force_seed", None)  # the same verdict with every --hypothesis-seed
     options = __main__.parser().parse_args(
         [method, "--impl=patient", "--device=cpu", "--jobs=1", "--hypothesis-profile=quick"]
     )
@@ -45,6 +47,18 @@ def verdict_of(
     found: dict[str, verdict.MethodVerdict] = {}
 
     class Keep:
+        """It also gives the profile to tests that were imported before, with the profile of the run around this one."""
+
+        def pytest_collection_finish(self, session: pytest.Session) -> None:
+            quick = settings.get_profile("quick")
+            for test in {getattr(item, "obj", None) for item in session.items}:
+                own = getattr(test, SETTINGS, None)
+                if own is not None:
+                    few = min(own.max_examples, quick.max_examples)
+                    monkeypatch.setattr(test, SETTINGS, settings(
+                        own, max_examples=few, phases=quick.phases, derandomize=quick.derandomize, database=None,
+                    ))
+
         def pytest_unconfigure(self, config: pytest.Config) -> None:
             found.update(config.pluginmanager.get_plugin("kvtwin-suite").verdicts)  # type: ignore[union-attr]
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..launch import INTERPRETED
-from ..numerics import dot, finite_or_zero, log2_or_minus_inf, round_output, round_to
+from ..numerics import dot, finite_or_zero, log2_or_minus_inf, multiply, round_output, round_to
 from ..softmax import weigh
 
 _SIZES = [
@@ -73,7 +73,7 @@ def _attend_tiles(
         else:
             k = tl.load(keys)
         product = dot(q, tl.trans(k))                                  # [ROWS, BLOCK]
-        logit = product * scale
+        logit = multiply(product, scale)
         if MASKED:
             logit = tl.where(holds[None, :], logit, float("-inf"))
         if CAUSAL:
@@ -87,7 +87,7 @@ def _attend_tiles(
         elif NEGATIVE:
             highest = tl.min(product, 1) * scale
         else:
-            highest = tl.max(product, 1) * scale                       # lets scale and shift fuse into one operation
+            highest = tl.max(product, 1) * scale
         p, top, rescale = weigh(logit, top, highest)
         weight_sum = weight_sum * rescale + tl.sum(p, 1)
         if OUTPUT:
@@ -200,7 +200,7 @@ def _receive_tiles(
             mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
         )
         # The arithmetic of `_attend_tiles`, but masked afterwards, so that the mask does not change the rounding.
-        weight = tl.exp2(dot(k, tl.trans(q)) * scale - shift[None, :])  # [BLOCK, QUERIES]
+        weight = tl.exp2(multiply(dot(k, tl.trans(q)), scale) - shift[None, :])  # [BLOCK, QUERIES]
         if CAUSAL:
             if POSITIONS:
                 sees = tl.load(query_positions + i * asks_q, mask=real, other=-1)
@@ -348,7 +348,7 @@ def newest_kernel(
         parts + tl.num_programs(0).to(tl.int64) // blocks * GROUP * count + part, mask=asks, other=0.0
     )
     sees = holds & (s <= past + newest)
-    logit = dot(k, tl.trans(q)) * scale - shift[None, :]               # [BLOCK, ROWS]
+    logit = multiply(dot(k, tl.trans(q)), scale) - shift[None, :]      # [BLOCK, ROWS]
     logit = tl.where(sees[:, None] & asks[None, :], logit, float("-inf"))
     weight = tl.sum(tl.exp2(logit) * inverse[None, :], 1) / GROUP
     tl.store(result + flat * slots + s, tl.where(sees, weight, 0.0), mask=s < slots)

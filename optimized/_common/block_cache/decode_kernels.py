@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..launch import INTERPRETED
-from ..numerics import dot, round_output, round_to
+from ..numerics import dot, multiply, round_output, round_to
 from ..scratch import is_last
 from ..softmax import merge_outputs, weigh_tile
 from .score_kernels import APPEND, NOTHING, RANDOM, new_score_of, normalise, score_slots
@@ -35,7 +35,7 @@ def _tile(
 ):
     """One tile of an online softmax: ROWS queries times k [BLOCK, D]. KEEP: store the logits of GROUP_PAD queries."""
     row = tl.arange(0, ROWS)
-    logit = dot(q, tl.trans(k)) * scale                                # [ROWS, BLOCK]
+    logit = multiply(dot(q, tl.trans(k)), scale)                       # [ROWS, BLOCK]
     real = (row < GROUP_PAD)[:, None]
     if MASKED:
         logit = tl.where(inside[None, :], logit, float("-inf"))
