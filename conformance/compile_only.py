@@ -40,8 +40,6 @@ HEAD_DIMS = (16, 128)
 DTYPES = (torch.float32, torch.bfloat16)
 #: Kernels whose logits only enter sums, not the score of a token, so that no tie depends on them.
 SUMS_ALONE = ("attention_kernel",)
-#: Lines whose numbers only enter sums: the weights of an online softmax.
-SUMMED = ("p = tl.exp2(logit - shift[:, None])",)
 #: The files of device functions that kernels call for several purposes.
 HELPERS = ("numerics.py", "softmax.py")
 #: Replacements, in every module of the optimized side, for functions that query the GPU: an H200's answers.
@@ -144,7 +142,7 @@ class Compiled:
                 for keys, orders in key_orders(made.asm["ttgir"]).items():
                     if len(orders) > 1 and name not in SUMS_ALONE:
                         raise ArithmeticError(f"logits of keys {keys} are summed in orders {sorted(orders)}")
-                if lines := fused_here_only(made.asm["ptx"], self.folder) - set(SUMMED):
+                if lines := fused_here_only(made.asm["ptx"], self.folder):
                     raise ArithmeticError(f"fused with a product in one loop and not in another: {sorted(lines)}")
                 self.done[name] += 1
             except Exception as error:  # the compiler's errors have no common base

@@ -179,10 +179,28 @@ KEPT: dict[tuple[int, str, torch.device], list[dict[str, Tensor]]] = {}
 
 def assert_same_bits(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor]], why: str) -> None:
     assert len(actual) == len(expected)
-    for step, (a, e) in enumerate(zip(actual, expected, strict=True)):
+    for step, (a, e) in enumerate(zip(map(without_free_end, actual), map(without_free_end, expected), strict=True)):
         for name in e:
             same = torch.equal(bits(a[name]), bits(e[name]))
             assert same, f"{why}: {name} differs at frame {step}:\n{a[name]}\nexpected the same bits as\n{e[name]}"
+
+
+#: The dimension of the slots, counted from the last.
+SLOT_DIMENSION = {"occupied": 1, "positions": 1, "score": 1, "key": 2, "value": 2}
+
+
+def without_free_end(frame: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out the slots at the end that are free in all rows: a state may have as many slots as its fullest row has
+    tokens, and a law may compare rows that were in different batches."""
+    slots = frame["occupied"].shape[-1]
+    used = frame["occupied"].flatten(0, -2).any(0).nonzero().flatten().tolist()
+    end = used[-1] + 1 if used else 0
+
+    def cut(name: str, tensor: Tensor) -> Tensor:
+        dimension = tensor.dim() - SLOT_DIMENSION.get(name, tensor.dim())
+        return tensor.narrow(dimension, 0, end) if dimension > 0 and tensor.shape[dimension] == slots else tensor
+
+    return {name: cut(name, tensor) for name, tensor in frame.items()}
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -88,22 +87,15 @@ def prefill(state: Any) -> Tensor:
     return output
 
 
-@contextmanager
-def only_new_objects() -> Iterator[None]:
+def hide_objects() -> None:
     """Hide the objects that exist now from the garbage collector and its list."""
-    frozen = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
-    try:
-        yield
-    finally:
-        if not frozen:
-            gc.unfreeze()
 
 
 def memory(device: torch.device) -> tuple[int, ...]:
     """The number of strided tensors on a kind of device that Python holds, the bytes of their storages, and the bytes
-    that torch has allocated on a GPU. Call it in `only_new_objects`."""
+    that torch has allocated on a GPU. Call `hide_objects` first."""
     gc.collect()
     found = [one for one in gc.get_objects() if type(one) is Tensor and one.device.type == device.type]
     live = [tensor for tensor in found if tensor.layout == torch.strided]
@@ -132,11 +124,7 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 def endure(pair: discovery.Pair, side: Any, device: torch.device, steps: int) -> dict[str, Any]:
     """Run one state. Returns what was measured. Raises Failed."""
-    with only_new_objects():
-        return _endure(pair, side, device, steps)
-
-
-def _endure(pair: discovery.Pair, side: Any, device: torch.device, steps: int) -> dict[str, Any]:
+    hide_objects()
     state = new_state(pair, side, device, steps)
     prefill(state)
     peaks = []

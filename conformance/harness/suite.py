@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -96,8 +96,15 @@ def check_decided(counted: stats.Stats, implementation: str | None) -> None:
     pytest.fail(VACUOUS.format(decisive=counted.decisive, total=counted.total, share=share), pytrace=False)
 
 
+def _unfreeze() -> None:
+    gc.unfreeze()
+    Suite.frozen = False
+
+
 class Suite:
     """Registered by plugin.py for runs that include kvtwin's tests."""
+
+    frozen: ClassVar[bool] = False  #: whether a run of this process keeps what it collected from the garbage collector
 
     def __init__(self, config: pytest.Config) -> None:
         """Decide the backend before anything imports triton. Raises pytest.UsageError."""
@@ -124,9 +131,9 @@ class Suite:
         if self.implementation is not None:
             failures.replay_with("--impl", self.implementation, "--device", self.backend.device.type)
         self.written: list[str] = []
-        self.freezes = not gc.get_freeze_count()  # a run inside a test leaves it to the run around it
+        self.freezes = not Suite.frozen  # a run inside a test leaves it to the run around it
         if self.freezes:
-            config.add_cleanup(gc.unfreeze)  # after pytest's own cleanup, which collects garbage once more
+            config.add_cleanup(_unfreeze)  # after pytest's own cleanup, which collects garbage once more
 
     def _supported(self, method: str) -> capabilities.Capabilities:
         """What the implementation under test declares for a method. Raises pytest.UsageError."""
@@ -164,6 +171,7 @@ class Suite:
         finally:
             if self.freezes:
                 gc.freeze()
+                Suite.frozen = True
             if enabled:
                 gc.enable()
 
