@@ -32,11 +32,6 @@ class Tiny(Plan):
     block_size: int = 48
 
 
-@pytest.fixture(scope="module")
-def tiny(device: torch.device) -> dict[str, Any]:
-    return needle.evaluate(Tiny(), device=str(device))
-
-
 # Questions -----------------------------------------------------------------------------------------------------------
 
 
@@ -87,7 +82,8 @@ def test_clusters_are_of_each_layer(device: torch.device) -> None:
     assert [(len(one.labels), len(one.representatives)) for one in found] == [(4, 1)] * 8
 
 
-def test_every_cell_is_counted(tiny: dict[str, Any]) -> None:
+def test_every_cell_is_counted_and_shown(device: torch.device) -> None:
+    tiny = needle.evaluate(Tiny(), device=str(device))
     cells = {(cell["method"], cell["length"], cell["depth"]): cell for cell in tiny["cells"]}
     assert set(cells) == {(method, length, depth) for method in METHODS for length in (72, 96) for depth in (0.0, 1.0)}
     assert len(cells) == len(tiny["cells"])
@@ -95,6 +91,8 @@ def test_every_cell_is_counted(tiny: dict[str, Any]) -> None:
         assert cell["questions"] == 1
         assert cell["accuracy"] == cell["right"]
         assert cell["resident"] == 1 if method == FULL else 0.5 - 3 / (4 * length) <= cell["resident"] <= 0.5
+    assert json.loads(json.dumps(tiny)) == tiny
+    check_shown(tiny)
 
 
 # Table and heatmap ---------------------------------------------------------------------------------------------------
@@ -122,11 +120,6 @@ def check_shown(result: dict[str, Any]) -> None:
     shown_texts = {mark.text for mark in root.iter(f"{SVG}text")}
     assert {*needle_plot.methods(result), *map(str, plan["lengths"])} <= shown_texts
     assert len(list(root.iter(f"{SVG}rect"))) == len(result["cells"])
-
-
-def test_table_and_heatmap_show_the_numbers(tiny: dict[str, Any]) -> None:
-    assert json.loads(json.dumps(tiny)) == tiny
-    check_shown(tiny)
 
 
 @pytest.fixture(scope="module")
