@@ -196,7 +196,7 @@ def test_sparsity_of_a_row_is_its_own_to_the_bit(case, seed, twins):
             tensor[1:].shape, generator=generator, device=tensor.device
         ).to(tensor.dtype)]) for tensor in (case.query, case.key)
     ]
-    changed = call(others[0], others[1], case.occupied, threshold=case.threshold, scale=case.scale)
+    changed = call(**{**case.inputs, "query": others[0], "key": others[1]})
     assert_same(changed[:1], plain[:1], what="sparsity of the unchanged row")
 
 
