@@ -179,7 +179,9 @@ KEPT: dict[tuple[int, str, torch.device], list[dict[str, Tensor]]] = {}
 
 def assert_same_bits(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor]], why: str) -> None:
     assert len(actual) == len(expected)
-    for step, (a, e) in enumerate(zip(map(without_free_end, actual), map(without_free_end, expected), strict=True)):
+    for step, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        if a["occupied"].shape != e["occupied"].shape:
+            a, e = without_free_end(a), without_free_end(e)
         for name in e:
             same = torch.equal(bits(a[name]), bits(e[name]))
             assert same, f"{why}: {name} differs at frame {step}:\n{a[name]}\nexpected the same bits as\n{e[name]}"

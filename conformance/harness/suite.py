@@ -63,7 +63,7 @@ def _release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-#: The file with the longest tests: more than a minute each on a GPU, mostly to compile kernels.
+#: The files with the longest tests: up to two minutes each on a GPU, mostly to compile kernels.
 LONGEST = (
     "test_lockstep.py", "test_verdict_states.py", "test_verdict_patients.py", "test_interpreter_kernels.py",
     "test_needle.py", "test_perf_headline.py", "test_packaging.py", "test_thinkv_paging.py", "test_longflow.py",

@@ -18,6 +18,7 @@ from ...interpreter import INTERPRET
 # next run would get a second copy of its classes.
 from ...judge import attribution  # noqa: F401
 
+#: The attribute of a test in which Hypothesis stores its settings.
 SETTINGS = "_hypothesis_internal_use_settings"
 
 
