@@ -26,6 +26,7 @@ MARKERS = (
     "claim(id): the test checks this claim of the ledger in <method>/claims.toml",
     "property(name): the property of an implementation that the test judges: judge/subjects.py",
     "limits: about what kvtwin's own kernels do not take. Not run on other implementations, which may take it",
+    "slow: a test of the suite itself, over two seconds long; `tox` leaves it out, and .ci/run does not",
     "method(name): the tested method, if neither the file's name nor a parameter names it",
 )
 WARNINGS = (

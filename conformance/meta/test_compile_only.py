@@ -198,6 +198,7 @@ def compiled_step(method, kind, folder):
     return [path.read_text() for path in folder.rglob(f"attend_kernel.{kind}")]
 
 
+@pytest.mark.slow
 def test_a_masked_loop_sums_as_one_without_a_mask(tmp_path):
     """SyncKV's step has both loops. The mask is loaded from bytes, and the compiler once treated keys as equally
     narrow."""
@@ -205,6 +206,7 @@ def test_a_masked_loop_sums_as_one_without_a_mask(tmp_path):
     assert found == [{"16x128xbf16": {"2"}}], "or this test sees nothing"
 
 
+@pytest.mark.slow
 def test_a_masked_loop_rounds_as_one_without_a_mask(tmp_path):
     """LongFlow's step has both loops. Without `multiply`, the product with the scale is rounded in one loop only."""
     assert run_step("longflow", tmp_path).returncode == 0

@@ -150,6 +150,7 @@ def test_a_run_with_another_mode_is_a_usage_error(pytester, monkeypatch):
     ran.stderr.fnmatch_lines(["ERROR: KVTWIN_INTERPRETER must be 'fast' or 'plain', got 'off'"])
 
 
+@pytest.mark.slow
 def test_an_unknown_triton_is_announced_once(tmp_path, monkeypatch):
     """Not by each process. In a quiet run, which has no header, it is announced at the end."""
     pytest.importorskip("xdist", reason="needs pytest-xdist")

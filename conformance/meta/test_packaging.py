@@ -97,6 +97,7 @@ def test_the_entry_point_is_the_plugin():
     assert entry.value == plugin.__name__
 
 
+@pytest.mark.slow
 def test_collects_from_any_directory(tmp_path):
     """Like ``pytest --pyargs kvtwin.conformance`` outside of the tree: it collects every test file without errors."""
     ran = python(

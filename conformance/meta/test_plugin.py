@@ -370,6 +370,7 @@ def test_the_main_job_knows_its_methods(capsys):
     assert "no method 'nonsense'; there are: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_main_job_that_verifies_nothing_fails(pytester, python):
     """With an implementation that has none of our methods, all tests are skipped, which pytest counts as success."""
     write(pytester.path, empty="")

@@ -183,6 +183,7 @@ def test_nothing(twins): pass
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("-n1", "-p", "no:benchmark")], ids=["here", "xdist"])
 def test_junit_has_the_property_of_each_test(pytester, arguments):
     if arguments:

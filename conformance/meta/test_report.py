@@ -220,6 +220,7 @@ def every_claim() -> tuple[str, ...]:
     return tuple(claim.id for claim in ledger.load())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("found", "implementation"), [
     (lambda: [*passed(8000), results.Result("test_c.py::test_c", claims=every_claim())], None),
     (lambda: [*passed(7400), *failed(LONG, 200)], "json"),

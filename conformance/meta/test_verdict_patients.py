@@ -11,6 +11,8 @@ from kvtwin.conformance.harness import verdict
 from kvtwin.conformance.meta.patients import longflow
 from kvtwin.conformance.meta.patients.run import shown, verdict_of, wrong
 
+pytestmark = pytest.mark.slow
+
 #: Verdicts without "bad_input", which the patients do not check.
 PROPERTIES = (
     "accuracy", "decisions", "ties", "repeatability", "independence", "free_slots", "extreme_numbers", "layouts",

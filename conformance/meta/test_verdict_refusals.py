@@ -61,18 +61,21 @@ class RefusesAll(LongFlow):
         raise NotImplementedError("any config")
 
 
+@pytest.mark.slow
 def test_a_constructor_may_refuse(judged):
     found = judged(RefusesConfigs)
     assert verdicts(found) == dict.fromkeys(CORE, verdict.RIGHT), run.shown(found)
     assert found.refused["patient.longflow.LongFlowState: per_head, and bfloat16"] > 0
 
 
+@pytest.mark.slow
 def test_a_prompt_may_be_refused(judged):
     found = judged(RefusesPadding)
     assert verdicts(found) == dict.fromkeys(CORE, verdict.RIGHT), run.shown(found)
     assert found.refused["patient.longflow.LongFlowState.prefill: padding"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state", "what", "keyword"), [
     (RefusesToStep, ".step: one token at a time", "keeps_step"), (RefusesAll, ": any config", "a_reset or padding_of"),
 ])
@@ -108,6 +111,7 @@ class OnlyDeclared(LongFlow):
         return super().prefill(query, key, value, occupied)
 
 
+@pytest.mark.slow
 def test_lockstep_draws_what_is_declared(judged):
     found = judged(OnlyDeclared, TESTS, **DECLARED)
     names = ("accuracy", "decisions", "state")

@@ -12,6 +12,8 @@ from kvtwin.conformance import discovery
 from kvtwin.conformance.harness import results, verdict, verdict_table
 from kvtwin.conformance.meta.patients import appending, longflow_states, run, thinkv
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
