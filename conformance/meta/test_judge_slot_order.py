@@ -48,7 +48,8 @@ class ByAge:
 
     def _moved(self, name: str, value: Tensor) -> Tensor:
         most = int(self._state.occupied.sum(-1).max())
-        order = self._order()[..., :max(most + 1, value.shape[-1] - self._left_out)]
+        order = self._order()
+        order = order[..., :max(most + 1, order.shape[-1] - self._left_out)]
         if value.dim() == 4:
             order = (order if order.dim() == 3 else order[:, None]).expand(-1, value.shape[1], -1)[..., None]
             return value.take_along_dim(order, 2)
