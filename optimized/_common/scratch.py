@@ -19,6 +19,13 @@ def row_of(slots):
 
 
 @triton.jit
+def written_of(slots):
+    """`slots` rounded up to a multiple of 4: what is written and read of a scratch row. The multiple lets accesses that
+    are masked by it be as wide as those without a mask."""
+    return (slots + 3) // 4 * 4
+
+
+@triton.jit
 def is_last(counter, count):
     """Whether this program is the last of `count` to arrive. If so, it can read all that they wrote."""
     tl.debug_barrier()

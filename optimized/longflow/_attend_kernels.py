@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .._common.numerics import dot, fast_log2, multiply, of_any_width, round_to, row_norms
-from .._common.scratch import all_occupied, is_last, row_of
+from .._common.scratch import all_occupied, is_last, row_of, written_of
 from .._common.softmax import weigh
 from ._score_kernels import finish_group
 
@@ -89,7 +89,7 @@ def _attend_tiles(
         # These lines are read again soon, unlike keys and values: keep them in the cache.
         real = (row < GROUP_PAD)[:, None]
         if MASKED:
-            real = real & inside[None, :]
+            real = real & (s < written_of(end))[None, :]
         tl.store(
             logits + s64[None, :] * GROUP_PAD + row[:, None], kept, mask=real, eviction_policy="evict_last"
         )
@@ -189,6 +189,6 @@ def attend_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if FUSED and is_last(arrivals + flat, parts):
         finish_group(
-            logits, ranks, partial, tops, weight_sums, output, flat, parts, late_splits, padded,
+            logits, ranks, partial, tops, weight_sums, output, flat, parts, late_splits, slots,
             GROUP, GROUP_PAD, HEAD_DIM, D_PAD, SPLITS, CHUNK, DISCARD,
         )

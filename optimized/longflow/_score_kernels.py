@@ -4,7 +4,8 @@ can end a step, `score_kernel` and, for many KV heads, `choose_kernel`.
 Logits, maxima and log scores are in base 2. A rank is the log2 of a score. `flat` is the index of a (row of the batch,
 KV head). `decision` is the index of the heads that decide together: a row or, with PER_HEAD, a flat. Scratch is
 contiguous and indexed by flat or by query head. Its rows of slots are padded (`row_of`): logits [flats, padded,
-GROUP_PAD], ranks [flats, padded]; the padding is never used. Logits in this file include log2 ||v||_1.
+GROUP_PAD], ranks [flats, padded]. The padding is never used, but its logits are written up to `written_of`. Logits in
+this file include log2 ||v||_1.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton.language as tl
 
 from .._common.launch import INTERPRETED
 from .._common.numerics import finite_or_zero, log2_or_minus_inf, round_output, sortable
-from .._common.scratch import discard, is_last, row_of
+from .._common.scratch import discard, is_last, row_of, written_of
 from .._common.softmax import divide, merge_sums, raise_maximum, weigh_tile
 
 _FREE = tl.constexpr(-(2**31))
@@ -75,18 +76,19 @@ def _rank(logit, top, log_total, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr):
 
 @triton.jit
 def finish_group(
-    logits, ranks, partial, tops, weight_sums, output, flat, splits, room, padded,
+    logits, ranks, partial, tops, weight_sums, output, flat, splits, room, slots,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
     CHUNK: tl.constexpr, DISCARD: tl.constexpr,
 ):
     """The outputs of a KV head's query heads and the ranks of its slots. DISCARD: no other program reads logits and
     partial results, and their cache lines are dropped."""
+    padded, written = row_of(slots), written_of(slots)
     logits += flat * padded * GROUP_PAD
     ranks += flat * padded
     s = tl.arange(0, CHUNK)
     g = tl.arange(0, GROUP_PAD)
     # Prefetch: the first chunk is loaded while splits are merged, later ones while the chunk before is ranked.
-    logit = tl.load(logits + s[:, None] * GROUP_PAD + g[None, :], mask=(s < padded)[:, None], other=0.0)
+    logit = tl.load(logits + s[:, None] * GROUP_PAD + g[None, :], mask=(s < written)[:, None], other=0.0)
     top, total = _combine(
         partial, tops, weight_sums, output, flat, splits, room, GROUP, GROUP_PAD, HEAD_DIM, D_PAD, SPLITS
     )
@@ -100,7 +102,7 @@ def finish_group(
     for start in range(0, padded, CHUNK):
         ahead = s + CHUNK
         next_logit = tl.load(
-            logits + ahead[:, None] * GROUP_PAD + g[None, :], mask=(ahead < padded)[:, None], other=0.0
+            logits + ahead[:, None] * GROUP_PAD + g[None, :], mask=(ahead < written)[:, None], other=0.0
         )
         rank = _rank(logit, top, log_total, GROUP, GROUP_PAD)
         tl.store(ranks + s, rank, mask=s < padded, eviction_policy="evict_last")
@@ -180,12 +182,12 @@ def _finish_normalisers(
 
 @triton.jit
 def _rank_block(
-    logits, normalisers, first, count, s, padded,
+    logits, normalisers, first, count, s, slots,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """log2 of the scores summed over KV heads first to first + count, from their logits, [BLOCK]."""
     g = tl.arange(0, GROUP_PAD)
-    there = s < padded
+    padded, there = row_of(slots), s < written_of(slots)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.range(0, count, num_stages=3):
@@ -242,7 +244,7 @@ def score_kernel(
             tops, weight_sums, normalisers, decision * query_heads, query_heads, splits, HEADS, SPLITS
         )
         rank = _rank_block(
-            logits, normalisers, decision * kv_heads, kv_heads, s, row_of(slots), GROUP, GROUP_PAD, BLOCK
+            logits, normalisers, decision * kv_heads, kv_heads, s, slots, GROUP, GROUP_PAD, BLOCK
         )
         candidate = _candidates(rank, holds, held, score + decision * slots, s, slots, query_heads * HEAD_DIM)
         tl.store(candidates + decision * blocks + block, tl.min(candidate, 0))

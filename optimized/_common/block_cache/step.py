@@ -90,7 +90,8 @@ def scratch(sizes: Sizes, budget: int, dtype: torch.dtype, device: torch.device,
     plan = _plan(sizes, budget, dtype.itemsize, device, rule)
     flats = sizes.batch * sizes.key_value_heads
     return Scratch(
-        torch.empty(sum(plan.cuts), dtype=torch.float32, device=device),
+        # Zeros: the logits of slots that are not yet in use are read, for aligned accesses, and not used.
+        torch.zeros(sum(plan.cuts), dtype=torch.float32, device=device),
         torch.empty(flats, plan.blocks, dtype=torch.int64, device=device),
         torch.zeros(flats + 1, dtype=torch.int32, device=device),
     )
