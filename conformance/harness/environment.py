@@ -144,7 +144,7 @@ def set_up_hypothesis(config: pytest.Config) -> None:
     soak = {**found, "derandomize": False, "phases": [Phase.generate]}
     settings.register_profile("soak", max_examples=4, **soak, **common)
     settings.register_profile("ci", max_examples=20, **found, **common)
-    settings.register_profile("gpu", max_examples=30, **common)
+    settings.register_profile("gpu", max_examples=20, **common)  # as many as ci, but drawn from the seed, and shrunk
     settings.register_profile("default", max_examples=50, **common)
     settings.register_profile("thorough", max_examples=1000, **common)
     if not config.getoption("--hypothesis-profile", default=None):  # otherwise Hypothesis's own plugin loads it
