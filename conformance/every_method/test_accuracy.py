@@ -133,8 +133,8 @@ def test_every_method_is_asked_within_its_budget() -> None:
     assert (ways["h2o"].name, ways["h2o"].block) == ("blocks", 128)
 
 
-def test_head_clusters_are_those_of_other_documents(device: torch.device) -> None:
-    model = load_model(torch.float32, device)
+def test_head_clusters_are_those_of_other_documents() -> None:
+    model = load_model(torch.float32, "cpu")
     found = head_clusters(model, 64, 1)
     assert len(found) == model.config.num_hidden_layers
     assert all(len(clusters.labels) == 4 and len(clusters.representatives) == 1 for clusters in found)

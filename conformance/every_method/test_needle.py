@@ -77,13 +77,13 @@ def test_synckv_has_as_much_as_the_others(length: int, stride: int) -> None:
         needle.synckv_config(Plan(share=4), length, 4, stride)
 
 
-def test_clusters_are_of_each_layer(device: torch.device) -> None:
-    found = needle.clusters_of(load_model(torch.float32, device), Tiny(), 72)
+def test_clusters_are_of_each_layer() -> None:
+    found = needle.clusters_of(load_model(torch.float32, "cpu"), Tiny(), 72)
     assert [(len(one.labels), len(one.representatives)) for one in found] == [(4, 1)] * 8
 
 
-def test_every_cell_is_counted_and_shown(device: torch.device) -> None:
-    tiny = needle.evaluate(Tiny(), device=str(device))
+def test_every_cell_is_counted_and_shown() -> None:
+    tiny = needle.evaluate(Tiny())          # references on the CPU: on a GPU this takes minutes and judges no kernel
     cells = {(cell["method"], cell["length"], cell["depth"]): cell for cell in tiny["cells"]}
     assert set(cells) == {(method, length, depth) for method in METHODS for length in (72, 96) for depth in (0.0, 1.0)}
     assert len(cells) == len(tiny["cells"])
