@@ -133,14 +133,13 @@ def links(text: str) -> list[str]:
 
 def test_links_lead_to_files(tmp_path):
     """Sphinx checks links between pages. This also checks those in README and CONTRIBUTING."""
-    generated = set(generate.pages())
-    generate_plots = {f"results/{name}.svg" for name in generate.PLOTS}
+    generated = generate.pages().keys() | generate.plots().keys()
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *written()):
         base = DOCS / "reference" / "methods" if page.parent == DOCS / "notes" else page.parent
         for target in links(page.read_text(encoding="utf-8")):
             path = (base / target).resolve()
             below = path.relative_to(DOCS / "reference").as_posix() if path.is_relative_to(DOCS / "reference") else ""
-            assert path.exists() or below in generated | generate_plots, f"{page.name}: {target}"
+            assert path.exists() or below in generated, f"{page.name}: {target}"
     assert links("[a](b.md#c) `[d](e)` [f](http://g) [h](#i)\n```sh\n[j](k)\n```\n") == ["b.md"]
 
 
@@ -187,7 +186,7 @@ def test_pages_are_written_once_and_old_ones_go(tmp_path, monkeypatch):
     (tmp_path / "report.md").write_text("# by hand\n")
     generate.write(tmp_path)
     names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert names == {"new.md", "report.md", *(f"{name}.svg" for name in generate.PLOTS)}
+    assert names == {"new.md", "report.md", *(Path(path).name for path in generate.plots())}
     before = (tmp_path / "methods" / "new.md").stat().st_mtime_ns
     generate.write(tmp_path)
     assert (tmp_path / "methods" / "new.md").stat().st_mtime_ns == before

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvtwin.conformance import discovery, ledger
-from kvtwin.conformance.meta.docs_source import docs_module
+from kvtwin.conformance.meta.docs_source import DOCS, docs_module
 
 CLAIM = """
 [[claim]]
@@ -94,6 +94,24 @@ def test_the_docs_show_the_ledger():
         shown = generate.methods.claims(method)
         assert shown.startswith(ledger.table(own, [one for one in omitted if one.method == method]) + "\n")
         assert not any(f"| {claim.id} |" in shown for claim in claims if claim.method != method)
+
+
+def test_the_page_for_users_names_every_claim_that_is_not_true():
+    """docs/explanation/claims.md has every false and inconsistent claim among what does not hold, and no other name."""
+    docs_module("generate", "the page is one of them")
+    sections = re.split(r"^## ", (DOCS / "explanation" / "claims.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    known = {claim.id for claim in ledger.load()}
+    page = dict(section.split("\n", 1) for section in sections[1:])
+    own = {claim.method: set() for claim in ledger.load()}
+    for claim in ledger.load():
+        own[claim.method] |= {claim.id} if claim.verdict in ("false", "inconsistent") else set()
+    assert {name.lower() for name in page} == own.keys()
+    for name, text in page.items():
+        before, after = text.split("**What does not hold.**")
+        named = [set(re.findall(r"[A-Z]{2}-\d+[a-z]?", part)) for part in (before, after)]
+        assert named[0] | named[1] <= known
+        assert not own[name.lower()] & named[0]
+        assert own[name.lower()] <= named[1], name
 
 
 def test_load(folder):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from . import claims_plot
 from .commands import command_pages
 from .markdown import index
 from .methods import method_page
@@ -36,10 +37,17 @@ def pages() -> dict[str, str]:
     return found
 
 
+def plots() -> dict[str, str]:
+    """Every plot of the results: its path below docs/reference, and its SVG."""
+    return {"results/claims.svg": claims_plot.svg()} | {
+        f"results/{name}.svg": read(f"fixtures/{name}.svg") for name in PLOTS
+    }
+
+
 def write(folder: Path) -> None:
     """Write all pages and plots below `folder`, and delete what is left of an earlier build."""
     made = {folder / path: text.encode() for path, text in pages().items()}
-    made |= {folder / "results" / f"{name}.svg": read(f"fixtures/{name}.svg").encode() for name in PLOTS}
+    made |= {folder / path: text.encode() for path, text in plots().items()}
     for name in FOLDERS:
         for path in (folder / name).rglob("*"):
             if path.is_file() and path not in made:
