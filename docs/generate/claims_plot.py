@@ -33,8 +33,10 @@ def live_tokens() -> Panel:
     from kvtwin.reference.thinkv import ThinKVConfig
 
     config = ThinKVConfig(budget=1024)
-    ends = range(config.tau, 65_537, config.tau)
-    line = [(end / 1024, max(config.budget, config.retention[-1] * (end // config.tau - 1) + config.tau)) for end in ends]
+    line = []
+    for segments in range(1, 65_536 // config.tau + 1):
+        live = max(config.budget, config.retention[-1] * (segments - 1) + config.tau)
+        line.append((segments * config.tau / 1024, live))
     return Panel(
         "ThinKV: live tokens, budget 1,024 (TK-9a)", "tokens generated / 1,024", line,
         [(0, config.budget), (64, config.budget)],
@@ -58,7 +60,7 @@ def first_window() -> Panel:
 
 
 def misses() -> Panel:
-    """KD-3a: keys at +-angle and twice at 180 degrees, of which KeyDiff keeps two. Decades of objective over optimum."""
+    """KD-3a: keys at +-angle and twice at 180 degrees, of which KeyDiff keeps two. log10 of objective over optimum."""
     import torch
 
     from kvtwin.reference.keydiff import evict
