@@ -18,11 +18,12 @@ from typing import NoReturn
 
 import pytest
 
-from . import discovery, plugin
+from . import discovery, interpreter, plugin
 from .harness import options, results, suite
 
 DEFAULT_REPORT = Path("kvtwin-report.html")
 MOST_JOBS = 4  # each takes about a GB
+QUERIES = 40  # of each task, with --accuracy
 
 
 class MainJob:
@@ -88,6 +89,10 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         "the same); default with --impl: 0",
     )
     made.add_argument("-k", dest="keyword", metavar="EXPRESSION", help="only the tests whose names match, as in pytest")
+    made.add_argument(
+        "--accuracy", action="store_true", help="with --impl: also let kvtwin's small model answer questions with it, "
+        "as kvtwin accuracy does, and add the result to the report"
+    )
     made.add_argument("--xfails", type=Path, metavar="FILE", help="tests that are expected to fail, a line each")
     made.add_argument("-x", dest="first", action="store_true", help="stop at the first failure")
     made.add_argument("-v", dest="verbose", action="store_true", help="one line per test")
@@ -142,6 +147,29 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
     return [*arguments, "-x"] if chosen.first else arguments
 
 
+def add_accuracy(chosen: argparse.Namespace) -> None:
+    """Measure the small model's accuracy with the implementation, print it, and write the report again with it."""
+    import json
+
+    import torch
+
+    from ..fixtures import accuracy_of
+    from .harness.report import write_report
+
+    device = "cuda" if chosen.device != "cpu" and torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        interpreter.turn_on()
+    methods = chosen.required or None
+    try:
+        rows = accuracy_of.evaluate(chosen.impl, plan=accuracy_of.plan(QUERIES), methods=methods, device=device)
+    except accuracy_of.NothingToMeasure as error:
+        print(f"accuracy: {error}")
+        return
+    print(accuracy_of.table(rows))
+    report = json.loads(chosen.report.with_suffix(".json").read_text(encoding="utf-8"))
+    write_report({**report, "accuracy": accuracy_of.plain(rows)}, chosen.report)
+
+
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     made = parser(prog)
     chosen = made.parse_args(arguments)
@@ -149,12 +177,16 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     unknown = [name for name in chosen.methods if name not in names]
     if unknown:
         made.error(f"no method {', '.join(map(repr, unknown))}; there are: {', '.join(names)}")
+    if chosen.accuracy and chosen.impl is None:
+        made.error("--accuracy needs --impl; kvtwin accuracy prints the stored results of kvtwin's own methods")
     chosen.required, chosen.methods = chosen.methods, chosen.methods or names
     chosen.jobs = chosen.jobs or default_jobs(chosen.device)
     job = MainJob()
     if chosen.impl is not None and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as "python -m" does: the implementation may be a module of this folder
     status = int(pytest.main(pytest_arguments(chosen), plugins=[job]))
+    if chosen.accuracy and status not in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR):
+        add_accuracy(chosen)
     if status == pytest.ExitCode.OK and not job.verified:
         print("error: no test of the implementation passed: nothing is verified", file=sys.stderr)
         return int(pytest.ExitCode.NO_TESTS_COLLECTED)

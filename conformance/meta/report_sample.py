@@ -75,7 +75,18 @@ def sample(found: list[Result], *, implementation: str | None = "json", text: st
     declared = Capabilities(dtypes=("float16",), ties="any", options={text: (text,)})
     supported = dict.fromkeys(METHODS, declared)
     judged = verdict.judge(found, supported, device="cpu", own=implementation is None)
-    return build_report(
+    made = build_report(
         found, judged, backend=environment.Backend(torch.device("cpu"), True, "Triton interpreter", "as asked"),
         implementation=implementation, arguments=["--kv-impl", text], exit_status=verdict.exit_status(judged),
     )
+    return made if implementation is None else {**made, "accuracy": accuracy(text)}
+
+
+def accuracy(text: str) -> list[dict[str, Any]]:
+    """What --accuracy adds: one row with answers, and one with an error."""
+    answers = {"accuracy": 0.75, "standard_error": None, "right": 3, "queries": 4, "documents": 1}
+    return [
+        {"method": text, "through": text, "budget": 8, "share": 0.5, "reference": {text: answers}, "tested": tested,
+         "why": why}
+        for tested, why in (({text: {**answers, "standard_error": 0.125}}, ""), ({}, text))
+    ]  # fmt: skip

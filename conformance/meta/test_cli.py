@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from fractions import Fraction
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from safetensors.torch import save_file
 from kvtwin.conformance import __main__ as main_job
 from kvtwin.conformance import cli, discovery, ledger, plugin
 from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.harness.report import write_report
+from kvtwin.conformance.meta.report_sample import passed, sample
+from kvtwin.fixtures import accuracy_of
 
 METHODS = ", ".join(pair.name for pair in discovery.pairs())
 
@@ -160,3 +164,26 @@ def test_the_script_is_installed():
         pytest.skip("needs the source tree, and these tests are installed")
     scripts = tomllib.loads(config.read_text(encoding="utf-8"))["project"]["scripts"]
     assert scripts == {"kvtwin": f"{cli.__name__}:main"}
+
+
+def test_accuracy_is_added_to_the_report(tmp_path, monkeypatch, capsys):
+    """The measurement itself is tested in test_accuracy_of.py."""
+    report = tmp_path / "a.html"
+    write_report(sample(passed(44)) | {"accuracy": []}, report)
+    assert "Accuracy of a small model" not in report.read_text(encoding="utf-8")
+    asked = []
+
+    def evaluate(implementation, *, plan, methods, device):
+        asked.append((implementation, plan.queries, methods, device))
+        answers = {"recall": {"accuracy": 0.25, "standard_error": None, "right": 1, "queries": 4, "documents": 1}}
+        return [accuracy_of.Row("tova", "TOVAState", 8, Fraction(1, 2), theirs=answers, reference=answers)]
+
+    monkeypatch.setattr(accuracy_of, "evaluate", evaluate)
+    chosen = main_job.parser().parse_args(["tova", "--impl=theirs", "--accuracy", "--device=cpu", f"--report={report}"])
+    chosen.required = ["tova"]
+    main_job.add_accuracy(chosen)
+    assert asked == [("theirs", main_job.QUERIES, ["tova"], "cpu")]
+    assert "TOVAState" in capsys.readouterr().out
+    assert "Accuracy of a small model" in report.read_text(encoding="utf-8")
+    assert json.loads(report.with_suffix(".json").read_text(encoding="utf-8"))["accuracy"][0]["budget"] == 8
+    assert "--accuracy needs --impl" in refused(capsys, "verify", "tova", "--accuracy")

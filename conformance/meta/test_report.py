@@ -192,6 +192,14 @@ def test_stored_results_are_on_the_page_of_our_own_implementation_alone():
     assert "tova: " in ours
 
 
+def test_accuracy_is_on_the_page_if_it_was_measured():
+    measured = Page(page(sample(passed(44)))).text
+    assert "Accuracy of a small model" in measured
+    for shown in ("75.0", "75.0 ± 12.5", "shape, reference", "shape, tested"):
+        assert shown in measured
+    assert "Accuracy of a small model" not in Page(page(sample(passed(44), implementation=None))).text
+
+
 def test_every_verdict_has_words_and_a_sign():
     tags = Page(page(sample([*passed(44), *failed("output"), *other("x")])))
     for word in ("✓ right", "✗ wrong", "? not covered", "≈ convention", "! environment"):

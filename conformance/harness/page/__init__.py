@@ -30,7 +30,8 @@ SEVERITY = (WRONG, NOT_COVERED, RIGHT)
 def page(report: Values) -> str:
     """The HTML page."""
     title = f"kvtwin: {report['implementation']} against float64"
-    parts = [*_head(report, title), *_verdicts(report), *_causes(report), *_coverage(report)]
+    parts = [*_head(report, title), *_verdicts(report), *_causes(report), *_coverage(report),
+             *details.accuracy(report.get("accuracy", ()))]
     drawn = plots.figures(report)
     parts += ["<h2>Plots</h2>", *drawn] if drawn else []
     parts += ["<h2>Details</h2>", *details.kinds(report["methods"]), *details.claims(report["claims"])]

@@ -73,6 +73,33 @@ def claims(found: Iterable[Values]) -> list[str]:
     return [fold(f"Claims of the papers: {len(ran):,} checked", shown)]
 
 
+def accuracy(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """How the small model answers with the implementation, and with the reference in its place. Nothing without rows."""
+    if not rows:
+        return
+    tasks = list(dict.fromkeys(task for row in rows for task in row["reference"]))
+
+    def percent(one: Mapping[str, Any]) -> str:
+        error = one["standard_error"]
+        return f"{100 * one['accuracy']:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
+
+    yield "<h2>Accuracy of a small model</h2>"
+    yield (
+        "<p>kvtwin's small model answers questions with the implementation, and with the reference in its place: "
+        "answers in percent, with the standard error over documents.</p>"
+    )
+    heads = ["method", "through", "budget", *(f"{task}, {side}" for task in tasks for side in ("reference", "tested"))]
+    cells = (
+        [
+            text(row["method"]), code(row["through"]), f"{row['budget']:,}",
+            *(percent(row[side][task]) if task in row[side] else text(row["why"])
+              for task in tasks for side in ("reference", "tested")),
+        ]
+        for row in rows
+    )  # fmt: skip
+    yield table(heads, cells, label="Accuracy of a small model", numbers=("budget",))
+
+
 def stored_results() -> list[str]:
     """What kvtwin's own methods reached in earlier runs, with plots."""
     return [
