@@ -74,7 +74,7 @@ def claims(found: Iterable[Values]) -> list[str]:
 
 
 def accuracy(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """How the small model answers with the implementation, and with the reference in its place. Nothing without rows."""
+    """How the small model answers with the implementation, and with the reference in its place. Empty without rows."""
     if not rows:
         return
     tasks = list(dict.fromkeys(task for row in rows for task in row["reference"]))
