@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 
 from . import discovery, ledger
@@ -70,7 +70,7 @@ def accuracy(arguments: Sequence[str], prog: str) -> int:
     parser.add_argument(
         "--queries", type=int, default=40, metavar="N", help="with --impl: least number of answers per task (40)"
     )
-    names = sorted({row["method"] for row in stored["rows"]})
+    names = sorted({_method_of(row) for row in stored["rows"]})
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"),
         help="of the model with --impl; default: the first of these that the module supports",
@@ -79,8 +79,13 @@ def accuracy(arguments: Sequence[str], prog: str) -> int:
     options = parser.parse_args(arguments)
     if options.impl is not None:
         return _measure(options, parser)
-    print(accuracy_plot.table({**stored, "rows": [row for row in stored["rows"] if row["method"] in chosen]}))
+    print(accuracy_plot.table({**stored, "rows": [row for row in stored["rows"] if _method_of(row) in chosen]}))
     return 0
+
+
+def _method_of(row: Mapping[str, object]) -> str:
+    """The method of a row, whose name may end with options in parentheses."""
+    return str(row["method"]).split(" (")[0]
 
 
 def _measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

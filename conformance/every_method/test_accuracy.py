@@ -261,9 +261,14 @@ def test_the_stored_result_is_whole_and_is_what_is_drawn(stored: dict[str, Any])
         rows.setdefault(row["method"], []).append(row)
     (full,) = rows.pop(FULL)
     pairs = {pair.name: pair for pair in discovery.methods()}
-    assert rows.keys() == pairs.keys()
-    for method, of_method in rows.items():
-        shares = [config_of(pairs[method], DecoderConfig(), 1024, share, 128)[1] for share in Plan().shares]
+    settings = {
+        name: (pair.name, chosen) for pair in pairs.values() for name, chosen in accuracy.settings(pair).items()
+    }
+    assert rows.keys() == settings.keys()
+    assert settings["vatp (sinks=20)"] == ("vatp", {"sinks": 20})
+    for name, of_method in rows.items():
+        method, chosen = settings[name]
+        shares = [config_of(pairs[method], DecoderConfig(), 1024, share, 128, chosen)[1] for share in Plan().shares]
         assert [row["budget"] for row in of_method] == [1024 * share for share in shares]
         assert [row["share"] for row in of_method] == list(map(str, shares))
         assert {row["prompt"] for row in of_method} == {way(pairs[method], 896, 128).name}
@@ -290,11 +295,12 @@ def test_the_docs_show_the_stored_table(stored: dict[str, Any]) -> None:
     half = next(row for row in stored["rows"] if row["method"] == "h2o" and row["share"] == "1/2")
     assert h2o.split(" | ")[2] == " / ".join(f"{100 * half['tasks'][task]['accuracy']:.0f}" for task in half["tasks"])
     for method in {row["method"] for row in stored["rows"]} - {FULL}:
-        shown = generate.methods.accuracy(method).splitlines()
+        shown = generate.methods.accuracy(method.split(" (")[0]).splitlines()
         assert [line for line in shown if line.startswith(f"| {method} |")] == [
             line for line in lines if line.startswith(f"| {method} |")
         ]
-        assert sum(line.startswith("|") for line in shown) == 4             # header, rule, full attention, the method
+        # header, rule, full attention, the method, and for VATP its authors' setting
+        assert sum(line.startswith("|") for line in shown) == 4 + method.startswith("vatp")
     assert generate.methods.accuracy("no method") == "Not measured.\n"
 
 

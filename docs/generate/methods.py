@@ -134,8 +134,9 @@ def accuracy(name: str) -> str:
     from kvtwin.fixtures import accuracy_plot
 
     result = stored("accuracy")
-    rows = [row for row in result["rows"] if row["method"] in (name, result["rows"][0]["method"])]
-    if not any(row["method"] == name for row in rows):
+    whole = result["rows"][0]["method"]
+    rows = [row for row in result["rows"] if row["method"] == whole or row["method"].split(" (")[0] == name]
+    if len(rows) == 1:
         return "Not measured.\n"
     return (
         f"{accuracy_plot.markdown({**result, 'rows': rows})}\n\nOn the small model of this repository, by share of the "

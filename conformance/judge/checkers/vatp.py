@@ -22,6 +22,7 @@ from .blocks import max_kept as max_kept
 CASES = (block_cases.AttendCase,)
 LAWS, GROUPINGS = h2o.LAWS, h2o.GROUPINGS
 arguments = h2o.arguments
+AUTHORS = {"sinks": 20}
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
     "half of it recent": {"budget": 6, "block_size": 4},
