@@ -299,8 +299,8 @@ def test_the_docs_show_the_stored_table(stored: dict[str, Any]) -> None:
         assert [line for line in shown if line.startswith(f"| {method} |")] == [
             line for line in lines if line.startswith(f"| {method} |")
         ]
-        # header, rule, full attention, the method, and for VATP its authors' setting
-        assert sum(line.startswith("|") for line in shown) == 4 + method.startswith("vatp")
+        # header, rule, full attention, the method, and for two the setting of their authors
+        assert sum(line.startswith("|") for line in shown) == 4 + method.startswith(("tova", "vatp"))
     assert generate.methods.accuracy("no method") == "Not measured.\n"
 
 

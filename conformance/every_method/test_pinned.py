@@ -54,7 +54,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "streaming_llm": {"sinks": 4, "block_size": 128, "scale": None},  # its authors' four attention sinks
     "h2o": {"recent": None, "sinks": 0, "interval": 1, "block_size": 128, "scale": None},
     "vatp": {"recent": None, "sinks": 1, "interval": 1, "block_size": 128, "scale": None},
-    "tova": {"interval": 1, "block_size": 128, "scale": None},
+    "tova": {"per_head": True, "interval": 1, "block_size": 128, "scale": None},
     "random": {"seed": 0, "block_size": 128, "scale": None},
 }
 #: Arguments of functions that have the same meaning as a field of the config.

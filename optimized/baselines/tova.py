@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from ...reference._validate import resolve_scale
+from ...reference._validate_attention import check_step
 from ...reference.baselines.tova import TOVAConfig
 from ...reference.blocks import AttendResult
 from .._common.block_cache import kernels as kernels
 from .._common.block_cache.state import Block, BlockState, check_block
+from .._common.launch import check_launchable
+from ._tova_kernels import over_heads
 
 __all__ = ["AttendResult", "TOVAConfig", "TOVAState", "attend"]
 
@@ -28,10 +31,21 @@ def attend(
 
 class TOVAState(BlockState):
     """A TOVA cache. `score` is each token's weight from the newest query. Tokens are ranked by its logarithm, which
-    does not underflow."""
+    does not underflow. With per_head False, both are averages over all heads, and a step takes more kernels."""
 
     Config = TOVAConfig
     _rule = "newest"
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.config.per_head:
+            return super().step(query, key, value)
+        check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        check_launchable(query=query, key=key, value=value)
+        self._start_change("step")
+        real = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
+        output = self._append(query[:, :, None], key[:, :, None], value[:, :, None], real)[:, :, 0]
+        self._end_change()
+        return output
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         end = block.end
@@ -40,6 +54,8 @@ class TOVAState(BlockState):
         weight, log_weight = kernels.received_of_newest(
             block.query, self.key[:, :, :end], occupied, block.parts, self.scale
         )
+        if not self.config.per_head:
+            over_heads(weight, log_weight)
         came = block.real.any(-1)[:, None, None]
         score.copy_(torch.where(came & occupied, weight, score))
         return log_weight, None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._validate import check_flag
 from ..attention import INF, per_kv_head
 from ..blocks import AttendResult, BlockState, IntervalConfig, Piece, attention_of_block, group_mean
 
@@ -16,9 +17,16 @@ __all__ = ["AttendResult", "TOVAConfig", "TOVAState", "attend"]
 @dataclass(frozen=True)
 class TOVAConfig(IntervalConfig):
     """Configuration of a TOVA cache. budget, block_size: see `BlockConfig`. interval: see `IntervalConfig`. No token is
-    protected. Raises TypeError or ValueError for invalid arguments."""
+    protected. per_head: each KV head chooses by the average over its query heads; if False, all KV heads keep the same
+    tokens, by the average over all query heads, as in the authors' code. Raises TypeError or ValueError for invalid
+    arguments."""
 
     interval: int = 1
+    per_head: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flag("per_head", self.per_head)
 
 
 def attend(
@@ -58,6 +66,9 @@ class TOVAState(BlockState):
         lse = logit.logsumexp(-1, keepdim=True)
         lse = lse.masked_fill(lse == -INF, 0)
         self._log_score = (logit - lse).unflatten(1, (heads, -1)).logsumexp(2)          # log sum_h a_hj
+        if not self.config.per_head:
+            weight = weight.mean(1, keepdim=True).expand_as(weight)
+            self._log_score = self._log_score.logsumexp(1, keepdim=True).expand_as(weight)
         has_query = piece.real.any(-1)[:, None, None]
         self.score.copy_(torch.where(has_query, weight, self.score).masked_fill(~self.occupied, -INF))
 

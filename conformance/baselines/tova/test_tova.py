@@ -142,3 +142,31 @@ def test_tova_evicts_at_intervals_by_weights_that_vanish(side, how, twins, devic
         state.append_block(*(tensor[:, :, 2:] for tensor in (query, key, key)))
     assert sorted(state.positions[0, 0, :3].tolist()) == [0, 3, 4]
     assert state.occupied[0, 0].sum() == 3
+
+
+@SIDES
+@pytest.mark.parametrize("how", ("steps", "block"))
+@pytest.mark.parametrize(("per_head", "held"), [(True, [[0, 2], [1, 2]]), (False, [[0, 2], [0, 2]])])
+def test_tova_chooses_per_head_or_by_the_average_over_all_heads(side, how, per_head, held, twins, device):
+    """The averages are .350, .155 and .495, so token 1 is evicted. By the averages of logarithms it would be token 0:
+    the larger weights of head 0 and of head 1 are far from the others."""
+    weight = torch.tensor([[0.7, 0.01, 0.29], [0.0005, 0.3, 0.6995]], device=device)
+    assert weight.mean(0).argmin() == 1
+    assert weight.log().mean(0).argmin() == 0
+    module = getattr(twins, side).baselines.tova
+    state = module.TOVAState(
+        module.TOVAConfig(2, 3, per_head=per_head), batch=1, query_heads=2, key_value_heads=2, head_dim=16,
+        dtype=torch.float32, device=device,
+    )
+    key = torch.zeros(1, 2, 3, 16, device=device)
+    key[0, ..., 0] = weight.log()
+    query = torch.zeros_like(key)
+    query[..., 0] = 4  # the default scale is 1 / 4
+    if how == "steps":
+        for token in range(3):
+            state.step(*(tensor[:, :, token] for tensor in (query, key, key)))
+    else:
+        state.prefill(query, key, key)
+    assert [sorted(head) for head in state.positions[0, :, :2].tolist()] == held
+    score = state.score[0, 1, int((state.positions[0, 1] == 2).nonzero())]
+    assert float(score) == pytest.approx(float(weight[1, 2] if per_head else weight[:, 2].mean()), rel=1e-5)

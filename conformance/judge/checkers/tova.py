@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ....reference.baselines import tova
-from ...cases import block_cases
+from ...cases import block_cases, supported
 from ...cases.case import Case
 from .. import block_model
-from ..bounds import DIVISION, EXP, FLUSH, SLACK, UNIT, Arithmetic, Interval
+from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, gamma
+from ..compare import assert_same
 from ..oracle import Attention
 from . import blocks, h2o
 from .blocks import SMALL as SMALL
@@ -31,10 +32,14 @@ CACHES: dict[str, dict[str, Any]] = {
     "blocks of one": {"budget": 5, "block_size": 1},
     "budget 1": {"budget": 1, "block_size": 4},
     "once in four tokens": {"budget": 4, "block_size": 3, "interval": 4},
+    "all heads alike": {"budget": 5, "block_size": 3, "per_head": False},
 }
+COMPILED = ({"per_head": False},)
+AUTHORS = {"per_head": False}
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"budget": 4, "recent": 1}, TypeError, "recent"),
     ({"budget": 4, "interval": 0}, ValueError, "interval must be at least 1"),
+    ({"budget": 4, "per_head": 1}, TypeError, "per_head must be a bool"),
 ]
 NUMBERS = blocks.INTERVAL_NUMBERS
 
@@ -42,7 +47,8 @@ NUMBERS = blocks.INTERVAL_NUMBERS
 @st.composite
 def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     """See the package."""
-    return {**draw(blocks.block_configs(most)), "interval": draw(blocks.INTERVALS)}
+    per_head = draw(st.sampled_from(supported.per_head((True, False))))
+    return {**draw(blocks.block_configs(most)), "interval": draw(blocks.INTERVALS), "per_head": per_head}
 
 
 def newest(attention: Attention, valid: Tensor) -> Attention:
@@ -67,6 +73,32 @@ def weight_error(attention: Attention, allowed: Arithmetic) -> Tensor:
     return torch.maximum(error, received_error(attention, allowed))
 
 
+def over_heads(found: Interval) -> Interval:
+    """Interval of the computed logarithm of the sum over the KV heads of numbers whose logarithms are in `found`
+    [B, Hkv, S]: the same for each head.
+
+    As in `log_sum_interval`: at most Hkv + 1 exponentials and products, Hkv additions, a logarithm of a number up to
+    Hkv, and roundings of arguments and of the result.
+    """
+    heads = torch.tensor(float(found.low.shape[1]))
+    ends = []
+    for end, sign in ((found.low, -1), (found.high, 1)):
+        finite = end.masked_fill(end.isinf(), 0)
+        total = (end + sign * 4 * UNIT * finite.abs()).logsumexp(1, keepdim=True)
+        common = (heads + 1) * (EXP + UNIT) + gamma(heads) + LOG * (1 + heads.log())
+        common = common + 4 * UNIT * total.abs().masked_fill(total.isinf(), 0)
+        ends.append((total + sign * common * SLACK).expand_as(end))
+    return Interval(*ends)
+
+
+def mean_error(truth: Tensor, error: Tensor) -> Tensor:
+    """|computed - true| of the mean over the heads of numbers with these errors, both [B, Hkv, S]: Hkv additions, a
+    division, and a result that may flush to zero."""
+    mean, own = (tensor.mean(1, keepdim=True) for tensor in (truth, error))
+    rounding = (mean.abs() + own) * (gamma(truth.shape[1]) + DIVISION) + FLUSH
+    return ((own + rounding) * SLACK).expand_as(error)
+
+
 def attend_error(case: block_cases.AttendCase, allowed: Arithmetic) -> Tensor:
     """Bound of `attend(...).received`, [B, Hkv, S]."""
     return weight_error(newest(case.attention, case.valid), allowed)
@@ -88,17 +120,35 @@ class Adapter(blocks.Adapter):
     """Ranks are logarithms of the newest query's weights. Tokens with bitwise equal keys tie, whatever their values."""
 
     def score_error(self, chunk: Chunk) -> Tensor:
-        error = chunk.wide(weight_error(self._newest(chunk), chunk.allowed))
+        attention = self._newest(chunk)
+        error = weight_error(attention, chunk.allowed)
+        if not chunk.reference.config.per_head:
+            error = mean_error(received(attention), error)
+        error = chunk.wide(error)
         # A row whose chunk is all padding keeps its scores.
         has_tokens = chunk.before["real"].any(-1)[:, None, None]
         return torch.where(has_tokens, error, chunk.previous_error)
 
     def rank_interval(self, chunk: Chunk, error: Tensor) -> Interval:
-        low, high = (chunk.wide(end) for end in log_sum_interval(self._newest(chunk), chunk.allowed))
-        return Interval(low, high)
+        found = log_sum_interval(self._newest(chunk), chunk.allowed)
+        if not chunk.reference.config.per_head:
+            found = over_heads(found)
+        return Interval(*map(chunk.wide, found))
 
     def ties(self, chunk: Chunk) -> Tensor:
-        return equal_keys(chunk)
+        """Keys of equal tokens are equal; with one choice for all heads, in every head."""
+        tie = equal_keys(chunk)
+        if chunk.reference.config.per_head:
+            return tie
+        same = (tie[..., :, None] == tie[..., None, :]).all(1, keepdim=True)                  # [B, 1, S, S]
+        return same.to(torch.int8).argmax(-1).expand_as(tie)
+
+    @staticmethod
+    def _keep_mask(tested: Any, chunk: Chunk, when: str) -> Tensor:
+        kept = blocks.Adapter._keep_mask(tested, chunk, when)
+        if not chunk.reference.config.per_head:
+            assert_same(tested.positions, tested.positions[:, :1].expand_as(tested.positions), what=f"heads {when}")
+        return kept
 
     @staticmethod
     def _newest(chunk: Chunk) -> Attention:
