@@ -41,7 +41,8 @@ if INTERPRETED:
 
     def test_the_interpreter_has_these_functions_for_numpys():
         its = sys.modules[interpreter.MODULE].np
-        replaced = {name for name in vars(np) if getattr(its, name) is not getattr(np, name)}
+        loaded = {name for name in vars(np) if name in vars(its)}  # numpy 1.26 loads some modules at their first use
+        replaced = {name for name in loaded if getattr(its, name) is not getattr(np, name)}
         assert replaced == {
             "matmul", "sum", "maximum", "minimum", "fmax", "fmin", "max", "min", "nanmax", "nanmin", "clip", "exp",
             "exp2", "log", "log2", "sin", "cos",

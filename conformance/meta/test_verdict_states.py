@@ -58,7 +58,7 @@ def test_the_reference_is_right_about_wrong_arguments(method, judged):
 # Slots in any order --------------------------------------------------------------------------------------------------
 
 APPENDING = {"TOVAState": appending.AppendingTOVA}
-EVERY_STEP = {"interval": (1,)}  # they have no other interval
+EVERY_STEP = {"interval": (1,), "per_head": (True,)}  # they have no other
 
 
 def test_a_right_state_that_appends_is_right(judged):

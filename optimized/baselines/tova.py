@@ -10,9 +10,9 @@ from ...reference._validate_attention import check_step
 from ...reference.baselines.tova import TOVAConfig
 from ...reference.blocks import AttendResult
 from .._common.block_cache import kernels as kernels
+from .._common.block_cache.over_heads import over_heads
 from .._common.block_cache.state import Block, BlockState, check_block
 from .._common.launch import check_launchable
-from ._tova_kernels import over_heads
 
 __all__ = ["AttendResult", "TOVAConfig", "TOVAState", "attend"]
 

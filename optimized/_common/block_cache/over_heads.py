@@ -1,4 +1,4 @@
-"""The average over the heads of a layer of TOVA's weights and of their logarithms."""
+"""The average over the heads of a layer of the weights of the newest query and of their logarithms."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._common.launch import INTERPRETED, on_device_of
-from .._common.numerics import finite_or_zero, log2_or_minus_inf
+from ..launch import INTERPRETED, on_device_of
+from ..numerics import finite_or_zero, log2_or_minus_inf
 
 BLOCK = 16 if INTERPRETED else 128
 
 
-@torch.library.custom_op("kvtwin::tova_over_heads", mutates_args=("weight", "log_weight"))
+@torch.library.custom_op("kvtwin::block_over_heads", mutates_args=("weight", "log_weight"))
 def over_heads(weight: Tensor, log_weight: Tensor) -> None:
     """Replace each head's weights by their mean over the heads, and the base-2 logarithms by that of the sum.
 
