@@ -24,7 +24,7 @@ from .blocks import max_kept as max_kept
 
 CASES = (block_cases.AttendCase,)
 LAWS = h2o.LAWS[1:]
-GROUPINGS = h2o.GROUPINGS
+GROUPINGS = (*h2o.GROUPINGS, {"per_head": False})
 arguments = h2o.arguments
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
