@@ -16,10 +16,12 @@ from ...reference.thinkv.types import BITS, LETTERS
 from . import contents, strategies
 from .case import Case
 
+#: Formats of R, E and T that do not quantize, all or some of them.
+WHOLE = ("unquantized unquantized unquantized", "unquantized nvfp4 ternary")
 #: Formats of R, E and T: the paper's choice, then combinations of one to three formats.
 FORMATS = (
     "nvfp4 nvfp4 ternary", "fp8 nvfp4 ternary", "int4 int4 int2", "nvfp4 int4 ternary", "nvfp4 int4 fp8",
-    "unquantized unquantized unquantized", "unquantized nvfp4 ternary", "fp8 fp8 fp8",
+    *WHOLE, "fp8 fp8 fp8",
 )
 #: The formats that fragment kernels read.
 IN_FRAGMENTS = tuple(one for one in FORMATS if "fp8" not in one and "unquantized" not in one)

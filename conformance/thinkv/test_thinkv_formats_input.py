@@ -62,7 +62,8 @@ def test_a_wrong_tensor(function, name, spoil, error, says, side, twins, device)
 
 NUMBERS: list[tuple[str, str, list[Any], type[Exception], str]] = [
     ("quantize", "fmt", NOT_WORDS, TypeError, "must be a str"),
-    ("quantize", "fmt", ["", "NVFP4", "int8"], ValueError, "must be one of fp8, nvfp4, ternary, int4, int2, unquantized"),
+    ("quantize", "fmt", ["", "NVFP4", "int8"], ValueError,
+     "must be one of fp8, nvfp4, ternary, int4, int2, unquantized"),
     ("quantize", "axis", NOT_INTEGERS, TypeError, "must be an int"),
     ("quantize", "axis", [0, 1, -3, 4], ValueError, "one of the last two dimensions, -1 or -2"),
     ("quantize", "group", NOT_INTEGERS, TypeError, "must be an int"),
