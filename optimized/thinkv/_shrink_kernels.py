@@ -111,7 +111,6 @@ def shrink_kernel(
                             heads, groups, row_words, base_2, FORMAT_2, LANES_2, GROUP, BLOCK, HEAD_DIM,
                         )
                     leading, rest = add_gram(leading, rest, centred(x, holds, size))
-            stay = representatives(
-                leading + rest, holds, size, keep.to(tl.int32), mine, TOKENS, CLUSTERS, ITERATIONS, False
-            )
-            tl.store(gone + b * slots + slot, holds & (stay == 0), mask=holds)
+            most = tl.maximum(keep, 1).to(tl.int32)                    # k-means needs a cluster
+            stay = representatives(leading + rest, holds, size, most, mine, TOKENS, CLUSTERS, ITERATIONS, False)
+            tl.store(gone + b * slots + slot, holds & ((stay == 0) | (keep == 0)), mask=holds)

@@ -55,9 +55,9 @@ def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:
     On a GPU, each shape has formats of its own, since each combination is compiled.
     """
     cpu = not torch.cuda.is_available()
-    shapes = ((4, 2, 2, (2, 1)), (4, 3, 2, (1,)), (3, 2, 1, (3, 2, 1)))
+    shapes = ((4, 2, 2, (2, 1)), (4, 3, 2, (1,)), (3, 2, 1, (3, 2, 1)), (4, 2, 2, (2, 0)))
     combinations = tuple(itertools.product((*shapes, (6, 4, 2, (4, 2))), FORMATS)) if cpu else (
-        *zip((*shapes, shapes[0]), FORMATS, strict=True), ((128, 16, 8, (64, 32, 16, 8, 4)), FORMATS[1]),
+        *zip(shapes, FORMATS, strict=True), ((128, 16, 8, (64, 32, 16, 8, 4)), FORMATS[1]),
     )
     return st.builds(
         lambda budget, combination, edges, threshold: {
@@ -115,6 +115,9 @@ class Adapter(lockstep.Adapter):
         keep_mask = slots >= 0
         for row, segment in keep_mask.any(-1).nonzero().tolist():
             members, count = slots[row, segment][keep_mask[row, segment]], int(keep[row, segment])
+            if count == 0:
+                keep_mask[row, segment] = False
+                continue
             given = key[row][:, members].float()
             result = select(given, count)
             vectors = given.transpose(0, 1).flatten(1)
