@@ -16,7 +16,9 @@ from torch import Tensor
 from ..judge.format_oracle import BITS, MAGNITUDES, midpoints
 from .layouts import lay_out
 
+#: The formats with codes, and all.
 FORMATS = tuple(BITS)
+EVERY = (*FORMATS, "unquantized")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 #: Failing examples shrink to the first.
 CONTENTS = ("ordinary", "sizes", "small_scales", "saturated", "outlier", "zeros", "halfway", "subnormal", "largest",
@@ -66,7 +68,8 @@ def fill(content: str, generator: torch.Generator, shape: tuple[int, ...], fmt: 
     def between(low: float, high: float, *sizes: int) -> Tensor:
         return low + (high - low) * torch.rand(sizes or shape, generator=generator, dtype=torch.float64)
 
-    largest = float(MAGNITUDES[fmt][-1])
+    magnitudes = MAGNITUDES.get(fmt, MAGNITUDES["fp8"])
+    largest = float(magnitudes[-1])
     sizes = (*shape[:-1], 1)
     if content == "sizes":
         return normal() * 10 ** between(-9, 9, *sizes)
@@ -80,7 +83,7 @@ def fill(content: str, generator: torch.Generator, shape: tuple[int, ...], fmt: 
         return torch.where(between(0, 1, *sizes) < 0.5, 0, normal()) * between(-1, 1).sign()
     if content == "halfway":
         # Midpoints of the format times numbers of few bits, some of which become the scale.
-        halves = torch.tensor([0.0, *map(float, midpoints(MAGNITUDES[fmt])), largest], dtype=torch.float64)
+        halves = torch.tensor([0.0, *map(float, midpoints(magnitudes)), largest], dtype=torch.float64)
         chosen = torch.randint(len(halves), shape, generator=generator)
         chosen = torch.where(between(0, 1) < 0.2, len(halves) - 1, chosen)
         step = between(8, 16, *sizes).floor() * 2 ** between(-9, 4, *sizes).floor()
@@ -103,7 +106,7 @@ def fill(content: str, generator: torch.Generator, shape: tuple[int, ...], fmt: 
 
 @st.composite
 def format_cases(
-    draw: st.DrawFn, *, formats: tuple[str, ...] = FORMATS, content: tuple[str, ...] = CONTENTS, most: int = 40
+    draw: st.DrawFn, *, formats: tuple[str, ...] = EVERY, content: tuple[str, ...] = CONTENTS, most: int = 40
 ) -> FormatCase:
     """At most `most` tokens and channels; complete groups, incomplete ones, and groups longer than the axis.
 

@@ -16,10 +16,15 @@ from ...reference.thinkv.types import BITS, LETTERS
 from . import contents, strategies
 from .case import Case
 
+#: Formats of R, E and T that do not quantize, all or some of them.
+WHOLE = ("unquantized unquantized unquantized", "unquantized nvfp4 ternary")
 #: Formats of R, E and T: the paper's choice, then combinations of one to three formats.
 FORMATS = (
-    "nvfp4 nvfp4 ternary", "fp8 nvfp4 ternary", "int4 int4 int2", "nvfp4 int4 ternary", "nvfp4 int4 fp8", "fp8 fp8 fp8",
+    "nvfp4 nvfp4 ternary", "fp8 nvfp4 ternary", "int4 int4 int2", "nvfp4 int4 ternary", "nvfp4 int4 fp8",
+    *WHOLE, "fp8 fp8 fp8",
 )
+#: The formats that fragment kernels read.
+IN_FRAGMENTS = tuple(one for one in FORMATS if "fp8" not in one and "unquantized" not in one)
 CONTENTS = (
     "ordinary", "duplicates", "zero_values", "dominant", "equal_keys", "overflow_88", "extreme_1e4", "zero_query",
     "tiny_values", "identical",
@@ -166,7 +171,8 @@ def paged_cases(
         low = [dtype for dtype in dtypes if dtype != torch.float32]
         if draw(st.booleans()) and low:                                                # for fragment kernels
             sizes.update(head_dim=draw(st.sampled_from((64, 128))), dtype=draw(st.sampled_from(low)))
-            shared, block, formats = 16, 8, tuple(one for one in formats if "fp8" not in one) or formats
+            shared, block = 16, 8
+            formats = tuple(one for one in formats if one in IN_FRAGMENTS) or formats
     else:
         triples = [one for one in strategies.TRIPLES if one[2] in dtypes]
         head_dim, group, dtype = triple = draw(st.sampled_from(triples))

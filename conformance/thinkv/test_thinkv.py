@@ -86,6 +86,8 @@ class Model:
         self.over_budget = self.live > self.config.budget
 
     def down(self, segment: Segment) -> None:
+        if segment.size == 0:                                         # it was evicted wholly
+            return
         segment.level += 1
         segment.size = min(segment.size, self.config.retention[min(segment.level, len(self.config.retention)) - 1])
 
@@ -94,16 +96,22 @@ class Model:
 @given(
     budget=st.integers(1, 16), prompt=st.integers(0, 11), padding=st.integers(0, 8),
     thoughts=st.lists(st.tuples(*[st.sampled_from(Thought)] * 2), min_size=2, max_size=2), last=st.integers(1, 4),
-    seed=st.integers(0, 2**31 - 1),
+    retention=st.sampled_from(((2, 1), (3, 0), (0,))), seed=st.integers(0, 2**31 - 1),
 )
 @example(
-    budget=9, prompt=11, padding=3, thoughts=[(Thought.EXECUTION, Thought.TRANSITION)] * 2, last=4, seed=0,
+    budget=9, prompt=11, padding=3, thoughts=[(Thought.EXECUTION, Thought.TRANSITION)] * 2, last=4, retention=(2, 1),
+    seed=0,
+)
+@example(
+    budget=9, prompt=11, padding=3, thoughts=[(Thought.EXECUTION, Thought.TRANSITION)] * 2, last=4, retention=(2, 0),
+    seed=0,
 )
 @few
-def test_thinkv_state_keeps_the_schedule(side, budget, prompt, padding, thoughts, last, seed, twins, device):
-    """Segments have tau tokens and the thought types that the caller sets. Transitions and the budget anneal them."""
+def test_thinkv_state_keeps_the_schedule(side, budget, prompt, padding, thoughts, last, retention, seed, twins, device):
+    """Segments have tau tokens and the thought types that the caller sets. Transitions and the budget anneal them, with
+    a minimum of 0 to nothing."""
     generator = torch.Generator().manual_seed(seed)
-    state = new_state(getattr(twins, side).thinkv, device, budget=budget)
+    state = new_state(getattr(twins, side).thinkv, device, budget=budget, retention=retention)
     rows = [Model(state.config), Model(state.config)]
     if prompt:
         occupied = torch.ones(2, prompt, dtype=torch.bool, device=device)
@@ -234,6 +242,26 @@ def test_thinkv_state_clusters_by_the_keys_of_all_heads(twins, device):
     assert states[0].occupied.sum(1).tolist() == [4, 4]
     assert_same(states[0].positions, states[1].positions, what="positions")
     assert states[0].positions[0].sort().values[-4:].tolist() != [0, 2, 5, 8], "kept if all keys were equal"
+
+
+@SIDES
+def test_thinkv_state_evicts_whole_thoughts(side, twins, device):
+    """With a minimum of 0, the second transition evicts every earlier segment and frees its blocks. The first
+    transition goes at the third."""
+    state = new_state(getattr(twins, side).thinkv, device, budget=40, retention=(2, 0))
+    generator = torch.Generator().manual_seed(8)
+    state.prefill(*tokens(generator, device, 6))
+    state.thought = torch.full((2,), int(Thought.TRANSITION), device=device)
+    for left, levels in (
+        ([2, 2, 4, 0, 0], [1, 1, 0, 0, 0]), ([0, 0, 2, 4, 0], [2, 2, 1, 0, 0]), ([0, 0, 0, 2, 4], [2, 2, 2, 1, 0]),
+    ):
+        for _ in range(4):
+            state.step(*tokens(generator, device))
+        assert [int((state.segments[1] == number).sum()) for number in range(5)] == left
+        assert state.levels[1, :5].tolist() == levels
+        kinds = {entry.thought for entry in state.cache.block_table(1)}
+        assert kinds == ({Thought.TRANSITION, Thought.REASONING} if left[0] else {Thought.TRANSITION})
+    assert not bool(state.over_budget.any())
 
 
 @SIDES

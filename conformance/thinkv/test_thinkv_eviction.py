@@ -26,7 +26,7 @@ some = settings(max_examples=max(4, settings().max_examples // 2))
 few = settings(max_examples=max(3, settings().max_examples // 6))
 
 PAPER = (64, 32, 16, 8, 4)
-SCHEDULES = (PAPER, (3, 2, 1), (5,), (8, 8, 2))
+SCHEDULES = (PAPER, (3, 2, 1), (5,), (8, 8, 2), (5, 2, 0), (0,))
 
 
 def of(twins, side):

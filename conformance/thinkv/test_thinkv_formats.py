@@ -70,7 +70,7 @@ def test_quantized_alike_and_read_alike(case, twins, device):
     assert_same_bits(optimized.dequantize(actual, dtype), reference.dequantize(expected, dtype), f"{dtype}")
 
 
-@given(case=format_cases(most=12))
+@given(case=format_cases(formats=FORMATS, most=12))
 @few
 def test_the_reference_does_what_exact_arithmetic_says(case, twins):
     x = case.x().float()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvtwin.conformance.cases.bad_input import refused
-from kvtwin.conformance.cases.format_cases import FORMATS
+from kvtwin.conformance.cases.format_cases import EVERY
 
 pytestmark = [pytest.mark.kind("bad_input"), pytest.mark.parametrize("side", ["reference", "optimized"])]
 
@@ -23,12 +23,12 @@ def good(function: str, twins, device: torch.device, fmt: str = "nvfp4") -> dict
     """Valid arguments."""
     x = torch.randn(2, 3, 5, 20, generator=torch.Generator().manual_seed(1)).to(device)
     module = twins.reference.thinkv
-    q = module.quantize(x, fmt, axis=-1)
+    q, coded = (module.quantize(x, name, axis=-1) for name in (fmt, "nvfp4"))
     return {
         "quantize": {"x": x, "fmt": fmt, "axis": -1},
         "dequantize": {"q": q, "dtype": torch.float32},
-        "pack": {"codes": q.codes, "bits": 4},
-        "unpack": {"packed": module.pack(q.codes, 4), "bits": 4, "size": 20},
+        "pack": {"codes": coded.codes, "bits": 4},
+        "unpack": {"packed": module.pack(coded.codes, 4), "bits": 4, "size": 20},
     }[function]
 
 
@@ -62,7 +62,8 @@ def test_a_wrong_tensor(function, name, spoil, error, says, side, twins, device)
 
 NUMBERS: list[tuple[str, str, list[Any], type[Exception], str]] = [
     ("quantize", "fmt", NOT_WORDS, TypeError, "must be a str"),
-    ("quantize", "fmt", ["", "NVFP4", "int8"], ValueError, "must be one of fp8, nvfp4, ternary, int4, int2"),
+    ("quantize", "fmt", ["", "NVFP4", "int8"], ValueError,
+     "must be one of fp8, nvfp4, ternary, int4, int2, unquantized"),
     ("quantize", "axis", NOT_INTEGERS, TypeError, "must be an int"),
     ("quantize", "axis", [0, 1, -3, 4], ValueError, "one of the last two dimensions, -1 or -2"),
     ("quantize", "group", NOT_INTEGERS, TypeError, "must be an int"),
@@ -88,7 +89,7 @@ def test_a_wrong_number_or_word(function, name, values, error, says, side, twins
         refused(getattr(getattr(twins, side).thinkv, function), error, rf"\b{name}\b", "got", says, **arguments)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", EVERY)
 def test_options_belong_to_formats(fmt, side, twins, device):
     quantize = getattr(twins, side).thinkv.quantize
     x = torch.ones(2, 4, device=device)
@@ -125,6 +126,11 @@ PARTS = [
     ("q.scales.dtype", "fp8", lambda q: q._replace(fmt="int4"), TypeError, "torch.uint8.*torch.float32"),
     ("q.scales.dtype", "nvfp4", lambda q: q._replace(fmt="fp8"), TypeError, "torch.float32.*torch.uint8"),
     ("q.scales", "nvfp4", lambda q: q._replace(scales=q.scales.to("meta")), ValueError, "meta"),
+    ("q.codes.dtype", "unquantized", lambda q: q._replace(codes=q.codes.long()), TypeError, "bfloat16.*torch.int64"),
+    ("q.codes.dtype", "unquantized", lambda q: q._replace(codes=q.codes.double()), TypeError, "torch.float64"),
+    ("q.codes.dtype", "unquantized", lambda q: q._replace(fmt="nvfp4"), TypeError, "torch.uint8.*torch.float32"),
+    ("q.scales", "unquantized", lambda q: q._replace(scales=q.codes.byte()), ValueError, r"\(0,\).*\(2, 3, 5, 20\)"),
+    ("q.tensor_scale", "unquantized", lambda q: q._replace(tensor_scale=torch.ones(())), ValueError, "but for nvfp4"),
     ("q.tensor_scale", "nvfp4", lambda q: q._replace(tensor_scale=1.0), TypeError, "torch.Tensor.*float"),
     ("q.tensor_scale", "nvfp4", lambda q: q._replace(tensor_scale=torch.ones(1)), ValueError, r"\(\).*\(1,\)"),
     ("q.tensor_scale", "int4", lambda q: q._replace(tensor_scale=torch.ones(())), ValueError, "but for nvfp4.*int4"),

@@ -155,6 +155,22 @@ def test_generation_on_the_optimized_side_is_the_loop(twins, device):
     assert len({kind for row in told for kind in row}) > 1, told
 
 
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_generation_without_quantization_nor_eviction_is_that_of_the_model(side, twins, device):
+    """With a budget that nothing exceeds and 16 or 32 bits for each number, the cache holds the model's own keys and
+    values. Transitions evict, so there are none."""
+    dtype = torch.float32
+    options = {"num_attention_heads": 2, "num_key_value_heads": 1} if device.type == "cpu" else {}
+    model, inputs = tiny_models.model("llama", dtype, device, **options), prompts(5, [0, 2], device)
+    full = generate(model, inputs, 6)
+    whole = {"formats": dict.fromkeys("RET", "unquantized"), "budget": 14, "max_tokens": 14}
+    used = cache_of(twins, side, model, **whole)
+    assert generate(model, inputs, 6, past_key_values=used).tolist() == full.tolist()
+    state = used.layers[0].state
+    assert state.cache.bits_per_element() >= 32
+    assert int(state.occupied[0].sum()) == 10
+
+
 def test_without_thresholds_everything_is_reasoning(twins, device):
     model = tiny_models.model("llama", F64, device)
     used = cache_of(twins, "reference", model, budget=8)

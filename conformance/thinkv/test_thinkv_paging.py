@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.layouts import MIXED
-from kvtwin.conformance.cases.paged_cases import FORMATS, PagedCase, empty, leave, numbers, paged_cases, put
+from kvtwin.conformance.cases.paged_cases import FORMATS, WHOLE, PagedCase, empty, leave, numbers, paged_cases, put
 from kvtwin.conformance.cases.strategies import default_device
 from kvtwin.conformance.judge.checkers.thinkv_paging import (
     arithmetic,
@@ -44,6 +44,15 @@ fewer = settings(max_examples=max(2, settings().max_examples // 10))
 @example(case=PagedCase(
     dtype=torch.float16, formats=FORMATS[3], head_dim=128, group=8, tokens=40, shared=16, block=8, evictions=1, seed=8,
     device=str(default_device()),
+))
+# Blocks that are not quantized, alone and with others, in the sizes of fragments and in others.
+@example(case=PagedCase(
+    dtype=torch.bfloat16, formats=WHOLE[0], head_dim=64, group=4, tokens=60, shared=16, block=8, evictions=1, seed=7,
+    device=str(default_device()),
+))
+@example(case=PagedCase(
+    dtype=torch.float16, formats=WHOLE[1], batch=2, head_dim=17, group=3, tokens=18, shared=6, block=4, evictions=1,
+    seed=3, device=str(default_device()),
 ))
 # P of fp8 blocks is stored as two numbers. float16 needs both.
 @example(case=PagedCase(
@@ -276,6 +285,10 @@ def twice(case: PagedCase, module: Any, change: Any) -> None:
     assert_same(after.sparsity, before.sparsity, what="sparsity")
 
 
+@example(case=PagedCase(
+    dtype=torch.bfloat16, formats=WHOLE[0], batch=2, key_value_heads=2, head_dim=32, group=2, tokens=14, evictions=1,
+    seed=3, device=str(default_device()),
+))
 @given(case=paged_cases(content=("ordinary",)))
 @fewer
 def test_nothing_but_live_tokens_matters(case, twins):

@@ -27,7 +27,7 @@ SMALL = {"budget": 4, "tau": 2, "group": 2, "block": 2, "retention": (1,), "max_
         ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1"),
         ({"retention": ()}, TypeError, "retention must be a tuple of ints"),
         ({"retention": (4, 8)}, ValueError, r"retention must not increase, got \(4, 8\)"),
-        ({"retention": (4, 0)}, ValueError, r"retention\[1\] must be at least 1"),
+        ({"retention": (4, -1)}, ValueError, r"retention\[1\] must be at least 0"),
         ({"formats": "nvfp4"}, TypeError, "formats must be a mapping"),
         ({"formats": {"R": "nvfp4"}}, ValueError, "formats must name R, E and T"),
         ({"formats": {"R": "nvfp4", "E": "nvfp4", "T": "int3"}}, ValueError, r"formats\['T'\] must be one of fp8"),

@@ -160,7 +160,7 @@ NUMBERS: dict[str, list[tuple[str, list[Any], type[Exception], str]]] = {
         ("budget", [0, -1], ValueError, "must be at least 1"),
         ("retention", [None, 4, ()], TypeError, "must be a tuple of ints"),
         ("retention", [(4, 2.0)], TypeError, r"retention\[1\] must be an int"),
-        ("retention", [(4, 0)], ValueError, r"retention\[1\] must be at least 1"),
+        ("retention", [(4, -1)], ValueError, r"retention\[1\] must be at least 0"),
         ("retention", [(4, 8)], ValueError, "must not increase"),
     ],
     "select_representatives": [

@@ -20,7 +20,7 @@ from .._common.softmax import merge_outputs, merge_sums, weigh_tile
 from ._mean_kernels import FREE, below_mean, pooled_weight
 from ._paging_decode import codes, values
 from ._paging_decode import key_scales as scales_of_keys
-from ._paging_layout import value_slot
+from ._paging_layout import record_of_whole, value_slot
 
 
 @triton.jit
@@ -32,6 +32,77 @@ def _keep(logits, at, logit, live, inside, kept, GROUP_HEADS: tl.constexpr, ROWS
         logits + at[None, :] * GROUP_HEADS + row, tl.where(live[None, :], logit, float("inf")),
         mask=(row < kept) & inside[None, :], eviction_policy="evict_last",
     )
+
+
+@triton.jit
+def _slots(slot_groups, physical, order, first, tile, count, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Of the slots of a tile: which there are, their scale groups, -1 for unoccupied ones, and their blocks."""
+    BLOCKS: tl.constexpr = TILE // BLOCK
+    i = tl.arange(0, TILE)
+    rank = tile * BLOCKS + i // BLOCK
+    inside = (i < BLOCKS * BLOCK) & (rank < count)
+    entry = tl.load(order + first + rank, mask=inside, other=0)
+    group = tl.load(slot_groups + entry * BLOCK + i % BLOCK, mask=inside, other=-1)
+    return inside, group, tl.load(physical + entry, mask=inside, other=0)
+
+
+@triton.jit
+def _whole(words, halves, at, live, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr):
+    """Keys or values [TILE, D_PAD] that are not quantized, whose words begin at `at` [TILE]."""
+    d = tl.arange(0, D_PAD)
+    mask = live[:, None] & (d < HEAD_DIM)[None, :]
+    if dtype == tl.float32:
+        return tl.load(words + at[:, None] + d[None, :], mask=mask, other=0).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(halves + (at * 2)[:, None] + d[None, :], mask=mask, other=0).to(dtype, bitcast=True)
+
+
+@triton.jit
+def _attend_whole(
+    acc, top, weight_sum, q, scale, words, halves, physical, slot_groups, order, logits, kept, first, count, split,
+    splits, b, h, heads, row_words, base, FORMAT: tl.constexpr, GROUP_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):
+    """`_attend_blocks` for blocks that are not quantized, with the arithmetic of the buffer. q: the queries."""
+    BLOCKS: tl.constexpr = TILE // BLOCK
+    WIDTH: tl.constexpr = HEAD_DIM if FORMAT == "float32" else (HEAD_DIM + 1) // 2
+    i = tl.arange(0, TILE)
+    tiles = (count + BLOCKS - 1) // BLOCKS
+    each = (tiles + splits - 1) // splits
+    for tile in range(split * each, tl.minimum(split * each + each, tiles)):
+        inside, group, block = _slots(slot_groups, physical, order, first, tile, count, BLOCK, TILE)
+        live = group >= 0
+        at = record_of_whole(b, block, h, row_words, base, heads, FORMAT, BLOCK, HEAD_DIM) + i % BLOCK * WIDTH
+        k = _whole(words, halves, at, live, q.dtype, HEAD_DIM, D_PAD)
+        logit = tl.where(live[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
+        _keep(logits, (first + tile * BLOCKS) * BLOCK + i, logit, live, inside, kept, GROUP_HEADS, ROWS)
+        p, top, weight_sum, rescale = weigh_tile(logit, top, weight_sum)
+        v = _whole(words, halves, at + BLOCK * WIDTH, live, q.dtype, HEAD_DIM, D_PAD)
+        acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
+    return acc, top, weight_sum
+
+
+@triton.jit
+def _attend_format(
+    acc, top, weight_sum, native, scale, q, factor, words, halves, pool, key_scales, chunk_scales, physical,
+    slot_groups, order, logits, kept, first, count, split, splits, b, h, heads, groups, row_words, base,
+    FORMAT: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):
+    """Online softmax over a split's share of the `count` blocks of one format. native times scale, and q [ROWS, D_PAD]
+    times `factor` [ROWS], are the scaled queries."""
+    if LANES == 0:
+        return _attend_whole(
+            acc, top, weight_sum, native, scale, words, halves, physical, slot_groups, order, logits, kept, first,
+            count, split, splits, b, h, heads, row_words, base,
+            FORMAT, GROUP_HEADS, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
+        )
+    else:
+        return _attend_blocks(
+            acc, top, weight_sum, q, factor * UNIT, words, halves, pool, key_scales, chunk_scales, physical,
+            slot_groups, order, logits, kept, first, count, split, splits, b, h, heads, groups, row_words, base,
+            FORMAT, LANES, UNIT, GROUP_HEADS, GROUP, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
+        )
 
 
 @triton.jit
@@ -56,12 +127,8 @@ def _attend_blocks(
     tiles = (count + BLOCKS - 1) // BLOCKS
     each = (tiles + splits - 1) // splits
     for tile in range(split * each, tl.minimum(split * each + each, tiles)):
-        rank = tile * BLOCKS + i // BLOCK
-        inside = (i < BLOCKS * BLOCK) & (rank < count)
-        entry = tl.load(order + first + rank, mask=inside, other=0)
-        group = tl.load(slot_groups + entry * BLOCK + place, mask=inside, other=-1)
+        inside, group, block = _slots(slot_groups, physical, order, first, tile, count, BLOCK, TILE)
         live = group >= 0
-        block = tl.load(physical + entry, mask=inside, other=0)
         record = b * row_words + base + (block * heads + h) * RECORD
         scales_at = (b * groups + group) * heads + h
         k = codes(words + record + place * WIDTH, live, WIDTH, D_PAD // (4 * LANES), FORMAT, LANES)
@@ -175,20 +242,20 @@ def attend_kernel(
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
-    acc, top, weight_sum = _attend_blocks(
-        acc, top, weight_sum, q, factor * UNIT_0, words, halves, pool, key_scales, chunk_scales, physical, slot_groups,
-        order, logits, kept, 0, zero, split, splits, b, h, heads, groups, row_words, base_0,
+    acc, top, weight_sum = _attend_format(
+        acc, top, weight_sum, native, scale, q, factor, words, halves, pool, key_scales, chunk_scales, physical,
+        slot_groups, order, logits, kept, 0, zero, split, splits, b, h, heads, groups, row_words, base_0,
         FORMAT_0, LANES_0, UNIT_0, GROUP_HEADS, GROUP, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
     )
     if FORMAT_1 != "":
-        acc, top, weight_sum = _attend_blocks(
-            acc, top, weight_sum, q, factor * UNIT_1, words, halves, pool, key_scales, chunk_scales, physical,
+        acc, top, weight_sum = _attend_format(
+            acc, top, weight_sum, native, scale, q, factor, words, halves, pool, key_scales, chunk_scales, physical,
             slot_groups, order, logits, kept, zero, one, split, splits, b, h, heads, groups, row_words, base_1,
             FORMAT_1, LANES_1, UNIT_1, GROUP_HEADS, GROUP, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
         )
     if FORMAT_2 != "":
-        acc, top, weight_sum = _attend_blocks(
-            acc, top, weight_sum, q, factor * UNIT_2, words, halves, pool, key_scales, chunk_scales, physical,
+        acc, top, weight_sum = _attend_format(
+            acc, top, weight_sum, native, scale, q, factor, words, halves, pool, key_scales, chunk_scales, physical,
             slot_groups, order, logits, kept, zero + one, two, split, splits, b, h, heads, groups, row_words, base_2,
             FORMAT_2, LANES_2, UNIT_2, GROUP_HEADS, GROUP, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
         )

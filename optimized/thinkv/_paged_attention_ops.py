@@ -22,7 +22,7 @@ from .._common.launch import (
 from .._common.numerics import LOG2_E
 from ._paged_attention_kernels import attend_kernel, finish_kernel
 from ._paged_fragment_kernels import EIGHT, fragment_kernel
-from ._paging_ops import Layout, layout
+from ._paging_ops import Layout, has_groups, layout
 
 #: One-warp programs that fit on a multiprocessor with its 64 K registers, the registers per thread, and how many times
 #: a multiprocessor is filled when there is much work. Once would be fastest if all rows were equally long.
@@ -42,7 +42,7 @@ def _in_fragments(
     """Whether `fragment_kernel` applies: its tensor-core shapes fit, and offsets within a row fit into 32 bits."""
     return (
         dtype != torch.float32 and block == EIGHT.value and group_heads <= EIGHT.value and head_dim in (64, 128)
-        and group % (head_dim // 8) == 0 and "fp8" not in plan_of.formats
+        and group % (head_dim // 8) == 0 and all(map(has_groups, plan_of.formats))
         and plan_of.row_words < 2**30 and key_scales[0].numel() < 2**31
     )
 

@@ -5,6 +5,8 @@ All blocks of all rows are in one pool, ordered by row, then by format. A block 
 words of 4 bytes: the codes of its slots' keys, slot by slot; the codes of the values, in the order that `value_slot`
 and `value_unit` define; and, except for fp8, the scales of the values, one byte each, with those of one group of
 channels next to each other. The key scales of a scale group take a byte per channel, also in words (see `scale_word`).
+A format with LANES 0 is the name of a dtype: elements that are not quantized. They are stored in order, slot by slot,
+first the keys and then the values, and have no scales.
 
 The order is that in which the lanes of a warp hold the operands of a tensor core's product. For D = 128, nvfp4 and
 blocks of 8, a lane needs 16 bytes of each token for four tokens' keys, and 16 bytes for a block's values. Products with
@@ -108,6 +110,35 @@ def _code(bits, magnitude_at, sign_at, LANES: tl.constexpr):
 
 
 @triton.jit
+def record_of_whole(b, physical, h, row_words, base, heads, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
+                    HEAD_DIM: tl.constexpr):
+    """`record_at` for elements that are not quantized, and the words of a key or a value."""
+    WIDTH: tl.constexpr = HEAD_DIM if FORMAT == "float32" else (HEAD_DIM + 1) // 2
+    return record_at(b, physical, h, row_words, base, heads, 2 * BLOCK * WIDTH)
+
+
+@triton.jit
+def whole_at(
+    words, physical, place, holds, d, b, h, heads, row_words, base, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Elements [tokens, d] that are not quantized, float32, 0 where masked: of keys, or of values if `place` is that
+    of the slot plus BLOCK."""
+    WIDTH: tl.constexpr = HEAD_DIM if FORMAT == "float32" else (HEAD_DIM + 1) // 2
+    mask = holds[:, None] & (d < HEAD_DIM)[None, :]
+    at = record_of_whole(b, physical, h, row_words, base, heads, FORMAT, BLOCK, HEAD_DIM) + place * WIDTH
+    if FORMAT == "float32":
+        word = tl.load(words + at[:, None] + d[None, :], mask=mask, other=0)
+        return word.to(tl.float32, bitcast=True)
+    else:
+        half = tl.load(words + at[:, None] + (d // 2)[None, :], mask=mask, other=0) >> (d % 2 * 16)[None, :]
+        if FORMAT == "bfloat16":
+            return (half << 16).to(tl.float32, bitcast=True)
+        else:
+            return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def keys_at(
     words, key_scales, chunk_scales, physical, group, place, holds, d, b, h, heads, groups, row_words, base,
     FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -115,7 +146,7 @@ def keys_at(
     """Codes and scales of the channels d of keys, [tokens, d], int32 and float32, 0 where masked.
 
     The tokens, all of one format, are at `place` in physical blocks `physical`, with scales `group`; holds [tokens]:
-    which of them exist. key_scales is addressed in bytes.
+    which of them exist. key_scales is addressed in bytes. Not for elements that are not quantized, see `whole_at`.
     """
     WIDTH: tl.constexpr = (HEAD_DIM + 4 * LANES - 1) // (4 * LANES)
     PER_TOKEN: tl.constexpr = 0 if FORMAT == "fp8" else (HEAD_DIM + GROUP - 1) // GROUP

@@ -15,8 +15,8 @@ from ._paging_kernels import append_kernel, assign_kernel, evict_kernel
 from ._paging_read_kernels import CODES, read_kernel
 from ._paging_store_kernels import store_kernel
 
-#: Codes per byte.
-LANES = {"fp8": 1, "nvfp4": 2, "int4": 2, "ternary": 4, "int2": 4}
+#: Codes per byte; 0 for elements that are not quantized, whose format is the name of their dtype here.
+LANES = {"fp8": 1, "nvfp4": 2, "int4": 2, "ternary": 4, "int2": 4, "float32": 0, "float16": 0, "bfloat16": 0}
 #: Factors that bring the elements of each format into float16's range; see `_paging_decode.py`.
 UNITS = {"fp8": 2.0**8, "nvfp4": 2.0**7, "ternary": 2.0**7, "int2": 2.0**7, "int4": 2.0**10}
 LINE, WORD = 128, 4  # bytes
@@ -105,11 +105,28 @@ def layout(formats: str, block: int, group: int, heads: int, head_dim: int, entr
     )
 
 
+def stored_as(fmt: str, dtype: torch.dtype) -> str:
+    """The name of a format in a cache whose tokens have `dtype`."""
+    return str(dtype).removeprefix("torch.") if fmt == "unquantized" else fmt
+
+
+def has_groups(fmt: str) -> bool:
+    """Whether a format has scales of groups."""
+    return LANES[fmt] > 1
+
+
+def token_words(fmt: str, head_dim: int) -> int:
+    """Words of the codes of a key or a value."""
+    if LANES[fmt] == 0:
+        return head_dim if fmt == "float32" else triton.cdiv(head_dim, 2)
+    return triton.cdiv(head_dim, WORD * LANES[fmt])
+
+
 def record_bytes(fmt: str, block: int, group: int, head_dim: int) -> int:
-    """Bytes of a record, one KV head of one block: for each slot the codes of key and value, each in whole words, and,
-    except for fp8, one byte per scale of the value; rounded up to words."""
-    codes = WORD * triton.cdiv(head_dim, WORD * LANES[fmt])
-    scales = 0 if fmt == "fp8" else triton.cdiv(head_dim, group)
+    """Bytes of a record, one KV head of one block: for each slot the codes of key and value, each in whole words, and
+    one byte per scale of the value, if it has scales of groups; rounded up to words."""
+    codes = WORD * token_words(fmt, head_dim)
+    scales = triton.cdiv(head_dim, group) if has_groups(fmt) else 0
     return 2 * block * codes + triton.cdiv(block * scales, WORD) * WORD
 
 
@@ -124,8 +141,11 @@ class Places(NamedTuple):
 
 def record_places(fmt: str, block: int, group: int, head_dim: int) -> Places:
     """The byte offsets in a record: `_paging_layout.py` in numbers, for code that inspects a pool."""
-    lanes, slot = LANES[fmt], torch.arange(block)[:, None]
-    words, units = triton.cdiv(head_dim, WORD * lanes), triton.cdiv(head_dim, 2 * lanes)
+    lanes, slot, words = LANES[fmt], torch.arange(block)[:, None], token_words(fmt, head_dim)
+    if lanes == 0:
+        keys = slot * words * WORD + torch.arange(words * WORD)
+        return Places(keys, block * words * WORD + keys, torch.empty(block, 0, dtype=torch.int64))
+    units = triton.cdiv(head_dim, 2 * lanes)
     run = head_dim // (16 * lanes) if head_dim % (16 * lanes) == 0 else 1
     step, unit = 2 - block % 2, torch.arange(units)
     half = slot // step * (run * step) + slot % step + unit // run * (run * block) + unit % run * step

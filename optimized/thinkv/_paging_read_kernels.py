@@ -8,7 +8,7 @@ import triton.language as tl
 from .._common.numerics import float32, without_sign_of_zero
 from ._formats_kernels import decode
 from ._paging_kernels import pick
-from ._paging_layout import keys_at, values_at
+from ._paging_layout import keys_at, values_at, whole_at
 
 #: The modes of `read_kernel`.
 NUMBERS, CODES, SCALES = 0, 1, 2
@@ -35,16 +35,26 @@ def _read(
     d = tl.arange(0, D_PAD)
     mask = mine[:, None] & (d < HEAD_DIM)[None, :]
     block = tl.load(physical, mask=mine, other=0)
-    code, scale = keys_at(
-        words, key_scales, chunk_scales, block, group, s % BLOCK, mine, d, b, h, heads, groups, row_words, base,
-        FORMAT, LANES, GROUP, BLOCK, HEAD_DIM,
-    )
-    key = tl.where(mask, _shown(code, scale, WHAT, FORMAT), key)
-    code, scale = values_at(
-        words, pool, chunk_scales, block, group, s % BLOCK, mine, d, b, h, heads, groups, row_words, base,
-        FORMAT, LANES, GROUP, BLOCK, HEAD_DIM,
-    )
-    return key, tl.where(mask, _shown(code, scale, WHAT, FORMAT), value)
+    if LANES == 0:
+        if WHAT == _NUMBERS:                                           # there are no codes and no scales
+            key = tl.where(mask, whole_at(
+                words, block, s % BLOCK, mine, d, b, h, heads, row_words, base, FORMAT, BLOCK, HEAD_DIM
+            ), key)
+            value = tl.where(mask, whole_at(
+                words, block, s % BLOCK + BLOCK, mine, d, b, h, heads, row_words, base, FORMAT, BLOCK, HEAD_DIM
+            ), value)
+    else:
+        code, scale = keys_at(
+            words, key_scales, chunk_scales, block, group, s % BLOCK, mine, d, b, h, heads, groups, row_words, base,
+            FORMAT, LANES, GROUP, BLOCK, HEAD_DIM,
+        )
+        key = tl.where(mask, _shown(code, scale, WHAT, FORMAT), key)
+        code, scale = values_at(
+            words, pool, chunk_scales, block, group, s % BLOCK, mine, d, b, h, heads, groups, row_words, base,
+            FORMAT, LANES, GROUP, BLOCK, HEAD_DIM,
+        )
+        value = tl.where(mask, _shown(code, scale, WHAT, FORMAT), value)
+    return key, value
 
 
 @triton.jit(do_not_specialize=["heads", "slots", "entries", "groups", "tiles"])

@@ -7,7 +7,16 @@ import triton.language as tl
 
 from .._common.numerics import float32
 from ._formats_kernels import decode_scale, encode, fp8_scale, magnitude, scale_code
-from ._paging_layout import fields, key_fields, record_at, scale_at, scale_to_byte, value_slot, value_unit
+from ._paging_layout import (
+    fields,
+    key_fields,
+    record_at,
+    record_of_whole,
+    scale_at,
+    scale_to_byte,
+    value_slot,
+    value_unit,
+)
 
 
 @triton.jit
@@ -93,16 +102,45 @@ def _store_quantized(
 
 
 @triton.jit
+def _store_whole(
+    k, v, words, halves, physical, plan, count, b, h, heads, row_words, base, FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr,
+):
+    """Store keys and values [TOKENS, D_PAD], in the dtype of the cache, in the plan's slots, bit by bit."""
+    i, d = tl.arange(0, TOKENS), tl.arange(0, D_PAD)
+    there = i < count
+    mask = there[:, None] & (d < HEAD_DIM)[None, :]
+    slot = tl.load(plan + 3 + i, mask=there, other=0)
+    page = tl.load(physical + slot // BLOCK, mask=there, other=0)
+    record = record_of_whole(b, page, h, row_words, base, heads, FORMAT, BLOCK, HEAD_DIM)
+    if FORMAT == "float32":
+        at = words + (record + slot % BLOCK * HEAD_DIM)[:, None] + d[None, :]
+        tl.store(at, k.to(tl.int32, bitcast=True), mask=mask)
+        tl.store(at + BLOCK * HEAD_DIM, v.to(tl.int32, bitcast=True), mask=mask)
+    else:
+        WIDTH: tl.constexpr = (HEAD_DIM + 1) // 2
+        at = halves + ((record + slot % BLOCK * WIDTH) * 2)[:, None] + d[None, :]
+        tl.store(at, k.to(tl.int16, bitcast=True), mask=mask)
+        tl.store(at + 2 * BLOCK * WIDTH, v.to(tl.int16, bitcast=True), mask=mask)
+
+
+@triton.jit
 def _store_if(
     wanted, k, v, words, halves, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads, groups,
     row_words, base, FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr,
 ):
     if wanted:
-        _store_quantized(
-            k, v, words, halves, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads, groups,
-            row_words, base, FORMAT, LANES, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
-        )
+        if LANES == 0:
+            _store_whole(
+                k, v, words, halves, physical, plan, count, b, h, heads, row_words, base, FORMAT, BLOCK, HEAD_DIM,
+                D_PAD, TOKENS,
+            )
+        else:
+            _store_quantized(
+                float32(k), float32(v), words, halves, pool, key_scales, chunk_scales, physical, plan, count, group,
+                b, h, heads, groups, row_words, base, FORMAT, LANES, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
+            )
 
 
 @triton.jit(do_not_specialize=["heads", "entries", "groups"])
@@ -123,8 +161,8 @@ def store_kernel(
         i, d = tl.arange(0, TOKENS), tl.arange(0, D_PAD)
         at = ((b * heads + h) * GROUP + i[:, None]) * HEAD_DIM + d[None, :]
         mask = (i < count)[:, None] & (d < HEAD_DIM)[None, :]
-        k = float32(tl.load(buffer_key + at, mask=mask, other=0.0))
-        v = float32(tl.load(buffer_value + at, mask=mask, other=0.0))
+        k = tl.load(buffer_key + at, mask=mask, other=0.0)
+        v = tl.load(buffer_value + at, mask=mask, other=0.0)
         physical += b * entries
         _store_if(
             number == 0, k, v, words, halves, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads,

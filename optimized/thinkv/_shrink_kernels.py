@@ -10,7 +10,7 @@ import triton.language as tl
 from ._eviction_kernels import add_gram, centred, representatives
 from ._formats_kernels import decode
 from ._paging_kernels import pick
-from ._paging_layout import keys_at
+from ._paging_layout import keys_at, whole_at
 
 
 @triton.jit
@@ -19,11 +19,15 @@ def _fill(
     FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):
     """Fill x [TOKENS, CHANNELS] with the keys of the tokens `mine`, which are in blocks of this format."""
-    code, scale = keys_at(
-        words, key_scales, chunk_scales, physical, group, place, mine, d, b, h, heads, groups, row_words, base,
-        FORMAT, LANES, GROUP, BLOCK, HEAD_DIM,
-    )
-    return tl.where(mine[:, None] & (d < HEAD_DIM)[None, :], decode(code, FORMAT) * scale, x)
+    if LANES == 0:
+        key = whole_at(words, physical, place, mine, d, b, h, heads, row_words, base, FORMAT, BLOCK, HEAD_DIM)
+    else:
+        code, scale = keys_at(
+            words, key_scales, chunk_scales, physical, group, place, mine, d, b, h, heads, groups, row_words, base,
+            FORMAT, LANES, GROUP, BLOCK, HEAD_DIM,
+        )
+        key = decode(code, FORMAT) * scale
+    return tl.where(mine[:, None] & (d < HEAD_DIM)[None, :], key, x)
 
 
 @triton.jit
@@ -107,7 +111,6 @@ def shrink_kernel(
                             heads, groups, row_words, base_2, FORMAT_2, LANES_2, GROUP, BLOCK, HEAD_DIM,
                         )
                     leading, rest = add_gram(leading, rest, centred(x, holds, size))
-            stay = representatives(
-                leading + rest, holds, size, keep.to(tl.int32), mine, TOKENS, CLUSTERS, ITERATIONS, False
-            )
-            tl.store(gone + b * slots + slot, holds & (stay == 0), mask=holds)
+            most = tl.maximum(keep, 1).to(tl.int32)                    # k-means needs a cluster
+            stay = representatives(leading + rest, holds, size, most, mine, TOKENS, CLUSTERS, ITERATIONS, False)
+            tl.store(gone + b * slots + slot, holds & ((stay == 0) | (keep == 0)), mask=holds)

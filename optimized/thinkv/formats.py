@@ -94,6 +94,8 @@ def _quantize(
     """The codes, scales, and second scale (a scalar, 0 if unused) of x [..., T, D]."""
     codes, scales, second = _results(x, fmt, axis, group)
     second.zero_()
+    if fmt == "unquantized":
+        return codes.copy_(x), scales, second
     tokens, channels = x.shape[-2:]
     view = _four_dimensions(x)
     rows, along = view.shape[0] * view.shape[1], channels if axis == -1 and fmt != "fp8" else tokens
@@ -131,6 +133,8 @@ def _dequantize(
     codes: Tensor, scales: Tensor, second: Tensor | None, fmt: str, axis: int, group: int, dtype: torch.dtype
 ) -> Tensor:
     result = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    if fmt == "unquantized":
+        return result.copy_(codes)
     tokens, channels = codes.shape[-2:]
     groups = triton.cdiv(channels if axis == -1 else tokens, group)
     if fmt == "fp8":
@@ -188,7 +192,7 @@ def _(packed: Tensor, bits: int, size: int) -> Tensor:
 
 def _results(x: Tensor, fmt: str, axis: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     return (
-        x.new_empty(x.shape, dtype=torch.uint8),
+        x.new_empty(x.shape, dtype=x.dtype if fmt == "unquantized" else torch.uint8),
         x.new_empty(scales_shape(x.shape, fmt, axis, group), dtype=torch.float32 if fmt == "fp8" else torch.uint8),
         x.new_empty((), dtype=torch.float32),
     )

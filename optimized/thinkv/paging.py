@@ -55,7 +55,7 @@ class PagedCache(Buffers, Interruptible):
         self.dtype = check_dtype("dtype", dtype, DTYPES)
         self.device = resolve_device(device)
         check_kernel_device("device", self.device)
-        self._formats = " ".join(config.format_of(thought) for thought in Thought)
+        self._formats = " ".join(ops.stored_as(config.format_of(thought), dtype) for thought in Thought)
         self._layout = ops.layout(
             self._formats, config.block, config.group, key_value_heads, head_dim, config.blocks
         )
@@ -249,14 +249,15 @@ class PagedCache(Buffers, Interruptible):
         config, (_, heads, head_dim) = self.config, self.shape
         blocks = self._tables.counts[:, :len(Thought)].sum(0).tolist()
         total = sum(
-            number * heads * ops.record_bytes(config.format_of(thought), config.block, config.group, head_dim)
-            for thought, number in zip(Thought, blocks, strict=True)
+            number * heads * ops.record_bytes(fmt, config.block, config.group, head_dim)
+            for fmt, number in zip(self._formats.split(), blocks, strict=True)
         )
         # All tokens of a group have one type.
-        for thought in Thought:
+        for thought, fmt in zip(Thought, self._formats.split(), strict=True):
             mine = torch.where(self.thoughts == thought, self.groups, config.peak)
             held = torch.zeros(len(mine), config.peak + 1, device=self.device).scatter_(1, mine, 1.0)[:, :-1].sum()
-            total += int(held) * heads * (8 if config.format_of(thought) == "fp8" else ops.scale_bytes(head_dim))
+            scales = ops.scale_bytes(head_dim) if ops.has_groups(fmt) else 8 if fmt == "fp8" else 0
+            total += int(held) * heads * scales
         return total
 
 

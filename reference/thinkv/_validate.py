@@ -32,11 +32,11 @@ from .types import BITS, LETTERS
 
 
 def check_retention(value: object) -> tuple[int, ...]:
-    """Return a tuple of ints >= 1 that does not increase."""
+    """Return a tuple of ints >= 0 that does not increase."""
     if not isinstance(value, (tuple, list)) or not value:
         raise TypeError(f"retention must be a tuple of ints, got {value!r}")
     for number, keep in enumerate(value):
-        check_integer(f"retention[{number}]", keep, minimum=1)
+        check_integer(f"retention[{number}]", keep, minimum=0)
     if any(later > earlier for earlier, later in pairwise(value)):
         raise ValueError(f"retention must not increase, got {tuple(value)}")
     return tuple(value)

@@ -21,8 +21,9 @@ from .._validate import (
 from ._validate import check_format
 from .types import BITS, SCALE_RULES, Quantized
 
-#: The possible sizes of a code, in bits.
-WIDTHS = tuple(sorted(set(BITS.values())))
+#: The possible sizes of a code, in bits, and the dtypes of elements that are not quantized.
+WIDTHS = tuple(sorted({bits for fmt, bits in BITS.items() if fmt != "unquantized"}))
+WHOLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_quantize(
@@ -50,7 +51,7 @@ def check_quantized(q: object) -> Quantized:
         raise TypeError(f"q must be a Quantized, got {type(q).__name__}")
     fmt = check_format("q.fmt", q.fmt)
     codes = check_dimensions("q.codes", q.codes)
-    check_dtype("q.codes.dtype", codes.dtype, (torch.uint8,))
+    check_dtype("q.codes.dtype", codes.dtype, WHOLE if fmt == "unquantized" else (torch.uint8,))
     if not isinstance(q.shape, tuple):
         raise TypeError(f"q.shape must be a torch.Size, got {type(q.shape).__name__}")
     check_shape("q.codes", codes, tuple(q.shape), "q.shape")
@@ -78,6 +79,8 @@ def check_part(name: str, value: object, dtype: torch.dtype, shape: tuple[int, .
 def scales_shape(shape: Sequence[int], fmt: str, axis: int, group: int) -> tuple[int, ...]:
     """The shape of `Quantized.scales` for a tensor [..., T, D]."""
     *rows, tokens, channels = shape
+    if fmt == "unquantized":
+        return (0,)
     if fmt == "fp8":
         return (*rows, ceil(tokens / group))
     return (*rows, ceil(tokens / group), channels) if axis == -2 else (*rows, tokens, ceil(channels / group))

@@ -23,8 +23,10 @@ class ThinKVConfig(MethodConfig):
     buffer.
     block: tokens per physical block.
     retention: how many tokens a segment keeps when it is selected for the first, second, ... time (section 3.3.2); a
-    tuple that does not increase.
-    formats: the element format of each thought type, R, E and T.
+    tuple that does not increase. If its last number is 0, segments can be evicted wholly (an ablation in section 5.3).
+    formats: the element format of each thought type, R, E and T. "unquantized" keeps keys and values as they are, in 16
+    bits, as in the paper's ablations without quantization ("w/o TBQ" and "TBE" in tables 2 and 3). float32 numbers keep
+    their 32 bits.
     edges: (theta_1, theta_2) of the sparsity, see `classify`. None: the caller assigns `state.thought`, which is
     reasoning by default.
     sparsity_threshold: the share of a row's largest weight below which a token counts as not attended to.

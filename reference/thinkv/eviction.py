@@ -28,8 +28,8 @@ def anneal(
     before `current` is selected once. Then, while the row's `live` [B] int64 tokens (in all segments and the buffer)
     exceed `budget` (case 2), the least important segment before `current` that is above its minimum is selected: T
     before E before R, then the oldest. A segment that is selected for the n-th time keeps at most retention[n - 1]
-    tokens; the last entry of retention applies to all further selections and is the minimum size. TypeError or
-    ValueError for invalid arguments.
+    tokens; the last entry of retention applies to all further selections and is the minimum size. With a minimum of 0,
+    a segment is evicted wholly, and not selected any more. TypeError or ValueError for invalid arguments.
     """
     retention = check_anneal(size, level, thought, current, trajectory_change, live, budget, retention)
     sizes, levels, over = size.tolist(), level.tolist(), []

@@ -5,6 +5,8 @@ nearest to |x| / s. A code is sign << (bits - 1) | index of the magnitude; zero 
 largest magnitude to the largest of the format: s = amax / largest, stored as E4M3 (as float32 for fp8).
 
 Rounding is to nearest, ties to the even index. Divisions are in float32, correctly rounded. No other step rounds.
+
+The format "unquantized" has neither codes nor scales. It keeps the elements' bits, NaN and the sign of zero included.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def quantize(
 ) -> Quantized:
     """Quantize x [..., T, D]: groups of `group` elements along `axis` share a scale (C.4).
 
-    fmt: "fp8", "nvfp4", "ternary", "int4" or "int2".
+    fmt: "fp8", "nvfp4", "ternary", "int4", "int2" or "unquantized", which keeps x as it is (float64 as float32).
     axis: -2 for groups of tokens per channel, as ThinKV quantizes keys; -1 for groups of channels per token, as it
     quantizes values. The last group may be shorter. fp8 has one scale for all channels of `group` tokens on both axes.
     scale_rule: for ternary only. "amax" (the default), or "mse": the fraction k/16 of amax, k = 8..16, with the
@@ -49,9 +51,13 @@ def quantize(
     tensor: s = e4m3(amax / (6 g)), and an element represents its magnitude times s g.
     x: float64 (rounded to float32 first), float32, float16 or bfloat16. NaN gets code 0 and is ignored by scales;
     infinity counts as the largest float32. A scale that rounds to 0 makes its group zero; the largest scale is 448.
+    "unquantized" keeps NaN, infinity and the sign of zero.
     TypeError or ValueError for invalid arguments.
     """
     x, axis, rule = check_quantize(x, fmt, axis, group, scale_rule, tensor_scale)
+    if fmt == "unquantized":
+        kept = (x.float() if x.dtype == torch.float64 else x).clone(memory_format=torch.contiguous_format)
+        return Quantized(kept, torch.empty(0, dtype=torch.uint8, device=x.device), fmt, axis, group, x.shape)
     values, shape = table(MAGNITUDES[fmt], x), x.shape
     along = -2 if fmt == "fp8" else axis
     x = grouped(x.float(), along, min(group, x.shape[along]))                       # without padding to a huge group
@@ -77,10 +83,13 @@ def quantize(
 def dequantize(q: Quantized, dtype: torch.dtype) -> Tensor:
     """Reconstruct a tensor of q.shape: magnitude times scale in float32, then rounded to `dtype`.
 
-    Every zero is +0. TypeError or ValueError for invalid arguments.
+    Every zero is +0, except in the format "unquantized", whose elements are only rounded. TypeError or ValueError for
+    invalid arguments.
     """
     q = check_quantized(q)
     check_dtype("dtype", dtype, FLOATING)
+    if q.fmt == "unquantized":
+        return q.codes.to(dtype, copy=True, memory_format=torch.contiguous_format)
     along = -2 if q.fmt == "fp8" else q.axis
     value = decode(grouped(q.codes, along, min(q.group, q.shape[along])), q.fmt)
     step = per_element(q.scales, q.tensor_scale, q.fmt, q.axis)

@@ -33,7 +33,7 @@ from .contract import ThinKVConfig, pool_blocks
 from .formats import dequantize, per_element, quantize
 from .table import Block, Flush, Row, Token
 from .thoughts import attention_sparsity
-from .types import BITS, BlockEntry, PagedAttentionResult, PagedCodes, Quantized, Thought
+from .types import BlockEntry, PagedAttentionResult, PagedCodes, Quantized, Thought, bits_in_cache, has_groups
 
 __all__ = ["PagedAttentionResult", "PagedCache", "decode_attention"]
 
@@ -286,7 +286,7 @@ class PagedCache(Interruptible):
         scales = torch.zeros(2, *shape, dtype=torch.float32, device=self.device)
         for b, row in enumerate(self._rows):
             for token in row.tokens.values():
-                if token.flushed:
+                if token.flushed and token.flushed.keys.fmt != "unquantized":
                     for side, quantized in enumerate((token.flushed.keys, token.flushed.values)):
                         codes[side, b, :, token.slot] = quantized.codes[:, token.place]
                         scales[side, b, :, token.slot] = scale_of_elements(quantized)[:, token.place]
@@ -334,17 +334,20 @@ class PagedCache(Interruptible):
         """Bytes of all used blocks and scale groups, in words of 4 bytes.
 
         A block has per head the codes of each slot's key and value and the scales of the values. A scale group has per
-        head one scale for each channel of the keys; for fp8, one float32 scale for the keys and one for the values.
+        head one scale for each channel of the keys; for fp8, one float32 scale for the keys and one for the values; and
+        none for "unquantized", whose codes are the elements, in 16 bits (32 for float32).
         """
         _, heads, head_dim = self.shape
         total = 0
         for row in self._rows:
             for fmt, number in Counter(self.config.format_of(block.thought) for block in row.table.values()).items():
                 size = self.config.block
-                value_scales = 0 if fmt == "fp8" else size * ceil(head_dim / self.config.group)
-                total += number * heads * (2 * size * in_words(head_dim * BITS[fmt] / 8) + in_words(value_scales))
+                value_scales = size * ceil(head_dim / self.config.group) if has_groups(fmt) else 0
+                codes = in_words(head_dim * bits_in_cache(fmt, self.dtype) / 8)
+                total += number * heads * (2 * size * codes + in_words(value_scales))
             for flushed in row.flushes().values():
-                total += heads * (8 if flushed.keys.fmt == "fp8" else in_words(head_dim))
+                fmt = flushed.keys.fmt
+                total += heads * (in_words(head_dim) if has_groups(fmt) else 8 if fmt == "fp8" else 0)
         return total
 
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Bits per code of each element format (section 3.2 and D.3; int4 and int2 are the ablation of E.8).
-BITS = MappingProxyType({"fp8": 8, "nvfp4": 4, "ternary": 2, "int4": 4, "int2": 2})
+#: Bits per element of each format (section 3.2 and D.3; int4 and int2 are the ablation of E.8). "unquantized" keeps
+#: elements as they are, for the ablations without quantization (tables 2 and 3): see `bits_in_cache`.
+BITS = MappingProxyType({"fp8": 8, "nvfp4": 4, "ternary": 2, "int4": 4, "int2": 2, "unquantized": 16})
 SCALE_RULES = ("amax", "mse")
 
 
@@ -29,10 +30,11 @@ LETTERS = MappingProxyType({"T": Thought.TRANSITION, "E": Thought.EXECUTION, "R"
 class Quantized(NamedTuple):
     """A tensor in a low-bit format, the result of `quantize`.
 
-    codes: uint8 [..., T, D], one code per element; `pack` stores several codes in a byte. scales: for fp8 float32
-    [..., ceil(T / group)], one scale for all channels of `group` tokens; for other formats uint8, the bits of E4M3
-    numbers, [..., ceil(T / group), D] for axis -2 and [..., T, ceil(D / group)] for axis -1. fmt, group: the arguments
-    of `quantize`. axis: -1 or -2. shape: the shape of the quantized tensor. tensor_scale: the second-level scale, a
+    codes: uint8 [..., T, D], one code per element; `pack` stores several codes in a byte. For "unquantized", the
+    elements themselves, float16, bfloat16 or float32. scales: for fp8 float32 [..., ceil(T / group)], one scale for all
+    channels of `group` tokens; for "unquantized" uint8 [0], none; for other formats uint8, the bits of E4M3 numbers,
+    [..., ceil(T / group), D] for axis -2 and [..., T, ceil(D / group)] for axis -1. fmt, group: the arguments of
+    `quantize`. axis: -1 or -2. shape: the shape of the quantized tensor. tensor_scale: the second-level scale, a
     float32 scalar, or None.
     """
 
@@ -107,10 +109,22 @@ class BlockEntry(NamedTuple):
 class PagedCodes(NamedTuple):
     """The quantized tokens of a paged cache by slot, all [B, Hkv, S, D], 0 in slots without a quantized token.
 
-    keys, values: uint8, one code per element. key_scales, value_scales: float32, the scale of each element.
+    keys, values: uint8, one code per element. key_scales, value_scales: float32, the scale of each element. All are 0
+    for tokens in the format "unquantized", whose elements `dequantized` returns.
     """
 
     keys: Tensor
     values: Tensor
     key_scales: Tensor
     value_scales: Tensor
+
+
+def bits_in_cache(fmt: str, dtype: torch.dtype) -> int:
+    """Bits per element in a paged cache whose tokens have `dtype`. "unquantized" keeps elements of 16 bits as they are.
+    It also keeps those of float32, with 32 bits; those of float64, like those of all formats, become float32 first."""
+    return min(32, 8 * dtype.itemsize) if fmt == "unquantized" else BITS[fmt]
+
+
+def has_groups(fmt: str) -> bool:
+    """Whether groups of tokens and of channels have scales. fp8 has one scale per chunk, "unquantized" has none."""
+    return fmt not in ("fp8", "unquantized")

@@ -33,7 +33,9 @@ SMALL = {
 LOSSY = True
 #: Short on a GPU, since the reference runs token by token and launches a kernel for every operation.
 LONGEST = (140, 24)
-FORMATS = ("nvfp4 nvfp4 ternary", "fp8 nvfp4 ternary", "int4 int4 int2")
+FORMATS = (
+    "nvfp4 nvfp4 ternary", "fp8 nvfp4 ternary", "int4 int4 int2", "unquantized unquantized unquantized",
+)
 #: The paper's sizes, but for tau.
 PAPER: dict[str, Any] = {"tau": 16, "group": 16, "block": 8}
 MEAN: dict[str, Any] = {"sparsity_of": "mean"}
@@ -53,7 +55,7 @@ def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:
     On a GPU, each shape has formats of its own, since each combination is compiled.
     """
     cpu = not torch.cuda.is_available()
-    shapes = ((4, 2, 2, (2, 1)), (4, 3, 2, (1,)), (3, 2, 1, (3, 2, 1)))
+    shapes = ((4, 2, 2, (2, 1)), (4, 3, 2, (1,)), (3, 2, 1, (3, 2, 1)), (4, 2, 2, (2, 0)))
     combinations = tuple(itertools.product((*shapes, (6, 4, 2, (4, 2))), FORMATS)) if cpu else (
         *zip(shapes, FORMATS, strict=True), ((128, 16, 8, (64, 32, 16, 8, 4)), FORMATS[1]),
     )
@@ -113,6 +115,9 @@ class Adapter(lockstep.Adapter):
         keep_mask = slots >= 0
         for row, segment in keep_mask.any(-1).nonzero().tolist():
             members, count = slots[row, segment][keep_mask[row, segment]], int(keep[row, segment])
+            if count == 0:
+                keep_mask[row, segment] = False
+                continue
             given = key[row][:, members].float()
             result = select(given, count)
             vectors = given.transpose(0, 1).flatten(1)

@@ -37,6 +37,9 @@ class Quantize:
         if scale_rule == "mse" or tensor_scale:
             raise NotImplementedError("scale rule mse, and a scale of the tensor")
         shape, axis = x.shape, axis - x.dim() if axis >= 0 else axis
+        if fmt == "unquantized":
+            kept = (x.float() if x.dtype == torch.float64 else x).clone(memory_format=torch.contiguous_format)
+            return Quantized(kept, torch.empty(0, dtype=torch.uint8, device=x.device), fmt, axis, group, shape)
         along = -2 if fmt == "fp8" else axis
         levels = torch.tensor(LEVELS[fmt], device=x.device)
         rows = x.float().transpose(along, -1)
