@@ -75,7 +75,9 @@ class Shown:
         seen = [(head > 0).nonzero()[:, 0].tolist() for head in output]
         assert seen[0] == seen[1] == list(range(self.state.tokens_seen)), "representatives must attend to every token"
         for head in (2, 3):
-            assert len(set(output[head][seen[head]].tolist())) == 1, "the other heads' weights must be equal"
+            weights = set(output[head][seen[head]].tolist())
+            assert len(weights) == 1, "the other heads' weights must be equal"
+            assert round(1 / weights.pop()) == len(seen[head]), "the other heads must attend to no free slot"
         return seen[2:]
 
 
