@@ -134,7 +134,8 @@ def test_unions_keep_step_with_float64(form, exclude, twins, device, monkeypatch
 
 
 @given(
-    seed=st.integers(0, 2**16), clusters=st.sampled_from((CLUSTERS, THREE)), k=st.integers(1, 12), rho=st.sampled_from(RATIOS),
+    seed=st.integers(0, 2**16), clusters=st.sampled_from((CLUSTERS, THREE)), k=st.integers(1, 12),
+    rho=st.sampled_from(RATIOS),
     stride=st.integers(1, 3), prompt=st.integers(0, 9), steps=st.integers(1, 4), exclude=st.booleans(),
     offload=st.booleans(), dtype=st.sampled_from((torch.float32, torch.float16, torch.bfloat16)),
 )

@@ -144,7 +144,7 @@ def fetch_kernel(
     capacity, batch, lists, heads, few,
     LISTS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr,
 ):
-    """Fetch the tokens that `assign_kernel` found missing, for every head that follows the list, into their places in the
+    """Fetch the tokens that `assign_kernel` found missing, for every head that follows a list, into their places in the
     pool: from the bank, or from the pool's own run for tokens that are only now being appended to the bank.
 
     Units are blocks of tokens of a head, first blocks first, as many as the longest list has. `few` programs take them,

@@ -83,8 +83,8 @@ class SyncKVState(State):
         self._offload: Offload | None = None
         if config.offload:
             self._offload = Offload(
-                self.sizes, self._members, self._counters, self._due, lookers, *self._listed.shape[1:],
-                min(config.stride, slots), dtype, self.device,
+                self.sizes, self._members, self._counters, self._due, lookers, self._listed.shape[1],
+                self._listed.shape[2], min(config.stride, slots), dtype, self.device,
             )
         self.reset()
 

@@ -1,9 +1,10 @@
 """The SyncKV cache of one layer: R-heads attend to all tokens, the other heads to those that their R-head selected.
 
 A step t (section 4, algorithm 1): the token joins the cache. R-heads attend to all tokens. Each other head attends to
-the tokens that the R-head of its cluster (with config.union_clusters, any R-head) selected, a static set, selected
-once, and a dynamic one, and to every token since the last selection, its own included; the paper's algorithm would omit these newer tokens until the next
-selection. If t is a multiple of the stride (an anticipation step), the R-head selects a new dynamic set by the weights
+the tokens that the R-head of its cluster selected (a static set, selected once, and a dynamic one) and to every token
+since the last selection, its own included; the paper's algorithm would omit these newer tokens until the next
+selection. With config.union_clusters, the tokens that any R-head selected take the place of those that its own
+selected. If t is a multiple of the stride (an anticipation step), the R-head selects a new dynamic set by the weights
 of this step. Its cluster attends to it from step t + 1 on (eq. 7). The prefill is step 0. No token is evicted.
 """
 
