@@ -34,7 +34,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "synckv": {
         "rho": 0.5, "stride": 5, "clusters": 2,             # section 5.1, "N_r to 2", "m was set at 5", "rho 0.5"
-        "exclude_static": True, "phase": 0, "max_tokens": 32768, "offload": False, "scale": None,
+        "exclude_static": True, "union_clusters": False, "phase": 0, "max_tokens": 32768, "offload": False,
+        "scale": None,
     },
     "epikv": {
         "policy": "epikv", "window": 64,                    # section 3.3, eq. 2 and 3

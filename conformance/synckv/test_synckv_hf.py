@@ -73,7 +73,10 @@ def check(model: Any, cache: Any, inputs: dict[str, Tensor], new: int, phases: S
     def make(padding: int) -> tuple[SyncLoop, Any]:
         clusters = tuple(layer.state.head_clusters for layer in cache.layers)
         config = cache.layers[0].state.config
-        config = SyncKVConfig(config.k, config.rho, config.stride, config.clusters, max_tokens=config.max_tokens)
+        config = SyncKVConfig(
+            config.k, config.rho, config.stride, config.clusters, max_tokens=config.max_tokens,
+            union_clusters=config.union_clusters,
+        )
         loop = SyncLoop(model, config, clusters, phases)
         return loop, lambda: [chosen(state, 0, padding) for state in loop.states]
 
@@ -95,6 +98,23 @@ def test_generation_on_the_optimized_side_is_the_loop(offload, twins, device):
     model = tiny_models.model("qwen3", torch.float32, device)
     used = cache_of(twins, "optimized", model, stride=2, max_tokens=14, offload=offload)
     check(model, used, prompts(7, [0, 3], device), 4)
+
+
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_heads_may_attend_to_the_sets_of_all_clusters(side, twins, device):
+    """Head 2 follows head 0 and head 3 head 1. With one set each, the logits would differ."""
+    dtype = F64 if side == "reference" else torch.float32
+    model = tiny_models.model("llama", dtype, device, num_attention_heads=4, num_key_value_heads=4)
+    clusters, inputs = [HeadClusters((0, 1, 0, 1), (0, 1))] * 2, prompts(9, [0, 3], device)
+    options = {"head_clusters": clusters, "k": 2, "stride": 2, "max_tokens": 16}
+    check(model, cache_of(twins, side, model, **options, union_clusters=True), inputs, 4)
+    outputs = []
+    for union in (False, True):
+        cache = cache_of(twins, side, model, **options, union_clusters=union)
+        feed(model, cache, range(8))
+        with torch.no_grad():
+            outputs.append(model(torch.tensor([[5]], device=device), past_key_values=cache).logits)
+    assert not torch.equal(*outputs)
 
 
 def test_layers_may_anticipate_by_turns(twins, device):

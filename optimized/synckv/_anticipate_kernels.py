@@ -82,3 +82,31 @@ def choose_kernel(
             holds = holds & (tl.load(fixed + flat * slots + slot, mask=holds, other=0) == 0)
         into = chosen + flat * capacity + (capacity - wanted) + number
         tl.store(into, tl.where(holds, slot, -1), mask=number < wanted)
+
+
+@triton.jit(do_not_specialize=["slots", "lists", "capacity", "width"])
+def unite_kernel(due, chosen, united, marks, slots, lists, capacity, width, CHUNK: tl.constexpr):
+    """Program (row): the tokens of all lists of `chosen`, in the order of the lists, each once, then -1. The tokens of
+    one list are distinct. `marks` [.., slots]: 1 for a token that is in `united` already; all 0 between launches."""
+    if tl.load(due) != 0:
+        row = tl.program_id(0).to(tl.int64)
+        first, mine, into = row * lists * capacity, marks + row * slots, united + row * width
+        count = 0
+        for number in range(0, lists):
+            for start in range(0, capacity, CHUNK):
+                entry = start + tl.arange(0, CHUNK)
+                token = tl.load(chosen + first + number * capacity + entry, mask=entry < capacity, other=-1)
+                fresh = (token >= 0) & (tl.load(mine + token, mask=token >= 0, other=1) == 0)
+                at = count + tl.cumsum(fresh.to(tl.int32), 0) - 1
+                tl.store(into + at, token, mask=fresh)
+                tl.store(mine + token, 1, mask=fresh)
+                count += tl.sum(fresh.to(tl.int32), 0)
+            # The next list reads the marks of this one.
+            tl.debug_barrier()
+        for start in range(0, width, CHUNK):
+            entry = start + tl.arange(0, CHUNK)
+            tl.store(into + entry, -1, mask=(entry >= count) & (entry < width))
+        for start in range(0, lists * capacity, CHUNK):
+            entry = start + tl.arange(0, CHUNK)
+            token = tl.load(chosen + first + entry, mask=entry < lists * capacity, other=-1)
+            tl.store(mine + token, 0, mask=token >= 0)

@@ -1,7 +1,7 @@
 """The kernels of SyncKV's decode step: attention of every head over shares of its tokens, then the merge of the shares.
 
 Logits are in base 2; G query heads share a KV head. `members` [3, Hkv] int32 lists the R-heads (representatives, which
-attend to all tokens) first, then the other heads: the head, the index of its keys and values, and its cluster.
+attend to all tokens) first, then the other heads: the head, the index of its keys and values, and its list in `chosen`.
 `counters` [6] int64: the tokens seen; the decode steps plus the config's phase; the first token since the last
 anticipation; that token's slot for heads that are not R-heads; the last two for the previous anticipation. `due`:
 whether the step was an anticipation. All of these are on the device, so a captured step can be replayed as any step.
@@ -67,13 +67,13 @@ def _attend_tiles(
 
 
 @triton.jit(do_not_specialize=[
-    "slots", "capacity", "stride", "look_splits", "look_size", "list_splits", "list_size", "batch", "lookers",
+    "slots", "lists", "capacity", "stride", "look_splits", "look_size", "list_splits", "list_size", "batch", "lookers",
     "query_b", "query_h", "new_key_b", "new_key_h", "new_value_b", "new_value_h",
 ])
 def attend_kernel(
     query, new_key, new_value, key, value, pool_key, pool_value, occupied, chosen, members, counters,
     logits, partial, tops, weight_sums,
-    scale, slots, capacity, stride, look_splits, look_size, list_splits, list_size, batch, lookers,
+    scale, slots, lists, capacity, stride, look_splits, look_size, list_splits, list_size, batch, lookers,
     query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
     key_b, key_h, pool_b, pool_h,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
@@ -94,7 +94,7 @@ def attend_kernel(
     entry = tl.where(looks, member, lookers + member)
     head = tl.load(members + entry).to(tl.int64)
     lies = tl.load(members + HEADS + entry).to(tl.int64)
-    cluster = tl.load(members + 2 * HEADS + entry).to(tl.int64)
+    follows = tl.load(members + 2 * HEADS + entry).to(tl.int64)
     seen, steps = tl.load(counters), tl.load(counters + 1)
     since, first_new = tl.load(counters + 2), tl.load(counters + 3)
     d = tl.arange(0, D_PAD).to(tl.int64)
@@ -137,7 +137,7 @@ def attend_kernel(
     weight_sum = tl.zeros([ROWS], tl.float32)
     kept = logits + tl.where(looks, flat, 0) * GROUP * slots
     kept_end = tl.where((steps + 1) % stride == 0, places, 0)
-    list_ = chosen + (b * lookers + cluster) * capacity
+    list_ = chosen + (b * lists + follows) * capacity
     # Three loops, at least one of them empty, share their buffers; branches would not.
     acc, top, weight_sum = _attend_tiles(
         acc, top, weight_sum, q, keys, values, mine, list_, kept, seen, first_new, capacity, slots, kept_end, scale,

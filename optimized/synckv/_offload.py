@@ -34,35 +34,35 @@ CHUNK = 2048
 
 
 class Offload:
-    """Pool and bank of one layer. `places` [B, N_r, capacity] int64: the selected tokens' slots in the pool, negative
-    for none.
+    """Pool and bank of one layer. `places` [B, lists, capacity] int64: the slots in the pool of the selected tokens,
+    negative for none. There is a list per cluster, or one for all.
 
     members [3, Hkv] and counters as in `_attend_kernels`; due: a flag on the device, whether an exchange is due. The
     bank is allocated at the first token (`open`) and freed by `close`.
     """
 
     def __init__(
-        self, sizes: Sizes, members: Tensor, counters: Tensor, due: Tensor, lookers: int, capacity: int, stride: int,
-        dtype: torch.dtype, device: torch.device,
+        self, sizes: Sizes, members: Tensor, counters: Tensor, due: Tensor, lookers: int, lists: int, capacity: int,
+        stride: int, dtype: torch.dtype, device: torch.device,
     ) -> None:
-        self.sizes, self.lookers, self.capacity, self.stride = sizes, lookers, capacity, stride
+        self.sizes, self.lists, self.capacity, self.stride = sizes, lists, capacity, stride
         self.dtype, self.device = dtype, device
         self.heads = sizes.key_value_heads - lookers
         self.first_new = 2 * capacity                       # the first slot for new tokens
         pool = (sizes.batch, max(self.heads, 1), 2 * (capacity + stride), sizes.head_dim)
         with torch.inference_mode(False):
             self.key, self.value = (torch.zeros(pool, dtype=dtype, device=device) for _ in range(2))
-            self.members, self.clusters = (members[row, lookers:].contiguous() for row in (0, 2))
+            self.members, self.follows = (members[row, lookers:].contiguous() for row in (0, 2))
             self.counters, self.due = counters, due
             self.always = torch.ones(1, dtype=torch.int32, device=device)
             # See assign_kernel. The last four are its scratch.
-            lists = (sizes.batch, lookers, capacity)
+            shape = (sizes.batch, lists, capacity)
             self.tokens, self.places, self.spare, self.following, self.arriving, self.landing = (
-                torch.empty(lists, dtype=torch.int64, device=device) for _ in range(6)
+                torch.empty(shape, dtype=torch.int64, device=device) for _ in range(6)
             )
-            self.entry_of = torch.empty((*lists[:2], sizes.slots), dtype=torch.int32, device=device)
-            self.stays = torch.zeros(lists, dtype=torch.int32, device=device)
-            self.arrivals = torch.zeros(lists[:2], dtype=torch.int32, device=device)
+            self.entry_of = torch.empty((*shape[:2], sizes.slots), dtype=torch.int32, device=device)
+            self.stays = torch.zeros(shape, dtype=torch.int32, device=device)
+            self.arrivals = torch.zeros(shape[:2], dtype=torch.int32, device=device)
             self.banks = torch.zeros(2, dtype=torch.int64, device=device)       # addresses, 0 = no bank
         self.empty()
         self.bank: tuple[Tensor, Tensor] | None = None
@@ -153,9 +153,9 @@ class Offload:
 
     def take(self, chosen: Tensor, due: Tensor) -> None:
         """If `due`, assign places to all selected tokens and fetch those that are not in the pool yet."""
-        batch, lookers, head_dim = self.sizes.batch, self.lookers, self.sizes.head_dim
+        batch, lists, head_dim = self.sizes.batch, self.lists, self.sizes.head_dim
         with on_device_of(self.key):
-            assign_kernel[(batch * lookers,)](
+            assign_kernel[(batch * lists,)](
                 due, chosen, self.tokens, self.places, self.spare, self.entry_of, self.stays, self.following,
                 self.arriving, self.landing, self.arrivals, self.sizes.slots, self.capacity,
                 CHUNK=min(CHUNK, 256) if self.capacity <= 256 else CHUNK, num_warps=8,
@@ -165,8 +165,8 @@ class Offload:
             units = batch * self.heads * triton.cdiv(self.capacity, BLOCK)
             fetch_kernel[(min(PROGRAMS, units),)](
                 due, self.counters, self.banks, self.key, self.value, self.arriving, self.landing, self.arrivals,
-                self.clusters, *self._bank_strides(), *self.key.stride()[:2], self.capacity, batch, lookers,
-                self.heads, FEW, LISTS=triton.next_power_of_2(batch * lookers), HEAD_DIM=head_dim,
+                self.follows, *self._bank_strides(), *self.key.stride()[:2], self.capacity, batch, lists,
+                self.heads, FEW, LISTS=triton.next_power_of_2(batch * lists), HEAD_DIM=head_dim,
                 D_PAD=padded_head_dim(head_dim), BLOCK=BLOCK, SHARE=SHARE, num_warps=WARPS,
             )
 

@@ -75,7 +75,7 @@ def assign_kernel(
     due, chosen, tokens, places, spare, entry_of, stays, following, arriving, landing, arrivals, slots, capacity,
     CHUNK: tl.constexpr,
 ):
-    """Program (row, R-head): finds which of the newly `chosen` tokens are in the pool, and assigns places to the
+    """Program (row, list): finds which of the newly `chosen` tokens are in the pool, and assigns places to the
     others.
 
     Half of the pool's 2 * capacity places belong to the entries of the current set (`places`: p, or -1 - p for an entry
@@ -138,23 +138,23 @@ def assign_kernel(
             tl.store(stays + list_ + entry, 0, mask=inside)
 
 
-@triton.jit(do_not_specialize=["capacity", "batch", "lookers", "heads", "few"])
+@triton.jit(do_not_specialize=["capacity", "batch", "lists", "heads", "few"])
 def fetch_kernel(
-    due, counters, banks, pool_key, pool_value, arriving, landing, arrivals, clusters, bank_b, bank_h, pool_b, pool_h,
-    capacity, batch, lookers, heads, few,
+    due, counters, banks, pool_key, pool_value, arriving, landing, arrivals, follows, bank_b, bank_h, pool_b, pool_h,
+    capacity, batch, lists, heads, few,
     LISTS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr,
 ):
-    """Fetch the tokens that `assign_kernel` found missing, for every head of the cluster, into their places in the
+    """Fetch the tokens that `assign_kernel` found missing, for every head that follows a list, into their places in the
     pool: from the bank, or from the pool's own run for tokens that are only now being appended to the bank.
 
     Units are blocks of tokens of a head, first blocks first, as many as the longest list has. `few` programs take them,
-    or all programs if more than SHARE tenths of a list are missing. LISTS >= batch * lookers.
+    or all programs if more than SHARE tenths of a list are missing. LISTS >= batch * lists.
     """
     if (tl.load(due) != 0) & (tl.load(banks) != 0):
         bank_key, bank_value = _bank(banks, 0, pool_key), _bank(banks, 1, pool_value)
         since, recent = tl.load(counters + 4), tl.load(counters + 5)
         list_ = tl.arange(0, LISTS)
-        most = tl.max(tl.load(arrivals + list_, mask=list_ < batch * lookers, other=0), 0)
+        most = tl.max(tl.load(arrivals + list_, mask=list_ < batch * lists, other=0), 0)
         d = tl.arange(0, D_PAD).to(tl.int64)
         units = tl.cdiv(most, BLOCK) * batch * heads
         programs = tl.num_programs(0)
@@ -162,7 +162,7 @@ def fetch_kernel(
         for unit in range(tl.where(tl.program_id(0) < programs, tl.program_id(0), units), units, programs):
             flat = (unit % (batch * heads)).to(tl.int64)
             b, member = flat // heads, flat % heads
-            row = b * lookers + tl.load(clusters + member)
+            row = b * lists + tl.load(follows + member)
             number = unit // (batch * heads) * BLOCK + tl.arange(0, BLOCK)
             here = number < tl.load(arrivals + row)
             token = tl.load(arriving + row * capacity + number, mask=here, other=0)[:, None]

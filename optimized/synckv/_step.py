@@ -18,7 +18,7 @@ from .._common.launch import (
     on_device_of,
     padded_head_dim,
 )
-from ._anticipate_kernels import choose_kernel, codes_kernel, compact_if, count_if, histogram_if
+from ._anticipate_kernels import choose_kernel, codes_kernel, compact_if, count_if, histogram_if, unite_kernel
 from ._attend_kernels import attend_kernel, combine_kernel
 from ._select import chunk_size
 from .sets import POOL
@@ -29,6 +29,8 @@ MAX_SPLITS = 256
 SHORT = 16
 #: Parts that are merged at a time.
 MERGED = 64
+#: Entries of a list that are united at a time.
+UNITED = 16 if INTERPRETED else 1024
 #: In the interpreter, the most programs that share what one head attends to.
 FEW = 2
 
@@ -64,10 +66,11 @@ def attend(
 ) -> Tensor:
     """One step: writes the token into its slots, attends with every head, and counts the step. See _attend_kernels.
 
-    pool_key, pool_value: the storage of heads that are not R-heads, if not `key` and `value`.
+    pool_key, pool_value: the storage of heads that are not R-heads, if not `key` and `value`. chosen [B, lists, N]: see
+    `members`.
     """
     (batch, query_heads, head_dim), slots = query.shape, occupied.shape[1]
-    heads, lookers, capacity = members.shape[1], chosen.shape[1], chosen.shape[2]
+    heads, lookers, (lists, capacity) = members.shape[1], logits.shape[0] // batch, chosen.shape[1:]
     pool_key, pool_value = key if pool_key is None else pool_key, value if pool_value is None else pool_value
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     shape = {
@@ -78,7 +81,7 @@ def attend(
         attend_kernel[(programs,)](
             query, new_key, new_value, key, value, pool_key, pool_value, occupied, chosen, members, counters,
             logits, partial, tops, weight_sums,
-            scale * log2(e), slots, capacity, stride, look_splits, size, list_splits, size, batch, lookers,
+            scale * log2(e), slots, lists, capacity, stride, look_splits, size, list_splits, size, batch, lookers,
             *query.stride(), *new_key.stride(), *new_value.stride(), *key.stride()[:2], *pool_key.stride()[:2],
             **shape, D_PAD=padded_head_dim(head_dim), ROWS=GROUP_ROWS,
             BLOCK=key_block(head_dim, key.element_size(), slots), num_warps=4,
@@ -152,4 +155,22 @@ def _(
     due: Tensor, logits: Tensor, tops: Tensor, weight_sums: Tensor, occupied: Tensor, fixed: Tensor, chosen: Tensor,
     splits: int, count: int, exclude: bool,
 ) -> None:
+    return None
+
+
+@torch.library.custom_op("kvtwin::synckv_unite", mutates_args=("united", "marks"))
+def unite(due: Tensor, chosen: Tensor, united: Tensor, marks: Tensor) -> None:
+    """If `due`, write the tokens of all lists in chosen [B, N_r, N], each once, then -1, to united [B, 1, M] int64.
+
+    M: at least the number of different tokens. marks [B, S] int32: scratch, all 0 between calls.
+    """
+    batch, lists, capacity = chosen.shape
+    with on_device_of(chosen):
+        unite_kernel[(batch,)](
+            due, chosen, united, marks, marks.shape[1], lists, capacity, united.shape[2], CHUNK=UNITED, num_warps=8
+        )
+
+
+@unite.register_fake
+def _(due: Tensor, chosen: Tensor, united: Tensor, marks: Tensor) -> None:
     return None

@@ -59,12 +59,19 @@ class SyncKVState(State):
         self._chosen = self._buffer(batch, lookers, max(capacity, 1), dtype=torch.int64)
         self._counters = self._buffer(6, dtype=torch.int64)
         self._due = self._buffer(1, dtype=torch.int32)
+        # With union_clusters, one list for all heads: what follows `_chosen` in this class uses `_listed`.
+        self._unites = config.union_clusters and lookers > 1
+        self._listed = self._chosen
+        if self._unites:
+            self._listed = self._buffer(batch, 1, min(lookers * self._chosen.shape[2], slots), dtype=torch.int64)
+            self._marks = self._buffer(batch, slots, dtype=torch.int32)
+            self._always = self._buffer(1, dtype=torch.int32)
         self._members, self._entries = self._table()
         self._query_heads = (
             self._members[0, :lookers, None] * self.sizes.group + torch.arange(self.sizes.group, device=self.device)
         ).flatten()
         self._splits = _step.splits_of(
-            self.sizes, lookers, self._chosen.shape[2] + min(config.stride, slots), dtype.itemsize, self.device
+            self.sizes, lookers, self._listed.shape[2] + min(config.stride, slots), dtype.itemsize, self.device
         )
         parts = batch * self.sizes.group * (
             lookers * self._splits[0] + (key_value_heads - lookers) * self._splits[1]
@@ -76,8 +83,8 @@ class SyncKVState(State):
         self._offload: Offload | None = None
         if config.offload:
             self._offload = Offload(
-                self.sizes, self._members, self._counters, self._due, lookers, self._chosen.shape[2],
-                min(config.stride, slots), dtype, self.device,
+                self.sizes, self._members, self._counters, self._due, lookers, self._listed.shape[1],
+                self._listed.shape[2], min(config.stride, slots), dtype, self.device,
             )
         self.reset()
 
@@ -89,7 +96,7 @@ class SyncKVState(State):
         lies = heads
         if self.config.offload:
             lies = [*range(len(looks)), *range(len(heads) - len(looks))]
-        rows = [heads, lies, [labels[head] for head in heads]]
+        rows = [heads, lies, [0 if self._unites else labels[head] for head in heads]]
         entries = [heads.index(head) for head in range(len(labels))]
         members, inverse = (torch.tensor(table, dtype=torch.int32, device=self.device) for table in (rows, entries))
         return members, inverse
@@ -101,6 +108,10 @@ class SyncKVState(State):
             tensor.zero_()
         self._static.fill_(-1)
         self._chosen.fill_(-1)
+        if self._unites:
+            self._listed.fill_(-1)
+            self._marks.zero_()
+            self._always.fill_(1)
         if self._offload is not None:
             self._offload.close()
         self._begin(0)
@@ -173,9 +184,11 @@ class SyncKVState(State):
         self._value[:, :, :total].copy_(value[:, looks])
         self.occupied[:, :total].copy_(occupied)
         self._choose_first(query, key, occupied)
+        if self._unites:
+            _step.unite(self._always, self._chosen, self._listed, self._marks)
         self._begin(total)
         if self._offload is not None:
-            self._offload.fill(key, value, self._chosen)
+            self._offload.fill(key, value, self._listed)
             self._settle()
         self._end_change()
         return output
@@ -234,7 +247,7 @@ class SyncKVState(State):
         self._open()
         self._start_change("step")
         config, (look_splits, list_splits, size), away = self.config, self._splits, self._offload
-        pool_key, pool_value, listed, pool = None, None, self._chosen, 0
+        pool_key, pool_value, listed, pool = None, None, self._listed, 0
         if away is not None:
             pool_key, pool_value, listed, pool = away.key, away.value, away.places, away.first_new
         output: Tensor = _step.attend(
@@ -250,8 +263,10 @@ class SyncKVState(State):
                 self._due, self._logits, self._tops, self._sums, self.occupied, self._fixed, self._chosen, look_splits,
                 self._count, config.exclude_static,
             )
+            if self._unites:
+                _step.unite(self._due, self._chosen, self._listed, self._marks)
         if away is not None and (self._captured or self._steps % config.stride == 0):
-            away.exchange(self._chosen)
+            away.exchange(self._listed)
             self._settle()
         self._end_change()
         return output
@@ -274,4 +289,6 @@ class SyncKVState(State):
             self._offload.reorder(index)
         for tensor in (self._key, self._value, self.occupied, self._static, self._fixed, self._chosen):
             tensor.copy_(tensor.index_select(0, index))
+        if self._unites:
+            self._listed.copy_(self._listed.index_select(0, index))
         self._end_change()

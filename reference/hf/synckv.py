@@ -26,8 +26,8 @@ class SyncKVCache(SyncCache):
     head_clusters: the clusters of each layer, from `head_clusters` or a file of `HeadClusters.save`. None: `clusters`
     runs of neighboring heads, as in `resolve_clusters`, without measured similarities.
     spread: True gives layer i the phase i mod stride, so that layers anticipate at different steps.
-    Other options, as in SyncKVConfig: rho, stride, phase, clusters, exclude_static, max_tokens, offload. The slots are
-    in `cache.layers[i].state`, a `SyncKVState`.
+    Other options, as in SyncKVConfig: rho, stride, phase, clusters, exclude_static, union_clusters, max_tokens,
+    offload. The slots are in `cache.layers[i].state`, a `SyncKVState`.
 
     The first forward pass is the prompt, from which R-heads select tokens. All later tokens are decode steps, also
     those of a second chunk of the prompt. ValueError beyond max_tokens tokens, and for clusters that do not fit the

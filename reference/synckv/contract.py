@@ -28,6 +28,8 @@ class SyncKVConfig:
     (the paper's) to m - 1. Layers with different phases do not use the link to host memory at the same step.
     clusters: N_r, the number of R-heads per layer.
     exclude_static: select the dynamic set among the tokens outside the static set. False follows eq. 6 literally.
+    union_clusters: the other heads attend to the sets of all clusters (Algorithm 1, line 23), not only to those of
+    their own cluster (eq. 7): up to clusters * k tokens.
     max_tokens: the longest sequence that a state can hold, prompt and decoded tokens.
     offload: keep the tokens of all other heads in host memory and only the selected ones on the GPU. The reference
     ignores this option.
@@ -40,6 +42,7 @@ class SyncKVConfig:
     stride: int = 5
     clusters: int = 2
     exclude_static: bool = field(default=True, kw_only=True)
+    union_clusters: bool = field(default=False, kw_only=True)
     phase: int = field(default=0, kw_only=True)
     max_tokens: int = field(default=32768, kw_only=True)
     offload: bool = field(default=False, kw_only=True)
@@ -52,6 +55,7 @@ class SyncKVConfig:
             raise ValueError(f"phase must be below the stride of {self.stride}, got {self.phase}")
         check_ratio("rho", self.rho)
         check_flag("exclude_static", self.exclude_static)
+        check_flag("union_clusters", self.union_clusters)
         check_flag("offload", self.offload)
         check_scale("scale", self.scale)
 

@@ -3,7 +3,8 @@
 A step t (section 4, algorithm 1): the token joins the cache. R-heads attend to all tokens. Each other head attends to
 the tokens that the R-head of its cluster selected (a static set, selected once, and a dynamic one) and to every token
 since the last selection, its own included; the paper's algorithm would omit these newer tokens until the next
-selection. If t is a multiple of the stride (an anticipation step), the R-head selects a new dynamic set by the weights
+selection. With config.union_clusters, the tokens that any R-head selected take the place of those that its own
+selected. If t is a multiple of the stride (an anticipation step), the R-head selects a new dynamic set by the weights
 of this step. Its cluster attends to it from step t + 1 on (eq. 7). The prefill is step 0. No token is evicted.
 """
 
@@ -29,7 +30,8 @@ class SyncKVState(State):
     of queries, keys and values; float64 makes it the oracle. Token i is in slot i of S = config.max_tokens. Readable by
     slot: occupied [B, S] bool; positions [B, S] int64, -1 = no token; key and value [B, Hkv, S, D]. Readable by R-head,
     tokens ascending, then -1: static [B, N_r, min(k_static, S)] int64; chosen [B, N_r, min(k, S)] int64, the static and
-    dynamic sets that the other heads attend to at the next step.
+    dynamic sets that the other heads of the cluster (with config.union_clusters, of all clusters) attend to at the next
+    step.
 
     If the prompt had fewer than k_static tokens, the dynamic set may be larger: with exclude_static, all tokens that
     the R-head has seen are selected, up to k.
@@ -145,7 +147,11 @@ class SyncKVState(State):
     def _visible(self) -> Tensor:
         """The tokens that each head attends to at a step, [B, Hkv, S] bool."""
         newest = self.occupied & (torch.arange(self.sizes.slots, device=self.device) >= self._since)
-        visible = self._chosen[:, self._labels] | newest[:, None]                       # eq. 7, and newer tokens
+        if self.config.union_clusters:
+            chosen = self._chosen.any(1, keepdim=True).expand(-1, len(self._labels), -1)  # algorithm 1, line 23
+        else:
+            chosen = self._chosen[:, self._labels]                                      # eq. 7
+        visible = chosen | newest[:, None]                                              # and newer tokens
         visible[:, self._heads] = self.occupied[:, None]
         return visible
 

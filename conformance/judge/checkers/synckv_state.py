@@ -25,7 +25,7 @@ from .synckv_sets import backwards, weight_interval
 BUDGET, EVICTS = "k", False
 SMALL = {"stride": 2, "clusters": 1, "max_tokens": 160 if torch.cuda.is_available() else 24}
 #: Anticipates at every step, so that tests cover its operations.
-GROUPINGS = ({"stride": 1, "exclude_static": False},)
+GROUPINGS = ({"stride": 1, "exclude_static": False}, {"stride": 1, "clusters": 2, "union_clusters": True})
 COMPILED = ({"offload": True},)
 
 
@@ -48,6 +48,8 @@ def bytes_of(state: Any) -> int:
     """The bytes of the keys and values that a step attends to, without the newest tokens."""
     representatives = len(state.head_clusters.representatives)
     chosen = int((state.chosen >= 0).sum()) / representatives
+    if state.config.union_clusters:
+        chosen = int(mask_of(state.chosen, state.sizes.slots).any(1).sum())
     tokens = representatives * int(state.occupied.sum()) + (state.sizes.key_value_heads - representatives) * chosen
     return int(2 * tokens * state.sizes.head_dim * state.dtype.itemsize)
 
