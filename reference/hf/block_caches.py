@@ -23,9 +23,9 @@ block_size tokens, which it holds beside its budget; prefill_chunk_size bounds t
 """
 #: About the option of methods that can rotate by places in the cache.
 ROTATION = """With rerotate_keys=True, queries and keys are rotated by their places in the cache instead of their
-positions in the text. The cache undoes the model's rotation in the model's dtype; the model must hold its frequencies
-in float32, as `from_pretrained` leaves them. NotImplementedError unless it is a {models} model with the
-default rotary embedding.
+positions in the text. The cache undoes the model's rotation and rounds the result to the model's dtype. The model must
+hold its frequencies in float32, as `from_pretrained` leaves them. NotImplementedError unless its model_type is one of
+{models}, with the default rotary embedding.
 
 """
 SIDES = {
@@ -63,4 +63,5 @@ def _derived(name: str, config: type, state: type, side: str, package: str) -> t
         state=state.__name__, side=SIDES[side], longer=", and interval - 1 more" if "interval" in options else "",
         rotation=ROTATION.format(models=", ".join(PLAIN)) if rotates else "",
     )
-    return type(name, (RotatedCache if rotates else StateCache,), {"__doc__": text, "__module__": package, "Config": config, "State": state})
+    base = RotatedCache if rotates else StateCache
+    return type(name, (base,), {"__doc__": text, "__module__": package, "Config": config, "State": state})

@@ -1,7 +1,7 @@
 """Caches whose State rotates queries and keys by their places in the cache (`rerotate_keys=True`).
 
-A model rotates queries and keys by their positions in the text before it passes them to the cache. `RotatedLayer` undoes
-this with the model's own cosines and sines, since the State takes queries and keys before their rotation.
+A model rotates queries and keys by their positions in the text before it passes them to the cache. `RotatedLayer`
+undoes this with the same cosines and sines, since the State takes queries and keys before their rotation.
 """
 
 from __future__ import annotations
