@@ -102,6 +102,9 @@ def total(results: Iterable[Result]) -> Sum:
 #: The suite's tests of itself, which verify no method.
 META = Path(__file__).parents[1] / "meta"
 
+#: Patterns of the files that test the caches for transformers. They need transformers, and generate text with a method.
+CACHES = tuple(str(META.parent / "*" / name) for name in ("test_*_hf*.py", "test_caches*.py", "test_progress.py"))
+
 
 def classify(item: pytest.Item) -> dict[str, Any]:
     """The method, the kind and the claims of a test, from its markers, parameters and file name."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -16,6 +18,7 @@ from safetensors.torch import save_file
 from kvtwin.conformance import __main__ as main_job
 from kvtwin.conformance import cli, discovery, ledger, plugin
 from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.harness import results
 from kvtwin.conformance.harness.report import write_report
 from kvtwin.conformance.meta.report_sample import passed, sample
 from kvtwin.fixtures import accuracy_of
@@ -132,6 +135,21 @@ def test_replay_refuses_a_case_that_was_edited(tmp_path, capsys):
     for metadata, held in files:
         save_file(held, path, metadata=metadata)
         assert "case.safetensors holds no saved case" in refused(capsys, "replay", str(path)), metadata
+
+
+def test_the_main_job_leaves_out_the_tests_of_caches_and_no_claim():
+    """Only the files that it leaves out need transformers. They test no claim."""
+    arguments = main_job.pytest_arguments(main_job.parser().parse_args(["--jobs", "1"]))
+    patterns = [one.removeprefix("--ignore-glob=") for one in arguments if one.startswith("--ignore-glob=")]
+    tests = [path for path in plugin.HERE.rglob("test_*.py") if results.META not in path.parents]
+    left_out = [path for path in tests if any(fnmatch.fnmatch(str(path), pattern) for pattern in patterns)]
+    assert len(left_out) > 10
+    for path in tests:
+        text = path.read_text(encoding="utf-8")
+        if path in left_out:
+            assert "mark.claim" not in text, path.name
+        else:
+            assert not re.search(r"importorskip\(.transformers", text), path.name
 
 
 def test_an_empty_name_of_an_implementation_is_no_default():
