@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.judge.checkers.epikv import SEGMENTS, Adapter, extras
+from kvtwin.conformance.judge.checkers.epikv import BY_ENTROPY, SEGMENTS, Adapter, extras
 from kvtwin.conformance.judge.lockstep import Lockstep, pair
 from kvtwin.reference.epikv.contract import EpiKVConfig
 
@@ -94,9 +94,9 @@ def test_a_longer_run_with_reset_and_beams(policy, twins, device):
 
 @pytest.mark.parametrize("options", [
     {"policy": "band_adaptive", "bands": (2, 1)}, {"policy": "lag_kv"}, {"policy": "attn_x_hs"},
-    {"policy": "segment_hs", **SEGMENTS, "edges": (0.55, 0.7)},
+    {"policy": "segment_hs", **SEGMENTS, "edges": (0.55, 0.7)}, {"policy": "segment_hs", **BY_ENTROPY},
     {"policy": "kv_key", "budget": 4, "keep_prompt": True, "count_prompt": False, "max_prompt": 21},
-], ids=lambda options: options["policy"])
+], ids=lambda options: options.get("segments_by", options["policy"]))
 def test_rows_of_other_ages_in_another_order_and_after_a_reset(options, twins, device):
     """Rows with padding in other places keep other tokens in other slots. Then they change places. After a reset both
     get other prompts, and after another one none. In the interpreter, 18 slots are three pieces of a kernel's loops."""
@@ -144,8 +144,9 @@ def test_the_paper_s_budgets_and_windows(twins, device):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("options", [{"policy": "attn_x_hs"}, {"policy": "segment_hs", **SEGMENTS}],
-                         ids=("attn_x_hs", "segment_hs"))
+@pytest.mark.parametrize("options", [
+    {"policy": "attn_x_hs"}, {"policy": "segment_hs", **SEGMENTS}, {"policy": "segment_hs", **BY_ENTROPY},
+], ids=("attn_x_hs", "segment_hs", "entropy"))
 def test_hybrids_of_attention_and_hidden_states(options, keep, twins, device):
     """Eviction from the prompt, steps, a reorder and a reset. A kept prompt scores +inf."""
     kept = {"count_prompt": False, "max_prompt": 9} if keep else {"keep_prompt": False}
