@@ -21,7 +21,7 @@ from . import epikv_hybrids, epikv_scores
 __all__ = ["GROUPINGS", "KEEPS_PROMPTS", "SMALL", "Adapter", "arguments", "assert_inside", "configs", "extras", "parts"]
 
 SEGMENTS = {"tau": 2, "edges": (0.3, 0.6), "sparsity_threshold": 0.3}
-BY_ENTROPY = {"tau": 2, "edges": (0.75, 0.9), "segments_by": "entropy"}
+BY_ENTROPY = {"tau": 2, "edges": (0.8, 0.88), "segments_by": "entropy"}
 #: Prompt tokens may be evicted, so small budgets are allowed.
 SMALL = {"keep_prompt": False, "window": 3, "chunk": 2}
 KEEPS_PROMPTS = True
