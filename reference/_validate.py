@@ -69,6 +69,25 @@ def check_ratio(name: str, value: object) -> None:
         raise ValueError(f"{name} must be from 0 to 1, got {value}")
 
 
+def check_frequencies(name: str, value: object) -> None:
+    """A tuple of at least one number above 0 and at most 1."""
+    if not isinstance(value, tuple):
+        raise TypeError(f"{name} must be a tuple of floats, got {type(value).__name__}: {value!r}")
+    if not value:
+        raise ValueError(f"{name} must have at least one frequency, got none")
+    for place, number in enumerate(value):
+        if not 0 < check_number(f"{name}[{place}]", number) <= 1:
+            raise ValueError(f"{name}[{place}] must be above 0 and at most 1, got {number}")
+
+
+def check_pairs(name: str, frequencies: tuple[float, ...] | None, head_dim: int) -> None:
+    """ValueError if there are more frequencies than pairs of channels."""
+    if frequencies is not None and 2 * len(frequencies) > head_dim:
+        raise ValueError(
+            f"{name} must have at most head_dim / 2 = {head_dim // 2} frequencies, got {len(frequencies)}"
+        )
+
+
 def check_flag(name: str, value: object) -> bool:
     """Return `value` if it is a bool."""
     if not isinstance(value, bool):

@@ -202,6 +202,11 @@ class BlockState(State):
 
     # Defined by each method ------------------------------------------------------------------------------------------
 
+    def _compared(self, query: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """The queries of a block, in its slots already, and the keys of the slots before `end`, as attention multiplies
+        them."""
+        return query, self.key[:, :, :end]
+
     def _observe(self, piece: Piece) -> None:
         """Update `score` from the attention of a block. The block is in its slots already, with a score of 0."""
 
@@ -225,7 +230,7 @@ class BlockState(State):
         self._seen += count
 
         end = start + count
-        logit = block_logits(query, self.key[:, :, :end], self.occupied[..., :end], scale=self.scale)
+        logit = block_logits(*self._compared(query, end), self.occupied[..., :end], scale=self.scale)
         weight = softmax(logit)                                                         # [B, Hq, Q, end]
         output = weighted_values(weight, self.value[:, :, :end], self.occupied[..., :end])
         rest = (0, self.config.block_size - count)                                      # slots beyond the block

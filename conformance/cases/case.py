@@ -398,7 +398,9 @@ def _loaded(path: Path | str, device: str | None) -> Case:
     fields["dtype"] = getattr(torch, fields["dtype"])
     fields["device"] = device or "cpu"
     if "config" in fields:
-        fields["config"] = tuple((name, value) for name, value in fields["config"])
+        fields["config"] = tuple(
+            (name, tuple(value) if isinstance(value, list) else value) for name, value in fields["config"]
+        )
     absent = fields.pop("absent")
     fields.pop("subject", None)
     case = KINDS[fields.pop("kind")](**fields)

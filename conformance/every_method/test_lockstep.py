@@ -80,7 +80,8 @@ def test_with_room_for_all_it_is_full_attention(pair, data, twins):
     trace = data.draw(state_traces(pair.name, max_prompt=12, max_steps=6))
     total = trace.prompt + trace.steps
     budget = checkers.ask(pair.name, "BUDGET", "budget")
-    config = pair.config(**{**trace.options, budget: max(total + 1, trace.options[budget])})
+    plain = checkers.ask(pair.name, "PLAIN", {})
+    config = pair.config(**{**trace.options, **plain, budget: max(total + 1, trace.options[budget])})
     state = getattr(checkers.module(twins.optimized, pair), pair.state.__name__)(config, **trace.sizes)
     prompt = trace.prompt_inputs
     occupied = torch.ones(trace.batch, total, dtype=torch.bool, device=trace.device)

@@ -54,7 +54,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "per_head": False, "sinks": 0, "check_finite": False, "scale": None,
     },
     "snapkv": {"window": 32, "kernel_size": 5, "interval": 1, "block_size": 128, "scale": None},
-    "streaming_llm": {"sinks": 4, "block_size": 128, "scale": None},  # its authors' four attention sinks
+    "streaming_llm": {"sinks": 4, "inv_freq": None, "block_size": 128, "scale": None},  # its authors' four sinks
     "h2o": {"recent": None, "sinks": 0, "interval": 1, "block_size": 128, "scale": None},
     "vatp": {"recent": None, "sinks": 1, "interval": 1, "block_size": 128, "scale": None},
     "tova": {"per_head": True, "interval": 1, "block_size": 128, "scale": None},

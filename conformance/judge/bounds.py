@@ -87,11 +87,13 @@ def logit_error(attention: Attention, allowed: Arithmetic) -> Tensor:
     it: gamma(c (D + 2)) * |scale| sum_d |q_d k_jd|. Subtracting the maximum, or the log-sum-exp in one or two parts,
     and converting between bases: at most four roundings of numbers no larger than |s_j| + |m|: 4 u (|s_j| + |m|).
     (Rescalings telescope: m - m_1 + m_1 - m_2 + ... adds at most u (m - s_j) in all.) Products that underflow: FLUSH
-    each.
+    each. Rounded queries and keys add `attention.rotation`.
     """
     logit = attention.logit.masked_fill(~attention.seen, 0)
     terms = allowed.dot * (attention.head_dim + 2)
     error = gamma(terms) * attention.dot + 4 * UNIT * (logit.abs() + attention.top.abs())
+    if attention.rotation is not None:
+        error = error + attention.rotation
     return (error + terms * FLUSH * (abs(attention.scale) + 1)).masked_fill(~attention.seen, 0)
 
 

@@ -40,7 +40,9 @@ class Attention:
     """Exact attention of Q queries per head over S slots in float64, with its inputs.
 
     logit, dot [B, Hq, Q, S]: scale * q . k (-inf where the slot is masked for the query), and |scale| * sum_d |q_d k_d|
-    (0 there). value [B, Hkv, S, D], zero where unoccupied. dtype: that of the low-precision inputs.
+    (0 there). value [B, Hkv, S, D], zero where unoccupied. dtype: that of the low-precision inputs. rotation: the error
+    of the logits by rounded queries and keys, [B, Hq, Q, S], 0 where masked; None if they are exact. `dot` is then of
+    the largest rounded queries and keys.
     """
 
     logit: Tensor
@@ -49,6 +51,7 @@ class Attention:
     occupied: Tensor
     scale: float
     dtype: torch.dtype
+    rotation: Tensor | None = None
 
     @property
     def query_heads(self) -> int:

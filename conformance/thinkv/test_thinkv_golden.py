@@ -2,7 +2,7 @@
 
 The state under test runs in lockstep with a float64 state, which adopts adjudicated choices. After an adopted choice
 the float64 state may differ from the record, so windows are compared with the record only until then. At least half of
-them must be. The CPU replays the small case, the GPU all cases.
+them must be. The CPU replays the small cases, the GPU all cases.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvtwin.reference.thinkv.types import Thought
 
 pytestmark = pytest.mark.kind("golden")
 
-CASES = ("3.16", "3.48", "6.64")  # layer.budget; the first has one KV head
+CASES = ("3.16", "3.20", "3.48", "6.64")  # layer.budget; the first two have one KV head, the second quantizes nothing
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_thinkv_reference_repeats_the_golden_trace(case, traces, twins):
 
 
 def test_thinkv_follows_the_golden_trace(traces, twins, device):
-    for case in CASES if device.type == "cuda" else CASES[:1]:
+    for case in CASES if device.type == "cuda" else CASES[:2]:
         follow(case, traces, twins, device)
 
 

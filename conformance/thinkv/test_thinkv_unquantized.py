@@ -180,6 +180,21 @@ def test_eviction_alone_keeps_tokens_as_they_are(dtype, side, twins, device):
             assert_same(bits(stored[row][:, slots]), bits(given[row][:, held[slots]].float()), what=name)
 
 
+@SIDES
+def test_quantization_alone_evicts_nothing(side, twins, device):
+    """The ablation "TBQ": with a minimum of a whole segment and a budget for all tokens, transitions evict nothing."""
+    config = ThinKVConfig(20, tau=4, group=2, block=2, retention=(4,), max_tokens=20)
+    state = getattr(twins, side).thinkv.ThinKVState(
+        config, batch=1, query_heads=2, key_value_heads=1, head_dim=16, dtype=torch.float32, device=device
+    )
+    state.prefill(*(torch.ones(1, heads, 9, 16, device=device) for heads in (2, 1, 1)))
+    state.thought = torch.zeros_like(state.thought)
+    for _ in range(11):
+        state.step(*(torch.ones(1, heads, 16, device=device) for heads in (2, 1, 1)))
+    assert sorted(state.positions[0].tolist())[-20:] == list(range(20))
+    assert state.cache.bits_per_element() < 16
+
+
 @pytest.mark.parametrize("formats", [*WHOLE, "fp8 unquantized ternary"])
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
 def test_a_state_keeps_step_without_quantization(formats, dtype, twins, device):

@@ -1,11 +1,14 @@
-"""StreamingLLM on the GPU: attention, and eviction by position alone."""
+"""StreamingLLM on the GPU: attention, with or without rotation by places in the cache, and eviction by position alone.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ...reference._validate import check_positions
+from ...reference._validate import check_pairs, check_positions
 from ...reference.baselines.streaming_llm import StreamingLLMConfig
+from .._common.block_cache.rotate import rotate
 from .._common.block_cache.state import Block, BlockState, newest, oldest
 
 __all__ = ["StreamingLLMConfig", "StreamingLLMState", "keep"]
@@ -22,13 +25,37 @@ def keep(positions: Tensor, budget: int, *, sinks: int = 4) -> Tensor:
 
 
 class StreamingLLMState(BlockState):
-    """A StreamingLLM cache. Tokens are ranked by position; `score` is 0 for every token."""
+    """A StreamingLLM cache. Tokens are ranked by position; `score` is 0 for every token. With config.inv_freq, queries
+    and keys come without rotation, and `key` holds such keys; rotated queries and keys are rounded to the state's
+    dtype, and a step takes more kernels. ValueError for more frequencies than pairs of channels."""
 
     Config = StreamingLLMConfig
     _rule = "age"
 
     def _allocate(self) -> None:
+        inv_freq = self.config.inv_freq
+        check_pairs("inv_freq", inv_freq, self.sizes.head_dim)
         self._sinks = self.config.sinks
+        if inv_freq is not None:
+            self._frequencies = self._buffer(len(inv_freq), dtype=torch.float32)
+            self._frequencies.copy_(torch.tensor(inv_freq))
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.config.inv_freq is None:
+            return super().step(query, key, value)
+        return self._step_as_block(query, key, value)
+
+    def _compared(self, query: Tensor, real: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        if self.config.inv_freq is None:
+            return super()._compared(query, real, end)
+        config, ordinals = self.config, self._ordinals[:, :, :end]
+        # Evicted tokens are newer than all sinks and older than all other cached tokens.
+        evicted = (self._held - real.sum(-1, keepdim=True) - config.budget).clamp_min(0).int()
+        own = ordinals[:, :, end - query.shape[2]:]
+        return (
+            rotate(query, own, evicted, self._frequencies, config.sinks),
+            rotate(self.key[:, :, :end], ordinals, evicted, self._frequencies, config.sinks),
+        )
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         return None, None

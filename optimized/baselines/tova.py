@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from ...reference._validate import resolve_scale
-from ...reference._validate_attention import check_step
 from ...reference.baselines.tova import TOVAConfig
 from ...reference.blocks import AttendResult
 from .._common.block_cache import kernels as kernels
 from .._common.block_cache.over_heads import over_heads
 from .._common.block_cache.state import Block, BlockState, check_block
-from .._common.launch import check_launchable
 
 __all__ = ["AttendResult", "TOVAConfig", "TOVAState", "attend"]
 
@@ -39,13 +37,7 @@ class TOVAState(BlockState):
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.config.per_head:
             return super().step(query, key, value)
-        check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
-        check_launchable(query=query, key=key, value=value)
-        self._start_change("step")
-        real = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
-        output = self._append(query[:, :, None], key[:, :, None], value[:, :, None], real)[:, :, 0]
-        self._end_change()
-        return output
+        return self._step_as_block(query, key, value)
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         end = block.end

@@ -7,6 +7,8 @@ Elements of blocks are float16 times 1 / UNIT, exactly (see `_paging_decode.py`)
 2^14 by a power of two per head and cast to float16. P is cast to float16 times UNIT. Both products use tensor cores.
 fp8's scales, here one per token, are applied to the logits and to P, which is then cast to two bfloat16 numbers, the
 second of which is the rounding error of the first. With float32 queries, all of this is in float32.
+
+Blocks that are not quantized have the queries' dtype and are read with the arithmetic of the buffer, without scales.
 """
 
 from __future__ import annotations
@@ -69,15 +71,16 @@ def _attend_whole(
     i = tl.arange(0, TILE)
     tiles = (count + BLOCKS - 1) // BLOCKS
     each = (tiles + splits - 1) // splits
-    for tile in range(split * each, tl.minimum(split * each + each, tiles)):
+    begin = split * each
+    for tile in range(begin, tl.minimum(begin + each, tiles)):
         inside, group, block = _slots(slot_groups, physical, order, first, tile, count, BLOCK, TILE)
-        live = group >= 0
+        held = group >= 0
         at = record_of_whole(b, block, h, row_words, base, heads, FORMAT, BLOCK, HEAD_DIM) + i % BLOCK * WIDTH
-        k = _whole(words, halves, at, live, q.dtype, HEAD_DIM, D_PAD)
-        logit = tl.where(live[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
-        _keep(logits, (first + tile * BLOCKS) * BLOCK + i, logit, live, inside, kept, GROUP_HEADS, ROWS)
+        k = _whole(words, halves, at, held, q.dtype, HEAD_DIM, D_PAD)
+        logit = tl.where(held[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
+        _keep(logits, (first + tile * BLOCKS) * BLOCK + i, logit, held, inside, kept, GROUP_HEADS, ROWS)
         p, top, weight_sum, rescale = weigh_tile(logit, top, weight_sum)
-        v = _whole(words, halves, at + BLOCK * WIDTH, live, q.dtype, HEAD_DIM, D_PAD)
+        v = _whole(words, halves, at + BLOCK * WIDTH, held, q.dtype, HEAD_DIM, D_PAD)
         acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
     return acc, top, weight_sum
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from .plug import StateCache
+from .rotation import PLAIN, RotatedCache
 
 DOCUMENTATION = """A {method} cache for `generate`: at most `budget` tokens per layer, row and KV head{longer}.
 
@@ -18,7 +19,14 @@ The options are those of {config}: {options}. The model gives the scale. The lay
 block_size tokens, which it holds beside its budget; prefill_chunk_size bounds the model's activations. The slots are in
 `cache.layers[i].state`, a `{state}`. Arguments, padding, turns and errors: `kvtwin.reference.hf.plug.StateCache`.
 
-{side}
+{rotation}{side}
+"""
+#: About the option of methods that can rotate by places in the cache.
+ROTATION = """With rerotate_keys=True, queries and keys are rotated by their places in the cache instead of their
+positions in the text. The cache undoes the model's rotation and rounds the result to the model's dtype. The model must
+hold its frequencies in float32, as `from_pretrained` leaves them. NotImplementedError unless its model_type is one of
+{models}, with the default rotary embedding.
+
 """
 SIDES = {
     "kvtwin.reference": "It runs the eager reference, in float64 to bfloat16.",
@@ -48,8 +56,12 @@ def find(name: str, side: str, package: str) -> type[StateCache] | None:
 
 def _derived(name: str, config: type, state: type, side: str, package: str) -> type[StateCache]:
     options = [field.name for field in fields(config) if field.name not in ("budget", "scale")]
+    rotates = "inv_freq" in options
+    options = ["rerotate_keys" if name == "inv_freq" else name for name in options]
     text = DOCUMENTATION.format(
         method=name.removesuffix("Cache"), name=name, config=config.__name__, options=", ".join(options),
         state=state.__name__, side=SIDES[side], longer=", and interval - 1 more" if "interval" in options else "",
+        rotation=ROTATION.format(models=", ".join(PLAIN)) if rotates else "",
     )
-    return type(name, (StateCache,), {"__doc__": text, "__module__": package, "Config": config, "State": state})
+    base = RotatedCache if rotates else StateCache
+    return type(name, (base,), {"__doc__": text, "__module__": package, "Config": config, "State": state})

@@ -11,6 +11,7 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
 - `SMALL`: keyword arguments with which the config accepts any budget from 2 on (default: none);
 - `GROUPINGS`: a list of options, dicts, that change the shapes of a state;
 - `LAWS`: a list of further options, dicts, under which the laws are tested;
+- `PLAIN`: options with which a state multiplies queries and keys as they come (default: none needed);
 - `COMPILED`: a list of options, dicts, for which a state uses other kernels, for `compile_only`;
 - `arguments(device)`: values of required parameters that `tiny` does not know, by parameter name, with the sizes of
   `tiny`; "function.parameter" if a parameter's meaning depends on the function;

@@ -97,7 +97,9 @@ class Adapter(lockstep.Adapter):
     - `ties(chunk)`: [B, Hkv, S] int64, the lowest slot of each class of tokens that rank the same in any arithmetic
       (see `ties.tie_classes`), so that the slot decides. Default: tokens of equal rank, which suits exact ranks.
 
-    All three see the reference before it evicts. Where the tested state's choice differs and is right, the reference
+    - `attention(chunk)`, if queries and keys are not multiplied as they come.
+
+    All of them see the reference before it evicts. Where the tested state's choice differs and is right, the reference
     adopts it (`_adopt`), so that both states have the same history afterwards.
     """
 
@@ -110,6 +112,10 @@ class Adapter(lockstep.Adapter):
         self._bound: Tensor | None = None
 
     # Overridden by methods -------------------------------------------------------------------------------------------
+
+    def attention(self, chunk: Chunk) -> Attention:
+        """The exact attention of the chunk's queries, for the bound of the output."""
+        return chunk.attention
 
     def score_error(self, chunk: Chunk) -> Tensor:
         return torch.zeros_like(chunk.previous_error)
@@ -190,7 +196,7 @@ class Adapter(lockstep.Adapter):
         with field("score"):
             assert_dtype(tested.score, torch.float32, what="score")
             assert_within(tested.score, reference.score, self.previous_error, what=f"score {when}")
-        return bounds.output_error(chunk.attention, allowed)
+        return bounds.output_error(self.attention(chunk), allowed)
 
     @staticmethod
     def _keep_mask(tested: Any, chunk: Chunk, when: str) -> Tensor:

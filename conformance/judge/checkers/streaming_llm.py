@@ -1,20 +1,28 @@
-"""Checker of StreamingLLM: positions alone decide, so only the attention output has an error bound."""
+"""Checker of StreamingLLM: positions alone decide, so only the attention output has an error bound.
+
+With `inv_freq`, it includes the errors of the rotation by places in the cache.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ....reference.attention import per_query_head
 from ...cases.block_cases import LAYOUTS, ORDERS, PositionsCase, positions_cases
 from ...cases.contents import OCCUPANCIES
-from .. import block_model, stats
+from .. import block_model, lockstep, stats
+from ..bounds import FLUSH, SLACK, TINY, UNIT, UNITS, gamma
 from ..compare import assert_dtype, assert_same
 from ..fields import field
+from ..oracle import Attention, attend
 from ..subjects import Subject, aspects
 from . import blocks
+from .blocks import Chunk
 
 SMALL = {**blocks.SMALL, "sinks": 1}
 #: See the package.
@@ -23,13 +31,23 @@ CACHES: dict[str, dict[str, Any]] = {
     "sinks": {"budget": 5, "block_size": 3, "sinks": 4},
     "no sinks": {"budget": 4, "block_size": 7, "sinks": 0},
 }
+#: Frequencies for any head_dim. The last angles are small.
+FREQUENCIES = (1.0, 0.3, 0.07, 0.004)
+GROUPINGS = ({"inv_freq": FREQUENCIES},)
+PLAIN: dict[str, Any] = {"inv_freq": None}
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"budget": 4, "sinks": 4}, ValueError, "sinks must be less than budget = 4"),
+    ({"budget": 4, "sinks": 1, "inv_freq": (1.0,)}, TypeError, "inv_freq is not an option"),
+    ({"budget": 4, "sinks": 1, "rerotate_keys": 1}, TypeError, "rerotate_keys must be a bool"),
 ]
 NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("sinks", blocks.NOT_INTEGERS, TypeError, "sinks must be an int"),
     ("sinks", (-1,), ValueError, "sinks must be at least 0"),
     ("sinks", (4, 5), ValueError, "sinks must be less than budget = 4, got"),
+    ("inv_freq", (0.5, [1.0], torch.ones(2)), TypeError, "inv_freq must be a tuple of floats"),
+    ("inv_freq", ((1.0, "a"), (1.0, None)), TypeError, r"inv_freq\[1\] must be a float"),
+    ("inv_freq", ((),), ValueError, "inv_freq must have at least one frequency"),
+    ("inv_freq", ((1.0, 0.0), (1.0, 1.5), (1.0, -0.5)), ValueError, r"inv_freq\[1\] must be above 0 and at most 1"),
 ]
 
 
@@ -37,7 +55,9 @@ NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
 def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     """See the package."""
     config = draw(blocks.block_configs(most))
-    return {**config, "sinks": draw(st.integers(0, min(4, config["budget"] - 1)))}
+    pairs = draw(st.sampled_from((None, 1, 3, 8)))
+    inv_freq = None if pairs is None else tuple(2.0 ** -(7 * pair / pairs) for pair in range(pairs))
+    return {**config, "sinks": draw(st.integers(0, min(4, config["budget"] - 1))), "inv_freq": inv_freq}
 
 
 def arguments(device: torch.device) -> dict[str, Any]:
@@ -82,5 +102,63 @@ class Model(block_model.Head):
         return set(sorted(positions)[:self.config.sinks])
 
 
+class Rotated(NamedTuple):
+    """Vectors [B, H, N, D] after their rotation, in float64, and the largest error of the computed ones."""
+
+    exact: Tensor
+    error: Tensor
+
+
+def rotated(vector: Tensor, place: Tensor, inv_freq: tuple[float, ...], dtype: torch.dtype) -> Rotated:
+    """The rotation of vector [B, H, N, D] float64 by place [B, H, N], and the error of its computation.
+
+    y_d = x_d cos a - x_e sin a and y_e = x_e cos a + x_d sin a with a = place * f. The frequency and the product are
+    rounded to float32 (a place is exact): |a' - a| <= gamma(2) a. The computed cosine and sine are within 2 ulp of
+    those of a', and an ulp of a number up to 1 is at most 2 u: with slopes up to 1, both have the error
+    e = gamma(2) a + 4 u. Each product passes through at most two roundings, its own and that of the sum:
+
+        |y' - y| <= (|x_d| + |x_e|) e + gamma(2) (|x_d| (|cos a| + e) + |x_e| (|sin a| + e)),
+
+    and the other one alike. Numbers below FLUSH flush to zero, inputs, products, and results. The result may be rounded
+    to `dtype`. Channels that do not rotate are exact.
+    """
+    pairs = len(inv_freq)
+    angle = place[..., None] * torch.tensor(inv_freq, dtype=torch.float64, device=vector.device)
+    cos, sin = angle.cos(), angle.sin()
+    one, other, rest = vector[..., :pairs], vector[..., pairs:2 * pairs], vector[..., 2 * pairs:]
+    off = gamma(2) * angle + 4 * UNIT
+    exact, error = [], []
+    for own, partner, sign in ((one, other, -1), (other, one, 1)):
+        exact.append(own * cos + sign * partner * sin)
+        sizes = own.abs() * (cos.abs() + off) + partner.abs() * (sin.abs() + off)
+        computed = (own.abs() + partner.abs()) * off + gamma(2) * sizes + 4 * FLUSH
+        error.append(computed + UNITS[dtype] * (exact[-1].abs() + computed) + TINY[dtype])
+    return Rotated(torch.cat([*exact, rest], -1), torch.cat([*error, torch.zeros_like(rest)], -1) * SLACK)
+
+
 class Adapter(blocks.Adapter):
     """Ranks are positions; scores are 0."""
+
+    def attention(self, chunk: Chunk) -> Attention:
+        """With `inv_freq`: of rotated queries and keys, whose errors q' and k' change a logit by at most
+        |scale| sum_d (|q_d| k'_d + q'_d |k_d| + q'_d k'_d)."""
+        inv_freq = chunk.reference.config.inv_freq
+        if inv_freq is None:
+            return chunk.attention
+        before, count = chunk.before, chunk.before["query"].shape[2]
+        end = chunk.reference.config.capacity + count
+        positions, occupied = before["positions"][..., :end], before["occupied"][..., :end]
+        older = (positions[..., None, :] < positions[..., :, None]) & occupied[..., None, :]      # [B, Hkv, end, end]
+        place = older.sum(-1).masked_fill(~occupied, 0)
+        own = per_query_head(place[..., end - count:], before["query"].shape[1])
+        query = before["query"].masked_fill(~before["real"][:, None, :, None], 0)
+        key = before["key"][:, :, :end].masked_fill(~occupied[..., None], 0)
+        q, k = rotated(query, own, inv_freq, chunk.dtype), rotated(key, place, inv_freq, chunk.dtype)
+        scale = lockstep.scale_of(chunk.reference)
+        exact = attend(q.exact, k.exact, before["value"][:, :, :end], occupied, scale=scale, causal=True)
+        most = attend(
+            q.exact.abs() + q.error, k.exact.abs() + k.error, before["value"][:, :, :end], occupied, scale=scale,
+            causal=True,
+        )
+        sizes = attend(q.exact.abs(), k.exact.abs(), before["value"][:, :, :end], occupied, scale=scale, causal=True)
+        return replace(exact, dot=most.dot, dtype=chunk.dtype, rotation=(most.dot - sizes.dot).clamp_min(0) * SLACK)

@@ -173,6 +173,16 @@ class BlockState(State):
         self._end_change()
         return output
 
+    def _step_as_block(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`step` by the kernels for blocks, of which it takes more."""
+        check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        check_launchable(query=query, key=key, value=value)
+        self._start_change("step")
+        real = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
+        output = self._append(query[:, :, None], key[:, :, None], value[:, :, None], real)[:, :, 0]
+        self._end_change()
+        return output
+
     def reorder(self, index: Tensor) -> None:
         """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.sizes.batch, self.device)
@@ -200,6 +210,11 @@ class BlockState(State):
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         raise NotImplementedError
 
+    def _compared(self, query: Tensor, real: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """The queries of a block, in its slots and counted in `_held` already, and the keys of the slots before `end`,
+        as attention multiplies them. Decode steps ask only if they are blocks of one token (`_step_as_block`)."""
+        return query, self.key[:, :, :end]
+
     # One block -------------------------------------------------------------------------------------------------------
 
     def _append(self, query: Tensor, key: Tensor, value: Tensor, real: Tensor) -> Tensor:
@@ -215,9 +230,8 @@ class BlockState(State):
         self._held += real.sum(-1, keepdim=True)
         if self._counts is not None:
             self._counts += real.sum(-1, keepdim=True)
-        output, parts = attend(
-            query, self.key[:, :, :end], self.value[:, :, :end], self.occupied[:, :, :end], self.scale
-        )
+        compared, keys = self._compared(query, real, end)
+        output, parts = attend(compared, keys, self.value[:, :, :end], self.occupied[:, :, :end], self.scale)
         self._evict(Block(query, real, positions, end, parts), count)
         return output
 
