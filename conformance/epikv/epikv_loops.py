@@ -3,6 +3,7 @@ against these loops."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -136,6 +137,12 @@ class HybridLoop(WholeLoop):
             shares.append(float((pooled < self.config.sparsity_threshold * pooled.max()).double().mean()))
         return sum(shares) / len(shares)
 
+    def entropy(self, gave: dict[int, Tensor]) -> float:
+        each = [-sum(weight * math.log(weight) for weight in head if weight) for head in zip(*(
+            weights.tolist() for weights in gave.values()
+        ), strict=True)]
+        return sum(each) / len(each) / math.log(len(gave)) if len(gave) > 1 else 0.0
+
     def decide(self) -> None:
         config, total = self.config, self.seen
         if not self.gave:                                                              # the prompt
@@ -148,6 +155,9 @@ class HybridLoop(WholeLoop):
                 for gave in self.gave:
                     for token, weights in gave.items():
                         received[token] += float(weights.mean()) / len(self.gave)
+            elif self.steps % config.tau == 0 and config.segments_by == "entropy":
+                mean = sum(map(self.entropy, self.gave)) / len(self.gave)
+                self.mine = 0 if mean < config.edges[0] else 2 if mean < config.edges[1] else 1
             elif self.steps % config.tau == 0:
                 mean = sum(map(self.sparsity, self.gave)) / len(self.gave)
                 self.mine = 0 if mean >= config.edges[1] else 2 if mean >= config.edges[0] else 1

@@ -23,6 +23,7 @@ from kvtwin.reference.hf.plug_epikv import BandLayer, check_bands
 pytestmark = pytest.mark.kind("equivalence")
 
 SEGMENT_HS = {"policy": "segment_hs", "layers": BANDS, "tau": 2, "edges": (0.74, 0.79), "sparsity_threshold": 0.4}
+BY_ENTROPY = {"policy": "segment_hs", "layers": BANDS, "tau": 2, "edges": (0.25, 0.3), "segments_by": "entropy"}
 POLICIES = {"epikv": {"layers": BANDS}, "attn_x_hs": {"policy": "attn_x_hs", "layers": ((1,), ())},
             "segment_hs": SEGMENT_HS}
 every_policy = pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
@@ -71,7 +72,8 @@ def test_generation_is_the_loop(family, options, twins, device):
 
 
 @pytest.mark.parametrize("side", ["reference", "optimized"])
-@pytest.mark.parametrize("options", [POLICIES["attn_x_hs"], SEGMENT_HS], ids=("attn_x_hs", "segment_hs"))
+@pytest.mark.parametrize("options", [POLICIES["attn_x_hs"], SEGMENT_HS, BY_ENTROPY],
+                         ids=("attn_x_hs", "segment_hs", "entropy"))
 def test_generation_with_a_hybrid_is_the_loop(options, side, twins, device):
     """All layers contribute to the choice, and keep the same tokens."""
     small = {"num_attention_heads": 2, "num_key_value_heads": 1} if side == "optimized" and device.type == "cpu" else {}

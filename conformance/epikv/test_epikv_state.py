@@ -3,6 +3,7 @@ late."""
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.judge.checkers.epikv import SEGMENTS, Adapter, extras
+from kvtwin.conformance.judge.checkers.epikv import BY_ENTROPY, SEGMENTS, Adapter, extras
 from kvtwin.conformance.judge.lockstep import Lockstep, pair
 from kvtwin.reference.epikv.contract import EpiKVConfig
 
@@ -94,9 +95,9 @@ def test_a_longer_run_with_reset_and_beams(policy, twins, device):
 
 @pytest.mark.parametrize("options", [
     {"policy": "band_adaptive", "bands": (2, 1)}, {"policy": "lag_kv"}, {"policy": "attn_x_hs"},
-    {"policy": "segment_hs", **SEGMENTS, "edges": (0.55, 0.7)},
+    {"policy": "segment_hs", **SEGMENTS, "edges": (0.55, 0.7)}, {"policy": "segment_hs", **BY_ENTROPY},
     {"policy": "kv_key", "budget": 4, "keep_prompt": True, "count_prompt": False, "max_prompt": 21},
-], ids=lambda options: options["policy"])
+], ids=lambda options: options.get("segments_by", options["policy"]))
 def test_rows_of_other_ages_in_another_order_and_after_a_reset(options, twins, device):
     """Rows with padding in other places keep other tokens in other slots. Then they change places. After a reset both
     get other prompts, and after another one none. In the interpreter, 18 slots are three pieces of a kernel's loops."""
@@ -144,8 +145,9 @@ def test_the_paper_s_budgets_and_windows(twins, device):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("options", [{"policy": "attn_x_hs"}, {"policy": "segment_hs", **SEGMENTS}],
-                         ids=("attn_x_hs", "segment_hs"))
+@pytest.mark.parametrize("options", [
+    {"policy": "attn_x_hs"}, {"policy": "segment_hs", **SEGMENTS}, {"policy": "segment_hs", **BY_ENTROPY},
+], ids=("attn_x_hs", "segment_hs", "entropy"))
 def test_hybrids_of_attention_and_hidden_states(options, keep, twins, device):
     """Eviction from the prompt, steps, a reorder and a reset. A kept prompt scores +inf."""
     kept = {"count_prompt": False, "max_prompt": 9} if keep else {"keep_prompt": False}
@@ -212,9 +214,43 @@ def test_layers_that_share_a_scorer_tell_thoughts_together(side, twins, device):
     assert int(scorer.positions[0, scorer.next_slot]) == 4
 
 
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_layers_that_share_a_scorer_tell_thoughts_by_their_mean_entropy(side, twins, device):
+    """A layer that attends to one token has the entropy 0, and one that attends to all equally has 1, the largest. The
+    lower their mean where a segment begins, the sooner its tokens are evicted. A token alone has no entropy."""
+    scorer, layers = shared(
+        twins, side, device, budget=8, policy="segment_hs", tau=2, edges=(0.3, 0.7), segments_by="entropy"
+    )
+    for token, targets in enumerate([(None, None), (None, None), (None, None), (0, 0), (0, None), (0, 0), (1, 1)]):
+        look(scorer, layers, token, list(targets))
+    thoughts = dict(zip(scorer.positions[0].tolist(), layers[0].thoughts[0].tolist(), strict=True))
+    assert thoughts == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2, 6: 0, -1: -1}
+    look(scorer, layers, 7, [None, None])
+    assert int(scorer.positions[0, scorer.next_slot]) == 0
+    look(scorer, layers, 8, [None, None])
+    look(scorer, layers, 9, [None, None])
+    assert int(scorer.positions[0, scorer.next_slot]) == 6, "the transitions 0, 1 and 6 first, then executions"
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_the_entropy_of_many_heads_and_tokens(queries, twins, device):
+    """Each query head has attention of its own, from even to a single token. In the interpreter, 5 heads and 21 slots
+    are three pieces each, the last of which is not full."""
+    made = {"policy": "segment_hs", **BY_ENTROPY, "tau": 1, "edges": (0.63, 0.68) if queries > 1 else (0.3, 0.7)}
+    run = both(twins, device, queries=queries, budget=21, recent=2, window=5, keep_prompt=False, **made)
+    sizes = torch.arange(queries, device=device)[:, None]
+    query, key, value = drawn(140, device, 17, queries=queries)
+    run.prefill(query, key, value)
+    for step in range(12):
+        query, key, value = drawn(141 + step, device, queries=queries)
+        run.step(query * (sizes if queries > 1 else 4 * (step % 3)), key, value)
+    thoughts = run.tested.thoughts[run.tested.positions >= 17]
+    assert set(thoughts.tolist()) == {0, 1, 2}
+
+
 @pytest.mark.kind("laws")
 @pytest.mark.parametrize("side", ["reference", "optimized"])
-@pytest.mark.parametrize("policy", ["attn_x_hs", "segment_hs"])
+@pytest.mark.parametrize("policy", ["attn_x_hs", "segment_hs", "entropy"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_hybrids_keep_what_their_definition_keeps(seed, policy, side, twins, device):
     """The kept tokens are exactly right after every step, ties included. z-scores of windows of 2 are -1, 0 or 1, and
@@ -223,6 +259,8 @@ def test_hybrids_keep_what_their_definition_keeps(seed, policy, side, twins, dev
     replayed."""
     module, draw, budget = getattr(twins, side).epikv, random.Random(seed), 6
     segments = {"edges": (0.31, 0.57), "tau": 2, "sparsity_threshold": 0.5} if policy == "segment_hs" else {}
+    if policy == "entropy":
+        policy, segments = "segment_hs", {"edges": (0.31, 0.57), "tau": 2, "segments_by": "entropy"}
     config = EpiKVConfig(
         budget, policy=policy, recent=2, window=2, keep_prompt=False, hidden_size=1, **segments
     )
@@ -242,6 +280,8 @@ def test_hybrids_keep_what_their_definition_keeps(seed, policy, side, twins, dev
             own[t] = float(signs[0] - sum(signs[1:]))
         if segments:
             share = 1 - len(looked) / len(held)
+            if config.segments_by == "entropy":
+                share = 0.88 - math.log(len(looked)) / math.log(max(2, len(held)))        # 0.31 + 0.57, in reverse
             thought[t] = thought[t - 1] if t % 2 else 0 if share > 0.57 else 2 if share > 0.31 else 1
             whole = torch.tensor([[10 * thought[n] + own[n] for n in range(t + 1)]], device=device)
             kept = module.select(whole, budget, prompt=0, recent=2)

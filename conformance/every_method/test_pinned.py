@@ -40,7 +40,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "epikv": {
         "policy": "epikv", "window": 64,                    # section 3.3, eq. 2 and 3
         "tau": 128, "chunk": 128, "recent": None, "keep_prompt": True, "count_prompt": True, "max_prompt": 0,
-        "bands": None, "hidden_size": None, "edges": None, "sparsity_threshold": 0.01, "scale": None,
+        "bands": None, "hidden_size": None, "edges": None, "sparsity_threshold": 0.01,
+        "segments_by": "sparsity",                          # section 2; table 1 has "segment entropy"
+        "scale": None,
     },
     "keydiff": {
         "recent": 0, "anchor": "mean_normalized", "similarity": "cosine",  # eq. 8; the window is an ablation (table 11)

@@ -19,6 +19,7 @@ from torch import Tensor
 from .._common.launch import GROUP_ROWS, INTERPRETED, on_device_of
 from .._common.numerics import log2_or_minus_inf
 from .._common.thoughts import below_cut, pooled_cut, thought_of
+from ._entropy_kernel import thought_of_entropy
 from ._score_kernels import no_sign
 from ._step_kernels import code_of
 
@@ -92,22 +93,22 @@ def _(
 )
 def choose_by_thought(
     sparsity: Tensor, thoughts: Tensor, thought: Tensor, decoded: Tensor, occupied: Tensor, positions: Tensor,
-    rank: Tensor, seen: Tensor, next_slot: Tensor, layers: int, tau: int, low: float, high: float,
+    rank: Tensor, seen: Tensor, next_slot: Tensor, layers: int, tau: int, low: float, high: float, by_entropy: bool,
 ) -> None:
-    """Classify segments that begin by their mean sparsity over `layers`, store the new token's thought, and choose the
-    next slot: the lowest rank among tokens of the least important thought."""
+    """Classify segments that begin by the mean over `layers` of `sparsity`, which is the entropy if `by_entropy`. Store
+    the new token's thought, and choose the next slot: the lowest rank among tokens of the least important thought."""
     batch, slots = thoughts.shape
     with on_device_of(rank):
         choose_by_thought_kernel[(batch,)](
             sparsity, thoughts, thought, decoded, occupied, positions, rank, seen, next_slot, slots, layers, tau, low,
-            high, SLOTS=_tile(slots), num_warps=8,
+            high, SLOTS=_tile(slots), ENTROPY=by_entropy, num_warps=8,
         )
 
 
 @choose_by_thought.register_fake
 def _(
     sparsity: Tensor, thoughts: Tensor, thought: Tensor, decoded: Tensor, occupied: Tensor, positions: Tensor,
-    rank: Tensor, seen: Tensor, next_slot: Tensor, layers: int, tau: int, low: float, high: float,
+    rank: Tensor, seen: Tensor, next_slot: Tensor, layers: int, tau: int, low: float, high: float, by_entropy: bool,
 ) -> None:
     return None
 
@@ -220,7 +221,7 @@ def choose_by_weight_kernel(
 @triton.jit(do_not_specialize=["slots", "layers", "tau"])
 def choose_by_thought_kernel(
     sparsity, thoughts, thought, decoded, occupied, positions, rank, seen, next_slot, slots, layers, tau, low, high,
-    SLOTS: tl.constexpr,
+    SLOTS: tl.constexpr, ENTROPY: tl.constexpr,
 ):
     """Program: one row. Free slots come first, then the least important thought among evictable tokens, then the rank.
     """
@@ -229,7 +230,8 @@ def choose_by_thought_kernel(
     newest, number = tl.load(seen + b) - 1, tl.load(decoded + b)
     mine = tl.load(thought + b)
     if number % tau == 0:
-        mine = thought_of(tl.load(sparsity + b) / layers, low, high)
+        mean = tl.load(sparsity + b) / layers
+        mine = thought_of_entropy(mean, low, high) if ENTROPY else thought_of(mean, low, high)
     least = tl.full([SLOTS], 3, tl.int64)
     for start in range(0, slots, SLOTS):
         s = start + tl.arange(0, SLOTS).to(tl.int64)

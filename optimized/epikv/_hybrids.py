@@ -11,18 +11,19 @@ from torch import Tensor
 
 from ...reference.epikv.contract import EpiKVConfig
 from ...reference.thinkv.types import Thought
+from . import _entropy_kernel as entropy_kernel
 from . import _hybrid_kernels as kernels
 
 
 class Attention:
     """For "attn_x_hs": aggregate, frozen and received [B, S] float32. For "segment_hs": thoughts [B, S], thought and
-    decoded [B] int64, sparsity [B] float32. With "attn_x_hs", `frozen` is the score by hidden states; otherwise the
+    decoded [B] int64, sparsity [B] float32: that, or the relative entropy, summed over the layers so far. With "attn_x_hs", `frozen` is the score by hidden states; otherwise the
     scorer's own `score` is."""
 
     def __init__(self, config: EpiKVConfig, batch: int, buffer: Callable[..., Tensor]) -> None:
         self._config, slots = config, config.slots
         self._looks = 0
-        by_weight = config.edges is None
+        by_weight, self._by_entropy = config.edges is None, config.segments_by == "entropy"
         self.frozen = buffer(batch, slots if by_weight else 1, dtype=torch.float32)
         self.aggregate, self.received = torch.zeros_like(self.frozen), torch.zeros_like(self.frozen)
         self.thoughts = buffer(batch, 1 if by_weight else slots, dtype=torch.int64)
@@ -64,6 +65,10 @@ class Attention:
         self._looks += 1
         if config.edges is None:
             kernels.receive(logits, normalisers, self.received, first)
+        elif self._by_entropy:
+            entropy_kernel.add_entropy(
+                logits, normalisers, occupied, slot, self.decoded, self.sparsity, config.tau, first
+            )
         else:
             kernels.look_past(
                 logits, normalisers, occupied, slot, self.decoded, self.sparsity, key_value_heads, config.tau,
@@ -83,4 +88,5 @@ class Attention:
             kernels.choose_by_thought(
                 self.sparsity, self.thoughts, self.thought, self.decoded, scorer.occupied, scorer.positions,
                 scorer._rank, scorer._seen, scorer.next_slot, layers, config.tau, *config.edges,
+                self._by_entropy,
             )

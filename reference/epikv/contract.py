@@ -41,8 +41,10 @@ class EpiKVConfig(MethodConfig):
     tokens like all others.
     count_prompt: False applies the budget to generated tokens only; the prompt, of at most `max_prompt` tokens, has
     slots of its own.
-    tau, edges, sparsity_threshold: for "segment_hs" only. tau: decode steps per segment. edges: (theta_1, theta_2) of
-    the attention sparsity, required, from `kvtwin.reference.thinkv.calibrate`. sparsity_threshold: as in ThinKVConfig.
+    tau, edges, sparsity_threshold, segments_by: for "segment_hs" only. tau: decode steps per segment. edges: (theta_1,
+    theta_2) of the attention sparsity or entropy, required, from `kvtwin.reference.thinkv.calibrate`.
+    sparsity_threshold: as in ThinKVConfig. segments_by: "sparsity" classifies segments by the sparsity of attention,
+    "entropy" by its entropy (table 1), see `hybrids`.
     bands: the numbers of layers in the two bands, by default the paper's.
     hidden_size: the size of a hidden state, by default query heads times head_dim.
     scale: the factor on query . key, by default head_dim ** -0.5.
@@ -61,6 +63,7 @@ class EpiKVConfig(MethodConfig):
     tau: int = 128
     edges: tuple[float, float] | None = None
     sparsity_threshold: float = 0.01
+    segments_by: str = "sparsity"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,7 +89,13 @@ class EpiKVConfig(MethodConfig):
     def _check_segments(self) -> None:
         check_integer("tau", self.tau, minimum=1)
         check_share("sparsity_threshold", self.sparsity_threshold)
+        check_choice("segments_by", self.segments_by, ("sparsity", "entropy"))
         if self.policy != "segment_hs":
+            if self.segments_by != "sparsity":
+                raise ValueError(
+                    f"segments_by must be left out for policy {self.policy!r}, which has no segments, got "
+                    f"{self.segments_by!r}"
+                )
             if self.edges is not None:
                 raise ValueError(f"edges must be None for policy {self.policy!r}, which has no segments")
         elif self.edges is None:

@@ -13,10 +13,15 @@ second combines segment classification with the hidden-state ranker. We read the
   before E before R (ThinKV observation 2); within a type, those with the lowest EpiKV score z_10 - z_21 (eq. 3),
   whatever the age of their segment. ThinKV's budgets per segment (64, 32 and 8 tokens in appendix D) are not used: with
   them, fewer than K tokens may remain, for which appendix D criticizes ThinKV; the policies here fill the budget.
+- segment_hs with segments_by="entropy": table 1 names "segment entropy" as ThinKV's signal, and section 5 calls it
+  attention entropy. We take the entropy of each query head's weights over the n cached tokens, -sum_j a_j log a_j,
+  relative to its largest value log n, averaged over the heads. Sparse attention has a low entropy, so the types are in
+  reverse: transition below theta_1, reasoning below theta_2, otherwise execution. Like the sparsity, it is between 0
+  and 1, whatever n. Where the cache is full, n is constant and log n is only the unit of the edges.
 
 One score serves all layers and heads, as for every policy that reads hidden states: appendix H moves keep masks to the
 device of each tensor, so all layers share one mask. Hence A_j is averaged over the query heads and over the layers that
-share a scorer. So is the sparsity, which ThinKV averages over calibrated layers.
+share a scorer. So are the entropy and the sparsity, which ThinKV averages over calibrated layers.
 """
 
 from __future__ import annotations
@@ -39,6 +44,24 @@ def received(weight: Tensor) -> Tensor:
     return weight.mean(1) if weight.dim() == 3 else weight.mean(1).sum(1)
 
 
+def relative_entropy(weight: Tensor, occupied: Tensor) -> Tensor:
+    """The entropy of each query head's weights over its largest value, log n for n tokens, averaged over heads: [B].
+
+    weight [B, Hq, S]; occupied [B, S] bool. From 0 to 1; 0 for a row of one token.
+    """
+    entropy = -torch.xlogy(weight, weight).sum(-1).mean(1)
+    tokens = occupied.sum(-1).to(weight.dtype)
+    return torch.where(tokens > 1, entropy / tokens.clamp_min(2).log(), 0)
+
+
+def classify_entropy(entropy: Tensor, edges: tuple[float, float]) -> Tensor:
+    """The thought type for a relative entropy [B]: transition below theta_1, reasoning below theta_2, otherwise
+    execution, also for NaN. Compare `kvtwin.reference.thinkv.classify`."""
+    low, high = edges
+    thought = torch.where(entropy < high, int(Thought.REASONING), int(Thought.EXECUTION))
+    return torch.where(entropy < low, int(Thought.TRANSITION), thought)
+
+
 class Attention:
     """The attention statistics of a scorer, for S slots per row.
 
@@ -46,8 +69,10 @@ class Attention:
     int64: the thought type of each token, -1 in free slots. thought [B] int64: the thought type of the current segment.
     """
 
-    def __init__(self, score: Tensor, tau: int, edges: tuple[float, float] | None, threshold: float) -> None:
-        self._tau, self._edges, self._threshold = tau, edges, threshold
+    def __init__(
+        self, score: Tensor, tau: int, edges: tuple[float, float] | None, threshold: float, segments_by: str
+    ) -> None:
+        self._tau, self._edges, self._threshold, self._by_entropy = tau, edges, threshold, segments_by == "entropy"
         self.aggregate = torch.zeros_like(score)
         self.frozen = score.clone()
         self.thoughts = torch.full_like(score, -1, dtype=torch.int64)
@@ -60,6 +85,8 @@ class Attention:
         """
         if self._edges is None:
             self._layers.append(received(weight))
+        elif self._by_entropy:
+            self._layers.append(relative_entropy(weight, occupied))
         else:
             self._layers.append(share_skipped(weight, occupied, key_value_heads, self._threshold))
 
@@ -80,7 +107,7 @@ class Attention:
         if self._edges is None:
             self.aggregate = self.aggregate.scatter(1, slot, 0) + mean
         elif self._decoded % self._tau == 0:
-            self.thought = classify(mean, self._edges)
+            self.thought = (classify_entropy if self._by_entropy else classify)(mean, self._edges)
         self.frozen = self.frozen.scatter(1, slot, frozen[:, None])
         self.thoughts = self.thoughts.scatter(1, slot, self.thought[:, None])
         self._decoded += 1

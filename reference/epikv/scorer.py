@@ -101,7 +101,7 @@ class EpiKVScorer(Interruptible):
         self._low, self._high, self._low_before, self._high_before = (zeros(*self._vectors) for _ in range(4))
         self._seen = self._kept_prompt = 0
         self.attention: Any = Attention(
-            self.score, config.tau, config.edges, config.sparsity_threshold
+            self.score, config.tau, config.edges, config.sparsity_threshold, config.segments_by
         ) if config.reads_attention else None
         self._end_change()
 

@@ -20,11 +20,15 @@ from . import epikv_hybrids, epikv_scores
 
 __all__ = ["GROUPINGS", "KEEPS_PROMPTS", "SMALL", "Adapter", "arguments", "assert_inside", "configs", "extras", "parts"]
 
-#: Prompt tokens may be evicted, so small budgets are allowed.
 SEGMENTS = {"tau": 2, "edges": (0.3, 0.6), "sparsity_threshold": 0.3}
+BY_ENTROPY = {"tau": 2, "edges": (0.8, 0.88), "segments_by": "entropy"}
+#: Prompt tokens may be evicted, so small budgets are allowed.
 SMALL = {"keep_prompt": False, "window": 3, "chunk": 2}
 KEEPS_PROMPTS = True
-GROUPINGS = ({"policy": "lag_kv"}, {"policy": "kv_val"}, {"policy": "attn_x_hs"}, {"policy": "segment_hs", **SEGMENTS})
+GROUPINGS = (
+    {"policy": "lag_kv"}, {"policy": "kv_val"}, {"policy": "attn_x_hs"}, {"policy": "segment_hs", **SEGMENTS},
+    {"policy": "segment_hs", **BY_ENTROPY},
+)
 
 
 @st.composite
@@ -33,13 +37,14 @@ def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     values are +-1 and tie), so that most decisions are decisive."""
     budget, kept = draw(st.integers(1, most)), draw(st.sampled_from((False, False, True)))
     policy = draw(st.sampled_from(POLICIES))
+    segments = draw(st.sampled_from((SEGMENTS, BY_ENTROPY))) if policy == "segment_hs" else {}
     return {
         "budget": budget, "policy": policy,
         "recent": draw(st.none() | st.integers(1, budget)), "window": draw(st.sampled_from((4, 7, 64, 5, 2))),
         "chunk": draw(st.sampled_from((2, 1, 3, 7))),
         **({"count_prompt": False, "max_prompt": 300 if torch.cuda.is_available() else 24} if kept else
            {"keep_prompt": False}),
-        **({**SEGMENTS, "tau": draw(st.sampled_from((3, 1, 5)))} if policy == "segment_hs" else {}),
+        **({**segments, "tau": draw(st.sampled_from((3, 1, 5)))} if segments else {}),
         **({"bands": draw(st.sampled_from(((2, 1), (1, 3))))} if policy == "band_adaptive" else {}),
     }
 

@@ -11,14 +11,25 @@ from ....reference.epikv.contract import EpiKVConfig
 from ...cases.case import DecodeCase
 from ...cases.thought_cases import SparsityCase
 from .. import stats
-from ..bounds import DIVISION, SLACK, UNIT, Interval, arithmetic, gamma
+from ..bounds import (
+    DIVISION,
+    FLUSH,
+    LOG,
+    SLACK,
+    UNIT,
+    Arithmetic,
+    Interval,
+    arithmetic,
+    gamma,
+    log_weight_error,
+)
 from ..compare import assert_same, fail
 from ..oracle import Attention, attend
 from . import blocks
 from .thinkv_thoughts import share_interval
 
-#: Thought types by rising sparsity: execution, reasoning, transition; and the rank of each type in that order.
-BY_SPARSITY, PLACE = (1, 2, 0), (2, 0, 1)
+#: Thought types by rising sparsity: execution, reasoning, transition; by rising entropy, the reverse.
+RISING = {"sparsity": (1, 2, 0), "entropy": (0, 2, 1)}
 
 
 def received(attention: Attention) -> tuple[Tensor, Tensor]:
@@ -76,9 +87,41 @@ class Sums:
             self.exact, self.error = self.exact.index_select(0, index), self.error.index_select(0, index)
 
 
+def entropy_interval(attention: Attention, allowed: Arithmetic | None = None) -> Interval:
+    """Interval of `relative_entropy`, [B]: the mean over Hq heads of -sum_j a_j log a_j over n tokens, divided by
+    log n; 0 if n = 1.
+
+    A term is a weight times its logarithm, which may be computed apart, from the logits or from the weight: both have
+    the errors of `log_weight_error`, and the logarithm of a weight adds LOG (1 + |log a_j|). So the term lies between
+    the products of the ends. With the logits, the terms are a_j (m - s_j), and log l is added once rather than in every
+    term. Since the weights sum to 1 up to gamma(n + 1) + DIVISION, this is another relative error of log l, which does
+    not exceed the entropy; all terms are at least 0, so errors are relative to their sum. Roundings: the product, a
+    quotient, a sum over n tokens, one over Hq heads, and a division by Hq times log n, whose own error is LOG for
+    n >= 2; the mean over layers, of which there is one here, a division. Weights below FLUSH, times a logarithm of at
+    most 88, may be 0.
+    """
+    low, high = log_weight_error(attention, allowed or arithmetic(attention.dtype))
+    exact = (attention.logit - attention.lse).masked_fill(~attention.seen, 0)             # [B, Hq, 1, S]
+    more = LOG * (1 + exact.abs()) * SLACK
+    low, high = exact + low - more, exact + high + more
+    least, most = (
+        (torch.where(log >= 0, one.exp(), other.exp()) * -log).masked_fill(~attention.seen, 0).sum(-1)[..., 0]
+        for log, one, other in ((high, high, low), (low, low, high))
+    )                                                                                     # [B, Hq]
+    count, heads = attention.count[..., 0, 0], attention.query_heads                      # [B, Hq]
+    relative = (gamma(2 * count[:, 0] + heads + 6) + 3 * DIVISION + LOG) * SLACK
+    flushed = 100 * FLUSH * count
+    full = count[:, 0].clamp_min(2).log()
+    least, most = ((total + side).mean(1) / full for total, side in ((least, -flushed), (most, flushed)))
+    single = count[:, 0] == 1
+    return Interval(
+        (least - relative * least.abs()).masked_fill(single, 0), (most + relative * most.abs()).masked_fill(single, 0)
+    )
+
+
 def assert_thoughts_right(tested: Any, reference: Any, case: DecodeCase, when: str) -> None:
     """Check the thought types of all tokens after a step. The reference adopts a type that the bounds of the segment's
-    sparsity allow."""
+    sparsity or entropy allow."""
     config, attention = reference.config, reference.scorer.attention
     assert isinstance(config, EpiKVConfig)
     assert config.edges is not None
@@ -88,22 +131,26 @@ def assert_thoughts_right(tested: Any, reference: Any, case: DecodeCase, when: s
              f"{tuple(tested.thoughts.shape)}")
     thought = tested.thoughts[newest]
     if (attention._decoded - 1) % config.tau == 0:
-        sparsity = SparsityCase.given(
-            case.query, case.key, case.occupied, threshold=config.sparsity_threshold, scale=reference.scale
-        )
-        (low, high), _ = share_interval(sparsity)
+        if config.segments_by == "entropy":
+            low, high = entropy_interval(case.attention)
+        else:
+            sparsity = SparsityCase.given(
+                case.query, case.key, case.occupied, threshold=config.sparsity_threshold, scale=reference.scale
+            )
+            (low, high), _ = share_interval(sparsity)
         # Edges are rounded to float32, and the mean over one layer is a division.
-        low, high = low * (1 - DIVISION - 2 * UNIT), high * (1 + DIVISION + 2 * UNIT)
+        margin, types = DIVISION + 2 * UNIT, RISING[config.segments_by]
+        low, high = low - margin * low.abs(), high + margin * high.abs()
         edges = torch.tensor(config.edges, dtype=torch.float64, device=low.device)
         least, most = ((end[:, None] >= edges).sum(1) for end in (low, high))
         known = (thought >= 0) & (thought <= 2)
-        place = torch.tensor(PLACE, device=thought.device)[thought.where(known, 0)].where(known, -1)
+        place = torch.tensor(types, device=thought.device).argsort()[thought.where(known, 0)].where(known, -1)
         wrong = (place < least) | (place > most)
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             fail(
-                f"thought {when}: row {row}, of sparsity {low[row].item()!r} to {high[row].item()!r}: expected one of "
-                f"{sorted({BY_SPARSITY[int(least[row])], BY_SPARSITY[int(most[row])]})}, got {thought[row].item()}"
+                f"thought {when}: row {row}, of {config.segments_by} {low[row].item()!r} to {high[row].item()!r}: expected one of "
+                f"{sorted({types[int(least[row])], types[int(most[row])]})}, got {thought[row].item()}"
             )
         stats.adjudicated(int((thought != attention.thought).sum()))
         attention.thought = thought.clone()
