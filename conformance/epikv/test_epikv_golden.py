@@ -22,9 +22,9 @@ from kvtwin.reference.epikv.contract import EpiKVConfig
 
 pytestmark = pytest.mark.kind("golden")
 
-CASES = ("3.attn_x_hs", "3.epikv", "3.hs_variance", "6.kv_key", "6.lag_kv", "6.segment_hs")
+CASES = ("3.attn_x_hs", "3.epikv", "3.hs_variance", "3.segment_hs", "6.kv_key", "6.lag_kv", "6.segment_hs")
 FEW = 12                                                                # steps of a case on the CPU
-HYBRIDS = ("3.attn_x_hs", "6.segment_hs")
+HYBRIDS = ("3.attn_x_hs", "3.segment_hs", "6.segment_hs")
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +69,22 @@ def test_what_the_record_decides_is_certain(case, traces):
     assert int((tied | margin.isinf()).sum()) < 2 * len(margin) / 3, "too few choices are decided by scores"
 
 
-def test_thoughts_of_the_record_are_certain_and_all_there(traces):
-    """No weight is at the threshold and no sparsity is at an edge. Each edge has sparsities on both sides."""
-    about = traces[1].metadata["cases"]["6.segment_hs"]
-    stored = {name: traces[1].tensors[f"6.segment_hs.{name}"] for name in ("thought", "sparsity", "leeway")}
-    assert float(stored["leeway"].min()) > record_epikv.tolerance(traces[0], about, "leeway")
+@pytest.mark.parametrize(("case", "by", "rising"), [
+    ("6.segment_hs", "sparsity", [1, 2, 0]), ("3.segment_hs", "entropy", [0, 2, 1]),
+])
+def test_thoughts_of_the_record_are_certain_and_all_there(case, by, rising, traces):
+    """No weight is at the threshold, and no sparsity or entropy is at an edge. Each edge has some on both sides."""
+    about = traces[1].metadata["cases"][case]
+    told, thought = (traces[1].tensors[f"{case}.{name}"] for name in (by, "thought"))
+    if by == "sparsity":
+        leeway = traces[1].tensors[f"{case}.leeway"]
+        assert float(leeway.min()) > record_epikv.tolerance(traces[0], about, "leeway")
     edges = torch.tensor(about["config"]["edges"], dtype=torch.float64)
-    away = (stored["sparsity"][:, None] - edges).abs().min()
-    assert float(away) > record_epikv.tolerance(traces[0], about, "sparsity")
-    by_hand = torch.tensor([1, 2, 0], dtype=torch.int8)[(stored["sparsity"][:, None] >= edges).sum(1)]
-    every = by_hand.repeat_interleave(about["config"]["tau"])[:len(stored["thought"])]
-    assert_same(stored["thought"], every, what="thoughts")
-    assert stored["thought"][:FEW].unique().tolist() == [0, 1, 2], "the CPU's steps must have all thought types"
+    assert float((told[:, None] - edges).abs().min()) > record_epikv.tolerance(traces[0], about, by)
+    by_hand = torch.tensor(rising, dtype=torch.int8)[(told[:, None] >= edges).sum(1)]
+    every = by_hand.repeat_interleave(about["config"]["tau"])[:len(thought)]
+    assert_same(thought, every, what="thoughts")
+    assert thought[:FEW].unique().tolist() == [0, 1, 2], "the CPU's steps must have all thought types"
 
 
 @pytest.mark.parametrize("case", HYBRIDS)
@@ -88,7 +92,7 @@ def test_attention_decides_in_a_hybrid(case, traces):
     """With the same budget, window and hidden states, the policy "epikv", which ignores attention, keeps other
     tokens."""
     about = traces[1].metadata["cases"][case]
-    alone = {**about["config"], "policy": "epikv", "edges": None}
+    alone = {**about["config"], "policy": "epikv", "edges": None, "segments_by": "sparsity"}
     given = record_epikv.inputs(traces[0], {**about, "config": alone}, torch.float64, "cpu")
     plain = record_epikv.record_case(*given, EpiKVConfig(**alone))["held"]
     differ = (traces[1].tensors[f"{case}.held"] != plain).any(1)

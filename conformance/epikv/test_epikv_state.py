@@ -154,14 +154,14 @@ def test_hybrids_of_attention_and_hidden_states(options, keep, twins, device):
     run = both(twins, device, heads=2, budget=6, recent=2, window=5, **kept, **options)
     occupied = torch.tensor([[True] * 9, [False] * 2 + [True] * 7], device=device)
     run.prefill(*drawn(80, device, 9, heads=2), occupied)
-    for step in range(9):
+    for step in range(12):
         run.step(*drawn(81 + step, device, heads=2))
     run.reorder(torch.tensor([1, 1], device=device))
-    run.step(*drawn(90, device, heads=2))
+    run.step(*drawn(93, device, heads=2))
     assert run.summary.decisive >= 4
     run.reset()
-    run.step(*drawn(91, device, heads=2))
-    run.step(*drawn(92, device, heads=2))
+    run.step(*drawn(94, device, heads=2))
+    run.step(*drawn(95, device, heads=2))
 
 
 def shared(twins: Any, side: str, device: torch.device, **options: Any) -> tuple[Any, list[Any]]:

@@ -17,8 +17,8 @@ from . import _hybrid_kernels as kernels
 
 class Attention:
     """For "attn_x_hs": aggregate, frozen and received [B, S] float32. For "segment_hs": thoughts [B, S], thought and
-    decoded [B] int64, sparsity [B] float32: that, or the relative entropy, summed over the layers so far. With "attn_x_hs", `frozen` is the score by hidden states; otherwise the
-    scorer's own `score` is."""
+    decoded [B] int64, sparsity [B] float32: that, or the relative entropy, summed over the layers so far. With
+    "attn_x_hs", `frozen` is the score by hidden states; otherwise the scorer's own `score` is."""
 
     def __init__(self, config: EpiKVConfig, batch: int, buffer: Callable[..., Tensor]) -> None:
         self._config, slots = config, config.slots

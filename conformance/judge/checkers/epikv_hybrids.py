@@ -149,8 +149,8 @@ def assert_thoughts_right(tested: Any, reference: Any, case: DecodeCase, when: s
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             fail(
-                f"thought {when}: row {row}, of {config.segments_by} {low[row].item()!r} to {high[row].item()!r}: expected one of "
-                f"{sorted({types[int(least[row])], types[int(most[row])]})}, got {thought[row].item()}"
+                f"thought {when}: row {row}, of {config.segments_by} {low[row].item()!r} to {high[row].item()!r}: "
+                f"expected one of {sorted({types[int(least[row])], types[int(most[row])]})}, got {thought[row].item()}"
             )
         stats.adjudicated(int((thought != attention.thought).sum()))
         attention.thought = thought.clone()
