@@ -22,9 +22,9 @@ from kvtwin.reference.epikv.contract import EpiKVConfig
 
 pytestmark = pytest.mark.kind("golden")
 
-CASES = ("3.attn_x_hs", "3.epikv", "3.hs_variance", "3.segment_hs", "6.kv_key", "6.lag_kv", "6.segment_hs")
+CASES = ("3.attn_x_hs", "3.epikv", "3.hs_variance", "6.kv_key", "6.lag_kv", "6.segment_entropy", "6.segment_hs")
 FEW = 12                                                                # steps of a case on the CPU
-HYBRIDS = ("3.attn_x_hs", "3.segment_hs", "6.segment_hs")
+HYBRIDS = ("3.attn_x_hs", "6.segment_entropy", "6.segment_hs")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_what_the_record_decides_is_certain(case, traces):
 
 
 @pytest.mark.parametrize(("case", "by", "rising"), [
-    ("6.segment_hs", "sparsity", [1, 2, 0]), ("3.segment_hs", "entropy", [0, 2, 1]),
+    ("6.segment_hs", "sparsity", [1, 2, 0]), ("6.segment_entropy", "entropy", [0, 2, 1]),
 ])
 def test_thoughts_of_the_record_are_certain_and_all_there(case, by, rising, traces):
     """No weight is at the threshold, and no sparsity or entropy is at an edge. Each edge has some on both sides."""

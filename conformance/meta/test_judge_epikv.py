@@ -181,8 +181,8 @@ def test_bounds_of_sums_of_weights_hold_and_are_not_loose():
 
 @pytest.mark.parametrize("size", [0, 1, 5, 40])
 def test_the_bound_of_an_entropy_holds_and_is_not_loose(size):
-    """In straightforward float32, from weights and from logits. The largest error of all cases of a size reaches 0.2 % of
-    the bound, except for logits in the hundreds, where the bound allows for cancellation in the dot product. Most of
+    """In straightforward float32, from weights and from logits. Of all cases of a size, the largest error reaches 0.2 %
+    of the bound, except for logits in the hundreds, where the bound allows for cancellation in the dot product. Most of
     the bound is for `exp` and `log` on a GPU, which torch computes more exactly here."""
     generator, used = torch.Generator().manual_seed(9), []
     for tokens in (2, 3, 8, 16):
