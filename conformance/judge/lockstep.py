@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import capabilities
 from ..cases.case import DecodeCase, StateTrace
-from . import bounds, checkers
+from . import bounds, checkers, host
 from .compare import Mismatch, Verdict, assert_dtype, assert_same, assert_within, fail, gathered
 from .fields import field
 from .oracle import upcast, upcast_all
@@ -236,35 +236,39 @@ def adopt_prompt(reference: Any, kept: Tensor, key: Tensor, value: Tensor) -> No
 
 
 def pair(
-    method: str, tested: ModuleType, reference: ModuleType | None = None, *, config: dict[str, Any], **sizes: Any
+    method: str, tested: ModuleType, reference: ModuleType | None = None, *, config: dict[str, Any],
+    on_host: bool = False, **sizes: Any,
 ) -> Lockstep:
     """A lockstep of a method's states. tested, reference: the method's modules on both sides.
 
     config: keyword arguments of the method's *Config. sizes: batch, query_heads, key_value_heads, head_dim, dtype,
-    device of the state under test.
+    device of the state under test. on_host: the lockstep takes tensors on the CPU, where the reference runs; those of
+    `host.copied` reach the state under test as they were.
     """
     found = checkers.pair(method)
     reference = reference or found.reference
     assert found.config is not None
     assert found.state is not None
     options, state = found.config(**config), found.state.__name__
-    return Lockstep(
-        getattr(tested, state)(options, **sizes),
-        getattr(reference, state)(options, **{**sizes, "dtype": torch.float64}),
-        checkers.ask(method, "Adapter", Adapter)(),
-    )
+    under_test, truth = getattr(tested, state)(options, **sizes), {**sizes, "dtype": torch.float64}
+    if on_host:
+        under_test, truth["device"] = host.OnHost(under_test, sizes["device"]), host.CPU
+    adapter = checkers.ask(method, "Adapter", Adapter)()
+    return Lockstep(under_test, getattr(reference, state)(options, **truth), adapter)
 
 
 def run(trace: StateTrace, tested: ModuleType, reference: ModuleType | None = None) -> Summary:
     """Run a drawn trace on both sides. `tested` is the method's module of the implementation under test."""
-    both = pair(trace.method, tested, reference, config=trace.options, **trace.sizes)
+    on_host = host.judges(trace)
+    both = pair(trace.method, tested, reference, config=trace.options, on_host=on_host, **trace.sizes)
+    here = host.copied if on_host else lambda value: value
     prompt = trace.prompt_inputs
     if prompt is not None:
-        both.prefill(**prompt)  # type: ignore[arg-type]
+        both.prefill(**here(prompt))
     for step in range(trace.steps):
         if step == trace.reset_at:
             both.reset()
         if step == trace.reorder_at:
-            both.reorder(trace.order)
-        both.step(**trace.step_inputs(step))
+            both.reorder(here(trace.order))
+        both.step(**here(trace.step_inputs(step)))
     return both.summary

@@ -18,7 +18,7 @@ from .. import discovery
 from ..cases import failures, strategies, supported
 from ..cases.case import Case, StateTrace
 from ..cases.layouts import LAYOUTS
-from . import checkers, compare, fields, lockstep, stats
+from . import checkers, compare, fields, host, lockstep, stats
 
 #: Contents with logits beyond the range of exp, or scores that vanish.
 EXTREME = ("overflow_88", "many_87", "all_below_104", "extreme_1e4", "tiny_values", "all_zero_values", "zero_query")
@@ -133,7 +133,14 @@ class Subject:
 
     def verify(self, module: Any, case: Any) -> None:
         """Call the function, or run the state, and judge everything. Raises compare.Mismatch."""
-        self.judge(self.call(module, case), case)
+        result = self.call(module, case)
+        if not host.judges(case):
+            self.judge(result, case)
+            return
+        try:
+            self.judge(host.copied(result), host.of_case(case))
+        finally:
+            case.used()  # rather than its copy
 
     def check(
         self, module: Any, case: Any, name: str, *, decides: bool = False, results: Results | None = None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ....reference.thinkv.eviction import segment_representatives
 from ....reference.thinkv.paging import in_order
-from .. import lockstep
+from .. import host, lockstep
 from ..compare import Verdict, assert_same, fail
 from . import thinkv_paging
 from .thinkv_eviction import assert_representatives_right
@@ -167,6 +167,9 @@ class Adapter(lockstep.Adapter):
 
 def function_of(state: Any, name: str) -> Any:
     """A function of the module or package that defines a state's class; None if it has none."""
+    if isinstance(state, host.OnHost):
+        function = function_of(state.on_device, name)
+        return None if function is None else host.calling(function, state.its_device)
     parts = type(state).__module__.split(".")
     for end in range(len(parts), 0, -1):
         module = sys.modules.get(".".join(parts[:end]))
