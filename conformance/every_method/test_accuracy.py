@@ -20,8 +20,8 @@ from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.meta.docs_source import docs_module
 from kvtwin.fixtures import accuracy, accuracy_plot, tasks
 from kvtwin.fixtures.accuracy import FULL, Plan
-from kvtwin.fixtures.accuracy_caches import States, config_of, head_clusters, way
-from kvtwin.fixtures.decoder import DecoderConfig
+from kvtwin.fixtures.accuracy_caches import States, config_of, head_clusters, maker, way
+from kvtwin.fixtures.decoder import DecoderConfig, frequencies
 from kvtwin.fixtures.load import load_bytes, load_model
 from kvtwin.fixtures.stored import stored_result
 from kvtwin.reference.baselines.h2o import H2OConfig, H2OState
@@ -266,6 +266,7 @@ def test_the_stored_result_is_whole_and_is_what_is_drawn(stored: dict[str, Any])
     }
     assert rows.keys() == settings.keys()
     assert settings["vatp (sinks=20)"] == ("vatp", {"sinks": 20})
+    assert settings["streaming_llm (rerotate_keys=True)"] == ("streaming_llm", {"rerotate_keys": True})
     for name, of_method in rows.items():
         method, chosen = settings[name]
         shares = [config_of(pairs[method], DecoderConfig(), 1024, share, 128, chosen)[1] for share in Plan().shares]
@@ -299,8 +300,8 @@ def test_the_docs_show_the_stored_table(stored: dict[str, Any]) -> None:
         assert [line for line in shown if line.startswith(f"| {method} |")] == [
             line for line in lines if line.startswith(f"| {method} |")
         ]
-        # header, rule, full attention, the method, and for two the setting of their authors
-        assert sum(line.startswith("|") for line in shown) == 4 + method.startswith(("tova", "vatp"))
+        # header, rule, full attention, the method, and for three the setting of their authors
+        assert sum(line.startswith("|") for line in shown) == 4 + method.startswith(("streaming_llm", "tova", "vatp"))
     assert generate.methods.accuracy("no method") == "Not measured.\n"
 
 
@@ -325,21 +326,35 @@ def test_a_tree_without_a_stored_result_has_no_part_in_the_report(monkeypatch: p
 # The command line ----------------------------------------------------------------------------------------------------
 
 
+def test_states_that_rotate_get_vectors_without_rotation() -> None:
+    """In the first layer, equal bytes then have equal keys wherever they are. Otherwise they have not."""
+    (pair,) = (pair for pair in discovery.methods() if pair.name == "streaming_llm")
+    model, tokens = load_model(torch.float32), torch.full((1, 8), 65)
+    for chosen, equal in (({}, False), ({"rerotate_keys": True}, True)):
+        config, _ = config_of(pair, model.config, 1024, 8, 128, chosen)
+        attend = maker(pair, pair.reference, config, model, 1024)(1)
+        with torch.no_grad():
+            model(tokens, attend=attend)
+        key = attend.layers[0].key[0, :, :8]
+        assert torch.equal(key, key[:, :1].expand_as(key)) == equal
+    assert config.inv_freq == tuple(frequencies(model.config).tolist())
+
+
 def test_a_method_alone_is_put_into_the_table(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(accuracy, "Plan", Tiny)
     out, plot = tmp_path / "accuracy.json", tmp_path / "accuracy.svg"
     arguments = ["--queries", "1", "--out", str(out), "--svg", str(plot)]
     assert accuracy.main([*arguments, "--method", "random"]) == 0
     first = json.loads(out.read_text(encoding="utf-8"))
-    assert accuracy.main([*arguments, "--method", "streaming_llm"]) == 0
+    assert accuracy.main([*arguments, "--method", "snapkv"]) == 0
     both = json.loads(out.read_text(encoding="utf-8"))
-    assert [row["method"] for row in both["rows"]] == [FULL, "random", "random", "streaming_llm", "streaming_llm"]
+    assert [row["method"] for row in both["rows"]] == [FULL, "random", "random", "snapkv", "snapkv"]
     assert [row for row in both["rows"] if row["method"] == "random"] == first["rows"][1:]
     assert plot.read_text(encoding="utf-8") == accuracy_plot.svg(both)
     assert "| random |" in accuracy_plot.markdown(both)
     printed = capsys.readouterr()
     assert accuracy_plot.table(both) in printed.out
-    assert "streaming_llm, budget 20: recall" in printed.err
+    assert "snapkv, budget 20: recall" in printed.err
     first["plan"]["seed"] = 7
     out.write_text(json.dumps(first), encoding="utf-8")
     with pytest.raises(SystemExit):

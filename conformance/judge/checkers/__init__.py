@@ -30,7 +30,8 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
 - `Model`: for a method whose state takes blocks, its rules with plain lists, a `block_model.Head`;
 - `SUBJECTS`: the method's functions that the property tests call, `subjects.Subject`; `SCORED`: False if a state has no
   scores that lockstep compares;
-- `AUTHORS`: the options of the authors' code that differ from our defaults, which the accuracy tables also measure;
+- `AUTHORS`: the options of the authors' code that differ from our defaults, which the accuracy tables also measure:
+  those of the config, or of the cache for transformers;
 - `TRACE`: options of the golden trace's config besides the budget and the block size (default: none);
 - `CASES` and `replay(case, module)`: the pair's kinds of cases, and a function that judges a saved one again with
   `module`, the pair's module of the implementation under test. It yields a line per passed check and raises

@@ -35,6 +35,7 @@ CACHES: dict[str, dict[str, Any]] = {
 FREQUENCIES = (1.0, 0.3, 0.07, 0.004)
 GROUPINGS = ({"inv_freq": FREQUENCIES},)
 PLAIN: dict[str, Any] = {"inv_freq": None}
+AUTHORS = {"rerotate_keys": True}
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"budget": 4, "sinks": 4}, ValueError, "sinks must be less than budget = 4"),
     ({"budget": 4, "sinks": 1, "inv_freq": (1.0,)}, TypeError, "inv_freq is not an option"),
