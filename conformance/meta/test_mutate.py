@@ -136,6 +136,15 @@ def test_mutants_in_processes_of_their_own(tree, tmp_path):
     assert (tree.folders["code"] / "toy.py").read_text() == CODE
 
 
+def test_mutants_leave_no_byte_code_for_each_other(tree, tmp_path, monkeypatch):
+    """The byte code of two mutants of the same name, size and second could not be told apart."""
+    prefix = tmp_path / "prefix"
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(prefix))
+    with Lab(tree, tmp_path) as lab:
+        assert lab.run(toy("x + 1", "x + 2", (ADD, TYPE))).status == "killed"
+    assert not prefix.exists()
+
+
 def _all_kinds(lab: Lab) -> None:
     assert lab.baseline([ADD, TYPE]) > 0
     killed = lab.run(toy("x + 1", "x + 2", (ADD, TYPE)))

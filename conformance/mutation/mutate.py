@@ -292,7 +292,8 @@ class Lab:
         ]
         path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
         environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, ORDER: json.dumps(order)}
-        environ.pop("PYTEST_ADDOPTS", None)
+        for name in ("PYTEST_ADDOPTS", "PYTHONPYCACHEPREFIX"):
+            environ.pop(name, None)
         with self._server() as server:
             code, seconds = server.pytest(arguments, root=root, environ=environ, output=output)
         facts = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.is_file() else []

@@ -30,6 +30,8 @@ class Server:
     def __init__(self) -> None:
         # Triton reads the variable at import to decide whether its own functions are interpreted.
         environ = {"OMP_NUM_THREADS": "1", **os.environ, "TRITON_INTERPRET": "1"}
+        # Byte code outside the copies would stay there: a mutant could run what another one left for the same path.
+        environ.pop("PYTHONPYCACHEPREFIX", None)
         command = [sys.executable, "-P", __file__]
         self._process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
