@@ -140,6 +140,7 @@ def test_mutants_leave_no_byte_code_for_each_other(tree, tmp_path, monkeypatch):
     """The byte code of two mutants of the same name, size and second could not be told apart."""
     prefix = tmp_path / "prefix"
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(prefix))
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     with Lab(tree, tmp_path) as lab:
         assert lab.run(toy("x + 1", "x + 2", (ADD, TYPE))).status == "killed"
     assert not prefix.exists()
