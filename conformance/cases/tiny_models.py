@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from ...reference.hf.plug import StateCache
+from ...reference.hf.cache_adapter import StateCache
 from ..judge import checkers
 
 VOCABULARY = 89

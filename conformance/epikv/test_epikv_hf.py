@@ -18,7 +18,7 @@ from kvtwin.conformance.cases import tiny_models
 from kvtwin.conformance.cases.hf_cases import feed
 from kvtwin.conformance.cases.tiny_models import generate, prompts
 from kvtwin.conformance.epikv.epikv_loops import BANDS, F64, HybridLoop, check, held
-from kvtwin.reference.hf.plug_epikv import BandLayer, check_bands
+from kvtwin.reference.hf.cache_adapter_epikv import BandLayer, check_bands
 
 pytestmark = pytest.mark.kind("equivalence")
 

@@ -33,7 +33,8 @@ REFERENCE, OPTIMIZED = "kvtwin.reference", "kvtwin.optimized"
 # The reference modules that both sides use: public types, configs, checks of arguments, and the transformers adapter,
 # but no mathematics. A package of a method may have its own: contract.py, types.py, _validate.py, _validate_*.py.
 SHARED = re.compile(
-    rf"{re.escape(REFERENCE)}\.((\w+\.)?(contract|_interrupted|_validate(_[a-z]+)?)|\w+\.types|hf\.(plug(_\w+)?|block_caches))"
+    rf"{re.escape(REFERENCE)}\.((\w+\.)?(contract|_interrupted|_validate(_[a-z]+)?)|\w+\.types"
+    r"|hf\.(cache_adapter(_\w+)?|block_caches))"
 )
 every_pair = pytest.mark.parametrize("twin", discovery.pairs(), ids=str)
 every_method = pytest.mark.parametrize("twin", discovery.methods(), ids=str)
@@ -224,7 +225,7 @@ def test_sides_do_not_import_each_other(side: str, file: str) -> None:
         (OPTIMIZED, "from ..reference.state import State", False),
         (OPTIMIZED, "from ..reference.thinkv.state import _validate", False),
         (OPTIMIZED, "from ..reference.longflow import DecodeResult, LongFlowConfig", True),
-        (OPTIMIZED, "from ..reference.hf.plug_thinkv import ThoughtCache", True),
+        (OPTIMIZED, "from ..reference.hf.cache_adapter_thinkv import ThoughtCache", True),
         (OPTIMIZED, "from ..reference.hf.thinkv import ThinKVCache", False),
         (OPTIMIZED, "from ._common.launch import INTERPRETED\nimport torch\nimport triton", True),
         (OPTIMIZED, "from ..reference.longflow import log_score", False),

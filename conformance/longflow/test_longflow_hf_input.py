@@ -18,7 +18,7 @@ from kvtwin.conformance.cases import tiny_models
 from kvtwin.conformance.cases.hf_cases import check_second_turn_in_chunks, feed
 from kvtwin.conformance.cases.tiny_models import prompts
 from kvtwin.reference.hf import LongFlowCache
-from kvtwin.reference.hf.plug import attention
+from kvtwin.reference.hf.cache_adapter import attention
 
 pytestmark = pytest.mark.kind("bad_input")
 

@@ -19,7 +19,7 @@ from kvtwin.conformance.cases import tiny_models
 from kvtwin.conformance.cases.hf_cases import Loop, check_against_loops, feed
 from kvtwin.conformance.cases.tiny_models import generate, prompts
 from kvtwin.reference.attention import logits
-from kvtwin.reference.hf.plug_synckv import SyncCache, layer_similarities, watching
+from kvtwin.reference.hf.cache_adapter_synckv import SyncCache, layer_similarities, watching
 from kvtwin.reference.synckv import HeadClusters, SyncKVConfig, SyncKVState, cluster_heads, head_similarity
 from kvtwin.reference.synckv.sets import log_weights
 

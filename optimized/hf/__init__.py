@@ -9,7 +9,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from ...reference.hf import block_caches
-from ...reference.hf import plug as plug  # registers the attention function, or raises ImportError that names the extra
+from ...reference.hf import cache_adapter as cache_adapter  # registers the attention function, needs the extra
 
 
 def __getattr__(name: str) -> Any:

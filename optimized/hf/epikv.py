@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...reference.hf.plug_epikv import HiddenStateCache
+from ...reference.hf.cache_adapter_epikv import HiddenStateCache
 from ..epikv.scorer import EpiKVScorer
 from ..epikv.state import EpiKVState
 

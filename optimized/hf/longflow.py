@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...reference.hf.plug import StateCache
+from ...reference.hf.cache_adapter import StateCache
 from ..longflow import LongFlowConfig, LongFlowState
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...reference.hf.plug_thinkv import ThoughtCache
+from ...reference.hf.cache_adapter_thinkv import ThoughtCache
 from ..thinkv.state import ThinKVState
 from ..thinkv.thoughts import classify
 

@@ -1,7 +1,7 @@
 """The reference methods as caches for Hugging Face transformers: `model.generate(past_key_values=LongFlowCache(...))`.
 
 Importing this package requires transformers (the extra `kvtwin[hf]`) and registers the attention function "kvtwin" with
-it; see `plug`.
+it; see `cache_adapter`.
 """
 
 from importlib import import_module
@@ -9,7 +9,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from . import block_caches
-from . import plug as plug  # registers the attention function, or raises ImportError that names the extra
+from . import cache_adapter as cache_adapter  # registers the attention function, needs the extra
 
 
 def __getattr__(name: str) -> Any:

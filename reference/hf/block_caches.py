@@ -7,7 +7,7 @@ from dataclasses import fields
 from importlib import import_module
 from pkgutil import iter_modules
 
-from .plug import StateCache
+from .cache_adapter import StateCache
 from .rotation import PLAIN, RotatedCache
 
 DOCUMENTATION = """A {method} cache for `generate`: at most `budget` tokens per layer, row and KV head{longer}.
@@ -17,7 +17,8 @@ DOCUMENTATION = """A {method} cache for `generate`: at most `budget` tokens per 
 
 The options are those of {config}: {options}. The model gives the scale. The layer processes a prompt in blocks of
 block_size tokens, which it holds beside its budget; prefill_chunk_size bounds the model's activations. The slots are in
-`cache.layers[i].state`, a `{state}`. Arguments, padding, turns and errors: `kvtwin.reference.hf.plug.StateCache`.
+`cache.layers[i].state`, a `{state}`. Arguments, padding, turns and errors:
+`kvtwin.reference.hf.cache_adapter.StateCache`.
 
 {rotation}{side}
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..epikv.scorer import EpiKVScorer
 from ..epikv.state import EpiKVState
-from .plug_epikv import HiddenStateCache
+from .cache_adapter_epikv import HiddenStateCache
 
 
 class EpiKVCache(HiddenStateCache):

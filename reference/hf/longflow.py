@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..longflow import LongFlowConfig, LongFlowState
-from .plug import StateCache
+from .cache_adapter import StateCache
 
 
 class LongFlowCache(StateCache):

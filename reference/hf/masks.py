@@ -1,4 +1,5 @@
-"""Attention masks of transformers models: padding, and checks that do not break graphs. Used by `plug` for both sides.
+"""Attention masks of transformers models: padding, and checks that do not break graphs. Used by `cache_adapter` for
+both sides.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from .._validate import check_flag
 from ..attention import accumulate_dtype
-from .plug import StateCache, StateLayer
+from .cache_adapter import StateCache, StateLayer
 
 #: Models that rotate the halves of all channels of queries and keys, last of all, by `modeling_llama`'s arithmetic.
 PLAIN = ("llama", "qwen2", "qwen3")

@@ -11,7 +11,7 @@ from ..synckv.contract import HeadClusters
 from ..synckv.heads import cluster_heads, head_similarity
 from ..synckv.sets import log_weights
 from ..synckv.state import SyncKVState
-from .plug_synckv import SyncCache, layer_similarities
+from .cache_adapter_synckv import SyncCache, layer_similarities
 
 
 class SyncKVCache(SyncCache):
@@ -44,7 +44,7 @@ def head_clusters(
 
     texts: input ids [B, T], or the model's keyword arguments, on the model's device. The similarity of heads is
     measured on the last `steps` tokens of each text, by the k tokens with the largest weights. No attention matrix is
-    stored; see `plug_synckv.layer_similarities`.
+    stored; see `cache_adapter_synckv.layer_similarities`.
     """
     found = layer_similarities(
         model, texts, k=k, steps=steps, log_weights=log_weights, head_similarity=head_similarity

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..thinkv.state import ThinKVState
 from ..thinkv.thoughts import classify
-from .plug_thinkv import ThoughtCache
+from .cache_adapter_thinkv import ThoughtCache
 
 
 class ThinKVCache(ThoughtCache):

@@ -1,10 +1,9 @@
 """ThinKV's cache adapter: the sparsity of several layers determines the thought type (section 3.1.3).
 
-Each layer has its own State, as in `plug`, but without edges, so no State classifies its own sparsity. In the forward
-pass that begins a segment, each layer passes its State to a `Window`. After the last layer, the sparsities of the
-layers L* are classified, and all States get the thought types of the rows. Both sides share this module, which contains
-no
-mathematics: each side has its own `classify`.
+Each layer has its own State, as in `cache_adapter`, but without edges, so no State classifies its own sparsity. In the
+forward pass that begins a segment, each layer passes its State to a `Window`. After the last layer, the sparsities of
+the layers L* are classified, and all States get the thought types of the rows. Both sides share this module, which
+contains no mathematics: each side has its own `classify`.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from .._validate import check_integer
 from ..thinkv._validate import check_edges
 from ..thinkv.contract import ThinKVConfig
 from ..thinkv.types import Thresholds
+from .cache_adapter import StateCache, StateLayer, one_token_per_pass
 from .masks import MaskSpec
-from .plug import StateCache, StateLayer, one_token_per_pass
 
 
 class Window:

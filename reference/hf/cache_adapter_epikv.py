@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from .._validate import check_integer
 from ..contract import MethodConfig
 from ..epikv.contract import BANDS, EpiKVConfig, band_layers
+from .cache_adapter import StateCache, StateLayer, one_token_per_pass
 from .masks import MaskSpec
-from .plug import StateCache, StateLayer, one_token_per_pass
 
 Bands = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from .._validate import check_flag, check_integer
 from ..synckv.contract import HeadClusters, SyncKVConfig
-from .plug import StateCache, StateLayer
+from .cache_adapter import StateCache, StateLayer
 
 #: The attention function that passes queries and keys to observers, active within `watching`.
 WATCH = "kvtwin_watch"
