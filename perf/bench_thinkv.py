@@ -133,7 +133,7 @@ def attention_benchmark(device_benchmark, draw, shape: Shape, tokens: int, gated
     query = draw(shape.batch, shape.query_heads, shape.head_dim)
     key, value = (draw(shape.batch, shape.key_value_heads, shape.tokens, shape.head_dim) for _ in range(2))
     occupied = torch.ones(1, shape.tokens, dtype=torch.bool, device=DEVICE)
-    look = torch.full((shape.batch,), looks, device=DEVICE)
+    sparsity_mask = torch.full((shape.batch,), looks, device=DEVICE)
 
     def verify_peer(output: Tensor) -> None:
         case = DecodeCase.of(query[-1:], key[-1:], value[-1:], occupied)
@@ -143,7 +143,7 @@ def attention_benchmark(device_benchmark, draw, shape: Shape, tokens: int, gated
         )
 
     device_benchmark(
-        lambda: thinkv.decode_attention(query, cache, look=look), moves=payload(cache, shape),
+        lambda: thinkv.decode_attention(query, cache, sparsity_mask=sparsity_mask), moves=payload(cache, shape),
         verify=lambda result: check_row(cache, query, result, shape.batch - 1, looks),
         peers=decode_peers(query, key, value), peers_move=shape.full_bytes, verify_peer=verify_peer, gated=gated,
     )

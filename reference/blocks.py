@@ -77,15 +77,15 @@ class IntervalConfig(BlockConfig):
         return self.budget + self.interval - 1
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """A block of Q new tokens.
 
-    query [B, Hq, Q, D]; real [B, Q] bool, False for padding; positions [Q] int64; logit and weight [B, Hq, Q, S] in
+    query [B, Hq, Q, D]; valid [B, Q] bool, False for padding; positions [Q] int64; logit and weight [B, Hq, Q, S] in
     accumulate_dtype, over all slots: -inf and 0 for slots that a query does not attend to.
     """
 
     query: Tensor
-    real: Tensor
+    valid: Tensor
     positions: Tensor
     logit: Tensor
     weight: Tensor
@@ -102,9 +102,9 @@ def block_logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) 
         logit = logits(query[:, :, 0], key, occupied, scale=scale)[:, :, None]
     else:
         logit = causal_logits(query, key, occupied, scale=scale)
-    real = per_kv_head(occupied)[..., slots - count:]                                   # [B, 1 or Hkv, Q]
-    real = per_query_head(real, query.shape[1]) if real.shape[1] > 1 else real
-    return logit.masked_fill(~real[..., None], -INF)
+    valid = per_kv_head(occupied)[..., slots - count:]                                  # [B, 1 or Hkv, Q]
+    valid = per_query_head(valid, query.shape[1]) if valid.shape[1] > 1 else valid
+    return logit.masked_fill(~valid[..., None], -INF)
 
 
 def group_mean(tensor: Tensor, key_value_heads: int) -> Tensor:
@@ -195,8 +195,8 @@ class BlockState(State):
         """Append a block of one token: query [B, Hq, D]; key, value [B, Hkv, D]. Returns the output [B, Hq, D]."""
         self._check_step(query, key, value)
         self._start_change("step")
-        real = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
-        output = self._append(query[:, :, None], key[:, :, None], value[:, :, None], real)[:, :, 0]
+        valid = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
+        output = self._append(query[:, :, None], key[:, :, None], value[:, :, None], valid)[:, :, 0]
         self._end_change()
         return output
 
@@ -207,7 +207,7 @@ class BlockState(State):
         them."""
         return query, self.key[:, :, :end]
 
-    def _observe(self, piece: Piece) -> None:
+    def _observe(self, chunk: Chunk) -> None:
         """Update `score` from the attention of a block. The block is in its slots already, with a score of 0."""
 
     def _rank(self) -> tuple[Tensor, Tensor]:
@@ -217,16 +217,16 @@ class BlockState(State):
 
     # One block -------------------------------------------------------------------------------------------------------
 
-    def _append(self, query: Tensor, key: Tensor, value: Tensor, real: Tensor) -> Tensor:
-        """Append a block of Q <= block_size tokens; real [B, Q] bool. Returns [B, Hq, Q, D]."""
+    def _append(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor:
+        """Append a block of Q <= block_size tokens; valid [B, Q] bool. Returns [B, Hq, Q, D]."""
         start, count = self.config.capacity, query.shape[2]
         positions = torch.arange(self._seen, self._seen + count, device=self.device)
         block = (..., slice(start, start + count))
         self.key[:, :, start:start + count] = key
         self.value[:, :, start:start + count] = value
-        self.occupied[block] = real[:, None]
-        self.positions[block] = positions.where(real, -1)[:, None]
-        self.score[block] = torch.zeros_like(self.score[block]).masked_fill(~real[:, None], -INF)
+        self.occupied[block] = valid[:, None]
+        self.positions[block] = positions.where(valid, -1)[:, None]
+        self.score[block] = torch.zeros_like(self.score[block]).masked_fill(~valid[:, None], -INF)
         self._seen += count
 
         end = start + count
@@ -235,12 +235,12 @@ class BlockState(State):
         output = weighted_values(weight, self.value[:, :, :end], self.occupied[..., :end])
         rest = (0, self.config.block_size - count)                                      # slots beyond the block
         self._observe(
-            Piece(query, real, positions, functional.pad(logit, rest, value=-INF), functional.pad(weight, rest))
+            Chunk(query, valid, positions, functional.pad(logit, rest, value=-INF), functional.pad(weight, rest))
         )
 
         rank, protected = self._rank()
         self._before = {name: getattr(self, name).clone() for name in self._per_slot}
-        self._before |= {"query": query, "real": real, "rank": rank.clone(), "protected": protected}
+        self._before |= {"query": query, "valid": valid, "rank": rank.clone(), "protected": protected}
         self._compact(self._keep_mask(rank, protected))
         return output.to(query.dtype)
 

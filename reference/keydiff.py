@@ -16,7 +16,7 @@ from torch import Tensor
 from ._validate import capturing, check_choice, check_dtype, check_integer, check_tensor
 from ._validate_attention import check_key_value, check_slot_mask
 from .attention import INF, accumulate_dtype, per_kv_head, zero_unoccupied
-from .blocks import BlockConfig, BlockState, Piece
+from .blocks import BlockConfig, BlockState, Chunk
 from .contract import Sizes
 from .selection import gather_tokens, kept_tokens, order
 
@@ -243,7 +243,7 @@ class KeyDiffState(BlockState):
 
     Config = KeyDiffConfig
 
-    def _observe(self, piece: Piece) -> None:
+    def _observe(self, chunk: Chunk) -> None:
         self.score.copy_(score(self.key, occupied=self.occupied, **self._options))
 
     def _rank(self) -> tuple[Tensor, Tensor]:

@@ -48,9 +48,9 @@ class Loop:
         """[layer][KV head] -> indices, ascending."""
         raise NotImplementedError
 
-    def feed(self, ids: list[int], real: list[bool]) -> Tensor | None:
-        """The logits [V] after these tokens. `real` is False for padding; None if all tokens are padding."""
-        ids = [token for token, is_real in zip(ids, real, strict=True) if is_real]
+    def feed(self, ids: list[int], valid: list[bool]) -> Tensor | None:
+        """The logits [V] after these tokens. `valid` is False for padding; None if all tokens are padding."""
+        ids = [token for token, is_valid in zip(ids, valid, strict=True) if is_valid]
         return self.forward(ids) if ids else None
 
     @torch.no_grad()
@@ -107,12 +107,12 @@ class StateLoop(Loop):
             )
             for _ in model.model.layers
         ]
-        self._real = torch.empty(0, dtype=torch.bool)
+        self._valid = torch.empty(0, dtype=torch.bool)
 
-    def feed(self, ids: list[int], real: list[bool]) -> Tensor | None:
-        self._real = torch.tensor(real)
-        if any(real):
-            return super().feed(ids, real)
+    def feed(self, ids: list[int], valid: list[bool]) -> Tensor | None:
+        self._valid = torch.tensor(valid)
+        if any(valid):
+            return super().feed(ids, valid)
         for number, state in enumerate(self.states):
             _, query_heads, heads, _, head_dim = state.sizes
             none = torch.empty(0, heads, head_dim, dtype=F64)
@@ -121,12 +121,12 @@ class StateLoop(Loop):
 
     def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         def with_padding(tensor: Tensor) -> Tensor:
-            whole = torch.full((len(self._real), *tensor.shape[1:]), torch.nan, dtype=F64)
-            whole[self._real] = tensor
+            whole = torch.full((len(self._valid), *tensor.shape[1:]), torch.nan, dtype=F64)
+            whole[self._valid] = tensor
             return whole.transpose(0, 1)[None]                                      # [1, H, Q, D]
 
-        output = self.states[number].append_block(*map(with_padding, (query, key, value)), self._real[None])
-        return output[0].transpose(0, 1)[self._real]
+        output = self.states[number].append_block(*map(with_padding, (query, key, value)), self._valid[None])
+        return output[0].transpose(0, 1)[self._valid]
 
     def alive(self) -> list[list[list[int]]]:
         return [[_cached(head) for head in state.positions[0].tolist()] for state in self.states]
@@ -185,13 +185,13 @@ def check_against_loop(
     passes = [*cuts(0, total, chunk), *((at, at + 1) for at in range(total, total + new - 1))]
     assert len(alive) == len(passes)
     rows = zip(inputs["input_ids"].tolist(), inputs["attention_mask"].bool().tolist(), strict=True)
-    for row, (ids, real) in enumerate(rows):
+    for row, (ids, valid) in enumerate(rows):
         loop = make()
         tokens: list[int] = []
         for (start, stop), layers in zip(passes, alive, strict=True):
             for a, b in cuts(start, stop, _block(cache.config)):
                 fed = ids[a:b] if stop <= total else tokens[-1:]
-                logits = loop.feed(fed, real[a:b] if stop <= total else [True])
+                logits = loop.feed(fed, valid[a:b] if stop <= total else [True])
             cached, expected = [layer[row] for layer in layers], loop.alive()
             assert cached == expected, f"row {row}, tokens {start} to {stop}: expected {expected} cached, got {cached}"
             if stop >= total:
@@ -217,9 +217,9 @@ def check_against_loops(
     generated = generate(model, inputs, new, past_key_values=cache).tolist()
     hook.remove()
     for row in rows:
-        real = inputs["attention_mask"][row].bool().tolist()
-        loop, contents_of_loop = make(real.count(False))
-        logits = loop.feed(inputs["input_ids"][row].tolist(), real)
+        valid = inputs["attention_mask"][row].bool().tolist()
+        loop, contents_of_loop = make(valid.count(False))
+        logits = loop.feed(inputs["input_ids"][row].tolist(), valid)
         tokens: list[int] = []
         for number, layers in enumerate(seen):
             if number:

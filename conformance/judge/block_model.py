@@ -95,10 +95,10 @@ class Head:
                 token.position: self.scale * math.fsum(q * k for q, k in zip(query, token.key, strict=True))
                 for token in self.tokens if token.position <= upto
             }
-            top = max(logits.values())
-            total = math.fsum(math.exp(logit - top) for logit in logits.values())
+            row_max = max(logits.values())
+            total = math.fsum(math.exp(logit - row_max) for logit in logits.values())
             for position, logit in logits.items():
-                mean[position] = mean.get(position, 0.0) + math.exp(logit - top) / total / len(group)
+                mean[position] = mean.get(position, 0.0) + math.exp(logit - row_max) / total / len(group)
         return mean
 
     def _victims(self) -> list[Token]:

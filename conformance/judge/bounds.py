@@ -91,7 +91,7 @@ def logit_error(attention: Attention, allowed: Arithmetic) -> Tensor:
     """
     logit = attention.logit.masked_fill(~attention.seen, 0)
     terms = allowed.dot * (attention.head_dim + 2)
-    error = gamma(terms) * attention.dot + 4 * UNIT * (logit.abs() + attention.top.abs())
+    error = gamma(terms) * attention.dot + 4 * UNIT * (logit.abs() + attention.row_max.abs())
     if attention.rotation is not None:
         error = error + attention.rotation
     return (error + terms * FLUSH * (abs(attention.scale) + 1)).masked_fill(~attention.seen, 0)
@@ -174,7 +174,7 @@ def log_weight_error(attention: Attention, allowed: Arithmetic) -> Interval:
     log l = lse - m, together 6 u (lse - m) + LOG.
     """
     errors = weight_error(attention, allowed)
-    spread = attention.lse - attention.top
+    spread = attention.lse - attention.row_max
     extra = errors.tau + (LOG * (1 + spread) + 6 * UNIT * spread) * SLACK
     return Interval(-(extra + errors.denominator_above), extra - errors.denominator_below)
 

@@ -119,11 +119,11 @@ class Machine:
             per_query_head(zero_unoccupied(tensor, occupied), query_heads).float() for tensor in (key, value)
         )
         logit = self.logits(query, keys, per_query_head(mask, query_heads), scale)                  # [B, Hq, S]
-        top, total, acc = self.softmax(logit, values)
-        output, lse = self.divided(acc, total).to(query.dtype), top + self.log2(total)
+        row_max, total, acc = self.softmax(logit, values)
+        output, lse = self.divided(acc, total).to(query.dtype), row_max + self.log2(total)
 
         size = self.sum(self.flush(zero_unoccupied(value, occupied).float()).abs())                 # [B, Hkv, S]
-        log_weight = (logit - top[..., None]) - self.log2(total)[..., None]
+        log_weight = (logit - row_max[..., None]) - self.log2(total)[..., None]
         groups = heads if per_head else 1
         term = (log_weight + per_query_head(size.log2(), query_heads)).view(batch, groups, -1, slots)
         log_score, shared = self.log2_of_sum(term), term.shape[2]
@@ -132,8 +132,8 @@ class Machine:
         else:
             part = self.times(self.exp2(logit - lse[..., None]), per_query_head(size, query_heads) / head_dim)
             score = self.sum(part.view(batch, groups, shared, slots).transpose(2, 3)) / shared
-        held = per_kv_head(occupied)
-        score, log_score = (x.masked_fill(~held, -math.inf) for x in (score, log_score * math.log(2)))
+        is_occupied = per_kv_head(occupied)
+        score, log_score = (x.masked_fill(~is_occupied, -math.inf) for x in (score, log_score * math.log(2)))
         return Computed(output, *((score, log_score) if per_head else (score[:, 0], log_score[:, 0])))
 
     def log2_of_sum(self, term: Tensor) -> Tensor:
@@ -144,13 +144,13 @@ class Machine:
             shift = peak.masked_fill(empty, 0)
             total = self.sum(self.exp2(term - shift[:, :, None]).transpose(2, 3))
             return (shift + total.log2()).masked_fill(empty, -math.inf)
-        top, total = torch.full_like(peak, -math.inf), torch.zeros_like(peak)
+        row_max, total = torch.full_like(peak, -math.inf), torch.zeros_like(peak)
         for one in term.unbind(2):
-            higher = torch.maximum(top, one)
+            higher = torch.maximum(row_max, one)
             shift = higher.masked_fill(higher == -math.inf, 0)
-            total = self.plus(self.times(total, self.exp2(top - shift)), self.exp2(one - shift))
-            top = higher
-        return (top + total.log2()).masked_fill(empty, -math.inf)
+            total = self.plus(self.times(total, self.exp2(row_max - shift)), self.exp2(one - shift))
+            row_max = higher
+        return (row_max + total.log2()).masked_fill(empty, -math.inf)
 
     def causal(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float) -> Tensor:
         """Causal attention of a prompt: [B, Hq, T, D] in query's dtype, zeros at padding."""
@@ -163,8 +163,8 @@ class Machine:
     ) -> Tensor:
         """SnapKV's score of the prefix, [B, T - W] or [B, Hkv, T - W]; arguments as for `window_score`."""
         logit, values = self._block(query, key, key, occupied, scale)                               # [B, Hq, W, T]
-        top, total, _ = self.softmax(logit, values)
-        weight = self.exp2(logit - (top + self.log2(total))[..., None])
+        row_max, total, _ = self.softmax(logit, values)
+        weight = self.exp2(logit - (row_max + self.log2(total))[..., None])
         batch, heads, tokens, _ = key.shape
         window = query.shape[2]
         observers = occupied[:, tokens - window:].sum(-1).clamp_min(1)[:, None, None]
@@ -204,17 +204,17 @@ class Machine:
         """Maximum [...], sum of weights [...] and weighted values [..., D] of base-2 logits [..., S]."""
         slots = logit.shape[-1]
         block = self.block or slots
-        top = torch.full_like(logit[..., 0], -math.inf)
-        total, acc = torch.zeros_like(top), torch.zeros_like(values[..., 0, :])
+        row_max = torch.full_like(logit[..., 0], -math.inf)
+        total, acc = torch.zeros_like(row_max), torch.zeros_like(values[..., 0, :])
         for start in range(0, slots, block):
             part = logit[..., start:start + block]
-            new_top = torch.maximum(top, part.amax(-1))
-            shift = new_top.masked_fill(new_top == -math.inf, 0)
+            new_max = torch.maximum(row_max, part.amax(-1))
+            shift = new_max.masked_fill(new_max == -math.inf, 0)
             weight = self.exp2(part - shift[..., None])
-            rescale = self.exp2(top - shift)
+            rescale = self.exp2(row_max - shift)
             total = self.plus(self.times(total, rescale), self.sum(weight))
             cast = weight.to(self.weight_dtype).float()
             mixed = self.product_sum(cast[..., None, :], values[..., start:start + block, :].transpose(-1, -2))
             acc = self.plus(self.times(acc, rescale[..., None]), mixed)
-            top = new_top
-        return top.masked_fill(top == -math.inf, 0), total, acc
+            row_max = new_max
+        return row_max.masked_fill(row_max == -math.inf, 0), total, acc

@@ -76,10 +76,10 @@ class Attention:
         return self.seen.sum(-1, keepdim=True).clamp_min(1).double()
 
     @cached_property
-    def top(self) -> Tensor:
+    def row_max(self) -> Tensor:
         """The row maximum m, [B, Hq, Q, 1]; 0 for a query that attends to nothing."""
-        top = self.logit.amax(-1, keepdim=True)
-        return top.masked_fill(top == -torch.inf, 0)
+        row_max = self.logit.amax(-1, keepdim=True)
+        return row_max.masked_fill(row_max == -torch.inf, 0)
 
     @cached_property
     def lse(self) -> Tensor:

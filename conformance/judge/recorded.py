@@ -35,10 +35,10 @@ def decode_steps(device: torch.device) -> Iterator[DecodeCase]:
         positions = torch.cat([golden.tensors[f"{layer}.64.kept"][0].long(), torch.tensor([-1])]).to(device)
         for step in range(steps if device.type == "cuda" else CPU_STEPS):
             positions[int(golden.tensors[f"{layer}.64.next_slot"][step])] = prompt + step
-            held, newest = positions >= 0, positions == prompt + step
+            occupied, newest = positions >= 0, positions == prompt + step
             place = positions.clamp_min(0)
             yield DecodeCase.of(
-                query[:, :, prompt + step], key[:, :, place], value[:, :, place], held[None],
+                query[:, :, prompt + step], key[:, :, place], value[:, :, place], occupied[None],
                 protected=newest[None] if supported.protected() else None,
             )
 

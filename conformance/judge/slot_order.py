@@ -77,12 +77,12 @@ class InOrder:
         taken, slots = self._gathered(self._tested.occupied, False), source.shape[-1]
         index = torch.arange(slots, device=source.device)
         found = index.where(source == chosen[..., None], slots).amin(-1)                          # `slots`: not found
-        held = self._tested.occupied
-        exists = (chosen >= 0) & (chosen < held.shape[-1])
-        if held.shape[-1] == 0:
+        occupied = self._tested.occupied
+        exists = (chosen >= 0) & (chosen < occupied.shape[-1])
+        if occupied.shape[-1] == 0:
             return index.where(~taken, slots).amin(-1)
-        free = (chosen == held.shape[-1]) | exists & ~held.gather(
-            -1, chosen.clamp(0, held.shape[-1] - 1)[..., None]
+        free = (chosen == occupied.shape[-1]) | exists & ~occupied.gather(
+            -1, chosen.clamp(0, occupied.shape[-1] - 1)[..., None]
         )[..., 0]
         lowest = index.where(~taken, slots).amin(-1)
         return torch.where(free, lowest, found)

@@ -64,26 +64,26 @@ class SumsStayBehind(h2o.H2OState):
 class ForgetsSums(h2o.H2OState):
     """Only the weights of the last block count."""
 
-    def _observe(self, piece):
+    def _observe(self, chunk):
         self.score.clamp_max_(0)
-        super()._observe(piece)
+        super()._observe(chunk)
 
 
 class SumsOverHeads(h2o.H2OState):
     """Weights are summed, not averaged: the choices are equal, but not the scores."""
 
-    def _observe(self, piece):
+    def _observe(self, chunk):
         before = self.score.clone()
-        super()._observe(piece)
+        super()._observe(chunk)
         self.score.add_((self.score - before).nan_to_num(0))
 
 
 class SumsPadding(h2o.H2OState):
     """Padding in a block counts as a query that attends to the first token."""
 
-    def _observe(self, piece):
-        super()._observe(piece)
-        self.score[..., 0] += (~piece.real).sum(-1, keepdim=True)
+    def _observe(self, chunk):
+        super()._observe(chunk)
+        self.score[..., 0] += (~chunk.valid).sum(-1, keepdim=True)
 
 
 class ProtectsNothing(h2o.H2OState):
@@ -105,9 +105,9 @@ class KeepsTheWorst(h2o.H2OState):
 class EvictsFirst(h2o.H2OState):
     """The cache evicts before the block attends to it. Rows that are not full show this."""
 
-    def _append(self, query, key, value, real):
+    def _append(self, query, key, value, valid):
         self.occupied[..., 0] = False
-        return super()._append(query, key, value, real)
+        return super()._append(query, key, value, valid)
 
 
 class EvictsEarly(h2o.H2OState):
@@ -161,8 +161,8 @@ class ForgetsTheBlock(h2o.H2OState):
 class LowPrecision(h2o.H2OState):
     """Sums are in bfloat16."""
 
-    def _observe(self, piece):
-        super()._observe(piece)
+    def _observe(self, chunk):
+        super()._observe(chunk)
         self.score.copy_(self.score.bfloat16())
 
 
@@ -200,8 +200,8 @@ class LosesTheFirst(vatp.VATPState):
 class FirstQuery(tova.TOVAState):
     """The oldest query of the block observes."""
 
-    def _observe(self, piece):
-        super()._observe(piece._replace(real=piece.real & (piece.real.cumsum(-1) == 1)))
+    def _observe(self, chunk):
+        super()._observe(chunk._replace(valid=chunk.valid & (chunk.valid.cumsum(-1) == 1)))
 
 
 class LinearRanks(tova.TOVAState):
@@ -214,8 +214,8 @@ class LinearRanks(tova.TOVAState):
 class PadsDifferently(snapkv.SnapKVState):
     """The pool includes tokens of the window."""
 
-    def _observe(self, piece):
-        super()._observe(piece)
+    def _observe(self, chunk):
+        super()._observe(chunk)
         size = self.config.kernel_size
         self.score.add_(torch.isfinite(self.score) * 1e-3 * size)
 
@@ -223,12 +223,12 @@ class PadsDifferently(snapkv.SnapKVState):
 class PoolsBySlot(snapkv.SnapKVState):
     """The pool runs along slots instead of positions."""
 
-    def _observe(self, piece):
+    def _observe(self, chunk):
         positions = self.positions.clone()
         order = torch.arange(positions.shape[-1]).expand(positions.shape)
         seen, self.positions = self._seen, torch.where(self.occupied, order, -1)
         self._seen = int(positions.shape[-1])
-        super()._observe(piece._replace(positions=piece.positions - seen + self._seen))
+        super()._observe(chunk._replace(positions=chunk.positions - seen + self._seen))
         self.positions, self._seen = positions, seen
 
 
@@ -242,9 +242,9 @@ class EvictsOneEarly(snapkv.SnapKVState):
 class ObservesAnyway(snapkv.SnapKVState):
     """Scores are recomputed for heads that are not compressed."""
 
-    def _observe(self, piece):
+    def _observe(self, chunk):
         self._due = lambda: self.occupied.any(-1, keepdim=True)
-        super()._observe(piece)
+        super()._observe(chunk)
         del self._due
 
 
@@ -254,7 +254,7 @@ class LosesTheSink(streaming_llm.StreamingLLMState):
 
 
 class AnotherSeed(random.RandomState):
-    def _observe(self, piece):
+    def _observe(self, chunk):
         self.score.copy_(random.score(self.positions, seed=self.config.seed + 1))
 
 

@@ -108,10 +108,10 @@ def emulated(machine: Machine, base: type) -> type:
     """A reference state in which a machine of emulate.py computes the received attention."""
 
     class Emulated(base):
-        def _observe(self, piece):
-            heads, seen = self.sizes.key_value_heads, piece.logit != -math.inf
+        def _observe(self, chunk):
+            heads, seen = self.sizes.key_value_heads, chunk.logit != -math.inf
             key = zero_unoccupied(self.key, self.occupied)
-            query = piece.query.masked_fill(~piece.real[:, None, :, None], 0)
+            query = chunk.query.masked_fill(~chunk.valid[:, None, :, None], 0)
             weight, _ = weights(machine, query, key, seen, self.scale)
             self.score.copy_(machine.plus(self.score, received(machine, weight, heads)))
 

@@ -378,12 +378,12 @@ def test_sparsity_is_of_the_rows_that_are_looked_at(dtype, head_dim, side, twins
     everybody = module.decode_attention(query, cache)
     assert not bool(everybody.sparsity.isnan().any())
     for looks in ([True, False, True], [False, True, False], [False] * 3, [True] * 3):
-        look = torch.tensor([looks, [not it for it in looks]], device=device).T.contiguous()[:, 0]
-        assert look.stride() == (2,)
-        result = module.decode_attention(query, cache, look=look)
+        sparsity_mask = torch.tensor([looks, [not it for it in looks]], device=device).T.contiguous()[:, 0]
+        assert sparsity_mask.stride() == (2,)
+        result = module.decode_attention(query, cache, sparsity_mask=sparsity_mask)
         assert_same(result.output, everybody.output, what="output")
-        assert torch.equal(result.sparsity.isnan(), ~look)
-        assert_same(result.sparsity[look], everybody.sparsity[look], what="sparsity")
+        assert torch.equal(result.sparsity.isnan(), ~sparsity_mask)
+        assert_same(result.sparsity[sparsity_mask], everybody.sparsity[sparsity_mask], what="sparsity")
 
 
 @pytest.mark.property("accuracy")
@@ -404,8 +404,8 @@ def test_sparsity_of_the_mean_of_heads(side, twins, device):
         cache.flush(*(numbers(x, x, device=device) for x in (True, 2, 0)))
         found.append(module.decode_attention(query, cache, scale=1.0).sparsity)
         leave(cache, 3)
-        look = numbers(False, True, device=device)
-        share = module.decode_attention(query, cache, scale=1.0, look=look).sparsity
+        sparsity_mask = numbers(False, True, device=device)
+        share = module.decode_attention(query, cache, scale=1.0, sparsity_mask=sparsity_mask).sparsity
         assert bool(share[0].isnan())
         expected = torch.tensor([before, before, before, before, after], device=device)
         assert_same(torch.cat((*found, share[1:])), expected, what=f"sparsity of {sparsity_of}")

@@ -30,7 +30,7 @@ SHAPES = {
     "evict": {"tokens": (B, CONFIG.slots)},
     "release": {"rows": (B,)},
     "reorder": {"index": (B,)},
-    "decode_attention": {"query": (B, HQ, D), "look": (B,)},
+    "decode_attention": {"query": (B, HQ, D), "sparsity_mask": (B,)},
 }
 NUMBERS = {"positions": (4, 5), "thought": (1, 2), "segment": (0, 1), "index": (1, 0)}
 
@@ -40,7 +40,7 @@ def good(subject: str, device: torch.device) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     made: dict[str, Any] = {}
     for name, shape in SHAPES[subject].items():
-        if name in ("rows", "tokens", "look"):
+        if name in ("rows", "tokens", "sparsity_mask"):
             made[name] = torch.zeros(shape, dtype=torch.bool, device=device)
         elif name in NUMBERS:
             made[name] = torch.tensor(NUMBERS[name], device=device)
@@ -96,7 +96,7 @@ WRONG: list[tuple[str, Callable[[Tensor], Any], type[Exception], str]] = [
 TENSORS = [
     pytest.param(subject, name, *wrong, id=f"{subject}-{name}-{label}")
     for subject, names in SHAPES.items() for name in names for label, *wrong in WRONG
-    if (name, label) != ("look", "none")  # None selects all rows
+    if (name, label) != ("sparsity_mask", "none")  # None selects all rows
 ]
 LAST = [(subject, name) for subject, names in SHAPES.items() for name, shape in names.items() if len(shape) > 1]
 

@@ -86,7 +86,7 @@ def _causal_kernel(
         query + t.to(tl.int64)[:, None] * (query_t * UNIT) + d[None, :] * query_d,
         mask=attends[:, None] & in_head[None, :], other=0.0,
     )
-    top = tl.full([QUERY_BLOCK], float("-inf"), tl.float32)
+    row_max = tl.full([QUERY_BLOCK], float("-inf"), tl.float32)
     weight_sum = tl.zeros([QUERY_BLOCK], tl.float32)
     acc = tl.zeros([QUERY_BLOCK, D_PAD], tl.float32)
     for start in range(0, tl.minimum(first + QUERY_BLOCK, total), BLOCK):
@@ -97,7 +97,7 @@ def _causal_kernel(
         k = tl.load(key + s64[:, None] * (key_t * UNIT) + d[None, :] * key_d, mask=tile, other=0.0)
         logit = dot(q, tl.trans(k)) * scale
         logit = tl.where(seen[None, :] & (s[None, :] <= t[:, None]), logit, float("-inf"))
-        p, top, weight_sum, rescale = weigh_tile(logit, top, weight_sum)
+        p, row_max, weight_sum, rescale = weigh_tile(logit, row_max, weight_sum)
         v = tl.load(value + s64[:, None] * (value_t * UNIT) + d[None, :] * value_d, mask=tile, other=0.0)
         acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
     acc = tl.where(attends[:, None], acc / tl.where(attends, weight_sum, 1.0)[:, None], 0.0)

@@ -81,16 +81,16 @@ def _places(key: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @triton.jit
-def _next_digits(histograms, found, flat, wanted, PASS: tl.constexpr):
+def _next_digits(histograms, found, batch_head, wanted, PASS: tl.constexpr):
     """After PASS passes: the leading 8 * PASS bits of the lowest kept code (as an unsigned number), the number of kept
     codes with these bits, and the number of all codes with them."""
     digit = tl.arange(0, 256)
-    count = tl.load(histograms + (flat * 4 + PASS - 1) * 256 + digit)
+    count = tl.load(histograms + (batch_head * 4 + PASS - 1) * 256 + digit)
     prefix = tl.zeros([], tl.int64)
     need = wanted.to(tl.int64)
     if PASS > 1:
-        prefix = tl.load(found + (flat * 4 + PASS - 2) * 2)
-        need = tl.load(found + (flat * 4 + PASS - 2) * 2 + 1)
+        prefix = tl.load(found + (batch_head * 4 + PASS - 2) * 2)
+        need = tl.load(found + (batch_head * 4 + PASS - 2) * 2 + 1)
     at_least = tl.sum(count, 0) - tl.cumsum(count, 0) + count
     last = tl.max(tl.where(at_least >= need, digit, 0), 0)
     above = tl.sum(tl.where(digit > last, count, 0), 0)
@@ -102,22 +102,23 @@ def _next_digits(histograms, found, flat, wanted, PASS: tl.constexpr):
 def histogram_kernel(
     codes, histograms, found, slots, wanted, chunks, PASS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr
 ):
-    """Program (chunk, flat): the histogram of the next 8 bits of codes whose earlier bits equal the threshold's."""
+    """Program (chunk, batch_head): the histogram of the next 8 bits of codes whose earlier bits equal the threshold's.
+    """
     chunk = tl.program_id(0) % chunks
-    flat = (tl.program_id(0) // chunks).to(tl.int64)
+    batch_head = (tl.program_id(0) // chunks).to(tl.int64)
     s = chunk * CHUNK + tl.arange(0, CHUNK)
     matches = s < slots
-    code = tl.load(codes + flat * slots + s, mask=matches, other=0)
+    code = tl.load(codes + batch_head * slots + s, mask=matches, other=0)
     digit = (code >> (24 - 8 * PASS)) & 255
     if PASS == 0:
         digit = digit ^ 128                                             # negative codes sort first
     else:
-        prefix, need, _ = _next_digits(histograms, found, flat, wanted, PASS)
+        prefix, need, _ = _next_digits(histograms, found, batch_head, wanted, PASS)
         if chunk == 0:
-            tl.store(found + (flat * 4 + PASS - 1) * 2, prefix)
-            tl.store(found + (flat * 4 + PASS - 1) * 2 + 1, need)
+            tl.store(found + (batch_head * 4 + PASS - 1) * 2, prefix)
+            tl.store(found + (batch_head * 4 + PASS - 1) * 2 + 1, need)
         matches = matches & ((code >> (32 - 8 * PASS)) == (prefix - (1 << (8 * PASS - 1))).to(tl.int32))
-    into = histograms + (flat * 4 + PASS) * 256
+    into = histograms + (batch_head * 4 + PASS) * 256
     # For few matches, single atomics are cheaper than a histogram of the chunk.
     if tl.sum(tl.where(matches, 1, 0), 0) <= FEW:
         tl.atomic_add(into + digit, 1, mask=matches, sem="relaxed")
@@ -128,31 +129,31 @@ def histogram_kernel(
 
 @triton.jit(do_not_specialize=["slots", "wanted", "chunks"])
 def count_kernel(codes, histograms, found, counts, slots, wanted, chunks, CHUNK: tl.constexpr):
-    """Program (chunk, flat): counts the codes above the threshold and those equal to it."""
+    """Program (chunk, batch_head): counts the codes above the threshold and those equal to it."""
     chunk = tl.program_id(0) % chunks
-    flat = (tl.program_id(0) // chunks).to(tl.int64)
-    prefix, need, equal = _next_digits(histograms, found, flat, wanted, 4)
+    batch_head = (tl.program_id(0) // chunks).to(tl.int64)
+    prefix, need, equal = _next_digits(histograms, found, batch_head, wanted, 4)
     threshold = (prefix - 2147483648).to(tl.int32)
     # The number of codes to drop among those equal to the threshold, from the first on; all for unoccupied slots.
     drop = tl.where(threshold == _FREE, equal, equal - need)
     if chunk == 0:
-        tl.store(found + (flat * 4 + 3) * 2, threshold.to(tl.int64))
-        tl.store(found + (flat * 4 + 3) * 2 + 1, drop)
+        tl.store(found + (batch_head * 4 + 3) * 2, threshold.to(tl.int64))
+        tl.store(found + (batch_head * 4 + 3) * 2 + 1, drop)
     s = chunk * CHUNK + tl.arange(0, CHUNK)
-    code = tl.load(codes + flat * slots + s, mask=s < slots, other=_FREE)
-    at = counts + (flat * chunks + chunk) * 2
+    code = tl.load(codes + batch_head * slots + s, mask=s < slots, other=_FREE)
+    at = counts + (batch_head * chunks + chunk) * 2
     tl.store(at, tl.sum(tl.where(code > threshold, 1, 0), 0))
     tl.store(at + 1, tl.sum(tl.where((code == threshold) & (s < slots), 1, 0), 0))
 
 
 @triton.jit(do_not_specialize=["slots", "wanted", "chunks"])
 def compact_kernel(codes, found, counts, place, kept_count, slots, wanted, chunks, CHUNK: tl.constexpr):
-    """Program (chunk, flat): writes the slots of the chunk's kept tokens to their places in the result."""
+    """Program (chunk, batch_head): writes the slots of the chunk's kept tokens to their places in the result."""
     chunk = tl.program_id(0) % chunks
-    flat = (tl.program_id(0) // chunks).to(tl.int64)
-    threshold = tl.load(found + (flat * 4 + 3) * 2).to(tl.int32)
-    drop = tl.load(found + (flat * 4 + 3) * 2 + 1).to(tl.int32)
-    counts += flat * chunks * 2
+    batch_head = (tl.program_id(0) // chunks).to(tl.int64)
+    threshold = tl.load(found + (batch_head * 4 + 3) * 2).to(tl.int32)
+    drop = tl.load(found + (batch_head * 4 + 3) * 2 + 1).to(tl.int32)
+    counts += batch_head * chunks * 2
     above_before = tl.zeros([_ADDED], tl.int32)
     equal_before = tl.zeros([_ADDED], tl.int32)
     for start in range(0, chunk, _ADDED):
@@ -161,7 +162,7 @@ def compact_kernel(codes, found, counts, place, kept_count, slots, wanted, chunk
         equal_before += tl.load(counts + i * 2 + 1, mask=i < chunk, other=0)
     above_sum, equal_sum = tl.sum(above_before, 0), tl.sum(equal_before, 0)
     s = chunk * CHUNK + tl.arange(0, CHUNK)
-    code = tl.load(codes + flat * slots + s, mask=s < slots, other=_FREE)
+    code = tl.load(codes + batch_head * slots + s, mask=s < slots, other=_FREE)
     above = code > threshold
     equal = (code == threshold) & (s < slots)
     # Both prefix sums in one integer, since CHUNK is far below 2^16.
@@ -169,11 +170,11 @@ def compact_kernel(codes, found, counts, place, kept_count, slots, wanted, chunk
     running = tl.cumsum(packed, 0) - packed
     number = equal_sum + (running >> 16)                                # index among the codes equal to the threshold
     to = above_sum + (running & 65535) + tl.maximum(number - drop, 0)
-    tl.store(place + flat * wanted + to, s, mask=above | (equal & (number >= drop)))
+    tl.store(place + batch_head * wanted + to, s, mask=above | (equal & (number >= drop)))
     if chunk == chunks - 1:
         above_sum += tl.load(counts + chunk * 2)
         equal_sum += tl.load(counts + chunk * 2 + 1)
-        tl.store(kept_count + flat, above_sum + tl.maximum(equal_sum - drop, 0))
+        tl.store(kept_count + batch_head, above_sum + tl.maximum(equal_sum - drop, 0))
 
 
 @triton.jit(do_not_specialize=[
@@ -184,15 +185,16 @@ def gather_kernel(
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):
-    """Program (block, flat): gathers keys and values of BLOCK places; zeros, -1 and False beyond the kept tokens."""
+    """Program (block, batch_head): gathers keys and values of BLOCK places; zeros, -1 and False beyond the kept tokens.
+    """
     blocks = tl.cdiv(wanted, BLOCK)
     block = tl.program_id(0) % blocks
-    flat = (tl.program_id(0) // blocks).to(tl.int64)
-    b, head = flat // heads, flat % heads
+    batch_head = (tl.program_id(0) // blocks).to(tl.int64)
+    b, head = batch_head // heads, batch_head % heads
     number = block * BLOCK + tl.arange(0, BLOCK)
     inside = number < wanted
-    holds = number < tl.load(kept_count + flat)
-    at = flat * wanted + number
+    holds = number < tl.load(kept_count + batch_head)
+    at = batch_head * wanted + number
     slot = tl.load(place + at, mask=holds, other=-1).to(tl.int64)
     key += (b * key_b + head * key_h) * UNIT
     value += (b * value_b + head * value_h) * UNIT

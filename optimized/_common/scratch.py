@@ -8,8 +8,8 @@ import triton.language as tl
 from .launch import INTERPRETED, ROW_UNIT
 
 _ROW_UNIT = tl.constexpr(ROW_UNIT)
-#: Slots that are looked at together. In the interpreter few, so that tests cover several rounds.
-_LOOKED_AT = tl.constexpr(16 if INTERPRETED else 2048)
+#: Slots that are loaded at a time. In the interpreter few, so that tests cover several rounds.
+_SLOTS_AT_ONCE = tl.constexpr(16 if INTERPRETED else 2048)
 
 
 @triton.jit
@@ -48,9 +48,9 @@ def all_occupied(occupied, occupied_s, newest, begin, end, MASK_UNIT: tl.constex
     """Whether all slots of a range are occupied (`newest` counts). Then only the range's last tile needs a mask."""
     if MASK_UNIT == 16:
         end = end // 16 * 16                                           # no change; tells the compiler the alignment
-    missing = tl.zeros([_LOOKED_AT], tl.int32)
-    for start in range(begin, end, _LOOKED_AT):
-        s = start + tl.arange(0, _LOOKED_AT)
+    missing = tl.zeros([_SLOTS_AT_ONCE], tl.int32)
+    for start in range(begin, end, _SLOTS_AT_ONCE):
+        s = start + tl.arange(0, _SLOTS_AT_ONCE)
         holds = tl.load(occupied + s.to(tl.int64) * occupied_s, mask=s < end, other=1) != 0
         missing += tl.where(holds | (s == newest), 0, 1)
     return tl.sum(missing, 0) == 0

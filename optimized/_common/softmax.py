@@ -1,7 +1,7 @@
 """Device functions of an online softmax in base 2: the update by one tile, and the merge of a row's splits.
 
-Each query has a running maximum `top` and a running sum of `exp2(logit - top)`. Without tokens they are -inf and 0.
-A maximum of +-inf is not subtracted (`finite_or_zero`).
+Each query has a running maximum `row_max` and a running sum of `exp2(logit - row_max)`. Without tokens they are -inf
+and 0. A maximum of +-inf is not subtracted (`finite_or_zero`).
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from .numerics import finite_or_zero, log2_or_minus_inf, sum_of_products
 
 
 @triton.jit
-def raise_maximum(top, highest):
+def raise_maximum(row_max, highest):
     """The new maximum after a tile whose largest logits are `highest`, the shift to subtract from the tile's logits,
     and the factor that rescales the earlier sums."""
-    new_top = tl.maximum(top, highest)
-    shift = finite_or_zero(new_top)
-    return new_top, shift, tl.exp2(top - shift)
+    new_max = tl.maximum(row_max, highest)
+    shift = finite_or_zero(new_max)
+    return new_max, shift, tl.exp2(row_max - shift)
 
 
 @triton.jit
-def weigh(logit, top, highest):
+def weigh(logit, row_max, highest):
     """logit [ROWS, BLOCK], a tile whose largest logits are `highest`: its weights, the new maximum, and the factor that
     rescales the earlier sums."""
     # Not by `raise_maximum`: with the factor before the weights, some attention kernels need more registers.
-    new_top = tl.maximum(top, highest)
-    shift = finite_or_zero(new_top)
+    new_max = tl.maximum(row_max, highest)
+    shift = finite_or_zero(new_max)
     p = tl.exp2(logit - shift[:, None])
-    return p, new_top, tl.exp2(top - shift)
+    return p, new_max, tl.exp2(row_max - shift)
 
 
 @triton.jit
-def weigh_tile(logit, top, weight_sum):
+def weigh_tile(logit, row_max, weight_sum):
     """`weigh` of a tile and its largest logits, with the new sum: weights, maximum, sum [ROWS], factor."""
-    p, new_top, rescale = weigh(logit, top, tl.max(logit, 1))
-    return p, new_top, weight_sum * rescale + tl.sum(p, 1), rescale
+    p, new_max, rescale = weigh(logit, row_max, tl.max(logit, 1))
+    return p, new_max, weight_sum * rescale + tl.sum(p, 1), rescale
 
 
 @triton.jit
@@ -50,31 +50,31 @@ def _load_part(pointer, mask, other, SAME_LAUNCH: tl.constexpr):
 
 
 @triton.jit
-def merge_sums(tops, weight_sums, part, there, SAME_LAUNCH: tl.constexpr = True):
+def merge_sums(row_maxima, weight_sums, part, there, SAME_LAUNCH: tl.constexpr = True):
     """Merge the maxima and sums of splits at `part` [ROWS, SPLITS], where `there` is True: finite maxima, sums [ROWS].
 
     SAME_LAUNCH: other programs of this launch wrote the parts, so the L1 cache may hold older ones.
     """
-    split_top = _load_part(tops + part, there, float("-inf"), SAME_LAUNCH)
+    split_max = _load_part(row_maxima + part, there, float("-inf"), SAME_LAUNCH)
     split_sum = _load_part(weight_sums + part, there, 0.0, SAME_LAUNCH)
-    top = finite_or_zero(tl.max(split_top, 1))
-    return top, sum_of_products(split_sum, tl.exp2(split_top - top[:, None]), 1)
+    row_max = finite_or_zero(tl.max(split_max, 1))
+    return row_max, sum_of_products(split_sum, tl.exp2(split_max - row_max[:, None]), 1)
 
 
 @triton.jit
 def merge_outputs(
-    partial, tops, part, splits, top, total, real, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    partial, row_maxima, part, splits, row_max, total, valid, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     SAME_LAUNCH: tl.constexpr = True,
 ):
-    """Attention outputs [ROWS, D_PAD] of the `real` rows, merged one split at a time; 0 where `total` is 0.
+    """Attention outputs [ROWS, D_PAD] of the `valid` rows, merged one split at a time; 0 where `total` is 0.
 
     `part` [ROWS]: the index of each row's first split.
     """
     d = tl.arange(0, D_PAD)
-    mask = real[:, None] & (d < HEAD_DIM)[None, :]
+    mask = valid[:, None] & (d < HEAD_DIM)[None, :]
     acc = tl.zeros([part.shape[0], D_PAD], tl.float32)
     for split in range(splits):
-        share = tl.exp2(_load_part(tops + part + split, real, float("-inf"), SAME_LAUNCH) - top)
+        share = tl.exp2(_load_part(row_maxima + part + split, valid, float("-inf"), SAME_LAUNCH) - row_max)
         at = (part + split)[:, None] * HEAD_DIM + d[None, :]
         acc += share[:, None] * _load_part(partial + at, mask, 0.0, SAME_LAUNCH)
     return divide(acc, total)
@@ -88,14 +88,16 @@ def divide(acc, total):
 
 
 @triton.jit
-def denominators(tops, weight_sums, flat, splits, GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr):
+def denominators(
+    row_maxima, weight_sums, batch_head, splits, GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr
+):
     """The maxima of a KV head's softmaxes, and log2 of their sums relative to these maxima, both [ROWS].
 
     They are 0 and -inf for rows beyond GROUP and for rows without tokens.
     """
     g = tl.arange(0, ROWS)
     i = tl.arange(0, SPLITS)
-    part = (flat * GROUP + g)[:, None] * splits + i[None, :]
+    part = (batch_head * GROUP + g)[:, None] * splits + i[None, :]
     there = (g < GROUP)[:, None] & (i < splits)[None, :]
-    top, total = merge_sums(tops, weight_sums, part, there)
-    return top, log2_or_minus_inf(total)
+    row_max, total = merge_sums(row_maxima, weight_sums, part, there)
+    return row_max, log2_or_minus_inf(total)

@@ -24,8 +24,8 @@ def attend(
     grad, and for CPU tensors outside Triton's interpreter.
     """
     scale = resolve_scale(scale, check_block(query, key, value, occupied).head_dim)
-    output, parts = kernels.attend(query, key, value, occupied, scale)
-    return AttendResult(output, kernels.received(query, key, occupied, parts, scale, mean=False))
+    output, softmax_parts = kernels.attend(query, key, value, occupied, scale)
+    return AttendResult(output, kernels.received(query, key, occupied, softmax_parts, scale, mean=False))
 
 
 class H2OState(BlockState):
@@ -45,9 +45,9 @@ class H2OState(BlockState):
 def accumulate(state: BlockState, block: Block) -> Tensor:
     """Add the weights that the block's queries gave each key to `score` and return it, [B, Hkv, end]."""
     end = block.end
-    assert block.parts is not None
+    assert block.softmax_parts is not None
     score = state.score[..., :end]
     score += kernels.received(
-        block.query, state.key[:, :, :end], state.occupied[..., :end], block.parts, state.scale, mean=False
+        block.query, state.key[:, :, :end], state.occupied[..., :end], block.softmax_parts, state.scale, mean=False
     )
     return score

@@ -15,7 +15,7 @@ from ...reference.blocks import AttendResult
 from ...reference.contract import Sizes
 from .._common.block_cache import kernels as kernels
 from .._common.block_cache.compress import between
-from .._common.block_cache.compress import compress as compress_held
+from .._common.block_cache.compress import compress as compress_cache
 from .._common.block_cache.state import Block, BlockState, check_block
 from .._common.launch import check_kernel_sizes, check_launchable, key_block, on_device_of, padded_head_dim
 from .._common.numerics import LOG2_E, dot, finite_or_zero
@@ -61,8 +61,8 @@ def attend(
     Arguments and errors as in `h2o.attend`. Semantics: `kvtwin.reference.baselines.snapkv.attend`.
     """
     scale = resolve_scale(scale, check_block(query, key, value, occupied).head_dim)
-    output, parts = kernels.attend(query, key, value, occupied, scale)
-    return AttendResult(output, kernels.received(query, key, occupied, parts, scale, mean=True))
+    output, softmax_parts = kernels.attend(query, key, value, occupied, scale)
+    return AttendResult(output, kernels.received(query, key, occupied, softmax_parts, scale, mean=True))
 
 
 def compress(
@@ -175,7 +175,7 @@ class SnapKVState(BlockState):
         last = block.positions[-observers:]
         place = last % observers
         self._window_query.index_copy_(2, place, block.query[:, :, -observers:])
-        self._window_positions.index_copy_(1, place, last.where(block.real[:, -observers:], -1))
+        self._window_positions.index_copy_(1, place, last.where(block.valid[:, -observers:], -1))
         self._compress(count, appended=False)
 
     def _finish_step(self, query: Tensor) -> None:
@@ -183,9 +183,9 @@ class SnapKVState(BlockState):
 
     def _compress(self, count: int, *, appended: bool) -> None:
         config = self.config
-        compress_held(
+        compress_cache(
             self._window_query, self._window_positions, self.key, self.value, self.occupied, self.positions,
-            self._score, self._ordinals, self._held, self._counts, self._order, *self._between, self.scale,
+            self._score, self._token_index, self._valid_seen, self._counts, self._order, *self._between, self.scale,
             config.budget, config.capacity, count, config.kernel_size, appended,
         )
 
@@ -252,7 +252,7 @@ def _normaliser_kernel(
         mask=attends[:, None] & in_head[None, :], other=0.0,
     )
     key += b * key_b + (h // GROUP).to(tl.int64) * key_h
-    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    row_max = tl.full([QUERIES], float("-inf"), tl.float32)
     weight_sum = tl.zeros([QUERIES], tl.float32)
     for start in range(0, total, BLOCK):
         t = start + tl.arange(0, BLOCK)
@@ -262,9 +262,9 @@ def _normaliser_kernel(
             key + t64[:, None] * key_t + d[None, :] * key_d, mask=holds[:, None] & in_head[None, :], other=0.0
         )
         logit = _window_logits(q, k, w, t, attends, holds, scale, total, window)
-        _, top, weight_sum, _ = weigh_tile(logit, top, weight_sum)
+        _, row_max, weight_sum, _ = weigh_tile(logit, row_max, weight_sum)
     # Padding queries attend to nothing: a denominator of infinity makes their weights zero.
-    log_sum = tl.where(attends, finite_or_zero(top) + tl.log2(tl.where(attends, weight_sum, 1.0)), float("inf"))
+    log_sum = tl.where(attends, finite_or_zero(row_max) + tl.log2(tl.where(attends, weight_sum, 1.0)), float("inf"))
     tl.store(normaliser + (b * heads + h) * window + w, log_sum, mask=w < window)
 
 

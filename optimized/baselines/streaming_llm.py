@@ -45,16 +45,16 @@ class StreamingLLMState(BlockState):
             return super().step(query, key, value)
         return self._step_as_block(query, key, value)
 
-    def _compared(self, query: Tensor, real: Tensor, end: int) -> tuple[Tensor, Tensor]:
+    def _compared(self, query: Tensor, valid: Tensor, end: int) -> tuple[Tensor, Tensor]:
         if self.config.inv_freq is None:
-            return super()._compared(query, real, end)
-        config, ordinals = self.config, self._ordinals[:, :, :end]
+            return super()._compared(query, valid, end)
+        config, token_index = self.config, self._token_index[:, :, :end]
         # Evicted tokens are newer than all sinks and older than all other cached tokens.
-        evicted = (self._held - real.sum(-1, keepdim=True) - config.budget).clamp_min(0).int()
-        own = ordinals[:, :, end - query.shape[2]:]
+        evicted = (self._valid_seen - valid.sum(-1, keepdim=True) - config.budget).clamp_min(0).int()
+        own = token_index[:, :, end - query.shape[2]:]
         return (
             rotate(query, own, evicted, self._frequencies, config.sinks),
-            rotate(self.key[:, :, :end], ordinals, evicted, self._frequencies, config.sinks),
+            rotate(self.key[:, :, :end], token_index, evicted, self._frequencies, config.sinks),
         )
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:

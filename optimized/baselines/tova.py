@@ -23,8 +23,8 @@ def attend(
     Arguments and errors as in `h2o.attend`. Semantics: `kvtwin.reference.baselines.tova.attend`.
     """
     scale = resolve_scale(scale, check_block(query, key, value, occupied).head_dim)
-    output, parts = kernels.attend(query, key, value, occupied, scale)
-    return AttendResult(output, kernels.received_of_newest(query, key, occupied, parts, scale)[0])
+    output, softmax_parts = kernels.attend(query, key, value, occupied, scale)
+    return AttendResult(output, kernels.received_of_newest(query, key, occupied, softmax_parts, scale)[0])
 
 
 class TOVAState(BlockState):
@@ -41,13 +41,13 @@ class TOVAState(BlockState):
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         end = block.end
-        assert block.parts is not None
+        assert block.softmax_parts is not None
         occupied, score = self.occupied[..., :end], self.score[..., :end]
         weight, log_weight = kernels.received_of_newest(
-            block.query, self.key[:, :, :end], occupied, block.parts, self.scale
+            block.query, self.key[:, :, :end], occupied, block.softmax_parts, self.scale
         )
         if not self.config.per_head:
             over_heads(weight, log_weight)
-        came = block.real.any(-1)[:, None, None]
+        came = block.valid.any(-1)[:, None, None]
         score.copy_(torch.where(came & occupied, weight, score))
         return log_weight, None

@@ -23,8 +23,8 @@ def attend(
     Arguments and errors as in `h2o.attend`. Semantics: `kvtwin.reference.baselines.vatp.attend`.
     """
     scale = resolve_scale(scale, check_block(query, key, value, occupied).head_dim)
-    output, parts = kernels.attend(query, key, value, occupied, scale)
-    return AttendResult(output, kernels.received(query, key, occupied, parts, scale, mean=False))
+    output, softmax_parts = kernels.attend(query, key, value, occupied, scale)
+    return AttendResult(output, kernels.received(query, key, occupied, softmax_parts, scale, mean=False))
 
 
 class VATPState(BlockState):

@@ -15,14 +15,14 @@ from .._common.softmax import merge_outputs, merge_sums, weigh_tile
 
 
 @torch.library.custom_op(
-    "kvtwin::epikv_attend", mutates_args=("key", "value", "workspace", "arrivals", "logits", "normalisers")
+    "kvtwin::epikv_attend", mutates_args=("key", "value", "workspace", "completion_counters", "logits", "normalisers")
 )
 def attend(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, slot: Tensor,
-    workspace: Tensor, arrivals: Tensor, scale: float, logits: Tensor, normalisers: Tensor,
+    workspace: Tensor, completion_counters: Tensor, scale: float, logits: Tensor, normalisers: Tensor,
 ) -> Tensor:
     """Write new_key, new_value [B, Hkv, D] into slot [B] of key, value [B, Hkv, S, D], and attend with query [B, Hq, D]
-    to this slot and to occupied [B, S]. workspace, arrivals: from `scratch`. Returns [B, Hq, D].
+    to this slot and to occupied [B, S]. workspace, completion_counters: from `scratch`. Returns [B, Hq, D].
 
     logits [B, Hq, S] and normalisers [B, Hq, 2], float32: unless empty, they receive the logits in base 2, -inf for
     unoccupied slots, and each head's largest logit with the sum of 2 ^ (logit - largest)."""
@@ -34,8 +34,8 @@ def attend(
     splits, split_size = split_slots(sizes, block, key.device)
     with on_device_of(key):
         attend_kernel[(batch * heads * splits,)](
-            query, new_key, new_value, key, value, occupied, slot, output, workspace, arrivals, logits, normalisers,
-            scale * LOG2_E.value, slots, split_size, splits, heads, batch * query_heads,
+            query, new_key, new_value, key, value, occupied, slot, output, workspace, completion_counters, logits,
+            normalisers, scale * LOG2_E.value, slots, split_size, splits, heads, batch * query_heads,
             *query.stride(), *new_key.stride(), *new_value.stride(),
             GROUP=sizes.group, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), ROWS=GROUP_ROWS, BLOCK=block,
             SPLITS=1 if splits == 1 else 8 if splits <= 8 else MAX_SPLITS, KEEP=logits.numel() > 0,
@@ -47,7 +47,7 @@ def attend(
 @attend.register_fake
 def _(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, slot: Tensor,
-    workspace: Tensor, arrivals: Tensor, scale: float, logits: Tensor, normalisers: Tensor,
+    workspace: Tensor, completion_counters: Tensor, scale: float, logits: Tensor, normalisers: Tensor,
 ) -> Tensor:
     return query.new_empty(query.shape)
 
@@ -73,7 +73,7 @@ def _write(key, value, new_key, new_value, slot, new_key_d, new_value_d, HEAD_DI
 
 @triton.jit
 def _merge(
-    partial, tops, weight_sums, output, normalisers, flat, splits,
+    partial, row_maxima, weight_sums, output, normalisers, batch_head, splits,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     KEEP: tl.constexpr,
 ):
@@ -81,21 +81,21 @@ def _merge(
     g = tl.arange(0, ROWS)
     d = tl.arange(0, D_PAD).to(tl.int64)
     i = tl.arange(0, SPLITS)
-    part = (flat * GROUP + g)[:, None] * splits + i[None, :]
+    part = (batch_head * GROUP + g)[:, None] * splits + i[None, :]
     there = (g < GROUP)[:, None] & (i < splits)[None, :]
-    top, total = merge_sums(tops, weight_sums, part, there)
-    first = (flat * GROUP + g) * splits
-    out = merge_outputs(partial, tops, first, splits, top, total, g < GROUP, HEAD_DIM, D_PAD)
-    at = (flat * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
+    row_max, total = merge_sums(row_maxima, weight_sums, part, there)
+    first = (batch_head * GROUP + g) * splits
+    out = merge_outputs(partial, row_maxima, first, splits, row_max, total, g < GROUP, HEAD_DIM, D_PAD)
+    at = (batch_head * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
     mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     tl.store(output + at, round_output(out, output.dtype.element_ty), mask=mask)
     if KEEP:
-        _keep(normalisers, flat * GROUP + g, top, total, g < GROUP)
+        _keep(normalisers, batch_head * GROUP + g, row_max, total, g < GROUP)
 
 
 @triton.jit
-def _keep(normalisers, head, top, total, mask):
-    tl.store(normalisers + head * 2, top, mask=mask)
+def _keep(normalisers, head, row_max, total, mask):
+    tl.store(normalisers + head * 2, row_max, mask=mask)
     tl.store(normalisers + head * 2 + 1, tl.where(total == 0.0, 1.0, total), mask=mask)
 
 
@@ -104,24 +104,24 @@ def _keep(normalisers, head, top, total, mask):
     "new_value_b", "new_value_h",
 ])
 def attend_kernel(
-    query, new_key, new_value, key, value, occupied, slot, output, workspace, arrivals, logits, normalisers,
+    query, new_key, new_value, key, value, occupied, slot, output, workspace, completion_counters, logits, normalisers,
     scale, slots, split_size, splits, heads, query_heads,
     query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, KEEP: tl.constexpr,
 ):
-    """Program (split, flat): attends to a share of the slots of a (row, KV head), for its GROUP query heads. The last
-    program of a flat merges. KEEP: also stores logits and normalisers. `query_heads`: those of all rows together.
-    Unoccupied slots are not read."""
+    """Program (split, batch_head): attends to a share of the slots of a (row, KV head), for its GROUP query heads. The
+    last program of a batch_head merges. KEEP: also stores logits and normalisers. `query_heads`: those of all rows
+    together. Unoccupied slots are not read."""
     split = tl.program_id(0) % splits
-    flat = (tl.program_id(0) // splits).to(tl.int64)
-    b, k_head = flat // heads, flat % heads
-    key += flat * slots * HEAD_DIM
-    value += flat * slots * HEAD_DIM
+    batch_head = (tl.program_id(0) // splits).to(tl.int64)
+    b, k_head = batch_head // heads, batch_head % heads
+    key += batch_head * slots * HEAD_DIM
+    value += batch_head * slots * HEAD_DIM
     occupied += b * slots
     partial = workspace
-    tops = workspace + tl.cast(query_heads, tl.int64) * splits * HEAD_DIM
-    weight_sums = tops + query_heads * splits
+    row_maxima = workspace + tl.cast(query_heads, tl.int64) * splits * HEAD_DIM
+    weight_sums = row_maxima + query_heads * splits
     newest = tl.load(slot + b)
     begin = split * split_size
     end = tl.minimum(begin + split_size, slots)
@@ -137,7 +137,7 @@ def attend_kernel(
     mask = (row < GROUP)[:, None] & in_head
     head = (k_head * GROUP + row)[:, None]
     q = tl.load(query + b * query_b + head * query_h + d[None, :] * query_d, mask=mask, other=0.0)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
     for start in range(begin, end, BLOCK):
@@ -148,25 +148,25 @@ def attend_kernel(
         k = tl.load(key + at, mask=holds[:, None] & in_head, other=0.0)
         logit = tl.where(holds[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
         if KEEP:
-            place = (flat * GROUP + row)[:, None] * slots + s.to(tl.int64)[None, :]
+            place = (batch_head * GROUP + row)[:, None] * slots + s.to(tl.int64)[None, :]
             tl.store(logits + place, logit, mask=(row < GROUP)[:, None] & (s < end)[None, :])
-        p, top, weight_sum, rescale = weigh_tile(logit, top, weight_sum)
+        p, row_max, weight_sum, rescale = weigh_tile(logit, row_max, weight_sum)
         v = tl.load(value + at, mask=holds[:, None] & in_head, other=0.0)
         acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
     if SPLITS == 1:
         # The new token is always attended to, so the sum is 0 only if all logits are -inf.
         out = acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
-        at = (flat * GROUP + row)[:, None] * HEAD_DIM + d[None, :]
+        at = (batch_head * GROUP + row)[:, None] * HEAD_DIM + d[None, :]
         tl.store(output + at, round_output(out, output.dtype.element_ty), mask=mask)
         if KEEP:
-            _keep(normalisers, flat * GROUP + row, finite_or_zero(top), weight_sum, row < GROUP)
+            _keep(normalisers, batch_head * GROUP + row, finite_or_zero(row_max), weight_sum, row < GROUP)
     else:
-        part = (flat * GROUP + row) * splits + split
-        tl.store(tops + part, top, mask=row < GROUP)
+        part = (batch_head * GROUP + row) * splits + split
+        tl.store(row_maxima + part, row_max, mask=row < GROUP)
         tl.store(weight_sums + part, weight_sum, mask=row < GROUP)
         tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
-        if is_last(arrivals + flat, splits):
+        if is_last(completion_counters + batch_head, splits):
             _merge(
-                partial, tops, weight_sums, output, normalisers, flat, splits,
+                partial, row_maxima, weight_sums, output, normalisers, batch_head, splits,
                 GROUP, HEAD_DIM, D_PAD, ROWS, SPLITS, KEEP,
             )

@@ -55,24 +55,24 @@ def entropy_kernel(
     b = tl.program_id(0).to(tl.int64)
     if tl.load(decoded + b) % tau == 0:
         newest = tl.load(slot + b)
-        held = tl.zeros([BLOCK], tl.int32)
+        num_tokens = tl.zeros([BLOCK], tl.int32)
         for start in range(0, slots, BLOCK):
             s = start + tl.arange(0, BLOCK)
             holds = (tl.load(occupied + b * slots + s, mask=s < slots, other=0) != 0) | (s == newest)
-            held += (holds & (s < slots)).to(tl.int32)
-        tokens = tl.sum(held, 0)
+            num_tokens += (holds & (s < slots)).to(tl.int32)
+        tokens = tl.sum(num_tokens, 0)
         total = 0.0
         for group in range(0, heads, ROWS):
             g = group + tl.arange(0, ROWS)
             head = b * heads + g
-            top = tl.load(normalisers + head * 2, mask=g < heads, other=0.0)
+            row_max = tl.load(normalisers + head * 2, mask=g < heads, other=0.0)
             weight_sum = tl.load(normalisers + head * 2 + 1, mask=g < heads, other=1.0)
             terms = tl.zeros([ROWS, BLOCK], tl.float32)
             for start in range(0, slots, BLOCK):
                 s = start + tl.arange(0, BLOCK)
                 inside = (g < heads)[:, None] & (s < slots)[None, :]
                 logit = tl.load(logits + head[:, None] * slots + s[None, :], mask=inside, other=float("-inf"))
-                below = tl.where(logit == float("-inf"), 0.0, top[:, None] - logit)
+                below = tl.where(logit == float("-inf"), 0.0, row_max[:, None] - logit)
                 terms += tl.exp2(-below) * below
             total += tl.sum(tl.log2(weight_sum) + tl.sum(terms, 1) / weight_sum, 0)
         # A single token has no entropy.

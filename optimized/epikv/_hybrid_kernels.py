@@ -1,10 +1,11 @@
 """What EpiKV's hybrids add to a step: statistics of the attention weights, and the choice of the slot by them.
 
-`receive_kernel` and `look_past_kernel` run after each layer's attention, which stores its logits and normalisers (see
-`_attend_kernels`). `choose_by_weight_kernel` and `choose_by_thought_kernel` run after `_step_kernels.step`, which ranks
-by hidden states alone and stores the new token's score, for the first of them in `frozen`. Buffers, contiguous: logits
-[B, Hq, S] in base 2, -inf for unoccupied slots; normalisers [B, Hq, 2]; received [B, S] and sparsity [B] float32, sums
-over the layers so far; aggregate, frozen, score [B, S] float32; thoughts [B, S], thought and decoded [B] int64.
+`receive_kernel` and `add_sparsity_kernel` run after each layer's attention, which stores its logits and normalisers
+(see `_attend_kernels`). `choose_by_weight_kernel` and `choose_by_thought_kernel` run after `_step_kernels.step`, which
+ranks by hidden states alone and stores the new token's score, for the first of them in `frozen`. Buffers, contiguous:
+logits [B, Hq, S] in base 2, -inf for unoccupied slots; normalisers [B, Hq, 2]; received [B, S] and sparsity [B]
+float32, sums over the layers so far; aggregate, frozen, score [B, S] float32; thoughts [B, S], thought and decoded [B]
+int64.
 """
 
 from __future__ import annotations
@@ -43,22 +44,22 @@ def _(logits: Tensor, normalisers: Tensor, received: Tensor, first: bool) -> Non
     return None
 
 
-@torch.library.custom_op("kvtwin::epikv_look_past", mutates_args=("sparsity",))
-def look_past(
+@torch.library.custom_op("kvtwin::epikv_add_sparsity", mutates_args=("sparsity",))
+def add_sparsity(
     logits: Tensor, normalisers: Tensor, occupied: Tensor, slot: Tensor, decoded: Tensor, sparsity: Tensor,
     key_value_heads: int, tau: int, threshold: float, first: bool,
 ) -> None:
     """Add a layer's sparsity to `sparsity` in rows where a segment begins. slot [B]: that of the new token."""
     batch, heads, slots = logits.shape
     with on_device_of(logits):
-        look_past_kernel[(batch,)](
+        add_sparsity_kernel[(batch,)](
             logits, normalisers, occupied, slot, decoded, sparsity, slots, key_value_heads, tau, log2(threshold),
             GROUP=heads // key_value_heads, ROWS=GROUP_ROWS,
             BLOCK=_block(slots), FIRST=first, num_warps=4,
         )
 
 
-@look_past.register_fake
+@add_sparsity.register_fake
 def _(
     logits: Tensor, normalisers: Tensor, occupied: Tensor, slot: Tensor, decoded: Tensor, sparsity: Tensor,
     key_value_heads: int, tau: int, threshold: float, first: bool,
@@ -146,7 +147,7 @@ def receive_kernel(
 
 
 @triton.jit(do_not_specialize=["slots", "heads", "tau"])
-def look_past_kernel(
+def add_sparsity_kernel(
     logits, normalisers, occupied, slot, decoded, sparsity, slots, heads, tau, log_threshold,
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
 ):
@@ -158,11 +159,11 @@ def look_past_kernel(
         shares = 0.0
         for k_head in range(heads):
             head = (b * heads + k_head) * GROUP + g
-            top = tl.load(normalisers + head * 2, mask=g < GROUP, other=0.0)
+            row_max = tl.load(normalisers + head * 2, mask=g < GROUP, other=0.0)
             log_total = log2_or_minus_inf(tl.load(normalisers + head * 2 + 1, mask=g < GROUP, other=1.0))
             cut = pooled_cut(log_total, log_threshold, GROUP, ROWS)
             below = tl.zeros([BLOCK], tl.int32)
-            held = tl.zeros([BLOCK], tl.int32)
+            num_tokens = tl.zeros([BLOCK], tl.int32)
             for start in range(0, slots, BLOCK):
                 s = start + tl.arange(0, BLOCK)
                 inside = s < slots
@@ -171,9 +172,9 @@ def look_past_kernel(
                     logits + head[:, None] * slots + s[None, :], mask=(g < GROUP)[:, None] & inside[None, :],
                     other=float("-inf"),
                 )
-                below += (below_cut(logit, top, log_total, cut, GROUP, ROWS) & holds).to(tl.int32)
-                held += holds.to(tl.int32)
-            shares += tl.sum(below, 0).to(tl.float32) / tl.sum(held, 0).to(tl.float32)
+                below += (below_cut(logit, row_max, log_total, cut, GROUP, ROWS) & holds).to(tl.int32)
+                num_tokens += holds.to(tl.int32)
+            shares += tl.sum(below, 0).to(tl.float32) / tl.sum(num_tokens, 0).to(tl.float32)
         total = shares / heads
         if not FIRST:
             total += tl.load(sparsity + b)

@@ -22,7 +22,7 @@ class Attention:
 
     def __init__(self, config: EpiKVConfig, batch: int, buffer: Callable[..., Tensor]) -> None:
         self._config, slots = config, config.slots
-        self._looks = 0
+        self._num_layers = 0
         by_weight, self._by_entropy = config.edges is None, config.segments_by == "entropy"
         self.frozen = buffer(batch, slots if by_weight else 1, dtype=torch.float32)
         self.aggregate, self.received = torch.zeros_like(self.frozen), torch.zeros_like(self.frozen)
@@ -37,7 +37,7 @@ class Attention:
         self.frozen.fill_(-torch.inf)
         self.thoughts.fill_(-1)
         self.thought.fill_(int(Thought.REASONING))
-        self._looks = 0
+        self._num_layers = 0
 
     def reorder(self, index: Tensor) -> None:
         """Replace row b by row index[b]."""
@@ -56,13 +56,13 @@ class Attention:
         if received is not None:
             self.aggregate[:, :count] = received.masked_fill(kept < 0, 0)
 
-    def look(
+    def record(
         self, logits: Tensor, normalisers: Tensor, occupied: Tensor, slot: Tensor, key_value_heads: int
     ) -> None:
         """Record a layer's attention at a step; the new token is in `slot` [B]. Layers are counted on the host, since
         the CUDA graph of a step captures all of them."""
-        config, first = self._config, self._looks == 0
-        self._looks += 1
+        config, first = self._config, self._num_layers == 0
+        self._num_layers += 1
         if config.edges is None:
             kernels.receive(logits, normalisers, self.received, first)
         elif self._by_entropy:
@@ -70,15 +70,15 @@ class Attention:
                 logits, normalisers, occupied, slot, self.decoded, self.sparsity, config.tau, first
             )
         else:
-            kernels.look_past(
+            kernels.add_sparsity(
                 logits, normalisers, occupied, slot, self.decoded, self.sparsity, key_value_heads, config.tau,
                 config.sparsity_threshold, first,
             )
 
     def choose(self, scorer: Any) -> None:
         """Choose the next slot, after the new token was scored by its hidden states."""
-        config, layers = self._config, self._looks
-        self._looks = 0
+        config, layers = self._config, self._num_layers
+        self._num_layers = 0
         if config.edges is None:
             kernels.choose_by_weight(
                 self.received, self.aggregate, self.frozen, scorer.score, scorer.occupied, scorer.positions,

@@ -36,8 +36,8 @@ def rolled(x, there, newest, constant, ZSCORE: tl.constexpr):
         deviation = tl.where(there, x - mean[:, None], 0.0)
         sigma = tl.sqrt_rn(tl.div_rn(tl.sum(deviation * deviation, 1), count))
         largest = tl.max(tl.where(there, tl.abs(x), 0.0), 1)
-        flat = sigma <= constant * largest
-        return tl.where(flat, 0.0, tl.div_rn(newest - mean, tl.where(flat, 1.0, sigma)))
+        is_constant = sigma <= constant * largest
+        return tl.where(is_constant, 0.0, tl.div_rn(newest - mean, tl.where(is_constant, 1.0, sigma)))
     else:
         return mean
 

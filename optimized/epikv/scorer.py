@@ -174,14 +174,14 @@ class EpiKVScorer(Buffers, Interruptible):
 
     def _admit(self, occupied: Tensor, scores: Tensor | None, received: Tensor | None) -> None:
         config, total = self.config, occupied.shape[1]
-        held = occupied.sum(1)
-        room = torch.full_like(held, config.budget)
+        num_tokens = occupied.sum(1)
+        usable_slots = torch.full_like(num_tokens, config.budget)
         if scores is None:
             kept = torch.arange(total, device=self.device).where(occupied, total).sort(-1).values
             kept = kept.where(kept < total, -1)[:, :config.slots]
             found = torch.full_like(self.score[:, :1], torch.inf).expand(kept.shape)
             if not config.count_prompt:
-                room = room + held
+                usable_slots = usable_slots + num_tokens
         else:
             whole = scores if received is None else received + scores
             kept = select(whole, config.budget, prompt=0, recent=config.newest, occupied=occupied)
@@ -194,20 +194,20 @@ class EpiKVScorer(Buffers, Interruptible):
         self.positions[:, :count] = kept
         self.occupied[:, :count] = kept >= 0
         self.score[:, :count] = found.masked_fill(kept < 0, -torch.inf)
-        self._tokens.copy_(held)
+        self._tokens.copy_(num_tokens)
         self._seen.fill_(total)
         code = torch.full_like(self._rank, LAST) if scores is None else codes(self.score, self.positions)
         code = code.masked_fill(self.positions > total - config.newest, LAST)
-        self._rank.copy_(torch.where(self.occupied, code, self._free_ranks(room)))
+        self._rank.copy_(torch.where(self.occupied, code, self._free_ranks(usable_slots)))
         if scores is not None:
             self._remember_recents(total)
         # Some rank is always below LAST, so argmin never has to choose among equal ranks.
         self._next_slot.copy_(self._rank.argmin(1))
 
-    def _free_ranks(self, room: Tensor) -> Tensor:
-        """Ranks of free slots, [B, S]: ascending, and LAST for slots beyond the room [B] that a row may use."""
+    def _free_ranks(self, usable_slots: Tensor) -> Tensor:
+        """Ranks of free slots, [B, S]: ascending, and LAST from usable_slots [B] on, which a row may not use."""
         index = torch.arange(self.config.slots, device=self.device)
-        return (index + FIRST).where(index < room[:, None], LAST)
+        return (index + FIRST).where(index < usable_slots[:, None], LAST)
 
     def _remember_recents(self, total: int) -> None:
         """Store the slots of the newest tokens except the last; for a kept prompt they stay -1."""

@@ -122,9 +122,9 @@ class EpiKVState(State):
         self._start_change("prefill")
         received = None
         if self.config.policy == "attn_x_hs" and not self.config.keep_prompt:
-            found, parts = kernels.attend(query, key, value, occupied, self.scale)
+            found, softmax_parts = kernels.attend(query, key, value, occupied, self.scale)
             output: Tensor = found
-            received = kernels.received(query, key, occupied, parts, self.scale, mean=False).mean(1)
+            received = kernels.received(query, key, occupied, softmax_parts, self.scale, mean=False).mean(1)
         else:
             output = causal_attention(query, key, value, occupied, self.scale)
         if not self._shared:
@@ -153,7 +153,7 @@ class EpiKVState(State):
             *self._weights,
         )
         if self.config.reads_attention:
-            self.scorer.attention.look(
+            self.scorer.attention.record(
                 *self._weights, self.occupied, self.next_slot, self.sizes.key_value_heads
             )
         if not self._shared:

@@ -14,21 +14,21 @@ DEFAULT = ("mean_normalized", "cosine")
 def any_score(key: Tensor, occupied: Tensor, anchor: str, similarity: str) -> Tensor:
     """The score for any anchor and similarity: key [B, Hkv, S, D], occupied [B, Hkv, S]; float32, -inf if
     unoccupied."""
-    held = _held(key, occupied)
+    keys = _occupied_keys(key, occupied)
     if similarity == "cosine":
-        direction = _direction(held, occupied, anchor)                                  # [B, Hkv, D]
-        result = over_length(-(direction[:, :, None] * _unit(held)).sum(-1), direction)
+        direction = _direction(keys, occupied, anchor)                                  # [B, Hkv, D]
+        result = over_length(-(direction[:, :, None] * _unit(keys)).sum(-1), direction)
     else:
-        result = _measure(held, occupied, anchor, similarity)
+        result = _measure(keys, occupied, anchor, similarity)
     return result.masked_fill(~occupied, -torch.inf)
 
 
 def any_rank(key: Tensor, occupied: Tensor, anchor: str, similarity: str) -> Tensor:
     """The order of eviction: the score, but cosines are not divided by the anchor's length, which may be zero."""
-    held = _held(key, occupied)
+    keys = _occupied_keys(key, occupied)
     if similarity != "cosine":
-        return _measure(held, occupied, anchor, similarity)
-    return -(_direction(held, occupied, anchor)[:, :, None] * _unit(held)).sum(-1)
+        return _measure(keys, occupied, anchor, similarity)
+    return -(_direction(keys, occupied, anchor)[:, :, None] * _unit(keys)).sum(-1)
 
 
 def over_length(product: Tensor, direction: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def sortable(rank: Tensor) -> Tensor:
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def _held(key: Tensor, occupied: Tensor) -> Tensor:
+def _occupied_keys(key: Tensor, occupied: Tensor) -> Tensor:
     # Contiguous, because with other strides equal keys may be summed in different orders.
     return torch.where(occupied[..., None], key, key.new_zeros(())).float().contiguous()
 
@@ -73,30 +73,30 @@ def _unit(vector: Tensor) -> Tensor:
     return scaled / scaled.square().sum(-1, keepdim=True).sqrt().clamp_min(1)
 
 
-def _direction(held: Tensor, occupied: Tensor, anchor: str) -> Tensor:
+def _direction(keys: Tensor, occupied: Tensor, anchor: str) -> Tensor:
     """The anchor times a positive factor that keeps it in range, [B, Hkv, D]."""
     if anchor == "mean_normalized":
-        return _unit(held).sum(2)
+        return _unit(keys).sum(2)
     if anchor == "median":  # one of the numbers, which may be far smaller than the largest
-        return _unit(_center(held, occupied, anchor))
-    largest = held.abs().amax((2, 3), keepdim=True)
-    return _center(held / largest.masked_fill(largest == 0, 1), occupied, anchor)
+        return _unit(_center(keys, occupied, anchor))
+    largest = keys.abs().amax((2, 3), keepdim=True)
+    return _center(keys / largest.masked_fill(largest == 0, 1), occupied, anchor)
 
 
-def _center(held: Tensor, occupied: Tensor, anchor: str) -> Tensor:
+def _center(keys: Tensor, occupied: Tensor, anchor: str) -> Tensor:
     """The anchor, [B, Hkv, D]."""
     count = occupied.sum(-1).clamp_min(1)[..., None]                                    # [B, Hkv, 1]
     if anchor == "median":
-        ranked = held.masked_fill(~occupied[..., None], torch.inf).sort(2).values
+        ranked = keys.masked_fill(~occupied[..., None], torch.inf).sort(2).values
         middle = torch.div(count - 1, 2, rounding_mode="floor")                         # the lower one
         return torch.take_along_dim(ranked, middle[:, :, None], 2)[:, :, 0]
-    return (_unit(held) if anchor == "mean_normalized" else held).sum(2) / count
+    return (_unit(keys) if anchor == "mean_normalized" else keys).sum(2) / count
 
 
-def _measure(held: Tensor, occupied: Tensor, anchor: str, similarity: str) -> Tensor:
-    center = _center(held, occupied, anchor)[:, :, None]
+def _measure(keys: Tensor, occupied: Tensor, anchor: str, similarity: str) -> Tensor:
+    center = _center(keys, occupied, anchor)[:, :, None]
     if similarity == "dot":
-        return -(center * held).sum(-1)
-    apart = held - center
+        return -(center * keys).sum(-1)
+    apart = keys - center
     largest = apart.abs().amax(-1)
     return largest * (apart / largest.masked_fill(largest == 0, 1)[..., None]).square().sum(-1).sqrt()

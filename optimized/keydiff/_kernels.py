@@ -1,7 +1,7 @@
 """KeyDiff's kernels over whole caches: the sum of normalized keys, and ranks against it. `_step.py` has the decode
 step.
 
-Scratch is indexed by `flat`, the index of a (row of the batch, KV head). Strides of keys are divided by UNIT (see
+Scratch is indexed by `batch_head`, the index of a (row of the batch, KV head). Strides of keys are divided by UNIT (see
 `stride_unit`). A rank is computed from a key, its inverse length and the anchor, by the same operations in every tile,
 and inverse lengths that are compared come from one kernel, so equal keys get equal ranks. Sums over programs are added
 in a fixed order; atomics only count integers.
@@ -131,19 +131,19 @@ _SIZES = [
 
 @triton.jit(do_not_specialize=_SIZES)
 def anchor_kernel(
-    key, occupied, inverse, partial, anchor, arrivals, slots, split_size, splits, heads,
+    key, occupied, inverse, partial, anchor, completion_counters, slots, split_size, splits, heads,
     key_b, key_h, key_s, key_d, occupied_b, occupied_h, occupied_s,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, OCCUPIED: tl.constexpr,
     MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Program (split, flat): stores the inverse lengths of its keys and the sum of these keys, normalized. The last
-    program of a (row, KV head) adds up the sums."""
+    """Program (split, batch_head): stores the inverse lengths of its keys and the sum of these keys, normalized. The
+    last program of a (row, KV head) adds up the sums."""
     split = tl.program_id(0) % splits
-    flat = (tl.program_id(0) // splits).to(tl.int64)
-    b, head = flat // heads, flat % heads
+    batch_head = (tl.program_id(0) // splits).to(tl.int64)
+    b, head = batch_head // heads, batch_head % heads
     key += (b * key_b + head * key_h) * UNIT
     key_s = key_s.to(tl.int64) * UNIT
-    inverse += flat * slots
+    inverse += batch_head * slots
     begin = split * split_size
     end = tl.minimum(begin + split_size, slots)
     if OCCUPIED:
@@ -170,11 +170,11 @@ def anchor_kernel(
             rest += any_units(k)
         share = tl.sum(rest, 0)
     d = tl.arange(0, D_PAD)
-    partial += flat * splits * D_PAD
+    partial += batch_head * splits * D_PAD
     tl.store(partial + split.to(tl.int64) * D_PAD + d, share)
     tl.debug_barrier()
-    if tl.atomic_add(arrivals + flat, 1, sem="acq_rel", scope="gpu") == splits - 1:
-        tl.store(anchor + flat * HEAD_DIM + d, sum_partials(partial, splits, D_PAD), mask=d < HEAD_DIM)
+    if tl.atomic_add(completion_counters + batch_head, 1, sem="acq_rel", scope="gpu") == splits - 1:
+        tl.store(anchor + batch_head * HEAD_DIM + d, sum_partials(partial, splits, D_PAD), mask=d < HEAD_DIM)
 
 
 @triton.jit
@@ -188,8 +188,8 @@ def _store_ranks(
         cosine = tl.where(cosine == cosine, tl.minimum(tl.maximum(cosine, -1.0), 1.0), -1.005)
         code = (cosine * 2130000000.0).to(tl.int32)
         if PROTECTED:
-            shielded = tl.load(protected + s.to(tl.int64) * protected_s, mask=mask, other=0) != 0
-            code = tl.where(shielded, _PROTECTED, code)
+            is_protected = tl.load(protected + s.to(tl.int64) * protected_s, mask=mask, other=0) != 0
+            code = tl.where(is_protected, _PROTECTED, code)
         tl.store(result + s, tl.where(holds, code, _FREE), mask=mask)
     else:
         tl.store(result + s, tl.where(holds, rank, float("-inf")), mask=mask)
@@ -205,18 +205,18 @@ def rank_kernel(
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, OCCUPIED: tl.constexpr,
     MASKED: tl.constexpr, PROTECTED: tl.constexpr, CODES: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Program (split, flat): ranks, float32, -inf where unoccupied. With CODES: the ranks as integers in the same
+    """Program (split, batch_head): ranks, float32, -inf where unoccupied. With CODES: the ranks as integers in the same
     order, with unoccupied slots below and protected ones above, and the histogram of their first 8 bits for the
     selection. Codes are equal for keys whose order is below the arithmetic's precision."""
     # Backwards, since what the previous pass read last is still in L2.
     turn = tl.num_programs(0) - 1 - tl.program_id(0)
     split = turn % splits
-    flat = (turn // splits).to(tl.int64)
-    b, head = flat // heads, flat % heads
+    batch_head = (turn // splits).to(tl.int64)
+    b, head = batch_head // heads, batch_head % heads
     key += (b * key_b + head * key_h) * UNIT
     key_s = key_s.to(tl.int64) * UNIT
     inverse += b * inverse_b + head * inverse_h
-    result += flat * slots
+    result += batch_head * slots
     begin = split * split_size
     end = tl.minimum(begin + split_size, slots)
     if OCCUPIED:
@@ -224,7 +224,7 @@ def rank_kernel(
     if PROTECTED:
         protected += b * protected_b + head * protected_h
     d = tl.arange(0, D_PAD)
-    direction = tl.load(anchor + flat * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+    direction = tl.load(anchor + batch_head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
     squares = sum_of_products(direction, direction, 0)
     unit = tl.where(squares == 0.0, 0.0, tl.rsqrt(tl.where(squares == 0.0, 1.0, squares)))
     odd = tl.zeros([BLOCK], tl.int32)
@@ -255,4 +255,4 @@ def rank_kernel(
             s = start + tl.arange(0, CHUNK)
             code = tl.load(result + s, mask=s < end, other=0)
             count += tl.histogram(((code >> 24) & 255) ^ 128, 256, mask=s < end)
-        tl.atomic_add(histograms + flat * 1024 + tl.arange(0, 256), count, mask=count > 0, sem="relaxed")
+        tl.atomic_add(histograms + batch_head * 1024 + tl.arange(0, 256), count, mask=count > 0, sem="relaxed")

@@ -51,8 +51,8 @@ def _mask_strides(mask: Tensor | None) -> tuple[int, int, int]:
     return mask.stride(0), mask.stride(1) if mask.dim() == 3 else 0, mask.stride(-1)
 
 
-def _launch_anchor(key: Tensor, occupied: Tensor | None, arrivals: Tensor) -> tuple[Tensor, Tensor]:
-    """Same as `anchor`; arrivals [B * Hkv] int32, zero."""
+def _launch_anchor(key: Tensor, occupied: Tensor | None, completion_counters: Tensor) -> tuple[Tensor, Tensor]:
+    """Same as `anchor`; completion_counters [B * Hkv] int32, zero."""
     batch, heads, slots, head_dim = key.shape
     sizes, shape = _shape(key, occupied, 1)
     anchor = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=key.device)
@@ -60,7 +60,7 @@ def _launch_anchor(key: Tensor, occupied: Tensor | None, arrivals: Tensor) -> tu
     partial = torch.empty(batch * heads, sizes[2], shape["D_PAD"], dtype=torch.float32, device=key.device)
     with on_device_of(key):
         anchor_kernel[(batch * heads * sizes[2],)](
-            key, occupied, inverse, partial, anchor, arrivals, *sizes,
+            key, occupied, inverse, partial, anchor, completion_counters, *sizes,
             *_key_strides(key, shape["UNIT"]), *_mask_strides(occupied), **shape, STAGES=ANCHOR_STAGES,
         )
     return anchor, inverse

@@ -53,26 +53,27 @@ def _launch_lengths(key: Tensor, inverse: Tensor, anchor: Tensor | None, begin: 
 @torch.library.custom_op(
     "kvtwin::keydiff_step",
     mutates_args=(
-        "key", "value", "occupied", "positions", "ordinals", "inverse", "anchor", "ranked", "age", "partial",
-        "candidates", "arrivals",
+        "key", "value", "occupied", "positions", "token_index", "inverse", "anchor", "ranked", "age", "partial",
+        "candidates", "completion_counters",
     ),
 )
 def step(
-    key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, ordinals: Tensor, inverse: Tensor, held: Tensor,
-    anchor: Tensor, ranked: Tensor, age: Tensor, partial: Tensor, candidates: Tensor, arrivals: Tensor,
-    budget: int, refresh: int, recent: int,
+    key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, token_index: Tensor, inverse: Tensor,
+    valid_seen: Tensor, anchor: Tensor, ranked: Tensor, age: Tensor, partial: Tensor, candidates: Tensor,
+    completion_counters: Tensor, budget: int, refresh: int, recent: int,
 ) -> None:
     """Rank all tokens of a state, including the new one in slot `budget`, which then moves to the first free slot, or
-    to that of the lowest rank. Takes the state's buffers. held: the row's real tokens, the new one included; anchor [B,
-    Hkv, D]: the sum of the normalized keys below `budget`; ranked: the anchor that the ranks were computed with; age
-    [B, Hkv] int32: steps since the anchor was recomputed; partial, candidates, arrivals: from `scratch`."""
+    to that of the lowest rank. Takes the state's buffers. valid_seen: the row's valid tokens, the new one included;
+    anchor [B, Hkv, D]: the sum of the normalized keys below `budget`; ranked: the anchor that the ranks were computed
+    with; age [B, Hkv] int32: steps since the anchor was recomputed; partial, candidates, completion_counters: from
+    `scratch`."""
     batch, heads, slots, head_dim = key.shape
     block, splits, split_size = plan(key.shape, key.element_size(), key.device, budget)
     _launch_lengths(key, inverse, anchor, budget, budget + 1)
     with on_device_of(key):
         step_kernel[(batch * heads * splits,)](
-            key, value, occupied, positions, ordinals, inverse, held, anchor, ranked, age,
-            partial, candidates, arrivals, slots, budget, split_size, splits, refresh, recent,
+            key, value, occupied, positions, token_index, inverse, valid_seen, anchor, ranked, age,
+            partial, candidates, completion_counters, slots, budget, split_size, splits, refresh, recent,
             HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), BLOCK=block, RECENT=recent > 0, MASKED=slots < block,
             STAGES=STAGES, num_warps=warps_of(block),
         )
@@ -80,9 +81,9 @@ def step(
 
 @step.register_fake
 def _(
-    key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, ordinals: Tensor, inverse: Tensor, held: Tensor,
-    anchor: Tensor, ranked: Tensor, age: Tensor, partial: Tensor, candidates: Tensor, arrivals: Tensor,
-    budget: int, refresh: int, recent: int,
+    key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, token_index: Tensor, inverse: Tensor,
+    valid_seen: Tensor, anchor: Tensor, ranked: Tensor, age: Tensor, partial: Tensor, candidates: Tensor,
+    completion_counters: Tensor, budget: int, refresh: int, recent: int,
 ) -> None:
     return None
 
@@ -102,7 +103,7 @@ def plan(shape: torch.Size, itemsize: int, device: torch.device, budget: int) ->
 
 
 def scratch(key: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate partial, candidates and arrivals for `step`. arrivals are zero between steps."""
+    """Allocate partial, candidates and completion_counters for `step`. completion_counters are zero between steps."""
     rows, device = key.shape[0] * key.shape[1], key.device
     _, splits, _ = plan(key.shape, key.element_size(), device, budget)
     return (
@@ -120,20 +121,20 @@ def length_kernel(
     key, inverse, anchor, begin, end, tiles, slots,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ANCHOR: tl.constexpr,
 ):
-    """Program (16 slots, flat): inverse lengths of slots begin to end. With ANCHOR, adds the normalized keys to the
-    anchor (one program per flat)."""
-    flat = (tl.program_id(0) // tiles).to(tl.int64)
+    """Program (16 slots, batch_head): inverse lengths of slots begin to end. With ANCHOR, adds the normalized keys to
+    the anchor (one program per batch_head)."""
+    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     start = begin + (tl.program_id(0) % tiles) * 16
     s = start + tl.arange(0, 16)
     holds = s < end
-    key += flat * slots * HEAD_DIM
+    key += batch_head * slots * HEAD_DIM
     k = load_rows(key, start, holds, HEAD_DIM, 1, 16, HEAD_DIM, D_PAD, True)
     length = inverse_lengths(k)
     length = tl.where(length == length, length, tl.where(tl.max(tl.abs(k), 1) == 0.0, 0.0, -1.0))
-    tl.store(inverse + flat * slots + s, length, mask=holds)
+    tl.store(inverse + batch_head * slots + s, length, mask=holds)
     if ANCHOR:
         d = tl.arange(0, D_PAD)
-        at = anchor + flat * HEAD_DIM + d
+        at = anchor + batch_head * HEAD_DIM + d
         total = tl.load(at, mask=d < HEAD_DIM, other=0.0) + tl.sum(any_units(k), 0)
         tl.store(at, total, mask=d < HEAD_DIM)
 
@@ -150,12 +151,12 @@ def _sum_units(key, begin, tokens, end, budget, HEAD_DIM: tl.constexpr, D_PAD: t
 
 
 @triton.jit
-def _earlier(code, slot, rank, ordinals, youngest, s, counts, RECENT: tl.constexpr):
+def _earlier(code, slot, rank, token_index, youngest, s, counts, RECENT: tl.constexpr):
     """The earlier eviction of (code, slot) and a new rank: the lower code; if equal, the lower slot, which came
     first."""
     new = sortable(rank)
     if RECENT:
-        new = tl.where(tl.load(ordinals + s, mask=counts, other=0) >= youngest, _PROTECTED, new)
+        new = tl.where(tl.load(token_index + s, mask=counts, other=0) >= youngest, _PROTECTED, new)
     sooner = counts & ((new < code) | (slot < 0))
     return tl.where(sooner, new, code), tl.where(sooner, s, slot)
 
@@ -168,7 +169,7 @@ def _first(code, slot):
 
 @triton.jit
 def _replace(
-    key, value, occupied, positions, ordinals, inverse, slot, budget,
+    key, value, occupied, positions, token_index, inverse, slot, budget,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
 ):
     """Move the token in slot `budget` to `slot`, overwriting its token. If both slots are equal, evict the new
@@ -179,7 +180,7 @@ def _replace(
         tl.store(key + slot * HEAD_DIM + d, tl.load(key + budget * HEAD_DIM + d, mask=in_head), mask=in_head)
         tl.store(value + slot * HEAD_DIM + d, tl.load(value + budget * HEAD_DIM + d, mask=in_head), mask=in_head)
         tl.store(positions + slot, tl.load(positions + budget))
-        tl.store(ordinals + slot, tl.load(ordinals + budget))
+        tl.store(token_index + slot, tl.load(token_index + budget))
         tl.store(inverse + slot, tl.load(inverse + budget))
         tl.store(occupied + slot, 1)
     tl.debug_barrier()
@@ -189,36 +190,36 @@ def _replace(
 
 @triton.jit(do_not_specialize=["slots", "budget", "split_size", "splits", "refresh", "recent"])
 def step_kernel(
-    key, value, occupied, positions, ordinals, inverse, held, anchor, ranked, age, partial, candidates, arrivals,
-    slots, budget, split_size, splits, refresh, recent,
+    key, value, occupied, positions, token_index, inverse, valid_seen, anchor, ranked, age, partial, candidates,
+    completion_counters, slots, budget, split_size, splits, refresh, recent,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, RECENT: tl.constexpr, MASKED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program (split, flat): ranks its tokens against the anchor, which includes the new key. The last program of a
-    (row, KV head) picks the slot, moves the new token there, and subtracts the evicted key from the anchor. If the
+    """Program (split, batch_head): ranks its tokens against the anchor, which includes the new key. The last program of
+    a (row, KV head) picks the slot, moves the new token there, and subtracts the evicted key from the anchor. If the
     anchor is `refresh` steps old, it subtracts from a sum that all programs have recomputed in this step.
 
     Below `budget`, occupied slots come first. Other slots are read, since tiles are read whole, but have no effect.
     """
     split = tl.program_id(0) % splits
-    flat = (tl.program_id(0) // splits).to(tl.int64)
+    batch_head = (tl.program_id(0) // splits).to(tl.int64)
     begin = split * split_size
     end = tl.minimum(begin + split_size, budget + 1)
-    row = flat * slots
+    row = batch_head * slots
     key += row * HEAD_DIM
     value += row * HEAD_DIM
     occupied += row
     positions += row
-    ordinals += row
+    token_index += row
     inverse += row
-    partial += flat * splits * D_PAD
+    partial += batch_head * splits * D_PAD
     d = tl.arange(0, D_PAD)
-    at_anchor = anchor + flat * HEAD_DIM + d
+    at_anchor = anchor + batch_head * HEAD_DIM + d
     total = tl.load(at_anchor, mask=d < HEAD_DIM, other=0.0)
-    number = tl.load(held + flat)
+    number = tl.load(valid_seen + batch_head)
     tokens = tl.minimum(number - 1, budget)
     # A sum that is NaN is recomputed.
-    renews = (tl.load(age + flat) + 1 >= refresh) | (tl.max(tl.where(total != total, 1, 0), 0) > 0)
+    renews = (tl.load(age + batch_head) + 1 >= refresh) | (tl.max(tl.where(total != total, 1, 0), 0) > 0)
     code = tl.zeros([BLOCK], tl.int32)
     slot = tl.full([BLOCK], -1, tl.int32)                               # none yet
     odd = tl.zeros([BLOCK], tl.int32)
@@ -232,7 +233,7 @@ def step_kernel(
         k = load_rows(key, first, holds, HEAD_DIM, 1, BLOCK, HEAD_DIM, D_PAD, MASKED)
         factor = tl.load(inverse + s, mask=holds, other=0.0)
         rank = ranks(k, factor, total)
-        code, slot = _earlier(code, slot, rank, ordinals, number - recent, s, holds & (factor >= 0.0), RECENT)
+        code, slot = _earlier(code, slot, rank, token_index, number - recent, s, holds & (factor >= 0.0), RECENT)
         odd = tl.where(factor < 0.0, 1, odd)
     chosen = _first(code, slot)
     if tl.max(odd, 0) > 0:
@@ -244,23 +245,23 @@ def step_kernel(
             holds = factor < 0.0
             rank = odd_ranks(load_rows(key, start, holds, HEAD_DIM, 1, 16, HEAD_DIM, D_PAD, True), total)
             code_of_odd, odd_slot = _earlier(
-                code_of_odd, odd_slot, rank, ordinals, number - recent, s, holds, RECENT
+                code_of_odd, odd_slot, rank, token_index, number - recent, s, holds, RECENT
             )
         chosen = tl.minimum(chosen, _first(code_of_odd, odd_slot))
-    tl.store(candidates + flat * splits + split, chosen)
+    tl.store(candidates + batch_head * splits + split, chosen)
     if renews:
         share = _sum_units(key, begin, tokens, last, budget, HEAD_DIM, D_PAD)
         tl.store(partial + split.to(tl.int64) * D_PAD + d, share)
     tl.debug_barrier()
-    if tl.atomic_add(arrivals + flat, 1, sem="acq_rel", scope="gpu") == splits - 1:
+    if tl.atomic_add(completion_counters + batch_head, 1, sem="acq_rel", scope="gpu") == splits - 1:
         found = tl.full([_COMPARED], _NO_SLOT, tl.int64)
         for start in range(0, splits, _COMPARED):
             i = start + tl.arange(0, _COMPARED)
             found = tl.minimum(found, tl.load(
-                candidates + flat * splits + i, mask=i < splits, other=_NO_SLOT, cache_modifier=".cg"
+                candidates + batch_head * splits + i, mask=i < splits, other=_NO_SLOT, cache_modifier=".cg"
             ))
         goes = tl.where(tokens < budget, tokens.to(tl.int64), tl.min(found, 0) & _INDEX)
-        tl.store(ranked + flat * HEAD_DIM + d, total, mask=d < HEAD_DIM)
+        tl.store(ranked + batch_head * HEAD_DIM + d, total, mask=d < HEAD_DIM)
         if renews:
             total = sum_partials(partial, splits, D_PAD)
         if tokens == budget:
@@ -268,8 +269,8 @@ def step_kernel(
             total -= tl.sum(any_units(k), 0)
             tl.debug_barrier()
         tl.store(at_anchor, total, mask=d < HEAD_DIM)
-        tl.store(age + flat, tl.where(renews, 0, tl.load(age + flat) + 1))
+        tl.store(age + batch_head, tl.where(renews, 0, tl.load(age + batch_head) + 1))
         _replace(
-            key, value, occupied, positions, ordinals, inverse, goes, budget.to(tl.int64), HEAD_DIM, D_PAD
+            key, value, occupied, positions, token_index, inverse, goes, budget.to(tl.int64), HEAD_DIM, D_PAD
         )
-        tl.store(arrivals + flat, 0)                                    # reset for the next step
+        tl.store(completion_counters + batch_head, 0)                   # reset for the next step

@@ -63,12 +63,12 @@ def evict(
     _check_options(anchor, similarity)
     if protected is not None:
         _check_slots("protected", protected, key)
-    shielded = _shielded(key, occupied, recent, protected, budget)
+    all_protected = _all_protected(key, occupied, recent, protected, budget)
     own = (anchor, similarity) == DEFAULT
     if own:
-        code, histograms = _ops.codes(key, occupied, shielded)
+        code, histograms = _ops.codes(key, occupied, all_protected)
     else:
-        code = _any_codes(key, per_head(occupied, key), shielded, anchor, similarity)
+        code = _any_codes(key, per_head(occupied, key), all_protected, anchor, similarity)
         histograms = code.new_zeros((*code.shape[:2], 4, 256))
     return EvictResult(*select(key, value, code, histograms, min(budget, key.shape[2]), own))
 
@@ -100,32 +100,32 @@ def _sizes(key: Tensor) -> Sizes:
     return Sizes(batch, heads, heads, slots, head_dim)
 
 
-def _shielded(
+def _all_protected(
     key: Tensor, occupied: Tensor | None, recent: int, protected: Tensor | None, budget: int
 ) -> Tensor | None:
     """The tokens that must be kept, [B, Hkv, S] bool (may be True for unoccupied slots), or None."""
     slots = key.shape[2]
-    shielded = None if protected is None else per_head(protected, key)
+    all_protected = None if protected is None else per_head(protected, key)
     if recent:
         if occupied is None:
             last = (torch.arange(slots, device=key.device) >= slots - recent).expand(key.shape[:3])
         else:
             last = per_head(occupied.flip(-1).cumsum(-1).flip(-1) <= recent, key)
-        shielded = last if shielded is None else shielded | last
+        all_protected = last if all_protected is None else all_protected | last
     if protected is not None and not torch.compiler.is_compiling() and not capturing(key.device):
-        assert shielded is not None
-        most = int((shielded & per_head(occupied, key)).sum(-1).max())
+        assert all_protected is not None
+        most = int((all_protected & per_head(occupied, key)).sum(-1).max())
         if most > budget:
             raise ValueError(
                 f"protected must mark at most budget = {budget} tokens per head, including the recent tokens, which "
                 f"are always kept, got {most}"
             )
-    return shielded
+    return all_protected
 
 
-def _any_codes(key: Tensor, occupied: Tensor, shielded: Tensor | None, anchor: str, similarity: str) -> Tensor:
+def _any_codes(key: Tensor, occupied: Tensor, all_protected: Tensor | None, anchor: str, similarity: str) -> Tensor:
     """As `_ops.codes`, for any anchor and similarity."""
     code = sortable(any_rank(key, occupied, anchor, similarity))
-    if shielded is not None:
-        code = code.masked_fill(shielded, 2**31 - 1)
+    if all_protected is not None:
+        code = code.masked_fill(all_protected, 2**31 - 1)
     return code.masked_fill(~occupied, -(2**31))

@@ -68,7 +68,7 @@ class KeyDiffState(BlockState):
         return output
 
     def _evict(self, block: Block, count: int) -> None:
-        if block.parts is None and self._follows:
+        if block.softmax_parts is None and self._follows:
             self._replace()
         else:
             super()._evict(block, count)
@@ -76,7 +76,7 @@ class KeyDiffState(BlockState):
     def _replace(self) -> None:
         """Evict at a decode step, whose token is in slot `budget`."""
         step(
-            self.key, self.value, self.occupied, self.positions, self._ordinals, self._carried, self._held,
+            self.key, self.value, self.occupied, self.positions, self._token_index, self._carried, self._valid_seen,
             self._anchor, self._ranked, self._age, *self._between, self.config.budget, self.config.refresh,
             self.config.recent,
         )

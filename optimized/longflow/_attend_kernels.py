@@ -39,7 +39,7 @@ def _write_token(
 
 @triton.jit
 def _attend_tiles(
-    acc, top, weight_sum, q, key, value, occupied, logits, newest, scale, begin, end,
+    acc, row_max, weight_sum, q, key, value, occupied, logits, newest, scale, begin, end,
     key_s, key_d, value_s, value_d, occupied_s,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr,
     MASKED: tl.constexpr, WARPS: tl.constexpr,
@@ -79,7 +79,7 @@ def _attend_tiles(
         logit = multiply(raw, scale)
         if MASKED:
             logit = tl.where(holds[None, :], logit, float("-inf"))
-        p, top, rescale = weigh(logit, top, tl.max(logit, 1))
+        p, row_max, rescale = weigh(logit, row_max, tl.max(logit, 1))
         weight_sum = weight_sum * rescale[:, None] + tl.sum(tl.reshape(p, (ROWS, BLOCK // SUMS, SUMS)), 1)
         v = value + first * value_s + v_near + far[:, None] * value_s
         v = tl.load(v, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(v)
@@ -87,14 +87,14 @@ def _attend_tiles(
         # the two loops. Unoccupied slots get -inf, like a value of zeros.
         kept = tl.fma(raw, scale, fast_log2(row_norms(v, ROWS)))
         # These lines are read again soon, unlike keys and values: keep them in the cache.
-        real = (row < GROUP_PAD)[:, None]
+        valid = (row < GROUP_PAD)[:, None]
         if MASKED:
-            real = real & (s < written_of(end))[None, :]
+            valid = valid & (s < written_of(end))[None, :]
         tl.store(
-            logits + s64[None, :] * GROUP_PAD + row[:, None], kept, mask=real, eviction_policy="evict_last"
+            logits + s64[None, :] * GROUP_PAD + row[:, None], kept, mask=valid, eviction_policy="evict_last"
         )
         acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
-    return acc, top, weight_sum
+    return acc, row_max, weight_sum
 
 
 @triton.jit(do_not_specialize=[
@@ -104,7 +104,7 @@ def _attend_tiles(
 ])
 def attend_kernel(
     query, key, value, occupied, new_key, new_value, slot, positions, seen,
-    logits, partial, tops, weight_sums, ranks, output, arrivals,
+    logits, partial, row_maxima, weight_sums, ranks, output, completion_counters,
     scale, slots, early, splits, split_size, late_splits, late_size, heads,
     query_b, query_h, query_d, key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d,
     occupied_b, occupied_h, occupied_s, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
@@ -113,8 +113,8 @@ def attend_kernel(
     PER_HEAD: tl.constexpr, ARRIVAL: tl.constexpr, FUSED: tl.constexpr, DISCARD: tl.constexpr, DEPENDENT: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Program (split, flat): attends to one share of the slots of a (row, KV head), for all its query heads. Stores the
-    logits, and the share's maximum, sum and accumulator.
+    """Program (split, batch_head): attends to one share of the slots of a (row, KV head), for all its query heads.
+    Stores the logits, and the share's maximum, sum and accumulator.
 
     FUSED: the last program of a KV head finishes its outputs and ranks while other programs still read keys, so that
     most logits never leave the cache. Rows of the batch after the first `early` have smaller shares, so that all
@@ -123,15 +123,15 @@ def attend_kernel(
     # One grid axis, since the other axes are limited to 65,535 programs.
     program = tl.program_id(0)
     is_early = program < early * heads * splits
-    parts, share = splits, split_size
+    row_splits, share = splits, split_size
     if not is_early:
         program += early * heads * (late_splits - splits)              # as if early rows had as many shares
-        parts, share = late_splits, late_size
-    split = program % parts
-    flat = (program // parts).to(tl.int64)
+        row_splits, share = late_splits, late_size
+    split = program % row_splits
+    batch_head = (program // row_splits).to(tl.int64)
     padded = row_of(slots)
-    b, k_head = flat // heads, flat % heads
-    decision = flat if PER_HEAD else b
+    b, k_head = batch_head // heads, batch_head % heads
+    decision = batch_head if PER_HEAD else b
     begin = split * share
     end = tl.minimum(begin + share, slots)
     key += (b * key_b + k_head * key_h) * UNIT
@@ -166,29 +166,29 @@ def attend_kernel(
         # The program that wrote the slot also reads its tile and must see the new token.
         tl.debug_barrier()
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
     SUMS: tl.constexpr = min(BLOCK, 8 * WARPS)                         # see _attend_tiles
     weight_sum = tl.zeros([ROWS, SUMS], tl.float32)
     # Caches are usually full, and the second loop is empty. Two loops share their buffers; two branches would not.
-    acc, top, weight_sum = _attend_tiles(
-        acc, top, weight_sum, q, key, value, mine, logits + flat * padded * GROUP_PAD,
+    acc, row_max, weight_sum = _attend_tiles(
+        acc, row_max, weight_sum, q, key, value, mine, logits + batch_head * padded * GROUP_PAD,
         newest, scale, begin, whole, row_k, key_d, row_v, value_d, occupied_s,
         HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, False, WARPS,
     )
-    acc, top, weight_sum = _attend_tiles(
-        acc, top, weight_sum, q, key, value, mine, logits + flat * padded * GROUP_PAD,
+    acc, row_max, weight_sum = _attend_tiles(
+        acc, row_max, weight_sum, q, key, value, mine, logits + batch_head * padded * GROUP_PAD,
         newest, scale, whole, end, row_k, key_d, row_v, value_d, occupied_s,
         HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, True, WARPS,
     )
-    part = (flat * GROUP + row) * late_splits + split                  # late_splits >= splits
-    tl.store(tops + part, top, mask=row < GROUP)
+    part = (batch_head * GROUP + row) * late_splits + split            # late_splits >= splits
+    tl.store(row_maxima + part, row_max, mask=row < GROUP)
     tl.store(weight_sums + part, tl.sum(weight_sum, 1), mask=row < GROUP)
     policy: tl.constexpr = "evict_last" if FUSED else ""               # as for logits
     tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask, eviction_policy=policy)
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-    if FUSED and is_last(arrivals + flat, parts):
+    if FUSED and is_last(completion_counters + batch_head, row_splits):
         finish_group(
-            logits, ranks, partial, tops, weight_sums, output, flat, parts, late_splits, slots,
+            logits, ranks, partial, row_maxima, weight_sums, output, batch_head, row_splits, late_splits, slots,
             GROUP, GROUP_PAD, HEAD_DIM, D_PAD, SPLITS, CHUNK, DISCARD,
         )

@@ -66,22 +66,23 @@ def _cut(sizes: Sizes, key: Tensor) -> _Work:
 def scratch(sizes: Sizes, key: Tensor, per_head: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the buffers passed between programs: a float32 workspace, divided by `_launch`; one candidate per block
     of slots; and counters, zero between steps, one per KV head and one per decision."""
-    flats = sizes.batch * sizes.key_value_heads
-    decisions = flats if per_head else sizes.batch
+    batch_heads = sizes.batch * sizes.key_value_heads
+    decisions = batch_heads if per_head else sizes.batch
     return (
         torch.empty(sum(_cuts(sizes, _cut(sizes, key).late_splits)), dtype=torch.float32, device=key.device),
         torch.empty(decisions, triton.cdiv(sizes.slots, SCORE_BLOCK), dtype=torch.int64, device=key.device),
-        torch.zeros(_after(flats) + decisions, dtype=torch.int32, device=key.device),
+        torch.zeros(_after(batch_heads) + decisions, dtype=torch.int32, device=key.device),
     )
 
 
 def _cuts(sizes: Sizes, splits: int) -> list[int]:
     """Sizes of logits, partial accumulators, their maxima and sums, normalizers and ranks in the workspace."""
-    heads, flats = sizes.batch * sizes.query_heads, sizes.batch * sizes.key_value_heads
+    heads, batch_heads = sizes.batch * sizes.query_heads, sizes.batch * sizes.key_value_heads
     row = padded_slots(sizes.slots)
     group = triton.next_power_of_2(sizes.group)
     cuts = (
-        flats * row * group, heads * splits * sizes.head_dim, heads * splits, heads * splits, heads * 2, flats * row
+        batch_heads * row * group, heads * splits * sizes.head_dim, heads * splits, heads * splits, heads * 2,
+        batch_heads * row
     )
     return [_after(cut) for cut in cuts]
 
@@ -124,20 +125,21 @@ def _(
     "kvtwin::longflow_step",
     mutates_args=(
         "key", "value", "occupied", "positions", "next_slot", "score", "seen", "workspace", "candidates",
-        "arrivals",
+        "completion_counters",
     ),
 )
 def step(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor,
     occupied: Tensor, positions: Tensor, next_slot: Tensor, score: Tensor, sink_end: Tensor, seen: Tensor,
-    workspace: Tensor, candidates: Tensor, arrivals: Tensor, scale: float, per_head: bool, protect_newest: bool,
+    workspace: Tensor, candidates: Tensor, completion_counters: Tensor, scale: float, per_head: bool,
+    protect_newest: bool,
 ) -> Tensor:
     batch, query_heads, head_dim = query.shape
     sizes = Sizes(batch, query_heads, key.shape[1], key.shape[2], head_dim)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _launch(
         sizes, query, key, value, occupied, None, output, score, next_slot,
-        (workspace, candidates, arrivals), scale=scale, per_head=per_head,
+        (workspace, candidates, completion_counters), scale=scale, per_head=per_head,
         arrival=(new_key, new_value, positions, sink_end, seen), protect_newest=protect_newest,
     )
     return output
@@ -147,7 +149,8 @@ def step(
 def _(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor,
     occupied: Tensor, positions: Tensor, next_slot: Tensor, score: Tensor, sink_end: Tensor, seen: Tensor,
-    workspace: Tensor, candidates: Tensor, arrivals: Tensor, scale: float, per_head: bool, protect_newest: bool,
+    workspace: Tensor, candidates: Tensor, completion_counters: Tensor, scale: float, per_head: bool,
+    protect_newest: bool,
 ) -> Tensor:
     return query.new_empty(query.shape)
 
@@ -166,8 +169,8 @@ def _launch(
     work = _cut(sizes, key)
     splits = work.late_splits                                                   # late_splits >= splits
     at_once = fused(sizes, key.device)
-    workspace, candidates, arrivals = scratch
-    logits, partial, tops, weight_sums, normalisers, ranks = workspace.split(_cuts(sizes, splits))
+    workspace, candidates, completion_counters = scratch
+    logits, partial, row_maxima, weight_sums, normalisers, ranks = workspace.split(_cuts(sizes, splits))
     new_key, new_value, positions, sink_end, seen = arrival or (query, query, slot, slot, slot)
     unit, byte_unit = stride_unit(key, value), mask_unit(occupied)
     head_stride = occupied.stride(1) if per_head else 0
@@ -190,7 +193,7 @@ def _launch(
     with on_device_of(key):
         attend_kernel[(heads * (work.early * work.splits + (batch - work.early) * splits),)](
             query, key, value, occupied, new_key, new_value, slot, positions, seen,
-            logits, partial, tops, weight_sums, ranks, output, arrivals,
+            logits, partial, row_maxima, weight_sums, ranks, output, completion_counters,
             scale * LOG2_E.value, slots, *work[1:], heads,
             *query.stride(), *(stride // unit for stride in key.stride()[:3]), key.stride(3),
             *(stride // unit for stride in value.stride()[:3]), value.stride(3),
@@ -210,8 +213,8 @@ def _launch(
             )
         else:
             score_kernel[(decisions * blocks + batch * heads,)](
-                logits, partial, tops, weight_sums, normalisers, occupied, mask, positions, sink_end,
-                seen, output, score, slot, candidates, arrivals[_after(batch * heads):],
+                logits, partial, row_maxima, weight_sums, normalisers, occupied, mask, positions, sink_end,
+                seen, output, score, slot, candidates, completion_counters[_after(batch * heads):],
                 slots, splits, heads, blocks, *masks,
                 HEADS=4 if INTERPRETED else 16, BLOCK=SCORE_BLOCK, **options, **splitting, **protection, num_warps=8,
             )

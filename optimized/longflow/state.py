@@ -72,8 +72,8 @@ class LongFlowState(State):
         self.score.fill_(-torch.inf)
         self._sink_end.fill_(self.config.sinks)
         self._seen.zero_()
-        arrivals = self._scratch[2]
-        arrivals.zero_()                                                        # in case a launch was interrupted
+        completion_counters = self._scratch[2]
+        completion_counters.zero_()                                             # in case a launch was interrupted
         self._end_change()
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:

@@ -13,35 +13,37 @@ from .._common.radix_selection import _FREE, compact_kernel, count_kernel, histo
 from .._common.softmax import denominators
 
 
-@triton.jit(do_not_specialize=["slots", "splits", "chunks", "lookers"])
+@triton.jit(do_not_specialize=["slots", "splits", "chunks", "representative_heads"])
 def codes_kernel(
-    due, logits, tops, weight_sums, occupied, fixed, codes, histograms, slots, splits, chunks, lookers,
+    due, logits, row_maxima, weight_sums, occupied, fixed, codes, histograms, slots, splits, chunks,
+    representative_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, EXCLUDE: tl.constexpr,
 ):
-    """Program (chunk, flat): codes in the order of the pooled log-weights, last slot first. EXCLUDE: tokens of the
-    static set (`fixed`) get the highest codes, so that the selected union contains them."""
+    """Program (chunk, batch_head): codes in the order of the pooled log-weights, last slot first. EXCLUDE: tokens of
+    the static set (`fixed`) get the highest codes, so that the selected union contains them."""
     if tl.load(due) != 0:
         chunk = tl.program_id(0) % chunks
-        flat = (tl.program_id(0) // chunks).to(tl.int64)
-        top, log_total = denominators(tops, weight_sums, flat, splits, GROUP, ROWS, SPLITS)
+        batch_head = (tl.program_id(0) // chunks).to(tl.int64)
+        row_max, log_total = denominators(row_maxima, weight_sums, batch_head, splits, GROUP, ROWS, SPLITS)
         row = tl.arange(0, ROWS)
         s = chunk * CHUNK + tl.arange(0, CHUNK)
         s64 = s.to(tl.int64)
-        holds = tl.load(occupied + flat // lookers * slots + s64, mask=s < slots, other=0) != 0
+        holds = tl.load(occupied + batch_head // representative_heads * slots + s64, mask=s < slots, other=0) != 0
         logit = tl.load(
-            logits + (flat * GROUP + row)[:, None] * slots + s64[None, :], mask=(row < GROUP)[:, None] & holds[None, :],
-            other=float("-inf"),
+            logits + (batch_head * GROUP + row)[:, None] * slots + s64[None, :],
+            mask=(row < GROUP)[:, None] & holds[None, :], other=float("-inf"),
         )
         free = logit == float("-inf")
-        weight = (tl.where(free, 0.0, logit) - top[:, None]) - log_total[:, None]
+        weight = (tl.where(free, 0.0, logit) - row_max[:, None]) - log_total[:, None]
         score = tl.max(tl.where(free, logit, weight), 0)
         if EXCLUDE:
-            taken = tl.load(fixed + flat * slots + s64, mask=s < slots, other=0) != 0
+            taken = tl.load(fixed + batch_head * slots + s64, mask=s < slots, other=0) != 0
             score = tl.where(taken, float("inf"), score)
-        tl.store(codes + flat * slots + (slots - 1 - s64), tl.where(holds, sortable(score), _FREE), mask=s < slots)
+        code = tl.where(holds, sortable(score), _FREE)
+        tl.store(codes + batch_head * slots + (slots - 1 - s64), code, mask=s < slots)
         if chunk == 0:
             number = tl.arange(0, 1024)
-            tl.store(histograms + flat * 1024 + number, tl.zeros([1024], tl.int32))
+            tl.store(histograms + batch_head * 1024 + number, tl.zeros([1024], tl.int32))
 
 
 @triton.jit(do_not_specialize=["slots", "wanted", "chunks"])
@@ -68,19 +70,20 @@ def compact_if(due, codes, found, counts, place, kept_count, slots, wanted, chun
 def choose_kernel(
     due, place, kept_count, fixed, chosen, slots, wanted, pieces, capacity, CHUNK: tl.constexpr, EXCLUDE: tl.constexpr
 ):
-    """Program (piece, flat): turns the chosen places, read from the end, into slots; -1 beyond the last. They fill the
-    last `wanted` entries of `chosen`, which with EXCLUDE are all. Without EXCLUDE, `fixed` tokens become -1."""
+    """Program (piece, batch_head): turns the chosen places, read from the end, into slots; -1 beyond the last. They
+    fill the last `wanted` entries of `chosen`, which with EXCLUDE are all. Without EXCLUDE, `fixed` tokens become -1.
+    """
     if tl.load(due) != 0:
         piece = tl.program_id(0) % pieces
-        flat = (tl.program_id(0) // pieces).to(tl.int64)
+        batch_head = (tl.program_id(0) // pieces).to(tl.int64)
         number = piece * CHUNK + tl.arange(0, CHUNK)
-        kept = tl.load(kept_count + flat)
+        kept = tl.load(kept_count + batch_head)
         holds = number < kept
-        at = tl.load(place + flat * wanted + (kept - 1 - number), mask=holds, other=0)
+        at = tl.load(place + batch_head * wanted + (kept - 1 - number), mask=holds, other=0)
         slot = (slots - 1 - at).to(tl.int64)
         if not EXCLUDE:
-            holds = holds & (tl.load(fixed + flat * slots + slot, mask=holds, other=0) == 0)
-        into = chosen + flat * capacity + (capacity - wanted) + number
+            holds = holds & (tl.load(fixed + batch_head * slots + slot, mask=holds, other=0) == 0)
+        into = chosen + batch_head * capacity + (capacity - wanted) + number
         tl.store(into, tl.where(holds, slot, -1), mask=number < wanted)
 
 

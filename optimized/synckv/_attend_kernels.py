@@ -6,8 +6,8 @@ attend to all tokens) first, then the other heads: the head, the index of its ke
 anticipation; that token's slot for heads that are not R-heads; the last two for the previous anticipation. `due`:
 whether the step was an anticipation. All of these are on the device, so a captured step can be replayed as any step.
 
-Scratch is contiguous. The parts of the R-heads come first, [B, N_r, G, look_splits, ...], then those of the other
-heads, [B, Hkv - N_r, G, list_splits, ...].
+Scratch is contiguous. The partial results of the R-heads come first, [B, N_r, G, dense_splits, ...], then those of
+the other heads, [B, Hkv - N_r, G, list_splits, ...].
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .._common.softmax import raise_maximum, weigh_tile
 
 @triton.jit
 def _attend_tiles(
-    acc, top, weight_sum, q, key, value, occupied, chosen, logits, newest, first_new, capacity, slots, kept_end, scale,
-    begin, end, token_stride,
+    acc, row_max, weight_sum, q, key, value, occupied, chosen, logits, newest, first_new, capacity, slots, kept_end,
+    scale, begin, end, token_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LISTED: tl.constexpr, MASKED: tl.constexpr,
 ):
@@ -60,22 +60,22 @@ def _attend_tiles(
                 logits + row[:, None].to(tl.int64) * slots + slot[None, :], logit,
                 mask=(row < GROUP)[:, None] & (place < tl.minimum(end, kept_end))[None, :],
             )
-        p, top, weight_sum, rescale = weigh_tile(logit, top, weight_sum)
+        p, row_max, weight_sum, rescale = weigh_tile(logit, row_max, weight_sum)
         v = tl.load(value + at, mask=tile, other=0.0) if LISTED or MASKED or HEAD_DIM != D_PAD else tl.load(value + at)
         acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
-    return acc, top, weight_sum
+    return acc, row_max, weight_sum
 
 
 @triton.jit(do_not_specialize=[
-    "slots", "lists", "capacity", "stride", "look_splits", "look_size", "list_splits", "list_size", "batch", "lookers",
-    "query_b", "query_h", "new_key_b", "new_key_h", "new_value_b", "new_value_h",
+    "slots", "lists", "capacity", "stride", "dense_splits", "dense_size", "list_splits", "list_size", "batch",
+    "representative_heads", "query_b", "query_h", "new_key_b", "new_key_h", "new_value_b", "new_value_h",
 ])
 def attend_kernel(
     query, new_key, new_value, key, value, pool_key, pool_value, occupied, chosen, members, counters,
-    logits, partial, tops, weight_sums,
-    scale, slots, lists, capacity, stride, look_splits, look_size, list_splits, list_size, batch, lookers,
-    query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
-    key_b, key_h, pool_b, pool_h,
+    logits, partial, row_maxima, weight_sums,
+    scale, slots, lists, capacity, stride, dense_splits, dense_size, list_splits, list_size, batch,
+    representative_heads, query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h,
+    new_value_d, key_b, key_h, pool_b, pool_h,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -83,18 +83,18 @@ def attend_kernel(
     attend to the selected and the newest tokens. The new token is written into its slots."""
     # One grid axis, since the other axes are limited to 65,535 programs.
     program = tl.program_id(0)
-    looking = batch * lookers * look_splits
-    looks = program < looking
-    program = tl.where(looks, program, program - looking)
-    splits = tl.where(looks, look_splits, list_splits)
-    heads = tl.where(looks, lookers, tl.maximum(HEADS - lookers, 1))
+    representative_programs = batch * representative_heads * dense_splits
+    is_representative = program < representative_programs
+    program = tl.where(is_representative, program, program - representative_programs)
+    splits = tl.where(is_representative, dense_splits, list_splits)
+    heads = tl.where(is_representative, representative_heads, tl.maximum(HEADS - representative_heads, 1))
     split = program % splits
-    flat = (program // splits).to(tl.int64)
-    b, member = flat // heads, flat % heads
-    entry = tl.where(looks, member, lookers + member)
+    batch_member = (program // splits).to(tl.int64)
+    b, member = batch_member // heads, batch_member % heads
+    entry = tl.where(is_representative, member, representative_heads + member)
     head = tl.load(members + entry).to(tl.int64)
-    lies = tl.load(members + HEADS + entry).to(tl.int64)
-    follows = tl.load(members + 2 * HEADS + entry).to(tl.int64)
+    stored_at = tl.load(members + HEADS + entry).to(tl.int64)
+    list_index = tl.load(members + 2 * HEADS + entry).to(tl.int64)
     seen, steps = tl.load(counters), tl.load(counters + 1)
     since, first_new = tl.load(counters + 2), tl.load(counters + 3)
     d = tl.arange(0, D_PAD).to(tl.int64)
@@ -107,21 +107,21 @@ def attend_kernel(
     # A token beyond the last slot is dropped.
     total = tl.minimum(seen + 1, slots)
     arrives = seen < slots
-    newest = tl.where(looks, seen, capacity + seen - since)             # the new token's place
-    places = tl.where(looks, total, capacity + total - since).to(tl.int32)
-    begin = split * tl.where(looks, look_size, list_size)
-    end = tl.minimum(begin + tl.where(looks, look_size, list_size), places)
-    keys, values = key + b * key_b + lies * key_h, value + b * key_b + lies * key_h
-    pool_keys, pool_values = pool_key + b * pool_b + lies * pool_h, pool_value + b * pool_b + lies * pool_h
+    newest = tl.where(is_representative, seen, capacity + seen - since)  # the new token's place
+    places = tl.where(is_representative, total, capacity + total - since).to(tl.int32)
+    begin = split * tl.where(is_representative, dense_size, list_size)
+    end = tl.minimum(begin + tl.where(is_representative, dense_size, list_size), places)
+    keys, values = key + b * key_b + stored_at * key_h, value + b * key_b + stored_at * key_h
+    pool_keys, pool_values = pool_key + b * pool_b + stored_at * pool_h, pool_value + b * pool_b + stored_at * pool_h
     mine = occupied + b * slots
     whole = begin
-    dense_end = tl.where(looks, end, begin)
+    dense_end = tl.where(is_representative, end, begin)
     if all_occupied(mine, 1, seen.to(tl.int32), begin, dense_end, 1):
         whole = begin + tl.maximum(dense_end - begin, 0) // BLOCK * BLOCK
     if arrives & (newest >= begin) & (newest < end):
         k_new = tl.load(new_key + b * new_key_b + head * new_key_h + d * new_key_d, mask=in_head)
         v_new = tl.load(new_value + b * new_value_b + head * new_value_h + d * new_value_d, mask=in_head)
-        if looks:
+        if is_representative:
             tl.store(keys + seen * HEAD_DIM + d, k_new, mask=in_head)
             tl.store(values + seen * HEAD_DIM + d, v_new, mask=in_head)
             if member == 0:
@@ -133,35 +133,37 @@ def attend_kernel(
     # This program also reads what it has just written.
     tl.debug_barrier()
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
-    kept = logits + tl.where(looks, flat, 0) * GROUP * slots
+    kept = logits + tl.where(is_representative, batch_member, 0) * GROUP * slots
     kept_end = tl.where((steps + 1) % stride == 0, places, 0)
-    list_ = chosen + (b * lists + follows) * capacity
+    list_ = chosen + (b * lists + list_index) * capacity
     # Three loops, at least one of them empty, share their buffers; branches would not.
-    acc, top, weight_sum = _attend_tiles(
-        acc, top, weight_sum, q, keys, values, mine, list_, kept, seen, first_new, capacity, slots, kept_end, scale,
+    acc, row_max, weight_sum = _attend_tiles(
+        acc, row_max, weight_sum, q, keys, values, mine, list_, kept, seen, first_new, capacity, slots, kept_end, scale,
         begin, whole, HEAD_DIM, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, False, False,
     )
-    acc, top, weight_sum = _attend_tiles(
-        acc, top, weight_sum, q, keys, values, mine, list_, kept, seen, first_new, capacity, slots, kept_end, scale,
+    acc, row_max, weight_sum = _attend_tiles(
+        acc, row_max, weight_sum, q, keys, values, mine, list_, kept, seen, first_new, capacity, slots, kept_end, scale,
         whole, dense_end, HEAD_DIM, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, False, True,
     )
-    acc, top, weight_sum = _attend_tiles(
-        acc, top, weight_sum, q, pool_keys, pool_values, mine, list_, kept, seen, first_new, capacity, slots, kept_end,
-        scale, begin, tl.where(looks, begin, end), HEAD_DIM, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, True, False,
+    acc, row_max, weight_sum = _attend_tiles(
+        acc, row_max, weight_sum, q, pool_keys, pool_values, mine, list_, kept, seen, first_new, capacity, slots,
+        kept_end, scale, begin, tl.where(is_representative, begin, end), HEAD_DIM, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK,
+        True, False,
     )
-    area = tl.where(looks, 0, (batch * lookers).to(tl.int64) * GROUP * look_splits)
-    part = area + (flat * GROUP + row) * splits + split
-    tl.store(tops + part, top, mask=row < GROUP)
+    area = tl.where(is_representative, 0, (batch * representative_heads).to(tl.int64) * GROUP * dense_splits)
+    part = area + (batch_member * GROUP + row) * splits + split
+    tl.store(row_maxima + part, row_max, mask=row < GROUP)
     tl.store(weight_sums + part, weight_sum, mask=row < GROUP)
     if begin < end:
         tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
 
 
-@triton.jit(do_not_specialize=["slots", "stride", "look_splits", "list_splits", "batch", "lookers"])
+@triton.jit(do_not_specialize=["slots", "stride", "dense_splits", "list_splits", "batch", "representative_heads"])
 def combine_kernel(
-    partial, tops, weight_sums, entries, counters, due, output, slots, stride, look_splits, list_splits, batch, lookers,
+    partial, row_maxima, weight_sums, entries, counters, due, output, slots, stride, dense_splits, list_splits, batch,
+    representative_heads,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
     WIDTHS: tl.constexpr, SPLITS: tl.constexpr, POOL: tl.constexpr,
 ):
@@ -171,37 +173,40 @@ def combine_kernel(
     blocks: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
     program = tl.program_id(0).to(tl.int64)
     width, which = program % WIDTHS, program // WIDTHS
-    flat_head, row = which // blocks, which % blocks * QUERIES + tl.arange(0, QUERIES)
-    b, head = flat_head // HEADS, flat_head % HEADS
+    batch_head, row = which // blocks, which % blocks * QUERIES + tl.arange(0, QUERIES)
+    b, head = batch_head // HEADS, batch_head % HEADS
     entry = tl.load(entries + head)                                     # the head's index in `members`
-    looks = entry < lookers
-    splits = tl.where(looks, look_splits, list_splits)
-    flat = tl.where(looks, b * lookers + entry, b * (HEADS - lookers) + entry - lookers)
-    area = tl.where(looks, 0, (batch * lookers).to(tl.int64) * GROUP * look_splits)
-    first = (area + (flat * GROUP + row) * splits)[:, None]             # [QUERIES, 1]
+    is_representative = entry < representative_heads
+    splits = tl.where(is_representative, dense_splits, list_splits)
+    batch_member = tl.where(
+        is_representative, b * representative_heads + entry,
+        b * (HEADS - representative_heads) + entry - representative_heads,
+    )
+    area = tl.where(is_representative, 0, (batch * representative_heads).to(tl.int64) * GROUP * dense_splits)
+    first = (area + (batch_member * GROUP + row) * splits)[:, None]     # [QUERIES, 1]
     d = width * WIDTH + tl.arange(0, WIDTH)
-    real, in_head = (row < GROUP)[:, None], d < HEAD_DIM
+    valid, in_head = (row < GROUP)[:, None], d < HEAD_DIM
     acc = tl.zeros([QUERIES, WIDTH], tl.float32)
-    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    row_max = tl.full([QUERIES], float("-inf"), tl.float32)
     weight_sum = tl.zeros([QUERIES], tl.float32)
     for start in range(0, splits, SPLITS):
         i = start + tl.arange(0, SPLITS)[None, :]
-        there = real & (i < splits)
-        part_top = tl.load(tops + first + i, mask=there, other=float("-inf"))
+        there = valid & (i < splits)
+        part_max = tl.load(row_maxima + first + i, mask=there, other=float("-inf"))
         part_sum = tl.load(weight_sums + first + i, mask=there, other=0.0)
-        top, shift, rescale = raise_maximum(top, tl.max(part_top, 1))
-        share = tl.exp2(part_top - shift[:, None])                      # [QUERIES, SPLITS]
+        row_max, shift, rescale = raise_maximum(row_max, tl.max(part_max, 1))
+        share = tl.exp2(part_max - shift[:, None])                      # [QUERIES, SPLITS]
         # Empty shares stored no accumulator.
         part = tl.load(
             partial + (first + i)[:, :, None] * HEAD_DIM + d[None, None, :],
-            mask=(part_top != float("-inf"))[:, :, None] & in_head[None, None, :], other=0.0,
+            mask=(part_max != float("-inf"))[:, :, None] & in_head[None, None, :], other=0.0,
         )
         acc = acc * rescale[:, None] + tl.sum(part * share[:, :, None], 1)
         weight_sum = weight_sum * rescale + tl.sum(part_sum * share, 1)
     result = acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
     tl.store(
-        output + (flat_head * GROUP + row)[:, None] * HEAD_DIM + d[None, :],
-        round_output(result, output.dtype.element_ty), mask=real & in_head[None, :],
+        output + (batch_head * GROUP + row)[:, None] * HEAD_DIM + d[None, :],
+        round_output(result, output.dtype.element_ty), mask=valid & in_head[None, :],
     )
     if program == 0:
         seen, steps = tl.load(counters), tl.load(counters + 1) + 1

@@ -42,27 +42,27 @@ class Offload:
     """
 
     def __init__(
-        self, sizes: Sizes, members: Tensor, counters: Tensor, due: Tensor, lookers: int, lists: int, capacity: int,
-        stride: int, dtype: torch.dtype, device: torch.device,
+        self, sizes: Sizes, members: Tensor, counters: Tensor, due: Tensor, representative_heads: int, lists: int,
+        capacity: int, stride: int, dtype: torch.dtype, device: torch.device,
     ) -> None:
         self.sizes, self.lists, self.capacity, self.stride = sizes, lists, capacity, stride
         self.dtype, self.device = dtype, device
-        self.heads = sizes.key_value_heads - lookers
+        self.heads = sizes.key_value_heads - representative_heads
         self.first_new = 2 * capacity                       # the first slot for new tokens
         pool = (sizes.batch, max(self.heads, 1), 2 * (capacity + stride), sizes.head_dim)
         with torch.inference_mode(False):
             self.key, self.value = (torch.zeros(pool, dtype=dtype, device=device) for _ in range(2))
-            self.members, self.follows = (members[row, lookers:].contiguous() for row in (0, 2))
+            self.members, self.list_indices = (members[row, representative_heads:].contiguous() for row in (0, 2))
             self.counters, self.due = counters, due
             self.always = torch.ones(1, dtype=torch.int32, device=device)
             # See assign_kernel. The last four are its scratch.
             shape = (sizes.batch, lists, capacity)
-            self.tokens, self.places, self.spare, self.following, self.arriving, self.landing = (
+            self.tokens, self.places, self.free_places, self.next_places, self.fetch_tokens, self.fetch_places = (
                 torch.empty(shape, dtype=torch.int64, device=device) for _ in range(6)
             )
             self.entry_of = torch.empty((*shape[:2], sizes.slots), dtype=torch.int32, device=device)
-            self.stays = torch.zeros(shape, dtype=torch.int32, device=device)
-            self.arrivals = torch.zeros(shape[:2], dtype=torch.int32, device=device)
+            self.kept = torch.zeros(shape, dtype=torch.int32, device=device)
+            self.fetch_counts = torch.zeros(shape[:2], dtype=torch.int32, device=device)
             self.banks = torch.zeros(2, dtype=torch.int64, device=device)       # addresses, 0 = no bank
         self.empty()
         self.bank: tuple[Tensor, Tensor] | None = None
@@ -107,7 +107,7 @@ class Offload:
         self.tokens.fill_(-1)
         self.entry_of.fill_(-1)
         self.places.copy_((-1 - place).expand(self.places.shape))
-        self.spare.copy_((place + self.capacity).expand(self.spare.shape))
+        self.free_places.copy_((place + self.capacity).expand(self.free_places.shape))
 
     def store(self, key: Tensor, value: Tensor, first: int, members: Tensor) -> None:
         """Copy key, value [B, H, T, D] of the heads `members` to the bank, from slot `first` on."""
@@ -156,17 +156,17 @@ class Offload:
         batch, lists, head_dim = self.sizes.batch, self.lists, self.sizes.head_dim
         with on_device_of(self.key):
             assign_kernel[(batch * lists,)](
-                due, chosen, self.tokens, self.places, self.spare, self.entry_of, self.stays, self.following,
-                self.arriving, self.landing, self.arrivals, self.sizes.slots, self.capacity,
+                due, chosen, self.tokens, self.places, self.free_places, self.entry_of, self.kept, self.next_places,
+                self.fetch_tokens, self.fetch_places, self.fetch_counts, self.sizes.slots, self.capacity,
                 CHUNK=min(CHUNK, 256) if self.capacity <= 256 else CHUNK, num_warps=8,
             )
             if not self.heads:
                 return
             units = batch * self.heads * triton.cdiv(self.capacity, BLOCK)
             fetch_kernel[(min(PROGRAMS, units),)](
-                due, self.counters, self.banks, self.key, self.value, self.arriving, self.landing, self.arrivals,
-                self.follows, *self._bank_strides(), *self.key.stride()[:2], self.capacity, batch, lists,
-                self.heads, FEW, LISTS=triton.next_power_of_2(batch * lists), HEAD_DIM=head_dim,
+                due, self.counters, self.banks, self.key, self.value, self.fetch_tokens, self.fetch_places,
+                self.fetch_counts, self.list_indices, *self._bank_strides(), *self.key.stride()[:2], self.capacity,
+                batch, lists, self.heads, FEW, LISTS=triton.next_power_of_2(batch * lists), HEAD_DIM=head_dim,
                 D_PAD=padded_head_dim(head_dim), BLOCK=BLOCK, SHARE=SHARE, num_warps=WARPS,
             )
 
@@ -190,7 +190,7 @@ class Offload:
     def reorder(self, index: Tensor) -> None:
         """Replace row b by row index[b]."""
         self.transfers.wait()
-        for tensor in (self.key, self.value, self.tokens, self.places, self.spare, self.entry_of):
+        for tensor in (self.key, self.value, self.tokens, self.places, self.free_places, self.entry_of):
             tensor.copy_(tensor.index_select(0, index))
         if self.bank is not None:
             if self.device.type == "cuda":

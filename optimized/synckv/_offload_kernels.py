@@ -27,8 +27,8 @@ def store_kernel(
     blocks = tl.cdiv(count, BLOCK)
     d = tl.arange(0, D_PAD).to(tl.int64)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-        flat = (unit // blocks).to(tl.int64)
-        b, member = flat // heads, flat % heads
+        batch_member = (unit // blocks).to(tl.int64)
+        b, member = batch_member // heads, batch_member % heads
         head = tl.load(members + member).to(tl.int64)
         t = (unit % blocks * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
         tile = (t < count) & (d < HEAD_DIM)[None, :]
@@ -60,8 +60,8 @@ def append_kernel(
         count = tl.load(counters + 2) - first
         d = tl.arange(0, D_PAD).to(tl.int64)
         for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-            flat = (unit // blocks).to(tl.int64)
-            b, member = flat // heads, flat % heads
+            batch_member = (unit // blocks).to(tl.int64)
+            b, member = batch_member // heads, batch_member % heads
             t = (unit % blocks * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
             tile = (t < count) & (d < HEAD_DIM)[None, :]
             at = b * pool_b + member * pool_h + (recent + t) * HEAD_DIM + d[None, :]
@@ -72,58 +72,59 @@ def append_kernel(
 
 @triton.jit(do_not_specialize=["slots", "capacity"])
 def assign_kernel(
-    due, chosen, tokens, places, spare, entry_of, stays, following, arriving, landing, arrivals, slots, capacity,
+    due, chosen, tokens, places, free_places, entry_of, kept, next_places, fetch_tokens, fetch_places, fetch_counts,
+    slots, capacity,
     CHUNK: tl.constexpr,
 ):
     """Program (row, list): finds which of the newly `chosen` tokens are in the pool, and assigns places to the
     others.
 
     Half of the pool's 2 * capacity places belong to the entries of the current set (`places`: p, or -1 - p for an entry
-    without a token); the others are unused (`spare`). A token in both sets keeps its place. The n-th of the other
-    entries takes the n-th spare place, and the place of the n-th leaving entry becomes spare instead. `entry_of`
-    [.., slots]: a token's index in `tokens`, the current set, -1 if absent. Results: `arriving` and `landing`, the
-    tokens to fetch and their places, `arrivals` of each. `stays` is all 0 between launches.
+    without a token); the others are unused (`free_places`). A token in both sets keeps its place. The n-th of the other
+    entries takes the n-th spare place, and the place of the n-th leaving entry becomes spare instead. `entry_of` [..,
+    slots]: a token's index in `tokens`, the current set, -1 if absent. Results: `fetch_tokens` and `fetch_places`, the
+    tokens to fetch and their places, `fetch_counts` of each. `kept` is all 0 between launches.
     """
     if tl.load(due) != 0:
-        flat = tl.program_id(0).to(tl.int64)
-        list_, mine = flat * capacity, flat * slots
+        batch_list = tl.program_id(0).to(tl.int64)
+        list_, mine = batch_list * capacity, batch_list * slots
         for start in range(0, capacity, CHUNK):
             entry = start + tl.arange(0, CHUNK)
             inside = entry < capacity
             token = tl.load(chosen + list_ + entry, mask=inside, other=-1)
-            held = tl.load(entry_of + mine + token, mask=token >= 0, other=-1)
-            here = held >= 0
-            tl.store(stays + list_ + held, 1, mask=here)
-            place = tl.load(places + list_ + held, mask=here, other=-1)
-            tl.store(following + list_ + entry, place, mask=inside)
+            old_entry = tl.load(entry_of + mine + token, mask=token >= 0, other=-1)
+            here = old_entry >= 0
+            tl.store(kept + list_ + old_entry, 1, mask=here)
+            place = tl.load(places + list_ + old_entry, mask=here, other=-1)
+            tl.store(next_places + list_ + entry, place, mask=inside)
         # Below, this program reads what it has just written.
         tl.debug_barrier()
         fresh_before = 0
-        coming_before = 0
+        fetch_before = 0
         for start in range(0, capacity, CHUNK):
             entry = start + tl.arange(0, CHUNK)
             inside = entry < capacity
             token = tl.load(chosen + list_ + entry, mask=inside, other=-1)
-            fresh = inside & (tl.load(following + list_ + entry, mask=inside, other=0) < 0)
+            fresh = inside & (tl.load(next_places + list_ + entry, mask=inside, other=0) < 0)
             number = fresh_before + tl.cumsum(fresh.to(tl.int32), 0) - 1
-            place = tl.load(spare + list_ + number, mask=fresh, other=0)
-            coming = fresh & (token >= 0)
-            tl.store(following + list_ + entry, tl.where(coming, place, -1 - place), mask=fresh)
-            at = list_ + coming_before + tl.cumsum(coming.to(tl.int32), 0) - 1
-            tl.store(arriving + at, token, mask=coming)
-            tl.store(landing + at, place, mask=coming)
+            place = tl.load(free_places + list_ + number, mask=fresh, other=0)
+            to_fetch = fresh & (token >= 0)
+            tl.store(next_places + list_ + entry, tl.where(to_fetch, place, -1 - place), mask=fresh)
+            at = list_ + fetch_before + tl.cumsum(to_fetch.to(tl.int32), 0) - 1
+            tl.store(fetch_tokens + at, token, mask=to_fetch)
+            tl.store(fetch_places + at, place, mask=to_fetch)
             fresh_before += tl.sum(fresh.to(tl.int32), 0)
-            coming_before += tl.sum(coming.to(tl.int32), 0)
-        tl.store(arrivals + flat, coming_before)
+            fetch_before += tl.sum(to_fetch.to(tl.int32), 0)
+        tl.store(fetch_counts + batch_list, fetch_before)
         tl.debug_barrier()
         left_before = 0
         for start in range(0, capacity, CHUNK):
             entry = start + tl.arange(0, CHUNK)
             inside = entry < capacity
-            leaves = inside & (tl.load(stays + list_ + entry, mask=inside, other=1) == 0)
+            leaves = inside & (tl.load(kept + list_ + entry, mask=inside, other=1) == 0)
             place = tl.load(places + list_ + entry, mask=leaves, other=0)
             number = left_before + tl.cumsum(leaves.to(tl.int32), 0) - 1
-            tl.store(spare + list_ + number, tl.where(place < 0, -1 - place, place), mask=leaves)
+            tl.store(free_places + list_ + number, tl.where(place < 0, -1 - place, place), mask=leaves)
             token = tl.load(tokens + list_ + entry, mask=leaves, other=-1)
             tl.store(entry_of + mine + token, -1, mask=token >= 0)
             left_before += tl.sum(leaves.to(tl.int32), 0)
@@ -132,16 +133,16 @@ def assign_kernel(
             entry = start + tl.arange(0, CHUNK)
             inside = entry < capacity
             token = tl.load(chosen + list_ + entry, mask=inside, other=-1)
-            tl.store(places + list_ + entry, tl.load(following + list_ + entry, mask=inside), mask=inside)
+            tl.store(places + list_ + entry, tl.load(next_places + list_ + entry, mask=inside), mask=inside)
             tl.store(tokens + list_ + entry, token, mask=inside)
             tl.store(entry_of + mine + token, entry, mask=token >= 0)
-            tl.store(stays + list_ + entry, 0, mask=inside)
+            tl.store(kept + list_ + entry, 0, mask=inside)
 
 
 @triton.jit(do_not_specialize=["capacity", "batch", "lists", "heads", "few"])
 def fetch_kernel(
-    due, counters, banks, pool_key, pool_value, arriving, landing, arrivals, follows, bank_b, bank_h, pool_b, pool_h,
-    capacity, batch, lists, heads, few,
+    due, counters, banks, pool_key, pool_value, fetch_tokens, fetch_places, fetch_counts, list_indices, bank_b, bank_h,
+    pool_b, pool_h, capacity, batch, lists, heads, few,
     LISTS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr,
 ):
     """Fetch the tokens that `assign_kernel` found missing, for every head that follows a list, into their places in the
@@ -154,19 +155,19 @@ def fetch_kernel(
         bank_key, bank_value = _bank(banks, 0, pool_key), _bank(banks, 1, pool_value)
         since, recent = tl.load(counters + 4), tl.load(counters + 5)
         list_ = tl.arange(0, LISTS)
-        most = tl.max(tl.load(arrivals + list_, mask=list_ < batch * lists, other=0), 0)
+        most = tl.max(tl.load(fetch_counts + list_, mask=list_ < batch * lists, other=0), 0)
         d = tl.arange(0, D_PAD).to(tl.int64)
         units = tl.cdiv(most, BLOCK) * batch * heads
         programs = tl.num_programs(0)
         programs = tl.where(most * 10 > capacity * SHARE, programs, tl.minimum(few, programs))
         for unit in range(tl.where(tl.program_id(0) < programs, tl.program_id(0), units), units, programs):
-            flat = (unit % (batch * heads)).to(tl.int64)
-            b, member = flat // heads, flat % heads
-            row = b * lists + tl.load(follows + member)
+            batch_member = (unit % (batch * heads)).to(tl.int64)
+            b, member = batch_member // heads, batch_member % heads
+            row = b * lists + tl.load(list_indices + member)
             number = unit // (batch * heads) * BLOCK + tl.arange(0, BLOCK)
-            here = number < tl.load(arrivals + row)
-            token = tl.load(arriving + row * capacity + number, mask=here, other=0)[:, None]
-            place = tl.load(landing + row * capacity + number, mask=here, other=0)[:, None]
+            here = number < tl.load(fetch_counts + row)
+            token = tl.load(fetch_tokens + row * capacity + number, mask=here, other=0)[:, None]
+            place = tl.load(fetch_places + row * capacity + number, mask=here, other=0)[:, None]
             tile = here[:, None] & (d < HEAD_DIM)[None, :]
             near = token >= since
             bank = b * bank_b + member * bank_h + token * HEAD_DIM + d[None, :]

@@ -1,7 +1,8 @@
 """The log-weights of R-heads: keys are read once and logits are stored, then normalized and pooled over the group.
 
-Logits and everything derived from them are in base 2. `flat` is the index of a (row of the batch, R-head). Scratch is
-contiguous: logits [flats, GROUP, slots], maxima and sums [flats * GROUP, splits], weights [flats, slots].
+Logits and everything derived from them are in base 2. `batch_head` is the index of a (row of the batch, R-head).
+Scratch is contiguous: logits [batch_heads, GROUP, slots], maxima and sums [batch_heads * GROUP, splits], weights
+[batch_heads, slots].
 """
 
 from __future__ import annotations
@@ -18,30 +19,31 @@ from .._common.softmax import denominators, weigh_tile
     "occupied_s",
 ])
 def logits_kernel(
-    query, key, occupied, logits, tops, weight_sums, scale, slots, split_size, splits, heads,
+    query, key, occupied, logits, row_maxima, weight_sums, scale, slots, split_size, splits, heads,
     query_b, query_h, query_d, key_b, key_h, key_s, key_d, occupied_b, occupied_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Program (split, flat): the logits of a share of the slots, their maxima and sums. Strides of keys are over UNIT.
+    """Program (split, batch_head): the logits of a share of the slots, their maxima and sums. Strides of keys are over
+    UNIT.
 
     Unoccupied slots are not read; their logits are -inf.
     """
     split = tl.program_id(0) % splits
-    flat = (tl.program_id(0) // splits).to(tl.int64)
-    b, head = flat // heads, flat % heads
+    batch_head = (tl.program_id(0) // splits).to(tl.int64)
+    b, head = batch_head // heads, batch_head % heads
     row = tl.arange(0, ROWS)
     d = tl.arange(0, D_PAD).to(tl.int64)
-    real, inside = row < GROUP, d < HEAD_DIM
+    valid, inside = row < GROUP, d < HEAD_DIM
     q = tl.load(
         query + b * query_b + (head * GROUP + row)[:, None] * query_h + d[None, :] * query_d,
-        mask=real[:, None] & inside[None, :], other=0.0,
+        mask=valid[:, None] & inside[None, :], other=0.0,
     )
     key += (b * key_b + head * key_h) * UNIT
     occupied += b * occupied_b
-    logits += flat * GROUP * slots
+    logits += batch_head * GROUP * slots
     end = tl.minimum(split * split_size + split_size, slots)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
     for start in range(split * split_size, end, BLOCK):
         s = start + tl.arange(0, BLOCK)
@@ -53,32 +55,32 @@ def logits_kernel(
         k = tl.load(key + s64[:, None] * (key_s * UNIT) + d[None, :] * key_d, mask=reads, other=0.0)
         logit = tl.where(holds[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
         tl.store(
-            logits + row[:, None].to(tl.int64) * slots + s64[None, :], logit, mask=real[:, None] & (s < end)[None, :]
+            logits + row[:, None].to(tl.int64) * slots + s64[None, :], logit, mask=valid[:, None] & (s < end)[None, :]
         )
-        _, top, weight_sum, _ = weigh_tile(logit, top, weight_sum)
-    part = (flat * GROUP + row) * splits + split
-    tl.store(tops + part, top, mask=real)
-    tl.store(weight_sums + part, weight_sum, mask=real)
+        _, row_max, weight_sum, _ = weigh_tile(logit, row_max, weight_sum)
+    part = (batch_head * GROUP + row) * splits + split
+    tl.store(row_maxima + part, row_max, mask=valid)
+    tl.store(weight_sums + part, weight_sum, mask=valid)
 
 
 @triton.jit(do_not_specialize=["slots", "splits", "chunks"])
 def pool_kernel(
-    logits, tops, weight_sums, weights, slots, splits, chunks,
+    logits, row_maxima, weight_sums, weights, slots, splits, chunks,
     GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Program (chunk, flat): log2 of the largest weight that the query heads of a group give each slot."""
+    """Program (chunk, batch_head): log2 of the largest weight that the query heads of a group give each slot."""
     chunk = tl.program_id(0) % chunks
-    flat = (tl.program_id(0) // chunks).to(tl.int64)
-    top, log_total = denominators(tops, weight_sums, flat, splits, GROUP, ROWS, SPLITS)
+    batch_head = (tl.program_id(0) // chunks).to(tl.int64)
+    row_max, log_total = denominators(row_maxima, weight_sums, batch_head, splits, GROUP, ROWS, SPLITS)
     row = tl.arange(0, ROWS)
     s = chunk * CHUNK + tl.arange(0, CHUNK)
     s64 = s.to(tl.int64)
     logit = tl.load(
-        logits + (flat * GROUP + row)[:, None] * slots + s64[None, :],
+        logits + (batch_head * GROUP + row)[:, None] * slots + s64[None, :],
         mask=(row < GROUP)[:, None] & (s < slots)[None, :], other=float("-inf"),
     )
     free = logit == float("-inf")
-    # Subtract top and log_total one after the other: their sum would lose digits if the maximum is large. If no slot is
-    # occupied, log_total is -inf too.
-    weight = (tl.where(free, 0.0, logit) - top[:, None]) - log_total[:, None]
-    tl.store(weights + flat * slots + s64, tl.max(tl.where(free, logit, weight), 0), mask=s < slots)
+    # Subtract row_max and log_total one after the other: their sum would lose digits if the maximum is large. If no
+    # slot is occupied, log_total is -inf too.
+    weight = (tl.where(free, 0.0, logit) - row_max[:, None]) - log_total[:, None]
+    tl.store(weights + batch_head * slots + s64, tl.max(tl.where(free, logit, weight), 0), mask=s < slots)

@@ -74,32 +74,34 @@ def _places(score: Tensor, count: int) -> Tensor:
 
 @triton.jit(do_not_specialize=["slots", "chunks", "heads", "candidates_r", "candidates_s"])
 def codes_kernel(scores, candidates, codes, slots, chunks, heads, candidates_r, candidates_s, CHUNK: tl.constexpr):
-    """Program (chunk, flat): the codes of a share of the slots, last slot first; _FREE for slots without candidates."""
+    """Program (chunk, batch_head): the codes of a share of the slots, last slot first; _FREE for slots without
+    candidates."""
     chunk = tl.program_id(0) % chunks
-    flat = (tl.program_id(0) // chunks).to(tl.int64)
+    batch_head = (tl.program_id(0) // chunks).to(tl.int64)
     s = (chunk * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
-    counts = tl.load(candidates + flat // heads * candidates_r + s * candidates_s, mask=s < slots, other=0) != 0
-    score = float32(tl.load(scores + flat * slots + s, mask=counts, other=0.0))
-    tl.store(codes + flat * slots + (slots - 1 - s), tl.where(counts, sortable(score), _FREE), mask=s < slots)
+    counts = tl.load(candidates + batch_head // heads * candidates_r + s * candidates_s, mask=s < slots, other=0) != 0
+    score = float32(tl.load(scores + batch_head * slots + s, mask=counts, other=0.0))
+    tl.store(codes + batch_head * slots + (slots - 1 - s), tl.where(counts, sortable(score), _FREE), mask=s < slots)
 
 
 @triton.jit(do_not_specialize=["slots", "wanted", "pieces"])
 def take_kernel(taken, codes, slots, wanted, pieces, CHUNK: tl.constexpr):
-    """Program (piece, flat): sets the codes of taken tokens to _FREE."""
+    """Program (piece, batch_head): sets the codes of taken tokens to _FREE."""
     piece = tl.program_id(0) % pieces
-    flat = (tl.program_id(0) // pieces).to(tl.int64)
+    batch_head = (tl.program_id(0) // pieces).to(tl.int64)
     number = piece * CHUNK + tl.arange(0, CHUNK)
-    token = tl.load(taken + flat * wanted + number, mask=number < wanted, other=-1)
-    tl.store(codes + flat * slots + (slots - 1 - token), _FREE, mask=(token >= 0) & (token < slots))
+    token = tl.load(taken + batch_head * wanted + number, mask=number < wanted, other=-1)
+    tl.store(codes + batch_head * slots + (slots - 1 - token), _FREE, mask=(token >= 0) & (token < slots))
 
 
 @triton.jit(do_not_specialize=["slots", "wanted", "pieces"])
 def forward_kernel(place, kept_count, index, slots, wanted, pieces, CHUNK: tl.constexpr):
-    """Program (piece, flat): turns the chosen places, read from the end, into slots; -1 beyond the last."""
+    """Program (piece, batch_head): turns the chosen places, read from the end, into slots; -1 beyond the last."""
     piece = tl.program_id(0) % pieces
-    flat = (tl.program_id(0) // pieces).to(tl.int64)
+    batch_head = (tl.program_id(0) // pieces).to(tl.int64)
     number = piece * CHUNK + tl.arange(0, CHUNK)
-    kept = tl.load(kept_count + flat)
+    kept = tl.load(kept_count + batch_head)
     holds = number < kept
-    at = tl.load(place + flat * wanted + (kept - 1 - number), mask=holds, other=0)
-    tl.store(index + flat * wanted + number, tl.where(holds, slots - 1 - at, -1).to(tl.int64), mask=number < wanted)
+    at = tl.load(place + batch_head * wanted + (kept - 1 - number), mask=holds, other=0)
+    slot = tl.where(holds, slots - 1 - at, -1).to(tl.int64)
+    tl.store(index + batch_head * wanted + number, slot, mask=number < wanted)

@@ -35,15 +35,18 @@ UNITED = 16 if INTERPRETED else 1024
 FEW = 2
 
 
-def splits_of(sizes: Sizes, lookers: int, listed: int, itemsize: int, device: torch.device) -> tuple[int, int, int]:
-    """(look_splits, list_splits, size): the numbers of programs that share what an R-head and another head attend to,
+def splits_of(
+    sizes: Sizes, representative_heads: int, listed: int, itemsize: int, device: torch.device
+) -> tuple[int, int, int]:
+    """(dense_splits, list_splits, size): the numbers of programs that share what an R-head and another head attend to,
     and the places of each. `listed`: the largest number of places that a head other than an R-head attends to."""
     block = key_block(sizes.head_dim, itemsize, sizes.slots)
     tiles, list_tiles = triton.cdiv(sizes.slots, block), triton.cdiv(listed, block)
     if INTERPRETED:
         each = max(2, triton.cdiv(tiles, FEW))
     else:
-        work = sizes.batch * (lookers * tiles + (sizes.key_value_heads - lookers) * list_tiles)
+        other_heads = sizes.key_value_heads - representative_heads
+        work = sizes.batch * (representative_heads * tiles + other_heads * list_tiles)
         # As many programs as fit at a time if shares are short; otherwise twice as many, which finish more evenly.
         fit = RESIDENT * multiprocessors(device)
         each = triton.cdiv(work, fit if work <= SHORT * fit else 2 * fit)
@@ -54,15 +57,15 @@ def splits_of(sizes: Sizes, lookers: int, listed: int, itemsize: int, device: to
 @torch.library.custom_op(
     "kvtwin::synckv_attend",
     mutates_args=(
-        "key", "value", "pool_key", "pool_value", "occupied", "counters", "due", "logits", "partial", "tops",
+        "key", "value", "pool_key", "pool_value", "occupied", "counters", "due", "logits", "partial", "row_maxima",
         "weight_sums",
     ),
 )
 def attend(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, pool_key: Tensor | None,
     pool_value: Tensor | None, occupied: Tensor, chosen: Tensor, members: Tensor, entries: Tensor, counters: Tensor,
-    due: Tensor, logits: Tensor, partial: Tensor, tops: Tensor, weight_sums: Tensor, scale: float, stride: int,
-    look_splits: int, list_splits: int, size: int, pool: int,
+    due: Tensor, logits: Tensor, partial: Tensor, row_maxima: Tensor, weight_sums: Tensor, scale: float, stride: int,
+    dense_splits: int, list_splits: int, size: int, pool: int,
 ) -> Tensor:
     """One step: writes the token into its slots, attends with every head, and counts the step. See _attend_kernels.
 
@@ -70,31 +73,32 @@ def attend(
     `members`.
     """
     (batch, query_heads, head_dim), slots = query.shape, occupied.shape[1]
-    heads, lookers, (lists, capacity) = members.shape[1], logits.shape[0] // batch, chosen.shape[1:]
+    heads, representative_heads, (lists, capacity) = members.shape[1], logits.shape[0] // batch, chosen.shape[1:]
     pool_key, pool_value = key if pool_key is None else pool_key, value if pool_value is None else pool_value
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     shape = {
         "HEADS": heads, "GROUP": query_heads // heads, "HEAD_DIM": head_dim,
     }
-    programs = batch * (lookers * look_splits + (heads - lookers) * list_splits)
+    programs = batch * (representative_heads * dense_splits + (heads - representative_heads) * list_splits)
     with on_device_of(query):
         attend_kernel[(programs,)](
             query, new_key, new_value, key, value, pool_key, pool_value, occupied, chosen, members, counters,
-            logits, partial, tops, weight_sums,
-            scale * log2(e), slots, lists, capacity, stride, look_splits, size, list_splits, size, batch, lookers,
-            *query.stride(), *new_key.stride(), *new_value.stride(), *key.stride()[:2], *pool_key.stride()[:2],
+            logits, partial, row_maxima, weight_sums,
+            scale * log2(e), slots, lists, capacity, stride, dense_splits, size, list_splits, size, batch,
+            representative_heads, *query.stride(), *new_key.stride(), *new_value.stride(), *key.stride()[:2],
+            *pool_key.stride()[:2],
             **shape, D_PAD=padded_head_dim(head_dim), ROWS=GROUP_ROWS,
             BLOCK=key_block(head_dim, key.element_size(), slots), num_warps=4,
         )
         # In the interpreter, a program's overhead exceeds its work.
         queries = triton.next_power_of_2(query_heads // heads) if INTERPRETED else 1
-        blocks, splits = batch * heads * triton.cdiv(query_heads // heads, queries), max(look_splits, list_splits)
+        blocks, splits = batch * heads * triton.cdiv(query_heads // heads, queries), max(dense_splits, list_splits)
         # Few heads have many parts, which one program per head would read one after the other.
         widths = 1 + (slots % 2 == 0) if INTERPRETED else 4 if splits > MERGED else 1
         combine_kernel[(blocks * widths,)](
-            partial, tops, weight_sums, entries, counters, due, output, slots, stride, look_splits, list_splits, batch,
-            lookers, **shape, QUERIES=queries, WIDTH=padded_head_dim(head_dim) // widths, WIDTHS=widths,
-            SPLITS=min(MERGED * widths, triton.next_power_of_2(splits)), POOL=pool, num_warps=4,
+            partial, row_maxima, weight_sums, entries, counters, due, output, slots, stride, dense_splits, list_splits,
+            batch, representative_heads, **shape, QUERIES=queries, WIDTH=padded_head_dim(head_dim) // widths,
+            WIDTHS=widths, SPLITS=min(MERGED * widths, triton.next_power_of_2(splits)), POOL=pool, num_warps=4,
         )
     return output
 
@@ -103,20 +107,20 @@ def attend(
 def _(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, pool_key: Tensor | None,
     pool_value: Tensor | None, occupied: Tensor, chosen: Tensor, members: Tensor, entries: Tensor, counters: Tensor,
-    due: Tensor, logits: Tensor, partial: Tensor, tops: Tensor, weight_sums: Tensor, scale: float, stride: int,
-    look_splits: int, list_splits: int, size: int, pool: int,
+    due: Tensor, logits: Tensor, partial: Tensor, row_maxima: Tensor, weight_sums: Tensor, scale: float, stride: int,
+    dense_splits: int, list_splits: int, size: int, pool: int,
 ) -> Tensor:
     return query.new_empty(query.shape)
 
 
 @torch.library.custom_op("kvtwin::synckv_anticipate", mutates_args=("chosen",))
 def anticipate(
-    due: Tensor, logits: Tensor, tops: Tensor, weight_sums: Tensor, occupied: Tensor, fixed: Tensor, chosen: Tensor,
-    splits: int, count: int, exclude: bool,
+    due: Tensor, logits: Tensor, row_maxima: Tensor, weight_sums: Tensor, occupied: Tensor, fixed: Tensor,
+    chosen: Tensor, splits: int, count: int, exclude: bool,
 ) -> None:
     """If the step was an anticipation, write the `count` best tokens by its logits to the end of `chosen`."""
-    (batch, slots), (_, lookers, capacity) = occupied.shape, chosen.shape
-    rows, group = batch * lookers, logits.shape[1]
+    (batch, slots), (_, representative_heads, capacity) = occupied.shape, chosen.shape
+    rows, group = batch * representative_heads, logits.shape[1]
     chunk = chunk_size()
     chunks, pieces = triton.cdiv(slots, chunk), triton.cdiv(count, chunk)
     pool = min(POOL, chunk)
@@ -131,9 +135,9 @@ def anticipate(
     grid = (rows * chunks,)
     with on_device_of(chosen):
         codes_kernel[(rows * pools,)](
-            due, logits, tops, weight_sums, occupied, fixed, code, histograms, slots, splits, pools, lookers,
-            GROUP=group, ROWS=GROUP_ROWS, SPLITS=triton.next_power_of_2(splits), CHUNK=pool, EXCLUDE=exclude,
-            num_warps=4,
+            due, logits, row_maxima, weight_sums, occupied, fixed, code, histograms, slots, splits, pools,
+            representative_heads, GROUP=group, ROWS=GROUP_ROWS, SPLITS=triton.next_power_of_2(splits), CHUNK=pool,
+            EXCLUDE=exclude, num_warps=4,
         )
         for number in range(4):
             histogram_if[grid](
@@ -152,8 +156,8 @@ def anticipate(
 
 @anticipate.register_fake
 def _(
-    due: Tensor, logits: Tensor, tops: Tensor, weight_sums: Tensor, occupied: Tensor, fixed: Tensor, chosen: Tensor,
-    splits: int, count: int, exclude: bool,
+    due: Tensor, logits: Tensor, row_maxima: Tensor, weight_sums: Tensor, occupied: Tensor, fixed: Tensor,
+    chosen: Tensor, splits: int, count: int, exclude: bool,
 ) -> None:
     return None
 

@@ -61,14 +61,14 @@ class StreamTransfers(Transfers):
     def __init__(self, device: torch.device) -> None:
         self._device, self._streams = device, side_streams(device)
         self._done: dict[bool, torch.cuda.Event] = {}      # of the last job, by whether it was captured
-        self._held: list[Tensor] = []       # keeps memory alive for kernels, which torch does not track
+        self._allocated: list[Tensor] = []  # keeps memory alive for kernels, which torch does not track
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         try:
             memory = torch.empty(shape, dtype=dtype, pin_memory=True)
         except RuntimeError as error:
             raise MemoryError(str(error).splitlines()[0]) from error
-        self._held.append(memory)
+        self._allocated.append(memory)
         return memory
 
     def taken(self, memory: Tensor) -> int:
@@ -98,13 +98,13 @@ class StreamTransfers(Transfers):
         for stream in (*self._streams, torch.cuda.current_stream(self._device)):
             stream.synchronize()
         self._done.clear()
-        self._held.clear()
+        self._allocated.clear()
         empty = getattr(torch._C, "_host_emptyCache", None)
         if empty is not None:
             empty()
 
     def __del__(self) -> None:
-        for stream in self._streams if self._held else ():
+        for stream in self._streams if self._allocated else ():
             stream.synchronize()
 
 

@@ -61,8 +61,8 @@ def cluster_heads(similarity: Tensor, clusters: int) -> HeadClusters:
     """
     clusters = check_similarity(similarity, clusters)
     table: list[list[float]] = similarity.detach().double().tolist()
-    top = max(map(max, table))
-    points = [[top - number for number in row] for row in table]
+    largest = max(map(max, table))
+    points = [[largest - number for number in row] for row in table]
     heads = range(len(points))
     centres = [points[0]]
     while len(centres) < clusters:

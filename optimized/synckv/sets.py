@@ -97,9 +97,9 @@ def log_weights(query: Tensor, key: Tensor, occupied: Tensor, scale: float) -> T
     sizes = Sizes(batch, query.shape[1], heads, slots, head_dim)
     block = key_block(head_dim, key.element_size(), slots)
     splits, split_size = split_slots(sizes, block, key.device)
-    flats = batch * heads
-    logits = torch.empty(flats, sizes.group, slots, dtype=torch.float32, device=key.device)
-    tops = torch.empty(2, flats * sizes.group, splits, dtype=torch.float32, device=key.device)
+    batch_heads = batch * heads
+    logits = torch.empty(batch_heads, sizes.group, slots, dtype=torch.float32, device=key.device)
+    row_maxima = torch.empty(2, batch_heads * sizes.group, splits, dtype=torch.float32, device=key.device)
     weight = torch.empty(batch, heads, slots, dtype=torch.float32, device=key.device)
     chunk = min(POOL, chunk_size())
     chunks = triton.cdiv(slots, chunk)
@@ -109,12 +109,13 @@ def log_weights(query: Tensor, key: Tensor, occupied: Tensor, scale: float) -> T
     )
     shape = {"GROUP": sizes.group, "ROWS": GROUP_ROWS}
     with on_device_of(key):
-        logits_kernel[(flats * splits,)](
-            query, key, occupied, logits, tops[0], tops[1], scale * log2(e), slots, split_size, splits, heads, *layout,
+        logits_kernel[(batch_heads * splits,)](
+            query, key, occupied, logits, row_maxima[0], row_maxima[1], scale * log2(e), slots, split_size, splits,
+            heads, *layout,
             **shape, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), BLOCK=block, UNIT=unit, num_warps=4,
         )
-        pool_kernel[(flats * chunks,)](
-            logits, tops[0], tops[1], weight, slots, splits, chunks, **shape,
+        pool_kernel[(batch_heads * chunks,)](
+            logits, row_maxima[0], row_maxima[1], weight, slots, splits, chunks, **shape,
             SPLITS=triton.next_power_of_2(splits), CHUNK=chunk, num_warps=4,
         )
     return weight

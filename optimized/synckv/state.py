@@ -46,44 +46,47 @@ class SyncKVState(State):
         # Before a list of as many heads, which would take forever if their keys do not fit into memory.
         torch.empty(batch, key_value_heads, config.max_tokens, head_dim, dtype=dtype, device=self.device)
         self.head_clusters = resolve_clusters(head_clusters, config.clusters, key_value_heads)
-        slots, lookers = config.max_tokens, config.clusters
+        slots, representative_heads = config.max_tokens, config.clusters
         fixed, free = split_budget(config.k, config.rho)
         self._fixed_count, self._count = min(fixed, slots), min(config.k if config.exclude_static else free, slots)
         # Includes the static set, or comes after it.
         capacity = self._count if config.exclude_static else self._fixed_count + self._count
-        stored = lookers if config.offload else key_value_heads
+        stored = representative_heads if config.offload else key_value_heads
         self._key, self._value = (self._buffer(batch, stored, slots, head_dim, dtype=dtype) for _ in range(2))
         self.occupied = self._buffer(batch, slots, dtype=torch.bool)
-        self._static = self._buffer(batch, lookers, self._fixed_count, dtype=torch.int64)
-        self._fixed = self._buffer(batch, lookers, slots, dtype=torch.bool)
-        self._chosen = self._buffer(batch, lookers, max(capacity, 1), dtype=torch.int64)
+        self._static = self._buffer(batch, representative_heads, self._fixed_count, dtype=torch.int64)
+        self._fixed = self._buffer(batch, representative_heads, slots, dtype=torch.bool)
+        self._chosen = self._buffer(batch, representative_heads, max(capacity, 1), dtype=torch.int64)
         self._counters = self._buffer(6, dtype=torch.int64)
         self._due = self._buffer(1, dtype=torch.int32)
         # With union_clusters, one list for all heads: what follows `_chosen` in this class uses `_listed`.
-        self._unites = config.union_clusters and lookers > 1
+        self._unites = config.union_clusters and representative_heads > 1
         self._listed = self._chosen
         if self._unites:
-            self._listed = self._buffer(batch, 1, min(lookers * self._chosen.shape[2], slots), dtype=torch.int64)
+            width = min(representative_heads * self._chosen.shape[2], slots)
+            self._listed = self._buffer(batch, 1, width, dtype=torch.int64)
             self._marks = self._buffer(batch, slots, dtype=torch.int32)
             self._always = self._buffer(1, dtype=torch.int32)
         self._members, self._entries = self._table()
         self._query_heads = (
-            self._members[0, :lookers, None] * self.sizes.group + torch.arange(self.sizes.group, device=self.device)
+            self._members[0, :representative_heads, None] * self.sizes.group
+            + torch.arange(self.sizes.group, device=self.device)
         ).flatten()
         self._splits = _step.splits_of(
-            self.sizes, lookers, self._listed.shape[2] + min(config.stride, slots), dtype.itemsize, self.device
+            self.sizes, representative_heads, self._listed.shape[2] + min(config.stride, slots), dtype.itemsize,
+            self.device
         )
-        parts = batch * self.sizes.group * (
-            lookers * self._splits[0] + (key_value_heads - lookers) * self._splits[1]
+        num_partials = batch * self.sizes.group * (
+            representative_heads * self._splits[0] + (key_value_heads - representative_heads) * self._splits[1]
         )
-        self._logits = self._buffer(batch * lookers, self.sizes.group, slots, dtype=torch.float32)
-        self._partial = self._buffer(parts, head_dim, dtype=torch.float32)
-        self._tops, self._sums = (self._buffer(parts, dtype=torch.float32) for _ in range(2))
+        self._logits = self._buffer(batch * representative_heads, self.sizes.group, slots, dtype=torch.float32)
+        self._partial = self._buffer(num_partials, head_dim, dtype=torch.float32)
+        self._row_maxima, self._sums = (self._buffer(num_partials, dtype=torch.float32) for _ in range(2))
         self._captured = False
         self._offload: Offload | None = None
         if config.offload:
             self._offload = Offload(
-                self.sizes, self._members, self._counters, self._due, lookers, self._listed.shape[1],
+                self.sizes, self._members, self._counters, self._due, representative_heads, self._listed.shape[1],
                 self._listed.shape[2], min(config.stride, slots), dtype, self.device,
             )
         self.reset()
@@ -91,12 +94,12 @@ class SyncKVState(State):
     @torch.inference_mode(False)
     def _table(self) -> tuple[Tensor, Tensor]:
         """`members`, and its inverse: the entry of each head."""
-        labels, looks = self.head_clusters.labels, self.head_clusters.representatives
-        heads = [*looks, *(head for head in range(len(labels)) if head not in looks)]
-        lies = heads
+        labels, representatives = self.head_clusters.labels, self.head_clusters.representatives
+        heads = [*representatives, *(head for head in range(len(labels)) if head not in representatives)]
+        stored_at = heads
         if self.config.offload:
-            lies = [*range(len(looks)), *range(len(heads) - len(looks))]
-        rows = [heads, lies, [0 if self._unites else labels[head] for head in heads]]
+            stored_at = [*range(len(representatives)), *range(len(heads) - len(representatives))]
+        rows = [heads, stored_at, [0 if self._unites else labels[head] for head in heads]]
         entries = [heads.index(head) for head in range(len(labels))]
         members, inverse = (torch.tensor(table, dtype=torch.int32, device=self.device) for table in (rows, entries))
         return members, inverse
@@ -141,8 +144,8 @@ class SyncKVState(State):
     def _gathered(self, which: int) -> Tensor:
         assert self._offload is not None
         found = self._offload.everything()[which]
-        lookers = self.config.clusters
-        both = torch.cat(((self._key, self._value)[which], found[:, :self.sizes.key_value_heads - lookers]), 1)
+        other_heads = self.sizes.key_value_heads - self.config.clusters
+        both = torch.cat(((self._key, self._value)[which], found[:, :other_heads]), 1)
         return both.index_select(1, self._entries)
 
     @property
@@ -179,9 +182,9 @@ class SyncKVState(State):
         self._open()
         self._start_change("prefill")
         output = causal_attention(query, key, value, occupied, self.scale)
-        looks = slice(None) if self._offload is None else self._members[0, :self.config.clusters]
-        self._key[:, :, :total].copy_(key[:, looks])
-        self._value[:, :, :total].copy_(value[:, looks])
+        stored_heads = slice(None) if self._offload is None else self._members[0, :self.config.clusters]
+        self._key[:, :, :total].copy_(key[:, stored_heads])
+        self._value[:, :, :total].copy_(value[:, stored_heads])
         self.occupied[:, :total].copy_(occupied)
         self._choose_first(query, key, occupied)
         if self._unites:
@@ -218,8 +221,8 @@ class SyncKVState(State):
         token = torch.arange(key.shape[2], device=self.device)
         last = torch.where(occupied, token, 0).amax(1)
         newest = query.take_along_dim(last[:, None, None, None], 2)[:, self._query_heads, 0]
-        lookers = key.index_select(1, self._members[0, :self.config.clusters])
-        weight = log_weights(newest, lookers, occupied, self.scale)
+        representative_keys = key.index_select(1, self._members[0, :self.config.clusters])
+        weight = log_weights(newest, representative_keys, occupied, self.scale)
         nothing = self._static[..., :0]
         static = select(weight, occupied, nothing, self._fixed_count)
         self._static.copy_(static)
@@ -246,22 +249,22 @@ class SyncKVState(State):
         check_room(self._counted, 1, self.config.max_tokens)
         self._open()
         self._start_change("step")
-        config, (look_splits, list_splits, size), away = self.config, self._splits, self._offload
+        config, (dense_splits, list_splits, size), away = self.config, self._splits, self._offload
         pool_key, pool_value, listed, pool = None, None, self._listed, 0
         if away is not None:
             pool_key, pool_value, listed, pool = away.key, away.value, away.places, away.first_new
         output: Tensor = _step.attend(
             query, key, value, self._key, self._value, pool_key, pool_value, self.occupied, listed, self._members,
-            self._entries, self._counters, self._due, self._logits, self._partial, self._tops, self._sums, self.scale,
-            config.stride, look_splits, list_splits, size, pool,
+            self._entries, self._counters, self._due, self._logits, self._partial, self._row_maxima, self._sums,
+            self.scale, config.stride, dense_splits, list_splits, size, pool,
         )
         self._counted, self._steps = self._counted + 1, self._steps + 1
         if torch.compiler.is_compiling() or capturing(self.device):
             self._captured = True
         if self._count and (self._captured or self._steps % config.stride == 0):
             _step.anticipate(
-                self._due, self._logits, self._tops, self._sums, self.occupied, self._fixed, self._chosen, look_splits,
-                self._count, config.exclude_static,
+                self._due, self._logits, self._row_maxima, self._sums, self.occupied, self._fixed, self._chosen,
+                dense_splits, self._count, config.exclude_static,
             )
             if self._unites:
                 _step.unite(self._due, self._chosen, self._listed, self._marks)
@@ -273,8 +276,8 @@ class SyncKVState(State):
 
     def gpu_bytes(self) -> int:
         """The size in bytes of the tensors on the state's device: keys and values, tables, and scratch."""
-        held = [*vars(self).values(), *(() if self._offload is None else self._offload.tensors())]
-        storages = [tensor.untyped_storage() for tensor in held if isinstance(tensor, Tensor)]
+        attributes = [*vars(self).values(), *(() if self._offload is None else self._offload.tensors())]
+        storages = [tensor.untyped_storage() for tensor in attributes if isinstance(tensor, Tensor)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def host_bytes(self) -> int:

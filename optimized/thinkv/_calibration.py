@@ -11,7 +11,7 @@ from torch import Tensor
 #: One per thought type.
 MODES = 3
 #: The largest number of differences between samples and grid points in memory at a time.
-ROOM = 2**24
+MAX_DIFFERENCES = 2**24
 
 
 def modes(trace: Tensor, grid: int, bandwidth: float | None) -> tuple[Tensor, Tensor]:
@@ -22,8 +22,8 @@ def modes(trace: Tensor, grid: int, bandwidth: float | None) -> tuple[Tensor, Te
     peaks = _peaks(density)
     one = torch.zeros_like(peaks)
     one[:, 0] = True
-    flat = (trace == trace[:, :1]).all(-1)                                              # no spread: a single mode
-    peaks = torch.where(flat[:, None], one, peaks)
+    is_constant = (trace == trace[:, :1]).all(-1)                                       # no spread: a single mode
+    peaks = torch.where(is_constant[:, None], one, peaks)
     count = peaks.sum(-1)
     edges = torch.full((len(trace), 2), torch.nan, dtype=torch.float64, device=trace.device)
     trimodal = count == MODES
@@ -47,7 +47,7 @@ def _densities(trace: Tensor, grid: int, bandwidth: float | None) -> Tensor:
     width = width.masked_fill(width == 0, 1)[:, None, None]                             # [layers, 1, 1]
     place = torch.linspace(0, 1, grid, dtype=torch.float64, device=trace.device)[:, None]
     density = torch.zeros(len(trace), grid, dtype=torch.float64, device=trace.device)
-    for some in trace.split(max(1, ROOM // (len(trace) * grid)), dim=1):
+    for some in trace.split(max(1, MAX_DIFFERENCES // (len(trace) * grid)), dim=1):
         density += (-((place - some[:, None]) / width).square() / 2).exp().sum(-1)
     return density / (steps * width[..., 0] * sqrt(2 * torch.pi))
 

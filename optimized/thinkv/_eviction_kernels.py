@@ -91,7 +91,7 @@ def anneal_kernel(
 
 
 @triton.jit
-def _part(x):
+def _bfloat16_term(x):
     """float32 rounded to bfloat16. In the interpreter, whose bfloat16 is wrong, the result is stored as float32."""
     if _INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
@@ -102,12 +102,12 @@ def _part(x):
 
 
 @triton.jit
-def parts(x):
+def bfloat16_terms(x):
     """Three numbers of 8 bits each whose sum is x."""
-    high = _part(x)
+    high = _bfloat16_term(x)
     rest = x - high.to(tl.float32)
-    middle = _part(rest)
-    return high, middle, _part(rest - middle.to(tl.float32))
+    middle = _bfloat16_term(rest)
+    return high, middle, _bfloat16_term(rest - middle.to(tl.float32))
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def add_gram(leading, rest, x):
 
     Of the nine products of parts, those are omitted that are together below 2^-23 |x_i| |x_j|.
     """
-    high, middle, low = parts(x)
+    high, middle, low = bfloat16_terms(x)
     high_t, middle_t, low_t = tl.trans(high), tl.trans(middle), tl.trans(low)
     leading = tl.dot(high, high_t, leading, input_precision="ieee")
     rest = tl.dot(low, high_t, rest, input_precision="ieee")
@@ -147,7 +147,7 @@ def _to_clusters(high, middle, low, label, cluster):
     Membership is computed in integers: Triton 3.9 cannot compile a bool that a `tl.dot` depends on.
     """
     member = 1 - tl.minimum(tl.abs(label[:, None] - cluster[None, :]), 1)
-    one = _part(member.to(tl.float32))
+    one = _bfloat16_term(member.to(tl.float32))
     sums = tl.dot(low, one, input_precision="ieee")
     sums = tl.dot(middle, one, sums, input_precision="ieee")
     sums = tl.dot(high, one, sums, input_precision="ieee")
@@ -178,13 +178,13 @@ def _choose(gram, high, middle, low, label, cluster, holds, keep, TOKENS: tl.con
     near = tl.where(member, distance[:, None], float("inf"))
     near = member & ((near == tl.min(near, 0)[None, :]) | (count <= 2.0)[None, :])
     first = tl.min(tl.where(near, token[:, None], TOKENS), 0)                           # ties to the oldest
-    stays = tl.sum((token[:, None] == first[None, :]).to(tl.int32), 1) > 0
+    keep_mask = tl.sum((token[:, None] == first[None, :]).to(tl.int32), 1) > 0
     missing = keep - tl.sum((count > 0.0).to(tl.int32), 0)
-    farness = tl.where(holds & (stays == 0), distance, float("-inf"))
+    farness = tl.where(holds & (keep_mask == 0), distance, float("-inf"))
     ahead = (farness[None, :] > farness[:, None]) | (
         (farness[None, :] == farness[:, None]) & (token[None, :] < token[:, None])
     )
-    return stays | (holds & (stays == 0) & (tl.sum(ahead.to(tl.int32), 1) < missing))
+    return keep_mask | (holds & (keep_mask == 0) & (tl.sum(ahead.to(tl.int32), 1) < missing))
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def representatives(
     """
     token = tl.arange(0, TOKENS)
     cluster = tl.arange(0, CLUSTERS)
-    high, middle, low = parts(gram)
+    high, middle, low = bfloat16_terms(gram)
     begins = (token[:, None] == (cluster * size // keep)[None, :]) & (cluster < keep)[None, :]
     label = tl.max(tl.where(begins, cluster[None, :], -1), 1)
     nearest = tl.zeros([TOKENS], tl.int32)
@@ -220,7 +220,7 @@ def representatives(
     "keep_b",
 ])
 def representatives_kernel(
-    key, slots, keeps, stays, indices, assignments, heads, key_slots, channels, segments, length, most,
+    key, slots, keeps, keep_mask, indices, assignments, heads, key_slots, channels, segments, length, most,
     key_b, key_h, key_s, key_d, slots_b, slots_m, slots_l, keep_b, keep_m,
     CHANNELS: tl.constexpr, TOKENS: tl.constexpr, CLUSTERS: tl.constexpr, ITERATIONS: tl.constexpr,
     UNIT: tl.constexpr, RECORD: tl.constexpr,
@@ -236,7 +236,7 @@ def representatives_kernel(
     holds = slot >= 0
     size = tl.sum(holds.to(tl.int32), 0)
     keep = tl.load(keeps + b * keep_b + m * keep_m)
-    stay = holds & (keep > 0)
+    kept = holds & (keep > 0)
     if (keep > 0) & (keep < size) & (keep <= most):
         leading = tl.zeros([TOKENS, TOKENS], tl.float32)
         rest = tl.zeros([TOKENS, TOKENS], tl.float32)
@@ -248,10 +248,10 @@ def representatives_kernel(
                 x = float32(tl.load(rows + d.to(tl.int64)[None, :] * key_d, mask=mask, other=0.0))
                 leading, rest = add_gram(leading, rest, centred(x, holds, size))
             rows += key_h * UNIT
-        stay = representatives(
+        kept = representatives(
             leading + rest, holds, size, keep.to(tl.int32), assignments, TOKENS, CLUSTERS, ITERATIONS, RECORD
         )
         if RECORD:
-            place = tl.cumsum(stay.to(tl.int32), 0) - 1
-            tl.store(indices + place, token.to(tl.int64), mask=stay)
-    tl.store(stays + segment * length + token, stay, mask=token < length)
+            place = tl.cumsum(kept.to(tl.int32), 0) - 1
+            tl.store(indices + place, token.to(tl.int64), mask=kept)
+    tl.store(keep_mask + segment * length + token, kept, mask=token < length)

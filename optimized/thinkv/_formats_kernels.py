@@ -182,16 +182,16 @@ def quantize_kernel(
     if AXIS == -1:
         unit = tile * BLOCK + tl.arange(0, BLOCK)                              # groups token by token
         token, first = (unit // groups)[:, None], (unit % groups * GROUP)[:, None]
-        held = unit < tokens * groups
+        valid = unit < tokens * groups
         scale_at = row.to(tl.int64) * tokens * groups + unit
         channel = first + i
     else:
         per_chunk = tl.cdiv(channels, BLOCK)
         chunk, lane = tile // per_chunk, tile % per_chunk * BLOCK + tl.arange(0, BLOCK)
-        held = lane < channels
+        valid = lane < channels
         scale_at = (row.to(tl.int64) * groups + chunk) * channels + lane
         token, channel = chunk * GROUP + i, lane[:, None]
-    inside = held[:, None] & (i < GROUP) & (token < tokens) & (channel < channels)
+    inside = valid[:, None] & (i < GROUP) & (token < tokens) & (channel < channels)
     y = _load(x, row, rows_b, token, channel, inside, x_a, x_b, x_t, x_d)
     amax = tl.max(magnitude(y), 1)
     if TENSOR:
@@ -211,10 +211,10 @@ def quantize_kernel(
             for n in range(GROUP):
                 if AXIS == -1:
                     there, place = unit // groups, unit % groups * GROUP + n
-                    one = _load(x, row, rows_b, there, place, held & (place < channels), x_a, x_b, x_t, x_d)
+                    one = _load(x, row, rows_b, there, place, valid & (place < channels), x_a, x_b, x_t, x_d)
                 else:
                     there = chunk * GROUP + n + tl.zeros([BLOCK], tl.int32)
-                    one = _load(x, row, rows_b, there, lane, held & (there < tokens), x_a, x_b, x_t, x_d)
+                    one = _load(x, row, rows_b, there, lane, valid & (there < tokens), x_a, x_b, x_t, x_d)
                 one = magnitude(one)
                 off = (one - tl.where(one > step * 0.5, step, 0.0)).to(tl.float64)
                 error += off * off                                             # exact, fused or not
@@ -224,7 +224,7 @@ def quantize_kernel(
     else:
         code = scale_code(amax, FORMAT)
         scale = decode_scale(code)
-    tl.store(scales + scale_at, code.to(tl.uint8), mask=held)
+    tl.store(scales + scale_at, code.to(tl.uint8), mask=valid)
     at = (row.to(tl.int64) * tokens + token) * channels + channel
     tl.store(codes + at, encode(y, scale[:, None], FORMAT, TENSOR).to(tl.uint8), mask=inside)
 
@@ -238,17 +238,17 @@ def quantize_fp8_kernel(
     row, chunk = tl.program_id(0) // groups, tl.program_id(0) % groups
     i = tl.arange(0, GROUP_PAD)[:, None]
     token = chunk * GROUP + i
-    held = (i < GROUP) & (token < tokens)
+    valid = (i < GROUP) & (token < tokens)
     most = tl.zeros([GROUP_PAD, BLOCK], tl.float32)
     for start in range(0, channels, BLOCK):
         channel = start + tl.arange(0, BLOCK)[None, :]
-        y = _load(x, row, rows_b, token, channel, held & (channel < channels), x_a, x_b, x_t, x_d)
+        y = _load(x, row, rows_b, token, channel, valid & (channel < channels), x_a, x_b, x_t, x_d)
         most = tl.maximum(most, magnitude(y))
     scale = fp8_scale(tl.max(tl.max(most, 1), 0))
     tl.store(scales + tl.program_id(0), scale)
     for start in range(0, channels, BLOCK):
         channel = start + tl.arange(0, BLOCK)[None, :]
-        inside = held & (channel < channels)
+        inside = valid & (channel < channels)
         y = _load(x, row, rows_b, token, channel, inside, x_a, x_b, x_t, x_d)
         at = (row.to(tl.int64) * tokens + token) * channels + channel
         tl.store(codes + at, encode(y, scale, "fp8").to(tl.uint8), mask=inside)
@@ -290,8 +290,8 @@ def pack_kernel(codes, packed, size, width, count, BITS: tl.constexpr, BLOCK: tl
     first = byte % width * (8 // BITS)
     result = tl.zeros([BLOCK], tl.int32)
     for n in tl.static_range(8 // BITS):
-        held = (byte < count) & (first + n < size)
-        code = tl.load(codes + byte // width * size + first + n, mask=held, other=0).to(tl.int32)
+        valid = (byte < count) & (first + n < size)
+        code = tl.load(codes + byte // width * size + first + n, mask=valid, other=0).to(tl.int32)
         result |= (code & ((1 << BITS) - 1)) << (n * BITS)
     tl.store(packed + byte, result.to(tl.uint8), mask=byte < count)
 

@@ -37,10 +37,10 @@ def below_mean(pooled, sums, length, heads, places, threshold, CHUNK: tl.constex
 
     pooled [heads, length]: the weights of each head; sums [heads]. Sums are compared instead of means.
     """
-    top = tl.zeros([CHUNK], tl.float32)
+    largest = tl.zeros([CHUNK], tl.float32)
     for start in range(0, places, CHUNK):
-        top = tl.maximum(top, _summed(pooled, sums, length, heads, places, start, CHUNK))
-    cut = threshold * tl.max(top, 0)
+        largest = tl.maximum(largest, _summed(pooled, sums, length, heads, places, start, CHUNK))
+    cut = threshold * tl.max(largest, 0)
     below = tl.zeros([CHUNK], tl.int32)
     for start in range(0, places, CHUNK):
         total = _summed(pooled, sums, length, heads, places, start, CHUNK)

@@ -61,7 +61,7 @@ def _whole(words, halves, at, live, dtype: tl.constexpr, HEAD_DIM: tl.constexpr,
 
 @triton.jit
 def _attend_whole(
-    acc, top, weight_sum, q, scale, words, halves, physical, slot_groups, order, logits, kept, first, count, split,
+    acc, row_max, weight_sum, q, scale, words, halves, physical, slot_groups, order, logits, kept, first, count, split,
     splits, b, h, heads, row_words, base, FORMAT: tl.constexpr, GROUP_HEADS: tl.constexpr, BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):
@@ -74,20 +74,20 @@ def _attend_whole(
     begin = split * each
     for tile in range(begin, tl.minimum(begin + each, tiles)):
         inside, group, block = _slots(slot_groups, physical, order, first, tile, count, BLOCK, TILE)
-        held = group >= 0
+        live = group >= 0
         at = record_of_whole(b, block, h, row_words, base, heads, FORMAT, BLOCK, HEAD_DIM) + i % BLOCK * WIDTH
-        k = _whole(words, halves, at, held, q.dtype, HEAD_DIM, D_PAD)
-        logit = tl.where(held[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
-        _keep(logits, (first + tile * BLOCKS) * BLOCK + i, logit, held, inside, kept, GROUP_HEADS, ROWS)
-        p, top, weight_sum, rescale = weigh_tile(logit, top, weight_sum)
-        v = _whole(words, halves, at + BLOCK * WIDTH, held, q.dtype, HEAD_DIM, D_PAD)
+        k = _whole(words, halves, at, live, q.dtype, HEAD_DIM, D_PAD)
+        logit = tl.where(live[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
+        _keep(logits, (first + tile * BLOCKS) * BLOCK + i, logit, live, inside, kept, GROUP_HEADS, ROWS)
+        p, row_max, weight_sum, rescale = weigh_tile(logit, row_max, weight_sum)
+        v = _whole(words, halves, at + BLOCK * WIDTH, live, q.dtype, HEAD_DIM, D_PAD)
         acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
-    return acc, top, weight_sum
+    return acc, row_max, weight_sum
 
 
 @triton.jit
 def _attend_format(
-    acc, top, weight_sum, native, scale, q, factor, words, halves, pool, key_scales, chunk_scales, physical,
+    acc, row_max, weight_sum, native, scale, q, factor, words, halves, pool, key_scales, chunk_scales, physical,
     slot_groups, order, logits, kept, first, count, split, splits, b, h, heads, groups, row_words, base,
     FORMAT: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
@@ -96,13 +96,13 @@ def _attend_format(
     times `factor` [ROWS], are the scaled queries."""
     if LANES == 0:
         return _attend_whole(
-            acc, top, weight_sum, native, scale, words, halves, physical, slot_groups, order, logits, kept, first,
+            acc, row_max, weight_sum, native, scale, words, halves, physical, slot_groups, order, logits, kept, first,
             count, split, splits, b, h, heads, row_words, base,
             FORMAT, GROUP_HEADS, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
         )
     else:
         return _attend_blocks(
-            acc, top, weight_sum, q, factor * UNIT, words, halves, pool, key_scales, chunk_scales, physical,
+            acc, row_max, weight_sum, q, factor * UNIT, words, halves, pool, key_scales, chunk_scales, physical,
             slot_groups, order, logits, kept, first, count, split, splits, b, h, heads, groups, row_words, base,
             FORMAT, LANES, UNIT, GROUP_HEADS, GROUP, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
         )
@@ -110,7 +110,7 @@ def _attend_format(
 
 @triton.jit
 def _attend_blocks(
-    acc, top, weight_sum, q, factor, words, halves, pool, key_scales, chunk_scales, physical, slot_groups, order,
+    acc, row_max, weight_sum, q, factor, words, halves, pool, key_scales, chunk_scales, physical, slot_groups, order,
     logits, kept, first, count, split, splits, b, h, heads, groups, row_words, base,
     FORMAT: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
@@ -142,7 +142,7 @@ def _attend_blocks(
             logit *= tl.load(chunk_scales + scales_at * 2, mask=live, other=0.0)[None, :]
         logit = tl.where(live[None, :], logit, float("-inf"))
         _keep(logits, (first + tile * BLOCKS) * BLOCK + i, logit, live, inside, kept, GROUP_HEADS, ROWS)
-        p, top, weight_sum, rescale = weigh_tile(logit, top, weight_sum)
+        p, row_max, weight_sum, rescale = weigh_tile(logit, row_max, weight_sum)
         v = values(
             halves + (record + BLOCK * WIDTH) * 2 + value_slot(place, LANES, BLOCK, HEAD_DIM),
             pool + (record + 2 * BLOCK * WIDTH) * 4 + place, live, FORMAT, LANES, GROUP, BLOCK, HEAD_DIM, D_PAD,
@@ -158,12 +158,12 @@ def _attend_blocks(
             acc += dot(round_to(p - float32(high), tl.bfloat16), v)
         else:
             acc += dot(round_to(p, q.dtype), v.to(q.dtype))
-    return acc, top, weight_sum
+    return acc, row_max, weight_sum
 
 
 @triton.jit
 def _attend_buffer(
-    acc, top, weight_sum, q, scale, buffer_key, buffer_value, logits, kept, at, count,
+    acc, row_max, weight_sum, q, scale, buffer_key, buffer_value, logits, kept, at, count,
     GROUP_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):
     """Online softmax over the buffer's `count` tokens. All pointers are at the (row, KV head)."""
@@ -173,9 +173,9 @@ def _attend_buffer(
     k = tl.load(buffer_key + i[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
     logit = tl.where(live[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
     _keep(logits, at + i, logit, live, live, kept, GROUP_HEADS, ROWS)
-    p, top, weight_sum, rescale = weigh_tile(logit, top, weight_sum)
+    p, row_max, weight_sum, rescale = weigh_tile(logit, row_max, weight_sum)
     v = tl.load(buffer_value + i[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
-    return acc * rescale[:, None] + dot(round_to(p, v.dtype), v), top, weight_sum
+    return acc * rescale[:, None] + dot(round_to(p, v.dtype), v), row_max, weight_sum
 
 
 @triton.jit
@@ -194,10 +194,11 @@ def halved(q, AXIS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def heads_looked_at(look, b, GROUP_HEADS: tl.constexpr, LOOK: tl.constexpr):
-    """GROUP_HEADS if row b's sparsity is requested, else 0. Without LOOK, every row's is, and `look` is not read."""
-    if LOOK:
-        return tl.where(tl.load(look + b) != 0, GROUP_HEADS, 0)
+def heads_with_sparsity(sparsity_mask, b, GROUP_HEADS: tl.constexpr, HAS_SPARSITY_MASK: tl.constexpr):
+    """GROUP_HEADS if row b's sparsity is requested, else 0. Without HAS_SPARSITY_MASK, every row's is, and
+    `sparsity_mask` is not read."""
+    if HAS_SPARSITY_MASK:
+        return tl.where(tl.load(sparsity_mask + b) != 0, GROUP_HEADS, 0)
     else:
         return GROUP_HEADS
 
@@ -214,20 +215,21 @@ def blocks_by_format(counts, OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.co
 @triton.jit(do_not_specialize=["heads", "slots", "entries", "groups", "splits", "query_b", "query_h"])
 def attend_kernel(
     query, words, halves, pool, key_scales, chunk_scales, buffer_key, buffer_value, slot_groups, physical, order,
-    counts, buffered, look, logits, partial, tops, weight_sums,
+    counts, buffered, sparsity_mask, logits, partial, row_maxima, weight_sums,
     scale, heads, slots, entries, groups, splits, row_words, base_0, base_1, base_2, query_b, query_h, query_d,
     OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr,
     FORMAT_0: tl.constexpr, FORMAT_1: tl.constexpr, FORMAT_2: tl.constexpr,
     LANES_0: tl.constexpr, LANES_1: tl.constexpr, LANES_2: tl.constexpr,
     UNIT_0: tl.constexpr, UNIT_1: tl.constexpr, UNIT_2: tl.constexpr,
     GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
-    D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, LOOK: tl.constexpr,
+    D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, HAS_SPARSITY_MASK: tl.constexpr,
 ):
-    """Program (split, flat): attends to a share of the blocks of a (row, KV head), for all its query heads. The last
-    split also attends to the buffer. Stores the share's maximum, sum and accumulator, and logits in reading order."""
+    """Program (split, batch_head): attends to a share of the blocks of a (row, KV head), for all its query heads. The
+    last split also attends to the buffer. Stores the share's maximum, sum and accumulator, and logits in reading order.
+    """
     split = tl.program_id(0) % splits
-    flat = (tl.program_id(0) // splits).to(tl.int64)
-    b, h = flat // heads, flat % heads
+    batch_head = (tl.program_id(0) // splits).to(tl.int64)
+    b, h = batch_head // heads, batch_head % heads
     row, d = tl.arange(0, ROWS), tl.arange(0, D_PAD)
     mask = (row < GROUP_HEADS)[:, None] & (d < HEAD_DIM)[None, :]
     head = (h * GROUP_HEADS + row)[:, None]
@@ -239,94 +241,94 @@ def attend_kernel(
     physical += b * entries
     order += b * entries
     slot_groups += b * slots
-    logits += flat * row_of(slots) * GROUP_HEADS
-    kept = heads_looked_at(look, b, GROUP_HEADS, LOOK)
+    logits += batch_head * row_of(slots) * GROUP_HEADS
+    kept = heads_with_sparsity(sparsity_mask, b, GROUP_HEADS, HAS_SPARSITY_MASK)
     zero, one, two = blocks_by_format(counts + b * 6, OF_T, OF_E, OF_R)
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
-    acc, top, weight_sum = _attend_format(
-        acc, top, weight_sum, native, scale, q, factor, words, halves, pool, key_scales, chunk_scales, physical,
+    acc, row_max, weight_sum = _attend_format(
+        acc, row_max, weight_sum, native, scale, q, factor, words, halves, pool, key_scales, chunk_scales, physical,
         slot_groups, order, logits, kept, 0, zero, split, splits, b, h, heads, groups, row_words, base_0,
         FORMAT_0, LANES_0, UNIT_0, GROUP_HEADS, GROUP, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
     )
     if FORMAT_1 != "":
-        acc, top, weight_sum = _attend_format(
-            acc, top, weight_sum, native, scale, q, factor, words, halves, pool, key_scales, chunk_scales, physical,
+        acc, row_max, weight_sum = _attend_format(
+            acc, row_max, weight_sum, native, scale, q, factor, words, halves, pool, key_scales, chunk_scales, physical,
             slot_groups, order, logits, kept, zero, one, split, splits, b, h, heads, groups, row_words, base_1,
             FORMAT_1, LANES_1, UNIT_1, GROUP_HEADS, GROUP, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
         )
     if FORMAT_2 != "":
-        acc, top, weight_sum = _attend_format(
-            acc, top, weight_sum, native, scale, q, factor, words, halves, pool, key_scales, chunk_scales, physical,
+        acc, row_max, weight_sum = _attend_format(
+            acc, row_max, weight_sum, native, scale, q, factor, words, halves, pool, key_scales, chunk_scales, physical,
             slot_groups, order, logits, kept, zero + one, two, split, splits, b, h, heads, groups, row_words, base_2,
             FORMAT_2, LANES_2, UNIT_2, GROUP_HEADS, GROUP, BLOCK, HEAD_DIM, D_PAD, ROWS, TILE,
         )
     if split == splits - 1:
-        acc, top, weight_sum = _attend_buffer(
-            acc, top, weight_sum, native, scale, buffer_key + flat * GROUP * HEAD_DIM,
-            buffer_value + flat * GROUP * HEAD_DIM, logits, kept, (zero + one + two) * BLOCK, tl.load(buffered + b),
-            GROUP_HEADS, HEAD_DIM, D_PAD, ROWS, TOKENS,
+        acc, row_max, weight_sum = _attend_buffer(
+            acc, row_max, weight_sum, native, scale, buffer_key + batch_head * GROUP * HEAD_DIM,
+            buffer_value + batch_head * GROUP * HEAD_DIM, logits, kept, (zero + one + two) * BLOCK,
+            tl.load(buffered + b), GROUP_HEADS, HEAD_DIM, D_PAD, ROWS, TOKENS,
         )
-    part = (flat * GROUP_HEADS + row) * splits + split
-    tl.store(tops + part, top, mask=row < GROUP_HEADS)
+    part = (batch_head * GROUP_HEADS + row) * splits + split
+    tl.store(row_maxima + part, row_max, mask=row < GROUP_HEADS)
     tl.store(weight_sums + part, weight_sum, mask=row < GROUP_HEADS)
     tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
 
 
 @triton.jit(do_not_specialize=["heads", "slots", "splits"])
 def finish_kernel(
-    logits, partial, tops, weight_sums, counts, buffered, look, output, below, sparsity, arrivals, pooled, sums,
-    log_threshold, threshold, heads, slots, splits,
+    logits, partial, row_maxima, weight_sums, counts, buffered, sparsity_mask, output, below, sparsity,
+    completion_counters, pooled, sums, log_threshold, threshold, heads, slots, splits,
     GROUP_HEADS: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     D_PAD: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
-    LOOK: tl.constexpr, OF_MEAN: tl.constexpr,
+    HAS_SPARSITY_MASK: tl.constexpr, OF_MEAN: tl.constexpr,
 ):
     """Merges the outputs of a KV head's query heads. For rows whose sparsity is requested, also counts the tokens with
     small weights; the last head of a row adds up the counts. log_threshold is in base 2. With OF_MEAN, the heads store
     weights instead, and the last one averages them over the heads and counts."""
-    flat = tl.program_id(0).to(tl.int64)
-    b = flat // heads
+    batch_head = tl.program_id(0).to(tl.int64)
+    b = batch_head // heads
     g, i, d = tl.arange(0, GROUP_PAD), tl.arange(0, SPLITS), tl.arange(0, D_PAD)
-    real = g < GROUP_HEADS
-    part = (flat * GROUP_HEADS + g) * splits
-    there = real[:, None] & (i < splits)[None, :]
-    top, total = merge_sums(tops, weight_sums, part[:, None] + i[None, :], there, SAME_LAUNCH=False)
-    result = merge_outputs(partial, tops, part, splits, top, total, real, HEAD_DIM, D_PAD, SAME_LAUNCH=False)
-    at = (flat * GROUP_HEADS + g)[:, None] * HEAD_DIM + d[None, :]
-    mask = real[:, None] & (d < HEAD_DIM)[None, :]
+    valid = g < GROUP_HEADS
+    part = (batch_head * GROUP_HEADS + g) * splits
+    there = valid[:, None] & (i < splits)[None, :]
+    row_max, total = merge_sums(row_maxima, weight_sums, part[:, None] + i[None, :], there, SAME_LAUNCH=False)
+    result = merge_outputs(partial, row_maxima, part, splits, row_max, total, valid, HEAD_DIM, D_PAD, SAME_LAUNCH=False)
+    at = (batch_head * GROUP_HEADS + g)[:, None] * HEAD_DIM + d[None, :]
+    mask = valid[:, None] & (d < HEAD_DIM)[None, :]
     tl.store(output + at, round_output(result, output.dtype.element_ty), mask=mask)
 
-    if heads_looked_at(look, b, GROUP_HEADS, LOOK) > 0:
-        # The largest weight of head g is 1 / total. A token counts by its largest. Subtracting top first is exact.
+    if heads_with_sparsity(sparsity_mask, b, GROUP_HEADS, HAS_SPARSITY_MASK) > 0:
+        # The largest weight of head g is 1 / total. A token counts by its largest. Subtracting row_max first is exact.
         log_total = log2_or_minus_inf(total)
-        limit = tl.max(tl.where(real, -log_total, float("-inf")), 0) + log_threshold
+        limit = tl.max(tl.where(valid, -log_total, float("-inf")), 0) + log_threshold
         counts += b * 6
         blocks = tl.load(counts) + tl.load(counts + 1) + tl.load(counts + 2)
         waiting = tl.load(buffered + b).to(tl.int32)
         live = tl.load(counts + 3) + tl.load(counts + 4) + tl.load(counts + 5) + waiting
         places = blocks * BLOCK + waiting
-        logits += flat * row_of(slots) * GROUP_HEADS
+        logits += batch_head * row_of(slots) * GROUP_HEADS
         passed = tl.zeros([CHUNK], tl.int32)
         weight_sum = tl.zeros([CHUNK], tl.float32)
         for start in range(0, places, CHUNK):
             s = start + tl.arange(0, CHUNK)
             x = tl.load(
-                logits + s[:, None] * GROUP_HEADS + g[None, :], mask=(s < places)[:, None] & real[None, :],
+                logits + s[:, None] * GROUP_HEADS + g[None, :], mask=(s < places)[:, None] & valid[None, :],
                 other=float("inf"),
             )
-            x = tl.where(real[None, :], (x - top[None, :]) - log_total[None, :], float("-inf"))
+            x = tl.where(valid[None, :], (x - row_max[None, :]) - log_total[None, :], float("-inf"))
             if OF_MEAN:
                 weight = pooled_weight(tl.max(x, 1))
-                tl.store(pooled + flat * row_of(slots) + s, weight, mask=s < places)
+                tl.store(pooled + batch_head * row_of(slots) + s, weight, mask=s < places)
                 weight_sum += tl.where(weight == FREE, 0.0, weight)
             else:
                 passed += (tl.max(x, 1) < limit).to(tl.int32)
         if OF_MEAN:
-            tl.store(sums + flat, tl.sum(weight_sum, 0))
+            tl.store(sums + batch_head, tl.sum(weight_sum, 0))
         else:
-            tl.store(below + flat, tl.sum(passed, 0))
-        if is_last(arrivals + b, heads):
+            tl.store(below + batch_head, tl.sum(passed, 0))
+        if is_last(completion_counters + b, heads):
             if OF_MEAN:
                 first, length = b * heads, row_of(slots)
                 count = below_mean(pooled + first * length, sums + first, length, heads, places, threshold, CHUNK)
@@ -338,4 +340,4 @@ def finish_kernel(
                 share = tl.div_rn(count.to(tl.float32), tl.maximum(live * heads, 1).to(tl.float32))
             tl.store(sparsity + b, share)
     else:
-        tl.store(sparsity + b, float("nan"), mask=flat % heads == 0)
+        tl.store(sparsity + b, float("nan"), mask=batch_head % heads == 0)

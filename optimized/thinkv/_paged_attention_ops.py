@@ -75,65 +75,68 @@ def _fragment_splits(rows: int, tiles: int, device: torch.device) -> int:
     return max(1, min(wanted, tiles, MAX_SPLITS - 1))
 
 
-@torch.library.custom_op("kvtwin::thinkv_paged_attention", mutates_args=("arrivals",))
+@torch.library.custom_op("kvtwin::thinkv_paged_attention", mutates_args=("completion_counters",))
 def attend(
     query: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
-    slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, arrivals: Tensor,
-    look: Tensor | None, formats: str, block: int, scale: float, threshold: float, of_mean: bool,
+    slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, completion_counters: Tensor,
+    sparsity_mask: Tensor | None, formats: str, block: int, scale: float, threshold: float, of_mean: bool,
 ) -> tuple[Tensor, Tensor]:
-    """See `decode_attention`. arrivals [B] int32, 0 between calls; look [B] bool or None; of_mean: the sparsity is that
-    of the weights averaged over KV heads. Returns output and sparsity."""
+    """See `decode_attention`. completion_counters [B] int32, 0 between calls; sparsity_mask [B] bool or None; of_mean:
+    the sparsity is that of the weights averaged over KV heads. Returns output and sparsity."""
     batch, query_heads, head_dim = query.shape
     _, heads, group, _ = buffer_key.shape
     slots, entries = slot_groups.shape[1], physical.shape[1]
     plan_of = layout(formats, block, group, heads, head_dim, entries)
-    flats, group_heads = batch * heads, query_heads // heads
+    batch_heads, group_heads = batch * heads, query_heads // heads
     in_fragments = _in_fragments(plan_of, query.dtype, block, group, group_heads, head_dim, key_scales)
     tile = _fragment_tile(entries) if in_fragments else _tile(block, head_dim, query.dtype)
     # One thought type has at most a third of the entries, and no more blocks are live at a time.
     tiles = triton.cdiv(entries // 3, tile // block)
     # In fragment_kernel, the buffer is a part of its own.
-    parts = (
-        _fragment_splits(flats, tiles, query.device) + 1 if in_fragments else _splits(flats, tiles, query.device)
+    num_partials = (
+        _fragment_splits(batch_heads, tiles, query.device) + 1 if in_fragments
+        else _splits(batch_heads, tiles, query.device)
     )
-    count = batch * query_heads * parts
+    count = batch * query_heads * num_partials
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=query.device)
 
-    logits, partial = scratch(flats, padded_slots(slots), group_heads), scratch(count, head_dim)
-    tops, weight_sums, below = scratch(count), scratch(count), scratch(flats, dtype=torch.int32)
-    pooled, sums = (scratch(flats, padded_slots(slots)), scratch(flats)) if of_mean else (logits, tops)
+    logits, partial = scratch(batch_heads, padded_slots(slots), group_heads), scratch(count, head_dim)
+    row_maxima, weight_sums, below = scratch(count), scratch(count), scratch(batch_heads, dtype=torch.int32)
+    pooled, sums = logits, row_maxima
+    if of_mean:
+        pooled, sums = scratch(batch_heads, padded_slots(slots)), scratch(batch_heads)
     output, sparsity = _attended(query)
     d_pad = padded_head_dim(head_dim)
-    looks = counts if look is None else look.contiguous()
-    tables = (slot_groups, physical, order, counts, buffered, looks, logits, partial, tops, weight_sums)
+    mask = counts if sparsity_mask is None else sparsity_mask.contiguous()
+    tables = (slot_groups, physical, order, counts, buffered, mask, logits, partial, row_maxima, weight_sums)
     numbers = (
-        scale * LOG2_E.value, heads, slots, entries, key_scales.shape[1], parts, plan_of.row_words, *plan_of.base,
-        *query.stride(),
+        scale * LOG2_E.value, heads, slots, entries, key_scales.shape[1], num_partials, plan_of.row_words,
+        *plan_of.base, *query.stride(),
     )
     constants = {
         **plan_of.constants, **plan_of.units, "GROUP_HEADS": group_heads, "GROUP": group, "HEAD_DIM": head_dim,
-        "TILE": tile, "TOKENS": max(16, triton.next_power_of_2(group)), "LOOK": look is not None,
+        "TILE": tile, "TOKENS": max(16, triton.next_power_of_2(group)), "HAS_SPARSITY_MASK": sparsity_mask is not None,
     }
     with on_device_of(query):
         if in_fragments:
-            fragment_kernel[(flats * parts,)](
+            fragment_kernel[(batch_heads * num_partials,)](
                 query, pool, pool.view(torch.int16), key_scales, buffer_key, buffer_value, *tables, *numbers,
                 **constants, num_warps=1, num_stages=1, maxnreg=FRAGMENT_REGISTERS,
             )
         else:
-            attend_kernel[(flats * parts,)](
+            attend_kernel[(batch_heads * num_partials,)](
                 query, pool, pool.view(torch.int16), pool.view(torch.uint8), key_scales, chunk_scales, buffer_key,
                 buffer_value, *tables, *numbers, **constants, BLOCK=block, D_PAD=d_pad, ROWS=GROUP_ROWS,
                 num_warps=4, num_stages=2,
             )
-        finish_kernel[(flats,)](
-            logits, partial, tops, weight_sums, counts, buffered, looks, output, below, sparsity, arrivals,
-            pooled, sums, math.log2(threshold), threshold, heads, slots, parts,
+        finish_kernel[(batch_heads,)](
+            logits, partial, row_maxima, weight_sums, counts, buffered, mask, output, below, sparsity,
+            completion_counters, pooled, sums, math.log2(threshold), threshold, heads, slots, num_partials,
             GROUP_HEADS=group_heads, GROUP_PAD=triton.next_power_of_2(group_heads), BLOCK=block, HEAD_DIM=head_dim,
-            D_PAD=d_pad, SPLITS=8 if parts <= 8 else MAX_SPLITS, CHUNK=16 if INTERPRETED else 512,
-            LOOK=look is not None, OF_MEAN=of_mean, num_warps=4,
+            D_PAD=d_pad, SPLITS=8 if num_partials <= 8 else MAX_SPLITS, CHUNK=16 if INTERPRETED else 512,
+            HAS_SPARSITY_MASK=sparsity_mask is not None, OF_MEAN=of_mean, num_warps=4,
         )
     return output, sparsity
 
@@ -141,8 +144,8 @@ def attend(
 @attend.register_fake
 def _(
     query: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
-    slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, arrivals: Tensor,
-    look: Tensor | None, formats: str, block: int, scale: float, threshold: float, of_mean: bool,
+    slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, completion_counters: Tensor,
+    sparsity_mask: Tensor | None, formats: str, block: int, scale: float, threshold: float, of_mean: bool,
 ) -> tuple[Tensor, Tensor]:
     return _attended(query)
 

@@ -20,7 +20,7 @@ from .._common.launch import INTERPRETED
 from .._common.numerics import dot, round_to
 from .._common.scratch import row_of
 from .._common.softmax import raise_maximum
-from ._paged_attention_kernels import blocks_by_format, halved, heads_looked_at
+from ._paged_attention_kernels import blocks_by_format, halved, heads_with_sparsity
 from ._paging_decode import high, low, pair
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -53,15 +53,15 @@ def _channel_of_value(m, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def _four(a, b, c, d):
+def _unpack_4_pairs(a, b, c, d):
     """The elements of pairs J = 2 j + i and halves h of words: [..., i, j, h] float16."""
     y = tl.join(tl.join(a, b), tl.join(c, d))
     return tl.join(low(y), high(y))
 
 
 @triton.jit
-def _eight(a, b, c, d, e, f, g, h):
-    """As `_four`, with J = 4 l + 2 j + i: [..., i, j, l, h]."""
+def _unpack_8_pairs(a, b, c, d, e, f, g, h):
+    """As `_unpack_4_pairs`, with J = 4 l + 2 j + i: [..., i, j, l, h]."""
     y = tl.join(tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h)))
     return tl.join(low(y), high(y))
 
@@ -73,14 +73,14 @@ def _keys(word, w, x, y, z, FORMAT: tl.constexpr, LANES: tl.constexpr, RUN: tl.c
     a, b, c, d = pair(word, 0, FORMAT), pair(word, 1, FORMAT), pair(word, 2, FORMAT), pair(word, 3, FORMAT)
     a, b, c, d = _times(a, s0), _times(b, s1), _times(c, s2), _times(d, s3)
     if LANES == 2:
-        k = tl.reshape(_four(a, b, c, d), (TILE, 4, RUN, 2, 2, 2))             # token, lane, word, i, j, h
+        k = tl.reshape(_unpack_4_pairs(a, b, c, d), (TILE, 4, RUN, 2, 2, 2))   # token, lane, word, i, j, h
         k = tl.permute(k, (0, 2, 4, 1, 3, 5))
     else:
         e = _times(pair(word, 4, FORMAT), (y << 7) & _SCALES)
         f = _times(pair(word, 5, FORMAT), (y >> 1) & _SCALES)
         g = _times(pair(word, 6, FORMAT), (z << 7) & _SCALES)
         h = _times(pair(word, 7, FORMAT), (z >> 1) & _SCALES)
-        k = tl.reshape(_eight(a, b, c, d, e, f, g, h), (TILE, 4, RUN, 2, 2, 2, 2))
+        k = tl.reshape(_unpack_8_pairs(a, b, c, d, e, f, g, h), (TILE, 4, RUN, 2, 2, 2, 2))
         k = tl.permute(k, (0, 2, 5, 4, 1, 3, 6))
     return tl.reshape(k, (TILE, 16 * LANES * RUN))
 
@@ -93,23 +93,23 @@ def _values(word, two, FORMAT: tl.constexpr, LANES: tl.constexpr, RUN: tl.conste
     a, b, c, d = pair(word, 0, FORMAT), pair(word, 1, FORMAT), pair(word, 2, FORMAT), pair(word, 3, FORMAT)
     a, b, c, d = _times(a, s), _times(b, s), _times(c, s), _times(d, s)
     if LANES == 2:                                     # two blocks, block, run, lane, word, i, j, h
-        v = tl.reshape(_four(a, b, c, d), (BLOCKS // 2, 2, 8, 4, RUN, 2, 2, 2))
+        v = tl.reshape(_unpack_4_pairs(a, b, c, d), (BLOCKS // 2, 2, 8, 4, RUN, 2, 2, 2))
         v = tl.permute(v, (4, 6, 5, 2, 0, 3, 1, 7))
     else:
         e, f = _times(pair(word, 4, FORMAT), s), _times(pair(word, 5, FORMAT), s)
         g, h = _times(pair(word, 6, FORMAT), s), _times(pair(word, 7, FORMAT), s)
-        v = tl.reshape(_eight(a, b, c, d, e, f, g, h), (BLOCKS // 2, 2, 8, 4, RUN, 2, 2, 2, 2))
+        v = tl.reshape(_unpack_8_pairs(a, b, c, d, e, f, g, h), (BLOCKS // 2, 2, 8, 4, RUN, 2, 2, 2, 2))
         v = tl.permute(v, (4, 7, 6, 5, 2, 0, 3, 1, 8))
     return tl.reshape(v, (16 * LANES * RUN, BLOCKS * 8))
 
 
 @triton.jit
-def _weights(top, weight_sum, logit, TOKENS: tl.constexpr):
+def _weights(row_max, weight_sum, logit, TOKENS: tl.constexpr):
     """One tile [TOKENS, 8] of an online softmax, see `softmax.weigh_tile`. weight_sum [8, 8]: tokens, heads."""
-    new_top, shift, rescale = raise_maximum(top, tl.max(logit, 0))
+    new_max, shift, rescale = raise_maximum(row_max, tl.max(logit, 0))
     p = tl.exp2(logit - shift[None, :])
     sums = tl.sum(tl.reshape(p, (TOKENS // EIGHT, EIGHT, EIGHT)), 0)
-    return p, new_top, weight_sum * rescale[None, :] + sums, rescale
+    return p, new_max, weight_sum * rescale[None, :] + sums, rescale
 
 
 @triton.jit
@@ -119,13 +119,13 @@ def _indices(order, physical, slot_groups, tile, count, BLOCKS: tl.constexpr):
     rank = i // EIGHT + tile * BLOCKS
     entry = tl.load(order + rank, mask=rank < count, other=0)
     group = tl.load(slot_groups + entry * EIGHT + i % EIGHT, mask=rank < count, other=-1)
-    held = tl.maximum(tl.minimum(block + tile * BLOCKS, count - 1), 0)
-    return tl.load(physical + tl.load(order + held)).to(tl.int32), group
+    block_rank = tl.maximum(tl.minimum(block + tile * BLOCKS, count - 1), 0)
+    return tl.load(physical + tl.load(order + block_rank)).to(tl.int32), group
 
 
 @triton.jit
 def _attend_fragments(
-    acc, top, weight_sum, q, factor, words, halves, key_scales, physical, slot_groups, order, logits,
+    acc, row_max, weight_sum, q, factor, words, halves, key_scales, physical, slot_groups, order, logits,
     kept, first, count, split, splits, row_at, base, h, heads,
     FORMAT: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
@@ -169,17 +169,17 @@ def _attend_fragments(
                 tl.where(live[:, None], logit, float("inf")), mask=inside,
             )
         logit = tl.where(live[:, None], logit, float("-inf"))
-        p, top, weight_sum, rescale = _weights(top, weight_sum, logit, TILE)
+        p, row_max, weight_sum, rescale = _weights(row_max, weight_sum, logit, TILE)
         v = _values(value_word, two, FORMAT, LANES, RUN, BLOCKS)
         p = tl.reshape((p * UNIT).to(tl.float16), (BLOCKS // 2, 2, 4, 2, EIGHT))
         p = tl.reshape(tl.permute(p, (0, 2, 1, 3, 4)), (TILE, EIGHT))
         acc = tl.dot(v, p, acc * rescale[None, :], input_precision="ieee")
-    return acc, top, weight_sum
+    return acc, row_max, weight_sum
 
 
 @triton.jit
 def _attend_buffer(
-    acc, top, weight_sum, q, scale, buffer_key, buffer_value, logits, kept, at, count,
+    acc, row_max, weight_sum, q, scale, buffer_key, buffer_value, logits, kept, at, count,
     GROUP_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr,
 ):
     """As `_paged_attention_kernels._attend_buffer`: q [D, 8], acc [D, 8]."""
@@ -193,43 +193,43 @@ def _attend_buffer(
         logits + (at + i)[:, None] * GROUP_HEADS + head[None, :], logit,
         mask=live[:, None] & (head < kept)[None, :],
     )
-    p, top, weight_sum, rescale = _weights(top, weight_sum, logit, TOKENS)
+    p, row_max, weight_sum, rescale = _weights(row_max, weight_sum, logit, TOKENS)
     value = tl.load(
         buffer_value + i[None, :] * HEAD_DIM + _channel_of_value(k, HEAD_DIM)[:, None], mask=live[None, :], other=0.0
     )
-    return acc * rescale[None, :] + dot(value, round_to(p, value.dtype)), top, weight_sum
+    return acc * rescale[None, :] + dot(value, round_to(p, value.dtype)), row_max, weight_sum
 
 
-@triton.jit(do_not_specialize=["heads", "slots", "entries", "groups", "parts", "query_b", "query_h"])
+@triton.jit(do_not_specialize=["heads", "slots", "entries", "groups", "num_partials", "query_b", "query_h"])
 def fragment_kernel(
-    query, words, halves, key_scales, buffer_key, buffer_value, slot_groups, physical, order, counts, buffered, look,
-    logits, partial, tops, weight_sums,
-    scale, heads, slots, entries, groups, parts, row_words, base_0, base_1, base_2, query_b, query_h, query_d,
+    query, words, halves, key_scales, buffer_key, buffer_value, slot_groups, physical, order, counts, buffered,
+    sparsity_mask, logits, partial, row_maxima, weight_sums,
+    scale, heads, slots, entries, groups, num_partials, row_words, base_0, base_1, base_2, query_b, query_h, query_d,
     OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr,
     FORMAT_0: tl.constexpr, FORMAT_1: tl.constexpr, FORMAT_2: tl.constexpr,
     LANES_0: tl.constexpr, LANES_1: tl.constexpr, LANES_2: tl.constexpr,
     UNIT_0: tl.constexpr, UNIT_1: tl.constexpr, UNIT_2: tl.constexpr,
     GROUP_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
-    LOOK: tl.constexpr,
+    HAS_SPARSITY_MASK: tl.constexpr,
 ):
     """Replaces `_paged_attention_kernels.attend_kernel`, except that the buffer is a part of its own, the last one. In
     another part, it would take registers from the tiles. Programs for buffers come last: they are short, and between
     the others they would leave multiprocessors unevenly filled."""
-    splits = parts - 1
-    whole = tl.num_programs(0) // parts * splits
+    splits = num_partials - 1
+    whole = tl.num_programs(0) // num_partials * splits
     buffers = tl.program_id(0) >= whole
     part = tl.where(buffers, splits, tl.program_id(0) % splits)
-    flat = tl.where(buffers, tl.program_id(0) - whole, tl.program_id(0) // splits).to(tl.int64)
-    b, h = flat // heads, flat % heads
+    batch_head = tl.where(buffers, tl.program_id(0) - whole, tl.program_id(0) // splits).to(tl.int64)
+    b, h = batch_head // heads, batch_head % heads
     head, k = tl.arange(0, EIGHT), tl.arange(0, HEAD_DIM)
     at = b * query_b + (h * GROUP_HEADS + head)[None, :] * query_h
     at += _channel_of_key(k, HEAD_DIM).to(tl.int64)[:, None] * query_d
     native = tl.load(query + at, mask=(head < GROUP_HEADS)[None, :], other=0.0)
-    logits += flat * row_of(slots) * GROUP_HEADS
-    kept = heads_looked_at(look, b, GROUP_HEADS, LOOK)
+    logits += batch_head * row_of(slots) * GROUP_HEADS
+    kept = heads_with_sparsity(sparsity_mask, b, GROUP_HEADS, HAS_SPARSITY_MASK)
     zero, one, two = blocks_by_format(counts + b * 6, OF_T, OF_E, OF_R)
     acc = tl.zeros([HEAD_DIM, EIGHT], tl.float32)
-    top = tl.full([EIGHT], float("-inf"), tl.float32)
+    row_max = tl.full([EIGHT], float("-inf"), tl.float32)
     weight_sum = tl.zeros([EIGHT, EIGHT], tl.float32)
     if part < splits:
         q, factor = halved(native, 0, EIGHT)
@@ -238,33 +238,33 @@ def fragment_kernel(
         order += b * entries
         slot_groups += b * slots
         key_scales += (b * groups * heads + h) * (HEAD_DIM // 4)
-        acc, top, weight_sum = _attend_fragments(
-            acc, top, weight_sum, q, factor * UNIT_0, words, halves, key_scales, physical, slot_groups, order, logits,
-            kept, 0, zero, part, splits, b * row_words, base_0, h, heads,
+        acc, row_max, weight_sum = _attend_fragments(
+            acc, row_max, weight_sum, q, factor * UNIT_0, words, halves, key_scales, physical, slot_groups, order,
+            logits, kept, 0, zero, part, splits, b * row_words, base_0, h, heads,
             FORMAT_0, LANES_0, UNIT_0, GROUP_HEADS, GROUP, HEAD_DIM, TILE,
         )
         if FORMAT_1 != "":
-            acc, top, weight_sum = _attend_fragments(
-                acc, top, weight_sum, q, factor * UNIT_1, words, halves, key_scales, physical, slot_groups, order,
+            acc, row_max, weight_sum = _attend_fragments(
+                acc, row_max, weight_sum, q, factor * UNIT_1, words, halves, key_scales, physical, slot_groups, order,
                 logits, kept, zero, one, part, splits, b * row_words, base_1, h, heads,
                 FORMAT_1, LANES_1, UNIT_1, GROUP_HEADS, GROUP, HEAD_DIM, TILE,
             )
         if FORMAT_2 != "":
-            acc, top, weight_sum = _attend_fragments(
-                acc, top, weight_sum, q, factor * UNIT_2, words, halves, key_scales, physical, slot_groups, order,
+            acc, row_max, weight_sum = _attend_fragments(
+                acc, row_max, weight_sum, q, factor * UNIT_2, words, halves, key_scales, physical, slot_groups, order,
                 logits, kept, zero + one, two, part, splits, b * row_words, base_2, h, heads,
                 FORMAT_2, LANES_2, UNIT_2, GROUP_HEADS, GROUP, HEAD_DIM, TILE,
             )
     else:
         waiting = tl.load(buffered + b)
         if waiting > 0:
-            acc, top, weight_sum = _attend_buffer(
-                acc, top, weight_sum, native, scale, buffer_key + flat * GROUP * HEAD_DIM,
-                buffer_value + flat * GROUP * HEAD_DIM, logits, kept, (zero + one + two) * EIGHT, waiting,
+            acc, row_max, weight_sum = _attend_buffer(
+                acc, row_max, weight_sum, native, scale, buffer_key + batch_head * GROUP * HEAD_DIM,
+                buffer_value + batch_head * GROUP * HEAD_DIM, logits, kept, (zero + one + two) * EIGHT, waiting,
                 GROUP_HEADS, HEAD_DIM, TOKENS,
             )
-    to = (flat * GROUP_HEADS + head) * parts + part
-    real = head < GROUP_HEADS
-    tl.store(tops + to, top, mask=real)
-    tl.store(weight_sums + to, tl.sum(weight_sum, 0), mask=real)
-    tl.store(partial + to[None, :] * HEAD_DIM + _channel_of_value(k, HEAD_DIM)[:, None], acc, mask=real[None, :])
+    to = (batch_head * GROUP_HEADS + head) * num_partials + part
+    valid = head < GROUP_HEADS
+    tl.store(row_maxima + to, row_max, mask=valid)
+    tl.store(weight_sums + to, tl.sum(weight_sum, 0), mask=valid)
+    tl.store(partial + to[None, :] * HEAD_DIM + _channel_of_value(k, HEAD_DIM)[:, None], acc, mask=valid[None, :])

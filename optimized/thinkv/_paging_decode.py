@@ -74,13 +74,13 @@ def high(two):
 
 
 @triton.jit
-def _four(first, second):
+def _interleave_2_pairs(first, second):
     """The elements of words with two pairs each, in order. Compiled, this only renames registers."""
     return tl.interleave(tl.interleave(low(first), low(second)), tl.interleave(high(first), high(second)))
 
 
 @triton.jit
-def _eight(a, b, c, d):
+def _interleave_4_pairs(a, b, c, d):
     return tl.interleave(
         tl.interleave(tl.interleave(low(a), low(c)), tl.interleave(low(b), low(d))),
         tl.interleave(tl.interleave(high(a), high(c)), tl.interleave(high(b), high(d))),
@@ -88,7 +88,7 @@ def _eight(a, b, c, d):
 
 
 @triton.jit
-def _quarters(a, b, c, d, e, f, g, h):
+def _interleave_8(a, b, c, d, e, f, g, h):
     """Interleave eight tensors [..., n]: [..., 8 n]."""
     return tl.interleave(
         tl.interleave(tl.interleave(a, e), tl.interleave(c, g)), tl.interleave(tl.interleave(b, f), tl.interleave(d, h))
@@ -96,10 +96,10 @@ def _quarters(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def _sixteen(a, b, c, d, e, f, g, h):
+def _interleave_8_pairs(a, b, c, d, e, f, g, h):
     return tl.interleave(
-        _quarters(low(a), low(b), low(c), low(d), low(e), low(f), low(g), low(h)),
-        _quarters(high(a), high(b), high(c), high(d), high(e), high(f), high(g), high(h)),
+        _interleave_8(low(a), low(b), low(c), low(d), low(e), low(f), low(g), low(h)),
+        _interleave_8(high(a), high(b), high(c), high(d), high(e), high(f), high(g), high(h)),
     )
 
 
@@ -112,13 +112,13 @@ def codes(at, live, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, FORMAT: tl.con
         mask = mask & (n < WIDTH)[None, :]
     word = tl.load(at[:, None] + n[None, :], mask=mask, other=0)
     if LANES == 1:
-        return _four(pair(word, 0, FORMAT), pair(word, 1, FORMAT))
+        return _interleave_2_pairs(pair(word, 0, FORMAT), pair(word, 1, FORMAT))
     elif LANES == 2:
-        return _eight(
+        return _interleave_4_pairs(
             pair(word, 0, FORMAT), pair(word, 1, FORMAT), pair(word, 2, FORMAT), pair(word, 3, FORMAT)
         )
     else:
-        return _sixteen(
+        return _interleave_8_pairs(
             pair(word, 0, FORMAT), pair(word, 1, FORMAT), pair(word, 2, FORMAT), pair(word, 3, FORMAT),
             pair(word, 4, FORMAT), pair(word, 5, FORMAT), pair(word, 6, FORMAT), pair(word, 7, FORMAT),
         )
@@ -136,7 +136,7 @@ def _halves(at, mask, FORMAT: tl.constexpr, LANES: tl.constexpr):
             tl.interleave(low(pair(half, 1, FORMAT)), low(pair(half, 3, FORMAT))),
         )
     else:
-        return _quarters(
+        return _interleave_8(
             low(pair(half, 0, FORMAT)), low(pair(half, 1, FORMAT)), low(pair(half, 2, FORMAT)),
             low(pair(half, 3, FORMAT)), low(pair(half, 4, FORMAT)), low(pair(half, 5, FORMAT)),
             low(pair(half, 6, FORMAT)), low(pair(half, 7, FORMAT)),
@@ -149,7 +149,7 @@ def key_scales(at, live, LANES: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.
     m = tl.arange(0, D_PAD // 4)
     mask = live[:, None] & (m * 4 < HEAD_DIM)[None, :]
     word = tl.load(at[:, None] + scale_word(m, LANES, HEAD_DIM)[None, :], mask=mask, other=0)
-    return _four((word << 7) & 0x7F807F80, (word >> 1) & 0x7F807F80)
+    return _interleave_2_pairs((word << 7) & 0x7F807F80, (word >> 1) & 0x7F807F80)
 
 
 @triton.jit

@@ -129,18 +129,18 @@ def _put_in_order(
         third += tl.sum(two, 0)
 
 
-@triton.jit(do_not_specialize=["slots", "entries", "groups", "segment_count", "room_t", "room_e", "room_r"])
+@triton.jit(do_not_specialize=["slots", "entries", "groups", "segment_count", "capacity_t", "capacity_e", "capacity_r"])
 def assign_kernel(
     rows, thought, segment, positions, segments, evicted, slot_groups, block_thoughts, physical, order, used,
     group_tokens, starts, counts, buffered, overflow, plan,
     slots, entries, groups, segment_count, rows_b, thought_b, segment_b, first_t, first_e, first_r,
-    room_t, room_e, room_r,
+    capacity_t, capacity_e, capacity_r,
     OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     NEW: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """A row's flush, if requested: assigns slots, blocks and a scale group to the tokens of its buffer and empties it.
-    If there is no room, only sets `overflow`. first, room: a type's first physical block in `used`, and their number.
-    """
+    If there is no room, only sets `overflow`. first, capacity: a type's first physical block in `used`, and their
+    number."""
     b = tl.program_id(0).to(tl.int64)
     plan += b * (3 + GROUP + 2 * NEW)
     tl.store(plan, 0)
@@ -157,16 +157,16 @@ def assign_kernel(
         table_slots = entries * BLOCK
         valid = (kind >= 0) & (kind < 3) & (number >= 0) & (number < segment_count)
         known = tl.where(valid, kind, 0)
-        held = tl.load(counts + known)
+        num_blocks = tl.load(counts + known)
         live = tl.load(counts + 3 + known)
         slot, entry = plan + 3, plan + 3 + GROUP
         found = _holes(
-            block_thoughts, slot_groups, slot, known, count, held * BLOCK - live, table_slots, BLOCK, CHUNK
+            block_thoughts, slot_groups, slot, known, count, num_blocks * BLOCK - live, table_slots, BLOCK, CHUNK
         )
         needed = (count - found + BLOCK - 1) // BLOCK
         first = pick(known, first_t, first_e, first_r)
         opened = _free(block_thoughts, -1, entry, needed, entries, CHUNK)
-        given = _free(used + first, 0, entry + NEW, needed, pick(known, room_t, room_e, room_r), CHUNK)
+        given = _free(used + first, 0, entry + NEW, needed, pick(known, capacity_t, capacity_e, capacity_r), CHUNK)
         group = _free_group(group_tokens, groups, CHUNK)
         i = tl.arange(0, TOKENS)
         there = i < count
@@ -193,7 +193,7 @@ def assign_kernel(
             tl.store(waiting, tl.full([TOKENS], -1, tl.int64), mask=there)
             tl.store(group_tokens + group, count)
             tl.store(start_at, tl.sum(tl.where(i == 0, position, 0), 0), mask=~begun)
-            tl.store(counts + kind, held + needed)
+            tl.store(counts + kind, num_blocks + needed)
             tl.store(counts + 3 + kind, live + count)
             tl.store(buffered + b, 0)
             tl.store(plan, count)
@@ -234,9 +234,9 @@ def evict_kernel(
         group = tl.load(slot_groups + s, mask=asked, other=-1)
         gone = asked & (group >= 0)
         if tl.max(tl.max(gone.to(tl.int32), 1), 0) > 0:
-            stays = inside & ~gone & (tl.load(slot_groups + s, mask=inside, other=-1) >= 0)
+            kept = inside & ~gone & (tl.load(slot_groups + s, mask=inside, other=-1) >= 0)
             kind = tl.load(block_thoughts + e, mask=e < entries, other=-1)
-            empty = (kind >= 0) & (tl.max(stays.to(tl.int32), 1) == 0)
+            empty = (kind >= 0) & (tl.max(kept.to(tl.int32), 1) == 0)
             block = tl.load(physical + e, mask=empty, other=0)
             tl.debug_barrier()                                         # all reads come before the writes
             tl.store(positions + s, tl.full([ENTRIES, BLOCK_PAD], -1, tl.int64), mask=gone)

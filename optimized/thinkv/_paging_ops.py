@@ -57,13 +57,14 @@ class Storage(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a row. formats: the distinct ones; number: the format of each thought type; first, room: for each
-    thought type, its first physical block in `used` and their number; base: each format's first word in the row."""
+    """The layout of a row. formats: the distinct ones; number: the format of each thought type; first, capacity: for
+    each thought type, its first physical block in `used` and their number; base: each format's first word in the row.
+    """
 
     formats: tuple[str, ...]
     number: tuple[int, ...]
     first: tuple[int, ...]
-    room: tuple[int, ...]
+    capacity: tuple[int, ...]
     base: tuple[int, ...]
     row_words: int
 
@@ -92,15 +93,15 @@ def layout(formats: str, block: int, group: int, heads: int, head_dim: int, entr
     of_type = formats.split()
     distinct = tuple(dict.fromkeys(of_type))
     number = tuple(distinct.index(fmt) for fmt in of_type)
-    rooms = [entries // 3 * number.count(n) for n in range(len(distinct))]
-    firsts = [sum(rooms[:n]) for n in range(len(distinct))]
+    capacities = [entries // 3 * number.count(n) for n in range(len(distinct))]
+    firsts = [sum(capacities[:n]) for n in range(len(distinct))]
     sizes = [
-        triton.cdiv(room * heads * record_bytes(fmt, block, group, head_dim), LINE) * LINE // WORD
-        for room, fmt in zip(rooms, distinct, strict=True)
+        triton.cdiv(capacity * heads * record_bytes(fmt, block, group, head_dim), LINE) * LINE // WORD
+        for capacity, fmt in zip(capacities, distinct, strict=True)
     ]
     base = tuple(sum(sizes[:n]) for n in range(len(distinct)))
     return Layout(
-        distinct, number, tuple(firsts[n] for n in number), tuple(rooms[n] for n in number),
+        distinct, number, tuple(firsts[n] for n in number), tuple(capacities[n] for n in number),
         (*base, 0, 0)[:3], sum(sizes),
     )
 
@@ -226,7 +227,7 @@ def flush(
             rows, thought, segment, positions, segments, evicted, slot_groups, block_thoughts, physical, order, used,
             group_tokens, starts, counts, buffered, overflow, plan,
             slots, entries, groups, starts.shape[1], rows.stride(0), thought.stride(0), segment.stride(0),
-            *plan_of.first, *plan_of.room,
+            *plan_of.first, *plan_of.capacity,
             **plan_of.types, GROUP=group, BLOCK=block, NEW=new, TOKENS=tokens, BLOCKS=triton.next_power_of_2(new),
             CHUNK=_chunk(entries), num_warps=4,
         )

@@ -67,8 +67,8 @@ def read_kernel(
     GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SLOTS: tl.constexpr,
 ):
     """Program: SLOTS slots of a (row, KV head): keys and values [B, Hkv, S, D], 0 in unoccupied slots."""
-    flat = (tl.program_id(0) // tiles).to(tl.int64)
-    b, h = flat // heads, flat % heads
+    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
+    b, h = batch_head // heads, batch_head % heads
     s = tl.program_id(0) % tiles * SLOTS + tl.arange(0, SLOTS)
     inside = s < slots
     group = tl.load(slot_groups + b * slots + s, mask=inside, other=-1)
@@ -95,10 +95,10 @@ def read_kernel(
     if WHAT == _NUMBERS:
         waits = inside & (s >= entries * BLOCK) & (tl.load(positions + b * slots + s, mask=inside, other=-1) >= 0)
         mask = waits[:, None] & (d < HEAD_DIM)[None, :]
-        at = (flat * GROUP + s - entries * BLOCK)[:, None] * HEAD_DIM + d[None, :]
+        at = (batch_head * GROUP + s - entries * BLOCK)[:, None] * HEAD_DIM + d[None, :]
         k = tl.where(mask, float32(tl.load(buffer_key + at, mask=mask, other=0.0)), k)
         v = tl.where(mask, float32(tl.load(buffer_value + at, mask=mask, other=0.0)), v)
-    at = (flat * slots + s)[:, None] * HEAD_DIM + d[None, :]
+    at = (batch_head * slots + s)[:, None] * HEAD_DIM + d[None, :]
     mask = inside[:, None] & (d < HEAD_DIM)[None, :]
     tl.store(keys + at, k.to(keys.dtype.element_ty), mask=mask)
     tl.store(values + at, v.to(values.dtype.element_ty), mask=mask)

@@ -24,9 +24,9 @@ def _together(codes, magnitude_at, sign_at, LANES: tl.constexpr, TOKENS: tl.cons
               EACH: tl.constexpr):
     """Pack codes [TOKENS, MANY * EACH], EACH per word or half word: [TOKENS, MANY] int32."""
     SIGN: tl.constexpr = 8 // LANES - 1
-    parts = (codes & ((1 << SIGN) - 1)) << magnitude_at[None, :]
-    parts |= (codes >> SIGN) << sign_at[None, :]
-    return tl.sum(tl.reshape(parts, (TOKENS, MANY, EACH)), 2)                      # bits are disjoint
+    bits = (codes & ((1 << SIGN) - 1)) << magnitude_at[None, :]
+    bits |= (codes >> SIGN) << sign_at[None, :]
+    return tl.sum(tl.reshape(bits, (TOKENS, MANY, EACH)), 2)                       # bits are disjoint
 
 
 @triton.jit

@@ -11,22 +11,23 @@ from .._common.thoughts import thought_of
 
 
 @triton.jit
-def begin_kernel(segment, seen, decoded, positions, look, overflow, tau, most):
+def begin_kernel(segment, seen, decoded, positions, sparsity_mask, overflow, tau, most):
     """A token arrives in row b: sets its position and, every tau decode steps, begins a segment and requests the
-    sparsity (`look`). Beyond `most` tokens, which only replays of a graph reach, it is rejected: position -1."""
+    sparsity (`sparsity_mask`). Beyond `most` tokens, which only replays of a graph reach, it is rejected: position -1.
+    """
     b = tl.program_id(0)
     number = tl.load(seen + b)
     taken = number < most
     begins = taken & ((tl.load(decoded + b) % tau) == 0)
     tl.store(segment + b, tl.load(segment + b) + begins.to(tl.int64))
     tl.store(positions + b, tl.where(taken, number, -1))
-    tl.store(look + b, begins)
+    tl.store(sparsity_mask + b, begins)
     tl.store(overflow + b, True, mask=number >= most)
 
 
 @triton.jit
 def settle_kernel(
-    sparsity, found, thought, thoughts, segment, seen, decoded, positions, look, buffered, sizes, live, flush,
+    sparsity, found, thought, thoughts, segment, seen, decoded, positions, sparsity_mask, buffered, sizes, live, flush,
     change, tau, group, segments, low, high, CLASSIFY: tl.constexpr,
 ):
     """After attention to the token of row b: stores a requested sparsity (`found`) and the segment's thought, decides
@@ -36,11 +37,11 @@ def settle_kernel(
     taken = tl.load(positions + b) >= 0
     step = tl.load(decoded + b)
     kind = tl.load(thought + b)
-    looked = tl.load(look + b) != 0
+    with_sparsity = tl.load(sparsity_mask + b) != 0
     share = tl.load(found + b)
-    tl.store(sparsity + b, share, mask=looked)
+    tl.store(sparsity + b, share, mask=with_sparsity)
     if CLASSIFY:
-        kind = tl.where(looked, thought_of(share, low, high), kind)
+        kind = tl.where(with_sparsity, thought_of(share, low, high), kind)
         tl.store(thought + b, kind, mask=taken)
     ended = ((step + 1) % tau) == 0
     waiting = tl.load(buffered + b)

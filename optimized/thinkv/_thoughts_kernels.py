@@ -1,8 +1,8 @@
 """The sparsity of a decode step's attention without the attention matrix: logits are computed twice.
 
 The first kernel stores each split's maxima and sums; the second one counts. Device functions shared with other kernels
-are in `_common/softmax.py` and `_common/thoughts.py`. Logits are in base 2. `flat` is the index of a (row of the batch,
-KV head). Scratch is contiguous: maxima and sums [flats * GROUP, splits], counts [flats, splits, 2].
+are in `_common/softmax.py` and `_common/thoughts.py`. Logits are in base 2. `batch_head` is the index of a (row of the
+batch, KV head). Scratch is contiguous: maxima and sums [batch_heads * GROUP, splits], counts [batch_heads, splits, 2].
 """
 
 from __future__ import annotations
@@ -54,81 +54,82 @@ _SIZES = [
 
 @triton.jit(do_not_specialize=_SIZES)
 def denominators_kernel(
-    query, key, occupied, tops, weight_sums, scale, slots, split_size, splits, heads,
+    query, key, occupied, row_maxima, weight_sums, scale, slots, split_size, splits, heads,
     query_b, query_h, query_d, key_b, key_h, key_s, key_d, occupied_b, occupied_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Program (split, flat): the softmaxes' maxima and sums of a share of the slots. Strides of keys are over UNIT."""
+    """Program (split, batch_head): the softmaxes' maxima and sums of a share of the slots. Strides of keys are over
+    UNIT."""
     split = tl.program_id(0) % splits
-    flat = (tl.program_id(0) // splits).to(tl.int64)
-    b, k_head = flat // heads, flat % heads
+    batch_head = (tl.program_id(0) // splits).to(tl.int64)
+    b, k_head = batch_head // heads, batch_head % heads
     q = _load_query(query, b, k_head, query_b, query_h, query_d, GROUP, HEAD_DIM, D_PAD, ROWS)
     key += (b * key_b + k_head * key_h) * UNIT
     occupied += b * occupied_b
     end = tl.minimum(split * split_size + split_size, slots)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
     for start in range(split * split_size, end, BLOCK):
         logit, _ = _tile_logits(
             q, key, occupied, start, end, scale, key_s * UNIT, key_d, occupied_s, HEAD_DIM, D_PAD, BLOCK
         )
-        _, top, weight_sum, _ = weigh_tile(logit, top, weight_sum)
+        _, row_max, weight_sum, _ = weigh_tile(logit, row_max, weight_sum)
     row = tl.arange(0, ROWS)
-    part = (flat * GROUP + row) * splits + split
-    tl.store(tops + part, top, mask=row < GROUP)
+    part = (batch_head * GROUP + row) * splits + split
+    tl.store(row_maxima + part, row_max, mask=row < GROUP)
     tl.store(weight_sums + part, weight_sum, mask=row < GROUP)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def count_kernel(
-    query, key, occupied, tops, weight_sums, counts, pooled, scale, log_threshold, slots, split_size, splits, heads,
-    query_b, query_h, query_d, key_b, key_h, key_s, key_d, occupied_b, occupied_s,
+    query, key, occupied, row_maxima, weight_sums, counts, pooled, scale, log_threshold, slots, split_size, splits,
+    heads, query_b, query_h, query_d, key_b, key_h, key_s, key_d, occupied_b, occupied_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr, SPLITS: tl.constexpr, OF_MEAN: tl.constexpr,
 ):
-    """Program (split, flat): counts the tokens of a share of the slots that are not attended to, and all tokens. With
-    OF_MEAN, also stores the weight of each slot in the KV head, pooled [flats, slots]."""
+    """Program (split, batch_head): counts the tokens of a share of the slots that are not attended to, and all tokens.
+    With OF_MEAN, also stores the weight of each slot in the KV head, pooled [batch_heads, slots]."""
     split = tl.program_id(0) % splits
-    flat = (tl.program_id(0) // splits).to(tl.int64)
-    b, k_head = flat // heads, flat % heads
+    batch_head = (tl.program_id(0) // splits).to(tl.int64)
+    b, k_head = batch_head // heads, batch_head % heads
     q = _load_query(query, b, k_head, query_b, query_h, query_d, GROUP, HEAD_DIM, D_PAD, ROWS)
     key += (b * key_b + k_head * key_h) * UNIT
     occupied += b * occupied_b
     end = tl.minimum(split * split_size + split_size, slots)
-    top, log_total = denominators(tops, weight_sums, flat, splits, GROUP, ROWS, SPLITS)
+    row_max, log_total = denominators(row_maxima, weight_sums, batch_head, splits, GROUP, ROWS, SPLITS)
     cut = pooled_cut(log_total, log_threshold, GROUP, ROWS)
     below = tl.zeros([BLOCK], tl.int32)
-    held = tl.zeros([BLOCK], tl.int32)
+    num_tokens = tl.zeros([BLOCK], tl.int32)
     for start in range(split * split_size, end, BLOCK):
         logit, holds = _tile_logits(
             q, key, occupied, start, end, scale, key_s * UNIT, key_d, occupied_s, HEAD_DIM, D_PAD, BLOCK
         )
         if OF_MEAN:
             s = start + tl.arange(0, BLOCK)
-            log_weight = largest_in_group(logit, top, log_total, GROUP, ROWS)
+            log_weight = largest_in_group(logit, row_max, log_total, GROUP, ROWS)
             weight = pooled_weight(tl.where(holds, log_weight, float("inf")))
-            tl.store(pooled + flat * slots + s, weight, mask=s < end)
-        below += (below_cut(logit, top, log_total, cut, GROUP, ROWS) & holds).to(tl.int32)
-        held += holds.to(tl.int32)
-    at = counts + (flat * splits + split) * 2
+            tl.store(pooled + batch_head * slots + s, weight, mask=s < end)
+        below += (below_cut(logit, row_max, log_total, cut, GROUP, ROWS) & holds).to(tl.int32)
+        num_tokens += holds.to(tl.int32)
+    at = counts + (batch_head * splits + split) * 2
     tl.store(at, tl.sum(below, 0))
-    tl.store(at + 1, tl.sum(held, 0))
+    tl.store(at + 1, tl.sum(num_tokens, 0))
 
 
-@triton.jit(do_not_specialize=["parts"])
-def share_kernel(counts, sparsity, parts, BLOCK: tl.constexpr):
-    """Program b: the sparsity of a row from `parts` counts. KV heads hold the same tokens, so their mean is the share
-    over all heads."""
+@triton.jit(do_not_specialize=["num_partials"])
+def share_kernel(counts, sparsity, num_partials, BLOCK: tl.constexpr):
+    """Program b: the sparsity of a row from `num_partials` counts. KV heads hold the same tokens, so their mean is the
+    share over all heads."""
     b = tl.program_id(0).to(tl.int64)
     below = tl.zeros([BLOCK], tl.int64)
-    held = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, parts, BLOCK):
+    num_tokens = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, num_partials, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        at = counts + (b * parts + i) * 2
-        below += tl.load(at, mask=i < parts, other=0)
-        held += tl.load(at + 1, mask=i < parts, other=0)
-    tokens = tl.maximum(tl.sum(held, 0), 1).to(tl.float32)
+        at = counts + (b * num_partials + i) * 2
+        below += tl.load(at, mask=i < num_partials, other=0)
+        num_tokens += tl.load(at + 1, mask=i < num_partials, other=0)
+    tokens = tl.maximum(tl.sum(num_tokens, 0), 1).to(tl.float32)
     tl.store(sparsity + b, tl.div_rn(tl.sum(below, 0).to(tl.float32), tokens))
 
 
@@ -139,18 +140,18 @@ def mean_count_kernel(pooled, sums, counts, threshold, heads, slots, BLOCK: tl.c
     b = tl.program_id(0).to(tl.int64)
     pooled += b * heads * slots
     sums += b * heads
-    held = tl.zeros([BLOCK], tl.int32)
+    num_tokens = tl.zeros([BLOCK], tl.int32)
     for head in range(0, heads):
         weight_sum = tl.zeros([BLOCK], tl.float32)
         for start in range(0, slots, BLOCK):
             s = start + tl.arange(0, BLOCK)
             weight = tl.load(pooled + head * slots + s, mask=s < slots, other=FREE)
             weight_sum += tl.where(weight == FREE, 0.0, weight)
-            held += ((weight != FREE) & (head == 0)).to(tl.int32)
+            num_tokens += ((weight != FREE) & (head == 0)).to(tl.int32)
         tl.store(sums + head, tl.sum(weight_sum, 0))
     tl.debug_barrier()
     tl.store(counts + b * 2, below_mean(pooled, sums, slots, heads, slots, threshold, BLOCK))
-    tl.store(counts + b * 2 + 1, tl.sum(held, 0))
+    tl.store(counts + b * 2 + 1, tl.sum(num_tokens, 0))
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -147,17 +147,17 @@ def _launch(
 ) -> Tensor:
     """k-means of every segment. If there is only one, also its indices and assignments."""
     batch, segments, length = slots.shape
-    stays = torch.empty(slots.shape, dtype=torch.bool, device=slots.device)
+    keep_mask = torch.empty(slots.shape, dtype=torch.bool, device=slots.device)
     head_dim = key.shape[3]
     unit = stride_unit(key) if head_dim % 8 == 0 else 1
     with on_device_of(key):
         representatives_kernel[(batch * segments,)](
-            key, slots, keep, stays, stays if indices is None else indices,
-            stays if assignments is None else assignments, *key.shape[1:3], head_dim // unit, segments, length, most,
-            *(stride // unit for stride in key.stride()[:3]), key.stride(3), *slots.stride(), *keep.stride(),
+            key, slots, keep, keep_mask, keep_mask if indices is None else indices,
+            keep_mask if assignments is None else assignments, *key.shape[1:3], head_dim // unit, segments, length,
+            most, *(stride // unit for stride in key.stride()[:3]), key.stride(3), *slots.stride(), *keep.stride(),
             ITERATIONS=ITERATIONS, UNIT=unit, RECORD=indices is not None, **tile(length, most, head_dim),
         )
-    return stays
+    return keep_mask
 
 
 def tile(tokens: int, most: int, head_dim: int) -> dict[str, int]:
@@ -167,8 +167,8 @@ def tile(tokens: int, most: int, head_dim: int) -> dict[str, int]:
     the same tokens bitwise. In the interpreter tiles are as small as possible.
     """
     if INTERPRETED:
-        room = max(16, triton.next_power_of_2(tokens))
-        clusters = min(room, max(16, triton.next_power_of_2(most)))
-        return {"TOKENS": room, "CLUSTERS": clusters, "CHANNELS": 16, "num_warps": 8}
+        padded = max(16, triton.next_power_of_2(tokens))
+        clusters = min(padded, max(16, triton.next_power_of_2(most)))
+        return {"TOKENS": padded, "CLUSTERS": clusters, "CHANNELS": 16, "num_warps": 8}
     clusters, channels = FEW_CLUSTERS if most <= FEW_CLUSTERS else MAX_TOKENS, max(16, triton.next_power_of_2(head_dim))
     return {"TOKENS": MAX_TOKENS, "CLUSTERS": clusters, "CHANNELS": min(64, channels), "num_warps": 8}

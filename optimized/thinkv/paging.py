@@ -61,7 +61,7 @@ class PagedCache(Buffers, Interruptible):
         )
         self._tables = self._allocate_tables()
         self._storage = self._allocate_storage()
-        self._arrivals = self._buffer(batch, dtype=torch.int32)
+        self._completion_counters = self._buffer(batch, dtype=torch.int32)
         self.reset()
 
     def _allocate_tables(self) -> ops.Tables:
@@ -255,26 +255,27 @@ class PagedCache(Buffers, Interruptible):
         # All tokens of a group have one type.
         for thought, fmt in zip(Thought, self._formats.split(), strict=True):
             mine = torch.where(self.thoughts == thought, self.groups, config.peak)
-            held = torch.zeros(len(mine), config.peak + 1, device=self.device).scatter_(1, mine, 1.0)[:, :-1].sum()
+            used = torch.zeros(len(mine), config.peak + 1, device=self.device).scatter_(1, mine, 1.0)
+            used_groups = used[:, :-1].sum()
             scales = ops.scale_bytes(head_dim) if ops.has_groups(fmt) else 8 if fmt == "fp8" else 0
-            total += int(held) * heads * scales
+            total += int(used_groups) * heads * scales
         return total
 
 
 def decode_attention(
-    query: Tensor, cache: PagedCache, *, scale: float | None = None, look: Tensor | None = None
+    query: Tensor, cache: PagedCache, *, scale: float | None = None, sparsity_mask: Tensor | None = None
 ) -> PagedAttentionResult:
     """Attention of one query to all live tokens, quantized or buffered, and its sparsity.
 
-    query [B, Hq, D] with the cache's dtype and device, any strides; scale defaults to D ** -0.5; look [B] bool: the
-    rows whose sparsity is requested, None for all. A step without any is faster. Returns output [B, Hq, D] in query's
-    dtype, zeros for a row without tokens, and sparsity [B] float32, the `attention_sparsity` with
+    query [B, Hq, D] with the cache's dtype and device, any strides; scale defaults to D ** -0.5; sparsity_mask [B]
+    bool: the rows whose sparsity is requested, None for all. A step without any is faster. Returns output [B, Hq, D] in
+    query's dtype, zeros for a row without tokens, and sparsity [B] float32, the `attention_sparsity` with
     config.sparsity_threshold and config.sparsity_of, NaN for other rows. Does not synchronize with the host. TypeError
     or ValueError for invalid arguments.
     """
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}")
-    scale = check_decode(query, scale, look, shape=cache.shape, dtype=cache.dtype, device=cache.device)
+    scale = check_decode(query, scale, sparsity_mask, shape=cache.shape, dtype=cache.dtype, device=cache.device)
     check_launchable(query=query)
     cache._check_whole()
     batch, heads, head_dim = cache.shape
@@ -282,6 +283,6 @@ def decode_attention(
     storage, tables = cache._storage, cache._tables
     return PagedAttentionResult(*attend(
         query, *storage, tables.slot_groups, tables.physical, tables.order, tables.counts, tables.buffered,
-        cache._arrivals, look, cache._formats, cache.config.block, scale, cache.config.sparsity_threshold,
-        cache.config.sparsity_of == "mean",
+        cache._completion_counters, sparsity_mask, cache._formats, cache.config.block, scale,
+        cache.config.sparsity_threshold, cache.config.sparsity_of == "mean",
     ))

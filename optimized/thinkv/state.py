@@ -54,10 +54,12 @@ class ThinKVState(State):
         )
         by_segment = (batch, config.segments)
         self.sparsity = self._buffer(batch, dtype=torch.float32)
-        self.over_budget, self._flushing, self._change, self._looks = (
+        self.over_budget, self._flushing, self._change, self._sparsity_mask = (
             self._buffer(batch, dtype=torch.bool) for _ in range(4)
         )
-        self.levels, self._thoughts, self._held = (self._buffer(*by_segment, dtype=torch.int64) for _ in range(3))
+        self.levels, self._thoughts, self._segment_sizes = (
+            self._buffer(*by_segment, dtype=torch.int64) for _ in range(3)
+        )
         self._thought, self._segment, self._seen, self._decoded, self._live, self._position = (
             self._buffer(batch, dtype=torch.int64) for _ in range(6)
         )
@@ -68,7 +70,7 @@ class ThinKVState(State):
         self._interrupted = "reset"
         self.cache.reset()
         for tensor in (
-            self.sparsity, self.over_budget, self.levels, self._held, self._seen, self._decoded, self._live,
+            self.sparsity, self.over_budget, self.levels, self._segment_sizes, self._seen, self._decoded, self._live,
         ):
             tensor.zero_()
         self._thought.fill_(int(Thought.REASONING))
@@ -151,7 +153,7 @@ class ThinKVState(State):
     def _count(self) -> None:
         """Count the buffer's tokens as tokens of the current segment."""
         waiting = self.cache.buffered
-        self._held.scatter_add_(1, self._segment[:, None].clamp_min(0), waiting[:, None])
+        self._segment_sizes.scatter_add_(1, self._segment[:, None].clamp_min(0), waiting[:, None])
         self._live.add_(waiting)
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -167,16 +169,16 @@ class ThinKVState(State):
         self._start_change("step")
         config = self.config
         _begin(
-            self._segment, self._seen, self._decoded, self._position, self._looks, self.cache.overflow, config.tau,
-            config.max_tokens,
+            self._segment, self._seen, self._decoded, self._position, self._sparsity_mask, self.cache.overflow,
+            config.tau, config.max_tokens,
         )
         self.cache.append(key, value, self._position)
-        output, sparsity = decode_attention(query, self.cache, scale=self.scale, look=self._looks)
+        output, sparsity = decode_attention(query, self.cache, scale=self.scale, sparsity_mask=self._sparsity_mask)
         low, high = config.edges or (0.0, 0.0)
         _settle(
             self.sparsity, sparsity, self._thought, self._thoughts, self._segment, self._seen, self._decoded,
-            self._position, self._looks, self.cache.buffered, self._held, self._live, self._flushing, self._change,
-            config.tau, config.group, low, high, config.edges is not None,
+            self._position, self._sparsity_mask, self.cache.buffered, self._segment_sizes, self._live, self._flushing,
+            self._change, config.tau, config.group, low, high, config.edges is not None,
         )
         self.cache.flush(self._flushing, self._thought, self._segment)
         self._evict()
@@ -188,17 +190,17 @@ class ThinKVState(State):
         """Shrink every segment before the current one to the size that definition 3 gives it."""
         config, cache = self.config, self.cache
         plan = anneal(
-            self._held, self.levels, self._thoughts, self._segment, self._change, live=self._live,
+            self._segment_sizes, self.levels, self._thoughts, self._segment, self._change, live=self._live,
             budget=config.budget, retention=config.retention,
         )
         storage, tables = cache._storage, cache._tables
         cache.evict(_shrink(
-            self._held, plan.size, tables.block_thoughts, tables.segments, tables.positions, tables.slot_groups,
-            tables.physical, storage.pool, storage.key_scales, storage.chunk_scales, cache._formats, config.block,
-            config.group, config.tau, self.sizes.head_dim, min(config.retention[0], config.tau),
+            self._segment_sizes, plan.size, tables.block_thoughts, tables.segments, tables.positions,
+            tables.slot_groups, tables.physical, storage.pool, storage.key_scales, storage.chunk_scales, cache._formats,
+            config.block, config.group, config.tau, self.sizes.head_dim, min(config.retention[0], config.tau),
         ))
-        self._live.sub_((self._held - plan.size).sum(1))
-        self._held.copy_(plan.size)
+        self._live.sub_((self._segment_sizes - plan.size).sum(1))
+        self._segment_sizes.copy_(plan.size)
         self.levels.copy_(plan.level)
         self.over_budget.copy_(plan.over_budget)
 
@@ -208,8 +210,8 @@ class ThinKVState(State):
         self._start_change("reorder")
         self.cache.reorder(index)
         for tensor in (
-            self.sparsity, self.over_budget, self.levels, self._thought, self._thoughts, self._segment, self._held,
-            self._live, self._seen, self._decoded,
+            self.sparsity, self.over_budget, self.levels, self._thought, self._thoughts, self._segment,
+            self._segment_sizes, self._live, self._seen, self._decoded,
         ):
             tensor.copy_(tensor.index_select(0, index))
         self._end_change()
@@ -218,14 +220,14 @@ class ThinKVState(State):
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("kvtwin::thinkv_begin", mutates_args=("segment", "positions", "look", "overflow"))
+@torch.library.custom_op("kvtwin::thinkv_begin", mutates_args=("segment", "positions", "sparsity_mask", "overflow"))
 def _begin(
-    segment: Tensor, seen: Tensor, decoded: Tensor, positions: Tensor, look: Tensor, overflow: Tensor, tau: int,
-    most: int,
+    segment: Tensor, seen: Tensor, decoded: Tensor, positions: Tensor, sparsity_mask: Tensor, overflow: Tensor,
+    tau: int, most: int,
 ) -> None:
     with on_device_of(segment):
         begin_kernel[(len(segment),)](
-            segment, seen, decoded, positions, look, overflow, tau, most, num_warps=1
+            segment, seen, decoded, positions, sparsity_mask, overflow, tau, most, num_warps=1
         )
 
 
@@ -235,13 +237,13 @@ def _begin(
 )
 def _settle(
     sparsity: Tensor, found: Tensor, thought: Tensor, thoughts: Tensor, segment: Tensor, seen: Tensor, decoded: Tensor,
-    positions: Tensor, look: Tensor, buffered: Tensor, sizes: Tensor, live: Tensor, flush: Tensor, change: Tensor,
-    tau: int, group: int, low: float, high: float, by_sparsity: bool,
+    positions: Tensor, sparsity_mask: Tensor, buffered: Tensor, sizes: Tensor, live: Tensor, flush: Tensor,
+    change: Tensor, tau: int, group: int, low: float, high: float, by_sparsity: bool,
 ) -> None:
     with on_device_of(segment):
         settle_kernel[(len(segment),)](
-            sparsity, found, thought, thoughts, segment, seen, decoded, positions, look, buffered, sizes, live, flush,
-            change, tau, group, sizes.shape[1], low, high, CLASSIFY=by_sparsity, num_warps=1,
+            sparsity, found, thought, thoughts, segment, seen, decoded, positions, sparsity_mask, buffered, sizes, live,
+            flush, change, tau, group, sizes.shape[1], low, high, CLASSIFY=by_sparsity, num_warps=1,
         )
 
 

@@ -95,9 +95,9 @@ def _attention_sparsity(
     sizes = Sizes(batch, query.shape[1], heads, slots, head_dim)
     block = key_block(head_dim, key.element_size(), slots)
     splits, split_size = split_slots(sizes, block, key.device)
-    tops = torch.empty(2, batch * sizes.query_heads, splits, dtype=torch.float32, device=key.device)
+    row_maxima = torch.empty(2, batch * sizes.query_heads, splits, dtype=torch.float32, device=key.device)
     counts = torch.empty(batch, heads * splits, 2, dtype=torch.int32, device=key.device)
-    pooled = torch.empty(batch, heads, slots, dtype=torch.float32, device=key.device) if of_mean else tops
+    pooled = torch.empty(batch, heads, slots, dtype=torch.float32, device=key.device) if of_mean else row_maxima
     sparsity = torch.empty(batch, dtype=torch.float32, device=key.device)
     unit = stride_unit(key)
     layout = (
@@ -110,12 +110,13 @@ def _attention_sparsity(
     log2_e = 1.4426950408889634
     with on_device_of(key):
         denominators_kernel[(batch * heads * splits,)](
-            query, key, occupied, tops[0], tops[1], scale * log2_e, slots, split_size, splits, heads, *layout, **shape,
-            num_warps=4,
+            query, key, occupied, row_maxima[0], row_maxima[1], scale * log2_e, slots, split_size, splits, heads,
+            *layout, **shape, num_warps=4,
         )
         count_kernel[(batch * heads * splits,)](
-            query, key, occupied, tops[0], tops[1], counts, pooled, scale * log2_e, log2(threshold), slots, split_size,
-            splits, heads, *layout, **shape, SPLITS=triton.next_power_of_2(splits), OF_MEAN=of_mean, num_warps=4,
+            query, key, occupied, row_maxima[0], row_maxima[1], counts, pooled, scale * log2_e, log2(threshold), slots,
+            split_size, splits, heads, *layout, **shape, SPLITS=triton.next_power_of_2(splits), OF_MEAN=of_mean,
+            num_warps=4,
         )
         if of_mean:
             sums = torch.empty(batch, heads, dtype=torch.float32, device=key.device)

@@ -142,9 +142,9 @@ def _hold(run: Run, state: Any, budget: int) -> None:
     for tensor in (state.key, state.value):
         tensor[:, :, held].normal_(generator=run.generator)
     state.occupied[..., held] = True
-    for tensor in (state.positions, state._ordinals):
+    for tensor in (state.positions, state._token_index):
         tensor[..., held] = torch.arange(budget, device=run.device, dtype=tensor.dtype)
-    state._held.fill_(budget)
+    state._valid_seen.fill_(budget)
     state._seen.fill_(budget)
 
 

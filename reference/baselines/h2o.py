@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .._validate import check_integer
-from ..blocks import AttendResult, BlockState, IntervalConfig, Piece, attention_of_block, group_mean
+from ..blocks import AttendResult, BlockState, Chunk, IntervalConfig, attention_of_block, group_mean
 
 __all__ = ["AttendResult", "H2OConfig", "H2OState", "attend"]
 
@@ -67,8 +67,8 @@ class H2OState(BlockState):
 
     Config = H2OConfig
 
-    def _observe(self, piece: Piece) -> None:
-        self.score += group_mean(piece.weight, self.sizes.key_value_heads).sum(2)
+    def _observe(self, chunk: Chunk) -> None:
+        self.score += group_mean(chunk.weight, self.sizes.key_value_heads).sum(2)
 
     def _rank(self) -> tuple[Tensor, Tensor]:
         return self.score, self._newest(self.config.protected) | self._oldest(self.config.sinks)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._validate import check_integer, check_positions
 from ..attention import INF
-from ..blocks import BlockConfig, BlockState, Piece
+from ..blocks import BlockConfig, BlockState, Chunk
 
 __all__ = ["RandomConfig", "RandomState", "score"]
 
@@ -72,7 +72,7 @@ class RandomState(BlockState):
 
     Config = RandomConfig
 
-    def _observe(self, piece: Piece) -> None:
+    def _observe(self, chunk: Chunk) -> None:
         self.score.copy_(score(self.positions, seed=self.config.seed))
 
     def _rank(self) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from .._validate import check_flag, check_integer, check_mask, resolve_scale
 from .._validate_attention import check_attention
 from ..attention import INF, causal_logits, logits, per_kv_head, softmax
-from ..blocks import AttendResult, BlockState, IntervalConfig, Piece, attention_of_block, group_mean
+from ..blocks import AttendResult, BlockState, Chunk, IntervalConfig, attention_of_block, group_mean
 from ..contract import Sizes
 from ..selection import gather_tokens, kept_tokens, order
 
@@ -102,8 +102,8 @@ def attend(
     the mean over the G query heads of a KV head, without pooling.
     """
     output, weight = attention_of_block(query, key, value, occupied, scale=scale)       # weight [B, Hkv, Q, S]
-    real = per_kv_head(occupied)[..., -query.shape[2]:].sum(-1).clamp_min(1)            # [B, 1 or Hkv]
-    return AttendResult(output, weight.sum(2) / real[..., None])
+    num_valid = per_kv_head(occupied)[..., -query.shape[2]:].sum(-1).clamp_min(1)       # [B, 1 or Hkv]
+    return AttendResult(output, weight.sum(2) / num_valid[..., None])
 
 
 def compress(
@@ -193,11 +193,11 @@ class SnapKVState(BlockState):
             (batch, self.config.observers), -1, dtype=torch.int64, device=self.device
         )
 
-    def _observe(self, piece: Piece) -> None:
+    def _observe(self, chunk: Chunk) -> None:
         observers, heads = self.config.observers, self.sizes.key_value_heads
-        query = piece.query.masked_fill(~piece.real[:, None, :, None], 0)
+        query = chunk.query.masked_fill(~chunk.valid[:, None, :, None], 0)
         self._window_query.copy_(torch.cat((self._window_query, query), 2)[:, :, -observers:])
-        positions = piece.positions.where(piece.real, -1)                                 # [B, Q]
+        positions = chunk.positions.where(chunk.valid, -1)                                # [B, Q]
         self._window_positions.copy_(torch.cat((self._window_positions, positions), 1)[:, -observers:])
 
         logit = logits(self._window_query, self.key, self.occupied, scale=self.scale)   # [B, Hq, W, S]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._validate import check_flag
 from ..attention import INF, per_kv_head
-from ..blocks import AttendResult, BlockState, IntervalConfig, Piece, attention_of_block, group_mean
+from ..blocks import AttendResult, BlockState, Chunk, IntervalConfig, attention_of_block, group_mean
 
 __all__ = ["AttendResult", "TOVAConfig", "TOVAState", "attend"]
 
@@ -39,15 +39,15 @@ def attend(
     """
     output, weight = attention_of_block(query, key, value, occupied, scale=scale)       # weight [B, Hkv, Q, S]
     count = query.shape[2]
-    real = per_kv_head(occupied)[..., -count:].expand(-1, weight.shape[1], -1)          # [B, Hkv, Q]
-    return AttendResult(output, _of_newest(weight, real))
+    valid = per_kv_head(occupied)[..., -count:].expand(-1, weight.shape[1], -1)         # [B, Hkv, Q]
+    return AttendResult(output, _of_newest(weight, valid))
 
 
-def _of_newest(tensor: Tensor, real: Tensor) -> Tensor:
-    """tensor [B, H, Q, S] at the last query of each head for which `real` [B, H, Q] is True, or at query 0: [B, H, S].
+def _of_newest(tensor: Tensor, valid: Tensor) -> Tensor:
+    """tensor [B, H, Q, S] at the last query of each head for which `valid` [B, H, Q] is True, or at query 0: [B, H, S].
     """
-    number = torch.arange(real.shape[-1], device=real.device)
-    newest = number.where(real, -1).amax(-1).clamp_min(0)                               # [B, H]
+    number = torch.arange(valid.shape[-1], device=valid.device)
+    newest = number.where(valid, -1).amax(-1).clamp_min(0)                              # [B, H]
     index = newest[..., None, None].expand(-1, -1, 1, tensor.shape[-1])
     return tensor.gather(2, index)[:, :, 0]
 
@@ -58,18 +58,18 @@ class TOVAState(BlockState):
 
     Config = TOVAConfig
 
-    def _observe(self, piece: Piece) -> None:
+    def _observe(self, chunk: Chunk) -> None:
         heads = self.sizes.key_value_heads
-        real = piece.real[:, None].expand(-1, self.sizes.query_heads, -1)               # [B, Hq, Q]
-        weight = group_mean(_of_newest(piece.weight, real), heads)                      # [B, Hkv, S]
-        logit = _of_newest(piece.logit, real)                                           # [B, Hq, S]
+        valid = chunk.valid[:, None].expand(-1, self.sizes.query_heads, -1)             # [B, Hq, Q]
+        weight = group_mean(_of_newest(chunk.weight, valid), heads)                     # [B, Hkv, S]
+        logit = _of_newest(chunk.logit, valid)                                          # [B, Hq, S]
         lse = logit.logsumexp(-1, keepdim=True)
         lse = lse.masked_fill(lse == -INF, 0)
         self._log_score = (logit - lse).unflatten(1, (heads, -1)).logsumexp(2)          # log sum_h a_hj
         if not self.config.per_head:
             weight = weight.mean(1, keepdim=True).expand_as(weight)
             self._log_score = self._log_score.logsumexp(1, keepdim=True).expand_as(weight)
-        has_query = piece.real.any(-1)[:, None, None]
+        has_query = chunk.valid.any(-1)[:, None, None]
         self.score.copy_(torch.where(has_query, weight, self.score).masked_fill(~self.occupied, -INF))
 
     def _rank(self) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..attention import zero_unoccupied
-from ..blocks import AttendResult, BlockState, IntervalConfig, Piece, group_mean
+from ..blocks import AttendResult, BlockState, Chunk, IntervalConfig, group_mean
 from .h2o import attend, check_protected
 
 __all__ = ["AttendResult", "VATPConfig", "VATPState", "attend"]
@@ -41,8 +41,8 @@ class VATPState(BlockState):
 
     Config = VATPConfig
 
-    def _observe(self, piece: Piece) -> None:
-        self.score += group_mean(piece.weight, self.sizes.key_value_heads).sum(2)
+    def _observe(self, chunk: Chunk) -> None:
+        self.score += group_mean(chunk.weight, self.sizes.key_value_heads).sum(2)
 
     def _rank(self) -> tuple[Tensor, Tensor]:
         magnitude = zero_unoccupied(self.value, self.occupied).to(self.score.dtype).abs().sum(-1)

@@ -34,13 +34,13 @@ def _watched(
 ) -> tuple[Tensor, None]:
     """transformers' sdpa attention. Observers get layer, query [B, Hq, T, D], key [B, Hkv, T, D], scale and mask [B,
     T]."""
-    real = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
+    valid = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
     if isinstance(attention_mask, Tensor):
         # The newest token attends to all tokens but padding.
-        real = attention_mask[:, 0, -1].bool().expand(real.shape)
+        valid = attention_mask[:, 0, -1].bool().expand(valid.shape)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     for observe in _observers:
-        observe(int(getattr(module, "layer_idx")), query, key, scale, real)  # noqa: B009
+        observe(int(getattr(module, "layer_idx")), query, key, scale, valid)  # noqa: B009
     output, _ = sdpa_attention_forward(
         module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
     )
@@ -80,11 +80,11 @@ def layer_similarities(
     totals: dict[int, Tensor] = {}
     counts: dict[int, int] = {}
 
-    def observe(layer: int, query: Tensor, key: Tensor, scale: float, real: Tensor) -> None:
+    def observe(layer: int, query: Tensor, key: Tensor, scale: float, valid: Tensor) -> None:
         tokens = key.shape[2]
         for at in range(max(tokens - steps, 0), tokens):
-            seen = real[:, :at + 1]
-            rows = real[:, at].nonzero()[:, 0]
+            seen = valid[:, :at + 1]
+            rows = valid[:, at].nonzero()[:, 0]
             if not len(rows):
                 continue
             weight = log_weights(query[rows, :, at], key[rows, :, :at + 1], seen[rows], scale)   # [rows, Hkv, at + 1]

@@ -67,10 +67,11 @@ def check_rows(name: str, mask: object, shape: tuple[int, ...], layout: str, dev
 
 
 def check_decode(
-    query: object, scale: float | None, look: object, *, shape: tuple[int, int, int], dtype: torch.dtype,
+    query: object, scale: float | None, sparsity_mask: object, *, shape: tuple[int, int, int], dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """The arguments of `decode_attention` on a cache of `shape` [B, Hkv, D]: query [B, Hq, D], look [B] bool or None.
+    """The arguments of `decode_attention` on a cache of `shape` [B, Hkv, D]: query [B, Hq, D], sparsity_mask [B] bool
+    or None.
 
     Returns the scale.
     """
@@ -82,8 +83,8 @@ def check_decode(
         )
     check_state_tensor("query", tensor, dtype, device)
     check_heads(tensor.shape[1], heads)
-    if look is not None:
-        check_rows("look", look, (batch,), "[B]", device)
+    if sparsity_mask is not None:
+        check_rows("sparsity_mask", sparsity_mask, (batch,), "[B]", device)
     return resolve_scale(scale, head_dim)
 
 

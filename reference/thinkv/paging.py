@@ -366,18 +366,18 @@ def scale_of_elements(quantized: Quantized) -> Tensor:
 
 
 def decode_attention(
-    query: Tensor, cache: PagedCache, *, scale: float | None = None, look: Tensor | None = None
+    query: Tensor, cache: PagedCache, *, scale: float | None = None, sparsity_mask: Tensor | None = None
 ) -> PagedAttentionResult:
     """Attention of one query to all live tokens, quantized or buffered, and its sparsity.
 
-    query [B, Hq, D] with the cache's dtype and device; scale defaults to D ** -0.5; look [B] bool: the rows whose
-    sparsity is requested (section 3.1.3 requests it every tau steps), None for all. Returns output [B, Hq, D] in
+    query [B, Hq, D] with the cache's dtype and device; scale defaults to D ** -0.5; sparsity_mask [B] bool: the rows
+    whose sparsity is requested (section 3.1.3 requests it every tau steps), None for all. Returns output [B, Hq, D] in
     query's dtype, zeros for a row without tokens, and sparsity [B], the `attention_sparsity` with
     config.sparsity_threshold and config.sparsity_of, NaN for other rows. TypeError or ValueError for invalid arguments.
     """
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}")
-    scale = check_decode(query, scale, look, shape=cache.shape, dtype=cache.dtype, device=cache.device)
+    scale = check_decode(query, scale, sparsity_mask, shape=cache.shape, dtype=cache.dtype, device=cache.device)
     cache._check_whole()
     key, value, occupied = in_order(cache, accumulate_dtype(query))
     exact = query.to(key.dtype)
@@ -387,8 +387,8 @@ def decode_attention(
         exact, key, occupied, threshold=cache.config.sparsity_threshold, scale=scale,
         sparsity_of=cache.config.sparsity_of,
     )
-    if look is not None:
-        sparsity = sparsity.masked_fill(~look, torch.nan)
+    if sparsity_mask is not None:
+        sparsity = sparsity.masked_fill(~sparsity_mask, torch.nan)
     return PagedAttentionResult(output, sparsity)
 
 

@@ -150,7 +150,7 @@ class ThinKVState(State):
         if begins:
             self._segment = self._segment + 1
         self.cache.append(key, value, torch.full_like(self._segment, self._seen))
-        output, sparsity = decode_attention(query, self.cache, scale=self.scale, look=self._rows(begins))
+        output, sparsity = decode_attention(query, self.cache, scale=self.scale, sparsity_mask=self._rows(begins))
         if begins:
             self.sparsity = sparsity
         self._attended(query)

@@ -42,7 +42,7 @@ class Chunk:
     """A chunk of Q tokens in the reference, after scores were updated and before tokens were evicted.
 
     before: the reference's `_before`: key, value, occupied, positions, score, rank, protected [B, Hkv, S, ...], all
-    float64; query [B, Hq, Q, D] upcast; real [B, Q]. previous_error [B, Hkv, S]: the error bound of each token's score
+    float64; query [B, Hq, Q, D] upcast; valid [B, Q]. previous_error [B, Hkv, S]: the error bound of each token's score
     before this chunk, 0 for new tokens. reference: the state, which has evicted tokens since.
     """
 

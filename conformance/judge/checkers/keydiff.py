@@ -373,7 +373,7 @@ class Drift:
 
     # Of the last chunk: the sum, the number of keys in it, and the most of one key that may flush to zero.
     total: Tensor
-    held: Tensor
+    num_keys: Tensor
     vanished: Tensor
 
     def __init__(self, refresh: int) -> None:
@@ -384,7 +384,7 @@ class Drift:
     def after(self, keys: Keys, fresh: Tensor) -> Tensor:
         """The bound after this chunk, [B, Hkv, 1, D]. fresh [B, Hkv, S] bool: the tokens of the chunk."""
         term = (1 + keys.own) * (1 + keys.common) - 1
-        total, held = keys.unit.sum(2, keepdim=True), keys.occupied.sum(-1)[..., None, None]
+        total, num_keys = keys.unit.sum(2, keepdim=True), keys.occupied.sum(-1)[..., None, None]
         arrived = (keys.unit * fresh[..., None]).sum(2, keepdim=True)
         vanished = keys.vanished.amax(2, keepdim=True)
         recomputed = keys.unit_sum_error[:, None]
@@ -393,19 +393,19 @@ class Drift:
         else:
             before = total - arrived                                                    # after the last step's eviction
             gone = term * (self.total - before).abs() + self.vanished
-            left = (self.held > held - fresh.sum(-1)[..., None, None])[:, None]
+            left = (self.num_keys > num_keys - fresh.sum(-1)[..., None, None])[:, None]
             error = self.errors[:, -self.refresh:]
             subtracted = error + gone[:, None]
             subtracted = subtracted + UNIT * (before.abs()[:, None] + subtracted)
             error = torch.where(left, subtracted, error) + (term * arrived.abs() + vanished)[:, None]
             error = (error + UNIT * (total.abs()[:, None] + error)) * SLACK
             self.errors = torch.cat((error, recomputed), 1)
-        self.total, self.held, self.vanished = total, held, vanished
+        self.total, self.num_keys, self.vanished = total, num_keys, vanished
         return self.errors.amax(1)
 
     def reorder(self, index: Tensor) -> None:
         if self.errors is not None:
-            for name in ("errors", "total", "held", "vanished"):
+            for name in ("errors", "total", "num_keys", "vanished"):
                 setattr(self, name, getattr(self, name).index_select(0, index))
 
 

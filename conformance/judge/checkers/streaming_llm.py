@@ -152,7 +152,7 @@ class Adapter(blocks.Adapter):
         older = (positions[..., None, :] < positions[..., :, None]) & occupied[..., None, :]      # [B, Hkv, end, end]
         place = older.sum(-1).masked_fill(~occupied, 0)
         own = per_query_head(place[..., end - count:], before["query"].shape[1])
-        query = before["query"].masked_fill(~before["real"][:, None, :, None], 0)
+        query = before["query"].masked_fill(~before["valid"][:, None, :, None], 0)
         key = before["key"][:, :, :end].masked_fill(~occupied[..., None], 0)
         q, k = rotated(query, own, inv_freq, chunk.dtype), rotated(key, place, inv_freq, chunk.dtype)
         scale = lockstep.scale_of(chunk.reference)

@@ -34,8 +34,8 @@ def weight_interval(case: SetsCase, allowed: Arithmetic | None = None) -> Interv
 def free_of(case: SetsCase, taken: Tensor | None) -> Tensor:
     """The tokens that can be chosen, [B, N_r, S] bool."""
     slot = torch.arange(case.slots, device=case.device)
-    held: Tensor = case.occupied[:, None].expand(-1, case.key_value_heads, -1)
-    return held if taken is None else held & ~(taken[..., None] == slot).any(2)
+    occupied: Tensor = case.occupied[:, None].expand(-1, case.key_value_heads, -1)
+    return occupied if taken is None else occupied & ~(taken[..., None] == slot).any(2)
 
 
 def assert_chosen_right(actual: Tensor, truth: Tensor, case: SetsCase, taken: Tensor | None, *, what: str) -> None:
@@ -58,9 +58,9 @@ def assert_chosen_right(actual: Tensor, truth: Tensor, case: SetsCase, taken: Te
 
 def backwards(index: Tensor, slots: int) -> Tensor:
     """Slots counted from the end, ascending again, with -1 at the end."""
-    held = (index >= 0).sum(-1, keepdim=True)
+    count = (index >= 0).sum(-1, keepdim=True)
     number = torch.arange(index.shape[-1], device=index.device)
-    turned = index.gather(-1, torch.where(number < held, held - 1 - number, number))
+    turned = index.gather(-1, torch.where(number < count, count - 1 - number, number))
     return torch.where(turned < 0, turned, slots - 1 - turned)
 
 

@@ -141,8 +141,8 @@ def poison(cache: Any) -> None:
     parts = {fmt: ops.record_places(fmt, config.block, config.group, head_dim) for fmt in of_types}
     sizes = {fmt: ops.record_bytes(fmt, config.block, config.group, head_dim) for fmt in of_types}
     bases = {fmt: 4 * base for fmt, base in zip(cache._layout.formats, cache._layout.base, strict=False)}
-    for fmt, room in {of_types[thought]: cache._layout.room[thought] for thought in range(3)}.items():
-        records = spoilt[:, bases[fmt]:bases[fmt] + room * heads * sizes[fmt]].view(len(pool), -1, sizes[fmt])
+    for fmt, capacity in {of_types[thought]: cache._layout.capacity[thought] for thought in range(3)}.items():
+        records = spoilt[:, bases[fmt]:bases[fmt] + capacity * heads * sizes[fmt]].view(len(pool), -1, sizes[fmt])
         records[:, :, parts[fmt].scales.flatten()] = ops.LARGEST_SCALE
     for b, slot in (cache.groups >= 0).nonzero().tolist():
         entry, place = divmod(slot, config.block)

@@ -44,13 +44,14 @@ def log_ratios(case: SparsityCase, allowed: Arithmetic) -> Interval:
     They are added to the ratio: 8 u (1 + |log w_j| + |log max|).
     """
     ends = log_pooled(case, allowed)                                                      # [B, Hkv, S]
-    tops = [end.amax(-1, keepdim=True) for end in ends]
-    held = case.occupied[:, None]
-    low, high = (end.masked_fill(~held, 0) for end in ends)
-    bottom, top = (end.masked_fill(end == -torch.inf, 0) for end in tops)
+    largest = [end.amax(-1, keepdim=True) for end in ends]
+    occupied = case.occupied[:, None]
+    low, high = (end.masked_fill(~occupied, 0) for end in ends)
+    bottom, top = (end.masked_fill(end == -torch.inf, 0) for end in largest)
     margin = 8 * UNIT * (1 + low.abs() + bottom.abs()) * SLACK
     return Interval(
-        (low - top - margin).masked_fill(~held, -torch.inf), (high - bottom + margin).masked_fill(~held, -torch.inf)
+        (low - top - margin).masked_fill(~occupied, -torch.inf),
+        (high - bottom + margin).masked_fill(~occupied, -torch.inf)
     )
 
 
@@ -63,15 +64,15 @@ def mean_weights(case: SparsityCase, allowed: Arithmetic) -> Interval:
     adds at most 2^-126 for the weight and the ratio each, since the sum of all weights is at least 1 up to rounding:
     4 2^-126.
     """
-    held, ends = case.occupied[:, None], log_pooled(case, allowed)
+    occupied, ends = case.occupied[:, None], log_pooled(case, allowed)
     low, high = (
-        (end + side * 8 * UNIT * (1 + end.masked_fill(~held, 0).abs())).exp().masked_fill(~held, 0)
+        (end + side * 8 * UNIT * (1 + end.masked_fill(~occupied, 0).abs())).exp().masked_fill(~occupied, 0)
         for side, end in zip((-1, 1), ends, strict=True)
     )
     others = [end.sum(-1, keepdim=True) - end for end in (low, high)]                     # [B, Hkv, S]
-    least = low / (low + others[1].clamp_min(0)).where(held & (low > 0), 1)
-    most = high / (high + others[0].clamp_min(0)).where(held & (high > 0), 1)
-    rounding = gamma(held.shape[-1] + case.key_value_heads + 16) * SLACK
+    least = low / (low + others[1].clamp_min(0)).where(occupied & (low > 0), 1)
+    most = high / (high + others[0].clamp_min(0)).where(occupied & (high > 0), 1)
+    rounding = gamma(occupied.shape[-1] + case.key_value_heads + 16) * SLACK
     least, most = (share.mean(1, keepdim=True) for share in (least, most))
     return Interval((least * (1 - rounding) - 4 * FLUSH).clamp_min(0), most * (1 + rounding) + 4 * FLUSH)
 
@@ -79,16 +80,16 @@ def mean_weights(case: SparsityCase, allowed: Arithmetic) -> Interval:
 def sides(case: SparsityCase, allowed: Arithmetic) -> tuple[Tensor, Tensor]:
     """The tokens that are surely, and possibly, below the threshold: [B, Hkv, S], or [B, 1, S] for the mean's sparsity.
     """
-    held = case.occupied[:, None]
+    occupied = case.occupied[:, None]
     if case.sparsity_of == "mean":
         weight = mean_weights(case, allowed)
         low, high = (case.threshold * end.amax(-1, keepdim=True) for end in weight)
         margin = 8 * UNIT * SLACK                                         # of the threshold and of its product
         surely = weight.high < low * (1 - margin) - FLUSH
-        return held & surely, held & ~(weight.low >= high * (1 + margin) + FLUSH)
+        return occupied & surely, occupied & ~(weight.low >= high * (1 + margin) + FLUSH)
     ratio, cut = log_ratios(case, allowed), math.log(case.threshold)
     margin = 8 * UNIT * abs(cut)
-    return held & (ratio.high < cut - margin), held & ~(ratio.low >= cut + margin)
+    return occupied & (ratio.high < cut - margin), occupied & ~(ratio.low >= cut + margin)
 
 
 def share_interval(case: SparsityCase, allowed: Arithmetic | None = None) -> tuple[Interval, Tensor]:

@@ -126,7 +126,7 @@ class Adapter(blocks.Adapter):
             error = mean_error(received(attention), error)
         error = chunk.wide(error)
         # A row whose chunk is all padding keeps its scores.
-        has_tokens = chunk.before["real"].any(-1)[:, None, None]
+        has_tokens = chunk.before["valid"].any(-1)[:, None, None]
         return torch.where(has_tokens, error, chunk.previous_error)
 
     def rank_interval(self, chunk: Chunk, error: Tensor) -> Interval:
@@ -152,7 +152,7 @@ class Adapter(blocks.Adapter):
 
     @staticmethod
     def _newest(chunk: Chunk) -> Attention:
-        valid = chunk.before["real"][:, None].expand(-1, chunk.attention.key_value_heads, -1)
+        valid = chunk.before["valid"][:, None].expand(-1, chunk.attention.key_value_heads, -1)
         return newest(chunk.attention, valid)
 
 

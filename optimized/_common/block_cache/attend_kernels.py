@@ -23,7 +23,7 @@ _SIZES = [
     "slots", "count", "heads", "query_b", "query_h", "query_q", "key_b", "key_h", "key_s", "value_b", "value_h",
     "value_s", "occupied_b", "occupied_h",
 ]
-#: Slots, and queries, that are looked at together. In the interpreter few, so that tests cover several rounds.
+#: Slots, and queries, that are loaded at a time. In the interpreter few, so that tests cover several rounds.
 _SLOTS = tl.constexpr(16 if INTERPRETED else 1024)
 _QUERIES = tl.constexpr(8 if INTERPRETED else 128)
 _POSITIONS = ["capacity", "asks_b", "asks_q", "position_b", "position_h", "position_s"]
@@ -44,7 +44,7 @@ def _extent(occupied, occupied_s, end):
 
 @triton.jit
 def _attend_tiles(
-    q, sees, acc, top, weight_sum, key, value, occupied, positions, scale, begin, first, second, slots,
+    q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, begin, first, second, slots,
     key_s, key_d, value_s, value_d, occupied_s, position_s,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, POSITIONS: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
@@ -88,7 +88,7 @@ def _attend_tiles(
             highest = tl.min(product, 1) * scale
         else:
             highest = tl.max(product, 1) * scale
-        p, top, rescale = weigh(logit, top, highest)
+        p, row_max, rescale = weigh(logit, row_max, highest)
         weight_sum = weight_sum * rescale + tl.sum(p, 1)
         if OUTPUT:
             if MASKED:
@@ -98,12 +98,12 @@ def _attend_tiles(
             else:
                 v = tl.load(values)
             acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
-    return acc, top, weight_sum
+    return acc, row_max, weight_sum
 
 
 @triton.jit(do_not_specialize=_SIZES + _POSITIONS)
 def attention_kernel(
-    query, key, value, occupied, query_positions, positions, counts, output, parts, scale,
+    query, key, value, occupied, query_positions, positions, counts, output, softmax_parts, scale,
     slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
     capacity, asks_b, asks_q, position_b, position_h, position_s,
@@ -114,72 +114,72 @@ def attention_kernel(
     """Program (block of rows, KV head, row of the batch). Without OUTPUT, values are not read."""
     blocks = tl.cdiv(count * GROUP, ROWS)
     first = (tl.program_id(0) % blocks) * ROWS
-    flat = (tl.program_id(0) // blocks).to(tl.int64)
+    batch_head = (tl.program_id(0) // blocks).to(tl.int64)
     if DUE:
-        tokens = tl.load(counts + flat)
+        tokens = tl.load(counts + batch_head)
         if tokens <= capacity:
             return
-    b, k_head = flat // heads, flat % heads
+    b, k_head = batch_head // heads, batch_head % heads
     key += (b * key_b + k_head * key_h) * UNIT
     value += (b * value_b + k_head * value_h) * UNIT
     occupied += b * occupied_b + k_head * occupied_h
     d = tl.arange(0, D_PAD).to(tl.int64)
     row = first + tl.arange(0, ROWS)
-    real = row < count * GROUP
+    valid = row < count * GROUP
     i = (row // GROUP).to(tl.int64)
     head = k_head * GROUP + row % GROUP
     past = slots - count                                               # slots that every query attends to
     if POSITIONS:
         positions += b * position_b + k_head * position_h
-        sees = tl.load(query_positions + b * asks_b + i * asks_q, mask=real, other=-1)
+        sees = tl.load(query_positions + b * asks_b + i * asks_q, mask=valid, other=-1)
         attends = sees >= 0
         past = slots
         end = slots
     else:
         sees = past + i
-        attends = tl.load(occupied + sees * occupied_s, mask=real, other=0) != 0
+        attends = tl.load(occupied + sees * occupied_s, mask=valid, other=0) != 0
         end = tl.minimum(past + (first + ROWS - 1) // GROUP + 1, slots)
     query += (b * query_b + k_head * GROUP * query_h) * UNIT
     q = tl.load(
         query + ((row % GROUP).to(tl.int64)[:, None] * query_h + i[:, None] * query_q) * UNIT + d[None, :] * query_d,
         mask=attends[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
     )
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D_PAD if OUTPUT else 16], tl.float32)
     whole, used = _extent(occupied, occupied_s, past)
     whole = whole // BLOCK
     # First the full tiles that all queries attend to; then tiles with gaps, up to the last token, and the block's own.
-    acc, top, weight_sum = _attend_tiles(
-        q, sees, acc, top, weight_sum, key, value, occupied, positions, scale, 0, whole, end, end,
+    acc, row_max, weight_sum = _attend_tiles(
+        q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, 0, whole, end, end,
         key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, position_s,
         HEAD_DIM, D_PAD, BLOCK, False, POSITIONS, POSITIONS, OUTPUT, STAGES, NEGATIVE,
     )
     gaps = tl.cdiv(tl.maximum(used - whole * BLOCK, 0), BLOCK)
     own = tl.maximum(past // BLOCK, whole + gaps)
-    acc, top, weight_sum = _attend_tiles(
-        q, sees, acc, top, weight_sum, key, value, occupied, positions, scale, whole * BLOCK, gaps, own * BLOCK, end,
-        key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, position_s,
+    acc, row_max, weight_sum = _attend_tiles(
+        q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, whole * BLOCK, gaps, own * BLOCK,
+        end, key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, position_s,
         HEAD_DIM, D_PAD, BLOCK, True, True, POSITIONS, OUTPUT, 2, NEGATIVE,
     )
     # The output is 0 for queries that attend to nothing and for padding. NaN stays NaN.
     empty = (weight_sum == 0.0) | ~attends
     inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, weight_sum))
     at = (b * heads * GROUP + head) * count + i
-    tl.store(parts + at, tl.where(empty, 0.0, finite_or_zero(top)), mask=real)
-    tl.store(parts + tl.num_programs(0).to(tl.int64) // blocks * GROUP * count + at, inverse, mask=real)
+    tl.store(softmax_parts + at, tl.where(empty, 0.0, finite_or_zero(row_max)), mask=valid)
+    tl.store(softmax_parts + tl.num_programs(0).to(tl.int64) // blocks * GROUP * count + at, inverse, mask=valid)
     if OUTPUT:
         out = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, weight_sum)[:, None])
         tl.store(
             output + at[:, None] * HEAD_DIM + d[None, :], round_output(out, output.dtype.element_ty),
-            mask=real[:, None] & (d < HEAD_DIM)[None, :],
+            mask=valid[:, None] & (d < HEAD_DIM)[None, :],
         )
 
 
 @triton.jit
 def _receive_tiles(
-    k, at, total, query, parts, query_positions, scale, first, count, past, all_queries, query_h, query_q, query_d,
-    asks_q,
+    k, at, total, query, softmax_parts, query_positions, scale, first, count, past, all_queries, query_h, query_q,
+    query_d, asks_q,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr,
     CAUSAL: tl.constexpr, POSITIONS: tl.constexpr, STAGES: tl.constexpr,
 ):
@@ -192,18 +192,18 @@ def _receive_tiles(
     for tile in tl.range(0, GROUP * tiles, num_stages=STAGES):
         head = (tile // tiles).to(tl.int64)
         i = (first + tile % tiles) * QUERIES + row
-        real = i < count
-        shift = tl.load(parts + head * count + i, mask=real, other=0.0)
-        inverse = tl.load(parts + all_queries + head * count + i, mask=real, other=0.0)
+        valid = i < count
+        shift = tl.load(softmax_parts + head * count + i, mask=valid, other=0.0)
+        inverse = tl.load(softmax_parts + all_queries + head * count + i, mask=valid, other=0.0)
         q = tl.load(
             query + head * query_h + i[:, None] * query_q + d[None, :] * query_d,
-            mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
+            mask=valid[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
         )
         # The arithmetic of `_attend_tiles`, but masked afterwards, so that the mask does not change the rounding.
         weight = tl.exp2(multiply(dot(k, tl.trans(q)), scale) - shift[None, :])  # [BLOCK, QUERIES]
         if CAUSAL:
             if POSITIONS:
-                sees = tl.load(query_positions + i * asks_q, mask=real, other=-1)
+                sees = tl.load(query_positions + i * asks_q, mask=valid, other=-1)
             else:
                 sees = past + i
             weight = tl.where(at[:, None] <= sees[None, :], weight, 0.0)
@@ -214,13 +214,13 @@ def _receive_tiles(
 
 @triton.jit
 def _receive_block(
-    first, flat, programs, query, key, occupied, query_positions, positions, parts, result, scale, slots, count,
-    query_h, query_q, query_d, key_s, key_d, occupied_s, asks_q, position_s,
+    first, batch_head, programs, query, key, occupied, query_positions, positions, softmax_parts, result, scale, slots,
+    count, query_h, query_q, query_d, key_s, key_d, occupied_s, asks_q, position_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     POSITIONS: tl.constexpr, MEAN: tl.constexpr, STAGES: tl.constexpr,
 ):
     """The weights that all queries of the group give to the keys from slot `first` on. Pointers are at the KV head,
-    except parts and result. programs: the number of KV heads in the whole batch."""
+    except softmax_parts and result. programs: the number of KV heads in the whole batch."""
     d = tl.arange(0, D_PAD).to(tl.int64)
     s = first + tl.arange(0, BLOCK)
     s64 = s.to(tl.int64)
@@ -230,14 +230,14 @@ def _receive_block(
     )
     past = slots - count
     all_queries = programs * GROUP * count
-    parts += flat * GROUP * count
+    softmax_parts += batch_head * GROUP * count
     total = tl.full([BLOCK, ROWS], 0.0, tl.float32)
     at = s64
     if POSITIONS:
         at = tl.load(positions + s64 * position_s, mask=holds, other=0)
     if not POSITIONS and first + BLOCK - 1 <= past:                    # every query attends to all of these keys
         total = _receive_tiles(
-            k, at, total, query, parts, query_positions, scale, 0, count, past, all_queries,
+            k, at, total, query, softmax_parts, query_positions, scale, 0, count, past, all_queries,
             query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, False, POSITIONS, STAGES,
         )
     else:
@@ -245,7 +245,7 @@ def _receive_block(
         if POSITIONS:
             nearest = first * 0
         total = _receive_tiles(
-            k, at, total, query, parts, query_positions, scale, nearest, count, past, all_queries,
+            k, at, total, query, softmax_parts, query_positions, scale, nearest, count, past, all_queries,
             query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, True, POSITIONS,
             STAGES if POSITIONS else 1,
         )
@@ -260,12 +260,12 @@ def _receive_block(
                 counted = tl.load(occupied + (past + i).to(tl.int64) * occupied_s, mask=i < count, other=0) != 0
             observers += tl.where(counted, 1, 0)
         divisor = divisor * tl.maximum(tl.sum(observers, 0), 1)
-    tl.store(result + flat * slots + s, tl.where(holds, tl.sum(total, 1) / divisor, 0.0), mask=s < slots)
+    tl.store(result + batch_head * slots + s, tl.where(holds, tl.sum(total, 1) / divisor, 0.0), mask=s < slots)
 
 
 @triton.jit(do_not_specialize=[*_SIZES, *_POSITIONS, "each"])
 def received_kernel(
-    query, key, value, occupied, query_positions, positions, counts, parts, result, scale,
+    query, key, value, occupied, query_positions, positions, counts, softmax_parts, result, scale,
     slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
     capacity, asks_b, asks_q, position_b, position_h, position_s, each,
@@ -278,12 +278,12 @@ def received_kernel(
     if DUE:
         blocks = tl.cdiv(blocks, each)
     number = tl.program_id(0) % blocks
-    flat = (tl.program_id(0) // blocks).to(tl.int64)
+    batch_head = (tl.program_id(0) // blocks).to(tl.int64)
     if DUE:
-        tokens = tl.load(counts + flat)
+        tokens = tl.load(counts + batch_head)
         if tokens <= capacity:
             return
-    b, k_head = flat // heads, flat % heads
+    b, k_head = batch_head // heads, batch_head % heads
     key += (b * key_b + k_head * key_h) * UNIT
     occupied += b * occupied_b + k_head * occupied_h
     query += (b * query_b + k_head * GROUP * query_h) * UNIT
@@ -294,31 +294,31 @@ def received_kernel(
     if DUE:
         for first in range(number * each * BLOCK, tl.minimum((number + 1) * each * BLOCK, slots), BLOCK):
             _receive_block(
-                first, flat, programs, query, key, occupied, query_positions, positions, parts, result, scale, slots,
-                count, query_h * UNIT, query_q * UNIT, query_d, key_s * UNIT, key_d, occupied_s, asks_q, position_s,
-                GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS, MEAN, STAGES,
+                first, batch_head, programs, query, key, occupied, query_positions, positions, softmax_parts, result,
+                scale, slots, count, query_h * UNIT, query_q * UNIT, query_d, key_s * UNIT, key_d, occupied_s, asks_q,
+                position_s, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS, MEAN, STAGES,
             )
     else:
         _receive_block(
-            number * BLOCK, flat, programs, query, key, occupied, query_positions, positions, parts, result, scale,
-            slots, count, query_h * UNIT, query_q * UNIT, query_d, key_s * UNIT, key_d, occupied_s, asks_q, position_s,
-            GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS, MEAN, STAGES,
+            number * BLOCK, batch_head, programs, query, key, occupied, query_positions, positions, softmax_parts,
+            result, scale, slots, count, query_h * UNIT, query_q * UNIT, query_d, key_s * UNIT, key_d, occupied_s,
+            asks_q, position_s, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS, MEAN, STAGES,
         )
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def newest_kernel(
-    query, key, value, occupied, parts, result, log_result, scale,
+    query, key, value, occupied, softmax_parts, result, log_result, scale,
     slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Program (block of keys, KV head, row of the batch): the weights that the newest real query gives these keys."""
+    """Program (block of keys, KV head, row of the batch): the weights that the newest valid query gives these keys."""
     blocks = tl.cdiv(slots, BLOCK)
     first = (tl.program_id(0) % blocks) * BLOCK
-    flat = (tl.program_id(0) // blocks).to(tl.int64)
-    b, k_head = flat // heads, flat % heads
+    batch_head = (tl.program_id(0) // blocks).to(tl.int64)
+    b, k_head = batch_head // heads, batch_head % heads
     key += (b * key_b + k_head * key_h) * UNIT
     occupied += b * occupied_b + k_head * occupied_h
     query += (b * query_b + k_head * GROUP * query_h) * UNIT
@@ -342,21 +342,21 @@ def newest_kernel(
         query + (row.to(tl.int64)[:, None] * query_h + i * query_q) * UNIT + d[None, :] * query_d,
         mask=asks[:, None] & in_head, other=0.0,
     )
-    part = (flat * GROUP + row) * count + i
-    shift = tl.load(parts + part, mask=asks, other=0.0)
+    part = (batch_head * GROUP + row) * count + i
+    shift = tl.load(softmax_parts + part, mask=asks, other=0.0)
     inverse = tl.load(
-        parts + tl.num_programs(0).to(tl.int64) // blocks * GROUP * count + part, mask=asks, other=0.0
+        softmax_parts + tl.num_programs(0).to(tl.int64) // blocks * GROUP * count + part, mask=asks, other=0.0
     )
     sees = holds & (s <= past + newest)
     logit = multiply(dot(k, tl.trans(q)), scale) - shift[None, :]      # [BLOCK, ROWS]
     logit = tl.where(sees[:, None] & asks[None, :], logit, float("-inf"))
     weight = tl.sum(tl.exp2(logit) * inverse[None, :], 1) / GROUP
-    tl.store(result + flat * slots + s, tl.where(sees, weight, 0.0), mask=s < slots)
+    tl.store(result + batch_head * slots + s, tl.where(sees, weight, 0.0), mask=s < slots)
     # Subtract the largest logarithm, so that the sum does not underflow.
     logit += log2_or_minus_inf(inverse)[None, :]
-    top = tl.max(logit, 1)
-    total = tl.sum(tl.exp2(logit - finite_or_zero(top)[:, None]), 1)
+    row_max = tl.max(logit, 1)
+    total = tl.sum(tl.exp2(logit - finite_or_zero(row_max)[:, None]), 1)
     tl.store(
-        log_result + flat * slots + s, tl.where(sees, finite_or_zero(top) + log2_or_minus_inf(total), float("-inf")),
-        mask=s < slots,
+        log_result + batch_head * slots + s,
+        tl.where(sees, finite_or_zero(row_max) + log2_or_minus_inf(total), float("-inf")), mask=s < slots,
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ....reference.contract import Sizes
 from ..launch import INTERPRETED, on_device_of, padded_head_dim
-from .evict_kernels import _NEVER, COUNTED, _leaving, _real_before, _threshold, _write_codes
+from .evict_kernels import _NEVER, COUNTED, _leaving, _threshold, _valid_before, _write_codes
 from .kernels import Window, launch_attention, launch_received
 from .ops import chunk_sizes, rows
 
@@ -31,10 +31,10 @@ PASSING_WARPS, PASSING_CHUNK = 8, 2048
 
 
 class Between(NamedTuple):
-    """Buffers passed between the launches of a compression. parts float32: see `kernels.Attended`; received float32:
-    the attention that each slot's key received; numbers [4, B * Hkv, S] int32: see `compress_kernel`."""
+    """Buffers passed between the launches of a compression. softmax_parts float32: see `kernels.Attended`; received
+    float32: the attention that each slot's key received; numbers [4, B * Hkv, S] int32: see `compress_kernel`."""
 
-    parts: Tensor
+    softmax_parts: Tensor
     received: Tensor
     numbers: Tensor
 
@@ -42,46 +42,48 @@ class Between(NamedTuple):
 @torch.inference_mode(False)
 def between(sizes: Sizes, observers: int, device: torch.device) -> Between:
     """Allocate the buffers for a state's compressions."""
-    flats = sizes.batch * sizes.key_value_heads
+    batch_heads = sizes.batch * sizes.key_value_heads
     return Between(
         torch.zeros(2, sizes.batch, sizes.query_heads, observers, dtype=torch.float32, device=device),
-        torch.zeros(flats * sizes.slots, dtype=torch.float32, device=device),
-        torch.zeros(4, flats, sizes.slots, dtype=torch.int32, device=device),
+        torch.zeros(batch_heads * sizes.slots, dtype=torch.float32, device=device),
+        torch.zeros(4, batch_heads, sizes.slots, dtype=torch.int32, device=device),
     )
 
 
 @torch.library.custom_op(
     "kvtwin::block_compress",
     mutates_args=(
-        "key", "value", "occupied", "positions", "score", "ordinals", "counts", "order", "parts", "received", "numbers",
+        "key", "value", "occupied", "positions", "score", "token_index", "counts", "order", "softmax_parts", "received",
+        "numbers",
     ),
 )
 def compress(
     window_query: Tensor, window_positions: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
-    score: Tensor, ordinals: Tensor, held: Tensor, counts: Tensor, order: Tensor, parts: Tensor, received: Tensor,
-    numbers: Tensor, scale: float, budget: int, capacity: int, count: int, kernel_size: int, appended: bool,
+    score: Tensor, token_index: Tensor, valid_seen: Tensor, counts: Tensor, order: Tensor, softmax_parts: Tensor,
+    received: Tensor, numbers: Tensor, scale: float, budget: int, capacity: int, count: int, kernel_size: int,
+    appended: bool,
 ) -> None:
     """Update scores and evict after `count` tokens arrived, in the slots from `capacity` on or, if `appended`, after
     one token arrived in the slot behind the others.
 
     window_query [B, Hq, W, D] and window_positions [B, W] int64: the queries of the last tokens, -1 for padding. A
-    state's buffers are as in `ops.arrive`; held includes the new tokens. counts [B, Hkv] int32: the tokens that a head
-    holds, new ones included; order [B, Hkv, budget] int32: the slots of its first tokens in order of arrival. parts,
-    received, numbers: a Between. If capacity equals the budget, the scores of all heads are updated; otherwise only
-    those of heads that are due, and the new tokens of the other heads get a score of +inf.
+    state's buffers are as in `ops.arrive`; valid_seen includes the new tokens. counts [B, Hkv] int32: the tokens that a
+    head holds, new ones included; order [B, Hkv, budget] int32: the slots of its first tokens in order of arrival.
+    softmax_parts, received, numbers: a Between. If capacity equals the budget, the scores of all heads are updated;
+    otherwise only those of heads that are due, and the new tokens of the other heads get a score of +inf.
     """
     batch, heads, slots, head_dim = key.shape
-    flats, end, always = batch * heads, capacity + count, capacity == budget
+    batch_heads, end, always = batch * heads, capacity + count, capacity == budget
     chunk, search = chunk_sizes(end, 4096 if always else PASSING_CHUNK)
     keys, there, places = key[:, :, :end], occupied[:, :, :end], positions[:, :, :end]
     window = Window(window_positions, places, None if always else counts, capacity)
-    launch_attention(window_query, keys, None, there, window, None, parts, scale)
-    launch_received(window_query, keys, there, window, parts, received, scale, True)
+    launch_attention(window_query, keys, None, there, window, None, softmax_parts, scale)
+    launch_received(window_query, keys, there, window, softmax_parts, received, scale, True)
     with on_device_of(key):
-        compress_kernel[(flats,)](
-            received, key, value, occupied, positions, score, ordinals, score, held, counts, order, window_positions,
-            numbers, budget, capacity, count, slots, heads, window_positions.shape[1], kernel_size, 0, 0, end,
-            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
+        compress_kernel[(batch_heads,)](
+            received, key, value, occupied, positions, score, token_index, score, valid_seen, counts, order,
+            window_positions, numbers, budget, capacity, count, slots, heads, window_positions.shape[1], kernel_size, 0,
+            0, end, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
             TOKENS=16 if INTERPRETED else 32, ALWAYS=always, APPENDED=appended, OBSERVES=True, CARRIED=False,
             num_warps=4 if end <= 1024 else 16 if always else PASSING_WARPS,
         )
@@ -90,28 +92,29 @@ def compress(
 @compress.register_fake
 def _(
     window_query: Tensor, window_positions: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
-    score: Tensor, ordinals: Tensor, held: Tensor, counts: Tensor, order: Tensor, parts: Tensor, received: Tensor,
-    numbers: Tensor, scale: float, budget: int, capacity: int, count: int, kernel_size: int, appended: bool,
+    score: Tensor, token_index: Tensor, valid_seen: Tensor, counts: Tensor, order: Tensor, softmax_parts: Tensor,
+    received: Tensor, numbers: Tensor, scale: float, budget: int, capacity: int, count: int, kernel_size: int,
+    appended: bool,
 ) -> None:
     return None
 
 
 @torch.library.custom_op(
     "kvtwin::block_thin",
-    mutates_args=("key", "value", "occupied", "positions", "score", "ordinals", "carried", "counts", "numbers"),
+    mutates_args=("key", "value", "occupied", "positions", "score", "token_index", "carried", "counts", "numbers"),
 )
 def thin(
-    rank: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor, ordinals: Tensor,
-    carried: Tensor | None, held: Tensor, counts: Tensor, numbers: Tensor,
+    rank: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor, token_index: Tensor,
+    carried: Tensor | None, valid_seen: Tensor, counts: Tensor, numbers: Tensor,
     budget: int, capacity: int, count: int, sinks: int, recent: int, appended: bool,
 ) -> None:
     """Evict after `count` tokens arrived, in the slots from `capacity` on or, if `appended`, after one token arrived in
     the slot behind the others.
 
     rank [B, Hkv, capacity + count or more] float32: heads that are due evict the lowest first, ties by
-    slot. The first `sinks` and the newest `recent` tokens are protected. A state's buffers are as in `ops.settle`; held
-    and counts [B, Hkv] int32: the tokens that a row has seen and that a head holds, the new ones included. numbers
-    [4, B * Hkv, S] int32: scratch.
+    slot. The first `sinks` and the newest `recent` tokens are protected. A state's buffers are as in `ops.settle`;
+    valid_seen and counts [B, Hkv] int32: the valid tokens that a row has seen and that a head holds, the new ones
+    included. numbers [4, B * Hkv, S] int32: scratch.
     """
     batch, heads, slots, head_dim = key.shape
     end = capacity + count
@@ -119,9 +122,9 @@ def thin(
     chunk, search = chunk_sizes(end, PASSING_CHUNK)
     with on_device_of(key):
         compress_kernel[(batch * heads,)](
-            rank, key, value, occupied, positions, score, ordinals, score if carried is None else carried, held, counts,
-            numbers, held, numbers, budget, capacity, count, slots, heads, 0, 0, sinks, recent, rank.stride(1),
-            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
+            rank, key, value, occupied, positions, score, token_index, score if carried is None else carried,
+            valid_seen, counts, numbers, valid_seen, numbers, budget, capacity, count, slots, heads, 0, 0, sinks,
+            recent, rank.stride(1), HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
             TOKENS=16 if INTERPRETED else 32, ALWAYS=False, APPENDED=appended, OBSERVES=False,
             CARRIED=carried is not None, num_warps=4 if end <= 1024 else PASSING_WARPS,
         )
@@ -129,31 +132,31 @@ def thin(
 
 @thin.register_fake
 def _(
-    rank: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor, ordinals: Tensor,
-    carried: Tensor | None, held: Tensor, counts: Tensor, numbers: Tensor,
+    rank: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor, token_index: Tensor,
+    carried: Tensor | None, valid_seen: Tensor, counts: Tensor, numbers: Tensor,
     budget: int, capacity: int, count: int, sinks: int, recent: int, appended: bool,
 ) -> None:
     return None
 
 
 @triton.jit
-def _walk(walk, order, occupied, before, budget, capacity, count, CHUNK: tl.constexpr):
+def _list_by_age(slots_by_age, order, occupied, before, budget, capacity, count, CHUNK: tl.constexpr):
     """List the slots of a head's tokens in order of arrival: `before` tokens of the cache, then the block's."""
     for start in range(0, before, CHUNK):
         i = start + tl.arange(0, CHUNK)
         first = tl.load(order + i, mask=i < tl.minimum(before, budget), other=0)
-        tl.store(walk + i, tl.where(i < budget, first, i), mask=i < before)
-    walked = before
+        tl.store(slots_by_age + i, tl.where(i < budget, first, i), mask=i < before)
+    listed = before
     for start in range(0, count, COUNTED):
         i = start + tl.arange(0, COUNTED)
         here = tl.where(tl.load(occupied + capacity + i, mask=i < count, other=0) != 0, 1, 0)
-        tl.store(walk + walked + tl.cumsum(here, 0) - here, capacity + i, mask=here != 0)
-        walked += tl.sum(here, 0)
+        tl.store(slots_by_age + listed + tl.cumsum(here, 0) - here, capacity + i, mask=here != 0)
+        listed += tl.sum(here, 0)
     tl.debug_barrier()
 
 
 @triton.jit
-def _pool(score, received, walk, tokens, prefix, kernel_size, CHUNK: tl.constexpr):
+def _pool(score, received, slots_by_age, tokens, prefix, kernel_size, CHUNK: tl.constexpr):
     """Store the scores of a head's tokens. The first `prefix` tokens get the mean of what their neighbours received,
     with 0 beyond either end. The others are the window and get +inf."""
     for start in range(0, tokens, CHUNK):
@@ -162,23 +165,23 @@ def _pool(score, received, walk, tokens, prefix, kernel_size, CHUNK: tl.constexp
         for k in range(kernel_size):
             near = i + k - kernel_size // 2
             inside = (near >= 0) & (near < prefix) & (i < prefix)
-            slot = tl.load(walk + near, mask=inside, other=0)
+            slot = tl.load(slots_by_age + near, mask=inside, other=0)
             total += tl.load(received + slot, mask=inside, other=0.0)
-        slot = tl.load(walk + i, mask=i < tokens, other=0)
+        slot = tl.load(slots_by_age + i, mask=i < tokens, other=0)
         tl.store(score + slot, tl.where(i < prefix, total / kernel_size, float("inf")), mask=i < tokens)
     tl.debug_barrier()
 
 
 @triton.jit
 def _choose(
-    codes, room, fate, rank, occupied, ordinals, before, leave, sinks, recent_from, budget, end,
+    codes, free_slots, dest_slot, rank, occupied, token_index, before, leave, sinks, recent_from, budget, end,
     CHUNK: tl.constexpr, SEARCH: tl.constexpr,
 ):
-    """Evict `leave` of a head's tokens: lowest rank first, ties to the lowest slot. fate [end]: the new slot of each
-    slot's token, -1 for none. The j-th kept token behind the first `budget` slots moves to the j-th free slot among
-    those. `before`: the number of the cache's slots that held tokens."""
+    """Evict `leave` of a head's tokens: lowest rank first, ties to the lowest slot. dest_slot [end]: the new slot of
+    each slot's token, -1 for none. The j-th kept token behind the first `budget` slots moves to the j-th free slot
+    among those. `before`: the number of the cache's slots that held tokens."""
     lowest, highest = _write_codes(
-        codes, rank, occupied, occupied, ordinals, end, sinks, recent_from, CHUNK, False, False
+        codes, rank, occupied, occupied, token_index, end, sinks, recent_from, CHUNK, False, False
     )
     threshold, below = _threshold(codes, lowest, highest, end, leave, SEARCH)
     ties = leave - below
@@ -189,8 +192,8 @@ def _choose(
         code = tl.load(codes + s, mask=s < budget, other=_NEVER)
         leaves, tied = _leaving(code, threshold, tied, ties)
         is_free = tl.where((leaves | (s >= before)) & (s < budget), 1, 0)
-        tl.store(room + free + tl.cumsum(is_free, 0) - is_free, s, mask=is_free != 0)
-        tl.store(fate + s, tl.where(is_free != 0, -1, s), mask=s < budget)
+        tl.store(free_slots + free + tl.cumsum(is_free, 0) - is_free, s, mask=is_free != 0)
+        tl.store(dest_slot + s, tl.where(is_free != 0, -1, s), mask=s < budget)
         free += tl.sum(is_free, 0)
     tl.debug_barrier()
     moved = leave * 0
@@ -200,34 +203,35 @@ def _choose(
         leaves, tied = _leaving(code, threshold, tied, ties)
         holds = tl.load(occupied + s, mask=s < end, other=0) != 0
         moves = tl.where(holds & (leaves == 0), 1, 0)
-        to = tl.load(room + moved + tl.cumsum(moves, 0) - moves, mask=moves != 0, other=-1)
-        tl.store(fate + s, to, mask=s < end)
+        to = tl.load(free_slots + moved + tl.cumsum(moves, 0) - moves, mask=moves != 0, other=-1)
+        tl.store(dest_slot + s, to, mask=s < end)
         moved += tl.sum(moves, 0)
     tl.debug_barrier()
 
 
 @triton.jit
-def _follow(order, walk, fate, tokens, CHUNK: tl.constexpr):
+def _follow(order, slots_by_age, dest_slot, tokens, CHUNK: tl.constexpr):
     """Update `order` after a compression: the new slots of the kept tokens, in order of arrival."""
-    stayed = tokens * 0
+    num_kept = tokens * 0
     for start in range(0, tokens, CHUNK):
         i = start + tl.arange(0, CHUNK)
-        to = tl.load(fate + tl.load(walk + i, mask=i < tokens, other=0), mask=i < tokens, other=-1)
-        stays = tl.where(to >= 0, 1, 0)
-        tl.store(order + stayed + tl.cumsum(stays, 0) - stays, to, mask=stays != 0)
-        stayed += tl.sum(stays, 0)
+        to = tl.load(dest_slot + tl.load(slots_by_age + i, mask=i < tokens, other=0), mask=i < tokens, other=-1)
+        kept = tl.where(to >= 0, 1, 0)
+        tl.store(order + num_kept + tl.cumsum(kept, 0) - kept, to, mask=kept != 0)
+        num_kept += tl.sum(kept, 0)
 
 
 @triton.jit
 def _move(
-    fate, key, value, occupied, positions, score, ordinals, carried, begin, end,
+    dest_slot, key, value, occupied, positions, score, token_index, carried, begin, end,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, CARRIED: tl.constexpr,
 ):
-    """Move the tokens in slots begin to end to the slots in `fate`, all before `begin`, and free their old slots."""
+    """Move the tokens in slots begin to end to the slots in `dest_slot`, all before `begin`, and free their old slots.
+    """
     d = tl.arange(0, D_PAD).to(tl.int64)
     for start in range(begin, end, TOKENS):
         s = start + tl.arange(0, TOKENS)
-        to = tl.load(fate + s, mask=s < end, other=-1).to(tl.int64)
+        to = tl.load(dest_slot + s, mask=s < end, other=-1).to(tl.int64)
         moves = to >= 0
         source = s.to(tl.int64)
         tile = moves[:, None] & (d < HEAD_DIM)[None, :]
@@ -238,7 +242,7 @@ def _move(
         tl.store(occupied + to, moves, mask=moves)
         tl.store(positions + to, tl.load(positions + source, mask=moves), mask=moves)
         tl.store(score + to, tl.load(score + source, mask=moves), mask=moves)
-        tl.store(ordinals + to, tl.load(ordinals + source, mask=moves), mask=moves)
+        tl.store(token_index + to, tl.load(token_index + source, mask=moves), mask=moves)
         if CARRIED:
             tl.store(carried + to, tl.load(carried + source, mask=moves), mask=moves)
         tl.debug_barrier()
@@ -251,60 +255,60 @@ def _move(
     "budget", "capacity", "count", "slots", "heads", "observers", "kernel_size", "sinks", "recent", "rank_h",
 ])
 def compress_kernel(
-    rank, key, value, occupied, positions, score, ordinals, carried, held, counts, order, window_positions, numbers,
-    budget, capacity, count, slots, heads, observers, kernel_size, sinks, recent, rank_h,
+    rank, key, value, occupied, positions, score, token_index, carried, valid_seen, counts, order, window_positions,
+    numbers, budget, capacity, count, slots, heads, observers, kernel_size, sinks, recent, rank_h,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr, SEARCH: tl.constexpr, TOKENS: tl.constexpr,
     ALWAYS: tl.constexpr, APPENDED: tl.constexpr, OBSERVES: tl.constexpr, CARRIED: tl.constexpr,
 ):
-    """Program flat. numbers, per flat: slots in order of arrival, ranks as integers, free slots, new slots. rank, with
-    rows of rank_h slots: with OBSERVES, what each slot's key received; SnapKV's scores follow from it. Otherwise the
-    order of eviction itself."""
-    flat = tl.program_id(0).to(tl.int64)
-    tokens = tl.load(counts + flat)
+    """Program batch_head. numbers, per batch_head: slots in order of arrival, ranks as integers, free slots, new slots.
+    rank, with rows of rank_h slots: with OBSERVES, what each slot's key received; SnapKV's scores follow from it.
+    Otherwise the order of eviction itself."""
+    batch_head = tl.program_id(0).to(tl.int64)
+    tokens = tl.load(counts + batch_head)
     if APPENDED and not ALWAYS:
         settled = tokens <= capacity                                   # the token is already in its place
         if settled:
             return
     end = capacity + count
     each = tl.num_programs(0).to(tl.int64) * slots
-    at = flat * slots
-    walk = numbers + at
-    fate = numbers + 3 * each + at
+    at = batch_head * slots
+    slots_by_age = numbers + at
+    dest_slot = numbers + 3 * each + at
     key += at * HEAD_DIM
     value += at * HEAD_DIM
     occupied += at
     positions += at
     score += at
-    ordinals += at
+    token_index += at
     carried += at
-    order += flat * budget
-    arrived = _real_before(occupied + capacity, 1, count, COUNTED)
+    order += batch_head * budget
+    arrived = _valid_before(occupied + capacity, 1, count, COUNTED)
     before = tokens - arrived
     leave = tl.where(tokens > capacity, tokens - budget, 0)
-    rank += flat * rank_h
-    recent_from = tl.where(recent > 0, tl.load(held + flat) - recent, _NEVER)
+    rank += batch_head * rank_h
+    recent_from = tl.where(recent > 0, tl.load(valid_seen + batch_head) - recent, _NEVER)
     if OBSERVES:
         observing = tl.full([COUNTED], 0, tl.int32)
         for start in range(0, observers, COUNTED):
             i = start + tl.arange(0, COUNTED)
-            asks = tl.load(window_positions + flat // heads * observers + i, mask=i < observers, other=-1) >= 0
+            asks = tl.load(window_positions + batch_head // heads * observers + i, mask=i < observers, other=-1) >= 0
             observing += tl.where(asks, 1, 0)
-        # The window's real tokens are the newest of the row and are always kept: the budget has room for them.
+        # The window's valid tokens are the newest of the row and are always kept: the budget has room for them.
         window = tl.sum(observing, 0)
-        recent_from = tl.load(held + flat) - window
+        recent_from = tl.load(valid_seen + batch_head) - window
         if ALWAYS or leave > 0:
-            _walk(walk, order, occupied, before, budget, capacity, count, CHUNK)
-            _pool(score, rank, walk, tokens, tokens - window, kernel_size, CHUNK)
+            _list_by_age(slots_by_age, order, occupied, before, budget, capacity, count, CHUNK)
+            _pool(score, rank, slots_by_age, tokens, tokens - window, kernel_size, CHUNK)
         rank = score
     if leave > 0:
         _choose(
-            numbers + each + at, numbers + 2 * each + at, fate, rank, occupied, ordinals,
+            numbers + each + at, numbers + 2 * each + at, dest_slot, rank, occupied, token_index,
             before, leave, sinks, recent_from, budget, end, CHUNK, SEARCH,
         )
         if OBSERVES:
-            _follow(order, walk, fate, tokens, CHUNK)
+            _follow(order, slots_by_age, dest_slot, tokens, CHUNK)
         _move(
-            fate, key, value, occupied, positions, score, ordinals, carried, budget, end,
+            dest_slot, key, value, occupied, positions, score, token_index, carried, budget, end,
             HEAD_DIM, D_PAD, TOKENS, CARRIED,
         )
     elif not APPENDED:
@@ -313,13 +317,13 @@ def compress_kernel(
             i = start + tl.arange(0, COUNTED)
             holds = tl.load(occupied + capacity + i, mask=i < count, other=0) != 0
             here = tl.where(holds, 1, 0)
-            tl.store(fate + capacity + i, tl.where(holds, placed + tl.cumsum(here, 0) - here, -1), mask=i < count)
+            tl.store(dest_slot + capacity + i, tl.where(holds, placed + tl.cumsum(here, 0) - here, -1), mask=i < count)
             if OBSERVES and not ALWAYS:
                 tl.store(score + capacity + i, tl.full([COUNTED], float("inf"), tl.float32), mask=holds)
             placed += tl.sum(here, 0)
         tl.debug_barrier()
         _move(
-            fate, key, value, occupied, positions, score, ordinals, carried, capacity, end,
+            dest_slot, key, value, occupied, positions, score, token_index, carried, capacity, end,
             HEAD_DIM, D_PAD, TOKENS, CARRIED,
         )
-    tl.store(counts + flat, tokens - leave)
+    tl.store(counts + batch_head, tokens - leave)

@@ -8,7 +8,7 @@ programs. Until the new token has a slot, it is read from the caller's tensors; 
 Buffers are as in `evict_kernels.py`; the slots per row are divided by UNIT, which tells the compiler the alignment.
 With GROWS, `budget` is the most tokens that a head may hold before this one and `counts` is how many it holds; the new
 token takes the next slot, and the caller evicts, with SUM and NEWEST by the `ranks` that they store. Scratch is indexed
-by flat or by query head; logits [flats, padded, GROUP_PAD] are in base 2.
+by batch_head or by query head; logits [batch_heads, padded, GROUP_PAD] are in base 2.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _COMPARED = tl.constexpr(1 if INTERPRETED else 64)
 
 @triton.jit
 def _tile(
-    q, k, v, acc, top, weight_sum, logits, s, inside, scale,
+    q, k, v, acc, row_max, weight_sum, logits, s, inside, scale,
     GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, KEEP: tl.constexpr,
 ):
     """One tile of an online softmax: ROWS queries times k [BLOCK, D]. KEEP: store the logits of GROUP_PAD queries."""
     row = tl.arange(0, ROWS)
     logit = multiply(dot(q, tl.trans(k)), scale)                       # [ROWS, BLOCK]
-    real = (row < GROUP_PAD)[:, None]
+    valid = (row < GROUP_PAD)[:, None]
     if MASKED:
         logit = tl.where(inside[None, :], logit, float("-inf"))
-        real = real & inside[None, :]
+        valid = valid & inside[None, :]
     if KEEP:
         # These lines are read again soon, unlike keys and values: keep them in the cache.
-        tl.store(logits + s[None, :] * GROUP_PAD + row[:, None], logit, mask=real, eviction_policy="evict_last")
-    p, top, weight_sum, rescale = weigh_tile(logit, top, weight_sum)
+        tl.store(logits + s[None, :] * GROUP_PAD + row[:, None], logit, mask=valid, eviction_policy="evict_last")
+    p, row_max, weight_sum, rescale = weigh_tile(logit, row_max, weight_sum)
     acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
-    return acc, top, weight_sum
+    return acc, row_max, weight_sum
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _attend_share(
     in_head = (d < HEAD_DIM)[None, :]
     # One pointer per tile plus constant offsets: 64-bit pointers per element would fill the registers.
     at = i[:, None] * HEAD_DIM + d[None, :]
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
     weight_sum = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.full([ROWS, D_PAD], 0.0, tl.float32)
     whole = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
@@ -73,8 +73,8 @@ def _attend_share(
         else:
             k = tl.load(keys + at, mask=in_head, other=0.0)
             v = tl.load(values + at, mask=in_head, other=0.0)
-        acc, top, weight_sum = _tile(
-            q, k, v, acc, top, weight_sum, logits, start + i, i < BLOCK, scale, GROUP_PAD, ROWS, False, KEEP
+        acc, row_max, weight_sum = _tile(
+            q, k, v, acc, row_max, weight_sum, logits, start + i, i < BLOCK, scale, GROUP_PAD, ROWS, False, KEEP
         )
     if whole < end:
         inside = whole + i < end
@@ -82,37 +82,37 @@ def _attend_share(
         values = value + tl.cast(whole, tl.int64) * HEAD_DIM
         k = tl.load(keys + at, mask=inside[:, None] & in_head, other=0.0)
         v = tl.load(values + at, mask=inside[:, None] & in_head, other=0.0)
-        acc, top, weight_sum = _tile(
-            q, k, v, acc, top, weight_sum, logits, whole + i, inside, scale, GROUP_PAD, ROWS, True, KEEP
+        acc, row_max, weight_sum = _tile(
+            q, k, v, acc, row_max, weight_sum, logits, whole + i, inside, scale, GROUP_PAD, ROWS, True, KEEP
         )
     if arrives:
         # In a tile of its own, so that a duplicate of the new token gets a bitwise-equal logit.
         first = (i == 0)[:, None] & in_head
         k = tl.load(new_key + i[:, None] * 0 + d[None, :] * new_key_d, mask=first, other=0.0)
         v = tl.load(new_value + i[:, None] * 0 + d[None, :] * new_value_d, mask=first, other=0.0)
-        acc, top, weight_sum = _tile(
-            q, k, v, acc, top, weight_sum, logits, budget + i, i == 0, scale, GROUP_PAD, ROWS, True, KEEP
+        acc, row_max, weight_sum = _tile(
+            q, k, v, acc, row_max, weight_sum, logits, budget + i, i == 0, scale, GROUP_PAD, ROWS, True, KEEP
         )
-    return acc, top, weight_sum
+    return acc, row_max, weight_sum
 
 
 @triton.jit
 def _merge(
-    partial, tops, output, flat, splits, top, total,
+    partial, row_maxima, output, batch_head, splits, row_max, total,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
 ):
     """The output of all heads of a group, merged from their splits one by one."""
     d = tl.arange(0, D_PAD)
     g = tl.arange(0, GROUP_PAD)
-    head = flat * GROUP + g
-    out = merge_outputs(partial, tops, head * splits, splits, top, total, g < GROUP, HEAD_DIM, D_PAD)
+    head = batch_head * GROUP + g
+    out = merge_outputs(partial, row_maxima, head * splits, splits, row_max, total, g < GROUP, HEAD_DIM, D_PAD)
     mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     tl.store(output + head[:, None] * HEAD_DIM + d[None, :], round_output(out, output.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _merge_head(
-    partial, tops, normalisers, output, head, splits,
+    partial, row_maxima, normalisers, output, head, splits,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
 ):
     """The output of one query head, merged from many splits at once."""
@@ -120,7 +120,7 @@ def _merge_head(
     d = tl.arange(0, D_PAD)
     part = head * splits + i
     share = tl.exp2(
-        tl.load(tops + part, mask=i < splits, other=float("-inf")) - tl.load(normalisers + head * 2)
+        tl.load(row_maxima + part, mask=i < splits, other=float("-inf")) - tl.load(normalisers + head * 2)
     )
     mask = (i < splits)[:, None] & (d < HEAD_DIM)[None, :]
     acc = tl.sum(tl.load(partial + part[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0) * share[:, None], 0)
@@ -138,11 +138,11 @@ def _size_of(new_value, new_value_d, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr
 
 @triton.jit
 def _take_slot(
-    new_key, new_value, key, value, occupied, positions, score, ordinals, magnitude, held,
+    new_key, new_value, key, value, occupied, positions, score, token_index, magnitude, valid_seen,
     slot, position, number, new_score, size, takes, new_key_d, new_value_d,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, MAGNITUDE: tl.constexpr,
 ):
-    """Write the new token into its slot, if it `takes` one, and count it in `held`. Pointers are at the row."""
+    """Write the new token into its slot, if it `takes` one, and count it in `valid_seen`. Pointers are at the row."""
     d = tl.arange(0, D_PAD).to(tl.int64)
     in_head = d < HEAD_DIM
     at = slot.to(tl.int64)
@@ -152,10 +152,10 @@ def _take_slot(
         tl.store(occupied + at, 1)
         tl.store(positions + at, position)
         tl.store(score + at, new_score)
-        tl.store(ordinals + at, number)
+        tl.store(token_index + at, number)
         if MAGNITUDE:
             tl.store(magnitude + at, size)
-    tl.store(held, number + 1)
+    tl.store(valid_seen, number + 1)
 
 
 @triton.jit
@@ -175,9 +175,9 @@ def _remember(
 
 
 @triton.jit
-def _count_row(arrivals, seen, rows):
+def _count_row(completion_counters, seen, rows):
     """The last (row, KV head) increments `seen`, when no program reads it any more."""
-    if is_last(arrivals + rows, rows):
+    if is_last(completion_counters + rows, rows):
         tl.store(seen, tl.load(seen) + 1)
 
 
@@ -190,53 +190,54 @@ _SIZES = [
 
 @triton.jit(do_not_specialize=_SIZES)
 def step_kernel(
-    query, new_key, new_value, key, value, occupied, positions, score, ordinals, magnitude, held, seen,
-    output, logits, partial, tops, weight_sums, normalisers, arrivals, counts, ranks, window_query, window_positions,
-    scale, budget, slots, padded, share, splits, heads, rows, sinks, recent, offset, observers,
+    query, new_key, new_value, key, value, occupied, positions, score, token_index, magnitude, valid_seen, seen,
+    output, logits, partial, row_maxima, weight_sums, normalisers, completion_counters, counts, ranks, window_query,
+    window_positions, scale, budget, slots, padded, share, splits, heads, rows, sinks, recent, offset, observers,
     query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr,
     MAGNITUDE: tl.constexpr, PROTECTS: tl.constexpr, GROWS: tl.constexpr, FUSED: tl.constexpr, DISCARD: tl.constexpr,
 ):
-    """Program (split, flat): attends to `share` tiles of a head's slots. The last program of a flat merges the splits.
+    """Program (split, batch_head): attends to `share` tiles of a head's slots. The last program of a batch_head merges
+    the splits.
 
     With FUSED it also finishes the head. Other programs still read keys then, and most logits never leave the cache.
     """
     # One grid axis, since the other axes are limited to 65,535 programs.
     split = tl.program_id(0) % splits
-    flat = (tl.program_id(0) // splits).to(tl.int64)
-    b, k_head = flat // heads, flat % heads
+    batch_head = (tl.program_id(0) // splits).to(tl.int64)
+    b, k_head = batch_head // heads, batch_head % heads
     d = tl.arange(0, D_PAD).to(tl.int64)
     row = tl.arange(0, ROWS)
-    at = flat * (slots * UNIT)
+    at = batch_head * (slots * UNIT)
     new_key += b * new_key_b + k_head * new_key_h
     new_value += b * new_value_b + k_head * new_value_h
     key += at * HEAD_DIM
     value += at * HEAD_DIM
-    logits += flat * (padded * 16) * GROUP_PAD
-    number = tl.load(held + flat)                                      # real tokens before this one
+    logits += batch_head * (padded * 16) * GROUP_PAD
+    number = tl.load(valid_seen + batch_head)                          # valid tokens before this one
     tokens = tl.minimum(number, budget)                                # in the cache
     if GROWS:
-        tokens = tl.load(counts + flat)
+        tokens = tl.load(counts + batch_head)
     mask = (row < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     head = (k_head * GROUP + row)[:, None]
     q = tl.load(query + b * query_b + head * query_h + d[None, :] * query_d, mask=mask, other=0.0)
     begin = split * share * BLOCK
-    acc, top, weight_sum = _attend_share(
+    acc, row_max, weight_sum = _attend_share(
         q, key, value, new_key, new_value, logits, scale, begin, tl.minimum(begin + share * BLOCK, tokens), budget,
         split == splits - 1, new_key_d, new_value_d,
         GROUP_PAD, HEAD_DIM, D_PAD, ROWS, BLOCK, RULE < RANDOM and RULE != NOTHING,
     )
-    part = (flat * GROUP + row) * splits + split
-    tl.store(tops + part, top, mask=row < GROUP)
+    part = (batch_head * GROUP + row) * splits + split
+    tl.store(row_maxima + part, row_max, mask=row < GROUP)
     tl.store(weight_sums + part, weight_sum, mask=row < GROUP)
     tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
-    if is_last(arrivals + flat, splits):
-        shift, total = normalise(tops, weight_sums, normalisers, flat, splits, GROUP, GROUP_PAD, SPLITS)
+    if is_last(completion_counters + batch_head, splits):
+        shift, total = normalise(row_maxima, weight_sums, normalisers, batch_head, splits, GROUP, GROUP_PAD, SPLITS)
         if FUSED:
-            _merge(partial, tops, output, flat, splits, shift, total, GROUP, GROUP_PAD, HEAD_DIM, D_PAD)
+            _merge(partial, row_maxima, output, batch_head, splits, shift, total, GROUP, GROUP_PAD, HEAD_DIM, D_PAD)
             score += at
-            ordinals += at
+            token_index += at
             magnitude += at
             new_score = new_score_of(seen, offset, RULE)
             slot = budget
@@ -245,89 +246,92 @@ def step_kernel(
                 size = _size_of(new_value, new_value_d, HEAD_DIM, D_PAD)
             if RULE != NOTHING and RULE != APPEND:
                 best, new_score = score_slots(
-                    logits, score, ordinals, magnitude, ranks + at, shift, total, 0, (budget + 16) // 16 * 16, tokens,
-                    number, budget, new_score, size, sinks, recent, padded * 16,
+                    logits, score, token_index, magnitude, ranks + at, shift, total, 0, (budget + 16) // 16 * 16,
+                    tokens, number, budget, new_score, size, sinks, recent, padded * 16,
                     GROUP, GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS, GROWS, DISCARD,
                 )
                 slot = tl.where(tokens < budget, tokens, (best & _INDEX).to(tl.int32))
             if GROWS:
                 slot = tokens
             _take_slot(
-                new_key, new_value, key, value, occupied + at, positions + at, score, ordinals, magnitude, held + flat,
-                slot, tl.load(seen), number, new_score, size, (slot < budget) | (RULE == NOTHING) | GROWS,
-                new_key_d, new_value_d, HEAD_DIM, D_PAD, MAGNITUDE,
+                new_key, new_value, key, value, occupied + at, positions + at, score, token_index, magnitude,
+                valid_seen + batch_head, slot, tl.load(seen), number, new_score, size,
+                (slot < budget) | (RULE == NOTHING) | GROWS, new_key_d, new_value_d, HEAD_DIM, D_PAD, MAGNITUDE,
             )
             if GROWS:
-                tl.store(counts + flat, tokens + 1)
+                tl.store(counts + batch_head, tokens + 1)
             if RULE == APPEND:
                 _remember(
                     query, window_query, window_positions, tl.load(seen), b, k_head, heads, observers,
                     query_b, query_h, query_d, GROUP, HEAD_DIM, D_PAD, ROWS,
                 )
-            _count_row(arrivals, seen, rows)
+            _count_row(completion_counters, seen, rows)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def finish_kernel(
-    new_key, new_value, key, value, occupied, positions, score, ordinals, magnitude, held, seen,
-    output, logits, partial, tops, normalisers, arrivals, candidates, new_scores, counts, ranks,
+    new_key, new_value, key, value, occupied, positions, score, token_index, magnitude, valid_seen, seen,
+    output, logits, partial, row_maxima, normalisers, completion_counters, candidates, new_scores, counts, ranks,
     budget, slots, padded, share, splits, blocks, heads, rows, sinks, recent, offset,
     new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, UNIT: tl.constexpr,
     SPLITS: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr, MAGNITUDE: tl.constexpr, PROTECTS: tl.constexpr,
     GROWS: tl.constexpr,
 ):
-    """Programs (block of `share` * 16 slots, flat): scores and the lowest candidate. The last program of a flat takes
-    the lowest candidate of all and writes the new token there. GROUP more programs each merge a query head's output."""
-    flat = (tl.program_id(0) // (blocks + GROUP)).to(tl.int64)
+    """Programs (block of `share` * 16 slots, batch_head): scores and the lowest candidate. The last program of a
+    batch_head takes the lowest candidate of all and writes the new token there. GROUP more programs each merge a query
+    head's output."""
+    batch_head = (tl.program_id(0) // (blocks + GROUP)).to(tl.int64)
     block = tl.program_id(0) % (blocks + GROUP)
     if block >= blocks:
         _merge_head(
-            partial, tops, normalisers, output, flat * GROUP + block - blocks, splits, HEAD_DIM, D_PAD, SPLITS
+            partial, row_maxima, normalisers, output, batch_head * GROUP + block - blocks, splits, HEAD_DIM, D_PAD,
+            SPLITS
         )
     else:
-        row = flat * (slots * UNIT)
+        row = batch_head * (slots * UNIT)
         score += row
-        ordinals += row
+        token_index += row
         magnitude += row
-        b, k_head = flat // heads, flat % heads
+        b, k_head = batch_head // heads, batch_head % heads
         new_key += b * new_key_b + k_head * new_key_h
         new_value += b * new_value_b + k_head * new_value_h
-        number = tl.load(held + flat)
+        number = tl.load(valid_seen + batch_head)
         tokens = tl.minimum(number, budget)
         if GROWS:
-            tokens = tl.load(counts + flat)
-        g = flat * GROUP + tl.arange(0, GROUP_PAD)
-        real = tl.arange(0, GROUP_PAD) < GROUP
+            tokens = tl.load(counts + batch_head)
+        g = batch_head * GROUP + tl.arange(0, GROUP_PAD)
+        valid = tl.arange(0, GROUP_PAD) < GROUP
         size = 0.0
         if MAGNITUDE:
             size = _size_of(new_value, new_value_d, HEAD_DIM, D_PAD)
         begin = block * (share * 16)
         best, new_score = score_slots(
-            logits + flat * (padded * 16) * GROUP_PAD, score, ordinals, magnitude, ranks + row,
-            tl.load(normalisers + g * 2, mask=real, other=0.0), tl.load(normalisers + g * 2 + 1, mask=real, other=0.0),
-            begin, tl.minimum(begin + share * 16, (budget + 16) // 16 * 16), tokens, number, budget,
-            new_score_of(seen, offset, RULE), size, sinks, recent, padded * 16,
-            GROUP, GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS, GROWS, False,
+            logits + batch_head * (padded * 16) * GROUP_PAD, score, token_index, magnitude, ranks + row,
+            tl.load(normalisers + g * 2, mask=valid, other=0.0),
+            tl.load(normalisers + g * 2 + 1, mask=valid, other=0.0), begin,
+            tl.minimum(begin + share * 16, (budget + 16) // 16 * 16), tokens, number, budget,
+            new_score_of(seen, offset, RULE), size, sinks, recent, padded * 16, GROUP, GROUP_PAD, UNIT, CHUNK, RULE,
+            MAGNITUDE, PROTECTS, GROWS, False,
         )
-        tl.store(candidates + flat * blocks + block, best)
+        tl.store(candidates + batch_head * blocks + block, best)
         if (budget >= begin) & (budget < begin + share * 16):
-            tl.store(new_scores + flat, new_score)
-        if is_last(arrivals + flat, blocks):
+            tl.store(new_scores + batch_head, new_score)
+        if is_last(completion_counters + batch_head, blocks):
             found = tl.full([_COMPARED], _NEVER, tl.int64)
             for start in range(0, blocks, _COMPARED):
                 i = start + tl.arange(0, _COMPARED)
                 found = tl.minimum(found, tl.load(
-                    candidates + flat * blocks + i, mask=i < blocks, other=_NEVER, cache_modifier=".cg"
+                    candidates + batch_head * blocks + i, mask=i < blocks, other=_NEVER, cache_modifier=".cg"
                 ))
             slot = tl.where(tokens < budget, tokens, (tl.min(found, 0) & _INDEX).to(tl.int32))
             if GROWS:
                 slot = tokens
-                tl.store(counts + flat, tokens + 1)
+                tl.store(counts + batch_head, tokens + 1)
             _take_slot(
                 new_key, new_value, key + row * HEAD_DIM, value + row * HEAD_DIM, occupied + row, positions + row,
-                score, ordinals, magnitude, held + flat, slot, tl.load(seen), number,
-                tl.load(new_scores + flat, cache_modifier=".cg"), size, (slot < budget) | GROWS,
+                score, token_index, magnitude, valid_seen + batch_head, slot, tl.load(seen), number,
+                tl.load(new_scores + batch_head, cache_modifier=".cg"), size, (slot < budget) | GROWS,
                 new_key_d, new_value_d, HEAD_DIM, D_PAD, MAGNITUDE,
             )
-            _count_row(arrivals, seen, rows)
+            _count_row(completion_counters, seen, rows)

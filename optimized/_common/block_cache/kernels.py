@@ -17,11 +17,11 @@ from .attend_kernels import attention_kernel, newest_kernel, received_kernel
 
 
 class Attended(NamedTuple):
-    """output [B, Hq, Q, D] in query's dtype. parts [2, B, Hq, Q] float32: each query's softmax shift and inverse sum,
-    weight = exp2(base-2 logit - shift) * inverse. The inverse is 0 for queries that attend to nothing."""
+    """output [B, Hq, Q, D] in query's dtype. softmax_parts [2, B, Hq, Q] float32: each query's softmax shift and
+    inverse sum, weight = exp2(base-2 logit - shift) * inverse. The inverse is 0 for queries that attend to nothing."""
 
     output: Tensor
-    parts: Tensor
+    softmax_parts: Tensor
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float) -> Attended:
@@ -33,24 +33,26 @@ def attend(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: f
     return Attended(*_attend(query, key, value, occupied, scale))
 
 
-def received(query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale: float, *, mean: bool) -> Tensor:
+def received(
+    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float, *, mean: bool
+) -> Tensor:
     """Each key's weights summed over all queries, averaged over the group: [B, Hkv, S] float32, 0 if unoccupied.
 
-    mean: divide by the number of queries that attend to something. Arguments as in `attend`, and its parts.
+    mean: divide by the number of queries that attend to something. Arguments as in `attend`, and its softmax_parts.
     """
-    result: Tensor = _received(query, key, occupied, parts, scale, mean)
+    result: Tensor = _received(query, key, occupied, softmax_parts, scale, mean)
     return result
 
 
 def received_of_newest(
-    query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale: float
+    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The newest query's weights, averaged over the group, and the base-2 logarithm of their sum over the group.
 
     Both [B, Hkv, S] float32; 0 and -inf where unoccupied, and everywhere if all queries are at unoccupied slots. The
     logarithm does not underflow where the weight does.
     """
-    weight, log_weight = _newest(query, key, occupied, parts, scale)
+    weight, log_weight = _newest(query, key, occupied, softmax_parts, scale)
     return weight, log_weight
 
 
@@ -113,9 +115,9 @@ def _shape(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
 @torch.library.custom_op("kvtwin::block_attend", mutates_args=())
 def _attend(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    parts = torch.empty(2, *query.shape[:3], dtype=torch.float32, device=query.device)
-    launch_attention(query, key, value, occupied, None, output, parts, scale)
-    return output, parts
+    softmax_parts = torch.empty(2, *query.shape[:3], dtype=torch.float32, device=query.device)
+    launch_attention(query, key, value, occupied, None, output, softmax_parts, scale)
+    return output, softmax_parts
 
 
 @_attend.register_fake
@@ -147,9 +149,10 @@ def _of_window(window: Window | None) -> tuple[tuple[Tensor | None, ...], tuple[
 
 def launch_attention(
     query: Tensor, key: Tensor, value: Tensor | None, occupied: Tensor, window: Window | None, output: Tensor | None,
-    parts: Tensor, scale: float,
+    softmax_parts: Tensor, scale: float,
 ) -> None:
-    """Launch the attention of a block or of a window's queries. Without an output, it computes only the parts."""
+    """Launch the attention of a block or of a window's queries. Without an output, it only computes the
+    softmax_parts."""
     value = key if value is None else value
     shape = _shape(query, key, value)
     rows, block, stages, warps = _attention_tile(query, key)
@@ -157,7 +160,7 @@ def launch_attention(
     tensors, numbers = _of_window(window)
     with on_device_of(query):
         attention_kernel[(programs,)](
-            query, key, value, occupied, *tensors, output, parts, scale * LOG2_E.value,
+            query, key, value, occupied, *tensors, output, softmax_parts, scale * LOG2_E.value,
             *_arguments(query, key, value, occupied), *numbers,
             **shape, ROWS=rows, BLOCK=block, STAGES=stages, POSITIONS=window is not None, DUE=tensors[2] is not None,
             OUTPUT=output is not None, NEGATIVE=scale < 0, num_warps=warps,
@@ -165,8 +168,8 @@ def launch_attention(
 
 
 def launch_received(
-    query: Tensor, key: Tensor, occupied: Tensor, window: Window | None, parts: Tensor, result: Tensor, scale: float,
-    mean: bool,
+    query: Tensor, key: Tensor, occupied: Tensor, window: Window | None, softmax_parts: Tensor, result: Tensor,
+    scale: float, mean: bool,
 ) -> None:
     """Launch `received_kernel` into result [B, Hkv, S] float32. If heads may be skipped, there are fewer programs with
     several blocks of keys each, since even a program that returns at once takes time."""
@@ -180,7 +183,7 @@ def launch_received(
         each = triton.cdiv(blocks, min(wanted, blocks))
     with on_device_of(query):
         received_kernel[(heads * triton.cdiv(blocks, each),)](
-            query, key, key, occupied, *tensors, parts, result, scale * LOG2_E.value,
+            query, key, key, occupied, *tensors, softmax_parts, result, scale * LOG2_E.value,
             *_arguments(query, key, key, occupied), *numbers, each,
             **shape, ROWS=queries, BLOCK=block, STAGES=stages, POSITIONS=window is not None,
             DUE=tensors[2] is not None, MEAN=mean, num_warps=warps,
@@ -188,19 +191,19 @@ def launch_received(
 
 
 @torch.library.custom_op("kvtwin::block_received", mutates_args=())
-def _received(query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale: float, mean: bool) -> Tensor:
+def _received(query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float, mean: bool) -> Tensor:
     result = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
-    launch_received(query, key, occupied, None, parts, result, scale, mean)
+    launch_received(query, key, occupied, None, softmax_parts, result, scale, mean)
     return result
 
 
 @_received.register_fake
-def _(query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale: float, mean: bool) -> Tensor:
+def _(query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float, mean: bool) -> Tensor:
     return key.new_empty(key.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("kvtwin::block_received_of_newest", mutates_args=())
-def _newest(query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _newest(query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     weight = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
     log_weight = torch.empty_like(weight)
     shape = _shape(query, key, key)
@@ -208,13 +211,13 @@ def _newest(query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale: 
     block = 16 if small else 64
     with on_device_of(query):
         newest_kernel[(key.shape[0] * key.shape[1] * triton.cdiv(key.shape[2], block),)](
-            query, key, key, occupied, parts, weight, log_weight, scale * LOG2_E.value,
+            query, key, key, occupied, softmax_parts, weight, log_weight, scale * LOG2_E.value,
             *_arguments(query, key, key, occupied), **shape, ROWS=16, BLOCK=block, num_warps=4,
         )
     return weight, log_weight
 
 
 @_newest.register_fake
-def _(query: Tensor, key: Tensor, occupied: Tensor, parts: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     result = key.new_empty(key.shape[:3], dtype=torch.float32)
     return result, torch.empty_like(result)

@@ -31,24 +31,24 @@ def _tokens(count: int) -> int:
 
 @torch.library.custom_op(
     "kvtwin::block_arrive",
-    mutates_args=("key", "value", "occupied", "positions", "score", "ordinals", "magnitude"),
+    mutates_args=("key", "value", "occupied", "positions", "score", "token_index", "magnitude"),
 )
 def arrive(
-    new_key: Tensor, new_value: Tensor, real: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
-    score: Tensor, ordinals: Tensor, magnitude: Tensor | None, held: Tensor, seen: Tensor, budget: int,
+    new_key: Tensor, new_value: Tensor, valid: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
+    score: Tensor, token_index: Tensor, magnitude: Tensor | None, valid_seen: Tensor, seen: Tensor, budget: int,
 ) -> None:
     """Store the Q tokens of a block in slots budget to budget + Q - 1, with a score of 0. Padding leaves its slot free.
 
-    new_key, new_value [B, Hkv, Q, D]; real [B, Q] bool. A state's buffers: key, value [B, Hkv, S, D]; occupied,
-    positions, score, ordinals (int32) and magnitude (float32, for ||v||_1, or None) [B, Hkv, S]; held [B, Hkv] int32,
-    the real tokens that a row has seen; seen [1] int64, all tokens, padding included.
+    new_key, new_value [B, Hkv, Q, D]; valid [B, Q] bool. A state's buffers: key, value [B, Hkv, S, D]; occupied,
+    positions, score, token_index (int32) and magnitude (float32, for ||v||_1, or None) [B, Hkv, S]; valid_seen [B, Hkv]
+    int32, the valid tokens that a row has seen; seen [1] int64, all tokens, padding included.
     """
     batch, heads, count, head_dim = new_key.shape
     tokens = _tokens(count)
     with on_device_of(key):
         arrive_kernel[(batch * heads * triton.cdiv(count, tokens),)](
-            new_key, new_value, real, key, value, occupied, positions, score, ordinals, magnitude, held, seen,
-            count, heads, key.shape[2], budget, *new_key.stride(), *new_value.stride(), *real.stride(),
+            new_key, new_value, valid, key, value, occupied, positions, score, token_index, magnitude, valid_seen, seen,
+            count, heads, key.shape[2], budget, *new_key.stride(), *new_value.stride(), *valid.stride(),
             HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=tokens, MAGNITUDE=magnitude is not None,
             num_warps=4,
         )
@@ -56,16 +56,16 @@ def arrive(
 
 @arrive.register_fake
 def _(
-    new_key: Tensor, new_value: Tensor, real: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
-    score: Tensor, ordinals: Tensor, magnitude: Tensor | None, held: Tensor, seen: Tensor, budget: int,
+    new_key: Tensor, new_value: Tensor, valid: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
+    score: Tensor, token_index: Tensor, magnitude: Tensor | None, valid_seen: Tensor, seen: Tensor, budget: int,
 ) -> None:
     return None
 
 
 @torch.library.custom_op("kvtwin::block_choose", mutates_args=())
 def choose(
-    rank: Tensor | None, protected: Tensor | None, occupied: Tensor, ordinals: Tensor, held: Tensor, budget: int,
-    count: int, sinks: int, recent: int,
+    rank: Tensor | None, protected: Tensor | None, occupied: Tensor, token_index: Tensor, valid_seen: Tensor,
+    budget: int, count: int, sinks: int, recent: int,
 ) -> Tensor:
     """The destination of the tokens in slots budget to budget + count - 1: [B, Hkv, count] int32, a slot below budget
     or -1.
@@ -82,38 +82,38 @@ def choose(
     chunk, search = chunk_sizes(end)
     with on_device_of(occupied):
         choose_kernel[(batch * heads,)](
-            ordinals if rank is None else rank, occupied if protected is None else protected, occupied, ordinals, held,
-            codes, torch.empty_like(destination), destination,
+            token_index if rank is None else rank, occupied if protected is None else protected, occupied, token_index,
+            valid_seen, codes, torch.empty_like(destination), destination,
             count, slots, *(0 if mask is None else mask.stride(1) for mask in (rank, protected)),
             budget, sinks, recent,
             CHUNK=chunk, SEARCH=search, TOKENS=16 if INTERPRETED or count <= 16 else 128,
-            BY_ORDINAL=rank is None, PROTECTED=protected is not None, num_warps=4 if end <= 1024 else 16,
+            BY_AGE=rank is None, PROTECTED=protected is not None, num_warps=4 if end <= 1024 else 16,
         )
     return destination
 
 
 @choose.register_fake
 def _(
-    rank: Tensor | None, protected: Tensor | None, occupied: Tensor, ordinals: Tensor, held: Tensor, budget: int,
-    count: int, sinks: int, recent: int,
+    rank: Tensor | None, protected: Tensor | None, occupied: Tensor, token_index: Tensor, valid_seen: Tensor,
+    budget: int, count: int, sinks: int, recent: int,
 ) -> Tensor:
     return occupied.new_empty((*occupied.shape[:2], count), dtype=torch.int32)
 
 
 @torch.library.custom_op(
     "kvtwin::block_settle",
-    mutates_args=("key", "value", "occupied", "positions", "score", "ordinals", "carried"),
+    mutates_args=("key", "value", "occupied", "positions", "score", "token_index", "carried"),
 )
 def settle(
     destination: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor,
-    ordinals: Tensor, carried: Tensor | None, budget: int,
+    token_index: Tensor, carried: Tensor | None, budget: int,
 ) -> None:
     """Move the tokens of a block to the destinations that `choose` returned, and free the block's slots."""
     batch, heads, count = destination.shape
     head_dim, tokens = key.shape[3], _tokens(count)
     with on_device_of(key):
         settle_kernel[(batch * heads * triton.cdiv(count, tokens),)](
-            destination, key, value, occupied, positions, score, ordinals, carried, count, key.shape[2], budget,
+            destination, key, value, occupied, positions, score, token_index, carried, count, key.shape[2], budget,
             HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=tokens, CARRIED=carried is not None,
             num_warps=4,
         )
@@ -122,6 +122,6 @@ def settle(
 @settle.register_fake
 def _(
     destination: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor,
-    ordinals: Tensor, carried: Tensor | None, budget: int,
+    token_index: Tensor, carried: Tensor | None, budget: int,
 ) -> None:
     return None

@@ -26,23 +26,24 @@ _NEVER = tl.constexpr(2**63 - 1)
 
 @triton.jit
 def normalise(
-    tops, weight_sums, normalisers, flat, splits, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, SPLITS: tl.constexpr
+    row_maxima, weight_sums, normalisers, batch_head, splits, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    SPLITS: tl.constexpr
 ):
     """The shifts of the group's softmaxes and the sums relative to them, [GROUP_PAD] each; also stored to memory."""
     g = tl.arange(0, GROUP_PAD)
     i = tl.arange(0, SPLITS)
-    head = flat * GROUP + g
+    head = batch_head * GROUP + g
     part = head[:, None] * splits + i[None, :]
     there = (g < GROUP)[:, None] & (i < splits)[None, :]
-    top, total = merge_sums(tops, weight_sums, part, there)
-    tl.store(normalisers + head * 2, top, mask=g < GROUP)
+    row_max, total = merge_sums(row_maxima, weight_sums, part, there)
+    tl.store(normalisers + head * 2, row_max, mask=g < GROUP)
     tl.store(normalisers + head * 2 + 1, total, mask=g < GROUP)
-    return top, total
+    return row_max, total
 
 
 @triton.jit
 def _load_slots(
-    logits, score, ordinals, magnitude, s, limit, last,
+    logits, score, token_index, magnitude, s, limit, last,
     GROUP_PAD: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr, MAGNITUDE: tl.constexpr,
     PROTECTS: tl.constexpr,
 ):
@@ -52,7 +53,7 @@ def _load_slots(
         reads = s // 16 * 16 < limit                                   # whole vectors: rows are long enough
     logit = tl.full([CHUNK, GROUP_PAD], 0.0, tl.float32)
     old = tl.full([CHUNK], 0.0, tl.float32)
-    ordinal = tl.full([CHUNK], 0, tl.int32)
+    index = tl.full([CHUNK], 0, tl.int32)
     size = tl.full([CHUNK], 1.0, tl.float32)
     if RULE < RANDOM:
         g = tl.arange(0, GROUP_PAD)
@@ -60,67 +61,66 @@ def _load_slots(
     if (RULE == SUM) | (RULE == RANDOM):
         old = tl.load(score + s, mask=reads, other=0.0)
     if PROTECTS or RULE == AGE:
-        ordinal = tl.load(ordinals + s, mask=reads, other=0)
+        index = tl.load(token_index + s, mask=reads, other=0)
     if MAGNITUDE:
         size = tl.load(magnitude + s, mask=reads, other=0.0)
-    return reads, logit, old, ordinal, size
+    return reads, logit, old, index, size
 
 
 @triton.jit
-def _weigh(logit, top, total, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, LOG: tl.constexpr):
+def _weigh(logit, row_max, total, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, LOG: tl.constexpr):
     """The group's mean weight of each slot, and its rank: the same, or the base-2 logarithm of the group's sum."""
-    real = tl.arange(0, GROUP_PAD) < GROUP
-    empty = (total == 0.0) | ~real
+    valid = tl.arange(0, GROUP_PAD) < GROUP
+    empty = (total == 0.0) | ~valid
     if LOG:
         log_total = tl.where(empty, float("inf"), tl.log2(tl.where(empty, 1.0, total)))
-        # Subtract top and log_total one after the other: their sum would lose digits if the maximum is large.
-        x = (logit - top[None, :]) - log_total[None, :]
+        # Subtract row_max and log_total one after the other: their sum would lose digits if the maximum is large.
+        x = (logit - row_max[None, :]) - log_total[None, :]
         highest = finite_or_zero(tl.max(x, 1))
         shifted = tl.sum(tl.exp2(x - highest[:, None]), 1)
         return tl.exp2(highest) * shifted / GROUP, highest + log2_or_minus_inf(shifted)
     else:
         inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))
-        weight = tl.sum(tl.where(real[None, :], tl.exp2(logit - top[None, :]) * inverse[None, :], 0.0), 1) / GROUP
+        weight = tl.sum(tl.where(valid[None, :], tl.exp2(logit - row_max[None, :]) * inverse[None, :], 0.0), 1) / GROUP
         return weight, weight
 
 
 @triton.jit
 def score_slots(
-    logits, score, ordinals, magnitude, ranks, top, total, begin, limit, tokens, number, budget, new_score, new_size,
-    sinks, recent, padded,
+    logits, score, token_index, magnitude, ranks, row_max, total, begin, limit, tokens, number, budget, new_score,
+    new_size, sinks, recent, padded,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr,
     MAGNITUDE: tl.constexpr, PROTECTS: tl.constexpr, RANKS: tl.constexpr, DISCARD: tl.constexpr,
 ):
     """Store the scores of slots begin to limit, with RANKS also the ranks. Returns the lowest candidate, an int64 with
     the rank in its upper and the slot in its lower half, and the new token's score. All pointers are at the row.
 
-    The first `tokens` slots are occupied. Slot `budget` stands for the new token, real token `number` of the row. Other
-    slots are free. new_score: the new token's score before this step's weights. new_size: its ||v||_1. limit is a
-    multiple of 16, at most `budget` + 16. Rows of logits have `padded` slots, arbitrary behind
-    `budget`.
+    The first `tokens` slots are occupied. Slot `budget` stands for the new token, valid token `number` of the row.
+    Other slots are free. new_score: the new token's score before this step's weights. new_size: its ||v||_1. limit is a
+    multiple of 16, at most `budget` + 16. Rows of logits have `padded` slots, arbitrary behind `budget`.
     """
     s = begin + tl.arange(0, CHUNK)
     # Prefetch: the next chunk's loads overlap the ranking of this one.
-    reads, logit, old, ordinal, size = _load_slots(
-        logits, score, ordinals, magnitude, s, limit, budget, GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS
+    reads, logit, old, index, size = _load_slots(
+        logits, score, token_index, magnitude, s, limit, budget, GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS
     )
     best = tl.full([CHUNK], _NEVER, tl.int64)
     newest = tl.full([CHUNK], 0.0, tl.float32)
     for start in range(begin, limit, CHUNK):
         ahead = s + CHUNK
-        next_reads, next_logit, next_old, next_ordinal, next_size = _load_slots(
-            logits, score, ordinals, magnitude, ahead, limit, budget,
+        next_reads, next_logit, next_old, next_index, next_size = _load_slots(
+            logits, score, token_index, magnitude, ahead, limit, budget,
             GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS,
         )
         cached = (s < tokens) & reads
         arrives = (s == budget) & reads
         candidate = cached | arrives
-        ordinal = tl.where(arrives, number, ordinal)
+        index = tl.where(arrives, number, index)
         if PROTECTS:
-            candidate = candidate & (ordinal >= sinks) & (ordinal <= number - recent)
+            candidate = candidate & (index >= sinks) & (index <= number - recent)
         updated = tl.where(arrives, new_score, old)
         if RULE < RANDOM:
-            weight, rank = _weigh(logit, top, total, GROUP, GROUP_PAD, RULE == NEWEST)
+            weight, rank = _weigh(logit, row_max, total, GROUP, GROUP_PAD, RULE == NEWEST)
             if RULE == SUM:
                 updated += weight
                 rank = updated
@@ -133,7 +133,7 @@ def score_slots(
             rank = updated * tl.where(arrives, new_size, size)
         if RANKS:
             tl.store(ranks + s, rank, mask=reads)
-        code = ordinal if RULE == AGE else sortable(rank)
+        code = index if RULE == AGE else sortable(rank)
         # Rank in the upper half, slot in the lower: one integer minimum decides, ties included.
         best = tl.minimum(best, tl.where(candidate, (code.to(tl.int64) << 32) | s.to(tl.int64), _NEVER))
         newest += tl.where(arrives, updated, 0.0)
@@ -141,7 +141,7 @@ def score_slots(
             tl.debug_barrier()
             line = start * GROUP_PAD + tl.arange(0, CHUNK * GROUP_PAD // 32) * 32
             discard(logits + tl.minimum(line, padded * GROUP_PAD - 32))
-        s, reads, logit, old, ordinal, size = ahead, next_reads, next_logit, next_old, next_ordinal, next_size
+        s, reads, logit, old, index, size = ahead, next_reads, next_logit, next_old, next_index, next_size
     return tl.min(best, 0), tl.sum(newest, 0)
 
 

@@ -45,15 +45,15 @@ from .step import step as block_step
 class Block(NamedTuple):
     """Q tokens that just arrived in slots capacity to end - 1, and the softmaxes of their queries.
 
-    query [B, Hq, Q, D]; real [B, Q] bool, False for padding; positions [Q] int64; end = capacity + Q; parts
+    query [B, Hq, Q, D]; valid [B, Q] bool, False for padding; positions [Q] int64; end = capacity + Q; softmax_parts
     [2, B, Hq, Q] float32: see `kernels.Attended`; None at a decode step.
     """
 
     query: Tensor
-    real: Tensor
+    valid: Tensor
     positions: Tensor
     end: int
-    parts: Tensor | None
+    softmax_parts: Tensor | None
 
 
 class BlockState(State):
@@ -89,8 +89,8 @@ class BlockState(State):
         self.positions = self._buffer(*rows, dtype=torch.int64)
         self._score = self._buffer(*rows, dtype=torch.float32)
         self._seen = self._buffer(1, dtype=torch.int64)                         # on the device: graphs update it
-        self._ordinals = self._buffer(*rows, dtype=torch.int32)                 # index among the row's real tokens
-        self._held = self._buffer(batch, key_value_heads, dtype=torch.int32)    # real tokens that the row has seen
+        self._token_index = self._buffer(*rows, dtype=torch.int32)              # index among the row's valid tokens
+        self._valid_seen = self._buffer(batch, key_value_heads, dtype=torch.int32)  # valid tokens that the row has seen
         self._carried: Tensor | None = None
         self._window: tuple[Tensor | None, Tensor | None] = (None, None)
         self._counts: Tensor | None = None
@@ -122,10 +122,10 @@ class BlockState(State):
         self.positions.fill_(-1)
         self._score.fill_(-torch.inf)
         self._seen.zero_()
-        self._held.zero_()
+        self._valid_seen.zero_()
         if self._counts is not None:
             self._counts.zero_()
-        self._scratch.arrivals.zero_()                                          # in case a launch was interrupted
+        self._scratch.completion_counters.zero_()                               # in case a launch was interrupted
         self._clear()
         self._end_change()
 
@@ -164,8 +164,8 @@ class BlockState(State):
         check_launchable(query=query, key=key, value=value)
         self._start_change("step")
         output = block_step(
-            query, key, value, self.key, self.value, self.occupied, self.positions, self._score, self._ordinals,
-            self._carried if self._carries_magnitude else None, self._held, self._seen, *self._scratch,
+            query, key, value, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
+            self._carried if self._carries_magnitude else None, self._valid_seen, self._seen, *self._scratch,
             self._counts, self._ranks, *self._window, self.scale, self.config.capacity, self._rule, self._sinks,
             self._recent, self._offset,
         )
@@ -178,8 +178,8 @@ class BlockState(State):
         check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
         check_launchable(query=query, key=key, value=value)
         self._start_change("step")
-        real = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
-        output = self._append(query[:, :, None], key[:, :, None], value[:, :, None], real)[:, :, 0]
+        valid = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
+        output = self._append(query[:, :, None], key[:, :, None], value[:, :, None], valid)[:, :, 0]
         self._end_change()
         return output
 
@@ -190,8 +190,8 @@ class BlockState(State):
         carried = [] if self._carried is None else [self._carried]
         counts = [] if self._counts is None else [self._counts]
         for tensor in (
-            self.key, self.value, self.occupied, self.positions, self._score, self._ordinals, self._held, *carried,
-            *counts, *self._buffers(),
+            self.key, self.value, self.occupied, self.positions, self._score, self._token_index, self._valid_seen,
+            *carried, *counts, *self._buffers(),
         ):
             tensor.copy_(tensor.index_select(0, index))
         self._end_change()
@@ -210,29 +210,30 @@ class BlockState(State):
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         raise NotImplementedError
 
-    def _compared(self, query: Tensor, real: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """The queries of a block, in its slots and counted in `_held` already, and the keys of the slots before `end`,
-        as attention multiplies them. Decode steps ask only if they are blocks of one token (`_step_as_block`)."""
+    def _compared(self, query: Tensor, valid: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """The queries of a block, in its slots and counted in `_valid_seen` already, and the keys of the slots before
+        `end`, as attention multiplies them. Decode steps ask only if they are blocks of one token (`_step_as_block`).
+        """
         return query, self.key[:, :, :end]
 
     # One block -------------------------------------------------------------------------------------------------------
 
-    def _append(self, query: Tensor, key: Tensor, value: Tensor, real: Tensor) -> Tensor:
-        """Add a block of Q <= block_size tokens; real [B, Q] bool. Returns [B, Hq, Q, D]."""
+    def _append(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor:
+        """Add a block of Q <= block_size tokens; valid [B, Q] bool. Returns [B, Hq, Q, D]."""
         capacity, count = self.config.capacity, query.shape[2]
         end = capacity + count
         positions = self._seen + torch.arange(count, device=self.device)
         ops.arrive(
-            key, value, real, self.key, self.value, self.occupied, self.positions, self._score, self._ordinals,
-            self._carried if self._carries_magnitude else None, self._held, self._seen, capacity,
+            key, value, valid, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
+            self._carried if self._carries_magnitude else None, self._valid_seen, self._seen, capacity,
         )
         self._seen += count
-        self._held += real.sum(-1, keepdim=True)
+        self._valid_seen += valid.sum(-1, keepdim=True)
         if self._counts is not None:
-            self._counts += real.sum(-1, keepdim=True)
-        compared, keys = self._compared(query, real, end)
-        output, parts = attend(compared, keys, self.value[:, :, :end], self.occupied[:, :, :end], self.scale)
-        self._evict(Block(query, real, positions, end, parts), count)
+            self._counts += valid.sum(-1, keepdim=True)
+        compared, keys = self._compared(query, valid, end)
+        output, softmax_parts = attend(compared, keys, self.value[:, :, :end], self.occupied[:, :, :end], self.scale)
+        self._evict(Block(query, valid, positions, end, softmax_parts), count)
         return output
 
     def _finish_step(self, query: Tensor) -> None:
@@ -240,8 +241,8 @@ class BlockState(State):
         if self._ranks is not None:
             self._thin(self._ranks, 1, appended=True)
         elif self._rule == "nothing":
-            real = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
-            self._evict(Block(query[:, :, None], real, self._seen - 1, self.config.capacity + 1, None), 1)
+            valid = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
+            self._evict(Block(query[:, :, None], valid, self._seen - 1, self.config.capacity + 1, None), 1)
 
     def _evict(self, block: Block, count: int) -> None:
         """Update scores, choose evictions, and move the kept tokens of a block that is in its slots."""
@@ -252,18 +253,19 @@ class BlockState(State):
             self._thin(rank, count, appended=False)
             return
         destination = ops.choose(
-            rank, protected, self.occupied, self._ordinals, self._held, budget, count, self._sinks, self._recent
+            rank, protected, self.occupied, self._token_index, self._valid_seen, budget, count, self._sinks,
+            self._recent
         )
         ops.settle(
-            destination, self.key, self.value, self.occupied, self.positions, self._score, self._ordinals,
+            destination, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
             self._carried, budget,
         )
 
     def _thin(self, rank: Tensor, count: int, *, appended: bool) -> None:
         """Evict at intervals: heads that are due, by rank, after `count` tokens."""
         thin(
-            rank, self.key, self.value, self.occupied, self.positions, self._score, self._ordinals, self._carried,
-            self._held, self._counts, self._numbers, self.config.budget, self.config.capacity, count, self._sinks,
+            rank, self.key, self.value, self.occupied, self.positions, self._score, self._token_index, self._carried,
+            self._valid_seen, self._counts, self._numbers, self.config.budget, self.config.capacity, count, self._sinks,
             self._recent, appended,
         )
 
@@ -280,8 +282,8 @@ def oldest(positions: Tensor, count: int) -> Tensor:
 
 def _first(positions: Tensor, count: int, *, largest: bool) -> Tensor:
     place = positions.topk(min(count, positions.shape[-1]), -1, largest=largest).indices
-    held = (positions >= 0) & (positions < torch.iinfo(torch.int64).max)
-    return torch.zeros_like(held).scatter(-1, place, True) & held
+    exists = (positions >= 0) & (positions < torch.iinfo(torch.int64).max)
+    return torch.zeros_like(exists).scatter(-1, place, True) & exists
 
 
 def check_block(query: object, key: object, value: object, occupied: object) -> Sizes:

@@ -37,12 +37,12 @@ BARE = ("nothing", "append")
 
 class Scratch(NamedTuple):
     """Buffers passed between the programs of a step. workspace float32: logits, partial accumulators, their maxima and
-    sums, normalisers, new scores; candidates int64; arrivals int32, one counter per flat and one for all, 0 between
-    steps."""
+    sums, normalisers, new scores; candidates int64; completion_counters int32, one counter per batch_head and one for
+    all, 0 between steps."""
 
     workspace: Tensor
     candidates: Tensor
-    arrivals: Tensor
+    completion_counters: Tensor
 
 
 class _Plan(NamedTuple):
@@ -67,11 +67,13 @@ def _plan(sizes: Sizes, budget: int, itemsize: int, device: torch.device, rule: 
     sixteens = triton.cdiv(budget + 1, 16)
     blocks = triton.cdiv(sixteens, 2 if INTERPRETED else 16)
     logits = padded_slots(budget + 1) * triton.next_power_of_2(sizes.group) if rule in ("sum", "newest") else 0
-    flats, count = batch * heads, batch * query_heads
+    batch_heads, count = batch * heads, batch * query_heads
     # Every piece is aligned alike for all sizes, since Triton compiles a kernel again for another alignment.
     cuts = [
         triton.cdiv(cut, 32) * 32
-        for cut in (flats * logits, count * splits * head_dim, count * splits, count * splits, count * 2, flats)
+        for cut in (
+            batch_heads * logits, count * splits * head_dim, count * splits, count * splits, count * 2, batch_heads
+        )
     ]
     return _Plan(
         block, splits, split_size // block, rule in BARE or fused(sizes, device), blocks,
@@ -88,55 +90,55 @@ def _registers(plan: _Plan, key: Tensor) -> int | None:
 def scratch(sizes: Sizes, budget: int, dtype: torch.dtype, device: torch.device, rule: str) -> Scratch:
     """Allocate the buffers for a state's steps. The number of slots in sizes does not matter."""
     plan = _plan(sizes, budget, dtype.itemsize, device, rule)
-    flats = sizes.batch * sizes.key_value_heads
+    batch_heads = sizes.batch * sizes.key_value_heads
     return Scratch(
         # Zeros: the logits of slots that are not yet in use are read, for aligned accesses, and not used.
         torch.zeros(sum(plan.cuts), dtype=torch.float32, device=device),
-        torch.empty(flats, plan.blocks, dtype=torch.int64, device=device),
-        torch.zeros(flats + 1, dtype=torch.int32, device=device),
+        torch.empty(batch_heads, plan.blocks, dtype=torch.int64, device=device),
+        torch.zeros(batch_heads + 1, dtype=torch.int32, device=device),
     )
 
 
 @torch.library.custom_op(
     "kvtwin::block_step",
     mutates_args=(
-        "key", "value", "occupied", "positions", "score", "ordinals", "magnitude", "held", "seen", "workspace",
-        "candidates", "arrivals", "counts", "ranks", "window_query", "window_positions",
+        "key", "value", "occupied", "positions", "score", "token_index", "magnitude", "valid_seen", "seen", "workspace",
+        "candidates", "completion_counters", "counts", "ranks", "window_query", "window_positions",
     ),
 )
 def step(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
-    score: Tensor, ordinals: Tensor, magnitude: Tensor | None, held: Tensor, seen: Tensor,
-    workspace: Tensor, candidates: Tensor, arrivals: Tensor,
+    score: Tensor, token_index: Tensor, magnitude: Tensor | None, valid_seen: Tensor, seen: Tensor,
+    workspace: Tensor, candidates: Tensor, completion_counters: Tensor,
     counts: Tensor | None, ranks: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
     scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int,
 ) -> Tensor:
     """Add one token: attention to the cache and to itself, update of the scores, and its slot, if the rule gives one.
 
     query [B, Hq, D]; new_key, new_value [B, Hkv, D]; a state's buffers as in `ops.arrive`; workspace, candidates and
-    arrivals: a Scratch. rule: "sum" (times magnitude, if given), "newest", "random" (offset: the generator's state
-    without the position) or "age"; with "nothing" the token takes slot `budget`, and the caller evicts. The oldest
-    `sinks` and the newest `recent` tokens are protected. With counts [B, Hkv] int32, the tokens of each head, the token
-    takes the first of `budget` + 1 slots that is free, counts is incremented, and the caller evicts: "sum" and "newest"
-    store in ranks [B, Hkv, S] float32 what a head with `budget` + 1 tokens is to be ranked by, by slot. "append" needs
-    counts; the query replaces the oldest in window_query [B, Hq, W, D] and window_positions [B, W]. Returns the output
-    [B, Hq, D].
+    completion_counters: a Scratch. rule: "sum" (times magnitude, if given), "newest", "random" (offset: the generator's
+    state without the position) or "age"; with "nothing" the token takes slot `budget`, and the caller evicts. The
+    oldest `sinks` and the newest `recent` tokens are protected. With counts [B, Hkv] int32, the tokens of each head,
+    the token takes the first of `budget` + 1 slots that is free, counts is incremented, and the caller evicts: "sum"
+    and "newest" store in ranks [B, Hkv, S] float32 what a head with `budget` + 1 tokens is to be ranked by, by slot.
+    "append" needs counts; the query replaces the oldest in window_query [B, Hq, W, D] and window_positions [B, W].
+    Returns the output [B, Hq, D].
     """
     batch, query_heads, head_dim = query.shape
     _, heads, slots, _ = key.shape
     sizes = Sizes(batch, query_heads, heads, slots, head_dim)
     plan = _plan(sizes, budget, key.element_size(), key.device, rule)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    logits, partial, tops, weight_sums, normalisers, new_scores = workspace.split(plan.cuts)
-    flats, group = batch * heads, sizes.group
+    logits, partial, row_maxima, weight_sums, normalisers, new_scores = workspace.split(plan.cuts)
+    batch_heads, group = batch * heads, sizes.group
     unit = 16 if slots % 16 == 0 else 1
     group_pad = triton.next_power_of_2(group)
     strides = (*new_key.stride(), *new_value.stride())
     state = (
-        new_key, new_value, key, value, occupied, positions, score, ordinals, score if magnitude is None else magnitude,
-        held, seen,
+        new_key, new_value, key, value, occupied, positions, score, token_index,
+        score if magnitude is None else magnitude, valid_seen, seen,
     )
-    numbers = (heads, flats, sinks, recent, offset)
+    numbers = (heads, batch_heads, sinks, recent, offset)
     options = {
         "GROUP": group, "GROUP_PAD": group_pad, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim),
         "UNIT": unit, "SPLITS": 8 if plan.splits <= 8 else MAX_SPLITS, "RULE": RULES[rule],
@@ -144,11 +146,11 @@ def step(
         "PROTECTS": sinks + recent > 0 and counts is None, "GROWS": counts is not None,
     }
     padded = padded_slots(budget + 1) // 16
-    grown = held if counts is None else counts, score if ranks is None else ranks
+    grown = valid_seen if counts is None else counts, score if ranks is None else ranks
     window = query if window_query is None else window_query, seen if window_positions is None else window_positions
     with on_device_of(key):
-        step_kernel[(flats * plan.splits,)](
-            query, *state, output, logits, partial, tops, weight_sums, normalisers, arrivals,
+        step_kernel[(batch_heads * plan.splits,)](
+            query, *state, output, logits, partial, row_maxima, weight_sums, normalisers, completion_counters,
             *grown, *window, scale * LOG2_E.value, budget, slots // unit, padded, plan.share, plan.splits, *numbers,
             1 if window_query is None else window_query.shape[2], *query.stride(), *strides, **options,
             ROWS=GROUP_ROWS, BLOCK=plan.block, CHUNK=32 if INTERPRETED else min(CHUNK, 8 * CHUNK // group_pad),
@@ -157,9 +159,9 @@ def step(
             maxnreg=_registers(plan, key),
         )
         if not plan.fused:
-            finish_kernel[(flats * (plan.blocks + group),)](
-                *state, output, logits, partial, tops, normalisers, arrivals, candidates, new_scores, *grown,
-                budget, slots // unit, padded, plan.slots_each, plan.splits, plan.blocks, *numbers,
+            finish_kernel[(batch_heads * (plan.blocks + group),)](
+                *state, output, logits, partial, row_maxima, normalisers, completion_counters, candidates, new_scores,
+                *grown, budget, slots // unit, padded, plan.slots_each, plan.splits, plan.blocks, *numbers,
                 *strides, **options, CHUNK=triton.next_power_of_2(plan.slots_each * 16), num_warps=4,
             )
     return output
@@ -168,8 +170,8 @@ def step(
 @step.register_fake
 def _(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
-    score: Tensor, ordinals: Tensor, magnitude: Tensor | None, held: Tensor, seen: Tensor,
-    workspace: Tensor, candidates: Tensor, arrivals: Tensor,
+    score: Tensor, token_index: Tensor, magnitude: Tensor | None, valid_seen: Tensor, seen: Tensor,
+    workspace: Tensor, candidates: Tensor, completion_counters: Tensor,
     counts: Tensor | None, ranks: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
     scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int,
 ) -> Tensor:
