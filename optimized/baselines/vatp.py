@@ -5,26 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference._validate import resolve_scale
 from ...reference.baselines.vatp import VATPConfig
 from ...reference.blocks import AttendResult
-from .._common.block_cache import kernels as kernels
-from .._common.block_cache.state import Block, BlockState, check_block
-from .h2o import accumulate
+from .._common.block_cache.state import Block, BlockState
+from .h2o import accumulate, attend
 
 __all__ = ["AttendResult", "VATPConfig", "VATPState", "attend"]
-
-
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
-) -> AttendResult:
-    """Attention of the tokens in the last Q slots; received = the sum of each key's weights over the block's queries.
-
-    Arguments and errors as in `h2o.attend`. Semantics: `kvtwin.reference.baselines.vatp.attend`.
-    """
-    scale = resolve_scale(scale, check_block(query, key, value, occupied).head_dim)
-    output, softmax_parts = kernels.attend(query, key, value, occupied, scale)
-    return AttendResult(output, kernels.received(query, key, occupied, softmax_parts, scale, mean=False))
 
 
 class VATPState(BlockState):
