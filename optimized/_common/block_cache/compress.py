@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ....reference.contract import Sizes
 from ..launch import INTERPRETED, on_device_of, padded_head_dim
-from .evict_kernels import _NEVER, COUNTED, _leaving, _threshold, _valid_before, _write_codes
+from .evict_kernels import _NEVER, COUNTED, _free_among, _leaving, _threshold, _valid_before, _write_codes
 from .kernels import Window, launch_attention, launch_received
 from .ops import chunk_sizes, rows
 
@@ -189,9 +189,7 @@ def _choose(
     free = leave * 0
     for start in range(0, budget, CHUNK):
         s = start + tl.arange(0, CHUNK)
-        code = tl.load(codes + s, mask=s < budget, other=_NEVER)
-        leaves, tied = _leaving(code, threshold, tied, ties)
-        is_free = tl.where((leaves | (s >= before)) & (s < budget), 1, 0)
+        is_free, tied = _free_among(codes, s, before, threshold, tied, ties, budget)
         tl.store(free_slots + free + tl.cumsum(is_free, 0) - is_free, s, mask=is_free != 0)
         tl.store(dest_slot + s, tl.where(is_free != 0, -1, s), mask=s < budget)
         free += tl.sum(is_free, 0)

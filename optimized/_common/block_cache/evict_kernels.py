@@ -133,6 +133,15 @@ def _leaving(code, threshold, tied, ties):
     return (code < threshold) | ((equal != 0) & (before < ties)), tied + tl.sum(equal, 0)
 
 
+@triton.jit
+def _free_among(codes, s, before, threshold, tied, ties, budget):
+    """Which of the slots s below `budget` are free after the evictions, as 0 or 1: those whose token is evicted, and
+    those from `before` on, which had none. Also returns `tied` after these slots."""
+    code = tl.load(codes + s, mask=s < budget, other=_NEVER)
+    leaves, tied = _leaving(code, threshold, tied, ties)
+    return tl.where((leaves | (s >= before)) & (s < budget), 1, 0), tied
+
+
 @triton.jit(do_not_specialize=["count", "slots", "rank_h", "protected_h", "budget", "sinks", "recent"])
 def choose_kernel(
     rank, protected, occupied, token_index, valid_seen, codes, free_slots, destination,
@@ -169,9 +178,7 @@ def choose_kernel(
     free = leave * 0
     for start in range(0, budget, CHUNK):
         s = start + tl.arange(0, CHUNK)
-        code = tl.load(codes + s, mask=s < budget, other=_NEVER)
-        leaves, tied = _leaving(code, threshold, tied, ties)
-        is_free = tl.where((leaves | (s >= before)) & (s < budget), 1, 0)
+        is_free, tied = _free_among(codes, s, before, threshold, tied, ties, budget)
         number = free + tl.cumsum(is_free, 0) - is_free
         tl.store(free_slots + number, s, mask=(is_free != 0) & (number < count))
         free += tl.sum(is_free, 0)
