@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...reference._interrupted import Interruptible
 from ...reference._validate import capturing, check_dtype, resolve_device, resolve_scale
-from ...reference._validate_attention import state_sizes
-from .launch import DTYPES, check_kernel_device, check_kernel_sizes
+from ...reference._validate_attention import check_prompt, check_step, state_sizes
+from .launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
 
 
 class Buffers:
@@ -50,6 +50,22 @@ class State(Buffers, Interruptible):
     def tokens_seen(self) -> int:
         """The number of tokens since the last reset, padding included. Reading it synchronises with the GPU."""
         raise NotImplementedError
+
+    def _check_prompt(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None) -> Tensor:
+        """Check that no change was interrupted, and the arguments of `prefill`. Returns occupied [B, T], by default all
+        True."""
+        self._check_whole()
+        total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        check_launchable(query=query, key=key, value=value)
+        if occupied is None:
+            return torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
+        return occupied
+
+    def _check_step(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Check that no change was interrupted, and the arguments of `step`."""
+        self._check_whole()
+        check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        check_launchable(query=query, key=key, value=value)
 
     def _check_empty(self, instead: str = "") -> None:
         """RuntimeError if the state holds tokens. Synchronises with the GPU, but does nothing during a capture."""

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from ...reference._validate import check_all_finite, check_config, check_next_slot, check_reorder
-from ...reference._validate_attention import check_prompt, check_step
 from ...reference.longflow import LongFlowConfig
-from .._common.launch import check_launchable
 from .._common.prompt_attention import causal_attention
 from .._common.state import State
 from ..baselines.snapkv import choose, gather_tokens
@@ -82,15 +80,10 @@ class LongFlowState(State):
         query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True.
         Returns [B, Hq, T, D], zeros for padding. RuntimeError if the state holds tokens.
         """
-        self._check_whole()
-        total = check_prompt(
-            query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device
-        )
-        check_launchable(query=query, key=key, value=value)
+        occupied = self._check_prompt(query, key, value, occupied)
+        total = occupied.shape[1]
         # Read from the device, since the host does not see the steps of graph replays.
         self._check_empty()
-        if occupied is None:
-            occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
         if self.config.check_finite:
             hidden = ~occupied[:, None, :, None]
             check_all_finite(
@@ -116,9 +109,7 @@ class LongFlowState(State):
         query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not synchronize with
         the host.
         """
-        self._check_whole()
-        check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
-        check_launchable(query=query, key=key, value=value)
+        self._check_step(query, key, value)
         if self.config.check_finite:
             check_all_finite(query=query, key=key, value=value)
         output: Tensor = _ops.step(

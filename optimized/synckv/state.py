@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from ...reference._validate import capturing, check_config, check_reorder, check_room
-from ...reference._validate_attention import check_prompt, check_step
 from ...reference.synckv._validate import resolve_clusters
 from ...reference.synckv.contract import HeadClusters, SyncKVConfig
-from .._common.launch import check_launchable
 from .._common.prompt_attention import causal_attention
 from .._common.state import State
 from . import _step
@@ -171,12 +169,10 @@ class SyncKVState(State):
         Returns [B, Hq, T, D], zeros for padding. RuntimeError if the state holds tokens; ValueError for more than
         config.max_tokens tokens.
         """
-        total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
-        check_launchable(query=query, key=key, value=value)
+        occupied = self._check_prompt(query, key, value, occupied)
+        total = occupied.shape[1]
         self._check_empty()
         check_room(0, total, self.config.max_tokens)
-        if occupied is None:
-            occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
         if self._offload is not None and capturing(self.device):
             raise RuntimeError("prefill with offload=True cannot be captured: it allocates host memory")
         self._open()
@@ -244,8 +240,7 @@ class SyncKVState(State):
         dropped. With offload: MemoryError if there is no host memory at the first token; RuntimeError for a first token
         during the capture of a graph (see also `join`), and under torch.compile.
         """
-        check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
-        check_launchable(query=query, key=key, value=value)
+        self._check_step(query, key, value)
         check_room(self._counted, 1, self.config.max_tokens)
         self._open()
         self._start_change("step")

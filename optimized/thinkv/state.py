@@ -11,11 +11,10 @@ import triton
 from torch import Tensor
 
 from ...reference._validate import check_config, check_reorder, check_room
-from ...reference._validate_attention import check_prompt, check_step
 from ...reference.thinkv._validate_paging import check_thought
 from ...reference.thinkv.contract import ThinKVConfig
 from ...reference.thinkv.types import Thought
-from .._common.launch import INTERPRETED, check_launchable, on_device_of
+from .._common.launch import INTERPRETED, on_device_of
 from .._common.prompt_attention import causal_attention
 from .._common.state import State
 from . import _paging_ops as ops
@@ -120,12 +119,10 @@ class ThinKVState(State):
         Returns [B, Hq, T, D], zeros for padding. RuntimeError if the state holds tokens; ValueError for more than
         config.max_tokens tokens.
         """
-        total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
-        check_launchable(query=query, key=key, value=value)
+        occupied = self._check_prompt(query, key, value, occupied)
+        total = occupied.shape[1]
         self._check_empty()
         check_room(0, total, self.config.max_tokens)
-        if occupied is None:
-            occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
         self._start_change("prefill")
         output = causal_attention(query, key, value, occupied, self.scale)
         self._thought.fill_(int(Thought.REASONING))
@@ -163,8 +160,7 @@ class ThinKVState(State):
         host. ValueError beyond config.max_tokens tokens, counted by the host; in replays of a graph, further tokens are
         rejected (see cache.overflow).
         """
-        check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
-        check_launchable(query=query, key=key, value=value)
+        self._check_step(query, key, value)
         check_room(self._counted, 1, self.config.max_tokens)
         self._start_change("step")
         config = self.config

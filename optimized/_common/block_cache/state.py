@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ....reference._validate import check_config, check_reorder
-from ....reference._validate_attention import check_attention, check_prompt, check_slot_mask, check_step
+from ....reference._validate_attention import check_attention, check_slot_mask
 from ....reference.blocks import BlockConfig
 from ....reference.contract import Sizes
 from ..launch import check_kernel_sizes, check_launchable
@@ -131,7 +131,7 @@ class BlockState(State):
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
         """Process the prompt: `append_block` on an empty state. RuntimeError if the state holds tokens."""
-        check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        self._check_prompt(query, key, value, occupied)
         # Read from the device, since the host does not see the steps of graph replays.
         self._check_empty(", or append_block()")
         return self.append_block(query, key, value, occupied)
@@ -143,10 +143,8 @@ class BlockState(State):
         query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True.
         Returns [B, Hq, T, D], zeros for padding, which takes no slot.
         """
-        total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
-        check_launchable(query=query, key=key, value=value)
-        if occupied is None:
-            occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
+        occupied = self._check_prompt(query, key, value, occupied)
+        total = occupied.shape[1]
         self._start_change("append_block")
         size = self.config.block_size
         if total <= size:
@@ -160,8 +158,7 @@ class BlockState(State):
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Add one token: query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not
         synchronize with the host."""
-        check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
-        check_launchable(query=query, key=key, value=value)
+        self._check_step(query, key, value)
         self._start_change("step")
         output = block_step(
             query, key, value, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
@@ -175,8 +172,7 @@ class BlockState(State):
 
     def _step_as_block(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`step` by the kernels for blocks, of which it takes more."""
-        check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
-        check_launchable(query=query, key=key, value=value)
+        self._check_step(query, key, value)
         self._start_change("step")
         valid = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
         output = self._append(query[:, :, None], key[:, :, None], value[:, :, None], valid)[:, :, 0]
