@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ...reference._validate import check_config, check_reorder
-from ...reference._validate_attention import check_prompt, check_step
-from ...reference.epikv._validate import check_hidden_states
+from ...reference.epikv._validate import HiddenInputs
 from ...reference.epikv.contract import EpiKVConfig
 from .._common.block_cache import kernels
 from .._common.launch import check_launchable
@@ -40,10 +39,11 @@ class EpiKVState(State):
             check_config(config, EpiKVConfig), slots=config.slots, batch=batch, query_heads=query_heads,
             key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
-        self._hidden_size = config.hidden_size or query_heads * head_dim
+        hidden_size = config.hidden_size or query_heads * head_dim
         self._shared = scorer is not None
+        self._inputs = HiddenInputs(config, batch, hidden_size, self.dtype, self.device, shared=self._shared)
         self.scorer = scorer if scorer is not None else EpiKVScorer(
-            config, batch=batch, hidden_size=self._hidden_size, key_value_heads=key_value_heads, head_dim=head_dim,
+            config, batch=batch, hidden_size=hidden_size, key_value_heads=key_value_heads, head_dim=head_dim,
             dtype=dtype, device=device,
         )
         self.key, self.value = (
@@ -111,12 +111,10 @@ class EpiKVState(State):
         policies that read them. Returns [B, Hq, T, D], zeros for padding. RuntimeError if the state holds tokens;
         ValueError for a prompt that does not fit.
         """
-        total = check_prompt(query, key, value, occupied, sizes=self.sizes, dtype=self.dtype, device=self.device)
-        hidden = self._check_hidden(hidden_a, hidden_b, total)
-        check_launchable(query=query, key=key, value=value, hidden_a=hidden_a, hidden_b=hidden_b)
-        if occupied is None:
-            occupied = torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
-        self._check_whole()
+        occupied = self._check_prompt(query, key, value, occupied)
+        total = occupied.shape[1]
+        hidden = self._inputs.check(hidden_a, hidden_b, total)
+        check_launchable(hidden_a=hidden_a, hidden_b=hidden_b)
         if not self._shared:
             self.scorer.check_prompt(occupied)
         self._start_change("prefill")
@@ -144,9 +142,9 @@ class EpiKVState(State):
         query [B, Hq, D]; key, value [B, Hkv, D]; hidden_a, hidden_b [B, L, C], or [B, C] for one layer, for policies
         that read them. Returns the attention output [B, Hq, D]. Does not synchronize with the host.
         """
-        check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
-        hidden = self._check_hidden(hidden_a, hidden_b, None)
-        check_launchable(query=query, key=key, value=value, hidden_a=hidden_a, hidden_b=hidden_b)
+        self._check_step(query, key, value)
+        hidden = self._inputs.check(hidden_a, hidden_b, None)
+        check_launchable(hidden_a=hidden_a, hidden_b=hidden_b)
         self._start_change("step")
         output: Tensor = _attend_kernels.attend(
             query, key, value, self.key, self.value, self.occupied, self.next_slot, *self._scratch, self.scale,
@@ -170,13 +168,3 @@ class EpiKVState(State):
         for tensor in (self.key, self.value):
             tensor.copy_(tensor.index_select(0, index))
         self._end_change()
-
-    def _check_hidden(self, one: object, other: object, tokens: int | None) -> tuple[Tensor, Tensor] | None:
-        if self._shared:
-            if one is not None or other is not None:
-                raise ValueError("hidden_a and hidden_b must be left out: the shared scorer has them from its owner")
-            return None
-        return check_hidden_states(
-            self.config, (one, other), batch=self.sizes.batch, tokens=tokens, hidden_size=self._hidden_size,
-            dtype=self.dtype, device=self.device,
-        )

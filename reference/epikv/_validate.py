@@ -11,6 +11,7 @@ from .._validate import (
     check_integer,
     check_like,
     check_mask,
+    check_no_grad,
     check_product,
     check_shape,
     check_state_tensor,
@@ -133,3 +134,29 @@ def check_prompt_fits(config: EpiKVConfig, tokens: int) -> None:
             "is kept whole (keep_prompt=False evicts its tokens like all others, count_prompt=False gives it slots of "
             "its own)"
         )
+
+
+class HiddenInputs:
+    """The checks of the hidden states that a state receives. shared: the state's scorer has another owner."""
+
+    def __init__(
+        self, config: EpiKVConfig, batch: int, hidden_size: int, dtype: torch.dtype, device: torch.device, *,
+        shared: bool,
+    ) -> None:
+        self._config, self._batch, self._hidden_size = config, batch, hidden_size
+        self._dtype, self._device, self._shared = dtype, device, shared
+
+    def check(self, hidden_a: object, hidden_b: object, tokens: int | None) -> tuple[Tensor, Tensor] | None:
+        """The hidden states of a prompt of `tokens` tokens, or of a step (None), as `check_hidden_states` returns them.
+        """
+        if self._shared:
+            if hidden_a is not None or hidden_b is not None:
+                raise ValueError("hidden_a and hidden_b must be left out: the shared scorer has them from its owner")
+            return None
+        found = check_hidden_states(
+            self._config, (hidden_a, hidden_b), batch=self._batch, tokens=tokens, hidden_size=self._hidden_size,
+            dtype=self._dtype, device=self._device,
+        )
+        if found is not None:
+            check_no_grad(hidden_a=found[0], hidden_b=found[1])
+        return found

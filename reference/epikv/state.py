@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._validate import check_config, check_no_grad
+from .._validate import check_config
 from ..attention import attention_weights, causal_attention, causal_logits, softmax, weighted_values
 from ..state import State
-from ._validate import check_hidden_states
+from ._validate import HiddenInputs
 from .contract import EpiKVConfig
 from .hybrids import received
 from .scorer import EpiKVScorer
@@ -37,10 +37,11 @@ class EpiKVState(State):
             check_config(config, EpiKVConfig), slots=config.slots, batch=batch, query_heads=query_heads,
             key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
-        self._hidden_size = config.hidden_size or query_heads * head_dim
+        hidden_size = config.hidden_size or query_heads * head_dim
         self._shared = scorer is not None
+        self._inputs = HiddenInputs(config, batch, hidden_size, self.dtype, self.device, shared=self._shared)
         self.scorer = scorer if scorer is not None else EpiKVScorer(
-            config, batch=batch, hidden_size=self._hidden_size, key_value_heads=key_value_heads, head_dim=head_dim,
+            config, batch=batch, hidden_size=hidden_size, key_value_heads=key_value_heads, head_dim=head_dim,
             dtype=dtype, device=device,
         )
         self.reset()
@@ -104,7 +105,7 @@ class EpiKVState(State):
         """
         occupied = self._check_prompt(query, key, value, occupied)
         total = occupied.shape[1]
-        hidden = self._check_hidden(hidden_a, hidden_b, total)
+        hidden = self._inputs.check(hidden_a, hidden_b, total)
         if not self._shared:
             self.scorer.check_prompt(occupied)
         self._start_change("prefill")
@@ -127,7 +128,7 @@ class EpiKVState(State):
         that read them. Returns the attention output [B, Hq, D]. TypeError or ValueError for invalid arguments.
         """
         self._check_step(query, key, value)
-        hidden = self._check_hidden(hidden_a, hidden_b, None)
+        hidden = self._inputs.check(hidden_a, hidden_b, None)
         self._start_change("step")
         slot = self.next_slot[:, None]
         place = slot[:, None, :, None].expand(-1, self.sizes.key_value_heads, -1, self.sizes.head_dim)
@@ -155,17 +156,3 @@ class EpiKVState(State):
         super()._reorder(index)
         if not self._shared:
             self.scorer.reorder(index)
-
-    def _check_hidden(self, one: object, other: object, tokens: int | None) -> tuple[Tensor, Tensor] | None:
-        """Check hidden_a and hidden_b of a prompt of `tokens` tokens, or of a step (None)."""
-        if self._shared:
-            if one is not None or other is not None:
-                raise ValueError("hidden_a and hidden_b must be left out: the shared scorer has them from its owner")
-            return None
-        found = check_hidden_states(
-            self.config, (one, other), batch=self.sizes.batch, tokens=tokens, hidden_size=self._hidden_size,
-            dtype=self.dtype, device=self.device,
-        )
-        if found is not None:
-            check_no_grad(hidden_a=found[0], hidden_b=found[1])
-        return found
