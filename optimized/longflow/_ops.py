@@ -53,6 +53,21 @@ class _Work(NamedTuple):
     late_size: int
 
 
+class _NewToken(NamedTuple):
+    """The token of a state's step: key and value [B, Hkv, D], and the state's buffers for its slot and its position."""
+
+    key: Tensor
+    value: Tensor
+    positions: Tensor
+    sink_end: Tensor
+    seen: Tensor
+
+    @classmethod
+    def none(cls, query: Tensor, slot: Tensor) -> _NewToken:
+        """Arguments of the right types for kernels that read none of them."""
+        return cls(key=query, value=query, positions=slot, sink_end=slot, seen=slot)
+
+
 def _cut(sizes: Sizes, key: Tensor) -> _Work:
     block = key_block(sizes.head_dim, key.element_size(), sizes.slots)
     splits, size = split_slots(sizes, block, key.device, PROGRAMS)
@@ -140,7 +155,7 @@ def step(
     _launch(
         sizes, query, key, value, occupied, None, output, score, next_slot,
         (workspace, candidates, completion_counters), scale=scale, per_head=per_head,
-        arrival=(new_key, new_value, positions, sink_end, seen), protect_newest=protect_newest,
+        new_token=_NewToken(new_key, new_value, positions, sink_end, seen), protect_newest=protect_newest,
     )
     return output
 
@@ -159,10 +174,10 @@ def _launch(
     sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, protected: Tensor | None,
     output: Tensor, score: Tensor, slot: Tensor,
     scratch: tuple[Tensor, Tensor, Tensor], *, scale: float, per_head: bool,
-    arrival: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None, protect_newest: bool = False,
+    new_token: _NewToken | None = None, protect_newest: bool = False,
 ) -> None:
-    """Launch the two kernels of a step. With `arrival`, a new token is first written into slot `slot`, and the
-    protected slots are derived from positions. Without it, the cache is unchanged and `protected` is a mask."""
+    """Launch the two kernels of a step. A new token is first written into slot `slot`, and the protected slots are
+    derived from positions. Without one, the cache is unchanged and `protected` is a mask."""
     batch, _, heads, slots, head_dim = sizes
     group = sizes.group
     group_pad = triton.next_power_of_2(group)
@@ -171,7 +186,7 @@ def _launch(
     at_once = fused(sizes, key.device)
     workspace, candidates, completion_counters = scratch
     logits, partial, row_maxima, weight_sums, normalisers, ranks = workspace.split(_cuts(sizes, splits))
-    new_key, new_value, positions, sink_end, seen = arrival or (query, query, slot, slot, slot)
+    token = _NewToken.none(query, slot) if new_token is None else new_token
     unit, byte_unit = stride_unit(key, value), mask_unit(occupied)
     head_stride = occupied.stride(1) if per_head else 0
     mask = occupied if protected is None else protected
@@ -180,7 +195,7 @@ def _launch(
         mask.stride(0), mask.stride(1) if per_head else 0, mask.stride(-1),
     )
     discard, dependent = discards(key.device), at_once and launches_early(key.device)
-    options = {"GROUP": group, "HEAD_DIM": head_dim, "PER_HEAD": per_head, "ARRIVAL": arrival is not None}
+    options = {"GROUP": group, "HEAD_DIM": head_dim, "PER_HEAD": per_head, "ARRIVAL": new_token is not None}
     splitting = {
         "GROUP_PAD": group_pad, "D_PAD": padded_head_dim(head_dim),
         "SPLITS": 8 if splits <= 8 else 16 if splits <= 16 else MAX_SPLITS,
@@ -192,13 +207,13 @@ def _launch(
     warps = 4 if at_once else 2
     with on_device_of(key):
         attend_kernel[(heads * (work.early * work.splits + (batch - work.early) * splits),)](
-            query, key, value, occupied, new_key, new_value, slot, positions, seen,
+            query, key, value, occupied, token.key, token.value, slot, token.positions, token.seen,
             logits, partial, row_maxima, weight_sums, ranks, output, completion_counters,
             scale * LOG2_E.value, slots, *work[1:], heads,
             *query.stride(), *(stride // unit for stride in key.stride()[:3]), key.stride(3),
             *(stride // unit for stride in value.stride()[:3]), value.stride(3),
             occupied.stride(0) // byte_unit, head_stride // byte_unit, occupied.stride(-1),
-            *new_key.stride(), *new_value.stride(),
+            *token.key.stride(), *token.value.stride(),
             ROWS=GROUP_ROWS, BLOCK=work.block, UNIT=unit, MASK_UNIT=byte_unit,
             CHUNK=32 if INTERPRETED else min(1024, 4096 // group_pad), WARPS=warps,
             FUSED=at_once, DISCARD=discard, DEPENDENT=dependent, **options, **splitting,
@@ -207,14 +222,14 @@ def _launch(
         if at_once:
             row = min(4096, triton.next_power_of_2(padded_slots(slots)))
             choose_kernel[(decisions,)](
-                ranks, occupied, mask, positions, sink_end, seen, score, slot, slots, heads, *masks,
+                ranks, occupied, mask, token.positions, token.sink_end, token.seen, score, slot, slots, heads, *masks,
                 HEADS=1 if per_head else 8, BLOCK=32 if INTERPRETED else row, DISCARD=discard, DEPENDENT=dependent,
                 **options, **protection, num_warps=16, **({"launch_pdl": True} if dependent else {}),
             )
         else:
             score_kernel[(decisions * blocks + batch * heads,)](
-                logits, partial, row_maxima, weight_sums, normalisers, occupied, mask, positions, sink_end,
-                seen, output, score, slot, candidates, completion_counters[_after(batch * heads):],
-                slots, splits, heads, blocks, *masks,
+                logits, partial, row_maxima, weight_sums, normalisers, occupied, mask, token.positions,
+                token.sink_end, token.seen, output, score, slot, candidates,
+                completion_counters[_after(batch * heads):], slots, splits, heads, blocks, *masks,
                 HEADS=4 if INTERPRETED else 16, BLOCK=SCORE_BLOCK, **options, **splitting, **protection, num_warps=8,
             )
