@@ -2,9 +2,8 @@
 
 Logits are in base 2; G query heads share a KV head. `members` [3, Hkv] int32 lists the R-heads (representatives, which
 attend to all tokens) first, then the other heads: the head, the index of its keys and values, and its list in `chosen`.
-`counters` [6] int64: the tokens seen; the decode steps plus the config's phase; the first token since the last
-anticipation; that token's slot for heads that are not R-heads; the last two for the previous anticipation. `due`:
-whether the step was an anticipation. All of these are on the device, so a captured step can be replayed as any step.
+`counters` [6] int64, see SEEN and the constants after it. `due`: whether the step was an anticipation. All of these are
+on the device, so a captured step can be replayed as any step.
 
 Scratch is contiguous. The partial results of the R-heads come first, [B, N_r, G, dense_splits, ...], then those of
 the other heads, [B, Hkv - N_r, G, list_splits, ...].
@@ -18,6 +17,12 @@ import triton.language as tl
 from .._common.numerics import dot, multiply, of_any_width, round_output, round_to
 from .._common.scratch import all_occupied
 from .._common.softmax import raise_maximum, weigh_tile
+
+#: The counters: the tokens seen; the decode steps plus the config's phase; the first token since the last anticipation,
+#: and its slot for heads that are not R-heads; the same two for the anticipation before.
+SEEN, STEPS, SINCE, FIRST_NEW, EARLIER_SINCE, EARLIER_FIRST_NEW = (tl.constexpr(place) for place in range(6))
+#: The rows of `members` after that of the heads.
+_STORED_AT, _LIST_INDEX = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -93,10 +98,10 @@ def attend_kernel(
     b, member = batch_member // heads, batch_member % heads
     entry = tl.where(is_representative, member, representative_heads + member)
     head = tl.load(members + entry).to(tl.int64)
-    stored_at = tl.load(members + HEADS + entry).to(tl.int64)
-    list_index = tl.load(members + 2 * HEADS + entry).to(tl.int64)
-    seen, steps = tl.load(counters), tl.load(counters + 1)
-    since, first_new = tl.load(counters + 2), tl.load(counters + 3)
+    stored_at = tl.load(members + _STORED_AT * HEADS + entry).to(tl.int64)
+    list_index = tl.load(members + _LIST_INDEX * HEADS + entry).to(tl.int64)
+    seen, steps = tl.load(counters + SEEN), tl.load(counters + STEPS)
+    since, first_new = tl.load(counters + SINCE), tl.load(counters + FIRST_NEW)
     d = tl.arange(0, D_PAD).to(tl.int64)
     in_head = d < HEAD_DIM
     row = tl.arange(0, ROWS)
@@ -209,18 +214,18 @@ def combine_kernel(
         round_output(result, output.dtype.element_ty), mask=valid & in_head[None, :],
     )
     if program == 0:
-        seen, steps = tl.load(counters), tl.load(counters + 1) + 1
+        seen, steps = tl.load(counters + SEEN), tl.load(counters + STEPS) + 1
         seen = tl.minimum(seen + 1, slots)
         anticipates = steps % stride == 0
-        tl.store(counters, seen)
-        tl.store(counters + 1, steps)
+        tl.store(counters + SEEN, seen)
+        tl.store(counters + STEPS, steps)
         tl.store(due, anticipates.to(tl.int32))
         if anticipates:
-            since, first_new = tl.load(counters + 2), tl.load(counters + 3)
-            tl.store(counters + 4, since)
-            tl.store(counters + 5, first_new)
-            tl.store(counters + 2, seen)
+            since, first_new = tl.load(counters + SINCE), tl.load(counters + FIRST_NEW)
+            tl.store(counters + EARLIER_SINCE, since)
+            tl.store(counters + EARLIER_FIRST_NEW, first_new)
+            tl.store(counters + SINCE, seen)
             if POOL > 0:
-                tl.store(counters + 3, 2 * POOL + stride - first_new)
+                tl.store(counters + FIRST_NEW, 2 * POOL + stride - first_new)
             else:
-                tl.store(counters + 3, seen)
+                tl.store(counters + FIRST_NEW, seen)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ._attend_kernels import EARLIER_FIRST_NEW, EARLIER_SINCE, SINCE
+
 
 @triton.jit(do_not_specialize=[
     "source_b", "source_h", "source_t", "value_b", "value_h", "value_t", "first", "count", "heads", "units",
@@ -56,8 +58,8 @@ def append_kernel(
     """
     if (tl.load(due) != 0) & (tl.load(banks) != 0):
         bank_key, bank_value = _bank(banks, 0, pool_key), _bank(banks, 1, pool_value)
-        first, recent = tl.load(counters + 4), tl.load(counters + 5)
-        count = tl.load(counters + 2) - first
+        first, recent = tl.load(counters + EARLIER_SINCE), tl.load(counters + EARLIER_FIRST_NEW)
+        count = tl.load(counters + SINCE) - first
         d = tl.arange(0, D_PAD).to(tl.int64)
         for unit in range(tl.program_id(0), units, tl.num_programs(0)):
             batch_member = (unit // blocks).to(tl.int64)
@@ -153,7 +155,7 @@ def fetch_kernel(
     """
     if (tl.load(due) != 0) & (tl.load(banks) != 0):
         bank_key, bank_value = _bank(banks, 0, pool_key), _bank(banks, 1, pool_value)
-        since, recent = tl.load(counters + 4), tl.load(counters + 5)
+        since, recent = tl.load(counters + EARLIER_SINCE), tl.load(counters + EARLIER_FIRST_NEW)
         list_ = tl.arange(0, LISTS)
         most = tl.max(tl.load(fetch_counts + list_, mask=list_ < batch * lists, other=0), 0)
         d = tl.arange(0, D_PAD).to(tl.int64)

@@ -17,6 +17,7 @@ from ...reference.synckv.contract import HeadClusters, SyncKVConfig
 from .._common.prompt_attention import causal_attention
 from .._common.state import State
 from . import _step
+from ._attend_kernels import SEEN
 from ._offload import Offload
 from ._select import select
 from .sets import log_weights, split_budget
@@ -128,7 +129,7 @@ class SyncKVState(State):
     @property
     def tokens_seen(self) -> int:
         """Tokens received, padding included. Reads the device, since the host does not see replays of a graph."""
-        return int(self._counters[0])
+        return int(self._counters[SEEN.value])
 
     @property
     def key(self) -> Tensor:
