@@ -34,6 +34,15 @@ class Pair:
         return any(export.endswith("Config") for export in self.exports)
 
     @property
+    def is_baseline(self) -> bool:
+        return self.path.startswith("baselines.")
+
+    @property
+    def has_paper(self) -> bool:
+        """Whether the docstring of the reference has a line "Paper: ..."; random eviction, a control, has none."""
+        return "\nPaper: " in (self.reference.__doc__ or "")
+
+    @property
     def reference(self) -> ModuleType:
         return importlib.import_module(f"{REFERENCE}.{self.path}")
 

@@ -1,16 +1,16 @@
-"""Numbers from the papers and from the methods' authors, typed here. Both sides and the judge take them from the same
-configs, so no comparison of the two would notice a wrong one."""
+"""Numbers from the papers and from the methods' authors, typed here and in the checkers. Both sides and the judge take
+them from the same configs, so no comparison of the two would notice a wrong one."""
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
-from typing import Any
+from dataclasses import MISSING, fields
 
 import pytest
 import torch
 
 from kvtwin.conformance import discovery
+from kvtwin.conformance.judge import checkers
 from kvtwin.reference.baselines.h2o import H2OConfig
 from kvtwin.reference.baselines.vatp import VATPConfig
 from kvtwin.reference.epikv import EpiKVConfig
@@ -21,67 +21,24 @@ from kvtwin.reference.thinkv import ThinKVConfig
 pytestmark = pytest.mark.kind("equivalence")
 SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
 
-#: Config -> field -> default, and where it comes from. Sizes without a source are ours: blocks of 128 tokens, one
-#: token per eviction, 32,768 tokens at most.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "thinkv": {
-        "budget": 1024,                                     # k in the tables
-        "tau": 128, "group": 16, "block": 8,                # section 5.1, "hyperparameters"
-        "retention": (64, 32, 16, 8, 4),                    # section 3.3.2, "minimum retention of 4 tokens"
-        "formats": {"R": "nvfp4", "E": "nvfp4", "T": "ternary"},  # section 5.1, "R and E thoughts to 4-bits, T to 2"
-        "sparsity_threshold": 0.01, "edges": None, "max_tokens": 32768, "scale": None,
-        "sparsity_of": "heads",                             # section 3.1.3, "averaging sparsity"; C.2 averages scores
-    },
-    "synckv": {
-        "rho": 0.5, "stride": 5, "clusters": 2,             # section 5.1, "N_r to 2", "m was set at 5", "rho 0.5"
-        "exclude_static": True, "union_clusters": False, "phase": 0, "max_tokens": 32768, "offload": False,
-        "scale": None,
-    },
-    "epikv": {
-        "policy": "epikv", "window": 64,                    # section 3.3, eq. 2 and 3
-        "tau": 128, "chunk": 128, "recent": None, "keep_prompt": True, "count_prompt": True, "max_prompt": 0,
-        "bands": None, "hidden_size": None, "edges": None, "sparsity_threshold": 0.01,
-        "segments_by": "sparsity",                          # section 2; table 1 has "segment entropy"
-        "scale": None,
-    },
-    "keydiff": {
-        "recent": 0, "anchor": "mean_normalized", "similarity": "cosine",  # eq. 8; the window is an ablation (table 11)
-        "block_size": 128, "refresh": 64, "scale": None,
-    },
-    "longflow": {
-        "window": 32, "kernel_size": 5,                     # SnapKV for the prompt (section 4.1), as its authors run it
-        "protect_newest": True,                             # eq. 3, i < t
-        "per_head": False, "sinks": 0, "check_finite": False, "scale": None,
-    },
-    "snapkv": {"window": 32, "kernel_size": 5, "interval": 1, "block_size": 128, "scale": None},
-    "streaming_llm": {"sinks": 4, "inv_freq": None, "block_size": 128, "scale": None},  # its authors' four sinks
-    "h2o": {"recent": None, "sinks": 0, "interval": 1, "block_size": 128, "scale": None},
-    "vatp": {"recent": None, "sinks": 1, "interval": 1, "block_size": 128, "scale": None},
-    "tova": {"per_head": True, "interval": 1, "block_size": 128, "scale": None},
-    "random": {"seed": 0, "block_size": 128, "scale": None},
-}
-#: Arguments of functions that have the same meaning as a field of the config.
-SAME = {
-    "epikv": ("window", "chunk", "policy"), "keydiff": ("recent", "anchor", "similarity"),
-    "longflow": ("window", "kernel_size", "per_head", "check_finite"), "snapkv": ("kernel_size",),
-    "streaming_llm": ("sinks",), "synckv": ("exclude_static",), "thinkv": ("group", "sparsity_of"),
-}
-
 
 @pytest.mark.parametrize("method", discovery.methods(), ids=str)
 def test_defaults_of_configs_and_functions(method: discovery.Pair) -> None:
-    needed = {"k": 64} if method.name == "synckv" else {} if method.name == "thinkv" else {"budget": 64}
+    """The checker has them (`DEFAULTS`, `SAME`)."""
+    assert method.config is not None
+    needed = {field.name: 64 for field in fields(method.config) if field.default is MISSING is field.default_factory}
     config = method.config(**needed)
     found = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in needed}
-    assert found == DEFAULTS[method.name]
+    defaults = checkers.ask(method.name, "DEFAULTS", None)
+    assert found == defaults, f"DEFAULTS of conformance/judge/checkers/{method.name}.py"
     for side in (method.reference, method.optimized):
         for name in method.exports:
             function = getattr(side, name)
             if not inspect.isfunction(function):
                 continue
             for parameter in inspect.signature(function).parameters.values():
-                if parameter.name in SAME.get(method.name, ()) and parameter.default is not inspect.Parameter.empty:
-                    assert parameter.default == DEFAULTS[method.name][parameter.name], (name, parameter.name)
+                if parameter.name in checkers.ask(method.name, "SAME", ()) and parameter.default is not parameter.empty:
+                    assert parameter.default == defaults[parameter.name], (name, parameter.name)
 
 
 @pytest.mark.parametrize(("budget", "newest"), [(1, 0), (2, 1), (5, 2), (7, 3), (1024, 512)])

@@ -79,6 +79,29 @@ def test_examples_run_and_print_what_they_show(folder, tmp_path):
     assert count or folder == "explanation"
 
 
+def test_generated_examples_run(tmp_path):
+    pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
+    pages = []
+    for pair in discovery.methods():
+        notes = DOCS / "notes" / f"{pair.name}.md"
+        if not notes.is_file() or "\n## Use\n" not in notes.read_text(encoding="utf-8"):
+            pages.append(tmp_path / f"{pair.name}.md")
+            pages[-1].write_text(generate.methods.use(pair), encoding="utf-8")
+    assert {pair.name for pair in discovery.methods() if pair.is_baseline} == {page.stem for page in pages}
+    assert run(pages, tmp_path) == 2 * len(pages)
+
+
+def test_a_baseline_without_notes_has_a_page(tmp_path, monkeypatch):
+    """With the docstring of its reference."""
+    monkeypatch.setattr(generate.methods, "DOCS", tmp_path)
+    pair = next(pair for pair in discovery.methods() if pair.is_baseline and pair.has_paper)
+    page = generate.methods.method_page(pair)
+    first, rest = pair.reference.__doc__.split("\n\n", 1)
+    assert page.startswith(f"# {pair.name}\n\n{generate.markdown.escape(first)}\n")
+    assert f"\n{generate.markdown.escape(rest.splitlines()[0])}" in page
+    assert "\n## Use\n" in page and "\n## API\n" in page
+
+
 def test_an_example_that_prints_something_else_is_noticed(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(1)\n```\n\n```text\n1\n```\n\nNo output:\n\n```python\nx = 2\n```\n")
@@ -144,14 +167,16 @@ def test_links_lead_to_files(tmp_path):
 
 
 def test_every_method_has_notes_and_a_page():
+    """A baseline may have no notes."""
     made = generate.pages()
     for pair in discovery.methods():
         notes = DOCS / "notes" / f"{pair.name}.md"
-        assert notes.is_file(), f"docs/notes/{pair.name}.md needs what the method decides, and an example"
+        assert notes.is_file() or pair.is_baseline, f"{notes} needs what the method decides, and an example"
         page = made[f"methods/{pair.name}.md"]
         assert page.startswith(f"# {pair.name}\n"), notes
-        has_paper = "\nPaper: " in notes.read_text(encoding="utf-8")
-        assert ("\n## Readings\n" in page) is has_paper, f"{pair.name} has a paper and no readings.toml, or the reverse"
+        assert page.count("\n## Use\n") == 1, pair
+        assert ("\nPaper: " in page) is pair.has_paper, f"{notes} and the docstring of the reference"
+        assert ("\n## Readings\n" in page) is pair.has_paper, f"{pair} has a paper and no readings.toml, or the reverse"
         assert re.findall(r"^## (?:API|Claims|Accuracy|Speed|Mutants)$", page, flags=re.MULTILINE) == [
             "## API", "## Claims", "## Accuracy", "## Speed", "## Mutants",
         ]  # fmt: skip

@@ -1,8 +1,8 @@
 """Write the generated part of the reference: pages that follow from code, ledgers and stored results.
 
 Each build of the documentation does it: `write` makes docs/reference/{methods,results,commands}. Nothing in these
-folders is edited by hand. Prose about a method is in docs/notes/NAME.md and is included at the top of its page: a
-method without that file gets a page all the same.
+folders is edited by hand. Prose about a method is in docs/notes/NAME.md and is included at the top of its page. A
+baseline may have no such file: its page then begins with the docstring of its reference.
 """
 
 from __future__ import annotations

@@ -16,14 +16,16 @@ from .stored import DOCS, baselines, benchmark_table, kill_matrices, machine_of,
 
 def method_page(pair: Any) -> str:
     """One method: its notes, readings, API, claims, accuracy, speed and mutants."""
-    notes = DOCS / "notes" / f"{pair.name}.md"
-    parts = [notes.read_text(encoding="utf-8") if notes.is_file() else default_notes(pair)]
-    parts += [
+    path = DOCS / "notes" / f"{pair.name}.md"
+    notes = path.read_text(encoding="utf-8") if path.is_file() else default_notes(pair)
+    parts = [
+        notes,
+        *(() if "\n## Use\n" in notes else (use(pair),)),
         *readings(pair.name),
         f"## API\n\n`kvtwin.reference.{pair.path}` and `kvtwin.optimized.{pair.path}` export the same names, with the "
         "same signatures and result types.\n",
         *(entry(getattr(pair.reference, name), name) for name in pair.exports),
-        *cache_entry(pair.name),
+        cache_entry(pair),
         "## Claims\n", claims(pair.name),
         "## Accuracy\n", accuracy(pair.name),
         "## Speed\n", speed(pair.name),
@@ -34,6 +36,55 @@ def method_page(pair: Any) -> str:
 
 def default_notes(pair: Any) -> str:
     return f"# {pair.name}\n\n{prose(inspect.getdoc(pair.reference) or '')}\n"
+
+
+USE = """## Use
+
+The state is the cache of one layer. Both sides have the same names:
+
+```python
+import torch
+from kvtwin.reference.{path} import {config}, {state}  # or kvtwin.optimized.{path}, on CUDA tensors
+
+state = {state}(
+    {config}({budget}=64), batch=1, query_heads=8, key_value_heads=2, head_dim=64, dtype=torch.float32, device="cpu"
+)
+state.prefill(torch.randn(1, 8, 100, 64), torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64))
+output = state.step(torch.randn(1, 8, 64), torch.randn(1, 2, 64), torch.randn(1, 2, 64))
+assert output.shape == (1, 8, 64)
+assert state.occupied.sum(-1).max() == 64
+```
+
+With transformers (the extra `hf`), here with the small model that is part of kvtwin:
+
+```python
+from importlib.resources import files
+
+from kvtwin.reference.hf import {cache}  # or kvtwin.optimized.hf, with a model on CUDA
+from transformers import LlamaForCausalLM
+
+model = LlamaForCausalLM.from_pretrained(files("kvtwin.fixtures") / "model", dtype=torch.float32)
+model.set_attn_implementation("kvtwin")
+ids = torch.tensor([list(b"\\0Each layer of this model keeps 64 tokens for each KV head, and evicts the others.")])
+cache = {cache}(model.config, {budget}=64)
+model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=4, do_sample=False)
+assert cache.layers[0].state.occupied.sum(-1).max() == 64
+```
+"""
+
+
+def use(pair: Any) -> str:
+    """How to use a method whose notes do not say it: its state, on both sides, and its cache for transformers."""
+    from kvtwin.conformance.judge import checkers
+
+    return USE.format(
+        path=pair.path, config=pair.config.__name__, state=pair.state.__name__, cache=cache_name(pair),
+        budget=checkers.ask(pair.name, "BUDGET", "budget"),
+    )
+
+
+def cache_name(pair: Any) -> str:
+    return f"{pair.state.__name__.removesuffix('State')}Cache"
 
 
 def entry(value: Any, name: str, level: str = "###") -> str:
@@ -92,15 +143,11 @@ def first_sentence(value: Any) -> str:
     return escape(re.split(r"(?<=[.;:]) ", doc)[0].rstrip(";:."))
 
 
-def cache_entry(name: str) -> Iterator[str]:
-    """The cache for transformers, where it is installed."""
-    from kvtwin.conformance.judge import checkers
-
-    state = checkers.pair(name).state
-    assert state is not None
+def cache_entry(pair: Any) -> str:
+    """The cache for transformers."""
     caches: ModuleType = importlib.import_module("kvtwin.reference.hf")
-    cache = getattr(caches, f"{state.__name__.removesuffix('State')}Cache")
-    yield (
+    cache = getattr(caches, cache_name(pair))
+    return (
         f"### `{cache.__name__}`\n\nIn `kvtwin.reference.hf` and `kvtwin.optimized.hf`; see "
         f"[Use a method with transformers](../../how-to/transformers.md).\n\n{prose(own_doc(cache))}"
     )

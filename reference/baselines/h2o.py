@@ -1,5 +1,6 @@
-"""H2O (Zhang et al. 2023): keep the tokens with the largest attention weights, summed over all queries so far.
+"""H2O: keep the tokens with the largest attention weights, summed over all queries so far.
 
+Paper: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (2023).
 LongFlow section 4.1 splits the budget evenly between these heavy hitters and the most recent tokens.
 """
 

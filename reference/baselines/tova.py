@@ -1,4 +1,7 @@
-"""TOVA (Oren et al. 2024): after each block, keep the tokens with the largest weights from the newest query."""
+"""TOVA: after each block, keep the tokens with the largest weights from the newest query.
+
+Paper: Oren et al., "Transformers are Multi-State RNNs" (2024).
+"""
 
 from __future__ import annotations
 

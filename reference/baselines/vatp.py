@@ -1,4 +1,7 @@
-"""VATP (Guo et al. 2024): H2O's accumulated attention times the norm of the value, ||v_j||_1. The first tokens stay."""
+"""VATP: H2O's accumulated attention times the norm of the value, ||v_j||_1. The first tokens stay.
+
+Paper: Guo et al., "Attention Score is not All You Need for Token Importance Indicator in KV Cache Reduction" (2024).
+"""
 
 from __future__ import annotations
 

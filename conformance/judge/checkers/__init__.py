@@ -32,6 +32,9 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
   scores that lockstep compares;
 - `AUTHORS`: the options of the authors' code that differ from our defaults, which the accuracy tables also measure:
   those of the config, or of the cache for transformers;
+- `DEFAULTS`: the defaults of the config's options, typed from the paper or from its authors' code (sizes without a
+  source are ours: blocks of 128 tokens, one token per eviction, 32,768 tokens at most); `SAME`: those that functions
+  have as parameters of the same name and default (default: none). See every_method/test_pinned.py;
 - `TRACE`: options of the golden trace's config besides the budget and the block size (default: none);
 - `CASES` and `replay(case, module)`: the pair's kinds of cases, and a function that judges a saved one again with
   `module`, the pair's module of the implementation under test. It yields a line per passed check and raises

@@ -18,13 +18,23 @@ from ..compare import Verdict, assert_dtype, assert_eviction_right, assert_kept_
 from ..fields import field
 from . import epikv_hybrids, epikv_scores
 
-__all__ = ["GROUPINGS", "KEEPS_PROMPTS", "SMALL", "Adapter", "arguments", "assert_inside", "configs", "extras", "parts"]
+__all__ = [
+    "DEFAULTS", "GROUPINGS", "KEEPS_PROMPTS", "SAME", "SMALL", "Adapter", "arguments", "assert_inside", "configs",
+    "extras", "parts",
+]
 
 SEGMENTS = {"tau": 2, "edges": (0.3, 0.6), "sparsity_threshold": 0.3}
 BY_ENTROPY = {"tau": 2, "edges": (0.8, 0.88), "segments_by": "entropy"}
 #: Prompt tokens may be evicted, so small budgets are allowed.
 SMALL = {"keep_prompt": False, "window": 3, "chunk": 2}
 KEEPS_PROMPTS = True
+#: Section 3.3, eq. 2 and 3, has the window. Section 2 classifies by sparsity; table 1 has "segment entropy".
+DEFAULTS = {
+    "policy": "epikv", "window": 64, "tau": 128, "chunk": 128, "recent": None, "keep_prompt": True,
+    "count_prompt": True, "max_prompt": 0, "bands": None, "hidden_size": None, "edges": None,
+    "sparsity_threshold": 0.01, "segments_by": "sparsity", "scale": None,
+}
+SAME = ("window", "chunk", "policy")
 GROUPINGS = (
     {"policy": "lag_kv"}, {"policy": "kv_val"}, {"policy": "attn_x_hs"}, {"policy": "segment_hs", **SEGMENTS},
     {"policy": "segment_hs", **BY_ENTROPY},

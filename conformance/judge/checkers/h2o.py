@@ -20,6 +20,7 @@ from .blocks import Chunk, received_error
 from .blocks import max_kept as max_kept
 
 CASES = (block_cases.AttendCase,)
+DEFAULTS = {"recent": None, "sinks": 0, "interval": 1, "block_size": 128, "scale": None}
 #: Also evicts after every third token: with blocks of five, some rows within the prompt and others later.
 LAWS = ({"recent": 0, "sinks": 2}, {"interval": 3, "block_size": 5})
 GROUPINGS = ({"interval": 3},)

@@ -26,6 +26,11 @@ from . import blocks
 from .blocks import Chunk
 
 CASES = (KeyCase,)
+#: Eq. 8. The window is an ablation (table 11).
+DEFAULTS = {
+    "recent": 0, "anchor": "mean_normalized", "similarity": "cosine", "block_size": 128, "refresh": 64, "scale": None,
+}
+SAME = ("recent", "anchor", "similarity")
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
     "small": {"budget": 6, "block_size": 4},

@@ -25,6 +25,12 @@ from ..ties import tie_classes
 from . import snapkv
 
 CASES = (DecodeCase,)
+#: SnapKV for the prompt (section 4.1), as its authors run it. Eq. 3, i < t, protects the newest token.
+DEFAULTS = {
+    "window": 32, "kernel_size": 5, "protect_newest": True, "per_head": False, "sinks": 0, "check_finite": False,
+    "scale": None,
+}
+SAME = ("window", "kernel_size", "per_head", "check_finite")
 #: Options that change the shapes of a state.
 GROUPINGS = ({"per_head": True},)
 

@@ -11,6 +11,7 @@ from .. import block_model
 from . import blocks
 from .blocks import SMALL as SMALL
 
+DEFAULTS = {"seed": 0, "block_size": 128, "scale": None}
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
     "small": {"budget": 6, "block_size": 4},

@@ -29,6 +29,8 @@ from .blocks import Chunk, received_error
 from .blocks import max_kept as max_kept
 
 CASES = (WindowCase, AttendCase)
+DEFAULTS = {"window": 32, "kernel_size": 5, "interval": 1, "block_size": 128, "scale": None}
+SAME = ("kernel_size",)
 SMALL = {**blocks.SMALL, "window": 2, "kernel_size": 3}
 #: Compresses after every third token: with blocks of five, some rows within the prompt and others later.
 LAWS = ({"interval": 3, "block_size": 5},)

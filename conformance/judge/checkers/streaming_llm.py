@@ -25,6 +25,9 @@ from . import blocks
 from .blocks import Chunk
 
 SMALL = {**blocks.SMALL, "sinks": 1}
+#: Its authors' four sinks.
+DEFAULTS = {"sinks": 4, "inv_freq": None, "block_size": 128, "scale": None}
+SAME = ("sinks",)
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
     "a sink": {"budget": 6, "block_size": 4, "sinks": 1},

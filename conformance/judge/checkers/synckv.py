@@ -12,13 +12,19 @@ from .synckv_sets import assert_anticipation_right, assert_initial_right, replay
 from .synckv_state import BUDGET, COMPILED, EVICTS, GROUPINGS, SMALL, Adapter, bytes_of, configs, max_kept
 
 __all__ = [
-    "BUDGET", "CASES", "COMPILED", "EVICTS", "GROUPINGS", "ON_THE_HOST", "SMALL", "Adapter", "arguments",
-    "assert_anticipation_right", "assert_initial_right", "bytes_of", "configs", "max_kept", "parts", "replay",
-    "weight_interval",
+    "BUDGET", "CASES", "COMPILED", "DEFAULTS", "EVICTS", "GROUPINGS", "ON_THE_HOST", "SAME", "SMALL", "Adapter",
+    "arguments", "assert_anticipation_right", "assert_initial_right", "bytes_of", "configs", "max_kept", "parts",
+    "replay", "weight_interval",
 ]
 
 CASES = (SetsCase,)
 ON_THE_HOST = ("cluster_heads", "split_budget")
+#: Section 5.1: "N_r to 2", "m was set at 5", "rho 0.5".
+DEFAULTS = {
+    "clusters": 2, "stride": 5, "rho": 0.5, "exclude_static": True, "union_clusters": False, "phase": 0,
+    "max_tokens": 32768, "offload": False, "scale": None,
+}
+SAME = ("exclude_static",)
 
 
 def parts(module: Any) -> dict[str, Any]:

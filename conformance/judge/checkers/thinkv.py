@@ -16,13 +16,22 @@ from . import thinkv_eviction, thinkv_paging, thinkv_thoughts
 from .thinkv_state import COMPILED, LONGEST, LOSSY, SMALL, Adapter, bytes_of, configs, max_kept, poison
 
 __all__ = [
-    "CASES", "COMPILED", "LONGEST", "LOSSY", "ON_THE_HOST", "SCORED", "SMALL", "SUBJECTS", "Adapter", "arguments",
-    "bytes_of", "configs", "max_kept", "parts", "poison", "replay",
+    "CASES", "COMPILED", "DEFAULTS", "LONGEST", "LOSSY", "ON_THE_HOST", "SAME", "SCORED", "SMALL", "SUBJECTS",
+    "Adapter", "arguments", "bytes_of", "configs", "max_kept", "parts", "poison", "replay",
 ]
 
 CASES = (PagedCase, SegmentCase, SparsityCase)
 ON_THE_HOST = ("calibrate",)
 SCORED = False
+#: Section 5.1, "hyperparameters", has tau, group and block, and "R and E thoughts to 4-bits, T to 2"; section 3.3.2 a
+#: "minimum retention of 4 tokens"; section 3.1.3 "averaging sparsity", where C.2 averages scores; the budget is k in
+#: the tables.
+DEFAULTS = {
+    "budget": 1024, "tau": 128, "group": 16, "block": 8, "retention": (64, 32, 16, 8, 4),
+    "formats": {"R": "nvfp4", "E": "nvfp4", "T": "ternary"}, "sparsity_of": "heads", "sparsity_threshold": 0.01,
+    "edges": None, "max_tokens": 32768, "scale": None,
+}
+SAME = ("group", "sparsity_of")
 SUBJECTS = (thinkv_thoughts.SPARSITY, thinkv_eviction.REPRESENTATIVES)
 
 

@@ -23,6 +23,7 @@ from .blocks import Chunk, equal_keys, log_sum_interval, received, received_erro
 from .blocks import max_kept as max_kept
 
 CASES = (block_cases.AttendCase,)
+DEFAULTS = {"per_head": True, "interval": 1, "block_size": 128, "scale": None}
 LAWS = h2o.LAWS[1:]
 GROUPINGS = (*h2o.GROUPINGS, {"per_head": False})
 arguments = h2o.arguments

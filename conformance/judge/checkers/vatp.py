@@ -20,6 +20,7 @@ from .blocks import Chunk
 from .blocks import max_kept as max_kept
 
 CASES = (block_cases.AttendCase,)
+DEFAULTS = {"recent": None, "sinks": 1, "interval": 1, "block_size": 128, "scale": None}
 LAWS, GROUPINGS = h2o.LAWS, h2o.GROUPINGS
 arguments = h2o.arguments
 AUTHORS = {"sinks": 20}
