@@ -1,7 +1,8 @@
 """The cache from block to block: the tokens that it holds and attends to, and its memory (claims KD-6, KD-7).
 
-Both twins are tested. Counts are exact. The value of token t is the t-th unit vector, so an output shows the tokens that its query attends to.
-A test named ..._rejects_... shows that a slightly changed statement fails, so the claim's own test is not empty.
+Both twins are tested. Counts are exact. The value of token t is the t-th unit vector, so an output shows the tokens
+that its query attends to. A test named ..._rejects_... shows that a slightly changed statement fails, so the claim's
+own test is not empty.
 """
 
 from __future__ import annotations

@@ -156,3 +156,25 @@ def test_anticipation_may_choose_what_the_bank_does_not_hold(synckv, device):
     chosen = set(synckv.anticipate(query, key, occupied, static=none, k_dynamic=2, scale=1.0).flatten().tolist())
     assert chosen == {3, 4}
     assert not chosen <= set(range(4))
+
+
+@pytest.mark.claim("SK-7")
+@pytest.mark.parametrize("offload", [False, True])
+def test_new_tokens_are_attended_to_and_come_into_the_bank(synckv, device, offload):
+    """A prompt of tokens 0 to 3, and one of them chosen at each anticipation, after every second step. The R-head
+    prefers token 5 at the first one and token 4 at the second one. Between anticipations, the other head attends to the
+    new tokens; after one, only to the chosen one. Token 4 is not attended to at step 3, and comes back at step 5."""
+    config = synckv.SyncKVConfig(1, rho=0.0, stride=2, clusters=1, max_tokens=12, scale=1.0, offload=offload)
+    state = synckv.SyncKVState(
+        config, synckv.HeadClusters((0, 0), (0,)), batch=1, query_heads=2, key_value_heads=2, head_dim=DIM,
+        dtype=torch.float32, device=device,
+    )
+    unit = torch.eye(DIM, device=device)
+    tokens = unit[:4].expand(1, 2, 4, DIM).contiguous()
+    state.prefill(queries(2, {0: 0}, device)[:, :, None].expand(1, 2, 4, DIM).contiguous(), tokens, tokens)
+    found = []
+    for place, best in enumerate((5, 5, 4, 4, 4), start=4):
+        own = unit[place].expand(1, 2, DIM).contiguous()
+        output = state.step(queries(2, {0: best}, device), own, own)
+        found.append(output[0, 1].nonzero().flatten().tolist())
+    assert found == [[0, 4], [0, 4, 5], [5, 6], [5, 6, 7], [4, 8]]
