@@ -149,7 +149,7 @@ STATES = {
         "synckv", late_synckv,
         (synckv_tests.test_age_of_the_set_is_from_one_to_m, {"stride": 3}),
         (synckv_tests.test_age_rejects_a_set_that_is_used_at_once, {}),
-        (synckv_tests.test_eq_8_contradicts_eq_7_at_the_end_of_each_interval, {"stride": 3}),
+        (synckv_tests.test_eq_8_holds_up_to_the_end_of_each_interval, {"stride": 3}),
         (synckv_tests.test_new_tokens_are_attended_to_and_come_into_the_bank, {"offload": False}),
         fixture="synckv",
     ),

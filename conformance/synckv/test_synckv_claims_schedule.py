@@ -89,10 +89,10 @@ def test_age_rejects_a_set_that_is_used_at_once(synckv, device):
 
 @pytest.mark.claim("SK-5b")
 @pytest.mark.parametrize("stride", [1, 2, 3, 5])
-def test_eq_8_contradicts_eq_7_at_the_end_of_each_interval(synckv, device, stride):
-    """Eq. 8 says K_{D, t+1} = K_{D, t} for t in (t_A, t_A + m], but eq. 7 updates at t = t_A + m: at all multiples of
-    m, and at each step if m = 1. Eq. 8 holds on the open interval. The set *in use* is constant on the half-open
-    one."""
+def test_eq_8_holds_up_to_the_end_of_each_interval(synckv, device, stride):
+    """Eq. 8 says K_{D, t+1} = K_{D, t} for suspension steps t in (t_A, t_A + m], and eq. 7 updates at t = t_A + m: at
+    all multiples of m, and at each step if m = 1. So eq. 8 holds on the open interval. The set *in use* is constant on
+    the half-open one."""
     used, held = decoded(synckv, device, stride)
     broken = [t for t in range(1, STEPS + 1) if held[t] != held[t - 1]]
     assert broken == list(range(stride, STEPS + 1, stride))

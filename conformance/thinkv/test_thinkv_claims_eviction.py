@@ -119,6 +119,16 @@ def test_a_budget_below_a_segment_is_exceeded_at_once(thinkv, device):
     assert max(live) == 4 + TAU                                                              # at the second one's end
 
 
+@pytest.mark.claim("TK-9a")
+def test_the_floors_of_17_segments_exceed_a_budget_of_64(thinkv, device):
+    """16 segments of 4 tokens fill it. MATH-500's outputs, the shortest, have 2,468 tokens on average."""
+    for finished, fits in ((15, True), (16, False)):
+        live, over = at_the_floors(thinkv, device, finished, 4, budget=64)
+        assert live == [4 * (finished + 1)]
+        assert over == [not fits]
+    assert 16 * TAU == 2048 < 2468
+
+
 def at_the_floors(thinkv, device, finished: int, *tokens: int, budget: int = 1024) -> tuple[list[int], list[bool]]:
     """The number of live tokens, and whether they exceed the budget, with `current` tokens in the segment after
     `finished` others."""
