@@ -49,6 +49,7 @@ def hooks(model: Any) -> int:
 # Generation ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.claim("EK-14b")
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -88,12 +89,15 @@ def test_generation_with_a_hybrid_is_the_loop(options, side, twins, device):
     assert hooks(model) == 0
 
 
+@pytest.mark.claim("EK-14b")
 def test_generation_on_the_optimized_side_is_the_loop(twins, device):
     options = {"num_attention_heads": 2, "num_key_value_heads": 1} if device.type == "cpu" else {}
     model = tiny_models.model("llama", torch.float32, device, **options)
     model.set_attn_implementation("kvtwin")
     with cache_class(twins, "optimized")(model, budget=8, window=5, layers=BANDS) as used:
         check(model, used, prompts(5, [0, 2], device), 8)
+        assert used.get_seq_length() == 5 + 7
+        assert any(len(set(held(layer, 0))) < 12 for layer in used.layers), "nothing was evicted"
 
 
 @every_policy

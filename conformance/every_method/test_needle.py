@@ -21,7 +21,7 @@ from kvtwin.fixtures.needle import Plan
 from kvtwin.fixtures.stored import stored_result
 
 SVG = "{http://www.w3.org/2000/svg}"
-METHODS = {FULL, "snapkv", "keydiff", "streaming_llm", "synckv, stride 5", "synckv, stride 1"}
+METHODS = {FULL, "snapkv", "keydiff", "streaming_llm", needle.REROTATED, "synckv, stride 5", "synckv, stride 1"}
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvtwin.conformance.judge.claim_geometry import (
+    LENGTHS,
     chosen,
     direction_sets,
     kept,
@@ -100,6 +101,36 @@ def test_keydiff_solves_eq_10(keys, budget):
     budget, anchor = min(budget, len(keys)), mean(keys)
     objective = {s: sum(dot(keys[i], anchor) for i in s) for s in combinations(range(len(keys)), budget)}
     assert objective[kept(keys, budget)] == min(objective.values())
+
+
+@st.composite
+def whole_keys(draw: st.DrawFn) -> tuple[list[Vector], list[int]]:
+    """Directions of 2 to 8 integer vectors, and exponents of their lengths."""
+    dim = draw(st.sampled_from((2, 3, 4)))
+    keys = draw(st.lists(st.sampled_from(whole_vectors(dim)), min_size=2, max_size=8))
+    return [unit(key) for key in keys], draw(st.lists(st.integers(-9, 9), min_size=len(keys), max_size=len(keys)))
+
+
+@pytest.mark.claim("KD-3b")
+@pytest.mark.claim("KD-3c")
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+@given(case=whole_keys(), budget=budgets)
+def test_twins_solve_eq_10_and_eq_9_for_one_token(twins, side, device, case, budget):
+    """Up to rounding, for keys of any length. By test_keydiff_claims_score, a row sum of n keys has an error of n (2 d
+    + n + 8) u, and approximate roots (2^-22) add 8 u. So a kept token's row sum is at most twice that above an evicted
+    one's, and each of the pairs that the optimum swaps costs no more."""
+    (keys, exponents), size = case, len(case[0])
+    key = torch.zeros(1, 1, size, 16)
+    for index, (direction, exponent) in enumerate(zip(keys, exponents, strict=True)):
+        length = LENGTHS[len(direction)]
+        key[0, 0, index, :len(direction)] = torch.tensor([float(length * x) for x in direction]) * 2.0**exponent
+    sums, slack = row_sums(keys), 2 * size * (2 * 16 + size + 16) * 2.0**-24
+    for count in (min(budget, size), size - 1):
+        found = getattr(twins, side).keydiff.evict(key.to(device), key.to(device), count).kept.flatten().tolist()
+        assert len(set(found)) == count
+        least = sum(sums[i] for i in smallest(sums, count))
+        assert sum(sums[i] for i in found) - least <= min(count, size - count) * slack               # eq. 10
+    assert similarity(chosen(keys, found)) - least_similarity(keys, size - 1) <= 2 * slack           # f = F - 2 r_k + 1
 
 
 @pytest.mark.claim("KD-3b")

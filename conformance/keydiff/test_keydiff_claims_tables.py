@@ -161,6 +161,15 @@ def test_keydiff_is_the_best_anchor_at_no_budget():
             for column in range(4)] == [0, 0, 1, 1]                                    # last, last, second, second
 
 
+@pytest.mark.claim("KD-14c")
+def test_cosine_and_dot_product_are_near_each_other_from_6k_on():
+    """With the anchors' differences beside them, which the paper calls similar, too."""
+    apart = [x - y for x, y in zip(numbers(METRICS["KeyDiff"]), numbers(METRICS["DotProd"]), strict=True)]
+    assert apart == numbers("4.95 2.27 0.79 0.17")
+    anchors = [abs(x - y) for x, y in zip(numbers(ANCHORS["KeyDiff"]), numbers(ANCHORS["Median"]), strict=True)]
+    assert max(apart[2:]) < Fraction("0.8") < min(apart[:2]) and max(anchors) == Fraction("0.39") < apart[2]
+
+
 @pytest.mark.claim("KD-14b")
 def test_cosine_is_the_best_metric_at_every_budget():
     assert winners(METRICS) == ["KeyDiff"] * 4 != winners(ANCHORS)

@@ -85,6 +85,20 @@ def test_twins_score_is_weight_times_norm(longflow, device, logits):
     assert not (abs(score - (weight * values.double()).sum(1).abs() / 16) <= slack).any()   # |sum| is not sum ||
 
 
+@pytest.mark.claim("LF-1d")
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_output_is_the_sum_of_contributions_and_does_not_determine_the_scores(longflow, device, factor):
+    """Two tokens with values v and -v and weights of 1/2: the contributions sum to 0 for every v. Scores are L1 norms
+    divided by D."""
+    case = one_head([0.0, 0.0], factor * torch.stack((torch.ones(16), -torch.ones(16))), device)
+    result = longflow.decode_attention(**case)
+    assert not bool(result.output.any())
+    slack = linear_score_error(attend(**case), arithmetic(torch.float32), per_head=False)[0].cpu()
+    score = result.score[0].cpu().double()
+    assert ((score - factor / 2).abs() <= slack).all()
+    assert not ((score - 2 * factor / 2).abs() <= slack).any()
+
+
 def decode(query, keys, values, tally) -> tuple[list[list[Counted]], Counted, Counter[str]]:
     """Attention of one head, operation by operation: contributions [n][d], the denominator, and the count so far."""
     scale = Counted(1, tally)

@@ -116,6 +116,20 @@ def test_prompt_leaves_room_for_the_first_step(longflow, device, prompt, kept):
     assert alive(state) == [*stayed, prompt]                                           # nothing was evicted
 
 
+@pytest.mark.claim("LF-15d")
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+@pytest.mark.parametrize("prompt", [4, 7])
+def test_snapkv_to_the_whole_budget_leaves_no_slot_free(twins, side, device, prompt):
+    """The words of section 4.1: SnapKV compresses the prompt to the budget of 4, not to budget - 1. It then fills every
+    slot, with different tokens, so the first new token has none."""
+    query, key, value = torch.randn(3, 1, 1, prompt, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    snapkv = getattr(twins, side).baselines.snapkv
+    for budget, free in ((4, 0), (3, 1)):
+        found = snapkv.compress(query[:, :, -2:], key, value, budget, kernel_size=3)
+        kept = [token for token in found.kept.flatten().tolist() if token >= 0]
+        assert 4 - len(set(kept)) == 4 - len(kept) == free
+
+
 # ---- LF-21: the current query ----------------------------------------------------------------------------------------
 
 

@@ -232,3 +232,27 @@ def test_all_methods_keep_94_percent_of_the_average_but_not_of_every_dataset():
     rows = {method: ROWS["Qwen", 2400, method]["AIME25"] for method in (*METHODS, "Vanilla")}
     shares = {method: round(100 * rows[method] / rows["Vanilla"]) for method in METHODS}
     assert shares == {"H2O": 43, "R-KV": 50, "VATP": 57, "Ours": 57}
+
+
+@pytest.mark.claim("LF-18j")
+def test_every_method_loses_at_most_three_points_to_the_tighter_budget():
+    lost = {
+        (model, method): average((model, 3200, method)) - average((model, 2400, method))
+        for model in ("R1", "Qwen") for method in METHODS
+    }
+    least, most = (choose(lost, key=lambda key: lost[key]) for choose in (min, max))
+    assert (least, most) == (("R1", "Ours"), ("Qwen", "VATP"))
+    assert (points(lost[least], 2), points(lost[most], 2)) == (Fraction("0.71"), Fraction("2.77"))
+    assert not all(points_lost <= Fraction("2.5") for points_lost in lost.values())
+    # On single datasets, a tighter budget may help.
+    assert ROWS["R1", 2400, "H2O"]["AIME24"] > ROWS["R1", 3200, "H2O"]["AIME24"]
+
+
+@pytest.mark.claim("LF-18k")
+def test_vanilla_is_an_upper_bound_of_the_averages_of_qwen_only():
+    above = {key for key in ROWS if average(key) > average((*key[:2], "Vanilla"))}
+    assert above == {("R1", 3200, method) for method in ("H2O", "R-KV", "VATP")}
+    assert (ROWS["R1", 2400, "H2O"]["AIME24"], ROWS["R1", 2400, "Vanilla"]["AIME24"]) == (Fraction("43.33"), 30)
+    # Each method is above vanilla on some dataset.
+    assert {method for model, budget, method in ROWS for name in DATASETS
+            if ROWS[model, budget, method][name] > ROWS[model, budget, "Vanilla"][name]} == set(METHODS)

@@ -28,7 +28,8 @@ roofline = perf_module("roofline")
 #: The minimum that each experiment must measure: ours, and the peers that it is compared with.
 MEASURED = {
     "longflow": {
-        "attention module", "full KV", "longflow", "h2o fused", "snapkv fused", "snapkv", "h2o", "r-kv", "ratios",
+        "attention module", "full KV", "longflow", "h2o fused", "snapkv fused",
+        "h2o fused, at intervals", "vatp fused, at intervals", "snapkv", "h2o", "r-kv", "ratios",
     },
     "thinkv": {"state", "full KV", "thinkv", "gather, sequential", "gather, overlapped", "r-kv", "ratios"},
     "epikv": {"steps", "context", "context ratios"},
@@ -381,10 +382,10 @@ def test_a_longflow_state_that_is_built_is_like_one_that_was_fed(here):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("peer", ["h2o", "snapkv"])
-def test_a_state_of_the_baselines_that_is_built_is_like_one_that_was_fed(here, peer):
-    """Even when it is compressed, which is in SnapKV's third step here."""
-    options = {"interval": 3} if peer == "snapkv" else {}
+@pytest.mark.parametrize(("peer", "interval"), [("h2o", 1), ("h2o", 3), ("vatp", 3), ("snapkv", 3)])
+def test_a_state_of_the_baselines_that_is_built_is_like_one_that_was_fed(here, peer, interval):
+    """Even when it is compressed, which is in the third step if the interval is 3."""
+    options = {"interval": interval}
     built = getattr(systems, f"{peer}_state")(here, MODEL, 2, 8, block=8, **options)
     fed = type(built)(built.config, **systems.sizes_of(MODEL, 2, here))
     query, _, _ = tokens(here, 2, 8)
@@ -392,11 +393,17 @@ def test_a_state_of_the_baselines_that_is_built_is_like_one_that_was_fed(here, p
     for name in ("key", "value", "_ordinals"):
         assert torch.equal(getattr(built, name)[:, :, :8], getattr(fed, name)[:, :, :8]), name
     alike = ["occupied", "positions", "_held", "_seen"]
+    if interval > 1:
+        alike.append("_counts")
     if peer == "snapkv":
-        alike += ["_counts", "_order", "_window_positions"]
+        alike += ["_order", "_window_positions"]
         built._window_query.copy_(fed._window_query)
     for name in alike:
         assert torch.equal(getattr(built, name), getattr(fed, name)), name
+    if peer == "vatp":
+        norms, exact = built._carried[:, :, :8], built.value[:, :, :8].double().abs().sum(-1)
+        assert bool(((norms - exact).abs() <= MODEL.head_dim * 2.0**-24 * exact).all())
+        built._carried.copy_(fed._carried)
     built.score.copy_(fed.score)
     for _ in range(3):
         given = tokens(here, 2)

@@ -89,10 +89,10 @@ def test_age_rejects_a_set_that_is_used_at_once(synckv, device):
 
 @pytest.mark.claim("SK-5b")
 @pytest.mark.parametrize("stride", [1, 2, 3, 5])
-def test_eq_8_contradicts_eq_7_at_the_end_of_each_interval(synckv, device, stride):
-    """Eq. 8 says K_{D, t+1} = K_{D, t} for t in (t_A, t_A + m], but eq. 7 updates at t = t_A + m: at all multiples of
-    m, and at each step if m = 1. Eq. 8 holds on the open interval. The set *in use* is constant on the half-open
-    one."""
+def test_eq_8_holds_up_to_the_end_of_each_interval(synckv, device, stride):
+    """Eq. 8 says K_{D, t+1} = K_{D, t} for suspension steps t in (t_A, t_A + m], and eq. 7 updates at t = t_A + m: at
+    all multiples of m, and at each step if m = 1. So eq. 8 holds on the open interval. The set *in use* is constant on
+    the half-open one."""
     used, held = decoded(synckv, device, stride)
     broken = [t for t in range(1, STEPS + 1) if held[t] != held[t - 1]]
     assert broken == list(range(stride, STEPS + 1, stride))
@@ -156,3 +156,25 @@ def test_anticipation_may_choose_what_the_bank_does_not_hold(synckv, device):
     chosen = set(synckv.anticipate(query, key, occupied, static=none, k_dynamic=2, scale=1.0).flatten().tolist())
     assert chosen == {3, 4}
     assert not chosen <= set(range(4))
+
+
+@pytest.mark.claim("SK-7")
+@pytest.mark.parametrize("offload", [False, True])
+def test_new_tokens_are_attended_to_and_come_into_the_bank(synckv, device, offload):
+    """A prompt of tokens 0 to 3, and one of them chosen at each anticipation, after every second step. The R-head
+    prefers token 5 at the first one and token 4 at the second one. Between anticipations, the other head attends to the
+    new tokens; after one, only to the chosen one. Token 4 is not attended to at step 3, and comes back at step 5."""
+    config = synckv.SyncKVConfig(1, rho=0.0, stride=2, clusters=1, max_tokens=12, scale=1.0, offload=offload)
+    state = synckv.SyncKVState(
+        config, synckv.HeadClusters((0, 0), (0,)), batch=1, query_heads=2, key_value_heads=2, head_dim=DIM,
+        dtype=torch.float32, device=device,
+    )
+    unit = torch.eye(DIM, device=device)
+    tokens = unit[:4].expand(1, 2, 4, DIM).contiguous()
+    state.prefill(queries(2, {0: 0}, device)[:, :, None].expand(1, 2, 4, DIM).contiguous(), tokens, tokens)
+    found = []
+    for place, best in enumerate((5, 5, 4, 4, 4), start=4):
+        own = unit[place].expand(1, 2, DIM).contiguous()
+        output = state.step(queries(2, {0: best}, device), own, own)
+        found.append(output[0, 1].nonzero().flatten().tolist())
+    assert found == [[0, 4], [0, 4, 5], [5, 6], [5, 6, 7], [4, 8]]

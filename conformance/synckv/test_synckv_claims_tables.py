@@ -1,4 +1,4 @@
-"""The figures in SyncKV's text and tables, recomputed exactly (claims SK-8, SK-9, SK-12, SK-14)."""
+"""The figures in SyncKV's text and tables, recomputed exactly (claims SK-8, SK-9, SK-12, SK-14, SK-15)."""
 
 from __future__ import annotations
 
@@ -266,3 +266,61 @@ def test_no_suspension_is_the_most_accurate_and_two_clusters_are_better_than_one
     assert max(("w/ N_r=1", "w/ N_r=2", "w/ N_r=3"), key=lambda name: accuracy[name]) == "w/ N_r=2"
     assert accuracy["w/ m=1"] > accuracy["w/ m=5"] > accuracy["w/ m=10"]
     assert accuracy["w/o Anticip."] < accuracy["SyncKV"]
+
+
+# ---- SK-15: other words of the text on tables 3 and 4 ----------------------------------------------------------------
+
+
+@pytest.mark.claim("SK-15a")
+def test_synckv_exceeds_cake_by_121_and_24_hundredths_in_table_4():
+    ahead, behind = {}, []
+    for model in ("Llama-8B", "Qwen-7B"):
+        others = {method: row for (name, method), row in FOUR.items() if name == model and method in BASELINES}
+        best = max(others, key=lambda method: others[method][1])
+        ours = FOUR[model, "SyncKV"]
+        ahead[model, best] = ours[1] - others[best][1]
+        behind += [model for x, y in zip(ours[2], others["CAKE"][2], strict=True) if x < y]
+    assert ahead == {("Llama-8B", "CAKE"): Fraction("1.21"), ("Qwen-7B", "CAKE"): Fraction("0.24")}
+    assert behind == ["Llama-8B", "Qwen-7B", "Qwen-7B"]
+    assert (FOUR["Qwen-7B", "CAKE"][0], FOUR["Qwen-7B", "SyncKV"][0]) == (30, 50)
+
+
+#: Table 3: the share of memory.
+MEMORY = {name: 100 if name == "w/o Init." else 50 for name in ABLATION}
+
+
+def ablated(name: str) -> tuple[Fraction, Fraction, Fraction]:
+    """Accuracy, and seconds of prefill and of a decode step."""
+    accuracy, prefill = map(Fraction, ABLATION[name].split())
+    return accuracy, prefill, Fraction(DECODE[name])
+
+
+@pytest.mark.claim("SK-15b")
+def test_no_initialization_is_faster_for_the_prompt_and_saves_no_memory():
+    assert (ablated("w/o Init.")[1], ablated("SyncKV")[1]) == (Fraction("2.19"), Fraction("2.45"))
+    assert all(ablated(name)[1] > ablated("w/o Init.")[1] for name in ABLATION if name != "w/o Init.")
+    assert [name for name, share in MEMORY.items() if share == 100] == ["w/o Init."]
+    assert not ablated("w/o Init.")[2] < ablated("SyncKV")[2], "decoding is not faster"
+
+
+@pytest.mark.claim("SK-15c")
+def test_no_suspension_takes_five_times_as_long():
+    ratio = ablated("w/o Susp.")[2] / ablated("SyncKV")[2]
+    assert 5 < ratio == Fraction("5.25")
+    assert all(ablated(name)[2] / ablated("SyncKV")[2] < 2 for name in ABLATION if name not in ("w/o Susp.", "w/ m=1"))
+
+
+@pytest.mark.claim("SK-15d")
+def test_a_larger_stride_is_faster_up_to_5_and_less_accurate():
+    one, five, ten = (ablated(f"w/ m={stride}") for stride in (1, 5, 10))
+    assert one[2] > five[2] == ten[2]
+    assert (one[0], five[0], ten[0]) == (Fraction("48.50"), Fraction("48.12"), Fraction("47.62"))
+    assert one == ablated("w/o Susp.") != five
+    assert max(ABLATION, key=lambda name: ablated(name)[2]) == "w/o Susp."
+
+
+@pytest.mark.claim("SK-15e")
+def test_no_anticipation_costs_37_hundredths():
+    lost = {name: ablated("SyncKV")[0] - ablated(name)[0] for name in ABLATION}
+    assert lost["w/o Anticip."] == Fraction("0.37")
+    assert lost["w/ m=10"] > lost["w/ N_r=3"] > lost["w/o Anticip."] > lost["w/ N_r=1"] > 0

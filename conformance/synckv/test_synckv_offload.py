@@ -202,6 +202,7 @@ def test_what_cannot_be_captured(device):
     assert (state.tokens_seen, state.host_bytes()) == (0, 0)
 
 
+@pytest.mark.claim("SK-7")
 def test_a_token_that_left_comes_back(device):
     """A token returns to the pool after another token used its place, and some tokens are chosen before they are in the
     bank. The value of token i is e_i, and the query of the other head is zero. So its output shows the tokens that it

@@ -92,6 +92,7 @@ class Model:
         segment.size = min(segment.size, self.config.retention[min(segment.level, len(self.config.retention)) - 1])
 
 
+@pytest.mark.claim("TK-9b")
 @SIDES
 @given(
     budget=st.integers(1, 16), prompt=st.integers(0, 11), padding=st.integers(0, 8),

@@ -77,7 +77,7 @@ def test_least_important_and_oldest_segments_differ(thinkv, device):
 @pytest.mark.claim("TK-18c")
 def test_segments_at_their_minimum_have_no_lower_level(thinkv, device):
     """All earlier segments have 4 tokens, and the budget is exceeded by one: nothing is evicted. With one token more in
-    a segment, that segment is reduced."""
+    a segment, that segment is reduced. The current segment is never."""
     assert annealed(thinkv, device, [4, 4, 10], [R, T, R], 17) == ([4, 4, 10], True)
     assert annealed(thinkv, device, [5, 4, 10], [R, T, R], 18) == ([4, 4, 10], False)
 

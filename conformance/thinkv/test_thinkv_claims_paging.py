@@ -25,6 +25,7 @@ from kvtwin.reference.attention import attention_weights, weighted_values
 from kvtwin.reference.thinkv import PagedCache, decode_attention
 
 D = 16
+SIDES = pytest.mark.parametrize("side", ["reference", "optimized"])
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
@@ -237,7 +238,7 @@ def test_thoughts_that_change_fragment_the_cache(twins):
 
 
 @pytest.mark.claim("TK-13a")
-@pytest.mark.parametrize("side", ["reference", "optimized"])
+@SIDES
 def test_a_short_sequence_of_thoughts_fragments_the_cache(twins, side, device):
     sizes = {"budget": 8, "tau": 4, "group": 4, "schedule": (2, 1)}
     kinds = [2, 2, 0, 1, 1]
@@ -246,7 +247,7 @@ def test_a_short_sequence_of_thoughts_fragments_the_cache(twins, side, device):
 
 
 @pytest.mark.claim("TK-13a")
-@pytest.mark.parametrize("side", ["reference", "optimized"])
+@SIDES
 def test_no_fragmentation_rejects_a_single_type(twins, side, device):
     """If the thought type never changes, there is no fragmentation. So types cause it, not eviction."""
     sizes = SMALL if side == "reference" else {"budget": 8, "tau": 4, "group": 4, "schedule": (2, 1)}
@@ -256,16 +257,18 @@ def test_no_fragmentation_rejects_a_single_type(twins, side, device):
 
 @pytest.mark.claim("TK-13a")
 @pytest.mark.claim("TK-20a")
-def test_free_slots_do_not_serve_another_type(twins):
+@SIDES
+def test_free_slots_do_not_serve_another_type(twins, side, device):
     """In the cache itself, eviction leaves one of 8 reasoning tokens in each block. 4 transition tokens open two more
     blocks although 4 slots are free. 4 reasoning tokens would open none."""
     for kind, blocks in ((0, 6), (2, 4)):
-        held = filled(twins.reference.thinkv.PagedCache, *torch.randn(2, 1, 8, D), thoughts=[2, 2])
+        made = getattr(twins, side).thinkv.PagedCache
+        held = filled(made, *torch.ones(2, 1, 8, D), thoughts=[2, 2], device=device)
         leave(held, (0, 2, 4, 6))
         assert [entry.filled for entry in held.block_table(0)] == [1, 1, 1, 1]
         for position in range(8, 12):
-            held.append(torch.ones(1, 1, D), torch.ones(1, 1, D), numbers(position))
-        held.flush(numbers(True), numbers(kind), numbers(1))
+            held.append(*torch.ones(2, 1, 1, D, device=device), numbers(position).to(device))
+        held.flush(*(numbers(x).to(device) for x in (True, kind, 1)))
         assert len(held.block_table(0)) == blocks
 
 
@@ -280,7 +283,7 @@ def test_each_type_allocates_what_its_own_peak_fills(twins):
 
 
 @pytest.mark.claim("TK-13b")
-@pytest.mark.parametrize("side", ["reference", "optimized"])
+@SIDES
 def test_each_type_rejects_one_block_less(twins, side, device):
     """Five groups of 2 tokens use three blocks of 4, although two blocks and two slots would hold 10 tokens."""
     store = CachedBlocks(getattr(twins, side).thinkv, [2] * 5, device, tau=2, group=2, size=4)
@@ -294,15 +297,17 @@ def test_each_type_rejects_one_block_less(twins, side, device):
 
 
 @pytest.mark.claim("TK-14a")
-def test_a_block_comes_to_hold_keys_of_several_scales(twins):
+@SIDES
+def test_a_block_comes_to_hold_keys_of_several_scales(twins, side, device):
     """After reuse, a block of 2 has slots of two groups, whose keys differ by a factor of 64. With one scale per block,
     as in an unchanged table, one key has a relative error of more than 1/2."""
     key = torch.ones(1, 8, D) * torch.tensor([6 * 64.0] * 4 + [6.0] * 4)[None, :, None]
-    held = filled(twins.reference.thinkv.PagedCache, key[:, :4], key[:, :4], thoughts=[2])
+    held = filled(getattr(twins, side).thinkv.PagedCache, key[:, :4], key[:, :4], thoughts=[2], device=device)
     leave(held, (1, 3))
     for position in range(4, 8):
-        held.append(key[None, :, position], key[None, :, position], numbers(position))
-    held.flush(numbers(True), numbers(2), numbers(1))
+        token = key[None, :, position].to(device)
+        held.append(token, token, numbers(position).to(device))
+    held.flush(*(numbers(x).to(device) for x in (True, 2, 1)))
     assert held.groups[0, :2].tolist() == [0, 1]
     codes = held.codes()
     right = held.dequantized()[0][0, 0, :2]
@@ -312,9 +317,11 @@ def test_a_block_comes_to_hold_keys_of_several_scales(twins):
 
 
 @pytest.mark.claim("TK-14a")
-def test_group_ids_reject_a_fresh_block(twins):
+@SIDES
+def test_group_ids_reject_a_fresh_block(twins, side, device):
     """Before any reuse, and if groups are whole blocks, one scale per block and channel is enough."""
-    held = filled(twins.reference.thinkv.PagedCache, *torch.randn(2, 1, 16, D), thoughts=[2, 1, 2, 1])
+    made = getattr(twins, side).thinkv.PagedCache
+    held = filled(made, *torch.ones(2, 1, 16, D), thoughts=[2, 1, 2, 1], device=device)
     groups = held.groups[0, :16].view(8, 2)
     assert bool((groups[:, 0] == groups[:, 1]).all())
 
@@ -352,11 +359,12 @@ def test_random_survivors_pin_most_of_the_scales():
 
 
 @pytest.mark.claim("TK-14b")
-def test_the_cache_counts_pinned_scales(twins):
+@SIDES
+def test_the_cache_counts_pinned_scales(twins, side, device):
     """16 tokens in 4 groups of 4, blocks of 2, D = 16, int4: 8 / 4 bits of key scales and 2 of value scales. With one
     survivor per group, each uses the codes and value scales of a block of 2, and all key scales of its group."""
-    keys = torch.randn(2, 1, 16, D)
-    held = filled(twins.reference.thinkv.PagedCache, *keys, thoughts=[2] * 4, formats="int4 int4 int2")
+    made = getattr(twins, side).thinkv.PagedCache
+    held = filled(made, *torch.ones(2, 1, 16, D), thoughts=[2] * 4, formats="int4 int4 int2", device=device)
     assert held.bits_per_element() == (4 + 2 + 4 + 2) / 2
     leave(held, set(range(16)) - {0, 4, 8, 12})
     assert held.bits_per_element() == (2 * 4 + 8 + 2 * (4 + 2)) / 2

@@ -1,4 +1,4 @@
-"""The figures in ThinKV's text and tables, recomputed exactly (claims TK-1, TK-15, TK-16, TK-17, TK-19).
+"""The figures in ThinKV's text and tables, recomputed exactly (claims TK-1, TK-15 to TK-17, TK-19, TK-21, TK-22).
 
 The size of a model's cache follows from its layers and heads, as in its published configuration. A test named
 ..._rejects_... shows that a slightly changed statement fails, so the claim's own test is not empty.
@@ -359,3 +359,43 @@ def test_losses_range_from_nothing_to_74_points():
     assert sorted(lost.values())[-2:] == [Fraction("4.98"), Fraction("7.4")]
     assert sum(points <= 0 for points in lost.values()) == 4
     assert rounded(100 * lost["MobileLLM-R1, GSM8K"] / Fraction("67.5")) == 11
+
+
+@pytest.mark.claim("TK-21")
+def test_thinkv_is_near_r_kv_and_h2o():
+    """MobileLLM-R1 on GSM8K against R-KV, at compressions of 24 and 6; LongWriter against H2O."""
+    assert Fraction("60.8") - Fraction("60.1") == Fraction("0.7") and Fraction(24, 6) == 4
+    ahead = {
+        model: Fraction(ACCURACY[f"E.9, {model}"][1]) - Fraction(h2o)
+        for model, h2o in {"Llama-8B": "68.1", "Phi-14B": "61.5"}.items()
+    }
+    assert ahead == {"Llama-8B": Fraction("-0.2"), "Phi-14B": Fraction("2.3")}
+    assert not all(points >= 0 for points in ahead.values())
+
+
+@pytest.mark.claim("TK-22")
+def test_higher_effort_is_more_accurate():
+    high, medium = (list(map(Fraction, ACCURACY[f"GPT-OSS-120B, {effort}"])) for effort in ("high", "medium"))
+    assert [x - y for x, y in zip(high, medium, strict=True)] == [Fraction("7.6"), Fraction("8.2")]
+    assert not high[1] - medium[0] >= Fraction("7.6"), "a higher effort does not undo the loss"
+
+
+# ---- TK-15d, TK-17f: what printed shares imply -----------------------------------------------------------------------
+
+
+@pytest.mark.claim("TK-15d")
+def test_tbq_has_more_transitions_than_thinkv():
+    """A share f of tokens with 2 bits, and 4 bits otherwise: 4 - 2 f."""
+    shares = {bits: (BITS["nvfp4"] - Fraction(bits)) / (BITS["nvfp4"] - BITS["ternary"]) for bits in ("3.5", "3.8")}
+    assert shares == {"3.5": Fraction(1, 4), "3.8": Fraction(1, 10)}
+    # With reasoning in FP8 instead, and no transitions at all, no average would be below 4 bits.
+    assert min(BITS["fp8"], BITS["nvfp4"]) > max(map(Fraction, shares))
+
+
+@pytest.mark.claim("TK-17f")
+def test_evictions_at_every_step_beyond_the_budget_are_83_percent_of_6000():
+    def printed(length: int) -> Fraction:
+        return rounded(100 * (1 - Fraction(1024, length)), 2)
+
+    assert [length for length in range(1025, 20_000) if printed(length) == Fraction("82.93")] == [5998, 5999, 6000]
+    assert printed(LENGTHS["AIME"]) == Fraction("88.65") != Fraction("82.93")

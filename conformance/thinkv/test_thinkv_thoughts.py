@@ -78,6 +78,7 @@ def aimed(device, *weights: list[float]) -> SparsityCase:
 
 
 @pytest.mark.property("accuracy")
+@pytest.mark.claim("TK-10a")
 @SIDES
 def test_sparsity_pools_a_group_by_its_largest_weights(side, twins, device):
     """Both heads attend to the first two tokens, and each to one other token with 0.015 of that weight. No token is
@@ -90,6 +91,7 @@ def test_sparsity_pools_a_group_by_its_largest_weights(side, twins, device):
 
 
 @pytest.mark.property("accuracy")
+@pytest.mark.claim("TK-10a")
 @SIDES
 def test_sparsity_normalises_before_it_pools(side, twins, device):
     """The second head spreads its weight, so its largest weight is small compared with the first head's, whatever its

@@ -37,8 +37,12 @@ def run(run: Run) -> None:
         plan.ours("longflow", systems.longflow_state, check=True)
     with run.part("h2o fused"):
         plan.ours("h2o fused", systems.h2o_state)
-    with run.part("snapkv fused"):
-        plan.ours("snapkv fused", partial(systems.snapkv_state, interval=interval), interval=interval)
+    for name, make in (
+        ("snapkv fused", systems.snapkv_state), ("h2o fused, at intervals", systems.h2o_state),
+        ("vatp fused, at intervals", systems.vatp_state),
+    ):
+        with run.part(name):
+            plan.ours(name, partial(make, interval=interval), interval=interval)
     for name, kind in (("snapkv", systems.SnapKV), ("h2o", systems.EagerH2O), ("r-kv", systems.RKV)):
         if run.late(name):
             break

@@ -51,6 +51,7 @@ def _longflow_full(figures: Figures) -> str:
 def _longflow_others(figures: Figures) -> str:
     names = {
         "h2o": "H2O", "snapkv": "SnapKV", "r-kv": "R-KV", "snapkv fused": "SnapKV (ours)",
+        "h2o fused, at intervals": "H2O (ours)", "vatp fused, at intervals": "VATP (ours)",
         "h2o fused": "H2O (ours, every step)",
     }
     return _throughput(figures, "longflow", {name: said for name, said in names.items() if name in figures})

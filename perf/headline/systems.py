@@ -19,7 +19,7 @@ from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.optimized import longflow
-from kvtwin.optimized.baselines import h2o, snapkv
+from kvtwin.optimized.baselines import h2o, snapkv, vatp
 
 from ..peers import BACKENDS, decode_peers
 from . import pointwise
@@ -112,10 +112,30 @@ def longflow_state(run: Run, model: Model, batch: int, budget: int) -> longflow.
     return state
 
 
-def h2o_state(run: Run, model: Model, batch: int, budget: int, block: int = 16) -> h2o.H2OState:
-    """A full one of ours: fused with attention, one token evicted per step, nothing moved."""
-    state = h2o.H2OState(h2o.H2OConfig(budget, block), **sizes_of(model, batch, run))
+def h2o_state(
+    run: Run, model: Model, batch: int, budget: int, block: int = 16, interval: int = 1
+) -> h2o.H2OState:
+    """One of ours with `budget` tokens: fused with attention; with an interval of 1, nothing is moved."""
+    return _scored(run, h2o.H2OState(h2o.H2OConfig(budget, block, interval=interval), **sizes_of(model, batch, run)))
+
+
+def vatp_state(
+    run: Run, model: Model, batch: int, budget: int, block: int = 16, interval: int = 1
+) -> vatp.VATPState:
+    """The same for VATP, which also holds the L1 norms of the values."""
+    config = vatp.VATPConfig(budget, block, interval=interval)
+    state = _scored(run, vatp.VATPState(config, **sizes_of(model, batch, run)))
+    for value, norm in zip(state.value, state._carried, strict=True):  # by rows, since memory is nearly full
+        torch.sum(value.abs(), -1, dtype=torch.float32, out=norm)
+    return state
+
+
+def _scored(run: Run, state: Any) -> Any:
+    """Fill a state that adds up attention, as it is after an eviction."""
+    budget = state.config.budget
     _hold(run, state, budget)
+    if state._counts is not None:
+        state._counts.fill_(budget)
     state.score[..., :budget] = torch.rand(
         state.score[..., :budget].shape, generator=run.generator, device=run.device
     )
