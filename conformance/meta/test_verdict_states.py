@@ -93,6 +93,23 @@ def test_a_stale_block_table_is_named(judged):
     assert run.wrong(found) == {"state"}, run.shown(found)
 
 
+def test_paged_attention_of_another_scale_is_inaccurate(judged):
+    found = judged("thinkv", thinkv.provided(decode_attention=thinkv.too_sharp), "decode_attention or thinkv_paging")
+    assert run.wrong(found) == {"accuracy"}, run.shown(found)
+    first = found.properties["accuracy"].findings[0]
+    assert first["subject"] == "thinkv.decode_attention" and "PagedCase(" in first["case"]
+    assert "kvtwin replay" in first["replay"] and "--impl patient" in first["replay"]
+
+
+def test_a_right_paged_cache_is_right(judged):
+    found = judged("thinkv", thinkv.provided(), "decode_attention")
+    names = ("accuracy", "decisions", "repeatability", "independence", "free_slots", "extreme_numbers", "layouts")
+    assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
+        run.shown(found)
+    )
+    assert not found.others["failed"]
+
+
 FORMATS = "test_thinkv_formats"
 
 

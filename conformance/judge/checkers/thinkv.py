@@ -23,7 +23,7 @@ __all__ = [
 CASES = (PagedCase, SegmentCase, SparsityCase)
 ON_THE_HOST = ("calibrate",)
 SCORED = False
-SUBJECTS = (thinkv_thoughts.SPARSITY, thinkv_eviction.REPRESENTATIVES)
+SUBJECTS = (thinkv_thoughts.SPARSITY, thinkv_eviction.REPRESENTATIVES, thinkv_paging.ATTENTION)
 
 
 def replay(case: Any, module: Any) -> Iterator[str]:
