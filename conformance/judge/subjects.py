@@ -169,7 +169,7 @@ class Subject:
         finally:
             dtype = str(case.dtype).removeprefix("torch.")
             judged, choice = self._judged(inner, name), name in self.choices
-            stats.include(inner, judged=judged, choice=choice, decides=decides, dtype=dtype)
+            stats.include(inner, judged=judged, choice=choice, decides=decides, dtype=dtype, sizes=stats.sizes_of(case))
 
     def _check(self, module: Any, case: Any, name: str, inner: stats.Stats, results: Results | None) -> None:
         """Judge one field, and record in `inner`."""
