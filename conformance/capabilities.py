@@ -216,18 +216,25 @@ def _of_sizes(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _of_tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Facts from query, key and value: [B, H, D], or [B, H, S, D]."""
-    given: dict[str, Any] = {name: arguments.get(name) for name in ("query", "query_window", "key", "value")}
+    """Facts from query, key and value: [B, H, D], or [B, H, S, D]; from a row's key_segment, [H, S, D] or [S, D]; and
+    from x, [..., S, D], which is keys or values too."""
+    several, rowless = ("query", "query_window", "key", "value"), ("key_segment", "x")
+    given: dict[str, Any] = {name: arguments.get(name) for name in (*several, *rowless)}
     tensors = {
-        name: tensor for name, tensor in given.items() if hasattr(tensor, "is_contiguous") and tensor.dim() >= 3
+        name: tensor for name, tensor in given.items()
+        if hasattr(tensor, "is_contiguous") and tensor.dim() >= (2 if name in rowless else 3)
     }
-    for tensor in tensors.values():
+    for name, tensor in tensors.items():
         yield "dtypes", _name(tensor.dtype)
         yield "devices", tensor.device.type
-        yield "max_batch", tensor.shape[0]
         yield "head_dims", tensor.shape[-1]
+        if name in several:
+            yield "max_batch", tensor.shape[0]
     if tensors:
         yield "contiguous_only", all(tensor.is_contiguous() for tensor in tensors.values())
+    segment = tensors.get("key_segment")
+    if segment is not None:
+        yield "kv_heads", segment.shape[0] if segment.dim() == 3 else 1
     key = tensors.get("key")
     if key is None:
         return

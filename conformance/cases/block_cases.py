@@ -142,6 +142,17 @@ class PositionsCase(Case):
         self.used()
         return {"positions": self.positions, "budget": self.budget, "sinks": self.sinks}
 
+    @classmethod
+    def given(cls, positions: Tensor, *, budget: int, sinks: int) -> PositionsCase:
+        """Make a case from given positions."""
+        batch, heads, slots = positions.shape
+        case = cls(
+            batch=batch, key_value_heads=heads, content="given", slots=slots, budget=budget, sinks=sinks,
+            device=str(positions.device),
+        )
+        case._adopt({"positions": positions})
+        return case
+
 
 @st.composite
 def positions_cases(

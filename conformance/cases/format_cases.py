@@ -13,7 +13,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from .. import capabilities
 from ..judge.format_oracle import BITS, MAGNITUDES, midpoints
+from . import supported
 from .layouts import lay_out
 
 #: The formats with codes, and all.
@@ -110,23 +112,32 @@ def format_cases(
 ) -> FormatCase:
     """At most `most` tokens and channels; complete groups, incomplete ones, and groups longer than the axis.
 
-    Cases have few chunks of tokens, since kernels process one chunk at a time.
+    Cases have few chunks of tokens, since kernels process one chunk at a time. float64, which no capability names, is
+    left to implementations that declare none. If they declare head_dims, those are the channels.
     """
-    fmt = draw(st.sampled_from(formats))
+    fmt = draw(st.sampled_from(supported.values("fmt", formats)))
     leading = draw(st.sampled_from(((), (2,), (1, 2), (2, 1), (2, 2), (1, 1, 2))))
-    rule = draw(st.sampled_from((None, "mse", "amax"))) if fmt == "ternary" else None
-    group = draw(st.sampled_from((16, 16, 1, 5, 8, 32, 100) if rule != "mse" else (16, 5, 1)))
+    rules = supported.values("scale_rule", (None, "mse", "amax") if fmt == "ternary" else (None,))
+    rule = draw(st.sampled_from(rules))
+    groups = (16, 16, 1, 5, 8, 32, 100) if rule != "mse" else (16, 5, 1)
+    group = draw(st.sampled_from(supported.values("group", groups)))
+    dtypes = supported.dtypes(DTYPES) if capabilities.current().outside() else DTYPES
+    scaled = supported.values("tensor_scale", (False, True) if fmt == "nvfp4" else (False,))
+    sizes = supported.sizes("head_dims", range(1, most + 1))
+    channels = st.sampled_from((16, 32, 40)) | st.integers(1, most)
+    if capabilities.current().head_dims is not None:
+        channels = st.sampled_from(sizes)
     return FormatCase(
         leading=leading,
         tokens=draw(st.integers(1, min(most, group * (8 // math.prod(leading))))),
-        channels=draw(st.sampled_from((16, 32, 40)) | st.integers(1, most)),
+        channels=draw(channels),
         fmt=fmt,
-        axis=draw(st.sampled_from((-1, -2))),
+        axis=draw(st.sampled_from(supported.values("axis", (-1, -2)))),
         group=group,
         scale_rule=rule,
-        tensor_scale=draw(st.booleans()) if fmt == "nvfp4" else False,
-        dtype=draw(st.sampled_from(DTYPES)),
+        tensor_scale=draw(st.sampled_from(scaled)),
+        dtype=draw(st.sampled_from(dtypes)),
         content=draw(st.sampled_from(content)),
-        layout=draw(st.sampled_from(LAYOUTS)),
+        layout=draw(st.sampled_from(supported.layouts(LAYOUTS))),
         seed=draw(st.integers(0, 2**31 - 1)),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...reference.thinkv.contract import ThinKVConfig
 from ...reference.thinkv.types import BITS, LETTERS
-from . import contents, strategies
+from . import contents, strategies, supported
 from .case import Case
 
 #: Formats of R, E and T that do not quantize, all or some of them.
@@ -48,7 +48,7 @@ class PagedCase(Case):
 
     Each window of tau tokens is a segment with a thought type per row. Rows after the first start at a later token.
     Buffers are flushed when they are full and at the end of a window, and a share of the quantized tokens is evicted
-    `evictions` times.
+    `evictions` times. The thoughts, the first tokens and the evictions come from `schedule`, by default the seed.
     """
 
     kind: ClassVar[str] = "thinkv_paged"
@@ -59,6 +59,7 @@ class PagedCase(Case):
     formats: str = FORMATS[0]
     evictions: int = 0
     sparsity_of: str = "heads"
+    schedule: int | None = None
 
     query = property(lambda self: self.tensor("query"))
 
@@ -78,20 +79,25 @@ class PagedCase(Case):
     def cache(self, module: Any, dtype: torch.dtype | None = None) -> Any:
         """`module`'s PagedCache with these tokens; dtype float64 for the oracle's."""
         self.used()
+        return self.filled(module, self.tensors, dtype)
+
+    def filled(self, module: Any, tensors: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:
+        """The same with other keys and values."""
         cache = module.PagedCache(
             self.config, batch=self.batch, key_value_heads=self.key_value_heads, head_dim=self.head_dim,
             dtype=dtype or self.dtype, device=self.device,
         )
-        for call, *given in self.calls():
+        for call, *given in self.calls(tensors):
             getattr(cache, call)(*(
                 x.to(cache.dtype) if isinstance(x, Tensor) and x.is_floating_point()
                 else torch.isin(cache.positions, x) & (cache.groups >= 0) if call == "evict" else x for x in given
             ))
         return cache
 
-    def calls(self) -> Iterator[tuple[Any, ...]]:
+    def calls(self, tensors: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
         """The calls on the cache: method and arguments. `evict` gets positions instead of slots."""
-        rng, config, rows = random.Random(self.seed), self.config, range(self.batch)
+        rng = random.Random(self.seed if self.schedule is None else self.schedule)
+        config, rows = self.config, range(self.batch)
         joins = [rng.randrange(self.tokens) if row else 0 for row in rows]
         goes = {rng.randrange(self.tokens) for _ in range(self.evictions)}
         waiting, kinds = [0] * self.batch, [0] * self.batch
@@ -99,7 +105,7 @@ class PagedCase(Case):
             if t % config.tau == 0:
                 kinds = [rng.randrange(3) for _ in rows]
             here = [t if t >= joins[row] else -1 for row in rows]
-            yield "append", self.tensor("key")[:, :, t], self.tensor("value")[:, :, t], self.numbers(here)
+            yield "append", tensors["key"][:, :, t], tensors["value"][:, :, t], self.numbers(here)
             waiting = [count + (position >= 0) for count, position in zip(waiting, here, strict=True)]
             full = [count == config.group or (count > 0 and (t + 1) % config.tau == 0) for count in waiting]
             if any(full):
@@ -157,36 +163,52 @@ def leave(cache: Any, *positions: int) -> None:
 def paged_cases(
     draw: st.DrawFn, *, device: torch.device | None = None, content: tuple[str, ...] = CONTENTS,
     formats: tuple[str, ...] = FORMATS, dtypes: tuple[torch.dtype, ...] = strategies.DTYPES, most: int | None = None,
+    layout: tuple[str, ...] = ("contiguous",), evictions: tuple[int, ...] = (0, 1, 2, 3),
 ) -> PagedCase:
     """Small cases in Triton's interpreter; on a GPU also the paper's groups and blocks."""
     where = device or strategies.default_device()
     small = where.type == "cpu"
+    dtypes = tuple(supported.dtypes(dtypes))
     sizes: dict[str, Any]
     if small:
-        batch = draw(st.integers(1, 2))
-        sizes = {"batch": batch, "key_value_heads": draw(st.integers(1, 3 - batch)),
-                 "group": draw(st.sampled_from((1, 2, 3, 5, 8))), "dtype": draw(st.sampled_from(dtypes)),
-                 "head_dim": draw(st.sampled_from((16, 32, 24, 17, 80)))}
-        shared, block = draw(st.sampled_from(((4, 2), (6, 4), (3, 3), (16, 8), (5, 1))))
+        batch = draw(st.integers(1, supported.rows(2)))
+        sizes = {"batch": batch, "key_value_heads": draw(strategies._heads(3 - batch)),
+                 "group": draw(st.sampled_from(supported.sizes("groups", (1, 2, 3, 5, 8)))),
+                 "dtype": draw(st.sampled_from(dtypes)),
+                 "head_dim": draw(st.sampled_from(supported.sizes("head_dims", (16, 32, 24, 17, 80))))}
+        tables = _tables((4, 2), (6, 4), (3, 3), (16, 8), (5, 1))
+        shared, block = draw(st.sampled_from(tables))
         low = [dtype for dtype in dtypes if dtype != torch.float32]
-        if draw(st.booleans()) and low:                                                # for fragment kernels
-            sizes.update(head_dim=draw(st.sampled_from((64, 128))), dtype=draw(st.sampled_from(low)))
+        wide = [size for size in (64, 128) if supported.size("head_dims", size)]
+        if draw(st.booleans()) and low and wide and (16, 8) in tables:                        # for fragment kernels
+            sizes.update(head_dim=draw(st.sampled_from(wide)), dtype=draw(st.sampled_from(low)))
             shared, block = 16, 8
             formats = tuple(one for one in formats if one in IN_FRAGMENTS) or formats
     else:
-        triples = [one for one in strategies.TRIPLES if one[2] in dtypes]
+        triples = strategies._triples(strategies.TRIPLES, dtypes)
         head_dim, group, dtype = triple = draw(st.sampled_from(triples))
-        sizes = {"batch": draw(st.integers(1, 4)), "key_value_heads": draw(st.sampled_from((1, 2, 8))),
+        sizes = {"batch": draw(st.integers(1, supported.rows(4))),
+                 "key_value_heads": draw(st.sampled_from(supported.sizes("kv_heads", (1, 2, 8)))),
                  "group": group, "head_dim": head_dim, "dtype": dtype}
-        shared, block = draw(st.sampled_from(((16, 8), (4, 2))))
+        shared, block = draw(st.sampled_from(_tables((16, 8), (4, 2))))
         # Each combination is compiled, so a triple has two of the formats, and one with the small blocks.
-        turn = strategies.TRIPLES.index(triple)
+        turn = triples.index(triple)
         formats = tuple(formats[(turn + other) % len(formats)] for other in ((0,) if block == 2 else (0, 1)))
+    first, last, unit = supported.slots(1, most or (18 if small else 300))
     return PagedCase(
         **sizes, device=str(where), seed=draw(st.integers(0, 2**31 - 1)), content=draw(st.sampled_from(content)),
-        scale=draw(st.sampled_from(strategies.SCALES)), tokens=draw(st.integers(1, most or (18 if small else 300))),
-        shared=shared, block=block, formats=draw(st.sampled_from(formats)), evictions=draw(st.integers(0, 3)),
-        sparsity_of=draw(st.sampled_from(("heads", "mean"))),
+        layout=draw(st.sampled_from(supported.layouts(layout))),
+        scale=draw(st.sampled_from(supported.scales(strategies.SCALES))), tokens=unit * draw(st.integers(first, last)),
+        shared=shared, block=block, formats=draw(st.sampled_from(formats)),
+        evictions=draw(st.sampled_from(evictions)),
+        sparsity_of=draw(st.sampled_from(supported.values("sparsity_of", ("heads", "mean")))),
+    )
+
+
+def _tables(*pairs: tuple[int, int]) -> list[tuple[int, int]]:
+    """(tokens of a group of scales, slots of a block): those whose numbers the config may have."""
+    return supported.among(
+        pairs, lambda pair: supported.option("group", pair[0]) and supported.option("block", pair[1]), "group, block"
     )
 
 

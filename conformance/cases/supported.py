@@ -95,8 +95,13 @@ def mask_per_head() -> st.SearchStrategy[bool]:
 
 def values(name: str, options: Iterable[T]) -> list[T]:
     """The values of another argument (`Capabilities.options`)."""
+    return among(options, lambda one: option(name, one), name)
+
+
+def option(name: str, value: Any) -> bool:
+    """True if another argument may have this value."""
     declared = capabilities.current().options.get(name)
-    return among(options, lambda one: declared is None or one in declared, name)
+    return declared is None or value in declared
 
 
 def undeclared(given: dict[str, Any], made: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:

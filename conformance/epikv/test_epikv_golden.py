@@ -15,6 +15,7 @@ import torch
 from kvtwin.conformance.judge.checkers.epikv import Adapter
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.lockstep import Lockstep
+from kvtwin.conformance.judge.trace import follow as follow_trace
 from kvtwin.fixtures import block_traces, record_epikv
 from kvtwin.fixtures.load import load_trace
 from kvtwin.fixtures.record_epikv import PROMPT, positions
@@ -128,16 +129,17 @@ def follow(case: str, traces: Any, twins: Any, device: torch.device, monkeypatch
         name: tensor if tensor.dim() == 4 else tensor[:, :, None] for name, tensor in from_capture().items()
     }))
     both = Lockstep(tested, exact, Adapter())
-    both.prefill(*(tensor[:, :, when[0]] for tensor in tokens))
-    followed, as_recorded = 0, positions(exact) == kept(recorded[0])
     total = len(recorded) - 1 if device.type == "cuda" else FEW
-    for step in range(total):
-        when[0] = PROMPT + step
-        both.step(*(tensor[:, :, when[0]] for tensor in tokens))
-        as_recorded &= positions(exact) == kept(recorded[step + 1])
-        if thoughts is not None:
-            as_recorded &= bool((exact.thoughts[exact.positions == when[0]] == thoughts[step]).all())
-        followed += as_recorded
+    with follow_trace():
+        both.prefill(*(tensor[:, :, when[0]] for tensor in tokens))
+        followed, as_recorded = 0, positions(exact) == kept(recorded[0])
+        for step in range(total):
+            when[0] = PROMPT + step
+            both.step(*(tensor[:, :, when[0]] for tensor in tokens))
+            as_recorded &= positions(exact) == kept(recorded[step + 1])
+            if thoughts is not None:
+                as_recorded &= bool((exact.thoughts[exact.positions == when[0]] == thoughts[step]).all())
+            followed += as_recorded
     assert 2 * followed >= total, f"only {followed} of {total} steps agree with the record"
 
 

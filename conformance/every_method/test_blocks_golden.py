@@ -2,7 +2,7 @@
 
 The CPU replays the first steps of one KV head (heads choose independently), the GPU everything. The state under test
 runs in lockstep with the reference. Its choices must equal those of the trace up to the first adjudicated tie. After
-it, only lockstep judges.
+it, only lockstep judges. Wrong choices are counted to the end of the trace.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from kvtwin.conformance import discovery
 from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.conformance.judge.trace import follow
 from kvtwin.fixtures.block_traces import gone, inputs, sizes
 from kvtwin.fixtures.load import Trace, load_trace, manifest
 from kvtwin.reference.blocks import BlockState
@@ -74,17 +75,18 @@ def test_a_state_follows_its_golden_trace(pair, case, twins, device):
     both = lockstep.pair(
         pair.name, checkers.module(twins.optimized, pair), config=about["config"], **sizes(tensors)
     )
-    both.prefill(*(tensor[:, :, :prompt] for tensor in tensors))
     golden = {name: tensor.to(device)[:, heads] for name, tensor in golden.items() if name != "last"}
     followed = 0
-    if not both.summary.adjudicated:
-        assert_same(both.tested.positions[0, :, :budget], golden["held"][-1], what="held after the prompt")
-    for step in range(steps):
-        before = both.tested.positions[0, :, :budget].clone()
-        both.step(*(tensor[:, :, prompt + step] for tensor in tensors))
-        if both.summary.adjudicated:
-            continue
-        evicted = gone(before, both.tested.positions[0, :, :budget], prompt + step)
-        assert_same(evicted, golden["evicted"][step], what=f"the tokens that leave at step {step}")
-        followed += 1
+    with follow() as wrong:
+        both.prefill(*(tensor[:, :, :prompt] for tensor in tensors))
+        if not both.summary.adjudicated and not wrong:
+            assert_same(both.tested.positions[0, :, :budget], golden["held"][-1], what="held after the prompt")
+        for step in range(steps):
+            before = both.tested.positions[0, :, :budget].clone()
+            both.step(*(tensor[:, :, prompt + step] for tensor in tensors))
+            if both.summary.adjudicated or wrong:
+                continue
+            evicted = gone(before, both.tested.positions[0, :, :budget], prompt + step)
+            assert_same(evicted, golden["evicted"][step], what=f"the tokens that leave at step {step}")
+            followed += 1
     assert 2 * followed > steps or both.summary.adjudicated

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvtwin.conformance.cases import supported
 from kvtwin.conformance.harness.impl import NotProvided
-from kvtwin.conformance.judge import calls, subjects
+from kvtwin.conformance.judge import calls, mismatch, stats, subjects
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.judge.subjects import Results, StateSubject, Subject
 
@@ -134,13 +134,17 @@ def test_large_tensors(subject, field, data, twins, results):
 @of((subject, name) for subject in FUNCTIONS if subject.recorded is not None for name in subject.choices)
 def test_decisions_on_recorded_traces(subject, field, twins, device):
     """Of a trained model on real text. All of them are judged, and the wrong ones counted."""
-    module, wrong, recorded = subject.module(twins.optimized), [], list(subject.recorded(device))
-    for case in recorded:
-        try:
-            subject.check(module, case, field, decides=True, results=results)
-        except Mismatch as error:
-            wrong.append(str(error).splitlines()[0])
-    assert not wrong, f"{len(wrong)} of {len(recorded)} recorded cases have a wrong choice; the first: {wrong[0]}"
+    module, recorded, cases = subject.module(twins.optimized), list(subject.recorded(device)), 0
+    with mismatch.counting() as wrong:
+        for case in recorded:
+            before = len(wrong)
+            try:
+                subject.check(module, case, field, decides=True)
+            except Mismatch as error:
+                stats.wrong(1)
+                wrong.append(str(error).splitlines()[0])
+            cases += len(wrong) > before
+    assert not wrong, f"{cases} of {len(recorded)} recorded cases have a wrong choice; the first: {wrong[0]}"
 
 
 # What one call must not do to another: judge/calls.py -----------------------------------------------------------------

@@ -14,7 +14,7 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
     # These import torch, which a run that only collects tests does not need.
     from ..cases import case as cases
     from ..cases import failures
-    from ..judge import attribution, compare
+    from ..judge import attribution, compare, stats
     from ..judge.subjects import Subject
 
     error = _unwrapped(error)
@@ -29,7 +29,7 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
     }
     of_bound, dtype = getattr(error, "of_bound", None), getattr(case, "dtype", None)
     if of_bound is not None and dtype is not None:
-        found |= {"of_bound": of_bound, "dtype": str(dtype).removeprefix("torch.")}
+        found |= {"of_bound": of_bound, "dtype": str(dtype).removeprefix("torch."), "sizes": stats.sizes_of(case)}
     if judged is None or case is None or not isinstance(subject, Subject):
         return found
     found["choice"] = field in subject.choices

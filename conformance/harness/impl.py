@@ -6,7 +6,7 @@ return values to our result types, and raises NotProvided for a missing name: py
 the summary and the report as *not provided*.
 
 The module's `CAPABILITIES` (see `Capabilities`) say what it supports. A call outside of them is not made. A function,
-or a state's constructor or method, may also raise NotImplementedError. Both count as refusals: a Hypothesis test skips
+or a class's constructor or method, may also raise NotImplementedError. Both count as refusals: a Hypothesis test skips
 the example, and any other test, or a test without a remaining example, is *not provided*.
 
 A result may lack fields: each of the others is judged, and a test that uses a missing one is *not provided*.
@@ -185,7 +185,8 @@ class Method:
             return found
         qualified, ours = f"{self._name}.{name}", getattr(self._pair.reference, name)
         if isinstance(found, type):
-            return _refusing(found, ours, self._supported, qualified) if name.endswith("State") else found
+            methods = _methods(ours)  # values, such as results, enumerations and clusters of heads, have none
+            return _refusing(found, ours, methods, self._supported, qualified) if methods else found
         return _judgeable(found, ours, self._supported, result, qualified)
 
     def __repr__(self) -> str:
@@ -242,15 +243,17 @@ def _judgeable(
     return call
 
 
-#: The methods of a state that may refuse, besides its constructor.
-STATE_METHODS = ("prefill", "append_block", "step", "reset", "reorder")
+def _methods(ours: type) -> tuple[str, ...]:
+    """The public methods of a class of our reference, without static ones."""
+    public = (name for name in dir(ours) if not name.startswith("_"))
+    return tuple(name for name in public if inspect.isfunction(inspect.getattr_static(ours, name)))
 
 
-def _refusing(found: type, ours: type, supported: Capabilities, name: str) -> type:
-    """A subclass of the state class `found` whose constructor and methods count, and may refuse."""
+def _refusing(found: type, ours: type, methods: Sequence[str], supported: Capabilities, name: str) -> type:
+    """A subclass of the class `found` whose constructor and methods count, and may refuse."""
     members = {
         method: _judgeable(getattr(found, method), getattr(ours, method), supported, None, f"{name}.{method}")
-        for method in STATE_METHODS if hasattr(found, method) and hasattr(ours, method)
+        for method in methods if callable(getattr(found, method, None))
     }
     members["__init__"] = _judgeable(found.__init__, ours.__init__, supported, None, name)  # type: ignore[misc]
     return type(found.__name__, (found,), {**members, "__module__": found.__module__})

@@ -32,7 +32,7 @@ class Result:
 
     judges: the property that it judges (judge/properties.py), None if none. judged_field: the only field of the results
     that it judges, None if it judges more. finding: of a failed test, the property that is wrong, the subject, the
-    field, the case and the command that replays it.
+    field, the case and the command that replays it. shapes, drift, wrong: as in judge/stats.py.
     """
 
     nodeid: str
@@ -53,6 +53,9 @@ class Result:
     judged_field: str | None = None
     cases: int = 0
     worst: dict[str, float] = field(default_factory=dict)
+    shapes: dict[str, float] = field(default_factory=dict)
+    drift: dict[str, float] = field(default_factory=dict)
+    wrong: int = 0
     finding: dict[str, Any] = field(default_factory=dict)
     message: str = ""
 
@@ -174,6 +177,9 @@ def annotate(report: pytest.TestReport, error: object, facts: dict[str, Any], co
         "missing": dict(counted.missing),
         "cases": counted.cases,
         "worst": dict(counted.worst),
+        "shapes": dict(counted.shapes),
+        "drift": {str(step): used for step, used in sorted(counted.drift.items())},
+        "wrong": counted.wrong,
     }
     if isinstance(error, NotProvided) and isinstance(report.longrepr, tuple):
         facts["outcome"] = "environment" if isinstance(error, EnvironmentLimit) else "not provided"

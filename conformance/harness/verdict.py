@@ -61,6 +61,7 @@ class Judgement:
     decisions: int = 0
     decisive: int = 0
     adjudicated: int = 0  # decisions that differ from float64's and are right within the bounds
+    wrong: int = 0  # decisions that are wrong, of those that are counted: on recorded traces
     worst: dict[str, float] = field(default_factory=dict)  # dtype -> the largest error as a fraction of its bound
     why: str = ""  # why it is not covered
     findings: list[dict[str, Any]] = field(default_factory=list)  # the shortest case first
@@ -188,7 +189,7 @@ def _of_property(name: str, found: Sequence[Result], supported: Capabilities, de
             continue
         made.cases += result.cases or 1
         made.decisions, made.decisive = made.decisions + result.decisions, made.decisive + result.decisive
-        made.adjudicated += result.adjudicated
+        made.adjudicated, made.wrong = made.adjudicated + result.adjudicated, made.wrong + result.wrong
         for dtype, used in result.worst.items():
             made.worst[dtype] = max(used, made.worst.get(dtype, 0.0))
     made.findings = sorted((_finding(result) for result in wrong), key=lambda one: len(one.get("case") or ""))

@@ -35,10 +35,11 @@ def _row(name: str, judged: Judgement) -> tuple[str, ...]:
     says = judged.why
     if name == "traces" and judged.verdict == RIGHT:
         says = f"none wrong, {judged.adjudicated} different but legal"
+    counted = f"{judged.wrong} wrong, {judged.adjudicated} different but legal; " if judged.wrong else ""
     if judged.findings:
         first = judged.findings[0]
         where = ".".join(filter(None, (first.get("subject"), first.get("field"))))
-        says = f"{where}: " if where else ""
+        says = counted + (f"{where}: " if where else "")
         says += "may follow from " + judged.follows.replace("_", " ") if judged.follows else "see below"
         says += " (expected)" if judged.expected else ""
     return name.replace("_", " "), judged.verdict, str(judged.cases), decisive, used, says

@@ -28,8 +28,8 @@ from .mismatch import JudgeError as JudgeError
 from .mismatch import Mismatch as Mismatch
 from .mismatch import WrongTie as WrongTie
 from .mismatch import fail as fail
+from .mismatch import fail_choice, fail_tie
 from .mismatch import fail_oracle as fail_oracle
-from .mismatch import fail_tie
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ def assert_within(actual: Tensor, truth: Tensor, bound: Tensor, *, what: str = "
         # Report NaN first, then the largest error relative to its bound.
         badness = fraction.masked_fill(fraction.isnan(), torch.inf).masked_fill(~wrong, -1)
         at = _unravel(int(badness.argmax()), truth.shape)
+        stats.drifted(float(badness[at]))
         fail(
             f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are beyond their bound; the worst, at {at}: "
             f"expected {truth[at].item()!r}, got {actual[at].item()!r}"
@@ -161,7 +162,7 @@ def assert_eviction_right(
         fail(f"{what}: row {at} must pick slot {expected[at].item()}, {why}, got slot {slot[at].item()}"
              f"\n  free slots: {_indices(free[at])}")
     tie = index if tie is None or any_of_equals() else tie
-    _check_victims(slot, scores, candidates, tie, forced, what, fail)
+    illegal = _check_victims(slot, scores, candidates, tie, forced, what, fail)
     # float64 rounding may order equal tokens in the oracle; apply the tie rule to its choice.
     truth = torch.where(forced, truth, _lowest_member(truth, candidates, tie))
     _check_victims(truth, scores, candidates, tie, forced, f"the oracle's {what}", fail_oracle)
@@ -173,7 +174,7 @@ def assert_eviction_right(
     alone = (candidates & ~in_class).sum(-1) == 0
     comparable = ~_not_numbers(scores, candidates).any(-1)
     scored = ~forced & (candidates.sum(-1) > 1) & comparable
-    verdict = Verdict(scored, scored & (clear | alone), scored & (slot != truth))
+    verdict = Verdict(scored, scored & (clear | alone), scored & (slot != truth) & ~illegal)
     stats.decisions(int(verdict.scored.sum()), int(verdict.decisive.sum()))
     stats.adjudicated(int(verdict.adjudicated.sum()))
     return verdict
@@ -193,8 +194,9 @@ def _lowest_member(slot: Tensor, candidates: Tensor, tie: Tensor) -> Tensor:
 
 def _check_victims(
     slot: Tensor, scores: Interval, candidates: Tensor, tie: Tensor, forced: Tensor, what: str, fail: Fail
-) -> None:
-    """In rows that are not `forced`, the victim is a candidate, the lowest of its tie, and can score lowest."""
+) -> Tensor:
+    """In rows that are not `forced`, the victim is a candidate, the lowest of its tie, and can score lowest. Returns
+    the rows in which it cannot, if they are counted (`mismatch.counting`)."""
     at_slot = slot[..., None]
     is_candidate = candidates.gather(-1, at_slot)[..., 0]
     wrong = ~forced & ~is_candidate
@@ -217,10 +219,11 @@ def _check_victims(
     if bool(wrong.any()):
         at = _first(wrong)
         better = int(rivals[at].argmin())
-        fail(
+        fail_choice(
             f"{what}: row {at} picks slot {slot[at].item()}, whose score is in {_interval(scores, at, slot[at])}, "
-            f"but slot {better} scores less: {_interval(scores, at, better)}"
+            f"but slot {better} scores less: {_interval(scores, at, better)}", fail, int(wrong.sum()),
         )
+    return wrong
 
 
 class Priority(IntEnum):
@@ -275,7 +278,7 @@ def assert_kept_right(
         keep_mask = _keep_mask(one["kept"], priority[row] > 0, f"{what}, row {at}", fail)
         expected = _keep_mask(one["truth"], priority[row] > 0, f"the oracle's {what}, row {at}", fail_oracle)
         ends = Interval(one["low"], one["high"])
-        contested = _check_row(keep_mask, priority[row], ends, one["tie"], count, f"{what}, row {at}", fail)
+        contested, right = _check_row(keep_mask, priority[row], ends, one["tie"], count, f"{what}, row {at}", fail)
         if contested is not None:
             expected = _by_tie_rule(expected, contested, one["tie"])
         _check_row(expected, priority[row], ends, one["tie"], count, f"the oracle's {what}, row {at}", fail_oracle)
@@ -283,7 +286,7 @@ def assert_kept_right(
             sure = _decisive(ends, contested, int((expected & contested).sum()), one["tie"])
             total, decisive = total + int(contested.sum()), decisive + int(sure.sum())
             facts[:, row] = torch.stack(
-                [contested.any(), sure.sum() == contested.sum(), (keep_mask != expected).any()]
+                [contested.any(), sure.sum() == contested.sum(), (keep_mask != expected).any() & right]
             )
     stats.decisions(total, decisive)
     stats.adjudicated(int(facts[2].sum()))
@@ -306,9 +309,10 @@ def _keep_mask(kept: Tensor, occupied: Tensor, what: str, fail: Fail) -> Tensor:
 
 def _check_row(
     keep_mask: Tensor, priority: Tensor, scores: Interval, tie: Tensor, count: int, what: str, fail: Fail
-) -> Tensor | None:
-    """Check one row's choice [T]. Returns the tokens that compete by score, None if there are none."""
-    remaining, contested = count, None
+) -> tuple[Tensor | None, bool]:
+    """Check one row's choice [T]. Returns the tokens that compete by score, None if there are none, and whether scores
+    allow the choice."""
+    remaining, contested, right = count, None, True
     for level, name in PRIORITIES:
         members = priority == level
         size = int(members.sum())
@@ -325,21 +329,22 @@ def _check_row(
                 fail(f"{what}: of the {name} the newest must be kept: expected {newest}, "
                      f"got {_indices(members & keep_mask)}")
         else:
-            check_partition(keep_mask & members, members & ~keep_mask, scores, tie, what, fail)
+            right = check_partition(keep_mask & members, members & ~keep_mask, scores, tie, what, fail)
             contested = members
         remaining = max(0, remaining - size)
-    return contested
+    return contested, right
 
 
-def check_partition(kept: Tensor, evicted: Tensor, scores: Interval, tie: Tensor, what: str, fail: Fail) -> None:
+def check_partition(kept: Tensor, evicted: Tensor, scores: Interval, tie: Tensor, what: str, fail: Fail) -> bool:
     """Check tokens that compete by score: no evicted one surely scores above a kept one; in a tie the lowest go first.
-    """
+    Returns whether that is so of the scores, if wrong choices are counted (`mismatch.counting`)."""
     low, high = scores.low.masked_fill(~evicted, -torch.inf), scores.high.masked_fill(~kept, torch.inf)
-    if bool(low.max() > high.min()):
+    right = not bool(low.max() > high.min())
+    if not right:
         victim, keeper = int(low.argmax()), int(high.argmin())
-        fail(
+        fail_choice(
             f"{what}: token {victim} is evicted with a score in {_interval(scores, (), victim)}, "
-            f"but token {keeper} is kept with {_interval(scores, (), keeper)}"
+            f"but token {keeper} is kept with {_interval(scores, (), keeper)}", fail
         )
     index = torch.arange(len(tie), device=tie.device)
     # The lowest kept and the highest evicted token of each class.
@@ -351,6 +356,7 @@ def check_partition(kept: Tensor, evicted: Tensor, scores: Interval, tie: Tensor
             f"{what}: token {first[at].item()} is kept and token {last[at].item()} evicted; they score the same by "
             f"construction, so the lower index must be evicted first", fail
         )
+    return right
 
 
 def _by_tie_rule(expected: Tensor, contested: Tensor, tie: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ compare.py defines right, decisive and adjudicated choices.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from . import compare, stats
 from .bounds import Interval
 from .compare import Fail, Verdict, _first, _indices, check_partition, fail, fail_oracle
+from .mismatch import fail_choice, is_counting, message_of
 
 
 def assert_kept_by_age_right(
@@ -37,16 +39,23 @@ def assert_kept_by_age_right(
     # float64 rounding may order equal tokens in the oracle: keep as many of each class, but the highest ones.
     quota = (same & expected[..., None, :]).sum(-1)
     expected = torch.where(contested, (same & (index >= index[:, None])).sum(-1) <= quota, expected)
+    illegal = torch.zeros_like(over_budget)
     for kept, name, raise_error in ((keep_mask, what, fail), (expected, f"the oracle's {what}", fail_oracle)):
         wrong = ~_right_rows(kept, *given, budget, over_budget)
         if bool(wrong.any()):
+            counted = over_budget & (kept.sum(-1) == budget) & ~(kept & ~occupied).any(-1)
+            counts = is_counting(raise_error) and not bool((wrong & ~counted).any())
             at = _first(wrong)
             row_occupied, row_protected, ages, ties, row_low, row_high = (tensor[at] for tensor in given)
             allowed = budget if bool(over_budget[at]) else int(row_occupied.sum())
-            _explain(
-                kept[at], row_occupied, row_protected, ages, ties, row_low, row_high, allowed, f"{name}, row {at}",
-                raise_error,
+            explain = partial(
+                _explain, kept[at], row_occupied, row_protected, ages, ties, row_low, row_high, allowed,
+                f"{name}, row {at}",
             )
+            if not counts:
+                explain(raise_error)
+            illegal = wrong
+            fail_choice(message_of(explain), raise_error, int(wrong.sum()))
 
     low, high = scores
     below = (high[..., None, :] < low[..., :, None]) & contested[..., None, :] | same & (index < index[:, None])
@@ -56,7 +65,7 @@ def assert_kept_by_age_right(
     sure = (sure & contested).sum(-1)
     verdict = Verdict(
         contested.any(-1), contested.any(-1) & (sure == contested.sum(-1)),
-        over_budget & (keep_mask != expected).any(-1),
+        over_budget & (keep_mask != expected).any(-1) & ~illegal,
     )
     stats.decisions(int(contested.sum()), int(sure.sum()))
     stats.adjudicated(int(verdict.adjudicated.sum()))

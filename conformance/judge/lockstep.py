@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import capabilities
 from ..cases.case import DecodeCase, StateTrace
-from . import bounds, checkers, host
+from . import bounds, checkers, host, stats
 from .compare import Mismatch, Verdict, assert_dtype, assert_same, assert_within, fail, gathered
 from .fields import field
 from .oracle import upcast, upcast_all
@@ -153,6 +153,7 @@ class Lockstep:
             return self._step(query, key, value)
 
     def _step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        stats.at_step(self.summary.steps)
         when = f"at step {self.summary.steps}"
         more = checkers.extras(self.tested, query, key, value)
         output = self.tested.step(query, key, value, **more)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NoReturn
 
 from ..cases import failures
+from . import stats
 
 #: Raises the error for a wrong choice: `fail` for the side under test, `fail_oracle` for the oracle.
 Fail = Callable[[str], NoReturn]
@@ -38,6 +41,49 @@ def fail(message: str, kind: type[Mismatch] = Mismatch, *, of_bound: float | Non
     error = kind(message if command is None else f"{message}\n  replay: {command}")
     error.of_bound = of_bound
     raise error
+
+
+_counted: ContextVar[list[str] | None] = ContextVar("kvtwin_counted", default=None)
+
+
+@contextmanager
+def counting() -> Iterator[list[str]]:
+    """Inside the ``with`` block, a choice that no scores within their bounds lead to raises nothing, if it is one of
+    the tokens that were there, and as many as must be chosen. `stats.wrong` counts it, and the list gets its message,
+    once for each choice. So the rest of a trace can be judged, from what the implementation under test chose."""
+    messages: list[str] = []
+    token = _counted.set(messages)
+    try:
+        yield messages
+    finally:
+        _counted.reset(token)
+
+
+def is_counting(raises: Fail) -> bool:
+    """True inside `counting`, of choices of the side under test."""
+    return raises is fail and _counted.get() is not None
+
+
+def fail_choice(message: str, raises: Fail, count: int = 1) -> None:
+    """Raise the error for wrong choices, or count them."""
+    messages = _counted.get()
+    if messages is None or raises is not fail:
+        raises(message)
+    if not messages and not stats.is_following():
+        failures.save_latest()
+    messages += [message] * count
+    stats.wrong(count)
+
+
+def message_of(explain: Callable[[Fail], NoReturn]) -> str:
+    """What `explain` says, which raises its error with the function that it gets."""
+    def say(message: str) -> NoReturn:
+        raise Mismatch(message)
+
+    try:
+        explain(say)
+    except Mismatch as error:
+        return str(error)
 
 
 def fail_tie(message: str, raises: Fail) -> NoReturn:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...fixtures.load import load_trace
 from ..cases import supported
+from ..cases.block_cases import PositionsCase
 from ..cases.case import DecodeCase, WindowCase
 from ..cases.key_cases import KeyCase
 from ..cases.strategies import DTYPES
@@ -59,6 +60,28 @@ def keys(device: torch.device) -> Iterator[KeyCase]:
         _, key, value = (tensor[:, :, :prompt].contiguous() for tensor in tensors(layer, device))
         for budget in (128, 64, 32):
             yield KeyCase.of(key, value, budget=budget)
+
+
+def positions(device: torch.device) -> Iterator[PositionsCase]:
+    """The caches of StreamingLLM: after the last block of a prompt of 192 tokens, when the block of 64 exceeds the
+    budget of 64, and before each eviction of a decode step."""
+    golden = load_trace("streaming_llm")
+    for name, about in golden.metadata["cases"].items():
+        config = about["config"]
+        held = golden.tensors[f"{name}.held"].long().to(device)                              # [blocks, Hkv, budget]
+        first = golden.metadata["prompt"] - config["block_size"]
+        block = torch.arange(first, first + config["block_size"], device=device).expand(held.shape[1], -1)
+        before = torch.cat((held[-2], block), -1)
+        evicted = golden.tensors.get(f"{name}.evicted")
+        options = {"budget": config["budget"], "sinks": config["sinks"]}
+        yield PositionsCase.given(before[None], **options)
+        kept = held[-1]
+        for step in range(0 if evicted is None else len(evicted) if device.type == "cuda" else CPU_STEPS):
+            newest = torch.full_like(kept[:, :1], golden.metadata["prompt"] + step)
+            before = torch.cat((kept, newest), -1)
+            yield PositionsCase.given(before[None], **options)
+            leaves = evicted[step].to(device)[:, None]
+            kept = before[before != leaves].view(kept.shape)
 
 
 def sparsities(device: torch.device) -> Iterator[SparsityCase]:

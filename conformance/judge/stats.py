@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 # A test accepts wrong choices if the bounds leave most of its decisions open. So either this share must be decisive,
 LEAST_DECISIVE_SHARE = 0.5
@@ -42,6 +43,9 @@ class Stats:
     exact: bool = False  # a comparator of exact copies was called
     cases: int = 0  # results that a property's test judged
     worst: dict[str, float] = field(default_factory=dict)  # "dtype" -> the largest error as a fraction of its bound
+    shapes: dict[str, float] = field(default_factory=dict)  # a size of `sizes_of` -> the same
+    drift: dict[int, float] = field(default_factory=dict)  # step of a recorded trace -> the same (`following`)
+    wrong: int = 0  # choices that no scores within their bounds lead to (mismatch.counting)
 
     @property
     def enough(self) -> bool:
@@ -54,8 +58,11 @@ class Stats:
         """Add the statistics of another part of the same comparison."""
         used = [one.bound_utilisation for one in (self, other) if one.bound_utilisation is not None]
         self.bound_utilisation = max(used, default=None)
-        for name in ("total", "decisive", "plain_total", "plain_decisive", "ties", "answered", "refused", "missing"):
+        for name in (
+            "total", "decisive", "plain_total", "plain_decisive", "ties", "answered", "refused", "missing", "wrong",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        largest(self.drift, other.drift)
         for name in ("asked", "touched", "exact"):
             setattr(self, name, getattr(self, name) or getattr(other, name))
 
@@ -65,8 +72,25 @@ class Stats:
         return self.total > 0 and not self.enough
 
 
+def largest(into: dict[Any, float], other: Mapping[Any, float]) -> None:
+    """Keep the larger value of each key."""
+    for key, value in other.items():
+        into[key] = max(value, into.get(key, 0.0))
+
+
+def sizes_of(case: Any) -> list[str]:
+    """The sizes of a case on which its errors may depend: "D 64", "G 4", and the number of slots or tokens, rounded up
+    to a power of 4: "S 64"."""
+    tokens = getattr(case, "slots", getattr(case, "tokens", None))
+    if hasattr(case, "steps"):  # of a trace
+        tokens = case.prompt + case.steps
+    found = [f"{letter} {getattr(case, name)}" for letter, name in (("D", "head_dim"), ("G", "group"))]
+    return found if tokens is None else [*found, f"S {4 ** math.ceil(math.log(max(tokens, 1), 4) - 1e-9)}"]
+
+
 _current: ContextVar[Stats | None] = ContextVar("kvtwin_stats", default=None)
 _plain: ContextVar[bool] = ContextVar("kvtwin_plain", default=False)
+_step: ContextVar[int | None] = ContextVar("kvtwin_step", default=None)
 
 
 @contextmanager
@@ -121,6 +145,36 @@ def utilisation(fraction: float) -> None:
         # max() ignores NaN, since NaN compares false; infinity is not ignored.
         fraction = math.inf if math.isnan(fraction) else float(fraction)
         stats.bound_utilisation = max(fraction, stats.bound_utilisation or 0.0)
+        drifted(fraction)
+
+
+@contextmanager
+def following() -> Iterator[None]:
+    """Inside the ``with`` block errors are recorded by the step of a recorded trace too, which `at_step` sets. Those of
+    the prompt are not."""
+    token = _step.set(-1)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def is_following() -> bool:
+    """True inside `following`."""
+    return _step.get() is not None
+
+
+def at_step(number: int) -> None:
+    """Inside `following`, the errors that are recorded next are those of this step."""
+    if _step.get() is not None:
+        _step.set(number)
+
+
+def drifted(fraction: float) -> None:
+    """Inside `following`, record an error of this step as a fraction of its bound, also one beyond it."""
+    stats, step = _current.get(), _step.get()
+    if stats is not None and step is not None and step >= 0:
+        largest(stats.drift, {step: math.inf if math.isnan(fraction) else float(fraction)})
 
 
 def exact() -> None:
@@ -139,6 +193,13 @@ def adjudicated(count: int) -> None:
         stats.ties += int(count)
 
 
+def wrong(count: int) -> None:
+    """Record ``count`` choices that no scores within their bounds lead to."""
+    stats = _current.get()
+    if stats is not None:
+        stats.wrong += int(count)
+
+
 def missing(name: str) -> None:
     """Record that a function under test does not return this field."""
     stats = _current.get()
@@ -146,8 +207,10 @@ def missing(name: str) -> None:
         stats.missing[name] += 1
 
 
-def include(inner: Stats, *, judged: bool, choice: bool, decides: bool, dtype: str) -> None:
-    """Record what was recorded for one field of a result, whose case has this dtype.
+def include(
+    inner: Stats, *, judged: bool, choice: bool, decides: bool, dtype: str, sizes: Sequence[str] = ()
+) -> None:
+    """Record what was recorded for one field of a result, whose case has this dtype and these sizes (`sizes_of`).
 
     judged: the field was compared. choice: it is a choice, so that its decisions count if the test's purpose is to
     judge decisions (`decides`); otherwise its bound utilisation counts.
@@ -166,9 +229,11 @@ def include(inner: Stats, *, judged: bool, choice: bool, decides: bool, dtype: s
         stats.plain_total += inner.plain_total
         stats.plain_decisive += inner.plain_decisive
         stats.ties += inner.ties
+        stats.wrong += inner.wrong
     elif not choice and inner.bound_utilisation is not None:
         stats.bound_utilisation = max(inner.bound_utilisation, stats.bound_utilisation or 0.0)
-        stats.worst[dtype] = max(inner.bound_utilisation, stats.worst.get(dtype, 0.0))
+        largest(stats.worst, {dtype: inner.bound_utilisation})
+        largest(stats.shapes, dict.fromkeys(sizes, inner.bound_utilisation))
 
 
 def case() -> None:

@@ -38,14 +38,15 @@ Results = dict[str, tuple[stats.Stats, dict[str, stats.Stats]]]
 Aspects = Mapping[str, Mapping[str, tuple[Any, ...]]]
 #: The fields of a case by which a property's cases differ from ordinary ones.
 DISTINCTIONS = {
-    "ties": ("content",), "extreme_numbers": ("content",), "free_slots": ("occupancy", "padding", "poison"),
-    "layouts": ("layout",), "independence": ("batch", "key_value_heads", "group"), "decisions": ("protect",),
+    "ties": ("content",), "extreme_numbers": ("content",),
+    "free_slots": ("occupancy", "padding", "poison", "evictions"), "layouts": ("layout",),
+    "independence": ("batch", "key_value_heads", "group"), "decisions": ("protect",),
 }
 
 
 def aspects(
     *, ordinary: tuple[str, ...] = ("ordinary",), tied: tuple[str, ...] = (), extreme: tuple[str, ...] = (),
-    mask: str = "occupancy", full: str = "full", masked: tuple[str, ...] = (), protect: tuple[str, ...] = (),
+    mask: str = "occupancy", full: Any = "full", masked: tuple[Any, ...] = (), protect: tuple[str, ...] = (),
     layout: tuple[str, ...] = LAYOUTS,
 ) -> Aspects:
     """The arguments of a strategy for each property of which it has cases.
@@ -129,7 +130,15 @@ class Subject:
         return checkers.module(side, checkers.pair(self.method))
 
     def call(self, module: Any, case: Any) -> Any:
-        return getattr(module, self.name)(**self.inputs(case))
+        return self.result(module, self.inputs(case))
+
+    def result(self, module: Any, inputs: dict[str, Any]) -> Any:
+        """What the function returns for the `inputs` of a case, or for others like them."""
+        return getattr(module, self.name)(**inputs)
+
+    def other(self, case: Any) -> Any:
+        """A case with the same sizes and other contents."""
+        return dataclasses.replace(case, seed=case.seed ^ 1)
 
     def verify(self, module: Any, case: Any) -> None:
         """Call the function, or run the state, and judge everything. Raises compare.Mismatch."""
@@ -160,7 +169,7 @@ class Subject:
         finally:
             dtype = str(case.dtype).removeprefix("torch.")
             judged, choice = self._judged(inner, name), name in self.choices
-            stats.include(inner, judged=judged, choice=choice, decides=decides, dtype=dtype)
+            stats.include(inner, judged=judged, choice=choice, decides=decides, dtype=dtype, sizes=stats.sizes_of(case))
 
     def _check(self, module: Any, case: Any, name: str, inner: stats.Stats, results: Results | None) -> None:
         """Judge one field, and record in `inner`."""

@@ -27,7 +27,8 @@ def passed(count: int) -> list[Result]:
             f"every_method/test_file_{number % 40}.py::test_it[{METHODS[number % 4]}.decode_attention-output-{number}]",
             method=METHODS[number % 4], kind="equivalence", duration=0.01, touched=True, answered=3, cases=3,
             judges=names[number % 11], judged_field="output", worst={dtypes[number % 3]: 10.0 ** (-number % 7 - 6)},
-            decisions=20, decisive=19, utilisation=0.01,
+            decisions=20, decisive=19, utilisation=0.01, shapes={f"{'DGS'[number % 3]} {4 ** (number % 5)}": 0.01},
+            drift={str(step): 0.001 * (1 + step) for step in range(3)} if names[number % 11] == "traces" else {},
         )
         for number in range(count)
     ]
@@ -41,6 +42,7 @@ def failed(text: str, count: int = 1) -> list[Result]:
         finding = {
             "property": judged, "subject": f"longflow.{text}", "field": text, "error": "Mismatch", "message": message,
             "of_bound": 1e8 if number % 2 else float("inf"), "dtype": "float16", "case": f"DecodeCase({text!r})",
+            "sizes": ["D 16", "S 4"],
             "replay": f"kvtwin replay {text}.safetensors --impl theirs --device cpu",
         }
         found.append(Result(

@@ -246,11 +246,13 @@ def test_a_page_of_8000_tests_is_below_a_megabyte(found, implementation):
 def test_plots_have_a_text_alternative_that_says_the_numbers():
     made = Page(page(sample([one for one in [*passed(440), *failed("output")] if one.method == "longflow"])))
     drawn = [attributes for tag, attributes in made.tags if tag == "svg"]
-    assert [one["role"] for one in drawn] == ["img", "img"]
-    errors, decisive = (str(one["aria-label"]) for one in drawn)
+    assert [one["role"] for one in drawn] == ["img"] * 4
+    errors, shapes, drift, decisive = (str(one["aria-label"]) for one in drawn)
     assert "accuracy output: " in errors
     assert "extreme numbers output: " in errors
     assert "float16 unbounded" in errors
+    assert "head dimension 16: unbounded" in shapes and "group of 4: 1 %" in shapes
+    assert "step 0: 0.1 %; step 2: 0.3 %; the largest, at step 2: 0.3 %" in drift
     assert "decisions: 190 of 200, 95 %" in decisive
 
 
@@ -261,9 +263,26 @@ def test_a_plot_takes_the_largest_error_and_that_of_a_failed_test():
     assert found["decisions", "output"]["float16"] == 1e8
     assert max(found["layouts", "output"].values()) <= 1
     assert plots.errors(tests, "synckv") == {}
+    assert plots.shapes(tests, "longflow")["D 16"] == float("inf")
+    assert list(plots.shapes(tests, "keydiff")) == [f"{one} {4**power}" for one in "DGS" for power in range(5)]
+    assert plots.drift(tests, "longflow") == {0: 0.001, 1: 0.002, 2: 0.003}
+
+
+def test_a_step_beyond_the_bound_is_in_the_marked_area():
+    """Up to 26 + 65 of the height, where the bound is, half-way between 1e-1 and 1e1."""
+    made = plots.drift_plot("longflow", {0: 0.5, 1: 2.0, 2: float("inf")})
+    assert "step 0: 50 %; step 2: unbounded; the largest, at step 2: unbounded" in made
+    made = plots.drift_plot("longflow", {0: 0.5, 1: 2.0})
+    (line,) = re.findall(r'class="drift" d="M([^"]*)"', made)
+    (_, right), (_, wrong) = (map(float, point.split()) for point in line.split("L"))
+    assert wrong < 26 + 65 < right
+    assert '<rect class="beyond" x="76" y="26" width="416" height="65.0"/>' in made
+    assert plots.drift_plot("longflow", {0: 0.5}) == "", "one step is no trace"
 
 
 def test_a_plot_without_data_is_left_out():
     assert plots.errors_plot("longflow", {}) == ""
+    assert plots.shapes_plot("longflow", {}) == ""
+    assert plots.drift_plot("longflow", {}) == ""
     nothing = sample([one for one in passed(11) if one.method == "longflow"])["verdicts"]["longflow"]
     assert plots.decisive_plot("longflow", {name: one | {"decisions": 0} for name, one in nothing.items()}) == ""

@@ -15,7 +15,7 @@ from kvtwin.conformance import Capabilities, capabilities, discovery
 from kvtwin.conformance.cases.strategies import state_traces
 from kvtwin.conformance.harness import verdict
 from kvtwin.conformance.judge import checkers
-from kvtwin.conformance.meta.patients import run
+from kvtwin.conformance.meta.patients import run, thinkv
 from kvtwin.conformance.meta.patients.longflow_states import LongFlow
 
 TESTS = "laws or keeps_step or (LongFlowState and (numbers_are or choices or free_slots))"
@@ -86,6 +86,32 @@ def test_what_is_refused_everywhere_is_not_covered(state, what, keyword, judged)
     assert found.refused[f"patient.longflow.LongFlowState{what}"] > 0
     assert found.properties["state"].verdict == verdict.NOT_COVERED
     assert f"not provided: patient.longflow.LongFlowState{what}" in found.properties["state"].why
+
+
+@pytest.mark.slow
+def test_a_class_that_is_no_state_may_refuse(tmp_path, monkeypatch):
+    """Of what it declares, every call is answered; outside of it, none is made."""
+    found = run.verdict_of(
+        "thinkv", thinkv.provided(PagedCache=thinkv.OnlyFloat16), {"dtypes": ("float16",)},
+        "decode_attention or thinkv_paging or thinkv_formats", tmp_path, monkeypatch,
+    )
+    assert not run.wrong(found) and not found.others["failed"], run.shown(found)
+    names = ("accuracy", "decisions", "free_slots", "repeatability", "independence")
+    assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
+        run.shown(found)
+    )
+    assert not found.refused
+
+
+@pytest.mark.slow
+def test_what_a_class_refuses_is_counted(tmp_path, monkeypatch):
+    found = run.verdict_of(
+        "thinkv", thinkv.provided(PagedCache=thinkv.OnlyFloat16), {}, "decode_attention and (numbers_are or layouts)",
+        tmp_path, monkeypatch,
+    )
+    assert not run.wrong(found), run.shown(found)
+    assert found.properties["accuracy"].verdict == verdict.RIGHT
+    assert found.refused["patient.thinkv.PagedCache: dtype torch.float32"] > 0
 
 
 # Declarations --------------------------------------------------------------------------------------------------------

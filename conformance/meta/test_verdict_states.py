@@ -84,6 +84,35 @@ def test_a_state_that_appends_must_declare_it(judged):
     assert run.wrong(found) == {"state"}, run.shown(found)
 
 
+def test_a_right_state_with_its_slots_in_reverse_order_is_right(judged):
+    state = {"LongFlowState": longflow_states.LastSlotFirst}
+    found = judged("longflow", state, "golden or laws or keeps_step or LongFlowState", slot_order="any")
+    names = ("accuracy", "decisions", "free_slots", "repeatability", "state", "traces")
+    assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
+        run.shown(found)
+    )
+    assert found.verdict == verdict.RIGHT
+
+
+# Recorded traces -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "name", "state", "least", "declared"), [
+    # One in four of 64 decode steps, from the one that fills the last slot on; all but a few of 56 steps and 3 blocks.
+    ("longflow", "LongFlowState", longflow_states.SecondBestAtTimes, 16, {}),
+    ("tova", "TOVAState", appending.DropsTheOldest, 40, {"slot_order": "any", "options": EVERY_STEP}),
+], ids=["longflow", "tova"])  # fmt: skip
+def test_every_wrong_decision_on_a_recorded_trace_is_counted(method, name, state, least, declared, judged):
+    found = judged(method, {name: state}, "golden", **declared)
+    traces = found.properties["traces"]
+    assert traces.verdict == verdict.WRONG and traces.wrong >= least, run.shown(found)
+    assert traces.decisions > traces.wrong
+    assert "choices are wrong; the first: " in traces.findings[0]["message"]
+    assert traces.findings[0]["case"] is None, "the case of a check of the prompt is right"
+    shown = next(text for text, _ in verdict_table.lines(found, "patient") if text.lstrip().startswith("traces"))
+    assert f"{traces.wrong} wrong, {traces.adjudicated} different but legal; " in shown
+
+
 # ThinKV --------------------------------------------------------------------------------------------------------------
 
 
@@ -91,6 +120,23 @@ def test_a_stale_block_table_is_named(judged):
     stale = thinkv.provided(ThinKVState=thinkv.StaleState, PagedCache=thinkv.StaleBlockTable)
     found = judged("thinkv", stale, "keeps_step or test_thinkv_paging_state")
     assert run.wrong(found) == {"state"}, run.shown(found)
+
+
+def test_paged_attention_of_another_scale_is_inaccurate(judged):
+    found = judged("thinkv", thinkv.provided(decode_attention=thinkv.too_sharp), "decode_attention or thinkv_paging")
+    assert run.wrong(found) == {"accuracy"}, run.shown(found)
+    first = found.properties["accuracy"].findings[0]
+    assert first["subject"] == "thinkv.decode_attention" and "PagedCase(" in first["case"]
+    assert "kvtwin replay" in first["replay"] and "--impl patient" in first["replay"]
+
+
+def test_a_right_paged_cache_is_right(judged):
+    found = judged("thinkv", thinkv.provided(), "decode_attention")
+    names = ("accuracy", "decisions", "repeatability", "independence", "free_slots", "extreme_numbers", "layouts")
+    assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
+        run.shown(found)
+    )
+    assert not found.others["failed"]
 
 
 FORMATS = "test_thinkv_formats"

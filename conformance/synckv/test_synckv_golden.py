@@ -15,6 +15,7 @@ import torch
 from kvtwin.conformance.judge.checkers.synckv_state import Adapter
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.lockstep import Lockstep
+from kvtwin.conformance.judge.trace import follow as follow_trace
 from kvtwin.fixtures import block_traces, record_synckv
 from kvtwin.fixtures.load import load_trace
 from kvtwin.reference.synckv import SyncKVConfig
@@ -91,16 +92,17 @@ def follow(case: str, traces: Any, twins: Any, device: torch.device) -> None:
     adapter = Adapter()
     adapter.stored = ()                                                    # slow, and tested in lockstep already
     both = Lockstep(tested, exact, adapter)
-    both.prefill(*(tensor[:, :, :prompt] for tensor in tensors))
-    as_recorded = torch.equal(exact.static[0].short(), recorded["static"])
-    followed = 0
-    for step in range(about["steps"]):
-        as_recorded &= torch.equal(exact.chosen[0].short(), recorded["chosen"][step // stride])
-        output = both.step(*(tensor[:, :, prompt + step] for tensor in tensors))
-        if (step + 1) % stride or not as_recorded:
-            continue
-        truth = recorded["output"][step // stride][None]
-        assert_within(output, truth, adapter.bound, what=f"output of step {step}")
-        followed += 1
+    with follow_trace():
+        both.prefill(*(tensor[:, :, :prompt] for tensor in tensors))
+        as_recorded = torch.equal(exact.static[0].short(), recorded["static"])
+        followed = 0
+        for step in range(about["steps"]):
+            as_recorded &= torch.equal(exact.chosen[0].short(), recorded["chosen"][step // stride])
+            output = both.step(*(tensor[:, :, prompt + step] for tensor in tensors))
+            if (step + 1) % stride or not as_recorded:
+                continue
+            truth = recorded["output"][step // stride][None]
+            assert_within(output, truth, adapter.bound, what=f"output of step {step}")
+            followed += 1
     choices = about["steps"] // stride
     assert 2 * followed >= choices, f"only {followed} of {choices} anticipations agree with the record"

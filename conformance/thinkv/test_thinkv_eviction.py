@@ -136,6 +136,7 @@ def test_anneal_by_hand(side, twins, device):
     assert [tensor.tolist() for tensor in found] == [[[64, 8, 4, 20]], [[1, 4, 5, 0]], [False]]
 
 
+@pytest.mark.property("layouts")
 @SIDES
 def test_anneal_of_many_segments_in_any_layout(side, twins, device):
     """257 segments of 128 tokens: 32,768 tokens and the rest of the prompt. Inputs are strided, and rows differ."""
@@ -219,6 +220,7 @@ def line(device, *places: float) -> torch.Tensor:
     return key
 
 
+@pytest.mark.property("decisions")
 @SIDES
 @pytest.mark.parametrize(
     ("places", "keep", "indices", "last"),
@@ -332,6 +334,7 @@ def scattered(case: SegmentCase, others: int, seed: int) -> tuple[torch.Tensor, 
     return key, slots, keep
 
 
+@pytest.mark.property("decisions")
 @given(case=segment_cases(shrinks=True, tokens=(3, 30), content=DECIDED[:3]), seed=st.integers(0, 2**32 - 1))
 @few
 def test_segments_are_cut_as_one_alone(case, seed, twins):
@@ -353,6 +356,7 @@ def test_segments_are_cut_as_one_alone(case, seed, twins):
         assert_same(stays[1, 1], held[1, 1], what="as the reference")
 
 
+@pytest.mark.property("independence")
 @given(case=segment_cases(shrinks=True, tokens=(3, 16), content=DECIDED), seed=st.integers(0, 2**32 - 1))
 @few
 def test_segments_do_not_see_each_other(case, seed, twins):
@@ -378,6 +382,7 @@ def test_segments_that_keep_more_than_most_stay_whole(side, twins, device):
     assert none.sum(-1).tolist() == [[0, 6]]
 
 
+@pytest.mark.property("layouts")
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "far"])
 def test_segments_in_any_layout(layout, twins, device):
     """Including offsets beyond 2^31 elements."""

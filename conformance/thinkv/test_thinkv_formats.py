@@ -58,6 +58,7 @@ def assert_same_quantized(actual: Quantized, expected: Quantized) -> None:
 # Drawn tensors -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.property("accuracy")
 @given(case=format_cases())
 def test_quantized_alike_and_read_alike(case, twins, device):
     """For drawn tensors with contents that are difficult for a format."""
@@ -112,6 +113,7 @@ def number(scale: Tensor) -> float:
 # Exhaustive tests ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.property("accuracy")
 @every_format
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_code_under_every_scale(fmt, dtype, twins, device):
@@ -191,6 +193,7 @@ def test_every_midpoint_of_fp8(side, twins, device):
         assert torch.equal(row, codes)
 
 
+@pytest.mark.property("accuracy")
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "fp8"])
 @sides
 def test_every_scale_and_every_midpoint_between_scales(fmt, side, twins, device):
@@ -209,6 +212,7 @@ def test_every_scale_and_every_midpoint_between_scales(fmt, side, twins, device)
 # Bytes ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.property("accuracy")
 @pytest.mark.parametrize("bits", (2, 4, 8))
 @pytest.mark.parametrize("size", (1, 3, 4, 16, 37, 128))
 def test_packing_round_trips(bits, size, twins, device):

@@ -44,6 +44,7 @@ def same(one, other) -> bool:
 # Special numbers -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.property("extreme_numbers")
 @every_format
 def test_nan_is_nothing_and_infinity_is_the_largest_number(fmt, side, twins, device):
     module, half = of(twins, side), 1 << oracle.BITS[fmt] - 1
@@ -68,6 +69,7 @@ def test_nan_is_nothing_and_infinity_is_the_largest_number(fmt, side, twins, dev
     assert not nothing.codes.any() and not any(scales_of(nothing))
 
 
+@pytest.mark.property("extreme_numbers")
 @every_format
 def test_codes_of_a_negative_zero_are_read_as_zero(fmt, side, twins, device):
     module = of(twins, side)
@@ -108,6 +110,7 @@ def test_scales_vanish_at_2_to_the_minus_10_and_end_at_448(fmt, side, twins, dev
     assert module.dequantize(q, torch.float32).flatten().tolist()[2:] == [448 * largest] * 3
 
 
+@pytest.mark.property("extreme_numbers")
 def test_fp8_scales_go_as_far_as_float32(side, twins, device):
     module = of(twins, side)
     least = 2.0**-149
@@ -119,6 +122,7 @@ def test_fp8_scales_go_as_far_as_float32(side, twins, device):
     assert q.codes.flatten().tolist()[1:] == [oracle.quantize([n], "fp8").codes[0] for n in x.flatten().tolist()[1:]]
 
 
+@pytest.mark.property("extreme_numbers")
 def test_a_second_scale_reaches_what_e4m3_does_not(side, twins, device):
     module = of(twins, side)
     x = ordinary(3, 2, 32).to(device) * 1e-7
@@ -138,6 +142,7 @@ def test_a_second_scale_reaches_what_e4m3_does_not(side, twins, device):
 # Inputs --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.property("accuracy")
 @every_format
 def test_inputs_are_rounded_to_float32_once(fmt, side, twins, device):
     module = of(twins, side)
@@ -169,6 +174,7 @@ def test_strides_do_not_matter(fmt, layout, side, twins, device):
     assert torch.equal(repeated.codes, module.quantize(row, fmt, axis=-1).codes.expand(2, 3, 5, 20))
 
 
+@pytest.mark.property("layouts")
 @pytest.mark.parametrize("fmt", ["fp8", "nvfp4"])
 def test_more_dimensions_are_more_rows(fmt, side, twins, device):
     """Including dimensions that cannot be merged without a copy."""
@@ -207,6 +213,7 @@ def test_groups_know_nothing_of_each_other(fmt, axis, side, twins, device):
             assert torch.equal(one.narrow(where, start // 6, 1), alone.scales[1])
 
 
+@pytest.mark.property("accuracy")
 @every_format
 def test_keys_by_channel_values_by_token(fmt, side, twins, device):
     """Axis -2 of a tensor is axis -1 of its transpose. For fp8, the axis has no effect."""
@@ -250,6 +257,7 @@ def test_what_was_quantized_stays_as_it_is(fmt, side, twins, device):
         assert same(module.quantize(module.dequantize(q, dtype), fmt, axis=-1), q)
 
 
+@pytest.mark.property("accuracy")
 def test_int2_is_ternary(side, twins, device):
     module = of(twins, side)
     kinds = ("sizes", "halfway", "special")
@@ -281,6 +289,7 @@ def test_least_squares_choose_the_best_fraction(side, twins, device):
     assert same(module.quantize(x, "ternary", axis=-1), plain), "amax is the default"
 
 
+@pytest.mark.property("accuracy")
 def test_equal_squares_go_to_the_largest_fraction(side, twins, device):
     """1 and 15/16 have equal errors with the scales 1 and 15/16."""
     x = torch.tensor([[1.0, -0.9375]], device=device)

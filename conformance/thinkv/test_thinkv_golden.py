@@ -16,6 +16,7 @@ from kvtwin.conformance.judge.checkers import thinkv_paging
 from kvtwin.conformance.judge.checkers.thinkv_state import Adapter
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.lockstep import Lockstep
+from kvtwin.conformance.judge.trace import follow as follow_trace
 from kvtwin.fixtures import block_traces, record_thinkv
 from kvtwin.fixtures.load import load_trace
 from kvtwin.fixtures.record_thinkv import positions
@@ -89,22 +90,23 @@ def follow(case: str, traces: Any, twins: Any, device: torch.device) -> None:
     adapter = Adapter()
     adapter.stored = ()                                                    # at the ends of windows only, see below
     both = Lockstep(tested, exact, adapter)
-    both.prefill(*(tensor[:, :, :prompt] for tensor in tensors))
-    as_recorded, followed = same_tokens(exact, recorded["held"][0]), 0
-    for step in range(about["steps"]):
-        output = both.step(*(tensor[:, :, prompt + step] for tensor in tensors))
-        window, place = divmod(step, tau)
-        if place == 0:
-            as_recorded &= int(exact.thought) == int(recorded["thought"][window])
-        if place < tau - 1:
-            continue
-        thinkv_paging.assert_same_tables(tested.cache, exact.cache, what=f"at the end of window {window}: ")
-        thinkv_paging.assert_same_contents(tested.cache, exact.cache, what=f"at the end of window {window}: ")
-        if as_recorded:
-            truth = recorded["output"][window].to(device)[None]
-            assert_within(output, truth, adapter.bound, what=f"output at the end of window {window}")
-            followed += 1
-        as_recorded &= same_tokens(exact, recorded["held"][window + 1])
+    with follow_trace():
+        both.prefill(*(tensor[:, :, :prompt] for tensor in tensors))
+        as_recorded, followed = same_tokens(exact, recorded["held"][0]), 0
+        for step in range(about["steps"]):
+            output = both.step(*(tensor[:, :, prompt + step] for tensor in tensors))
+            window, place = divmod(step, tau)
+            if place == 0:
+                as_recorded &= int(exact.thought) == int(recorded["thought"][window])
+            if place < tau - 1:
+                continue
+            thinkv_paging.assert_same_tables(tested.cache, exact.cache, what=f"at the end of window {window}: ")
+            thinkv_paging.assert_same_contents(tested.cache, exact.cache, what=f"at the end of window {window}: ")
+            if as_recorded:
+                truth = recorded["output"][window].to(device)[None]
+                assert_within(output, truth, adapter.bound, what=f"output at the end of window {window}")
+                followed += 1
+            as_recorded &= same_tokens(exact, recorded["held"][window + 1])
     windows = len(recorded["thought"])
     assert 2 * followed >= windows, f"only {followed} of {windows} windows agree with the record"
 

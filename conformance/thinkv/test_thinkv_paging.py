@@ -36,6 +36,7 @@ fewer = settings(max_examples=max(2, settings().max_examples // 10))
 # Against the truth ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.property("state")
 # Blocks that are read as fragments: several tiles of one format, in two sizes, and three formats.
 @example(case=PagedCase(
     dtype=torch.bfloat16, head_dim=64, group=4, tokens=60, shared=16, block=8, evictions=1, seed=7,
@@ -285,6 +286,7 @@ def twice(case: PagedCase, module: Any, change: Any) -> None:
     assert_same(after.sparsity, before.sparsity, what="sparsity")
 
 
+@pytest.mark.property("free_slots")
 @example(case=PagedCase(
     dtype=torch.bfloat16, formats=WHOLE[0], batch=2, key_value_heads=2, head_dim=32, group=2, tokens=14, evictions=1,
     seed=3, device=str(default_device()),
@@ -314,6 +316,7 @@ def test_what_evicted_tokens_held_does_not_matter(side, twins, device):
     assert_same(results[1].sparsity, results[0].sparsity, what="sparsity")
 
 
+@pytest.mark.property("independence")
 @given(case=paged_cases(content=("ordinary", "dominant")), data=st.data())
 @fewer
 def test_rows_do_not_see_each_other(case, data, twins):
@@ -364,6 +367,7 @@ def test_nothing_is_attended_to_where_nothing_is(side, twins, device):
     assert result.sparsity.tolist() == [0, 0]
 
 
+@pytest.mark.property("independence")
 @sides
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, D), (torch.bfloat16, 64)])
 def test_sparsity_is_of_the_rows_that_are_looked_at(dtype, head_dim, side, twins, device):

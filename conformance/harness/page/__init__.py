@@ -127,10 +127,11 @@ def _says(judged: str, one: Values) -> str:
     if one["verdict"] == RIGHT:
         different = f"none wrong, {one['adjudicated']:,} different but legal<br>" if judged == "traces" else ""
         return different + about
+    counted_wrong = f"{one['wrong']:,} wrong, {one['adjudicated']:,} different but legal<br>" if one["wrong"] else ""
     if one["follows"]:
-        return f"{_where(one)}may follow from {name(one['follows'])}<br>{about}"
+        return f"{counted_wrong}{_where(one)}may follow from {name(one['follows'])}<br>{about}"
     reason = one["why"] or (one["message"] or "").split("\n")[0]
-    return f"{text(reason)}<br>{about}"
+    return f"{counted_wrong}{text(reason)}<br>{about}"
 
 
 def _where(one: Values) -> str:

@@ -1,4 +1,5 @@
-"""The plots of a verdict, as SVG: errors over their bounds, and decisive shares. Each says in words what it shows."""
+"""The plots of a verdict, as SVG: errors over their bounds, by field, by shape and along a trace, and decisive shares.
+Each says in words what it shows."""
 
 from __future__ import annotations
 
@@ -29,8 +30,11 @@ def figures(report: Mapping[str, Any]) -> list[str]:
     """The plots of every method; a method without numbers has none."""
     found = {}
     for method, properties in report["verdicts"].items():
-        drawn = [plot for plot in (errors_plot(method, errors(report["tests"], method)),
-                                   decisive_plot(method, properties)) if plot]
+        tests = report["tests"]
+        drawn = [plot for plot in (
+            errors_plot(method, errors(tests, method)), shapes_plot(method, shapes(tests, method)),
+            drift_plot(method, drift(tests, method)), decisive_plot(method, properties),
+        ) if plot]
         if drawn:
             found[method] = f'<div class="plots">{"".join(drawn)}</div>'
     if len(found) < 2:
@@ -63,49 +67,81 @@ def errors(tests: Iterable[Mapping[str, Any]], method: str) -> Errors:
 
 
 def errors_plot(method: str, found: Errors) -> str:
-    """Rows: property and field; marks: dtypes; the horizontal axis is logarithmic, with the bound at 1."""
-    if not found:
-        return ""
-    largest = max(_drawn(used) for row in found.values() for used in row.values())
-    decades = max(2, min(math.ceil(math.log10(largest)), 12))
-    lowest = round(math.log10(LEAST))
-
-    def across(power: float) -> float:
-        return LEFT + 8 + (power - lowest) / (decades - lowest) * (RIGHT - LEFT - 16)
-
-    height = TOP + ROW * len(found) + 26
-    one, end = across(0), TOP + ROW * len(found)
-    parts = [
-        f'<rect class="beyond" x="{one:.1f}" y="{TOP}" width="{RIGHT - one:.1f}" height="{end - TOP}"/>',
-        f'<text class="bad" x="{RIGHT}" y="{TOP - 8}" text-anchor="end">wrong: beyond the bound</text>',
-    ]
-    step = 2 if decades - lowest <= 16 else 4
-    for power in range(-(-lowest // step) * step, decades + 1, step):
-        style, label = ("grid", f"{10.0**power:.0e}".replace("e-0", "e-").replace("e+0", "e"))
-        if power == 0:
-            style, label = "bound", "bound"
-        parts.append(f'<path class="{style}" d="M{across(power):.1f} {TOP}V{end}"/>')
-        parts.append(f'<text class="soft" x="{across(power):.1f}" y="{end + 16}" text-anchor="middle">{label}</text>')
-    said = []
-    for number, ((judged, field), row) in enumerate(found.items()):
-        middle = TOP + ROW * number + ROW / 2
-        label = f"{judged.replace('_', ' ')} {field}".strip()
-        parts.append(f'<text x="{LEFT}" y="{middle + 4:.1f}" text-anchor="end">{text(_short(label))}</text>')
-        for dtype, used in row.items():
-            bad = " bad" if used > 1 else ""
-            value = of_bound(used)
-            at = f"translate({across(math.log10(_drawn(used))):.1f} {middle:.1f})"
-            parts.append(
-                f'<path class="mark{bad}" transform="{at}" d="{SHAPES.get(dtype, OTHER)}">'
-                f"<title>{text(f'{label}, {dtype}: {value}')}</title></path>"
-            )
-        said.append(f"{label}: " + ", ".join(
-            f"{dtype} {of_bound(used)}" for dtype, used in row.items()
-        ))
-    dtypes = dict.fromkeys(dtype for row in found.values() for dtype in row)
+    """Rows: property and field; marks: dtypes."""
+    rows = {f"{judged.replace('_', ' ')} {field}".strip(): row for (judged, field), row in found.items()}
+    dtypes = dict.fromkeys(dtype for row in rows.values() for dtype in row)
     shapes = ", ".join(f"{SHAPE_NAMES.get(dtype, 'diamond')} {dtype}" for dtype in dtypes)
     caption = f"The largest error as a fraction of its bound, by property and field ({shapes})."
-    return _figure(f"{method}: largest errors over their bounds", said, height, parts, caption)
+    return _rows_plot(f"{method}: largest errors over their bounds", rows, caption)
+
+
+def shapes(tests: Iterable[Mapping[str, Any]], method: str) -> dict[str, float]:
+    """The largest error of a method by head dimension, group and slots: "D 64"; an unbounded one is infinite."""
+    found: dict[str, float] = {}
+    for test in tests:
+        if test["method"] != method:
+            continue
+        finding = test["finding"]
+        wrong = dict.fromkeys(finding.get("sizes", ()), finding.get("of_bound"))
+        for size, used in [*test["shapes"].items(), *wrong.items()]:
+            found[size] = max(math.inf if used is None else used, found.get(size, 0.0))
+    order = "DGS"
+    return dict(sorted(found.items(), key=lambda pair: (order.find(pair[0][0]), int(pair[0].split()[1]))))
+
+
+def shapes_plot(method: str, found: Mapping[str, float]) -> str:
+    """Rows: sizes."""
+    names = {"D": "head dimension {}", "G": "group of {}", "S": "up to {} tokens"}
+    rows = {names[size[0]].format(size.split()[1]): {"": used} for size, used in found.items()}
+    caption = "The largest error as a fraction of its bound, by head dimension, query heads per KV head, and tokens."
+    return _rows_plot(f"{method}: largest errors by shape", rows, caption)
+
+
+def drift(tests: Iterable[Mapping[str, Any]], method: str) -> dict[int, float]:
+    """The largest error of a method at each step of the recorded traces; an unbounded one is infinite."""
+    found: dict[int, float] = {}
+    for test in tests:
+        for step, used in test["drift"].items() if test["method"] == method else ():
+            found[int(step)] = max(math.inf if used is None else used, found.get(int(step), 0.0))
+    return dict(sorted(found.items()))
+
+
+def drift_plot(method: str, found: Mapping[int, float]) -> str:
+    """Across: steps; up: errors over their bounds, logarithmic."""
+    if len(found) < 2:
+        return ""
+    lowest, highest = (pick(map(_drawn, found.values())) for pick in (min, max))
+    bottom, top = math.floor(min(math.log10(lowest), -1)), math.ceil(max(math.log10(highest), 1))
+    left, height, last = LEFT - 100, 130, max(found)
+
+    def across(step: int) -> float:
+        return left + (RIGHT - left) * step / last
+
+    def up(used: float) -> float:
+        return TOP + height * (top - math.log10(_drawn(used))) / (top - bottom)
+
+    parts = [
+        f'<rect class="beyond" x="{left}" y="{TOP}" width="{RIGHT - left}" height="{up(1) - TOP:.1f}"/>',
+        f'<text class="bad" x="{RIGHT}" y="{TOP - 8}" text-anchor="end">wrong: beyond the bound</text>',
+    ]
+    step = max(1, math.ceil((top - bottom) / 5))
+    for power in sorted({0, *range(top, bottom - 1, -step)}):
+        style, label = ("bound", "bound") if power == 0 else ("grid", f"1e{power}")
+        parts.append(f'<path class="{style}" d="M{left} {up(10.0**power):.1f}H{RIGHT}"/>')
+        at = f'x="{left - 8}" y="{up(10.0**power) + 4:.1f}"'
+        parts.append(f'<text class="soft" {at} text-anchor="end">{label}</text>')
+    line = "L".join(f"{across(number):.1f} {up(used):.1f}" for number, used in found.items())
+    parts.append(f'<path class="drift" d="M{line}"/>')
+    for number, anchor in ((0, "start"), (last, "end")):
+        parts.append(
+            f'<text class="soft" x="{across(number):.1f}" y="{TOP + height + 16}" text-anchor="{anchor}">'
+            f"step {number}</text>"
+        )
+    worst = max(found, key=lambda number: found[number])
+    said = [f"step {number}: {of_bound(found[number])}" for number in (min(found), last)]
+    said.append(f"the largest, at step {worst}: {of_bound(found[worst])}")
+    caption = "The largest error of a state at each step of the recorded traces, as a fraction of its bound."
+    return _figure(f"{method}: errors along a trace", said, TOP + height + 26, parts, caption)
 
 
 def decisive_plot(method: str, properties: Mapping[str, Mapping[str, Any]]) -> str:
@@ -127,6 +163,46 @@ def decisive_plot(method: str, properties: Mapping[str, Mapping[str, Any]]) -> s
         said.append(f"{judged.replace('_', ' ')}: {label}, {100 * share:.3g} %")
     caption = "Decisive decisions: those for which the error bounds leave one right answer. The others decide nothing."
     return _figure(f"{method}: decisive share of the decisions", said, 12 + ROW * len(rows), parts, caption)
+
+
+def _rows_plot(title: str, rows: Mapping[str, Mapping[str, float]], caption: str) -> str:
+    """Rows by label, marks by dtype, "" for none; the horizontal axis is logarithmic, with the bound at 1."""
+    if not rows:
+        return ""
+    largest = max(_drawn(used) for row in rows.values() for used in row.values())
+    decades = max(2, min(math.ceil(math.log10(largest)), 12))
+    lowest = round(math.log10(LEAST))
+
+    def across(power: float) -> float:
+        return LEFT + 8 + (power - lowest) / (decades - lowest) * (RIGHT - LEFT - 16)
+
+    height = TOP + ROW * len(rows) + 26
+    one, end = across(0), TOP + ROW * len(rows)
+    parts = [
+        f'<rect class="beyond" x="{one:.1f}" y="{TOP}" width="{RIGHT - one:.1f}" height="{end - TOP}"/>',
+        f'<text class="bad" x="{RIGHT}" y="{TOP - 8}" text-anchor="end">wrong: beyond the bound</text>',
+    ]
+    step = 2 if decades - lowest <= 16 else 4
+    for power in range(-(-lowest // step) * step, decades + 1, step):
+        style, label = ("grid", f"{10.0**power:.0e}".replace("e-0", "e-").replace("e+0", "e"))
+        if power == 0:
+            style, label = "bound", "bound"
+        parts.append(f'<path class="{style}" d="M{across(power):.1f} {TOP}V{end}"/>')
+        parts.append(f'<text class="soft" x="{across(power):.1f}" y="{end + 16}" text-anchor="middle">{label}</text>')
+    said = []
+    for number, (label, row) in enumerate(rows.items()):
+        middle = TOP + ROW * number + ROW / 2
+        parts.append(f'<text x="{LEFT}" y="{middle + 4:.1f}" text-anchor="end">{text(_short(label))}</text>')
+        for dtype, used in row.items():
+            bad = " bad" if used > 1 else ""
+            what = f"{label}, {dtype}" if dtype else label
+            at = f"translate({across(math.log10(_drawn(used))):.1f} {middle:.1f})"
+            parts.append(
+                f'<path class="mark{bad}" transform="{at}" d="{SHAPES.get(dtype, OTHER)}">'
+                f"<title>{text(f'{what}: {of_bound(used)}')}</title></path>"
+            )
+        said.append(f"{label}: " + ", ".join(f"{dtype} {of_bound(used)}".strip() for dtype, used in row.items()))
+    return _figure(title, said, height, parts, caption)
 
 
 def _figure(title: str, said: Sequence[str], height: float, parts: Sequence[str], caption: str) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ....reference.attention import per_query_head
 from ...cases.block_cases import LAYOUTS, ORDERS, PositionsCase, positions_cases
 from ...cases.contents import OCCUPANCIES
-from .. import block_model, lockstep, stats
+from .. import block_model, lockstep, recorded, stats
 from ..bounds import FLUSH, SLACK, TINY, UNIT, UNITS, gamma
 from ..compare import assert_dtype, assert_same
 from ..fields import field
@@ -91,7 +91,7 @@ def _stays(row: list[int], budget: int, sinks: int) -> list[bool]:
 SUBJECTS = (
     Subject(
         "keep", positions_cases, assert_keep_right, choices=("kept",),
-        aspects=aspects(ordinary=ORDERS, masked=OCCUPANCIES[1:], layout=LAYOUTS),
+        aspects=aspects(ordinary=ORDERS, masked=OCCUPANCIES[1:], layout=LAYOUTS), recorded=recorded.positions,
     ),
 )
 

@@ -32,7 +32,7 @@ DEFAULTS = {
     "edges": None, "max_tokens": 32768, "scale": None,
 }
 SAME = ("group", "sparsity_of")
-SUBJECTS = (thinkv_thoughts.SPARSITY, thinkv_eviction.REPRESENTATIVES)
+SUBJECTS = (thinkv_thoughts.SPARSITY, thinkv_eviction.REPRESENTATIVES, thinkv_paging.ATTENTION)
 
 
 def replay(case: Any, module: Any) -> Iterator[str]:

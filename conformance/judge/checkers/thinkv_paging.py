@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +17,14 @@ from torch import Tensor
 from ....reference.attention import per_query_head
 from ....reference.thinkv.contract import ThinKVConfig
 from ....reference.thinkv.paging import PagedCache, in_order
-from ...cases.paged_cases import PagedCase
+from ...cases.paged_cases import PagedCase, paged_cases
+from ...cases.thought_cases import LAYOUTS
 from .. import stats
 from ..bounds import SLACK, UNIT, Arithmetic, Interval, gamma, output_error, weight_error
-from ..compare import assert_same, assert_within, fail
+from ..compare import Mismatch, assert_dtype, assert_same, assert_within, fail
+from ..fields import field
 from ..oracle import Attention, attend
+from ..subjects import Subject, aspects
 from .thinkv_thoughts import share_interval
 
 #: The public tables of both sides.
@@ -112,15 +116,85 @@ def assert_attention_right(
     attention = attention_of(cache, query, scale)
     key, _, _ = in_order(cache, torch.float64)
     wide = widened(attention, query, key, allowed)
-    assert_within(
-        result.output, attention.output[:, :, 0], attention_error(wide, allowed)[:, :, 0], what=f"{what}output"
-    )
-    (low, high), undecided = sparsity_interval(wide, allowed, cache.config)
-    share = result.sparsity.double()
-    if not bool(((share >= low) & (share <= high)).all()):
-        fail(f"{what}sparsity: expected {low.tolist()} to {high.tolist()}, got {share.tolist()}")
-    total = int(attention.occupied.sum()) * undecided.shape[1]
-    stats.decisions(total, total - int(undecided.sum()))
+    with field("output"):
+        assert_within(
+            result.output, attention.output[:, :, 0], attention_error(wide, allowed)[:, :, 0], what=f"{what}output"
+        )
+    with field("sparsity"):
+        (low, high), undecided = sparsity_interval(wide, allowed, cache.config)
+        share = result.sparsity.double()
+        if not bool(((share >= low) & (share <= high)).all()):
+            fail(f"{what}sparsity: expected {low.tolist()} to {high.tolist()}, got {share.tolist()}")
+        total = int(attention.occupied.sum()) * undecided.shape[1]
+        stats.decisions(total, total - int(undecided.sum()))
+
+
+class Attended(NamedTuple):
+    """What `decode_attention` returns, and what the cache holds then: its TABLES, and `codes()`."""
+
+    output: Tensor
+    sparsity: Tensor
+    tables: tuple[Tensor, ...]
+    codes: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class PagedSubject(Subject):
+    """`decode_attention` over a cache that the module under test fills.
+
+    If the cache holds other tokens, codes or scales than the reference's, nothing else is judged: the tests of its
+    contents judge them, and their property is "state".
+    """
+
+    def result(self, module: Any, inputs: dict[str, Any]) -> Any:
+        case = inputs["case"]
+        return module.decode_attention(inputs["query"], case.filled(module, inputs), scale=case.scale)
+
+    def call(self, module: Any, case: PagedCase) -> Attended:
+        cache = case.cache(module)
+        output, sparsity = module.decode_attention(case.query, cache, scale=case.scale)
+        return Attended(output, sparsity, tuple(getattr(cache, name) for name in TABLES), tuple(cache.codes()))
+
+    def other(self, case: PagedCase) -> PagedCase:
+        """With tokens in the same places."""
+        return replace(case, seed=case.seed ^ 1, schedule=case.seed if case.schedule is None else case.schedule)
+
+    def _ends_early(self, error: Mismatch, name: str) -> bool:
+        return error.of_state
+
+
+def _inputs(case: PagedCase) -> dict[str, Any]:
+    case.used()
+    return {"case": case, **{name: case.tensor(name) for name in ("query", "key", "value")}}
+
+
+def _judge_attended(actual: Attended, case: PagedCase) -> None:
+    from ....reference import thinkv
+
+    truth = case.cache(thinkv, torch.float64)
+    try:
+        assert_same_tables(SimpleNamespace(**dict(zip(TABLES, actual.tables, strict=True))), truth)
+        for name, one, other in zip(truth.codes()._fields, actual.codes, truth.codes(), strict=True):
+            assert_same(one, other, what=f"codes().{name}")
+    except Mismatch as error:
+        error.of_state = True
+        raise
+    with field("output"):
+        assert_dtype(actual.output, case.dtype, what="output")
+    with field("sparsity"):
+        assert_dtype(actual.sparsity, torch.float32, what="sparsity")
+    assert_attention_right(actual, truth, case.query, scale=case.scale)
+
+
+#: Which side of the threshold a token is on is a decision. After evictions, the table has free slots among others.
+ATTENTION = PagedSubject(
+    "decode_attention", partial(paged_cases, most=12), _judge_attended, numbers=("output",), choices=("sparsity",),
+    inputs=_inputs, sized=None,
+    aspects=aspects(
+        extreme=("overflow_88", "extreme_1e4", "tiny_values", "zero_query"), mask="evictions", full=0, masked=(1, 2, 3),
+        layout=LAYOUTS,
+    ),
+)
 
 
 def poison(cache: Any) -> None:

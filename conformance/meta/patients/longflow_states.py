@@ -118,6 +118,34 @@ class LongFlow:
         return output
 
 
+class LastSlotFirst:
+    """Right, with the convention slot_order = "any": LongFlow with its slots in the reverse order."""
+
+    def __init__(self, config: Any, **sizes: Any) -> None:
+        self._state = LongFlow(config, **sizes)
+
+    occupied = property(lambda self: self._state.occupied.flip(-1))
+    positions = property(lambda self: self._state.positions.flip(-1))
+    score = property(lambda self: self._state.score.flip(-1))
+    key = property(lambda self: self._state.key.flip(2))
+    value = property(lambda self: self._state.value.flip(2))
+    next_slot = property(lambda self: self._state.positions.shape[-1] - 1 - self._state.next_slot)
+    config = property(lambda self: self._state.config)
+    tokens_seen = property(lambda self: self._state.tokens_seen)
+
+    def prefill(self, *prompt: Any, **more: Any) -> Tensor:
+        return self._state.prefill(*prompt, **more)
+
+    def step(self, *token: Any, **more: Any) -> Tensor:
+        return self._state.step(*token, **more)
+
+    def reset(self) -> None:
+        self._state.reset()
+
+    def reorder(self, index: Tensor) -> None:
+        self._state.reorder(index)
+
+
 # Wrong ones -----------------------------------------------------------------------------------------------------------
 
 
@@ -131,3 +159,13 @@ class CountsOnAfterReset(LongFlow):
 class IgnoresReorder(LongFlow):
     def reorder(self, index: Tensor) -> None:
         pass
+
+
+class SecondBestAtTimes(LongFlow):
+    """Every fourth step, once all slots are full, it names the slot with the second lowest score."""
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = super().step(query, key, value)
+        if self.tokens_seen % 4 == 0 and bool(self.occupied.all()):
+            self.next_slot = self.score.topk(2, dim=-1, largest=False).indices[..., 1]
+        return output

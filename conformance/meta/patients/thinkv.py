@@ -1,4 +1,5 @@
-"""ThinKV: a right quantizer in plain PyTorch and one that truncates, and a state with a stale block table."""
+"""ThinKV: a right quantizer in plain PyTorch and one that truncates, attention of another scale, a state with a stale
+block table, and a cache that takes one dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from ....reference import thinkv
 # `select_representatives` is looked up where a state is defined: judge/checkers/thinkv_state.py.
 from ....reference.thinkv import PagedCache, Quantized, ThinKVState, select_representatives
 
-__all__ = ["Quantize", "StaleBlockTable", "StaleState", "Truncates", "provided", "select_representatives"]
+__all__ = [
+    "OnlyFloat16", "Quantize", "StaleBlockTable", "StaleState", "Truncates", "provided", "select_representatives",
+    "too_sharp",
+]
 
 LEVELS = {
     "nvfp4": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), "int4": tuple(map(float, range(8))), "ternary": (0.0, 1.0),
@@ -92,3 +96,18 @@ class StaleState(ThinKVState):
     def __init__(self, config: Any, *, query_heads: int, **sizes: Any) -> None:
         super().__init__(config, query_heads=query_heads, **sizes)
         self.cache = StaleBlockTable(config, **sizes)
+
+
+def too_sharp(query: Tensor, cache: Any, *, scale: float | None = None, look: Tensor | None = None) -> Any:
+    """Wrong: a scale that is 5 % too large."""
+    own = query.shape[-1] ** -0.5 if scale is None else scale
+    return thinkv.decode_attention(query, cache, scale=1.05 * own, look=look)
+
+
+class OnlyFloat16(PagedCache):
+    """Right: it refuses other dtypes."""
+
+    def __init__(self, config: Any, *, dtype: torch.dtype, **sizes: Any) -> None:
+        if dtype != torch.float16:
+            raise NotImplementedError(f"dtype {dtype}")
+        super().__init__(config, dtype=dtype, **sizes)
