@@ -78,7 +78,7 @@ def until_decided(
         return
     try:
         for number in range(MOST_ROUNDS):
-            if not 0 < counted.cases < least_cases:
+            if not 0 < (counted.cases or 0) < least_cases:
                 break
             with _seeded(test, f"{name} again {number}"):
                 test(**arguments)

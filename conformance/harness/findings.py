@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .impl import Twins
+from .impl import Twins, environment_limit
 
 
 def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins) -> dict[str, Any]:
@@ -50,9 +50,10 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
 
 
 def _unwrapped(error: BaseException) -> BaseException:
-    """The error that a test raised, of those that Hypothesis reports in a group because they do not come every time."""
+    """The error that a test raised, of those that Hypothesis reports in a group: the first that is no limit of the
+    interpreter."""
     inside = getattr(error, "exceptions", ())
-    return _unwrapped(inside[0]) if inside else error
+    return _unwrapped(next((one for one in inside if environment_limit(one) is None), inside[0])) if inside else error
 
 
 def _first_lines(error: BaseException, most: int = 4) -> str:

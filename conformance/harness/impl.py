@@ -7,7 +7,8 @@ the summary and the report as *not provided*.
 
 The module's `CAPABILITIES` (see `Capabilities`) say what it supports. A call outside of them is not made. A function,
 or a class's constructor or method, may also raise NotImplementedError. Both count as refusals: a Hypothesis test skips
-the example, and any other test, or a test without a remaining example, is *not provided*.
+the example, and any other test, or a test without a remaining example, is *not provided*. What Triton's interpreter
+cannot run counts as a refusal too, of the *environment*.
 
 A result may lack fields: each of the others is judged, and a test that uses a missing one is *not provided*.
 """
@@ -47,9 +48,11 @@ class EnvironmentLimit(NotProvided):
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
-        self.msg = f"environment: {what}"
+        self.msg = ENVIRONMENT + what
 
 
+#: What begins the name of a refusal that is not the implementation's.
+ENVIRONMENT = "environment: "
 #: What the messages of Triton's interpreter say of operations that it lacks.
 LACKING = ("Unsupported data type", "not supported in interpreter mode", "is not implemented in interpreter")
 
@@ -58,8 +61,12 @@ def environment_limit(error: BaseException) -> str | None:
     """What Triton's interpreter cannot do, if that is the cause of an error; None if it is not.
 
     The interpreter raises InterpreterError for an operation that it lacks, and for numpy's warnings about numbers that
-    a GPU handles without one, if warnings are errors.
+    a GPU handles without one, if warnings are errors. A group of errors has such a cause if all of them have.
     """
+    inside = getattr(error, "exceptions", ())
+    if inside:
+        limits = [environment_limit(one) for one in inside]
+        return None if None in limits else "; ".join(dict.fromkeys(map(str, limits)))
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in chain:
@@ -237,6 +244,11 @@ def _judgeable(
             returned = function(*args, **kwargs)
         except NotImplementedError as error:
             _refused(f"{name}: {error}")
+        except Exception as error:
+            limit = environment_limit(error)
+            if limit is None:
+                raise
+            _refused(f"{ENVIRONMENT}{name}: {limit}", EnvironmentLimit(limit))
         stats.answered()
         return returned if result is None else normalise(returned, result, name)
 
@@ -267,13 +279,20 @@ def _by_name(ours: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         return kwargs
 
 
-def _refused(what: str) -> NoReturn:
+def _refused(what: str, error: NotProvided | None = None) -> NoReturn:
+    """Count a refusal. Reject the example; outside of Hypothesis raise `error`, or NotProvided."""
     import hypothesis  # optional: this module is also imported without it
 
     stats.refused(what)
     if hypothesis.currently_in_test_context():
         hypothesis.reject()
-    raise NotProvided(what)
+    raise error or NotProvided(what)
+
+
+def not_run(refused: Mapping[str, int]) -> NotProvided:
+    """What a test raises if all of its examples were refused: EnvironmentLimit if the interpreter refused some."""
+    limits = [what.removeprefix(ENVIRONMENT) for what in refused if what.startswith(ENVIRONMENT)]
+    return EnvironmentLimit(", ".join(limits)) if limits else NotProvided(", ".join(refused))
 
 
 def _result_type(module: ModuleType, name: str) -> type[tuple[Any, ...]] | None:

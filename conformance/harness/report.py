@@ -124,6 +124,7 @@ def _coverage(found: MethodVerdict) -> dict[str, Any]:
         "missing": dict(found.missing.most_common()),
         "not_provided": [message.removeprefix(NOT_PROVIDED) for message in found.not_provided],
         "outside": list(found.outside),
+        "conventions": list(found.conventions),
     }
 
 

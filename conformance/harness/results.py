@@ -31,8 +31,9 @@ class Result:
     """One test. ``method`` and ``kind`` are None for tests of the suite itself.
 
     judges: the property that it judges (judge/properties.py), None if none. judged_field: the only field of the results
-    that it judges, None if it judges more. finding: of a failed test, the property that is wrong, the subject, the
-    field, the case and the command that replays it. shapes, drift, wrong: as in judge/stats.py.
+    that it judges, None if it judges more. cases: how many it judged, None if it does not count them. finding: of a
+    failed test, the property that is wrong, the subject, the field, the case and the command that replays it. shapes,
+    drift, wrong: as in judge/stats.py.
     """
 
     nodeid: str
@@ -51,7 +52,7 @@ class Result:
     missing: dict[str, int] = field(default_factory=dict)
     judges: str | None = None
     judged_field: str | None = None
-    cases: int = 0
+    cases: int | None = None
     worst: dict[str, float] = field(default_factory=dict)
     shapes: dict[str, float] = field(default_factory=dict)
     drift: dict[str, float] = field(default_factory=dict)
@@ -64,7 +65,7 @@ class Result:
         return self.outcome in FAILED
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"claims": list(self.claims)}
+        return asdict(self) | {"claims": list(self.claims), "cases": self.cases or 0}
 
 
 @dataclass

@@ -18,7 +18,7 @@ from ..interpreter import stack
 from ..judge import stats
 from ..judge.fields import MissingField
 from . import environment, findings, options, results, summary, verdict
-from .impl import EnvironmentLimit, NotProvided, Twins, environment_limit
+from .impl import EnvironmentLimit, NotProvided, Twins, environment_limit, not_run
 from .report import build_report, write_report
 
 MARKERS = (
@@ -216,7 +216,7 @@ class Suite:
             if not counted.refused:
                 raise
             # The implementation refused every example.
-            raise NotProvided(", ".join(counted.refused)) from None
+            raise not_run(counted.refused) from None
         except MissingField as error:
             raise NotProvided(str(error)) from None
         except Exception as error:

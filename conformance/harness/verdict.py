@@ -182,17 +182,20 @@ def _of_property(name: str, found: Sequence[Result], supported: Capabilities, de
     tests = [result for result in found if result.judges == name]
     called = [result for result in tests if own or result.touched]
     made = Judgement()
-    wrong = [result for result in found if _wrong(result) and result.finding.get("property", result.judges) == name]
+    wrong = [
+        result for result in found if _wrong(result) and (own or result.touched)
+        and result.finding.get("property", result.judges) == name
+    ]
     for result in called:
         elsewhere = _wrong(result) and result not in wrong
         if elsewhere or result.outcome not in ("passed", "failed", "error", "xfailed"):
             continue
-        made.cases += result.cases or 1
+        made.cases += 1 if result.cases is None else result.cases
         made.decisions, made.decisive = made.decisions + result.decisions, made.decisive + result.decisive
         made.adjudicated, made.wrong = made.adjudicated + result.adjudicated, made.wrong + result.wrong
         for dtype, used in result.worst.items():
             made.worst[dtype] = max(used, made.worst.get(dtype, 0.0))
-    made.findings = sorted((_finding(result) for result in wrong), key=lambda one: len(one.get("case") or ""))
+    made.findings = sorted((_finding(result) for result in wrong), key=_least_helpful_last)
     for one in made.findings:
         if "of_bound" in one:
             made.worst[one["dtype"]] = max(one["of_bound"], made.worst.get(one["dtype"], 0.0))
@@ -216,6 +219,12 @@ def _wrong(result: Result) -> bool:
 def _finding(result: Result) -> dict[str, Any]:
     message = result.message.splitlines()[0] if result.message else ""
     return {"test": result.nodeid, "message": message, **result.finding}
+
+
+def _least_helpful_last(finding: Mapping[str, Any]) -> tuple[bool, bool, int]:
+    """Orders findings: those that can be replayed come first, then those with a case, the shortest first."""
+    case = finding.get("case") or ""
+    return not finding.get("replay"), not case, len(case)
 
 
 def _verdict(
@@ -253,6 +262,9 @@ def _why(tests: Sequence[Result]) -> str:
 
 
 def _because(tests: Sequence[Result]) -> str:
-    """The most frequent reason why tests were not provided."""
-    reasons = Counter(result.message for result in tests if result.outcome == "not provided")
+    """The most frequent reason why tests were not provided, or failed before they called the implementation."""
+    reasons = Counter(result.message for result in tests if result.outcome == "not provided") or Counter(
+        f"a test failed before: {_finding(result)['message'].splitlines()[0]}"
+        for result in tests if result.failed and not result.touched and result.message
+    )
     return f" ({reasons.most_common(1)[0][0]})" if reasons else ""

@@ -41,7 +41,7 @@ class Stats:
     refused: Counter[str] = field(default_factory=Counter)
     missing: Counter[str] = field(default_factory=Counter)  # fields that were not returned
     exact: bool = False  # a comparator of exact copies was called
-    cases: int = 0  # results that a property's test judged
+    cases: int | None = None  # results that a property's test judged; None: it does not count them
     worst: dict[str, float] = field(default_factory=dict)  # "dtype" -> the largest error as a fraction of its bound
     shapes: dict[str, float] = field(default_factory=dict)  # a size of `sizes_of` -> the same
     drift: dict[int, float] = field(default_factory=dict)  # step of a recorded trace -> the same (`following`)
@@ -218,7 +218,7 @@ def include(
     stats = _current.get()
     if stats is None:
         return
-    stats.cases += judged
+    stats.cases = (stats.cases or 0) + judged
     stats.answered += inner.answered
     stats.refused += inner.refused
     stats.missing += inner.missing
@@ -240,7 +240,7 @@ def case() -> None:
     """Record that a property's test judged a result."""
     stats = _current.get()
     if stats is not None:
-        stats.cases += 1
+        stats.cases = (stats.cases or 0) + 1
 
 
 def touched() -> None:

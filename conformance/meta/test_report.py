@@ -148,7 +148,7 @@ def test_coverage_counts_calls_and_names_what_is_missing():
     assert report["coverage"]["longflow"] == {
         "calls": 42, "answered": 36, "refused": {"decode_attention: output": 6},
         "missing": {"decode_attention.output": 3}, "not_provided": ["theirs.LongFlowState"],
-        "outside": ["dtypes = float16", "shape = shape"],
+        "outside": ["dtypes = float16", "shape = shape"], "conventions": ["ties = any"],
     }  # fmt: skip
 
 
@@ -160,8 +160,8 @@ def test_the_page_opens_with_the_verdict_and_then_names_the_cause():
     order = (
         "4 methods", "1 ✗ wrong", "Verdict", "What is wrong", "longflow, accuracy", "DecodeCase('output')",
         "1e+08 times the bound", "kvtwin replay output.safetensors --impl theirs", "may explain", "Coverage",
-        "36 answered, 6 refused", "dtypes = float16", "decode_attention.output", "theirs.LongFlowState", "Plots",
-        "Details", "Claims of the papers: 2 checked", "LF-3a", "All 53 tests", "Environment",
+        "36 answered, 6 refused", "dtypes = float16", "ties = any", "decode_attention.output", "theirs.LongFlowState",
+        "Plots", "Details", "Claims of the papers: 2 checked", "LF-3a", "All 53 tests", "Environment",
     )  # fmt: skip
     after = 0
     for part in order:

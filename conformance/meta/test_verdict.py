@@ -66,6 +66,43 @@ def test_a_test_that_did_not_call_the_implementation_does_not_count():
     assert judged(result("ties", touched=False), required=("longflow",))["longflow"].verdict == verdict.NOT_COVERED
 
 
+def test_what_fails_before_it_calls_the_implementation_is_not_wrong():
+    """A fixture that raises, or a module of theirs that cannot be imported."""
+    failed = result("accuracy", "error", touched=False, cases=None, message="ImportError: no kernels here")
+    found = judged(*RIGHT, failed)["longflow"]
+    assert found.verdict == verdict.RIGHT and found.properties["accuracy"].cases == 8
+    found = judged(*(one for one in RIGHT if one.judges != "accuracy"), failed)["longflow"]
+    assert found.properties["accuracy"].verdict == verdict.NOT_COVERED
+    assert found.properties["accuracy"].why == (
+        "no test called it (a test failed before: ImportError: no kernels here)"
+    )
+    own = verdict.judge([failed], {"longflow": Capabilities()}, device="cpu", own=True)["longflow"]
+    assert own.properties["accuracy"].verdict == verdict.WRONG, "every test calls kvtwin's own"
+
+
+def test_a_test_that_judged_no_case_does_not_count():
+    """A test that does not count its cases judges one."""
+    for cases, counted in ((0, 0), (None, 4), (2, 8)):
+        found = of("accuracy", *(result("accuracy", cases=cases) for _ in range(4)))
+        assert found.cases == counted
+        assert found.verdict == (verdict.RIGHT if counted else verdict.NOT_COVERED)
+    assert result("accuracy", cases=None).as_dict()["cases"] == 0
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_finding_that_can_be_replayed_comes_first(order):
+    """Then those with a case, the shortest first."""
+    findings = [
+        {"case": "DecodeCase(slots=2)", "replay": "kvtwin replay a"}, {"case": "DecodeCase(slots=30)", "replay": "b"},
+        {"replay": "python -m pytest"}, {"case": "DecodeCase()", "replay": None}, {},
+    ]
+    failed = [result("ties", "failed", finding={"property": "ties", **one}) for one in findings]
+    shown = of("ties", *RIGHT, *failed[::order]).findings
+    assert [(one.get("case"), one.get("replay")) for one in shown] == [
+        (one.get("case"), one.get("replay")) for one in findings
+    ]
+
+
 @pytest.mark.parametrize(("name", "changes", "why"), [
     ("accuracy", {"cases": 3}, "3 of at least 4 cases"),
     ("decisions", {"decisive": 15}, "15 of at least 16 decisive decisions"),

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import types
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +18,8 @@ from torch import Tensor
 
 from kvtwin.conformance import Capabilities, capabilities, discovery
 from kvtwin.conformance.cases.strategies import state_traces
-from kvtwin.conformance.harness import verdict
-from kvtwin.conformance.judge import checkers
+from kvtwin.conformance.harness import impl, verdict
+from kvtwin.conformance.judge import checkers, stats
 from kvtwin.conformance.meta.patients import run, thinkv
 from kvtwin.conformance.meta.patients.longflow_states import LongFlow
 
@@ -112,6 +117,75 @@ def test_what_a_class_refuses_is_counted(tmp_path, monkeypatch):
     assert not run.wrong(found), run.shown(found)
     assert found.properties["accuracy"].verdict == verdict.RIGHT
     assert found.refused["patient.thinkv.PagedCache: dtype torch.float32"] > 0
+
+
+# What the interpreter cannot run --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_limits_of_the_interpreter_are_not_wrong_and_hide_nothing(tmp_path):
+    """Real kernels with two limits in one test, one of them in all bfloat16 cases: the other dtypes are judged."""
+    name = "kvtwin.conformance.meta.patients.uninterpreted"
+    ran = subprocess.run([
+        sys.executable, "-m", "kvtwin.conformance", "longflow", "--impl", name, "--device=cpu", "--jobs=1",
+        "--hypothesis-profile=default", "--report=report.json",
+        "-k", "decode_attention and (numbers or choices or behind or free_slots or rows_and)",
+    ], cwd=tmp_path, capture_output=True, text=True, check=False)  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    found = report["verdicts"]["longflow"]
+    judged = ("accuracy", "decisions", "repeatability", "independence", "free_slots")
+    assert {one: found[one]["verdict"] for one in judged} == dict.fromkeys(judged, verdict.RIGHT)
+    for one in ("accuracy", "independence", "free_slots"):
+        assert {"float32", "float16"} >= set(found[one]["worst"]), one
+    assert set(found["accuracy"]["worst"]) == {"float32", "float16"}
+    refused = report["coverage"]["longflow"]["refused"]
+    assert all(what.startswith(f"environment: {name}.longflow.decode_attention: Triton's") for what in refused)
+    assert all(any(limit in what for what in refused) for limit in ("Unsupported data type", "inline_asm"))
+    assert report["totals"]["failed"] == 0
+
+
+def limited(message: str) -> Exception:
+    """What Triton's interpreter raises, in a class of the same name."""
+    return type("InterpreterError", (Exception,), {})(message)
+
+
+def test_a_group_of_errors_is_a_limit_if_all_of_them_are():
+    first, second = limited("Unsupported data type"), limited("inline_asm not supported in interpreter mode")
+    assert impl.environment_limit(ExceptionGroup("two", [first, second])) == (
+        "Triton's interpreter: Unsupported data type; "
+        "Triton's interpreter: inline_asm not supported in interpreter mode"
+    )
+    assert impl.environment_limit(ExceptionGroup("two", [first, AssertionError("2 is not 3")])) is None
+    assert impl.environment_limit(ExceptionGroup("one in a group", [ExceptionGroup("one", [first])])) is not None
+
+
+def test_a_call_that_the_interpreter_cannot_run_is_a_refusal(monkeypatch):
+    def decode_attention(count: int) -> tuple[int, int, int]:
+        if count > 1:
+            raise limited("Unsupported data type") if count < 4 else limited("a fault of the kernel")
+        return 1, 2, 3
+
+    module = types.SimpleNamespace(longflow=types.SimpleNamespace(decode_attention=decode_attention))
+    call = impl.Facade("theirs", module).longflow.decode_attention
+    answered = []
+
+    @given(count=st.integers(1, 3))
+    @settings(derandomize=True, database=None, max_examples=20)
+    def law(count: int) -> None:
+        answered.append(call(count).slot)
+
+    with stats.collect() as counted:
+        law()
+        with pytest.raises(impl.EnvironmentLimit, match="Unsupported data type"):  # a test that Hypothesis does not run
+            call(2)
+        with pytest.raises(Exception, match="a fault of the kernel"):
+            call(4)
+    assert answered and counted.answered == len(answered)
+    (what,) = counted.refused
+    assert what == "environment: theirs.longflow.decode_attention: Triton's interpreter: Unsupported data type"
+    assert isinstance(impl.not_run(counted.refused), impl.EnvironmentLimit)
+    assert not isinstance(impl.not_run(Counter({"theirs.decode: 64": 1})), impl.EnvironmentLimit)
 
 
 # Declarations --------------------------------------------------------------------------------------------------------

@@ -199,6 +199,7 @@ def _of_method(one: Values) -> str:
         ("calls", f"{one['calls']:,}: {one['answered']:,} answered, {count:,} refused"),
         ("refused", bullets(f"{times:,} x {text(what)}" for what, times in refused)),
         ("declared limits", bullets(map(text, one["outside"])) or "none"),
+        ("declared conventions", bullets(map(text, one["conventions"])) or "kvtwin's"),
         ("missing fields", bullets(missing) or "none"),
         ("not provided", bullets(map(code, one["not_provided"])) or "none"),
     ))
