@@ -79,7 +79,7 @@ def test_the_same_plan_asks_the_same() -> None:
 
 
 def test_a_plan_without_room_for_answers() -> None:
-    with pytest.raises(ValueError, match="no room for answers"):
+    with pytest.raises(ValueError, match="length=100 leaves no room for answers"):
         accuracy.questions(Plan(length=100, prompt=99, queries=1))
 
 
