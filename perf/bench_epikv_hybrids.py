@@ -32,7 +32,7 @@ SHAPE = LLAMA._replace(batch=64, layers=1, budget=4096)
 #: and in every step where it is 1.
 SEGMENTS = {"policy": "segment_hs", "edges": (0.5, 0.95)}
 POLICIES: dict[str, dict[str, Any]] = {
-    "attn_x_hs": {"policy": "attn_x_hs"}, "segment_hs": SEGMENTS, "segment_hs_looked_at": {**SEGMENTS, "tau": 1},
+    "attn_x_hs": {"policy": "attn_x_hs"}, "segment_hs": SEGMENTS, "segment_hs_with_sparsity": {**SEGMENTS, "tau": 1},
 }
 #: Bytes of a slot's part in a decision: a rank is read; a sum is read and written, what it is added to is read, and
 #: the score is written; or a thought is read.

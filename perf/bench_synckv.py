@@ -368,7 +368,7 @@ def test_offloaded_stack(device_benchmark, draw, gpu, benchmark):
 
 
 @pytest.mark.parametrize("programs", [8, 16, 24, 32, 64])
-def test_carriers(device_benchmark, draw, monkeypatch, programs):
+def test_transfer_programs(device_benchmark, draw, monkeypatch, programs):
     """For information: an exchange of one layer, all of whose tokens but the static ones are new, by the number of
     programs that fetch them."""
     for name in ("PROGRAMS", "FEW"):

@@ -154,12 +154,12 @@ def test_fresh(device_benchmark, draw):
     attention_benchmark(device_benchmark, draw, SHAPE, SHAPE.tokens, gated=True)
 
 
-def test_fresh_looked_at(device_benchmark, draw):
+def test_fresh_with_sparsity(device_benchmark, draw):
     """The same where the sparsity is computed too."""
     attention_benchmark(device_benchmark, draw, SHAPE, SHAPE.tokens, gated=True, looks=True)
 
 
-def test_churned(device_benchmark, draw):
+def test_steady_state(device_benchmark, draw):
     """After 8192 tokens more, for each of which another left: blocks mix segments and scale groups."""
     attention_benchmark(device_benchmark, draw, SHAPE, SHAPE.tokens + 8192, gated=False)
 

@@ -101,7 +101,7 @@ def test_printed_count_has_one_division_too_many_and_d_products_too_few(n, d):
 
 @pytest.mark.claim("KD-8b")
 @pytest.mark.parametrize(("n", "d"), SIZES)
-def test_scores_cost_what_they_cost(n, d):
+def test_scores_take_the_counted_operations(n, d):
     found = tallied(n, d)
     assert found == Counter(multiply=3 * n * d + 2 * d + n, add=3 * n * d - n - 1, divide=2 * n + 1, root=n + 1)
     assert flops(found) == (6 * d + 18) * n + 2 * d + 12

@@ -374,7 +374,7 @@ def rotary(position: int, key: tuple[int, int]) -> tuple[int, int]:
 
 
 @pytest.mark.claim("KD-5d")
-def test_rotary_embedding_changes_who_stays(keydiff, device):
+def test_rotary_embedding_changes_the_kept_tokens(keydiff, device):
     """Tokens at positions 0, 2, 3, 4 with keys (1, 0), (1, 0), (-1, 0), (1, 0). The third is the least similar before
     the embedding, but not after it."""
     positions, plain = [0, 2, 3, 4], [(65, 0), (65, 0), (-65, 0), (65, 0)]

@@ -175,7 +175,7 @@ def test_figures_are_stored_as_they_come(run):
     assert not found["finished"]
 
 
-def test_times_are_medians_and_cold_caches_are_in_none(run):
+def test_times_are_medians_and_exclude_the_cache_flush(run):
     took = iter([9.0, 1.0, 5.0, 2.0, 3.0, 4.0])
 
     def function():
@@ -257,7 +257,7 @@ def test_bytes_of_a_model():
     assert llama.token_bytes == 131_072
 
 
-def test_a_decoder_turns_heads_by_their_positions(here):
+def test_decoder_rotates_heads_by_position(here):
     """The dot product of a query and a key rotated by positions m and n equals that of rotation by m - n."""
     model = decoder.small(decoder.LLAMA_8B)
     made = decoder.Decoder(model, here, 64)
@@ -280,7 +280,7 @@ def test_a_decoder_turns_heads_by_their_positions(here):
     assert product(40, 33) != pytest.approx(product(40, 34), rel=1e-3)
 
 
-def test_only_the_first_heads_are_turned(here):
+def test_only_the_first_heads_are_rotated(here):
     """Every row of a batch is rotated by the positions of its own tokens."""
     heads = here.draw(2, 3, 4, 16)
     before, cosine, sine = heads.clone(), *(torch.rand(2, 3, 8, device=here.device))

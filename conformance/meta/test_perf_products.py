@@ -68,7 +68,7 @@ def test_a_product_takes_one_row_and_a_transposed_matrix(device):
         products.one_row(drawn(device, 1, 8), weight.t(), residual=apart[:, :6])
 
 
-def test_a_decoder_of_one_row_goes_on_as_one_of_two(device, tmp_path):
+def test_decoder_agrees_for_one_row_and_two(device, tmp_path):
     """One row uses other kernels. They may differ by rounding errors, which are much smaller than the differences
     between tokens."""
     run = base.Run("test", tmp_path, str(device), tiny=True)
