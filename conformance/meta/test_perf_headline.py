@@ -45,7 +45,7 @@ def test_the_experiments_run_and_make_a_page(tmp_path, device, monkeypatch):
         found = json.loads((tmp_path / f"{name}.json").read_text())
         assert found["finished"]
         assert found["figures"].keys() >= least
-    with pytest.raises(SystemExit, match="a tiny run means nothing"):
+    with pytest.raises(SystemExit, match="figures of a --tiny run"):
         page.merged(tmp_path)
 
     for name in MEASURED:
@@ -104,9 +104,9 @@ def test_a_run_that_was_cut_short_adds_to_what_is_stored(tmp_path):
     found = page.merged(tmp_path, stored)["experiments"]
     assert [(name, one["seconds"]) for name, one in found.items()] == [("longflow", 1.0), ("thinkv", 2.0)]
     (tmp_path / "thinkv.json").write_text(json.dumps(figures(machine={"gpu": "NVIDIA H100"})))
-    with pytest.raises(SystemExit, match="different machines: NVIDIA H100, NVIDIA H200"):
+    with pytest.raises(SystemExit, match="different GPUs: NVIDIA H100, NVIDIA H200"):
         page.merged(tmp_path, stored)
-    with pytest.raises(SystemExit, match="holds no experiment"):
+    with pytest.raises(SystemExit, match="has no JSON of an experiment"):
         page.merged(tmp_path / "nothing")
 
 
@@ -114,7 +114,7 @@ def test_a_run_that_was_cut_short_adds_to_what_is_stored(tmp_path):
     ("last", "said"),
     [
         (None, "64.0 times: 128 tokens against 2; "),
-        (1.0, "at least 64.0 times: 128 tokens, the most that was tried, against 2; "),
+        (1.0, "at least 64.0 times: 128 tokens (the largest tested) against 2; "),
     ],
     ids=["no more fits", "no more was tried"],
 )
@@ -202,7 +202,7 @@ def test_an_experiment_out_of_time_leaves_the_rest_out_and_says_so(run, monkeypa
     assert not run.late("first")
     monkeypatch.setattr(base, "LIMIT", -1.0)
     assert run.late("second")
-    assert run.complaints == ["second: left out, -1 s are over"]
+    assert run.complaints == ["second: skipped, the time limit of -1 s is reached"]
 
 
 def test_the_largest_batch():
@@ -241,7 +241,7 @@ def test_a_peer_far_from_its_own_bound_is_a_complaint(run):
     run.own_bound("full KV", None)
     assert run.complaints == []
     run.own_bound("full KV", 0.84)
-    assert run.complaints == ["full KV reaches 84% of its own byte bound, where 85% are wanted"]
+    assert run.complaints == ["full KV reaches 84% of its own byte bound, expected at least 85%"]
 
 
 # ---- systems ---------------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_decoder_rotates_heads_by_position(here):
     def product(m, n):
         turned = heads.clone()
         for head, at in zip(turned, (m, n), strict=True):
-            pointwise.rotate(head, 1, *made.turns(torch.tensor([at], device=here.device)))
+            pointwise.rotate(head, 1, *made.rotation(torch.tensor([at], device=here.device)))
         return float((turned[0].double() * turned[1].double()).sum())
 
     # Each number of a rotated head has 4 roundings (the table, two products and a difference), each relative to at most
@@ -349,7 +349,7 @@ def test_rkv_drops_the_oldest_of_keys_that_are_alike(run):
     key = torch.eye(16, dtype=torch.bfloat16)[None, None]
     key[0, 0, 5] = key[0, 0, 8] = key[0, 0, 2]
     window = torch.zeros(1, 1, 7, 16, dtype=torch.bfloat16)
-    assert cache.stays(window, key)[0, 0].tolist() == [*range(2), *range(3, 16)]
+    assert cache.kept_slots(window, key)[0, 0].tolist() == [*range(2), *range(3, 16)]
 
 
 # ---- states that are built instead of fed ----------------------------------------------------------------------------
