@@ -47,7 +47,7 @@ def test_longflow_keeps_heads_apart(per_head, heads, data, twins):
     back=st.sampled_from((1, 4, 8, 20, 40)),
 )
 @few
-def test_longflow_reads_every_block_of_slots(case, back, twins):
+def test_longflow_scores_every_block_of_slots(case, back, twins):
     """There are more slots than one program processes. The victim, a zero value, may be in the block of any program."""
     value = case.value.contiguous().index_fill(2, torch.tensor(case.slots - back, device=case.value.device), 0)
     case = DecodeCase.of(case.query, case.key, value, case.occupied, scale=case.scale, per_head=case.per_head)
