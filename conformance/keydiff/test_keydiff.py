@@ -66,7 +66,7 @@ def test_keydiff_breaks_ties_to_the_lowest_index(case, twins):
 
 @given(data=st.data())
 @some
-def test_keydiff_with_other_anchors_and_similarities(data, twins):
+def test_keydiff_supports_other_anchors_and_similarities(data, twins):
     """The anchors and similarities of tables 2 and 3."""
     anchor, similarity = data.draw(st.sampled_from(OTHERS))
     case = data.draw(key_cases(anchor=(anchor,), similarity=(similarity,), content=DECIDED))
