@@ -154,8 +154,8 @@ def test_reference_scores_reject_a_thousandth_more_and_the_other_end(keydiff, de
 @pytest.mark.parametrize(("n", "d"), [(2, 1), (3, 4), (7, 2), (16, 8)])
 def test_row_sums_of_eq_7_take_linear_time(n, d):
     """K^ (K^' 1), evaluated from the right, needs no matrix of cosines and gives the same sums."""
-    def counted(tally: Counter[str]) -> list[list[Counted]]:
-        return [[Counted((i * j) % 7 - 3, tally) for j in range(d)] for i in range(n)]
+    def counted(counts: Counter[str]) -> list[list[Counted]]:
+        return [[Counted((i * j) % 7 - 3, counts) for j in range(d)] for i in range(n)]
 
     linear: Counter[str] = Counter()
     keys = counted(linear)

@@ -195,7 +195,7 @@ def test_wrong_results_and_impossible_times_are_complaints(run):
     assert run.share(2e9, 1e-3) == 0.5
     assert run.complaints == ["it: wrong after timing: not one"]
     run.seconds(function, what="it", moves=4.9e12 * 2**-9)
-    assert run.complaints[1:] == ["it: faster than the roofline: 4.90 of 4.80 TB/s"]
+    assert run.complaints[1:] == ["it: faster than the roofline: 4.90 TB/s, the limit is 4.80 TB/s"]
 
 
 def test_an_experiment_out_of_time_leaves_the_rest_out_and_says_so(run, monkeypatch):
