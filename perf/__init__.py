@@ -1,1 +1,1 @@
-"""Benchmarks of the optimized side, run by `tox -e perf` on a CUDA device; not part of the wheel. See NOTES.md."""
+"""Benchmarks of the optimized side, which `tox -e perf` runs on a CUDA device. Not part of the wheel. See NOTES.md."""

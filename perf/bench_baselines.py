@@ -1,7 +1,7 @@
-"""Every baseline that has no bench file of its own, at the shapes of the specification of the baselines.
+"""Benchmarks of all baselines without a bench file of their own, at the shapes in `blocks`.
 
-A baseline's benchmarks are the decode step and the block of its state and, if it exports `attend`, that function. Their
-gates are in thresholds/NAME.toml.
+They time a decode step and a block of the baseline's state and, if it exports `attend`, that function. The gates are in
+thresholds/NAME.toml.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import blocks
 
 
 def cases(shapes: Sequence[blocks.Shape], exports: str = "") -> list[Any]:
-    """The baselines that export this name, each with these shapes; the benchmark's group is the method."""
+    """The baselines that export the name `exports`, each with these shapes. The benchmark's group is the method."""
     found: list[Any] = []
     for pair in discovery.pairs():
         if not pair.path.startswith("baselines.") or Path(__file__).with_name(f"bench_{pair.name}.py").exists():

@@ -1,5 +1,5 @@
-"""EpiKV at the shapes of its specification: what scoring adds to a model's step, attention with it against eager H2O,
-and the memory of a long prompt.
+"""EpiKV's benchmarks: the share of scoring in a model's decode step, attention with scoring against eager H2O, and the
+memory of a long prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ITEM = DTYPE.itemsize
 
 
 class Shape(NamedTuple):
-    """B, layers, Hq, Hkv, D, C, the MLP's width, K."""
+    """B, layers, Hq, Hkv, D, C, the width of the MLP, and the budget."""
 
     batch: int
     layers: int
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values of all layers."""
+        """Bytes of the keys and values of all layers."""
         return 2 * self.batch * self.layers * self.key_value_heads * self.budget * self.head_dim * ITEM
 
     @property
@@ -56,7 +56,7 @@ class Shape(NamedTuple):
 
     @property
     def score_bytes(self) -> int:
-        """Hidden states of two layers read, and the previous ones read and written; a rank per slot."""
+        """Read the hidden states of two layers, read and write the previous ones, and read a rank per slot."""
         return self.batch * (3 * 2 * self.hidden_size * ITEM + 8 * self.budget)
 
 
@@ -66,7 +66,7 @@ LLAMA = Shape(1, 32, 32, 8, 128, 4096, 14336, 8192)             # Llama-3.1-8B
 
 @pytest.fixture
 def draw() -> Callable[..., Tensor]:
-    """Normal numbers of the benchmarks' type, the same in every run."""
+    """Normal numbers in the benchmarks' dtype, the same in every run."""
     generator = torch.Generator(DEVICE).manual_seed(50)
 
     def normal(*shape: int) -> Tensor:
@@ -76,7 +76,7 @@ def draw() -> Callable[..., Tensor]:
 
 
 class Layers:
-    """States of a model's layers that share a scorer, full: every step overwrites a slot."""
+    """The full states of a model's layers, which share a scorer. Every step overwrites a slot."""
 
     def __init__(self, shape: Shape, draw: Callable[..., Tensor]) -> None:
         self.shape = shape
@@ -94,7 +94,7 @@ class Layers:
             state.key.copy_(draw(*state.key.shape))
             state.value.copy_(draw(*state.value.shape))
         self.hidden = draw(2, shape.batch, 1, shape.hidden_size)
-        # Filled as if tokens of these scores had come: prompt and recent ones aside.
+        # Fill the cache with a kept prompt, 512 scored tokens and the newest tokens.
         prompt = shape.budget - self.config.newest - 512
         self.scorer.admit(torch.ones(shape.batch, prompt, dtype=torch.bool, device=DEVICE), None)
         for step in range(self.config.newest + 520):
@@ -107,16 +107,16 @@ class Layers:
         return self.scorer.next_slot
 
 
-def coming_score(scorer: epikv.EpiKVScorer, hidden: Sequence[Tensor]) -> Interval:
-    """Where the score [B, 1] of the token that comes next may lie, by float64: hidden [B, 1, C] of each band."""
-    window, number = scorer.config.window, scorer._tokens - 1                            # of the value that comes
+def next_score_interval(scorer: epikv.EpiKVScorer, hidden: Sequence[Tensor]) -> Interval:
+    """The interval of the next token's score [B, 1], computed in float64. hidden: [B, 1, C] of each band."""
+    window, number = scorer.config.window, scorer._tokens - 1                            # index of the next change
     changes = []
     for band, states in enumerate(hidden):
         past, present = scorer._previous[:, band].double(), states[:, 0].double()        # [B, C]
         change = (present - past).square().sum(-1).sqrt()
         error = epikv_scores.change_error(present, past)
         place = number[:, None] - window + 1 + torch.arange(window, device=states.device)
-        # The oldest first; the last one makes room.
+        # Oldest first. The next change replaces the last entry.
         ring = scorer._values[:, band].double().gather(1, place % window)[:, :-1]
         values = torch.cat((ring, change[:, None]), 1)
         errors = torch.cat((torch.zeros_like(ring), error[:, None]), 1)
@@ -126,8 +126,8 @@ def coming_score(scorer: epikv.EpiKVScorer, hidden: Sequence[Tensor]) -> Interva
 
 
 def check_next_slot(scorer: epikv.EpiKVScorer, ranked: Tensor) -> None:
-    """Of these scores [B, S] of a full cache the lowest goes, of equal ones the oldest."""
-    # Of the newest ones, the token for which the slot is will be one.
+    """Assert that the next slot of a full cache has the lowest score [B, S], and the oldest token among equal ones."""
+    # The token that the slot is for will be one of the newest.
     newest = scorer.positions > scorer.tokens_seen - scorer.config.newest
     ranked = ranked.masked_fill(newest, torch.inf)
     lowest = ranked.amin(1, keepdim=True)
@@ -136,18 +136,18 @@ def check_next_slot(scorer: epikv.EpiKVScorer, ranked: Tensor) -> None:
 
 
 def check_scores(layers: Layers) -> None:
-    """What a token with new hidden states scores, and who goes then, against float64 and by sorting."""
+    """Score one more token; check its score against float64 and the next slot by sorting."""
     scorer = layers.scorer
     layers.hidden.mul_(1.25)
-    slot, interval = scorer.next_slot.clone(), coming_score(scorer, tuple(layers.hidden))
+    slot, interval = scorer.next_slot.clone(), next_score_interval(scorer, tuple(layers.hidden))
     layers.score()
     assert_inside(scorer.score.gather(1, slot[:, None]), interval, what="score")
     check_next_slot(scorer, scorer.score)
 
 
 def model_step(shape: Shape, layers: Layers, draw: Callable[..., Tensor]) -> Callable[[], Tensor]:
-    """A decode step of a model of this shape over the caches of `layers`, without norms of heads and without rotation:
-    weights and caches are read, which is what takes the time."""
+    """A decode step of a model of this shape over the caches of `layers`. It omits head norms and rotation: reading
+    weights and caches dominates the time."""
     heads, group = shape.key_value_heads, shape.query_heads
     columns = (group + 2 * heads) * shape.head_dim
 
@@ -176,7 +176,7 @@ def model_step(shape: Shape, layers: Layers, draw: Callable[..., Tensor]) -> Cal
 
 
 def test_scoring(device_benchmark, draw):
-    """One launch for all rows: changes, windows, scores, the next slot; beside a whole step of the model without it."""
+    """The scorer's launch (changes, windows, scores, next slot) for all rows, against a model step without scoring."""
     layers = Layers(QWEN, draw)
     device_benchmark(
         layers.score, moves=QWEN.score_bytes, verify=lambda _: check_scores(layers),
@@ -186,10 +186,10 @@ def test_scoring(device_benchmark, draw):
 
 
 def eager_h2o(query: Tensor, key: Tensor, value: Tensor, received: Tensor, *, repeated: bool) -> Tensor:
-    """H2O on eager attention: all weights, summed up per KV head, and the lowest of them found.
+    """H2O with eager attention: computes all weights, adds them up per KV head and evicts the lowest sum.
 
-    repeated: keys and values once for each query head, as transformers' eager attention has them; else the products of
-    a group with its keys are one product of matrices, which transformers does not do.
+    repeated: repeat keys and values for each query head, as transformers' eager attention does. Otherwise each group
+    of query heads multiplies its keys in one matrix product.
     """
     batch, heads, _, head_dim = key.shape
     group = query.shape[1] // heads
@@ -206,7 +206,7 @@ def eager_h2o(query: Tensor, key: Tensor, value: Tensor, received: Tensor, *, re
 
 
 def test_against_h2o(device_benchmark, draw):
-    """Attention of all layers and one scoring, against eager H2O's attention, sums and choices of all layers."""
+    """Attention of all layers and one scoring, against eager H2O in all layers (attention, sums and choice)."""
     shape, layers = LLAMA, Layers(LLAMA, draw)
     query = draw(shape.batch, shape.query_heads, shape.head_dim)
     key, value = (draw(shape.batch, shape.key_value_heads, shape.head_dim) for _ in range(2))
@@ -233,12 +233,12 @@ def test_against_h2o(device_benchmark, draw):
 def check_attention(
     state: epikv.EpiKVState, layers: Layers, query: Tensor, key: Tensor, value: Tensor
 ) -> None:
-    """One more step: the token is in the slot that was next, and what came out is attention over what is held."""
+    """Take one more step. Assert that the token is in the next slot and that the output is attention over the cache."""
     slot = state.next_slot.clone()
     output = state.step(query, key, value)
     place = slot[:, None, None, None].expand(-1, *key.shape[1:2], 1, key.shape[2])
     assert_same(state.key.gather(2, place)[:, :, 0], key, what="the new key")
-    rows = slice(0, 2)                                            # the whole would take longer than all timing
+    rows = slice(0, 2)                                            # all rows would take longer than the benchmark
     case = DecodeCase.of(query[rows], state.key[rows], state.value[rows], state.occupied[rows])
     assert_within(output[rows], case.attention.output[:, :, 0], bounds.decode_output(case), what="output")
     layers.score()
@@ -246,7 +246,7 @@ def check_attention(
 
 @pytest.mark.parametrize("shape", [LLAMA._replace(batch=64, layers=1, budget=4096)], ids=["B64-S4096"])
 def test_step(device_benchmark, draw, shape):
-    """A state of one layer with its own scorer, against attention alone: for information."""
+    """A state of one layer with its own scorer, against attention alone. Not gated."""
     layers = Layers(shape, draw)
     state = layers.states[0]
     query = draw(shape.batch, shape.query_heads, shape.head_dim)
@@ -263,11 +263,11 @@ def test_step(device_benchmark, draw, shape):
     )
 
 
-# ---- the memory of a prompt ------------------------------------------------------------------------------------------
+# ---- memory of a prompt ----------------------------------------------------------------------------------------------
 
 
 def peak(run: Callable[[], object]) -> int:
-    """The most memory that is allocated while it runs. What it returns goes afterwards."""
+    """The peak of the allocated memory during `run`, whose result is freed."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -278,8 +278,8 @@ def peak(run: Callable[[], object]) -> int:
 
 
 def test_prompt_memory(gpu, record_property):
-    """65,536 tokens of a model of Llama-8B's shape: with scoring within 1 % of the peak without it; and attention
-    weights for the asking, which grow with the square of the length, or do not fit."""
+    """For 65,536 tokens of a Llama-8B shape, scoring raises the memory peak by at most 1 %. With output_attentions, the
+    memory grows quadratically until it does not fit."""
     import transformers
 
     from kvtwin.optimized.hf import EpiKVCache

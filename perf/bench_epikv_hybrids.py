@@ -1,5 +1,6 @@
-"""A decode step of EpiKV's hybrids, which keep attention's logits and read them again: beside attention alone, and
-beside a step of "epikv", which does neither, of the same shape in the same run.
+"""Benchmarks of a decode step of EpiKV's hybrid policies, which store attention logits and read them again.
+
+The peers are attention alone and a step of the policy "epikv", which needs no logits, at the same shape.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.optimized import epikv
 from kvtwin.reference.thinkv import attention_sparsity, classify
 
-from .bench_epikv import DTYPE, ITEM, LLAMA, Shape, check_next_slot, coming_score
+from .bench_epikv import DTYPE, ITEM, LLAMA, Shape, check_next_slot, next_score_interval
 from .peers import decode_peers
 
 pytestmark = pytest.mark.benchmark(group="epikv")
 
 DEVICE = "cuda"
 SHAPE = LLAMA._replace(batch=64, layers=1, budget=4096)
-#: A segment begins, and its thought is told, in one of `tau` steps: 128 by default, so that a median has none of them,
-#: and in every step where it is 1.
+#: A segment begins, and its thought is classified, in one of `tau` steps. With the default of 128 the median is a step
+#: without classification; with tau=1 every step classifies.
 SEGMENTS = {"policy": "segment_hs", "edges": (0.5, 0.95)}
 POLICIES: dict[str, dict[str, Any]] = {
-    "attn_x_hs": {"policy": "attn_x_hs"}, "segment_hs": SEGMENTS, "segment_hs_looked_at": {**SEGMENTS, "tau": 1},
+    "attn_x_hs": {"policy": "attn_x_hs"}, "segment_hs": SEGMENTS, "segment_hs_with_sparsity": {**SEGMENTS, "tau": 1},
 }
-#: Bytes of a slot's part in a decision: a rank is read; a sum is read and written, what it is added to is read, and
-#: the score is written; or a thought is read.
+#: Bytes per slot for the choice of the next slot. Both read a rank. "attn_x_hs" also reads and writes a sum, reads the
+#: score that it is added to, and writes the total; "segment_hs" also reads a thought.
 SLOT_BYTES = {"attn_x_hs": 8 + 4 + 4 + 4 + 4, "segment_hs": 8 + 8}
 
 
@@ -50,7 +51,7 @@ def draw() -> Callable[..., Tensor]:
 
 
 def step_bytes(shape: Shape, policy: str) -> int:
-    """Of one layer: keys and values, queries and output, hidden states of its bands with the previous ones, slots."""
+    """Bytes of one layer's step: keys, values, queries, output, current and previous hidden states, and slots."""
     heads = 2 * shape.batch * shape.query_heads * shape.head_dim
     bands = 1 if policy == "attn_x_hs" else 2
     hidden = 3 * bands * shape.batch * shape.hidden_size
@@ -58,9 +59,9 @@ def step_bytes(shape: Shape, policy: str) -> int:
 
 
 class Layer:
-    """A state of one layer with a scorer of its own, full, and a token for it: every step overwrites a slot.
+    """A full state of one layer with its own scorer, and a token for it. Every step overwrites a slot.
 
-    A kept prompt fills it but for the recent tokens and for `contested` slots."""
+    A kept prompt fills the cache except for the recent tokens and `contested` slots."""
 
     def __init__(self, shape: Shape, draw: Callable[..., Tensor], *, contested: int = 512, **options: Any) -> None:
         self.config = epikv.EpiKVConfig(shape.budget, hidden_size=shape.hidden_size, **options)
@@ -78,7 +79,7 @@ class Layer:
         for number in range(self.config.newest + contested + 8):
             for tensor in (self.query, self.key, self.value, *self.bands):
                 tensor.copy_(draw(*tensor.shape))
-            # Hidden states move more or less; and the larger the logits, the more tokens are looked past.
+            # Vary the changes of hidden states, and the logits: larger logits give a higher sparsity.
             self.query.mul_(1 + number // 5 % 4)
             for tensor in self.bands:
                 tensor.mul_(1 + number % 7)
@@ -89,19 +90,20 @@ class Layer:
         return self.state.step(self.query, self.key, self.value, *self.bands)
 
 
-# What is checked after timing ----------------------------------------------------------------------------------------
+# Checks after timing -------------------------------------------------------------------------------------------------
 
 
 def check(layer: Layer, output: Tensor, rows: slice = slice(0, 2)) -> None:
-    """The step that was timed last: its output, and its choice. Then one more, with other hidden states, in full.
+    """Check the output and the choice of the last timed step. Then take one more step, with other hidden states, and
+    check all of its results.
 
-    rows: those whose attention is compared; all would take longer than all timing."""
+    rows: the rows whose attention is checked; all rows would take longer than the benchmark."""
     check_attention(layer, output, rows)
     check_choice(layer)
     state, attention = layer.state, layer.state.scorer.attention
     for tensor in layer.bands:
         tensor.mul_(1.25)
-    slot, own = state.next_slot[:, None].clone(), coming_score(state.scorer, layer.bands)
+    slot, own = state.next_slot[:, None].clone(), next_score_interval(state.scorer, layer.bands)
     before = SimpleNamespace(**{
         name: getattr(attention, name).clone() for name in ("aggregate", "frozen", "thoughts", "thought", "decoded")
     })
@@ -118,7 +120,7 @@ def check(layer: Layer, output: Tensor, rows: slice = slice(0, 2)) -> None:
 
 
 def check_attention(layer: Layer, output: Tensor, rows: slice) -> DecodeCase:
-    """The new token is in the cache, and what came out is attention over what is held."""
+    """Assert that the new token is in the cache and that the output is attention over the cache."""
     state = layer.state
     slot = (state.positions == state.tokens_seen - 1).long().argmax(1)
     place = slot[:, None, None, None].expand(-1, *layer.key.shape[1:2], 1, layer.key.shape[2])
@@ -130,14 +132,15 @@ def check_attention(layer: Layer, output: Tensor, rows: slice) -> DecodeCase:
 
 
 def check_sums(after: Tensor, before: Tensor, case: DecodeCase) -> None:
-    """What tokens have received by now, [b, S], the new one nothing before."""
+    """Check the attention that tokens have received, [b, S]. The new token starts at 0."""
     more, error = epikv_hybrids.received(case.attention)
     total = before.double() + more
     assert_within(after, total, error + UNIT * (total + error) * SLACK, what="attention received")
 
 
 def check_thoughts(layer: Layer, before: SimpleNamespace, slot: Tensor, case: DecodeCase, rows: slice) -> None:
-    """The new token has the thought of its segment, told anew where one begins; all others have theirs."""
+    """Assert that the new token has the thought of its segment, classified again at a segment's start, and that the
+    other tokens keep theirs."""
     config, state = layer.config, layer.state
     assert config.edges is not None
     thought = before.thought
@@ -146,7 +149,7 @@ def check_thoughts(layer: Layer, before: SimpleNamespace, slot: Tensor, case: De
             case.query.double(), case.key.double(), case.occupied, threshold=config.sparsity_threshold,
             scale=state.scale,
         )
-        thought = state.scorer.attention.thought.clone()                                # rows that are not checked
+        thought = state.scorer.attention.thought.clone()                                # for rows that are not checked
         thought[rows] = classify(share, config.edges)
     known = SimpleNamespace(
         _decoded=int(before.decoded[0]) + 1, thought=thought[rows],
@@ -161,7 +164,7 @@ def check_thoughts(layer: Layer, before: SimpleNamespace, slot: Tensor, case: De
 
 
 def check_choice(layer: Layer) -> None:
-    """The lowest score goes next, with thoughts the lowest of the least important thought, by sorting."""
+    """Check the next slot by sorting: the lowest score, for "segment_hs" in the least important thought."""
     state, attention = layer.state, layer.state.scorer.attention
     ranked = state.score
     if layer.config.policy == "attn_x_hs":
@@ -177,7 +180,8 @@ def check_choice(layer: Layer) -> None:
 
 
 def check_peer(layer: Layer, plain: Layer, output: Tensor) -> None:
-    """Of the first row: attention over the hybrid's cache, [B, Hq, 1, D] or [B, Hkv, G, D], or a step of `plain`."""
+    """Check the first row of a peer's output: attention over the hybrid's cache ([B, Hq, 1, D] or [B, Hkv, G, D]), or a
+    step of `plain` ([B, Hq, D])."""
     of = plain if output.dim() == 3 else layer
     case = DecodeCase.of(*(tensor[:1] for tensor in (of.query, of.state.key, of.state.value, of.state.occupied)))
     assert_within(
@@ -188,7 +192,7 @@ def check_peer(layer: Layer, plain: Layer, output: Tensor) -> None:
 
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 def test_hybrid_step(device_benchmark, draw, options):
-    """A state of one layer with its own scorer."""
+    """A decode step of one layer with its own scorer."""
     layer, plain = Layer(SHAPE, draw, **options), Layer(SHAPE, draw)
     device_benchmark(
         layer.step, moves=step_bytes(SHAPE, layer.config.policy), verify=lambda output: check(layer, output),

@@ -1,6 +1,6 @@
-"""LongFlow at the shapes of its specification: a whole decode step against attention alone, by the fastest kernels.
+"""LongFlow's benchmarks: a whole decode step against the fastest kernels for attention alone.
 
-The prompt's functions are measured for information: they run once per sequence.
+The functions for prompts are not gated, since they run once per sequence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.benchmark(group="longflow")
 DEVICE = "cuda"
 DTYPE = torch.bfloat16
 ITEM = DTYPE.itemsize
-#: Rows of a batch that are compared with float64: the whole would take longer than all timing.
+#: Rows of a batch that are compared with float64. All rows would take longer than the benchmark.
 ROWS_CHECKED = 4
 
 
@@ -47,13 +47,14 @@ class Shape(NamedTuple):
 
     @property
     def attention_bytes(self) -> int:
-        """Keys, values and queries read once, the output written once: what attention alone must move."""
+        """The minimum for attention alone: read keys, values and queries once, write the output once."""
         cache = 2 * self.batch * self.key_value_heads * self.slots * self.head_dim
         return (cache + 2 * self.batch * self.query_heads * self.head_dim) * ITEM
 
     @property
     def step_bytes(self) -> int:
-        """And, per step, the new token read and written into its slot, which slots are occupied, and their scores."""
+        """The minimum for a step: also read the new token and write it to its slot, read the mask of occupied slots and
+        write their scores."""
         token = 2 * self.batch * self.key_value_heads * self.head_dim * ITEM
         return self.attention_bytes + 2 * token + self.batch * self.slots * (1 + 4)
 
@@ -63,7 +64,7 @@ STEPS = (Shape(128, 32, 3200), Shape(128, 16, 3200), Shape(1, 32, 32768), Shape(
 
 @pytest.fixture
 def draw() -> Callable[..., Tensor]:
-    """Normal numbers of the benchmarks' type, the same in every run."""
+    """Normal numbers in the benchmarks' dtype, the same in every run."""
     generator = torch.Generator(DEVICE).manual_seed(20)
 
     def normal(*shape: int) -> Tensor:
@@ -96,9 +97,9 @@ def empty_state(shape: Shape, budget: int) -> longflow.LongFlowState:
 
 @pytest.mark.parametrize("shape", STEPS, ids=str)
 def test_step(device_benchmark, draw, shape):
-    """One token: written, attended to with all the others, all slots scored, the next slot chosen."""
+    """One step: write the token, attend to all tokens, score all slots and choose the next slot."""
     state = empty_state(shape, shape.slots)
-    # One token short of the budget: the first step fills the last slot, and every later one overwrites one.
+    # One token below the budget: the first step fills the last slot, and every later step overwrites a slot.
     state.prefill(*prompt(shape, shape.slots - 1, draw))
     query = draw(shape.batch, shape.query_heads, shape.head_dim)
     key, value = (draw(shape.batch, shape.key_value_heads, shape.head_dim) for _ in range(2))
@@ -118,7 +119,7 @@ def test_step(device_benchmark, draw, shape):
 
 @pytest.mark.parametrize("shape", STEPS[:1], ids=str)
 def test_decode_attention(device_benchmark, draw, shape):
-    """The function: as a step, but it has to take the norms of all values, which a state keeps."""
+    """The function. Unlike a step, it computes the norms of all values, which a state stores."""
     key, value = (draw(shape.batch, shape.key_value_heads, shape.slots, shape.head_dim) for _ in range(2))
     query = draw(shape.batch, shape.query_heads, shape.head_dim)
     occupied = torch.ones(shape.batch, shape.slots, dtype=torch.bool, device=DEVICE)
@@ -138,7 +139,7 @@ def test_decode_attention(device_benchmark, draw, shape):
 def check_step(
     state: longflow.LongFlowState, query: Tensor, key: Tensor, value: Tensor, output: Tensor, rows: Tensor
 ) -> None:
-    """The state after a step: the new token is in it, once; and what the step returned follows from what it holds."""
+    """Check the state after a step: the new token is in exactly one slot, and the results match the cache."""
     newest = state.positions == state.tokens_seen - 1                                     # [B, S]
     assert state.tokens_seen > state.config.budget, "no slot was overwritten"
     assert bool((newest.sum(-1) == 1).all()), "the newest token must be in one slot of each row"
@@ -152,19 +153,19 @@ def check_step(
 
 
 def check_attention(state: longflow.LongFlowState, query: Tensor, output: Tensor, rows: Tensor) -> None:
-    """A peer's output, [B, Hq, D] but for its axes."""
+    """Check a peer's output, which has [B, Hq, D] elements in this order."""
     case = DecodeCase.of(query[rows], state.key[rows], state.value[rows], state.occupied[rows])
     actual = output.reshape(query.shape)[rows]
     assert_within(actual, case.attention.output[:, :, 0], bounds.decode_output(case), what="attention")
 
 
 def assert_all_written(output: Tensor, score: Tensor) -> None:
-    """Every row, not only those that are compared: both held NaN before the last round."""
+    """Assert that all rows were written: both buffers contained NaN before the last round."""
     assert not bool(output.isnan().any()), "part of the output was not written"
     assert not bool(score.isnan().any()), "part of the scores was not written"
 
 
-# ---- the prompt, for information -------------------------------------------------------------------------------------
+# ---- the prompt, not gated -------------------------------------------------------------------------------------------
 
 PROMPT = Shape(1, 32, 16384)
 BUDGET = 3200
@@ -172,7 +173,7 @@ BUDGET = 3200
 
 @pytest.mark.parametrize("shape", [PROMPT], ids=str)
 def test_causal_attention(device_benchmark, draw, shape):
-    """A prompt's attention. It is bound by arithmetic, so its share of the bandwidth is small."""
+    """Attention of a prompt. It is compute-bound, so its share of the bandwidth is small."""
     query, key, value = prompt(shape, shape.slots, draw)
     occupied = torch.ones(shape.batch, shape.slots, dtype=torch.bool, device=DEVICE)
 
@@ -190,7 +191,7 @@ def test_causal_attention(device_benchmark, draw, shape):
 
 @pytest.mark.parametrize("shape", [PROMPT], ids=str)
 def test_prefill(device_benchmark, draw, shape):
-    """The state's whole prefill: attention, compression to the budget, and the cache filled."""
+    """The state's whole prefill: attention, compression to the budget, and filling the cache."""
     tensors = prompt(shape, shape.slots, draw)
     occupied = torch.ones(shape.batch, shape.slots, dtype=torch.bool, device=DEVICE)
     state = empty_state(shape, BUDGET)
@@ -216,7 +217,7 @@ def test_prefill(device_benchmark, draw, shape):
 
 @pytest.mark.parametrize("shape", [PROMPT._replace(batch=8)], ids=str)
 def test_compress_prefill(device_benchmark, draw, shape):
-    """SnapKV's compression: all keys read, the kept ones and their values copied."""
+    """SnapKV's compression: reads all keys, and copies the kept keys and their values."""
     query, key, value = prompt(shape, shape.slots, draw)
     window = query[:, :, -32:].contiguous()
     del query
@@ -236,7 +237,8 @@ def prompt_bytes(shape: Shape) -> int:
 
 
 def check_causal(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, output: Tensor) -> None:
-    """Blocks of 16 queries, of one KV head's group each, against float64: at the end, the middle, and the start."""
+    """Compare three blocks of 16 queries, at the end, the middle and the start, each of one KV head's group, with
+    float64."""
     group, total = query.shape[1] // key.shape[1], key.shape[2]
     for head, end in ((0, total), (3, total // 2 + 5), (7, 16)):
         heads, one = slice(head * group, (head + 1) * group), slice(head, head + 1)
@@ -251,7 +253,7 @@ def check_causal(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, ou
 def check_compressed(
     window: Tensor, key: Tensor, value: Tensor, kept_key: Tensor, kept_value: Tensor, kept: Tensor
 ) -> None:
-    """One row against float64: a right choice, and its keys and values copied to the letter."""
+    """Check one row against float64: the choice must be right, and the kept keys and values exact copies."""
     row = slice(0, 1)
     case = WindowCase.of(window[row], key[row], value[row], budget=kept.shape[1])
     assert_compress_right((kept_key[row], kept_value[row], kept[row]), case)

@@ -1,8 +1,8 @@
-"""SnapKV at the shapes of the baselines. Its state observes anew with a whole window of queries whenever it compresses:
-with an interval of 1 at every step, as papers have it once in 128.
+"""SnapKV's benchmarks at the shapes of the baselines.
 
-What is timed of an interval are all of its steps, in one graph, the one that compresses among them; and attention alone
-as often, over as many slots as the cache holds in the mean.
+The state scores all tokens with a whole window of queries whenever it compresses: at every step with an interval of 1,
+or once in 128 steps as in papers. `test_interval` times all steps of an interval in one graph, including the one that
+compresses. Its peers run attention alone as often, over the mean number of slots.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ INTERVAL = 128
 
 @pytest.mark.parametrize("shape", blocks.STEPS, ids=str)
 def test_interval(device_benchmark, shape):
-    """From budget + 1 to budget + INTERVAL tokens, of which the last one's step leaves the budget."""
+    """One interval: the cache grows from budget + 1 to budget + INTERVAL tokens, and the last step cuts it to the
+    budget."""
     state = blocks.full_state("snapkv", shape, interval=INTERVAL)
-    assert held(state) == shape.slots, "it does not begin with an interval"
+    assert num_tokens(state) == shape.slots, "the state is not at the start of an interval"
     several = blocks.tokens(shape, INTERVAL, seed=1)
     given = [tuple(tensor[:, :, number].contiguous() for tensor in several) for number in range(INTERVAL)]
     mean = shape._replace(slots=shape.slots + INTERVAL // 2)
@@ -35,31 +36,31 @@ def test_interval(device_benchmark, shape):
 
     def verify(outputs: tuple[Tensor, ...]) -> None:
         assert not any(bool(output.isnan().any()) for output in outputs), "part of the outputs was not written"
-        assert held(state) == shape.slots, "it does not end with an interval"
-        # A step that compresses nothing, and the one that does.
+        assert num_tokens(state) == shape.slots, "the state is not at the end of an interval"
+        # Check a step that does not compress, and the one that does.
         for number, token in enumerate(given):
             if number in (0, INTERVAL - 1):
                 blocks.check_state(state, tuple(tensor[:, :, None] for tensor in token), "snapkv")
-                assert held(state) == shape.slots + (number + 1) % INTERVAL
+                assert num_tokens(state) == shape.slots + (number + 1) % INTERVAL
             else:
                 state.step(*token)
 
     peers = decode_peers(given[0][0], *cache)
     device_benchmark(
         steps, moves=INTERVAL * mean.state_bytes, verify=verify, gated=shape in blocks.GATED,
-        peers={name: as_often(peer) for name, peer in peers.items() if name.startswith("cudnn")},
+        peers={name: repeated(peer) for name, peer in peers.items() if name.startswith("cudnn")},
         peers_move=INTERVAL * mean.attention_bytes,
     )
 
 
-def held(state) -> int:
-    """Tokens that all rows and heads hold."""
+def num_tokens(state) -> int:
+    """The number of tokens in the cache, which must be equal in all rows and heads."""
     counts = state.occupied.sum(-1)
     assert int(counts.min()) == int(counts.max())
     return int(counts.max())
 
 
-def as_often(peer: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def repeated(peer: Callable[[], Tensor]) -> Callable[[], Tensor]:
     def run() -> Tensor:
         for _ in range(INTERVAL):
             output = peer()
@@ -70,7 +71,7 @@ def as_often(peer: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 @pytest.mark.parametrize("shape", blocks.STEPS, ids=str)
 def test_step(device_benchmark, shape):
-    """With an interval of 1, for information."""
+    """A step with an interval of 1. Not gated."""
     blocks.time_step(device_benchmark, "snapkv", shape, gated=False)
 
 

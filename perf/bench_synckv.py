@@ -1,7 +1,7 @@
-"""SyncKV at the shapes of its specification: decode steps, averaged over whole strides, against full attention.
+"""SyncKV's benchmarks: decode steps, averaged over a stride, against full attention.
 
-What is timed is one stride of steps in one graph, an anticipation among them, its selection counted; and the peers as
-often. 30 % of the keys and values are resident where k is a fifteenth of all tokens, R-heads included.
+One graph contains a stride of steps, including an anticipation with its selection. The peers run as many steps. k is a
+fifteenth of all tokens, so 30 % of the keys and values are resident, representative heads included.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DTYPE = torch.bfloat16
 ITEM = DTYPE.itemsize
 STRIDE = 5
 SHARE = 15
-#: Room for the tokens that warm-up, rounds and verification bring.
+#: Room for the tokens that warm-up, rounds and verification append.
 SPARE = 2048
 
 
@@ -53,12 +53,12 @@ class Shape(NamedTuple):
 
     @property
     def full_bytes(self) -> int:
-        """Of one step of full attention: keys, values, queries and outputs."""
+        """Bytes of one step of full attention: keys, values, queries and outputs."""
         cache = 2 * self.batch * self.key_value_heads * self.tokens * self.head_dim
         return (cache + 2 * self.batch * self.query_heads * self.head_dim) * ITEM
 
     def step_bytes(self, clusters: int) -> int:
-        """Of one step: all tokens of the representatives, and of the others those chosen."""
+        """Bytes of one step: all tokens of the representative heads, and the chosen tokens of the others."""
         seen = clusters * self.tokens + (self.key_value_heads - clusters) * (self.tokens // SHARE)
         return (2 * self.batch * seen + 2 * self.batch * self.query_heads) * self.head_dim * ITEM
 
@@ -91,12 +91,12 @@ def filled(shape: Shape, draw: Callable[..., Tensor], stride: int = STRIDE) -> s
     for row in range(shape.batch):
         for tensor in (state.key, state.value):
             tensor[row, :, :shape.tokens] = draw(shape.key_value_heads, shape.tokens, shape.head_dim)
-    as_prompted(state, shape)
+    mark_as_prompt(state, shape)
     return state
 
 
-def as_prompted(state: synckv.SyncKVState, shape: Shape) -> None:
-    """Its tokens count as a prompt, of which the static sets have every so-manieth token."""
+def mark_as_prompt(state: synckv.SyncKVState, shape: Shape) -> None:
+    """Mark the stored tokens as a prompt whose static sets are evenly spaced tokens."""
     state.occupied[:, :shape.tokens] = True
     fixed = state.static.shape[-1]
     state.static.copy_(torch.arange(fixed, device=DEVICE) * (shape.tokens // fixed))
@@ -106,24 +106,24 @@ def as_prompted(state: synckv.SyncKVState, shape: Shape) -> None:
 
 
 def verify_step(state: synckv.SyncKVState, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """A further step's output of the last row against float64, over the tokens that its heads may see; and its sets:
-    the static tokens, and as many as k."""
+    """Check the sets, which must have k distinct tokens. Then take one more step and compare the output of the last row
+    with float64 attention over the tokens that its heads may see."""
     chosen, since = state.chosen, int(state._counters[2])
     assert bool((chosen >= 0).all()), "fewer than k tokens are chosen"
     assert bool((chosen.diff(dim=-1) > 0).all()), "a token is chosen twice"
     seen = state.tokens_seen + 1
     output = state.step(query, key, value)
-    looks, labels = state.head_clusters.representatives, list(state.head_clusters.labels)
-    visible = torch.zeros(1, len(looks), seen, dtype=torch.bool, device=DEVICE)
+    representatives, labels = state.head_clusters.representatives, list(state.head_clusters.labels)
+    visible = torch.zeros(1, len(representatives), seen, dtype=torch.bool, device=DEVICE)
     visible = visible.scatter(-1, chosen[-1:], True)[:, labels]                            # [1, Hkv, seen]
     visible[..., since:] = True
-    visible[:, list(looks)] = True
+    visible[:, list(representatives)] = True
     case = DecodeCase.of(query[-1:], state.key[-1:, :, :seen], state.value[-1:, :, :seen], visible, per_head=True)
     assert_within(output[-1:], case.attention.output[:, :, 0], bounds.decode_output(case), what="output")
 
 
 def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Full attention as a model of transformers' has it in eager mode: keys and values once for each query head."""
+    """Full attention as in transformers' eager mode, which repeats keys and values for each query head."""
     group = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
     logit = query[:, :, None] @ key.transpose(2, 3) * key.shape[-1] ** -0.5
@@ -156,7 +156,7 @@ def stride_benchmark(device_benchmark, draw, shape: Shape, gated: bool) -> None:
     )
     if gated and figures is not None:
         faster = figures.references["eager"] / figures.seconds
-        assert faster >= 8, f"{faster:.2f} times as fast as eager attention; the specification asks for 8"
+        assert faster >= 8, f"{faster:.2f} times as fast as eager attention, expected at least 8"
 
 
 def test_stride(device_benchmark, draw):
@@ -165,12 +165,12 @@ def test_stride(device_benchmark, draw):
 
 @pytest.mark.parametrize("shape", OTHERS, ids=str)
 def test_other_strides(device_benchmark, draw, shape):
-    """For information."""
+    """Other shapes. Not gated."""
     stride_benchmark(device_benchmark, draw, shape, gated=False)
 
 
 def test_anticipation(device_benchmark, draw):
-    """A step that chooses, for information, beside the selection as torch has it: a stride of one."""
+    """A step with an anticipation (a stride of one), beside torch.topk for the selection alone. Not gated."""
     shape = GATED
     state = filled(shape, draw, stride=1)
     query = draw(shape.batch, shape.query_heads, shape.head_dim)
@@ -188,22 +188,22 @@ def test_anticipation(device_benchmark, draw):
 
 LAYERS = 32
 HIDDEN, INNER = 4096, 14336
-AWAY = Shape(4, 2**17)
-#: Radians by which queries turn from one anticipation to the next: about 0.8 of what is chosen stays.
+OFFLOADED = Shape(4, 2**17)
+#: Radians by which queries rotate between anticipations. About 0.8 of the chosen tokens then stay the same.
 DRIFT = 0.45
-#: In turns, for the share of the transfers' time that is hidden.
+#: Rounds of `interleaved_times`, which measures the share of the transfer time that is hidden.
 TURNS = 15
 
 
 def phase_of(layer: int) -> int:
-    """Layers anticipate by turns. In a stride's last step the last layer to do so is the 28th of 32, so that its tokens
-    come while the others compute: a graph ends with nothing on its way."""
+    """Layers anticipate at different steps. In the last step of a stride, the last of them is layer 28 of 32, so that
+    its transfer can finish while the remaining layers compute: a graph must end without pending transfers."""
     return (layer + 3) % STRIDE
 
 
 class Bank(StreamTransfers):
-    """Pinned memory that all layers share: 51 GB would take longer than all timing. So a token that was decoded may be
-    another layer's; what an offloaded state computes, the conformance suite looks at."""
+    """Pinned memory that all layers share, since 51 GB would take longer to allocate than the benchmark. Decoded tokens
+    may therefore belong to another layer. The conformance suite checks the results of offloaded states."""
 
     memory: ClassVar[list[Tensor]] = []
 
@@ -219,19 +219,19 @@ class Bank(StreamTransfers):
 
 
 class InLine(Transfers):
-    """On the stream that computes."""
+    """Transfers on the computing stream."""
 
 
 class Skipped(Transfers):
-    """Nothing travels: as if it took no time."""
+    """No transfers, as if they took no time."""
 
     def submit(self, job: Callable[[], None]) -> None:
         pass
 
 
 class Stack:
-    """Decode steps of a model's layers, norms apart: projections, attention, MLP. All share their weights, which are
-    larger than any cache; queries are given, so that they drift as they should."""
+    """Decode steps of a model's layers without their norms: projections, attention, MLP. All layers share weights,
+    which are larger than L2. Queries are given, so that their drift is known."""
 
     def __init__(self, shape: Shape, draw: Callable[..., Tensor]) -> None:
         self.shape = shape
@@ -245,8 +245,8 @@ class Stack:
         self.axes = [draw(shape.batch, shape.query_heads, shape.head_dim) for _ in range(2)]
         self.angle = torch.zeros((), device=DEVICE)
 
-    def turned(self) -> Tensor:
-        """The queries of the next stride, by an angle that the device keeps: a graph's replays turn them on."""
+    def rotated_query(self) -> Tensor:
+        """The queries of the next stride. Their angle is stored on the device, so that graph replays advance it."""
         self.angle += DRIFT
         return (self.angle.cos() * self.axes[0] + self.angle.sin() * self.axes[1]).to(DTYPE)
 
@@ -265,7 +265,7 @@ class Stack:
 
 
 class Offloaded:
-    """A stack whose layers keep most keys and values on the host."""
+    """A stack whose layers store most keys and values on the host."""
 
     def __init__(self, stack: Stack, tokens: list[Tensor]) -> None:
         self.stack, shape = stack, stack.shape
@@ -273,34 +273,34 @@ class Offloaded:
         self.states = []
         for number, transfers in enumerate(self.streams):
             state = empty(shape, offload=True, phase=phase_of(number))
-            away = state._offload
-            assert away is not None
-            away.transfers = transfers
-            away.open()
+            offload = state._offload
+            assert offload is not None
+            offload.transfers = transfers
+            offload.open()
             for stored, whole in zip((state._key, state._value), tokens, strict=True):
                 stored[:, :, :shape.tokens] = whole[:, list(state.head_clusters.representatives)]
             if number == 0:
-                away.store(tokens[0], tokens[1], 0, away.members)
-            as_prompted(state, shape)
-            transfers.submit(partial(away.take, state._chosen, away.always))
+                offload.store(tokens[0], tokens[1], 0, offload.members)
+            mark_as_prompt(state, shape)
+            transfers.submit(partial(offload.take, state._chosen, offload.always))
             self.states.append(state)
 
     def stride(self) -> Tensor:
-        """A stride of steps, at the end of which nothing is on its way."""
-        query = self.stack.turned()
+        """A stride of steps, at the end of which no transfer is pending."""
+        query = self.stack.rotated_query()
         for _ in range(STRIDE):
             output = self.stack.run(lambda layer, q, k, v: self.states[layer].step(q, k, v), query)
         for state in self.states:
             state.join()
         return output
 
-    def by(self, carriers: Sequence[Transfers]) -> Callable[[], Tensor]:
-        """`stride`, with others to carry the tokens."""
+    def with_transfers(self, transfers: Sequence[Transfers]) -> Callable[[], Tensor]:
+        """`stride` with these transfers, one per layer."""
         def run() -> Tensor:
-            for state, carrier in zip(self.states, carriers, strict=True):
+            for state, of_layer in zip(self.states, transfers, strict=True):
                 assert state._offload is not None
-                state._offload.transfers = carrier
-                # As in a graph, so also what warms it up: launches at every step, and the streams run on.
+                state._offload.transfers = of_layer
+                # The warm-up behaves like the captured graph: it launches at every step and does not synchronize.
                 state._captured = True
                 state._settle = lambda: None  # type: ignore[method-assign]
             return self.stride()
@@ -308,9 +308,9 @@ class Offloaded:
         return run
 
 
-def in_turns(gpu: Device, functions: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
-    """Seconds by name: medians of graphs that are replayed in turns, so that all see the same clocks. Before each of
-    them the first one runs, untimed: whoever came after one that leaves transfers out would have two strides' ones."""
+def interleaved_times(gpu: Device, functions: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
+    """Median seconds by name. The graphs are replayed in turns, so that all run at the same clocks. The first graph
+    runs untimed before each of them: after a graph without transfers, the next one would transfer two strides."""
     graphs = {name: gpu.capture(function) for name, function in functions.items()}
     first = next(iter(graphs.values()))
     spans: dict[str, list[tuple[Any, Any]]] = {name: [] for name in graphs}
@@ -325,14 +325,14 @@ def in_turns(gpu: Device, functions: dict[str, Callable[[], Tensor]]) -> dict[st
 
 
 def test_offloaded_stack(device_benchmark, draw, gpu, benchmark):
-    """A stride of steps of a whole model in a graph, keys and values of most heads on the host; beside it the same
-    model with full attention. What the transfers take, and how much of it is hidden, say graphs of the same stride
-    with the transfers in line, and left out."""
-    shape = AWAY
+    """A stride of steps of a whole model in a graph with most keys and values on the host, against the same model with
+    full attention. Graphs of the same stride with transfers in line, and without transfers, give the transfer time and
+    the share of it that is hidden."""
+    shape = OFFLOADED
     stack = Stack(shape, draw)
     tokens = [draw(shape.batch, shape.key_value_heads, shape.tokens, shape.head_dim) for _ in range(2)]
     offloaded, overlaps = Offloaded(stack, tokens), []
-    behind = offloaded.by(offloaded.streams)
+    overlapped = offloaded.with_transfers(offloaded.streams)
 
     def full(attention: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def run() -> Tensor:
@@ -346,53 +346,53 @@ def test_offloaded_stack(device_benchmark, draw, gpu, benchmark):
         assert bool(output.isfinite().all()), "the last hidden state is not finite"
         for state in (offloaded.states[0], offloaded.states[-1]):
             before = state.chosen
-            behind()
+            overlapped()
             overlaps.append(float(synckv.overlap(before, state.chosen).mean()))
-            assert 0.7 < overlaps[-1] < 0.9, f"{overlaps[-1]:.2f} of what is chosen stays, about 0.8 was meant to"
+            assert 0.7 < overlaps[-1] < 0.9, f"{overlaps[-1]:.2f} of the chosen tokens stay, expected about 0.8"
 
     peers = decode_peers(stack.axes[0], *tokens)
     figures = device_benchmark(
-        behind, moves=STRIDE * LAYERS * shape.step_bytes(2), verify=verify,
+        overlapped, moves=STRIDE * LAYERS * shape.step_bytes(2), verify=verify,
         peers={name: full(peer) for name, peer in peers.items() if name.startswith("cudnn")},
         peers_move=STRIDE * LAYERS * shape.full_bytes, gated=True,
     )
     if figures is not None:
         others = {"in line": InLine(), "skipped": Skipped()}
-        took = in_turns(gpu, {"behind": behind, **{name: offloaded.by([one] * LAYERS) for name, one in others.items()}})
-        travel = took["in line"] - took["skipped"]
-        hidden = 1 - (took["behind"] - took["skipped"]) / travel
+        others_run = {name: offloaded.with_transfers([one] * LAYERS) for name, one in others.items()}
+        took = interleaved_times(gpu, {"behind": overlapped, **others_run})
+        transfer_time = took["in line"] - took["skipped"]
+        hidden = 1 - (took["behind"] - took["skipped"]) / transfer_time
         times = ", ".join(f"{name} {seconds / STRIDE * 1e3:.2f}" for name, seconds in took.items())
         benchmark.extra_info["offload"] = {"overlap": overlaps[-1], "hidden": hidden, "seconds_a_stride": took}
         print(f"overlap {overlaps[-1]:.2f}; ms a step: {times}; {hidden:.0%} of the transfers hidden")
-        assert hidden >= 0.9, f"{hidden:.0%} of the transfers' time is hidden; the specification asks for 90 %"
+        assert hidden >= 0.9, f"{hidden:.0%} of the transfer time is hidden, expected at least 90 %"
 
 
 @pytest.mark.parametrize("programs", [8, 16, 24, 32, 64])
-def test_carriers(device_benchmark, draw, monkeypatch, programs):
-    """For information: an exchange of one layer, all of whose tokens but the static ones are new, by the number of
-    programs that fetch them."""
+def test_transfer_programs(device_benchmark, draw, monkeypatch, programs):
+    """The transfer of one layer's dynamic sets, all of whose tokens are new, by the number of programs. Not gated."""
     for name in ("PROGRAMS", "FEW"):
         monkeypatch.setattr(_offload, name, programs)
-    shape = AWAY
+    shape = OFFLOADED
     state = empty(shape, offload=True)
-    away = state._offload
-    assert away is not None
-    away.transfers = Bank()
-    away.open()
-    as_prompted(state, shape)
+    offload = state._offload
+    assert offload is not None
+    offload.transfers = Bank()
+    offload.open()
+    mark_as_prompt(state, shape)
     free = state._chosen.shape[-1] - state._static.shape[-1]
     sets = []
     for number in range(2):
         chosen = state._chosen.clone()
-        # Tokens that are not static, of the two sets different ones.
+        # Tokens that are not static, and differ between the two sets.
         chosen[..., -free:] = state.static[..., :free] + 1 + number
         sets.append(chosen)
     turn = count()
 
     def exchange() -> Tensor:
         for _ in range(2):
-            away.take(sets[next(turn) % 2], away.always)
-        return away.places
+            offload.take(sets[next(turn) % 2], offload.always)
+        return offload.places
 
     def verify(places: Tensor) -> None:
         assert bool((places >= 0).all()), "a token has no place"

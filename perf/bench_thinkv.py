@@ -1,7 +1,7 @@
-"""ThinKV at the shapes of its specification: attention over the quantized paged cache, and what keeps the cache small.
+"""ThinKV's benchmarks: attention over the quantized paged cache, quantization of new tokens, and eviction.
 
-The peer is the fastest attention over as many tokens in bfloat16. 60 % of the tokens are reasoning, 30 % execution (4
-bits each), 10 % transition (2 bits).
+The peers attend to as many tokens in bfloat16. 60 % of the tokens are reasoning and 30 % execution (4 bits), 10 % are
+transition (2 bits).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEVICE = "cuda"
 DTYPE = torch.bfloat16
 ITEM = DTYPE.itemsize
 TAU = 128
-#: Of ten windows, these types: R, E and T.
+#: The thought types of ten consecutive windows.
 WINDOWS = "RRERRERETR"
 LETTERS = {"R": Thought.REASONING, "E": Thought.EXECUTION, "T": Thought.TRANSITION}
 
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
 
     @property
     def full_bytes(self) -> int:
-        """Keys and values in bfloat16, queries and output."""
+        """Bytes of keys and values in bfloat16, queries and output."""
         cache = 2 * self.batch * self.key_value_heads * self.tokens * self.head_dim
         return (cache + 2 * self.batch * self.query_heads * self.head_dim) * ITEM
 
@@ -73,7 +73,8 @@ def config_of(shape: Shape) -> ThinKVConfig:
 
 
 def filled(shape: Shape, draw: Callable[..., Tensor], tokens: int) -> thinkv.PagedCache:
-    """A cache that `tokens` tokens came into, window by window; beyond shape.tokens as many leave, at random."""
+    """A cache after appending `tokens` tokens, window by window. Beyond shape.tokens, each group of new tokens evicts
+    as many past ones at random."""
     config = config_of(shape)
     cache = thinkv.PagedCache(
         config, batch=shape.batch, key_value_heads=shape.key_value_heads, head_dim=shape.head_dim, dtype=DTYPE,
@@ -87,8 +88,8 @@ def filled(shape: Shape, draw: Callable[..., Tensor], tokens: int) -> thinkv.Pag
         if start >= shape.tokens:
             past = (cache.segments >= 0) & (cache.segments < window)
             chance = torch.rand(past.shape, device=DEVICE, generator=generator).masked_fill(~past, 2.0)
-            goes = chance.argsort(1)[:, :config.group]
-            cache.evict(torch.zeros_like(past).scatter(1, goes, True) & past)
+            evicted = chance.argsort(1)[:, :config.group]
+            cache.evict(torch.zeros_like(past).scatter(1, evicted, True) & past)
         for token in range(start, start + config.group):
             key, value = (draw(shape.batch, shape.key_value_heads, shape.head_dim) for _ in range(2))
             cache.append(key, value, number + token)
@@ -99,15 +100,15 @@ def filled(shape: Shape, draw: Callable[..., Tensor], tokens: int) -> thinkv.Pag
 
 
 def payload(cache: thinkv.PagedCache, shape: Shape) -> int:
-    """Bytes that a step must read at least: codes and scales of what is live; and queries and output."""
+    """The minimum bytes of a step: codes and scales of the live tokens, queries and output."""
     elements = 2 * shape.key_value_heads * shape.head_dim * int((cache.groups >= 0).sum())
     return int(cache.bits_per_element() * elements / 8) + 2 * shape.batch * shape.query_heads * shape.head_dim * ITEM
 
 
 def check_row(
-    cache: thinkv.PagedCache, query: Tensor, result: tuple[Tensor, Tensor], row: int, looks: bool = True
+    cache: thinkv.PagedCache, query: Tensor, result: tuple[Tensor, Tensor], row: int, with_sparsity: bool = True
 ) -> None:
-    """One row's output, and sparsity where it was wanted, against float64, over the numbers that the cache shows."""
+    """Check one row's output and, if it was requested, its sparsity, against float64 over the dequantized cache."""
     assert not bool(result[0].isnan().any()), "part of the output was not written"
     live = cache.occupied[row].nonzero()[:, 0]
     key, value = (tensor[row:row + 1, :, live].double() for tensor in cache.dequantized())
@@ -119,21 +120,23 @@ def check_row(
     assert_within(
         result[0][row:row + 1], attention.output[:, :, 0], judge.attention_error(wide, allowed)[:, :, 0], what="output"
     )
-    if not looks:
-        assert bool(result[1].isnan().all()), "nobody asked for the sparsity"
+    if not with_sparsity:
+        assert bool(result[1].isnan().all()), "the sparsity was not requested, but returned"
         return
     (low, high), _ = judge.sparsity_interval(wide, allowed, cache.config)
     share = float(result[1][row])
     assert float(low) <= share <= float(high), f"sparsity {share}, expected from {float(low)} to {float(high)}"
 
 
-def attention_benchmark(device_benchmark, draw, shape: Shape, tokens: int, gated: bool, looks: bool = False) -> None:
-    """looks: a step that wants the sparsity of every row, as one in TAU does; the others want nobody's."""
+def attention_benchmark(
+    device_benchmark, draw, shape: Shape, tokens: int, gated: bool, with_sparsity: bool = False
+) -> None:
+    """with_sparsity: compute the sparsity of every row, as one step in TAU does."""
     cache = filled(shape, draw, tokens)
     query = draw(shape.batch, shape.query_heads, shape.head_dim)
     key, value = (draw(shape.batch, shape.key_value_heads, shape.tokens, shape.head_dim) for _ in range(2))
     occupied = torch.ones(1, shape.tokens, dtype=torch.bool, device=DEVICE)
-    sparsity_mask = torch.full((shape.batch,), looks, device=DEVICE)
+    sparsity_mask = torch.full((shape.batch,), with_sparsity, device=DEVICE)
 
     def verify_peer(output: Tensor) -> None:
         case = DecodeCase.of(query[-1:], key[-1:], value[-1:], occupied)
@@ -144,29 +147,29 @@ def attention_benchmark(device_benchmark, draw, shape: Shape, tokens: int, gated
 
     device_benchmark(
         lambda: thinkv.decode_attention(query, cache, sparsity_mask=sparsity_mask), moves=payload(cache, shape),
-        verify=lambda result: check_row(cache, query, result, shape.batch - 1, looks),
+        verify=lambda result: check_row(cache, query, result, shape.batch - 1, with_sparsity),
         peers=decode_peers(query, key, value), peers_move=shape.full_bytes, verify_peer=verify_peer, gated=gated,
     )
 
 
 def test_fresh(device_benchmark, draw):
-    """A cache that was filled once: the tokens of a block share their scales."""
+    """A cache without evictions: the tokens of a block share their scales."""
     attention_benchmark(device_benchmark, draw, SHAPE, SHAPE.tokens, gated=True)
 
 
-def test_fresh_looked_at(device_benchmark, draw):
-    """The same where the sparsity is computed too."""
-    attention_benchmark(device_benchmark, draw, SHAPE, SHAPE.tokens, gated=True, looks=True)
+def test_fresh_with_sparsity(device_benchmark, draw):
+    """The same, with the sparsity."""
+    attention_benchmark(device_benchmark, draw, SHAPE, SHAPE.tokens, gated=True, with_sparsity=True)
 
 
-def test_churned(device_benchmark, draw):
-    """After 8192 tokens more, for each of which another left: blocks mix segments and scale groups."""
+def test_steady_state(device_benchmark, draw):
+    """After 8192 more tokens, each of which evicts another: blocks mix segments and scale groups."""
     attention_benchmark(device_benchmark, draw, SHAPE, SHAPE.tokens + 8192, gated=False)
 
 
 def test_flush(device_benchmark, draw):
-    """Sixteen tokens of every row are quantized and take slots, and leave again. Beside it, for information, what it
-    takes to close gaps by gathering the tokens that stay (as R-KV does), in bfloat16."""
+    """Quantize 16 tokens of every row into slots, and evict them again. The reference closes gaps by gathering the
+    remaining tokens in bfloat16, as R-KV does. Not gated."""
     shape = SHAPE
     cache = filled(shape, draw, shape.tokens)
     tokens = [[draw(shape.batch, shape.key_value_heads, shape.head_dim) for _ in range(2)] for _ in range(16)]
@@ -176,7 +179,7 @@ def test_flush(device_benchmark, draw):
         cache.append(key, value, number + shape.tokens + place)
 
     key, value = (draw(shape.batch, shape.key_value_heads, shape.tokens, shape.head_dim) for _ in range(2))
-    stays = torch.randperm(shape.tokens, device=DEVICE)[:shape.tokens - 16].sort().values
+    kept = torch.randperm(shape.tokens, device=DEVICE)[:shape.tokens - 16].sort().values
 
     def flush() -> Tensor:
         cache._tables.buffered.fill_(16)
@@ -189,17 +192,17 @@ def test_flush(device_benchmark, draw):
     device_benchmark(
         flush, moves=moved * ITEM + moved * 9 // 16, gated=False,
         verify=lambda last: assert_same(last.sum(1), torch.full_like(number, 16), what="tokens flushed"),
-        references={"gather": lambda: (key.index_select(2, stays), value.index_select(2, stays))},
+        references={"gather": lambda: (key.index_select(2, kept), value.index_select(2, kept))},
     )
 
 
 def test_representatives(device_benchmark, draw):
-    """k-means of one segment per row, of 128 tokens to 64."""
+    """k-means of one segment per row, from 128 tokens to 64. Not gated."""
     shape = SHAPE
     key = draw(shape.batch, shape.key_value_heads, TAU, shape.head_dim)
     slots = torch.arange(TAU, device=DEVICE).expand(shape.batch, 1, TAU).contiguous()
     keep = torch.full((shape.batch, 1), 64, dtype=torch.int64, device=DEVICE)
     device_benchmark(
         lambda: segment_representatives(key, slots, keep, most=64), moves=key.nbytes, gated=False,
-        verify=lambda stays: assert_same(stays.sum(-1), keep, what="tokens kept"),
+        verify=lambda keep_mask: assert_same(keep_mask.sum(-1), keep, what="tokens kept"),
     )

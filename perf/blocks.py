@@ -1,6 +1,6 @@
-"""What the benchmarks of the attention baselines share: a decode step, a block's attention and aggregate, a block.
+"""Shared benchmarks of the baselines: a decode step, attention and aggregate of a block, and a block of a state.
 
-A state is timed as it is in the long run: its cache full, every token that comes in evicting one.
+States have a full cache, so that every new token evicts one.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .peers import _attention, _that_run, decode_peers
 DEVICE = "cuda"
 DTYPE = torch.bfloat16
 ITEM = DTYPE.itemsize
-#: Rows of a batch that are compared with float64: the whole would take longer than all timing.
+#: Rows of a batch that are compared with float64. All rows would take longer than the benchmark.
 ROWS_CHECKED = 2
 BLOCK = 128
 
 
 class Shape(NamedTuple):
-    """B, Hq, Q (tokens that come in at a time), S (the budget), Hkv, D."""
+    """B, Hq, Q (new tokens per call), S (the budget), Hkv, D."""
 
     batch: int
     query_heads: int
@@ -47,20 +47,20 @@ class Shape(NamedTuple):
 
     @property
     def attention_bytes(self) -> int:
-        """Keys, values and queries read once, the output written once: what attention alone must move."""
+        """The minimum for attention alone: read keys, values and queries once, write the output once."""
         cache = 2 * self.batch * self.key_value_heads * self.slots * self.head_dim
         return (cache + 2 * self.batch * self.query_heads * self.queries * self.head_dim) * ITEM
 
     @property
     def state_bytes(self) -> int:
-        """And the new tokens, read and written into their slots, and a score per slot."""
+        """The minimum for a state: also read the new tokens, write them to their slots, and write a score per slot."""
         tokens = 2 * self.batch * self.key_value_heads * self.queries * self.head_dim * ITEM
         return self.attention_bytes + 2 * tokens + 4 * self.batch * self.key_value_heads * self.slots
 
 
 STEPS = (Shape(128, 32, 1, 3200), Shape(8, 32, 1, 3200))
 BLOCKS = (Shape(32, 32, BLOCK, 3200), Shape(4, 32, BLOCK, 3200))
-#: The others are for information.
+#: The other shapes are not gated.
 GATED = (STEPS[0], BLOCKS[0])
 
 
@@ -75,7 +75,7 @@ def tokens(shape: Shape, count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def full_state(method: str, shape: Shape, **options: Any) -> Any:
-    """A state of the method's defaults, but for these options, whose cache is full: a block has just evicted."""
+    """A state with the method's defaults and these options, whose cache is full: the last block has evicted."""
     pair = checkers.pair(method)
     assert pair.config is not None
     assert pair.state is not None
@@ -89,10 +89,10 @@ def full_state(method: str, shape: Shape, **options: Any) -> Any:
 
 
 def time_step(device_benchmark: DeviceBenchmark, method: str, shape: Shape, *, gated: bool = True) -> None:
-    """One token: attention to what is held, the aggregate, scores, a victim, and the token in its place."""
+    """Time one step: attention, the aggregate, scores, the choice of a victim, and writing the token to its slot."""
     state = full_state(method, shape)
     given = tuple(tensor[:, :, 0].contiguous() for tensor in tokens(shape, 1, seed=1))
-    # The peers attend to as many slots, to the cache's own keys and values.
+    # The peers attend to the same keys and values.
     cache = state.key[:, :, :shape.slots], state.value[:, :, :shape.slots]
 
     def verify(output: Tensor) -> None:
@@ -106,7 +106,7 @@ def time_step(device_benchmark: DeviceBenchmark, method: str, shape: Shape, *, g
 
 
 def time_block(device_benchmark: DeviceBenchmark, method: str, shape: Shape, *, gated: bool = True) -> None:
-    """A block into a full state: attention, the aggregate, scores, as many victims as tokens, and what stays moved."""
+    """Time a block of a full state: attention, the aggregate, scores, one victim per token, and compaction."""
     state = full_state(method, shape)
     given = tokens(shape, shape.queries, seed=1)
     key, value = (tensor[:, :, :shape.slots + shape.queries] for tensor in (state.key, state.value))
@@ -124,7 +124,7 @@ def time_block(device_benchmark: DeviceBenchmark, method: str, shape: Shape, *, 
 
 
 def time_attend(device_benchmark: DeviceBenchmark, method: str, shape: Shape, *, gated: bool = True) -> None:
-    """The function: a block's attention, and what each key receives of it."""
+    """Time the function `attend`: a block's attention, and the attention that each key receives."""
     pair = checkers.pair(method)
     query, _, _ = tokens(shape, shape.queries, seed=1)
     _, key, value = tokens(shape, shape.slots + shape.queries, seed=2)
@@ -140,7 +140,7 @@ def time_attend(device_benchmark: DeviceBenchmark, method: str, shape: Shape, *,
             queries=shape.queries,
         )
         case._adopt({"query": query[row], "key": key[row], "value": value[row], "occupied": occupied[row]})
-        # VATP's is H2O's.
+        # VATP has no error function of its own: its `attend` is H2O's.
         error = checkers.ask(method, "attend_error", h2o.attend_error)
         assert_attend_right([part[row] for part in result], case, pair.reference.attend, error)
 
@@ -152,7 +152,7 @@ def time_attend(device_benchmark: DeviceBenchmark, method: str, shape: Shape, *,
 
 
 def eager(method: str, given: tuple[Tensor, ...], cache: tuple[Tensor, Tensor]) -> dict[str, Callable[[], Any]]:
-    """The reference's attention and aggregate of one token over the cache, where the method has such a function."""
+    """The reference's `attend` of one token over the cache, if the method has this function."""
     pair = checkers.pair(method)
     if "attend" not in pair.exports:
         return {}
@@ -161,7 +161,7 @@ def eager(method: str, given: tuple[Tensor, ...], cache: tuple[Tensor, Tensor]) 
 
 
 def block_peers(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """Attention of a block to what is held and causally to itself: query [B, Hq, Q, D]; key, value [B, Hkv, S, D]."""
+    """Attention of a block to the cache and causally to itself: query [B, Hq, Q, D]; key, value [B, Hkv, S, D]."""
     mask = causal_lower_right(query.shape[2], key.shape[2])
     return _that_run({
         "flash": _attention(SDPBackend.FLASH_ATTENTION, query, key, value, attn_mask=mask, enable_gqa=True),
@@ -172,14 +172,15 @@ def block_peers(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Callable
 
 
 def block_memory(shape: Shape) -> int:
-    """What a block may take besides its inputs: output, the softmaxes' parts, and what each key receives, twice."""
+    """The memory that a block may use besides its inputs: the output, partial softmax results, and twice the attention
+    that each key receives."""
     rows = shape.batch * shape.query_heads * shape.queries
     slots = shape.slots + shape.queries
     return rows * (shape.head_dim * ITEM + 2 * 4) + 2 * 4 * shape.batch * shape.key_value_heads * slots + 2**20
 
 
 def assert_lean(function: Callable[[], Any], most: int) -> None:
-    """No [Q, S] matrix: the most memory that `function` takes, over what there was, grows with Q + S."""
+    """Assert that `function` allocates at most `most` bytes, which is too few for a [Q, S] matrix."""
     function()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -187,14 +188,14 @@ def assert_lean(function: Callable[[], Any], most: int) -> None:
     function()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    assert peak <= most, f"takes {peak / 2**20:.1f} MiB, and should make do with {most / 2**20:.1f}"
+    assert peak <= most, f"allocates {peak / 2**20:.1f} MiB, expected at most {most / 2**20:.1f}"
 
 
 # Against float64 -----------------------------------------------------------------------------------------------------
 
 
 class _Rows:
-    """Some rows of a state, as the judge sees one: given those rows' tokens, all rows take theirs."""
+    """A view of some rows of a state for the judge. When these rows get tokens, all rows of the state get theirs."""
 
     def __init__(self, state: Any, given: tuple[Tensor, ...], rows: Tensor) -> None:
         self._state, self._given, self._rows = state, given, rows
@@ -210,8 +211,8 @@ class _Rows:
 
 
 def check_state(state: Any, given: tuple[Tensor, ...], method: str) -> None:
-    """The state takes the tokens once more, and so does a float64 reference that was brought to the same point: the
-    output within its bound, the choice by intervals, scores, positions, and keys and values to the letter."""
+    """Pass the tokens once more to the state, and to a float64 reference with the same contents. Check the output, the
+    choice and the scores within their bounds, and positions, keys and values exactly."""
     pair = checkers.pair(method)
     rows = torch.randperm(state.sizes.batch, generator=torch.Generator().manual_seed(3))[:ROWS_CHECKED].to(DEVICE)
     reference = _reference(pair, state, rows)
@@ -226,7 +227,7 @@ def check_state(state: Any, given: tuple[Tensor, ...], method: str) -> None:
 
 
 def _reference(pair: Any, state: Any, rows: Tensor) -> Any:
-    """The reference's state in float64, holding what those rows of `state` hold."""
+    """The reference's state in float64 with the contents of these rows of `state`."""
     _, query_heads, key_value_heads, _, head_dim = state.sizes
     reference = getattr(pair.reference, pair.state.__name__)(
         state.config, batch=len(rows), query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim,
@@ -236,7 +237,7 @@ def _reference(pair: Any, state: Any, rows: Tensor) -> Any:
     for name, tensor in {**upcast_all(held), **{n: getattr(state, n)[rows] for n in ("occupied", "positions")}}.items():
         setattr(reference, name, tensor.clone())
     reference._seen = state.tokens_seen
-    if pair.name == "snapkv":  # whose window is a ring here, and in the order of positions there
+    if pair.name == "snapkv":  # its window is a ring buffer here, and in the order of positions in the reference
         positions, order = state._window_positions[rows].sort(-1)
         index = order[:, None, :, None].expand(-1, query_heads, -1, head_dim)
         reference._window_positions = positions

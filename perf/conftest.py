@@ -1,4 +1,4 @@
-"""pytest, and pytest-benchmark, for a CUDA device: fixtures, what a run's JSON says of the machine, the table."""
+"""pytest and pytest-benchmark on a CUDA device: fixtures, the machine's data in the JSON of a run, and the table."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ MEASURED = pytest.StashKey[list[dict[str, Any]]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("kvtwin", "kvtwin").addoption(
         "--perf-cold", choices=COLD, default=COLD[0],
-        help="what the flush before every round leaves in L2: lines that were written (the default) or only read",
+        help="L2 contents after the flush before every round: written lines (the default) or lines that were only read",
     )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Without a GPU nothing here can run, and a skip would look like a pass."""
+    """Refuse to run without a GPU: a skip would look like a pass."""
     if session.config.option.collectonly or not any(HERE in item.path.parents for item in session.items):
         return
     if not session.config.pluginmanager.has_plugin("benchmark"):
         raise pytest.UsageError("the benchmarks need pytest-benchmark: python -m pip install 'kvtwin[perf]'")
     if not torch.cuda.is_available():
-        raise pytest.UsageError(f"the benchmarks need a CUDA device, and torch {torch.__version__} sees none here")
+        raise pytest.UsageError(f"the benchmarks need a CUDA device, but torch {torch.__version__} finds none")
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise pytest.UsageError("TRITON_INTERPRET is set: kernels would be interpreted, not compiled; unset it")
 
@@ -50,7 +50,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def gpu(request: pytest.FixtureRequest) -> Device:
-    """The device that benchmarks run on."""
+    """The device that the benchmarks run on."""
     return Cuda(request.config.getoption("perf_cold", COLD[0]))
 
 
@@ -62,7 +62,7 @@ def roofline(gpu: Device) -> Roofline:
 
 @pytest.fixture
 def device_timer(request: pytest.FixtureRequest, gpu: Device) -> None:
-    """Makes pytest-benchmark read the device's clock, whatever else the test's marker says."""
+    """Make pytest-benchmark use the device's clock, with the other settings of the test's marker."""
     marker = request.node.get_closest_marker("benchmark")
     settings = dict(marker.kwargs) if marker else {}
     request.node.add_marker(pytest.mark.benchmark(**settings | {"timer": gpu.now}), append=False)
@@ -72,8 +72,8 @@ def device_timer(request: pytest.FixtureRequest, gpu: Device) -> None:
 def device_benchmark(
     request: pytest.FixtureRequest, device_timer: None, benchmark: Any, gpu: Device, roofline: Roofline
 ) -> Iterator[DeviceBenchmark]:
-    """See DeviceBenchmark.__call__. The gates of bench_<name>.py are in thresholds/<name>.toml; those of a test with a
-    parameter `method` in thresholds/<method>.toml."""
+    """See DeviceBenchmark.__call__. The gates of bench_<name>.py are in thresholds/<name>.toml, or in
+    thresholds/<method>.toml for a test with a parameter `method`."""
     request.config.stash[ROOFLINE] = roofline
     method = getattr(request.node, "callspec", None) and request.node.callspec.params.get("method")
     path = request.path.parent / "thresholds" / f"{method or request.path.stem.removeprefix('bench_')}.toml"
@@ -81,18 +81,18 @@ def device_benchmark(
     yield DeviceBenchmark(benchmark, gpu, roofline, gates, report.title(request.node.name, method or ""))
     measured = {"name": request.node.name, "extra_info": benchmark.extra_info}
     request.config.stash.setdefault(MEASURED, []).append(measured)
-    # Graphs and their memory pools go before the next benchmark allocates.
+    # Free graphs and their memory pools before the next benchmark allocates.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-# ---- what pytest-benchmark says of the machine -----------------------------------------------------------------------
+# ---- machine data in pytest-benchmark's JSON -------------------------------------------------------------------------
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_generate_machine_info() -> dict[str, Any]:
-    """The device and the versions that a time depends on, and nothing that names the host."""
+    """The device and the versions that a time depends on. Contains nothing that names the host."""
     here = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if here else None,
@@ -106,11 +106,12 @@ def pytest_benchmark_generate_machine_info() -> dict[str, Any]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_compare_machine_info(machine_info: dict[str, Any], compared_benchmark: dict[str, Any]) -> None:
-    """Times of two kinds of device cannot be compared; of two versions they can, and pytest-benchmark says so."""
+    """Refuse to compare times of different devices. Different versions are comparable, and pytest-benchmark shows
+    them."""
     theirs = compared_benchmark["machine_info"].get("gpu")
     if theirs != machine_info["gpu"]:
         ours = machine_info["gpu"]
-        raise pytest.UsageError(f"--benchmark-compare: the stored run is of {theirs}, and this is {ours}")
+        raise pytest.UsageError(f"--benchmark-compare: the stored run is from {theirs}, this machine has {ours}")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -136,7 +137,7 @@ def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
-        # Importable without being installed: a tree on PYTHONPATH.
+        # The package may be importable without being installed, on PYTHONPATH.
         return getattr(sys.modules.get(package), "__version__", None)
 
 

@@ -1,6 +1,6 @@
-"""Time on a CUDA device: events for a clock, graphs for launches, a flush for a cold cache.
+"""Timing on a CUDA device: events as the clock, graphs instead of launches, and a flush of the L2 cache.
 
-`Device` is all that the harness asks of a device, so that its own tests run it on a made-up one.
+`Device` is the interface that the harness needs, so that the tests of the harness can use a fake device.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import torch
 
-#: Ways to leave L2 without the benchmark's data: holding written lines, or holding lines that were only read.
+#: The contents of L2 after a flush: written lines, or lines that were only read.
 COLD = ("dirty", "clean")
 
 
 class Program(Protocol):
-    """Something that can be run again and again; `result` is what the last run returned."""
+    """Something that can run repeatedly; `result` is the result of the last run."""
 
     result: Any
 
@@ -24,22 +24,22 @@ class Program(Protocol):
 
 
 class Device(Protocol):
-    """name: like nvidia-h200, as in the names of baselines."""
+    """name: as in the names of baselines, for example nvidia-h200."""
 
     name: str
 
     def now(self) -> Any:
-        """A point in time; the later one minus the earlier one gives seconds."""
+        """A point in time. The difference of two is in seconds."""
 
     def capture(self, function: Callable[[], Any]) -> Program:
-        """`function` as a program that costs the host next to nothing."""
+        """`function` as a program with almost no host overhead."""
 
     def cold(self) -> None:
-        """Empty the cache of what the next program will read."""
+        """Evict the data of the next program from the cache."""
 
 
 class Instant:
-    """A point on the device's time line. It lies between what the stream was given before and what it is given next."""
+    """A point in the device's time: after all work enqueued so far, and before the work enqueued next."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
@@ -51,7 +51,7 @@ class Instant:
 
 
 class Direct:
-    """A function launched as it is: for what cannot be captured. Its launches count where the host is slower."""
+    """A function that is launched without a graph, if it cannot be captured. Its time may include launch overhead."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
@@ -82,16 +82,16 @@ class Graph:
 class Cuda:
     """The current CUDA device.
 
-    cold: what `cold` does. "dirty" writes a buffer, so a benchmark starts with an L2 full of lines that memory has not
-    seen yet, as after a kernel that wrote a lot; writing them back takes bandwidth from the first microseconds. "clean"
-    then reads another buffer, as after a kernel that read weights.
+    cold: what the method `cold` does. "dirty" writes a buffer, so that L2 is full of modified lines, as after a kernel
+    that writes a lot. Writing them back takes bandwidth during the first microseconds. "clean" then also reads another
+    buffer, as after a kernel that reads weights.
     """
 
     def __init__(self, cold: str = COLD[0]) -> None:
         self.name = slug(torch.cuda.get_device_name())
         self._clean = cold == "clean"
         cache = torch.cuda.get_device_properties().L2_cache_size
-        # So much, too, that the host has queued the benchmark before the device is done with the flush.
+        # The flush must also last long enough for the host to enqueue the benchmark.
         self._written = torch.empty(max(4 * cache, 2**29), dtype=torch.uint8, device="cuda")
         self._read = torch.zeros(max(cache, 2**25), dtype=torch.float32, device="cuda")
         self._sum = torch.zeros((), dtype=torch.float32, device="cuda")
@@ -109,5 +109,5 @@ class Cuda:
 
 
 def slug(name: str) -> str:
-    """A device's name as part of a file's: NVIDIA H200 -> nvidia-h200."""
+    """A device's name for use in file names: NVIDIA H200 -> nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

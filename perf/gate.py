@@ -10,19 +10,19 @@ from typing import Any
 
 from .roofline import Roofline
 
-#: How much worse than the level reached so far a ratio may be.
+#: The relative tolerance below a level that was reached before.
 SLACK = 0.05
 
-#: In thresholds: the ratio to the fastest peer of the run, whichever it is.
+#: In thresholds, the name for the fastest peer of a run.
 STRONGEST = "strongest"
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one benchmark measured. Times in seconds, medians of device time; bandwidths in bytes per second.
+    """The figures of one benchmark. Times are medians of device time in seconds, bandwidths are in bytes per second.
 
-    moves: the bytes that the benchmark cannot do without, each read once or written once; peers_move: those of its
-    peers. references: peers out of competition, such as the eager reference.
+    moves: the minimum number of bytes that the benchmark reads and writes. peers_move: the same for each peer.
+    references: slower implementations for comparison, such as the eager reference, which no gate uses.
     """
 
     seconds: float
@@ -38,7 +38,7 @@ class Figures:
 
     @property
     def share(self) -> float:
-        """Of the copy bandwidth; above 1 where reads outweigh writes."""
+        """The share of the copy bandwidth. It can exceed 1 if there are more reads than writes."""
         return self.bandwidth / self.roofline.copy
 
     @property
@@ -47,12 +47,12 @@ class Figures:
         return min(self.peers, key=lambda name: self.peers[name]) if self.peers else None
 
     def ratio(self, peer: str) -> float | None:
-        """Our time over the peer's, or the strongest's; None for a peer that did not run."""
+        """Our time divided by the peer's, or by that of the fastest peer; None if the peer did not run."""
         theirs = min(self.peers.values(), default=None) if peer == STRONGEST else self.peers.get(peer)
         return None if theirs is None else self.seconds / theirs
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON of a run."""
+        """The figures as plain values for the JSON of a run."""
         return {
             "milliseconds": self.seconds * 1e3,
             "bytes": self.moves,
@@ -90,7 +90,7 @@ class Gate:
 
 
 def load(path: Path) -> dict[str, Gate]:
-    """The gates of one thresholds/<method>.toml, by benchmark. ValueError for what such a file cannot hold."""
+    """The gates in thresholds/<method>.toml, by benchmark. Raises ValueError if the file is invalid."""
     found = {}
     for name, table in tomllib.loads(path.read_text(encoding="utf-8")).items():
         where = f"{path.name}: {name!r}"
@@ -106,26 +106,26 @@ def load(path: Path) -> dict[str, Gate]:
             None if share is None else _number(share, f"{where}.held.share"),
         )
         if gate == Gate():
-            raise ValueError(f"{where} holds no threshold")
+            raise ValueError(f"{where} has no threshold")
         found[name] = gate
     return found
 
 
 def too_fast(figures: Figures) -> list[str]:
-    """Complaints about figures above the limit of the memory, the peers' included: such a measurement is wrong."""
+    """Complaints about bandwidths above the memory's limit, also of peers. Such a measurement is wrong."""
     limit = figures.roofline.limit
-    timed = {"it": figures.bandwidth}
+    timed = {"the benchmark": figures.bandwidth}
     timed |= {f"its peer {name}": figures.peers_move / seconds for name, seconds in figures.peers.items()}
     return [
-        f"faster than the roofline: {name} would move {bandwidth / 1e12:.3f} TB/s, and the memory can do "
-        f"{limit / 1e12:.3f} (work was left out, or the cache was warm)"
+        f"faster than the roofline: {name} would move {bandwidth / 1e12:.3f} TB/s, but the memory's limit is "
+        f"{limit / 1e12:.3f} TB/s (work was left out, or the cache was warm)"
         for name, bandwidth in timed.items()
         if bandwidth > limit
     ]
 
 
 def too_slow(figures: Figures, gate: Gate, machine: str) -> list[str]:
-    """Complaints about figures that miss their thresholds; milliseconds count on their machine only."""
+    """Complaints about figures that miss their thresholds. Thresholds in milliseconds apply to one machine only."""
     found = []
     for peer, most in gate.bar_ratio.items():
         ratio = figures.ratio(peer)
@@ -159,7 +159,7 @@ def _table(table: Any, part: str, where: str) -> dict[str, Any]:
 def _only(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
     unknown = sorted(set(table) - set(known))
     if unknown:
-        raise ValueError(f"{where} knows {', '.join(known)}; got {', '.join(unknown)}")
+        raise ValueError(f"{where} accepts {', '.join(known)}; got {', '.join(unknown)}")
 
 
 def _numbers(table: Any, where: str) -> dict[str, float]:

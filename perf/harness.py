@@ -1,4 +1,4 @@
-"""How a benchmark is timed, checked and judged: what the fixture `device_benchmark` gives."""
+"""Times, checks and gates a benchmark: the value of the fixture `device_benchmark`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .roofline import Roofline
 
 ROUNDS = 100
 WARMUP = 20
-#: Rounds of a reference, which may be a hundred times slower, after one to warm up.
+#: Rounds of a reference, after one warm-up round. References may be a hundred times slower.
 REFERENCE_ROUNDS = 3
 
 Function = Callable[[], Any]
 
 
 class DeviceBenchmark:
-    """Times a function on the device, beside its peers, checks what it computed, and holds the figures to their gates.
+    """Times a function and its peers on the device, checks its results, and compares the figures with the gates.
 
-    benchmark: pytest-benchmark's fixture, whose timer must be `device.now`. gates: of the benchmark's method, by
-    benchmark; name: this one's.
+    benchmark: pytest-benchmark's fixture, whose timer must be `device.now`. gates: the gates of the method, by
+    benchmark name. name: the name of this benchmark.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class DeviceBenchmark:
         verify_peer: Callable[[Any], None] | None = None, references: Mapping[str, Function] | None = None,
         poison: Iterable[Tensor] = (), capture: bool = True, gated: bool = True,
     ) -> Figures | None:
-        """Time `function` in a CUDA graph, with a cold L2, by events on the device; the median of the rounds counts.
+        """Time `function` in a CUDA graph with device events and a cold L2. The result is the median of the rounds.
 
-        moves, peers_move: bytes that the function, and each peer, must move at least. verify(result): after timing,
-        raises AssertionError if the function's last result, or what it left elsewhere, is wrong; verify_peer likewise.
-        peers: captured too, and timed in turns with the function, so that both see the same clocks. references: slow
-        ones, out of competition, launched as they are. poison: buffers that the function must fill, besides those that
-        it returns; they hold NaN before every round. capture=False: launch the function and its peers as they are.
-        gated=False: for information; it need not have thresholds, but it must be right.
+        moves, peers_move: the minimum bytes that the function, and each peer, read and write. verify(result): runs
+        after timing and raises AssertionError if the function's last result or a side effect is wrong. verify_peer: the
+        same for a peer. peers: also captured, and timed in turns with the function, so that all have the same clocks.
+        references: slower implementations, launched without a graph. poison: buffers besides the result that the
+        function must fill; they are set to NaN before every round. capture=False: launch the function and its peers
+        without a graph. gated=False: the benchmark needs no thresholds, but its results must be right.
 
-        The figures are in benchmark.extra_info, and so in the JSON, also where the test fails. Returns them, or None
-        with --benchmark-disable, which checks the results only.
+        The figures are in benchmark.extra_info and in the JSON, even if the test fails. Returns the figures, or None
+        with --benchmark-disable, which only checks the results.
         """
         load = self._device.capture if capture else Direct
         program: Program = load(function)
@@ -64,7 +64,7 @@ class DeviceBenchmark:
         filled = [*poison, *_floating(program.result)]
 
         def prepare() -> None:
-            # Nothing here may wait for the device: it must have work queued when the measured region begins.
+            # Do not synchronize here: the device must have queued work when the measured region begins.
             for name, rival in rivals.items():
                 rounds[name].append(self._timed(rival))
             for tensor in filled:
@@ -103,7 +103,7 @@ class DeviceBenchmark:
         self, program: Program, rivals: Mapping[str, Program], verify: Callable[[Any], None],
         verify_peer: Callable[[Any], None] | None,
     ) -> list[str]:
-        """What is wrong with the results of the last round; a peer runs once more, on the inputs as they are now."""
+        """Complaints about the results of the last round. Peers run once more, on the current inputs."""
         found = _complaint("", verify, program)
         for name, rival in rivals.items():
             if verify_peer is not None:
@@ -130,7 +130,7 @@ def _complaint(whose: str, verify: Callable[[Any], None], program: Program) -> l
 
 
 def _floating(result: Any) -> Iterator[Tensor]:
-    """The floating tensors of a captured program's result: a tensor, a tuple of some, or something else."""
+    """The floating-point tensors in a program's result: a tensor, or nested tuples and lists of tensors."""
     if isinstance(result, Tensor):
         if result.is_floating_point():
             yield result

@@ -1,4 +1,4 @@
-"""The peers that attention is measured against: PyTorch's fused kernels, each in the layouts that suit it."""
+"""The peers of attention benchmarks: PyTorch's fused attention kernels, each in two layouts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
-#: In the messages with which PyTorch and cuDNN refuse arguments that they have no kernel for.
+#: Parts of the messages with which PyTorch and cuDNN reject arguments for which they have no kernel.
 REFUSALS = ("No available kernel", "No viable backend", "cuDNN Frontend error")
 
 
 def decode_peers(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """Attention of one query per head over every slot: query [B, Hq, D]; key, value [B, Hkv, S, D].
+    """Attention of one query per head over all slots: query [B, Hq, D]; key, value [B, Hkv, S, D].
 
-    Each backend twice: as PyTorch has it, query [B, Hq, 1, D] with enable_gqa, and "-rows", with the group's heads as
-    G query rows of one KV head, which is the same mathematics. Results: [B, Hq, 1, D] or [B, Hkv, G, D], that is
-    [B, Hq, D] with the axes of a view. Those that this machine lacks are left out.
+    Each backend has two variants: query [B, Hq, 1, D] with enable_gqa, and "-rows", with the heads of a group as G
+    query rows of one KV head. Both compute the same. Results: [B, Hq, 1, D] or [B, Hkv, G, D], both views of
+    [B, Hq, D]. Variants that this machine does not support are omitted.
     """
     batch, query_heads, head_dim = query.shape
     rows = query.view(batch, key.shape[1], query_heads // key.shape[1], head_dim)
@@ -49,10 +49,10 @@ def _attention(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, *
 
 
 def _that_run(peers: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
-    """Without those whose backend refuses. Thresholds that name one of them then say that it is missing."""
+    """The peers that this machine supports. A threshold that names another one reports it as missing."""
     found = {}
     for name, peer in peers.items():
-        # PyTorch warns why it refuses before it raises.
+        # PyTorch warns about the reason before it raises.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

@@ -1,12 +1,13 @@
-"""The JSON of a run as a table, as a baseline for this machine, or as thresholds.
+"""Converts the JSON of a run to a table, to a baseline of this machine, or to thresholds.
 
     python perf/report.py RUN.json                                                 the table, in Markdown
     python perf/report.py RUN.json --write-baseline perf/baselines/nvidia-h200.json
     python perf/report.py RUN.json --write-baseline perf/baselines/nvidia-h200.json --part
     python perf/report.py RUN.json --held                                          the level reached, as TOML
 
-RUN.json comes from --benchmark-json. A baseline is the same file without single timings: --benchmark-compare=PATH
-reads it. --part: in a baseline that is there, this run's benchmarks alone are replaced; each says which run it is of.
+RUN.json comes from --benchmark-json. A baseline is the same file without the timings of single rounds;
+--benchmark-compare=PATH reads it. With --part, the benchmarks of this run replace those of an existing baseline, which
+keeps its others. Each replaced benchmark names its run.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from typing import Any
 
 COLUMNS = ("benchmark", "ms", "MB", "TB/s", "of copy", "of limit", "against peers", "references", "gate")
 DIGITS = 4
-#: Where a baseline keeps what perf/headline measured, which a run of the benchmarks leaves as it is.
+#: The key of perf/headline's results in a baseline, which benchmark runs do not change.
 HEADLINE = "headline"
 
 
 class Refused(Exception):
-    """This run cannot become what was asked for."""
+    """The run cannot be converted to the requested output."""
 
 
 def rows(benchmarks: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """One row of COLUMNS for each benchmark of a run's JSON that carries our figures."""
+    """One row of COLUMNS for each benchmark of a run's JSON that has our figures."""
     found: list[tuple[str, ...]] = []
     for benchmark in benchmarks:
         info = benchmark["extra_info"]
@@ -56,7 +57,7 @@ def title(name: str, method: str = "") -> str:
 
 
 def _beside(others: Mapping[str, Mapping[str, float]]) -> str:
-    """The fastest first: our time over theirs, and theirs."""
+    """Our time divided by theirs, and their time, fastest first."""
     ordered = sorted(others.items(), key=lambda item: item[1]["milliseconds"])
     return ", ".join(f"{other['ratio']:.3g}x {name} ({other['milliseconds']:.4f})" for name, other in ordered)
 
@@ -70,7 +71,7 @@ def _verdict(info: Mapping[str, Any]) -> str:
 
 
 def table(found: list[tuple[str, ...]]) -> list[str]:
-    """Rows as lines of Markdown, aligned for a terminal."""
+    """The rows as lines of a Markdown table, aligned for a terminal."""
     lines = [COLUMNS, *found]
     widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
     text = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
@@ -79,15 +80,15 @@ def table(found: list[tuple[str, ...]]) -> list[str]:
 
 
 def roofline_line(roofline: Mapping[str, float | None]) -> str:
-    """The roofline of a run in a sentence."""
+    """The roofline of a run as one line of text."""
     return "memory, TB/s: " + ", ".join(f"{name} {value / 1e12:.3f}" for name, value in roofline.items() if value)
 
 
 def baseline(run: Mapping[str, Any]) -> dict[str, Any]:
-    """What a baseline keeps of a run. Refused if a benchmark was wrong: its time means nothing."""
+    """The baseline of a run. Raises Refused if a benchmark was wrong, since its time is meaningless."""
     measured = [benchmark for benchmark in run["benchmarks"] if "milliseconds" in benchmark["extra_info"]]
     if not measured:
-        raise Refused("the run holds no benchmark of ours")
+        raise Refused("the run contains no benchmark of kvtwin")
     wrong = [benchmark["fullname"] for benchmark in measured if not benchmark["extra_info"]["right"]]
     if wrong:
         raise Refused(f"wrong after timing, or faster than the roofline: {', '.join(wrong)}")
@@ -108,9 +109,11 @@ def baseline(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def replaced(before: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """The baseline `before` with the benchmarks of another, which keep the command and the date of their own run."""
+    """The baseline `before` with the benchmarks of `found`, which keep the command, date and roofline of their run."""
     if before["machine_info"]["gpu"] != found["machine_info"]["gpu"]:
-        raise Refused(f"the baseline is of {before['machine_info']['gpu']}, the run of {found['machine_info']['gpu']}")
+        raise Refused(
+            f"the baseline is from {before['machine_info']['gpu']}, the run from {found['machine_info']['gpu']}"
+        )
     whole = {one["fullname"]: one for one in before["benchmarks"]}
     for one in found["benchmarks"]:
         run = {name: found[name] for name in ("command", "datetime", "roofline")}
@@ -119,7 +122,7 @@ def replaced(before: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]
 
 
 def rounded(value: Any) -> Any:
-    """Floats to DIGITS significant digits, all the way down."""
+    """`value` with all floats, also nested ones, rounded to DIGITS significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):
@@ -128,19 +131,19 @@ def rounded(value: Any) -> Any:
 
 
 def without_paths(command: str) -> str:
-    """Absolute paths cut to their last part: where things lay is nobody's business, and differs from run to run."""
+    """The command with absolute paths reduced to file names, since the folders differ between machines."""
     return re.sub(r"(?<![\w.])/(?:[^/\s]+/)*", "", command)
 
 
 def held(run: Mapping[str, Any]) -> list[str]:
-    """The level that the gated benchmarks of a run reached, as the `held` tables of a thresholds file."""
+    """The figures of a run's gated benchmarks, as the `held` tables of a thresholds file."""
     lines = []
     for benchmark in run["benchmarks"]:
         info = benchmark["extra_info"]
         if not info.get("gated"):
             continue
         if not info["right"]:
-            raise Refused(f"{benchmark['fullname']} is wrong: its time means nothing")
+            raise Refused(f"{benchmark['fullname']} is wrong, so its time is meaningless")
         lines += ["", f'["{title(benchmark["name"], benchmark["group"])}".held]']
         if info["strongest"] is not None:
             lines.append(f"ratio.strongest = {info['peers'][info['strongest']]['ratio']:.3f}")
@@ -150,10 +153,10 @@ def held(run: Mapping[str, Any]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="the JSON that --benchmark-json wrote")
+    parser.add_argument("run", type=Path, help="a JSON file of --benchmark-json")
     parser.add_argument("--write-baseline", metavar="PATH", type=Path, help="write a baseline of this machine")
-    parser.add_argument("--part", action="store_true", help="with --write-baseline: keep what this run lacks")
-    parser.add_argument("--held", action="store_true", help="print the level reached, for perf/thresholds")
+    parser.add_argument("--part", action="store_true", help="with --write-baseline: keep the other benchmarks")
+    parser.add_argument("--held", action="store_true", help="print the figures as `held` tables, for perf/thresholds")
     options = parser.parse_args(arguments)
     run = json.loads(options.run.read_text(encoding="utf-8"))
     try:

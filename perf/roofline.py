@@ -1,4 +1,4 @@
-"""The speed limit of this device's memory: what a benchmark's bytes are divided by, and what none may exceed."""
+"""The memory bandwidth of this device, with which benchmarks are compared and which none can exceed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from .device import Device
 
-#: Bytes per second from the data sheets, by a part of the name that CUDA reports; the first match counts.
+#: Bytes per second from the data sheets, by a part of the device's name. The first match counts.
 DATASHEET = (
     ("GH200 480GB", 4.0e12),
     ("GH200 144G", 4.9e12),
@@ -31,15 +31,15 @@ DATASHEET = (
     ("RTX 3090", 0.936e12),
 )
 
-#: Each measurement moves this many bytes at least: far beyond any L2.
+#: Each measurement moves at least this many bytes, far more than any L2 holds.
 SIZE = 2**30
 ROUNDS = 20
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Bytes per second. copy: a copy within the device, bytes read plus bytes written. read: a reduction that only
-    reads. peak: the data sheet's figure, or bus width times memory clock, or None where neither is known."""
+    """Bytes per second. copy: a copy within the device, bytes read plus bytes written. read: a reduction. peak: from
+    the data sheet, else bus width times memory clock, else None."""
 
     copy: float
     read: float
@@ -47,7 +47,7 @@ class Roofline:
 
     @property
     def limit(self) -> float:
-        """What no correct benchmark can exceed. Not the copy: reads alone run faster than it."""
+        """The bandwidth that no correct benchmark can exceed. It can be above `copy`, since reads alone are faster."""
         return max(self.copy, self.read, self.peak or 0.0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Roofline:
 
 
 def measure(device: Device) -> Roofline:
-    """Takes a fraction of a second and 2 GiB. The data are random: zeros can move faster than real data do."""
+    """Measure the roofline, in less than a second and with 2 GiB. The data are random, since zeros can be faster."""
     source = torch.randint(0, 256, (SIZE,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     numbers = source.view(torch.float32)
@@ -65,7 +65,7 @@ def measure(device: Device) -> Roofline:
 
 
 def peak(name: str, properties: Any) -> float | None:
-    """The bandwidth in theory of the device that calls itself `name`."""
+    """The theoretical bandwidth of the device `name`, or None if it is unknown."""
     for part, bandwidth in DATASHEET:
         if part in name:
             return bandwidth

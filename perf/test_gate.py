@@ -1,7 +1,7 @@
-"""The gate on the device itself: a real decode step passes its thresholds, and a fifth more time does not.
+"""Tests the gate on a device: a decode step passes its thresholds, and the same step with 20 % more time fails.
 
-Runs inside of this run: one that measures, one held to what that measured, one held to it with a delay captured in the
-same graph. What needs no GPU is tested in conformance/meta/test_perf_gate.py.
+The test starts three runs: one measures, one is gated by these figures, and one is gated by them with a delay in its
+graph. conformance/meta/test_perf_gate.py has the tests that need no GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# bench_longflow: imported here, once, since the runs inside forget what they imported, and an operator registers once.
+# Import bench_longflow once here: the inner runs discard their imports, but operators can be registered only once.
 from . import bench_longflow, report
 from .device import Device
 
@@ -28,7 +28,7 @@ sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r})
 from {__package__}.conftest import *
 """
 
-# Runs in the folder of the test: the delay and whether there are thresholds yet come from a file.
+# Runs in the test's folder. A file sets the delay and whether the benchmark is gated.
 BENCH = f"""
 import json, pathlib
 import torch
@@ -59,9 +59,9 @@ def test_step(device_benchmark, draw):
 
 
 def run(pytester: pytest.Pytester, **settings: object) -> tuple[pytest.RunResult, dict]:
-    """One run of BENCH; its outcome, and its JSON."""
+    """Run BENCH; return its outcome and its JSON."""
     Path("settings.json").write_text(json.dumps(settings))
-    # Not --benchmark-json: old versions leave that file open, and this process reports it against some test.
+    # --benchmark-json would leave its file open in old versions, which causes a warning in some other test.
     result = pytester.runpytest_inprocess(
         "bench_delay.py", "--benchmark-save=run", "--benchmark-storage=file://stored", "-p", "no:cacheprovider",
     )
@@ -69,7 +69,7 @@ def run(pytester: pytest.Pytester, **settings: object) -> tuple[pytest.RunResult
 
 
 def cycles_per_second(gpu: Device) -> float:
-    """Of the clock that torch.cuda._sleep counts, as fast as it runs now."""
+    """The current frequency of the clock that torch.cuda._sleep counts."""
     cycles = 20_000_000
     program = gpu.capture(lambda: torch.cuda._sleep(cycles))
     program.run()

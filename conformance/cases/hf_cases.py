@@ -274,7 +274,7 @@ class BlockCacheTests:
         return cache_class(twins, side, self.method)(model.config, **config)
 
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_full_budget_is_the_stock_model(self, twins: Any, device: torch.device, family: str) -> None:
+    def test_full_budget_matches_the_stock_model(self, twins: Any, device: torch.device, family: str) -> None:
         """Padding spans a whole chunk, so that one row has an empty chunk."""
         inputs = prompts(9, [0, 4], device)
         for dtype in (torch.float32, F64):
@@ -299,7 +299,7 @@ class BlockCacheTests:
         assert torch.equal(generate(model, inputs, steps, past_key_values=used, **options), expected)
 
     @pytest.mark.parametrize(("family", "chunk"), [("llama", 0), ("qwen2", 3), ("qwen3", 7)])
-    def test_small_budget_is_the_loop(
+    def test_small_budget_matches_the_decode_loop(
         self, twins: Any, device: torch.device, family: str, chunk: int, small_options: dict[str, Any]
     ) -> None:
         model = tiny_models.model(family, F64, device)
@@ -307,7 +307,7 @@ class BlockCacheTests:
         make = self._loop(model, used.config)
         check_against_loop(make, model, used, prompts(11, [0, 2, 7], device), 8, chunk=chunk)
 
-    def test_small_budget_on_the_optimized_side_is_the_loop(self, twins: Any, device: torch.device) -> None:
+    def test_small_budget_on_the_optimized_side_matches_the_decode_loop(self, twins: Any, device: torch.device) -> None:
         model = tiny_models.model("qwen3", torch.float32, device)
         used = self.cache(twins, "optimized", model, **next(iter(self.small.values())))
         make, steps = self._loop(model, used.config), 3 if device.type == "cpu" else 30
@@ -316,7 +316,7 @@ class BlockCacheTests:
     def _loop(self, model: Any, config: Any) -> Callable[[], Loop]:
         return lambda: StateLoop(model, self.method, config)
 
-    def test_a_chunk_is_as_good_as_a_block(self, twins: Any, device: torch.device) -> None:
+    def test_chunks_give_the_same_result_as_blocks(self, twins: Any, device: torch.device) -> None:
         """Chunks made by transformers give the same result as blocks made by the State."""
         inputs, options = prompts(11, [0, 5], device), {"budget": 6, "block_size": 4}
         model, results = tiny_models.model("llama", F64, device), []
@@ -356,7 +356,7 @@ class BlockCacheTests:
                     made(model.config, **options)
 
     @pytest.mark.kind("bad_input")
-    def test_forgotten_attention(self) -> None:
+    def test_rejects_a_model_without_our_attention(self) -> None:
         model = tiny_models.model("llama")
         used = _ours("reference", self.method)(model.config, budget=40)
         with pytest.raises(RuntimeError, match=r'model\.set_attn_implementation\("kvtwin"\)'):

@@ -221,7 +221,7 @@ def test_a_window_of_equal_values_has_no_deviation(value, window, side, device):
 
 
 @pytest.mark.kind("laws")
-def test_the_first_values_of_all(side, device):
+def test_the_first_two_z_scores(side, device):
     """The first z-score is 0, and the second is one standard deviation from the mean, whatever the values."""
     g = torch.tensor([[5.0, 9.0, 9.5], [2.0, -7.0, 0.0]], device=device)
     z = side.rolling_zscore(g, 64)
@@ -235,7 +235,7 @@ def test_the_first_values_of_all(side, device):
 @pytest.mark.kind("laws")
 @given(case=series(), power=st.sampled_from((1, -3, 20)))
 @few
-def test_powers_of_two_scale_nothing(case, power, side):
+def test_z_scores_do_not_change_under_powers_of_two(case, power, side):
     g = case.make()[0].nan_to_num()
     if case.kind in ("large", "tiny"):
         return

@@ -205,7 +205,7 @@ def test_scores_do_not_depend_on_the_future(seed, cut):
 
 
 @pytest.mark.claim("EK-7b")
-def test_a_token_s_fate_is_not_fixed_when_it_comes(epikv):
+def test_later_scores_decide_whether_a_token_is_kept(epikv):
     """With a budget of 1, the score of the second token decides whether the first token is kept."""
     fates = [
         epikv.module.select(epikv.of([later]), 1, prompt=0, recent=0).tolist() for later in ([1.0, 0.0], [1.0, 2.0])
@@ -214,7 +214,7 @@ def test_a_token_s_fate_is_not_fixed_when_it_comes(epikv):
 
 
 @pytest.mark.claim("EK-7c")
-def test_its_score_is(epikv):
+def test_eviction_order_is_fixed_by_the_scores(epikv):
     """The order in which tokens are evicted is fixed as soon as their scores are known."""
     scores = epikv.of([[3.0, 1.0, 2.0, 5.0, 4.0]])
     kept = [epikv.module.select(scores[:, :end], 2, prompt=0, recent=0)[0].tolist() for end in range(3, 6)]
@@ -224,7 +224,7 @@ def test_its_score_is(epikv):
 
 
 @pytest.mark.claim("EK-7d")
-def test_recomputed_scores_are_other_scores(epikv):
+def test_recomputed_scores_differ(epikv):
     """Section 3.3 freezes scores. In section 4.4, KV policies recompute them over the whole cache at each step. The
     rolling mean over the tokens in the cache differs from the one over all tokens seen."""
     variance = epikv.of([[1.0, 9.0, 1.0, 5.0, 2.0]])
@@ -263,7 +263,7 @@ def test_streaming_is_offline_selection(scores, budget, recent):
 
 
 @pytest.mark.claim("EK-8a")
-def test_streaming_with_other_ties_is_not():
+def test_streaming_with_other_ties_differs_from_offline_selection():
     offline = set(select(torch.zeros(1, 5, dtype=F64), 2, prompt=0, recent=1)[0].tolist())
     assert stream([0] * 5, 2, 1, tie=lambda u: -u)[-1] != offline == stream([0] * 5, 2, 1, tie=lambda u: u)[-1]
 

@@ -105,7 +105,7 @@ def test_powers_of_two_cannot_tell_factors_from_8_to_16_apart():
 
 
 @pytest.mark.claim("EK-3b")
-def test_where_the_maps_end():
+def test_longest_context_whose_attention_maps_fit():
     """34.4 GB of maps at 4096 tokens, 50.4 GB with the weights (52 reported). They fit up to 5587 tokens."""
     assert MAPS == 2048
     assert round((MAPS * 4096**2 + LLAMA.weights) / GB, 1) == 50.4
@@ -237,7 +237,7 @@ def test_interior_positions_are_covered_twice_if_windows_fill_the_span():
 
 
 @pytest.mark.claim("EK-12b")
-def test_what_windows_cover():
+def test_positions_that_windows_cover():
     """All but the last (length mod 16) positions, twice except for 16 at each end. No position of a span below 32."""
     for length in range(1, 200):
         times = covered(length)

@@ -59,7 +59,7 @@ def test_epikv_reference_repeats_the_golden_trace(case, traces):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_the_record_decides_is_certain(case, traces):
+def test_recorded_choices_are_beyond_rounding(case, traces):
     """Margins exceed the errors of float64 on any machine. The exceptions are ties that no rounding can break: those of
     a row's first two tokens, whose z-scores are fixed, and the infinite scores of a first chunk."""
     about = traces[1].metadata["cases"][case]
@@ -73,7 +73,7 @@ def test_what_the_record_decides_is_certain(case, traces):
 @pytest.mark.parametrize(("case", "by", "rising"), [
     ("6.segment_hs", "sparsity", [1, 2, 0]), ("6.segment_entropy", "entropy", [0, 2, 1]),
 ])
-def test_thoughts_of_the_record_are_certain_and_all_there(case, by, rising, traces):
+def test_recorded_thoughts_are_beyond_rounding_and_of_every_type(case, by, rising, traces):
     """No weight is at the threshold, and no sparsity or entropy is at an edge. Each edge has some on both sides."""
     about = traces[1].metadata["cases"][case]
     told, thought = (traces[1].tensors[f"{case}.{name}"] for name in (by, "thought"))
@@ -89,7 +89,7 @@ def test_thoughts_of_the_record_are_certain_and_all_there(case, by, rising, trac
 
 
 @pytest.mark.parametrize("case", HYBRIDS)
-def test_attention_decides_in_a_hybrid(case, traces):
+def test_hybrid_choices_depend_on_attention(case, traces):
     """With the same budget, window and hidden states, the policy "epikv", which ignores attention, keeps other
     tokens."""
     about = traces[1].metadata["cases"][case]

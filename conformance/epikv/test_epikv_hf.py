@@ -59,7 +59,7 @@ def hooks(model: Any) -> int:
         ("llama", {"policy": "kv_val"}),
     ],
 )
-def test_generation_is_the_loop(family, options, twins, device):
+def test_generation_matches_the_decode_loop(family, options, twins, device):
     model = tiny_models.model(family, F64, device)
     model.set_attn_implementation("kvtwin")
     reads = not options["policy"].startswith("kv")
@@ -90,7 +90,7 @@ def test_generation_with_a_hybrid_is_the_loop(options, side, twins, device):
 
 
 @pytest.mark.claim("EK-14b")
-def test_generation_on_the_optimized_side_is_the_loop(twins, device):
+def test_generation_on_the_optimized_side_matches_the_decode_loop(twins, device):
     options = {"num_attention_heads": 2, "num_key_value_heads": 1} if device.type == "cpu" else {}
     model = tiny_models.model("llama", torch.float32, device, **options)
     model.set_attn_implementation("kvtwin")
@@ -125,7 +125,7 @@ def test_generations_in_a_row_do_not_leak(options, llama, twins, device):
     assert torch.equal(generate(llama, inputs, 8), plain)
 
 
-def test_hooks_go_with_the_cache(llama, twins, device):
+def test_hooks_are_removed_with_the_cache(llama, twins, device):
     used = cache_class(twins, "reference")(llama, budget=10, layers=BANDS)
     generate(llama, prompts(5, [0], device), 3, past_key_values=used)
     gone, state = weakref.ref(used), weakref.ref(used.layers[0].state)
@@ -211,7 +211,7 @@ def test_a_cache_refuses(error, says, options, side, llama, twins):
 
 
 @pytest.mark.kind("bad_input")
-def test_a_config_is_no_model(llama, twins):
+def test_rejects_a_config_as_model(llama, twins):
     with pytest.raises(TypeError, match="model must be the model itself"):
         cache_class(twins, "reference")(llama.config, budget=8)
 

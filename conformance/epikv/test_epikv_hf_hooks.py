@@ -37,7 +37,7 @@ def layers_of(model: Any) -> Any:
 
 @pytest.mark.kind("equivalence")
 @pytest.mark.parametrize("family", ["gpt_neox", "gpt2"])
-def test_full_budget_is_the_stock_model(family: str, device: torch.device) -> None:
+def test_full_budget_matches_the_stock_model(family: str, device: torch.device) -> None:
     """The layers of these models get the cache under another name, or as a positional argument."""
     model, inputs = tiny_models.other(family, device=device), prompts(6, [0, 2], device)
     expected = generate(model, inputs, 8)

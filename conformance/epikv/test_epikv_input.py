@@ -53,7 +53,7 @@ def test_a_config_refuses(error, says, options):
     refused(EpiKVConfig, error, says, **{"budget": 8, **options})
 
 
-def test_a_config_says_what_follows():
+def test_config_derives_its_properties():
     assert EpiKVConfig(4096).newest == 128
     assert (EpiKVConfig(100).newest, EpiKVConfig(3).newest, EpiKVConfig(9, recent=5).newest) == (25, 1, 5)
     assert EpiKVConfig(8, count_prompt=False, max_prompt=5).slots == 13
@@ -186,7 +186,7 @@ def test_a_policy_without_hidden_states_refuses_them(side, device):
     refuses(state(side, device, used=False, policy="kv_key"), "step", ValueError, "reads none", step(device))
 
 
-def test_one_band_is_no_second_one(side, device):
+def test_rejects_a_second_band_where_the_policy_reads_one(side, device):
     made = state(side, device, used=False, policy="attn_x_hs")
     given = step(device)
     refuses(made, "step", ValueError, "hidden_b must be left out: policy 'attn_x_hs' reads one band alone", given)

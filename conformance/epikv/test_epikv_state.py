@@ -185,7 +185,7 @@ def look(scorer: Any, layers: list[Any], token: int, targets: list[int | None]) 
 
 
 @pytest.mark.parametrize("side", ["reference", "optimized"])
-def test_layers_that_share_a_scorer_have_equal_say(side, twins, device):
+def test_layers_that_share_a_scorer_count_equally(side, twins, device):
     """Weights are 0 or 1 and z-scores are 0, so that sums are exact. One layer attends to token 0, the other to
     token 1."""
     scorer, layers = shared(twins, side, device, budget=4, policy="attn_x_hs")
@@ -201,7 +201,7 @@ def test_layers_that_share_a_scorer_have_equal_say(side, twins, device):
 
 
 @pytest.mark.parametrize("side", ["reference", "optimized"])
-def test_layers_that_share_a_scorer_tell_thoughts_together(side, twins, device):
+def test_layers_that_share_a_scorer_classify_thoughts_together(side, twins, device):
     """The sparsity of one layer is (n - 1) / n, as it attends to one token, and that of the other is 0. Their mean sets
     the thought type where a segment begins. Eviction goes by thought type first, then by score, then by age."""
     scorer, layers = shared(
@@ -215,7 +215,7 @@ def test_layers_that_share_a_scorer_tell_thoughts_together(side, twins, device):
 
 
 @pytest.mark.parametrize("side", ["reference", "optimized"])
-def test_layers_that_share_a_scorer_tell_thoughts_by_their_mean_entropy(side, twins, device):
+def test_layers_that_share_a_scorer_classify_thoughts_by_their_mean_entropy(side, twins, device):
     """A layer that attends to one token has the entropy 0, and one that attends to all equally has 1, the largest. The
     lower their mean where a segment begins, the sooner its tokens are evicted. A token alone has no entropy."""
     scorer, layers = shared(
@@ -301,7 +301,7 @@ def test_hybrids_keep_what_their_definition_keeps(seed, policy, side, twins, dev
 @pytest.mark.parametrize("options", [
     {"policy": "attn_x_hs"}, {"policy": "segment_hs", "tau": 1, "edges": (0.3, 0.39), "sparsity_threshold": 0.5},
 ], ids=("attn_x_hs", "segment_hs"))
-def test_a_step_that_was_cut_short_is_forgotten(options, side, twins, device):
+def test_reset_discards_an_incomplete_step(options, side, twins, device):
     """Reset after one of two layers has done its step. The next sequence gives the same results as a new scorer."""
     (used, layers), (fresh, others) = (shared(twins, side, device, budget=4, **options) for _ in range(2))
     for token in range(3):

@@ -50,7 +50,7 @@ def tiny(device: torch.device) -> dict[str, Any]:
 # Questions -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_answer_lies_behind_the_context_and_is_of_its_kind() -> None:
+def test_answers_follow_the_context_and_match_their_task() -> None:
     kinds = {"recall": tasks.ANSWER, "arithmetic": tasks.WORKING}
     found = accuracy.questions(Plan(queries=30))
     for task, kind in kinds.items():
@@ -65,7 +65,7 @@ def test_every_answer_lies_behind_the_context_and_is_of_its_kind() -> None:
                     assert ended or (task == "arithmetic" and one.document.tokens[edge] == ord(" "))
 
 
-def test_what_is_recalled_stands_in_the_context() -> None:
+def test_recalled_pairs_are_in_the_context() -> None:
     sources = [query.source for one in accuracy.questions(Plan(queries=60)) for query in one.document.queries]
     assert max(sources) < 896
     quarters = np.bincount(np.array(sources) * 4 // 896)
@@ -79,7 +79,7 @@ def test_the_same_plan_asks_the_same() -> None:
 
 
 def test_a_plan_without_room_for_answers() -> None:
-    with pytest.raises(ValueError, match="no room for answers"):
+    with pytest.raises(ValueError, match="length=100 leaves no room for answers"):
         accuracy.questions(Plan(length=100, prompt=99, queries=1))
 
 
@@ -97,7 +97,7 @@ def test_with_room_for_all_every_method_is_full_attention(tiny: dict[str, Any]) 
             assert row["bytes_held"] == full["bytes_held"] == full["bytes_allocated"] or row["method"] == "epikv"
 
 
-def test_a_row_counts_what_it_says(tiny: dict[str, Any]) -> None:
+def test_rows_are_consistent(tiny: dict[str, Any]) -> None:
     for row in tiny["rows"]:
         per_token = 8 * 4 * 32 * 2 * 4                                      # layers, KV heads, head_dim, K and V, bytes
         assert row["bytes_nominal"] == row["budget"] * per_token

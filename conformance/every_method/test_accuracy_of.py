@@ -69,7 +69,7 @@ def test_a_function_keeps_what_the_state_keeps(method):
 
 
 @of_functions
-def test_it_holds_what_it_may(method):
+def test_functions_keep_the_budget(method):
     decode = attend(method, 10)
     outputs(decode, 24)
     assert decode.memory()["tokens_held"] == (16 if method == "snapkv" else 10)
@@ -144,7 +144,7 @@ def test_an_error_is_a_result(theirs, capsys):
     assert "RuntimeError: out of slots" in capsys.readouterr().out
 
 
-def test_what_is_declared_is_heeded(theirs, capsys):
+def test_declared_capabilities_are_respected(theirs, capsys):
     """The dtype is one that is declared. The model's sizes are fixed, so other sizes are refused."""
     seen = []
 

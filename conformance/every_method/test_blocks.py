@@ -102,7 +102,7 @@ def test_attend_with_heads_that_hold_different_tokens(pair, data, twins):
 
 @given(data=st.data())
 @few
-def test_attend_gives_the_same_bits_again(pair, data, twins):
+def test_attend_is_bitwise_repeatable(pair, data, twins):
     case = data.draw(attend_cases(pair.name, slots=(1, 24)))
     for one, other in zip(attend(pair, twins, case), attend(pair, twins, case), strict=True):
         assert_same(other, one, what="launched again")
@@ -135,7 +135,7 @@ def allocations(act: Any, device: torch.device) -> int:
     return max(event.nbytes() for event in results.kineto_results.events() if event.name() == "[memory]")
 
 
-def test_attend_never_holds_the_attention_matrix(pair, twins, device):
+def test_attend_never_allocates_the_attention_matrix(pair, twins, device):
     """The call allocates less than a quarter of B Hq Q S weights in 16 bits. The reference, which has this matrix in
     float32, shows that the measurement would detect it."""
     gpu = device.type == "cuda"

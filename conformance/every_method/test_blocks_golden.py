@@ -16,7 +16,7 @@ from kvtwin.conformance import discovery
 from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.trace import follow
-from kvtwin.fixtures.block_traces import gone, inputs, sizes
+from kvtwin.fixtures.block_traces import evicted_token, inputs, sizes
 from kvtwin.fixtures.load import Trace, load_trace, manifest
 from kvtwin.reference.blocks import BlockState
 
@@ -56,7 +56,7 @@ def test_a_reference_repeats_its_golden_trace(pair, case, twins):
     for step in range(steps):
         before = state.positions[0, :, :config.budget].clone()
         state.step(*(tensor[:, :, prompt + step] for tensor in tensors))
-        evicted = gone(before, state.positions[0, :, :config.budget], prompt + step)
+        evicted = evicted_token(before, state.positions[0, :, :config.budget], prompt + step)
         assert_same(evicted, golden["evicted"][step], what=f"the tokens that leave at step {step}")
     if steps == len(golden["evicted"]):
         assert_same(state.positions[0, :, :config.budget], golden["last"], what="held after the last step")
@@ -86,7 +86,7 @@ def test_a_state_follows_its_golden_trace(pair, case, twins, device):
             both.step(*(tensor[:, :, prompt + step] for tensor in tensors))
             if both.summary.adjudicated or wrong:
                 continue
-            evicted = gone(before, both.tested.positions[0, :, :budget], prompt + step)
+            evicted = evicted_token(before, both.tested.positions[0, :, :budget], prompt + step)
             assert_same(evicted, golden["evicted"][step], what=f"the tokens that leave at step {step}")
             followed += 1
     assert 2 * followed > steps or both.summary.adjudicated

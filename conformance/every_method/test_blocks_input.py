@@ -219,7 +219,7 @@ def test_wrong_numbers_of_a_config(pair):
 
 
 @every_pair
-def test_configs_that_are_right(pair):
+def test_accepts_valid_configs(pair):
     """The defaults with a sufficient budget, and the smallest budget. A config cannot be modified."""
     assert pair.config(64).block_size == 128
     least = {**checkers.ask(pair.name, "SMALL", {}), "budget": 1}

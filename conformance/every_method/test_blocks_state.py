@@ -83,7 +83,7 @@ def assert_same_state(one: Any, other: Any, why: str) -> None:
 @SIDES
 @given(drawn=tokens(2), block=st.integers(1, 3), cuts=st.lists(st.integers(1, 3), min_size=1, max_size=3))
 @few
-def test_any_pieces_of_whole_blocks_are_the_same(pair, side, drawn, block, cuts, twins, device):
+def test_prompts_in_parts_of_whole_blocks_give_the_same_bits(pair, side, drawn, block, cuts, twins, device):
     """prefill equals append_block, and append_block of a prompt equals that of its parts, if they end where blocks end.
     Results are bitwise equal, with padding anywhere."""
     inputs = drawn.inputs(device)
@@ -140,7 +140,7 @@ def test_one_block_is_full_attention_before_anything_leaves(pair, drawn, spare, 
 @SIDES
 @given(drawn=tokens(2, 9))
 @few
-def test_padding_is_nobody(pair, side, drawn, twins, device):
+def test_padding_has_no_effect(pair, side, drawn, twins, device):
     """Its outputs are zeros, it occupies no slot and changes no number. A row of only padding stays empty."""
     inputs = drawn.inputs(device)
     inputs["occupied"][0] = False
@@ -155,7 +155,7 @@ def test_padding_is_nobody(pair, side, drawn, twins, device):
 
 
 @SIDES
-def test_the_room_is_budget_and_block(pair, side, twins, device):
+def test_capacity_is_budget_plus_block(pair, side, twins, device):
     state = new(pair, twins, side, device, torch.float16, budget=5, block_size=3)
     assert state.key.shape == state.value.shape == (BATCH, HEADS, 8, HEAD_DIM)
     assert state.occupied.shape == state.positions.shape == state.score.shape == (BATCH, HEADS, 8)
@@ -165,7 +165,7 @@ def test_the_room_is_budget_and_block(pair, side, twins, device):
 
 
 @SIDES
-def test_tokens_that_stay_do_not_move(pair, side, twins, device):
+def test_kept_tokens_do_not_move(pair, side, twins, device):
     """A token keeps its slot below the budget until it is evicted."""
     state = new(pair, twins, side, device, torch.float32, budget=4, block_size=2)
     inputs = Tokens(14, 5).inputs(device)

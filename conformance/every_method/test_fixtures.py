@@ -101,7 +101,7 @@ def test_decoding_step_by_step_is_the_same_as_one_pass() -> None:
 
 
 def test_positions_past_the_last_are_refused() -> None:
-    with pytest.raises(ValueError, match="position 4096 is past the last, 4095"):
+    with pytest.raises(ValueError, match="reach position 4096; the last position is 4095"):
         load.load_model()(torch.zeros(1, 1, dtype=torch.int64), start=4096)
 
 

@@ -290,7 +290,7 @@ def test_a_reset_state_is_a_fresh_one(scenario, side, pair, device):
 @pytest.mark.property("independence")
 @given(scenario=scenarios(), row=st.integers(0, 1))
 @few
-def test_rows_do_not_see_each_other(scenario, row, side, pair, device):
+def test_rows_are_independent(scenario, row, side, pair, device):
     """Replacing all other rows of a batch by NaN does not change a bit of a row."""
     inputs = scenario.inputs(device)
     alone = torch.arange(scenario.batch, device=device) == row
@@ -324,7 +324,7 @@ def poison_slots(state: object) -> None:
 @pytest.mark.property("free_slots")
 @given(scenario=scenarios(max_budget=12))
 @few
-def test_what_lies_in_unoccupied_slots_influences_nothing(scenario, side, pair, device):
+def test_contents_of_unoccupied_slots_have_no_effect(scenario, side, pair, device):
     """Free slots are poisoned before each step, and the prompt's padding is NaN."""
     prompt, steps = scenario.inputs(device)
     poison = checkers.ask(pair.name, "poison", poison_slots)
@@ -380,7 +380,7 @@ def bytes_of_slots(state: object) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in (state.key, state.value))
 
 
-def test_it_happened(pair, twins, device):
+def test_laws_are_tested_with_evictions(pair, twins, device):
     """The laws are not empty: the cache is smaller than its input, tokens were evicted, and our kernels ran."""
     query_heads, key_value_heads, head_dim, dtype = SHAPES[0]
     scenario = Scenario(2, query_heads, key_value_heads, head_dim, dtype, 4, 9, 0, 3, seed=1)

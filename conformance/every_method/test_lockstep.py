@@ -75,7 +75,7 @@ def test_rows_that_differ_keep_step_in_another_order_and_after_a_reset(pair, dat
 @pytest.mark.parametrize("pair", LOSSLESS, ids=str)
 @given(data=st.data())
 @few
-def test_with_room_for_all_it_is_full_attention(pair, data, twins):
+def test_full_budget_is_full_attention(pair, data, twins):
     """With budget >= tokens, every output is attention over all tokens so far, and nothing is evicted."""
     trace = data.draw(state_traces(pair.name, max_prompt=12, max_steps=6))
     total = trace.prompt + trace.steps

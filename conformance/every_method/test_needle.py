@@ -36,7 +36,7 @@ class Tiny(Plan):
 
 
 @pytest.mark.parametrize("length", [256, 2048])
-def test_one_pair_stands_where_it_is_said_to(length: int) -> None:
+def test_needle_is_at_its_depth(length: int) -> None:
     """The question repeats the pair's key, which occurs nowhere else. The answer is its value. The pair is between
     complete lines."""
     plan = Plan(questions=4)
@@ -67,7 +67,7 @@ def test_the_same_plan_asks_the_same() -> None:
 
 @pytest.mark.parametrize("length", Plan.lengths)
 @pytest.mark.parametrize("stride", Plan.strides)
-def test_synckv_has_as_much_as_the_others(length: int, stride: int) -> None:
+def test_synckv_has_the_same_share_as_the_others(length: int, stride: int) -> None:
     """The representative has all tokens, and the others have the chosen ones and a stride of new ones. Together this is
     at most half of the tokens of four heads, and less only by rounding down."""
     config = needle.synckv_config(Plan(), length, 4, stride)

@@ -183,7 +183,7 @@ batched = pytest.mark.parametrize("subject", [subject for subject in FUNCTIONS i
 @functions
 @given(data=st.data())
 @few
-def test_a_call_leaves_nothing_behind(subject, data, twins):
+def test_calls_do_not_change_later_calls(subject, data, twins):
     calls.leaves_nothing_behind(subject, subject.module(twins.optimized), data.draw(subject.draw("repeatability")))
 
 

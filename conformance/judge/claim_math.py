@@ -141,12 +141,12 @@ def caches(draw: st.DrawFn, min_size: int = 2, max_size: int = 6) -> tuple[list[
 class Counted:
     """A rational number that counts the operations on it, by name, in a shared Counter."""
 
-    def __init__(self, number: int | Fraction, tally: Counter[str]) -> None:
-        self.number, self.tally = Fraction(number), tally
+    def __init__(self, number: int | Fraction, counts: Counter[str]) -> None:
+        self.number, self.counts = Fraction(number), counts
 
     def _new(self, operation: str, number: Fraction) -> Counted:
-        self.tally[operation] += 1
-        return Counted(number, self.tally)
+        self.counts[operation] += 1
+        return Counted(number, self.counts)
 
     def __add__(self, other: Counted) -> Counted:
         return self._new("add", self.number + other.number)

@@ -66,7 +66,7 @@ def test_keydiff_breaks_ties_to_the_lowest_index(case, twins):
 
 @given(data=st.data())
 @some
-def test_keydiff_of_another_anchor_or_similarity(data, twins):
+def test_keydiff_supports_other_anchors_and_similarities(data, twins):
     """The anchors and similarities of tables 2 and 3."""
     anchor, similarity = data.draw(st.sampled_from(OTHERS))
     case = data.draw(key_cases(anchor=(anchor,), similarity=(similarity,), content=DECIDED))
@@ -76,7 +76,7 @@ def test_keydiff_of_another_anchor_or_similarity(data, twins):
 
 @given(data=st.data())
 @few
-def test_keydiff_of_ranks_too_close_to_order(data, twins):
+def test_keydiff_adjudicates_ranks_that_are_too_close(data, twins):
     """Near-ties, and a vanishing anchor, for which every cosine is a rounding error. Scores must still be finite and
     within their bounds, and protection and padding must be right."""
     case = data.draw(key_cases(content=UNDECIDED, **OWN))
@@ -125,7 +125,7 @@ UNTIED = ("ordinary", "collinear", "outliers", "sizes")
     seed=st.integers(0, 2**32 - 1),
 )
 @few
-def test_keydiff_does_not_care_where_tokens_sit(case, seed, twins, device):
+def test_keydiff_does_not_depend_on_slot_order(case, seed, twins, device):
     """With permuted slots, the result is right by the same truth. Where only one answer is right, the same tokens are
     kept."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -145,7 +145,7 @@ def test_keydiff_does_not_care_where_tokens_sit(case, seed, twins, device):
 
 @given(case=key_cases(content=UNTIED), shift=st.integers(1, 3))
 @few
-def test_keydiff_does_not_care_which_head_is_which(case, shift, twins):
+def test_keydiff_does_not_depend_on_head_order(case, shift, twins):
     heads = torch.arange(case.key_value_heads, device=case.key.device).roll(shift)
     for one in and_one_to_decide(case):
         permuted = rebuilt(one, lambda tensor, mask: tensor if mask and tensor.dim() == 2 else tensor[:, heads])
@@ -177,7 +177,7 @@ def test_keydiff_ignores_extra_padding_slots(case, extra, twins):
 
 @given(case=key_cases(content=UNTIED), row=st.integers(0, 2))
 @few
-def test_keydiff_evicts_of_a_row_alone_as_in_a_batch(case, row, twins):
+def test_keydiff_evicts_the_same_from_a_row_alone_and_in_a_batch(case, row, twins):
     """Another batch size may split the work differently. The result is within the same bounds, and equal where the
     choice is decisive."""
     row %= case.batch
@@ -238,7 +238,7 @@ def test_keydiff_scores_against_an_anchor_that_nearly_vanishes(anchor, exponent,
     assert bool(score.isfinite().all())
 
 
-def test_scores_of_nearly_collinear_keys_in_bfloat16_say_nothing(device):
+def test_bfloat16_scores_do_not_order_nearly_collinear_keys(device):
     """The reason why keys are not scored in their own type: 2048 scores have at most 8 distinct values, and less than
     half of the top quarter is right."""
     key = collinear(device, 2048, 64)

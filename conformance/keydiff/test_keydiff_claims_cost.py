@@ -26,8 +26,8 @@ SIZES = [(1, 1), (2, 5), (10, 7), (16, 8), (9, 32)]
 
 
 def root(x: Counted) -> Counted:
-    x.tally["root"] += 1
-    return Counted(Fraction(math.sqrt(x.number)), x.tally)
+    x.counts["root"] += 1
+    return Counted(Fraction(math.sqrt(x.number)), x.counts)
 
 
 def dot(left: Iterable[Counted], right: Iterable[Counted]) -> Counted:
@@ -35,14 +35,14 @@ def dot(left: Iterable[Counted], right: Iterable[Counted]) -> Counted:
 
 
 def counted(keys: Sequence[Sequence[int]]) -> tuple[list[list[Counted]], Counter[str]]:
-    tally: Counter[str] = Counter()
-    return [[Counted(x, tally) for x in key] for key in keys], tally
+    counts: Counter[str] = Counter()
+    return [[Counted(x, counts) for x in key] for key in keys], counts
 
 
 def normalise(keys: list[list[Counted]]) -> tuple[list[Counted], list[list[Counted]]]:
     """Norms and normalised keys, with one division per key: A.2.1, first two items."""
     norms = [root(dot(key, key)) for key in keys]
-    factors = [Counted(1, norm.tally) / norm for norm in norms]
+    factors = [Counted(1, norm.counts) / norm for norm in norms]
     return norms, [[x * factor for x in key] for key, factor in zip(keys, factors, strict=True)]
 
 
@@ -50,16 +50,16 @@ def scores(keys: list[list[Counted]], *, average: bool = True) -> list[Counted]:
     """cos(mu, k_i), operation by operation as in A.2.1, with or without the division by n."""
     norms, normalised = normalise(keys)
     anchor = [add_up(column) for column in zip(*normalised, strict=True)]
-    tally = anchor[0].tally
+    counts = anchor[0].counts
     if average:
-        factor = Counted(1, tally) / Counted(len(keys), tally)
+        factor = Counted(1, counts) / Counted(len(keys), counts)
         anchor = [x * factor for x in anchor]
     length = root(dot(anchor, anchor))
-    floor = Counted(Fraction(1, 10**8), tally)
+    floor = Counted(Fraction(1, 10**8), counts)
     result = []
     for key, norm in zip(keys, norms, strict=True):
         product = norm * length
-        tally["add"] += 1                                                              # the comparison of max(., eps)
+        counts["add"] += 1                                                              # the comparison of max(., eps)
         result.append(dot(anchor, key) / (product if product.number > floor.number else floor))
     return result
 
@@ -75,14 +75,14 @@ def some_keys(n: int, d: int) -> list[list[int]]:
     return [[(i * j + i + j) % 5 + 1 for j in range(d)] for i in range(n)]
 
 
-def tallied(n: int, d: int, make: Callable = scores, **options: bool) -> Counter[str]:
-    keys, tally = counted(some_keys(n, d))
+def operation_counts(n: int, d: int, make: Callable = scores, **options: bool) -> Counter[str]:
+    keys, counts = counted(some_keys(n, d))
     make(keys, **options)
-    return tally
+    return counts
 
 
-def flops(tally: Counter[str]) -> int:
-    return sum(FLOPS[name] * count for name, count in tally.items())
+def flops(counts: Counter[str]) -> int:
+    return sum(FLOPS[name] * count for name, count in counts.items())
 
 
 def printed_counts(n: int, d: int) -> Counter[str]:
@@ -92,7 +92,7 @@ def printed_counts(n: int, d: int) -> Counter[str]:
 @pytest.mark.claim("KD-8a")
 @pytest.mark.parametrize(("n", "d"), SIZES)
 def test_printed_count_has_one_division_too_many_and_d_products_too_few(n, d):
-    found, printed = tallied(n, d), printed_counts(n, d)
+    found, printed = operation_counts(n, d), printed_counts(n, d)
     difference = {name: printed[name] - found[name] for name in FLOPS}
     assert difference == {"multiply": -d, "add": 0, "divide": 1, "root": 0}
     assert flops(printed) - flops(found) == 5 - d                                      # they cancel for d = 5 only
@@ -101,14 +101,14 @@ def test_printed_count_has_one_division_too_many_and_d_products_too_few(n, d):
 
 @pytest.mark.claim("KD-8b")
 @pytest.mark.parametrize(("n", "d"), SIZES)
-def test_scores_cost_what_they_cost(n, d):
-    found = tallied(n, d)
+def test_scores_take_the_counted_operations(n, d):
+    found = operation_counts(n, d)
     assert found == Counter(multiply=3 * n * d + 2 * d + n, add=3 * n * d - n - 1, divide=2 * n + 1, root=n + 1)
     assert flops(found) == (6 * d + 18) * n + 2 * d + 12
     assert flops(found) != (6 * d + 18) * n + d + 12
     # Without the division by n, which does not change cosines:
-    assert flops(tallied(n, d, average=False)) == (6 * d + 18) * n + d + 7
-    assert flops(tallied(n, d, average=False)) != flops(found)
+    assert flops(operation_counts(n, d, average=False)) == (6 * d + 18) * n + d + 7
+    assert flops(operation_counts(n, d, average=False)) != flops(found)
 
 
 @pytest.mark.claim("KD-8b")
@@ -135,27 +135,27 @@ def test_printed_items_add_up_to_the_printed_total(n, d):
 @pytest.mark.claim("KD-8d")
 @pytest.mark.parametrize(("n", "d"), SIZES)
 def test_ranks_cost_less_than_scores(n, d):
-    found = tallied(n, d, ranks)
-    assert flops(found) == (6 * d + 11) * n - d < flops(tallied(n, d))
+    found = operation_counts(n, d, ranks)
+    assert flops(found) == (6 * d + 11) * n - d < flops(operation_counts(n, d))
     assert flops(found) != (6 * d + 11) * n
     assert found["divide"] == found["root"] == n
 
 
 def matrix_products(queries: int, n: int, d: int) -> int:
     """Operations of Q K' and P V for this many queries: a lower bound on those of attention."""
-    tally: Counter[str] = Counter()
-    row = [Counted(1, tally)] * d
+    counts: Counter[str] = Counter()
+    row = [Counted(1, counts)] * d
     for _ in range(queries):
         weight = [dot(row, row) for _ in range(n)]
         for _ in range(d):
             dot(weight, [weight[0]] * n)
-    return flops(tally)
+    return flops(counts)
 
 
 @pytest.mark.claim("KD-8e")
 def test_scores_cost_little_beside_many_queries_only():
     n, d = 64, 16
-    scoring, one = flops(tallied(n, d)), matrix_products(1, n, d)
+    scoring, one = flops(operation_counts(n, d)), matrix_products(1, n, d)
     assert one == 4 * n * d - n - d
     assert scoring > one * Fraction(3, 2)                                              # decoding, one head per KV head
     assert scoring < matrix_products(2, n, d)
@@ -177,10 +177,11 @@ def test_scores_cost_little_beside_many_queries_only():
 @pytest.mark.claim("KD-6a")
 @pytest.mark.parametrize("d", [1, 4, 16])
 def test_scores_take_time_linear_in_the_cache(d):
-    costs = [flops(tallied(n, d)) for n in range(1, 9)]
+    costs = [flops(operation_counts(n, d)) for n in range(1, 9)]
     steps = {after - before for before, after in pairwise(costs)}
     assert steps == {6 * d + 18} != {6 * d + 17}
-    assert flops(tallied(8, 2 * d)) > flops(tallied(8, d))                 # the cost depends on d, which O(N + B) omits
+    # The cost depends on d, which O(N + B) omits.
+    assert flops(operation_counts(8, 2 * d)) > flops(operation_counts(8, d))
 
 
 @cache

@@ -154,8 +154,8 @@ def test_reference_scores_reject_a_thousandth_more_and_the_other_end(keydiff, de
 @pytest.mark.parametrize(("n", "d"), [(2, 1), (3, 4), (7, 2), (16, 8)])
 def test_row_sums_of_eq_7_take_linear_time(n, d):
     """K^ (K^' 1), evaluated from the right, needs no matrix of cosines and gives the same sums."""
-    def counted(tally: Counter[str]) -> list[list[Counted]]:
-        return [[Counted((i * j) % 7 - 3, tally) for j in range(d)] for i in range(n)]
+    def counted(counts: Counter[str]) -> list[list[Counted]]:
+        return [[Counted((i * j) % 7 - 3, counts) for j in range(d)] for i in range(n)]
 
     linear: Counter[str] = Counter()
     keys = counted(linear)
@@ -374,7 +374,7 @@ def rotary(position: int, key: tuple[int, int]) -> tuple[int, int]:
 
 
 @pytest.mark.claim("KD-5d")
-def test_rotary_embedding_changes_who_stays(keydiff, device):
+def test_rotary_embedding_changes_the_kept_tokens(keydiff, device):
     """Tokens at positions 0, 2, 3, 4 with keys (1, 0), (1, 0), (-1, 0), (1, 0). The third is the least similar before
     the embedding, but not after it."""
     positions, plain = [0, 2, 3, 4], [(65, 0), (65, 0), (-65, 0), (65, 0)]

@@ -52,7 +52,7 @@ def dropped(result) -> list[int]:
 
 
 @pytest.mark.parametrize(("anchor", "similarity", "layout"), KINDS)
-def test_of_equal_keys_the_oldest_go(anchor, similarity, layout, side, twins, device):
+def test_evicts_the_oldest_of_equal_keys(anchor, similarity, layout, side, twins, device):
     """For any strides, which may change the order of sums."""
     evict = getattr(twins, side).keydiff.evict
     options = {"anchor": anchor, "similarity": similarity}
@@ -72,7 +72,7 @@ def test_of_equal_keys_the_oldest_go(anchor, similarity, layout, side, twins, de
             assert equal_kept == places[len(places) - len(equal_kept):], "the oldest must be evicted first"
 
 
-def test_zero_keys_rank_where_the_anchor_is_at_right_angles(side, twins, device):
+def test_zero_keys_rank_like_keys_orthogonal_to_the_anchor(side, twins, device):
     """A zero key normalises to zero, so it ranks between keys that are similar to the anchor and keys opposite to
     it."""
     module = getattr(twins, side).keydiff
@@ -123,7 +123,7 @@ def test_a_key_that_is_no_number_leaves_no_order(side, twins, device):
 # Counts and protection -----------------------------------------------------------------------------------------------
 
 
-def test_whatever_the_budget_it_is_kept_to(side, twins, device):
+def test_every_budget_is_kept(side, twins, device):
     module = getattr(twins, side).keydiff
     key = keys(device)
     value = keys(device, seed=2)
@@ -165,7 +165,7 @@ def test_recent_and_protected_tokens_stay(side, twins, device):
     assert both.kept[0, 0].tolist() == [1, 8] and 3 in both.kept[0, 1].tolist()
 
 
-def test_positions_and_queries_play_no_part(side, twins, device):
+def test_positions_and_queries_do_not_change_the_choice(side, twins, device):
     """The score depends on the set of keys only: their order and norms do not matter (KD-5)."""
     module = getattr(twins, side).keydiff
     key = keys(device)
@@ -199,7 +199,7 @@ def test_keys_of_very_different_sizes_have_directions(side, twins, device):
         assert_same(module.evict(case, key, 9).kept, best, what="kept")
 
 
-def test_equal_keys_of_several_tiles_leave_by_their_slots(side, twins, device):
+def test_evicts_equal_keys_of_several_tiles_by_slot(side, twins, device):
     """60 of 700 keys are equal and most like the anchor. Of them, the lowest 20, 40 and 59 are evicted."""
     module = getattr(twins, side).keydiff
     generator = torch.Generator().manual_seed(5)
@@ -222,7 +222,7 @@ def assert_same_bits(one, other, what: str) -> None:
 
 @given(case=key_cases())
 @few
-def test_the_same_bits_again(case, side, twins):
+def test_keydiff_is_bitwise_repeatable(case, side, twins):
     module = getattr(twins, side).keydiff
     assert_same(module.score(**case.score_inputs), module.score(**case.score_inputs), what="score, launched again")
     assert_same_bits(module.evict(**case.inputs), module.evict(**case.inputs), "launched again")
@@ -230,7 +230,7 @@ def test_the_same_bits_again(case, side, twins):
 
 @given(case=key_cases(occupancy=("random", "left_padding"), content=("ordinary", "sizes"), layout=("contiguous",)))
 @few
-def test_what_lies_in_unoccupied_slots_influences_nothing(case, side, twins):
+def test_contents_of_unoccupied_slots_have_no_effect(case, side, twins):
     module = getattr(twins, side).keydiff
     score, result = module.score(**case.score_inputs), module.evict(**case.inputs)
     free, number = ~case.mask[..., None], 7e4 if case.poison == "nan" else NAN
@@ -244,7 +244,7 @@ def test_what_lies_in_unoccupied_slots_influences_nothing(case, side, twins):
 
 @given(case=key_cases(content=("ordinary", "collinear"), layout=("contiguous",)).filter(lambda case: case.batch > 1))
 @few
-def test_rows_do_not_see_each_other(case, side, twins):
+def test_rows_are_independent(case, side, twins):
     module = getattr(twins, side).keydiff
     score, result = module.score(**case.score_inputs), module.evict(**case.inputs)
     key = case.key.clone()

@@ -232,7 +232,7 @@ def test_an_odd_number_of_recent_tokens_stays(budget, recent, side, twins, devic
 
 
 @SIDES
-def test_equal_keys_leave_by_their_slots(side, twins, device):
+def test_evicts_equal_keys_by_slot(side, twins, device):
     """With equal keys, the lowest slot is evicted each time, and the newest token takes its place."""
     state = made(getattr(twins, side).keydiff, device, budget=3, block_size=2)
     query, key, value = tokens(device, 9, seed=5)

@@ -77,7 +77,7 @@ def test_longflow_breaks_ties_to_the_lowest_index(content, data, twins):
 
 @given(case=decode_cases())
 @few
-def test_longflow_gives_the_same_bits_again(case, twins):
+def test_longflow_is_bitwise_repeatable(case, twins):
     first = twins.optimized.longflow.decode_attention(**case.inputs)
     again = twins.optimized.longflow.decode_attention(**case.inputs)
     for name, one, other in zip(("output", "score", "slot"), first, again, strict=True):
@@ -98,7 +98,7 @@ def rebuilt(case: DecodeCase, change) -> DecodeCase:
 
 @given(case=decode_cases(occupancy=("full",)), seed=st.integers(0, 2**32 - 1))
 @few
-def test_longflow_does_not_care_where_tokens_sit(case, seed, twins, device):
+def test_longflow_does_not_depend_on_slot_order(case, seed, twins, device):
     """With permuted slots, the result is right by the same truth. Where only one answer is right, the same token is
     evicted."""
     order = torch.randperm(case.slots, generator=torch.Generator(device).manual_seed(seed), device=device)
@@ -116,7 +116,7 @@ def test_longflow_does_not_care_where_tokens_sit(case, seed, twins, device):
 
 @given(case=decode_cases(occupancy=("full",)), shift=st.integers(1, 3))
 @few
-def test_longflow_does_not_care_which_head_is_which(case, shift, twins):
+def test_longflow_does_not_depend_on_head_order(case, shift, twins):
     """KV heads permuted with their groups of query heads."""
     heads = torch.arange(case.key_value_heads, device=case.query.device).roll(shift)
     queries = (heads[:, None] * case.group + torch.arange(case.group, device=heads.device)).flatten()
@@ -157,7 +157,7 @@ def test_longflow_ignores_extra_padding_slots(case, extra, twins):
 
 @given(case=decode_cases(), row=st.integers(0, 2))
 @few
-def test_longflow_decodes_a_row_alone_as_in_a_batch(case, row, twins):
+def test_longflow_decodes_a_row_the_same_alone_and_in_a_batch(case, row, twins):
     """Another batch size may split the work differently. The result is within the same bounds, and equal where the
     choice is decisive."""
     row %= case.batch

@@ -99,27 +99,27 @@ def test_output_is_the_sum_of_contributions_and_does_not_determine_the_scores(lo
     assert not ((score - 2 * factor / 2).abs() <= slack).any()
 
 
-def decode(query, keys, values, tally) -> tuple[list[list[Counted]], Counted, Counter[str]]:
+def decode(query, keys, values, counts) -> tuple[list[list[Counted]], Counted, Counter[str]]:
     """Attention of one head, operation by operation: contributions [n][d], the denominator, and the count so far."""
-    scale = Counted(1, tally)
+    scale = Counted(1, counts)
     weight = [(add_up(q * k for q, k in zip(query, key, strict=True)) * scale).exp() for key in keys]
     denominator = add_up(weight)
     contribution = [[p * v for v in value] for p, value in zip(weight, values, strict=True)]
     for column in zip(*contribution, strict=True):
         add_up(column) / denominator                                                   # the output, for its cost
-    return contribution, denominator, Counter(tally)
+    return contribution, denominator, Counter(counts)
 
 
 @pytest.mark.claim("LF-1b")
 @pytest.mark.parametrize(("n", "d"), [(1, 1), (2, 3), (5, 4), (16, 8)])
 def test_score_costs_half_an_attention(n, d):
-    tally: Counter[str] = Counter()
-    row = [Counted(1, tally)] * d
-    contribution, denominator, attention_cost = decode(row, [row] * n, [row] * n, tally)
+    counts: Counter[str] = Counter()
+    row = [Counted(1, counts)] * d
+    contribution, denominator, attention_cost = decode(row, [row] * n, [row] * n, counts)
     assert attention_cost.total() == 4 * n * d + 2 * n - 1
     for vector_ in contribution:
         add_up(abs(x) for x in vector_) / denominator
-    extra = tally - attention_cost
+    extra = counts - attention_cost
     assert extra == Counter(abs=n * d, add=n * (d - 1), divide=n)
     assert extra.total() == 2 * n * d != 0                                             # "no overhead" would be 0
     # 2nd in addition to 4nd and lower terms: together at least 7/5, and in the limit 3/2, of attention's operations
@@ -142,18 +142,18 @@ def test_score_buffer_is_auxiliary_storage(group, head_dim, share):
 @pytest.mark.claim("LF-1c")
 @pytest.mark.parametrize(("n", "d"), [(1, 1), (2, 3), (5, 4), (16, 8)])
 def test_cached_norms_make_the_score_one_product_per_token(n, d):
-    tally: Counter[str] = Counter()
-    row = [Counted((-1) ** i * i, tally) for i in range(d)]
-    weight = [Counted(j + 1, tally) for j in range(n)]
+    counts: Counter[str] = Counter()
+    row = [Counted((-1) ** i * i, counts) for i in range(d)]
+    weight = [Counted(j + 1, counts) for j in range(n)]
     cached = [Counted(norm1(tuple(x.number for x in row)), Counter())] * n
     fast = [p * norm for p, norm in zip(weight, cached, strict=True)]
-    assert tally.total() == n and tally.total() != n - 1
+    assert counts.total() == n and counts.total() != n - 1
     slow = [add_up(abs(p * x) for x in row) for p in weight]
     assert [x.number for x in fast] == [x.number for x in slow]
     # the norm of the new token: d absolute values and d - 1 additions per step
-    tally.clear()
+    counts.clear()
     add_up(abs(x) for x in row)
-    assert tally.total() == 2 * d - 1
+    assert counts.total() == 2 * d - 1
 
 
 # ---- LF-2: eq. 8 and 11 ----------------------------------------------------------------------------------------------
@@ -236,25 +236,25 @@ def test_effect_rejects_forgetting_the_rescaling():
 def test_exact_effects_of_all_tokens_cost_less_than_one_attention(n, d):
     """Given o and the weights: a difference and its squared norm per token, 3d - 1 operations, and 4 for the factor
     a^2 / (1 - a)^2."""
-    tally: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     mass = [Fraction(j + 1) for j in range(n)]
     values = [vector(*((j * i) % 5 - 2 for i in range(d))) for j in range(n)]
-    output = [Counted(x, tally) for x in attention(mass, values)]
-    one = Counted(1, tally)
+    output = [Counted(x, counts) for x in attention(mass, values)]
+    one = Counted(1, counts)
     exact = []
     for weight, value in zip(softmax(mass), values, strict=True):
-        counted = Counted(weight, tally)
+        counted = Counted(weight, counts)
         factor = counted / (one - counted)
-        difference = [Counted(v, tally) - o for v, o in zip(value, output, strict=True)]
+        difference = [Counted(v, counts) - o for v, o in zip(value, output, strict=True)]
         exact.append((factor * factor * add_up(x * x for x in difference)).number)
     assert exact == [square(effect(mass, values, index)) for index in range(n)]
-    assert tally.total() == n * (3 * d + 3) != n * (3 * d + 2)
+    assert counts.total() == n * (3 * d + 3) != n * (3 * d + 2)
     # An attention with all tokens, and one without each candidate, which is what eq. 4 says.
     row = [Counted(1, Counter())] * d
-    whole, one_less = (decode(row, [row] * m, [row] * m, row[0].tally)[2].total() for m in (n, n - 1))
+    whole, one_less = (decode(row, [row] * m, [row] * m, row[0].counts)[2].total() for m in (n, n - 1))
     assert (one_less - whole, whole) == (4 * (n - 1) * d + 2 * (n - 1) - 1, 4 * n * d + 2 * n - 1)
-    assert (tally.total() < whole) is (d > 1)
-    assert (tally.total() < n * (one_less - whole)) is (n > 2)
+    assert (counts.total() < whole) is (d > 1)
+    assert (counts.total() < n * (one_less - whole)) is (n > 2)
 
 
 @pytest.mark.claim("LF-3d")

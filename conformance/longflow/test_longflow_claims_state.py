@@ -153,7 +153,7 @@ def test_earlier_queries_do_not_change_the_victim(longflow, device, seed):
 
 
 @pytest.mark.claim("LF-21")
-def test_the_current_query_does(longflow, device):
+def test_current_query_changes_the_victim(longflow, device):
     queries, other = torch.ones(2, 6, 16)
     other[-1] *= -1
     (first, scores), (second, others) = choice(longflow, device, queries), choice(longflow, device, other)

@@ -138,7 +138,7 @@ def test_longflow_state_made_in_inference_mode_is_usable_outside(name, twins, de
     assert state.tokens_seen == 1
 
 
-def test_longflow_reset_mends_an_interrupted_launch(device):
+def test_longflow_reset_recovers_from_an_interrupted_launch(device):
     """reset sets the completion counters, by which a program knows that it is the last one, to zero."""
     state, fresh = made(longflow, device), made(longflow, device)
     state._scratch[2].fill_(1)
@@ -160,7 +160,7 @@ def test_longflow_merges_many_splits(case):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
-def test_longflow_cuts_the_last_rows_finer(batch, device):
+def test_longflow_splits_the_last_rows_further(batch, device):
     """With many heads, the last rows have more and smaller splits. Splits do not overlap, and all rows are right."""
     block = _ops.key_block(32, 4, 512)
     case = DecodeCase(
@@ -181,7 +181,7 @@ def test_longflow_cuts_the_last_rows_finer(batch, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("many", [False, True], ids=["few heads", "many heads"])
 @pytest.mark.parametrize("slots", [17, 65, 129, 200])
-def test_longflow_ties_whole_tiles_with_the_last_one(slots, many, dtype, device):
+def test_longflow_rounds_the_partial_tile_like_full_tiles(slots, many, dtype, device):
     """All slots hold the same token, so the first one is evicted. The last tile is partial and has its own loop. There,
     a GPU once rounded the product with the scale, but not in the loop over full tiles."""
     generator, rows = torch.Generator(device).manual_seed(slots), 32 if device.type == "cuda" else 6

@@ -133,7 +133,7 @@ def assert_goes_on_like(state, other, steps, rows=slice(None)) -> None:
 
 
 @pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per_head"])
-def test_longflow_reset_and_reorder_forget_nothing(per_head, side, twins, device):
+def test_longflow_reset_and_reorder_cover_the_whole_state(per_head, side, twins, device):
     """In a padded row, the sinks end at another position. So reset must clear this position, and reorder must move
     it."""
     later = tokens(device, 5, seed=3)

@@ -47,7 +47,7 @@ def test_longflow_keeps_heads_apart(per_head, heads, data, twins):
     back=st.sampled_from((1, 4, 8, 20, 40)),
 )
 @few
-def test_longflow_hears_every_block_of_slots(case, back, twins):
+def test_longflow_scores_every_block_of_slots(case, back, twins):
     """There are more slots than one program processes. The victim, a zero value, may be in the block of any program."""
     value = case.value.contiguous().index_fill(2, torch.tensor(case.slots - back, device=case.value.device), 0)
     case = DecodeCase.of(case.query, case.key, value, case.occupied, scale=case.scale, per_head=case.per_head)
@@ -57,7 +57,7 @@ def test_longflow_hears_every_block_of_slots(case, back, twins):
 
 
 @pytest.mark.parametrize("slots", [199, 200])
-def test_longflow_hears_of_a_free_slot_in_any_tile(slots, twins, device):
+def test_longflow_finds_a_free_slot_in_any_tile(slots, twins, device):
     """One free slot per row, among the first slots that a program looks at, among the next, or among the last ones."""
     case = DecodeCase(batch=5, key_value_heads=3, group=3, head_dim=16, slots=slots, seed=slots, device=str(device))
     for row, place in enumerate((3, 20, 70, 130, 190)):

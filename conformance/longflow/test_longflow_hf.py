@@ -37,7 +37,7 @@ def steps(side: str, device: torch.device) -> int:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_full_budget_is_the_stock_model(cache, side, steps, device, family):
+def test_full_budget_matches_the_stock_model(cache, side, steps, device, family):
     inputs = prompts(7, [0, 4], device)
     for dtype in (torch.float32, F64) if side == "reference" else (torch.float32,):
         model = tiny_models.model(family, dtype, device)

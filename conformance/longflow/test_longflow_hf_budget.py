@@ -129,7 +129,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_small_budget_is_the_loop(twins, device, family, options):
+def test_small_budget_matches_the_decode_loop(twins, device, family, options):
     model = tiny_models.model(family, F64, device)
     model.set_attn_implementation("kvtwin")
     cache = cache_class(twins, "reference")(model.config, **OPTIONS[options])
@@ -137,7 +137,7 @@ def test_small_budget_is_the_loop(twins, device, family, options):
 
 
 @pytest.mark.parametrize(("family", "options"), [("llama", "shared"), ("qwen2", "per head"), ("qwen3", "sinks")])
-def test_small_budget_on_the_optimized_side_is_the_loop(twins, device, family, options):
+def test_small_budget_on_the_optimized_side_matches_the_decode_loop(twins, device, family, options):
     model = tiny_models.model(family, torch.float32, device)
     model.set_attn_implementation("kvtwin")
     cache = cache_class(twins, "optimized")(model.config, **OPTIONS[options])

@@ -68,7 +68,7 @@ def test_options(model, options, error, message):
         LongFlowCache(model.config, **options)
 
 
-def test_a_model_is_no_config(model):
+def test_rejects_a_model_as_config(model):
     with pytest.raises(TypeError, match=r"model\.config"):
         LongFlowCache(model, budget=4)
 
@@ -87,7 +87,7 @@ def test_a_model_without_full_attention_gets_a_warning():
 # ---- the model ------------------------------------------------------------------------------------------------------
 
 
-def test_forgotten_attention(inputs):
+def test_rejects_a_model_without_our_attention(inputs):
     """The first forward pass says which line is missing."""
     model = tiny_models.model("llama")
     cache = LongFlowCache(model.config, budget=4)
@@ -106,7 +106,7 @@ def test_softcapped_logits():
 
 
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
-def test_what_changes_logits(name):
+def test_rejects_options_that_change_logits(name):
     query = torch.zeros(1, 2, 3, 16)
     with pytest.raises(NotImplementedError, match=f"Identity passes {name}"):
         attention(torch.nn.Identity(), query, query, query, None, **{name: torch.ones(1)})
@@ -156,7 +156,7 @@ def test_types_that_the_kernels_do_not_have():
 # ---- masks ----------------------------------------------------------------------------------------------------------
 
 
-def test_masks_that_are_no_padding(model):
+def test_rejects_masks_other_than_padding(model):
     for mask in (torch.ones(1, 1, 3, 3, dtype=torch.bool), torch.zeros(1, 1, 3, 3)):
         with pytest.raises(NotImplementedError, match=r"a mask of its own \(Tensor\)"):
             feed(model, LongFlowCache(model.config, budget=4), attention_mask=mask)
@@ -228,7 +228,7 @@ def test_another_batch_on_a_cache_with_tokens(model):
         model(torch.tensor([[5], [6]]), past_key_values=cache)
 
 
-def test_nothing_can_be_taken_back(model, inputs):
+def test_rejects_removing_tokens(model, inputs):
     cache = LongFlowCache(model.config, budget=4)
     with pytest.raises(NotImplementedError, match="assisted"):
         model.generate(**inputs, past_key_values=cache, prompt_lookup_num_tokens=2, max_new_tokens=4)
@@ -252,7 +252,7 @@ def test_a_cache_and_a_cache_implementation(model, inputs):
         )
 
 
-def test_attention_weights_are_not_to_be_had(model, inputs):
+def test_rejects_output_attentions(model, inputs):
     with pytest.raises(NotImplementedError, match="output_attentions"):
         model.generate(
             **inputs, past_key_values=LongFlowCache(model.config, budget=4), output_attentions=True,

@@ -81,7 +81,7 @@ def many_heads(seed: int = 0) -> Iterator[None]:
         yield
 
 
-def test_pieces_of_scratch_begin_lines(device):
+def test_scratch_buffers_share_no_cache_line(device):
     """No two of them share a cache line."""
     with many_heads():
         for slots in (1, 127, 129, 3200):

@@ -29,7 +29,7 @@ def test_memory(text, number):
 
 
 @pytest.mark.parametrize("text", ["80", "GB", "80TB", "-1GB"])
-def test_memory_that_is_none(text):
+def test_rejects_invalid_memory_size(text):
     with pytest.raises(ValueError, match="memory must be"):
         capacity.memory_of(text)
 

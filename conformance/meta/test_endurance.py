@@ -65,7 +65,7 @@ class ForgetsTokens(LongFlowState):
     (RepeatsPositions, "expected distinct positions"), (DependsOnItsAddress, "differ from those of a copy"),
     (ForgetsTokens, "tokens as after half of the steps"),
 ], ids=lambda value: getattr(value, "__name__", ""))
-def test_an_ill_of_a_state_is_found(state, says):
+def test_a_faulty_state_fails(state, says):
     with pytest.raises(endurance.Failed, match=says):
         run(state)
 

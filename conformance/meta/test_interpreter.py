@@ -220,7 +220,7 @@ if INTERPRETED:
         run()
         assert "_kernel" in rounds.seen, "the kernel after a failed one must patch again"
 
-    def test_a_number_that_was_loaded_is_one():
+    def test_loaded_numbers_are_scalars():
         """Triton 3.6 converts an array of one dimension to an index, which numpy 2.4 refuses."""
         target = torch.zeros(1, dtype=torch.int32)
         _counting_kernel[(1,)](torch.tensor([3], dtype=torch.int32), target)

@@ -105,7 +105,7 @@ else:
             assert (made.type, made.shape, made.numel, made.dtype) == ("type", "shape", "numel", "dtype")
         assert not slow
 
-    def test_other_arrays_than_those_recorded_go_the_long_way():
+    def test_arrays_of_unrecorded_types_use_the_builder():
         player, handles, _, slow = compiled("create_fadd", handle([1.0], "float32"), handle([2.0], "float32"))
         others = [handle([1.0], "float64"), handle([1.0], "float32", tl.int32), handle([1.0], "float16", tl.float32)]
         for other in others:
@@ -137,7 +137,7 @@ else:
         monkeypatch.setattr(module.InterpreterBuilder, "create_fadd", more)
         assert compiled("create_fadd", handle([1.0], "float32"), handle([2.0], "float32"))[0] is None
 
-    def test_brain_floats_and_truth_values_that_are_added_are_left_to_the_builder():
+    def test_bfloat16_casts_and_bool_sums_use_the_builder():
         half = module.TensorHandle(np.array([0x3F80], dtype=np.uint16), tl.bfloat16)
         assert compiled("create_fp_ext", half, tl.float32)[0] is None
         truths = handle([True, False], "bool", tl.int1)

@@ -18,7 +18,7 @@ from kvtwin.conformance.interpreter.cases import NAN, numbers, same
 INTERPRETED = interpreter.interprets(triton.language.standard)
 
 
-def test_a_numpy_function_that_nobody_looked_at_is_a_doubt(monkeypatch, tmp_path):
+def test_unreviewed_numpy_functions_are_reported(monkeypatch, tmp_path):
     (tmp_path / "another_interpreter.py").write_text("def dot(a, b):\n    return np.einsum('ij,jk', a, b)\n")
     monkeypatch.syspath_prepend(tmp_path)
     import another_interpreter
@@ -36,7 +36,7 @@ def test_a_numpy_function_that_nobody_looked_at_is_a_doubt(monkeypatch, tmp_path
 
 if INTERPRETED:
 
-    def test_this_triton_leaves_no_doubt():
+    def test_installed_triton_has_no_unreviewed_functions():
         assert arithmetic.problems(sys.modules[interpreter.MODULE]) == []
 
     def test_the_interpreter_has_these_functions_for_numpys():

@@ -85,7 +85,7 @@ def test_a_function_is_called_once_for_each_kind_of_arguments():
     assert plus.calls == 3, "an argument by name needs another tape"
 
 
-def test_numbers_that_are_equal_are_not_one():
+def test_equal_numbers_of_different_types_are_distinct():
     taped, _ = made(plus)
     plus.calls = 0
     numbers = [1, True, 1.0, 0.0, -0.0, 0, False, float("nan")]
@@ -118,7 +118,7 @@ def test_a_function_that_looks_at_values_is_not_taped(looks):
     assert member.calls == 4
 
 
-def test_what_changes_is_asked_each_time_and_the_rest_is_not_taped():
+def test_varying_results_are_not_taped():
     def program(_semantic):
         return Tensor(_semantic.builder.create_program_id(), "whole")
 
@@ -147,7 +147,7 @@ def test_what_changes_is_asked_each_time_and_the_rest_is_not_taped():
     assert pair.calls == 4
 
 
-def test_no_more_than_so_many_are_kept(monkeypatch):
+def test_the_number_of_tapes_is_limited(monkeypatch):
     monkeypatch.setattr("kvtwin.conformance.interpreter.tape.MOST_TAPES", 2)
     assert MOST_TAPES > 1000
     taped, _ = made(plus)

@@ -94,7 +94,7 @@ def test_shapes_must_agree():
         assert_same(TRUTH[None], TRUTH, what="key")
 
 
-def test_copies_are_compared_to_the_letter_where_a_mask_says():
+def test_copies_are_compared_bitwise_where_the_mask_is_set():
     left, right = torch.tensor([[1.0, 2.0, torch.nan]]), torch.tensor([[1.0, 2.5, torch.nan]])
     assert_same(left.half(), left.double(), what="key")
     assert_same(left, right, what="key", where=torch.tensor([True, False, True]))
@@ -175,7 +175,7 @@ def test_protected_slots_stay():
         choose(1, exact([5.0, 1.0]), protected=[True, True], truth=0)
 
 
-def test_exact_ties_go_to_the_lowest_index_to_the_letter():
+def test_exact_ties_must_go_to_the_lowest_index():
     scores, tie = around([4.0, 1.0, 1.0, 1.0], 0.1), [0, 1, 1, 3]
     assert choose(1, scores, tie=tie).decisive.item() is False  # slot 3 has an equal score only within the bounds
     choose(3, scores, tie=tie, truth=1)
@@ -306,7 +306,7 @@ def test_protected_tokens_stay_before_the_window_and_the_window_before_the_prefi
         keep([4], exact(SCORES), protected=both, truth=[0])
 
 
-def test_of_the_window_the_newest_stay():
+def test_newest_tokens_of_the_window_are_kept():
     keep([3, 4], exact(SCORES), window=3)
     for wrong in ([2, 4], [0, 4]):
         with pytest.raises(Mismatch, match="the newest must be kept"):

@@ -102,7 +102,7 @@ def test_a_threshold_is_open_where_rounding_decides():
         assert (float(found.low) <= 0 <= float(found.high)) == (factor < 10)
 
 
-def test_what_is_outside_is_found():
+def test_numbers_outside_their_interval_are_rejected():
     interval = Interval(torch.tensor([0.0, 1.0]).double(), torch.tensor([0.5, 1.0]).double())
     epikv.assert_inside(torch.tensor([0.5, 1.0]), interval, what="it")
     for wrong in ([0.6, 1.0], [0.5, 1.1], [float("nan"), 1.0], [-0.1, 1.0]):

@@ -300,7 +300,7 @@ def test_every_judge_is_found_by_its_name():
 @pytest.mark.parametrize(("state", "says"), [
     (None, None), (StaleSlot, "value at step 6"), (WrongVictim, "positions at step"), (SpoiltOutput, "output at step"),
 ], ids=lambda value: getattr(value, "__name__", ""))
-def test_without_a_judge_states_must_agree_to_the_letter(state, says, monkeypatch):
+def test_states_without_a_checker_must_agree_exactly(state, says, monkeypatch):
     """The default adapter checks attention and slots, but no scores."""
     monkeypatch.setattr(checkers, "of", lambda name: None)
     with stats.collect():
@@ -332,7 +332,7 @@ def test_a_choice_made_within_a_step_is_adopted_before_slots_are_compared(monkey
         lockstep.run(trace, Faulty(PicksTheLast))
 
 
-def test_a_kind_of_case_enters_itself():
+def test_case_classes_register_their_kind():
     class OtherCase(Case):
         kind = "other"
 

@@ -125,7 +125,7 @@ def test_load(folder):
     assert len(second.tests) == 2
 
 
-def test_what_is_left_out_is_read(folder):
+def test_omissions_are_parsed(folder):
     (one,) = ledger.omitted(folder(CLAIM + OURS))
     assert (one.method, one.where, one.quote, one.why) == ("longflow", "section 9", "fast | everywhere", "not measured")
     assert ledger.omitted(folder(CLAIM)) == ()

@@ -200,7 +200,7 @@ def test_verdict(mutant, facts, code, status, killed_by):
     assert bool(found["detail"]) == (status == "broken")
 
 
-def test_what_counts_as_found_wrong():
+def test_errors_that_kill_a_mutant():
     assert is_wrong(AssertionError()) and is_wrong(pytest.fail.Exception("did not raise"))
     assert is_wrong(ExceptionGroup("flaky", [ValueError(), AssertionError()]))
     assert not is_wrong(NameError()) and not is_wrong(ExceptionGroup("flaky", [ValueError()]))

@@ -12,7 +12,7 @@ from kvtwin.conformance.meta.perf_source import PERF, perf_module
 if not (PERF / "conftest.py").is_file():
     pytest.skip("perf/ is not in the wheel", allow_module_level=True)
 
-NAMES = ("attn_x_hs", "segment_hs", "segment_hs_looked_at")
+NAMES = ("attn_x_hs", "segment_hs", "segment_hs_with_sparsity")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_what_a_timed_step_left_wrong_is_noticed(name, damage, bench, shape, dra
 @pytest.mark.parametrize(("name", "buffer", "says"), [
     ("attn_x_hs", "received", "attention received"), ("attn_x_hs", "frozen", "own score"),
     ("segment_hs", "score", "new token's score"), ("segment_hs", "thought", "thoughts"),
-    ("segment_hs_looked_at", "thought", "of sparsity"),
+    ("segment_hs_with_sparsity", "thought", "of sparsity"),
 ])
 def test_a_step_that_goes_wrong_is_noticed(name, buffer, says, bench, shape, draw, monkeypatch):
     """The step that the check itself runs, whose buffers it has recorded before."""

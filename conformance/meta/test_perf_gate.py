@@ -84,7 +84,7 @@ def test_a_time_that_is_no_number_trips_every_threshold():
 def test_nothing_is_faster_than_the_roofline():
     assert gate.too_fast(figures(seconds=2e9 / 4.8e12 * 1.001)) == []
     (complaint,) = gate.too_fast(figures(seconds=2e9 / 4.8e12 * 0.999))
-    assert "faster than the roofline: it would move 4.805 TB/s" in complaint
+    assert "faster than the roofline: the benchmark would move 4.805 TB/s" in complaint
     (complaint,) = gate.too_fast(figures(peers={"cudnn": 1e-4}))
     assert "its peer cudnn would move 10.000 TB/s" in complaint
 
@@ -251,7 +251,7 @@ def test_a_run(session):
     assert "wrong after timing: not one" in complaints["wrong"]
     assert "wrong after timing: not one" in complaints["unwritten"]
     assert "wrong after timing, peer cudnn: not one" in complaints["wrong_peer"]
-    assert "faster than the roofline: it would move 5.000 TB/s" in complaints["fast"]
+    assert "faster than the roofline: the benchmark would move 5.000 TB/s" in complaints["fast"]
     assert complaints["new"] == "no thresholds for 'new'"
 
     good = info["good"]
@@ -303,7 +303,7 @@ def test_a_baseline_from_a_run_and_a_run_against_a_baseline(session, capsys):
     Path("baseline.json").write_text(json.dumps(stored))
     result, _ = session("-k", "good", "--benchmark-compare=baseline.json")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*--benchmark-compare: the stored run is of NVIDIA H200, and this is None*"])
+    result.stderr.fnmatch_lines(["*--benchmark-compare: the stored run is from NVIDIA H200, this machine has None*"])
 
 
 def test_a_wrong_run_becomes_no_baseline(session, capsys):
@@ -334,7 +334,7 @@ def test_a_run_of_some_benchmarks_replaces_these_in_a_baseline(session, capsys):
     whole["machine_info"]["gpu"] = "another"
     Path("baseline.json").write_text(json.dumps(whole))
     assert report.main(["run.json", "--write-baseline", "baseline.json", "--part"]) == 1
-    assert "the baseline is of another" in capsys.readouterr().err
+    assert "the baseline is from another" in capsys.readouterr().err
 
 
 def test_what_was_reached_becomes_thresholds(session, capsys):

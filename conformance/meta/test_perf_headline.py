@@ -46,7 +46,7 @@ def test_the_experiments_run_and_make_a_page(tmp_path, device, monkeypatch):
         found = json.loads((tmp_path / f"{name}.json").read_text())
         assert found["finished"]
         assert found["figures"].keys() >= least
-    with pytest.raises(SystemExit, match="a tiny run means nothing"):
+    with pytest.raises(SystemExit, match="figures of a --tiny run"):
         page.merged(tmp_path)
 
     for name in MEASURED:
@@ -105,9 +105,9 @@ def test_a_run_that_was_cut_short_adds_to_what_is_stored(tmp_path):
     found = page.merged(tmp_path, stored)["experiments"]
     assert [(name, one["seconds"]) for name, one in found.items()] == [("longflow", 1.0), ("thinkv", 2.0)]
     (tmp_path / "thinkv.json").write_text(json.dumps(figures(machine={"gpu": "NVIDIA H100"})))
-    with pytest.raises(SystemExit, match="different machines: NVIDIA H100, NVIDIA H200"):
+    with pytest.raises(SystemExit, match="different GPUs: NVIDIA H100, NVIDIA H200"):
         page.merged(tmp_path, stored)
-    with pytest.raises(SystemExit, match="holds no experiment"):
+    with pytest.raises(SystemExit, match="has no JSON of an experiment"):
         page.merged(tmp_path / "nothing")
 
 
@@ -115,7 +115,7 @@ def test_a_run_that_was_cut_short_adds_to_what_is_stored(tmp_path):
     ("last", "said"),
     [
         (None, "64.0 times: 128 tokens against 2; "),
-        (1.0, "at least 64.0 times: 128 tokens, the most that was tried, against 2; "),
+        (1.0, "at least 64.0 times: 128 tokens (the largest tested) against 2; "),
     ],
     ids=["no more fits", "no more was tried"],
 )
@@ -176,7 +176,7 @@ def test_figures_are_stored_as_they_come(run):
     assert not found["finished"]
 
 
-def test_times_are_medians_and_cold_caches_are_in_none(run):
+def test_times_are_medians_and_exclude_the_cache_flush(run):
     took = iter([9.0, 1.0, 5.0, 2.0, 3.0, 4.0])
 
     def function():
@@ -196,14 +196,14 @@ def test_wrong_results_and_impossible_times_are_complaints(run):
     assert run.share(2e9, 1e-3) == 0.5
     assert run.complaints == ["it: wrong after timing: not one"]
     run.seconds(function, what="it", moves=4.9e12 * 2**-9)
-    assert run.complaints[1:] == ["it: faster than the roofline: 4.90 of 4.80 TB/s"]
+    assert run.complaints[1:] == ["it: faster than the roofline: 4.90 TB/s, the limit is 4.80 TB/s"]
 
 
 def test_an_experiment_out_of_time_leaves_the_rest_out_and_says_so(run, monkeypatch):
     assert not run.late("first")
     monkeypatch.setattr(base, "LIMIT", -1.0)
     assert run.late("second")
-    assert run.complaints == ["second: left out, -1 s are over"]
+    assert run.complaints == ["second: skipped, the time limit of -1 s is reached"]
 
 
 def test_the_largest_batch():
@@ -242,7 +242,7 @@ def test_a_peer_far_from_its_own_bound_is_a_complaint(run):
     run.own_bound("full KV", None)
     assert run.complaints == []
     run.own_bound("full KV", 0.84)
-    assert run.complaints == ["full KV reaches 84% of its own byte bound, where 85% are wanted"]
+    assert run.complaints == ["full KV reaches 84% of its own byte bound, expected at least 85%"]
 
 
 # ---- systems ---------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_bytes_of_a_model():
     assert llama.token_bytes == 131_072
 
 
-def test_a_decoder_turns_heads_by_their_positions(here):
+def test_decoder_rotates_heads_by_position(here):
     """The dot product of a query and a key rotated by positions m and n equals that of rotation by m - n."""
     model = decoder.small(decoder.LLAMA_8B)
     made = decoder.Decoder(model, here, 64)
@@ -271,7 +271,7 @@ def test_a_decoder_turns_heads_by_their_positions(here):
     def product(m, n):
         turned = heads.clone()
         for head, at in zip(turned, (m, n), strict=True):
-            pointwise.rotate(head, 1, *made.turns(torch.tensor([at], device=here.device)))
+            pointwise.rotate(head, 1, *made.rotation(torch.tensor([at], device=here.device)))
         return float((turned[0].double() * turned[1].double()).sum())
 
     # Each number of a rotated head has 4 roundings (the table, two products and a difference), each relative to at most
@@ -281,7 +281,7 @@ def test_a_decoder_turns_heads_by_their_positions(here):
     assert product(40, 33) != pytest.approx(product(40, 34), rel=1e-3)
 
 
-def test_only_the_first_heads_are_turned(here):
+def test_only_the_first_heads_are_rotated(here):
     """Every row of a batch is rotated by the positions of its own tokens."""
     heads = here.draw(2, 3, 4, 16)
     before, cosine, sine = heads.clone(), *(torch.rand(2, 3, 8, device=here.device))
@@ -350,7 +350,7 @@ def test_rkv_drops_the_oldest_of_keys_that_are_alike(run):
     key = torch.eye(16, dtype=torch.bfloat16)[None, None]
     key[0, 0, 5] = key[0, 0, 8] = key[0, 0, 2]
     window = torch.zeros(1, 1, 7, 16, dtype=torch.bfloat16)
-    assert cache.stays(window, key)[0, 0].tolist() == [*range(2), *range(3, 16)]
+    assert cache.kept_slots(window, key)[0, 0].tolist() == [*range(2), *range(3, 16)]
 
 
 # ---- states that are built instead of fed ----------------------------------------------------------------------------
@@ -390,9 +390,9 @@ def test_a_state_of_the_baselines_that_is_built_is_like_one_that_was_fed(here, p
     fed = type(built)(built.config, **systems.sizes_of(MODEL, 2, here))
     query, _, _ = tokens(here, 2, 8)
     fed.prefill(query, built.key[:, :, :8], built.value[:, :, :8])
-    for name in ("key", "value", "_ordinals"):
+    for name in ("key", "value", "_token_index"):
         assert torch.equal(getattr(built, name)[:, :, :8], getattr(fed, name)[:, :, :8]), name
-    alike = ["occupied", "positions", "_held", "_seen"]
+    alike = ["occupied", "positions", "_valid_seen", "_seen"]
     if interval > 1:
         alike.append("_counts")
     if peer == "snapkv":

@@ -68,7 +68,7 @@ def test_loading_the_plugin_imports_nothing_heavy(python):
     assert python("-c", code).stdout.strip() == "[]"
 
 
-def test_a_strangers_run_is_left_alone(pytester, python):
+def test_runs_of_other_projects_do_not_change(pytester, python):
     write(
         pytester.path,
         test_mine="""
@@ -113,7 +113,7 @@ def test_which_arguments_include_our_tests(argument, pyargs, included, tmp_path)
     assert plugin._names_own_tests(config, argument) is included
 
 
-def test_a_project_that_holds_our_environment_is_a_strangers(monkeypatch, tmp_path):
+def test_projects_that_contain_our_environment_do_not_change(monkeypatch, tmp_path):
     """pytest does not collect from .venv, so a run on the root of such a project runs none of our tests."""
     config = SimpleNamespace(invocation_params=SimpleNamespace(dir=tmp_path), getoption=lambda name: False)
     installed = tmp_path / ".venv" / "lib" / "python3.11" / "site-packages" / "kvtwin" / "conformance"
@@ -122,7 +122,7 @@ def test_a_project_that_holds_our_environment_is_a_strangers(monkeypatch, tmp_pa
     assert plugin._names_own_tests(config, str(installed))
 
 
-def test_our_tests_wake_the_plugin_by_whatever_route_they_come(pytester, in_process):
+def test_every_way_to_select_our_tests_activates_the_plugin(pytester, in_process):
     """Even if a conftest brings them in, which the command line does not show."""
     path = HERE / "meta" / "test_ledger.py"
     pytester.makeconftest(

@@ -52,7 +52,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("patient", WRONG, ids=lambda patient: patient.__name__)
-def test_the_ill_is_named(patient, judged):
+def test_the_faulty_property_is_named(patient, judged):
     found = judged(patient())
     assert wrong(found) == WRONG[patient], shown(found)
     assert found.verdict == verdict.WRONG
@@ -62,7 +62,7 @@ def test_the_ill_is_named(patient, judged):
     (longflow.Decode, {}), (longflow.Fused, {}), (longflow.SlotsFirst, {}),
     (longflow.AnyOfEquals, {"ties": "any", "free_score": "any"}),
 ], ids=lambda value: getattr(value, "__name__", None) or ",".join(value))
-def test_a_right_one_is_right(healthy, conventions, judged):
+def test_correct_implementations_are_right(healthy, conventions, judged):
     found = judged(healthy(), **conventions)
     verdicts = {name: found.properties[name].verdict for name in PROPERTIES}
     assert verdicts == dict.fromkeys(PROPERTIES, verdict.RIGHT) | dict.fromkeys(

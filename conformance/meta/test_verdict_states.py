@@ -32,7 +32,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     "patient", [longflow_states.CountsOnAfterReset, longflow_states.IgnoresReorder],
     ids=lambda patient: patient.__name__,
 )
-def test_the_ill_of_a_state_is_named(patient, judged):
+def test_the_fault_of_a_state_is_named(patient, judged):
     found = judged("longflow", {"LongFlowState": patient}, "laws or keeps_step or keep_step")
     assert run.wrong(found) == {"state"}, run.shown(found)
 

@@ -70,7 +70,7 @@ def test_clusters_keep_step_with_float64(clusters, options, steps, twins, device
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_heads_that_nobody_follows_keep_step(offload, twins, device):
+def test_clusters_of_one_head_keep_step(offload, twins, device):
     both = lockstep(twins, device, HeadClusters((0, 1), (0, 1)), sizes=LITTLE, k=2, stride=1, offload=offload)
     for step in range(2):
         both.step(*tokens(step, device, **LITTLE))
@@ -160,7 +160,7 @@ def test_sets_are_seen_from_the_step_after_they_were_chosen(side, twins, device)
 
 
 @SIDES
-def test_with_a_phase_anticipations_come_as_many_steps_earlier(side, twins, device):
+def test_phase_moves_anticipations_that_many_steps_earlier(side, twins, device):
     """With stride 3 and phase 1, steps 2 and 5 choose. The same holds after a reset."""
     shown = Shown(getattr(twins, side).synckv, device, k=2, stride=3, phase=1)
     for _ in range(2):
@@ -176,7 +176,7 @@ def test_with_a_phase_anticipations_come_as_many_steps_earlier(side, twins, devi
 
 
 @SIDES
-def test_eq_6_to_the_letter_may_choose_static_tokens_again(side, twins, device):
+def test_eq_6_as_printed_may_choose_static_tokens_again(side, twins, device):
     shown = Shown(getattr(twins, side).synckv, device, k=4, stride=1, exclude_static=False)
     shown.prefill(6, [4, 1, 5, 0])
     assert shown.step([1, 4]) == [0, 1, 4, 5, 6]
@@ -245,7 +245,7 @@ def frames(state: Any, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
 
 
 @pytest.mark.parametrize("exclude", [True, False])
-def test_what_a_graph_holds_gives_the_same_bits(exclude, twins, device):
+def test_captured_steps_give_the_same_bits(exclude, twins, device):
     """A captured step contains the launches of an anticipation. The device decides whether one is due; otherwise they
     do nothing."""
     module = twins.optimized.synckv
@@ -262,7 +262,7 @@ def test_what_a_graph_holds_gives_the_same_bits(exclude, twins, device):
         assert all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
 
 
-def test_what_replays_bring_beyond_the_room_is_not_taken_in(twins, device):
+def test_graph_replays_beyond_max_tokens_store_nothing(twins, device):
     """The host does not count replays of a graph. Beyond max_tokens, nothing is written, and the output stays
     finite."""
     state = twins.optimized.synckv.SyncKVState(

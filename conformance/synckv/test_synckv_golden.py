@@ -43,7 +43,7 @@ def test_every_recorded_case_is_replayed(traces):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_sets_of_the_record_change(case, traces):
+def test_recorded_sets_change(case, traces):
     """There is more than one cluster, and successive sets differ in part."""
     about = traces[1].metadata["cases"][case]
     assert sorted(set(about["labels"])) == [0, 1]
@@ -70,7 +70,7 @@ def test_synckv_reference_repeats_the_golden_trace(case, traces, twins):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_clusters_are_the_record_s(case, traces, twins, device):
+def test_clusters_equal_the_recorded_ones(case, traces, twins, device):
     golden = traces[1]
     about = golden.metadata["cases"][case]
     found = twins.optimized.synckv.cluster_heads(golden.tensors[f"{case}.similarity"].to(device), 2)

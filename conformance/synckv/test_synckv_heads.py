@@ -113,7 +113,7 @@ def test_similarity_is_the_mean_overlap(steps, heads, tokens, k, masked, levels,
 
 
 @SIDES
-def test_similarity_of_weights_at_hand(side, twins, device):
+def test_similarity_of_given_weights(side, twins, device):
     """Heads 0 and 1 share one of two tokens at the first step and both at the second. -inf ranks last, NaN like -inf.
     Any strides."""
     inf, nan = torch.inf, torch.nan
@@ -240,7 +240,7 @@ def test_clusterings_are_stored_as_json(twins, tmp_path, device):
     }
 
 
-def test_config_holds_what_it_is_given():
+def test_config_stores_its_arguments():
     config = SyncKVConfig(64)
     assert (config.rho, config.stride, config.clusters, config.exclude_static, config.scale) == (0.5, 5, 2, True, None)
     assert_same(torch.tensor(SyncKVConfig(8, 0.25, 3, 1, exclude_static=False).stride), torch.tensor(3), what="stride")

@@ -74,7 +74,7 @@ def tensors() -> list[Any]:
 
 @SIDES
 @pytest.mark.parametrize("function", ["initial_sets", "anticipate", "overlap", "head_similarity", "cluster_heads"])
-def test_what_is_right_is_taken(function, side, twins, device):
+def test_accepts_valid_arguments(function, side, twins, device):
     getattr(getattr(twins, side).synckv, function)(**good(function, device))
 
 
@@ -118,7 +118,7 @@ def test_a_tensor_of_another_shape(function, name, cut, says, side, twins, devic
     ("cluster_heads", "similarity", [[1, math.nan], [math.nan, 1]], "finite"),
     ("cluster_heads", "similarity", [[1, 0.5, 0.2], [0.25, 1, 0.3], [0.2, 0.3, 1]], "symmetric"),
 ])
-def test_values_that_mean_nothing(function, name, value, says, side, twins, device):
+def test_rejects_invalid_values(function, name, value, says, side, twins, device):
     arguments = good(function, device) | {name: torch.tensor(value, device=device)}
     refused(getattr(getattr(twins, side).synckv, function), ValueError, rf"^{name}\b", "must", says, **arguments)
 

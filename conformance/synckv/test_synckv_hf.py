@@ -84,7 +84,7 @@ def check(model: Any, cache: Any, inputs: dict[str, Tensor], new: int, phases: S
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_generation_is_the_loop(family, twins, device):
+def test_generation_matches_the_decode_loop(family, twins, device):
     """Left padding, which leaves fewer than k tokens in one row, and several anticipations."""
     model = tiny_models.model(family, F64, device)
     used = cache_of(twins, "reference", model)
@@ -94,7 +94,7 @@ def test_generation_is_the_loop(family, twins, device):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_generation_on_the_optimized_side_is_the_loop(offload, twins, device):
+def test_generation_on_the_optimized_side_matches_the_decode_loop(offload, twins, device):
     model = tiny_models.model("qwen3", torch.float32, device)
     used = cache_of(twins, "optimized", model, stride=2, max_tokens=14, offload=offload)
     check(model, used, prompts(7, [0, 3], device), 4)
@@ -117,14 +117,14 @@ def test_heads_may_attend_to_the_sets_of_all_clusters(side, twins, device):
     assert not torch.equal(*outputs)
 
 
-def test_layers_may_anticipate_by_turns(twins, device):
+def test_layers_may_anticipate_at_different_steps(twins, device):
     model = tiny_models.model("llama", F64, device)
     used = cache_of(twins, "reference", model, spread=True)
     check(model, used, prompts(7, [0, 3], device), 6, phases=(0, 1))
     used.join()
 
 
-def test_layers_beyond_the_stride_take_their_turns_again(twins, device):
+def test_phases_repeat_after_stride_layers(twins, device):
     """Each layer has its own phase, and as many representatives as its own clusters."""
     model = tiny_models.model("llama", F64, device, num_hidden_layers=5)
     clusters = [HeadClusters((0, 0), (1,)), HeadClusters((0, 1), (0, 1)), *[HeadClusters((1, 0), (1, 0))] * 3]
@@ -140,12 +140,12 @@ def test_layers_beyond_the_stride_take_their_turns_again(twins, device):
     ({"spread": 1}, TypeError, "spread must be a bool"),
     ({"spread": True, "phase": 1}, TypeError, "phase is not an option beside spread"),
 ])
-def test_wrong_turns(options, error, message, twins, device):
+def test_rejects_invalid_spread_and_phases(options, error, message, twins, device):
     with pytest.raises(error, match=message):
         cache_of(twins, "reference", tiny_models.model("llama", F64, device), **options)
 
 
-def test_what_is_on_its_way_cannot_be_copied(device):
+def test_rejects_a_copy_during_a_transfer(device):
     from kvtwin.optimized.hf import SyncKVCache
 
     model = tiny_models.model("llama", device=device)
@@ -156,7 +156,7 @@ def test_what_is_on_its_way_cannot_be_copied(device):
         copy.deepcopy(used)
 
 
-def test_with_room_for_all_it_is_the_stock_model(twins, device):
+def test_full_budget_matches_the_stock_model(twins, device):
     """This also holds for a second generation with the same cache."""
     model, inputs = tiny_models.model("llama", F64, device), prompts(9, [0, 4], device)
     expected = generate(model, inputs, 6)
@@ -289,7 +289,7 @@ def test_more_tokens_than_there_is_room_for(twins):
 
 
 @pytest.mark.kind("bad_input")
-def test_no_text_to_look_at():
+def test_rejects_calibration_without_texts():
     own = importlib.import_module("kvtwin.reference.hf.synckv")
     with pytest.raises(ValueError, match="texts must hold at least one text"):
         own.head_clusters(tiny_models.model("llama"), [], k=2)

@@ -126,7 +126,7 @@ def assert_each_buffer_counts(state: Any, taken: tuple[int, int, int]) -> None:
 
 
 @SIDES
-def test_bytes_are_those_that_were_given_out(side, offload, twins, device, count):
+def test_reported_bytes_equal_allocated_bytes(side, offload, twins, device, count):
     """For an empty state, after a prompt and steps (with a bank), after a reset, and after the state is deleted."""
     config = SyncKVConfig(8, stride=2, clusters=1, max_tokens=slots(device), offload=offload)
 

@@ -58,7 +58,7 @@ def expected(device: torch.device) -> list[Tensor]:
 
 
 @FORMS
-def test_results_are_those_of_all_tokens_at_hand(form, device, expected):
+def test_offloaded_results_equal_resident_results(form, device, expected):
     state = new(device)
     assert_same(played(state, device, form), expected)
     if form:
@@ -86,7 +86,7 @@ def test_an_offloaded_state_keeps_step_with_float64(exclude, replayed, twins, de
 
 
 @FORMS
-def test_transfers_as_late_as_may_be(form, device, expected):
+def test_results_do_not_depend_on_late_transfers(form, device, expected):
     late = Late()
     state = with_transfers(new(device), late)
     assert_same(played(state, device, form), expected)
@@ -149,7 +149,7 @@ def test_a_slow_stream_changes_nothing(programs, form, device, expected, monkeyp
 
 
 @pytest.mark.parametrize("share", [-1, 10], ids=["all programs", "few of them"])
-def test_whoever_fetches_leaves_nothing_out(share, device, expected, monkeypatch):
+def test_transfer_programs_fetch_every_token(share, device, expected, monkeypatch):
     """Three programs, or two of them, share up to six units. A unit is one token of one head."""
     for name, value in {"PROGRAMS": 3, "FEW": 2, "SHARE": share, "BLOCK": 1}.items():
         monkeypatch.setattr(_offload, name, value)

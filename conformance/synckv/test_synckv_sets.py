@@ -69,7 +69,7 @@ def test_anticipation_is_what_float64_would_choose(case, twins):
 
 @given(case=sets_cases(layout=(MIXED,), content=("ordinary",), slots=(12, 20)))
 @settings(max_examples=2)
-def test_sets_of_arguments_that_lie_each_in_its_own_way(case, twins):
+def test_sets_of_arguments_with_different_strides(case, twins):
     """Two rows and two heads, since strides of an axis of length 1 do not matter, and free slots."""
     case = dataclasses.replace(case, batch=2, key_value_heads=2, occupancy="random", k=5)
     judge.assert_initial_right(twins.optimized.synckv.initial_sets(**case.inputs), case)
@@ -178,7 +178,7 @@ def test_weights_that_vanish_are_still_ranked(side, twins, device):
 
 
 @SIDES
-def test_eq_6_to_the_letter_chooses_static_tokens_again(side, twins, device):
+def test_eq_6_as_printed_chooses_static_tokens_again(side, twins, device):
     inputs = aimed([[5.0, 4.0, 3.0, 2.0]], device)
     static = torch.tensor([[[0, 1]]], device=device)
     call = of(twins, side).anticipate
@@ -188,7 +188,7 @@ def test_eq_6_to_the_letter_chooses_static_tokens_again(side, twins, device):
 
 @given(case=sets_cases(slots=(2, 40)))
 @few
-def test_sets_of_a_row_are_its_own_to_the_letter(case, twins):
+def test_sets_of_a_row_do_not_depend_on_other_rows(case, twins):
     """The sets do not change in a second launch, or when every other row has opposite logits."""
     call = twins.optimized.synckv.anticipate
     plain = call(**case.step_inputs)

@@ -207,7 +207,7 @@ def test_representatives_are_as_many_as_asked_for(side, case, twins):
 @pytest.mark.property("repeatability")
 @given(case=segment_cases(shrinks=True, tokens=(2, 24)))
 @few
-def test_representatives_are_the_same_again(case, twins):
+def test_representatives_are_bitwise_repeatable(case, twins):
     select = twins.optimized.thinkv.select_representatives
     for one, other in zip(select(**case.inputs), select(**case.inputs), strict=True):
         assert_same(one, other, what="representatives, again")
@@ -298,7 +298,7 @@ def test_representatives_concatenate_the_heads(side, twins, device):
 @pytest.mark.property("extreme_numbers")
 @SIDES
 @pytest.mark.filterwarnings("ignore:invalid value")  # a warning of numpy, which the interpreter uses
-def test_representatives_of_what_is_no_number_are_still_as_many(side, twins, device):
+def test_representatives_of_nan_keys_have_the_requested_count(side, twins, device):
     key = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(1)).to(device)
     key[0, 2], key[0, 5], key[0, 7] = torch.nan, torch.inf, -torch.inf
     for keep in (1, 3, 8):
@@ -337,7 +337,7 @@ def scattered(case: SegmentCase, others: int, seed: int) -> tuple[torch.Tensor, 
 @pytest.mark.property("decisions")
 @given(case=segment_cases(shrinks=True, tokens=(3, 30), content=DECIDED[:3]), seed=st.integers(0, 2**32 - 1))
 @few
-def test_segments_are_cut_as_one_alone(case, seed, twins):
+def test_segments_shrink_the_same_alone_and_together(case, seed, twins):
     """A segment is scattered over a cache with NaN in free slots. If all its decisions are decisive, the choice equals
     that for the segment alone and that of the reference. Segments that keep all tokens, and empty ones, do not
     change."""
@@ -359,7 +359,7 @@ def test_segments_are_cut_as_one_alone(case, seed, twins):
 @pytest.mark.property("independence")
 @given(case=segment_cases(shrinks=True, tokens=(3, 16), content=DECIDED), seed=st.integers(0, 2**32 - 1))
 @few
-def test_segments_do_not_see_each_other(case, seed, twins):
+def test_segments_are_independent(case, seed, twins):
     """The choice is bitwise equal if all other segments, the free slots, and the segment's own slots are replaced."""
     plain, other = (scattered(case, 1, seed + number) for number in (0, 1))
     cut = twins.optimized.thinkv.segment_representatives

@@ -46,7 +46,7 @@ def same(one, other) -> bool:
 
 @pytest.mark.property("extreme_numbers")
 @every_format
-def test_nan_is_nothing_and_infinity_is_the_largest_number(fmt, side, twins, device):
+def test_nan_quantizes_to_zero_and_infinity_to_the_largest_number(fmt, side, twins, device):
     module, half = of(twins, side), 1 << oracle.BITS[fmt] - 1
     top = len(oracle.MAGNITUDES[fmt]) - 1
     row = [NAN, 1.0, -0.0, 0.0, -1.0, NAN]
@@ -193,7 +193,7 @@ def test_more_dimensions_are_more_rows(fmt, side, twins, device):
 @pytest.mark.property("independence")
 @every_format
 @pytest.mark.parametrize("axis", (-1, -2))
-def test_groups_know_nothing_of_each_other(fmt, axis, side, twins, device):
+def test_groups_are_independent(fmt, axis, side, twins, device):
     """The result of a group does not depend on the other groups. A short last group is also a group."""
     module = of(twins, side)
     x = ordinary(2, 21, 19).to(device)
@@ -301,7 +301,7 @@ def test_equal_squares_go_to_the_largest_fraction(side, twins, device):
 
 
 @every_format
-def test_it_got_smaller_and_coarser(fmt, side, twins, device):
+def test_quantization_saves_memory_and_loses_precision(fmt, side, twins, device):
     module = of(twins, side)
     x = ordinary(16, 64).bfloat16().to(device)
     q = module.quantize(x, fmt, axis=-1)

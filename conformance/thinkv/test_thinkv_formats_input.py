@@ -138,7 +138,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize(("name", "fmt", "spoil", "error", "says"), PARTS, ids=lambda value: str(value)[:20])
-def test_a_quantized_that_does_not_fit_itself(name, fmt, spoil, error, says, side, twins, device):
+def test_rejects_an_inconsistent_quantized(name, fmt, spoil, error, says, side, twins, device):
     arguments = good("dequantize", twins, device, fmt)
     arguments["q"] = spoil(arguments["q"])
     if name == "q.tensor_scale" and isinstance(arguments["q"].tensor_scale, torch.Tensor):

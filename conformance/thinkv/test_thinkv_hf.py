@@ -131,7 +131,7 @@ def cache_of(twins: Any, side: str, model: Any, **options: Any) -> Any:
     ("family", "layers", "edges", "options"),
     [("llama", (0, 1), EDGES, {}), ("qwen2", (1,), EDGES, {}), ("qwen3", (0,), NORMED_EDGES, NORMED)],
 )
-def test_generation_is_the_loop(family, layers, edges, options, twins, device):
+def test_generation_matches_the_decode_loop(family, layers, edges, options, twins, device):
     """Padding spans a segment, the prompt exceeds the budget, and all three thought types occur."""
     model = tiny_models.model(family, F64, device)
     used = cache_of(twins, "reference", model, budget=8, thresholds=Thresholds(layers, edges), **options)
@@ -144,7 +144,7 @@ def test_generation_is_the_loop(family, layers, edges, options, twins, device):
     assert used.get_seq_length() == 11 + 13
 
 
-def test_generation_on_the_optimized_side_is_the_loop(twins, device):
+def test_generation_on_the_optimized_side_matches_the_decode_loop(twins, device):
     options = {"num_attention_heads": 2, "num_key_value_heads": 1} if device.type == "cpu" else {}
     room, new = (14, 6) if device.type == "cpu" else (40, 24)
     model = tiny_models.model("qwen3", torch.float32, device, **options)
@@ -178,7 +178,7 @@ def test_without_thresholds_everything_is_reasoning(twins, device):
     assert {kind for layer in used.layers for row in (0, 1) for kind in held(layer.state, row).values()} <= {-1, 2}
 
 
-def test_thoughts_that_the_user_writes(twins, device):
+def test_user_defined_thoughts_are_used(twins, device):
     """Written in place after a window's first step, they hold until they are written again."""
     model = tiny_models.model("llama", F64, device)
     used = cache_of(twins, "reference", model, budget=20)
@@ -380,7 +380,7 @@ def test_more_tokens_than_there_is_room_for(twins):
 
 
 @pytest.mark.kind("bad_input")
-def test_forgotten_attention(twins):
+def test_rejects_a_model_without_our_attention(twins):
     model = tiny_models.model("llama")
     used = cache_class(twins, "reference")(model.config, **SMALL)
     with pytest.raises(RuntimeError, match=r'model\.set_attn_implementation\("kvtwin"\)'):

@@ -191,7 +191,7 @@ def test_free_slots_anywhere_in_the_table_are_found(side, twins, device):
 
 @pytest.mark.property("state")
 @sides
-def test_evict_passes_over_what_is_not_quantized(side, twins, device):
+def test_evict_ignores_unquantized_tokens(side, twins, device):
     cache = empty(getattr(twins, side).thinkv, device)
     put(cache, 0, 2, thought=1)
     put(cache, 2, 2)
@@ -205,7 +205,7 @@ def test_evict_passes_over_what_is_not_quantized(side, twins, device):
 
 @pytest.mark.property("state")
 @sides
-def test_rows_are_each_for_themselves(side, twins, device):
+def test_operations_on_some_rows_leave_the_others_alone(side, twins, device):
     """Append and flush for some rows only, with different types; release a row and use it again; copy rows."""
     cache = empty(getattr(twins, side).thinkv, device, batch=3)
     key = torch.randn(3, 1, D, device=device)
@@ -245,7 +245,7 @@ def test_a_reset_cache_is_a_fresh_one(side, twins, device):
 
 
 @pytest.mark.parametrize("what", ("append", "blocks", "thought", "segment"))
-def test_no_room_corrupts_nothing(what, twins, device):
+def test_overflow_corrupts_nothing(what, twins, device):
     """The optimized side does not ask the device. It sets `overflow`, and leaves the row and its neighbours
     unchanged."""
     cache = empty(twins.optimized.thinkv, device, batch=2, tokens=4)
@@ -300,7 +300,7 @@ def test_nothing_but_live_tokens_matters(case, twins):
 
 @pytest.mark.property("free_slots")
 @sides
-def test_what_evicted_tokens_held_does_not_matter(side, twins, device):
+def test_contents_of_evicted_tokens_have_no_effect(side, twins, device):
     """Two caches that differ only in evicted tokens. These are negated copies, so that scales are equal."""
     module = getattr(twins, side).thinkv
     results = []
@@ -319,7 +319,7 @@ def test_what_evicted_tokens_held_does_not_matter(side, twins, device):
 @pytest.mark.property("independence")
 @given(case=paged_cases(content=("ordinary", "dominant")), data=st.data())
 @fewer
-def test_rows_do_not_see_each_other(case, data, twins):
+def test_rows_are_independent(case, data, twins):
     """At a fixed shape, results are bitwise equal after a second launch, and after other rows are released or
     replaced."""
     module = twins.optimized.thinkv
@@ -356,7 +356,7 @@ def test_strides_do_not_matter(case, twins):
 
 @pytest.mark.property("free_slots")
 @sides
-def test_nothing_is_attended_to_where_nothing_is(side, twins, device):
+def test_attention_of_an_empty_row_is_zero(side, twins, device):
     module = getattr(twins, side).thinkv
     cache = empty(module, device, batch=2)
     key = torch.ones(2, 1, D, device=device)
@@ -370,7 +370,7 @@ def test_nothing_is_attended_to_where_nothing_is(side, twins, device):
 @pytest.mark.property("independence")
 @sides
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, D), (torch.bfloat16, 64)])
-def test_sparsity_is_of_the_rows_that_are_looked_at(dtype, head_dim, side, twins, device):
+def test_sparsity_is_computed_for_the_chosen_rows_only(dtype, head_dim, side, twins, device):
     """The sparsity of the other rows is NaN, and all outputs are bitwise equal, on both paths through the kernels and
     with any stride."""
     module = getattr(twins, side).thinkv
@@ -417,7 +417,7 @@ def test_sparsity_of_the_mean_of_heads(side, twins, device):
 
 @pytest.mark.property("accuracy")
 @sides
-def test_sparsity_takes_each_head_by_its_own_sum(side, twins, device):
+def test_sparsity_normalises_each_head_by_its_own_sum(side, twins, device):
     """Logits in base 2 fall by 1 or by 3 per token, so weights are 2^-1, 2^-2, ... and 7/8, 7/64, .... The largest
     weight is 7/8, and tokens 6 to 9 have less than 1/100 of it. If heads were pooled relative to their largest weights,
     only tokens 7 to 9 would. The same holds in the buffer and in blocks."""

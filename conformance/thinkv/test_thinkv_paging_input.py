@@ -133,20 +133,20 @@ def test_wrong_scale(scale, side, twins, device):
 
 
 @pytest.mark.parametrize("index", [(0, 2), (-1, 0)])
-def test_rows_that_are_not_there(index, side, twins, device):
+def test_rejects_rows_out_of_range(index, side, twins, device):
     cache = used_cache(twins, side, device)
     refused(cache.reorder, ValueError, "index must name rows 0 to 1", unchanged=cache,
             index=torch.tensor(index).to(device))
 
 
 @pytest.mark.parametrize("cache", [None, "cache", torch.zeros(2), dict])
-def test_what_is_no_cache(cache, side, twins, device):
+def test_rejects_objects_other_than_a_cache(cache, side, twins, device):
     refused(getattr(twins, side).thinkv.decode_attention, TypeError, "cache must be a PagedCache, got",
             **good("decode_attention", device), cache=cache)
 
 
 @pytest.mark.limits
-def test_the_other_sides_cache_is_none(side, twins, device):
+def test_rejects_the_cache_of_the_other_side(side, twins, device):
     other = used_cache(twins, "optimized" if side == "reference" else "reference", device)
     with pytest.raises(TypeError, match="cache must be a PagedCache, got PagedCache"):
         getattr(twins, side).thinkv.decode_attention(**good("decode_attention", device), cache=other)
@@ -238,7 +238,7 @@ def test_wrong_numbers(subject, wrong, says, side, twins, device):
 
 
 def test_a_full_buffer_and_a_full_table(side, twins, device):
-    """The reference raises an error if this happens in any row. test_no_room_corrupts_nothing tests the optimized
+    """The reference raises an error if this happens in any row. test_overflow_corrupts_nothing tests the optimized
     side."""
     if side == "optimized":
         return

@@ -47,7 +47,7 @@ def test_a_wrong_config(options, error, message):
         ThinKVConfig(**options)
 
 
-def test_a_config_is_a_value():
+def test_configs_compare_by_value():
     """Configs with equal fields are equal and have equal hashes, although formats is a mapping. The caller cannot
     modify that mapping."""
     formats = {"R": "fp8", "E": "nvfp4", "T": "ternary"}

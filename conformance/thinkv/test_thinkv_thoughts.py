@@ -37,7 +37,7 @@ def test_sparsity_is_what_float64_says(case, twins):
 
 
 @pytest.mark.parametrize("slots", [45, 300])
-def test_sparsity_of_arguments_that_lie_each_in_its_own_way(slots, twins, device):
+def test_sparsity_of_arguments_with_different_strides(slots, twins, device):
     """Several rows, KV heads and tiles, with weights on both sides of the threshold."""
     case = SparsityCase(
         batch=2, key_value_heads=3, group=2, head_dim=16, slots=slots, occupancy="random", layout=MIXED, scale=1.0,
@@ -166,7 +166,7 @@ def test_sparsity_of_few_tokens(side, twins, device):
         assert found.tolist() == [0.0, 0.0, 0.5]
 
 
-def test_sparsity_at_the_threshold_counts_as_looked_at(twins):
+def test_sparsity_excludes_weights_at_the_threshold(twins):
     """A token must be strictly below the threshold. In float64, the threshold is its exact share of the largest weight,
     and the next larger number."""
     case = aimed("cpu", [[1.0, 0.25]])

@@ -61,7 +61,7 @@ MASKS = {"attention_sparsity": ("occupied",), "anneal": ("trajectory_change",)}
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_what_is_right_is_taken(function, side, twins, device):
+def test_accepts_valid_arguments(function, side, twins, device):
     getattr(getattr(twins, side).thinkv, function)(**good(function, device))
 
 
@@ -184,7 +184,7 @@ def test_a_wrong_number(function, name, values, error, says, side, twins, device
         refused(getattr(getattr(twins, side).thinkv, function), error, rf"^{name}\b", says, "got", **changed)
 
 
-def test_calibration_can_be_in_vain(side, twins, device):
+def test_calibrate_rejects_layers_without_three_modes(side, twins, device):
     with pytest.raises(ValueError, match="layers = 2 layers with 3 modes.*layer 0: 1; layer 1: 1"):
         getattr(twins, side).thinkv.calibrate([torch.full((2, 9), 0.3, device=device)], layers=2)
 

@@ -44,7 +44,7 @@ def needle_page() -> str:
 
     result = stored("needle")
     return (
-        "# One pair at a given depth\n\n![Pairs found, by length and depth](needle.svg)\n\n"
+        "# One pair at a given depth\n\n![Recalled pairs, by length and depth](needle.svg)\n\n"
         f"{markdown_table(needle_plot.columns(result), needle_plot.cells(result))}\n\n"
         f"{escape(needle_plot.caption(result))}\n"
     )

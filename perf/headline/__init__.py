@@ -1,11 +1,12 @@
-"""The papers' headline experiments on this GPU: models of the true shape with random weights, each beside its peers.
+"""The papers' headline experiments on this GPU: models of the true shape with random weights, against their peers.
 
-    python -m perf.headline                          all of them; --only NAME for one; --out FOLDER for the JSON
-    python -m perf.headline.page FOLDER              the figures as a table, as the report has it
+    python -m perf.headline                          run all; --only NAME runs one; --out FOLDER for the JSON
+    python -m perf.headline.page FOLDER              print the figures as a table, as in the report
 
-Speed does not depend on what the weights are, nor, where a state is built by filling its buffers, on how it came about:
-what counts is how many bytes it holds where. Each module says what it imitates and what differs from the paper.
+The speed does not depend on the values of the weights. Some states are built by filling their buffers, because the
+speed depends only on the layout and number of bytes. Each module says what it reproduces and what differs from the
+paper.
 """
 
-#: In the order in which they run.
+#: In the order of execution.
 EXPERIMENTS = ("longflow", "thinkv", "epikv", "keydiff", "synckv", "memory")

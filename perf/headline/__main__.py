@@ -1,4 +1,4 @@
-"""python -m perf.headline: see the package."""
+"""Runs the headline experiments: python -m perf.headline. See the package."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.headline", description="The papers' headline experiments.")
     parser.add_argument("--only", action="append", choices=EXPERIMENTS, metavar="NAME", help=", ".join(EXPERIMENTS))
     parser.add_argument("--out", type=Path, default=Path("headline-results"), help="folder for one JSON per experiment")
-    parser.add_argument("--tiny", action="store_true", help="sizes that mean nothing, to see that everything runs")
+    parser.add_argument("--tiny", action="store_true", help="run tiny sizes, as a test; the figures are meaningless")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args(arguments)
     if options.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"torch {torch.__version__} sees no CUDA device here")
+        parser.error(f"--device={options.device}: torch {torch.__version__} finds no CUDA device")
     complaints = []
     for name in options.only or EXPERIMENTS:
         complaints += run_one(name, options.out, options.device, tiny=options.tiny)
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_one(name: str, out: Path, device: str, *, tiny: bool = False) -> list[str]:
-    """The complaints of one experiment, whose JSON is in `out` then."""
+    """Run one experiment, write its JSON to `out`, and return its complaints."""
     run = Run(name, out, device, tiny=tiny)
     with torch.no_grad(), run.part(name), _benches_on(device):
         importlib.import_module(f".{name}", __package__).run(run)
@@ -47,7 +47,7 @@ def run_one(name: str, out: Path, device: str, *, tiny: bool = False) -> list[st
 
 @contextmanager
 def _benches_on(device: str) -> Iterator[None]:
-    """The benchmarks' own checks and fillings, which the experiments borrow, on this device."""
+    """Set the device of the benchmark modules, whose checks and states the experiments use."""
     before = [bench.DEVICE for bench in BENCHES]
     for bench in BENCHES:
         bench.DEVICE = device

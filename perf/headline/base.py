@@ -1,6 +1,6 @@
-"""What every experiment needs: a clock, a limit of time, the memory that is left, and a file for its figures.
+"""Shared parts of the experiments: timing, a time limit, free memory, and a file for the figures.
 
-Figures go to disk as soon as they are measured, so that a run that is cut short loses nothing but what is missing.
+Figures are written as soon as they are measured, so that an interrupted run keeps them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import torch
 from ..device import Cuda, Direct, Program
 from ..roofline import Roofline, measure
 
-#: What one figure may take: rounds at most, and seconds after which there are no more rounds.
+#: Limits for one figure: the number of rounds, and the seconds after which no round begins.
 ROUNDS, SECONDS = 7, 0.8
-#: Of an experiment, after which nothing more is begun: twice what one took that compiled all of its kernels.
+#: Seconds after which an experiment begins no new part: twice as long as an experiment that compiled all its kernels.
 LIMIT = 200.0
-#: Of its own byte bound, what a full-KV peer must reach.
+#: The minimum share of its byte bound that a full-KV peer must reach.
 LEAST_SHARE = 0.85
-#: Kept free beside caches: for workspaces of libraries, and what fragments.
+#: Bytes that caches leave free, for library workspaces and fragmentation.
 RESERVE = 2 * 2**30
 
 Function = Callable[[], Any]
 
 
 class Host:
-    """A device that has nothing to capture: for tests of these scripts without a GPU. Its times mean nothing."""
+    """A fake device for tests of these scripts without a GPU. Its times are meaningless."""
 
     name = "cpu"
 
@@ -51,8 +51,8 @@ class Host:
 class Run:
     """One experiment on one device.
 
-    tiny: the same code at sizes that take no time. `record` adds figures under a name; what is impossible or wrong goes
-    to `complain`, and fails the run in the end.
+    tiny: run the same code at tiny sizes. `record` adds figures under a name. `complain` records impossible or wrong
+    results; a run with complaints fails at its end.
     """
 
     def __init__(self, name: str, out: Path, device: str | torch.device, *, tiny: bool = False) -> None:
@@ -81,7 +81,7 @@ class Run:
         self.write()
 
     def write(self) -> None:
-        """All figures so far; a file that is there is whole at any moment."""
+        """Write all figures so far. The file is replaced atomically, so it is always complete."""
         self.out.mkdir(parents=True, exist_ok=True)
         text = json.dumps({
             "experiment": self.name, "machine": machine(), "tiny": self.tiny,
@@ -94,20 +94,21 @@ class Run:
         part.replace(self.out / f"{self.name}.json")
 
     def late(self, what: str) -> bool:
-        """Whether there is no time left for this; says so."""
+        """Whether the time limit is reached, which is a complaint."""
         if self.tiny or time.monotonic() - self.started < LIMIT:
             return False
-        self.complain(f"{what}: left out, {LIMIT:.0f} s are over")
+        self.complain(f"{what}: skipped, the time limit of {LIMIT:.0f} s is reached")
         return True
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Something that may fail without taking the rest with it; memory is free afterwards."""
+        """A part of the experiment. An exception becomes a complaint and does not stop the other parts. Memory is freed
+        afterwards."""
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
         try:
             yield
-        except Exception as error:                             # whatever it is, the others are to be measured
+        except Exception as error:                             # any error: the other parts must still run
             self.complain(f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         finally:
             self.free()
@@ -118,11 +119,11 @@ class Run:
         self, function: Function, *, what: str, moves: float = 0.0, capture: bool = True, cold: bool = False,
         rounds: int = ROUNDS, repeats: int = 1, check: Callable[[Any], None] | None = None,
     ) -> float:
-        """The median time of `function` in a CUDA graph, after one run that does not count.
+        """The median time of `function` in a CUDA graph, after one warm-up run.
 
-        moves: bytes that it has to move; faster than memory can is a complaint. cold: with an L2 that holds other
-        things, for what is small enough to stay in it. repeats: runs per round, whose mean counts. check: looks at the
-        result after timing, and raises AssertionError.
+        moves: the minimum bytes that it reads and writes; exceeding the memory bandwidth is a complaint. cold: flush L2
+        before each round, for functions whose data fit into L2. repeats: runs per round, whose mean is the round's
+        time. check(result): runs after timing and raises AssertionError if the result is wrong.
         """
         program = self.gpu.capture(function) if capture else Direct(function)
         if not self.tiny:
@@ -148,15 +149,18 @@ class Run:
     def possible(self, what: str, seconds: float, moves: float) -> None:
         limit = None if self.roofline is None else self.roofline.limit
         if limit is not None and moves > limit * seconds:
-            self.complain(f"{what}: faster than the roofline: {moves / seconds / 1e12:.2f} of {limit / 1e12:.2f} TB/s")
+            self.complain(
+                f"{what}: faster than the roofline: {moves / seconds / 1e12:.2f} TB/s, the limit is "
+                f"{limit / 1e12:.2f} TB/s"
+            )
 
     def own_bound(self, what: str, share: float | None) -> None:
-        """A peer that keeps everything is a peer only where it comes near the bound that its bytes set."""
+        """Complain if a full-KV peer is far from its byte bound: it would be too weak for a fair comparison."""
         if share is not None and share < LEAST_SHARE:
-            self.complain(f"{what} reaches {share:.0%} of its own byte bound, where {LEAST_SHARE:.0%} are wanted")
+            self.complain(f"{what} reaches {share:.0%} of its own byte bound, expected at least {LEAST_SHARE:.0%}")
 
     def share(self, moves: float, seconds: float) -> float | None:
-        """Of the bytes' own bound: what they would take at copy bandwidth, over what was taken."""
+        """The share of the byte bound: the time for `moves` bytes at copy bandwidth, divided by `seconds`."""
         return None if self.roofline is None else moves / self.roofline.copy / seconds
 
     # Memory ----------------------------------------------------------------------------------------------------------
@@ -167,7 +171,7 @@ class Run:
             torch.cuda.empty_cache()
 
     def room(self) -> int:
-        """Bytes that a cache may take now."""
+        """Bytes that are free for a cache."""
         self.free()
         return torch.cuda.mem_get_info(self.device)[0] - RESERVE if self.cuda else 0
 
@@ -177,7 +181,7 @@ class Run:
 
 
 def rows_that_fit(room: int, each: float, most: int) -> int:
-    """The largest batch: a multiple of 8 from 64 on, of 4 from 16 on, since products of matrices like that."""
+    """The largest batch that fits. From 64 on it is a multiple of 8, from 16 on of 4, which suits matrix products."""
     rows = min(most, int(room // each))
     unit = 8 if rows >= 64 else 4 if rows >= 16 else 1
     return max(1, rows // unit * unit)
@@ -193,7 +197,7 @@ def machine() -> dict[str, Any]:
 
 
 def trapezoid(points: Mapping[int, float]) -> float:
-    """The integral over lengths of what was measured at some of them, straight lines between."""
+    """The integral over lengths of a quantity that was measured at some of them, with linear interpolation."""
     lengths = sorted(points)
     return sum(
         (more - less) * (points[less] + points[more]) / 2 for less, more in itertools.pairwise(lengths)

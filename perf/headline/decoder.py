@@ -1,7 +1,7 @@
-"""A plain decoder of a model's true shape with random weights, each layer's its own: what surrounds the caches.
+"""A decoder of a model's true shape with random weights: everything in a decode step except the caches.
 
-Norms, products and the next token are torch's and cuBLAS's, rotation and SwiGLU a launch each (`pointwise`), and of one
-row all products (`products`): the same for every method and peer.
+All methods and peers share it. Norms, matrix products and the next token use torch and cuBLAS. Rotation and SwiGLU are
+one launch each (`pointwise`). For a single row, all products are kernels of `products`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ ITEM = 2
 
 
 class Model(NamedTuple):
-    """Sizes; width: of the MLP; tied: the embedding is the last product's matrix; head_norm: as Qwen3 has it."""
+    """The sizes of a model. width: of the MLP. tied: the embedding is also the output matrix. head_norm: normalize the
+    heads of queries and keys, as Qwen3 does."""
 
     name: str
     layers: int
@@ -35,17 +36,17 @@ class Model(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of a token in all layers."""
+        """Bytes of a token's keys and values in all layers."""
         return 2 * self.layers * self.key_value_heads * self.head_dim * ITEM
 
     @property
     def weight_bytes(self) -> int:
-        """What a decode step reads of them: of the embedding nothing but a row, unless it is tied."""
+        """Bytes of the weights that a decode step reads. Of an untied embedding it reads only one row."""
         heads = 2 * (self.query_heads + self.key_value_heads) * self.head_dim
         return (self.layers * self.hidden * (heads + 3 * self.width) + self.hidden * self.vocabulary) * ITEM
 
     def activation_bytes(self, rows: int) -> int:
-        """Room for what a step holds between its kernels, generously."""
+        """A generous estimate of the bytes of a step's activations."""
         return rows * ITEM * (3 * self.vocabulary + 8 * self.width + 16 * self.hidden)
 
 
@@ -55,7 +56,7 @@ LLAMA_8B = Model("Llama-3.1-8B", 32, 32, 8, 128, 4096, 14_336, 128_256)
 
 
 def small(model: Model) -> Model:
-    """The same at sizes that an interpreter of kernels can do."""
+    """The model at sizes that are small enough for Triton's interpreter."""
     return model._replace(
         layers=1, query_heads=2, key_value_heads=1, head_dim=16, hidden=32, width=32, vocabulary=64,
     )
@@ -65,7 +66,7 @@ def small(model: Model) -> Model:
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 #: Cosines and sines [T, D / 2], float32.
-Turns = tuple[Tensor, Tensor]
+Rotation = tuple[Tensor, Tensor]
 
 
 class _Layer(NamedTuple):
@@ -76,16 +77,16 @@ class _Layer(NamedTuple):
 
 
 class Decoder:
-    """Weights of all layers, as the products take them, and tables of the rotation for `longest` positions."""
+    """The weights of all layers, and tables of the rotation for `longest` positions."""
 
     def __init__(self, model: Model, run: Run, longest: int, layers: int | None = None) -> None:
-        """layers: how many of the model's are there, default all."""
+        """layers: the number of layers, default all of the model."""
         self.model = model
         hidden, heads = model.hidden, model.query_heads * model.head_dim
         columns = heads + 2 * model.key_value_heads * model.head_dim
 
         def weights(rows: int, count: int) -> Tensor:
-            """As torch's Linear lays them out, which libraries are tuned for."""
+            """Random weights in the layout of torch.nn.Linear, for which libraries are tuned."""
             return run.draw(count, rows).mul_(rows**-0.5).t()
 
         self.layers = [
@@ -108,53 +109,53 @@ class Decoder:
         return rms_norm(x, (self.model.hidden,), self.norm, 1e-6)
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Of the normed rows of x."""
+        """The normed rows of x times weight."""
         if len(x) == 1:
             return products.one_row(x, weight, norm=True)
         return self.normed(x) @ weight
 
     def added(self, x: Tensor, inner: Tensor, weight: Tensor, *, keep: bool) -> Tensor:
-        """x + inner @ weight; unless `keep`, x may be overwritten."""
+        """x + inner @ weight. Without `keep`, x may be overwritten."""
         if len(x) == 1:
             return products.one_row(inner, weight, residual=x)
         return torch.addmm(x, inner, weight) if keep else x.addmm_(inner, weight)
 
     def mlp(self, x: Tensor, layer: _Layer, tile: int) -> Tensor:
-        """What a layer's MLP makes of x, in place but for one row."""
+        """The output of a layer's MLP for x, with the residual. Computed in place, except for one row."""
         if len(x) == 1:
             return products.one_row(products.one_row(x, layer.up, norm=True, gated=True), layer.down, residual=x)
         for part in (x.split(tile) if tile else (x,)):
             part.addmm_(pointwise.swiglu(self.normed(part) @ layer.up), layer.down)
         return x
 
-    def turns(self, positions: Tensor) -> Turns:
-        """What rotates tokens at positions [T]."""
+    def rotation(self, positions: Tensor) -> Rotation:
+        """The rotation of tokens at positions [T]."""
         return self.cosine[positions], self.sine[positions]
 
-    def projected(self, number: int, x: Tensor, turns: Turns, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    def projected(self, number: int, x: Tensor, rotation: Rotation, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """query [B, Hq, T, D], key and value [B, Hkv, T, D] of a layer, from x [B * T, C]."""
         model = self.model
-        parts = self.product(x, self.layers[number].qkv).view(batch, len(turns[0]), -1, model.head_dim)
+        parts = self.product(x, self.layers[number].qkv).view(batch, len(rotation[0]), -1, model.head_dim)
         count = model.query_heads + model.key_value_heads
         heads = parts
         if model.head_norm:
             heads = rms_norm(parts[:, :, :count], (model.head_dim,), self.head_norm, 1e-6).contiguous()
-        pointwise.rotate(heads, count, *turns)
+        pointwise.rotate(heads, count, *rotation)
         heads = heads[:, :, :count].transpose(1, 2)
         return heads[:, :model.query_heads], heads[:, model.query_heads:], parts[:, :, count:].transpose(1, 2)
 
     def forward(
         self, ids: Tensor, positions: Tensor, attend: Attend, *, keep: Sequence[int] = (), tile: int = 0
     ) -> tuple[Tensor, list[Tensor]]:
-        """One token more for each row: ids [B, T] at positions [T] -> the next ids [B], and what the layers `keep` put
-        out, [B, T, C]. tile: rows of x that go through the MLP at a time, default all."""
+        """A forward pass: ids [B, T] at positions [T] -> the next ids [B], and the outputs [B, T, C] of the layers
+        `keep`. tile: rows of x per call of the MLP, default all."""
         batch, total = ids.shape
         x = embedding(ids, self.embedding).view(batch * total, -1)
-        kept, turns = [], self.turns(positions)
+        kept, rotation = [], self.rotation(positions)
         for number, layer in enumerate(self.layers):
-            output = attend(number, *self.projected(number, x, turns, batch))
+            output = attend(number, *self.projected(number, x, rotation, batch))
             output = output.transpose(1, 2).reshape(batch * total, -1)
-            x = self.added(x, output, layer.out, keep=number - 1 in keep)          # what is kept stays as it is
+            x = self.added(x, output, layer.out, keep=number - 1 in keep)          # do not overwrite a kept output
             del output
             x = self.mlp(x, layer, tile)
             if number in keep:
@@ -163,7 +164,7 @@ class Decoder:
 
 
 class Loop:
-    """A decode loop of a whole batch: every step takes the ids that the one before it gave."""
+    """A decode loop of a batch. Every step gets the ids that the previous step returned."""
 
     def __init__(self, decoder: Decoder, batch: int, position: int) -> None:
         device = decoder.embedding.device
@@ -178,7 +179,7 @@ class Loop:
 
 
 def by_token(step: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Attend:
-    """A state's step, which takes [B, H, D], as `attend`."""
+    """A state's step, whose tensors are [B, H, D], as `attend`."""
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return step(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0])[:, :, None]
 

@@ -1,11 +1,13 @@
-"""EpiKV's headline: how long a prompt can be scored, and what a step costs beside scoring by attention.
+"""EpiKV's headline: the longest prompt that can be scored, and the time of a step against scoring by attention.
 
-The paper: attention weights of all layers run out of an A100's 80 GB at 8192 tokens, hidden states reach 65,536, 16
-times as many; an AIME trace at a budget of 8192 takes 2.8 times less than with RaaS (1.6 times less than with ThinKV).
+The paper: on an A100 with 80 GB, storing the attention weights of all layers fails at 8192 tokens, while hidden states
+reach 65,536 tokens, 16 times as many. An AIME trace at a budget of 8192 takes 2.8 times less time than with RaaS and
+1.6 times less than with ThinKV.
 
-Context: a Llama-3.1-8B shape, batch 1. Memory is what counts, so one layer is run, with weights, keys and values of all
-layers in place, and where attention weights of all layers are kept (transformers' output_attentions), room for those.
-Steps: the whole model in a CUDA graph, for the peers too, which in the paper are launched one by one.
+Context: a Llama-3.1-8B shape, batch 1. Only memory matters, so one layer is run, with the weights, keys and values of
+all layers allocated. If the attention weights of all layers are kept (transformers' output_attentions), they are
+allocated, too.
+Steps: the whole model in a CUDA graph, also for the peers, which the paper launches kernel by kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from . import pointwise, systems
 from .base import Run
 from .decoder import ITEM, LLAMA_8B, Decoder, Loop, Model, by_token, small
 
-#: Of the model's 32 layers, those whose hidden states score.
+#: The layers, of 32, whose hidden states are scored.
 BANDS = (10, 21)
 
 
@@ -41,8 +43,8 @@ def run(run: Run) -> None:
 
 
 class Layers:
-    """States of all layers and the scorer that they share, full: every step overwrites a slot. Named as the checks of
-    `bench_epikv` want it."""
+    """The full states of all layers and their shared scorer. Every step overwrites a slot. The attributes have the
+    names that the checks of `bench_epikv` use."""
 
     def __init__(self, run: Run, model: Model, budget: int) -> None:
         self.config = epikv.EpiKVConfig(budget, hidden_size=model.hidden, window=2 if run.tiny else 64)
@@ -103,14 +105,14 @@ def steps(run: Run, model: Model) -> None:
 
 
 def scorers(run: Run, model: Model, budget: int, caches: list[tuple[Tensor, Tensor]]) -> dict[str, systems.Step]:
-    """Peers: attention over the same caches, the new token written, and what their scores take."""
+    """Peers: each writes the new token, attends over the same caches, and computes its scores."""
     place = torch.zeros(1, dtype=torch.int64, device=run.device)
     sums = torch.rand(model.layers, 1, model.key_value_heads, budget, device=run.device)
     stamps = torch.zeros(model.layers, 1, budget, device=run.device)
     clock = torch.ones(1, device=run.device)
     sparsity = torch.zeros(1, device=run.device)
     kernel = systems.fastest(run, model, *caches[0])
-    looks = range(0, model.layers, max(1, model.layers // 4))       # ThinKV's four layers
+    with_sparsity = range(0, model.layers, max(1, model.layers // 4))       # ThinKV's four layers
 
     def written(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = caches[layer]
@@ -124,14 +126,14 @@ def scorers(run: Run, model: Model, budget: int, caches: list[tuple[Tensor, Tens
         return bench_epikv.eager_h2o(query, *written(layer, key, value), sums[layer], repeated=repeated)
 
     def weights(layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """A group's queries as one product; output [B, Hq, D], weights [B, Hkv, G, S] float32."""
+        """Attention with one product per group of queries: output [B, Hq, D], weights [B, Hkv, G, S] float32."""
         keys, values = written(layer, key, value)
         rows = query.unflatten(1, (key.shape[1], -1))
         weight = (rows @ keys.transpose(2, 3) * key.shape[-1] ** -0.5).softmax(-1, dtype=torch.float32)
         return (weight.to(values.dtype) @ values).flatten(1, 2), weight
 
     def raas(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """A token that gets more than a share of the weights is stamped anew; the oldest stamp goes."""
+        """Renew the time stamps of tokens with more than a share of the weight; evict the oldest stamp."""
         output, weight = weights(layer, query, key, value)
         stamp = stamps[layer]
         stamp.copy_(torch.where(weight.mean((1, 2)) > 0.5 / budget, clock, stamp))
@@ -139,8 +141,8 @@ def scorers(run: Run, model: Model, budget: int, caches: list[tuple[Tensor, Tens
         return output
 
     def thinkv(layer: int, query: Tensor, key: Tensor, value: Tensor, every: bool) -> Tensor:
-        """The share of weights below a hundredth of their head's largest."""
-        if not every and layer not in looks:
+        """The share of weights that are below 1 % of the largest weight of their head."""
+        if not every and layer not in with_sparsity:
             return plain(layer, query, key, value)
         output, weight = weights(layer, query, key, value)
         sparsity.add_((weight < 0.01 * weight.amax(-1, keepdim=True)).float().mean())
@@ -160,7 +162,7 @@ def scorers(run: Run, model: Model, budget: int, caches: list[tuple[Tensor, Tens
 
 
 def context(run: Run, model: Model) -> None:
-    """The longest prompts, of those tried, whose forward pass fits."""
+    """The longest of the tested prompts whose forward pass fits."""
     k = 1024
     tried: dict[str, list[int]] = {
         "attention weights kept": [2 * k, 4 * k, 6 * k, 8 * k, 12 * k],
@@ -187,7 +189,7 @@ def context(run: Run, model: Model) -> None:
 
 
 def peak(run: Run, model: Model, how: str, tokens: int) -> dict[str, float] | None:
-    """Bytes and seconds of the pass; None where memory runs out."""
+    """Peak bytes and seconds of the forward pass; None if memory runs out."""
     run.free()
     if run.cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -224,7 +226,7 @@ def _forward(run: Run, model: Model, how: str, tokens: int) -> None:
         cache[0].copy_(key)
         cache[1].copy_(value)
         if hidden:
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):                  # never one with a matrix
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):                  # a kernel without a weight matrix
                 return scaled_dot_product_attention(query, *cache, is_causal=True, enable_gqa=True)
         output, sums = eager_prompt(query, *cache)
         received.append(sums)
@@ -235,7 +237,7 @@ def _forward(run: Run, model: Model, how: str, tokens: int) -> None:
         ids, torch.arange(tokens, device=run.device), attend, keep=(0,) if hidden else (), tile=16_384
     )
     if hidden:
-        # Both bands' layers: this one stands for them.
+        # This layer's hidden states serve as those of both bands.
         scorer = epikv.EpiKVScorer(
             epikv.EpiKVConfig(16 if run.tiny else 8192, hidden_size=model.hidden, keep_prompt=False), batch=1,
             hidden_size=model.hidden, key_value_heads=model.key_value_heads, head_dim=model.head_dim,
@@ -244,14 +246,17 @@ def _forward(run: Run, model: Model, how: str, tokens: int) -> None:
         occupied = torch.ones(1, tokens, dtype=torch.bool, device=run.device)
         scorer.prefill(occupied, (kept[0][:, None], kept[0][:, None]), *cache)
         if int(scorer.occupied.sum()) != min(tokens, scorer.config.budget):
-            run.complain(f"hidden states: {int(scorer.occupied.sum())} of {tokens} tokens are kept")
+            run.complain(
+                f"hidden states: {int(scorer.occupied.sum())} of {tokens} tokens are kept, expected "
+                f"{min(tokens, scorer.config.budget)}"
+            )
     elif not bool(received[0].isfinite().all()):
         run.complain(f"{how}: sums that are not finite")
     del ballast
 
 
 def eager_prompt(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention as transformers' eager code has it, in place where it can be; and what each key receives."""
+    """Attention as in transformers' eager code, in place where possible, and the attention that each key receives."""
     group, tokens = query.shape[1] // key.shape[1], key.shape[2]
     key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
     logit = (query @ key.transpose(2, 3)).mul_(key.shape[-1] ** -0.5)

@@ -1,10 +1,10 @@
-"""KeyDiff's headline: eviction in time linear in the tokens, 2K to 1M, and the first token of 131,072 in blocks of 128.
+"""KeyDiff's headline: eviction time for 2K to 1M tokens, and the time to the first token for 131,072 prompt tokens.
 
-The paper claims O(N + B) and gives no times. Eviction: eight heads of 128 channels, a quarter stays; beside it the same
-in PyTorch (normalise, mean, cosine_similarity, topk, gather). First token: a Llama-3.1-8B shape, batch 1, budget 8192,
-every block run through all layers, in a CUDA graph that is replayed block by block; KeyDiff's, H2O's, TOVA's, SnapKV's
-and StreamingLLM's states are all this library's, so that attention is the same. And the prompt in one piece with flash
-attention, one layer measured, which needs room for all keys and values.
+The paper claims O(N + B) and gives no times. Eviction: eight heads of 128 channels, one quarter of the tokens is kept,
+against the same in PyTorch (normalize, mean, cosine_similarity, topk, gather). First token: a Llama-3.1-8B shape, batch
+1, budget 8192, blocks of 128. A CUDA graph runs one block through all layers and is replayed for each block. The states
+of KeyDiff, H2O, TOVA, SnapKV and StreamingLLM are kvtwin's, so they share their attention. For comparison, one layer is
+timed with flash attention over the whole prompt, which needs memory for all keys and values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def run(run: Run) -> None:
 
 
 def eviction(run: Run) -> None:
-    """Milliseconds by tokens, and the line through them, weighted by 1 / tokens: what a launch costs, what a token."""
+    """Milliseconds by number of tokens, and a line fitted with weights 1 / tokens: cost of the launches, cost per
+    token."""
     heads, head_dim = (1, 16) if run.tiny else (bench_keydiff.HEADS, bench_keydiff.HEAD_DIM)
     sizes = [32, 64] if run.tiny else bench_keydiff.SIZES
     taken: dict[int, float] = {}
@@ -73,7 +74,7 @@ def eviction(run: Run) -> None:
 
 
 def first_token(run: Run, decoder: Decoder, method: str, tokens: int, budget: int) -> None:
-    """All blocks of the prompt, one after the other: the time until the first token is there."""
+    """The time to the first token: all blocks of the prompt, one after the other."""
     model: Model = decoder.model
     block = 16 if run.tiny else BLOCK
     pair = checkers.pair(method)
@@ -106,7 +107,7 @@ def first_token(run: Run, decoder: Decoder, method: str, tokens: int, budget: in
         if isinstance(error, torch.cuda.OutOfMemoryError):
             raise
         captured = False
-    if not captured:                                                   # launched as it is, then
+    if not captured:                                                   # launch without a graph
         from ..device import Direct
 
         program = Direct(one_block)
@@ -118,8 +119,8 @@ def first_token(run: Run, decoder: Decoder, method: str, tokens: int, budget: in
     if not bool(program.result.ge(0).all()) or not bool(states[-1].key[:, :, :budget].isfinite().all()):
         run.complain(f"{method}: no first token, or keys that are not finite")
     if states[-1].tokens_seen != tokens or int(states[-1].occupied.sum(-1).max()) != budget:
-        run.complain(f"{method}: not all of the prompt came in, or not {budget} of its tokens stay")
-    # Of the last blocks: weights, and keys and values of the budget.
+        run.complain(f"{method}: the state has not seen all {tokens} tokens, or does not hold {budget} of them")
+    # Per block: the weights, and the keys and values of the budget.
     moves = tokens / block * (model.weight_bytes + 0.9 * budget * model.token_bytes)
     run.possible(method, seconds, moves)
     ours = run.figures.get("keydiff", {}).get("seconds_to_first_token", seconds)
@@ -130,7 +131,7 @@ def first_token(run: Run, decoder: Decoder, method: str, tokens: int, budget: in
 
 
 def one_piece(run: Run, decoder: Decoder, tokens: int) -> None:
-    """A layer of the whole prompt at once, times the layers."""
+    """The time of one layer for the whole prompt at once, times the number of layers."""
     model = decoder.model
     alone = Decoder(model, run, tokens, layers=1)
     ids = torch.arange(tokens, device=run.device)[None] % model.vocabulary

@@ -1,11 +1,11 @@
-"""LongFlow's headline: decoding 16,000 tokens after 512 with a Qwen3-1.7B shape and a budget of 3200, all memory used.
+"""LongFlow's headline: decoding 16,000 tokens after a prompt of 512, a Qwen3-1.7B shape, budget 3200, largest batch.
 
-The paper: 11.8 times full KV, 4.0 times other methods that evict every 128 steps (A100 40 GB); the attention module
-alone at a Qwen3-8B shape, batch 128, 3200 slots: 47 ms with H2O, 8 ms with LongFlow.
+The paper: 11.8 times the throughput of full KV, and 4.0 times that of methods that evict every 128 steps (A100 40 GB).
+The attention module alone at a Qwen3-8B shape, batch 128, 3200 slots: 47 ms with H2O, 8 ms with LongFlow.
 
-Times are of whole decode steps in CUDA graphs, next token included. A budget's steps all cost the same once it is full,
-and are taken so from the first token on, for us and for the peers that evict. Full KV is measured at five lengths, and
-integrated over all 16,000 steps with straight lines between.
+Times are of whole decode steps in CUDA graphs, including the next token. For LongFlow and the peers that evict, every
+step is taken to cost as much as one with a full budget. Full KV is timed at five lengths and integrated over the 16,000
+steps with linear interpolation.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run(run: Run) -> None:
 
 
 class Plan:
-    """The systems of one experiment, each at its largest batch or at one that is given."""
+    """Measures the systems of one experiment, each at its largest batch or at a given one."""
 
     def __init__(
         self, run: Run, model: Model, decoder: Decoder, prompt: int, new: int, budget: int, batch: int | None = None
@@ -61,7 +61,7 @@ class Plan:
         self.prompt, self.new, self.budget = prompt, new, budget
 
     def largest(self, each: float, measure: Callable[[int], dict[str, Any]], extra: int = 0) -> dict[str, Any]:
-        """measure(batch) at the largest batch that fits; where the estimate was too high, at a smaller one."""
+        """measure(batch) at the largest batch that fits. If memory runs out, the batch is reduced."""
         model, room = self.model, self.run.room() - extra
         batch = self.batch or 2
         if self.batch is None and not self.run.tiny:
@@ -78,7 +78,7 @@ class Plan:
             batch = rows_that_fit(batch * 0.96, 1, batch - 1)
 
     def rate(self, name: str, found: dict[str, Any], seconds: float, moved: float) -> None:
-        """seconds, moved: of all `new` steps."""
+        """Record a throughput. seconds, moved: time and bytes of all `new` steps."""
         tokens = found["batch"] * self.new
         peak = torch.cuda.max_memory_allocated() if self.run.cuda else 0
         self.run.record(name, {
@@ -88,7 +88,7 @@ class Plan:
         })
 
     def full(self) -> None:
-        """At lengths in between: straight lines."""
+        """Full KV, timed at several lengths and interpolated linearly."""
         run, model = self.run, self.model
         ends = self.prompt, self.prompt + self.new
         parts = 1 if run.tiny else 4
@@ -116,7 +116,7 @@ class Plan:
         run.own_bound("full KV", run.figures["full KV"]["share_of_bytes_bound"])
 
     def ours(self, name: str, make: Callable[..., Any], check: bool = False, interval: int = 1) -> None:
-        """States of ours, which evict every `interval` steps: so many are timed together."""
+        """kvtwin's states. They evict every `interval` steps, so that many steps are timed together."""
         run, model, budget = self.run, self.model, self.budget
         slots = budget + interval // 2
 
@@ -137,7 +137,8 @@ class Plan:
         self.rate(name, found, self.new * seconds, self.new * self.bytes(found["batch"], slots))
 
     def compacting(self, name: str, kind: type[systems.Compacting], interval: int) -> None:
-        """Steps at the average length, and a cut of every layer each `interval` steps, timed for one of them."""
+        """A peer that compacts: a step at the average length, plus one cut of all layers per `interval` steps. The cut
+        is timed for one layer."""
         run, model, budget = self.run, self.model, self.budget
 
         def measure(batch: int) -> dict[str, Any]:
@@ -149,18 +150,18 @@ class Plan:
             return {"milliseconds_step": step * 1e3, "milliseconds_cut": cut * 1e3, "interval": interval,
                     "kernels": [cache.kernel]}
 
-        # Gathered rows, scores, cosines of some rows at a time.
+        # `extra` is for gathered rows, scores and cosines of a part of the batch.
         each, extra = kind.row_bytes(model, budget + interval), 0 if run.tiny else 5 * 2**29
         found = self.largest(each, measure, extra)
         seconds = (found["milliseconds_step"] + found["milliseconds_cut"] / interval) / 1e3
         self.rate(name, found, self.new * seconds, self.new * self.bytes(found["batch"], budget + interval / 2))
 
     def bytes(self, batch: int, slots: float) -> float:
-        """What a step reads: the weights, and keys and values of so many slots."""
+        """The bytes that a step reads: the weights, and the keys and values of `slots` slots."""
         return self.model.weight_bytes + batch * slots * self.model.token_bytes
 
     def ratios(self, ours: str = "longflow") -> None:
-        """Our tokens per second over the peers', and what the bytes alone would give."""
+        """The ratios of our tokens per second to the peers', measured and as predicted from the bytes."""
         figures = self.run.figures
         if ours not in figures:
             return
@@ -172,7 +173,7 @@ class Plan:
 
 
 def check_longflow(run: Run, state: Any) -> None:
-    """One more step of a state that was timed, two of its rows against float64."""
+    """Take one more step of a timed state and check two of its rows against float64."""
     batch, query_heads, heads, _, head_dim = state.sizes
     query, key, value = (run.draw(batch, count, head_dim) for count in (query_heads, heads, heads))
     rows = torch.tensor([0, batch - 1], device=run.device)
@@ -183,7 +184,7 @@ def check_longflow(run: Run, state: Any) -> None:
 
 
 def attention_module(run: Run) -> None:
-    """One layer's attention with eviction; times 36 for the module of all layers."""
+    """One layer's attention with eviction, multiplied by 36 for all layers."""
     model = small(QWEN_8B) if run.tiny else QWEN_8B
     batch, budget = (2, 16) if run.tiny else (128, 3200)
     query, key, value = (

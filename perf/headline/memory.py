@@ -1,13 +1,12 @@
-"""Peak and fragmentation of memory, by method, at the same budget: what torch.cuda.memory_stats says of a whole run.
+"""Memory peak and fragmentation by method at the same budget, from torch.cuda.memory_stats over a whole run.
 
-LongFlow's figure 4 compares methods so. Here: caches of all 28 layers of a Qwen3-1.7B shape, batch 16, a prompt of 896
-tokens and 256 steps, budget 1024, nothing captured, so that the allocator serves every launch; queries, keys and values
-are random and belong to nobody. Ours beside two caches that grow as transformers' does, by torch.cat: all tokens, and
-H2O's with all tokens gathered anew when it is cut, every 128 steps.
+LongFlow's figure 4 makes this comparison. Here: the caches of all 28 layers of a Qwen3-1.7B shape, batch 16, a prompt
+of 896 tokens, 256 steps and budget 1024. Nothing is captured, so that every launch uses the allocator. Queries, keys
+and values are random. The peers are two caches that grow with torch.cat as transformers' cache does: one keeps all
+tokens, and one is H2O, which gathers its tokens into new tensors every 128 steps.
 
-Fragmentation: of the memory reserved from the GPU, the share that is in no tensor, at its highest after a step (what is
-freed and allocated again leaves holes); inactive: the most bytes at any time in blocks that were split and lie idle.
-Each EpiKV state has a scorer of its own here, and hidden states that are made up for it.
+fragmentation: the largest share of reserved memory, over all steps, that is in no tensor. inactive: the peak of bytes
+in split blocks that are not in use. Each EpiKV state has its own scorer and random hidden states here.
 """
 
 from __future__ import annotations
@@ -57,7 +56,8 @@ def state_of(run: Run, model: Model, method: str, batch: int, tokens: int, budge
 
 
 class Grown:
-    """Keys and values that grow with every token; with a budget, cut by summed weights when it is 128 beyond."""
+    """Keys and values that grow with every token. With a budget, they are cut by summed weights (H2O) once they exceed
+    it by 128 tokens."""
 
     INTERVAL = 128
 
@@ -71,7 +71,7 @@ class Grown:
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.key, self.value = (
-            torch.cat((held, new[:, :, None]), 2) for held, new in ((self.key, key), (self.value, value))
+            torch.cat((old, new[:, :, None]), 2) for old, new in ((self.key, key), (self.value, value))
         )
         if self.budget is None:
             return systems.attention("flash", query, self.key, self.value)
@@ -89,7 +89,7 @@ class Grown:
 def one(
     run: Run, model: Model, name: str, make: Callable[[], Any], batch: int, prompt: int, steps: int
 ) -> None:
-    """A run from the first allocation on."""
+    """One run of a method, measured from its first allocation on."""
     run.free()
     if run.cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -107,8 +107,8 @@ def one(
         for state in states:
             output = state.step(*token, **more)
         now = _statistics(run)
-        held, reserved = (now[key] - before[key] for key in ("allocated", "reserved"))
-        worst = max(worst, 1 - held / reserved if reserved else 0.0)
+        allocated, reserved = (now[key] - before[key] for key in ("allocated", "reserved"))
+        worst = max(worst, 1 - allocated / reserved if reserved else 0.0)
     if not bool(output.isfinite().all()):
         run.complain(f"{name}: outputs that are not finite")
     after = _statistics(run)

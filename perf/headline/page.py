@@ -1,9 +1,9 @@
-"""The figures of the headline experiments as a table and as plots, for the report and the documentation.
+"""Formats the figures of the headline experiments as a table and as plots, for the report and the documentation.
 
-    python -m perf.headline.page FOLDER            print the table; FOLDER is what python -m perf.headline wrote
-    python -m perf.headline.page FOLDER --store    ... and store it: in perf/baselines/MACHINE.json beside the
-                                                   benchmarks, and in fixtures/ for the report and the documentation
-    python -m perf.headline.page --again           store it again from the baseline
+    python -m perf.headline.page FOLDER            print the table; FOLDER is the output of python -m perf.headline
+    python -m perf.headline.page FOLDER --store    ... and store the figures in perf/baselines/MACHINE.json, and the
+                                                   table and plots in fixtures/ for the report and the documentation
+    python -m perf.headline.page --again           write the table and plots again from the stored figures
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ Figures = Mapping[str, Any]
 
 
 def merged(folder: Path, before: Figures | None = None) -> dict[str, Any]:
-    """The experiments of a folder, over those of `before`, which keep the date of their own run: by name."""
+    """The experiments in a folder, and those of `before` that the folder lacks."""
     found = dict((before or {}).get("experiments", {}))
     for name in EXPERIMENTS:
         path = folder / f"{name}.json"
         if path.is_file():
             found[name] = rounded(json.loads(path.read_text(encoding="utf-8")))
     if not found:
-        raise SystemExit(f"{folder} holds no experiment's JSON")
+        raise SystemExit(f"{folder} has no JSON of an experiment")
     if any(one["tiny"] for one in found.values()):
-        raise SystemExit("a tiny run means nothing, and is not stored or shown")
+        raise SystemExit(f"{folder} has figures of a --tiny run, which are meaningless")
     gpus = {one["machine"]["gpu"] for one in found.values()}
     if len(gpus) != 1:
-        raise SystemExit(f"the experiments are of different machines: {', '.join(map(str, sorted(gpus)))}")
+        raise SystemExit(f"the experiments ran on different GPUs: {', '.join(map(str, sorted(gpus)))}")
     return {"gpu": gpus.pop(), "experiments": {name: found[name] for name in EXPERIMENTS if name in found}}
 
 
 def table(result: Figures) -> list[str]:
-    """Lines of Markdown: one row for each of the papers' figures, then what else the runs complained of."""
+    """Lines of Markdown: a row for each figure of the papers, then missing experiments and complaints."""
     text = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     text += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows(result)]
     missing = [name for name in EXPERIMENTS if name not in result["experiments"]]
@@ -55,7 +55,7 @@ def table(result: Figures) -> list[str]:
         f"{name}: {complaint}" for name, one in result["experiments"].items() for complaint in one["complaints"]
     ]
     if complaints:
-        text += ["", "What the run itself found wanting: " + "; ".join(complaints) + "."]
+        text += ["", "Complaints of the run: " + "; ".join(complaints) + "."]
     return text
 
 
@@ -71,7 +71,7 @@ def caption(result: Figures) -> str:
 
 
 def panels(result: Figures) -> list[Panel]:
-    """Plots of what was measured."""
+    """The plots of the figures."""
     all_figures = {name: one["figures"] for name, one in result["experiments"].items()}
     found: list[Panel] = []
     for name, title in (
@@ -117,7 +117,7 @@ def _by_number(points: Mapping[str, float]) -> dict[int, float]:
 
 
 def generated(result: Figures) -> dict[Path, str]:
-    """What follows from the figures: files, and what they are to hold."""
+    """The files that are generated from the figures, with their contents."""
     baseline = ROOT / "perf" / "baselines" / f"{slug(result['gpu'])}.json"
     beside = json.loads(baseline.read_text(encoding="utf-8")) if baseline.exists() else {"benchmarks": []}
     report, plot = (ROOT / "fixtures" / name for name in STORED)
@@ -130,7 +130,7 @@ def generated(result: Figures) -> dict[Path, str]:
 
 
 def stored() -> Iterator[Figures]:
-    """The experiments of each machine's baseline that has them."""
+    """The stored experiments of all machines' baselines."""
     for path in sorted((ROOT / "perf" / "baselines").glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8")).get(HEADLINE)
         if found is not None:
@@ -139,17 +139,17 @@ def stored() -> Iterator[Figures]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", help="what python -m perf.headline --out wrote")
+    parser.add_argument("folder", type=Path, nargs="?", help="the folder of python -m perf.headline --out")
     parser.add_argument("--store", action="store_true", help="write the baseline and the files in fixtures/")
     parser.add_argument("--again", action="store_true", help="write the files in fixtures/ again from the baseline")
     options = parser.parse_args(arguments)
     before = next(stored(), None)
     if options.again:
         if before is None:
-            parser.error("there is no stored baseline")
+            parser.error("--again needs a baseline with headline experiments, found none")
         result: Figures = before
     elif options.folder is None:
-        parser.error("a folder, or --again")
+        parser.error("give a folder or --again")
     else:
         result = merged(options.folder, before if options.store else None)
     print("\n".join([caption(result), "", *table(result)]))

@@ -1,4 +1,4 @@
-"""Panels of bars and of lines as one SVG: plain values in, text out."""
+"""Draws panels of bars and of lines as one SVG."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-# Okabe and Ito's colours, which most eyes tell apart.
+# Okabe and Ito's colours, distinguishable with colour blindness.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d00", "#7f7f7f")
 WIDTH, HEIGHT, GAP, COLUMNS = 470, 250, 40, 2
 STYLE = """
@@ -20,13 +20,13 @@ Panel = list[str]
 
 
 def number(value: float) -> str:
-    """Three digits that count, without an exponent."""
+    """The value with three significant digits, without an exponent."""
     digits = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
     return f"{value:,.{digits}f}"
 
 
 def bars(title: str, values: Mapping[str, float], ours: Sequence[str] = ()) -> Panel:
-    """A bar per name, to scale from 0, its value behind it; `ours` in the first colour, the others in grey."""
+    """A bar per name, from 0, with its value. `ours` have the first colour, the others are grey."""
     most = max(values.values()) or 1.0
     step = min(26.0, (HEIGHT - 30) / len(values))
     found = [_title(title)]
@@ -42,7 +42,7 @@ def bars(title: str, values: Mapping[str, float], ours: Sequence[str] = ()) -> P
 
 
 def lines(title: str, series: Mapping[str, Mapping[int, float]]) -> Panel:
-    """A line per name over x, both axes logarithmic: x in powers of two, y in powers of ten, all of it positive."""
+    """A line per name over x. Both axes are logarithmic (x in powers of 2, y of 10), so all values must be positive."""
     xs = sorted({x for points in series.values() for x in points})
     values = [y for points in series.values() for y in points.values()]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))

@@ -1,6 +1,6 @@
-"""What lies between a decoder's products, each in one launch: at batch 1 launches are what keeps a step from its bytes.
+"""The operations between a decoder's products, in one launch each: at batch 1, launches limit the speed of a step.
 
-Ours and the peers share them; torch's own operators take three launches for a rotation and two for each of the others.
+All methods and peers share them. With torch's operators a rotation takes three launches, and each of the others two.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _rotate_kernel(
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * wide for x [N, 2 * width], which holds both."""
+    """silu(gate) * wide, where x [N, 2 * width] is the concatenation of gate and wide."""
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     _swiglu_kernel[(rows, triton.cdiv(width, 1024))](x, out, width, BLOCK=1024)
@@ -51,7 +51,7 @@ def _swiglu_kernel(x, out, width, BLOCK: tl.constexpr):
 
 
 def put(keys: Tensor, values: Tensor, place: Tensor, key: Tensor, value: Tensor) -> None:
-    """A token's key and value [B, Hkv, D] go to slot `place` [1] of keys and values [B, Hkv, S, D]."""
+    """Write a token's key and value [B, Hkv, D] to slot `place` [1] of keys and values [B, Hkv, S, D]."""
     batch, heads, head_dim = key.shape
     _put_kernel[(batch * heads,)](
         keys, values, place, key, value, heads, *keys.stride()[:3], *values.stride()[:3], *key.stride()[:2],

@@ -1,7 +1,7 @@
-"""Products of one row with a matrix, and what comes before and after them, in one launch each.
+"""Products of one row with a matrix, fused with the norm, the activation or the residual, in one launch each.
 
-At batch 1 a decode step is little else. cuBLAS takes 1.2 to 2 times what the matrix's bytes do there, and the norm, the
-activation and the residual are launches of their own. More rows go to cuBLAS.
+At batch 1 these products dominate a decode step. cuBLAS takes 1.2 to 2 times as long as reading the matrix at copy
+bandwidth, and needs separate launches for norm, activation and residual. Several rows use cuBLAS.
 """
 
 from __future__ import annotations
@@ -11,27 +11,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Columns of a matrix that a program takes at a time, and how many of its rows where these are longer.
+#: The matrix elements per row that a program loads at a time, and its number of rows if rows are longer than that.
 BLOCK, ROWS = 4096, 4
 
 
 def one_row(
     x: Tensor, weight: Tensor, *, norm: bool = False, gated: bool = False, residual: Tensor | None = None
 ) -> Tensor:
-    """x [1, K] times weight [K, N], a transposed contiguous matrix -> [1, N], of x's type; sums are in float32.
+    """x [1, K] times weight [K, N], a transposed contiguous matrix -> [1, N] in x's dtype. Sums are in float32.
 
-    norm: x goes through RMSNorm first, whose weights are taken to be in the matrix. gated: of the N results the first
-    half are gates, and silu(gate) * rest [1, N / 2] is returned. residual [1, N] is added.
+    norm: apply RMSNorm to x first; its weights are assumed to be part of the matrix. gated: the first half of the N
+    results are gates; return silu(gate) * rest, [1, N / 2]. residual [1, N]: is added to the result.
     """
     inner, columns = weight.shape
     if x.shape != (1, inner) or not x.is_contiguous() or not weight.t().is_contiguous():
         raise ValueError(
-            f"x must be one row and weight transposed, got {tuple(x.shape)} of strides {x.stride()} and strides "
-            f"{weight.stride()}"
+            f"x must be a contiguous row of {inner} and weight a transposed contiguous matrix, got x of shape "
+            f"{tuple(x.shape)} and strides {x.stride()}, weight of strides {weight.stride()}"
         )
     count = columns // 2 if gated else columns
     if residual is not None and not (residual.shape == (1, count) and residual.is_contiguous()):
-        raise ValueError(f"residual must be one row of {count}, got {tuple(residual.shape)}, {residual.stride()}")
+        raise ValueError(
+            f"residual must be a contiguous row of {count}, got shape {tuple(residual.shape)} and strides "
+            f"{residual.stride()}"
+        )
     out = torch.empty(1, count, dtype=x.dtype, device=x.device)
     whole = inner <= BLOCK
     rows = 1 if whole else ROWS

@@ -1,4 +1,4 @@
-"""The papers' headline figures, one row each: what the paper says, what was measured here, what differs."""
+"""A table of the papers' headline figures: the paper's figure, the measured figure, and the differences in setup."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Figures = Mapping[str, Any]
 
 
 def rows(result: Figures) -> list[list[str]]:
-    """A row for each figure of an experiment that was run; one whose part is missing says so."""
+    """A row for each figure of the experiments in `result`. A missing part gives "not measured"."""
     found = []
     for experiment, paper, says, here, differs in _ROWS:
         if experiment not in result["experiments"]:
@@ -31,7 +31,7 @@ def _times(ratio: float) -> str:
 
 
 def _throughput(figures: Figures, ours: str, peers: Mapping[str, str]) -> str:
-    """Ratios to these peers, each with what bytes alone give; then batches and rates."""
+    """The ratios to these peers, measured and predicted from the bytes; then batch sizes and rates."""
     said = [
         f"{_times(figures['ratios'][peer]['measured'])} {name} (by bytes {number(figures['ratios'][peer]['by_bytes'])})"
         for peer, name in peers.items()
@@ -116,7 +116,7 @@ def _context(figures: Figures) -> str:
     ended = None in figures["context"]["hidden states"]["tried"].values()
     return (
         f"{'' if ended else 'at least '}{_times(ratios['hidden states over weights kept'])}: "
-        f"{found['hidden states']:,} tokens{'' if ended else ', the most that was tried,'} against "
+        f"{found['hidden states']:,} tokens{'' if ended else ' (the largest tested)'} against "
         f"{found['attention weights kept']:,}; a layer at a time {found['attention weights, a layer at a time']:,}"
     )
 
@@ -124,14 +124,14 @@ def _context(figures: Figures) -> str:
 def _epikv_steps(figures: Figures) -> str:
     found = figures["steps"]
     peers = [f"{name} {number(one['over_ours'])}" for name, one in found.items() if name != "epikv"]
-    return f"{number(found['epikv']['milliseconds'])} ms a step; times that: {', '.join(peers)}"
+    return f"{number(found['epikv']['milliseconds'])} ms a step; multiples of it: {', '.join(peers)}"
 
 
 def _eviction(figures: Figures) -> str:
     found = figures["eviction"]
     return (
         f"{number(found['microseconds'])} us + {number(found['nanoseconds_per_token'])} ns a token of 8 heads, "
-        f"{found['farthest_from_the_line']:.0%} off the line at most"
+        f"at most {found['farthest_from_the_line']:.0%} off this line"
     )
 
 
@@ -152,17 +152,17 @@ def _ordered(figures: Figures) -> Iterator[tuple[str, Any]]:
     yield from sorted(figures.items(), key=lambda item: item[1]["peak_bytes"])
 
 
-_GRAPHS = "decode loops in CUDA graphs, peers' too; an A100 40 GB and transformers in the paper"
+_GRAPHS = "all decode loops in CUDA graphs, also the peers'; the paper used an A100 40 GB and transformers"
 _ROWS: tuple[tuple[str, str, str, Callable[[Figures], str], str], ...] = (
     (
         "longflow", "LongFlow, figure 4: Qwen3-1.7B, 512 in, 16,000 out, budget 3200, largest batch",
         "11.8 times full KV", _longflow_full,
-        f"{_GRAPHS}; bytes alone allow the ratio in brackets, full KV being at its own limit",
+        f"{_GRAPHS}; in brackets: the ratio predicted from the bytes that a step reads",
     ),
     (
-        "longflow", "the same against others, which evict every 128 steps", "about 4.0 times", _longflow_others,
-        "their attention is cuDNN's, and gaps are closed by one gather of whole rows; beside them the states of this "
-        "library, which move little or nothing",
+        "longflow", "the same against methods that evict every 128 steps", "about 4.0 times", _longflow_others,
+        "the peers attend with cuDNN and close gaps with one gather of whole rows; `(ours)` marks this library's "
+        "states, which move few or no tokens",
     ),
     (
         "longflow", "LongFlow, figure 1: attention module, Qwen3-8B, batch 128, 3200 tokens",
@@ -171,21 +171,20 @@ _ROWS: tuple[tuple[str, str, str, Callable[[Figures], str], str], ...] = (
     (
         "thinkv", "ThinKV, table 2: Llama-8B to 32,768 tokens, budget 1024, largest batch",
         "5.8 times R-KV with sequential gather (A100), 4.4 on a GH200; 23 times full KV", _thinkv,
-        "our pools are reserved for the worst case of every type of thought, which costs batch; peers that gather pay "
-        "for moving alone, not for choosing, or cut every 128 steps",
+        "our pools are reserved for the worst case of every type of thought, so that fewer rows fit; the peers that "
+        "gather at every step are timed without choosing tokens; R-KV evicts every 128 steps",
     ),
     (
         "thinkv", "the same at batch 256", "8080 tokens/s, R-KV 2490 and 5319 (GH200, no quantization)", _thinkv_iso,
-        "ours is quantized: there is no format of 16 bits here",
+        "ours is quantized",
     ),
     (
         "epikv", "EpiKV, figure 1: feasible context", "16 times: 65,536 against less than 8192 tokens (A100 80 GB)",
-        _context, "memory of all layers, one layer run; the MLP takes a prompt in pieces",
+        _context, "memory of all layers is allocated, but only one layer runs; the MLP processes the prompt in parts",
     ),
     (
         "epikv", "EpiKV, section 4.4: time at equal budget, 8192", "2.8 times RaaS, 1.6 times ThinKV", _epikv_steps,
-        "steps in CUDA graphs at batch 1, where reading the weights is most of the time; the paper's are launched one "
-        "by one",
+        "steps in CUDA graphs at batch 1, where reading the weights dominates; the paper launches kernel by kernel",
     ),
     (
         "keydiff", "KeyDiff, A.2: eviction linear in tokens", "O(N + B), no times", _eviction,
@@ -197,15 +196,16 @@ _ROWS: tuple[tuple[str, str, str, Callable[[Figures], str], str], ...] = (
     ),
     (
         "synckv", "SyncKV, figure 5: steps without offload, 128K", "3 times full attention", _synckv("synckv"),
-        "weights in bfloat16 instead of 4 bits, which are most of a step at batch 1; cuDNN in a graph as the peer",
+        "weights in bfloat16 instead of 4 bits, and reading them dominates a step at batch 1; the peer is cuDNN in a "
+        "graph",
     ),
     ("synckv", "the same with offload", "1.25 times", _synckv("offloaded"), "as above"),
     (
-        "synckv", "SyncKV, table 3: what it adds to a prompt", "2.45 s against 2.19 s, 1.12 times", _prompt,
+        "synckv", "SyncKV, table 3: prefill time over full attention's", "2.45 s against 2.19 s, 1.12 times", _prompt,
         "one layer's prefill over its attention",
     ),
     (
         "memory", "LongFlow, figure 4: peak and fragmentation", "less fragmented than others, no figures in the text",
-        _memory, "caches alone, budget 1024, batch 16, nothing captured",
+        _memory, "caches without a model, budget 1024, batch 16, no CUDA graphs",
     ),
 )

@@ -1,11 +1,12 @@
-"""SyncKV's headline: steps at 16K to 128K tokens against full attention, offloaded or not; and what a prompt costs.
+"""SyncKV's headline: steps at 16K to 128K tokens, with and without offload, against full attention; prefill time.
 
 The paper (A100, Llama-3.1-8B with weights in 4 bits, batch 1): 1.25 times as fast as full attention at 128K with
-offload, 3 times without. Here weights are in bfloat16, so that a step reads 16 GB of them whatever the cache.
+offload, 3 times without. Here weights are in bfloat16, so that every step also reads 16 GB of weights.
 
-30 % of keys and values are resident (k a fifteenth of all tokens); queries are given, and turn from one anticipation to
-the next so far that about 0.8 of what is chosen stays. States take their prompt by `prefill`, without its attention.
-Steps are whole cycles of two strides, all layers; with offload in a graph where that can be captured, else launched.
+30 % of the keys and values are resident (k is a fifteenth of all tokens). Queries are given. They rotate between
+anticipations such that about 0.8 of the chosen tokens stay the same. States get their prompt by `prefill`, without its
+attention. Times are of cycles of two strides through all layers. Steps with offload run in a graph if they can be
+captured.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from .decoder import LLAMA_8B, Decoder, Loop, Model, by_token, small
 
 STRIDE, SHARE, DRIFT = bench_synckv.STRIDE, bench_synckv.SHARE, bench_synckv.DRIFT
 CYCLE = 2 * STRIDE
-#: Room for the tokens that warm-up and rounds bring.
+#: Room for the tokens that warm-up and rounds append.
 SPARE = 1024
-#: Batch, tokens, and whether also offloaded, whose banks are pinned memory that the host must have.
+#: Batch, tokens in thousands, and whether to measure offload, which needs pinned host memory for all tokens.
 SETTINGS = ((1, 16, True), (1, 32, True), (1, 64, True), (1, 128, True), (4, 128, False))
 
 
@@ -43,14 +44,14 @@ def run(run: Run) -> None:
     model = small(LLAMA_8B)._replace(query_heads=4, key_value_heads=4) if run.tiny else LLAMA_8B
     settings = ((1, 1, False),) if run.tiny else SETTINGS
     decoder = Decoder(model, run, 128 if run.tiny else 2**17 + SPARE)
-    for batch, thousands, away in settings:
+    for batch, thousands, offloaded in settings:
         tokens = 30 if run.tiny else 1024 * thousands
         name = f"B{batch}-{thousands}K"
         if run.late(name):
             break
         with run.part(name):
             decode(run, decoder, name, batch, tokens, offload=False)
-        if away and not run.late(f"{name} offloaded"):
+        if offloaded and not run.late(f"{name} offloaded"):
             with run.part(f"{name} offloaded"):
                 decode(run, decoder, name, batch, tokens, offload=True)
     for _, thousands, _ in settings[:1] if run.tiny else (SETTINGS[0], SETTINGS[3]):
@@ -70,7 +71,7 @@ def state_of(run: Run, model: Model, batch: int, tokens: int, *, offload: bool, 
 
 @contextmanager
 def without_attention() -> Iterator[None]:
-    """A state's prefill does all but its causal attention, which would take longer than all timing."""
+    """Replace the causal attention in a state's prefill, which would take longer than the measurement."""
     original = state_module.causal_attention
     state_module.causal_attention = lambda query, *_: torch.empty(1, device=query.device).expand(query.shape)
     try:
@@ -80,7 +81,7 @@ def without_attention() -> Iterator[None]:
 
 
 def filled(run: Run, model: Model, batch: int, tokens: int, *, offload: bool) -> list[synckv.SyncKVState]:
-    """States of all layers, each with a prompt of its own."""
+    """States of all layers, each with its own random prompt."""
     states = []
     for layer in range(model.layers):
         state = state_of(run, model, batch, tokens, offload=offload, layer=layer)
@@ -103,8 +104,8 @@ def decode(run: Run, decoder: Decoder, name: str, batch: int, tokens: int, *, of
         for number in range(length):
             if number % STRIDE == 0:
                 angle.add_(DRIFT).remainder_(2 * math.pi)
-                turned = (angle.cos() * axes[0] + angle.sin() * axes[1]).bfloat16()
-            loop.step(by_token(lambda layer, _, key, value, turned=turned: step(layer, turned, key, value)))
+                rotated = (angle.cos() * axes[0] + angle.sin() * axes[1]).bfloat16()
+            loop.step(by_token(lambda layer, _, key, value, rotated=rotated: step(layer, rotated, key, value)))
 
     length = STRIDE if run.tiny else CYCLE
     key = "offloaded" if offload else "synckv"
@@ -114,7 +115,7 @@ def decode(run: Run, decoder: Decoder, name: str, batch: int, tokens: int, *, of
     def ours(length: int = length) -> None:
         cycle(lambda layer, *given: states[layer].step(*given), length)
         for state in states:
-            state.join()                                       # a graph ends with nothing on its way
+            state.join()                                       # a graph must end without pending transfers
 
     captured = True
     try:
@@ -132,7 +133,7 @@ def decode(run: Run, decoder: Decoder, name: str, batch: int, tokens: int, *, of
                       f"{key}, overlap": overlap,
                       f"{key}, bytes": sum(state.gpu_bytes() for state in states)})
     if not run.tiny and not 0.7 < overlap < 0.9:
-        run.complain(f"{name} {key}: {overlap:.2f} of what is chosen stays, about 0.8 was meant to")
+        run.complain(f"{name} {key}: {overlap:.2f} of the chosen tokens stay, expected about 0.8")
     full = f"{name}: full attention"
     if not offload:
         given = [run.draw(batch, heads, model.head_dim) for heads in (model.query_heads, *[model.key_value_heads] * 2)]
@@ -156,7 +157,7 @@ def decode(run: Run, decoder: Decoder, name: str, batch: int, tokens: int, *, of
 def full_attention(
     run: Run, loop: Loop, name: str, pairs: list[tuple[Tensor, Tensor]], tokens: int, query: Tensor
 ) -> None:
-    """The same loop over all tokens, by the fastest kernel; the query is given here, too."""
+    """The same loop with full attention by the fastest kernel, also with a given query."""
     model, batch = loop.decoder.model, query.shape[0]
     place = torch.full((1,), tokens - 1, dtype=torch.int64, device=run.device)
     kernel = systems.fastest(run, model, *(tensor[:, :, :tokens] for tensor in pairs[0]))
@@ -178,7 +179,7 @@ def full_attention(
 
 
 class Kept(StreamTransfers):
-    """Pinned memory that outlives its state: to get it takes longer than a prompt, and comes once."""
+    """Pinned memory that outlives its state and is reused, because allocating it takes longer than a prompt."""
 
     memory: ClassVar[list[Tensor]] = []
 
@@ -190,7 +191,7 @@ class Kept(StreamTransfers):
 
 
 def prompt(run: Run, model: Model, name: str, tokens: int) -> None:
-    """One layer's whole prefill, beside its attention alone: ours, and PyTorch's."""
+    """One layer's whole prefill, against attention alone by kvtwin's and PyTorch's kernels."""
     query, key, value = (
         run.draw(1, heads, tokens, model.head_dim)
         for heads in (model.query_heads, model.key_value_heads, model.key_value_heads)
@@ -226,9 +227,11 @@ def prompt(run: Run, model: Model, name: str, tokens: int) -> None:
         finally:
             offload_module.transfers_for = original
             Kept.memory.clear()
-    alone = {what: took for what, took in figures.items() if what.startswith("attention alone")}
+    alone = {what: milliseconds for what, milliseconds in figures.items() if what.startswith("attention alone")}
     for what in ("synckv", "offloaded"):
         if f"{what}, ms a layer" in figures:
-            took = figures[f"{what}, ms a layer"]
-            run.record(name, {f"{what}, over attention alone": took / alone["attention alone, ours, ms a layer"],
-                              f"{what}, over the fastest attention": took / min(alone.values())})
+            milliseconds = figures[f"{what}, ms a layer"]
+            run.record(name, {
+                f"{what}, over attention alone": milliseconds / alone["attention alone, ours, ms a layer"],
+                f"{what}, over the fastest attention": milliseconds / min(alone.values()),
+            })

@@ -1,7 +1,7 @@
-"""Caches of all layers of a model, ours and the peers', as a decode loop finds them in the long run.
+"""The caches of all layers of a model, kvtwin's and the peers', in the steady state of a decode loop.
 
-Buffers are filled with random numbers instead of by running a prompt and thousands of steps: what a step reads, writes
-and decides is the same.
+Buffers are filled with random numbers instead of by running a prompt and thousands of steps. A step then reads, writes
+and decides the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Step = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def attention(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of one query per head by that variant of `decode_peers`: query [B, Hq, D] -> [B, Hq, D]."""
+    """Attention of one query per head with the variant `name` of `decode_peers`: query [B, Hq, D] -> [B, Hq, D]."""
     backend = BACKENDS.get(name.removesuffix("-rows"), SDPBackend.MATH)
     batch, query_heads, head_dim = query.shape
     rows = query.unflatten(1, (key.shape[1], -1)) if name.endswith("-rows") else query[:, :, None]
@@ -43,7 +43,7 @@ def attention(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def fastest(run: Run, model: Model, key: Tensor, value: Tensor) -> str:
-    """The name of the fastest variant on this cache: keys and values [B, Hkv, S, D]."""
+    """The name of the fastest variant of `decode_peers` for this cache: keys and values [B, Hkv, S, D]."""
     query = run.draw(key.shape[0], model.query_heads, model.head_dim)
     peers = decode_peers(query, key, value)
     times = {}
@@ -55,7 +55,7 @@ def fastest(run: Run, model: Model, key: Tensor, value: Tensor) -> str:
 
 
 def check_peer(run: Run, name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """One row's first KV head against float64."""
+    """Check the first KV head of the first row against float64."""
     group, one = query.shape[1] // key.shape[1], (slice(0, 1), slice(0, 1))
     occupied = torch.ones(1, key.shape[2], dtype=torch.bool, device=run.device)
     case = DecodeCase.of(query[:1, :group], key[one], value[one], occupied)
@@ -67,8 +67,8 @@ def check_peer(run: Run, name: str, query: Tensor, key: Tensor, value: Tensor) -
 
 
 class Cache:
-    """Keys and values of all layers, [B, Hkv, S, D]: static buffers, of which the first `length` slots hold tokens. The
-    new token goes into the last of these, and attention is the fastest kernel's that PyTorch has."""
+    """Keys and values of all layers, [B, Hkv, S, D], in static buffers. The first `length` slots contain tokens. A step
+    writes its token to the last of these and attends with PyTorch's fastest kernel."""
 
     def __init__(self, run: Run, model: Model, batch: int, slots: int) -> None:
         shape = (batch, model.key_value_heads, slots, model.head_dim)
@@ -101,7 +101,7 @@ def sizes_of(model: Model, batch: int, run: Run) -> dict[str, Any]:
 
 
 def longflow_state(run: Run, model: Model, batch: int, budget: int) -> longflow.LongFlowState:
-    """A full one: every step overwrites a slot."""
+    """A full state: every step overwrites a slot."""
     state = longflow.LongFlowState(longflow.LongFlowConfig(budget), **sizes_of(model, batch, run))
     for tensor in (state.key, state.value):
         tensor.normal_(generator=run.generator)
@@ -133,7 +133,7 @@ def vatp_state(
 def _scored(run: Run, state: Any) -> Any:
     """Fill a state that adds up attention, as it is after an eviction."""
     budget = state.config.budget
-    _hold(run, state, budget)
+    _fill(run, state, budget)
     if state._counts is not None:
         state._counts.fill_(budget)
     state.score[..., :budget] = torch.rand(
@@ -145,10 +145,10 @@ def _scored(run: Run, state: Any) -> Any:
 def snapkv_state(
     run: Run, model: Model, batch: int, budget: int, interval: int = 128, block: int = 16
 ) -> snapkv.SnapKVState:
-    """One of ours that has just been compressed to its budget, as it is every `interval` steps."""
+    """A SnapKV state of kvtwin right after a compression to its budget, which happens every `interval` steps."""
     config = snapkv.SnapKVConfig(budget, block, interval=interval)
     state = snapkv.SnapKVState(config, **sizes_of(model, batch, run))
-    _hold(run, state, budget)
+    _fill(run, state, budget)
     state._counts.fill_(budget)
     state._window_query.normal_(generator=run.generator)
     newest = torch.arange(budget - config.observers, budget, device=run.device)
@@ -156,33 +156,34 @@ def snapkv_state(
     return state
 
 
-def _hold(run: Run, state: Any, budget: int) -> None:
-    """Tokens 0 to budget - 1 in the first slots."""
-    held = slice(0, budget)
+def _fill(run: Run, state: Any, budget: int) -> None:
+    """Fill the first slots with tokens 0 to budget - 1."""
+    filled = slice(0, budget)
     for tensor in (state.key, state.value):
-        tensor[:, :, held].normal_(generator=run.generator)
-    state.occupied[..., held] = True
+        tensor[:, :, filled].normal_(generator=run.generator)
+    state.occupied[..., filled] = True
     for tensor in (state.positions, state._token_index):
-        tensor[..., held] = torch.arange(budget, device=run.device, dtype=tensor.dtype)
+        tensor[..., filled] = torch.arange(budget, device=run.device, dtype=tensor.dtype)
     state._valid_seen.fill_(budget)
     state._seen.fill_(budget)
 
 
 def bytes_per_row(run: Run, make: Callable[[int], Any], layers: int) -> float:
-    """What a row of a state takes in all layers, all of its buffers counted; of many rows, since few are cut into more
-    parts."""
+    """Bytes per row of all buffers of a state, times the number of layers. Measured with many rows, because attention
+    splits few rows into more parts, which need more scratch memory."""
     rows = 128 if run.cuda and not run.tiny else 2
     return layers * bytes_held(make(rows)) / rows
 
 
-# Peers that evict now and then, and close the gaps ------------------------------------------------------------------
+# Peers that evict at intervals and compact their cache ---------------------------------------------------------------
 
 
 class Compacting(Cache):
-    """A budget that is exceeded by up to `interval` tokens and then cut; attention over the slots held on average.
+    """A cache that exceeds its budget by up to `interval` tokens and is then cut. Attention is timed at the mean
+    length.
 
-    `stays` says who is kept; keys and values are gathered by rows of the cache, into a buffer that all
-    layers share: a cache that rotates through buffers moves as many bytes.
+    `kept_slots` chooses the tokens. Their keys and values are gathered into a buffer that all layers share; a cache
+    that rotates through buffers would move as many bytes.
     """
 
     WINDOW = 32
@@ -206,20 +207,20 @@ class Compacting(Cache):
         self.window[layer].index_copy_(2, self.newest, query[:, :, None])
         return super().step(layer, query, key, value)
 
-    def stays(self, window: Tensor, key: Tensor) -> Tensor:
-        """[B, Hkv, budget] int64: the slots of some rows that stay, window [B, Hq, W, D], key [B, Hkv, S, D]."""
+    def kept_slots(self, window: Tensor, key: Tensor) -> Tensor:
+        """The slots to keep, [B, Hkv, budget] int64, for some rows: window [B, Hq, W, D], key [B, Hkv, S, D]."""
         raise NotImplementedError
 
     def cut(self, layer: int) -> None:
-        """What happens to a layer every `interval` steps."""
+        """Cut one layer to its budget, as happens every `interval` steps."""
         key, value = self.pairs[layer]
         for first in range(0, key.shape[0], self.rows):
             part = slice(first, first + self.rows)
-            gather(key[part], value[part], self.stays(self.window[layer][part], key[part]))
+            gather(key[part], value[part], self.kept_slots(self.window[layer][part], key[part]))
 
 
 def gather(key: Tensor, value: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """key, value [B, Hkv, S, D] at kept [B, Hkv, N], whole rows at a time, which is faster than torch.gather."""
+    """key, value [B, Hkv, S, D] at slots kept [B, Hkv, N]. Copies whole rows, which is faster than torch.gather."""
     batch, heads, slots, head_dim = key.shape
     row = torch.arange(batch * heads, device=key.device).view(batch, heads, 1) * slots + kept
     found = [embedding(row, tensor.reshape(-1, head_dim)) for tensor in (key, value)]
@@ -227,39 +228,39 @@ def gather(key: Tensor, value: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class SnapKV(Compacting):
-    """Pooled attention of the last 32 queries, by this library's kernels."""
+    """SnapKV with kvtwin's kernels: pooled attention of the last 32 queries."""
 
-    def stays(self, window: Tensor, key: Tensor) -> Tensor:
+    def kept_slots(self, window: Tensor, key: Tensor) -> Tensor:
         return snapkv.choose(
             window, key, key, self.budget, kernel_size=5, occupied=None, protected=None, shared_heads=False, scale=None
         )
 
 
 class RKV(Compacting):
-    """R-KV's two terms: attention of the last 8 queries, and how much a key is like the others, where of each key the
-    latest that is alike is left out; hence all cosines. Importance counts a tenth."""
+    """R-KV: a tenth of the score is the attention of the last 8 queries. The rest is redundancy, the mean cosine of a
+    key with all others, where each key leaves out the latest key that is similar to it. It needs all cosines."""
 
     WINDOW = 8
-    ALIKE, IMPORTANCE = 0.5, 0.1
+    SIMILAR, IMPORTANCE = 0.5, 0.1
 
     def __init__(self, run: Run, model: Model, batch: int, budget: int, interval: int) -> None:
         super().__init__(run, model, batch, budget, interval)
         self.rows = min(batch, max(1, 2**29 // (model.key_value_heads * (budget + interval) ** 2 * 2)))
 
-    def stays(self, window: Tensor, key: Tensor) -> Tensor:
+    def kept_slots(self, window: Tensor, key: Tensor) -> Tensor:
         batch, heads, slots, head_dim = key.shape
         query = window.view(batch, heads, -1, head_dim)
         weight = (query @ key.transpose(2, 3) * head_dim**-0.5).softmax(-1, dtype=torch.float32)
         importance = weight.view(batch, heads, -1, window.shape[2], slots).amax(2).mean(2)
         importance = torch.max_pool1d(importance.flatten(0, 1), 7, 1, 3).view_as(importance)
         unit = torch.nn.functional.normalize(key, dim=-1)
-        alike = unit @ unit.transpose(2, 3)                                             # [B, Hkv, S, S]
-        alike.diagonal(dim1=2, dim2=3).zero_()
+        cosine = unit @ unit.transpose(2, 3)                                            # [B, Hkv, S, S]
+        cosine.diagonal(dim1=2, dim2=3).zero_()
         place = torch.arange(slots, dtype=torch.int16, device=key.device)
-        last = torch.where(alike > self.ALIKE, place, -1).amax(-1, keepdim=True).long()
-        spared = alike.gather(3, last.clamp_min(0)).masked_fill(last < 0, 0)
-        total = alike.sum(2, dtype=torch.float32)
-        del alike
+        last = torch.where(cosine > self.SIMILAR, place, -1).amax(-1, keepdim=True).long()
+        spared = cosine.gather(3, last.clamp_min(0)).masked_fill(last < 0, 0)
+        total = cosine.sum(2, dtype=torch.float32)
+        del cosine
         total.scatter_add_(2, last.clamp_min(0)[..., 0], -spared[..., 0].float())
         score = self.IMPORTANCE * importance - (1 - self.IMPORTANCE) * (total / slots).softmax(-1)
         score[..., -window.shape[2]:] = torch.inf
@@ -267,7 +268,7 @@ class RKV(Compacting):
 
 
 class EagerH2O(Compacting):
-    """H2O as its own code has it: all weights are there to be summed. A group's queries are one product, though."""
+    """H2O as in the authors' code, which computes all weights and adds them up, but with one product per group."""
 
     def __init__(self, run: Run, model: Model, batch: int, budget: int, interval: int) -> None:
         super().__init__(run, model, batch, budget, interval)
@@ -287,7 +288,7 @@ class EagerH2O(Compacting):
         self.sums[layer] += weight.mean(2)
         return (weight.to(values.dtype) @ values).flatten(1, 2)
 
-    def stays(self, window: Tensor, key: Tensor) -> Tensor:
+    def kept_slots(self, window: Tensor, key: Tensor) -> Tensor:
         sums = self.sums[0, :key.shape[0]]
         sums = torch.nn.functional.pad(sums, (0, key.shape[2] - sums.shape[2]))
         sums[..., -self.budget // 2:] = torch.inf
@@ -295,16 +296,17 @@ class EagerH2O(Compacting):
 
 
 class Gathering(Cache):
-    """Gather-compacting eviction at every step, who goes being given: attention, and the survivors moved together.
+    """Eviction with gather compaction at every step: attention, then moving the remaining tokens. The evicted tokens
+    are given, so choosing them costs nothing.
 
-    overlap: on a stream of its own, behind the layers that follow.
+    overlap: gather on a second stream while the next layers run.
     """
 
     def __init__(self, run: Run, model: Model, batch: int, budget: int, *, overlap: bool) -> None:
         super().__init__(run, model, batch, budget)
         self.spare = [torch.empty_like(part) for part in self.pairs[0]]
         self.side = torch.cuda.Stream(run.device) if overlap and run.cuda else None
-        # All but one of those held and the new one: to the memory, as good as all that are held.
+        # Really all held tokens but one, and the new one. Gathering all held tokens moves as many bytes.
         self.row = torch.arange(batch * model.key_value_heads * budget, device=run.device)
 
     def move(self, layer: int) -> None:
@@ -328,7 +330,7 @@ class Gathering(Cache):
 def step_seconds(
     run: Run, what: str, decoder: Decoder, step: Step | Attend, batch: int, position: int, moves: float, **options: Any
 ) -> float:
-    """A whole decode step of the model over these caches: `step` as a state has it."""
+    """Seconds of a whole decode step of the model over these caches. `step` is the step of a state."""
     loop = Loop(decoder, batch, position)
     seconds = run.seconds(lambda: loop.step(by_token(step)), what=what, moves=moves, **options)
     if not 0 <= int(loop.ids.min()) <= int(loop.ids.max()) < decoder.model.vocabulary:

@@ -1,12 +1,12 @@
-"""ThinKV's headline: decoding with a Llama-3.1-8B shape up to 32,768 tokens, budget 1024, all memory used.
+"""ThinKV's headline: decoding up to 32,768 tokens with a Llama-3.1-8B shape, budget 1024, largest batch.
 
-The paper (GH200 96 GB): 938 rows and 10,578 tokens a second, R-KV with sequential gather 350 rows and 2426, overlapped
-4311, full KV 19 rows and 454; at batch 256 and without quantization 8080, 2490 and 5319.
+The paper (GH200 96 GB): 938 rows and 10,578 tokens per second; R-KV with sequential gather 350 rows and 2426 tokens per
+second, with overlapped gather 4311; full KV 19 rows and 454. At batch 256, without quantization: 8080, 2490 and 5319.
 
-A ThinKV state is run for half of the length at a few rows, with the thoughts of `bench_thinkv`, and its rows and layers
-are copies of these: blocks are then as mixed as they get. Times are means over a window of tau steps, in which every
-row quantizes eight times and shrinks past segments once. The peers that gather are told who goes at every step, and pay
-for moving alone; R-KV here cuts every 128 steps and pays for its scores, too.
+A ThinKV state with a few rows runs for half of the length, with the thoughts of `bench_thinkv`, so that its blocks are
+fragmented as in the steady state. All rows and layers are copies of these rows. Times are means over a window of tau
+steps, in which every row quantizes eight times and shrinks past segments once. The peers that gather at every step get
+their victims for free and are timed for moving tokens. R-KV evicts every 128 steps, and its scores are timed, too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run(run: Run) -> None:
         plan.compacting("r-kv", systems.RKV, 128 if not run.tiny else 4)
     plan.ratios("thinkv")
     plan.batch = iso
-    if run.tiny:                                                # the same code
+    if run.tiny:                                                # the rest runs the same code
         return
     for name in ("thinkv", "gather, sequential", "gather, overlapped"):
         at = f"{name} at batch {iso}"
@@ -72,7 +72,7 @@ def config_of(run: Run, budget: int, total: int) -> ThinKVConfig:
 
 
 def aged(run: Run, model: Model, config: ThinKVConfig) -> tuple[thinkv.ThinKVState, int]:
-    """A state of a few rows after half of its tokens, and how many these are."""
+    """A state of a few rows after half of its tokens, and the number of these tokens."""
     rows, steps = (1, 10) if run.tiny else (ROWS, config.max_tokens // 2)
     state = thinkv.ThinKVState(config, **systems.sizes_of(model, rows, run))
     heads = (model.query_heads, model.key_value_heads, model.key_value_heads)
@@ -80,7 +80,7 @@ def aged(run: Run, model: Model, config: ThinKVConfig) -> tuple[thinkv.ThinKVSta
 
     def step() -> Tensor:
         for tensor in given:
-            tensor.normal_()                                   # by the generator that a graph knows
+            tensor.normal_()                                   # graphs support the default generator
         return state.step(*given)
 
     program = run.gpu.capture(step)
@@ -91,13 +91,13 @@ def aged(run: Run, model: Model, config: ThinKVConfig) -> tuple[thinkv.ThinKVSta
             state.thought.fill_(int(bench_thinkv.LETTERS[letter]))
         program.run()
     if bool(state.cache.overflow.any()):
-        run.complain("thinkv: a cache ran over while it was filled")
+        run.complain("thinkv: a cache overflowed while it was filled")
     state._counted = steps
     return state, steps
 
 
 def copied(run: Run, model: Model, seed: thinkv.ThinKVState, batch: int) -> thinkv.ThinKVState:
-    """A state of `batch` rows, each one of the seed's."""
+    """A state of `batch` rows, which are copies of the seed's rows."""
     state = thinkv.ThinKVState(seed.config, **systems.sizes_of(model, batch, run))
     index = torch.arange(batch, device=run.device) % seed.sizes.batch
 
@@ -112,12 +112,12 @@ def copied(run: Run, model: Model, seed: thinkv.ThinKVState, batch: int) -> thin
 
 
 class Thoughts(Plan):
-    """All of it from the first token on: there is no prompt."""
+    """A plan without a prompt: all tokens are decoded."""
 
     def __init__(
         self, run: Run, model: Model, decoder: Decoder, total: int, budget: int, *, seed: thinkv.ThinKVState
     ) -> None:
-        first = 1                                              # attention wants a token
+        first = 1                                              # attention needs at least one token
         super().__init__(run, model, decoder, first, total - first, budget)
         self.seed = seed
 
@@ -143,14 +143,14 @@ class Thoughts(Plan):
         def make(rows: int) -> thinkv.ThinKVState:
             return thinkv.ThinKVState(seed.config, **systems.sizes_of(model, rows, run))
 
-        # What shrinking takes of a layer comes on top.
+        # `scratch` is for shrinking the segments of a layer.
         scratch = 0 if run.tiny else 2**30
         found = self.largest(systems.bytes_per_row(run, make, model.layers), measure, scratch)
         seconds = found.pop("seconds")
         self.rate(name, found, self.new * seconds, self.new * moves(found["batch"]))
 
     def gathering(self, name: str, overlap: bool) -> None:
-        """Reads by attention; and by the gather another time, which also writes."""
+        """A peer that gathers at every step. `moves` counts the reads of attention, not those of the gather."""
         run, model, budget = self.run, self.model, self.budget
 
         def measure(batch: int) -> dict[str, Any]:
@@ -158,11 +158,11 @@ class Thoughts(Plan):
             moves = self.bytes(batch, budget)
             step = systems.step_seconds(run, name, self.decoder, cache.step, batch, budget, moves)
             alone = systems.step_seconds(
-                run, f"{name}, not moved", self.decoder, super(systems.Gathering, cache).step, batch, budget, moves
+                run, f"{name}, without gather", self.decoder, super(systems.Gathering, cache).step, batch, budget, moves
             )
             return {"seconds": step, "milliseconds_without_gather": alone * 1e3, "kernels": [cache.kernel]}
 
-        # The spare buffer and the indices.
+        # Includes the spare buffer and the indices.
         each = model.token_bytes * budget * (1 + 1 / model.layers) + 16 * model.key_value_heads * budget
         found = self.largest(each, measure)
         seconds = found.pop("seconds")
@@ -170,13 +170,13 @@ class Thoughts(Plan):
 
 
 def check(run: Run, name: str, state: thinkv.ThinKVState) -> None:
-    """What was timed is still a cache within its bounds, and its attention is right for a row, by float64."""
+    """Check that a timed cache is within its bounds, and the attention of one row against float64."""
     cache, config = state.cache, state.config
     if bool(cache.overflow.any()):
-        run.complain(f"{name}: a cache ran over")
+        run.complain(f"{name}: a cache overflowed")
     live = int((cache.groups >= 0).sum(1).max())
     if live > config.peak:
-        run.complain(f"{name}: {live} tokens are live, {config.peak} may be")
+        run.complain(f"{name}: {live} tokens are live, expected at most {config.peak}")
     query = run.draw(state.sizes.batch, state.sizes.query_heads, state.sizes.head_dim)
     row = _first_row(state)
     try:
@@ -186,7 +186,7 @@ def check(run: Run, name: str, state: thinkv.ThinKVState) -> None:
 
 
 def _first_row(state: thinkv.ThinKVState) -> thinkv.ThinKVState:
-    """A state of one row: numbers of all rows of a large one would not fit."""
+    """A state with a copy of the first row: dequantizing all rows of a large state would not fit into memory."""
     sizes = state.sizes
     one = thinkv.ThinKVState(
         state.config, batch=1, query_heads=sizes.query_heads, key_value_heads=sizes.key_value_heads,

@@ -63,7 +63,7 @@ def test_snapkv_keeps_what_float64_would(case, shared_heads, twins):
 
 @given(case=window_cases(content=VANISHING), shared_heads=st.booleans())
 @some
-def test_snapkv_keeps_what_it_may_where_weights_vanish(case, shared_heads, twins):
+def test_snapkv_choices_are_legal_where_weights_vanish(case, shared_heads, twins):
     """Most scores are 0 within their bounds, so few decisions are decisive. These and the form of the result are
     judged, but decisions are not counted (for logits of 1e4, 39 of 1,431 were decisive)."""
     actual = twins.optimized.baselines.snapkv.compress(**case.snapkv_inputs, shared_heads=shared_heads)
@@ -83,13 +83,13 @@ def test_snapkv_choices_are_mostly_decisive(case, twins):
 
 @given(case=window_cases())
 @some
-def test_snapkv_gives_the_same_bits_again(case, twins):
+def test_snapkv_is_bitwise_repeatable(case, twins):
     compress = twins.optimized.baselines.snapkv.compress
     for one, other in zip(compress(**case.snapkv_inputs), compress(**case.snapkv_inputs), strict=True):
         assert_same(other, one, what="launched again")
 
 
-def test_snapkv_keeps_what_the_window_looks_at(twins, device):
+def test_snapkv_keeps_tokens_that_the_window_attends_to(twins, device):
     """The prefix token that every window query attends to is kept. All other prefix keys are orthogonal to the
     queries."""
     tokens, window, head_dim, target = 30, 4, 16, 11

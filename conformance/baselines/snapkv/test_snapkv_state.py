@@ -74,7 +74,7 @@ def test_snapkv_state_remembers_the_window_across_blocks(count, block, window, k
     assert_within(state.score[..., :count], truth, judge.score_bound(case, shared_heads=False), what="score")
 
 
-def test_snapkv_state_window_goes_with_its_row(twins, device):
+def test_snapkv_state_reorders_the_window_with_its_row(twins, device):
     """After a reorder, the queries of a row's own window decide about its tokens. One row's window has padding."""
     generator = torch.Generator().manual_seed(12)
     query, key, value = (torch.randn(2, heads, 13, 16, generator=generator).to(device) for heads in (2, 1, 1))

@@ -33,7 +33,7 @@ def cache_of(twins: Any, side: str, model: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("chunk", [0, 3])
-def test_generation_is_the_loop(family, chunk, twins, device):
+def test_generation_matches_the_decode_loop(family, chunk, twins, device):
     """Left padding, and a prompt that is longer than the budget."""
     model = tiny_models.model(family, F64, device)
     used = cache_of(twins, "reference", model, budget=5, block_size=4, sinks=2)
@@ -41,7 +41,7 @@ def test_generation_is_the_loop(family, chunk, twins, device):
     check_against_loop(make, model, used, prompts(11, [0, 2, 7], device), 8, chunk=chunk)
 
 
-def test_generation_on_the_optimized_side_is_the_loop(twins, device):
+def test_generation_on_the_optimized_side_matches_the_decode_loop(twins, device):
     model = tiny_models.model("qwen3", torch.float32, device)
     used = cache_of(twins, "optimized", model, budget=5, block_size=4)
     make = lambda: PlaceLoop(model, "streaming_llm", used.config)  # noqa: E731
@@ -50,7 +50,7 @@ def test_generation_on_the_optimized_side_is_the_loop(twins, device):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
-def test_with_room_for_all_it_is_the_stock_model(family, dtype, twins, device):
+def test_full_budget_matches_the_stock_model(family, dtype, twins, device):
     """Places in the cache are then positions without padding."""
     model, inputs = tiny_models.model(family, dtype, device), prompts(9, [0, 4], device)
     expected = generate(model, inputs, 8)

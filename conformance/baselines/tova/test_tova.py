@@ -81,7 +81,7 @@ def test_tova_of_equal_keys_evicts_the_lowest_slots_of_a_block(side, twins, devi
 
 
 @SIDES
-def test_tova_protects_nobody(side, twins, device):
+def test_tova_protects_no_token(side, twins, device):
     """The newest token is evicted at once if its own query attends to other tokens."""
     state = new(getattr(twins, side).baselines.tova, device, budget=2, block=1)
     for step in range(5):
@@ -91,7 +91,7 @@ def test_tova_protects_nobody(side, twins, device):
 
 
 @SIDES
-def test_tova_asks_the_last_query_that_is_real(side, twins, device):
+def test_tova_uses_the_last_query_that_is_not_padding(side, twins, device):
     """The block of row 0 ends with padding, whose query attends to token 1. Its last valid query attends to token 0. In
     row 1, the last query attends to token 1 and is valid."""
     state = new(getattr(twins, side).baselines.tova, device, budget=2, block=4)

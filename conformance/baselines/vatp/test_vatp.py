@@ -35,7 +35,7 @@ def test_vatp_ranks_by_attention_times_size(trace, twins):
 @pytest.mark.parametrize(
     ("prompt", "steps", "budget"), [(0, 14, 6), (14, 0, 6), (80, 5, 70)], ids=["steps", "blocks", "chunks"]
 )
-def test_vatp_evicts_by_size_for_long(prompt, steps, budget, twins, device):
+def test_vatp_evicts_by_size_over_many_steps(prompt, steps, budget, twins, device):
     """H2O, ||v||_2 and the largest element would each choose differently nearly every time. Of 70 slots, a step ranks
     several chunks."""
     config = {"budget": budget, "block_size": budget // 2, "recent": 1}
@@ -63,7 +63,7 @@ def test_vatp_sizes_go_with_their_rows(twins, device):
 
 @given(trace=state_traces("vatp", content=("zero_values", "tiny_values"), max_prompt=12, max_steps=6))
 @few
-def test_vatp_of_values_that_are_next_to_nothing(trace, twins):
+def test_vatp_of_tiny_values(trace, twins):
     lockstep.run(trace, twins.optimized.baselines.vatp)
 
 
