@@ -195,8 +195,12 @@ def modules(package: str = discovery.OPTIMIZED) -> Iterator[ModuleType]:
 
 
 def choosing(pair: Pair) -> list[ModuleType]:
-    """The modules of a pair that use other kernels for many KV heads."""
-    return [module for module in modules(pair.optimized.__name__) if hasattr(module, "fused")]
+    """The modules that use other kernels for many KV heads: a pair's own, and that of block states' steps, unless the
+    state's rule leaves it no choice."""
+    found = [module for module in modules(pair.optimized.__name__) if hasattr(module, "fused")]
+    step: Any = importlib.import_module(f"{discovery.OPTIMIZED}._common.block_cache.step")
+    rule = getattr(getattr(pair.optimized, pair.state.__name__), "_rule", None) if pair.state else None
+    return [*found, step] if rule in step.RULES and rule not in step.BARE else found
 
 
 @contextlib.contextmanager

@@ -259,21 +259,21 @@ def check_next_slot(value: object, like: Tensor, slots: int) -> Tensor:
     return value
 
 
-def check_reorder(index: object, batch: int, device: torch.device) -> Tensor:
-    """Return the row numbers for `State.reorder`: [B] int64, from 0 to batch - 1.
+def check_reorder(index: object, batch: int, device: torch.device, name: str = "index") -> Tensor:
+    """Return the row numbers for `State.reorder`: [B] int64, from 0 to batch - 1. name: the argument's.
 
     Reads the elements (one synchronization) unless a CUDA graph is being captured.
     """
-    index = check_tensor("index", index, dims=1, layout="[B]")
+    index = check_tensor(name, index, dims=1, layout="[B]")
     if index.dtype != torch.int64:
-        raise TypeError(f"index must have dtype torch.int64, got {index.dtype}")
-    check_shape("index", index, (batch,), "[B]")
+        raise TypeError(f"{name} must have dtype torch.int64, got {index.dtype}")
+    check_shape(name, index, (batch,), "[B]")
     if index.device != device:
-        raise ValueError(f"index must be on the state's device {device}, got {index.device}")
+        raise ValueError(f"{name} must be on the state's device {device}, got {index.device}")
     if not capturing(device):
         low, high = int(index.min()), int(index.max())
         if low < 0 or high >= batch:
-            raise ValueError(f"index must name rows 0 to {batch - 1}, got values from {low} to {high}")
+            raise ValueError(f"{name} must name rows 0 to {batch - 1}, got values from {low} to {high}")
     return index
 
 

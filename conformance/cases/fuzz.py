@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -220,6 +221,14 @@ def assert_clear(error: Exception, names: Iterable[str]) -> None:
     assert isinstance(error, REFUSALS), f"not an error of arguments: {error!r}"
     assert Path(where.filename).is_relative_to(ROOT), f"not our own error: {error!r} in {where}"
     assert any(name in str(error) for name in (*names, "heads")), f"names no argument: {error!r}"
+
+
+def wrong(target: Target, data: st.DataObject, device: torch.device) -> dict[str, str]:
+    """Draw one or two wrong arguments: name -> kind of value."""
+    names = names_of(target, device)
+    chosen = data.draw(st.lists(st.sampled_from(sorted(names)), min_size=1, max_size=2, unique=True))
+    kinds = {name: sorted(PLAIN) + (sorted(TENSORS) if names[name] else []) for name in chosen}
+    return {name: data.draw(st.sampled_from(kinds[name]), label=name) for name in chosen}
 
 
 def names_of(target: Target, device: torch.device) -> dict[str, bool]:

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvtwin.conformance import discovery
+from kvtwin.conformance import compile_only, discovery
 from kvtwin.conformance.cases.case import StateTrace
 from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.reference.blocks import BlockState
 
 BLOCKS = [pair for pair in discovery.methods() if issubclass(pair.state or object, BlockState)]
-pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.parametrize("pair", BLOCKS, ids=str)]
+every_pair = pytest.mark.parametrize("pair", BLOCKS, ids=str)
+pytestmark = pytest.mark.kind("equivalence")
 
 CPU: dict[str, dict[str, Any]] = {
     # In the interpreter, even and odd budgets take different paths in a step.
@@ -36,9 +37,33 @@ GPU: dict[str, dict[str, Any]] = {
 }
 
 
+#: Steps in one kernel and in two where the size would choose the other: (size, in one kernel, options by device). With
+#: a multiple of 16 slots, addresses are computed otherwise.
+CHOICES: dict[str, tuple[str, bool, dict[str, dict[str, Any]]]] = {
+    "odd-fused": ("odd", True, {}),
+    "even-apart": ("even", False, {"cpu": {"budget": 80, "block_size": 64}, "cuda": {"budget": 1008}}),
+    "heads-apart": ("heads", False, {}),
+}
+
+
+@every_pair
 @pytest.mark.parametrize("size", CPU)
 def test_a_large_cache_keeps_step_with_float64(pair, size, twins, device):
-    given = dict((CPU if device.type == "cpu" else GPU)[size])
+    _keep_step(pair, (CPU if device.type == "cpu" else GPU)[size], twins, device)
+
+
+@pytest.mark.parametrize("pair", [pair for pair in BLOCKS if compile_only.choosing(pair)], ids=str)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_step_in_one_kernel_or_in_two_keeps_step_with_float64(pair, choice, twins, device):
+    """The interpreter chooses by the parity of the slots, a GPU by its number of multiprocessors."""
+    size, fused, more = CHOICES[choice]
+    given = {**(CPU if device.type == "cpu" else GPU)[size], **more.get(device.type, {})}
+    with compile_only.fused_as(pair, fused):
+        _keep_step(pair, given, twins, device)
+
+
+def _keep_step(pair: discovery.Pair, given: dict[str, Any], twins: Any, device: torch.device) -> None:
+    given = dict(given)
     own = {name: value for name, value in checkers.ask(pair.name, "SMALL", {}).items() if name != "block_size"}
     config = {"budget": given.pop("budget"), "block_size": given.pop("block_size"), **own}
     trace = StateTrace(
@@ -48,6 +73,7 @@ def test_a_large_cache_keeps_step_with_float64(pair, size, twins, device):
     assert summary.steps == trace.steps
 
 
+@every_pair
 @pytest.mark.parametrize("size", CPU)
 def test_the_sizes_are_beyond_one_tile(pair, size):
     """The purpose of the test above: a prompt beyond the budget, and more slots than a tile has."""

@@ -25,11 +25,7 @@ CALLS = 20 if settings.get_current_profile_name() == "soak" else max(4, settings
 @settings(max_examples=CALLS)
 def test_wrong_arguments_are_refused_or_harmless(twin: Pair, side: str, device: torch.device, data: st.DataObject):
     target = data.draw(st.sampled_from(fuzz.targets(twin, side)))
-    names = fuzz.names_of(target, device)
-    chosen = data.draw(st.lists(st.sampled_from(sorted(names)), min_size=1, max_size=2, unique=True))
-    kinds = {name: sorted(fuzz.PLAIN) + (sorted(fuzz.TENSORS) if names[name] else []) for name in chosen}
-    wrong = {name: data.draw(st.sampled_from(kinds[name]), label=name) for name in chosen}
-    fuzz.check(target, wrong, device)
+    fuzz.check(target, fuzz.wrong(target, data, device), device)
 
 
 def grows(window: Any) -> None:

@@ -26,6 +26,13 @@ from kvtwin.conformance.judge.compare import assert_same
 
 #: True with the profile thorough: errors at every place of every call, and more configs.
 THOROUGH = settings().max_examples >= 1000
+#: Allocations and copies inside custom operations, where a TorchFunctionMode sees nothing.
+INSIDE = (
+    *((torch, name) for name in (
+        "arange", "cat", "empty", "empty_like", "full", "ones", "stack", "zeros", "zeros_like",
+    )),
+    *((Tensor, name) for name in ("clone", "contiguous", "copy_", "new_empty", "new_full", "new_zeros")),
+)
 #: Places of each call where an error comes otherwise: the first, the last, and one between.
 PLACES = 3
 OPTIONS = {"epikv": ({"policy": "attn_x_hs"}, {"policy": "lag_kv"}), "synckv": ({"offload": True},)}
@@ -64,15 +71,26 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, device: torch.device, at: int |
         from triton.runtime.interpreter import GridExecutor as Launcher
 
         name = "__call__"
-    launch, mode = getattr(Launcher, name), Interrupter(at)
+    mode = Interrupter(at)
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not torch._C._is_torch_function_mode_enabled():  # else the mode counts it
+                mode.reached()
+            return function(*args, **kwargs)
+        return call
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
         mode.reached()
         return launch(self, *args, **kwargs)
 
-    with monkeypatch.context() as patch, mode:
+    launch = getattr(Launcher, name)
+    with monkeypatch.context() as patch:
+        for owner, inside in INSIDE:
+            patch.setattr(owner, inside, counted(getattr(owner, inside)))
         patch.setattr(Launcher, name, launched)
-        yield mode
+        with mode:
+            yield mode
 
 
 Call = Callable[[Any], Tensor | None]

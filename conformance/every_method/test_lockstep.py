@@ -63,8 +63,10 @@ def test_rows_that_differ_keep_step_in_another_order_and_after_a_reset(pair, dat
     # Rows of at least 8, 2 and 1 tokens, and budgets of at least 5 unless they are declared.
     budget = checkers.ask(pair.name, "BUDGET", "budget")
     options = {**trace.options, budget: supported.values(budget, (max(5, trace.options[budget]),))[0]}
+    heads = supported.sizes("kv_heads", (max(2, trace.key_value_heads),))[0]
     trace = dataclasses.replace(
-        trace, batch=rows, config=tuple(options.items()), prompt=trace.prompt * -(-8 // trace.prompt), steps=10,
+        trace, batch=rows, key_value_heads=heads, config=tuple(options.items()),
+        prompt=trace.prompt * -(-8 // trace.prompt), steps=10,
         reorder_at=2, reset_at=8,
     )
     lockstep.run(trace, checkers.module(twins.optimized, pair))

@@ -74,7 +74,7 @@ def many_heads(seed: int = 0) -> Iterator[None]:
             patch.setattr(_ops, "discards", lambda _: True)
             patch.setattr(_ops, "scratch", in_line(_ops.scratch))
             patch.setattr(_ops, "SCORE_BLOCK", 256)
-            patch.setattr(_ops, "INTERPRETED", False)  # affects block sizes only
+            patch.setattr(_ops, "SMALL_TILES", False)
             patch.setattr(score_kernels, "discard", overwritten)
             builder = sys.modules["triton.runtime.interpreter"].interpreter_builder
             patch.setattr(builder, "set_grid_idx", in_any_order(builder, seed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
@@ -14,6 +15,9 @@ from ...reference.contract import Sizes
 
 #: True if Triton runs these kernels on the CPU in its interpreter (TRITON_INTERPRET=1 before triton is imported).
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+
+#: Whether tiles are small, so that short tensors need several of them: in the interpreter, and if tests ask for it.
+SMALL_TILES: bool = INTERPRETED or os.environ.get("KVTWIN_SMALL_TILES") == "1"
 
 #: Whether kernels may use instructions of NVIDIA GPUs.
 PTX: bool = not INTERPRETED and torch.version.hip is None
@@ -91,7 +95,7 @@ def key_block(head_dim: int, itemsize: int, slots: int) -> int:
     In the interpreter, a tile's cost does not depend on its size. Small caches get several tiles, so that tests cover
     what happens between tiles; larger caches get few.
     """
-    if INTERPRETED:
+    if SMALL_TILES:
         return 16 if slots <= 48 else 64
     return min(128, max(16, 16384 // (padded_head_dim(head_dim) * itemsize)))
 

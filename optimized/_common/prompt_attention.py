@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reference.contract import Sizes
-from .launch import INTERPRETED, key_block, on_device_of, padded_head_dim, stride_unit
+from .launch import INTERPRETED, SMALL_TILES, key_block, on_device_of, padded_head_dim, stride_unit
 from .numerics import LOG2_E, dot, round_output, round_to
 from .softmax import weigh_tile
 
@@ -29,8 +29,8 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, occupied: Tenso
     sizes = Sizes(batch, query_heads, key.shape[1], total, head_dim)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     block = min(64, key_block(head_dim, query.element_size(), total))
-    wide = not INTERPRETED and query.element_size() == 2 and padded_head_dim(head_dim) <= 128
-    query_block = block if INTERPRETED else 128 if wide else 64
+    wide = not SMALL_TILES and query.element_size() == 2 and padded_head_dim(head_dim) <= 128
+    query_block = block if SMALL_TILES else 128 if wide else 64
     # Float32 operands are in registers, and wide loads would leave too few.
     unit = stride_unit(query, key, value) if wide or INTERPRETED else 1
     with on_device_of(query):

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import INTERPRETED, on_device_of, padded_head_dim, stride_unit
+from .launch import SMALL_TILES, on_device_of, padded_head_dim, stride_unit
 
 #: Codes per program of the search, and tokens per program of the gather.
 CHUNK = 2048
@@ -19,7 +19,7 @@ GATHER = 64
 
 _FREE = tl.constexpr(-(2**31))
 #: Counts of chunks that are added at a time. In the interpreter few, so that tests cover several rounds.
-_ADDED = tl.constexpr(2 if INTERPRETED else 256)
+_ADDED = tl.constexpr(2 if SMALL_TILES else 256)
 
 
 @torch.library.custom_op("kvtwin::keydiff_select", mutates_args=("histograms",))
@@ -34,7 +34,7 @@ def select(
     """
     batch, heads, slots, head_dim = key.shape
     rows = batch * heads
-    chunk = (16 if slots <= 48 else 64) if INTERPRETED else CHUNK
+    chunk = (16 if slots <= 48 else 64) if SMALL_TILES else CHUNK
     chunks = triton.cdiv(slots, chunk)
     code = code.contiguous()
     found = torch.empty(rows, 4, 2, dtype=torch.int64, device=key.device)
@@ -43,7 +43,7 @@ def select(
     kept_count = torch.empty(rows, dtype=torch.int32, device=key.device)
     kept_key, kept_value, kept, occupied = _places(key, count)
     unit = stride_unit(key, value)
-    block = 16 if INTERPRETED else GATHER
+    block = 16 if SMALL_TILES else GATHER
     with on_device_of(key):
         for number in range(1 if counted else 0, 4):
             histogram_kernel[(rows * chunks,)](

@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .launch import INTERPRETED, ROW_UNIT
+from .launch import ROW_UNIT, SMALL_TILES
 
 _ROW_UNIT = tl.constexpr(ROW_UNIT)
 #: Slots that are loaded at a time. In the interpreter few, so that tests cover several rounds.
-_SLOTS_AT_ONCE = tl.constexpr(16 if INTERPRETED else 2048)
+_SLOTS_AT_ONCE = tl.constexpr(16 if SMALL_TILES else 2048)
 
 
 @triton.jit

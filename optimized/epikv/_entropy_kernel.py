@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._common.launch import INTERPRETED, on_device_of
+from .._common.launch import SMALL_TILES, on_device_of
 
 
 @torch.library.custom_op("kvtwin::epikv_add_entropy", mutates_args=("entropy",))
@@ -21,7 +21,7 @@ def add_entropy(
     decoded [B]: the steps so far."""
     batch, heads, slots = logits.shape
     # In the interpreter few, so that tests cover several.
-    rows, block = (2, 8) if INTERPRETED else (16, min(256, max(16, triton.next_power_of_2(slots))))
+    rows, block = (2, 8) if SMALL_TILES else (16, min(256, max(16, triton.next_power_of_2(slots))))
     with on_device_of(logits):
         entropy_kernel[(batch,)](
             logits, normalisers, occupied, slot, decoded, entropy, slots, heads, tau,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._common.launch import GROUP_ROWS, INTERPRETED, on_device_of
+from .._common.launch import GROUP_ROWS, SMALL_TILES, on_device_of
 from .._common.numerics import log2_or_minus_inf
 from .._common.thoughts import below_cut, pooled_cut, thought_of
 from ._entropy_kernel import thought_of_entropy
@@ -116,11 +116,11 @@ def _(
 
 def _block(slots: int) -> int:
     """Slots per iteration, or per program. In the interpreter few, so that tests cover several."""
-    return 8 if INTERPRETED else min(256, max(16, triton.next_power_of_2(slots)))
+    return 8 if SMALL_TILES else min(256, max(16, triton.next_power_of_2(slots)))
 
 
 def _tile(slots: int) -> int:
-    return 8 if INTERPRETED else min(2048, max(16, triton.next_power_of_2(slots)))
+    return 8 if SMALL_TILES else min(2048, max(16, triton.next_power_of_2(slots)))
 
 
 # Kernels -------------------------------------------------------------------------------------------------------------

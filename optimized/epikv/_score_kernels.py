@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._common.launch import INTERPRETED, on_device_of, padded_head_dim
+from .._common.launch import INTERPRETED, SMALL_TILES, on_device_of, padded_head_dim
 from .._common.numerics import float32
 
 #: The longest window whose tile is as wide as the window whatever the number of tokens.
@@ -72,7 +72,7 @@ def change(hidden: Tensor, previous: Tensor, source: Tensor | None) -> Tensor:
     gives 0. Returns [B, T] float32."""
     batch, tokens, size = hidden.shape
     result = torch.empty(batch, tokens, dtype=torch.float32, device=hidden.device)
-    block = min(32 if INTERPRETED else 512, triton.next_power_of_2(size))
+    block = min(32 if SMALL_TILES else 512, triton.next_power_of_2(size))
     rows = 32 if INTERPRETED else 4
     with on_device_of(hidden):
         change_kernel[(triton.cdiv(batch * tokens, rows),)](
@@ -145,7 +145,7 @@ def lag(key: Tensor, value: Tensor, order: Tensor, first: Tensor, chunk: int) ->
         lag_kernel[(batch * chunks,)](
             key, value, order, first, result, tokens, heads, chunk, chunks, *key.stride(), *value.stride(),
             HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim),
-            TILE=min(4 if INTERPRETED else 64, triton.next_power_of_2(chunk)), num_warps=8,
+            TILE=min(4 if SMALL_TILES else 64, triton.next_power_of_2(chunk)), num_warps=8,
         )
     return result
 

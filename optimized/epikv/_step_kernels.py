@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._common.launch import INTERPRETED, on_device_of, padded_head_dim
+from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
 from .._common.numerics import float32, sortable
 from ._score_kernels import limit, no_sign, rolled, spread, variance
 
@@ -55,8 +55,8 @@ def step(
             LAYERS_A=layers_a, LAYERS_B=layers_b, KIND=kind, RECENT=newest > 1,
             W_PAD=triton.next_power_of_2(window), D_PAD=padded_head_dim(size) if kind > 1 else 16,
             H_PAD=triton.next_power_of_2(layers_a) if kind > 1 else 1,
-            BLOCK=min(32 if INTERPRETED else 4096, max(16, triton.next_power_of_2(size))) if kind < 2 else 16,
-            SLOTS=8 if INTERPRETED else min(2048, max(16, triton.next_power_of_2(slots))), num_warps=8,
+            BLOCK=min(32 if SMALL_TILES else 4096, max(16, triton.next_power_of_2(size))) if kind < 2 else 16,
+            SLOTS=8 if SMALL_TILES else min(2048, max(16, triton.next_power_of_2(slots))), num_warps=8,
         )
 
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.launch import INTERPRETED
+from .._common.launch import INTERPRETED, SMALL_TILES
 from .._common.numerics import float32, sum_of_products
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
+_SMALL_TILES = tl.constexpr(SMALL_TILES)
 _FREE = tl.constexpr(-(2**31))
 _PROTECTED = tl.constexpr(2**31 - 1)
 #: Squared lengths outside this range may have lost digits or overflowed. Such keys are *odd* and get a negative inverse
@@ -111,7 +112,7 @@ def odd_ranks(k, anchor):
 @triton.jit
 def sum_partials(partial, splits, D_PAD: tl.constexpr):
     """The sum of `splits` vectors written by other programs, always in the same order."""
-    ROWS: tl.constexpr = 1 if _INTERPRETED else 4096 // D_PAD
+    ROWS: tl.constexpr = 1 if _SMALL_TILES else 4096 // D_PAD
     d = tl.arange(0, D_PAD)
     i = tl.arange(0, ROWS)
     total = tl.zeros([ROWS, D_PAD], tl.float32)

@@ -8,7 +8,15 @@ import torch
 import triton
 from torch import Tensor
 
-from .._common.launch import INTERPRETED, key_block, multiprocessors, on_device_of, padded_head_dim, stride_unit
+from .._common.launch import (
+    INTERPRETED,
+    SMALL_TILES,
+    key_block,
+    multiprocessors,
+    on_device_of,
+    padded_head_dim,
+    stride_unit,
+)
 from ._kernels import anchor_kernel, rank_kernel
 from ._step import warps_of
 
@@ -32,7 +40,7 @@ def _shape(key: Tensor, occupied: Tensor | None, tiles: int) -> tuple[tuple[int,
     """A pass over the keys, `tiles` at a time: (slots, slots per program, programs per row, heads), and its constants.
     """
     batch, heads, slots, head_dim = key.shape
-    block = key_block(head_dim, key.element_size(), slots) * (1 if INTERPRETED else tiles)
+    block = key_block(head_dim, key.element_size(), slots) * (1 if SMALL_TILES else tiles)
     splits, split_size = _split(batch * heads, slots, block, key.device)
     return (slots, split_size, splits, heads), {
         "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim), "BLOCK": block, "UNIT": stride_unit(key),
@@ -76,7 +84,7 @@ def _launch_ranks(
             key, occupied, protected, inverse, anchor, result, histograms, *sizes,
             *_key_strides(key, shape["UNIT"]), *_mask_strides(occupied), *inverse.stride()[:2],
             *_mask_strides(protected), **shape, STAGES=RANK_STAGES, PROTECTED=protected is not None,
-            CODES=histograms is not None, CHUNK=64 if INTERPRETED else 1024,
+            CODES=histograms is not None, CHUNK=64 if SMALL_TILES else 1024,
         )
 
 

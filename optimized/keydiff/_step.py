@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._common.launch import INTERPRETED, key_block, multiprocessors, on_device_of, padded_head_dim
+from .._common.launch import INTERPRETED, SMALL_TILES, key_block, multiprocessors, on_device_of, padded_head_dim
 from .._common.numerics import sortable
 from ._kernels import any_units, inverse_lengths, load_rows, odd_ranks, ranks, sum_partials
 
@@ -24,7 +24,7 @@ _PROTECTED = tl.constexpr(2**31 - 1)
 _NO_SLOT = tl.constexpr(2**63 - 1)
 _INDEX = tl.constexpr(2**32 - 1)
 #: Candidates of splits that are compared at a time. In the interpreter, each alone.
-_COMPARED = tl.constexpr(1 if INTERPRETED else 64)
+_COMPARED = tl.constexpr(1 if SMALL_TILES else 64)
 
 
 @torch.library.custom_op("kvtwin::keydiff_lengths", mutates_args=("inverse",))

@@ -11,9 +11,9 @@ from torch import Tensor
 from ...reference.contract import Sizes
 from .._common.launch import (
     GROUP_ROWS,
-    INTERPRETED,
     MAX_SPLITS,
     PTX,
+    SMALL_TILES,
     discards,
     early_rows,
     fused,
@@ -38,7 +38,7 @@ PROGRAMS = 32
 REGISTERS = 168
 
 #: Slots per program if a second launch finishes the scores.
-SCORE_BLOCK = 32 if INTERPRETED else 256
+SCORE_BLOCK = 32 if SMALL_TILES else 256
 
 
 class _Work(NamedTuple):
@@ -215,7 +215,7 @@ def _launch(
             occupied.stride(0) // byte_unit, head_stride // byte_unit, occupied.stride(-1),
             *token.key.stride(), *token.value.stride(),
             ROWS=GROUP_ROWS, BLOCK=work.block, UNIT=unit, MASK_UNIT=byte_unit,
-            CHUNK=32 if INTERPRETED else min(1024, 4096 // group_pad), WARPS=warps,
+            CHUNK=32 if SMALL_TILES else min(1024, 4096 // group_pad), WARPS=warps,
             FUSED=at_once, DISCARD=discard, DEPENDENT=dependent, **options, **splitting,
             num_warps=warps, num_stages=3 if at_once else 2, **registers,
         )
@@ -223,7 +223,7 @@ def _launch(
             row = min(4096, triton.next_power_of_2(padded_slots(slots)))
             choose_kernel[(decisions,)](
                 ranks, occupied, mask, token.positions, token.sink_end, token.seen, score, slot, slots, heads, *masks,
-                HEADS=1 if per_head else 8, BLOCK=32 if INTERPRETED else row, DISCARD=discard, DEPENDENT=dependent,
+                HEADS=1 if per_head else 8, BLOCK=32 if SMALL_TILES else row, DISCARD=discard, DEPENDENT=dependent,
                 **options, **protection, num_warps=16, **({"launch_pdl": True} if dependent else {}),
             )
         else:
@@ -231,5 +231,5 @@ def _launch(
                 logits, partial, row_maxima, weight_sums, normalisers, occupied, mask, token.positions,
                 token.sink_end, token.seen, output, score, slot, candidates,
                 completion_counters[_after(batch * heads):], slots, splits, heads, blocks, *masks,
-                HEADS=4 if INTERPRETED else 16, BLOCK=SCORE_BLOCK, **options, **splitting, **protection, num_warps=8,
+                HEADS=4 if SMALL_TILES else 16, BLOCK=SCORE_BLOCK, **options, **splitting, **protection, num_warps=8,
             )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.launch import INTERPRETED
+from .._common.launch import SMALL_TILES
 from .._common.numerics import finite_or_zero, log2_or_minus_inf, round_output, sortable
 from .._common.scratch import discard, is_last, row_of, written_of
 from .._common.softmax import divide, merge_sums, raise_maximum, weigh_tile
@@ -23,7 +23,7 @@ _PROTECTED = tl.constexpr(2**31 - 1)
 _NO_SLOT = tl.constexpr(2**63 - 1)
 _INDEX = tl.constexpr(2**32 - 1)
 #: Candidates of blocks that are compared at a time. In the interpreter few, so that tests cover several rounds.
-_COMPARED = tl.constexpr(2 if INTERPRETED else 64)
+_COMPARED = tl.constexpr(2 if SMALL_TILES else 64)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._common.launch import INTERPRETED, on_device_of
+from .._common.launch import SMALL_TILES, on_device_of
 from .._common.numerics import float32, sortable
 from .._common.radix_selection import _FREE, compact_kernel, count_kernel, histogram_kernel
 
@@ -19,7 +19,7 @@ CHUNK = 2048
 
 
 def chunk_size() -> int:
-    return 64 if INTERPRETED else CHUNK
+    return 64 if SMALL_TILES else CHUNK
 
 
 @torch.library.custom_op("kvtwin::synckv_select", mutates_args=())

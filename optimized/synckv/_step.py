@@ -13,6 +13,7 @@ from .._common.launch import (
     GROUP_ROWS,
     INTERPRETED,
     RESIDENT,
+    SMALL_TILES,
     key_block,
     multiprocessors,
     on_device_of,
@@ -30,7 +31,7 @@ SHORT = 16
 #: Parts that are merged at a time.
 MERGED = 64
 #: Entries of a list that are united at a time.
-UNITED = 16 if INTERPRETED else 1024
+UNITED = 16 if SMALL_TILES else 1024
 #: In the interpreter, the most programs that share what one head attends to.
 FEW = 2
 

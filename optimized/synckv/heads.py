@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...reference.synckv._validate import check_heads_attention, check_sets, check_similarity
 from ...reference.synckv.contract import HeadClusters
-from .._common.launch import INTERPRETED, check_launchable, on_device_of
+from .._common.launch import SMALL_TILES, check_launchable, on_device_of
 from ._select import select
 
 __all__ = ["cluster_heads", "head_similarity", "overlap"]
@@ -113,7 +113,7 @@ def common_tokens(first: Tensor, second: Tensor) -> Tensor:
     first, second = first.contiguous(), second.contiguous()
     rows, left, size = first.shape
     right, other_size = second.shape[1:]
-    block = 16 if INTERPRETED else 128
+    block = 16 if SMALL_TILES else 128
     tiles = triton.cdiv(size, block)
     counts = torch.empty(rows, left, right, tiles, dtype=torch.int32, device=first.device)
     with on_device_of(first):

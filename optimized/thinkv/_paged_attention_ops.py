@@ -14,6 +14,7 @@ from .._common.launch import (
     MAX_SPLITS,
     PROGRAMS,
     RESIDENT,
+    SMALL_TILES,
     multiprocessors,
     on_device_of,
     padded_head_dim,
@@ -32,7 +33,7 @@ FRAGMENT_PROGRAMS, FRAGMENT_REGISTERS, FRAGMENT_TURNS = 16, 128, 4
 def _tile(block: int, head_dim: int, dtype: torch.dtype) -> int:
     """Slots per tile: whole blocks, up to 32 KB of float16. Tensor cores do not multiply float32 exactly, so float32
     operands are in registers, and tiles must be small."""
-    wanted = 16 if INTERPRETED or dtype == torch.float32 else min(128, max(16, 16384 // padded_head_dim(head_dim)))
+    wanted = 16 if SMALL_TILES or dtype == torch.float32 else min(128, max(16, 16384 // padded_head_dim(head_dim)))
     return max(wanted, triton.next_power_of_2(block))
 
 
@@ -50,7 +51,7 @@ def _in_fragments(
 def _fragment_tile(entries: int) -> int:
     """Slots per tile. In the interpreter, some caches are cut into small tiles, so that tests cover what happens
     between tiles."""
-    return 16 if INTERPRETED and entries // 3 % 2 else 32
+    return 16 if SMALL_TILES and entries // 3 % 2 else 32
 
 
 def _splits(rows: int, tiles: int, device: torch.device) -> int:
@@ -135,7 +136,7 @@ def attend(
             logits, partial, row_maxima, weight_sums, counts, buffered, mask, output, below, sparsity,
             completion_counters, pooled, sums, math.log2(threshold), threshold, heads, slots, num_partials,
             GROUP_HEADS=group_heads, GROUP_PAD=triton.next_power_of_2(group_heads), BLOCK=block, HEAD_DIM=head_dim,
-            D_PAD=d_pad, SPLITS=8 if num_partials <= 8 else MAX_SPLITS, CHUNK=16 if INTERPRETED else 512,
+            D_PAD=d_pad, SPLITS=8 if num_partials <= 8 else MAX_SPLITS, CHUNK=16 if SMALL_TILES else 512,
             HAS_SPARSITY_MASK=sparsity_mask is not None, OF_MEAN=of_mean, num_warps=4,
         )
     return output, sparsity

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .._common.launch import INTERPRETED, on_device_of, padded_head_dim
+from .._common.launch import INTERPRETED, SMALL_TILES, on_device_of, padded_head_dim
 from ._paging_kernels import PLAN_SLOTS, append_kernel, assign_kernel, evict_kernel
 from ._paging_read_kernels import CODES, read_kernel
 from ._paging_store_kernels import store_kernel
@@ -171,7 +171,7 @@ def _new_blocks(group: int, block: int) -> int:
 def _chunk(total: int) -> int:
     """Entries or slots per iteration. In the interpreter, tables have several chunks, so that tests cover what happens
     between them."""
-    return 8 if INTERPRETED else min(1024, max(128, triton.next_power_of_2(total)))
+    return 8 if SMALL_TILES else min(1024, max(128, triton.next_power_of_2(total)))
 
 
 @torch.library.custom_op(
@@ -190,7 +190,7 @@ def append(
             key, value, new_positions, buffer_key, buffer_value, positions, buffered, overflow,
             heads, slots, slots - group, *key.stride(), *value.stride(), new_positions.stride(0),
             GROUP=group, HEAD_DIM=head_dim, D_PAD=d_pad,
-            HEADS=1 if INTERPRETED else min(triton.next_power_of_2(heads), 2048 // d_pad), num_warps=4,
+            HEADS=1 if SMALL_TILES else min(triton.next_power_of_2(heads), 2048 // d_pad), num_warps=4,
         )
 
 
@@ -272,7 +272,7 @@ def evict(
             tokens, positions, segments, evicted, slot_groups, block_thoughts, physical, order, used, group_tokens,
             counts, slots, entries, group_tokens.shape[1], *tokens.stride(), *plan_of.first,
             **plan_of.types, BLOCK=block, BLOCK_PAD=block_pad,
-            ENTRIES=max(1, (32 if INTERPRETED else 2048) // block_pad), CHUNK=_chunk(entries), num_warps=4,
+            ENTRIES=max(1, (32 if SMALL_TILES else 2048) // block_pad), CHUNK=_chunk(entries), num_warps=4,
         )
 
 

@@ -14,7 +14,7 @@ from ...reference._validate import check_config, check_reorder, check_room
 from ...reference.thinkv._validate_paging import check_thought
 from ...reference.thinkv.contract import ThinKVConfig
 from ...reference.thinkv.types import Thought
-from .._common.launch import INTERPRETED, on_device_of
+from .._common.launch import INTERPRETED, SMALL_TILES, on_device_of
 from .._common.prompt_attention import causal_attention
 from .._common.state import State
 from . import _paging_ops as ops
@@ -262,7 +262,7 @@ def _shrink(
             key_scales.view(torch.uint8), chunk_scales,
             scratch, heads, slots, entries, groups, number, tau, layout.row_words, *layout.base,
             **layout.constants, GROUP=group, BLOCK=block, HEAD_DIM=head_dim,
-            ITERATIONS=ITERATIONS, SLOTS=8 if INTERPRETED else min(1024, max(16, triton.next_power_of_2(slots))),
+            ITERATIONS=ITERATIONS, SLOTS=8 if SMALL_TILES else min(1024, max(16, triton.next_power_of_2(slots))),
             **tile(tau, most, head_dim), num_stages=1,
         )
     return gone

@@ -15,7 +15,7 @@ from ...reference.thinkv._validate import check_edges, check_numbers, check_spar
 from ...reference.thinkv.types import Thresholds
 from .._common.launch import (
     GROUP_ROWS,
-    INTERPRETED,
+    SMALL_TILES,
     check_kernel_sizes,
     check_launchable,
     key_block,
@@ -123,7 +123,7 @@ def _attention_sparsity(
             counts = torch.empty(batch, 1, 2, dtype=torch.int32, device=key.device)
             mean_count_kernel[(batch,)](pooled, sums, counts, threshold, heads, slots, BLOCK=256, num_warps=4)
         share_kernel[(batch,)](
-            counts, sparsity, counts.shape[1], BLOCK=1 if INTERPRETED else 256, num_warps=4
+            counts, sparsity, counts.shape[1], BLOCK=1 if SMALL_TILES else 256, num_warps=4
         )
     return sparsity
 

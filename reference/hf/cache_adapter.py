@@ -39,6 +39,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
+from .._validate import check_reorder, check_tensor
 from ..contract import MethodConfig
 from .masks import MaskSpec, make_mask, readable, refuse_restart, require
 from .progress import ACTIVATE, NAME, Progress
@@ -101,6 +102,11 @@ class StateLayer(CacheLayerMixin):
     def pending(self) -> int:
         """The number of tokens passed to `update` but not yet to attention."""
         return self._pending
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the state."""
+        return int(self._made["batch"])
 
     @property
     def keys(self) -> Tensor | None:
@@ -247,9 +253,9 @@ class StateLayer(CacheLayerMixin):
         self._seen = self._pending = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row b by row beam_idx[b]: beam_idx [B] of any integer dtype."""
+        """Replace row b by row beam_idx[b]: beam_idx [B] int64, checked by the cache."""
         if self.state is not None:
-            self.state.reorder(beam_idx.to(self.device, torch.int64))
+            self.state.reorder(beam_idx.to(self.device))
 
 
 def one_token_per_pass(method: str, count: int, seen: int) -> NotImplementedError:
@@ -320,6 +326,15 @@ class StateCache(Cache):
         updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return updated
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace row b by row beam_idx[b]: beam_idx [B] of any integer dtype. TypeError or ValueError for any other,
+        before a layer changes."""
+        index = _as_rows(beam_idx)
+        used = [layer for layer in self.layers if isinstance(layer, StateLayer) and layer.state is not None]
+        for layer in used[:1]:
+            check_reorder(index.to(layer.device), layer.rows, layer.device, name="beam_idx")
+        super().reorder_cache(index)
+
     def _method_config(self, budget: int, options: dict[str, Any]) -> Any:
         """The method's config with this budget."""
         return self.Config(budget=budget, **options)
@@ -345,13 +360,21 @@ class StateCache(Cache):
         raise NotImplementedError("the first forward pass fixes the number of rows")
 
 
+def _as_rows(beam_idx: object) -> Tensor:
+    """Return the row numbers of beams, [B] of integers, as int64."""
+    index = check_tensor("beam_idx", beam_idx, dims=1, layout="[B]")
+    if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise TypeError(f"beam_idx must have an integer dtype, got {index.dtype}")
+    return index.to(torch.int64)
+
+
 def _as_mask(attention_mask: object) -> Tensor | None:
     """Return an attention mask [B, T] as bool, or None."""
     if attention_mask is None:
         return None
     if not isinstance(attention_mask, Tensor):
         raise TypeError(f"attention_mask must be a torch.Tensor [B, T], got {type(attention_mask).__name__}")
-    if attention_mask.dim() != 2 or attention_mask.is_floating_point():
+    if attention_mask.dim() != 2 or attention_mask.is_floating_point() or attention_mask.is_complex():
         raise ValueError(
             "attention_mask must be [B, T] of bools or integers, 0 for padding, "
             f"got {tuple(attention_mask.shape)} of {attention_mask.dtype}"

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .._validate import check_integer
+from .._validate import check_choice, check_integer
 from ..contract import MethodConfig
-from ..epikv.contract import BANDS, EpiKVConfig, band_layers
+from ..epikv.contract import BANDS, POLICIES, EpiKVConfig, band_layers
 from .cache_adapter import StateCache, StateLayer, one_token_per_pass
 from .masks import MaskSpec
 
@@ -160,6 +160,7 @@ class HiddenStateCache(StateCache):
     ) -> None:
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"model must be the model itself, which gets hooks, got {type(model).__name__}")
+        check_choice("policy", policy, POLICIES)
         for name in ("bands", "hidden_size"):
             if name in options:
                 raise TypeError(f"{name} is not an option here: the model and layers= determine it")

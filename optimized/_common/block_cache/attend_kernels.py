@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..launch import INTERPRETED
+from ..launch import SMALL_TILES
 from ..numerics import dot, finite_or_zero, log2_or_minus_inf, multiply, round_output, round_to
 from ..softmax import weigh
 
@@ -24,8 +24,8 @@ _SIZES = [
     "value_s", "occupied_b", "occupied_h",
 ]
 #: Slots, and queries, that are loaded at a time. In the interpreter few, so that tests cover several rounds.
-_SLOTS = tl.constexpr(16 if INTERPRETED else 1024)
-_QUERIES = tl.constexpr(8 if INTERPRETED else 128)
+_SLOTS = tl.constexpr(16 if SMALL_TILES else 1024)
+_QUERIES = tl.constexpr(8 if SMALL_TILES else 128)
 _POSITIONS = ["capacity", "asks_b", "asks_q", "position_b", "position_h", "position_s"]
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....reference.contract import Sizes
-from ..launch import INTERPRETED, on_device_of, padded_head_dim
+from ..launch import SMALL_TILES, on_device_of, padded_head_dim
 from .evict_kernels import _NEVER, COUNTED, _free_among, _leaving, _threshold, _valid_before, _write_codes
 from .kernels import Window, launch_attention, launch_received
 from .ops import chunk_sizes, rows
@@ -86,7 +86,7 @@ def compress(
             received, key, value, occupied, positions, score, token_index, score, valid_seen, counts, order,
             window_positions, numbers, budget, capacity, count, slots, heads, window_positions.shape[1], kernel_size, 0,
             0, end, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
-            TOKENS=16 if INTERPRETED else 32, ALWAYS=always, APPENDED=appended, OBSERVES=True, CARRIED=False,
+            TOKENS=16 if SMALL_TILES else 32, ALWAYS=always, APPENDED=appended, OBSERVES=True, CARRIED=False,
             num_warps=4 if end <= 1024 else 16 if always else PASSING_WARPS,
         )
 
@@ -127,7 +127,7 @@ def thin(
             rank, key, value, occupied, positions, score, token_index, score if carried is None else carried,
             valid_seen, counts, numbers, valid_seen, numbers, budget, capacity, count, slots, heads, 0, 0, sinks,
             recent, rank.stride(1), HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
-            TOKENS=16 if INTERPRETED else 32, ALWAYS=False, APPENDED=appended, OBSERVES=False,
+            TOKENS=16 if SMALL_TILES else 32, ALWAYS=False, APPENDED=appended, OBSERVES=False,
             CARRIED=carried is not None, num_warps=4 if end <= 1024 else PASSING_WARPS,
         )
 

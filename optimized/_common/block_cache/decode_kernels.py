@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..launch import INTERPRETED
+from ..launch import SMALL_TILES
 from ..numerics import dot, multiply, round_output, round_to
 from ..scratch import is_last
 from ..softmax import merge_outputs, weigh_tile
@@ -25,7 +25,7 @@ from .score_kernels import APPEND, NOTHING, RANDOM, new_score_of, normalise, sco
 _NEVER = tl.constexpr(2**63 - 1)
 _INDEX = tl.constexpr(2**32 - 1)
 #: Candidates of blocks that are compared at a time. In the interpreter, each alone, so that tests cover several rounds.
-_COMPARED = tl.constexpr(1 if INTERPRETED else 64)
+_COMPARED = tl.constexpr(1 if SMALL_TILES else 64)
 
 
 @triton.jit

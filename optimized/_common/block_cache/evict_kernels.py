@@ -11,13 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..launch import INTERPRETED
+from ..launch import SMALL_TILES
 from ..numerics import sortable
 
 _NEVER = tl.constexpr(2**31 - 1)
 _LOWEST = tl.constexpr(-(2**31))
 #: Tokens of a block that are counted at a time. In the interpreter few, so that tests cover several rounds.
-COUNTED = tl.constexpr(16 if INTERPRETED else 128)
+COUNTED = tl.constexpr(16 if SMALL_TILES else 128)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..launch import INTERPRETED, RESIDENT, multiprocessors, on_device_of, padded_head_dim, stride_unit
+from ..launch import INTERPRETED, RESIDENT, SMALL_TILES, multiprocessors, on_device_of, padded_head_dim, stride_unit
 from ..numerics import LOG2_E
 from .attend_kernels import attention_kernel, newest_kernel, received_kernel
 
@@ -70,10 +70,10 @@ FLOAT32_TILE = (16, 16, 2, 4)
 def _attention_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
     """See ATTENTION_TILE."""
     rows = query.shape[2] * (query.shape[1] // key.shape[1])
-    if INTERPRETED:
-        return (16 if rows <= 16 else 64), (16 if key.shape[2] <= 48 else 64), 2, 4
-    if query.dtype == torch.float32:
+    if query.dtype == torch.float32 and not INTERPRETED:
         return FLOAT32_TILE
+    if SMALL_TILES:
+        return (16 if rows <= 16 else 64), (16 if key.shape[2] <= 48 else 64), 2, 4
     if query.shape[3] > 128:
         return (16 if rows <= 16 else 64), 32, 2, 4
     return ATTENTION_TILE if rows > 64 else (16 if rows <= 16 else 64, 64, 3, 4)
@@ -82,10 +82,10 @@ def _attention_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
 def _received_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
     """See RECEIVED_TILE."""
     queries = query.shape[2]
-    if INTERPRETED:
-        return 16, (16 if key.shape[2] <= 48 else 64), 2, 4
-    if query.dtype == torch.float32:
+    if query.dtype == torch.float32 and not INTERPRETED:
         return FLOAT32_TILE
+    if SMALL_TILES:
+        return 16, (16 if key.shape[2] <= 48 else 64), 2, 4
     if query.shape[3] > 128:
         return (16 if queries <= 16 else 32), 64, 2, 4
     return RECEIVED_TILE if queries > 16 else (16, 64, 3, 4)

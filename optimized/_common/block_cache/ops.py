@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..launch import INTERPRETED, on_device_of, padded_head_dim
+from ..launch import SMALL_TILES, on_device_of, padded_head_dim
 from .evict_kernels import arrive_kernel, choose_kernel, settle_kernel
 
 
@@ -19,14 +19,14 @@ def rows(tensor: Tensor) -> Tensor:
 def chunk_sizes(end: int, most: int = 4096) -> tuple[int, int]:
     """Slots per iteration, of a pass over `end` slots and of a search among them. In the interpreter few, so that tests
     cover several iterations."""
-    if INTERPRETED:
+    if SMALL_TILES:
         return 32, 32
     search = 128 if end <= 128 else 512 if end <= 1024 else 1024
     return min(most, max(128, triton.next_power_of_2(end))), min(most // 4, search)
 
 
 def _tokens(count: int) -> int:
-    return 16 if INTERPRETED or count <= 16 else 32
+    return 16 if SMALL_TILES or count <= 16 else 32
 
 
 @torch.library.custom_op(
@@ -86,7 +86,7 @@ def choose(
             valid_seen, codes, torch.empty_like(destination), destination,
             count, slots, *(0 if mask is None else mask.stride(1) for mask in (rank, protected)),
             budget, sinks, recent,
-            CHUNK=chunk, SEARCH=search, TOKENS=16 if INTERPRETED or count <= 16 else 128,
+            CHUNK=chunk, SEARCH=search, TOKENS=16 if SMALL_TILES or count <= 16 else 128,
             BY_AGE=rank is None, PROTECTED=protected is not None, num_warps=4 if end <= 1024 else 16,
         )
     return destination

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import INTERPRETED, on_device_of
+from ..launch import SMALL_TILES, on_device_of
 from ..numerics import finite_or_zero, log2_or_minus_inf
 
-BLOCK = 16 if INTERPRETED else 128
+BLOCK = 16 if SMALL_TILES else 128
 
 
 @torch.library.custom_op("kvtwin::block_over_heads", mutates_args=("weight", "log_weight"))

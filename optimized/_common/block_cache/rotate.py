@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import INTERPRETED, on_device_of, padded_head_dim
+from ..launch import SMALL_TILES, on_device_of, padded_head_dim
 from ..numerics import float32, round_to
 
 #: Vectors per program.
-BLOCK = 16 if INTERPRETED else 32
+BLOCK = 16 if SMALL_TILES else 32
 
 
 @torch.library.custom_op("kvtwin::block_rotate", mutates_args=())

@@ -11,8 +11,8 @@ from torch import Tensor
 from ....reference.contract import Sizes
 from ..launch import (
     GROUP_ROWS,
-    INTERPRETED,
     MAX_SPLITS,
+    SMALL_TILES,
     discards,
     fused,
     key_block,
@@ -65,7 +65,7 @@ def _plan(sizes: Sizes, budget: int, itemsize: int, device: torch.device, rule: 
         block = 16                                                     # see kernels.FLOAT32_TILE
     splits, split_size = split_slots(sizes, block, device)
     sixteens = triton.cdiv(budget + 1, 16)
-    blocks = triton.cdiv(sixteens, 2 if INTERPRETED else 16)
+    blocks = triton.cdiv(sixteens, 2 if SMALL_TILES else 16)
     logits = padded_slots(budget + 1) * triton.next_power_of_2(sizes.group) if rule in ("sum", "newest") else 0
     batch_heads, count = batch * heads, batch * query_heads
     # Every piece is aligned alike for all sizes, since Triton compiles a kernel again for another alignment.
@@ -153,7 +153,7 @@ def step(
             query, *state, output, logits, partial, row_maxima, weight_sums, normalisers, completion_counters,
             *grown, *window, scale * LOG2_E.value, budget, slots // unit, padded, plan.share, plan.splits, *numbers,
             1 if window_query is None else window_query.shape[2], *query.stride(), *strides, **options,
-            ROWS=GROUP_ROWS, BLOCK=plan.block, CHUNK=32 if INTERPRETED else min(CHUNK, 8 * CHUNK // group_pad),
+            ROWS=GROUP_ROWS, BLOCK=plan.block, CHUNK=32 if SMALL_TILES else min(CHUNK, 8 * CHUNK // group_pad),
             FUSED=plan.fused, DISCARD=plan.fused and discards(key.device),
             num_warps=WARPS if plan.fused or key.element_size() == 4 else 2, num_stages=STAGES if plan.fused else 2,
             maxnreg=_registers(plan, key),
