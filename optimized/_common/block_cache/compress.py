@@ -28,6 +28,8 @@ from .ops import chunk_sizes, rows
 #: Warps, and slots per iteration, of programs that usually return at once. With 16 warps, or 4096 slots, only one such
 #: program fits on a multiprocessor at a time.
 PASSING_WARPS, PASSING_CHUNK = 8, 2048
+#: The first axis of `numbers`: slots in order of arrival, ranks as integers, free slots, new slots.
+_SLOTS_BY_AGE, _CODES, _FREE_SLOTS, _DEST_SLOTS = (tl.constexpr(place) for place in range(4))
 
 
 class Between(NamedTuple):
@@ -270,8 +272,8 @@ def compress_kernel(
     end = capacity + count
     each = tl.num_programs(0).to(tl.int64) * slots
     at = batch_head * slots
-    slots_by_age = numbers + at
-    dest_slot = numbers + 3 * each + at
+    slots_by_age = numbers + each * _SLOTS_BY_AGE + at
+    dest_slot = numbers + each * _DEST_SLOTS + at
     key += at * HEAD_DIM
     value += at * HEAD_DIM
     occupied += at
@@ -300,7 +302,7 @@ def compress_kernel(
         rank = score
     if leave > 0:
         _choose(
-            numbers + each + at, numbers + 2 * each + at, dest_slot, rank, occupied, token_index,
+            numbers + each * _CODES + at, numbers + each * _FREE_SLOTS + at, dest_slot, rank, occupied, token_index,
             before, leave, sinks, recent_from, budget, end, CHUNK, SEARCH,
         )
         if OBSERVES:
