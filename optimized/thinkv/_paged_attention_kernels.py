@@ -22,6 +22,7 @@ from .._common.softmax import merge_outputs, merge_sums, weigh_tile
 from ._mean_kernels import FREE, below_mean, pooled_weight
 from ._paging_decode import codes, values
 from ._paging_decode import key_scales as scales_of_keys
+from ._paging_kernels import COUNTS, LIVE
 from ._paging_layout import record_of_whole, value_slot
 
 
@@ -243,7 +244,7 @@ def attend_kernel(
     slot_groups += b * slots
     logits += batch_head * row_of(slots) * GROUP_HEADS
     kept = heads_with_sparsity(sparsity_mask, b, GROUP_HEADS, HAS_SPARSITY_MASK)
-    zero, one, two = blocks_by_format(counts + b * 6, OF_T, OF_E, OF_R)
+    zero, one, two = blocks_by_format(counts + b * COUNTS, OF_T, OF_E, OF_R)
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
@@ -303,10 +304,10 @@ def finish_kernel(
         # The largest weight of head g is 1 / total. A token counts by its largest. Subtracting row_max first is exact.
         log_total = log2_or_minus_inf(total)
         limit = tl.max(tl.where(valid, -log_total, float("-inf")), 0) + log_threshold
-        counts += b * 6
+        counts += b * COUNTS
         blocks = tl.load(counts) + tl.load(counts + 1) + tl.load(counts + 2)
         waiting = tl.load(buffered + b).to(tl.int32)
-        live = tl.load(counts + 3) + tl.load(counts + 4) + tl.load(counts + 5) + waiting
+        live = tl.load(counts + LIVE) + tl.load(counts + LIVE + 1) + tl.load(counts + LIVE + 2) + waiting
         places = blocks * BLOCK + waiting
         logits += batch_head * row_of(slots) * GROUP_HEADS
         passed = tl.zeros([CHUNK], tl.int32)

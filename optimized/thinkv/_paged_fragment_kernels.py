@@ -22,6 +22,7 @@ from .._common.scratch import row_of
 from .._common.softmax import raise_maximum
 from ._paged_attention_kernels import blocks_by_format, halved, heads_with_sparsity
 from ._paging_decode import high, low, pair
+from ._paging_kernels import COUNTS
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 #: Slots of a block, and the side of query heads in a product.
@@ -227,7 +228,7 @@ def fragment_kernel(
     native = tl.load(query + at, mask=(head < GROUP_HEADS)[None, :], other=0.0)
     logits += batch_head * row_of(slots) * GROUP_HEADS
     kept = heads_with_sparsity(sparsity_mask, b, GROUP_HEADS, HAS_SPARSITY_MASK)
-    zero, one, two = blocks_by_format(counts + b * 6, OF_T, OF_E, OF_R)
+    zero, one, two = blocks_by_format(counts + b * COUNTS, OF_T, OF_E, OF_R)
     acc = tl.zeros([HEAD_DIM, EIGHT], tl.float32)
     row_max = tl.full([EIGHT], float("-inf"), tl.float32)
     weight_sum = tl.zeros([EIGHT, EIGHT], tl.float32)

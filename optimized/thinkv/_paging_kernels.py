@@ -4,15 +4,20 @@ A row of the batch is one program, or one per KV head for keys and values. Rows 
 E, 2 R) are stored in up to three formats, numbered in the order of the types: OF_T, OF_E, OF_R are the types' numbers.
 `used` flags a row's physical blocks, those of each format from its first one on.
 
-counts [B, 6]: the entries of the block table for each thought type, then the live tokens of each. plan [B, 3 + group +
-2 new]: the decisions of a flush, namely the number of tokens, the number of the format, and the scale group; the slot
-of each token; the new entries; the new physical blocks.
+counts [B, COUNTS]: the entries of the block table for each thought type, then, from LIVE on, the live tokens of each.
+plan [B, PLAN_SLOTS + group + 2 new]: the decisions of a flush, namely the number of tokens, the number of the format,
+and the scale group; the slot of each token; the new entries; the new physical blocks.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+#: The size of a row of `counts`, and where its live tokens begin.
+COUNTS, LIVE = tl.constexpr(6), tl.constexpr(3)
+#: The first parts of a row of `plan`.
+PLAN_COUNT, PLAN_FORMAT, PLAN_GROUP, PLAN_SLOTS = (tl.constexpr(place) for place in range(4))
 
 
 @triton.jit
@@ -142,8 +147,8 @@ def assign_kernel(
     If there is no room, only sets `overflow`. first, capacity: a type's first physical block in `used`, and their
     number."""
     b = tl.program_id(0).to(tl.int64)
-    plan += b * (3 + GROUP + 2 * NEW)
-    tl.store(plan, 0)
+    plan += b * (PLAN_SLOTS + GROUP + 2 * NEW)
+    tl.store(plan + PLAN_COUNT, 0)
     count = tl.load(buffered + b).to(tl.int32)
     if (tl.load(rows + b * rows_b) != 0) & (count > 0):
         kind = tl.load(thought + b * thought_b)
@@ -153,20 +158,21 @@ def assign_kernel(
         used += b * entries
         group_tokens += b * groups
         slot_groups += b * slots
-        counts += b * 6
+        counts += b * COUNTS
         table_slots = entries * BLOCK
         valid = (kind >= 0) & (kind < 3) & (number >= 0) & (number < segment_count)
         known = tl.where(valid, kind, 0)
         num_blocks = tl.load(counts + known)
-        live = tl.load(counts + 3 + known)
-        slot, entry = plan + 3, plan + 3 + GROUP
+        live = tl.load(counts + LIVE + known)
+        slot, entry = plan + PLAN_SLOTS, plan + PLAN_SLOTS + GROUP
+        new_block = entry + NEW
         found = _holes(
             block_thoughts, slot_groups, slot, known, count, num_blocks * BLOCK - live, table_slots, BLOCK, CHUNK
         )
         needed = (count - found + BLOCK - 1) // BLOCK
         first = pick(known, first_t, first_e, first_r)
         opened = _free(block_thoughts, -1, entry, needed, entries, CHUNK)
-        given = _free(used + first, 0, entry + NEW, needed, pick(known, capacity_t, capacity_e, capacity_r), CHUNK)
+        given = _free(used + first, 0, new_block, needed, pick(known, capacity_t, capacity_e, capacity_r), CHUNK)
         group = _free_group(group_tokens, groups, CHUNK)
         i = tl.arange(0, TOKENS)
         there = i < count
@@ -178,7 +184,7 @@ def assign_kernel(
             tl.debug_barrier()                                         # all reads come before the writes
             j = tl.arange(0, BLOCKS)
             new = tl.load(entry + j, mask=j < needed, other=0)
-            taken = tl.load(entry + NEW + j, mask=j < needed, other=0)
+            taken = tl.load(new_block + j, mask=j < needed, other=0)
             tl.store(block_thoughts + new, kind, mask=j < needed)
             tl.store(physical + new, taken.to(tl.int64), mask=j < needed)
             tl.store(used + first + taken, 1, mask=j < needed)
@@ -194,11 +200,11 @@ def assign_kernel(
             tl.store(group_tokens + group, count)
             tl.store(start_at, tl.sum(tl.where(i == 0, position, 0), 0), mask=~begun)
             tl.store(counts + kind, num_blocks + needed)
-            tl.store(counts + 3 + kind, live + count)
+            tl.store(counts + LIVE + kind, live + count)
             tl.store(buffered + b, 0)
-            tl.store(plan, count)
-            tl.store(plan + 1, pick(kind, OF_T, OF_E, OF_R))
-            tl.store(plan + 2, group)
+            tl.store(plan + PLAN_COUNT, count)
+            tl.store(plan + PLAN_FORMAT, pick(kind, OF_T, OF_E, OF_R))
+            tl.store(plan + PLAN_GROUP, group)
             if needed > 0:
                 _put_in_order(order + b * entries, block_thoughts, counts, entries, OF_T, OF_E, OF_R, CHUNK)
         else:
@@ -223,7 +229,7 @@ def evict_kernel(
     segments += b * slots
     evicted += b * slots
     slot_groups += b * slots
-    counts += b * 6
+    counts += b * COUNTS
     o = tl.arange(0, BLOCK_PAD)[None, :]
     freed = 0
     for start in range(0, entries, ENTRIES):
@@ -252,7 +258,8 @@ def evict_kernel(
             for one in tl.static_range(3):
                 emptied = tl.sum((empty & (kind == one)).to(tl.int32), 0)
                 tl.store(counts + one, tl.load(counts + one) - emptied)
-                tl.store(counts + 3 + one, tl.load(counts + 3 + one) - tl.sum(tl.where(kind == one, left, 0), 0))
+                gone_of_type = tl.sum(tl.where(kind == one, left, 0), 0)
+                tl.store(counts + LIVE + one, tl.load(counts + LIVE + one) - gone_of_type)
                 freed += emptied
     if freed > 0:
         _put_in_order(order + b * entries, block_thoughts, counts, entries, OF_T, OF_E, OF_R, CHUNK)

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from .._common.launch import INTERPRETED, on_device_of, padded_head_dim
-from ._paging_kernels import append_kernel, assign_kernel, evict_kernel
+from ._paging_kernels import PLAN_SLOTS, append_kernel, assign_kernel, evict_kernel
 from ._paging_read_kernels import CODES, read_kernel
 from ._paging_store_kernels import store_kernel
 
@@ -220,7 +220,7 @@ def flush(
     slots, entries, groups = positions.shape[1], block_thoughts.shape[1], group_tokens.shape[1]
     plan_of = layout(formats, block, group, heads, head_dim, entries)
     new = _new_blocks(group, block)
-    plan = torch.empty(batch, 3 + group + 2 * new, dtype=torch.int32, device=pool.device)
+    plan = torch.empty(batch, PLAN_SLOTS.value + group + 2 * new, dtype=torch.int32, device=pool.device)
     tokens = triton.next_power_of_2(group)
     with on_device_of(pool):
         assign_kernel[(batch,)](

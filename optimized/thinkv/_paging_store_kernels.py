@@ -7,6 +7,7 @@ import triton.language as tl
 
 from .._common.numerics import float32
 from ._formats_kernels import decode_scale, encode, fp8_scale, magnitude, scale_code
+from ._paging_kernels import PLAN_COUNT, PLAN_FORMAT, PLAN_GROUP, PLAN_SLOTS
 from ._paging_layout import (
     fields,
     key_fields,
@@ -67,7 +68,7 @@ def _store_quantized(
     """
     i, d = tl.arange(0, TOKENS), tl.arange(0, D_PAD)
     there = i < count
-    slot = tl.load(plan + 3 + i, mask=there, other=0)
+    slot = tl.load(plan + PLAN_SLOTS + i, mask=there, other=0)
     WIDTH: tl.constexpr = (HEAD_DIM + 4 * LANES - 1) // (4 * LANES)
     PER_TOKEN: tl.constexpr = 0 if FORMAT == "fp8" else (HEAD_DIM + GROUP - 1) // GROUP
     RECORD: tl.constexpr = BLOCK * 2 * WIDTH + (BLOCK * PER_TOKEN + 3) // 4
@@ -110,7 +111,7 @@ def _store_whole(
     i, d = tl.arange(0, TOKENS), tl.arange(0, D_PAD)
     there = i < count
     mask = there[:, None] & (d < HEAD_DIM)[None, :]
-    slot = tl.load(plan + 3 + i, mask=there, other=0)
+    slot = tl.load(plan + PLAN_SLOTS + i, mask=there, other=0)
     page = tl.load(physical + slot // BLOCK, mask=there, other=0)
     record = record_of_whole(b, page, h, row_words, base, heads, FORMAT, BLOCK, HEAD_DIM)
     if FORMAT == "float32":
@@ -154,10 +155,10 @@ def store_kernel(
 ):
     """Program (row, KV head): quantizes its buffer and stores it as planned by `assign_kernel`."""
     b, h = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
-    plan += b * (3 + GROUP + 2 * NEW)
-    count = tl.load(plan)
+    plan += b * (PLAN_SLOTS + GROUP + 2 * NEW)
+    count = tl.load(plan + PLAN_COUNT)
     if count > 0:
-        number, group = tl.load(plan + 1), tl.load(plan + 2)
+        number, group = tl.load(plan + PLAN_FORMAT), tl.load(plan + PLAN_GROUP)
         i, d = tl.arange(0, TOKENS), tl.arange(0, D_PAD)
         at = ((b * heads + h) * GROUP + i[:, None]) * HEAD_DIM + d[None, :]
         mask = (i < count)[:, None] & (d < HEAD_DIM)[None, :]
