@@ -36,23 +36,24 @@ def anneal(
     for row, (thoughts, end) in enumerate(zip(thought.tolist(), current.tolist(), strict=True)):
         sizes_of, levels_of, tokens = sizes[row], levels[row], int(live[row])
         earlier = [segment for segment, count in enumerate(sizes_of) if segment < end and count > 0]
-
-        def select(segment: int, sizes_of: list[int] = sizes_of, levels_of: list[int] = levels_of) -> int:
-            """Reduce a segment by one level. Returns the number of tokens that it loses."""
-            before = sizes_of[segment]
-            levels_of[segment] += 1
-            sizes_of[segment] = min(before, retention[min(levels_of[segment], len(retention)) - 1])
-            return before - sizes_of[segment]
-
         if trajectory_change[row]:                                                      # case 1
-            tokens -= sum(select(segment) for segment in earlier)
+            tokens -= sum(_shrink(segment, sizes_of, levels_of, retention) for segment in earlier)
         while tokens > budget:                                                          # case 2
             above = [segment for segment in earlier if sizes_of[segment] > retention[-1]]
             if not above:
                 break
-            tokens -= select(min(above, key=lambda segment: (thoughts[segment], segment)))
+            least = min(above, key=lambda segment: (thoughts[segment], segment))
+            tokens -= _shrink(least, sizes_of, levels_of, retention)
         over.append(tokens > budget)
     return AnnealResult(*(torch.tensor(values, device=size.device) for values in (sizes, levels, over)))
+
+
+def _shrink(segment: int, sizes: list[int], levels: list[int], retention: Sequence[int]) -> int:
+    """Select a segment once: update its size and its level. Returns the number of tokens that it loses."""
+    before = sizes[segment]
+    levels[segment] += 1
+    sizes[segment] = min(before, retention[min(levels[segment], len(retention)) - 1])
+    return before - sizes[segment]
 
 
 def select_representatives(key_segment: Tensor, keep: int) -> RepresentativesResult:
