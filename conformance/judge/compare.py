@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -222,12 +223,19 @@ def _check_victims(
         )
 
 
-#: Priorities of tokens in `assert_kept_right`, the highest first, with their names in messages. 0: unoccupied.
+class Priority(IntEnum):
+    """Of a token in `assert_kept_right`: tokens of a higher one are kept before those of a lower one."""
+
+    UNOCCUPIED, OTHER, WINDOW, PROTECTED, PROTECTED_IN_WINDOW = range(5)
+
+
+#: Priorities of tokens, the highest first, with their names in messages.
 PRIORITIES = (
-    (4, "protected tokens of the window"), (3, "protected tokens"), (2, "tokens of the window"), (1, "other tokens"),
+    (Priority.PROTECTED_IN_WINDOW, "protected tokens of the window"), (Priority.PROTECTED, "protected tokens"),
+    (Priority.WINDOW, "tokens of the window"), (Priority.OTHER, "other tokens"),
 )
 #: Those whose tokens are kept by age, the newest first; the others by score.
-BY_AGE = (4, 2)
+BY_AGE = (Priority.PROTECTED_IN_WINDOW, Priority.WINDOW)
 
 
 def assert_kept_right(
@@ -248,7 +256,13 @@ def assert_kept_right(
     tie = index.expand(occupied.shape) if tie is None or any_of_equals() else tie
     protected = torch.zeros_like(occupied) if protected is None else protected & occupied
     in_window = index >= tokens - window
-    priority = torch.where(occupied, 1 + in_window.long() + 2 * protected, 0).flatten(0, -2)     # [rows, T]
+    priority = torch.full(occupied.shape, Priority.UNOCCUPIED, device=kept.device)
+    for members, level in (
+        (occupied, Priority.OTHER), (occupied & in_window, Priority.WINDOW), (protected, Priority.PROTECTED),
+        (protected & in_window, Priority.PROTECTED_IN_WINDOW),
+    ):
+        priority.masked_fill_(members, level)
+    priority = priority.flatten(0, -2)                                                   # [rows, T]
     rows = {
         name: tensor.expand(occupied.shape[:-1] + tensor.shape[-1:]).flatten(0, -2) for name, tensor in
         (("kept", kept), ("truth", truth), ("low", scores.low), ("high", scores.high), ("tie", tie))
