@@ -272,8 +272,8 @@ def compress_kernel(
     end = capacity + count
     each = tl.num_programs(0).to(tl.int64) * slots
     at = batch_head * slots
-    slots_by_age = numbers + _SLOTS_BY_AGE * each + at
-    dest_slot = numbers + _DEST_SLOTS * each + at
+    slots_by_age = numbers + each * _SLOTS_BY_AGE + at
+    dest_slot = numbers + each * _DEST_SLOTS + at
     key += at * HEAD_DIM
     value += at * HEAD_DIM
     occupied += at
@@ -302,7 +302,7 @@ def compress_kernel(
         rank = score
     if leave > 0:
         _choose(
-            numbers + _CODES * each + at, numbers + _FREE_SLOTS * each + at, dest_slot, rank, occupied, token_index,
+            numbers + each * _CODES + at, numbers + each * _FREE_SLOTS + at, dest_slot, rank, occupied, token_index,
             before, leave, sinks, recent_from, budget, end, CHUNK, SEARCH,
         )
         if OBSERVES:
