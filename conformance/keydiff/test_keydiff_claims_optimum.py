@@ -5,6 +5,9 @@ Arithmetic is exact (see claim_geometry). The optimum is found by trying all set
 normalised keys, and mu is their mean. S is the set of the N of n tokens that are kept. f(S), the objective of eq. 9, is
 the sum of the pairwise cosines in S, and F = f(all). r_i = sum_j cos(k_i, k_j).
 
+KD-3a and KD-3d to KD-3f are about eq. 8 itself. test_twins_solve_eq_10_and_eq_9_for_one_token shows that both sides
+keep what eq. 8 keeps, up to rounding.
+
 Proof of KD-3e. Let R be the n - N evicted tokens. Then f(S) = F - 2 r(R) + ||sum of R||^2. KeyDiff's r(R) is the
 largest of all sets, so it exceeds the optimum by at most ||sum of its R||^2 - ||sum of the optimum's R||^2, which
 is at most (n - N)^2.
