@@ -151,8 +151,13 @@ def exit_status(verdicts: Mapping[str, MethodVerdict]) -> int:
 def _of_method(
     method: str, found: Sequence[Result], supported: Capabilities, device: str, own: bool
 ) -> MethodVerdict:
-    conventions = [f"{name} = {getattr(supported, name)}" for name in supported.conventions()]
-    made = MethodVerdict(method, {}, outside=supported.outside(), conventions=conventions)
+    made = MethodVerdict(method, {}, outside=supported.outside())
+    for name in supported.conventions():
+        shown = f"{name} = {getattr(supported, name)}"
+        if name != "slot_order" or _has_slot_order(method):
+            made.conventions.append(shown)
+        else:
+            made.outside.append(f"{shown} (does not apply to {method}, whose slots are compared as they are)")
     for result in found:
         made.answered += result.answered
         made.refused.update({what: count for what, count in result.refused.items() if "declared" not in what})
@@ -169,6 +174,13 @@ def _of_method(
                 if other.verdict == WRONG and other.follows is None and _follows(name, other, cause):
                     other.follows = cause
     return made
+
+
+def _has_slot_order(method: str) -> bool:
+    """False for the methods whose states are compared slot by slot whatever an implementation declares."""
+    from ..judge import checkers, lockstep  # these import torch
+
+    return bool(checkers.ask(method, "Adapter", lockstep.Adapter).any_slot_order)
 
 
 def _follows(name: str, judged: Judgement, cause: str) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .mismatch import fail
 
 #: Attributes by slot, [B, S] or [B, Hkv, S], with an axis D at the end or without, and what a free slot has.
-BY_SLOT = {"occupied": False, "positions": -1, "score": -torch.inf, "key": 0.0, "value": 0.0}
+BY_SLOT = {"occupied": False, "positions": -1, "score": -torch.inf, "thoughts": -1, "key": 0.0, "value": 0.0}
 #: In place of a free slot's position.
 FREE = torch.iinfo(torch.int64).max
 
@@ -36,7 +36,7 @@ class InOrder:
         if name == "next_slot":
             return self._next_slot()
         value = getattr(self._tested, name)
-        if name not in BY_SLOT or self._source() is None:
+        if name not in BY_SLOT or value is None or self._source() is None:
             return value
         return self._gathered(value, BY_SLOT[name])
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from kvtwin.conformance import Capabilities, capabilities, discovery
 from kvtwin.conformance.cases.case import StateTrace
 from kvtwin.conformance.cases.strategies import DECIDED, state_traces
-from kvtwin.conformance.judge import checkers, lockstep
+from kvtwin.conformance.harness import results, verdict
+from kvtwin.conformance.judge import checkers, lockstep, stats
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.judge.slot_order import InOrder
 
@@ -23,6 +24,7 @@ ORDERED = [
     pair for pair in discovery.methods() if checkers.ask(pair.name, "Adapter", lockstep.Adapter).any_slot_order
 ]
 BY_SLOT = ("key", "value", "occupied", "positions", "score")
+THOUGHTS = {"policy": "segment_hs", "tau": 2, "edges": (0.8, 0.88), "segments_by": "entropy"}
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +43,7 @@ class ByAge:
         value = getattr(self._state, name)
         if name == "next_slot":
             return (self._order() == value[..., None]).long().argmax(-1)
-        return self._moved(name, value) if name in BY_SLOT else value
+        return self._moved(name, value) if name in (*BY_SLOT, "thoughts") and value is not None else value
 
     def _order(self) -> Tensor:
         return self._state.positions.argsort(dim=-1, descending=True, stable=True)
@@ -75,8 +77,8 @@ def trace_of(pair: Any, **changes: Any) -> StateTrace:
 every = pytest.mark.parametrize("pair", ORDERED, ids=str)
 
 
-def test_block_caches_and_longflow_may_have_any_order():
-    assert {"longflow", "keydiff", "tova", "streaming_llm"} <= {pair.name for pair in ORDERED}
+def test_states_that_evict_tokens_may_have_any_order():
+    assert {"longflow", "keydiff", "epikv", "tova", "streaming_llm"} <= {pair.name for pair in ORDERED}
 
 
 @every
@@ -114,8 +116,19 @@ class Faulty(ByAge):
 def test_what_a_slot_holds_is_still_compared(name, pair):
     if name == "score" and not checkers.ask(pair.name, "SCORED", True):
         pytest.skip("no scores")
-    with capabilities.use(ANY), pytest.raises(Mismatch, match=name):
+    with capabilities.use(ANY), stats.collect(), pytest.raises(Mismatch, match=name):
         lockstep.run(trace_of(pair), module_of(pair, Faulty, name=name))
+
+
+def test_thoughts_follow_their_tokens():
+    (pair,) = (one for one in ORDERED if one.name == "epikv")
+    trace = trace_of(pair, config=tuple(vars(checkers.small_config(pair, 4, THOUGHTS)).items()), prompt=0, steps=12)
+    with capabilities.use(ANY), stats.collect():
+        lockstep.run(trace, module_of(pair, left_out=0))
+        with pytest.raises(Mismatch, match="thoughts"):
+            lockstep.run(trace, module_of(pair, Faulty, name="thoughts"))
+    with stats.collect(), pytest.raises(Mismatch, match="positions"):
+        lockstep.run(trace, module_of(pair, left_out=0))
 
 
 def test_a_state_without_slots_holds_nothing():
@@ -131,3 +144,14 @@ def test_a_state_without_slots_holds_nothing():
     assert seen.positions.eq(-1).all() and seen.score.eq(-torch.inf).all()
     assert seen.key.shape == (*sizes, 4, 8)
     assert seen.next_slot.eq(0).all()
+
+
+@pytest.mark.parametrize("pair", discovery.methods(), ids=str)
+def test_a_verdict_says_where_the_convention_does_not_apply(pair):
+    test = results.Result("test_state", method=pair.name, judges="state", touched=True, cases=8)
+    found = verdict.judge([test], {pair.name: ANY}, device="cpu")[pair.name]
+    if pair in ORDERED:
+        assert (found.conventions, found.outside) == (["slot_order = any"], [])
+    else:
+        says = f"slot_order = any (does not apply to {pair.name}, whose slots are compared as they are)"
+        assert (found.conventions, found.outside) == ([], [says])

@@ -159,6 +159,7 @@ class Adapter(lockstep.Adapter):
     tokens and the slots that a row may use are derived from positions, the config and the padding."""
 
     exact: tuple[str, ...] = ("next_slot",)
+    any_slot_order = True
 
     def __init__(self) -> None:
         self.reset()
