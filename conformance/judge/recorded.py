@@ -72,16 +72,14 @@ def positions(device: torch.device) -> Iterator[PositionsCase]:
         first = golden.metadata["prompt"] - config["block_size"]
         block = torch.arange(first, first + config["block_size"], device=device).expand(held.shape[1], -1)
         before = torch.cat((held[-2], block), -1)
-        evicted = golden.tensors.get(f"{name}.evicted")
         options = {"budget": config["budget"], "sinks": config["sinks"]}
         yield PositionsCase.given(before[None], **options)
-        kept = held[-1]
-        for step in range(0 if evicted is None else len(evicted) if device.type == "cuda" else CPU_STEPS):
+        evicted, kept = golden.tensors[f"{name}.evicted"].long().to(device), held[-1]
+        for step in range(len(evicted) if device.type == "cuda" else CPU_STEPS):
             newest = torch.full_like(kept[:, :1], golden.metadata["prompt"] + step)
             before = torch.cat((kept, newest), -1)
             yield PositionsCase.given(before[None], **options)
-            leaves = evicted[step].to(device)[:, None]
-            kept = before[before != leaves].view(kept.shape)
+            kept = before[before != evicted[step][:, None]].view(kept.shape)
 
 
 def sparsities(device: torch.device) -> Iterator[SparsityCase]:
