@@ -39,8 +39,9 @@ def codes_kernel(
         if EXCLUDE:
             taken = tl.load(fixed + batch_head * slots + s64, mask=s < slots, other=0) != 0
             score = tl.where(taken, float("inf"), score)
-        code = tl.where(holds, sortable(score), _FREE)
-        tl.store(codes + batch_head * slots + (slots - 1 - s64), code, mask=s < slots)
+        tl.store(
+            codes + batch_head * slots + (slots - 1 - s64), tl.where(holds, sortable(score), _FREE), mask=s < slots
+        )
         if chunk == 0:
             number = tl.arange(0, 1024)
             tl.store(histograms + batch_head * 1024 + number, tl.zeros([1024], tl.int32))

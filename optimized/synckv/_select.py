@@ -103,5 +103,6 @@ def forward_kernel(place, kept_count, index, slots, wanted, pieces, CHUNK: tl.co
     kept = tl.load(kept_count + batch_head)
     holds = number < kept
     at = tl.load(place + batch_head * wanted + (kept - 1 - number), mask=holds, other=0)
-    slot = tl.where(holds, slots - 1 - at, -1).to(tl.int64)
-    tl.store(index + batch_head * wanted + number, slot, mask=number < wanted)
+    tl.store(
+        index + batch_head * wanted + number, tl.where(holds, slots - 1 - at, -1).to(tl.int64), mask=number < wanted
+    )

@@ -165,14 +165,13 @@ def assign_kernel(
         num_blocks = tl.load(counts + known)
         live = tl.load(counts + LIVE + known)
         slot, entry = plan + PLAN_SLOTS, plan + PLAN_SLOTS + GROUP
-        new_block = entry + NEW
         found = _holes(
             block_thoughts, slot_groups, slot, known, count, num_blocks * BLOCK - live, table_slots, BLOCK, CHUNK
         )
         needed = (count - found + BLOCK - 1) // BLOCK
         first = pick(known, first_t, first_e, first_r)
         opened = _free(block_thoughts, -1, entry, needed, entries, CHUNK)
-        given = _free(used + first, 0, new_block, needed, pick(known, capacity_t, capacity_e, capacity_r), CHUNK)
+        given = _free(used + first, 0, entry + NEW, needed, pick(known, capacity_t, capacity_e, capacity_r), CHUNK)
         group = _free_group(group_tokens, groups, CHUNK)
         i = tl.arange(0, TOKENS)
         there = i < count
@@ -184,7 +183,7 @@ def assign_kernel(
             tl.debug_barrier()                                         # all reads come before the writes
             j = tl.arange(0, BLOCKS)
             new = tl.load(entry + j, mask=j < needed, other=0)
-            taken = tl.load(new_block + j, mask=j < needed, other=0)
+            taken = tl.load(entry + NEW + j, mask=j < needed, other=0)
             tl.store(block_thoughts + new, kind, mask=j < needed)
             tl.store(physical + new, taken.to(tl.int64), mask=j < needed)
             tl.store(used + first + taken, 1, mask=j < needed)
@@ -258,8 +257,9 @@ def evict_kernel(
             for one in tl.static_range(3):
                 emptied = tl.sum((empty & (kind == one)).to(tl.int32), 0)
                 tl.store(counts + one, tl.load(counts + one) - emptied)
-                gone_of_type = tl.sum(tl.where(kind == one, left, 0), 0)
-                tl.store(counts + LIVE + one, tl.load(counts + LIVE + one) - gone_of_type)
+                tl.store(
+                    counts + LIVE + one, tl.load(counts + LIVE + one) - tl.sum(tl.where(kind == one, left, 0), 0)
+                )
                 freed += emptied
     if freed > 0:
         _put_in_order(order + b * entries, block_thoughts, counts, entries, OF_T, OF_E, OF_R, CHUNK)
