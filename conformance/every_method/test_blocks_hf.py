@@ -104,7 +104,7 @@ def test_a_mask_given_to_the_cache_alone(twins: Any, device: torch.device, chunk
     model.set_attn_implementation("kvtwin")
     mask, ids = inputs["attention_mask"], inputs["input_ids"]
     told, asked = (
-        cache_class(twins, "reference", "tova")(model.config, budget=4, block_size=2, attention_mask=given)
+        cache_class(twins, "reference", "keydiff")(model.config, budget=4, block_size=2, attention_mask=given)
         for given in (mask[:, :max(chunk, 7)], None)
     )
     for start, stop in cuts(0, 9, chunk):

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtwin.conformance import discovery
 from kvtwin.conformance.cases.case import WindowCase
 from kvtwin.conformance.cases.key_cases import ANCHORS, CONTENTS, SIMILARITIES, KeyCase, key_cases
 from kvtwin.conformance.cases.strategies import TRACE_CONTENTS, window_cases
@@ -23,12 +24,20 @@ from kvtwin.conformance.judge.checkers import keydiff as keydiff_judge
 from kvtwin.conformance.judge.checkers import snapkv as judge
 from kvtwin.fixtures.load import load_trace
 from kvtwin.reference import keydiff
-from kvtwin.reference.baselines import snapkv, streaming_llm, tova
+from kvtwin.reference.baselines import snapkv
 
 if importlib.util.find_spec("kvpress") is None:
     pytest.skip("needs the extra kvpress", allow_module_level=True)
 
 theirs = Twins("kvtwin.conformance.adapters.kvpress").optimized
+
+OURS = {pair.name: pair.reference for pair in discovery.methods()}
+
+
+def needs(method: str) -> pytest.MarkDecorator:
+    """Skips a test if kvtwin does not have this method."""
+    return pytest.mark.skipif(method not in OURS, reason=f"kvtwin has no method {method} to compare with")
+
 
 # Contents without tokens that tie by construction. In ties, topk decides for kvpress.
 APART = ("ordinary", "zero_values", "integers", "near_ties")
@@ -88,6 +97,7 @@ def test_keydiff_choices_are_right_in_float32(case):
     keydiff_judge.assert_evict_right(theirs.keydiff.evict(**case.inputs), case)
 
 
+@needs("tova")
 @given(case=prompts(TRACE_CONTENTS))
 def test_tova_scores_are_right_in_float32_as_a_mean_over_all_heads(case):
     """This is SnapKV's shared score with a window of 1 and no pool."""
@@ -99,12 +109,13 @@ def test_tova_scores_are_right_in_float32_as_a_mean_over_all_heads(case):
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 4])
+@needs("streaming_llm")
 def test_streaming_llm_keeps_what_ours_does(sinks):
     for tokens in range(sinks + 1, 40):
         positions = torch.arange(3, 3 + tokens)
         for budget in range(sinks + 1, tokens + 2):
             kept = theirs.baselines.streaming_llm.keep(positions, budget, sinks=sinks)
-            assert torch.equal(kept, streaming_llm.keep(positions, budget, sinks=sinks))
+            assert torch.equal(kept, OURS["streaming_llm"].keep(positions, budget, sinks=sinks))
 
 
 # Errors of kvpress ---------------------------------------------------------------------------------------------------
@@ -193,19 +204,22 @@ def test_theirs_keydiff_shortens_keys_below_its_epsilons():
     assert [round(score, 3) for score in theirs.keydiff.score(key).flatten().tolist()] == [-0.894, -0.009, -0.447]
 
 
+@needs("tova")
 def test_theirs_tova_fails_on_a_single_token():
     query = key = aimed(0)
-    assert tova.attend(query, key, key, torch.ones(1, 1, dtype=torch.bool)).received.tolist() == [[[1]]]
+    assert OURS["tova"].attend(query, key, key, torch.ones(1, 1, dtype=torch.bool)).received.tolist() == [[[1]]]
     with pytest.raises(RuntimeError, match="max"):
         theirs.baselines.tova.attend(query, key, key, torch.ones(1, 1, dtype=torch.bool))
 
 
+@needs("tova")
 def test_theirs_tova_scores_the_newest_token_by_the_whole_batch():
     """It gets the largest score of all rows plus 1, and NaN if another row holds NaN."""
     query, key = aimed(0, heads=1).repeat(2, 1, 1, 1), aimed(0, 0, 1).repeat(2, 1, 1, 1)
     key[1] = torch.nan
     mask = torch.ones(2, 3, dtype=torch.bool)
-    ours, received = (side.attend(query, key, key, mask).received[0, 0] for side in (tova, theirs.baselines.tova))
+    sides = (OURS["tova"], theirs.baselines.tova)
+    ours, received = (side.attend(query, key, key, mask).received[0, 0] for side in sides)
     assert not ours.isnan().any()
     assert received.isnan().tolist() == [False, False, True]
 
@@ -281,12 +295,13 @@ def test_reading_a_budget_below_the_window_keeps_any_of_it():
     assert theirs.baselines.snapkv.compress(query, key, key, 2).kept.tolist() == [[[5, 6]]]
 
 
+@needs("tova")
 def test_reading_tova_shares_one_choice_among_heads_and_keeps_the_newest():
     """The shared choice is also that of TOVA's authors. Keeping the newest token is kvpress's choice, which it
     documents."""
     query, key = aimed(0, 1, heads=2), aimed(0, None, None, None, 1, None, heads=2)
     mask = torch.ones(1, 3, dtype=torch.bool)
-    ours, received = (side.attend(query, key, key, mask).received for side in (tova, theirs.baselines.tova))
+    ours, received = (side.attend(query, key, key, mask).received for side in (OURS["tova"], theirs.baselines.tova))
     assert ours.round(decimals=6).tolist() == [[[1, 0, 0], [0, 1, 0]]]
     assert received.round(decimals=6).tolist() == [[[0.5, 0.5, 1.5], [0.5, 0.5, 1.5]]]
 

@@ -13,17 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtwin.conformance import discovery
 from kvtwin.conformance.cases import contents
 from kvtwin.conformance.cases.block_cases import AttendCase, sized
 from kvtwin.conformance.cases.case import StateTrace
 from kvtwin.conformance.judge import checkers, lockstep, stats
 from kvtwin.conformance.judge.bounds import arithmetic
 from kvtwin.conformance.judge.checkers import blocks
-from kvtwin.conformance.judge.checkers import tova as tova_judge
 from kvtwin.conformance.judge.compare import Mismatch, assert_within
 from kvtwin.conformance.judge.emulate import Machine
 from kvtwin.reference.attention import per_query_head, zero_unoccupied
-from kvtwin.reference.baselines import h2o, tova, vatp
+
+TOVA = checkers.of("tova")  # None if there is no such method
+#: Methods that add up what keys receive.
+METHODS = {pair.name: pair.reference for pair in discovery.methods() if pair.name in ("h2o", "vatp")}
 
 FULL = (
     Machine("sequential", lean=-1), Machine("reversed", fused=True, lean=1, block=16, logs=True),
@@ -59,8 +62,8 @@ def received(machine: Machine, weight: Tensor, heads: int) -> Tensor:
 
 
 def used_by(machine: Machine, case: AttendCase) -> dict[str, float]:
-    """The largest error, relative to its bound, of the attention received from a block and of the newest query's
-    weights."""
+    """The largest error, relative to its bound, of the attention received from a block and, with TOVA, of the newest
+    query's weights."""
     attention, allowed = case.attention, arithmetic(case.dtype)
     query = case.query.masked_fill(~case.valid.repeat_interleave(case.group, 1)[..., None], 0)
     weight, log_weight = weights(machine, query, zero_unoccupied(case.key, case.occupied), attention.seen, case.factor)
@@ -68,7 +71,9 @@ def used_by(machine: Machine, case: AttendCase) -> dict[str, float]:
         received(machine, weight, case.key_value_heads), blocks.received(attention),
         blocks.received_error(attention, allowed), what="received",
     )}
-    newest = tova_judge.newest(attention, case.valid)
+    if TOVA is None:
+        return found
+    newest = TOVA.newest(attention, case.valid)
     last = (attention.logit == newest.logit).all(-1).to(torch.int8).argmax(2)[..., None, None]
     one, log = (x.gather(2, last.expand(-1, -1, 1, x.shape[-1])) for x in (weight, log_weight))
     total = machine.log2_of_sum(log[:, :, 0].unflatten(1, (case.key_value_heads, -1)))
@@ -79,7 +84,7 @@ def used_by(machine: Machine, case: AttendCase) -> dict[str, float]:
     found["log weight"] = assert_within(total[seen] * math.log(2), truth[seen], half[seen], what="log weight")
     mean = machine.exp2(total) / case.group if machine.logs else received(machine, one, case.key_value_heads)
     found["weight"] = assert_within(
-        mean, blocks.received(newest), tova_judge.weight_error(newest, allowed), what="weight"
+        mean, blocks.received(newest), TOVA.weight_error(newest, allowed), what="weight"
     )
     return found
 
@@ -117,7 +122,7 @@ def emulated(machine: Machine, base: type) -> type:
 
         def _rank(self):
             rank, protected = super()._rank()
-            if base is vatp.VATPState:
+            if base.__name__ == "VATPState":
                 value = machine.flush(zero_unoccupied(self.value, self.occupied).float())
                 rank = machine.times(self.score.masked_fill(~self.occupied, 0), machine.sum(value.abs()))
             return rank, protected
@@ -130,7 +135,7 @@ def emulated(machine: Machine, base: type) -> type:
 def test_no_correct_arithmetic_exceeds_the_bounds_of_sums_over_many_blocks(dtype, machine, content):
     """Sums move with their tokens and accumulate over a whole trace. VATP's ranks are their products with value
     norms."""
-    for name, module in (("h2o", h2o), ("vatp", vatp)):
+    for name, module in METHODS.items():
         trace = StateTrace(
             method=name, key_value_heads=2, group=2, dtype=dtype, content=content, prompt=14, steps=8, seed=5,
             padding="random", config=(("budget", 6), ("block_size", 4)),
@@ -150,9 +155,9 @@ def test_errors_of_sums_are_noticed_once_they_exceed_their_bound():
             return super().plus(left, right.half().float())
 
     trace = StateTrace(method="h2o", group=2, prompt=10, steps=3, config=(("budget", 6), ("block_size", 4)))
-    tested = type("Tested", (), {"H2OState": emulated(Sloppy(), h2o.H2OState)})
+    tested = type("Tested", (), {"H2OState": emulated(Sloppy(), METHODS["h2o"].H2OState)})
     with pytest.raises(Mismatch, match="score"), stats.collect():
-        lockstep.run(trace, tested, h2o)
+        lockstep.run(trace, tested, METHODS["h2o"])
 
 
 def test_bounds_of_blocks_are_zero_where_nothing_can_err():
@@ -166,16 +171,18 @@ def test_bounds_of_blocks_are_zero_where_nothing_can_err():
         assert bool(blocks.received_error(wide.attention, allowed).isfinite().all()), content
 
 
-def test_tova_newest_is_the_last_real_query():
+@pytest.mark.parametrize("pair", [pair for pair in discovery.methods() if pair.name == "tova"], ids=str)
+def test_tova_newest_is_the_last_real_query(pair):
     """If a block ends with padding, it is the query before it. If a block is all padding, it attends to nothing."""
     case = AttendCase(batch=3, slots=6, queries=3, group=2)
     occupied = torch.ones(3, 6, dtype=torch.bool)
     occupied[1, -1] = False
     occupied[2, -3:] = False
     case._adopt({**case.tensors, "occupied": occupied})
-    newest = tova_judge.newest(case.attention, case.valid)
+    newest = TOVA.newest(case.attention, case.valid)
     for row, query in ((0, 2), (1, 1)):
         assert torch.equal(newest.logit[row, :, 0], case.attention.logit[row, :, query])
     assert not bool(newest.seen[2].any())
-    truth = tova.attend(*(case.tensors[name].double() for name in ("query", "key", "value")), occupied).received
+    tensors = (case.tensors[name].double() for name in ("query", "key", "value"))
+    truth = pair.reference.attend(*tensors, occupied).received
     assert_within(blocks.received(newest), truth, blocks.received_error(newest, arithmetic(case.dtype)))

@@ -58,12 +58,14 @@ def test_the_reference_is_right_about_wrong_arguments(method, judged):
 # Slots in any order --------------------------------------------------------------------------------------------------
 
 APPENDING = {"TOVAState": appending.AppendingTOVA}
+with_tova = pytest.mark.parametrize("method", [pair.name for pair in discovery.methods() if pair.name == "tova"])
 EVERY_STEP = {"interval": (1,), "per_head": (True,)}  # they have no other
 
 
-def test_a_right_state_that_appends_is_right(judged):
+@with_tova
+def test_a_right_state_that_appends_is_right(method, judged):
     keyword = "laws or keeps_step or room_for_all or TOVAState"
-    found = judged("tova", APPENDING, keyword, slot_order="any", options=EVERY_STEP)
+    found = judged(method, APPENDING, keyword, slot_order="any", options=EVERY_STEP)
     names = ("accuracy", "decisions", "free_slots", "repeatability", "independence", "state")
     assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
         run.shown(found)
@@ -73,14 +75,16 @@ def test_a_right_state_that_appends_is_right(judged):
     assert "conventions: slot_order = any" in [text.strip() for text, _ in verdict_table.lines(found, "patient")]
 
 
-def test_a_state_that_appends_and_evicts_wrongly_is_wrong(judged):
+@with_tova
+def test_a_state_that_appends_and_evicts_wrongly_is_wrong(method, judged):
     state = {"TOVAState": appending.DropsTheOldest}
-    found = judged("tova", state, "TOVAState and tokens", slot_order="any", options=EVERY_STEP)
+    found = judged(method, state, "TOVAState and tokens", slot_order="any", options=EVERY_STEP)
     assert run.wrong(found) == {"decisions"}, run.shown(found)
 
 
-def test_a_state_that_appends_must_declare_it(judged):
-    found = judged("tova", APPENDING, "laws or keeps_step", options=EVERY_STEP)
+@with_tova
+def test_a_state_that_appends_must_declare_it(method, judged):
+    found = judged(method, APPENDING, "laws or keeps_step", options=EVERY_STEP)
     assert run.wrong(found) == {"state"}, run.shown(found)
 
 
