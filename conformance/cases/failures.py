@@ -22,17 +22,28 @@ _options: list[str] = []
 _commands: dict[str, str] = {}
 
 
+_saving: ContextVar[bool] = ContextVar("kvtwin_saving", default=True)
 _judging: ContextVar[str | None] = ContextVar("kvtwin_judging", default=None)
 
 
 @contextmanager
-def judging(subject: str) -> Iterator[None]:
+def judging(subject: str | None) -> Iterator[None]:
     """Name the judged function or state in the cases that are saved inside the ``with`` block."""
     token = _judging.set(subject)
     try:
         yield
     finally:
         _judging.reset(token)
+
+
+@contextmanager
+def not_saved() -> Iterator[None]:
+    """Save no case inside the ``with`` block: the saved case of the running test stays."""
+    token = _saving.set(False)
+    try:
+        yield
+    finally:
+        _saving.reset(token)
 
 
 def replay_with(*options: str) -> None:
@@ -52,7 +63,7 @@ def save_latest() -> str | None:
     Outside of a test nothing is saved: the caller of a script has the case itself.
     """
     case, test = cases.latest(), cases.running_test()
-    if case is None or test is None:
+    if case is None or test is None or not _saving.get():
         return None
     name = re.sub(r"[^\w.=-]+", "_", test.rsplit("/", 1)[-1])
     folder = Path(os.environ.get(FOLDER, "kvtwin-failures"))

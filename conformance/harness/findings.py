@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .impl import Twins, environment_limit
+
+PACKAGE = __package__.removesuffix(".harness")
+FOLDER = Path(__file__).resolve().parents[1]
 
 
 def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins) -> dict[str, Any]:
@@ -27,6 +32,12 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
         "error": type(error).__name__, "message": _first_lines(error),
         "case": None if case is None else repr(case), "replay": failures.last_command(),
     }
+    judges_subject = isinstance(subject, Subject)
+    # A replay judges the case, and does not repeat what a test asserts of its own.
+    if found["replay"] is None and case is not None and (judges_subject or not isinstance(error, AssertionError)):
+        with failures.judging(str(subject) if judges_subject else None):
+            found["replay"] = failures.save_latest()
+    found["replay"] = found["replay"] or rerun(item)
     of_bound, dtype = getattr(error, "of_bound", None), getattr(case, "dtype", None)
     if of_bound is not None and dtype is not None:
         found |= {"of_bound": of_bound, "dtype": str(dtype).removeprefix("torch."), "sizes": stats.sizes_of(case)}
@@ -47,6 +58,29 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
         subject, field, case, subject.module(twins.optimized), judged, type(error), of_state=of_state
     )
     return found
+
+
+def rerun(item: pytest.Item) -> str | None:
+    """The command that runs a test of this package again, with the same implementation and examples; None for kvtwin's
+    own implementation, and for tests outside of this package."""
+    from hypothesis import core, settings
+
+    implementation, place = item.config.getoption("kv_impl"), item.path.resolve()
+    if implementation is None or FOLDER not in place.parents:
+        return None
+    module = ".".join((PACKAGE, *place.relative_to(FOLDER).with_suffix("").parts))
+    options = [f"--kv-impl={implementation}", f"--kv-device={item.config.getoption('kv_device')}",
+               f"--hypothesis-profile={settings.get_current_profile_name()}"]
+    options += [] if core.global_force_seed is None else [f"--hypothesis-seed={core.global_force_seed}"]
+    return shlex.join(["python", "-m", "pytest", "--pyargs", f"{module}::{item.nodeid.split('::', 1)[1]}", *options])
+
+
+def test_id(item: pytest.Item) -> str:
+    """The id of a test relative to this package, whatever pytest's root folder is."""
+    place = item.path.resolve()
+    if FOLDER not in place.parents:
+        return item.nodeid
+    return "::".join((place.relative_to(FOLDER).as_posix(), *item.nodeid.split("::")[1:]))
 
 
 def _unwrapped(error: BaseException) -> BaseException:

@@ -232,7 +232,7 @@ class Suite:
         test = pyfuncitem.obj
         judged = pyfuncitem.stash[FACTS]["judges"]
         least = verdict.least(judged) if judged is not None else (0, 0)
-        pyfuncitem.obj = functools.partial(stack.call, draws.until_decided, test, pyfuncitem.nodeid, *least)
+        pyfuncitem.obj = functools.partial(stack.call, draws.until_decided, test, findings.test_id(pyfuncitem), *least)
         try:
             return (yield)
         finally:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from ..cases import failures
 from ..cases.case import Case
 from . import compare, stats
 from .subjects import DISTINCTIONS, Subject, neutral
@@ -38,14 +39,14 @@ def property_of(
     if case.content == "given":  # made from tensors: there is nothing to vary
         return own
 
-    def failures(simpler: Case) -> int:
+    def failing(simpler: Case) -> int:
         return _failures(subject, name, simpler, module, error, end)
 
-    if failures(neutral(subject, case)):
+    if failing(neutral(subject, case)):
         return base
     distinct = [one for one in DISTINCTIONS if one != "decisions" and _has(subject, case, one)]
     for one in sorted(distinct, key=lambda one: one != own):
-        found = failures(neutral(subject, case, one))
+        found = failing(neutral(subject, case, one))
         if found > 1:
             return one
         if found:  # rare: other cases with this distinction are right
@@ -68,7 +69,7 @@ def _failures(
     count = 0
     for variant in _variants(case):
         try:
-            with stats.collect():
+            with stats.collect(), failures.not_saved():
                 subject.check(module, variant, name)
         except (KeyboardInterrupt, SystemExit):
             raise

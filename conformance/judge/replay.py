@@ -28,8 +28,8 @@ def judged_fields(case: cases.Case, side: Any, subject: Subject) -> Iterator[tup
     for name in subject.fields:
         try:
             subject.check(module, case, name)
-        except (AssertionError, MissingField) as error:
-            yield f"{subject}.{name}", str(error)
+        except Exception as error:
+            yield f"{subject}.{name}", said(error)
         else:
             yield f"{subject}.{name}", None
     if isinstance(subject, subjects.StateSubject) or case.content == "given":  # no other contents can be drawn
@@ -40,10 +40,16 @@ def judged_fields(case: cases.Case, side: Any, subject: Subject) -> Iterator[tup
     for what, check in checks.items():
         try:
             check(subject, module, case)
-        except AssertionError as error:
-            yield f"{subject}, {what}", str(error)
+        except Exception as error:
+            yield f"{subject}, {what}", said(error)
         else:
             yield f"{subject}, {what}", None
+
+
+def said(error: BaseException) -> str:
+    """The message of an error, with its class if the implementation raised it, not the judge."""
+    judges = isinstance(error, AssertionError | MissingField) or type(error).__name__ == "NotProvided"
+    return str(error) if judges else f"{type(error).__name__}: {error}"
 
 
 def judged(case: cases.Case, side: Any) -> Iterator[str]:
@@ -113,9 +119,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
                     for name, wrong in judged_fields(case, side, subject):
                         failures += wrong is not None
                         print(f"  {name}: {'right' if wrong is None else wrong}")
-        except (NotProvided, AssertionError) as error:
+        except (NotProvided, Exception) as error:
             failures += 1
-            print(f"  {error}")
+            print(f"  {said(error)}")
     return 1 if failures else 0
 
 

@@ -46,6 +46,23 @@ def test_a_right_state_is_right(judged):
     assert found.verdict == verdict.RIGHT
 
 
+def test_a_right_state_of_one_row_is_right(judged):
+    found = judged("longflow", {"LongFlowState": longflow_states.OneRow}, "laws or lockstep or LongFlowState",
+                   max_batch=1)  # fmt: skip
+    names = ("accuracy", "decisions", "free_slots", "repeatability", "state")
+    assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
+        run.shown(found)
+    )
+    assert found.verdict == verdict.RIGHT
+
+
+def test_a_state_of_one_row_that_counts_on_after_a_reset_is_wrong(judged):
+    state = {"LongFlowState": longflow_states.CountsOnAfterReset}
+    found = judged("longflow", state, "a_reset_state or after_a_reset", max_batch=1)
+    assert run.wrong(found) == {"state"}, run.shown(found)
+    assert len(found.properties["state"].findings) >= 2, "the law, and lockstep"
+
+
 @pytest.mark.parametrize("method", ["keydiff", "epikv"])
 def test_the_reference_is_right_about_wrong_arguments(method, judged):
     """What kvtwin's kernels do not take, it may take."""

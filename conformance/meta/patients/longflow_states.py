@@ -146,6 +146,14 @@ class LastSlotFirst:
         self._state.reorder(index)
 
 
+class OneRow(LongFlow):
+    """Right, for a batch of 1."""
+
+    def __init__(self, config: Any, *, batch: int, **sizes: Any) -> None:
+        assert batch == 1, f"expected a batch of 1, got {batch}"
+        super().__init__(config, batch=batch, **sizes)
+
+
 # Wrong ones -----------------------------------------------------------------------------------------------------------
 
 

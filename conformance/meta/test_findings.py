@@ -1,0 +1,104 @@
+"""What the verdict shows of a failed test: its case, and a command that repeats the failure as it is printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtwin.conformance.cases import case as cases
+from kvtwin.conformance.cases import failures
+from kvtwin.conformance.judge import attribution, subjects
+from kvtwin.reference import longflow as reference
+
+MODULE = """
+from kvtwin.conformance import Capabilities
+from kvtwin.conformance.meta.patients.longflow import Decode
+from kvtwin.conformance.meta.patients.longflow_states import IgnoresReorder as LongFlowState
+
+CAPABILITIES = Capabilities(validates_arguments=False, protected=False, groups=(2,))
+
+def decode_attention(query, key, value, occupied, **options):
+    if key.shape[2] > 2:
+        raise RuntimeError("no room for a third slot")
+    return Decode()(query, key, value, occupied, **options)
+"""
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTEST_ADDOPTS": ""},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    package = tmp_path / "their_kernels"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "longflow.py").write_text(MODULE, encoding="utf-8")
+    return tmp_path
+
+
+def findings(folder: Path, keyword: str) -> list[dict[str, Any]]:
+    ran = run(
+        folder, "kvtwin.conformance", "longflow", "--impl=their_kernels", "--device=cpu", "--jobs=1", "-k", keyword,
+        "--report=report.json",
+    )  # fmt: skip
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    return [test["finding"] for test in report["tests"] if test["outcome"] == "failed"]
+
+
+@pytest.mark.slow
+def test_the_case_in_which_an_implementation_raises_is_saved(theirs):
+    (found,) = findings(theirs, "numbers_are_within and attention-output")
+    assert (found["error"], found["message"]) == ("RuntimeError", "no room for a third slot")
+    assert "slots=3" in found["case"]
+    command, *arguments = shlex.split(found["replay"])
+    assert (command, arguments[0]) == ("kvtwin", "replay")
+    again = run(theirs, "kvtwin.conformance.cli", *arguments)
+    assert again.returncode == 1, again.stdout + again.stderr
+    assert found["case"] in again.stdout
+    assert "  longflow.decode_attention.output: RuntimeError: no room for a third slot\n" in again.stdout
+
+
+@pytest.mark.slow
+def test_a_failure_without_a_case_has_the_command_that_runs_its_test(theirs):
+    """As a law: the command is to work as it is printed, quotes included."""
+    found = findings(theirs, "reordered_rows and not per_head")
+    assert found
+    assert {one["case"] for one in found} == {None}
+    command, *arguments = shlex.split(found[0]["replay"])
+    assert (command, arguments[:3]) == ("python", ["-m", "pytest", "--pyargs"])
+    assert "test_laws::test_reordered_rows_go_on_as_their_sources[optimized-longflow" in arguments[3]
+    again = run(theirs, *arguments[1:])
+    assert again.returncode == 1, again.stdout + again.stderr
+    assert "1 failed" in again.stdout and "reordered" in again.stdout
+
+
+def test_the_search_for_a_cause_does_not_replace_the_saved_case(tmp_path, monkeypatch):
+    """It judges other cases, which fail too."""
+    monkeypatch.setenv(failures.FOLDER, str(tmp_path))
+
+    def decode_attention(**inputs: Any) -> reference.DecodeResult:
+        right = reference.decode_attention(**inputs)
+        return right._replace(slot=(right.slot + 1) % inputs["key"].shape[2])
+
+    module = types.SimpleNamespace(decode_attention=decode_attention)
+    subject = next(one for one in subjects.every() if str(one) == "longflow.decode_attention")
+    case = cases.DecodeCase(slots=7, batch=4, seed=1)
+    with pytest.raises(AssertionError):
+        subject.check(module, case, "slot")
+    (path,) = tmp_path.iterdir()
+    assert repr(cases.load(path)) == repr(case)
+    assert attribution.property_of(subject, "slot", case, module, "decisions") == "decisions"
+    assert repr(cases.load(path)) == repr(case)
