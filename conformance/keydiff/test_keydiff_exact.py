@@ -101,6 +101,30 @@ def test_a_vanishing_anchor_makes_all_keys_equal_or_nearly(side, twins, device):
     assert len(set(stay)) == 3 and stay == sorted(stay) and set(stay) <= set(range(8))
 
 
+# Anchors -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("anchor", "center"), [("mean_normalized", 1), ("mean", 5), ("median", 2)])
+def test_anchors_are_of_the_occupied_keys(anchor, center, side, twins, device):
+    """Four keys on one axis, so all scores are exact. The median of an even number of keys is the lower one, 2 and not
+    6. Among six slots, two of them free, the means would be smaller and the median larger."""
+    module = getattr(twins, side).keydiff
+    length = {0: 6, 2: 1, 3: 11, 5: 2}
+    key = torch.zeros(1, 1, 6, HEAD_DIM, device=device)
+    key[:, :, [1, 4]] = NAN
+    key[0, 0, list(length), 0] = torch.tensor([*length.values()], dtype=torch.float32, device=device)
+    occupied = torch.tensor([[slot in length for slot in range(6)]], device=device)
+    for similarity, expected in (
+        ("euclidean", {slot: abs(number - center) for slot, number in length.items()}),
+        ("dot", {slot: -center * number for slot, number in length.items()}),
+    ):
+        options = {"occupied": occupied, "anchor": anchor, "similarity": similarity}
+        assert module.score(key, **options)[0, 0].tolist() == [expected.get(slot, -INF) for slot in range(6)]
+        for budget in (1, 2, 3):
+            best = sorted(expected, key=expected.__getitem__)[-budget:]
+            assert kept(module.evict(key, key, budget, **options)) == sorted(best)
+
+
 # NaN and infinity ----------------------------------------------------------------------------------------------------
 
 

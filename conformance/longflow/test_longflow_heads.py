@@ -16,6 +16,7 @@ from kvtwin.conformance.cases.case import DecodeCase, StateTrace
 from kvtwin.conformance.cases.strategies import decode_cases
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.checkers import longflow as judge
+from kvtwin.optimized.longflow import _ops
 
 pytestmark = pytest.mark.kind("equivalence")
 
@@ -54,6 +55,29 @@ def test_longflow_scores_every_block_of_slots(case, back, twins):
     actual = twins.optimized.longflow.decode_attention(**case.inputs)
     assert (actual.slot == case.slots - back).all()
     judge.assert_decode_right(actual, case)
+
+
+def with_no_candidates(make):
+    """`_ops.scratch` with candidates that never win, instead of what the memory held before."""
+    def scratch(*arguments):
+        workspace, candidates, counters = make(*arguments)
+        return workspace, candidates.fill_(2**63 - 1), counters
+
+    return scratch
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["few heads", "many heads"])
+def test_longflow_waits_for_the_candidate_of_every_block(many, twins, device):
+    """The victim, a zero value, is in the first, a middle or the last block of slots, for both ways to finish a step.
+    Stale candidates of an earlier call must not help."""
+    slots = 1100 if device.type == "cuda" else 100                         # blocks of up to 1024 or of 32 slots
+    case = DecodeCase(batch=3, key_value_heads=2, group=4, head_dim=16, slots=slots, seed=1, device=str(device))
+    victims = [5, slots // 2, slots - 1]
+    case.value[range(3), :, victims] = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_ops, "fused", lambda *_: many)
+        patch.setattr(_ops, "scratch", with_no_candidates(_ops.scratch))
+        assert twins.optimized.longflow.decode_attention(**case.inputs).slot.tolist() == victims
 
 
 @pytest.mark.parametrize("slots", [199, 200])
