@@ -32,7 +32,7 @@ POISONS = ("nan", "inf", "largest", "stale", "zero")
 #: Batch, KV heads and group size of cases on the CPU.
 SHAPES = ((1, 2, 3), (2, 1, 4), (1, 3, 2), (2, 2, 1))
 
-#: What right traces recorded, by case: outside of their fields, and in each field.
+#: What right cases recorded, by case: outside of their fields, and in each field.
 Results = dict[str, tuple[stats.Stats, dict[str, stats.Stats]]]
 #: The keyword arguments of a strategy, by property.
 Aspects = Mapping[str, Mapping[str, tuple[Any, ...]]]
@@ -157,7 +157,7 @@ class Subject:
         """The same for one field of the result, and record the case. Raises compare.Mismatch.
 
         decides: the test must judge enough decisions. Cases that scores hardly decide do not count then. results: what
-        is known from judging other fields (`StateSubject`).
+        is known from judging other fields.
         """
         inner = stats.Stats()
         try:
@@ -172,36 +172,11 @@ class Subject:
             stats.include(inner, judged=judged, choice=choice, decides=decides, dtype=dtype, sizes=stats.sizes_of(case))
 
     def _check(self, module: Any, case: Any, name: str, inner: stats.Stats, results: Results | None) -> None:
-        """Judge one field, and record in `inner`."""
-        with fields.only(name):
-            self.verify(module, case)
-
-    def _judged(self, inner: stats.Stats, name: str) -> bool:
-        """True if field `name` was compared."""
-        return inner.asked if name in self.choices else inner.exact or inner.bound_utilisation is not None
-
-    def _ends_early(self, error: compare.Mismatch, name: str) -> bool:
-        """True if the error is not about field `name`, but the rest cannot be compared any more."""
-        return False
-
-
-@dataclass(frozen=True)
-class StateSubject(Subject):
-    """A method's state, in lockstep with the reference over a drawn trace.
-
-    Every difference but those of outputs and scores belongs to its field "tokens", and ends the comparison.
-    """
-
-    def call(self, module: Any, case: StateTrace) -> Any:
-        return lockstep.run(case, module)
-
-    def verify(self, module: Any, case: StateTrace) -> None:
-        self.call(module, case)
-
-    def _check(self, module: Any, case: Any, name: str, inner: stats.Stats, results: Results | None) -> None:
-        """A trace in which everything is right runs once for all fields."""
-        if results is None:
-            return super()._check(module, case, name, inner, results)
+        """Judge one field, and record in `inner`. A case in which everything is right runs once for all fields."""
+        if results is None or case.content == "given":  # cases with tensors of their own may have equal descriptions
+            with fields.only(name):
+                self.verify(module, case)
+            return
         key = f"{self} {case!r}"
         if key in results:
             shared, of_fields = results[key]
@@ -232,6 +207,28 @@ class StateSubject(Subject):
         if name in found.errors:
             raise found.errors[name]
         return shared, found
+
+    def _judged(self, inner: stats.Stats, name: str) -> bool:
+        """True if field `name` was compared."""
+        return inner.asked if name in self.choices else inner.exact or inner.bound_utilisation is not None
+
+    def _ends_early(self, error: compare.Mismatch, name: str) -> bool:
+        """True if the error is not about field `name`, but the rest cannot be compared any more."""
+        return False
+
+
+@dataclass(frozen=True)
+class StateSubject(Subject):
+    """A method's state, in lockstep with the reference over a drawn trace.
+
+    Every difference but those of outputs and scores belongs to its field "tokens", and ends the comparison.
+    """
+
+    def call(self, module: Any, case: StateTrace) -> Any:
+        return lockstep.run(case, module)
+
+    def verify(self, module: Any, case: StateTrace) -> None:
+        self.call(module, case)
 
     def _judged(self, inner: stats.Stats, name: str) -> bool:
         return inner.asked if name in self.choices else inner.bound_utilisation is not None
