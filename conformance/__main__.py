@@ -2,7 +2,8 @@
 
 The same tests as ``pytest --pyargs kvtwin.conformance``, less those of the suite itself and of the caches for
 transformers, for people who need not know pytest. With ``--impl MODULE`` only the tests run that judge a property of an
-implementation, and a verdict is printed. Exit codes: 0 right, 1 wrong, 2 interrupted, 3 internal error, 4 wrong usage,
+implementation, and a verdict is printed. Exit codes: 0 right, 1 wrong, 2 wrong usage of the command line or
+interrupted, 3 internal error, 4 the run cannot start (pytest's usage error: for example, MODULE cannot be imported),
 5 no test ran, 6 not covered (harness/verdict.py).
 """
 
@@ -14,7 +15,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
@@ -48,17 +48,9 @@ def _suite_of(session: pytest.Session) -> suite.Suite:
 PROG = "python -m kvtwin.conformance"
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that exits with pytest's code for wrong usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(int(pytest.ExitCode.USAGE_ERROR), f"{self.prog}: error: {message}\n")
-
-
 def parser(prog: str = PROG) -> argparse.ArgumentParser:
     names = [pair.name for pair in discovery.pairs()]
-    made = Parser(
+    made = argparse.ArgumentParser(
         prog=prog,
         description="Verify implementations of KV-cache methods against float64 arithmetic.",
         epilog=f"Methods: {', '.join(names)}. All of pytest's options: pytest --pyargs kvtwin.conformance --help",

@@ -1,4 +1,6 @@
-"""``kvtwin``: one command for verifying, replaying and reading results. ``kvtwin COMMAND --help`` explains each.
+"""``kvtwin``, or ``python -m kvtwin``: one command for verifying, replaying and reading results.
+
+``kvtwin COMMAND --help`` explains each command.
 
 Each command imports what it needs when it runs, so that ``kvtwin --help`` is fast and works without torch.
 """

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtwin.conformance import plugin
+from kvtwin.conformance import cli, plugin
 
 ROOT = plugin.HERE.parent
 FOLDERS = ("reference", "optimized", "conformance", "fixtures")
+#: What is installed as the top level of kvtwin, relative to conformance/.
+TOP = "command"
 
 
 def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -61,7 +63,9 @@ def test_the_wheel_holds_the_tree(source, wheel):
     """An unlisted sub-package works in an editable install, but is missing from the wheel."""
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     expected = {f"kvtwin/{folder}/{path}" for folder in FOLDERS for path in in_tree(source / folder)}
+    expected = {path.replace(f"kvtwin/conformance/{TOP}/", "kvtwin/") for path in expected}
     assert files == expected, "see packages and package-data in pyproject.toml"
+    assert in_tree(source / "conformance" / TOP) == {"__main__.py"}
 
 
 def test_the_wheel_installs_no_name_but_ours(wheel):
@@ -83,7 +87,19 @@ def test_every_package_is_listed(source):
         for folder in FOLDERS
         for path in (source / folder).rglob("__init__.py")
     }
-    assert set(listed) == found
+    assert set(listed) == found | {"kvtwin"}
+
+
+@pytest.mark.parametrize("command", [["methods"], ["claims", "nothing"]], ids=["right", "wrong"])
+def test_python_m_kvtwin_is_the_command(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    ran = python("-m", "kvtwin", *command, folder=tmp_path)
+    try:
+        code = cli.main(command)
+    except SystemExit as stopped:
+        code = stopped.code
+    assert (ran.returncode, ran.stdout, ran.stderr) == (code, *capsys.readouterr())
+    assert ran.stdout or ran.stderr
 
 
 def test_installed_under_kvtwin_alone(tmp_path):
