@@ -37,12 +37,17 @@ GPU: dict[str, dict[str, Any]] = {
 }
 
 
-#: Steps in one kernel and in two where the size would choose the other: (size, in one kernel, options by device). With
-#: a multiple of 16 slots, addresses are computed otherwise.
+#: Steps fill the cache before they evict, so that tokens of steps compete with each other.
+FILLED = {"cpu": {"prompt": 2, "steps": 9}, "cuda": {"prompt": 40, "steps": 16}}
+#: Steps in one kernel and in two, most of them where the size would choose the other: (size, in one kernel, options by
+#: device). With a multiple of 16 slots, addresses are computed otherwise.
 CHOICES: dict[str, tuple[str, bool, dict[str, dict[str, Any]]]] = {
     "odd-fused": ("odd", True, {}),
-    "even-apart": ("even", False, {"cpu": {"budget": 80, "block_size": 64}, "cuda": {"budget": 1008}}),
-    "heads-apart": ("heads", False, {}),
+    "even-apart": ("even", False, {
+        "cpu": {"budget": 80, "block_size": 64, "key_value_heads": 2}, "cuda": {"budget": 1008},
+    }),
+    "heads-fused": ("heads", True, FILLED),
+    "heads-apart": ("heads", False, FILLED),
 }
 
 
@@ -55,17 +60,21 @@ def test_a_large_cache_keeps_step_with_float64(pair, size, twins, device):
 @pytest.mark.parametrize("pair", [pair for pair in BLOCKS if compile_only.choosing(pair)], ids=str)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_step_in_one_kernel_or_in_two_keeps_step_with_float64(pair, choice, twins, device):
-    """The interpreter chooses by the parity of the slots, a GPU by its number of multiprocessors."""
+    """The interpreter chooses by the parity of the budget, a GPU by its number of multiprocessors."""
     size, fused, more = CHOICES[choice]
     given = {**(CPU if device.type == "cpu" else GPU)[size], **more.get(device.type, {})}
+    # The new token may be evicted at once or after a step, if the method allows that.
+    newest = {"recent": int(size == "heads")} if "recent" in {field.name for field in dataclasses.fields(pair.config)} else {}
     with compile_only.fused_as(pair, fused):
-        _keep_step(pair, given, twins, device)
+        _keep_step(pair, given, twins, device, newest)
 
 
-def _keep_step(pair: discovery.Pair, given: dict[str, Any], twins: Any, device: torch.device) -> None:
+def _keep_step(
+    pair: discovery.Pair, given: dict[str, Any], twins: Any, device: torch.device, more: dict[str, Any] | None = None
+) -> None:
     given = dict(given)
     own = {name: value for name, value in checkers.ask(pair.name, "SMALL", {}).items() if name != "block_size"}
-    config = {"budget": given.pop("budget"), "block_size": given.pop("block_size"), **own}
+    config = {"budget": given.pop("budget"), "block_size": given.pop("block_size"), **own, **(more or {})}
     trace = StateTrace(
         method=pair.name, config=tuple(config.items()), seed=6, padding="random", device=str(device), **given
     )

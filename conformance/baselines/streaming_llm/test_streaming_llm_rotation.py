@@ -117,6 +117,18 @@ def test_all_channels_rotate_in_step_with_float64(head_dim, group, dtype, twins,
     both.step(*tokens())
 
 
+def test_blocks_of_many_vectors_rotate_in_step_with_float64(twins, device):
+    """Queries and keys take three or more blocks of the kernel that rotates them."""
+    both = lockstep.pair(
+        "streaming_llm", twins.optimized.baselines.streaming_llm,
+        config={"budget": 50, "block_size": 40, "sinks": 2, "inv_freq": (1.0, 0.125)}, batch=1, query_heads=2,
+        key_value_heads=1, head_dim=16, dtype=torch.float32, device=device,
+    )
+    generator = torch.Generator().manual_seed(8)
+    for count in (40, 40, 37):
+        both.append_block(*(torch.randn(1, heads, count, 16, generator=generator).to(device) for heads in (2, 1, 1)))
+
+
 def test_with_room_for_all_it_is_the_rotation_by_positions():
     """In float64, a state that rotates equals one that gets rotated queries and keys."""
     generator = torch.Generator().manual_seed(1)
