@@ -198,9 +198,9 @@ def _of_property(name: str, found: Sequence[Result], supported: Capabilities, de
         result for result in found if _wrong(result) and (own or result.touched)
         and result.finding.get("property", result.judges) == name
     ]
+    elsewhere = [result for result in called if _wrong(result) and result not in wrong]
     for result in called:
-        elsewhere = _wrong(result) and result not in wrong
-        if elsewhere or result.outcome not in ("passed", "failed", "error", "xfailed"):
+        if result in elsewhere or result.outcome not in ("passed", "failed", "error", "xfailed"):
             continue
         made.cases += 1 if result.cases is None else result.cases
         made.decisions, made.decisive = made.decisions + result.decisions, made.decisive + result.decisive
@@ -213,6 +213,9 @@ def _of_property(name: str, found: Sequence[Result], supported: Capabilities, de
             made.worst[one["dtype"]] = max(one["of_bound"], made.worst.get(one["dtype"], 0.0))
     made.expected = bool(wrong) and all(result.outcome == "xfailed" for result in wrong)
     made.verdict, made.why = _verdict(name, made, tests, called, supported, device)
+    if made.verdict == NOT_COVERED and elsewhere:
+        causes = sorted({str(result.finding.get("property")).replace("_", " ") for result in elsewhere})
+        made.why = f"{made.cases} cases: its tests failed because of {', '.join(causes)}"
     if name == "accuracy" and made.verdict == NOT_COVERED and not called and tests:
         made.applies = not all(is_lacking(result) for result in tests)
         made.why = made.why if made.applies else "nothing that it provides returns numbers"

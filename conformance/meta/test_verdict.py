@@ -139,6 +139,8 @@ def test_a_failure_belongs_to_the_property_that_causes_it():
     found = judged(*RIGHT, failed)["longflow"].properties
     assert found["free_slots"].verdict == verdict.WRONG and found["layouts"].verdict == verdict.RIGHT
     assert found["layouts"].cases == 8, "the failed test judged nothing of its own property"
+    found = judged(*(one for one in RIGHT if one.judges != "layouts"), failed)["longflow"].properties["layouts"]
+    assert (found.verdict, found.why) == (verdict.NOT_COVERED, "0 cases: its tests failed because of free slots")
 
 
 def test_consequences_are_listed_under_their_cause():

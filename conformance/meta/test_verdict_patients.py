@@ -9,7 +9,7 @@ import pytest
 
 from kvtwin.conformance.harness import verdict
 from kvtwin.conformance.meta.patients import longflow
-from kvtwin.conformance.meta.patients.run import shown, verdict_of, wrong
+from kvtwin.conformance.meta.patients.run import not_right, shown, verdict_of, wrong
 
 pytestmark = pytest.mark.slow
 
@@ -32,29 +32,37 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-WRONG = {
-    longflow.NoRunningMaximum: {"extreme_numbers"},
-    longflow.RoundedScores: {"accuracy"},
-    longflow.FreeSlotsScoreZero: {"free_slots"},
-    longflow.FreeSlotsAreRead: {"free_slots"},
-    longflow.TiesByChance: {"ties"},
-    longflow.SummedInAnyOrder: {"repeatability"},
-    longflow.NoMaskInTheLastTile: {"free_slots"},
-    longflow.LastSlotIsNeverChosen: {"decisions"},
-    longflow.WrongHeadsInOddGroups: {"independence"},
-    longflow.KeysStridesForValues: {"layouts"},
-    longflow.RightForContiguousTensors: {"layouts"},
-    longflow.OneResultBuffer: {"repeatability"},
-    longflow.InputsAreChanged: {"repeatability"},
-    longflow.RememberedByAddress: {"repeatability"},
-    longflow.RightOnce: {"repeatability"},
+#: Of each patient the wrong property, and the others that are not right, with the reason.
+WRONG: dict[type, tuple[str, dict[str, str]]] = {
+    longflow.NoRunningMaximum: ("extreme_numbers", {}),
+    longflow.RoundedScores: ("accuracy", {}),
+    longflow.FreeSlotsScoreZero: ("free_slots", {}),
+    longflow.FreeSlotsAreRead: ("free_slots", {}),
+    longflow.TiesByChance: ("ties", {}),
+    longflow.SummedInAnyOrder: ("repeatability", {}),
+    longflow.NoMaskInTheLastTile: ("free_slots", {}),
+    longflow.LastSlotIsNeverChosen: ("decisions", {
+        "ties": verdict.NOT_COVERED,  # its test fails in the last slot, whose token is equal to no other
+    }),
+    longflow.WrongHeadsInOddGroups: ("independence", {}),
+    longflow.KeysStridesForValues: ("layouts", {}),
+    longflow.RightForContiguousTensors: ("layouts", {}),
+    longflow.OneResultBuffer: ("repeatability", {}),
+    longflow.InputsAreChanged: ("repeatability", {
+        # Their tests fail because of the query that it changed: of repeatability, or as inaccurate.
+        "decisions": verdict.NOT_COVERED, "extreme_numbers": verdict.NOT_COVERED,
+    }),
+    longflow.RememberedByAddress: ("repeatability", {}),
+    longflow.RightOnce: ("repeatability", {}),
 }
 
 
 @pytest.mark.parametrize("patient", WRONG, ids=lambda patient: patient.__name__)
 def test_the_faulty_property_is_named(patient, judged):
     found = judged(patient())
-    assert wrong(found) == WRONG[patient], shown(found)
+    named, others = WRONG[patient]
+    assert wrong(found) == {named}, shown(found)
+    assert not_right(found) == others, shown(found)
     assert found.verdict == verdict.WRONG
 
 

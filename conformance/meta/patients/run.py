@@ -77,6 +77,16 @@ def wrong(found: verdict.MethodVerdict) -> set[str]:
     return {name for name, one in found.properties.items() if one.verdict == verdict.WRONG and one.follows is None}
 
 
+def not_right(found: verdict.MethodVerdict) -> dict[str, str]:
+    """The verdicts that are not "right", other than those of `wrong`, of their consequences, of what a convention
+    settles, and of properties that no test judged."""
+    return {
+        name: one.verdict for name, one in found.properties.items()
+        if one.verdict not in (verdict.RIGHT, verdict.CONVENTION) and not one.findings
+        and not one.why.startswith(("no test of it ran", "no test called it"))
+    }
+
+
 def shown(found: verdict.MethodVerdict) -> dict[str, Any]:
     """The verdict on each property, for messages of failed tests."""
     return {name: (one.verdict, one.cases, one.why, one.findings[:1]) for name, one in found.properties.items()}
