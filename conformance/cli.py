@@ -16,7 +16,7 @@ from importlib import resources
 from . import discovery, ledger
 
 #: What the extra "test" installs, and some commands import.
-NEEDED = ("hypothesis", "pytest", "safetensors")
+NEEDED = ("hypothesis", "pytest", "safetensors", "tqdm")
 
 Command = Callable[[Sequence[str], str], int]
 
@@ -101,6 +101,7 @@ def _measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     import pytest
 
     from ..fixtures import accuracy_of
+    from .progress import say
 
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as "python -m" does: the implementation may be a module of this folder
@@ -109,7 +110,7 @@ def _measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     try:
         rows = accuracy_of.evaluate(
             options.impl, plan=accuracy_of.plan(options.queries), methods=options.methods or None,
-            device=options.device, dtype=options.dtype, progress=lambda line: print(line, file=sys.stderr, flush=True),
+            device=options.device, dtype=options.dtype, progress=lambda line: say(line, sys.stderr),
         )
     except (accuracy_of.NothingToMeasure, pytest.UsageError) as error:
         parser.error(str(error).removeprefix("--kv-impl "))

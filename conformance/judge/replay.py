@@ -14,6 +14,7 @@ from typing import Any
 from .. import capabilities
 from ..cases import case as cases
 from ..discovery import OPTIMIZED
+from ..progress import bar, say
 from . import calls, checkers, lockstep, subjects
 from .fields import MissingField
 from .subjects import Subject
@@ -101,27 +102,29 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     except pytest.UsageError as error:
         parser.error(str(error))
     failures = 0
-    for file in options.files:
-        try:
-            case = cases.load(file, device)
-        except ValueError as error:
-            parser.error(str(error))
-        print(f"{file}: {case!r}")
-        label = cases.subject_of(file)
-        subject = next((one for one in subjects.every() if str(one) == label), None)
-        try:
-            if subject is None:
-                for line in judged(case, side):
-                    print(f"  {line}")
-            else:
-                supported = twins.capabilities(subject.method)
-                with capabilities.use(supported):
-                    for name, wrong in judged_fields(case, side, subject):
-                        failures += wrong is not None
-                        print(f"  {name}: {'right' if wrong is None else wrong}")
-        except (NotProvided, Exception) as error:
-            failures += 1
-            print(f"  {said(error)}")
+    with bar(len(options.files), "file") as progress:
+        for file in options.files:
+            try:
+                case = cases.load(file, device)
+            except ValueError as error:
+                parser.error(str(error))
+            say(f"{file}: {case!r}")
+            label = cases.subject_of(file)
+            subject = next((one for one in subjects.every() if str(one) == label), None)
+            try:
+                if subject is None:
+                    for line in judged(case, side):
+                        say(f"  {line}")
+                else:
+                    supported = twins.capabilities(subject.method)
+                    with capabilities.use(supported):
+                        for name, wrong in judged_fields(case, side, subject):
+                            failures += wrong is not None
+                            say(f"  {name}: {'right' if wrong is None else wrong}")
+            except (NotProvided, Exception) as error:
+                failures += 1
+                say(f"  {said(error)}")
+            progress.update()
     return 1 if failures else 0
 
 

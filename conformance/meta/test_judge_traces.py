@@ -77,7 +77,7 @@ def test_a_wrong_choice_is_counted_and_a_legal_one_is_not(name):
 
 @pytest.mark.parametrize(("choose", "wrong"), [
     (evicts, 3), (keeps, [2, 1]), (keeps, [1, 3]), (stays, [1]), (stays, [0, 1, 2]),
-], ids=str)  # fmt: skip
+], ids=lambda value: getattr(value, "__name__", str(value)))  # fmt: skip
 def test_a_choice_that_cannot_be_adopted_ends_the_trace(choose, wrong):
     with mismatch.counting() as messages, pytest.raises(Mismatch):
         choose(wrong, SCORES)
@@ -93,7 +93,7 @@ def test_an_eviction_at_the_wrong_time_cannot_be_adopted():
         )
 
 
-@pytest.mark.parametrize(("choose", "truth"), [(evicts, 2), (keeps, (0, 1)), (stays, (0, 1))], ids=str)
+@pytest.mark.parametrize(("choose", "truth"), [(evicts, 2), (keeps, (0, 1)), (stays, (0, 1))], ids=["evicts", "keeps", "stays"])
 def test_an_oracle_that_is_wrong_is_still_the_judges_error(choose, truth):
     right = 0 if choose is evicts else [1, 2]
     with mismatch.counting(), pytest.raises(JudgeError):

@@ -42,6 +42,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..progress import bar, say
 from . import mutate_probe
 from .mutate_probe import ORDER, PROFILE
 from .mutate_server import Server
@@ -423,9 +424,11 @@ def _run(methods: Sequence[str], only: Sequence[str] | None, jobs: int) -> tuple
         with Lab(tree, Path(folder)) as lab, ThreadPoolExecutor(jobs) as pool:
             seconds = sum(pool.map(lab.baseline, [tests[start::jobs] for start in range(min(jobs, len(tests)))]))
             print(f"{len(tests)} tests pass without mutants ({seconds:.0f} s of CPU)", flush=True)
-            for result in pool.map(lab.run, chosen):
-                print(f"{result.status:8} {result.name} ({result.seconds:.1f} s)", flush=True)
-                results.append(result)
+            with bar(len(chosen), "mutant") as progress:
+                for result in pool.map(lab.run, chosen):
+                    say(f"{result.status:8} {result.name} ({result.seconds:.1f} s)")
+                    results.append(result)
+                    progress.update()
     print(f"{seconds + sum(result.seconds for result in results):.0f} s of CPU in total")
     return results, everyone
 
