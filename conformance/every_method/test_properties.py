@@ -156,16 +156,20 @@ def test_large_tensors(subject, field, data, twins, results):
 @of((subject, name) for subject in FUNCTIONS if subject.recorded is not None for name in subject.choices)
 def test_decisions_on_recorded_traces(subject, field, twins, device):
     """Of a trained model on real text. All of them are judged, and the wrong ones counted."""
-    module, wrong = subject.module(twins.optimized), []
+    module, wrong, wrongs = subject.module(twins.optimized), [], []
 
     def check(case: Any) -> None:
         try:
             subject.check(module, case, field, decides=True, results=results)
         except Mismatch as error:
             wrong.append(str(error).splitlines()[0])
+            wrongs.append(error.wrong)
 
     checked = check_each(subject.recorded(device), check)
-    assert not wrong, f"{len(wrong)} of {checked} recorded cases have a wrong choice; the first: {wrong[0]}"
+    if wrong:
+        error = Mismatch(f"{len(wrong)} of {checked} recorded cases have a wrong choice; the first: {wrong[0]}")
+        error.field, error.wrong = field, sum(wrongs)
+        raise error
 
 
 # What one call must not do to another: judge/calls.py -----------------------------------------------------------------

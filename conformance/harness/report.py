@@ -106,6 +106,7 @@ def _judgement(found: Judgement) -> dict[str, Any]:
         "decisions": found.decisions,
         "decisive": found.decisive,
         "adjudicated": found.adjudicated,
+        "wrong": found.wrong,
         "worst": dict(found.worst),
         "why": found.why,
         "follows": found.follows,

@@ -158,7 +158,7 @@ def assert_eviction_right(
         at = _first(wrong)
         why = "the lowest free slot" if bool(free[at].any()) else "the lowest index, since all are protected"
         fail(f"{what}: row {at} must pick slot {expected[at].item()}, {why}, got slot {slot[at].item()}"
-             f"\n  free slots: {_indices(free[at])}")
+             f"\n  free slots: {_indices(free[at])}", wrong=int(wrong.sum()))
     tie = index if tie is None or any_of_equals() else tie
     _check_victims(slot, scores, candidates, tie, forced, what, fail)
     # float64 rounding may order equal tokens in the oracle; apply the tie rule to its choice.
@@ -200,7 +200,7 @@ def _check_victims(
     if bool(wrong.any()):
         at = _first(wrong)
         fail(f"{what}: row {at} picks slot {slot[at].item()}, which is protected, "
-             f"while these are not: {_indices(candidates[at])}")
+             f"while these are not: {_indices(candidates[at])}", wrong=int(wrong.sum()))
     lowest = _lowest_member(slot, candidates, tie)
     wrong = ~forced & (lowest != slot)
     if bool(wrong.any()):
@@ -208,7 +208,7 @@ def _check_victims(
         equal = _indices(candidates[at] & (tie[at] == tie[at][slot[at]]))
         fail_tie(
             f"{what}: row {at} picks slot {slot[at].item()}, but slot {lowest[at].item()} holds an equal token, and "
-            f"ties go to the lowest index\n  equal tokens: {equal}", fail
+            f"ties go to the lowest index\n  equal tokens: {equal}", fail, wrong=int(wrong.sum())
         )
     low = scores.low.gather(-1, at_slot)[..., 0]
     rivals = scores.high.masked_fill(~candidates, torch.inf)
@@ -218,7 +218,7 @@ def _check_victims(
         better = int(rivals[at].argmin())
         fail(
             f"{what}: row {at} picks slot {slot[at].item()}, whose score is in {_interval(scores, at, slot[at])}, "
-            f"but slot {better} scores less: {_interval(scores, at, better)}"
+            f"but slot {better} scores less: {_interval(scores, at, better)}", wrong=int(wrong.sum())
         )
 
 
@@ -325,7 +325,7 @@ def check_partition(kept: Tensor, evicted: Tensor, scores: Interval, tie: Tensor
         victim, keeper = int(low.argmax()), int(high.argmin())
         fail(
             f"{what}: token {victim} is evicted with a score in {_interval(scores, (), victim)}, "
-            f"but token {keeper} is kept with {_interval(scores, (), keeper)}"
+            f"but token {keeper} is kept with {_interval(scores, (), keeper)}", wrong=int((low > high.min()).sum()),
         )
     index = torch.arange(len(tie), device=tie.device)
     # The lowest kept and the highest evicted token of each class.

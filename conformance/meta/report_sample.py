@@ -42,6 +42,7 @@ def failed(text: str, count: int = 1) -> list[Result]:
             "property": judged, "subject": f"longflow.{text}", "field": text, "error": "Mismatch", "message": message,
             "of_bound": 1e8 if number % 2 else float("inf"), "dtype": "float16", "case": f"DecodeCase({text!r})",
             "replay": f"kvtwin replay {text}.safetensors --impl theirs --device cpu",
+            "choice": False, "wrong": 1, "unusual": False,
         }
         found.append(Result(
             f"every_method/test_failed.py::test_{judged}[{number}-{text}]", method="longflow", kind="equivalence",
