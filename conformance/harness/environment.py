@@ -145,7 +145,7 @@ def set_up_hypothesis(config: pytest.Config) -> None:
     settings.register_profile("soak", max_examples=4, **soak, **common)
     settings.register_profile("ci", max_examples=20, **found, **common)
     # The explanation of a failure, which a verdict does not show, takes most of a failed test's time: about 100 calls.
-    shrunk = {"phases": [phase for phase in Phase if phase != Phase.explain]}
+    shrunk: dict[str, Any] = {"phases": [phase for phase in Phase if phase != Phase.explain]}
     settings.register_profile("gpu", max_examples=20, **shrunk, **common)  # as many as ci, but drawn from the seed
     settings.register_profile("default", max_examples=50, **shrunk, **common)
     settings.register_profile("thorough", max_examples=1000, **common)

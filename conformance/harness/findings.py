@@ -25,25 +25,29 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
     error = _unwrapped(error)
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     subject, field = parameters.get("subject"), parameters.get("field")
-    field = field if isinstance(field, str) else None
+    field = field if isinstance(field, str) else getattr(error, "field", None)
     case = cases.latest()
     found: dict[str, Any] = {
         "property": judged, "subject": None if subject is None else str(subject), "field": field,
         "error": type(error).__name__, "message": _first_lines(error),
         "case": None if case is None else repr(case), "replay": failures.last_command(),
     }
-    judges_subject = isinstance(subject, Subject)
+    tested = subject if isinstance(subject, Subject) else None
     # A replay judges the case, and does not repeat what a test asserts of its own.
-    if found["replay"] is None and case is not None and (judges_subject or not isinstance(error, AssertionError)):
-        with failures.judging(str(subject) if judges_subject else None):
+    if found["replay"] is None and case is not None and (tested or not isinstance(error, AssertionError)):
+        with failures.judging(str(tested) if tested else None):
             found["replay"] = failures.save_latest()
     found["replay"] = found["replay"] or rerun(item)
     of_bound, dtype = getattr(error, "of_bound", None), getattr(case, "dtype", None)
     if of_bound is not None and dtype is not None:
         found |= {"of_bound": of_bound, "dtype": str(dtype).removeprefix("torch."), "sizes": stats.sizes_of(case)}
-    if judged is None or case is None or not isinstance(subject, Subject):
-        return found
-    found["choice"] = field in subject.choices
+    if judged is None or case is None or tested is None:
+        # Without a subject the case cannot be made simpler: the truth may be missed for the reasons of any property.
+        of_truth = isinstance(error, compare.Mismatch) and error.field is not None
+        return found | {"unusual": True} if of_truth else found
+    found["choice"] = field in tested.choices
+    if isinstance(error, compare.Mismatch) and found["choice"]:
+        found["wrong"] = error.wrong
     if isinstance(error, compare.WrongTie):
         return found | {"property": "ties"}
     if field is None:
@@ -55,7 +59,7 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
     if of_state and judged in ("accuracy", "decisions"):
         judged = "state"
     found["property"] = attribution.property_of(
-        subject, field, case, subject.module(twins.optimized), judged, type(error), of_state=of_state
+        tested, field, case, tested.module(twins.optimized), judged, type(error), of_state=of_state
     )
     return found
 

@@ -41,12 +41,14 @@ CONSEQUENCES = {
     "repeatability": tuple(name for name in PROPERTIES if name not in ("repeatability", "bad_input")),
     "accuracy": ("decisions", "ties", "state", "traces"),
     "decisions": ("ties", "state", "traces"),
-    "independence": ("state", "traces"),
     "free_slots": ("state", "traces"),
     "extreme_numbers": ("state", "traces"),
     "layouts": ("state", "traces"),
+    "independence": ("state", "traces"),
     "state": ("traces",),
 }
+#: What may explain a failure in an unusual case that cannot be made simpler.
+EXPLAIN_UNUSUAL = ("accuracy", "decisions", "free_slots", "extreme_numbers", "layouts")
 
 #: Exit codes of a run with --kv-impl. 2 to 5 are pytest's: interrupted, internal error, wrong usage, no tests.
 EXIT_WRONG, EXIT_NOT_COVERED = 1, 6
@@ -61,7 +63,7 @@ class Judgement:
     decisions: int = 0
     decisive: int = 0
     adjudicated: int = 0  # decisions that differ from float64's and are right within the bounds
-    wrong: int = 0  # decisions that are wrong, of those that are counted: on recorded traces
+    wrong: int = 0  # wrong decisions on the recorded traces, and in the cases of the findings
     worst: dict[str, float] = field(default_factory=dict)  # dtype -> the largest error as a fraction of its bound
     why: str = ""  # why it is not covered
     findings: list[dict[str, Any]] = field(default_factory=list)  # the shortest case first
@@ -187,6 +189,8 @@ def _follows(name: str, judged: Judgement, cause: str) -> bool:
     """True if a wrong property may be a consequence of `cause`."""
     if cause == "accuracy" and name != cause and all(one.get("choice") for one in judged.findings):
         return True  # inaccurate scores make wrong choices in cases of any property
+    if cause in EXPLAIN_UNUSUAL and name != cause and all(one.get("unusual") for one in judged.findings):
+        return True
     return name in CONSEQUENCES[cause]
 
 
@@ -209,6 +213,7 @@ def _of_property(name: str, found: Sequence[Result], supported: Capabilities, de
             made.worst[dtype] = max(used, made.worst.get(dtype, 0.0))
     made.findings = sorted((_finding(result) for result in wrong), key=_least_helpful_last)
     for one in made.findings:
+        made.wrong += one.get("wrong", 0)
         if "of_bound" in one:
             made.worst[one["dtype"]] = max(one["of_bound"], made.worst.get(one["dtype"], 0.0))
     made.expected = bool(wrong) and all(result.outcome == "xfailed" for result in wrong)

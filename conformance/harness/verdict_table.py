@@ -30,6 +30,7 @@ def lines(found: MethodVerdict, implementation: str, *, verbose: bool = False) -
 
 def _row(name: str, judged: Judgement) -> tuple[str, ...]:
     decisive = f"{judged.decisive} of {judged.decisions}" if judged.decisions else "-"
+    decisive = f"{judged.wrong} wrong, {decisive}" if judged.wrong else decisive
     worst = max(judged.worst.items(), key=lambda pair: pair[1], default=None)
     used = "-" if worst is None else f"{of_bound(worst[1])} ({worst[0]})"
     says = judged.why

@@ -160,7 +160,7 @@ def assert_eviction_right(
         at = _first(wrong)
         why = "the lowest free slot" if bool(free[at].any()) else "the lowest index, since all are protected"
         fail(f"{what}: row {at} must pick slot {expected[at].item()}, {why}, got slot {slot[at].item()}"
-             f"\n  free slots: {_indices(free[at])}")
+             f"\n  free slots: {_indices(free[at])}", wrong=int(wrong.sum()))
     tie = index if tie is None or any_of_equals() else tie
     illegal = _check_victims(slot, scores, candidates, tie, forced, what, fail)
     # float64 rounding may order equal tokens in the oracle; apply the tie rule to its choice.
@@ -203,7 +203,7 @@ def _check_victims(
     if bool(wrong.any()):
         at = _first(wrong)
         fail(f"{what}: row {at} picks slot {slot[at].item()}, which is protected, "
-             f"while these are not: {_indices(candidates[at])}")
+             f"while these are not: {_indices(candidates[at])}", wrong=int(wrong.sum()))
     lowest = _lowest_member(slot, candidates, tie)
     wrong = ~forced & (lowest != slot)
     if bool(wrong.any()):
@@ -211,7 +211,7 @@ def _check_victims(
         equal = _indices(candidates[at] & (tie[at] == tie[at][slot[at]]))
         fail_tie(
             f"{what}: row {at} picks slot {slot[at].item()}, but slot {lowest[at].item()} holds an equal token, and "
-            f"ties go to the lowest index\n  equal tokens: {equal}", fail
+            f"ties go to the lowest index\n  equal tokens: {equal}", fail, wrong=int(wrong.sum())
         )
     low = scores.low.gather(-1, at_slot)[..., 0]
     rivals = scores.high.masked_fill(~candidates, torch.inf)

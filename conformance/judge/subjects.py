@@ -265,9 +265,12 @@ def every() -> list[Subject]:
 
 
 def neutral(subject: Subject, case: Case, *kept: str) -> Case:
-    """The case with ordinary numbers in contiguous tensors, without free slots, of one row and one head. kept: the
-    properties whose distinctions stay."""
-    plain: dict[str, Any] = {name: values[0] for name, values in subject.aspects["accuracy"].items()}
+    """The case with ordinary numbers in contiguous tensors, without free slots, of one row and one head; with its own
+    numbers if they are ordinary. kept: the properties whose distinctions stay."""
+    plain: dict[str, Any] = {
+        name: own if (own := getattr(case, name, None)) in values else values[0]
+        for name, values in subject.aspects["accuracy"].items()
+    }
     plain |= {"batch": 1, "key_value_heads": 1, "group": 1, "poison": "zero"}
     stay = {name for one in kept for name in DISTINCTIONS.get(one, ())}
     names = {one.name for one in dataclasses.fields(case)} - stay

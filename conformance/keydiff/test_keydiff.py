@@ -120,6 +120,7 @@ def stays(kept: torch.Tensor, slots: int) -> torch.Tensor:
 UNTIED = ("ordinary", "collinear", "outliers", "sizes")
 
 
+@pytest.mark.property("independence")
 @given(
     case=key_cases(content=UNTIED, occupancy=("none",), slots=(2, 48)).filter(lambda it: it.layout != "repeat_slots"),
     seed=st.integers(0, 2**32 - 1),
@@ -143,6 +144,7 @@ def test_keydiff_does_not_depend_on_slot_order(case, seed, twins, device):
     assert_same(stays(moved.kept, case.slots), expected, where=sealed[..., None], what="kept tokens")
 
 
+@pytest.mark.property("independence")
 @given(case=key_cases(content=UNTIED), shift=st.integers(1, 3))
 @few
 def test_keydiff_does_not_depend_on_head_order(case, shift, twins):
@@ -156,6 +158,7 @@ def test_keydiff_does_not_depend_on_head_order(case, shift, twins):
         assert_same(moved.kept, plain.kept[:, heads], where=sealed[..., None], what="kept")
 
 
+@pytest.mark.property("independence")
 @given(case=key_cases(content=UNTIED), extra=st.integers(1, 20))
 @few
 def test_keydiff_ignores_extra_padding_slots(case, extra, twins):
@@ -175,6 +178,7 @@ def test_keydiff_ignores_extra_padding_slots(case, extra, twins):
         judge.assert_evict_right(twins.optimized.keydiff.evict(**padded.inputs), padded)
 
 
+@pytest.mark.property("independence")
 @given(case=key_cases(content=UNTIED), row=st.integers(0, 2))
 @few
 def test_keydiff_evicts_the_same_from_a_row_alone_and_in_a_batch(case, row, twins):

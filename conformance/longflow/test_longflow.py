@@ -96,6 +96,7 @@ def rebuilt(case: DecodeCase, change) -> DecodeCase:
     return DecodeCase.of(**tensors, scale=case.scale, per_head=case.per_head)
 
 
+@pytest.mark.property("independence")
 @given(case=decode_cases(occupancy=("full",)), seed=st.integers(0, 2**32 - 1))
 @few
 def test_longflow_does_not_depend_on_slot_order(case, seed, twins, device):
@@ -114,6 +115,7 @@ def test_longflow_does_not_depend_on_slot_order(case, seed, twins, device):
     assert_same(order[moved.slot], plain.slot, where=verdict.decisive & (classes == 1), what="the evicted token")
 
 
+@pytest.mark.property("independence")
 @given(case=decode_cases(occupancy=("full",)), shift=st.integers(1, 3))
 @few
 def test_longflow_does_not_depend_on_head_order(case, shift, twins):
@@ -134,6 +136,7 @@ def test_longflow_does_not_depend_on_head_order(case, shift, twins):
     assert_same(moved.slot, expected, where=verdict.decisive, what="the evicted slot")
 
 
+@pytest.mark.property("independence")
 @given(case=decode_cases(occupancy=("full", "random")), extra=st.integers(1, 20))
 @few
 def test_longflow_ignores_extra_padding_slots(case, extra, twins):
@@ -155,6 +158,7 @@ def test_longflow_ignores_extra_padding_slots(case, extra, twins):
     )
 
 
+@pytest.mark.property("independence")
 @given(case=decode_cases(), row=st.integers(0, 2))
 @few
 def test_longflow_decodes_a_row_the_same_alone_and_in_a_batch(case, row, twins):

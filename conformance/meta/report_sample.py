@@ -44,6 +44,7 @@ def failed(text: str, count: int = 1) -> list[Result]:
             "of_bound": 1e8 if number % 2 else float("inf"), "dtype": "float16", "case": f"DecodeCase({text!r})",
             "sizes": ["D 16", "S 4"],
             "replay": f"kvtwin replay {text}.safetensors --impl theirs --device cpu",
+            "choice": False, "wrong": 1, "unusual": False,
         }
         found.append(Result(
             f"every_method/test_failed.py::test_{judged}[{number}-{text}]", method="longflow", kind="equivalence",

@@ -161,6 +161,24 @@ def test_a_wrong_choice_may_follow_from_inaccurate_scores(name, choice, follows)
     assert found.properties[name].follows == follows
 
 
+def test_an_unusual_case_may_follow_from_what_is_wrong_in_ordinary_ones():
+    unusual = result("independence", "failed", finding={"property": "independence", "unusual": True})
+    for cause in ("accuracy", "free_slots", "layouts"):
+        found = judged(*RIGHT, result(cause, "failed", finding={"property": cause}), unusual)["longflow"]
+        assert [(name, also) for name, _, also in found.causes] == [(cause, ["independence"])]
+    assert judged(*RIGHT, unusual)["longflow"].properties["independence"].follows is None
+    other = result("independence", "failed", finding={"property": "independence"})
+    assert of("independence", *RIGHT, result("accuracy", "failed"), unusual, other).follows is None
+
+
+def test_wrong_decisions_are_counted():
+    finding = {"property": "decisions", "choice": True, "wrong": 3}
+    failed = [result("decisions", "failed", finding=finding), result("decisions", "failed", finding=finding)]
+    found = judged(*RIGHT, *failed)["longflow"]
+    assert found.properties["decisions"].wrong == 6
+    assert any("6 wrong, 96 of 120" in text for text, _ in verdict_table.lines(found, "theirs"))
+
+
 def test_accuracy_is_not_needed_where_nothing_returns_numbers():
     """StreamingLLM's `keep` returns a mask, and its state, which is missing, returns outputs."""
     others = [one for one in RIGHT if one.judges != "accuracy"]

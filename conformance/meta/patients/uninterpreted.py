@@ -18,13 +18,13 @@ SIZE = 16
 
 
 @triton.jit
-def _add_kernel(source, target, size: tl.constexpr):
+def _add_kernel(source: Any, target: Any, size: tl.constexpr) -> None:
     index = tl.arange(0, size)
     tl.atomic_add(target + index, tl.load(source + index))
 
 
 @triton.jit
-def _assembly_kernel(target, size: tl.constexpr):
+def _assembly_kernel(target: Any, size: tl.constexpr) -> None:
     index = tl.arange(0, size)
     zero = tl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [index], dtype=tl.int32, is_pure=True, pack=1)
     tl.store(target + index, zero)

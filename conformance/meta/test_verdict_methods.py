@@ -1,0 +1,92 @@
+"""The verdict on small implementations of other methods than LongFlow, right and wrong, and on kvtwin's reference."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtwin.conformance.harness import verdict
+from kvtwin.conformance.meta.patients import others
+from kvtwin.conformance.meta.patients.run import not_right, shown, verdict_of, wrong
+
+pytestmark = pytest.mark.slow
+
+PROPERTIES = "every_method/test_properties.py"
+#: Method -> what it provides, right, and the properties that are not judged, with the reason.
+RIGHT: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "keydiff": ({"evict": others.Evict()}, {}),
+    "snapkv": ({"compress": others.Compress()}, {}),
+    "streaming_llm": ({"keep": others.Keep()}, {"accuracy": verdict.NOT_COVERED}),  # it returns no numbers
+}
+#: Method -> what it provides, the property that is wrong, and the others that are not right, with the reason.
+WRONG: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
+    # The cases with equal keys have other keys, too, of which the wrong ones are evicted.
+    "keydiff": ({"evict": others.LosesTheSign()}, "decisions", {"ties": verdict.NOT_COVERED}),
+    "snapkv": ({"compress": others.PoolsTheWindow()}, "decisions", {"ties": verdict.NOT_COVERED}),
+    "h2o": ({"H2OState": others.SumsStayInSlots}, "accuracy", {"ties": verdict.NOT_COVERED}),
+    # It returns no numbers. In the failing cases with free slots the tokens are in another order than their slots.
+    "streaming_llm": ({"keep": others.SinksBySlot()}, "decisions", {
+        "accuracy": verdict.NOT_COVERED, "free_slots": verdict.NOT_COVERED,
+    }),
+}
+DECLARED: dict[str, dict[str, Any]] = {"keydiff": {"options": others.KEYDIFF}}
+METHODS = {
+    "longflow": "longflow", "keydiff": "keydiff", "thinkv": "thinkv",
+    **{name: f"baselines.{name}" for name in ("snapkv", "h2o", "tova", "streaming_llm")},
+}
+MATRIX_PRODUCTS = ("longflow", "snapkv", "h2o", "tova")
+
+
+@pytest.fixture
+def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def judge(method: str, provided: dict[str, Any]) -> verdict.MethodVerdict:
+        return verdict_of(method, provided, DECLARED.get(method, {}), method, tmp_path, monkeypatch, PROPERTIES)
+
+    return judge
+
+
+@pytest.mark.parametrize("method", RIGHT)
+def test_a_right_function_is_right(method, judged):
+    provided, lacking = RIGHT[method]
+    found = judged(method, provided)
+    assert found.verdict == verdict.RIGHT, shown(found)
+    assert not wrong(found) and not_right(found) == lacking, shown(found)
+
+
+@pytest.mark.parametrize("method", WRONG)
+def test_the_ill_is_named(method, judged):
+    provided, named, lacking = WRONG[method]
+    found = judged(method, provided)
+    assert wrong(found) == {named}, shown(found)
+    assert not_right(found) == lacking, shown(found)
+
+
+def test_the_reference_is_right_as_somebodys_module(tmp_path):
+    """All functions and states of seven methods, with every property."""
+    package = tmp_path / "theirs"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    for method, path in METHODS.items():
+        # Attention of several queries is a matrix product, which may round equal keys differently.
+        declared = 'ties="any"' if method in MATRIX_PRODUCTS else ""
+        (package / f"{method}.py").write_text(
+            f"from kvtwin.conformance import Capabilities\nfrom kvtwin.reference.{path} import *\n"
+            f"CAPABILITIES = Capabilities({declared})\n", encoding="utf-8",
+        )  # fmt: skip
+    ran = subprocess.run([
+        sys.executable, "-m", "kvtwin.conformance", *METHODS, "--impl=theirs", "--device=cpu", "--jobs=1",
+        "--hypothesis-profile=quick", "--report=report.json",
+    ], cwd=tmp_path, capture_output=True, text=True, check=False)  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert {method: report["overall"][method]["verdict"] for method in METHODS} == dict.fromkeys(METHODS, "right")
+    others = {
+        (method, name, judged["verdict"]) for method, properties in report["verdicts"].items()
+        for name, judged in properties.items() if judged["verdict"] != verdict.RIGHT
+    }
+    assert others == {(method, "ties", verdict.CONVENTION) for method in MATRIX_PRODUCTS}
