@@ -1,4 +1,4 @@
-"""Every baseline that has no bench file of its own, at the shapes of the specification of the baselines.
+"""Every baseline that has no bench file of its own, at the shapes of the targets of the baselines.
 
 A baseline's benchmarks are the decode step and the block of its state and, if it exports `attend`, that function. Their
 gates are in thresholds/NAME.toml.

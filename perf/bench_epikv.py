@@ -1,4 +1,4 @@
-"""EpiKV at the shapes of its specification: what scoring adds to a model's step, attention with it against eager H2O,
+"""EpiKV at the shapes of its targets: what scoring adds to a model's step, attention with it against eager H2O,
 and the memory of a long prompt.
 """
 

@@ -1,4 +1,4 @@
-"""KeyDiff at the shapes of its specification: score, selection and compaction against the eager way; a decode step.
+"""KeyDiff at the shapes of its targets: score, selection and compaction against the eager way; a decode step.
 
 The eager way is what evicting caches do in PyTorch: normalise, mean, cosine_similarity, topk, gather.
 """

@@ -1,4 +1,4 @@
-"""LongFlow at the shapes of its specification: a whole decode step against attention alone, by the fastest kernels.
+"""LongFlow at the shapes of its targets: a whole decode step against attention alone, by the fastest kernels.
 
 The prompt's functions are measured for information: they run once per sequence.
 """

@@ -1,4 +1,4 @@
-"""SyncKV at the shapes of its specification: decode steps, averaged over whole strides, against full attention.
+"""SyncKV at the shapes of its targets: decode steps, averaged over whole strides, against full attention.
 
 What is timed is one stride of steps in one graph, an anticipation among them, its selection counted; and the peers as
 often. 30 % of the keys and values are resident where k is a fifteenth of all tokens, R-heads included.
@@ -156,7 +156,7 @@ def stride_benchmark(device_benchmark, draw, shape: Shape, gated: bool) -> None:
     )
     if gated and figures is not None:
         faster = figures.references["eager"] / figures.seconds
-        assert faster >= 8, f"{faster:.2f} times as fast as eager attention; the specification asks for 8"
+        assert faster >= 8, f"{faster:.2f} times as fast as eager attention; the target is 8"
 
 
 def test_stride(device_benchmark, draw):
@@ -364,7 +364,7 @@ def test_offloaded_stack(device_benchmark, draw, gpu, benchmark):
         times = ", ".join(f"{name} {seconds / STRIDE * 1e3:.2f}" for name, seconds in took.items())
         benchmark.extra_info["offload"] = {"overlap": overlaps[-1], "hidden": hidden, "seconds_a_stride": took}
         print(f"overlap {overlaps[-1]:.2f}; ms a step: {times}; {hidden:.0%} of the transfers hidden")
-        assert hidden >= 0.9, f"{hidden:.0%} of the transfers' time is hidden; the specification asks for 90 %"
+        assert hidden >= 0.9, f"{hidden:.0%} of the transfers' time is hidden; the target is 90 %"
 
 
 @pytest.mark.parametrize("programs", [8, 16, 24, 32, 64])

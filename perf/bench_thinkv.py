@@ -1,4 +1,4 @@
-"""ThinKV at the shapes of its specification: attention over the quantized paged cache, and what keeps the cache small.
+"""ThinKV at the shapes of its targets: attention over the quantized paged cache, and what keeps the cache small.
 
 The peer is the fastest attention over as many tokens in bfloat16. 60 % of the tokens are reasoning, 30 % execution (4
 bits each), 10 % transition (2 bits).
