@@ -1,4 +1,7 @@
-"""What a benchmark's figures are held to: the roofline, the bars of the specification, and the level reached so far."""
+"""What a benchmark's figures are held to: the roofline, its targets (bars), and the level reached so far.
+
+The targets were set before the kernels were written. The levels are what the kernels have reached since.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ class Figures:
 class Gate:
     """One benchmark's thresholds.
 
-    bar_ratio, bar_milliseconds: what the specification asks, without slack: at most this multiple of a peer's time; at
+    bar_ratio, bar_milliseconds: the target, without slack: at most this multiple of a peer's time; at
     most so long on a machine. held_ratio, held_share: what was reached; more than SLACK worse is a failure.
     """
 
@@ -130,12 +133,12 @@ def too_slow(figures: Figures, gate: Gate, machine: str) -> list[str]:
     for peer, most in gate.bar_ratio.items():
         ratio = figures.ratio(peer)
         if ratio is None:
-            found.append(f"no figure for peer {peer}, which the specification compares with")
+            found.append(f"no figure for peer {peer}, with which a target compares")
         elif not ratio <= most:
-            found.append(f"takes {ratio:.3f} times as long as {peer}; the specification allows {most:g}")
+            found.append(f"takes {ratio:.3f} times as long as {peer}; the target allows {most:g}")
     allowed = gate.bar_milliseconds.get(machine)
     if allowed is not None and not figures.seconds * 1e3 <= allowed:
-        found.append(f"takes {figures.seconds * 1e3:.4f} ms; the specification allows {allowed:g} ms on {machine}")
+        found.append(f"takes {figures.seconds * 1e3:.4f} ms; the target allows {allowed:g} ms on {machine}")
     for peer, reached in gate.held_ratio.items():
         ratio = figures.ratio(peer)
         if ratio is None:

@@ -93,7 +93,9 @@ def test_an_eviction_at_the_wrong_time_cannot_be_adopted():
         )
 
 
-@pytest.mark.parametrize(("choose", "truth"), [(evicts, 2), (keeps, (0, 1)), (stays, (0, 1))], ids=["evicts", "keeps", "stays"])
+@pytest.mark.parametrize(
+    ("choose", "truth"), [(evicts, 2), (keeps, (0, 1)), (stays, (0, 1))], ids=["evicts", "keeps", "stays"]
+)
 def test_an_oracle_that_is_wrong_is_still_the_judges_error(choose, truth):
     right = 0 if choose is evicts else [1, 2]
     with mismatch.counting(), pytest.raises(JudgeError):

@@ -415,7 +415,8 @@ def _run(methods: Sequence[str], only: Sequence[str] | None, jobs: int) -> tuple
     chosen = [mutant for mutant in chosen if not only or mutant.name in only]
     unknown = {*methods, *(only or ())} - {mutant.method for mutant in everyone} - {mutant.name for mutant in everyone}
     if unknown or not chosen:
-        raise MutantError(f"no such method or mutant: {', '.join(sorted(unknown))}")
+        there = sorted({mutant.method for mutant in everyone})
+        raise MutantError(f"no such method or mutant: {', '.join(sorted(unknown))}; methods: {', '.join(there)}")
     tree = here()
     tree.check(chosen)
     with tempfile.TemporaryDirectory(prefix="kvtwin-mutants-") as folder:
