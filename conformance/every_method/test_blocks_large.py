@@ -64,7 +64,8 @@ def test_a_step_in_one_kernel_or_in_two_keeps_step_with_float64(pair, choice, tw
     size, fused, more = CHOICES[choice]
     given = {**(CPU if device.type == "cpu" else GPU)[size], **more.get(device.type, {})}
     # The new token may be evicted at once or after a step, if the method allows that.
-    newest = {"recent": int(size == "heads")} if "recent" in {field.name for field in dataclasses.fields(pair.config)} else {}
+    fields = {field.name for field in dataclasses.fields(pair.config)}
+    newest = {"recent": int(size == "heads")} if "recent" in fields else {}
     with compile_only.fused_as(pair, fused):
         _keep_step(pair, given, twins, device, newest)
 

@@ -81,18 +81,17 @@ def decode(state: Any, seed: int, count: int, wrong: list[str] | None = None) ->
         if last:
             outputs.append(output.clone())
         if wrong is not None and last:
-            wrong += error_of_attention(state, *token, output, before)
+            wrong += error_of_attention(state, token, output, before)
     return outputs
 
 
-def error_of_attention(
-    state: Any, query: Tensor, key: Tensor, value: Tensor, output: Tensor, before: Sequence[Tensor]
-) -> list[str]:
+def error_of_attention(state: Any, token: Sequence[Tensor], output: Tensor, before: Sequence[Tensor]) -> list[str]:
     """A message unless the output of a step is float64 attention to the new token and the tokens that the state held.
     """
     from ..judge import bounds, oracle
     from ..judge.compare import assert_within
 
+    query, key, value = token
     if hasattr(state, "next_slot"):  # the new token has replaced another before it attended
         keys, values, occupied = state.key, state.value, state.occupied
     else:

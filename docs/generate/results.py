@@ -154,8 +154,8 @@ def kill_matrix_page() -> str:
         "# Kill matrix\n\nA mutant is one deliberate mistake in one file. `python -m tox -e mutants` applies each "
         "of them to a copy and runs the tests that must fail.\n\n"
         + markdown_table(["method", "mutants", "killed"], rows)
-        + "\n\n## Classes\n\nSome mistakes survived in classes, whole kinds of cases that no test had. Mutants of these "
-        "classes are marked:\n\n" + mutant_classes()
+        + "\n\n## Classes\n\nSome mistakes survived in classes, whole kinds of cases that no test had. Mutants of "
+        "these classes are marked:\n\n" + mutant_classes()
     ]
     for name, one in found.items():
         rows = [
