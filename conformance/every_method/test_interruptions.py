@@ -28,9 +28,8 @@ from kvtwin.conformance.judge.compare import assert_same
 THOROUGH = settings().max_examples >= 1000
 #: Allocations and copies inside custom operations, where a TorchFunctionMode sees nothing.
 INSIDE = (
-    *((torch, name) for name in (
-        "arange", "cat", "empty", "empty_like", "full", "ones", "stack", "zeros", "zeros_like",
-    )),
+    *((torch, name) for name in ("arange", "cat", "empty", "empty_like", "full", "ones", "stack", "zeros")),
+    (torch, "zeros_like"),
     *((Tensor, name) for name in ("clone", "contiguous", "copy_", "new_empty", "new_full", "new_zeros")),
 )
 #: Places of each call where an error comes otherwise: the first, the last, and one between.

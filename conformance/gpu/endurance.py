@@ -7,8 +7,9 @@ It prints a line per state, and exits with 1 if a check fails:
   window, and each of them keeps the tokens that were quantized with it.
 - Counters: `tokens_seen` is exact. The positions of a row's tokens are distinct, and lie between 0 and `tokens_seen`.
   A state that always fills its budget holds as many tokens at the end as at half of the steps.
-- The last steps: a copy of the state in other memory gives the same bits. After `reset()`, the state gives the same
-  bits as a new one.
+- The last steps: a copy of the state in other memory gives the same bits. The outputs are those of float64 attention to
+  the keys and values that the state holds, within the derived bounds; not for SyncKV, whose heads attend to a part of
+  the tokens, and ThinKV, which quantizes them. After `reset()`, the state gives the same bits as a new one.
 """
 
 from __future__ import annotations
@@ -66,17 +67,44 @@ def tokens(device: torch.device, seed: int, count: int) -> Iterator[tuple[Tensor
             yield query.contiguous(), key.contiguous(), value.contiguous()
 
 
-def decode(state: Any, seed: int, count: int) -> list[Tensor]:
-    """The outputs of the last LAST of `count` steps."""
+def decode(state: Any, seed: int, count: int, wrong: list[str] | None = None) -> list[Tensor]:
+    """The outputs of the last LAST of `count` steps. wrong: gets a message for each that is not attention to the cache.
+    """
     from ..judge import checkers
 
     outputs: list[Tensor] = []
     device = state.device
     for number, token in enumerate(tokens(device, seed, count)):
+        last = number >= count - LAST
+        before = [one.clone() for one in (state.key, state.value, state.occupied)] if wrong is not None and last else []
         output = state.step(*token, **checkers.extras(state, *token))
-        if number >= count - LAST:
+        if last:
             outputs.append(output.clone())
+        if wrong is not None and last:
+            wrong += error_of_attention(state, token, output, before)
     return outputs
+
+
+def error_of_attention(state: Any, token: Sequence[Tensor], output: Tensor, before: Sequence[Tensor]) -> list[str]:
+    """A message unless the output of a step is float64 attention to the new token and the tokens that the state held.
+    """
+    from ..judge import bounds, oracle
+    from ..judge.compare import assert_within
+
+    query, key, value = token
+    if hasattr(state, "next_slot"):  # the new token has replaced another before it attended
+        keys, values, occupied = state.key, state.value, state.occupied
+    else:
+        keys, values = (torch.cat((old, new[:, :, None]), 2) for old, new in zip(before, (key, value), strict=False))
+        occupied = torch.nn.functional.pad(before[2], (0, 1), value=True)
+    here = [tensor.cpu() for tensor in (query, keys, values, occupied)]
+    truth = oracle.attend(*here, scale=state.scale)
+    bound = bounds.output_error(truth, bounds.arithmetic(query.dtype))
+    try:
+        assert_within(output.cpu(), truth.output[:, :, 0], bound[:, :, 0], what="the output")
+    except AssertionError as error:
+        return [str(error)]
+    return []
 
 
 def prefill(state: Any) -> Tensor:
@@ -144,8 +172,11 @@ def endure(pair: discovery.Pair, side: Any, device: torch.device, steps: int) ->
     if pair.name not in OPTIONS and held(state) != held_before:
         raise Failed(f"expected {held_before} tokens as after half of the steps, got {held(state)}")
     twin = copy.deepcopy(state)
-    if not same(decode(state, 4, LAST), decode(twin, 4, LAST)):
+    wrong: list[str] = []
+    if not same(decode(state, 4, LAST, wrong if pair.name not in OPTIONS else None), decode(twin, 4, LAST)):
         raise Failed(f"the last {LAST} steps differ from those of a copy of the state")
+    if wrong:
+        raise Failed(f"{len(wrong)} of the last {LAST} steps are not attention to the tokens held: {wrong[0]}")
     check_counters(state, seen + LAST)
     new = new_state(pair, side, device, steps)
     state.reset()

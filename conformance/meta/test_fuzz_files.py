@@ -92,7 +92,7 @@ WORDS = (
 )
 
 
-def tests_instead(arguments: list[str], plugins: Any) -> int:
+def instead_of_pytest(arguments: list[str], plugins: Any) -> int:
     """In place of pytest, which would run the suite: its command line is complete. An implementation is not found."""
     assert all(isinstance(argument, str) for argument in arguments)
     return pytest.ExitCode.USAGE_ERROR if any(one.startswith("--kv-impl=") for one in arguments) else pytest.ExitCode.OK
@@ -106,7 +106,7 @@ def test_a_command_line_ends_with_a_status(data: st.DataObject) -> None:
     out, err = io.StringIO(), io.StringIO()
     with (
         contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
-        mock.patch.object(pytest, "main", tests_instead), mock.patch.object(sys, "path", list(sys.path)),
+        mock.patch.object(pytest, "main", instead_of_pytest), mock.patch.object(sys, "path", list(sys.path)),
     ):
         try:
             status: Any = cli.main([command, *arguments])

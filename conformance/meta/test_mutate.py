@@ -34,6 +34,13 @@ def test_there_are_mutants_of_every_method():
     assert counts["longflow"] + counts["snapkv"] >= 20
 
 
+def test_no_two_mutants_are_the_same():
+    same: dict[str, list[str]] = {}
+    for mutant in MUTANTS:
+        same.setdefault(mutant.digest, []).append(mutant.name)
+    assert [names for names in same.values() if len(names) > 1] == []
+
+
 @pytest.mark.parametrize("file", sorted({mutant.method for mutant in MUTANTS}))
 def test_the_stored_matrix_says_that_these_very_mutants_were_killed(file):
     rows = mutate.stored(mutate.matrix_file(file))
@@ -79,6 +86,7 @@ def test_load(tmp_path):
     ('what = "one', 'crahs = true\nwhat = "one', "unknown .*crahs"),
     ('[["x + 1", "x + 2"]]', '["x + 1", "x + 2"]', "replace must be a list of"),
     ('control = "test_toy.py::test_two"', "", "neither the mutant nor the file has a control"),
+    ('what = "one', 'class = "z"\nwhat = "one', "class must be one of a, b, c, d, e, f, g, got 'z'"),
     ("test_two", "test_add", "the control is one of the killers"),
     (FILE, FILE + FILE.replace('control = "test_toy.py::test_two"', ""), "names must be unique: a"),
 ])

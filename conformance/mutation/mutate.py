@@ -13,6 +13,7 @@ of the package and runs, in a separate process (mutate_server.py), the tests tha
     killers = ["longflow/test_longflow.py::test_ties"]  # at least one of them must fail
     control = "test_..."                        # optional: another control for this one
     crash = true                                # optional: dying from a signal counts as killed
+    class = "a"                                 # optional: one of CLASSES
 
 A mutant is *killed* if a killer fails (mutate_probe.py defines which errors count), and *survives* if all killers
 pass. It is *broken*, which proves nothing, if it does not import, fails its control, or ends killers with other errors
@@ -51,7 +52,17 @@ HERE = Path(__file__).resolve().parent.parent  # the folder of all tests
 FILE = "mutants.toml"
 SCHEMA = 1
 TEXTS = ("name", "file", "what")
-OPTIONAL = ("control", "crash")
+OPTIONAL = ("control", "crash", "class")
+#: Classes of mistakes that tests can overlook as a whole, each with a letter.
+CLASSES = {
+    "a": "a tensor is walked by the strides of another",
+    "b": "several representative heads whose order matters, offload, padded rows (SyncKV)",
+    "c": "reorder or reset, or rows that differ",
+    "d": "the second round of a loop",
+    "e": "equal, huge or tiny keys, and odd windows (KeyDiff)",
+    "f": "a default or a schedule that both sides share",
+    "g": "a path that is chosen by the size of a GPU",
+}
 CPU_SECONDS = 240  # of one process: a mutant may loop for ever
 RUNS_WITH = ("torch", "triton", "hypothesis", "pytest")
 
@@ -142,6 +153,7 @@ class Mutant:
     killers: tuple[str, ...]
     control: str
     crash: bool = False
+    of_class: str = ""
 
     @property
     def digest(self) -> str:
@@ -203,7 +215,9 @@ def _load_file(file: Path) -> list[Mutant]:
             raise MutantError(f"{where}: unknown {sorted(unknown)}, missing {missing}")
         if not all(isinstance(pair, list) and [type(text) for text in pair] == [str, str] for pair in table["replace"]):
             raise MutantError(f"{where}: replace must be a list of [old text, new text]")
-        table = {"control": control, **table}
+        table = {"control": control, "of_class": table.pop("class", ""), **table}
+        if table["of_class"] not in ("", *CLASSES):
+            raise MutantError(f"{where}: class must be one of {', '.join(CLASSES)}, got {table['of_class']!r}")
         if not isinstance(table["control"], str):
             raise MutantError(f"{where}: neither the mutant nor the file has a control")
         if table["control"] in table["killers"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,19 @@ def _measured(info: Any, what: str, machine: str) -> float | None:
     return info.get({"share": "share_of_copy"}.get(what, what))
 
 
+def mutant_classes() -> str:
+    """A table of the mutants of each class by method."""
+    from kvtwin.conformance.mutation import mutate
+
+    mutants = mutate.load()
+    rows = []
+    for letter, what in mutate.CLASSES.items():
+        methods = Counter(mutant.method for mutant in mutants if mutant.of_class == letter)
+        by_method = ", ".join(f"{method} {number}" for method, number in sorted(methods.items()))
+        rows.append([letter, escape(what), str(methods.total()), by_method])
+    return markdown_table(["class", "mistake", "mutants", "by method"], rows)
+
+
 def kill_matrix_page() -> str:
     found = kill_matrices()
     rows = [
@@ -140,6 +154,8 @@ def kill_matrix_page() -> str:
         "# Kill matrix\n\nA mutant is one deliberate mistake in one file. `python -m tox -e mutants` applies each "
         "of them to a copy and runs the tests that must fail.\n\n"
         + markdown_table(["method", "mutants", "killed"], rows)
+        + "\n\n## Classes\n\nSome mistakes survived in classes, whole kinds of cases that no test had. Mutants of "
+        "these classes are marked:\n\n" + mutant_classes()
     ]
     for name, one in found.items():
         rows = [
