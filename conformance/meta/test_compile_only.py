@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtwin.conformance import compile_only
+from kvtwin.conformance import compile_only, discovery
 
 
 def run(*arguments, **environment):
@@ -26,6 +26,29 @@ def test_kernels_of_a_method_compile(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "choose_kernel" in done.stdout
     assert any(tmp_path.rglob("*.cubin")), "nothing was compiled to machine code"
+
+
+@pytest.mark.parametrize(("asked", "block"), [("1", 16), ("", 64)])
+def test_small_tiles_are_a_choice_on_a_gpu(asked, block):
+    said = subprocess.run(
+        [sys.executable, "-c", "from kvtwin.optimized._common.launch import key_block; print(key_block(128, 2, 40))"],
+        env={**os.environ, "TRITON_INTERPRET": "0", "KVTWIN_SMALL_TILES": asked}, capture_output=True, text=True,
+        check=True,
+    )
+    assert said.stdout == f"{block}\n"
+
+
+@pytest.mark.parametrize(("method", "modules"), [
+    ("longflow", ["longflow._ops"]), *((name, ["_common.block_cache.step"]) for name in ("h2o", "random", "tova")),
+    ("keydiff", []), ("snapkv", []), ("thinkv", []),
+])
+def test_methods_with_a_step_for_many_heads(method, modules):
+    """KeyDiff and SnapKV evict after the step, so it has one kernel."""
+    pair = next(pair for pair in discovery.methods() if pair.name == method)
+    found = compile_only.choosing(pair)
+    assert [module.__name__.removeprefix("kvtwin.optimized.") for module in found] == modules
+    with compile_only.fused_as(pair, True):
+        assert all(module.fused(None, None) is True for module in found)
 
 
 def test_an_unknown_method_is_a_usage_error():
