@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from . import elementary
+from .elementary import bare, quiet
 from .internals import digest, lookup
 
 Array = np.ndarray[Any, Any]
@@ -46,6 +47,7 @@ def is_float(x: Any) -> bool:
 # Sums -----------------------------------------------------------------------------------------------------------------
 
 
+@quiet
 def dot(a: Array, b: Array, dtype: Any = None) -> Array:
     """a [..., M, K] @ b [..., K, N]. Products are rounded, then added in an order that depends on K only.
 
@@ -57,55 +59,63 @@ def dot(a: Array, b: Array, dtype: Any = None) -> Array:
         return np.matmul(a, b, dtype=dtype)
     wide = np.dtype(np.float32) if kind == np.float16 else kind
     a, b = (side.astype(kind, copy=False).astype(wide, copy=False) for side in (a, b))
-    with np.errstate(all="ignore"):
-        if a.shape[-2] > b.shape[-1]:  # numpy is fast along the last axis, so make the longer axis the last one
-            found = _dot(np.swapaxes(b, -1, -2), np.swapaxes(a, -1, -2))
-            return np.swapaxes(found, -1, -2).astype(kind, copy=False)
-        return _dot(a, b).astype(kind, copy=False)
+    if a.shape[-2] > b.shape[-1]:  # numpy is fast along the last axis, so make the longer axis the last one
+        found = _dot(np.swapaxes(b, -1, -2), np.swapaxes(a, -1, -2))
+        return np.swapaxes(found, -1, -2).astype(kind, copy=False)
+    return _dot(a, b).astype(kind, copy=False)
 
 
 def _dot(a: Array, b: Array) -> Array:
-    b = np.ascontiguousarray(b)
+    a, b = _first(a, a.ndim - 1), _first(b, b.ndim - 2)  # [K, ..., M], [K, ..., N]
     rows = max(1, MOST_PRODUCTS // b.size)
-    found = np.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
-    for first in range(0, a.shape[-2], rows):
-        some = slice(first, first + rows)
-        found[..., some, :] = _folded(a[..., some, :, None] * b[..., None, :, :])
-    return found
+    found = [_of_rows(a[..., first:first + rows], b) for first in range(0, a.shape[-1], rows)]
+    return found[0] if len(found) == 1 else np.concatenate(found, axis=-2)
+
+
+def _first(x: Array, axis: int) -> Array:
+    """Move an axis to the front."""
+    if axis == 0:
+        return x
+    return x.T if x.ndim == 2 else np.moveaxis(x, axis, 0)
+
+
+def _of_rows(a: Array, b: Array) -> Array:
+    products = np.empty((*a.shape, b.shape[-1]), a.dtype)  # the sums run along the first axis
+    return _folded(np.multiply(a[..., None], b[..., None, :], out=products))
 
 
 def _folded(x: Array) -> Array:
-    """Sum over the second-to-last axis: add the second half to the first until one row is left. Overwrites x."""
-    n = x.shape[-2]
+    """Sum over the first axis: add the second half to the first until one row is left. Overwrites x."""
+    n = len(x)
     while n > 1:
         half = n // 2
-        first = x[..., :half, :]
-        np.add(first, x[..., half:2 * half, :], out=first)
+        first = x[:half]
+        np.add(first, x[half:2 * half], out=first)
         if n % 2:
-            x[..., half, :] = x[..., n - 1, :]
+            x[half] = x[n - 1]
         n -= half
-    return x[..., 0, :]
+    return x[0].copy()  # not a view, which would keep all of x
 
 
+@quiet
 def total(x: Array, axis: int | None = None, keepdims: bool = False) -> Any:
     """np.sum, in an order that depends on the length of the axis only. float16 is added in float32 and rounded once."""
     if not is_float(x):
-        return np.sum(x, axis=axis, keepdims=keepdims)
+        return np.add.reduce(x, axis=axis, keepdims=keepdims)
     rest = x.astype(np.float32) if x.dtype == np.float16 else x
     if axis is None:
-        rest, axis, shape = rest.ravel(), 0, [1] * x.ndim
+        rest, shape = rest.ravel(), [1] * x.ndim
     else:
         axis %= x.ndim
         shape = [*x.shape[:axis], 1, *x.shape[axis + 1:]]
-    before: Any = (slice(None),) * axis
-    n = rest.shape[axis]
-    with np.errstate(all="ignore"):
-        while n > 1:
-            half = n // 2
-            added = rest[*before, :half] + rest[*before, half:2 * half]
-            rest = np.concatenate([added, rest[*before, n - 1:]], axis=axis) if n % 2 else added
-            n -= half
-        found = rest[*before, 0].astype(x.dtype)  # a copy, even if there was only one element
+        rest = _first(rest, axis)
+    n = len(rest)
+    while n > 1:
+        half = n // 2
+        added = rest[:half] + rest[half:2 * half]
+        rest = np.concatenate([added, rest[n - 1:]]) if n % 2 else added
+        n -= half
+    found = rest[0].astype(x.dtype)  # a copy, even if there was only one element
     return found.reshape(shape) if keepdims else found
 
 
@@ -115,14 +125,14 @@ def total(x: Array, axis: int | None = None, keepdims: bool = False) -> Any:
 def _choice(ufunc: np.ufunc, of_signs: np.ufunc) -> Callable[[Array, Array], Array]:
     """An elementwise maximum or minimum. of_signs: combines the bits of two zeros into those of the result."""
 
+    @quiet
     def choose(a: Array, b: Array) -> Array:
-        with np.errstate(all="ignore"):
-            found: Array = ufunc(a, b)
-            if not is_float(found) or found.all():
-                return found
-            bits = BITS[found.dtype.itemsize]
-            zeros = of_signs(a.view(bits), b.view(bits)).view(found.dtype)
-            return np.where((a == 0) & (b == 0), zeros, found)
+        found: Array = ufunc(a, b)
+        if np.count_nonzero(found) == found.size or not is_float(found):
+            return found
+        bits = BITS[found.dtype.itemsize]
+        zeros = of_signs(a.view(bits), b.view(bits)).view(found.dtype)
+        return np.where((a == 0) & (b == 0), zeros, found)
 
     return choose
 
@@ -130,15 +140,15 @@ def _choice(ufunc: np.ufunc, of_signs: np.ufunc) -> Callable[[Array, Array], Arr
 def _extreme(ufunc: np.ufunc, of_signs: np.ufunc) -> Callable[..., Any]:
     """The maximum or minimum along an axis."""
 
+    @quiet
     def reduce(x: Array, axis: int | None = None, keepdims: bool = False) -> Any:
-        with np.errstate(all="ignore"):
-            found = ufunc.reduce(x, axis=axis, keepdims=keepdims)
-            if not is_float(x) or found.all():
-                return found
-            bits = BITS[x.dtype.itemsize]
-            signs = np.where(x == 0, x.view(bits), bits.type(of_signs.identity))
-            zeros = of_signs.reduce(signs, axis=axis, keepdims=keepdims).view(x.dtype)
-            return np.where(found == 0, zeros, found)
+        found = ufunc.reduce(x, axis=axis, keepdims=keepdims)
+        if np.count_nonzero(found) == found.size or not is_float(x):
+            return found
+        bits = BITS[x.dtype.itemsize]
+        signs = np.where(x == 0, x.view(bits), bits.type(of_signs.identity))
+        zeros = of_signs.reduce(signs, axis=axis, keepdims=keepdims).view(x.dtype)
+        return np.where(found == 0, zeros, found)
 
     return reduce
 
@@ -151,25 +161,26 @@ fmax, nanmax = (make(np.fmax, np.bitwise_and) for make in (_choice, _extreme))
 fmin, nanmin = (make(np.fmin, np.bitwise_or) for make in (_choice, _extreme))
 
 
+@quiet
 def clip(x: Array, low: Array, high: Array) -> Array:
     """np.clip of three arrays."""
-    return minimum(maximum(x, low), high)
+    return bare(minimum)(bare(maximum)(x, low), high)
 
 
 # Conversion to integers -----------------------------------------------------------------------------------------------
 
 
+@quiet
 def to_integer(x: Array, dtype: np.dtype[Any]) -> Array:
     """Convert floats to integers, rounding towards zero. As on a GPU, values saturate and NaN becomes 0."""
     limits = np.iinfo(dtype)
     low, high = float(limits.min), float(limits.max + 1)  # powers of 2, or 0
-    with np.errstate(all="ignore"):
-        whole = np.trunc(x.astype(np.float32) if x.dtype == np.float16 else x)
-        inside = (whole >= low) & (whole < high)
-        if inside.all():
-            return whole.astype(dtype)
-        found = np.where(inside, whole, 0.0).astype(dtype)
-        return np.where(whole >= high, dtype.type(limits.max), np.where(whole < low, dtype.type(limits.min), found))
+    whole = np.trunc(x.astype(np.float32) if x.dtype == np.float16 else x)
+    inside = (whole >= low) & (whole < high)
+    if inside.all():
+        return whole.astype(dtype)
+    found = np.where(inside, whole, 0.0).astype(dtype)
+    return np.where(whole >= high, dtype.type(limits.max), np.where(whole < low, dtype.type(limits.min), found))
 
 
 def cast(x: Array, dtype: np.dtype[Any]) -> Array:
@@ -221,8 +232,10 @@ def problems(interpreter: ModuleType) -> list[str]:
 def install(interpreter: ModuleType) -> None:
     """Replace the interpreter's arithmetic with this module's. Call this once per interpreter module."""
     ours = ModuleType("numpy")
-    vars(ours).update({**vars(np), **REPLACED})
+    vars(ours).update({**vars(np), **{name: bare(function) for name, function in REPLACED.items()}})
     interpreter.np = ours  # type: ignore[attr-defined]
+    executor = interpreter.GridExecutor
+    executor.__call__ = quiet(executor.__call__)
     handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
     casts = builder.cast_impl
 
@@ -235,7 +248,7 @@ def install(interpreter: ModuleType) -> None:
 
     def unary(name: str, function: Callable[[Array], Array]) -> None:
         original = getattr(builder, name)
-        setattr(builder, name, wraps(original)(lambda self, arg: self.unary_op(arg, function)))
+        setattr(builder, name, wraps(original)(lambda self, arg: self.unary_op(arg, bare(function))))
 
     builder.cast_impl = cast_impl
     unary("create_rsqrt", elementary.rsqrt)

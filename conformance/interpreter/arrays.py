@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from . import arithmetic, elementary
+from .elementary import bare
 
 #: Methods of the builder whose computation this module knows.
 METHODS = {
@@ -30,15 +31,15 @@ BITWISE = {np.bitwise_and, np.bitwise_or, np.bitwise_xor}
 OF_INTEGERS = {np.left_shift, np.right_shift, *BITWISE}
 #: The replacements of numpy's functions for floats, and numpy's functions, which are right for integers.
 CHOICES = {
-    arithmetic.minimum: np.minimum, arithmetic.maximum: np.maximum, arithmetic.fmin: np.fmin,
-    arithmetic.fmax: np.fmax,
+    bare(arithmetic.minimum): np.minimum, bare(arithmetic.maximum): np.maximum, bare(arithmetic.fmin): np.fmin,
+    bare(arithmetic.fmax): np.fmax,
 }  # fmt: skip
 OF_NUMBERS = {np.add, np.subtract, np.multiply, np.fmod, *CHOICES}
 OF_FLOATS = {np.divide}
 TRUTH = np.dtype(bool)
 UNARY = {
-    elementary.exp, elementary.exp2, elementary.log, elementary.log2, elementary.sin, elementary.cos, np.sqrt, np.floor,
-    np.ceil, np.negative, np.abs,
+    *map(bare, (elementary.exp, elementary.exp2, elementary.log, elementary.log2, elementary.sin, elementary.cos)),
+    np.sqrt, np.floor, np.ceil, np.negative, np.abs,
 }  # fmt: skip
 
 
@@ -280,7 +281,7 @@ class _Writer:
         if value.numpy_type.kind == "f" and real.data.dtype.kind in "iu":
             if not real.dtype.is_int():  # a float8, which numpy stores as an integer
                 return None
-            return self._of_type(f"{self._name(arithmetic.to_integer)}({self._array(value)}, {made})", real)
+            return self._of_type(f"{self._name(bare(arithmetic.to_integer))}({self._array(value)}, {made})", real)
         return self._of_type(f"{self._array(value)}.astype({made})", real)
 
     def _look_at_type(self, value: Value) -> None:

@@ -30,15 +30,35 @@ INF = np.inf
 BIAS, MANTISSA = 1023, 52  # of float64
 
 
-def _float64(core: Function) -> Function:
-    """Extend a function of float64 arrays to all floating types. It runs without numpy's warnings."""
+def quiet(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` without numpy's warnings. `bare` returns it without this: inside of a launch, which silences numpy
+    once, for all of its operations."""
 
-    @wraps(core)
-    def function(x: Array) -> Array:
+    @wraps(function)
+    def silent(*arguments: Any, **named: Any) -> Any:
         with np.errstate(all="ignore"):
-            return core(x) if x.dtype == FLOAT64 else core(x.astype(FLOAT64)).astype(x.dtype)
+            return function(*arguments, **named)
 
-    return function
+    return silent
+
+
+def bare(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that `quiet` was given. Any other function is returned as it is."""
+    return getattr(function, "__wrapped__", function)
+
+
+def _float64(core: Function, narrow: Function | None = None) -> Function:
+    """Extend a function of float64 arrays to all floating types.
+
+    narrow: a faster function of float64 arrays with the same results for float16 and float32.
+    """
+    of_others = narrow or core
+
+    def function(x: Array) -> Array:
+        return core(x) if x.dtype == FLOAT64 else of_others(x.astype(FLOAT64)).astype(x.dtype)
+
+    function.__name__, function.__doc__ = core.__name__, core.__doc__
+    return quiet(function)
 
 
 # Constants: fixed-point integers with BITS fractional bits -----------------------------------------------------------
@@ -85,6 +105,7 @@ _POWERS = [_ONE]
 while len(_POWERS) < STEPS:
     _POWERS.append(_POWERS[-1] * _ROOT >> BITS)
 TABLE = np.array([_rounded(power) for power in _POWERS])  # 2 ** (j / STEPS)
+TABLE_BITS = TABLE.view(np.int64)
 #: Adding and subtracting _SHIFT rounds a float64 to a multiple of 1 / STEPS; _SHIFT_WHOLE rounds it to an integer. The
 #: last bits of the sum hold the number of that multiple.
 _SHIFT, _SHIFT_WHOLE = 1.5 * 2.0 ** (MANTISSA - LOG_STEPS), 1.5 * 2.0**MANTISSA
@@ -94,36 +115,59 @@ _STEP_HIGH, _STEP_LOW = (part / STEPS for part in _in_two(_LN2, MANTISSA - 21))
 _STEPS_PER_UNIT = STEPS / _LN2_FLOAT
 
 
-@_float64
-def exp2(x: Array) -> Array:
-    """2 ** x."""
-    x = np.minimum(np.maximum(x, -1100.0), 1100.0)  # beyond these, the result is 0 or inf
-    shifted = x + _SHIFT
-    rest = x - (shifted - _SHIFT)
-    return _power(shifted.view(np.int64) - _SHIFT_BITS, rest * _LN2_FLOAT)
+def _exp2(most: float, power: Callable[[Array, Array], Array]) -> Function:
+    """2 ** x, and 0 or inf beyond `most`."""
+
+    def exp2(x: Array) -> Array:
+        """2 ** x."""
+        x = np.minimum(np.maximum(x, -most), most)
+        shifted = x + _SHIFT
+        rest = x - (shifted - _SHIFT)
+        return power(shifted.view(np.int64) - _SHIFT_BITS, rest * _LN2_FLOAT)
+
+    return exp2
 
 
-@_float64
-def exp(x: Array) -> Array:
-    """e ** x."""
-    x = np.minimum(np.maximum(x, -800.0), 800.0)
-    shifted = x * _STEPS_PER_UNIT + _SHIFT_WHOLE
-    steps = shifted - _SHIFT_WHOLE
-    rest = (x - steps * _STEP_HIGH) - steps * _STEP_LOW  # the first product is exact
-    return _power(shifted.view(np.int64) - _SHIFT_WHOLE_BITS, rest)
+def _exp(most: float, power: Callable[[Array, Array], Array]) -> Function:
+    """e ** x, and 0 or inf beyond `most`."""
+
+    def exp(x: Array) -> Array:
+        """e ** x."""
+        x = np.minimum(np.maximum(x, -most), most)
+        shifted = x * _STEPS_PER_UNIT + _SHIFT_WHOLE
+        steps = shifted - _SHIFT_WHOLE
+        rest = (x - steps * _STEP_HIGH) - steps * _STEP_LOW  # the first product is exact
+        return power(shifted.view(np.int64) - _SHIFT_WHOLE_BITS, rest)
+
+    return exp
 
 
 def _power(steps: Array, rest: Array) -> Array:
     """2 ** (steps / STEPS) * e ** rest, for |rest| up to ln(2) / (2 * STEPS)."""
-    series = rest * (1.0 + rest * (1 / 2 + rest * (1 / 6 + rest * (1 / 24))))
     begin = TABLE.take(steps & (STEPS - 1))
     whole = steps >> LOG_STEPS
     half = whole >> 1  # two factors, so that the first product neither overflows nor loses bits
-    return (begin + begin * series) * _two_to_the(half) * _two_to_the(whole - half)
+    return (begin + begin * _series(rest)) * _two_to_the(half) * _two_to_the(whole - half)
+
+
+def _normal_power(steps: Array, rest: Array) -> Array:
+    """The same, if the result is neither subnormal nor infinite: the power of 2 is added to the exponents."""
+    begin = (TABLE_BITS.take(steps & (STEPS - 1)) + (steps >> LOG_STEPS << MANTISSA)).view(FLOAT64)
+    return begin + begin * _series(rest)
+
+
+def _series(rest: Array) -> Array:
+    """e ** rest - 1."""
+    return rest * (1.0 + rest * (1 / 2 + rest * (1 / 6 + rest * (1 / 24))))
 
 
 def _two_to_the(n: Array) -> Array:
     return (n + BIAS << MANTISSA).view(FLOAT64)
+
+
+#: float16 and float32 results are 0 or inf beyond 2 ** 200 and e ** 200, which float64 can represent.
+exp2 = _float64(_exp2(1100.0, _power), _exp2(200.0, _normal_power))
+exp = _float64(_exp(800.0, _power), _exp(200.0, _normal_power))
 
 
 # Logarithms: x = 2 ** k * (1 + f), 1 + f between sqrt(1/2) and sqrt(2) -----------------------------------------------
