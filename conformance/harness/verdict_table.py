@@ -29,8 +29,8 @@ def lines(found: MethodVerdict, implementation: str, *, verbose: bool = False) -
 
 
 def _row(name: str, judged: Judgement) -> tuple[str, ...]:
-    decisive = f"{judged.decisive} of {judged.decisions}" if judged.decisions else "-"
-    decisive = f"{judged.wrong} wrong, {decisive}" if judged.wrong else decisive
+    counts = [f"{judged.wrong} wrong"] if judged.wrong else []
+    counts += [f"{judged.decisive} of {judged.decisions}"] if judged.decisions else []
     worst = max(judged.worst.items(), key=lambda pair: pair[1], default=None)
     used = "-" if worst is None else f"{of_bound(worst[1])} ({worst[0]})"
     says = judged.why
@@ -43,7 +43,7 @@ def _row(name: str, judged: Judgement) -> tuple[str, ...]:
         says = counted + (f"{where}: " if where else "")
         says += "may follow from " + judged.follows.replace("_", " ") if judged.follows else "see below"
         says += " (expected)" if judged.expected else ""
-    return name.replace("_", " "), judged.verdict, str(judged.cases), decisive, used, says
+    return name.replace("_", " "), judged.verdict, str(judged.cases), ", ".join(counts) or "-", used, says
 
 
 def _causes(found: MethodVerdict, verbose: bool) -> Iterator[tuple[str, str]]:

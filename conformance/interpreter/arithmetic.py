@@ -101,7 +101,7 @@ def _folded(x: Array) -> Array:
 def total(x: Array, axis: int | None = None, keepdims: bool = False) -> Any:
     """np.sum, in an order that depends on the length of the axis only. float16 is added in float32 and rounded once."""
     if not is_float(x):
-        return np.add.reduce(x, axis=axis, keepdims=keepdims)
+        return np.add.reduce(x, axis=axis, keepdims=keepdims)  # type: ignore[call-overload]  # numpy's are for literals
     rest = x.astype(np.float32) if x.dtype == np.float16 else x
     if axis is None:
         rest, shape = rest.ravel(), [1] * x.ndim

@@ -19,6 +19,7 @@ from ..cases import failures, strategies, supported
 from ..cases.case import Case, StateTrace
 from ..cases.layouts import LAYOUTS
 from . import checkers, compare, fields, host, lockstep, stats
+from .fields import Apart
 
 #: Contents with logits beyond the range of exp, or scores that vanish.
 EXTREME = ("overflow_88", "many_87", "all_below_104", "extreme_1e4", "tiny_values", "all_zero_values", "zero_query")
@@ -191,7 +192,7 @@ class Subject:
         if not found.errors:
             results[key] = shared, found.counted
 
-    def _run(self, module: Any, case: Any, name: str, inner: stats.Stats) -> tuple[stats.Stats, fields.Apart]:
+    def _run(self, module: Any, case: Any, name: str, inner: stats.Stats) -> tuple[stats.Stats, Apart]:
         """Judge all fields, and raise the first error of one of them. Returns what was recorded for each of them."""
         shared = stats.Stats()
         with fields.apart() as found:

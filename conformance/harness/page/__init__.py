@@ -115,11 +115,12 @@ def _properties(method: str, properties: Mapping[str, Values]) -> str:
 
 
 def _property(one: Values) -> tuple[str, ...]:
-    decisive = f"{one['decisive']:,} of {one['decisions']:,}" if one["decisions"] else "-"
-    decisive = f"{one['wrong']:,} wrong, {decisive}" if one["wrong"] else decisive
+    counts = [f"{one['wrong']:,} wrong"] if one["wrong"] else []
+    counts += [f"{one['decisive']:,} of {one['decisions']:,}"] if one["decisions"] else []
     worst = max(one["worst"].items(), key=lambda pair: (pair[1] is None, pair[1] or 0.0), default=None)
     used = "-" if worst is None else f"{of_bound(worst[1])} ({text(worst[0])})"
-    return badge(one["verdict"], ", as expected" if one["expected"] else ""), f"{one['cases']:,}", decisive, used
+    verdict = badge(one["verdict"], ", as expected" if one["expected"] else "")
+    return verdict, f"{one['cases']:,}", ", ".join(counts) or "-", used
 
 
 def _says(judged: str, one: Values) -> str:

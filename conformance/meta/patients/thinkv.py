@@ -98,10 +98,12 @@ class StaleState(ThinKVState):
         self.cache = StaleBlockTable(config, **sizes)
 
 
-def too_sharp(query: Tensor, cache: Any, *, scale: float | None = None, look: Tensor | None = None) -> Any:
+def too_sharp(
+    query: Tensor, cache: Any, *, scale: float | None = None, sparsity_mask: Tensor | None = None
+) -> Any:
     """Wrong: a scale that is 5 % too large."""
     own = query.shape[-1] ** -0.5 if scale is None else scale
-    return thinkv.decode_attention(query, cache, scale=1.05 * own, look=look)
+    return thinkv.decode_attention(query, cache, scale=1.05 * own, sparsity_mask=sparsity_mask)
 
 
 class OnlyFloat16(PagedCache):
