@@ -35,6 +35,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_the_fault_of_a_state_is_named(patient, judged):
     found = judged("longflow", {"LongFlowState": patient}, "laws or keeps_step or keep_step")
     assert run.wrong(found) == {"state"}, run.shown(found)
+    assert not run.not_right(found), run.shown(found)
 
 
 def test_a_right_state_is_right(judged):
@@ -60,6 +61,7 @@ def test_a_state_of_one_row_that_counts_on_after_a_reset_is_wrong(judged):
     state = {"LongFlowState": longflow_states.CountsOnAfterReset}
     found = judged("longflow", state, "a_reset_state or after_a_reset", max_batch=1)
     assert run.wrong(found) == {"state"}, run.shown(found)
+    assert not run.not_right(found), run.shown(found)
     assert len(found.properties["state"].findings) >= 2, "the law, and lockstep"
 
 
@@ -97,12 +99,15 @@ def test_a_state_that_appends_and_evicts_wrongly_is_wrong(method, judged):
     state = {"TOVAState": appending.DropsTheOldest}
     found = judged(method, state, "TOVAState and tokens", slot_order="any", options=EVERY_STEP)
     assert run.wrong(found) == {"decisions"}, run.shown(found)
+    # Each of their tests is about tokens, and fails because it evicts by age.
+    assert run.not_right(found) == dict.fromkeys(("independence", "extreme_numbers", "layouts"), verdict.NOT_COVERED)
 
 
 @with_tova
 def test_a_state_that_appends_must_declare_it(method, judged):
     found = judged(method, APPENDING, "laws or keeps_step", options=EVERY_STEP)
     assert run.wrong(found) == {"state"}, run.shown(found)
+    assert not run.not_right(found), run.shown(found)
 
 
 def test_a_right_state_with_its_slots_in_reverse_order_is_right(judged):
@@ -141,6 +146,7 @@ def test_a_stale_block_table_is_named(judged):
     stale = thinkv.provided(ThinKVState=thinkv.StaleState, PagedCache=thinkv.StaleBlockTable)
     found = judged("thinkv", stale, "keeps_step or test_thinkv_paging_state")
     assert run.wrong(found) == {"state"}, run.shown(found)
+    assert not run.not_right(found), run.shown(found)
 
 
 def test_paged_attention_of_another_scale_is_inaccurate(judged):
@@ -166,6 +172,7 @@ FORMATS = "test_thinkv_formats"
 def test_a_quantizer_that_truncates_is_named(judged):
     found = judged("thinkv", thinkv.provided(quantize=thinkv.Truncates()), FORMATS)
     assert run.wrong(found) == {"accuracy"}, run.shown(found)
+    assert not run.not_right(found), run.shown(found)
 
 
 def test_a_right_quantizer_is_right(judged):
