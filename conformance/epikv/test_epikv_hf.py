@@ -49,7 +49,6 @@ def hooks(model: Any) -> int:
 # Generation ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.claim("EK-14b")
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -89,7 +88,6 @@ def test_generation_with_a_hybrid_is_the_loop(options, side, twins, device):
     assert hooks(model) == 0
 
 
-@pytest.mark.claim("EK-14b")
 def test_generation_on_the_optimized_side_matches_the_decode_loop(twins, device):
     options = {"num_attention_heads": 2, "num_key_value_heads": 1} if device.type == "cpu" else {}
     model = tiny_models.model("llama", torch.float32, device, **options)

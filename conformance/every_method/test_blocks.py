@@ -129,7 +129,7 @@ def allocations(act: Any, device: torch.device) -> int:
         act()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         act()
     results: Any = seen.profiler
     return max(event.nbytes() for event in results.kineto_results.events() if event.name() == "[memory]")

@@ -171,7 +171,8 @@ FORMATS = "test_thinkv_formats"
 
 def test_a_quantizer_that_truncates_is_named(judged):
     found = judged("thinkv", thinkv.provided(quantize=thinkv.Truncates()), FORMATS)
-    assert run.wrong(found) == {"accuracy"}, run.shown(found)
+    # It truncates in the cases of extreme numbers, too.
+    assert run.wrong(found) == {"accuracy", "extreme_numbers"}, run.shown(found)
     assert not run.not_right(found), run.shown(found)
 
 
