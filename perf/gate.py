@@ -1,6 +1,6 @@
-"""What a benchmark's figures are held to: the roofline, its targets (bars), and the level reached so far.
+"""The limits of a benchmark's figures: the roofline, its targets (bars), and the level reached so far.
 
-The targets were set before the kernels were written. The levels are what the kernels have reached since.
+A target is a fixed limit. A level is what the kernels have reached.
 """
 
 from __future__ import annotations

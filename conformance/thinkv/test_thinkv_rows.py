@@ -52,3 +52,19 @@ def test_segments_go_with_their_rows_and_nothing_outlasts_a_reset(budget, twins,
     both.reset()
     both.prefill(*tokens(generator, device, 2 * tau + 1))
     run((4,), 4)
+
+
+@pytest.mark.kind("equivalence")
+@pytest.mark.property("state")
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_over_budget_goes_with_its_row(side, twins, device):
+    """One row has so many segments that their minimum exceeds the budget; of the other, nearly all is padding."""
+    module = getattr(twins, side).thinkv
+    config = module.ThinKVConfig(3, tau=4, group=2, block=2, retention=(2, 1), max_tokens=60)
+    state = module.ThinKVState(config, **SIZES, dtype=torch.float32, device=device)
+    occupied = torch.ones(2, 16, dtype=torch.bool, device=device)
+    occupied[0, :15] = False
+    state.prefill(*tokens(torch.Generator().manual_seed(1), device, 16), occupied)
+    assert state.over_budget.tolist() == [False, True]
+    state.reorder(torch.tensor([1, 0], device=device))
+    assert state.over_budget.tolist() == [True, False]

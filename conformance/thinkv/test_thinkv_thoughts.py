@@ -48,6 +48,23 @@ def test_sparsity_of_arguments_with_different_strides(slots, twins, device):
     judge.assert_sparsity_right(actual, case)
 
 
+@pytest.mark.parametrize(("content", "threshold"), [("rising", 0.04), ("early", 0.3)])
+def test_sparsity_of_rising_logits_in_several_splits(content, threshold, twins, device):
+    """The weights of one head are equal, and those of the other are rising logits', or equal in the first 64 slots and
+    tiny elsewhere. Pooled over the two heads, weights are compared that have different sums as denominators."""
+    slots = 300
+    place = torch.arange(slots, dtype=torch.float32)
+    logits = 40 * place / slots if content == "rising" else torch.where(place < 64, 0.0, -20.0)
+    key = torch.zeros(1, 1, slots, 16)
+    key[..., 0] = logits
+    query = torch.zeros(1, 2, 16)
+    query[0, 0, 0] = 1.0
+    case = SparsityCase.given(query.to(device), key.to(device), threshold=threshold, scale=1.0)
+    actual = twins.optimized.thinkv.attention_sparsity(**case.inputs)
+    assert bool((actual > 0.7).all() & (actual < 0.95).all())
+    judge.assert_sparsity_right(actual, case)
+
+
 @given(case=sparsity_cases(slots=(20, 48), content=("ordinary",)))
 @few
 def test_sparsity_of_the_reference_in_float32_is_right_too(case, twins):
