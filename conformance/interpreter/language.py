@@ -19,7 +19,11 @@ from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from .arrays import Compiler
+from .functions import tape_functions
+from .internals import CONVERSIONS, has_sources
 from .launch import Members, copy_nothing, remember_parameters
 from .tape import TAPED, Tapes
 
@@ -41,6 +45,7 @@ def accelerate(interpreter: ModuleType) -> None:
     _remember_operands(interpreter)
     remember_parameters(interpreter)
     copy_nothing(interpreter)
+    _convert_quickly(interpreter)
 
 
 def read_numbers(interpreter: ModuleType) -> None:
@@ -56,6 +61,25 @@ def read_numbers(interpreter: ModuleType) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_lang_tensor  # type: ignore[attr-defined]
+
+
+def _convert_quickly(interpreter: ModuleType) -> None:
+    """Convert between float32 and bfloat16 by shifts, without subnormal numbers, which the interpreter gets wrong."""
+    if not has_sources(interpreter, CONVERSIONS):
+        return
+    original = interpreter._convert_float
+
+    @wraps(original)
+    def convert_float(input: Any, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> Any:
+        kinds = (input_dtype.name, output_dtype.name)
+        if rounding_mode is None and kinds in (("bf16", "fp32"), ("fp32", "bf16")):
+            bits = input.view(np.uint16 if kinds[0] == "bf16" else np.uint32)
+            magnitude, least = (bits & 0x7FFF, 0x80) if kinds[0] == "bf16" else (bits & 0x7FFFFFFF, 0x800000)
+            if not np.count_nonzero(magnitude - 1 < least - 1):  # 0 - 1 is the largest integer
+                return bits.astype(np.uint32) << 16 if kinds[0] == "bf16" else (bits >> 16).astype(np.uint16)
+        return original(input, input_dtype, output_dtype, rounding_mode)
+
+    interpreter._convert_float = convert_float  # type: ignore[attr-defined]
 
 
 def _remember_shapes(core: ModuleType) -> None:
@@ -243,6 +267,7 @@ def _remember(interpreter: ModuleType) -> None:
         for name, member in members(pkg):
             one(pkg, name, member, builder, scope)
 
+    tape_functions(interpreter, tapes)
     patch_builtin.tapes = tapes  # type: ignore[attr-defined]
     interpreter._patch_builtin = patch_builtin  # type: ignore[attr-defined]
 
