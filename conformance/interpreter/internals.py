@@ -65,8 +65,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "interpreter_semantic.binary_op_sanitize_overflow_impl": ("1ad65a10738d", "bdd7f3e24aa6"),
 }
 
-# The same for three parts of the accelerator, with the sources of triton 3.7. With other sources, the accelerator leaves
-# out the part.
+# The same for three parts of the accelerator, with the sources of triton 3.7. With other sources, the accelerator does
+# without the part.
 #: Of loads and stores without a mask (arrays.py).
 ACCESSES: dict[str, tuple[str, ...]] = {
     "InterpreterBuilder.create_load": ("a628dfaacddb",),
