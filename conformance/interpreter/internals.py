@@ -65,8 +65,10 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "interpreter_semantic.binary_op_sanitize_overflow_impl": ("1ad65a10738d", "bdd7f3e24aa6"),
 }
 
-# The same for three parts of the accelerator, with the sources of triton 3.7. With other sources, the accelerator does
+# The same for some parts of the accelerator, with the sources of triton 3.7. With other sources, the accelerator does
 # without the part.
+#: Of the conversion of a kernel's arguments (launch.py).
+ARGUMENTS: dict[str, tuple[str, ...]] = {"_implicit_cvt": ("e58261856433",)}
 #: Of loads and stores without a mask (arrays.py).
 ACCESSES: dict[str, tuple[str, ...]] = {
     "InterpreterBuilder.create_load": ("a628dfaacddb",),

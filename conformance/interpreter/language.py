@@ -24,7 +24,7 @@ import numpy as np
 from .arrays import Compiler
 from .functions import tape_functions
 from .internals import CONVERSIONS, has_sources
-from .launch import Members, copy_nothing, remember_parameters
+from .launch import Members, copy_nothing, remember_arguments, remember_parameters, remember_patches
 from .tape import TAPED, Tapes
 
 MOST_NUMBERS = 10_000  # cached as tensors of a few hundred bytes each
@@ -39,11 +39,13 @@ class _Nothing:
 
 def accelerate(interpreter: ModuleType) -> None:
     """Apply the accelerator to Triton's interpreter. Call this once per interpreter module."""
+    remember_patches(interpreter, seen_by(interpreter.tl))
     interpreter._patch_lang = _once(interpreter._patch_lang, interpreter.tl)  # type: ignore[attr-defined]
     _remember(interpreter)
     _remember_shapes(interpreter.tl.core)
     _remember_operands(interpreter)
     remember_parameters(interpreter)
+    remember_arguments(interpreter)
     copy_nothing(interpreter)
     _convert_quickly(interpreter)
 
@@ -292,27 +294,33 @@ def _numpy_types(original: Callable[[Any], Any], language: ModuleType) -> Callab
     return get_np_dtype
 
 
-def _once(original: Callable[[Any], Any], language: ModuleType) -> Callable[[Any], Any]:
-    patched: frozenset[str] = frozenset()  # the language modules that the running kernel has patched
-    kept: frozenset[str] = frozenset()  # those that a device function has patched: Triton never restores them
+def seen_by(language: ModuleType) -> Callable[[Any], frozenset[str]]:
+    """A function that returns the names of the modules of `language` that are among a function's globals."""
 
     @cache
-    def seen_by(function: Any) -> frozenset[str]:
-        """The patched modules that are among a function's globals."""
+    def seen(function: Any) -> frozenset[str]:
         modules = [value for value in function.__globals__.values() if isinstance(value, ModuleType)]
         return frozenset(module.__name__ for module in modules if module in (language, language.core))
+
+    return seen
+
+
+def _once(original: Callable[[Any], Any], language: ModuleType) -> Callable[[Any], Any]:
+    seen = seen_by(language)
+    patched: frozenset[str] = frozenset()  # the language modules that the running kernel has patched
+    kept: frozenset[str] = frozenset()  # those that a device function has patched: Triton never restores them
 
     @wraps(original)
     def patch_lang(fn: Any) -> Any:
         nonlocal patched, kept
-        if patched and seen_by(fn) <= patched | kept:
+        if patched and seen(fn) <= patched | kept:
             return _Nothing()
         scope = original(fn)
         if patched:
-            kept |= seen_by(fn) - patched
+            kept |= seen(fn) - patched
             return scope
         restore = scope.restore
-        patched = seen_by(fn)
+        patched = seen(fn)
 
         def restore_and_forget() -> None:
             nonlocal patched
