@@ -97,7 +97,7 @@ def check_decided(counted: stats.Stats, implementation: str | None) -> None:
     pytest.fail(VACUOUS.format(decisive=counted.decisive, total=counted.total, share=share), pytrace=False)
 
 
-#: Python's garbage collector starts after so many new objects. The interpreter makes 700, the default, in a millisecond.
+#: Python's garbage collector starts after so many new objects. The interpreter makes 700, the default, in 1 ms.
 GARBAGE = 20_000
 
 
