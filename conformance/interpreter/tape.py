@@ -19,6 +19,7 @@ from typing import Any
 
 from .arrays import Compiler
 
+ALL = slice(None)
 FULL = object()  # in keys: the slice [:]
 MOST_TAPES = 10_000  # per function, a few kB each
 #: The functions that get tapes: language functions whose only effect is what they return or store.
@@ -31,6 +32,7 @@ _NAMES = """
     store sub to trans where
 """
 TAPED = frozenset(_NAMES.split())
+OPERATORS = frozenset(name for name in TAPED if name.startswith("__")) - {"__neg__", "__invert__", "__getitem__"}
 #: Parts of the names of builder methods that may return different results for the same arguments.
 CHANGING = ("load", "store", "atomic", "program", "print", "assert", "assume", "barrier")
 
@@ -136,18 +138,6 @@ class Tapes:
         semantic, tensor = self.semantic, self.tensor
 
         def call(*arguments: Any, **named: Any) -> Any:
-            if len(arguments) == 2 and not named:  # an operator, as most calls are: a faster path, otherwise as below
-                lhs, rhs = arguments
-                if type(lhs) is tensor and not self.plain:
-                    kind = type(rhs)
-                    if kind is tensor:
-                        play = known.get((lhs.type.name, rhs.type.name))
-                        if play is not None:
-                            return play(lhs.handle, rhs.handle)
-                    elif kind is int or (kind is float and rhs):
-                        play = known.get((lhs.type.name, kind, rhs))
-                        if play is not None:
-                            return play(lhs.handle)
             named.pop("_semantic", None)
             if self.plain:
                 return member(*arguments, _semantic=semantic, **named)
@@ -163,7 +153,39 @@ class Tapes:
             returned, known[found] = self.record(member, arguments, named, handles)
             return returned
 
-        return call
+        def operator(lhs: Any, rhs: Any, **named: Any) -> Any:
+            """The same, faster: most calls are of operators."""
+            if type(lhs) is tensor and not self.plain:
+                kind = type(rhs)
+                if kind is tensor:
+                    play = known.get((lhs.type.name, rhs.type.name))
+                    if play is not None:
+                        return play(lhs.handle, rhs.handle)
+                elif kind is int or (kind is float and rhs):
+                    play = known.get((lhs.type.name, kind, rhs))
+                    if play is not None:
+                        return play(lhs.handle)
+            return call(lhs, rhs, **named)
+
+        axes: dict[tuple[str, bool], Callable[..., Any] | None] = {}
+
+        def new_axis(lhs: Any, rhs: Any, **named: Any) -> Any:
+            """x[:, None] and x[None, :], without a look at each part of the index."""
+            if type(rhs) is not tuple or len(rhs) != 2 or type(lhs) is not tensor or self.plain:
+                return call(lhs, rhs, **named)
+            last = rhs[1] is None
+            if rhs[last] is None and type(rhs[not last]) is slice and rhs[not last] == ALL:
+                play = axes.get((lhs.type.name, last))
+                if play is not None:
+                    return play(lhs.handle)
+                made = call(lhs, rhs, **named)
+                axes[lhs.type.name, last] = known.get(self.key((lhs, rhs), {})[0])
+                return made
+            return call(lhs, rhs, **named)
+
+        if member.__name__ == "__getitem__":
+            return new_axis
+        return operator if member.__name__ in OPERATORS else call
 
     def key(self, arguments: Sequence[Any], named: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
         """What a tape depends on in the arguments, and the handles of their tensors. Raises Refused."""
