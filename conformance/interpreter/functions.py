@@ -85,8 +85,8 @@ def _requested(
     if type(recorder) is not Recorder:
         return function(*arguments, **named)
     given, *rest = arguments
-    tensors = given if type(given) is tuple else (given,)
-    attributes = [vars(tensor) for tensor in tensors]
+    tensors: tuple[Any, ...] = given if type(given) is tuple else (given,)
+    attributes: list[dict[str, Any]] = [tensor.__dict__ for tensor in tensors]
 
     def of_handles(*handles: Any) -> Any:
         made = tuple(map(tapes.tensor_of, handles, attributes))

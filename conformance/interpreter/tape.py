@@ -280,7 +280,7 @@ class Tapes:
     def _tape(self, recorder: Recorder, inputs: int, returned: Any) -> Callable[..., Any]:
         """A function of handles that replays the requests. Its list of values starts with the inputs and the constants;
         each request appends its result."""
-        tensors = returned if type(returned) is tuple else () if returned is None else (returned,)
+        tensors: tuple[Any, ...] = returned if type(returned) is tuple else () if returned is None else (returned,)
         asked = [value for _, arguments in recorder.requests for value in arguments]
         asked += [tensor.handle for tensor in tensors]
         constants = [_read_only(value) for value in asked if type(value) is not _Watched]
