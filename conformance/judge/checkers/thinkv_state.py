@@ -111,7 +111,8 @@ class Adapter(lockstep.Adapter):
         if not type(state).__module__.startswith(OURS) or not any(state is one for one in self.read):
             self.read.append(state)
             return super().contents(state)
-        return dict(zip(self.stored, state.cache.dequantized(), strict=True))
+        both = dict(zip(Adapter.stored, state.cache.dequantized(), strict=True)) if self.stored else {}
+        return {name: both[name] for name in self.stored}
 
     def _snapshot(self, reference: Any) -> None:
         """Copy the reference's cache at attention, before the step quantizes and evicts tokens."""
