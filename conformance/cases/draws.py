@@ -26,6 +26,14 @@ PLAIN_SLOTS = 48
 _round: ContextVar[int] = ContextVar("kvtwin_round", default=0)
 
 
+def is_quick() -> bool:
+    """True with the profile quick, whose run has to end in a few minutes. Tests that take long draw fewer cases then,
+    or leave out combinations of parameters that each occur otherwise."""
+    from hypothesis import settings
+
+    return settings.get_current_profile_name() == "quick"
+
+
 def plain_only() -> bool:
     """True in a plain round. The answer never changes while Hypothesis runs a test."""
     return stats.in_plain_round()

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from . import arithmetic, elementary
+from . import arithmetic, elementary, internals
 from .elementary import bare
 
 #: Methods of the builder whose computation this module knows.
@@ -78,6 +78,8 @@ class Compiler:
     """Compiles tapes of one interpreter."""
 
     def __init__(self, interpreter: ModuleType) -> None:
+        accesses = {"create_load", "create_store"}
+        self.methods = METHODS | (accesses if internals.has_sources(interpreter, internals.ACCESSES) else set())
         self.handle: Any = interpreter.TensorHandle
         self.builder = type(interpreter.interpreter_builder)
         self.tensor, self.block = interpreter.tl.core.tensor, interpreter.tl.core.block_type
@@ -129,14 +131,9 @@ class _Writer:
         if requests and not self.arrays_alone:
             return None
         if returned is not None:
-            where = place(returned.handle)
-            handle = self._handle(self._constant(returned.handle) if where is None else self.values[where])
-            self.lines += ["made = new(tensor)"]
-            self.lines += [
-                f"made.{name} = {handle if name == 'handle' else self._name(value)}"
-                for name, value in vars(returned).items()
-            ]
-            self.lines += ["return made"]
+            several = type(returned) is tuple
+            made = [self._result(tensor, place) for tensor in (returned if several else (returned,))]
+            self.lines += [f"return {', '.join(made)}{',' if several else ''}"]
         self.space |= {"tensor": self.compiler.tensor, "otherwise": otherwise}
         names = ", ".join(value.name for value in self.inputs)
         begin = [f"{value.array} = {value.name}.data" for value in self.inputs]
@@ -145,6 +142,18 @@ class _Writer:
         source = "\n    ".join([f"def play({names}):", *begin, *(self.lines or ["pass"])])
         exec(_compiled(source), self.space)
         return self.space["play"]
+
+    def _result(self, returned: Any, place: Callable[[Any], int | None]) -> str:
+        """The name of a new tensor like `returned`."""
+        where = place(returned.handle)
+        handle = self._handle(self._constant(returned.handle) if where is None else self.values[where])
+        made = f"made{len(self.lines)}"
+        self.lines += [f"{made} = new(tensor)"]
+        self.lines += [
+            f"{made}.{name} = {handle if name == 'handle' else self._name(value)}"
+            for name, value in vars(returned).items()
+        ]
+        return made
 
     def _guards(self) -> list[str]:
         found = []
@@ -221,7 +230,7 @@ class _Writer:
             if arguments != values[: len(arguments)] or len(rest) > 1:
                 return None
             operation = rest[0] if rest else None
-        write = getattr(self, f"_{kind}", None) if kind in METHODS else None
+        write = getattr(self, f"_{kind}", None) if kind in self.compiler.methods else None
         return write(operation, real, *arguments) if write is not None else None
 
     def _computed(self, source: str, real: Any, like: Value) -> Value:
@@ -331,6 +340,15 @@ class _Writer:
         rest = f"zeros({source}.shape, {kind})" if other.real is None else self._array(other)
         return self._of_type(f"{self._load()}({source}, {self._array(mask)}, {rest}, {kind})", real)
 
+    def _create_load(self, _: Any, real: Any, pointers: Value, *policies: Value) -> Value:
+        kind, shape = real.data.dtype, real.data.shape
+        rest = [self._read_only(array) for array in (np.ones(shape, bool), np.zeros(shape, kind))]
+        return self._of_type(f"{self._load()}({self._array(pointers)}, {', '.join(rest)}, {self._name(kind)})", real)
+
+    def _read_only(self, array: Any) -> str:
+        array.flags.writeable = False
+        return self._name(array)
+
     def _load(self) -> str:
         self.space["load"] = self.compiler.memory.load
         return "load"
@@ -338,8 +356,14 @@ class _Writer:
     def _create_masked_store(
         self, _: Any, real: Any, pointers: Value, value: Value, mask: Value, *policies: Value
     ) -> Value:
+        return self._stored(real, pointers, value, self._array(mask))
+
+    def _create_store(self, _: Any, real: Any, pointers: Value, value: Value, *policies: Value) -> Value:
+        return self._stored(real, pointers, value, self._read_only(np.ones(pointers.real.data.shape, bool)))
+
+    def _stored(self, real: Any, pointers: Value, value: Value, mask: str) -> Value:
         self.space["store"] = self.compiler.memory.store
-        self.lines += [f"store({self._array(pointers)}, {self._array(value)}, {self._array(mask)})"]
+        self.lines += [f"store({self._array(pointers)}, {self._array(value)}, {mask})"]
         return Value(real, name="None")
 
 

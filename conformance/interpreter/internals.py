@@ -65,6 +65,30 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "interpreter_semantic.binary_op_sanitize_overflow_impl": ("1ad65a10738d", "bdd7f3e24aa6"),
 }
 
+# The same for some parts of the accelerator, with the sources of triton 3.7. With other sources, the accelerator does
+# without the part.
+#: Of the conversion of a kernel's arguments (launch.py).
+ARGUMENTS: dict[str, tuple[str, ...]] = {"_implicit_cvt": ("e58261856433",)}
+#: Of loads and stores without a mask (arrays.py).
+ACCESSES: dict[str, tuple[str, ...]] = {
+    "InterpreterBuilder.create_load": ("a628dfaacddb",),
+    "InterpreterBuilder.create_store": ("6d7b40e4a4b3",),
+}
+#: Of conversions from and to bfloat16 (language.py).
+CONVERSIONS: dict[str, tuple[str, ...]] = {"_convert_float": ("b466f779f6e2",)}
+#: Of the standard library's functions (functions.py).
+REDUCTIONS: dict[str, tuple[str, ...]] = {
+    "_patch_reduce_scan": ("ff294418b913",),
+    "ReduceScanOpInterface": ("76e674f4f1ba",),
+    "ReduceOps": ("0025368fbc9a",),
+    "ScanOps": ("d2573a0e289b",),
+}
+
+
+def has_sources(interpreter: ModuleType, sources: dict[str, tuple[str, ...]]) -> bool:
+    """Whether all of these functions and classes are in the interpreter, with known sources."""
+    return all(digest(lookup(interpreter, name)) in known for name, known in sources.items())
+
 
 def problems(interpreter: ModuleType) -> list[str]:
     """The differences between `interpreter` and the interpreters that the accelerator supports, one line each.

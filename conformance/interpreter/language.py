@@ -19,8 +19,12 @@ from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from .arrays import Compiler
-from .launch import Members, copy_nothing, remember_parameters
+from .functions import tape_functions
+from .internals import CONVERSIONS, has_sources
+from .launch import Members, copy_nothing, remember_arguments, remember_parameters, remember_patches
 from .tape import TAPED, Tapes
 
 MOST_NUMBERS = 10_000  # cached as tensors of a few hundred bytes each
@@ -35,12 +39,15 @@ class _Nothing:
 
 def accelerate(interpreter: ModuleType) -> None:
     """Apply the accelerator to Triton's interpreter. Call this once per interpreter module."""
+    remember_patches(interpreter, seen_by(interpreter.tl))
     interpreter._patch_lang = _once(interpreter._patch_lang, interpreter.tl)  # type: ignore[attr-defined]
     _remember(interpreter)
     _remember_shapes(interpreter.tl.core)
     _remember_operands(interpreter)
     remember_parameters(interpreter)
+    remember_arguments(interpreter)
     copy_nothing(interpreter)
+    _convert_quickly(interpreter)
 
 
 def read_numbers(interpreter: ModuleType) -> None:
@@ -56,6 +63,25 @@ def read_numbers(interpreter: ModuleType) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_lang_tensor  # type: ignore[attr-defined]
+
+
+def _convert_quickly(interpreter: ModuleType) -> None:
+    """Convert between float32 and bfloat16 by shifts, without subnormal numbers, which the interpreter gets wrong."""
+    if not has_sources(interpreter, CONVERSIONS):
+        return
+    original = interpreter._convert_float
+
+    @wraps(original)
+    def convert_float(input: Any, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> Any:
+        kinds = (input_dtype.name, output_dtype.name)
+        if rounding_mode is None and kinds in (("bf16", "fp32"), ("fp32", "bf16")):
+            bits = input.view(np.uint16 if kinds[0] == "bf16" else np.uint32)
+            magnitude, least = (bits & 0x7FFF, 0x80) if kinds[0] == "bf16" else (bits & 0x7FFFFFFF, 0x800000)
+            if not np.count_nonzero(magnitude - 1 < least - 1):  # 0 - 1 is the largest integer
+                return bits.astype(np.uint32) << 16 if kinds[0] == "bf16" else (bits >> 16).astype(np.uint16)
+        return original(input, input_dtype, output_dtype, rounding_mode)
+
+    interpreter._convert_float = convert_float  # type: ignore[attr-defined]
 
 
 def _remember_shapes(core: ModuleType) -> None:
@@ -243,6 +269,7 @@ def _remember(interpreter: ModuleType) -> None:
         for name, member in members(pkg):
             one(pkg, name, member, builder, scope)
 
+    tape_functions(interpreter, tapes)
     patch_builtin.tapes = tapes  # type: ignore[attr-defined]
     interpreter._patch_builtin = patch_builtin  # type: ignore[attr-defined]
 
@@ -267,27 +294,33 @@ def _numpy_types(original: Callable[[Any], Any], language: ModuleType) -> Callab
     return get_np_dtype
 
 
-def _once(original: Callable[[Any], Any], language: ModuleType) -> Callable[[Any], Any]:
-    patched: frozenset[str] = frozenset()  # the language modules that the running kernel has patched
-    kept: frozenset[str] = frozenset()  # those that a device function has patched: Triton never restores them
+def seen_by(language: ModuleType) -> Callable[[Any], frozenset[str]]:
+    """A function that returns the names of the modules of `language` that are among a function's globals."""
 
     @cache
-    def seen_by(function: Any) -> frozenset[str]:
-        """The patched modules that are among a function's globals."""
+    def seen(function: Any) -> frozenset[str]:
         modules = [value for value in function.__globals__.values() if isinstance(value, ModuleType)]
         return frozenset(module.__name__ for module in modules if module in (language, language.core))
+
+    return seen
+
+
+def _once(original: Callable[[Any], Any], language: ModuleType) -> Callable[[Any], Any]:
+    seen = seen_by(language)
+    patched: frozenset[str] = frozenset()  # the language modules that the running kernel has patched
+    kept: frozenset[str] = frozenset()  # those that a device function has patched: Triton never restores them
 
     @wraps(original)
     def patch_lang(fn: Any) -> Any:
         nonlocal patched, kept
-        if patched and seen_by(fn) <= patched | kept:
+        if patched and seen(fn) <= patched | kept:
             return _Nothing()
         scope = original(fn)
         if patched:
-            kept |= seen_by(fn) - patched
+            kept |= seen(fn) - patched
             return scope
         restore = scope.restore
-        patched = seen_by(fn)
+        patched = seen(fn)
 
         def restore_and_forget() -> None:
             nonlocal patched

@@ -19,6 +19,7 @@ from typing import Any
 
 from .arrays import Compiler
 
+ALL = slice(None)
 FULL = object()  # in keys: the slice [:]
 MOST_TAPES = 10_000  # per function, a few kB each
 #: The functions that get tapes: language functions whose only effect is what they return or store.
@@ -31,11 +32,12 @@ _NAMES = """
     store sub to trans where
 """
 TAPED = frozenset(_NAMES.split())
+OPERATORS = frozenset(name for name in TAPED if name.startswith("__")) - {"__neg__", "__invert__", "__getitem__"}
 #: Parts of the names of builder methods that may return different results for the same arguments.
 CHANGING = ("load", "store", "atomic", "program", "print", "assert", "assume", "barrier")
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """Raised for arguments that cannot be part of a tape's key."""
 
 
@@ -74,7 +76,7 @@ class _Watched:
         return bool(self.real)
 
 
-class _Recorder:
+class Recorder:
     """Proxy of the builder while a call is recorded: forwards each request and records it."""
 
     def __init__(self, builder: Any, handles: Sequence[Any]) -> None:
@@ -89,23 +91,30 @@ class _Recorder:
             return method
 
         def ask(*arguments: Any, **named: Any) -> Any:
-            real = method(*map(_real, arguments), **{name: _real(value) for name, value in named.items()})
+            real = method(*map(real_of, arguments), **{name: real_of(value) for name, value in named.items()})
             constant = not any(type(argument) is _Watched for argument in (*arguments, *named.values()))
             if constant and not any(word in name for word in CHANGING):
                 return real  # the same at every call
             if named or any(isinstance(argument, (list, tuple)) and _holds_watched(argument) for argument in arguments):
                 self.seen.append(name)
-            self.requests.append((method, arguments))
-            self.watched.append(_Watched(real, len(self.watched), self.seen))
-            return self.watched[-1]
+            return self.add(method, arguments, real)
 
         return ask
 
+    def add(self, method: Callable[..., Any], arguments: tuple[Any, ...], real: Any) -> Any:
+        """Record a request with its result `real`. Returns the result's proxy, or a tuple of proxies."""
+        self.requests.append((method, arguments))
+        watched = _Watched(real, len(self.watched), self.seen)
+        self.watched.append(watched)
+        if type(real) is tuple:
+            return tuple(self.add(itemgetter(number), (watched,), part) for number, part in enumerate(real))
+        return watched
 
-def _real(argument: Any) -> Any:
+
+def real_of(argument: Any) -> Any:
     if type(argument) is _Watched:
         return argument.real
-    return type(argument)(map(_real, argument)) if type(argument) in (list, tuple) else argument
+    return type(argument)(map(real_of, argument)) if type(argument) in (list, tuple) else argument
 
 
 def _holds_watched(argument: Any) -> bool:
@@ -129,45 +138,70 @@ class Tapes:
         semantic, tensor = self.semantic, self.tensor
 
         def call(*arguments: Any, **named: Any) -> Any:
-            if len(arguments) == 2 and not named:  # an operator, as most calls are: a faster path, otherwise as below
-                lhs, rhs = arguments
-                if type(lhs) is tensor and not self.plain:
-                    kind = type(rhs)
-                    if kind is tensor:
-                        play = known.get((lhs.type.name, rhs.type.name))
-                        if play is not None:
-                            return play(lhs.handle, rhs.handle)
-                    elif kind is int or (kind is float and rhs):
-                        play = known.get((lhs.type.name, kind, rhs))
-                        if play is not None:
-                            return play(lhs.handle)
             named.pop("_semantic", None)
             if self.plain:
                 return member(*arguments, _semantic=semantic, **named)
-            key: list[Any] = []
-            handles: list[Any] = []
             try:
-                for argument in arguments:
-                    if type(argument) is tensor:
-                        key.append(argument.type.name)
-                        handles.append(argument.handle)
-                    else:
-                        self._add_key(argument, key, handles)
-                for name, argument in named.items():
-                    key += (tensor, name)
-                    self._add_key(argument, key, handles)
-            except _Refused:
+                found, handles = self.key(arguments, named)
+            except Refused:
                 return member(*arguments, _semantic=semantic, **named)
-            found = tuple(key)
             play = known.get(found)
             if play is not None:
                 return play(*handles)
             if found in known or len(known) >= MOST_TAPES:
                 return member(*arguments, _semantic=semantic, **named)
-            returned, known[found] = self._record(member, arguments, named, handles)
+            returned, known[found] = self.record(member, arguments, named, handles)
             return returned
 
-        return call
+        def operator(lhs: Any, rhs: Any, **named: Any) -> Any:
+            """The same, faster: most calls are of operators."""
+            if type(lhs) is tensor and not self.plain:
+                kind = type(rhs)
+                if kind is tensor:
+                    play = known.get((lhs.type.name, rhs.type.name))
+                    if play is not None:
+                        return play(lhs.handle, rhs.handle)
+                elif kind is int or (kind is float and rhs):
+                    play = known.get((lhs.type.name, kind, rhs))
+                    if play is not None:
+                        return play(lhs.handle)
+            return call(lhs, rhs, **named)
+
+        axes: dict[tuple[str, bool], Callable[..., Any] | None] = {}
+
+        def new_axis(lhs: Any, rhs: Any, **named: Any) -> Any:
+            """x[:, None] and x[None, :], without a look at each part of the index."""
+            if type(rhs) is not tuple or len(rhs) != 2 or type(lhs) is not tensor or self.plain:
+                return call(lhs, rhs, **named)
+            last = rhs[1] is None
+            if rhs[last] is None and type(rhs[not last]) is slice and rhs[not last] == ALL:
+                play = axes.get((lhs.type.name, last))
+                if play is not None:
+                    return play(lhs.handle)
+                made = call(lhs, rhs, **named)
+                axes[lhs.type.name, last] = known.get(self.key((lhs, rhs), {})[0])
+                return made
+            return call(lhs, rhs, **named)
+
+        if member.__name__ == "__getitem__":
+            return new_axis
+        return operator if member.__name__ in OPERATORS else call
+
+    def key(self, arguments: Sequence[Any], named: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
+        """What a tape depends on in the arguments, and the handles of their tensors. Raises Refused."""
+        key: list[Any] = []
+        handles: list[Any] = []
+        tensor = self.tensor
+        for argument in arguments:
+            if type(argument) is tensor:
+                key.append(argument.type.name)
+                handles.append(argument.handle)
+            else:
+                self._add_key(argument, key, handles)
+        for name, argument in named.items():
+            key += (tensor, name)
+            self._add_key(argument, key, handles)
+        return tuple(key), handles
 
     def _add_key(self, argument: Any, key: list[Any], handles: list[Any]) -> None:
         """Append to key what a tape depends on in one argument. Types precede values, so that keys are unambiguous."""
@@ -198,19 +232,23 @@ class Tapes:
             for part in argument:
                 self._add_key(part, key, inside)
             if inside:
-                raise _Refused
+                raise Refused
         else:
-            raise _Refused
+            raise Refused
 
-    def _record(
-        self, member: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any], handles: Sequence[Any]
-    ) -> tuple[Any, Callable[..., Any] | None]:
-        """The result of `member`, and its tape for handles of the same types, or None if it cannot have one."""
-        recorder = _Recorder(self.semantic.builder, handles)
+    def record(
+        self, member: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any], handles: Sequence[Any],
+        several: bool = False,
+    ) -> tuple[Any, Callable[..., Any] | None]:  # fmt: skip
+        """The result of `member`, and its tape for handles of the same types, or None if it cannot have one.
+
+        several: a tuple of tensors can be the result of a tape.
+        """
+        recorder = Recorder(self.semantic.builder, handles)
         watched = iter(recorder.watched[:])
 
         def stand_in(argument: Any) -> Any:
-            return self._tensor(next(watched), vars(argument)) if type(argument) is self.tensor else argument
+            return self.tensor_of(next(watched), vars(argument)) if type(argument) is self.tensor else argument
 
         watching = [stand_in(argument) for argument in arguments]  # before `named`: the order of the handles
         named = {name: stand_in(value) for name, value in named.items()}
@@ -220,25 +258,31 @@ class Tapes:
         finally:
             self.plain, self.semantic.builder = False, recorder.builder
         result = self._unwatched(returned)
-        if recorder.seen or not (returned is None or type(returned) is self.tensor):
+        if recorder.seen or not self._can_be_played(returned, several):
             return result, None
         return result, self._tape(recorder, len(handles), returned)
 
+    def _can_be_played(self, returned: Any, several: bool) -> bool:
+        if several and type(returned) is tuple:
+            return all(type(part) is self.tensor for part in returned)
+        return returned is None or type(returned) is self.tensor
+
     def _unwatched(self, returned: Any) -> Any:
         if type(returned) is self.tensor:
-            return self._tensor(_real(returned.handle), vars(returned))
+            return self.tensor_of(real_of(returned.handle), vars(returned))
         return tuple(map(self._unwatched, returned)) if type(returned) is tuple else returned
 
-    def _tensor(self, handle: Any, attributes: dict[str, Any]) -> Any:
+    def tensor_of(self, handle: Any, attributes: dict[str, Any]) -> Any:
         made = object.__new__(self.tensor)
         made.__dict__ = {**attributes, "handle": handle}
         return made
 
-    def _tape(self, recorder: _Recorder, inputs: int, returned: Any) -> Callable[..., Any]:
+    def _tape(self, recorder: Recorder, inputs: int, returned: Any) -> Callable[..., Any]:
         """A function of handles that replays the requests. Its list of values starts with the inputs and the constants;
         each request appends its result."""
+        tensors: tuple[Any, ...] = returned if type(returned) is tuple else () if returned is None else (returned,)
         asked = [value for _, arguments in recorder.requests for value in arguments]
-        asked += [] if returned is None else [returned.handle]
+        asked += [tensor.handle for tensor in tensors]
         constants = [_read_only(value) for value in asked if type(value) is not _Watched]
         unused = iter(range(inputs, inputs + len(constants)))
 
@@ -248,16 +292,13 @@ class Tapes:
             return value.place if value.place < inputs else value.place + len(constants)
 
         steps = [(method, [place(value) for value in arguments]) for method, arguments in recorder.requests]
-        play = _player(steps, constants, None if returned is None else place(returned.handle))
-        new, tensor, attributes = object.__new__, self.tensor, {} if returned is None else vars(returned)
+        results = [(place(tensor.handle), vars(tensor)) for tensor in tensors]
+        play = _player(steps, constants)
 
         def play_one_by_one(*handles: Any) -> Any:
-            handle = play([*handles])
-            if returned is None:
-                return None
-            made = new(tensor)
-            made.__dict__ = {**attributes, "handle": handle}
-            return made
+            values = play([*handles])
+            made = tuple([self.tensor_of(values[number], attributes) for number, attributes in results])
+            return made if type(returned) is tuple else made[0] if made else None
 
         if self.compiler is None:
             return play_one_by_one
@@ -270,15 +311,15 @@ class Tapes:
 
 
 def _player(
-    requests: Sequence[tuple[Callable[..., Any], list[int]]], constants: list[Any], last: int | None = None
-) -> Callable[[list[Any]], Any]:
+    requests: Sequence[tuple[Callable[..., Any], list[int]]], constants: list[Any]
+) -> Callable[[list[Any]], list[Any]]:
     steps = [(method, _picker(places)) for method, places in requests]
 
-    def play(values: list[Any]) -> Any:
+    def play(values: list[Any]) -> list[Any]:
         values += constants
         for method, pick in steps:
             values.append(method(*pick(values)))
-        return None if last is None else values[last]
+        return values
 
     return play
 

@@ -64,6 +64,10 @@ class Adapter:
     def attach(self, tested: Any, reference: Any) -> None:
         """Called once, before either state gets a token."""
 
+    def contents(self, state: Any) -> dict[str, Tensor]:
+        """The attributes `stored` of one of the two states, by name."""
+        return {name: getattr(state, name) for name in self.stored}
+
     def prefill(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Feed both states the prompt: query, key, value, and occupied unless all tokens are valid. Returns the output
         under test, the truth, and the error bound."""
@@ -188,10 +192,11 @@ class Lockstep:
         assert_same(tested.occupied, reference.occupied, what=f"occupied {when}")
         assert_same(tested.positions, reference.positions, what=f"positions {when}")
         occupied = reference.occupied if reference.occupied.dim() == 3 else reference.occupied[:, None]
-        for name in self.adapter.stored if stored else ():
-            one, other = getattr(tested, name), getattr(reference, name)
-            where = occupied.view(*occupied.shape, *[1] * (one.dim() - occupied.dim()))
-            assert_same(one, other, where=where, what=f"{name} {when}")
+        if stored:
+            expected = self.adapter.contents(reference)
+            for name, one in self.adapter.contents(tested).items():
+                where = occupied.view(*occupied.shape, *[1] * (one.dim() - occupied.dim()))
+                assert_same(one, expected[name], where=where, what=f"{name} {when}")
         for name in self.adapter.exact if choice else ():
             assert_same(getattr(tested, name), getattr(reference, name), what=f"{name} {when}")
 
