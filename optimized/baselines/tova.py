@@ -9,6 +9,7 @@ from ...reference._validate import resolve_scale
 from ...reference.baselines.tova import TOVAConfig
 from ...reference.blocks import AttendResult
 from .._common.block_cache import kernels as kernels
+from .._common.block_cache.newest_query import received_of_newest
 from .._common.block_cache.over_heads import over_heads
 from .._common.block_cache.state import Block, BlockState, check_block
 
@@ -24,7 +25,7 @@ def attend(
     """
     scale = resolve_scale(scale, check_block(query, key, value, occupied).head_dim)
     output, softmax_parts = kernels.attend(query, key, value, occupied, scale)
-    return AttendResult(output, kernels.received_of_newest(query, key, occupied, softmax_parts, scale)[0])
+    return AttendResult(output, received_of_newest(query, key, occupied, softmax_parts, scale)[0])
 
 
 class TOVAState(BlockState):
@@ -43,7 +44,7 @@ class TOVAState(BlockState):
         end = block.end
         assert block.softmax_parts is not None
         occupied, score = self.occupied[..., :end], self.score[..., :end]
-        weight, log_weight = kernels.received_of_newest(
+        weight, log_weight = received_of_newest(
             block.query, self.key[:, :, :end], occupied, block.softmax_parts, self.scale
         )
         if not self.config.per_head:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..launch import INTERPRETED, RESIDENT, SMALL_TILES, multiprocessors, on_device_of, padded_head_dim, stride_unit
 from ..numerics import LOG2_E
-from .attend_kernels import attention_kernel, newest_kernel, received_kernel
+from .attend_kernels import attention_kernel, received_kernel
 
 
 class Attended(NamedTuple):
@@ -42,18 +42,6 @@ def received(
     """
     result: Tensor = _received(query, key, occupied, softmax_parts, scale, mean)
     return result
-
-
-def received_of_newest(
-    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The newest query's weights, averaged over the group, and the base-2 logarithm of their sum over the group.
-
-    Both [B, Hkv, S] float32; 0 and -inf where unoccupied, and everywhere if all queries are at unoccupied slots. The
-    logarithm does not underflow where the weight does.
-    """
-    weight, log_weight = _newest(query, key, occupied, softmax_parts, scale)
-    return weight, log_weight
 
 
 # Operations ----------------------------------------------------------------------------------------------------------
@@ -200,24 +188,3 @@ def _received(query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tenso
 @_received.register_fake
 def _(query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float, mean: bool) -> Tensor:
     return key.new_empty(key.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op("kvtwin::block_received_of_newest", mutates_args=())
-def _newest(query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    weight = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
-    log_weight = torch.empty_like(weight)
-    shape = _shape(query, key, key)
-    small = key.shape[2] <= 48 if INTERPRETED else query.dtype == torch.float32
-    block = 16 if small else 64
-    with on_device_of(query):
-        newest_kernel[(key.shape[0] * key.shape[1] * triton.cdiv(key.shape[2], block),)](
-            query, key, key, occupied, softmax_parts, weight, log_weight, scale * LOG2_E.value,
-            *_arguments(query, key, key, occupied), **shape, ROWS=16, BLOCK=block, num_warps=4,
-        )
-    return weight, log_weight
-
-
-@_newest.register_fake
-def _(query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    result = key.new_empty(key.shape[:3], dtype=torch.float32)
-    return result, torch.empty_like(result)

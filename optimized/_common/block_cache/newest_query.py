@@ -1,0 +1,48 @@
+"""The weights of a block's newest query, without a [Q, S] matrix in memory.
+
+Methods that rank tokens by them import this module; others do not have its operation.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from ..launch import INTERPRETED, on_device_of
+from ..numerics import LOG2_E
+from .attend_kernels import newest_kernel
+from .kernels import _arguments, _shape
+
+
+def received_of_newest(
+    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The newest query's weights, averaged over the group, and the base-2 logarithm of their sum over the group.
+
+    Both [B, Hkv, S] float32; 0 and -inf where unoccupied, and everywhere if all queries are at unoccupied slots. The
+    logarithm does not underflow where the weight does.
+    """
+    weight, log_weight = _newest(query, key, occupied, softmax_parts, scale)
+    return weight, log_weight
+
+
+@torch.library.custom_op("kvtwin::block_received_of_newest", mutates_args=())
+def _newest(query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    weight = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
+    log_weight = torch.empty_like(weight)
+    shape = _shape(query, key, key)
+    small = key.shape[2] <= 48 if INTERPRETED else query.dtype == torch.float32
+    block = 16 if small else 64
+    with on_device_of(query):
+        newest_kernel[(key.shape[0] * key.shape[1] * triton.cdiv(key.shape[2], block),)](
+            query, key, key, occupied, softmax_parts, weight, log_weight, scale * LOG2_E.value,
+            *_arguments(query, key, key, occupied), **shape, ROWS=16, BLOCK=block, num_warps=4,
+        )
+    return weight, log_weight
+
+
+@_newest.register_fake
+def _(query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    result = key.new_empty(key.shape[:3], dtype=torch.float32)
+    return result, torch.empty_like(result)
