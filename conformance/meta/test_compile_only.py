@@ -38,13 +38,15 @@ def test_small_tiles_are_a_choice_on_a_gpu(asked, block):
     assert said.stdout == f"{block}\n"
 
 
-@pytest.mark.parametrize(("method", "modules"), [
-    ("longflow", ["longflow._ops"]), *((name, ["_common.block_cache.step"]) for name in ("h2o", "random", "tova")),
-    ("keydiff", []), ("snapkv", []), ("thinkv", []),
-])
-def test_methods_with_a_step_for_many_heads(method, modules):
+#: Modules that choose a step, below kvtwin.optimized.
+CHOOSING = {"longflow": ["longflow._ops"], "keydiff": [], "snapkv": [], "thinkv": []}
+CHOOSING |= {name: ["_common.block_cache.step"] for name in ("h2o", "random", "tova")}
+
+
+@pytest.mark.parametrize("pair", [pair for pair in discovery.methods() if pair.name in CHOOSING], ids=str)
+def test_methods_with_a_step_for_many_heads(pair):
     """KeyDiff and SnapKV evict after the step, so it has one kernel."""
-    pair = next(pair for pair in discovery.methods() if pair.name == method)
+    modules = CHOOSING[pair.name]
     found = compile_only.choosing(pair)
     assert [module.__name__.removeprefix("kvtwin.optimized.") for module in found] == modules
     with compile_only.fused_as(pair, True):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvtwin.conformance import discovery
 from kvtwin.conformance.harness import verdict
 from kvtwin.conformance.meta.patients import others
 from kvtwin.conformance.meta.patients.run import not_right, shown, verdict_of, wrong
@@ -35,11 +36,9 @@ WRONG: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
     }),
 }
 DECLARED: dict[str, dict[str, Any]] = {"keydiff": {"options": others.KEYDIFF}}
-METHODS = {
-    "longflow": "longflow", "keydiff": "keydiff", "thinkv": "thinkv",
-    **{name: f"baselines.{name}" for name in ("snapkv", "h2o", "tova", "streaming_llm")},
-}
-MATRIX_PRODUCTS = ("longflow", "snapkv", "h2o", "tova")
+SEVEN = ("longflow", "keydiff", "thinkv", "snapkv", "h2o", "tova", "streaming_llm")
+METHODS = {pair.name: pair.path for pair in discovery.methods() if pair.name in SEVEN}
+MATRIX_PRODUCTS = [name for name in ("longflow", "snapkv", "h2o", "tova") if name in METHODS]
 
 
 @pytest.fixture

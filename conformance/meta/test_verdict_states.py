@@ -123,13 +123,17 @@ def test_a_right_state_with_its_slots_in_reverse_order_is_right(judged):
 # Recorded traces -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "name", "state", "least", "declared"), [
+TRACES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     # One in four of 64 decode steps, from the one that fills the last slot on; all but a few of 56 steps and 3 blocks.
-    ("longflow", "LongFlowState", longflow_states.SecondBestAtTimes, 16, {}),
-    ("tova", "TOVAState", appending.DropsTheOldest, 40, {"slot_order": "any", "options": EVERY_STEP}),
-], ids=["longflow", "tova"])  # fmt: skip
-def test_every_wrong_decision_on_a_recorded_trace_is_counted(method, name, state, least, declared, judged):
-    found = judged(method, {name: state}, "golden", **declared)
+    "longflow": ({"LongFlowState": longflow_states.SecondBestAtTimes}, 16, {}),
+    "tova": ({"TOVAState": appending.DropsTheOldest}, 40, {"slot_order": "any", "options": EVERY_STEP}),
+}
+
+
+@pytest.mark.parametrize("method", [pair.name for pair in discovery.methods() if pair.name in TRACES])
+def test_every_wrong_decision_on_a_recorded_trace_is_counted(method, judged):
+    provided, least, declared = TRACES[method]
+    found = judged(method, provided, "golden", **declared)
     traces = found.properties["traces"]
     assert traces.verdict == verdict.WRONG and traces.wrong >= least, run.shown(found)
     assert traces.decisions > traces.wrong
