@@ -277,11 +277,12 @@ def test_queries_and_values_do_not_change_what_is_kept(twins, side, device, firs
 
 @pytest.mark.claim("KD-18")
 @pytest.mark.parametrize("side", ["reference", "optimized"])
-def test_keys_alone_rejects_tova(twins, side, device):
-    """The queries q and -q keep different tokens of the same keys where the score is an attention weight."""
-    module = getattr(twins, side).baselines.tova
+def test_keys_alone_rejects_attention_weights(twins, side, device):
+    """The queries q and -q keep different tokens of the same keys where the score is an attention weight: with SnapKV,
+    which LongFlow needs, too."""
+    module = getattr(twins, side).baselines.snapkv
     key, value = torch.randn(2, 1, 1, 12, DIM, generator=torch.Generator().manual_seed(0))
     query = torch.ones(1, 1, 12, DIM)
-    config = module.TOVAConfig(4, 3)
-    found = [kept_of(module, "TOVAState", config, device, sign * query, key, value) for sign in (1, -1)]
+    config = module.SnapKVConfig(4, 3, window=1, kernel_size=1)
+    found = [kept_of(module, "SnapKVState", config, device, sign * query, key, value) for sign in (1, -1)]
     assert found[0] != found[1]
