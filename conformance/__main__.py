@@ -1,9 +1,9 @@
 """``python -m kvtwin.conformance [METHOD...]``: verify the methods here; a table, a report, an exit code.
 
-The same tests as ``pytest --pyargs kvtwin.conformance``, less those of the suite itself and of the caches for
-transformers, for people who need not know pytest. With ``--impl MODULE`` only the tests run that judge a property of an
-implementation, and a verdict is printed. Exit codes: 0 right, 1 wrong, 2 wrong usage of the command line or
-interrupted, 3 internal error, 4 the run cannot start (pytest's usage error: for example, MODULE cannot be imported),
+The same tests as ``pytest --pyargs kvtwin.conformance``, less those of the suite itself, of the caches for transformers
+and of interrupted calls, for people who need not know pytest. With ``--impl MODULE`` only the tests run that judge a
+property of an implementation, and a verdict is printed. Exit codes: 0 right, 1 wrong, 2 wrong usage of the command line
+or interrupted, 3 internal error, 4 the run cannot start (pytest's usage error: for example, MODULE cannot be imported),
 5 no test ran, 6 not covered (harness/verdict.py).
 """
 
@@ -107,7 +107,7 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
     arguments = [
         str(plugin.HERE),
         f"--ignore={results.META}",
-        *(f"--ignore-glob={pattern}" for pattern in results.CACHES),
+        *(f"--ignore-glob={pattern}" for pattern in results.LEFT_OUT),
         # The tests lie in the installed package: neither a configuration file above it, nor one of the project in
         # the current folder, is meant for them, and nothing is to be written there.
         *("-c", os.devnull, "--rootdir", str(plugin.HERE), "-p", "no:cacheprovider", "-p", plugin.NAME),
