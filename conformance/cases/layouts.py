@@ -12,6 +12,8 @@ import mmap
 import torch
 from torch import Tensor
 
+from . import turns
+
 #: Names of layouts. Those in REPEATED repeat an axis (stride 0), so their contents are equal along it. "apart": values
 #: are a slice of a larger tensor, such as a fused projection, and everything else is contiguous.
 LAYOUTS = (
@@ -86,8 +88,9 @@ def _far(tensor: Tensor) -> Tensor:
 def untouched(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised vector. On the CPU it only reserves address space until it is written to."""
     if device.type != "cpu":
-        # Gigabytes of a size that is rarely reused: first free the blocks that the allocator cached for earlier
-        # tensors of this kind, and such tensors that are not yet garbage-collected.
+        # Gigabytes of a size that is rarely reused: first wait for the processes that hold as much, and free the blocks
+        # that the allocator cached for earlier tensors of this kind, and such tensors not yet garbage-collected.
+        turns.take_memory_of(device)
         gc.collect()
         torch.cuda.empty_cache()
         return torch.empty(count, dtype=dtype, device=device)

@@ -53,15 +53,19 @@ FACTS = pytest.StashKey[dict[str, Any]]()
 
 
 def _release_memory() -> None:
-    """Free the memory of a finished test, since test processes may share a GPU."""
-    cases = sys.modules.get("kvtwin.conformance.cases.case")
+    """Free the memory of a finished test, since test processes may share a GPU, and let others have their turn."""
+    cases, turns = (sys.modules.get(f"kvtwin.conformance.cases.{name}") for name in ("case", "turns"))
     if cases is None:
         return
     import torch
 
     cases.forget()
+    if turns is not None and turns.held():
+        gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
+    if turns is not None:
+        turns.give_back()
 
 
 #: The files with the longest tests: up to two minutes each on a GPU, mostly to compile kernels.

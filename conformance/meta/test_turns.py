@@ -1,0 +1,58 @@
+"""Processes that take turns: cases/turns.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvtwin.conformance.cases import layouts, turns
+from kvtwin.conformance.harness import suite
+
+pytest.importorskip("fcntl")
+
+OTHER = """
+from kvtwin.conformance.cases import turns
+print("asks", flush=True)
+turns.take("of-this-test")
+print("holds", flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_turn():
+    turns.give_back()
+    yield
+    turns.give_back()
+
+
+def test_another_process_waits_until_the_turn_is_given_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(turns.tempfile, "tempdir", str(tmp_path))
+    turns.take("of-this-test")
+    turns.take("of-this-test")  # again in this process: no wait
+    with subprocess.Popen([sys.executable, "-c", OTHER], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "asks\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.5)
+        turns.give_back()
+        assert other.communicate(timeout=60) == ("holds\n", None)
+
+
+def test_gigabytes_of_a_gpu_are_allocated_in_turn(monkeypatch):
+    taken = []
+    monkeypatch.setattr(turns, "take_memory_of", taken.append)
+    monkeypatch.setattr(torch, "empty", lambda count, dtype, device: count)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    assert layouts.untouched(7, torch.float16, torch.device("cuda", 0)) == 7
+    assert taken == [torch.device("cuda", 0)]
+
+
+def test_the_suite_gives_turns_back_after_a_test(tmp_path, monkeypatch):
+    monkeypatch.setattr(turns.tempfile, "tempdir", str(tmp_path))
+    turns.take("of-one-test")
+    assert turns.held()
+    suite._release_memory()
+    assert not turns.held()
