@@ -25,14 +25,13 @@ def take(name: str) -> None:
     """Wait until no other process holds the turn `name`, and hold it until `give_back`."""
     if fcntl is None or name in _held:
         return
-    user = os.getuid()
-    file = (Path(tempfile.gettempdir()) / f"kvtwin-{user}-{name}.lock").open("a")
+    file = (Path(tempfile.gettempdir()) / f"kvtwin-{os.getuid()}-{name}.lock").open("a")
     fcntl.flock(file, fcntl.LOCK_EX)  # the system gives it back if the process ends
     _held[name] = file
 
 
 def take_memory_of(device: torch.device) -> None:
-    """The same for the memory of a GPU, which has another number in each process with its own CUDA_VISIBLE_DEVICES."""
+    """Take the turn of a GPU's memory. The GPU is known by its UUID, since CUDA_VISIBLE_DEVICES may renumber it."""
     take(f"memory-{getattr(torch.cuda.get_device_properties(device), 'uuid', device.index)}")
 
 

@@ -11,7 +11,8 @@ import torch
 from kvtwin.conformance.cases import layouts, turns
 from kvtwin.conformance.harness import suite
 
-pytest.importorskip("fcntl")
+#: Elsewhere there are no turns to test: `take` returns at once.
+posix = pytest.mark.skipif(turns.fcntl is None, reason="turns are locks of fcntl, which only POSIX systems have")
 
 OTHER = """
 from kvtwin.conformance.cases import turns
@@ -28,17 +29,21 @@ def no_turn():
     turns.give_back()
 
 
+@posix
 def test_another_process_waits_until_the_turn_is_given_back(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(turns.tempfile, "tempdir", str(tmp_path))
     turns.take("of-this-test")
     turns.take("of-this-test")  # again in this process: no wait
     with subprocess.Popen([sys.executable, "-c", OTHER], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "asks\n"
-        with pytest.raises(subprocess.TimeoutExpired):
-            other.wait(0.5)
-        turns.give_back()
-        assert other.communicate(timeout=60) == ("holds\n", None)
+        try:
+            assert other.stdout.readline() == "asks\n"
+            with pytest.raises(subprocess.TimeoutExpired):
+                other.wait(0.5)
+            turns.give_back()
+            assert other.communicate(timeout=60) == ("holds\n", None)
+        finally:
+            other.kill()  # it would wait for ever if the turn was not given back
 
 
 def test_gigabytes_of_a_gpu_are_allocated_in_turn(monkeypatch):
@@ -50,6 +55,7 @@ def test_gigabytes_of_a_gpu_are_allocated_in_turn(monkeypatch):
     assert taken == [torch.device("cuda", 0)]
 
 
+@posix
 def test_the_suite_gives_turns_back_after_a_test(tmp_path, monkeypatch):
     monkeypatch.setattr(turns.tempfile, "tempdir", str(tmp_path))
     turns.take("of-one-test")

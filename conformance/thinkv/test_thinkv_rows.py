@@ -58,7 +58,7 @@ def test_segments_go_with_their_rows_and_nothing_outlasts_a_reset(budget, twins,
 @pytest.mark.property("state")
 @pytest.mark.parametrize("side", ["reference", "optimized"])
 def test_over_budget_goes_with_its_row(side, twins, device):
-    """One row has so many segments that their minimum exceeds the budget; of the other, nearly all is padding."""
+    """The segments of one row exceed the budget even at their smallest size. The other row is nearly all padding."""
     module = getattr(twins, side).thinkv
     config = module.ThinKVConfig(3, tau=4, group=2, block=2, retention=(2, 1), max_tokens=60)
     state = module.ThinKVState(config, **SIZES, dtype=torch.float32, device=device)

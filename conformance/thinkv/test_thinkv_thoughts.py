@@ -50,8 +50,8 @@ def test_sparsity_of_arguments_with_different_strides(slots, twins, device):
 
 @pytest.mark.parametrize(("content", "threshold"), [("rising", 0.04), ("early", 0.3)])
 def test_sparsity_of_rising_logits_in_several_splits(content, threshold, twins, device):
-    """The weights of one head are equal, and those of the other are rising logits', or equal in the first 64 slots and
-    tiny elsewhere. Pooled over the two heads, weights are compared that have different sums as denominators."""
+    """All weights of one head are equal. Those of the other rise from slot to slot, or are equal in the first 64 slots
+    and tiny elsewhere. So the sum of the weights differs between the heads, and between the splits of a head."""
     slots = 300
     place = torch.arange(slots, dtype=torch.float32)
     logits = 40 * place / slots if content == "rising" else torch.where(place < 64, 0.0, -20.0)
