@@ -11,6 +11,7 @@ from ...reference._interrupted import Interruptible
 from ...reference._validate import capturing, check_dtype, resolve_device, resolve_scale
 from ...reference._validate_attention import check_prompt, check_step, state_sizes
 from .launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
+from .library_attention import attend_prompt
 
 
 class Buffers:
@@ -28,9 +29,13 @@ class State(Buffers, Interruptible):
 
     The constructor of a subclass checks the config, calls this one, allocates its buffers and ends with `reset()`.
     TypeError, ValueError for arguments that the kernels cannot take.
+
+    prompt_kernel: the kernel of the last prompt's attention, "cudnn", "flash" (both of PyTorch) or "kvtwin"; None
+    before the first prompt.
     """
 
     config: Any                                 # subclasses declare the config's class
+    prompt_kernel: str | None = None
 
     def __init__(
         self, config: Any, *, slots: int, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
@@ -60,6 +65,11 @@ class State(Buffers, Interruptible):
         if occupied is None:
             return torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
         return occupied
+
+    def _attend_prompt(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, padded: bool) -> Tensor:
+        """Causal attention of a whole prompt: see `library_attention.attend_prompt`."""
+        output, self.prompt_kernel = attend_prompt(query, key, value, occupied, self.scale, padded=padded)
+        return output
 
     def _check_step(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Check that no change was interrupted, and the arguments of `step`."""

@@ -46,6 +46,7 @@ class RandomState(BlockState):
 
     Config = RandomConfig
     _rule = "random"
+    _library_attends = True
 
     def _allocate(self) -> None:
         self._offset = _offset(self.config.seed)

@@ -152,6 +152,7 @@ class SnapKVState(BlockState):
 
     Config = SnapKVConfig
     _rule = "append"
+    _library_attends = True
 
     def _allocate(self) -> None:
         batch, query_heads, heads, _, head_dim = self.sizes

@@ -36,6 +36,7 @@ class StreamingLLMState(BlockState):
         inv_freq = self.config.inv_freq
         check_pairs("inv_freq", inv_freq, self.sizes.head_dim)
         self._sinks = self.config.sinks
+        self._library_attends = inv_freq is None
         if inv_freq is not None:
             self._frequencies = self._buffer(len(inv_freq), dtype=torch.float32)
             self._frequencies.copy_(torch.tensor(inv_freq))

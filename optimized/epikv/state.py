@@ -13,7 +13,6 @@ from ...reference.epikv._validate import HiddenInputs
 from ...reference.epikv.contract import EpiKVConfig
 from .._common.block_cache import kernels
 from .._common.launch import check_launchable
-from .._common.prompt_attention import causal_attention
 from .._common.state import State
 from . import _attend_kernels
 from .scorer import EpiKVScorer
@@ -111,6 +110,7 @@ class EpiKVState(State):
         policies that read them. Returns [B, Hq, T, D], zeros for padding. RuntimeError if the state holds tokens;
         ValueError for a prompt that does not fit.
         """
+        padded = occupied is not None
         occupied = self._check_prompt(query, key, value, occupied)
         total = occupied.shape[1]
         hidden = self._inputs.check(hidden_a, hidden_b, total)
@@ -124,7 +124,7 @@ class EpiKVState(State):
             output: Tensor = found
             received = kernels.received(query, key, occupied, softmax_parts, self.scale, mean=False).mean(1)
         else:
-            output = causal_attention(query, key, value, occupied, self.scale)
+            output = self._attend_prompt(query, key, value, occupied, padded=padded)
         if not self._shared:
             self.scorer.prefill(occupied, hidden, key, value, received)
         kept = self.positions[:, :total].clamp_min(0)                                   # [B, N]

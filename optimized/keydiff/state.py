@@ -23,6 +23,7 @@ class KeyDiffState(BlockState):
     """
 
     Config = KeyDiffConfig
+    _library_attends = True
 
     def _allocate(self) -> None:
         batch, _, heads, slots, head_dim = self.sizes
@@ -56,9 +57,10 @@ class KeyDiffState(BlockState):
         assert self._carried is not None
         return cosine(_ops.rank(self.key, self.occupied, self._ranked, self._carried), self._ranked, self.occupied)
 
-    def append_block(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        """Add any number of tokens in blocks of at most block_size: see `BlockState.append_block`."""
-        output = super().append_block(query, key, value, occupied)
+    def _append_blocks(
+        self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, padded: bool | None = None
+    ) -> Tensor:
+        output = super()._append_blocks(query, key, value, occupied, padded=padded)
         if self._follows:
             self._start_change("append_block")
             budget = self.config.budget

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ...reference._validate import check_all_finite, check_config, check_next_slot, check_reorder
 from ...reference.longflow import LongFlowConfig
-from .._common.prompt_attention import causal_attention
 from .._common.state import State
 from ..baselines.snapkv import choose, gather_tokens
 from . import _ops
@@ -80,6 +79,7 @@ class LongFlowState(State):
         query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True.
         Returns [B, Hq, T, D], zeros for padding. RuntimeError if the state holds tokens.
         """
+        padded = occupied is not None
         occupied = self._check_prompt(query, key, value, occupied)
         total = occupied.shape[1]
         # Read from the device, since the host does not see the steps of graph replays.
@@ -89,7 +89,7 @@ class LongFlowState(State):
             check_all_finite(
                 query=query.masked_fill(hidden, 0), key=key.masked_fill(hidden, 0), value=value.masked_fill(hidden, 0)
             )
-        output = causal_attention(query, key, value, occupied, self.scale)
+        output = self._attend_prompt(query, key, value, occupied, padded=padded)
         self._set_sinks(occupied)
         kept = self._choose(query, key, value, occupied)
         count = kept.shape[1]

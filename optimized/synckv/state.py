@@ -14,7 +14,6 @@ from torch import Tensor
 from ...reference._validate import capturing, check_config, check_reorder, check_room
 from ...reference.synckv._validate import resolve_clusters
 from ...reference.synckv.contract import HeadClusters, SyncKVConfig
-from .._common.prompt_attention import causal_attention
 from .._common.state import State
 from . import _step
 from ._attend_kernels import SEEN
@@ -170,6 +169,7 @@ class SyncKVState(State):
         Returns [B, Hq, T, D], zeros for padding. RuntimeError if the state holds tokens; ValueError for more than
         config.max_tokens tokens.
         """
+        padded = occupied is not None
         occupied = self._check_prompt(query, key, value, occupied)
         total = occupied.shape[1]
         self._check_empty()
@@ -178,7 +178,7 @@ class SyncKVState(State):
             raise RuntimeError("prefill with offload=True cannot be captured: it allocates host memory")
         self._open()
         self._start_change("prefill")
-        output = causal_attention(query, key, value, occupied, self.scale)
+        output = self._attend_prompt(query, key, value, occupied, padded=padded)
         stored_heads = slice(None) if self._offload is None else self._members[0, :self.config.clusters]
         self._key[:, :, :total].copy_(key[:, stored_heads])
         self._value[:, :, :total].copy_(value[:, stored_heads])

@@ -15,7 +15,6 @@ from ...reference.thinkv._validate_paging import check_thought
 from ...reference.thinkv.contract import ThinKVConfig
 from ...reference.thinkv.types import Thought
 from .._common.launch import INTERPRETED, SMALL_TILES, on_device_of
-from .._common.prompt_attention import causal_attention
 from .._common.state import State
 from . import _paging_ops as ops
 from ._shrink_kernels import shrink_kernel
@@ -119,12 +118,13 @@ class ThinKVState(State):
         Returns [B, Hq, T, D], zeros for padding. RuntimeError if the state holds tokens; ValueError for more than
         config.max_tokens tokens.
         """
+        padded = occupied is not None
         occupied = self._check_prompt(query, key, value, occupied)
         total = occupied.shape[1]
         self._check_empty()
         check_room(0, total, self.config.max_tokens)
         self._start_change("prefill")
-        output = causal_attention(query, key, value, occupied, self.scale)
+        output = self._attend_prompt(query, key, value, occupied, padded=padded)
         self._thought.fill_(int(Thought.REASONING))
         token = (~occupied).to(torch.uint8).sort(dim=1, stable=True).indices            # [B, T], tokens before padding
         count = occupied.sum(1)

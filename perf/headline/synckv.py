@@ -22,7 +22,6 @@ from torch import Tensor
 from kvtwin.optimized import synckv
 from kvtwin.optimized._common.prompt_attention import causal_attention
 from kvtwin.optimized.synckv import _offload as offload_module
-from kvtwin.optimized.synckv import state as state_module
 from kvtwin.optimized.synckv._transfers import StreamTransfers
 from kvtwin.reference.synckv.contract import SyncKVConfig
 
@@ -72,12 +71,12 @@ def state_of(run: Run, model: Model, batch: int, tokens: int, *, offload: bool, 
 @contextmanager
 def without_attention() -> Iterator[None]:
     """Replace the causal attention in a state's prefill, which would take longer than the measurement."""
-    original = state_module.causal_attention
-    state_module.causal_attention = lambda query, *_: torch.empty(1, device=query.device).expand(query.shape)
+    original = synckv.SyncKVState._attend_prompt
+    synckv.SyncKVState._attend_prompt = lambda _, query, *__, **___: query.new_empty(1).expand(query.shape)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        state_module.causal_attention = original
+        synckv.SyncKVState._attend_prompt = original  # type: ignore[method-assign]
 
 
 def filled(run: Run, model: Model, batch: int, tokens: int, *, offload: bool) -> list[synckv.SyncKVState]:

@@ -18,6 +18,8 @@ what it aggregates and how it ranks:
   tokens may be protected in all.
 - `_carried`: a float32 [B, Hkv, S] buffer of the method that moves with the tokens, or None. With `_carries_magnitude`,
   a new token's entry is ||v||_1 before `_update`; otherwise `_update` sets it.
+- `_library_attends`: whether a kernel of PyTorch may attend for a prompt of one block, because the method compares the
+  queries and keys as they come and does not read the softmaxes.
 - `_allocate()` makes the method's buffers. `_buffers()` returns those with rows (first axis B), which `reorder`
   permutes; `_carried` is not among them. `_clear()` resets the buffers.
 """
@@ -34,7 +36,9 @@ from ....reference._validate_attention import check_attention, check_slot_mask
 from ....reference.blocks import BlockConfig
 from ....reference.contract import Sizes
 from ..launch import check_kernel_sizes, check_launchable
+from ..library_attention import OWN, library_kernel
 from ..state import State
+from . import graph
 from . import ops as ops
 from .compress import thin
 from .kernels import attend
@@ -46,7 +50,7 @@ class Block(NamedTuple):
     """Q tokens that just arrived in slots capacity to end - 1, and the softmaxes of their queries.
 
     query [B, Hq, Q, D]; valid [B, Q] bool, False for padding; positions [Q] int64; end = capacity + Q; softmax_parts
-    [2, B, Hq, Q] float32: see `kernels.Attended`; None at a decode step.
+    [2, B, Hq, Q] float32: see `kernels.Attended`; None at a decode step, and empty if `_library_attends`.
     """
 
     query: Tensor
@@ -73,6 +77,7 @@ class BlockState(State):
     config: Any  # of the subclass's Config
     _carries_magnitude: ClassVar[bool] = False
     _rule: ClassVar[str] = "nothing"
+    _library_attends: bool = False
 
     def __init__(
         self, config: Any, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
@@ -131,10 +136,15 @@ class BlockState(State):
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
         """Process the prompt: `append_block` on an empty state. RuntimeError if the state holds tokens."""
-        self._check_prompt(query, key, value, occupied)
+        padded = occupied is not None
+        occupied = self._check_prompt(query, key, value, occupied)
         # Read from the device, since the host does not see the steps of graph replays.
         self._check_empty(", or append_block()")
-        return self.append_block(query, key, value, occupied)
+        whole = self._library_attends and occupied.shape[1] <= self.config.block_size
+        self.prompt_kernel = library_kernel(query, key, value, self.scale) if whole else OWN
+        if self.prompt_kernel == OWN:
+            return self._append_blocks(query, key, value, occupied)
+        return self._append_blocks(query, key, value, occupied, padded=padded)
 
     def append_block(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
         """Add any number of tokens in blocks of at most block_size: each block attends to the cache and itself, then
@@ -143,15 +153,27 @@ class BlockState(State):
         query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True.
         Returns [B, Hq, T, D], zeros for padding, which takes no slot.
         """
-        occupied = self._check_prompt(query, key, value, occupied)
-        total = occupied.shape[1]
+        return self._append_blocks(query, key, value, self._check_prompt(query, key, value, occupied))
+
+    def _append_blocks(
+        self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, padded: bool | None = None
+    ) -> Tensor:
+        """`append_block`, after its checks. With `padded`, the tokens are a prompt of one block, and a kernel of
+        PyTorch attends: see `_attend_prompt`."""
         self._start_change("append_block")
         size = self.config.block_size
-        if total <= size:
+        if padded is not None:
+            output = self._append_prompt(query, key, value, occupied, padded)
+        elif occupied.shape[1] <= size:
             output = self._append(query, key, value, occupied)
         else:
-            blocks = zip(*(t.split(size, 2) for t in (query, key, value)), occupied.split(size, 1), strict=True)
-            output = torch.cat([self._append(*block) for block in blocks], 2)
+            output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+            given = (*(tensor.split(size, 2) for tensor in (query, key, value)), occupied.split(size, 1))
+            blocks, outputs = list(zip(*given, strict=True)), output.split(size, 2)
+            full = query.shape[2] // size if graph.worth_a_graph(query, size) else 0
+            graph.run_blocks(self, self._append, blocks[:full], outputs[:full], self._tensors())
+            for block, place in zip(blocks[full:], outputs[full:], strict=True):
+                place.copy_(self._append(*block))
         self._end_change()
         return output
 
@@ -192,6 +214,11 @@ class BlockState(State):
             tensor.copy_(tensor.index_select(0, index))
         self._end_change()
 
+    def _tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that the state holds, alone or in tuples."""
+        held = (value if isinstance(value, tuple) else (value,) for value in vars(self).values())
+        return tuple(one for values in held for one in values if isinstance(one, Tensor))
+
     # Defined by methods ----------------------------------------------------------------------------------------------
 
     def _allocate(self) -> None:
@@ -216,8 +243,22 @@ class BlockState(State):
 
     def _append(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor:
         """Add a block of Q <= block_size tokens; valid [B, Q] bool. Returns [B, Hq, Q, D]."""
-        capacity, count = self.config.capacity, query.shape[2]
-        end = capacity + count
+        positions, end = self._arrive(key, value, valid)
+        compared, keys = self._compared(query, valid, end)
+        output, softmax_parts = attend(compared, keys, self.value[:, :, :end], self.occupied[:, :, :end], self.scale)
+        self._evict(Block(query, valid, positions, end, softmax_parts), query.shape[2])
+        return output
+
+    def _append_prompt(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor, padded: bool) -> Tensor:
+        """`_append` of a whole prompt to an empty state, with the attention of `_attend_prompt`."""
+        positions, end = self._arrive(key, value, valid)
+        output = self._attend_prompt(query, key, value, valid, padded=padded)
+        self._evict(Block(query, valid, positions, end, query.new_empty(0, dtype=torch.float32)), query.shape[2])
+        return output
+
+    def _arrive(self, key: Tensor, value: Tensor, valid: Tensor) -> tuple[Tensor, int]:
+        """Put a block of Q tokens into its slots. Returns their positions, [Q] int64, and the end of the slots."""
+        capacity, count = self.config.capacity, key.shape[2]
         positions = self._seen + torch.arange(count, device=self.device)
         ops.arrive(
             key, value, valid, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
@@ -227,10 +268,7 @@ class BlockState(State):
         self._valid_seen += valid.sum(-1, keepdim=True)
         if self._counts is not None:
             self._counts += valid.sum(-1, keepdim=True)
-        compared, keys = self._compared(query, valid, end)
-        output, softmax_parts = attend(compared, keys, self.value[:, :, :end], self.occupied[:, :, :end], self.scale)
-        self._evict(Block(query, valid, positions, end, softmax_parts), count)
-        return output
+        return positions, capacity + count
 
     def _finish_step(self, query: Tensor) -> None:
         """Complete a step after its kernels."""

@@ -1,0 +1,119 @@
+"""Prompts of many blocks, which a CUDA graph appends: the same bits as plain calls."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtwin.conformance import discovery
+from kvtwin.conformance.judge import checkers
+from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.optimized._common.block_cache import graph
+from kvtwin.optimized._common.block_cache.state import BlockState
+
+pytestmark = pytest.mark.kind("equivalence")
+BLOCKS = [pair for pair in discovery.methods() if issubclass(getattr(pair.optimized, pair.state.__name__), BlockState)]
+BLOCK, BUDGET, TOKENS = 4, 12, 4 * 9 + 3
+every_pair = pytest.mark.parametrize("pair", BLOCKS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU has no CUDA graphs: there, a replay is another call."""
+    if device.type == "cpu":
+        monkeypatch.setattr(graph, "DEVICES", ("cpu",))
+        monkeypatch.setattr(graph, "captured", captured)
+
+
+def captured(function: Callable[[], Tensor], pool: object) -> tuple[Callable[[], None], Tensor]:
+    """Like `graph.captured`, whose call does not run. The result is only known after the first replay."""
+    results: list[Tensor] = []
+
+    def replay() -> None:
+        made = function()
+        if not results[0].numel():
+            results[0].resize_(made.shape)
+        results[0].copy_(made)
+
+    results.append(torch.empty(0, dtype=torch.float16))
+    return replay, results[0]
+
+
+def state_of(pair: discovery.Pair, device: torch.device) -> Any:
+    options = checkers.ask(pair.name, "SMALL", {}) | {"budget": BUDGET, "block_size": BLOCK}
+    return getattr(pair.optimized, pair.state.__name__)(
+        pair.config(**options), batch=2, query_heads=4, key_value_heads=2, head_dim=16, dtype=torch.float16,
+        device=device,
+    )
+
+
+def prompt_of(seed: int, device: torch.device) -> dict[str, Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+    query, key, value = (
+        torch.randn(2, TOKENS, heads, 16, generator=generator, device=device).half().transpose(1, 2)
+        for heads in (4, 2, 2)
+    )
+    occupied = torch.rand(2, TOKENS, generator=generator, device=device) < 0.9
+    return {"query": query, "key": key, "value": value, "occupied": occupied}
+
+
+def assert_equal(state: Any, plain: Any, what: str) -> None:
+    for place, (mine, other) in enumerate(zip(state._tensors(), plain._tensors(), strict=True)):
+        assert mine.data_ptr() != other.data_ptr() or not mine.numel()
+        assert mine.shape == other.shape, (what, place)
+    for name in ("key", "value", "occupied", "positions", "score", "tokens_seen"):
+        mine, other = getattr(state, name), getattr(plain, name)
+        if isinstance(mine, int):
+            assert mine == other
+            continue
+        if name in ("key", "value"):                             # those of free slots are unspecified
+            mine, other = (one.masked_fill(~plain.occupied[..., None], 0) for one in (mine, other))
+        assert_same(mine, other, what=f"{name} after {what}")
+
+
+@every_pair
+def test_blocks_by_a_graph_have_the_bits_of_plain_calls(pair, device, monkeypatch):
+    """Two prompts, the second of which is all replays; then one more state, whose graph shares the memory; steps."""
+    state, plain, other = (state_of(pair, device) for _ in range(3))
+    for number, mine in enumerate((state, state, other)):
+        mine.reset()
+        plain.reset()
+        prompt = prompt_of(number, device)
+        output = mine.prefill(**prompt)
+        with monkeypatch.context() as without:
+            without.setattr(graph, "BLOCKS", TOKENS)
+            expected = plain.prefill(**prompt)
+        assert (mine in graph._graphs, plain in graph._graphs) == (True, False)
+        assert_same(output, expected, what=f"output of prompt {number}")
+        assert_equal(mine, plain, f"prompt {number}")
+        for step in range(3):
+            part = {name: prompt[name][:, :, step] for name in ("query", "key", "value")}
+            assert_same(mine.step(**part), plain.step(**part), what=f"output of step {step}")
+
+
+@every_pair
+def test_a_copy_and_a_state_with_other_buffers_need_a_graph_of_their_own(pair, device):
+    state, prompt = state_of(pair, device), prompt_of(3, device)
+    expected = state.prefill(**prompt)
+    copied = copy.deepcopy(state)
+    assert copied not in graph._graphs
+    copied.reset()
+    assert_same(copied.prefill(**prompt), expected, what="the copy's output")
+    first = graph._graphs[state]
+    state.key = state.key.clone()
+    state.reset()
+    assert_same(state.prefill(**prompt), expected, what="output with another buffer")
+    assert graph._graphs[state] is not first
+    assert_equal(state, copied, "a prompt with another buffer")
+
+
+def test_large_blocks_and_short_prompts_take_no_graph(device):
+    query = torch.empty(1, 4, 64, 64, device=device)
+    assert graph.worth_a_graph(query, 8)
+    assert not graph.worth_a_graph(query, 9)
+    assert not graph.worth_a_graph(query.expand(graph.ELEMENTS, 4, 64, 64), 8)

@@ -1,0 +1,191 @@
+"""The kernel of a prompt's attention: PyTorch's for whole prompts on a GPU, kvtwin's where they cannot run.
+
+PyTorch's kernels need a GPU and 16-bit numbers. In the interpreter, PyTorch's attention in plain operations takes their
+place, so that what surrounds the kernels is tested everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtwin.conformance import discovery
+from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.judge import bounds, checkers, lockstep
+from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge.oracle import attend
+from kvtwin.optimized._common import library_attention, prompt_attention
+from kvtwin.optimized._common.block_cache import state as block_state
+
+pytestmark = pytest.mark.kind("equivalence")
+
+#: Prompts of two rows: the numbers of tokens for each kernel. CUDNN_WORK is between those of a GPU.
+LENGTHS = {"cpu": {"math": 40}, "cuda": {"cudnn": 2100, "flash": 700}}
+CUDNN_TOKENS = 1400
+#: Methods that read the softmaxes of a block's queries, which PyTorch's kernels do not return.
+READ_SOFTMAXES = ("h2o", "tova", "vatp")
+
+
+@pytest.fixture(autouse=True)
+def library(device: torch.device, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """In the interpreter, PyTorch's plain operations are the library's kernel."""
+    monkeypatch.setattr(library_attention, "CUDNN_WORK", 2 * 4 * 64 * CUDNN_TOKENS**2)
+    if device.type == "cpu" and "others" not in request.node.name:
+        monkeypatch.setattr(library_attention, "library_kernel", lambda *_, **__: "math")
+        monkeypatch.setattr(block_state, "library_kernel", lambda *_: "math")
+
+
+def expected(name: str, occupied: Tensor | None) -> str:
+    """The kernel of a prompt that would take the kernel `name` without padding."""
+    counts = [] if occupied is None else [int(count) for count in occupied.sum(1) if count]
+    return "flash" if name == "cudnn" and min(counts, default=CUDNN_TOKENS) < CUDNN_TOKENS else name
+
+
+def state_and_prompt(
+    pair: discovery.Pair, tokens: int, padding: str, device: torch.device
+) -> tuple[Any, dict[str, Tensor | None]]:
+    """An empty state, and a prompt of one block beyond its budget."""
+    options = dict(checkers.ask(pair.name, "SMALL", {}))
+    options[checkers.ask(pair.name, "BUDGET", "budget")] = tokens // 4
+    assert pair.config is not None and pair.state is not None
+    fields = {field.name for field in dataclasses.fields(pair.config)}
+    more = {"block_size": tokens, "max_tokens": tokens}
+    options |= {name: value for name, value in more.items() if name in fields}
+    trace = StateTrace(
+        method=pair.name, config=tuple(options.items()), prompt=tokens, steps=1, padding=padding, batch=2,
+        key_value_heads=2, group=2, head_dim=64, device=str(device), seed=11,
+        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+    )
+    state = getattr(pair.optimized, pair.state.__name__)(pair.config(**trace.options), **trace.sizes)
+    prompt = trace.prompt_inputs
+    assert prompt is not None
+    return state, prompt | checkers.extras(state, prompt["query"], prompt["key"], prompt["value"])
+
+
+@pytest.mark.parametrize("pair", discovery.methods(), ids=str)
+@pytest.mark.parametrize("padding", ["none", "left_padding", "full"])
+def test_a_state_is_the_same_after_pytorchs_kernel_and_kvtwins(pair, padding, device, monkeypatch):
+    """Prompts without a mask, with padding before the tokens, and with a mask of ones. What a state keeps does not
+    depend on the output, which is right within its bounds."""
+    for name, tokens in LENGTHS[device.type].items():
+        state, prompt = state_and_prompt(pair, tokens, padding, device)
+        output = state.prefill(**prompt)
+        used = "kvtwin" if pair.name in READ_SOFTMAXES else expected(name, prompt["occupied"])
+        assert state.prompt_kernel == used
+        inputs = {name: prompt[name] for name in ("query", "key", "value", "occupied")}
+        if inputs["occupied"] is None:
+            inputs["occupied"] = torch.ones(2, tokens, dtype=torch.bool, device=device)
+        check(output, **inputs, scale=state.scale)
+        plain, _ = state_and_prompt(pair, tokens, padding, device)
+        with monkeypatch.context() as without:
+            for module in (library_attention, block_state):
+                without.setattr(module, "library_kernel", lambda *_, **__: "kvtwin")
+            plain.prefill(**prompt)
+        assert plain.prompt_kernel == "kvtwin"
+        hidden = ~plain.occupied
+        for field in checkers.ask(pair.name, "Adapter", lockstep.Adapter).stored:
+            mine, other = getattr(state, field), getattr(plain, field)
+            if mine.dim() == 4 and not checkers.ask(pair.name, "LOSSY", False):
+                free = hidden if hidden.dim() == 3 else hidden[:, None]
+                mine, other = (one.masked_fill(free[..., None], 0) for one in (mine, other))
+            assert_same(mine, other, what=field)
+        assert_same(state.positions, plain.positions, what="positions")
+        assert_same(state.occupied, plain.occupied, what="occupied")
+
+
+def tensors(device: torch.device, tokens: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """query [2, 4, T, 64]; key, value [2, 2, T, 64], each in its own memory order."""
+    generator = torch.Generator(device).manual_seed(tokens)
+    query, key, value = (
+        torch.randn(2, tokens, heads, 64, generator=generator, device=device).to(dtype).transpose(1, 2)
+        for heads in (4, 2, 2)
+    )
+    return query, key.contiguous(), value
+
+
+def test_rows_with_padding_before_and_behind_their_tokens(device):
+    """Padding may contain NaN. A row may have no token."""
+    for name, tokens in LENGTHS[device.type].items():
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        for ranges in (((3, tokens), (0, tokens - 9)), ((0, tokens), (7, tokens - 8)), ((1, tokens), (5, 5))):
+            occupied = torch.zeros(2, tokens, dtype=torch.bool, device=device)
+            for row, (start, end) in enumerate(ranges):
+                occupied[row, start:end] = True
+            query, key, value = (
+                tensor.masked_fill(~occupied[:, None, :, None], torch.nan) for tensor in tensors(device, tokens, dtype)
+            )
+            output, used = library_attention.attend_prompt(query, key, value, occupied, 0.125, padded=True)
+            assert used == expected(name, occupied)
+            check(output, query, key, value, occupied, 0.125)
+            again, _ = library_attention.attend_prompt(query, key, value, occupied, 0.125, padded=True)
+            assert_same(output, again, what="the output of a second call")
+
+
+def check(output: Tensor, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float) -> None:
+    whole = {"query": query, "key": key, "value": value, "occupied": occupied, "scale": scale}
+    assert_within(output, attend(**whole, causal=True).output, bounds.causal_output(**whole), what="the output")
+
+
+def test_a_scale_reaches_pytorchs_kernel(device):
+    for name, tokens in LENGTHS[device.type].items():
+        inputs = tensors(device, tokens, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        occupied = torch.ones(2, tokens, dtype=torch.bool, device=device)
+        output, used = library_attention.attend_prompt(*inputs, occupied, 0.5, padded=False)
+        assert used == name
+        check(output, *inputs, occupied, 0.5)
+
+
+@pytest.mark.parametrize("why", ["gap", "float32", "short", "stride", "negative scale"])
+def test_all_others_take_kvtwins_kernel(why, device):
+    """On the CPU, all prompts do."""
+    tokens = 40 if device.type == "cpu" or why == "short" else 600
+    half = device.type == "cuda" and why != "float32"
+    query, key, value = tensors(device, tokens, torch.bfloat16 if half else torch.float32)
+    occupied = torch.ones(2, tokens, dtype=torch.bool, device=device)
+    scale = -0.125 if why == "negative scale" else 0.125
+    if why == "gap":
+        occupied[1, 5] = False
+    if why == "stride":
+        key = torch.cat([key, key], 3)[..., ::2]
+    output, used = library_attention.attend_prompt(query, key, value, occupied, scale, padded=why == "gap")
+    assert used == "kvtwin"
+    check(output, query, key, value, occupied, scale)
+
+
+def test_a_captured_prompt_with_a_mask_takes_kvtwins_kernel(device):
+    """A capture cannot ask the GPU where the padding is."""
+    if device.type == "cpu":
+        pytest.skip("the CPU has no CUDA graphs")
+    query, key, value = tensors(device, 600, torch.bfloat16)
+    occupied = torch.ones(2, 600, dtype=torch.bool, device=device)
+    for padded, expected in ((True, "kvtwin"), (False, "flash")):
+        library_attention.attend_prompt(query, key, value, occupied, 0.125, padded=padded)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output, used = library_attention.attend_prompt(query, key, value, occupied, 0.125, padded=padded)
+        assert used == expected
+        graph.replay()
+        direct = (
+            prompt_attention.causal_attention(query, key, value, occupied, 0.125) if padded
+            else library_attention.attend_prompt(query, key, value, occupied, 0.125, padded=False)[0]
+        )
+        assert_same(output, direct, what="the output of a replay")
+
+
+@pytest.mark.parametrize(("row", "found"), [
+    ("1111", (0, 4)), ("0011", (2, 4)), ("1100", (0, 2)), ("0110", (1, 3)), ("0001", (3, 4)), ("1011", None),
+    ("1001", None),
+])
+def test_the_range_of_a_rows_tokens(row, found, device):
+    occupied = torch.tensor([[True] * 4, [digit == "1" for digit in row]], device=device)
+    assert library_attention.token_ranges(occupied) == (None if found is None else [(0, 4), found])
+
+
+def test_a_row_without_tokens_has_an_empty_range(device):
+    occupied = torch.tensor([[False, False], [True, False]], device=device)
+    start, end = library_attention.token_ranges(occupied)[0]
+    assert start >= end
