@@ -1,4 +1,4 @@
-"""Prompts of many blocks, which a CUDA graph appends: the same bits as plain calls."""
+"""Prompts of many blocks, or of many segments of ThinKV, which a CUDA graph appends: the same bits as plain calls."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch import Tensor
 from kvtwin.conformance import discovery
 from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.judge.compare import assert_same
-from kvtwin.optimized._common.block_cache import graph
+from kvtwin.optimized import thinkv
+from kvtwin.optimized._common import graph
 from kvtwin.optimized._common.block_cache.state import BlockState
+from kvtwin.reference.thinkv import ThinKVConfig
 
 pytestmark = pytest.mark.kind("equivalence")
 BLOCKS = [pair for pair in discovery.methods() if issubclass(getattr(pair.optimized, pair.state.__name__), BlockState)]
@@ -30,18 +32,16 @@ def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(graph, "captured", captured)
 
 
-def captured(function: Callable[[], Tensor], pool: object) -> tuple[Callable[[], None], Tensor]:
-    """Like `graph.captured`, whose call does not run. The result is only known after the first replay."""
-    results: list[Tensor] = []
+def captured(function: Callable[[], Tensor | None], pool: object) -> tuple[Callable[[], None], Tensor]:
+    """Like `graph.captured`, whose call does not run: the result is known after the first replay."""
+    result = torch.empty(0, dtype=torch.float16)
 
     def replay() -> None:
         made = function()
-        if not results[0].numel():
-            results[0].resize_(made.shape)
-        results[0].copy_(made)
+        if made is not None:
+            result.resize_(made.shape).copy_(made)
 
-    results.append(torch.empty(0, dtype=torch.float16))
-    return replay, results[0]
+    return replay, result
 
 
 def state_of(pair: discovery.Pair, device: torch.device) -> Any:
@@ -52,13 +52,13 @@ def state_of(pair: discovery.Pair, device: torch.device) -> Any:
     )
 
 
-def prompt_of(seed: int, device: torch.device) -> dict[str, Tensor]:
+def prompt_of(seed: int, device: torch.device, total: int = TOKENS) -> dict[str, Tensor]:
     generator = torch.Generator(device).manual_seed(seed)
     query, key, value = (
-        torch.randn(2, TOKENS, heads, 16, generator=generator, device=device).half().transpose(1, 2)
+        torch.randn(2, total, heads, 16, generator=generator, device=device).half().transpose(1, 2)
         for heads in (4, 2, 2)
     )
-    occupied = torch.rand(2, TOKENS, generator=generator, device=device) < 0.9
+    occupied = torch.rand(2, total, generator=generator, device=device) < 0.9
     return {"query": query, "key": key, "value": value, "occupied": occupied}
 
 
@@ -117,3 +117,36 @@ def test_large_blocks_and_short_prompts_take_no_graph(device):
     assert graph.worth_a_graph(query, 8)
     assert not graph.worth_a_graph(query, 9)
     assert not graph.worth_a_graph(query.expand(graph.ELEMENTS, 4, 64, 64), 8)
+
+
+@pytest.mark.parametrize("padding", ["none", "random"])
+def test_thinkvs_segments_by_a_graph_have_the_bits_of_plain_calls(padding, device, monkeypatch):
+    """Two prompts of nine segments and a part of one, the second of which is all replays; then steps."""
+    tokens = 9 * 16 + 5
+    states = []
+    for _ in range(2):
+        config = ThinKVConfig(64, tau=16, group=8, block=4, retention=(8, 4), max_tokens=tokens + 8)
+        states.append(thinkv.ThinKVState(
+            config, batch=2, query_heads=4, key_value_heads=2, head_dim=16, dtype=torch.float16, device=device
+        ))
+    state, plain = states
+    for number in range(2):
+        state.reset()
+        plain.reset()
+        prompt = prompt_of(number, device, tokens)
+        if padding == "none":
+            del prompt["occupied"]
+        output = state.prefill(**prompt)
+        with monkeypatch.context() as without:
+            without.setattr(graph, "BLOCKS", tokens)
+            assert_same(output, plain.prefill(**prompt), what=f"output of prompt {number}")
+        assert (state in graph._graphs, plain in graph._graphs) == (True, False)
+        assert bool((plain.occupied.sum(-1) < plain.tokens_seen).all()), "no token was evicted"
+        for name, table in plain.cache._tables._asdict().items():
+            assert_same(getattr(state.cache._tables, name), table, what=f"{name} after prompt {number}")
+        for name in ("key", "value"):
+            where = plain.occupied[:, None, :, None]
+            assert_same(getattr(state, name), getattr(plain, name), where=where, what=f"{name} after prompt {number}")
+        for step in range(3):
+            part = {name: prompt[name][:, :, step] for name in ("query", "key", "value")}
+            assert_same(state.step(**part), plain.step(**part), what=f"output of step {step}")

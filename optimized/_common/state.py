@@ -23,6 +23,17 @@ class Buffers:
     def _buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
+    def _tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that this holds, alone, in tuples, or in other objects of this class."""
+        found: list[Tensor] = []
+        for value in vars(self).values():
+            for one in value if isinstance(value, tuple) else (value,):
+                if isinstance(one, Tensor):
+                    found.append(one)
+                elif isinstance(one, Buffers):
+                    found += one._tensors()
+        return tuple(found)
+
 
 class State(Buffers, Interruptible):
     """The cache of `batch` sequences in one layer.

@@ -27,33 +27,38 @@ def pick(number, OF_T, OF_E, OF_R):
 
 
 @triton.jit(do_not_specialize=[
-    "heads", "slots", "table_slots", "key_b", "key_h", "value_b", "value_h", "new_b",
+    "tokens", "heads", "slots", "table_slots", "key_b", "key_h", "key_n", "value_b", "value_h", "value_n", "new_b",
+    "new_n",
 ])
 def append_kernel(
     key, value, new_positions, buffer_key, buffer_value, positions, buffered, overflow,
-    heads, slots, table_slots, key_b, key_h, key_d, value_b, value_h, value_d, new_b,
+    tokens, heads, slots, table_slots, key_b, key_h, key_n, key_d, value_b, value_h, value_n, value_d, new_b, new_n,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, HEADS: tl.constexpr,
 ):
-    """Append a row's token, if it has one, to the buffer. A full buffer stays unchanged and sets `overflow`."""
+    """Append a row's tokens, those with a position, to the buffer. A full buffer stays unchanged and sets `overflow`.
+    """
     b = tl.program_id(0).to(tl.int64)
-    position = tl.load(new_positions + b * new_b)
     count = tl.load(buffered + b)
-    if position >= 0:
-        if count < GROUP:
-            d = tl.arange(0, D_PAD).to(tl.int64)[None, :]
-            for first in range(0, heads, HEADS):
-                h = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]
-                mask = (h < heads) & (d < HEAD_DIM)
-                at = ((b * heads + h) * GROUP + count) * HEAD_DIM + d
-                k = tl.load(key + b * key_b + h * key_h + d * key_d, mask=mask)
-                v = tl.load(value + b * value_b + h * value_h + d * value_d, mask=mask)
-                tl.store(buffer_key + at, k, mask=mask)
-                tl.store(buffer_value + at, v, mask=mask)
-            tl.debug_barrier()                                         # all threads have read count
-            tl.store(positions + b * slots + table_slots + count, position)
-            tl.store(buffered + b, count + 1)
-        else:
-            tl.store(overflow + b, 1)
+    d = tl.arange(0, D_PAD).to(tl.int64)[None, :]
+    for number in range(0, tokens):
+        n = tl.cast(number, tl.int64)
+        position = tl.load(new_positions + b * new_b + n * new_n)
+        if position >= 0:
+            if count < GROUP:
+                for first in range(0, heads, HEADS):
+                    h = (first + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+                    mask = (h < heads) & (d < HEAD_DIM)
+                    at = ((b * heads + h) * GROUP + count) * HEAD_DIM + d
+                    k = tl.load(key + b * key_b + h * key_h + n * key_n + d * key_d, mask=mask)
+                    v = tl.load(value + b * value_b + h * value_h + n * value_n + d * value_d, mask=mask)
+                    tl.store(buffer_key + at, k, mask=mask)
+                    tl.store(buffer_value + at, v, mask=mask)
+                tl.store(positions + b * slots + table_slots + count, position)
+                count += 1
+            else:
+                tl.store(overflow + b, 1)
+    tl.debug_barrier()                                                 # all threads have read `buffered`
+    tl.store(buffered + b, count)
 
 
 # Flush ---------------------------------------------------------------------------------------------------------------

@@ -181,14 +181,14 @@ def append(
     key: Tensor, value: Tensor, new_positions: Tensor, buffer_key: Tensor, buffer_value: Tensor, positions: Tensor,
     buffered: Tensor, overflow: Tensor,
 ) -> None:
-    """See `PagedCache.append`."""
+    """See `PagedCache._append_tokens`."""
     batch, heads, group, head_dim = buffer_key.shape
     slots = positions.shape[1]
     d_pad = padded_head_dim(head_dim)
     with on_device_of(key):
         append_kernel[(batch,)](
             key, value, new_positions, buffer_key, buffer_value, positions, buffered, overflow,
-            heads, slots, slots - group, *key.stride(), *value.stride(), new_positions.stride(0),
+            key.shape[2], heads, slots, slots - group, *key.stride(), *value.stride(), *new_positions.stride(),
             GROUP=group, HEAD_DIM=head_dim, D_PAD=d_pad,
             HEADS=1 if SMALL_TILES else min(triton.next_power_of_2(heads), 2048 // d_pad), num_warps=4,
         )

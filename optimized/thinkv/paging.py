@@ -101,6 +101,10 @@ class PagedCache(Buffers, Interruptible):
         """
         check_append(key, value, positions, shape=self.shape, dtype=self.dtype, device=self.device)
         check_launchable(key=key, value=value)
+        self._append_tokens(key[:, :, None], value[:, :, None], positions[:, None])
+
+    def _append_tokens(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
+        """Append N tokens per row, in their order: key, value [B, Hkv, N, D]; positions [B, N]."""
         storage, tables = self._storage, self._tables
         self._start_change("append")
         ops.append(

@@ -14,6 +14,7 @@ from ...reference._validate import check_config, check_reorder, check_room
 from ...reference.thinkv._validate_paging import check_thought
 from ...reference.thinkv.contract import ThinKVConfig
 from ...reference.thinkv.types import Thought
+from .._common import graph
 from .._common.launch import INTERPRETED, SMALL_TILES, on_device_of
 from .._common.state import State
 from . import _paging_ops as ops
@@ -130,22 +131,29 @@ class ThinKVState(State):
         count = occupied.sum(1)
         index = token[:, None, :, None].expand(-1, self.sizes.key_value_heads, -1, self.sizes.head_dim)
         key, value = key.gather(2, index), value.gather(2, index)
+        positions = token.where(torch.arange(total, device=self.device) < count[:, None], -1)
         self._change.zero_()
-        for start in range(0, total, self.config.tau):
-            self._segment.add_((count > start).long())
-            end = min(start + self.config.tau, total)
-            for first in range(start, end, self.config.group):
-                for number in range(first, min(first + self.config.group, end)):
-                    self.cache.append(
-                        key[:, :, number], value[:, :, number], token[:, number].where(count > number, -1)
-                    )
-                self._count()
-                self.cache.flush(self.cache.buffered > 0, self._thought, self._segment)
-            self._evict()
+        tau = self.config.tau
+        segments = list(zip(key.split(tau, 2), value.split(tau, 2), positions.split(tau, 1), strict=True))
+        full = total // tau if graph.worth_a_graph(key, tau) else 0
+        graph.run_blocks(self, self._append_segment, segments[:full], [None] * full, self._tensors())
+        for segment in segments[full:]:
+            self._append_segment(*segment)
         self._seen.fill_(total)
         self._counted = total
         self._end_change()
         return output
+
+    def _append_segment(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
+        """Quantize the N <= tau tokens of a segment of the prompt, and evict from those before. key, value
+        [B, Hkv, N, D]; positions [B, N], -1 behind a row's last token."""
+        self._segment.add_((positions[:, 0] >= 0).long())
+        group = self.config.group
+        for tokens in zip(key.split(group, 2), value.split(group, 2), positions.split(group, 1), strict=True):
+            self.cache._append_tokens(*tokens)
+            self._count()
+            self.cache.flush(self.cache.buffered > 0, self._thought, self._segment)
+        self._evict()
 
     def _count(self) -> None:
         """Count the buffer's tokens as tokens of the current segment."""

@@ -35,10 +35,10 @@ from ....reference._validate import check_config, check_reorder
 from ....reference._validate_attention import check_attention, check_slot_mask
 from ....reference.blocks import BlockConfig
 from ....reference.contract import Sizes
+from .. import graph
 from ..launch import check_kernel_sizes, check_launchable
 from ..library_attention import OWN, library_kernel
 from ..state import State
-from . import graph
 from . import ops as ops
 from .compress import thin
 from .kernels import attend
@@ -213,11 +213,6 @@ class BlockState(State):
         ):
             tensor.copy_(tensor.index_select(0, index))
         self._end_change()
-
-    def _tensors(self) -> tuple[Tensor, ...]:
-        """All tensors that the state holds, alone or in tuples."""
-        held = (value if isinstance(value, tuple) else (value,) for value in vars(self).values())
-        return tuple(one for values in held for one in values if isinstance(one, Tensor))
 
     # Defined by methods ----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The work of one block as a CUDA graph, for prompts of many blocks.
+"""The work of one block of tokens as a CUDA graph, for prompts of many blocks.
 
 A block of a small batch keeps the GPU busy for less time than the host needs for its launches. A graph takes one
 launch. Its kernels are those of the plain calls, so its results have the same bits.
@@ -13,12 +13,14 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from ....reference._validate import capturing
-from ..launch import on_device_of
+from ...reference._validate import capturing
+from .launch import on_device_of
+
+Append = Callable[..., Tensor | None]
 
 #: Blocks of a prompt from which a graph is worth its capture.
 BLOCKS = 8
-#: Elements of a block's queries up to which the host is slower than the GPU. It also limits the memory of a graph.
+#: Elements of a block's largest tensor up to which the host is slower than the GPU. It also limits a graph's memory.
 ELEMENTS = 2**23
 #: Devices that have graphs.
 DEVICES = ("cuda",)
@@ -27,13 +29,13 @@ DEVICES = ("cuda",)
 _graphs: WeakKeyDictionary[Any, BlockGraph] = WeakKeyDictionary()
 
 
-def worth_a_graph(query: Tensor, block_size: int) -> bool:
-    """Whether the blocks of a prompt, query [B, Hq, T, D], are to be replays of a graph."""
-    batch, heads, total, head_dim = query.shape
+def worth_a_graph(prompt: Tensor, block_size: int) -> bool:
+    """Whether the blocks of a prompt [B, H, T, D], its largest tensor, are to be replays of a graph."""
+    batch, heads, total, head_dim = prompt.shape
     return (
-        query.device.type in DEVICES and total // block_size >= BLOCKS
+        prompt.device.type in DEVICES and total // block_size >= BLOCKS
         and batch * heads * block_size * head_dim <= ELEMENTS
-        and not torch.compiler.is_compiling() and not capturing(query.device)
+        and not torch.compiler.is_compiling() and not capturing(prompt.device)
     )
 
 
@@ -55,33 +57,33 @@ _memories: WeakValueDictionary[tuple[Any, ...], Memory] = WeakValueDictionary()
 
 
 class BlockGraph:
-    """Full blocks of a state: `append(query, key, value, valid)`, of tensors [B, H, Q, D] and [B, Q], to be captured.
+    """Full blocks of a state: `append(*block)`, which returns the block's output if it has one, to be captured.
 
     Constructing it runs `append` for the first block, which also compiles the kernels, and captures the call after.
     The graph is right as long as `buffers`, the state's tensors, stay where they are: see `fits`.
     """
 
     def __init__(
-        self, append: Callable[..., Tensor], block: tuple[Tensor, ...], output: Tensor, buffers: tuple[Tensor, ...]
+        self, append: Append, block: tuple[Tensor, ...], output: Tensor | None, buffers: tuple[Tensor, ...]
     ) -> None:
         self._shapes, self._places = _shapes(block), _places(buffers)
         memory = _memories.get(self._shapes)
         self._memory = _memories[self._shapes] = Memory(block) if memory is None else memory
         self._memory.take(block)
-        output.copy_(append(*self._memory.inputs))
+        _copy(append(*self._memory.inputs), output)
         self._replay, self._output = captured(lambda: append(*self._memory.inputs), self._memory.pool)
 
     def fits(self, block: tuple[Tensor, ...], buffers: tuple[Tensor, ...]) -> bool:
         """Whether the graph does for a block what plain calls would."""
         return _shapes(block) == self._shapes and _places(buffers) == self._places
 
-    def run(self, block: tuple[Tensor, ...], output: Tensor) -> None:
+    def run(self, block: tuple[Tensor, ...], output: Tensor | None) -> None:
         self._memory.take(block)
         self._replay()
-        output.copy_(self._output)
+        _copy(self._output, output)
 
 
-def captured(function: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
+def captured(function: Callable[[], Tensor | None], pool: Any) -> tuple[Callable[[], None], Tensor | None]:
     """Capture a call without running it. Returns what runs it, and its result, which each run overwrites."""
     graph, stream, side = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.Stream()
     side.wait_stream(stream)
@@ -97,7 +99,7 @@ def captured(function: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], No
 
 
 def run_blocks(
-    state: Any, append: Callable[..., Tensor], blocks: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor],
+    state: Any, append: Append, blocks: Sequence[tuple[Tensor, ...]], outputs: Sequence[Tensor | None],
     buffers: tuple[Tensor, ...],
 ) -> None:
     """Append full blocks to a state by its graph, which is captured when there is none that fits."""
@@ -110,6 +112,12 @@ def run_blocks(
             _graphs[state] = graph
         for block, output in zip(blocks[done:], outputs[done:], strict=True):
             graph.run(block, output)
+
+
+def _copy(given: Tensor | None, output: Tensor | None) -> None:
+    if output is not None:
+        assert given is not None
+        output.copy_(given)
 
 
 def _shapes(block: tuple[Tensor, ...]) -> tuple[Any, ...]:

@@ -1,0 +1,90 @@
+"""Benchmarks of prompts, whole and in blocks of 128 tokens, beside PyTorch's attention to the same prompt. Not gated.
+
+The time of the launches counts, so the calls are not captured: a state gets a prompt as a model gives it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtwin.conformance import discovery
+from kvtwin.conformance.judge import checkers
+from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.optimized._common import graph
+from kvtwin.optimized._common.block_cache.state import BlockState
+
+from .bench_longflow import check_causal
+from .blocks import BLOCK, DEVICE, DTYPE, ITEM, Shape, tokens
+from .peers import causal_peers
+
+BUDGET = 2048
+SHAPES = (Shape(1, 32, 16384, BUDGET), Shape(8, 32, 4096, BUDGET))
+#: Methods whose attention to a whole prompt PyTorch's kernels compute. ThinKV's is not the time of its prompt.
+WHOLE = ("longflow", "snapkv", "synckv", "epikv")
+IN_BLOCKS = tuple(
+    pair.name for pair in discovery.methods()
+    if pair.state is not None and issubclass(getattr(pair.optimized, pair.state.__name__), BlockState)
+)
+
+
+def empty_state(method: str, shape: Shape, block: int) -> Any:
+    pair = checkers.pair(method)
+    assert pair.config is not None and pair.state is not None
+    fields = {field.name for field in dataclasses.fields(pair.config)}
+    options = {"block_size": block, "max_tokens": shape.queries + 1, "keep_prompt": False}
+    return getattr(pair.optimized, pair.state.__name__)(
+        pair.config(**{checkers.ask(method, "BUDGET", "budget"): BUDGET},
+                    **{name: value for name, value in options.items() if name in fields}),
+        batch=shape.batch, query_heads=shape.query_heads, key_value_heads=shape.key_value_heads,
+        head_dim=shape.head_dim, dtype=DTYPE, device=DEVICE,
+    )
+
+
+def prompt_bytes(shape: Shape) -> int:
+    heads = 2 * shape.query_heads + 2 * shape.key_value_heads
+    return shape.batch * heads * shape.queries * shape.head_dim * ITEM
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("method", WHOLE)
+def test_whole_prompt(device_benchmark, method, shape):
+    state, given = empty_state(method, shape, shape.queries), tokens(shape, shape.queries, seed=1)
+    more = checkers.extras(state, *given)
+    occupied = torch.ones(shape.batch, shape.queries, dtype=torch.bool, device=DEVICE)
+
+    def prefill() -> Tensor:
+        state.reset()
+        return state.prefill(*given, **more)
+
+    device_benchmark(
+        prefill, moves=prompt_bytes(shape), verify=lambda output: check_causal(*given, occupied, output),
+        capture=False, gated=False, peers=causal_peers(*given),
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("method", IN_BLOCKS)
+def test_prompt_in_blocks(device_benchmark, method, shape, monkeypatch):
+    """After timing, the output and the cache are compared with those of blocks without a graph."""
+    state, given = empty_state(method, shape, BLOCK), tokens(shape, shape.queries, seed=1)
+
+    def prefill() -> Tensor:
+        state.reset()
+        return state.prefill(*given)
+
+    def verify(output: Tensor) -> None:
+        plain = empty_state(method, shape, BLOCK)
+        with monkeypatch.context() as without:
+            without.setattr(graph, "BLOCKS", shape.queries)
+            assert_same(output, plain.prefill(*given), what="the output of blocks by a graph")
+        for name in ("positions", "occupied", "score"):
+            assert_same(getattr(state, name), getattr(plain, name), what=name)
+
+    device_benchmark(
+        prefill, moves=prompt_bytes(shape), verify=verify, capture=False, gated=False, peers=causal_peers(*given),
+    )
