@@ -40,13 +40,10 @@ class State(Buffers, Interruptible):
 
     The constructor of a subclass checks the config, calls this one, allocates its buffers and ends with `reset()`.
     TypeError, ValueError for arguments that the kernels cannot take.
-
-    prompt_kernel: the kernel of the last prompt's attention, "cudnn", "flash" (both of PyTorch) or "kvtwin"; None
-    before the first prompt.
     """
 
     config: Any                                 # subclasses declare the config's class
-    prompt_kernel: str | None = None
+    _prompt_kernel: str | None = None
 
     def __init__(
         self, config: Any, *, slots: int, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
@@ -67,6 +64,12 @@ class State(Buffers, Interruptible):
         """The number of tokens since the last reset, padding included. Reading it synchronises with the GPU."""
         raise NotImplementedError
 
+    @property
+    def prompt_kernel(self) -> str | None:
+        """The kernel of the last prompt's attention: "cudnn", "flash" (both of PyTorch) or "kvtwin"; None before the
+        first prompt."""
+        return self._prompt_kernel
+
     def _check_prompt(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None) -> Tensor:
         """Check that no change was interrupted, and the arguments of `prefill`. Returns occupied [B, T], by default all
         True."""
@@ -79,7 +82,7 @@ class State(Buffers, Interruptible):
 
     def _attend_prompt(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, padded: bool) -> Tensor:
         """Causal attention of a whole prompt: see `library_attention.attend_prompt`."""
-        output, self.prompt_kernel = attend_prompt(query, key, value, occupied, self.scale, padded=padded)
+        output, self._prompt_kernel = attend_prompt(query, key, value, occupied, self.scale, padded=padded)
         return output
 
     def _check_step(self, query: Tensor, key: Tensor, value: Tensor) -> None:

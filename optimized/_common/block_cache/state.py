@@ -141,8 +141,8 @@ class BlockState(State):
         # Read from the device, since the host does not see the steps of graph replays.
         self._check_empty(", or append_block()")
         whole = self._library_attends and occupied.shape[1] <= self.config.block_size
-        self.prompt_kernel = library_kernel(query, key, value, self.scale) if whole else OWN
-        if self.prompt_kernel == OWN:
+        self._prompt_kernel = library_kernel(query, key, value, self.scale) if whole else OWN
+        if self._prompt_kernel == OWN:
             return self._append_blocks(query, key, value, occupied)
         return self._append_blocks(query, key, value, occupied, padded=padded)
 
