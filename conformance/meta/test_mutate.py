@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.mutation import mutate
+from kvtwin.conformance.mutation import kill_matrix, mutate
 from kvtwin.conformance.mutation.mutate import Lab, Mutant, MutantError, Tree, verdict
 from kvtwin.conformance.mutation.mutate_probe import is_wrong
 
@@ -43,7 +43,7 @@ def test_no_two_mutants_are_the_same():
 
 @pytest.mark.parametrize("file", sorted({mutant.method for mutant in MUTANTS}))
 def test_the_stored_matrix_says_that_these_very_mutants_were_killed(file):
-    rows = mutate.stored(mutate.matrix_file(file))
+    rows = kill_matrix.stored(kill_matrix.matrix_file(file, mutate.HERE))
     mutants = [mutant for mutant in MUTANTS if mutant.method == file]
     assert [(row["name"], row["digest"], row["status"]) for row in rows] == [
         (mutant.name, mutant.digest, "killed") for mutant in mutants
@@ -223,7 +223,7 @@ def result(name: str, status: str, **options) -> mutate.Result:
 
 
 def test_matrix():
-    lines = mutate.matrix([
+    lines = kill_matrix.matrix([
         result("one", "killed", killed_by=(ADD,), let_live=(TYPE,)), result("second", "survived", let_live=(ADD,)),
     ]).splitlines()
     assert lines[:2] == [f" 1 {ADD}", f" 2 {TYPE}"]
@@ -238,17 +238,19 @@ def test_results_of_a_part_are_stored_among_those_of_the_rest(tmp_path):
     (folder / "mutants.toml").touch()
     path, everyone = folder / "mutants.json", [replace(BOTH, name=name) for name in ("b", "a", "c")]
     gone = replace(BOTH, name="gone")
-    mutate.store([result(name, "killed", killed_by=(ADD,)) for name in ("a", "b", "gone")], [*everyone, gone], tmp_path)
-    mutate.store([result("c", "killed"), result("a", "survived")], everyone, tmp_path)
-    assert [(row["name"], row["status"]) for row in mutate.stored(path)] == [
+    first = [result(name, "killed", killed_by=(ADD,)) for name in ("a", "b", "gone")]
+    kill_matrix.store(first, [*everyone, gone], tmp_path)
+    kill_matrix.store([result("c", "killed"), result("a", "survived")], everyone, tmp_path)
+    assert [(row["name"], row["status"]) for row in kill_matrix.stored(path)] == [
         ("b", "killed"), ("a", "survived"), ("c", "killed"),
     ]
     assert sum('"status"' in line for line in path.read_text().splitlines()) == 3, "expected one line per mutant"
     changed = [replace(BOTH, name="b", file="code/new.py"), *everyone[1:]]
-    mutate.store([result("c", "killed")], changed, tmp_path)
-    assert [row["name"] for row in mutate.stored(path)] == ["a", "c"], "results of another substitution must be removed"
+    kill_matrix.store([result("c", "killed")], changed, tmp_path)
+    names = [row["name"] for row in kill_matrix.stored(path)]
+    assert names == ["a", "c"], "results of another substitution must be removed"
     record = json.loads(path.read_text())
-    assert record["schema"] == mutate.SCHEMA and {"python", "torch", "triton"} <= record["versions"].keys()
+    assert record["schema"] == kill_matrix.SCHEMA and {"python", "torch", "triton"} <= record["versions"].keys()
     assert {path.name for path in folder.iterdir()} == {"mutants.toml", "mutants.json"}
 
 

@@ -27,11 +27,9 @@ import argparse
 import ast
 import contextlib
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import shutil
 import signal
 import sys
@@ -39,18 +37,16 @@ import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..progress import bar, say
-from . import mutate_probe
+from . import kill_matrix, mutate_probe
 from .mutate_probe import ORDER, PROFILE
 from .mutate_server import Server
 
 HERE = Path(__file__).resolve().parent.parent  # the folder of all tests
-FILE = "mutants.toml"
-SCHEMA = 1
 TEXTS = ("name", "file", "what")
 OPTIONAL = ("control", "crash", "class")
 #: Classes of mistakes that tests can overlook as a whole, each with a letter.
@@ -64,7 +60,6 @@ CLASSES = {
     "g": "a path that is chosen by the size of a GPU",
 }
 CPU_SECONDS = 240  # of one process: a mutant may loop for ever
-RUNS_WITH = ("torch", "triton", "hypothesis", "pytest")
 
 
 class MutantError(ValueError):
@@ -108,7 +103,7 @@ class Tree:
                     if function and function.partition("[")[0] not in self.tests_in(file):
                         raise MutantError(f"test {test} does not exist")
             except (MutantError, SyntaxError) as error:
-                problems.append(f"{mutant.method}/{FILE}: {mutant.name}: {error}")
+                problems.append(f"{mutant.method}/{kill_matrix.MUTANTS}: {mutant.name}: {error}")
         if problems:
             raise MutantError("\n".join(problems))
 
@@ -195,7 +190,7 @@ class Result:
 
 def load(folder: Path = HERE) -> list[Mutant]:
     """All mutants by method, in the order of the files. Raises MutantError for an invalid file."""
-    mutants = [mutant for file in sorted(folder.rglob(FILE)) for mutant in _load_file(file)]
+    mutants = [mutant for file in sorted(folder.rglob(kill_matrix.MUTANTS)) for mutant in _load_file(file)]
     names = [mutant.name for mutant in mutants]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -355,50 +350,6 @@ def _messages(facts: Iterable[dict[str, Any]]) -> str:
     return "; ".join(lines) or "it did not run"
 
 
-def matrix(results: Sequence[Result]) -> str:
-    """The kill matrix: a row per mutant, a column per test; # killed it, o passed, . is not one of its killers."""
-    tests = sorted({test for result in results for test in (*result.killed_by, *result.let_live)})
-    width = max((len(result.name) for result in results), default=0)
-    numbers = [f"{number:2}" for number in range(1, len(tests) + 1)]
-    lines = [f"{number} {test}" for number, test in zip(numbers, tests, strict=True)]
-    lines += ["", *(" " * (width + 12) + "".join(number[digit] for number in numbers) for digit in (0, 1))]
-    for result in results:
-        row = "".join("#" if test in result.killed_by else "o" if test in result.let_live else "." for test in tests)
-        lines.append(f"{result.name:{width}}  {result.status:8}  {row}  {result.seconds:5.1f} s")
-    return "\n".join(lines)
-
-
-def matrix_file(method: str, folder: Path = HERE) -> Path:
-    """The path of a method's kill matrix, beside its file of mutants."""
-    (mutants,) = (path for path in folder.rglob(FILE) if path.parent.name == method)
-    return mutants.with_suffix(".json")
-
-
-def store(results: Sequence[Result], mutants: Sequence[Mutant], folder: Path = HERE) -> None:
-    """Write results to mutants.json beside each file of mutants, in its order, one line each. Stored results of mutants
-    that did not run are kept if their substitution is unchanged."""
-    versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in RUNS_WITH}
-    for method in sorted({result.method for result in results}):
-        path, order = matrix_file(method, folder), {m.name: m.digest for m in mutants if m.method == method}
-        old = stored(path) if path.is_file() else []
-        rows = {row["name"]: row for row in old if order.get(row["name"]) == row["digest"]}
-        for result in results:
-            if result.method == method:
-                rows[result.name] = {key: value for key, value in asdict(result).items() if value and key != "method"}
-        lines = ",\n  ".join(json.dumps(rows[name]) for name in order if name in rows)
-        head = json.dumps({
-            "schema": SCHEMA, "method": method, "command": f"python -m kvtwin.conformance.mutation {method}",
-            "versions": versions, "cpu_seconds": round(sum(row["seconds"] for row in rows.values())),
-        }, indent=1).removesuffix("\n}")
-        path.write_text(f'{head},\n "mutants": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
-
-
-def stored(path: Path) -> list[dict[str, Any]]:
-    """The stored results of a method, as tables of Result's fields without empty ones."""
-    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["mutants"]
-    return rows
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvtwin.conformance.mutation", description=__doc__.splitlines()[0])
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="methods whose mutants run (default: all)")
@@ -413,9 +364,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MutantError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"\n{matrix(results)}")
+    print(f"\n{kill_matrix.matrix(results)}")
     if options.store:
-        store(results, everyone)
+        kill_matrix.store(results, everyone, HERE)
     alive = [result for result in results if result.status != "killed"]
     for result in alive:
         print(f"\n{result.status}: {result.name} ({result.what})\n  {result.detail or 'no killer failed'}")
