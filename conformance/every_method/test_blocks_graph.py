@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +33,10 @@ def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(graph, "captured", captured)
 
 
-def captured(function: Callable[[], Tensor | None], pool: object) -> tuple[Callable[[], None], Tensor]:
+def captured(function: Callable[[], Tensor | None], memory: object) -> tuple[Callable[[], None], Tensor]:
     """Like `graph.captured`, whose call does not run: the result is known after the first replay."""
-    result = torch.empty(0, dtype=torch.float16)
+    with torch.inference_mode(False):
+        result = torch.empty(0, dtype=torch.float16)
 
     def replay() -> None:
         made = function()
@@ -110,6 +112,59 @@ def test_a_copy_and_a_state_with_other_buffers_need_a_graph_of_their_own(pair, d
     assert_same(state.prefill(**prompt), expected, what="output with another buffer")
     assert graph._graphs[state] is not first
     assert_equal(state, copied, "a prompt with another buffer")
+
+
+@every_pair
+def test_without_a_capture_blocks_are_appended_one_by_one(pair, device, monkeypatch):
+    """As when the GPU has no memory left for it. A warning says so, once for a state."""
+    state, plain, prompt = state_of(pair, device), state_of(pair, device), prompt_of(5, device)
+
+    def fails(function: object, memory: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(graph, "captured", fails)
+        broken.setattr(graph, "_memory", lambda shapes, block: Memory(block))
+        with pytest.warns(UserWarning, match="without a CUDA graph: out of memory"):
+            output = state.prefill(**prompt)
+        state.reset()
+        assert_same(state.prefill(**prompt), output, what="the output of a second prompt")
+    with monkeypatch.context() as without:
+        without.setattr(graph, "BLOCKS", TOKENS)
+        assert_same(output, plain.prefill(**prompt), what="output")
+    assert_equal(state, plain, "a prompt")
+
+
+class Memory(graph.Memory):
+    """Without a graph of its own."""
+
+    def __init__(self, block: tuple[Tensor, ...]) -> None:
+        self.inputs, self.lock = tuple(map(torch.clone, block)), threading.Lock()
+
+
+def test_states_come_and_go_and_their_memory_stays(device):
+    pair = BLOCKS[0]
+    memories = set()
+    for _ in range(3):
+        state = state_of(pair, device)
+        state.prefill(**prompt_of(1, device))
+        memories.add(id(graph._graphs[state]._memory))
+        del state
+    assert len(memories) == 1
+    assert len(graph._memories) <= graph.MEMORIES
+
+
+def test_prompts_in_and_outside_of_inference_mode(device):
+    states = [state_of(BLOCKS[0], device) for _ in range(2)]
+    prompt = prompt_of(2, device)
+    with torch.inference_mode():
+        first = states[0].prefill(**prompt)
+    with torch.no_grad():
+        second = states[1].prefill(**prompt)
+        states[0].reset()
+        third = states[0].prefill(**prompt)
+    assert_same(first.clone(), second, what="output")
+    assert_same(first.clone(), third, what="output of the second prompt")
 
 
 def test_large_blocks_and_short_prompts_take_no_graph(device):

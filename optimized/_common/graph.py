@@ -6,9 +6,11 @@ launch. Its kernels are those of the plain calls, so its results have the same b
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ Append = Callable[..., Tensor | None]
 BLOCKS = 8
 #: Elements of a block's largest tensor up to which the host is slower than the GPU. It also limits a graph's memory.
 ELEMENTS = 2**23
+#: Shapes whose memory is kept.
+MEMORIES = 8
 #: Devices that have graphs.
 DEVICES = ("cuda",)
 
@@ -41,60 +45,89 @@ def worth_a_graph(prompt: Tensor, block_size: int) -> bool:
 
 class Memory:
     """What the graphs of the same shapes on the same stream share, since they run one after the other: the tensors of a
-    block, and the pool of all others."""
+    block, the stream of captures, and the pool of all other tensors."""
 
     def __init__(self, block: tuple[Tensor, ...]) -> None:
         with torch.inference_mode(False):
             self.inputs = tuple(torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in block)
-        self.pool = torch.cuda.graph_pool_handle() if block[0].is_cuda else None
+        self.lock = threading.Lock()
+        self.stream: Any = None
+        self.pool: Any = None
+        if block[0].is_cuda:
+            self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            # A pool whose last graph is gone cannot be used again.
+            self._anchor = captured(lambda: torch.zeros(1, device=block[0].device), self)
 
     def take(self, block: tuple[Tensor, ...]) -> None:
         for mine, given in zip(self.inputs, block, strict=True):
             mine.copy_(given.detach())
 
 
-_memories: WeakValueDictionary[tuple[Any, ...], Memory] = WeakValueDictionary()
+#: Up to MEMORIES of them, the oldest first. They outlive the states, so that the next states use their pools again.
+_memories: dict[tuple[Any, ...], Memory] = {}
+_lock = threading.Lock()
+
+
+def _memory(shapes: tuple[Any, ...], block: tuple[Tensor, ...]) -> Memory:
+    with _lock:
+        if shapes not in _memories:
+            _memories[shapes] = Memory(block)
+            if len(_memories) > MEMORIES:
+                del _memories[next(iter(_memories))]
+        return _memories[shapes]
 
 
 class BlockGraph:
-    """Full blocks of a state: `append(*block)`, which returns the block's output if it has one, to be captured.
+    """A state's work of one block, `append(*block)`, captured; the result is the block's output, if it has one.
 
-    Constructing it runs `append` for the first block, which also compiles the kernels, and captures the call after.
-    The graph is right as long as `buffers`, the state's tensors, stay where they are: see `fits`.
+    It is right as long as `buffers`, the state's tensors, stay where they are: see `fits`. After a failed capture there
+    is no graph, and `append` is called for each block.
     """
 
     def __init__(
         self, append: Append, block: tuple[Tensor, ...], output: Tensor | None, buffers: tuple[Tensor, ...]
     ) -> None:
+        """Append the first block, which also compiles the kernels, and capture the call for the next ones."""
         self._shapes, self._places = _shapes(block), _places(buffers)
-        memory = _memories.get(self._shapes)
-        self._memory = _memories[self._shapes] = Memory(block) if memory is None else memory
-        self._memory.take(block)
-        _copy(append(*self._memory.inputs), output)
-        self._replay, self._output = captured(lambda: append(*self._memory.inputs), self._memory.pool)
+        self._memory = _memory(self._shapes, block)
+        self._replay: Callable[[], None] | None = None
+        self._output: Tensor | None = None
+        with self._memory.lock:
+            self._memory.take(block)
+            _copy(append(*self._memory.inputs), output)
+            try:
+                self._replay, self._output = captured(lambda: append(*self._memory.inputs), self._memory)
+            except RuntimeError as error:
+                _memories.pop(self._shapes, None)
+                warnings.warn(f"prompts are appended block by block, without a CUDA graph: {error}", stacklevel=2)
 
     def fits(self, block: tuple[Tensor, ...], buffers: tuple[Tensor, ...]) -> bool:
         """Whether the graph does for a block what plain calls would."""
         return _shapes(block) == self._shapes and _places(buffers) == self._places
 
-    def run(self, block: tuple[Tensor, ...], output: Tensor | None) -> None:
-        self._memory.take(block)
-        self._replay()
-        _copy(self._output, output)
+    def run(self, append: Append, block: tuple[Tensor, ...], output: Tensor | None) -> None:
+        if self._replay is None:
+            _copy(append(*block), output)
+            return
+        with self._memory.lock:
+            self._memory.take(block)
+            self._replay()
+            _copy(self._output, output)
 
 
-def captured(function: Callable[[], Tensor | None], pool: Any) -> tuple[Callable[[], None], Tensor | None]:
+def captured(function: Callable[[], Tensor | None], memory: Memory) -> tuple[Callable[[], None], Tensor | None]:
     """Capture a call without running it. Returns what runs it, and its result, which each run overwrites."""
-    graph, stream, side = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.Stream()
-    side.wait_stream(stream)
-    with torch.cuda.stream(side):
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    memory.stream.wait_stream(stream)
+    # Outside of inference mode, in which PyTorch's random generator could not be captured again in another mode.
+    with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(memory.stream):
         # Not torch.cuda.graph(), which also collects garbage and empties the allocator's cache.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=memory.pool, capture_error_mode="thread_local")
         try:
             result = function()
         finally:
             graph.capture_end()
-    stream.wait_stream(side)
+    stream.wait_stream(memory.stream)
     return graph.replay, result
 
 
@@ -111,7 +144,7 @@ def run_blocks(
             graph, done = BlockGraph(append, blocks[0], outputs[0], buffers), 1
             _graphs[state] = graph
         for block, output in zip(blocks[done:], outputs[done:], strict=True):
-            graph.run(block, output)
+            graph.run(append, block, output)
 
 
 def _copy(given: Tensor | None, output: Tensor | None) -> None:

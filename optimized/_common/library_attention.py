@@ -51,6 +51,8 @@ def attend_prompt(
         return _attend(name, query, key, value, scale), name
     shortest = min((end - start for start, end in ranges if start < end), default=0)
     name = library_kernel(query, key, value, scale, shortest=shortest)
+    if name == OWN:
+        return causal_attention(query, key, value, occupied, scale), OWN
     output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     for row, (start, end) in enumerate(ranges):
         if start < end:
@@ -69,11 +71,18 @@ def library_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, *, s
     ):
         return OWN
     arguments = torch.backends.cuda.SDPAParams(query.detach(), key.detach(), value.detach(), None, 0.0, True, True)
-    tokens = query.shape[2] if shortest is None else shortest
-    work = query.shape[0] * query.shape[1] * query.shape[3] * tokens**2
-    if work >= CUDNN_WORK and torch.backends.cuda.can_use_cudnn_attention(arguments):
+    batch, heads, tokens, head_dim = query.shape
+    work = batch * heads * head_dim * tokens**2 if shortest is None else heads * head_dim * shortest**2
+    if work >= CUDNN_WORK and cudnn_is_chosen(query.device) and torch.backends.cuda.can_use_cudnn_attention(arguments):
         return "cudnn"
     return "flash" if torch.backends.cuda.can_use_flash_attention(arguments) else OWN
+
+
+def cudnn_is_chosen(device: torch.device) -> bool:
+    """Whether cuDNN's attention may run: on Hopper, with a version that PyTorch prefers to flash attention there.
+    Earlier versions may read out of bounds (PyTorch's issue 169849)."""
+    version = torch.backends.cudnn.version()
+    return torch.cuda.get_device_capability(device) == (9, 0) and version is not None and version > 91500
 
 
 def token_ranges(occupied: Tensor) -> list[tuple[int, int]] | None:
@@ -100,5 +109,5 @@ def _aligned(tensor: Tensor) -> bool:
 
 
 def _attend(name: str, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    with torch.no_grad(), sdpa_kernel(BACKENDS[name]):
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False), sdpa_kernel(BACKENDS[name]):
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)

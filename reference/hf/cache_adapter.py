@@ -4,7 +4,8 @@ In every layer of a forward pass, the model first passes its new keys and values
 then calls its attention function with what the cache returned. A State evicts during attention, so `update` only counts
 the tokens, attaches a reference to the layer to the key tensor, and returns both tensors unchanged. The attention
 function registered as "kvtwin" finds the layer by this reference and calls its State. A State with `append_block` takes
-every forward pass as one call; any other takes the first tokens by `prefill` and each later token by `step`.
+every forward pass as one call, the first by `prefill`; any other takes the first tokens by `prefill` and each later
+token by `step`.
 
 transformers makes one mask per forward pass, which cannot describe the slots of each layer. The mask function
 registered as "kvtwin" therefore returns its arguments (`MaskSpec`): our layers read the padding from them, and layers
@@ -162,10 +163,12 @@ class StateLayer(CacheLayerMixin):
     def _in_blocks(
         self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, occupied: Tensor | None, seen: int
     ) -> Tensor:
-        """Pass all tokens to `append_block`, or a single token that is not padding to `step`."""
+        """Pass the first tokens to `prefill`, later ones to `append_block`, or to `step` a single one that is not
+        padding."""
         if key.shape[2] == 1 and (occupied is None or (readable(occupied) and spec.all("tokens", occupied))):
             return self.state.step(query[:, :, 0], key[:, :, 0], value[:, :, 0])[:, :, None]
-        output: Tensor = self.state.append_block(query, key, value, occupied)
+        takes = self.state.prefill if seen == 0 and readable(key) else self.state.append_block
+        output: Tensor = takes(query, key, value, occupied)
         return output
 
     def _in_steps(

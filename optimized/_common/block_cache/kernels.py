@@ -50,8 +50,6 @@ def received(
 #: Tile shapes for much work and short rows. Attention: (rows of queries and heads, slots, stages, warps). Attention
 #: received: (queries, keys, stages, warps). The best measured on an H200.
 ATTENTION_TILE = (128, 64, 3, 8)
-#: The tile of attention if larger ones would leave multiprocessors idle.
-LATENCY_TILE = (32, 64, 3, 4)
 RECEIVED_TILE = (32, 128, 3, 4)
 #: Tensor cores do not multiply float32 exactly. Without them, operands are in registers, and tiles must be small.
 FLOAT32_TILE = (16, 16, 2, 4)
@@ -66,11 +64,7 @@ def _attention_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
         return (16 if rows <= 16 else 64), (16 if key.shape[2] <= 48 else 64), 2, 4
     if query.shape[3] > 128:
         return (16 if rows <= 16 else 64), 32, 2, 4
-    if rows <= 64:
-        return (16 if rows <= 16 else 64), 64, 3, 4
-    if query.shape[0] * key.shape[1] * triton.cdiv(rows, 64) <= multiprocessors(query.device):
-        return LATENCY_TILE
-    return ATTENTION_TILE
+    return ATTENTION_TILE if rows > 64 else (16 if rows <= 16 else 64, 64, 3, 4)
 
 
 def _received_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
