@@ -173,7 +173,8 @@ class SnapKVState(BlockState):
 
     def _evict(self, block: Block, count: int) -> None:
         observers = self.config.observers
-        last = block.positions[-observers:]
+        new = min(count, observers)
+        last = self._seen + torch.arange(-new, 0, device=self.device)           # positions of the newest tokens
         place = last % observers
         self._window_query.index_copy_(2, place, block.query[:, :, -observers:])
         self._window_positions.index_copy_(1, place, last.where(block.valid[:, -observers:], -1))

@@ -49,13 +49,12 @@ from .step import step as block_step
 class Block(NamedTuple):
     """Q tokens that just arrived in slots capacity to end - 1, and the softmaxes of their queries.
 
-    query [B, Hq, Q, D]; valid [B, Q] bool, False for padding; positions [Q] int64; end = capacity + Q; softmax_parts
-    [2, B, Hq, Q] float32: see `kernels.Attended`; None at a decode step, and empty if `_library_attends`.
+    query [B, Hq, Q, D]; valid [B, Q] bool, False for padding; end = capacity + Q; softmax_parts [2, B, Hq, Q] float32:
+    see `kernels.Attended`; None at a decode step, and empty if a kernel of PyTorch attended.
     """
 
     query: Tensor
     valid: Tensor
-    positions: Tensor
     end: int
     softmax_parts: Tensor | None
 
@@ -238,32 +237,32 @@ class BlockState(State):
 
     def _append(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor:
         """Add a block of Q <= block_size tokens; valid [B, Q] bool. Returns [B, Hq, Q, D]."""
-        positions, end = self._arrive(key, value, valid)
+        end = self._arrive(key, value, valid)
         compared, keys = self._compared(query, valid, end)
         output, softmax_parts = attend(compared, keys, self.value[:, :, :end], self.occupied[:, :, :end], self.scale)
-        self._evict(Block(query, valid, positions, end, softmax_parts), query.shape[2])
+        self._evict(Block(query, valid, end, softmax_parts), query.shape[2])
         return output
 
     def _append_prompt(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor, padded: bool) -> Tensor:
         """`_append` of a whole prompt to an empty state, with the attention of `_attend_prompt`."""
-        positions, end = self._arrive(key, value, valid)
+        end = self._arrive(key, value, valid)
         output = self._attend_prompt(query, key, value, valid, padded=padded)
-        self._evict(Block(query, valid, positions, end, query.new_empty(0, dtype=torch.float32)), query.shape[2])
+        self._evict(Block(query, valid, end, query.new_empty(0, dtype=torch.float32)), query.shape[2])
         return output
 
-    def _arrive(self, key: Tensor, value: Tensor, valid: Tensor) -> tuple[Tensor, int]:
-        """Put a block of Q tokens into its slots. Returns their positions, [Q] int64, and the end of the slots."""
+    def _arrive(self, key: Tensor, value: Tensor, valid: Tensor) -> int:
+        """Put a block of Q tokens into its slots. Returns the end of the slots."""
         capacity, count = self.config.capacity, key.shape[2]
-        positions = self._seen + torch.arange(count, device=self.device)
         ops.arrive(
             key, value, valid, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
             self._carried if self._carries_magnitude else None, self._valid_seen, self._seen, capacity,
         )
+        came = valid.sum(-1, keepdim=True)
         self._seen += count
-        self._valid_seen += valid.sum(-1, keepdim=True)
+        self._valid_seen += came
         if self._counts is not None:
-            self._counts += valid.sum(-1, keepdim=True)
-        return positions, capacity + count
+            self._counts += came
+        return capacity + count
 
     def _finish_step(self, query: Tensor) -> None:
         """Complete a step after its kernels."""
@@ -271,7 +270,7 @@ class BlockState(State):
             self._thin(self._ranks, 1, appended=True)
         elif self._rule == "nothing":
             valid = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
-            self._evict(Block(query[:, :, None], valid, self._seen - 1, self.config.capacity + 1, None), 1)
+            self._evict(Block(query[:, :, None], valid, self.config.capacity + 1, None), 1)
 
     def _evict(self, block: Block, count: int) -> None:
         """Update scores, choose evictions, and move the kept tokens of a block that is in its slots."""
