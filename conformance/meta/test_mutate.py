@@ -217,9 +217,13 @@ def test_errors_that_kill_a_mutant():
 # The matrix -----------------------------------------------------------------------------------------------------------
 
 
+def digests(mutants):
+    return {(mutant.method, mutant.name): mutant.digest for mutant in mutants}
+
+
 def result(name: str, status: str, **options) -> mutate.Result:
     fields = {"killed_by": (), "let_live": (), "seconds": 1.0, **options}
-    return mutate.Result(name, "toy", "", "code/toy.py", digest=BOTH.digest, status=status, **fields)
+    return kill_matrix.Result(name, "toy", "", "code/toy.py", digest=BOTH.digest, status=status, **fields)
 
 
 def test_matrix():
@@ -239,14 +243,14 @@ def test_results_of_a_part_are_stored_among_those_of_the_rest(tmp_path):
     path, everyone = folder / "mutants.json", [replace(BOTH, name=name) for name in ("b", "a", "c")]
     gone = replace(BOTH, name="gone")
     first = [result(name, "killed", killed_by=(ADD,)) for name in ("a", "b", "gone")]
-    kill_matrix.store(first, [*everyone, gone], tmp_path)
-    kill_matrix.store([result("c", "killed"), result("a", "survived")], everyone, tmp_path)
+    kill_matrix.store(first, digests([*everyone, gone]), tmp_path)
+    kill_matrix.store([result("c", "killed"), result("a", "survived")], digests(everyone), tmp_path)
     assert [(row["name"], row["status"]) for row in kill_matrix.stored(path)] == [
         ("b", "killed"), ("a", "survived"), ("c", "killed"),
     ]
     assert sum('"status"' in line for line in path.read_text().splitlines()) == 3, "expected one line per mutant"
     changed = [replace(BOTH, name="b", file="code/new.py"), *everyone[1:]]
-    kill_matrix.store([result("c", "killed")], changed, tmp_path)
+    kill_matrix.store([result("c", "killed")], digests(changed), tmp_path)
     names = [row["name"] for row in kill_matrix.stored(path)]
     assert names == ["a", "c"], "results of another substitution must be removed"
     record = json.loads(path.read_text())

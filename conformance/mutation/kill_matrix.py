@@ -5,18 +5,31 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .mutate import Mutant, Result
+from typing import Any
 
 #: Names of the files: of mutants, and of their kill matrix.
 MUTANTS, MATRIX = "mutants.toml", "mutants.json"
 SCHEMA = 1
 RUNS_WITH = ("torch", "triton", "hypothesis", "pytest")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a mutant. killed_by, let_live: killers that failed, that passed; detail: why it is broken."""
+
+    name: str
+    method: str
+    what: str
+    file: str
+    digest: str
+    status: str
+    killed_by: tuple[str, ...]
+    let_live: tuple[str, ...]
+    seconds: float
+    detail: str = ""
 
 
 def matrix(results: Sequence[Result]) -> str:
@@ -38,12 +51,13 @@ def matrix_file(method: str, folder: Path) -> Path:
     return mutants.with_name(MATRIX)
 
 
-def store(results: Sequence[Result], mutants: Sequence[Mutant], folder: Path) -> None:
+def store(results: Sequence[Result], digests: Mapping[tuple[str, str], str], folder: Path) -> None:
     """Write results to mutants.json beside each file of mutants, in its order, one line each. Stored results of mutants
-    that did not run are kept if their substitution is unchanged."""
+    that did not run are kept if their substitution is unchanged. digests: of all mutants, by method and name."""
     versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in RUNS_WITH}
     for method in sorted({result.method for result in results}):
-        path, order = matrix_file(method, folder), {m.name: m.digest for m in mutants if m.method == method}
+        path = matrix_file(method, folder)
+        order = {name: digest for (of, name), digest in digests.items() if of == method}
         old = stored(path) if path.is_file() else []
         rows = {row["name"]: row for row in old if order.get(row["name"]) == row["digest"]}
         for result in results:

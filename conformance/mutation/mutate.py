@@ -43,6 +43,7 @@ from typing import Any
 
 from ..progress import bar, say
 from . import kill_matrix, mutate_probe
+from .kill_matrix import Result
 from .mutate_probe import ORDER, PROFILE
 from .mutate_server import Server
 
@@ -170,22 +171,6 @@ class Mutant:
         if mutated == source:
             raise MutantError("changes nothing")
         return mutated
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of a mutant. killed_by, let_live: killers that failed, that passed; detail: why it is broken."""
-
-    name: str
-    method: str
-    what: str
-    file: str
-    digest: str
-    status: str
-    killed_by: tuple[str, ...]
-    let_live: tuple[str, ...]
-    seconds: float
-    detail: str = ""
 
 
 def load(folder: Path = HERE) -> list[Mutant]:
@@ -366,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(f"\n{kill_matrix.matrix(results)}")
     if options.store:
-        kill_matrix.store(results, everyone, HERE)
+        kill_matrix.store(results, {(one.method, one.name): one.digest for one in everyone}, HERE)
     alive = [result for result in results if result.status != "killed"]
     for result in alive:
         print(f"\n{result.status}: {result.name} ({result.what})\n  {result.detail or 'no killer failed'}")
