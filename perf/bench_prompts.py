@@ -18,8 +18,8 @@ from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.optimized._common import graph
 from kvtwin.optimized._common.block_cache.state import BlockState
 
-from .bench_longflow import check_causal
-from .blocks import BLOCK, DEVICE, DTYPE, ITEM, Shape, tokens
+from .bench_longflow import check_causal, prompt_bytes
+from .blocks import BLOCK, DEVICE, DTYPE, Shape, tokens
 from .peers import causal_peers
 
 BUDGET = 2048
@@ -45,9 +45,8 @@ def empty_state(method: str, shape: Shape, block: int) -> Any:
     )
 
 
-def prompt_bytes(shape: Shape) -> int:
-    heads = 2 * shape.query_heads + 2 * shape.key_value_heads
-    return shape.batch * heads * shape.queries * shape.head_dim * ITEM
+def moved(shape: Shape) -> int:
+    return prompt_bytes(shape._replace(slots=shape.queries))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -62,7 +61,7 @@ def test_whole_prompt(device_benchmark, method, shape):
         return state.prefill(*given, **more)
 
     device_benchmark(
-        prefill, moves=prompt_bytes(shape), verify=lambda output: check_causal(*given, occupied, output),
+        prefill, moves=moved(shape), verify=lambda output: check_causal(*given, occupied, output),
         capture=False, gated=False, peers=causal_peers(*given),
     )
 
@@ -86,5 +85,5 @@ def test_prompt_in_blocks(device_benchmark, method, shape, monkeypatch):
             assert_same(getattr(state, name), getattr(plain, name), what=name)
 
     device_benchmark(
-        prefill, moves=prompt_bytes(shape), verify=verify, capture=False, gated=False, peers=causal_peers(*given),
+        prefill, moves=moved(shape), verify=verify, capture=False, gated=False, peers=causal_peers(*given),
     )

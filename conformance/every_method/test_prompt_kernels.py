@@ -164,7 +164,7 @@ def test_all_others_take_kvtwins_kernel(why, device):
 def test_a_captured_prompt_with_a_mask_takes_kvtwins_kernel(device):
     """A capture cannot ask the GPU where the padding is."""
     if device.type == "cpu":
-        pytest.skip("the CPU has no CUDA graphs")
+        pytest.skip("needs CUDA graphs; runs with --kv-device=cuda")
     query, key, value = tensors(device, 600, torch.bfloat16)
     occupied = torch.ones(2, 600, dtype=torch.bool, device=device)
     for padded, expected in ((True, "kvtwin"), (False, "flash")):

@@ -1,7 +1,7 @@
 """The work of one block of tokens as a CUDA graph, for prompts of many blocks.
 
-A block of a small batch keeps the GPU busy for less time than the host needs for its launches. A graph takes one
-launch. Its kernels are those of the plain calls, so its results have the same bits.
+With a small batch, the host takes longer to launch the kernels of a block than the GPU takes to run them. A graph is
+launched as a whole. It runs the same kernels as calls without a graph, so the results have the same bits.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class BlockGraph:
             try:
                 self._replay, self._output = captured(lambda: append(*self._memory.inputs), self._memory)
             except RuntimeError as error:
-                _memories.pop(self._shapes, None)
+                with _lock:
+                    _memories.pop(self._shapes, None)
                 warnings.warn(f"prompts are appended block by block, without a CUDA graph: {error}", stacklevel=2)
 
     def fits(self, block: tuple[Tensor, ...], buffers: tuple[Tensor, ...]) -> bool:
