@@ -42,12 +42,12 @@ class H2OState(BlockState):
         return accumulate(self, block), None
 
 
-def accumulate(state: BlockState, block: Block) -> Tensor:
-    """Add the weights that the block's queries gave each key to `score` and return it, [B, Hkv, end]."""
+def accumulate(state: BlockState, block: Block, magnitude: Tensor | None = None) -> Tensor:
+    """Add the weights that the block's queries gave each key to `score`. Returns the new scores, or their products with
+    `magnitude`, [B, Hkv, end]."""
     end = block.end
     assert block.softmax_parts is not None
-    score = state.score[..., :end]
-    score += kernels.received(
-        block.query, state.key[:, :, :end], state.occupied[..., :end], block.softmax_parts, state.scale, mean=False
+    return kernels.accumulate(
+        block.query, state.key[:, :, :end], state.occupied[..., :end], block.softmax_parts, state.score, magnitude,
+        state.scale,
     )
-    return score

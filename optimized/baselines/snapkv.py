@@ -16,6 +16,7 @@ from ...reference.contract import Sizes
 from .._common.block_cache import kernels as kernels
 from .._common.block_cache.compress import between
 from .._common.block_cache.compress import compress as compress_cache
+from .._common.block_cache.observe import observe
 from .._common.block_cache.state import Block, BlockState, check_block
 from .._common.launch import check_kernel_sizes, check_launchable, key_block, on_device_of, padded_head_dim
 from .._common.numerics import LOG2_E, dot, finite_or_zero
@@ -164,6 +165,10 @@ class SnapKVState(BlockState):
         self._window = self._window_query, self._window_positions
         self._between = between(self.sizes, observers, self.device)
 
+    @property
+    def _most_queries(self) -> int:
+        return max(super()._most_queries, self.config.observers)
+
     def _buffers(self) -> tuple[Tensor, ...]:
         return self._window_query, self._window_positions, self._order
 
@@ -172,12 +177,7 @@ class SnapKVState(BlockState):
         self._order.copy_(torch.arange(self.config.budget, device=self.device))
 
     def _evict(self, block: Block, count: int) -> None:
-        observers = self.config.observers
-        new = min(count, observers)
-        last = self._seen + torch.arange(-new, 0, device=self.device)           # positions of the newest tokens
-        place = last % observers
-        self._window_query.index_copy_(2, place, block.query[:, :, -observers:])
-        self._window_positions.index_copy_(1, place, last.where(block.valid[:, -observers:], -1))
+        observe(block.query, block.valid, self._seen, self._window_query, self._window_positions)
         self._compress(count, appended=False)
 
     def _finish_step(self, query: Tensor) -> None:
@@ -187,8 +187,8 @@ class SnapKVState(BlockState):
         config = self.config
         compress_cache(
             self._window_query, self._window_positions, self.key, self.value, self.occupied, self.positions,
-            self._score, self._token_index, self._valid_seen, self._counts, self._order, *self._between, self.scale,
-            config.budget, config.capacity, count, config.kernel_size, appended,
+            self._score, self._token_index, self._valid_seen, self._seen, self._counts, self._order, *self._between,
+            self._counters, self.scale, config.budget, config.capacity, count, config.kernel_size, appended,
         )
 
 

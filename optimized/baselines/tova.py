@@ -9,7 +9,7 @@ from ...reference._validate import resolve_scale
 from ...reference.baselines.tova import TOVAConfig
 from ...reference.blocks import AttendResult
 from .._common.block_cache import kernels as kernels
-from .._common.block_cache.newest_query import received_of_newest
+from .._common.block_cache.newest_query import received_of_newest, update_by_newest
 from .._common.block_cache.over_heads import over_heads
 from .._common.block_cache.state import Block, BlockState, check_block
 
@@ -43,12 +43,13 @@ class TOVAState(BlockState):
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         end = block.end
         assert block.softmax_parts is not None
-        occupied, score = self.occupied[..., :end], self.score[..., :end]
-        weight, log_weight = received_of_newest(
-            block.query, self.key[:, :, :end], occupied, block.softmax_parts, self.scale
-        )
-        if not self.config.per_head:
-            over_heads(weight, log_weight)
+        occupied = self.occupied[..., :end]
+        given = block.query, self.key[:, :, :end], occupied, block.softmax_parts
+        if self.config.per_head:
+            return update_by_newest(*given, self.score, self.scale), None
+        weight, log_weight = received_of_newest(*given, self.scale)
+        over_heads(weight, log_weight)
+        score = self.score[..., :end]
         came = block.valid.any(-1)[:, None, None]
         score.copy_(torch.where(came & occupied, weight, score))
         return log_weight, None

@@ -26,5 +26,4 @@ class VATPState(BlockState):
         self._carried = self._buffer(batch, heads, slots, dtype=torch.float32)  # ||v_j||_1
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
-        assert self._carried is not None
-        return accumulate(self, block) * self._carried[..., :block.end], None
+        return accumulate(self, block, self._carried), None

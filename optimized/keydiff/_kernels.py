@@ -176,6 +176,7 @@ def anchor_kernel(
     tl.debug_barrier()
     if tl.atomic_add(completion_counters + batch_head, 1, sem="acq_rel", scope="gpu") == splits - 1:
         tl.store(anchor + batch_head * HEAD_DIM + d, sum_partials(partial, splits, D_PAD), mask=d < HEAD_DIM)
+        tl.store(completion_counters + batch_head, 0)                   # reset for the next launch
 
 
 @triton.jit

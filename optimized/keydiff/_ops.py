@@ -59,11 +59,10 @@ def _mask_strides(mask: Tensor | None) -> tuple[int, int, int]:
     return mask.stride(0), mask.stride(1) if mask.dim() == 3 else 0, mask.stride(-1)
 
 
-def _launch_anchor(key: Tensor, occupied: Tensor | None, completion_counters: Tensor) -> tuple[Tensor, Tensor]:
-    """Same as `anchor`; completion_counters [B * Hkv] int32, zero."""
-    batch, heads, slots, head_dim = key.shape
+def _launch_anchor(key: Tensor, occupied: Tensor | None, anchor: Tensor, completion_counters: Tensor) -> Tensor:
+    """Store the anchor and return the inverse lengths: see `anchor`. completion_counters [B * Hkv] int32, zero."""
+    batch, heads, slots, _ = key.shape
     sizes, shape = _shape(key, occupied, 1)
-    anchor = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=key.device)
     inverse = torch.empty(batch, heads, slots, dtype=torch.float32, device=key.device)
     partial = torch.empty(batch * heads, sizes[2], shape["D_PAD"], dtype=torch.float32, device=key.device)
     with on_device_of(key):
@@ -71,7 +70,11 @@ def _launch_anchor(key: Tensor, occupied: Tensor | None, completion_counters: Te
             key, occupied, inverse, partial, anchor, completion_counters, *sizes,
             *_key_strides(key, shape["UNIT"]), *_mask_strides(occupied), **shape, STAGES=ANCHOR_STAGES,
         )
-    return anchor, inverse
+    return inverse
+
+
+def _new_anchor(key: Tensor) -> Tensor:
+    return torch.empty(*key.shape[:2], key.shape[3], dtype=torch.float32, device=key.device)
 
 
 def _launch_ranks(
@@ -92,13 +95,25 @@ def _launch_ranks(
 def anchor(key: Tensor, occupied: Tensor | None) -> tuple[Tensor, Tensor]:
     """The sum of the normalized keys in occupied slots, [B, Hkv, D] float32, and the inverse lengths of all keys,
     [B, Hkv, S]: negative for odd keys (see `_step.lengths`), 0 where unoccupied."""
-    return _launch_anchor(key, occupied, torch.zeros(key.shape[0] * key.shape[1], dtype=torch.int32, device=key.device))
+    result = _new_anchor(key)
+    counters = torch.zeros(key.shape[0] * key.shape[1], dtype=torch.int32, device=key.device)
+    return result, _launch_anchor(key, occupied, result, counters)
 
 
 @anchor.register_fake
 def _(key: Tensor, occupied: Tensor | None) -> tuple[Tensor, Tensor]:
-    anchor = key.new_empty((*key.shape[:2], key.shape[3]), dtype=torch.float32)
-    return anchor, key.new_empty(key.shape[:3], dtype=torch.float32)
+    return _new_anchor(key), key.new_empty(key.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("kvtwin::keydiff_update_anchor", mutates_args=("anchor", "completion_counters"))
+def update_anchor(key: Tensor, occupied: Tensor, anchor: Tensor, completion_counters: Tensor) -> None:
+    """Store the sum of the normalized keys in anchor [B, Hkv, D] float32. completion_counters: zeros, one per head."""
+    _launch_anchor(key, occupied, anchor, completion_counters)
+
+
+@update_anchor.register_fake
+def _(key: Tensor, occupied: Tensor, anchor: Tensor, completion_counters: Tensor) -> None:
+    return None
 
 
 @torch.library.custom_op("kvtwin::keydiff_rank", mutates_args=())
@@ -122,7 +137,8 @@ def codes(key: Tensor, occupied: Tensor | None, protected: Tensor | None) -> tup
     rows = batch * heads
     zeros = torch.zeros(rows * 1024 + rows, dtype=torch.int32, device=key.device)
     histograms = zeros[:rows * 1024].view(batch, heads, 4, 256)
-    anchor, inverse = _launch_anchor(key, occupied, zeros[rows * 1024:])
+    anchor = _new_anchor(key)
+    inverse = _launch_anchor(key, occupied, anchor, zeros[rows * 1024:])
     result = torch.empty(batch, heads, slots, dtype=torch.int32, device=key.device)
     _launch_ranks(key, occupied, protected, inverse, anchor, result, histograms)
     return result, histograms

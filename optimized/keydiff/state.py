@@ -64,7 +64,7 @@ class KeyDiffState(BlockState):
         if self._follows:
             self._start_change("append_block")
             budget = self.config.budget
-            self._anchor.copy_(_ops.anchor(self.key[:, :, :budget], self.occupied[..., :budget])[0])
+            _ops.update_anchor(self.key[:, :, :budget], self.occupied[..., :budget], self._anchor, self._counters)
             self._age.zero_()
             self._end_change()
         return output
@@ -89,7 +89,7 @@ class KeyDiffState(BlockState):
         if self._follows:
             assert self._carried is not None
             lengths(self.key, self._carried, self.config.budget, end)
-            self._ranked.copy_(_ops.anchor(key, occupied)[0])
+            _ops.update_anchor(key, occupied, self._ranked, self._counters)
             return _ops.rank(key, occupied, self._ranked, self._carried[..., :end]), None
         options = self.config.anchor, self.config.similarity
         self._score[..., :end] = any_score(key, occupied, *options)

@@ -134,11 +134,11 @@ class ThinKVState(State):
         positions = token.where(torch.arange(total, device=self.device) < count[:, None], -1)
         self._change.zero_()
         tau = self.config.tau
-        segments = list(zip(key.split(tau, 2), value.split(tau, 2), positions.split(tau, 1), strict=True))
         full = total // tau if graph.worth_a_graph(key, tau) else 0
-        graph.run_blocks(self, self._append_segment, segments[:full], [None] * full, self._tensors())
-        for segment in segments[full:]:
-            self._append_segment(*segment)
+        graph.run_blocks(self, self._append_segment, (key, value, positions), None, tau, full, self._tensors())
+        for start in range(full * tau, total, tau):
+            end = start + tau
+            self._append_segment(key[:, :, start:end], value[:, :, start:end], positions[:, start:end])
         self._seen.fill_(total)
         self._counted = total
         self._end_change()

@@ -17,7 +17,8 @@ import triton.language as tl
 
 from ..launch import SMALL_TILES
 from ..numerics import dot, finite_or_zero, log2_or_minus_inf, multiply, round_output, round_to
-from ..softmax import weigh
+from ..scratch import is_last
+from ..softmax import divide, merge_outputs, merge_sums, weigh
 
 _SIZES = [
     "slots", "count", "heads", "query_b", "query_h", "query_q", "key_b", "key_h", "key_s", "value_b", "value_h",
@@ -101,20 +102,52 @@ def _attend_tiles(
     return acc, row_max, weight_sum
 
 
-@triton.jit(do_not_specialize=_SIZES + _POSITIONS)
+@triton.jit
+def _merge_splits(
+    acc, row_max, weight_sum, at, splits, split, counter, partial, row_maxima, weight_sums, valid,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr, OUTPUT: tl.constexpr,
+):
+    """Store what a split of the slots contributes to the rows `at`. The last program of these rows to arrive merges:
+    whether this is the last, and if so the rows' outputs [ROWS, D_PAD], maxima and sums."""
+    part = at * splits
+    tl.store(row_maxima + part + split, row_max, mask=valid)
+    tl.store(weight_sums + part + split, weight_sum, mask=valid)
+    if OUTPUT:
+        d = tl.arange(0, D_PAD)
+        mask = valid[:, None] & (d < HEAD_DIM)[None, :]
+        tl.store(partial + (part + split)[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
+    last = is_last(counter, splits)
+    if last:
+        i = tl.arange(0, SPLITS)
+        there = valid[:, None] & (i < splits)[None, :]
+        row_max, weight_sum = merge_sums(row_maxima, weight_sums, part[:, None] + i[None, :], there)
+        if OUTPUT:
+            acc = merge_outputs(partial, row_maxima, part, splits, row_max, weight_sum, valid, HEAD_DIM, D_PAD)
+    return last, acc, row_max, weight_sum
+
+
+@triton.jit(do_not_specialize=[*_SIZES, *_POSITIONS, "splits", "split_tiles"])
 def attention_kernel(
-    query, key, value, occupied, query_positions, positions, counts, output, softmax_parts, scale,
+    query, key, value, occupied, query_positions, positions, counts, output, softmax_parts, partial, row_maxima,
+    weight_sums, completion_counters, scale,
     slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
-    capacity, asks_b, asks_q, position_b, position_h, position_s,
+    capacity, asks_b, asks_q, position_b, position_h, position_s, splits, split_tiles,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr, POSITIONS: tl.constexpr, DUE: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
-    NEGATIVE: tl.constexpr,
+    NEGATIVE: tl.constexpr, SPLITS: tl.constexpr,
 ):
-    """Program (block of rows, KV head, row of the batch). Without OUTPUT, values are not read."""
+    """Program (split, block of rows, KV head, row of the batch). Without OUTPUT, values are not read.
+
+    With SPLITS = 1, a program attends to all slots. Otherwise to `split_tiles` tiles of them, and the last of `splits`
+    programs merges; SPLITS is at least `splits`.
+    """
     blocks = tl.cdiv(count * GROUP, ROWS)
-    first = (tl.program_id(0) % blocks) * ROWS
-    batch_head = (tl.program_id(0) // blocks).to(tl.int64)
+    program, split = tl.program_id(0), 0
+    if SPLITS > 1:
+        program, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    first = (program % blocks) * ROWS
+    batch_head = (program // blocks).to(tl.int64)
     if DUE:
         tokens = tl.load(counts + batch_head)
         if tokens <= capacity:
@@ -149,29 +182,49 @@ def attention_kernel(
     acc = tl.zeros([ROWS, D_PAD if OUTPUT else 16], tl.float32)
     whole, used = _extent(occupied, occupied_s, past)
     whole = whole // BLOCK
+    gaps = tl.cdiv(tl.maximum(used - whole * BLOCK, 0), BLOCK)
+    own = tl.maximum(past // BLOCK, whole + gaps)
     # First the full tiles that all queries attend to; then tiles with gaps, up to the last token, and the block's own.
+    from_tile = 0
+    full, gap_tile, gap_tiles, own_tile = whole, whole, gaps, own
+    if SPLITS > 1:                                                     # the parts of these that are in the split
+        from_tile = split * split_tiles
+        to_tile = from_tile + split_tiles
+        end = tl.minimum(end, to_tile * BLOCK)
+        full = tl.maximum(tl.minimum(whole, to_tile) - from_tile, 0)
+        gap_tile = tl.maximum(whole, from_tile)
+        gap_tiles = tl.maximum(tl.minimum(whole + gaps, to_tile) - gap_tile, 0)
+        own_tile = tl.maximum(own, from_tile)
     acc, row_max, weight_sum = _attend_tiles(
-        q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, 0, whole, end, end,
+        q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, from_tile * BLOCK, full, end, end,
         key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, position_s,
         HEAD_DIM, D_PAD, BLOCK, False, POSITIONS, POSITIONS, OUTPUT, STAGES, NEGATIVE,
     )
-    gaps = tl.cdiv(tl.maximum(used - whole * BLOCK, 0), BLOCK)
-    own = tl.maximum(past // BLOCK, whole + gaps)
     acc, row_max, weight_sum = _attend_tiles(
-        q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, whole * BLOCK, gaps, own * BLOCK,
-        end, key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, position_s,
+        q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, gap_tile * BLOCK, gap_tiles,
+        own_tile * BLOCK, end, key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, position_s,
         HEAD_DIM, D_PAD, BLOCK, True, True, POSITIONS, OUTPUT, 2, NEGATIVE,
     )
+    at = (b * heads * GROUP + head) * count + i
+    if SPLITS > 1:
+        last, acc, row_max, weight_sum = _merge_splits(
+            acc, row_max, weight_sum, at, splits, split, completion_counters + program, partial, row_maxima,
+            weight_sums, valid, HEAD_DIM, D_PAD, SPLITS, OUTPUT,
+        )
+        if last == 0:
+            return
+    elif OUTPUT:
+        acc = divide(acc, weight_sum)
     # The output is 0 for queries that attend to nothing and for padding. NaN stays NaN.
     empty = (weight_sum == 0.0) | ~attends
     inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, weight_sum))
-    at = (b * heads * GROUP + head) * count + i
     tl.store(softmax_parts + at, tl.where(empty, 0.0, finite_or_zero(row_max)), mask=valid)
-    tl.store(softmax_parts + tl.num_programs(0).to(tl.int64) // blocks * GROUP * count + at, inverse, mask=valid)
+    all_queries = tl.num_programs(0).to(tl.int64) // (blocks * splits) * GROUP * count
+    tl.store(softmax_parts + all_queries + at, inverse, mask=valid)
     if OUTPUT:
-        out = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, weight_sum)[:, None])
         tl.store(
-            output + at[:, None] * HEAD_DIM + d[None, :], round_output(out, output.dtype.element_ty),
+            output + at[:, None] * HEAD_DIM + d[None, :],
+            round_output(tl.where(empty[:, None], 0.0, acc), output.dtype.element_ty),
             mask=valid[:, None] & (d < HEAD_DIM)[None, :],
         )
 
@@ -214,13 +267,13 @@ def _receive_tiles(
 
 @triton.jit
 def _receive_block(
-    first, batch_head, programs, query, key, occupied, query_positions, positions, softmax_parts, result, scale, slots,
-    count, query_h, query_q, query_d, key_s, key_d, occupied_s, asks_q, position_s,
+    first, batch_head, programs, query, key, occupied, query_positions, positions, softmax_parts, result, magnitude,
+    rank, scale, slots, count, result_h, query_h, query_q, query_d, key_s, key_d, occupied_s, asks_q, position_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    POSITIONS: tl.constexpr, MEAN: tl.constexpr, STAGES: tl.constexpr,
+    POSITIONS: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr, MAGNITUDE: tl.constexpr, STAGES: tl.constexpr,
 ):
     """The weights that all queries of the group give to the keys from slot `first` on. Pointers are at the KV head,
-    except softmax_parts and result. programs: the number of KV heads in the whole batch."""
+    except softmax_parts, result, magnitude and rank. programs: the number of KV heads in the whole batch."""
     d = tl.arange(0, D_PAD).to(tl.int64)
     s = first + tl.arange(0, BLOCK)
     s64 = s.to(tl.int64)
@@ -260,20 +313,29 @@ def _receive_block(
                 counted = tl.load(occupied + (past + i).to(tl.int64) * occupied_s, mask=i < count, other=0) != 0
             observers += tl.where(counted, 1, 0)
         divisor = divisor * tl.maximum(tl.sum(observers, 0), 1)
-    tl.store(result + batch_head * slots + s, tl.where(holds, tl.sum(total, 1) / divisor, 0.0), mask=s < slots)
+    received = tl.where(holds, tl.sum(total, 1) / divisor, 0.0)
+    into = batch_head * result_h + s
+    if ADD:
+        received += tl.load(result + into, mask=s < slots, other=0.0)
+        if MAGNITUDE:
+            size = tl.load(magnitude + into, mask=s < slots, other=0.0)
+            tl.store(rank + batch_head * slots + s, received * size, mask=s < slots)
+    tl.store(result + into, received, mask=s < slots)
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *_POSITIONS, "each"])
+@triton.jit(do_not_specialize=[*_SIZES, *_POSITIONS, "each", "result_h"])
 def received_kernel(
-    query, key, value, occupied, query_positions, positions, counts, softmax_parts, result, scale,
+    query, key, value, occupied, query_positions, positions, counts, softmax_parts, result, magnitude, rank, scale,
     slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
-    capacity, asks_b, asks_q, position_b, position_h, position_s, each,
+    capacity, asks_b, asks_q, position_b, position_h, position_s, each, result_h,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    UNIT: tl.constexpr, POSITIONS: tl.constexpr, DUE: tl.constexpr, MEAN: tl.constexpr, STAGES: tl.constexpr,
+    UNIT: tl.constexpr, POSITIONS: tl.constexpr, DUE: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr,
+    MAGNITUDE: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Program (block of keys, KV head, row of the batch): the weights that all queries of the group give to these keys.
-    With DUE, a program takes `each` blocks of keys, else one."""
+    With DUE, a program takes `each` blocks of keys, else one. With ADD, they are added to `result`; with MAGNITUDE, the
+    sums times `magnitude` are stored in `rank`."""
     blocks = tl.cdiv(slots, BLOCK)
     if DUE:
         blocks = tl.cdiv(blocks, each)
@@ -295,26 +357,29 @@ def received_kernel(
         for first in range(number * each * BLOCK, tl.minimum((number + 1) * each * BLOCK, slots), BLOCK):
             _receive_block(
                 first, batch_head, programs, query, key, occupied, query_positions, positions, softmax_parts, result,
-                scale, slots, count, query_h * UNIT, query_q * UNIT, query_d, key_s * UNIT, key_d, occupied_s, asks_q,
-                position_s, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS, MEAN, STAGES,
+                magnitude, rank, scale, slots, count, result_h, query_h * UNIT, query_q * UNIT, query_d, key_s * UNIT,
+                key_d, occupied_s, asks_q, position_s, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS, MEAN, ADD,
+                MAGNITUDE, STAGES,
             )
     else:
         _receive_block(
             number * BLOCK, batch_head, programs, query, key, occupied, query_positions, positions, softmax_parts,
-            result, scale, slots, count, query_h * UNIT, query_q * UNIT, query_d, key_s * UNIT, key_d, occupied_s,
-            asks_q, position_s, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS, MEAN, STAGES,
+            result, magnitude, rank, scale, slots, count, result_h, query_h * UNIT, query_q * UNIT, query_d,
+            key_s * UNIT, key_d, occupied_s, asks_q, position_s, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS, MEAN,
+            ADD, MAGNITUDE, STAGES,
         )
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=[*_SIZES, "result_h"])
 def newest_kernel(
-    query, key, value, occupied, softmax_parts, result, log_result, scale,
+    query, key, value, occupied, softmax_parts, result, log_result, scale, result_h,
     slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNIT: tl.constexpr, UPDATE: tl.constexpr,
 ):
-    """Program (block of keys, KV head, row of the batch): the weights that the newest valid query gives these keys."""
+    """Program (block of keys, KV head, row of the batch): the weights that the newest valid query gives these keys.
+    With UPDATE, `result` keeps its numbers for unoccupied slots, and for all if no query is valid."""
     blocks = tl.cdiv(slots, BLOCK)
     first = (tl.program_id(0) % blocks) * BLOCK
     batch_head = (tl.program_id(0) // blocks).to(tl.int64)
@@ -351,7 +416,10 @@ def newest_kernel(
     logit = multiply(dot(k, tl.trans(q)), scale) - shift[None, :]      # [BLOCK, ROWS]
     logit = tl.where(sees[:, None] & asks[None, :], logit, float("-inf"))
     weight = tl.sum(tl.exp2(logit) * inverse[None, :], 1) / GROUP
-    tl.store(result + batch_head * slots + s, tl.where(sees, weight, 0.0), mask=s < slots)
+    stored = s < slots
+    if UPDATE:
+        stored = holds & (newest >= 0)
+    tl.store(result + batch_head * result_h + s, tl.where(sees, weight, 0.0), mask=stored)
     # Subtract the largest logarithm, so that the sum does not underflow.
     logit += log2_or_minus_inf(inverse)[None, :]
     row_max = tl.max(logit, 1)

@@ -21,9 +21,19 @@ from torch import Tensor
 
 from ....reference.contract import Sizes
 from ..launch import SMALL_TILES, on_device_of, padded_head_dim
-from .evict_kernels import _NEVER, COUNTED, _free_among, _leaving, _threshold, _valid_before, _write_codes
+from .evict_kernels import (
+    _NEVER,
+    COUNTED,
+    _free_among,
+    _leaving,
+    _threshold,
+    _valid_before,
+    _write_codes,
+    count_all,
+    move,
+)
 from .kernels import Window, launch_attention, launch_received
-from .ops import chunk_sizes, rows
+from .ops import chunk_sizes, moved_at_once, rows
 
 #: Warps, and slots per iteration, of programs that usually return at once. With 16 warps, or 4096 slots, only one such
 #: program fits on a multiprocessor at a time.
@@ -55,38 +65,40 @@ def between(sizes: Sizes, observers: int, device: torch.device) -> Between:
 @torch.library.custom_op(
     "kvtwin::block_compress",
     mutates_args=(
-        "key", "value", "occupied", "positions", "score", "token_index", "counts", "order", "softmax_parts", "received",
-        "numbers",
+        "key", "value", "occupied", "positions", "score", "token_index", "seen", "counts", "order", "softmax_parts",
+        "received", "numbers", "completion_counters",
     ),
 )
 def compress(
     window_query: Tensor, window_positions: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
-    score: Tensor, token_index: Tensor, valid_seen: Tensor, counts: Tensor, order: Tensor, softmax_parts: Tensor,
-    received: Tensor, numbers: Tensor, scale: float, budget: int, capacity: int, count: int, kernel_size: int,
-    appended: bool,
+    score: Tensor, token_index: Tensor, valid_seen: Tensor, seen: Tensor, counts: Tensor, order: Tensor,
+    softmax_parts: Tensor, received: Tensor, numbers: Tensor, completion_counters: Tensor,
+    scale: float, budget: int, capacity: int, count: int, kernel_size: int, appended: bool,
 ) -> None:
     """Update scores and evict after `count` tokens arrived, in the slots from `capacity` on or, if `appended`, after
     one token arrived in the slot behind the others.
 
     window_query [B, Hq, W, D] and window_positions [B, W] int64: the queries of the last tokens, -1 for padding. A
-    state's buffers are as in `ops.arrive`; valid_seen includes the new tokens. counts [B, Hkv] int32: the tokens that a
-    head holds, new ones included; order [B, Hkv, budget] int32: the slots of its first tokens in order of arrival.
-    softmax_parts, received, numbers: a Between. If capacity equals the budget, the scores of all heads are updated;
-    otherwise only those of heads that are due, and the new tokens of the other heads get a score of +inf.
+    state's buffers are as in `ops.arrive`; valid_seen includes the new tokens. Adds `count` to seen, unless `appended`.
+    counts [B, Hkv] int32: the tokens that a head holds, new ones included; order [B, Hkv, budget] int32: the slots of
+    its first tokens in order of arrival. softmax_parts, received, numbers: a Between; completion_counters: zeros, at
+    least `kernels.counters_of`. If capacity equals the budget, the scores of all heads are updated; otherwise only
+    those of heads that are due, and the new tokens of the other heads get a score of +inf.
     """
     batch, heads, slots, head_dim = key.shape
     batch_heads, end, always = batch * heads, capacity + count, capacity == budget
     chunk, search = chunk_sizes(end, 4096 if always else PASSING_CHUNK)
     keys, there, places = key[:, :, :end], occupied[:, :, :end], positions[:, :, :end]
     window = Window(window_positions, places, None if always else counts, capacity)
-    launch_attention(window_query, keys, None, there, window, None, softmax_parts, scale)
-    launch_received(window_query, keys, there, window, softmax_parts, received, scale, True)
+    launch_attention(window_query, keys, None, there, window, None, softmax_parts, completion_counters, scale)
+    launch_received(window_query, keys, there, window, softmax_parts, received, scale, mean=True)
     with on_device_of(key):
         compress_kernel[(batch_heads,)](
-            received, key, value, occupied, positions, score, token_index, score, valid_seen, counts, order,
+            received, key, value, occupied, positions, score, token_index, score, valid_seen, seen, counts, order,
             window_positions, numbers, budget, capacity, count, slots, heads, window_positions.shape[1], kernel_size, 0,
             0, end, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
-            TOKENS=16 if SMALL_TILES else 32, ALWAYS=always, APPENDED=appended, OBSERVES=True, CARRIED=False,
+            TOKENS=16 if SMALL_TILES else moved_at_once(key) if always else 32, ALWAYS=always, APPENDED=appended,
+            OBSERVES=True, CARRIED=False,
             num_warps=4 if end <= 1024 else 16 if always else PASSING_WARPS,
         )
 
@@ -94,29 +106,31 @@ def compress(
 @compress.register_fake
 def _(
     window_query: Tensor, window_positions: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
-    score: Tensor, token_index: Tensor, valid_seen: Tensor, counts: Tensor, order: Tensor, softmax_parts: Tensor,
-    received: Tensor, numbers: Tensor, scale: float, budget: int, capacity: int, count: int, kernel_size: int,
-    appended: bool,
+    score: Tensor, token_index: Tensor, valid_seen: Tensor, seen: Tensor, counts: Tensor, order: Tensor,
+    softmax_parts: Tensor, received: Tensor, numbers: Tensor, completion_counters: Tensor,
+    scale: float, budget: int, capacity: int, count: int, kernel_size: int, appended: bool,
 ) -> None:
     return None
 
 
 @torch.library.custom_op(
     "kvtwin::block_thin",
-    mutates_args=("key", "value", "occupied", "positions", "score", "token_index", "carried", "counts", "numbers"),
+    mutates_args=(
+        "key", "value", "occupied", "positions", "score", "token_index", "carried", "seen", "counts", "numbers"
+    ),
 )
 def thin(
     rank: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor, token_index: Tensor,
-    carried: Tensor | None, valid_seen: Tensor, counts: Tensor, numbers: Tensor,
+    carried: Tensor | None, valid_seen: Tensor, seen: Tensor, counts: Tensor, numbers: Tensor,
     budget: int, capacity: int, count: int, sinks: int, recent: int, appended: bool,
 ) -> None:
     """Evict after `count` tokens arrived, in the slots from `capacity` on or, if `appended`, after one token arrived in
     the slot behind the others.
 
     rank [B, Hkv, capacity + count or more] float32: heads that are due evict the lowest first, ties by
-    slot. The first `sinks` and the newest `recent` tokens are protected. A state's buffers are as in `ops.settle`;
+    slot. The first `sinks` and the newest `recent` tokens are protected. A state's buffers are as in `ops.evict`;
     valid_seen and counts [B, Hkv] int32: the valid tokens that a row has seen and that a head holds, the new ones
-    included. numbers [4, B * Hkv, S] int32: scratch.
+    included. Adds `count` to seen, unless `appended`. numbers [4, B * Hkv, S] int32: scratch.
     """
     batch, heads, slots, head_dim = key.shape
     end = capacity + count
@@ -125,7 +139,7 @@ def thin(
     with on_device_of(key):
         compress_kernel[(batch * heads,)](
             rank, key, value, occupied, positions, score, token_index, score if carried is None else carried,
-            valid_seen, counts, numbers, valid_seen, numbers, budget, capacity, count, slots, heads, 0, 0, sinks,
+            valid_seen, seen, counts, numbers, valid_seen, numbers, budget, capacity, count, slots, heads, 0, 0, sinks,
             recent, rank.stride(1), HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
             TOKENS=16 if SMALL_TILES else 32, ALWAYS=False, APPENDED=appended, OBSERVES=False,
             CARRIED=carried is not None, num_warps=4 if end <= 1024 else PASSING_WARPS,
@@ -135,7 +149,7 @@ def thin(
 @thin.register_fake
 def _(
     rank: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor, token_index: Tensor,
-    carried: Tensor | None, valid_seen: Tensor, counts: Tensor, numbers: Tensor,
+    carried: Tensor | None, valid_seen: Tensor, seen: Tensor, counts: Tensor, numbers: Tensor,
     budget: int, capacity: int, count: int, sinks: int, recent: int, appended: bool,
 ) -> None:
     return None
@@ -221,42 +235,12 @@ def _follow(order, slots_by_age, dest_slot, tokens, CHUNK: tl.constexpr):
         num_kept += tl.sum(kept, 0)
 
 
-@triton.jit
-def _move(
-    dest_slot, key, value, occupied, positions, score, token_index, carried, begin, end,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, CARRIED: tl.constexpr,
-):
-    """Move the tokens in slots begin to end to the slots in `dest_slot`, all before `begin`, and free their old slots.
-    """
-    d = tl.arange(0, D_PAD).to(tl.int64)
-    for start in range(begin, end, TOKENS):
-        s = start + tl.arange(0, TOKENS)
-        to = tl.load(dest_slot + s, mask=s < end, other=-1).to(tl.int64)
-        moves = to >= 0
-        source = s.to(tl.int64)
-        tile = moves[:, None] & (d < HEAD_DIM)[None, :]
-        for tensor in tl.static_range(2):
-            cache = key if tensor == 0 else value
-            rows = tl.load(cache + source[:, None] * HEAD_DIM + d[None, :], mask=tile)
-            tl.store(cache + to[:, None] * HEAD_DIM + d[None, :], rows, mask=tile)
-        tl.store(occupied + to, moves, mask=moves)
-        tl.store(positions + to, tl.load(positions + source, mask=moves), mask=moves)
-        tl.store(score + to, tl.load(score + source, mask=moves), mask=moves)
-        tl.store(token_index + to, tl.load(token_index + source, mask=moves), mask=moves)
-        if CARRIED:
-            tl.store(carried + to, tl.load(carried + source, mask=moves), mask=moves)
-        tl.debug_barrier()
-        tl.store(occupied + source, moves & (s < 0), mask=s < end)
-        tl.store(positions + source, tl.full([TOKENS], -1, tl.int64), mask=s < end)
-        tl.store(score + source, tl.full([TOKENS], float("-inf"), tl.float32), mask=s < end)
-
-
 @triton.jit(do_not_specialize=[
     "budget", "capacity", "count", "slots", "heads", "observers", "kernel_size", "sinks", "recent", "rank_h",
 ])
 def compress_kernel(
-    rank, key, value, occupied, positions, score, token_index, carried, valid_seen, counts, order, window_positions,
-    numbers, budget, capacity, count, slots, heads, observers, kernel_size, sinks, recent, rank_h,
+    rank, key, value, occupied, positions, score, token_index, carried, valid_seen, seen, counts, order,
+    window_positions, numbers, budget, capacity, count, slots, heads, observers, kernel_size, sinks, recent, rank_h,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr, SEARCH: tl.constexpr, TOKENS: tl.constexpr,
     ALWAYS: tl.constexpr, APPENDED: tl.constexpr, OBSERVES: tl.constexpr, CARRIED: tl.constexpr,
 ):
@@ -265,6 +249,8 @@ def compress_kernel(
     Otherwise the order of eviction itself."""
     batch_head = tl.program_id(0).to(tl.int64)
     tokens = tl.load(counts + batch_head)
+    if not APPENDED:                                                   # a step has counted its token
+        count_all(seen, count)
     if APPENDED and not ALWAYS:
         settled = tokens <= capacity                                   # the token is already in its place
         if settled:
@@ -307,7 +293,7 @@ def compress_kernel(
         )
         if OBSERVES:
             _follow(order, slots_by_age, dest_slot, tokens, CHUNK)
-        _move(
+        move(
             dest_slot, key, value, occupied, positions, score, token_index, carried, budget, end,
             HEAD_DIM, D_PAD, TOKENS, CARRIED,
         )
@@ -322,7 +308,7 @@ def compress_kernel(
                 tl.store(score + capacity + i, tl.full([COUNTED], float("inf"), tl.float32), mask=holds)
             placed += tl.sum(here, 0)
         tl.debug_barrier()
-        _move(
+        move(
             dest_slot, key, value, occupied, positions, score, token_index, carried, capacity, end,
             HEAD_DIM, D_PAD, TOKENS, CARRIED,
         )

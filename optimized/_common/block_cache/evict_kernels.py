@@ -13,6 +13,7 @@ import triton.language as tl
 
 from ..launch import SMALL_TILES
 from ..numerics import sortable
+from ..scratch import is_last
 
 _NEVER = tl.constexpr(2**31 - 1)
 _LOWEST = tl.constexpr(-(2**31))
@@ -36,12 +37,14 @@ def _valid_before(valid, valid_q, end, CHUNK: tl.constexpr):
 ])
 def arrive_kernel(
     new_key, new_value, valid, key, value, occupied, positions, score, token_index, magnitude, valid_seen, seen,
+    counts, completion_counters,
     count, heads, slots, budget, key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d, valid_b, valid_q,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, MAGNITUDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, MAGNITUDE: tl.constexpr, COUNTS: tl.constexpr,
 ):
     """Program (TOKENS of the block, batch_head): stores these tokens with a score of 0. Padding leaves its slot free.
 
-    valid_seen [B * Hkv] int32: the row's valid tokens before this block. magnitude, if MAGNITUDE: ||v||_1.
+    valid_seen [B * Hkv] int32: the row's valid tokens, to which a head's last program adds those of this block, as to
+    `counts` if COUNTS. magnitude, if MAGNITUDE: ||v||_1.
     """
     blocks = tl.cdiv(count, TOKENS)
     first = (tl.program_id(0) % blocks) * TOKENS
@@ -65,11 +68,17 @@ def arrive_kernel(
     tl.store(occupied + at, here, mask=in_block)
     tl.store(positions + at, tl.where(here, tl.load(seen) + i64, -1), mask=in_block)
     tl.store(score + at, tl.where(here, 0.0, float("-inf")), mask=in_block)
-    number = tl.load(valid_seen + batch_head) + _valid_before(valid + b * valid_b, valid_q, first, COUNTED)
+    before = tl.load(valid_seen + batch_head)
+    number = before + _valid_before(valid + b * valid_b, valid_q, first, COUNTED)
     number += tl.cumsum(tl.where(here, 1, 0), 0) - 1
     tl.store(token_index + at, number, mask=in_block)
     if MAGNITUDE:
         tl.store(magnitude + at, tl.sum(tl.abs(v.to(tl.float32)), 1), mask=in_block)
+    if is_last(completion_counters + batch_head, blocks):
+        came = _valid_before(valid + b * valid_b, valid_q, count, COUNTED)
+        tl.store(valid_seen + batch_head, before + came)
+        if COUNTS:
+            tl.store(counts + batch_head, tl.load(counts + batch_head) + came)
 
 
 @triton.jit
@@ -101,28 +110,28 @@ def _write_codes(
 
 @triton.jit
 def _threshold(codes, lowest, highest, end, wanted, CHUNK: tl.constexpr):
-    """The `wanted`-th lowest code, and the number of codes below it. Searches its base-16 digits by counting."""
+    """The `wanted`-th lowest code, and the number of codes below it. Finds its base-256 digits, from histograms."""
     base = lowest.to(tl.int64)
-    reach = tl.where(wanted > 1, highest.to(tl.int64) - base, 0)
-    unit = base * 0 + 1
-    while unit * 15 < reach:
-        unit *= 16
-    digit = tl.arange(0, 16).to(tl.int64)
-    while (unit > 0) & (reach > 0):
-        cut = base + digit * unit
-        counted = tl.full([CHUNK, 16], 0, tl.int32)
+    reach = highest.to(tl.int64) - base
+    shift = wanted * 0
+    while (reach >> shift) > 255:
+        shift += 8
+    below = wanted * 0
+    while shift >= 0:
+        count = tl.full([256], 0, tl.int32)
         for start in range(0, end, CHUNK):
             s = start + tl.arange(0, CHUNK)
-            code = tl.load(codes + s, mask=s < end, other=_NEVER).to(tl.int64)
-            counted += tl.where(code[:, None] < cut[None, :], 1, 0)
-        # The largest digit with fewer than `wanted` codes below base + digit * unit.
-        base = tl.max(tl.where(tl.sum(counted, 0) < wanted, cut, base), 0)
-        unit //= 16
-    below = tl.full([CHUNK], 0, tl.int32)
-    for start in range(0, end, CHUNK):
-        s = start + tl.arange(0, CHUNK)
-        below += tl.where(tl.load(codes + s, mask=s < end, other=_NEVER) < base, 1, 0)
-    return base.to(tl.int32), tl.sum(below, 0)
+            code = tl.load(codes + s, mask=s < end, other=_NEVER)
+            digit = (code.to(tl.int64) - base) >> shift
+            count += tl.histogram(digit.to(tl.int32) & 255, 256, mask=(digit >= 0) & (digit < 256) & (code != _NEVER))
+        # The first digit with at least `wanted` codes up to it.
+        upto = below + tl.cumsum(count, 0)
+        earlier = upto < wanted
+        digit = tl.sum(tl.where(earlier, 1, 0), 0)
+        below += tl.sum(tl.where(earlier, count, 0), 0)
+        base += digit.to(tl.int64) << shift
+        shift -= 8
+    return base.to(tl.int32), below
 
 
 @triton.jit
@@ -142,31 +151,71 @@ def _free_among(codes, s, before, threshold, tied, ties, budget):
     return tl.where((leaves | (s >= before)) & (s < budget), 1, 0), tied
 
 
-@triton.jit(do_not_specialize=["count", "slots", "rank_h", "protected_h", "budget", "sinks", "recent"])
-def choose_kernel(
-    rank, protected, occupied, token_index, valid_seen, codes, free_slots, destination,
-    count, slots, rank_h, protected_h, budget, sinks, recent,
-    CHUNK: tl.constexpr, SEARCH: tl.constexpr, TOKENS: tl.constexpr, BY_AGE: tl.constexpr, PROTECTED: tl.constexpr,
+@triton.jit
+def move(
+    dest_slot, key, value, occupied, positions, score, token_index, carried, begin, end,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, CARRIED: tl.constexpr,
+):
+    """Move the tokens in slots begin to end to the slots in `dest_slot`, all before `begin`, and free their old slots.
+    Pointers are at the head."""
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    for start in range(begin, end, TOKENS):
+        s = start + tl.arange(0, TOKENS)
+        to = tl.load(dest_slot + s, mask=s < end, other=-1).to(tl.int64)
+        moves = to >= 0
+        source = s.to(tl.int64)
+        tile = moves[:, None] & (d < HEAD_DIM)[None, :]
+        for tensor in tl.static_range(2):
+            cache = key if tensor == 0 else value
+            rows = tl.load(cache + source[:, None] * HEAD_DIM + d[None, :], mask=tile)
+            tl.store(cache + to[:, None] * HEAD_DIM + d[None, :], rows, mask=tile)
+        tl.store(occupied + to, moves, mask=moves)
+        tl.store(positions + to, tl.load(positions + source, mask=moves), mask=moves)
+        tl.store(score + to, tl.load(score + source, mask=moves), mask=moves)
+        tl.store(token_index + to, tl.load(token_index + source, mask=moves), mask=moves)
+        if CARRIED:
+            tl.store(carried + to, tl.load(carried + source, mask=moves), mask=moves)
+        tl.debug_barrier()
+        tl.store(occupied + source, moves & (s < 0), mask=s < end)
+        tl.store(positions + source, tl.full([TOKENS], -1, tl.int64), mask=s < end)
+        tl.store(score + source, tl.full([TOKENS], float("-inf"), tl.float32), mask=s < end)
+
+
+@triton.jit
+def count_all(seen, count):
+    """Add a block's tokens to those of the state, once per launch."""
+    if tl.program_id(0) == 0:
+        tl.store(seen, tl.load(seen) + count)
+
+
+@triton.jit(do_not_specialize=["count", "came", "slots", "rank_h", "protected_h", "budget", "sinks", "recent"])
+def evict_kernel(
+    rank, protected, key, value, occupied, positions, score, token_index, carried, valid_seen, seen, codes, free_slots,
+    destination, count, came, slots, rank_h, protected_h, budget, sinks, recent,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr, SEARCH: tl.constexpr, TOKENS: tl.constexpr,
+    BY_AGE: tl.constexpr, PROTECTED: tl.constexpr, CARRIED: tl.constexpr, MOVED: tl.constexpr,
 ):
     """Program batch_head: the destination of each token of the block, [B * Hkv, count]: a slot below budget, -1 if
-    evicted.
+    evicted. Moves them there, MOVED at a time; if MOVED is 0, `settle_kernel` does.
 
     The j-th kept token of the block takes the j-th free slot (`free_slots`). rank and protected have one row per
     batch_head. valid_seen: the row's valid tokens, the block included. The oldest `sinks`, the newest `recent` and the
-    `protected` tokens are not evicted; the caller ensures that enough others exist.
+    `protected` tokens are not evicted; the caller ensures that enough others exist. `seen` grows by `came`.
     """
     batch_head = tl.program_id(0).to(tl.int64)
     end = budget + count
-    occupied += batch_head * slots
+    at = batch_head * slots
+    occupied += at
     codes += batch_head * end
     free_slots += batch_head * count
+    destination += batch_head * count
+    count_all(seen, came)
     total = tl.load(valid_seen + batch_head)
     before = _valid_before(occupied, 1, budget, CHUNK)                 # the cache's tokens are in its first slots
     leave = tl.maximum(before + _valid_before(occupied + budget, 1, count, COUNTED) - budget, 0)
     lowest, highest = _write_codes(
-        codes, rank + batch_head * rank_h, protected + batch_head * protected_h, occupied,
-        token_index + batch_head * slots, end, sinks, tl.where(recent > 0, total - recent, _NEVER), CHUNK, BY_AGE,
-        PROTECTED,
+        codes, rank + batch_head * rank_h, protected + batch_head * protected_h, occupied, token_index + at, end, sinks,
+        tl.where(recent > 0, total - recent, _NEVER), CHUNK, BY_AGE, PROTECTED,
     )
     threshold = leave * 0 + _LOWEST
     ties = leave * 0                                        # evictions among the codes equal to the threshold
@@ -192,39 +241,28 @@ def choose_kernel(
         kept = tl.where(here & (leaves == 0), 1, 0)
         number = num_kept + tl.cumsum(kept, 0) - kept
         to = tl.load(free_slots + number, mask=(kept != 0) & (number < free), other=-1)
-        tl.store(destination + batch_head * count + i, to, mask=i < count)
+        tl.store(destination + i, to, mask=i < count)
         num_kept += tl.sum(kept, 0)
+    if MOVED > 0:
+        tl.debug_barrier()
+        move(
+            destination - budget, key + at * HEAD_DIM, value + at * HEAD_DIM, occupied, positions + at, score + at,
+            token_index + at, carried + at, budget, end, HEAD_DIM, D_PAD, MOVED, CARRIED,
+        )
 
 
 @triton.jit(do_not_specialize=["count", "slots", "budget"])
 def settle_kernel(
-    destination, key, value, occupied, positions, score, token_index, carried,
-    count, slots, budget,
+    destination, key, value, occupied, positions, score, token_index, carried, count, slots, budget,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, CARRIED: tl.constexpr,
 ):
-    """Program (TOKENS of the block, batch_head): moves kept tokens to their destinations and frees the block's slots.
-    """
+    """Program (TOKENS of the block, batch_head): moves these tokens to the destinations of `evict_kernel`."""
     blocks = tl.cdiv(count, TOKENS)
     batch_head = (tl.program_id(0) // blocks).to(tl.int64)
-    i = (tl.program_id(0) % blocks) * TOKENS + tl.arange(0, TOKENS)
-    in_block = i < count
-    to = tl.load(destination + batch_head * count + i, mask=in_block, other=-1).to(tl.int64)
-    kept = to >= 0
-    source = batch_head * slots + budget + i
-    target = batch_head * slots + to
-    d = tl.arange(0, D_PAD).to(tl.int64)
-    tile = kept[:, None] & (d < HEAD_DIM)[None, :]
-    for tensor in tl.static_range(2):
-        cache = key if tensor == 0 else value
-        rows = tl.load(cache + source[:, None] * HEAD_DIM + d[None, :], mask=tile)
-        tl.store(cache + target[:, None] * HEAD_DIM + d[None, :], rows, mask=tile)
-    tl.store(occupied + target, kept, mask=kept)
-    tl.store(positions + target, tl.load(positions + source, mask=kept), mask=kept)
-    tl.store(score + target, tl.load(score + source, mask=kept), mask=kept)
-    tl.store(token_index + target, tl.load(token_index + source, mask=kept), mask=kept)
-    if CARRIED:
-        tl.store(carried + target, tl.load(carried + source, mask=kept), mask=kept)
-    tl.debug_barrier()
-    tl.store(occupied + source, kept & (i < 0), mask=in_block)
-    tl.store(positions + source, tl.full([TOKENS], -1, tl.int64), mask=in_block)
-    tl.store(score + source, tl.full([TOKENS], float("-inf"), tl.float32), mask=in_block)
+    first = (tl.program_id(0) % blocks) * TOKENS
+    at = batch_head * slots
+    move(
+        destination + batch_head * count - budget, key + at * HEAD_DIM, value + at * HEAD_DIM, occupied + at,
+        positions + at, score + at, token_index + at, carried + at, budget + first,
+        budget + tl.minimum(first + TOKENS, count), HEAD_DIM, D_PAD, TOKENS, CARRIED,
+    )

@@ -11,7 +11,17 @@ import torch
 import triton
 from torch import Tensor
 
-from ..launch import INTERPRETED, RESIDENT, SMALL_TILES, multiprocessors, on_device_of, padded_head_dim, stride_unit
+from ....reference.contract import Sizes
+from ..launch import (
+    INTERPRETED,
+    MAX_SPLITS,
+    RESIDENT,
+    SMALL_TILES,
+    multiprocessors,
+    on_device_of,
+    padded_head_dim,
+    stride_unit,
+)
 from ..numerics import LOG2_E
 from .attend_kernels import attention_kernel, received_kernel
 
@@ -24,13 +34,17 @@ class Attended(NamedTuple):
     softmax_parts: Tensor
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float) -> Attended:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float,
+    completion_counters: Tensor | None = None,
+) -> Attended:
     """Attention of the queries of the last Q slots, causal among themselves.
 
     query [B, Hq, Q, D]; key, value [B, Hkv, S, D], any strides; occupied [B, S] or [B, Hkv, S] bool. The query of an
-    unoccupied slot attends to nothing: its output is 0.
+    unoccupied slot attends to nothing: its output is 0. completion_counters: zeros, at least `counters_of`, by default
+    allocated.
     """
-    return Attended(*_attend(query, key, value, occupied, scale))
+    return Attended(*_attend(query, key, value, occupied, scale, completion_counters))
 
 
 def received(
@@ -44,6 +58,21 @@ def received(
     return result
 
 
+def accumulate(
+    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, magnitude: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Add what `received` returns to a state's score [B, Hkv, slots] float32, contiguous. Returns the sums for the
+    slots of the keys, [B, Hkv, S], times magnitude, if given: a tensor like score."""
+    end = key.shape[2]
+    if magnitude is None:
+        _accumulate(query, key, occupied, softmax_parts, score, None, None, scale)
+        return score[..., :end]
+    rank = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
+    _accumulate(query, key, occupied, softmax_parts, score, magnitude, rank, scale)
+    return rank
+
+
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
@@ -51,6 +80,10 @@ def received(
 #: received: (queries, keys, stages, warps). The best measured on an H200.
 ATTENTION_TILE = (128, 64, 3, 8)
 RECEIVED_TILE = (32, 128, 3, 4)
+#: Tiles of slots that a program of the attention has at least, if programs share the slots.
+TILES_EACH = 4
+#: The smallest number of rows in a tile of the attention.
+LEAST_ROWS = 16
 #: Tensor cores do not multiply float32 exactly. Without them, operands are in registers, and tiles must be small.
 FLOAT32_TILE = (16, 16, 2, 4)
 
@@ -79,6 +112,21 @@ def _received_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
     return RECEIVED_TILE if queries > 16 else (16, 64, 3, 4)
 
 
+def counters_of(sizes: Sizes, queries: int) -> int:
+    """The most programs that `launch_attention` may have per split of the slots."""
+    return sizes.batch * sizes.key_value_heads * triton.cdiv(queries * sizes.group, LEAST_ROWS)
+
+
+def _split(programs: int, tiles: int, device: torch.device) -> tuple[int, int]:
+    """The number of programs that share the slots, with `programs` blocks of rows, and the tiles of each."""
+    if INTERPRETED:
+        wanted, least = (3 if tiles % 2 else 1), 1                     # so that tests cover both cases
+    else:
+        wanted, least = multiprocessors(device) // programs, TILES_EACH
+    each = triton.cdiv(tiles, max(1, min(wanted, tiles // least, MAX_SPLITS)))
+    return triton.cdiv(tiles, each), each
+
+
 def _arguments(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor) -> tuple[object, ...]:
     """Sizes and strides as the kernels take them."""
     unit = stride_unit(query, key, value)
@@ -100,16 +148,20 @@ def _shape(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
     }
 
 
-@torch.library.custom_op("kvtwin::block_attend", mutates_args=())
-def _attend(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("kvtwin::block_attend", mutates_args=("completion_counters",))
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float, completion_counters: Tensor | None
+) -> tuple[Tensor, Tensor]:
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     softmax_parts = torch.empty(2, *query.shape[:3], dtype=torch.float32, device=query.device)
-    launch_attention(query, key, value, occupied, None, output, softmax_parts, scale)
+    launch_attention(query, key, value, occupied, None, output, softmax_parts, completion_counters, scale)
     return output, softmax_parts
 
 
 @_attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float, completion_counters: Tensor | None
+) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
 
 
@@ -137,27 +189,37 @@ def _of_window(window: Window | None) -> tuple[tuple[Tensor | None, ...], tuple[
 
 def launch_attention(
     query: Tensor, key: Tensor, value: Tensor | None, occupied: Tensor, window: Window | None, output: Tensor | None,
-    softmax_parts: Tensor, scale: float,
+    softmax_parts: Tensor, completion_counters: Tensor | None, scale: float,
 ) -> None:
     """Launch the attention of a block or of a window's queries. Without an output, it only computes the
-    softmax_parts."""
+    softmax_parts. With few rows, several programs share the slots."""
     value = key if value is None else value
     shape = _shape(query, key, value)
     rows, block, stages, warps = _attention_tile(query, key)
     programs = query.shape[0] * key.shape[1] * triton.cdiv(query.shape[2] * shape["GROUP"], rows)
+    splits, each = _split(programs, triton.cdiv(key.shape[2], block), key.device)
+    scratch: list[Tensor | None] = [None] * 4
+    if splits > 1:
+        partial, row_maxima, weight_sums = (
+            torch.empty(*query.shape[:3], splits, length, dtype=torch.float32, device=query.device)
+            for length in (1 if output is None else query.shape[3], 1, 1)
+        )
+        if completion_counters is None:
+            completion_counters = torch.zeros(programs, dtype=torch.int32, device=query.device)
+        scratch = [partial, row_maxima, weight_sums, completion_counters]
     tensors, numbers = _of_window(window)
     with on_device_of(query):
-        attention_kernel[(programs,)](
-            query, key, value, occupied, *tensors, output, softmax_parts, scale * LOG2_E.value,
-            *_arguments(query, key, value, occupied), *numbers,
+        attention_kernel[(programs * splits,)](
+            query, key, value, occupied, *tensors, output, softmax_parts, *scratch, scale * LOG2_E.value,
+            *_arguments(query, key, value, occupied), *numbers, splits, each,
             **shape, ROWS=rows, BLOCK=block, STAGES=stages, POSITIONS=window is not None, DUE=tensors[2] is not None,
-            OUTPUT=output is not None, NEGATIVE=scale < 0, num_warps=warps,
+            OUTPUT=output is not None, NEGATIVE=scale < 0, SPLITS=triton.next_power_of_2(splits), num_warps=warps,
         )
 
 
 def launch_received(
     query: Tensor, key: Tensor, occupied: Tensor, window: Window | None, softmax_parts: Tensor, result: Tensor,
-    scale: float, mean: bool,
+    scale: float, *, mean: bool, add: bool = False, magnitude: Tensor | None = None, rank: Tensor | None = None,
 ) -> None:
     """Launch `received_kernel` into result [B, Hkv, S] float32. If heads may be skipped, there are fewer programs with
     several blocks of keys each, since even a program that returns at once takes time."""
@@ -171,20 +233,39 @@ def launch_received(
         each = triton.cdiv(blocks, min(wanted, blocks))
     with on_device_of(query):
         received_kernel[(heads * triton.cdiv(blocks, each),)](
-            query, key, key, occupied, *tensors, softmax_parts, result, scale * LOG2_E.value,
-            *_arguments(query, key, key, occupied), *numbers, each,
+            query, key, key, occupied, *tensors, softmax_parts, result, magnitude, rank,
+            scale * LOG2_E.value, *_arguments(query, key, key, occupied), *numbers, each,
+            result.stride(1) if add else key.shape[2],
             **shape, ROWS=queries, BLOCK=block, STAGES=stages, POSITIONS=window is not None,
-            DUE=tensors[2] is not None, MEAN=mean, num_warps=warps,
+            DUE=tensors[2] is not None, MEAN=mean, ADD=add, MAGNITUDE=magnitude is not None, num_warps=warps,
         )
 
 
 @torch.library.custom_op("kvtwin::block_received", mutates_args=())
 def _received(query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float, mean: bool) -> Tensor:
     result = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
-    launch_received(query, key, occupied, None, softmax_parts, result, scale, mean)
+    launch_received(query, key, occupied, None, softmax_parts, result, scale, mean=mean)
     return result
 
 
 @_received.register_fake
 def _(query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float, mean: bool) -> Tensor:
     return key.new_empty(key.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("kvtwin::block_accumulate", mutates_args=("score", "rank"))
+def _accumulate(
+    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, magnitude: Tensor | None,
+    rank: Tensor | None, scale: float,
+) -> None:
+    launch_received(
+        query, key, occupied, None, softmax_parts, score, scale, mean=False, add=True, magnitude=magnitude, rank=rank
+    )
+
+
+@_accumulate.register_fake
+def _(
+    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, magnitude: Tensor | None,
+    rank: Tensor | None, scale: float,
+) -> None:
+    return None

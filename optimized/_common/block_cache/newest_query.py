@@ -23,26 +23,37 @@ def received_of_newest(
     Both [B, Hkv, S] float32; 0 and -inf where unoccupied, and everywhere if all queries are at unoccupied slots. The
     logarithm does not underflow where the weight does.
     """
-    weight, log_weight = _newest(query, key, occupied, softmax_parts, scale)
-    return weight, log_weight
-
-
-@torch.library.custom_op("kvtwin::block_received_of_newest", mutates_args=())
-def _newest(query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     weight = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
-    log_weight = torch.empty_like(weight)
+    return weight, _newest(query, key, occupied, softmax_parts, weight, scale, False)
+
+
+def update_by_newest(
+    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, scale: float
+) -> Tensor:
+    """Store the newest query's weights in a state's score [B, Hkv, slots], contiguous, where a slot is occupied and the
+    row has a valid query. Returns the logarithms [B, Hkv, S] of `received_of_newest`."""
+    log_weight: Tensor = _newest(query, key, occupied, softmax_parts, score, scale, True)
+    return log_weight
+
+
+@torch.library.custom_op("kvtwin::block_received_of_newest", mutates_args=("weight",))
+def _newest(
+    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, weight: Tensor, scale: float, update: bool
+) -> Tensor:
+    log_weight = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
     shape = _shape(query, key, key)
     small = key.shape[2] <= 48 if INTERPRETED else query.dtype == torch.float32
     block = 16 if small else 64
     with on_device_of(query):
         newest_kernel[(key.shape[0] * key.shape[1] * triton.cdiv(key.shape[2], block),)](
-            query, key, key, occupied, softmax_parts, weight, log_weight, scale * LOG2_E.value,
-            *_arguments(query, key, key, occupied), **shape, ROWS=16, BLOCK=block, num_warps=4,
+            query, key, key, occupied, softmax_parts, weight, log_weight, scale * LOG2_E.value, weight.stride(1),
+            *_arguments(query, key, key, occupied), **shape, ROWS=16, BLOCK=block, UPDATE=update, num_warps=4,
         )
-    return weight, log_weight
+    return log_weight
 
 
 @_newest.register_fake
-def _(query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    result = key.new_empty(key.shape[:3], dtype=torch.float32)
-    return result, torch.empty_like(result)
+def _(
+    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, weight: Tensor, scale: float, update: bool
+) -> Tensor:
+    return key.new_empty(key.shape[:3], dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The operations of the block cache on a state's buffers: a block arrives, evictions are chosen, kept tokens move."""
+"""The operations of the block cache on a state's buffers: a block arrives, and as many tokens are evicted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import triton
 from torch import Tensor
 
 from ..launch import SMALL_TILES, on_device_of, padded_head_dim
-from .evict_kernels import arrive_kernel, choose_kernel, settle_kernel
+from .evict_kernels import arrive_kernel, evict_kernel, settle_kernel
+
+#: Tokens of a block from which their moves are a launch of their own, with more programs.
+APART = 256
 
 
 def rows(tensor: Tensor) -> Tensor:
@@ -21,8 +24,13 @@ def chunk_sizes(end: int, most: int = 4096) -> tuple[int, int]:
     cover several iterations."""
     if SMALL_TILES:
         return 32, 32
-    search = 128 if end <= 128 else 512 if end <= 1024 else 1024
-    return min(most, max(128, triton.next_power_of_2(end))), min(most // 4, search)
+    chunk = min(most, max(128, triton.next_power_of_2(end)))
+    return chunk, chunk
+
+
+def moved_at_once(key: Tensor) -> int:
+    """Tokens that a program moves at a time: 32 KB of keys at most."""
+    return 16 if SMALL_TILES else min(128, 32768 // (padded_head_dim(key.shape[3]) * key.element_size()))
 
 
 def _tokens(count: int) -> int:
@@ -31,97 +39,89 @@ def _tokens(count: int) -> int:
 
 @torch.library.custom_op(
     "kvtwin::block_arrive",
-    mutates_args=("key", "value", "occupied", "positions", "score", "token_index", "magnitude"),
+    mutates_args=(
+        "key", "value", "occupied", "positions", "score", "token_index", "magnitude", "valid_seen", "counts",
+        "completion_counters",
+    ),
 )
 def arrive(
     new_key: Tensor, new_value: Tensor, valid: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
-    score: Tensor, token_index: Tensor, magnitude: Tensor | None, valid_seen: Tensor, seen: Tensor, budget: int,
+    score: Tensor, token_index: Tensor, magnitude: Tensor | None, valid_seen: Tensor, seen: Tensor,
+    counts: Tensor | None, completion_counters: Tensor, budget: int,
 ) -> None:
     """Store the Q tokens of a block in slots budget to budget + Q - 1, with a score of 0. Padding leaves its slot free.
 
     new_key, new_value [B, Hkv, Q, D]; valid [B, Q] bool. A state's buffers: key, value [B, Hkv, S, D]; occupied,
-    positions, score, token_index (int32) and magnitude (float32, for ||v||_1, or None) [B, Hkv, S]; valid_seen [B, Hkv]
-    int32, the valid tokens that a row has seen; seen [1] int64, all tokens, padding included.
+    positions, score, token_index (int32) and magnitude (float32, for ||v||_1, or None) [B, Hkv, S]; seen [1] int64, the
+    tokens before the block, padding included. The block's valid tokens are added to valid_seen and counts (or None),
+    both [B, Hkv] int32. completion_counters: zeros, one per head.
     """
     batch, heads, count, head_dim = new_key.shape
     tokens = _tokens(count)
     with on_device_of(key):
         arrive_kernel[(batch * heads * triton.cdiv(count, tokens),)](
             new_key, new_value, valid, key, value, occupied, positions, score, token_index, magnitude, valid_seen, seen,
-            count, heads, key.shape[2], budget, *new_key.stride(), *new_value.stride(), *valid.stride(),
+            counts, completion_counters, count, heads, key.shape[2], budget, *new_key.stride(), *new_value.stride(),
+            *valid.stride(),
             HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=tokens, MAGNITUDE=magnitude is not None,
-            num_warps=4,
+            COUNTS=counts is not None, num_warps=4,
         )
 
 
 @arrive.register_fake
 def _(
     new_key: Tensor, new_value: Tensor, valid: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
-    score: Tensor, token_index: Tensor, magnitude: Tensor | None, valid_seen: Tensor, seen: Tensor, budget: int,
+    score: Tensor, token_index: Tensor, magnitude: Tensor | None, valid_seen: Tensor, seen: Tensor,
+    counts: Tensor | None, completion_counters: Tensor, budget: int,
 ) -> None:
     return None
 
 
-@torch.library.custom_op("kvtwin::block_choose", mutates_args=())
-def choose(
-    rank: Tensor | None, protected: Tensor | None, occupied: Tensor, token_index: Tensor, valid_seen: Tensor,
-    budget: int, count: int, sinks: int, recent: int,
-) -> Tensor:
-    """The destination of the tokens in slots budget to budget + count - 1: [B, Hkv, count] int32, a slot below budget
-    or -1.
+@torch.library.custom_op(
+    "kvtwin::block_evict",
+    mutates_args=("key", "value", "occupied", "positions", "score", "token_index", "carried", "seen"),
+)
+def evict(
+    rank: Tensor | None, protected: Tensor | None, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
+    score: Tensor, token_index: Tensor, carried: Tensor | None, valid_seen: Tensor, seen: Tensor,
+    budget: int, count: int, came: int, sinks: int, recent: int,
+) -> None:
+    """Each head evicts down to `budget`: the lowest rank first, ties to the lowest slot. Kept tokens of the block, in
+    slots budget to budget + count - 1, take the free slots in ascending order, and the block's slots become free.
 
-    Each head evicts down to `budget`: the lowest rank first, ties to the lowest slot. rank [B, Hkv, end] float32, or
-    None for age; protected likewise, bool or None. The oldest `sinks` and the newest `recent` tokens are protected too.
-    Kept tokens of the block take the free slots in ascending order.
+    rank [B, Hkv, end] float32, or None for age; protected likewise, bool or None. The oldest `sinks` and the newest
+    `recent` tokens are protected too. carried [B, Hkv, S] float32 moves with the tokens, or None. Adds `came` to seen.
     """
-    batch, heads, slots = occupied.shape
+    batch, heads, slots, head_dim = key.shape
     end = budget + count
     rank, protected = (None if mask is None else rows(mask) for mask in (rank, protected))
-    destination = torch.empty(batch, heads, count, dtype=torch.int32, device=occupied.device)
-    codes = torch.empty(batch * heads, end, dtype=torch.int32, device=occupied.device)
+    codes, destination, free_slots = (
+        torch.empty(batch, heads, length, dtype=torch.int32, device=key.device) for length in (end, count, count)
+    )
     chunk, search = chunk_sizes(end)
-    with on_device_of(occupied):
-        choose_kernel[(batch * heads,)](
-            token_index if rank is None else rank, occupied if protected is None else protected, occupied, token_index,
-            valid_seen, codes, torch.empty_like(destination), destination,
-            count, slots, *(0 if mask is None else mask.stride(1) for mask in (rank, protected)),
-            budget, sinks, recent,
-            CHUNK=chunk, SEARCH=search, TOKENS=16 if SMALL_TILES or count <= 16 else 128,
-            BY_AGE=rank is None, PROTECTED=protected is not None, num_warps=4 if end <= 1024 else 16,
-        )
-    return destination
-
-
-@choose.register_fake
-def _(
-    rank: Tensor | None, protected: Tensor | None, occupied: Tensor, token_index: Tensor, valid_seen: Tensor,
-    budget: int, count: int, sinks: int, recent: int,
-) -> Tensor:
-    return occupied.new_empty((*occupied.shape[:2], count), dtype=torch.int32)
-
-
-@torch.library.custom_op(
-    "kvtwin::block_settle",
-    mutates_args=("key", "value", "occupied", "positions", "score", "token_index", "carried"),
-)
-def settle(
-    destination: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor,
-    token_index: Tensor, carried: Tensor | None, budget: int,
-) -> None:
-    """Move the tokens of a block to the destinations that `choose` returned, and free the block's slots."""
-    batch, heads, count = destination.shape
-    head_dim, tokens = key.shape[3], _tokens(count)
+    apart = count > (32 if SMALL_TILES else APART)
+    tensors = key, value, occupied, positions, score, token_index, score if carried is None else carried
+    shape = {"HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim), "CARRIED": carried is not None}
     with on_device_of(key):
-        settle_kernel[(batch * heads * triton.cdiv(count, tokens),)](
-            destination, key, value, occupied, positions, score, token_index, carried, count, key.shape[2], budget,
-            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=tokens, CARRIED=carried is not None,
-            num_warps=4,
+        evict_kernel[(batch * heads,)](
+            token_index if rank is None else rank, occupied if protected is None else protected, *tensors, valid_seen,
+            seen, codes, free_slots, destination,
+            count, came, slots, *(0 if mask is None else mask.stride(1) for mask in (rank, protected)),
+            budget, sinks, recent, **shape, CHUNK=chunk, SEARCH=search,
+            TOKENS=16 if SMALL_TILES or count <= 16 else 128, BY_AGE=rank is None, PROTECTED=protected is not None,
+            MOVED=0 if apart else 16 if count <= 16 else moved_at_once(key), num_warps=4 if end <= 1024 else 16,
         )
+        if apart:
+            tokens = _tokens(count)
+            settle_kernel[(batch * heads * triton.cdiv(count, tokens),)](
+                destination, *tensors, count, slots, budget, **shape, TOKENS=tokens, num_warps=4
+            )
 
 
-@settle.register_fake
+@evict.register_fake
 def _(
-    destination: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor,
-    token_index: Tensor, carried: Tensor | None, budget: int,
+    rank: Tensor | None, protected: Tensor | None, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
+    score: Tensor, token_index: Tensor, carried: Tensor | None, valid_seen: Tensor, seen: Tensor,
+    budget: int, count: int, came: int, sinks: int, recent: int,
 ) -> None:
     return None

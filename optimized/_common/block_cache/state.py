@@ -41,7 +41,7 @@ from ..library_attention import OWN, library_kernel
 from ..state import State
 from . import ops as ops
 from .compress import thin
-from .kernels import attend
+from .kernels import attend, counters_of
 from .step import scratch
 from .step import step as block_step
 
@@ -108,7 +108,14 @@ class BlockState(State):
         self._sinks = self._recent = self._offset = 0
         self._allocate()
         self._scratch = scratch(self.sizes, config.capacity, dtype, self.device, self._rule)
+        #: Of the kernels for blocks: zeros between launches.
+        self._counters = self._buffer(counters_of(self.sizes, self._most_queries), dtype=torch.int32)
         self.reset()
+
+    @property
+    def _most_queries(self) -> int:
+        """The most queries that one launch of the attention gets."""
+        return max(int(self.config.block_size), 1)
 
     @property
     def score(self) -> Tensor:
@@ -129,7 +136,8 @@ class BlockState(State):
         self._valid_seen.zero_()
         if self._counts is not None:
             self._counts.zero_()
-        self._scratch.completion_counters.zero_()                               # in case a launch was interrupted
+        for counters in (self._scratch.completion_counters, self._counters):
+            counters.zero_()                                                    # in case a launch was interrupted
         self._clear()
         self._end_change()
 
@@ -167,11 +175,12 @@ class BlockState(State):
             output = self._append(query, key, value, occupied)
         else:
             output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-            given = (*(tensor.split(size, 2) for tensor in (query, key, value)), occupied.split(size, 1))
-            blocks, outputs = list(zip(*given, strict=True)), output.split(size, 2)
+            prompt = query, key, value, occupied
             full = query.shape[2] // size if graph.worth_a_graph(query, size) else 0
-            graph.run_blocks(self, self._append, blocks[:full], outputs[:full], self._tensors())
-            for block, place in zip(blocks[full:], outputs[full:], strict=True):
+            graph.run_blocks(self, self._append, prompt, output, size, full, self._tensors())
+            rest = (*(tensor[:, :, full * size:].split(size, 2) for tensor in prompt[:3]),
+                    occupied[:, full * size:].split(size, 1))
+            for block, place in zip(zip(*rest, strict=True), output[:, :, full * size:].split(size, 2), strict=True):
                 place.copy_(self._append(*block))
         self._end_change()
         return output
@@ -239,7 +248,9 @@ class BlockState(State):
         """Add a block of Q <= block_size tokens; valid [B, Q] bool. Returns [B, Hq, Q, D]."""
         end = self._arrive(key, value, valid)
         compared, keys = self._compared(query, valid, end)
-        output, softmax_parts = attend(compared, keys, self.value[:, :, :end], self.occupied[:, :, :end], self.scale)
+        output, softmax_parts = attend(
+            compared, keys, self.value[:, :, :end], self.occupied[:, :, :end], self.scale, self._counters
+        )
         self._evict(Block(query, valid, end, softmax_parts), query.shape[2])
         return output
 
@@ -251,17 +262,13 @@ class BlockState(State):
         return output
 
     def _arrive(self, key: Tensor, value: Tensor, valid: Tensor) -> int:
-        """Put a block of Q tokens into its slots. Returns the end of the slots."""
+        """Put a block of Q tokens into its slots, and count its valid tokens. Returns the end of the slots."""
         capacity, count = self.config.capacity, key.shape[2]
         ops.arrive(
             key, value, valid, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
-            self._carried if self._carries_magnitude else None, self._valid_seen, self._seen, capacity,
+            self._carried if self._carries_magnitude else None, self._valid_seen, self._seen, self._counts,
+            self._counters, capacity,
         )
-        came = valid.sum(-1, keepdim=True)
-        self._seen += count
-        self._valid_seen += came
-        if self._counts is not None:
-            self._counts += came
         return capacity + count
 
     def _finish_step(self, query: Tensor) -> None:
@@ -273,28 +280,25 @@ class BlockState(State):
             self._evict(Block(query[:, :, None], valid, self.config.capacity + 1, None), 1)
 
     def _evict(self, block: Block, count: int) -> None:
-        """Update scores, choose evictions, and move the kept tokens of a block that is in its slots."""
-        budget = self.config.budget
+        """Update scores, choose evictions, and move the kept tokens of a block that is in its slots. Add a block's
+        tokens to `_seen`, which a decode step does itself."""
+        came = 0 if block.softmax_parts is None else count
         rank, protected = self._update(block)
         if self._ranks is not None:
             assert rank is not None and protected is None
             self._thin(rank, count, appended=False)
             return
-        destination = ops.choose(
-            rank, protected, self.occupied, self._token_index, self._valid_seen, budget, count, self._sinks,
-            self._recent
-        )
-        ops.settle(
-            destination, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
-            self._carried, budget,
+        ops.evict(
+            rank, protected, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
+            self._carried, self._valid_seen, self._seen, self.config.budget, count, came, self._sinks, self._recent,
         )
 
     def _thin(self, rank: Tensor, count: int, *, appended: bool) -> None:
         """Evict at intervals: heads that are due, by rank, after `count` tokens."""
         thin(
             rank, self.key, self.value, self.occupied, self.positions, self._score, self._token_index, self._carried,
-            self._valid_seen, self._counts, self._numbers, self.config.budget, self.config.capacity, count, self._sinks,
-            self._recent, appended,
+            self._valid_seen, self._seen, self._counts, self._numbers, self.config.budget, self.config.capacity, count,
+            self._sinks, self._recent, appended,
         )
 
 
