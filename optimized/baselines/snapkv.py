@@ -18,9 +18,19 @@ from .._common.block_cache.compress import between
 from .._common.block_cache.compress import compress as compress_cache
 from .._common.block_cache.observe import observe
 from .._common.block_cache.state import Block, BlockState, check_block
-from .._common.launch import check_kernel_sizes, check_launchable, key_block, on_device_of, padded_head_dim
-from .._common.numerics import LOG2_E, dot, finite_or_zero
-from .._common.softmax import weigh_tile
+from .._common.launch import (
+    INTERPRETED,
+    MAX_SPLITS,
+    RESIDENT,
+    check_kernel_sizes,
+    check_launchable,
+    key_block,
+    multiprocessors,
+    on_device_of,
+    padded_head_dim,
+)
+from .._common.numerics import LOG2_E, dot
+from .._common.softmax import merge_sums, weigh_tile
 
 __all__ = ["AttendResult", "CompressResult", "SnapKVConfig", "SnapKVState", "attend", "compress", "window_score"]
 
@@ -198,21 +208,27 @@ def _received(query_window: Tensor, key: Tensor, occupied: Tensor, scale: float)
     batch, query_heads, window, head_dim = query_window.shape
     sizes = Sizes(batch, query_heads, key.shape[1], key.shape[2], head_dim)
     total, heads = sizes.slots, sizes.key_value_heads
-    normaliser = torch.empty(batch, query_heads, window, dtype=torch.float32, device=key.device)
     received = torch.empty(batch, heads, total, dtype=torch.float32, device=key.device)
     block = min(64, key_block(head_dim, key.element_size(), total))
+    tiles, programs = triton.cdiv(total, block), batch * query_heads * triton.cdiv(window, 16)
+    wanted = 3 if INTERPRETED else min(MAX_SPLITS, triton.cdiv(2 * RESIDENT * multiprocessors(key.device), programs))
+    tiles_each = triton.cdiv(tiles, min(wanted, tiles))
+    splits = triton.cdiv(tiles, tiles_each)
+    row_maxima, weight_sums = (
+        torch.empty(batch, query_heads, window, splits, dtype=torch.float32, device=key.device) for _ in range(2)
+    )
     shape = {
         "GROUP": sizes.group, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim), "QUERIES": 16, "BLOCK": block,
     }
     strides = (*query_window.stride(), *key.stride(), *occupied.stride())
     with on_device_of(key):
-        _normaliser_kernel[(batch * query_heads, triton.cdiv(window, 16))](
-            query_window, key, occupied, normaliser, scale * LOG2_E.value, total, window, query_heads, *strides,
-            **shape, num_warps=4,
+        _normaliser_kernel[(programs * splits,)](
+            query_window, key, occupied, row_maxima, weight_sums, scale * LOG2_E.value, total, window, query_heads,
+            *strides, splits, tiles_each * block, **shape, num_warps=4,
         )
         _received_kernel[(batch * heads, triton.cdiv(total, block))](
-            query_window, key, occupied, normaliser, received, scale * LOG2_E.value, total, window, heads, *strides,
-            **shape, num_warps=4,
+            query_window, key, occupied, row_maxima, weight_sums, received, scale * LOG2_E.value, total, window, heads,
+            *strides, splits, **shape, SPLITS=triton.next_power_of_2(splits), num_warps=4,
         )
     observing = occupied[:, total - window:].sum(-1).clamp_min(1)
     return received / (observing * sizes.group)[:, None, None]
@@ -235,16 +251,20 @@ def _window_logits(q, k, w, t, attends, holds, scale, total, window):
     return tl.where(attends[:, None] & holds[None, :] & causal, dot(q, tl.trans(k)) * scale, float("-inf"))
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=[*_SIZES, "splits", "split_size"])
 def _normaliser_kernel(
-    query, key, occupied, normaliser, scale, total, window, heads,
-    query_b, query_h, query_w, query_d, key_b, key_h, key_t, key_d, occupied_b, occupied_t,
+    query, key, occupied, row_maxima, weight_sums, scale, total, window, heads,
+    query_b, query_h, query_w, query_d, key_b, key_h, key_t, key_d, occupied_b, occupied_t, splits, split_size,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """log2 of the softmax denominators of 16 window queries of one query head."""
-    b = (tl.program_id(0) // heads).to(tl.int64)
-    h = tl.program_id(0) % heads
-    w = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
+    """Program (split of the tokens, 16 window queries, query head, row): the softmax's maxima, and sums relative to
+    them, over the tokens of the split."""
+    split = tl.program_id(0) % splits
+    parts = tl.cdiv(window, QUERIES)
+    head = tl.program_id(0) // splits // parts
+    b = (head // heads).to(tl.int64)
+    h = head % heads
+    w = tl.program_id(0) // splits % parts * QUERIES + tl.arange(0, QUERIES)
     d = tl.arange(0, D_PAD).to(tl.int64)
     in_head = d < HEAD_DIM
     position = (total - window + w).to(tl.int64)
@@ -256,7 +276,7 @@ def _normaliser_kernel(
     key += b * key_b + (h // GROUP).to(tl.int64) * key_h
     row_max = tl.full([QUERIES], float("-inf"), tl.float32)
     weight_sum = tl.zeros([QUERIES], tl.float32)
-    for start in range(0, total, BLOCK):
+    for start in tl.range(split * split_size, tl.minimum((split + 1) * split_size, total), BLOCK):
         t = start + tl.arange(0, BLOCK)
         t64 = t.to(tl.int64)
         holds = tl.load(occupied + b * occupied_b + t64 * occupied_t, mask=t < total, other=0) != 0
@@ -265,16 +285,17 @@ def _normaliser_kernel(
         )
         logit = _window_logits(q, k, w, t, attends, holds, scale, total, window)
         _, row_max, weight_sum, _ = weigh_tile(logit, row_max, weight_sum)
-    # Padding queries attend to nothing: a denominator of infinity makes their weights zero.
-    log_sum = tl.where(attends, finite_or_zero(row_max) + tl.log2(tl.where(attends, weight_sum, 1.0)), float("inf"))
-    tl.store(normaliser + (b * heads + h) * window + w, log_sum, mask=w < window)
+    part = ((b * heads + h) * window + w) * splits + split
+    tl.store(row_maxima + part, row_max, mask=w < window)
+    tl.store(weight_sums + part, weight_sum, mask=w < window)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=[*_SIZES, "splits"])
 def _received_kernel(
-    query, key, occupied, normaliser, received, scale, total, window, heads,
-    query_b, query_h, query_w, query_d, key_b, key_h, key_t, key_d, occupied_b, occupied_t,
+    query, key, occupied, row_maxima, weight_sums, received, scale, total, window, heads,
+    query_b, query_h, query_w, query_d, key_b, key_h, key_t, key_d, occupied_b, occupied_t, splits,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """The weights of one block of tokens, summed over the group's heads and all window queries."""
     b = (tl.program_id(0) // heads).to(tl.int64)
@@ -300,7 +321,13 @@ def _received_kernel(
                 + d[None, :] * query_d,
                 mask=attends[:, None] & in_head[None, :], other=0.0,
             )
-            log_sum = tl.load(normaliser + (b * heads * GROUP + h) * window + w, mask=attends, other=float("inf"))
+            i = tl.arange(0, SPLITS)
+            part = ((b * heads * GROUP + h) * window + w)[:, None] * splits + i[None, :]
+            row_max, weight_sum = merge_sums(
+                row_maxima, weight_sums, part, attends[:, None] & (i < splits)[None, :], False
+            )
+            # Padding queries attend to nothing: a denominator of infinity makes their weights zero.
+            log_sum = tl.where(attends, row_max + tl.log2(tl.where(attends, weight_sum, 1.0)), float("inf"))
             logit = _window_logits(q, k, w, t, attends, holds, scale, total, window)
             total_weight += tl.sum(tl.exp2(logit - log_sum[:, None]), 0)
     tl.store(received + (b * heads + k_head) * total + t, total_weight, mask=t < total)

@@ -180,29 +180,24 @@ def attention_kernel(
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D_PAD if OUTPUT else 16], tl.float32)
-    whole, used = _extent(occupied, occupied_s, past)
-    whole = whole // BLOCK
-    gaps = tl.cdiv(tl.maximum(used - whole * BLOCK, 0), BLOCK)
-    own = tl.maximum(past // BLOCK, whole + gaps)
+    begin = 0
+    if SPLITS > 1:
+        begin = split * split_tiles * BLOCK
+        end = tl.minimum(end, begin + split_tiles * BLOCK)
     # First the full tiles that all queries attend to; then tiles with gaps, up to the last token, and the block's own.
-    from_tile = 0
-    full, gap_tile, gap_tiles, own_tile = whole, whole, gaps, own
-    if SPLITS > 1:                                                     # the parts of these that are in the split
-        from_tile = split * split_tiles
-        to_tile = from_tile + split_tiles
-        end = tl.minimum(end, to_tile * BLOCK)
-        full = tl.maximum(tl.minimum(whole, to_tile) - from_tile, 0)
-        gap_tile = tl.maximum(whole, from_tile)
-        gap_tiles = tl.maximum(tl.minimum(whole + gaps, to_tile) - gap_tile, 0)
-        own_tile = tl.maximum(own, from_tile)
+    full, used = _extent(occupied + begin * occupied_s, occupied_s, tl.maximum(tl.minimum(past, end) - begin, 0))
+    full = full // BLOCK
+    gap = begin + full * BLOCK
+    gap_tiles = tl.cdiv(tl.maximum(begin + used - gap, 0), BLOCK)
+    own = tl.maximum(past // BLOCK * BLOCK, gap + gap_tiles * BLOCK)
     acc, row_max, weight_sum = _attend_tiles(
-        q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, from_tile * BLOCK, full, end, end,
+        q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, begin, full, end, end,
         key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, position_s,
         HEAD_DIM, D_PAD, BLOCK, False, POSITIONS, POSITIONS, OUTPUT, STAGES, NEGATIVE,
     )
     acc, row_max, weight_sum = _attend_tiles(
-        q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, gap_tile * BLOCK, gap_tiles,
-        own_tile * BLOCK, end, key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, position_s,
+        q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, gap, gap_tiles, own, end,
+        key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, position_s,
         HEAD_DIM, D_PAD, BLOCK, True, True, POSITIONS, OUTPUT, 2, NEGATIVE,
     )
     at = (b * heads * GROUP + head) * count + i

@@ -124,12 +124,11 @@ def _threshold(codes, lowest, highest, end, wanted, CHUNK: tl.constexpr):
             code = tl.load(codes + s, mask=s < end, other=_NEVER)
             digit = (code.to(tl.int64) - base) >> shift
             count += tl.histogram(digit.to(tl.int32) & 255, 256, mask=(digit >= 0) & (digit < 256) & (code != _NEVER))
-        # The first digit with at least `wanted` codes up to it.
+        # The first digit with at least `wanted` codes up to it. Digits before it and their codes, in one sum.
         upto = below + tl.cumsum(count, 0)
-        earlier = upto < wanted
-        digit = tl.sum(tl.where(earlier, 1, 0), 0)
-        below += tl.sum(tl.where(earlier, count, 0), 0)
-        base += digit.to(tl.int64) << shift
+        earlier = tl.sum(tl.where(upto < wanted, (1 << 32) + count.to(tl.int64), 0), 0)
+        below += (earlier & 0x7FFFFFFF).to(tl.int32)
+        base += (earlier >> 32) << shift
         shift -= 8
     return base.to(tl.int32), below
 
