@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -94,6 +95,8 @@ class Memory:
         self.pool: Any = None
         if device.type == "cuda":
             self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            if device not in _branches:
+                _branches[device] = torch.cuda.Stream()
             # A pool whose last graph is gone cannot be used again.
             self._anchor = captured(lambda: torch.zeros(1, device=device), self)
 
@@ -119,6 +122,8 @@ class Memory:
         return output
 
 
+#: A stream per device for the branches of graphs.
+_branches: dict[torch.device, Any] = {}
 #: Up to MEMORIES of them, the oldest first. They outlive the states, so that the next states use their pools again.
 _memories: dict[tuple[Any, ...], Memory] = {}
 _lock = threading.Lock()
@@ -198,6 +203,26 @@ def captured(function: Callable[[], Tensor | None], memory: Memory) -> Callable[
             graph.capture_end()
     stream.wait_stream(memory.stream)
     return graph.replay
+
+
+def fork(device: torch.device) -> Any:
+    """A stream for a branch of the graph that is being captured, from here to `join`; None if there is no capture."""
+    if torch.compiler.is_compiling() or device not in _branches or not capturing(device):
+        return None
+    side = _branches[device]
+    side.wait_stream(torch.cuda.current_stream(device))
+    return side
+
+
+def on(side: Any) -> AbstractContextManager[object]:
+    """A context that launches on a stream that `fork` returned."""
+    return nullcontext() if side is None else torch.cuda.stream(side)
+
+
+def join(side: Any) -> None:
+    """From here on, the current stream waits for the branch."""
+    if side is not None:
+        torch.cuda.current_stream(side.device).wait_stream(side)
 
 
 def run_blocks(

@@ -47,11 +47,10 @@ class RandomState(BlockState):
     Config = RandomConfig
     _rule = "random"
     _library_attends = True
+    _chooses_early = True
 
     def _allocate(self) -> None:
         self._offset = _offset(self.config.seed)
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
-        came = slice(self.config.budget, block.end)
-        self.score[..., came] = score(self.positions[..., came], seed=self.config.seed)
         return self.score[..., :block.end], None

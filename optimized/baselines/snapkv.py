@@ -174,16 +174,16 @@ class SnapKVState(BlockState):
         self._order = self._buffer(batch, heads, self.config.budget, dtype=torch.int32)
         self._window = self._window_query, self._window_positions
         self._between = between(self.sizes, observers, self.device)
-
-    @property
-    def _most_queries(self) -> int:
-        return max(super()._most_queries, self.config.observers)
+        # Not those of the block's attention, which may run at the same time.
+        self._window_counters = self._buffer(kernels.counters_of(self.sizes, observers), dtype=torch.int32)
+        self._chooses_early = self.config.interval == 1                         # else, one kernel chooses and moves
 
     def _buffers(self) -> tuple[Tensor, ...]:
         return self._window_query, self._window_positions, self._order
 
     def _clear(self) -> None:
         self._window_positions.fill_(-1)
+        self._window_counters.zero_()
         self._order.copy_(torch.arange(self.config.budget, device=self.device))
 
     def _evict(self, block: Block, count: int) -> None:
@@ -193,12 +193,19 @@ class SnapKVState(BlockState):
     def _finish_step(self, query: Tensor) -> None:
         self._compress(1, appended=True)
 
-    def _compress(self, count: int, *, appended: bool) -> None:
+    def _choose(self, block: Block, count: int) -> Tensor:
+        observe(block.query, block.valid, self._seen, self._window_query, self._window_positions)
+        self._compress(count, appended=False, moves=False)
+        budget = self.config.budget
+        return self._between.numbers[3].view(self.occupied.shape)[..., budget : budget + count]
+
+    def _compress(self, count: int, *, appended: bool, moves: bool = True) -> None:
         config = self.config
         compress_cache(
             self._window_query, self._window_positions, self.key, self.value, self.occupied, self.positions,
             self._score, self._token_index, self._valid_seen, self._seen, self._counts, self._order, *self._between,
-            self._counters, self.scale, config.budget, config.capacity, count, config.kernel_size, appended,
+            self._window_counters, self.scale, config.budget, config.capacity, count, config.kernel_size, appended,
+            moves,
         )
 
 

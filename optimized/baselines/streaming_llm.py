@@ -31,6 +31,7 @@ class StreamingLLMState(BlockState):
 
     Config = StreamingLLMConfig
     _rule = "age"
+    _chooses_early = True
 
     def _allocate(self) -> None:
         inv_freq = self.config.inv_freq

@@ -24,6 +24,7 @@ class KeyDiffState(BlockState):
 
     Config = KeyDiffConfig
     _library_attends = True
+    _chooses_early = True
 
     def _allocate(self) -> None:
         batch, _, heads, slots, head_dim = self.sizes
@@ -64,7 +65,7 @@ class KeyDiffState(BlockState):
         if self._follows:
             self._start_change("append_block")
             budget = self.config.budget
-            _ops.update_anchor(self.key[:, :, :budget], self.occupied[..., :budget], self._anchor, self._counters)
+            _ops.update_anchor(self.key[:, :, :budget], self.occupied[..., :budget], self._anchor, self._scratch[2])
             self._age.zero_()
             self._end_change()
         return output
@@ -89,7 +90,7 @@ class KeyDiffState(BlockState):
         if self._follows:
             assert self._carried is not None
             lengths(self.key, self._carried, self.config.budget, end)
-            _ops.update_anchor(key, occupied, self._ranked, self._counters)
+            _ops.update_anchor(key, occupied, self._ranked, self._scratch[2])
             return _ops.rank(key, occupied, self._ranked, self._carried[..., :end]), None
         options = self.config.anchor, self.config.similarity
         self._score[..., :end] = any_score(key, occupied, *options)

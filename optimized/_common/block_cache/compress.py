@@ -73,7 +73,7 @@ def compress(
     window_query: Tensor, window_positions: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
     score: Tensor, token_index: Tensor, valid_seen: Tensor, seen: Tensor, counts: Tensor, order: Tensor,
     softmax_parts: Tensor, received: Tensor, numbers: Tensor, completion_counters: Tensor,
-    scale: float, budget: int, capacity: int, count: int, kernel_size: int, appended: bool,
+    scale: float, budget: int, capacity: int, count: int, kernel_size: int, appended: bool, moves: bool = True,
 ) -> None:
     """Update scores and evict after `count` tokens arrived, in the slots from `capacity` on or, if `appended`, after
     one token arrived in the slot behind the others.
@@ -83,7 +83,8 @@ def compress(
     counts [B, Hkv] int32: the tokens that a head holds, new ones included; order [B, Hkv, budget] int32: the slots of
     its first tokens in order of arrival. softmax_parts, received, numbers: a Between; completion_counters: zeros, at
     least `kernels.counters_of`. If capacity equals the budget, the scores of all heads are updated; otherwise only
-    those of heads that are due, and the new tokens of the other heads get a score of +inf.
+    those of heads that are due, and the new tokens of the other heads get a score of +inf. Without `moves`, the tokens
+    stay where they arrived; numbers[3] has their destinations, for `ops.settle`.
     """
     batch, heads, slots, head_dim = key.shape
     batch_heads, end, always = batch * heads, capacity + count, capacity == budget
@@ -98,7 +99,7 @@ def compress(
             window_positions, numbers, budget, capacity, count, slots, heads, window_positions.shape[1], kernel_size, 0,
             0, end, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
             TOKENS=16 if SMALL_TILES else moved_at_once(key) if always else 32, ALWAYS=always, APPENDED=appended,
-            OBSERVES=True, CARRIED=False,
+            OBSERVES=True, CARRIED=False, MOVES=moves,
             num_warps=4 if end <= 1024 else 16 if always else PASSING_WARPS,
         )
 
@@ -108,7 +109,7 @@ def _(
     window_query: Tensor, window_positions: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
     score: Tensor, token_index: Tensor, valid_seen: Tensor, seen: Tensor, counts: Tensor, order: Tensor,
     softmax_parts: Tensor, received: Tensor, numbers: Tensor, completion_counters: Tensor,
-    scale: float, budget: int, capacity: int, count: int, kernel_size: int, appended: bool,
+    scale: float, budget: int, capacity: int, count: int, kernel_size: int, appended: bool, moves: bool = True,
 ) -> None:
     return None
 
@@ -142,7 +143,7 @@ def thin(
             valid_seen, seen, counts, numbers, valid_seen, numbers, budget, capacity, count, slots, heads, 0, 0, sinks,
             recent, rank.stride(1), HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
             TOKENS=16 if SMALL_TILES else 32, ALWAYS=False, APPENDED=appended, OBSERVES=False,
-            CARRIED=carried is not None, num_warps=4 if end <= 1024 else PASSING_WARPS,
+            CARRIED=carried is not None, MOVES=True, num_warps=4 if end <= 1024 else PASSING_WARPS,
         )
 
 
@@ -242,7 +243,7 @@ def compress_kernel(
     rank, key, value, occupied, positions, score, token_index, carried, valid_seen, seen, counts, order,
     window_positions, numbers, budget, capacity, count, slots, heads, observers, kernel_size, sinks, recent, rank_h,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr, SEARCH: tl.constexpr, TOKENS: tl.constexpr,
-    ALWAYS: tl.constexpr, APPENDED: tl.constexpr, OBSERVES: tl.constexpr, CARRIED: tl.constexpr,
+    ALWAYS: tl.constexpr, APPENDED: tl.constexpr, OBSERVES: tl.constexpr, CARRIED: tl.constexpr, MOVES: tl.constexpr,
 ):
     """Program batch_head. numbers, per batch_head: slots in order of arrival, ranks as integers, free slots, new slots.
     rank, with rows of rank_h slots: with OBSERVES, what each slot's key received; SnapKV's scores follow from it.
@@ -293,10 +294,11 @@ def compress_kernel(
         )
         if OBSERVES:
             _follow(order, slots_by_age, dest_slot, tokens, CHUNK)
-        move(
-            dest_slot, key, value, occupied, positions, score, token_index, carried, budget, end,
-            HEAD_DIM, D_PAD, TOKENS, CARRIED,
-        )
+        if MOVES:
+            move(
+                dest_slot, key, value, occupied, positions, score, token_index, carried, budget, end,
+                HEAD_DIM, D_PAD, TOKENS, CARRIED,
+            )
     elif not APPENDED:
         placed = before
         for start in range(0, count, COUNTED):
@@ -307,9 +309,10 @@ def compress_kernel(
             if OBSERVES and not ALWAYS:
                 tl.store(score + capacity + i, tl.full([COUNTED], float("inf"), tl.float32), mask=holds)
             placed += tl.sum(here, 0)
-        tl.debug_barrier()
-        move(
-            dest_slot, key, value, occupied, positions, score, token_index, carried, capacity, end,
-            HEAD_DIM, D_PAD, TOKENS, CARRIED,
-        )
+        if MOVES:
+            tl.debug_barrier()
+            move(
+                dest_slot, key, value, occupied, positions, score, token_index, carried, capacity, end,
+                HEAD_DIM, D_PAD, TOKENS, CARRIED,
+            )
     tl.store(counts + batch_head, tokens - leave)

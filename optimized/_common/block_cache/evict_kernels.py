@@ -14,6 +14,7 @@ import triton.language as tl
 from ..launch import SMALL_TILES
 from ..numerics import sortable
 from ..scratch import is_last
+from .score_kernels import random_score
 
 _NEVER = tl.constexpr(2**31 - 1)
 _LOWEST = tl.constexpr(-(2**31))
@@ -33,15 +34,19 @@ def _valid_before(valid, valid_q, end, CHUNK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=[
-    "count", "heads", "slots", "budget", "key_b", "key_h", "key_t", "value_b", "value_h", "value_t", "valid_b",
+    "count", "heads", "slots", "budget", "offset", "key_b", "key_h", "key_t", "value_b", "value_h", "value_t",
+    "valid_b",
 ])
 def arrive_kernel(
     new_key, new_value, valid, key, value, occupied, positions, score, token_index, magnitude, valid_seen, seen,
     counts, completion_counters,
-    count, heads, slots, budget, key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d, valid_b, valid_q,
+    count, heads, slots, budget, offset,
+    key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d, valid_b, valid_q,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, MAGNITUDE: tl.constexpr, COUNTS: tl.constexpr,
+    RANDOM: tl.constexpr,
 ):
-    """Program (TOKENS of the block, batch_head): stores these tokens with a score of 0. Padding leaves its slot free.
+    """Program (TOKENS of the block, batch_head): stores these tokens with a score of 0, or with RANDOM that of
+    `random_score`. Padding leaves its slot free.
 
     valid_seen [B * Hkv] int32: the row's valid tokens, to which a head's last program adds those of this block, as to
     `counts` if COUNTS. magnitude, if MAGNITUDE: ||v||_1.
@@ -66,8 +71,12 @@ def arrive_kernel(
     tl.store(key + at[:, None] * HEAD_DIM + d[None, :], k, mask=tile)
     tl.store(value + at[:, None] * HEAD_DIM + d[None, :], v, mask=tile)
     tl.store(occupied + at, here, mask=in_block)
-    tl.store(positions + at, tl.where(here, tl.load(seen) + i64, -1), mask=in_block)
-    tl.store(score + at, tl.where(here, 0.0, float("-inf")), mask=in_block)
+    position = tl.load(seen) + i64
+    tl.store(positions + at, tl.where(here, position, -1), mask=in_block)
+    first_score = tl.zeros([TOKENS], tl.float32)
+    if RANDOM:
+        first_score = random_score(position, offset)
+    tl.store(score + at, tl.where(here, first_score, float("-inf")), mask=in_block)
     before = tl.load(valid_seen + batch_head)
     number = before + _valid_before(valid + b * valid_b, valid_q, first, COUNTED)
     number += tl.cumsum(tl.where(here, 1, 0), 0) - 1
@@ -246,13 +255,13 @@ def evict_kernel(
         tl.debug_barrier()
         move(
             destination - budget, key + at * HEAD_DIM, value + at * HEAD_DIM, occupied, positions + at, score + at,
-            token_index + at, carried + at, budget, end, HEAD_DIM, D_PAD, MOVED, CARRIED,
+            token_index + at, (carried + at) if CARRIED else carried, budget, end, HEAD_DIM, D_PAD, MOVED, CARRIED,
         )
 
 
-@triton.jit(do_not_specialize=["count", "slots", "budget"])
+@triton.jit(do_not_specialize=["count", "slots", "budget", "destination_h"])
 def settle_kernel(
-    destination, key, value, occupied, positions, score, token_index, carried, count, slots, budget,
+    destination, key, value, occupied, positions, score, token_index, carried, count, slots, budget, destination_h,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, CARRIED: tl.constexpr,
 ):
     """Program (TOKENS of the block, batch_head): moves these tokens to the destinations of `evict_kernel`."""
@@ -261,7 +270,7 @@ def settle_kernel(
     first = (tl.program_id(0) % blocks) * TOKENS
     at = batch_head * slots
     move(
-        destination + batch_head * count - budget, key + at * HEAD_DIM, value + at * HEAD_DIM, occupied + at,
-        positions + at, score + at, token_index + at, carried + at, budget + first,
+        destination + batch_head * destination_h - budget, key + at * HEAD_DIM, value + at * HEAD_DIM, occupied + at,
+        positions + at, score + at, token_index + at, (carried + at) if CARRIED else carried, budget + first,
         budget + tl.minimum(first + TOKENS, count), HEAD_DIM, D_PAD, TOKENS, CARRIED,
     )

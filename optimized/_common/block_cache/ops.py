@@ -11,6 +11,8 @@ from .evict_kernels import arrive_kernel, evict_kernel, settle_kernel
 
 #: Tokens of a block from which their moves are a launch of their own, with more programs.
 APART = 256
+#: Warps of a program that chooses evictions among more than 1024 slots.
+EVICTING_WARPS = 16
 
 
 def rows(tensor: Tensor) -> Tensor:
@@ -47,24 +49,25 @@ def _tokens(count: int) -> int:
 def arrive(
     new_key: Tensor, new_value: Tensor, valid: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
     score: Tensor, token_index: Tensor, magnitude: Tensor | None, valid_seen: Tensor, seen: Tensor,
-    counts: Tensor | None, completion_counters: Tensor, budget: int,
+    counts: Tensor | None, completion_counters: Tensor, budget: int, offset: int | None,
 ) -> None:
     """Store the Q tokens of a block in slots budget to budget + Q - 1, with a score of 0. Padding leaves its slot free.
 
     new_key, new_value [B, Hkv, Q, D]; valid [B, Q] bool. A state's buffers: key, value [B, Hkv, S, D]; occupied,
     positions, score, token_index (int32) and magnitude (float32, for ||v||_1, or None) [B, Hkv, S]; seen [1] int64, the
     tokens before the block, padding included. The block's valid tokens are added to valid_seen and counts (or None),
-    both [B, Hkv] int32. completion_counters: zeros, one per head.
+    both [B, Hkv] int32. completion_counters: zeros, one per head. With an offset, the scores are random: see
+    `score_kernels.random_score`.
     """
     batch, heads, count, head_dim = new_key.shape
     tokens = _tokens(count)
     with on_device_of(key):
         arrive_kernel[(batch * heads * triton.cdiv(count, tokens),)](
             new_key, new_value, valid, key, value, occupied, positions, score, token_index, magnitude, valid_seen, seen,
-            counts, completion_counters, count, heads, key.shape[2], budget, *new_key.stride(), *new_value.stride(),
-            *valid.stride(),
+            counts, completion_counters, count, heads, key.shape[2], budget, offset or 0,
+            *new_key.stride(), *new_value.stride(), *valid.stride(),
             HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=tokens, MAGNITUDE=magnitude is not None,
-            COUNTS=counts is not None, num_warps=4,
+            COUNTS=counts is not None, RANDOM=offset is not None, num_warps=4,
         )
 
 
@@ -72,7 +75,49 @@ def arrive(
 def _(
     new_key: Tensor, new_value: Tensor, valid: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
     score: Tensor, token_index: Tensor, magnitude: Tensor | None, valid_seen: Tensor, seen: Tensor,
-    counts: Tensor | None, completion_counters: Tensor, budget: int,
+    counts: Tensor | None, completion_counters: Tensor, budget: int, offset: int | None,
+) -> None:
+    return None
+
+
+@torch.library.custom_op("kvtwin::block_choose", mutates_args=("seen",))
+def choose(
+    rank: Tensor | None, protected: Tensor | None, occupied: Tensor, token_index: Tensor, valid_seen: Tensor,
+    seen: Tensor, budget: int, count: int, came: int, sinks: int, recent: int,
+) -> Tensor:
+    """The destination of the tokens in slots budget to budget + count - 1: [B, Hkv, count] int32, a slot below budget
+    or -1. Arguments as in `evict`."""
+    return _launch(
+        rank, protected, (None, None, occupied, None, None, token_index, None), valid_seen, seen, budget, count, came,
+        sinks, recent, moves=False,
+    )
+
+
+@choose.register_fake
+def _(
+    rank: Tensor | None, protected: Tensor | None, occupied: Tensor, token_index: Tensor, valid_seen: Tensor,
+    seen: Tensor, budget: int, count: int, came: int, sinks: int, recent: int,
+) -> Tensor:
+    return occupied.new_empty((*occupied.shape[:2], count), dtype=torch.int32)
+
+
+@torch.library.custom_op(
+    "kvtwin::block_settle",
+    mutates_args=("key", "value", "occupied", "positions", "score", "token_index", "carried"),
+)
+def settle(
+    destination: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor,
+    token_index: Tensor, carried: Tensor | None, budget: int,
+) -> None:
+    """Move the tokens of a block to their destinations, [B, Hkv, count] as `choose` returns them, and free the block's
+    slots."""
+    _settle(destination, (key, value, occupied, positions, score, token_index, carried), budget)
+
+
+@settle.register_fake
+def _(
+    destination: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor,
+    token_index: Tensor, carried: Tensor | None, budget: int,
 ) -> None:
     return None
 
@@ -92,30 +137,13 @@ def evict(
     rank [B, Hkv, end] float32, or None for age; protected likewise, bool or None. The oldest `sinks` and the newest
     `recent` tokens are protected too. carried [B, Hkv, S] float32 moves with the tokens, or None. Adds `came` to seen.
     """
-    batch, heads, slots, head_dim = key.shape
-    end = budget + count
-    rank, protected = (None if mask is None else rows(mask) for mask in (rank, protected))
-    codes, destination, free_slots = (
-        torch.empty(batch, heads, length, dtype=torch.int32, device=key.device) for length in (end, count, count)
-    )
-    chunk, search = chunk_sizes(end)
+    tensors = key, value, occupied, positions, score, token_index, carried
     apart = count > (32 if SMALL_TILES else APART)
-    tensors = key, value, occupied, positions, score, token_index, score if carried is None else carried
-    shape = {"HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim), "CARRIED": carried is not None}
-    with on_device_of(key):
-        evict_kernel[(batch * heads,)](
-            token_index if rank is None else rank, occupied if protected is None else protected, *tensors, valid_seen,
-            seen, codes, free_slots, destination,
-            count, came, slots, *(0 if mask is None else mask.stride(1) for mask in (rank, protected)),
-            budget, sinks, recent, **shape, CHUNK=chunk, SEARCH=search,
-            TOKENS=16 if SMALL_TILES or count <= 16 else 128, BY_AGE=rank is None, PROTECTED=protected is not None,
-            MOVED=0 if apart else 16 if count <= 16 else moved_at_once(key), num_warps=4 if end <= 1024 else 16,
-        )
-        if apart:
-            tokens = _tokens(count)
-            settle_kernel[(batch * heads * triton.cdiv(count, tokens),)](
-                destination, *tensors, count, slots, budget, **shape, TOKENS=tokens, num_warps=4
-            )
+    destination = _launch(
+        rank, protected, tensors, valid_seen, seen, budget, count, came, sinks, recent, moves=not apart
+    )
+    if apart:
+        _settle(destination, tensors, budget)
 
 
 @evict.register_fake
@@ -125,3 +153,46 @@ def _(
     budget: int, count: int, came: int, sinks: int, recent: int,
 ) -> None:
     return None
+
+
+def _launch(
+    rank: Tensor | None, protected: Tensor | None, tensors: tuple[Tensor | None, ...], valid_seen: Tensor, seen: Tensor,
+    budget: int, count: int, came: int, sinks: int, recent: int, *, moves: bool,
+) -> Tensor:
+    """`choose`, and with `moves` what `settle` does. tensors: those of `evict`; without moves only occupied and
+    token_index."""
+    key, value, occupied, positions, score, token_index, carried = tensors
+    assert occupied is not None and token_index is not None
+    batch, heads, slots = occupied.shape
+    end = budget + count
+    rank, protected = (None if mask is None else rows(mask) for mask in (rank, protected))
+    codes, destination, free_slots = (
+        torch.empty(batch, heads, length, dtype=torch.int32, device=occupied.device) for length in (end, count, count)
+    )
+    head_dim = 16 if key is None else key.shape[3]
+    chunk, search = chunk_sizes(end)
+    moved = 0 if key is None or not moves else 16 if count <= 16 else moved_at_once(key)
+    with on_device_of(occupied):
+        evict_kernel[(batch * heads,)](
+            token_index if rank is None else rank, occupied if protected is None else protected, key, value, occupied,
+            positions, score, token_index, carried, valid_seen, seen, codes, free_slots, destination,
+            count, came, slots, *(0 if mask is None else mask.stride(1) for mask in (rank, protected)),
+            budget, sinks, recent, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
+            TOKENS=16 if SMALL_TILES or count <= 16 else 128, BY_AGE=rank is None, PROTECTED=protected is not None,
+            CARRIED=carried is not None, MOVED=moved,             num_warps=4 if end <= 1024 else EVICTING_WARPS,
+        )
+    return destination
+
+
+def _settle(destination: Tensor, tensors: tuple[Tensor | None, ...], budget: int) -> None:
+    key, carried = tensors[0], tensors[-1]
+    assert key is not None
+    batch, heads, slots, head_dim = key.shape
+    count = destination.shape[2]
+    destination = rows(destination)
+    tokens = _tokens(count)
+    with on_device_of(key):
+        settle_kernel[(batch * heads * triton.cdiv(count, tokens),)](
+            destination, *tensors, count, slots, budget, destination.stride(1), HEAD_DIM=head_dim,
+            D_PAD=padded_head_dim(head_dim), TOKENS=tokens, CARRIED=carried is not None, num_warps=4,
+        )

@@ -146,8 +146,8 @@ def score_slots(
 
 
 @triton.jit
-def _random_score(position, offset):
-    """The top 24 bits of splitmix64; `offset` is its state without the position's part; [1] -> [1] float32."""
+def random_score(position, offset):
+    """The top 24 bits of splitmix64; `offset` is its state without the position's part; int64 [N] -> float32 [N]."""
     z = (position + offset).to(tl.uint64, bitcast=True)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -160,7 +160,7 @@ def new_score_of(seen, offset, RULE: tl.constexpr):
     """The score of a token on arrival."""
     score = 0.0
     if RULE == RANDOM:
-        score = tl.sum(_random_score(tl.load(seen + tl.arange(0, 1)), offset), 0)
+        score = tl.sum(random_score(tl.load(seen + tl.arange(0, 1)), offset), 0)
     if RULE == APPEND:
         score = float("inf")                                           # not ranked yet
     return score

@@ -20,6 +20,8 @@ what it aggregates and how it ranks:
   a new token's entry is ||v||_1 before `_update`; otherwise `_update` sets it.
 - `_library_attends`: whether a kernel of PyTorch may attend for a prompt of one block, because the method compares the
   queries and keys as they come and does not read the softmaxes.
+- `_chooses_early`: whether the evictions of a block do not depend on its attention. `_choose` then runs beside it, and
+  the tokens move afterwards. Otherwise `_evict` does both.
 - `_allocate()` makes the method's buffers. `_buffers()` returns those with rows (first axis B), which `reorder`
   permutes; `_carried` is not among them. `_clear()` resets the buffers.
 """
@@ -77,6 +79,7 @@ class BlockState(State):
     _carries_magnitude: ClassVar[bool] = False
     _rule: ClassVar[str] = "nothing"
     _library_attends: bool = False
+    _chooses_early: bool = False
 
     def __init__(
         self, config: Any, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
@@ -109,13 +112,8 @@ class BlockState(State):
         self._allocate()
         self._scratch = scratch(self.sizes, config.capacity, dtype, self.device, self._rule)
         #: Of the kernels for blocks: zeros between launches.
-        self._counters = self._buffer(counters_of(self.sizes, self._most_queries), dtype=torch.int32)
+        self._counters = self._buffer(counters_of(self.sizes, config.block_size), dtype=torch.int32)
         self.reset()
-
-    @property
-    def _most_queries(self) -> int:
-        """The most queries that one launch of the attention gets."""
-        return max(int(self.config.block_size), 1)
 
     @property
     def score(self) -> Tensor:
@@ -136,8 +134,8 @@ class BlockState(State):
         self._valid_seen.zero_()
         if self._counts is not None:
             self._counts.zero_()
-        for counters in (self._scratch.completion_counters, self._counters):
-            counters.zero_()                                                    # in case a launch was interrupted
+        self._scratch.completion_counters.zero_()                               # in case a launch was interrupted
+        self._counters.zero_()
         self._clear()
         self._end_change()
 
@@ -246,12 +244,24 @@ class BlockState(State):
 
     def _append(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor:
         """Add a block of Q <= block_size tokens; valid [B, Q] bool. Returns [B, Hq, Q, D]."""
-        end = self._arrive(key, value, valid)
+        end, count = self._arrive(key, value, valid), query.shape[2]
+        early = self._chooses_early and self._ranks is None
+        side = graph.fork(self.device) if early else None
+        if early:
+            with graph.on(side):
+                destination = self._choose(Block(query, valid, end, query.new_empty(0, dtype=torch.float32)), count)
         compared, keys = self._compared(query, valid, end)
         output, softmax_parts = attend(
             compared, keys, self.value[:, :, :end], self.occupied[:, :, :end], self.scale, self._counters
         )
-        self._evict(Block(query, valid, end, softmax_parts), query.shape[2])
+        if early:
+            graph.join(side)
+            ops.settle(
+                destination, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
+                self._carried, self.config.budget,
+            )
+        else:
+            self._evict(Block(query, valid, end, softmax_parts), count)
         return output
 
     def _append_prompt(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor, padded: bool) -> Tensor:
@@ -267,7 +277,7 @@ class BlockState(State):
         ops.arrive(
             key, value, valid, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
             self._carried if self._carries_magnitude else None, self._valid_seen, self._seen, self._counts,
-            self._counters, capacity,
+            self._counters, capacity, self._offset if self._rule == "random" else None,
         )
         return capacity + count
 
@@ -291,6 +301,15 @@ class BlockState(State):
         ops.evict(
             rank, protected, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
             self._carried, self._valid_seen, self._seen, self.config.budget, count, came, self._sinks, self._recent,
+        )
+
+    def _choose(self, block: Block, count: int) -> Tensor:
+        """Where `_evict` moves the tokens of a block. Its attention may run at the same time, since it reads what is
+        in the slots until the tokens move."""
+        rank, protected = self._update(block)
+        return ops.choose(
+            rank, protected, self.occupied, self._token_index, self._valid_seen, self._seen, self.config.budget, count,
+            count, self._sinks, self._recent,
         )
 
     def _thin(self, rank: Tensor, count: int, *, appended: bool) -> None:
