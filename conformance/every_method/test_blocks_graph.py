@@ -74,16 +74,17 @@ def assert_equal(state: Any, plain: Any, what: str) -> None:
 
 
 @every_pair
-def test_blocks_by_a_graph_have_the_bits_of_plain_calls(pair, device, monkeypatch):
+@pytest.mark.parametrize("total", [TOKENS, 8 * BLOCK, 19 * BLOCK], ids=["rest", "whole", "chunks"])
+def test_blocks_by_a_graph_have_the_bits_of_plain_calls(pair, total, device, monkeypatch):
     """Two prompts, the second of which is all replays; then one more state, whose graph shares the memory; steps."""
     state, plain, other = (state_of(pair, device) for _ in range(3))
     for number, mine in enumerate((state, state, other)):
         mine.reset()
         plain.reset()
-        prompt = prompt_of(number, device)
+        prompt = prompt_of(number, device, total)
         output = mine.prefill(**prompt)
         with monkeypatch.context() as without:
-            without.setattr(graph, "BLOCKS", TOKENS)
+            without.setattr(graph, "BLOCKS", total)
             expected = plain.prefill(**prompt)
         assert (mine in graph._graphs, plain in graph._graphs) == (True, False)
         assert_same(output, expected, what=f"output of prompt {number}")

@@ -176,10 +176,10 @@ class BlockState(State):
             prompt = query, key, value, occupied
             full = query.shape[2] // size if graph.worth_a_graph(query, size) else 0
             graph.run_blocks(self, self._append, prompt, output, size, full, self._tensors())
-            rest = (*(tensor[:, :, full * size:].split(size, 2) for tensor in prompt[:3]),
-                    occupied[:, full * size:].split(size, 1))
-            for block, place in zip(zip(*rest, strict=True), output[:, :, full * size:].split(size, 2), strict=True):
-                place.copy_(self._append(*block))
+            for start in range(full * size, query.shape[2], size):
+                part = slice(start, start + size)
+                block = query[:, :, part], key[:, :, part], value[:, :, part], occupied[:, part]
+                output[:, :, part] = self._append(*block)
         self._end_change()
         return output
 
