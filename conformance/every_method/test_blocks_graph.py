@@ -95,6 +95,27 @@ def test_blocks_by_a_graph_have_the_bits_of_plain_calls(pair, total, device, mon
 
 
 @every_pair
+@pytest.mark.parametrize("blocks", [8, 10**6], ids=["graph", "plain"])
+@pytest.mark.parametrize("total", [TOKENS, 8 * BLOCK])
+def test_no_block_is_empty(pair, total, blocks, device, monkeypatch):
+    """Without a graph the blocks are those of the prompt; calls for a graph have full blocks, or the rest."""
+    state, lengths = state_of(pair, device), []
+    append = state._append
+
+    def counted(*block: Tensor) -> Tensor:
+        lengths.append(block[0].shape[2])
+        return append(*block)
+
+    monkeypatch.setattr(graph, "BLOCKS", blocks)
+    monkeypatch.setattr(state, "_append", counted)
+    state.prefill(**prompt_of(4, device, total))
+    rest = [total % BLOCK] if total % BLOCK else []
+    full = len(lengths) - len(rest)
+    assert lengths == [BLOCK] * full + rest
+    assert 0 < full <= total // BLOCK + 1 if blocks == 8 else full == total // BLOCK
+
+
+@every_pair
 def test_a_copy_and_a_state_with_other_buffers_need_a_graph_of_their_own(pair, device):
     state, prompt = state_of(pair, device), prompt_of(3, device)
     expected = state.prefill(**prompt)
