@@ -107,8 +107,8 @@ def total(results: Iterable[Result]) -> Sum:
 META = Path(__file__).parents[1] / "meta"
 
 #: Patterns of the files that ``kvtwin verify`` leaves to the whole suite: the caches for transformers, which need
-#: transformers and generate text with a method; interrupted calls, whose results do not depend on the machine; and parts
-#: of prompts, which other tests cover as a whole.
+#: transformers and generate text with a method; interrupted calls, whose results do not depend on the machine; and
+#: parts of prompts, which other tests cover as a whole.
 LEFT_OUT = tuple(
     str(META.parent / "*" / name)
     for name in (
