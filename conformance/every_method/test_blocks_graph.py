@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,12 +16,16 @@ from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.optimized import thinkv
 from kvtwin.optimized._common import graph
+from kvtwin.optimized._common.block_cache import ops
+from kvtwin.optimized._common.block_cache import state as blocks
 from kvtwin.optimized._common.block_cache.state import BlockState
 from kvtwin.reference.thinkv import ThinKVConfig
 
 pytestmark = pytest.mark.kind("equivalence")
 BLOCKS = [pair for pair in discovery.methods() if issubclass(getattr(pair.optimized, pair.state.__name__), BlockState)]
 BLOCK, BUDGET, TOKENS = 4, 12, 4 * 9 + 3
+#: Methods whose evictions do not depend on the attention of a block.
+EARLY = ("keydiff", "random", "snapkv", "streaming_llm")
 every_pair = pytest.mark.parametrize("pair", BLOCKS, ids=str)
 
 
@@ -159,6 +164,45 @@ class Memory(graph.Memory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(graph, "captured", lambda function, memory: None)
             super().__init__(prompt)
+
+
+@pytest.mark.parametrize("pair", [pair for pair in BLOCKS if pair.name in EARLY], ids=str)
+def test_evictions_are_chosen_on_a_branch_and_tokens_move_after_it(pair, device, monkeypatch):
+    """The branch begins when the block is in its slots. Until it is joined, nothing moves."""
+    state, done = state_of(pair, device), []
+
+    def noted(module: Any, name: str) -> None:
+        call = getattr(module, name)
+
+        def noting(*arguments: Any, **options: Any) -> Any:
+            done.append(name)
+            return call(*arguments, **options)
+
+        monkeypatch.setattr(module, name, noting)
+
+    @contextmanager
+    def on(side: object) -> Iterator[None]:
+        done.append("on the branch")
+        yield
+        done.append("off the branch")
+
+    monkeypatch.setattr(graph, "BLOCKS", TOKENS)
+    for module, name in (
+        (ops, "arrive"), (graph, "fork"), (state, "_choose"), (blocks, "attend"), (graph, "join"), (ops, "settle"),
+    ):
+        noted(module, name)
+    monkeypatch.setattr(graph, "on", on)
+    state.append_block(**prompt_of(0, device, BLOCK))
+    assert done == [
+        "arrive", "fork", "on the branch", "_choose", "off the branch", "attend", "join", "settle",
+    ]
+
+
+def test_there_is_no_branch_outside_of_a_capture_of_ours(device):
+    assert graph.fork() is None
+    graph.join(None)
+    with graph.on(None):
+        assert getattr(graph._capture, "branch", None) is None
 
 
 def test_states_come_and_go_and_their_memory_stays(device):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -76,7 +76,7 @@ class Prompt:
 
 class Memory:
     """What the graphs of the same shapes on the same stream share, since they run one after the other: a chunk and its
-    output, the tensors of a block, the stream of captures, and the pool of all other tensors."""
+    output, the tensors of a block, the streams of captures, and the pool of all other tensors."""
 
     def __init__(self, prompt: Prompt) -> None:
         blocks = [prompt.chunk(tensor, 0, 1) for tensor in prompt.tensors]
@@ -92,11 +92,12 @@ class Memory:
             self.numbers = torch.zeros(2, dtype=torch.int64, device=device)
         self.lock = threading.Lock()
         self.stream: Any = None
+        self.branch: Any = None
         self.pool: Any = None
         if device.type == "cuda":
-            self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-            if device not in _branches:
-                _branches[device] = torch.cuda.Stream()
+            self.stream, self.branch, self.pool = (
+                torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            )
             # A pool whose last graph is gone cannot be used again.
             self._anchor = captured(lambda: torch.zeros(1, device=device), self)
 
@@ -122,11 +123,13 @@ class Memory:
         return output
 
 
-#: A stream per device for the branches of graphs.
-_branches: dict[torch.device, Any] = {}
 #: Up to MEMORIES of them, the oldest first. They outlive the states, so that the next states use their pools again.
 _memories: dict[tuple[Any, ...], Memory] = {}
 _lock = threading.Lock()
+#: One capture at a time: memories may have the same streams, since PyTorch hands out 32 in turn.
+_one_capture = threading.Lock()
+#: `branch`: that of the capture under way in this thread.
+_capture = threading.local()
 
 
 def _memory(shapes: tuple[Any, ...], prompt: Prompt) -> Memory:
@@ -192,25 +195,31 @@ class BlockGraph:
 def captured(function: Callable[[], Tensor | None], memory: Memory) -> Callable[[], None]:
     """Capture a call without running it. Returns what runs it."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    memory.stream.wait_stream(stream)
     # Outside of inference mode, in which PyTorch's random generator could not be captured again in another mode.
-    with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(memory.stream):
+    with _one_capture, torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(memory.stream):
+        memory.stream.wait_stream(stream)
         # Not torch.cuda.graph(), which also collects garbage and empties the allocator's cache.
         graph.capture_begin(pool=memory.pool, capture_error_mode="thread_local")
+        _capture.branch = memory.branch
         try:
             function()
+        except BaseException:
+            with suppress(RuntimeError):                               # for example, that a branch was not joined
+                graph.capture_end()
+            raise
         finally:
-            graph.capture_end()
+            _capture.branch = None
+        graph.capture_end()
     stream.wait_stream(memory.stream)
     return graph.replay
 
 
-def fork(device: torch.device) -> Any:
-    """A stream for a branch of the graph that is being captured, from here to `join`; None if there is no capture."""
-    if torch.compiler.is_compiling() or device not in _branches or not capturing(device):
-        return None
-    side = _branches[device]
-    side.wait_stream(torch.cuda.current_stream(device))
+def fork() -> Any:
+    """A stream for a branch of the graph that `captured` captures in this thread, from here to `join`; None if it does
+    not. (In a capture of the caller's, several states could use one branch at the same time.)"""
+    side = None if torch.compiler.is_compiling() else getattr(_capture, "branch", None)
+    if side is not None:
+        side.wait_stream(torch.cuda.current_stream(side.device))
     return side
 
 

@@ -233,7 +233,7 @@ def _received(query_window: Tensor, key: Tensor, occupied: Tensor, scale: float)
             query_window, key, occupied, row_maxima, weight_sums, scale * LOG2_E.value, total, window, query_heads,
             *strides, splits, tiles_each * block, **shape, num_warps=4,
         )
-        _received_kernel[(batch * heads, triton.cdiv(total, block))](
+        _received_kernel[(batch * heads * tiles,)](
             query_window, key, occupied, row_maxima, weight_sums, received, scale * LOG2_E.value, total, window, heads,
             *strides, splits, **shape, SPLITS=triton.next_power_of_2(splits), num_warps=4,
         )
@@ -305,9 +305,11 @@ def _received_kernel(
     SPLITS: tl.constexpr,
 ):
     """The weights of one block of tokens, summed over the group's heads and all window queries."""
-    b = (tl.program_id(0) // heads).to(tl.int64)
-    k_head = tl.program_id(0) % heads
-    t = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tiles = tl.cdiv(total, BLOCK)
+    batch_head = tl.program_id(0) // tiles
+    b = (batch_head // heads).to(tl.int64)
+    k_head = batch_head % heads
+    t = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
     t64 = t.to(tl.int64)
     d = tl.arange(0, D_PAD).to(tl.int64)
     in_head = d < HEAD_DIM

@@ -246,7 +246,7 @@ class BlockState(State):
         """Add a block of Q <= block_size tokens; valid [B, Q] bool. Returns [B, Hq, Q, D]."""
         end, count = self._arrive(key, value, valid), query.shape[2]
         early = self._chooses_early and self._ranks is None
-        side = graph.fork(self.device) if early else None
+        side = graph.fork() if early else None
         if early:
             with graph.on(side):
                 destination = self._choose(Block(query, valid, end, query.new_empty(0, dtype=torch.float32)), count)
