@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..discovery import Pair
+from ..judge import checkers
 from . import tiny_models
 from .fuzz import Made, Target
 
@@ -46,7 +47,7 @@ def _good(pair: Pair, made: Any, device: torch.device) -> dict[str, Any]:
     model = _model(device)
     return {
         first: model if first == "model" else model.config, "k" if pair.name == "synckv" else "budget": 32,
-        **OPTIONS.get(pair.name, {}),
+        **checkers.required(pair.name), **OPTIONS.get(pair.name, {}),
     }
 
 

@@ -353,12 +353,12 @@ class BlockCacheTests:
             ]
             for options, error, message in refusals:
                 with pytest.raises(error, match=message):
-                    made(model.config, **options)
+                    made(model.config, **checkers.required(self.method) | options)
 
     @pytest.mark.kind("bad_input")
     def test_rejects_a_model_without_our_attention(self) -> None:
         model = tiny_models.model("llama")
-        used = _ours("reference", self.method)(model.config, budget=40)
+        used = _made("reference", self.method, model)
         with pytest.raises(RuntimeError, match=r'model\.set_attn_implementation\("kvtwin"\)'):
             model.generate(**prompts(5, [0]), past_key_values=used, max_new_tokens=3)
 
@@ -367,13 +367,13 @@ class BlockCacheTests:
         model = tiny_models.model("llama", F64)
         model.set_attn_implementation("kvtwin")
         with pytest.raises(TypeError, match=r"dtype must be one of torch\.float32"):
-            feed(model, _ours("optimized", self.method)(model.config, budget=40))
+            feed(model, _made("optimized", self.method, model))
 
     @pytest.mark.kind("bad_input")
     def test_a_mask_that_forgets_the_tokens_before(self) -> None:
         model = tiny_models.model("llama")
         model.set_attn_implementation("kvtwin")
-        used = _ours("reference", self.method)(model.config, budget=40)
+        used = _made("reference", self.method, model)
         feed(model, used)
         with pytest.raises(ValueError, match="3 tokens that the cache has seen and the 2 new ones"):
             feed(model, used, [5, 6], attention_mask=torch.ones(1, 2, dtype=torch.long))
@@ -383,7 +383,11 @@ class BlockCacheTests:
     def test_a_second_turn_in_chunks_is_right_or_refused(self, masked: bool) -> None:
         model = tiny_models.model("llama")
         model.set_attn_implementation("kvtwin")
-        check_second_turn_in_chunks(model, _ours("reference", self.method)(model.config, budget=40), masked)
+        check_second_turn_in_chunks(model, _made("reference", self.method, model), masked)
+
+
+def _made(side: str, method: str, model: Any) -> Any:
+    return _ours(side, method)(model.config, budget=40, **checkers.required(method))
 
 
 def _ours(side: str, method: str) -> Any:

@@ -221,7 +221,7 @@ def test_wrong_numbers_of_a_config(pair):
 @every_pair
 def test_accepts_valid_configs(pair):
     """The defaults with a sufficient budget, and the smallest budget. A config cannot be modified."""
-    assert pair.config(64).block_size == 128
+    assert pair.config(64, **checkers.required(pair.name)).block_size == 128
     least = {**checkers.ask(pair.name, "SMALL", {}), "budget": 1}
     config = pair.config(**{name: value for name, value in least.items() if name != "sinks"}, **(
         {"sinks": 0} if "sinks" in least else {}

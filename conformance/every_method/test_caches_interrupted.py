@@ -17,6 +17,7 @@ from kvtwin.conformance import discovery
 from kvtwin.conformance.cases import tiny_models
 from kvtwin.conformance.cases.hf_cases import feed
 from kvtwin.conformance.cases.tiny_models import generate, prompts
+from kvtwin.conformance.judge import checkers
 from kvtwin.reference.hf import H2OCache, LongFlowCache
 
 pytestmark = pytest.mark.kind("bad_input")
@@ -29,6 +30,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 every_cache = pytest.mark.parametrize("name", NAMES)
 # The adapter is the same on both sides, and for all States that take blocks.
 KINDS = ["H2OCache", *(f"{name}Cache" for name in ("LongFlow", "EpiKV", "SyncKV", "ThinKV"))]
+REQUIRED = {
+    f"{pair.state.__name__.removesuffix('State')}Cache": checkers.required(pair.name)
+    for pair in discovery.methods() if pair.state is not None
+}
 both_sides = pytest.mark.parametrize(
     ("name", "side"), [*((name, "reference") for name in NAMES), *((name, "optimized") for name in KINDS)]
 )
@@ -39,7 +44,7 @@ def make(side: str, name: str, model: Any, **options: Any) -> Any:
     first = model if name == "EpiKVCache" else model.config
     budget = {"k" if name == "SyncKVCache" else "budget": 32}
     made = getattr(importlib.import_module(f"kvtwin.{side}.hf"), name)
-    return made(first, **budget, **{**OPTIONS.get(name, {}), **options})
+    return made(first, **budget, **{**REQUIRED.get(name, {}), **OPTIONS.get(name, {}), **options})
 
 
 def llama(device: torch.device | str = "cpu") -> Any:

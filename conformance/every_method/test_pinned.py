@@ -27,6 +27,7 @@ def test_defaults_of_configs_and_functions(method: discovery.Pair) -> None:
     """The checker has them (`DEFAULTS`, `SAME`)."""
     assert method.config is not None
     needed = {field.name: 64 for field in fields(method.config) if field.default is MISSING is field.default_factory}
+    needed |= checkers.required(method.name)
     config = method.config(**needed)
     found = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in needed}
     defaults = checkers.ask(method.name, "DEFAULTS", None)

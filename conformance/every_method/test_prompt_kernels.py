@@ -26,8 +26,14 @@ pytestmark = pytest.mark.kind("equivalence")
 #: Prompts of two rows: the numbers of tokens for each kernel. CUDNN_WORK is between those of a GPU.
 LENGTHS = {"cpu": {"math": 40}, "cuda": {"cudnn": 2100, "flash": 700}}
 CUDNN_TOKENS = 1400
+#: Methods whose instances know whether PyTorch's kernels may attend: by default, they may.
+CHOOSE_WHEN_MADE = ("streaming_llm",)
 #: Methods that read the softmaxes of a block's queries, which PyTorch's kernels do not return.
-READ_SOFTMAXES = ("h2o", "tova", "vatp")
+READ_SOFTMAXES = tuple(
+    pair.name for pair in discovery.methods()
+    if pair.state is not None and not getattr(getattr(pair.optimized, pair.state.__name__), "_library_attends", True)
+    and pair.name not in CHOOSE_WHEN_MADE
+)
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
 - `configs(most, window)`: a Hypothesis strategy of the config's keyword arguments for drawn traces: `budget` from 1 to
   `most`, and all others but `scale` (default: the budget alone). `window`: the largest observation window of a prompt;
 - `LONGEST`: the most tokens of a prompt and the most steps of a trace drawn on a GPU (default: 300 and 48);
+- `REQUIRED`: the config's options without a default, other than the budget, with values for tests (default: none);
 - `SMALL`: keyword arguments with which the config accepts any budget from 2 on (default: none);
 - `GROUPINGS`: a list of options, dicts, that change the shapes of a state;
 - `LAWS`: a list of further options, dicts, under which the laws are tested;
@@ -63,6 +64,11 @@ def of(name: str) -> ModuleType | None:
 def ask(name: str, attribute: str, default: Any) -> Any:
     """An attribute of a pair's checker, or the default."""
     return getattr(of(name), attribute, default)
+
+
+def required(name: str) -> dict[str, Any]:
+    """Options of a method's config that have no default: see REQUIRED."""
+    return dict(ask(name, "REQUIRED", {}))
 
 
 def extras(state: Any, query: Any, key: Any, value: Any) -> dict[str, Any]:

@@ -22,14 +22,15 @@ from torch import Tensor
 from ....reference.contract import Sizes
 from ..launch import SMALL_TILES, on_device_of, padded_head_dim
 from .evict_kernels import (
-    _NEVER,
     COUNTED,
+    NEVER,
     _free_among,
     _leaving,
     _threshold,
     _valid_before,
     _write_codes,
     count_all,
+    ends_of,
     move,
 )
 from .kernels import Window, launch_attention, launch_received
@@ -39,7 +40,7 @@ from .ops import chunk_sizes, moved_at_once, rows
 #: program fits on a multiprocessor at a time.
 PASSING_WARPS, PASSING_CHUNK = 8, 2048
 #: The first axis of `numbers`: slots in order of arrival, ranks as integers, free slots, new slots.
-_SLOTS_BY_AGE, _CODES, _FREE_SLOTS, _DEST_SLOTS = (tl.constexpr(place) for place in range(4))
+_SLOTS_BY_AGE, _, _FREE_SLOTS, _DEST_SLOTS = (tl.constexpr(place) for place in range(4))
 
 
 class Between(NamedTuple):
@@ -96,8 +97,8 @@ def compress(
     with on_device_of(key):
         compress_kernel[(batch_heads,)](
             received, key, value, occupied, positions, score, token_index, score, valid_seen, seen, counts, order,
-            window_positions, numbers, budget, capacity, count, slots, heads, window_positions.shape[1], kernel_size, 0,
-            0, end, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
+            window_positions, numbers, numbers[1], budget, capacity, count, slots, heads, window_positions.shape[1],
+            kernel_size, 0, 0, end, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
             TOKENS=16 if SMALL_TILES else moved_at_once(key) if always else 32, ALWAYS=always, APPENDED=appended,
             OBSERVES=True, CARRIED=False, MOVES=moves,
             num_warps=4 if end <= 1024 else 16 if always else PASSING_WARPS,
@@ -128,7 +129,7 @@ def thin(
     """Evict after `count` tokens arrived, in the slots from `capacity` on or, if `appended`, after one token arrived in
     the slot behind the others.
 
-    rank [B, Hkv, capacity + count or more] float32: heads that are due evict the lowest first, ties by
+    rank [B, Hkv, capacity + count or more] float32 or int64: heads that are due evict the lowest first, ties by
     slot. The first `sinks` and the newest `recent` tokens are protected. A state's buffers are as in `ops.evict`;
     valid_seen and counts [B, Hkv] int32: the valid tokens that a row has seen and that a head holds, the new ones
     included. Adds `count` to seen, unless `appended`. numbers [4, B * Hkv, S] int32: scratch.
@@ -136,11 +137,14 @@ def thin(
     batch, heads, slots, head_dim = key.shape
     end = capacity + count
     rank = rows(rank)
+    wide = rank.dtype == torch.int64
+    codes = torch.empty(batch * heads, slots, dtype=rank.dtype, device=key.device) if wide else numbers[1]
     chunk, search = chunk_sizes(end, PASSING_CHUNK)
     with on_device_of(key):
         compress_kernel[(batch * heads,)](
             rank, key, value, occupied, positions, score, token_index, score if carried is None else carried,
-            valid_seen, seen, counts, numbers, valid_seen, numbers, budget, capacity, count, slots, heads, 0, 0, sinks,
+            valid_seen, seen, counts, numbers, valid_seen, numbers, codes, budget, capacity, count, slots, heads, 0, 0,
+            sinks,
             recent, rank.stride(1), HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
             TOKENS=16 if SMALL_TILES else 32, ALWAYS=False, APPENDED=appended, OBSERVES=False,
             CARRIED=carried is not None, MOVES=True, num_warps=4 if end <= 1024 else PASSING_WARPS,
@@ -201,6 +205,7 @@ def _choose(
         codes, rank, occupied, occupied, token_index, end, sinks, recent_from, CHUNK, False, False
     )
     threshold, below = _threshold(codes, lowest, highest, end, leave, SEARCH)
+    _, never = ends_of(codes)
     ties = leave - below
     tied = leave * 0
     free = leave * 0
@@ -214,7 +219,7 @@ def _choose(
     moved = leave * 0
     for start in range(budget, end, CHUNK):
         s = start + tl.arange(0, CHUNK)
-        code = tl.load(codes + s, mask=s < end, other=_NEVER)
+        code = tl.load(codes + s, mask=s < end, other=never)
         leaves, tied = _leaving(code, threshold, tied, ties)
         holds = tl.load(occupied + s, mask=s < end, other=0) != 0
         moves = tl.where(holds & (leaves == 0), 1, 0)
@@ -241,13 +246,14 @@ def _follow(order, slots_by_age, dest_slot, tokens, CHUNK: tl.constexpr):
 ])
 def compress_kernel(
     rank, key, value, occupied, positions, score, token_index, carried, valid_seen, seen, counts, order,
-    window_positions, numbers, budget, capacity, count, slots, heads, observers, kernel_size, sinks, recent, rank_h,
+    window_positions, numbers, codes, budget, capacity, count, slots, heads, observers, kernel_size, sinks, recent,
+    rank_h,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr, SEARCH: tl.constexpr, TOKENS: tl.constexpr,
     ALWAYS: tl.constexpr, APPENDED: tl.constexpr, OBSERVES: tl.constexpr, CARRIED: tl.constexpr, MOVES: tl.constexpr,
 ):
     """Program batch_head. numbers, per batch_head: slots in order of arrival, ranks as integers, free slots, new slots.
     rank, with rows of rank_h slots: with OBSERVES, what each slot's key received; SnapKV's scores follow from it.
-    Otherwise the order of eviction itself."""
+    Otherwise the order of eviction itself. codes: the ranks as integers."""
     batch_head = tl.program_id(0).to(tl.int64)
     tokens = tl.load(counts + batch_head)
     if not APPENDED:                                                   # a step has counted its token
@@ -273,7 +279,7 @@ def compress_kernel(
     before = tokens - arrived
     leave = tl.where(tokens > capacity, tokens - budget, 0)
     rank += batch_head * rank_h
-    recent_from = tl.where(recent > 0, tl.load(valid_seen + batch_head) - recent, _NEVER)
+    recent_from = tl.where(recent > 0, tl.load(valid_seen + batch_head) - recent, NEVER)
     if OBSERVES:
         observing = tl.full([COUNTED], 0, tl.int32)
         for start in range(0, observers, COUNTED):
@@ -289,8 +295,8 @@ def compress_kernel(
         rank = score
     if leave > 0:
         _choose(
-            numbers + each * _CODES + at, numbers + each * _FREE_SLOTS + at, dest_slot, rank, occupied, token_index,
-            before, leave, sinks, recent_from, budget, end, CHUNK, SEARCH,
+            codes + at, numbers + each * _FREE_SLOTS + at, dest_slot, rank, occupied, token_index, before, leave,
+            sinks, recent_from, budget, end, CHUNK, SEARCH,
         )
         if OBSERVES:
             _follow(order, slots_by_age, dest_slot, tokens, CHUNK)

@@ -16,8 +16,10 @@ from ..numerics import sortable
 from ..scratch import is_last
 from .score_kernels import random_score
 
-_NEVER = tl.constexpr(2**31 - 1)
+NEVER = tl.constexpr(2**31 - 1)
 _LOWEST = tl.constexpr(-(2**31))
+_WIDE_NEVER = tl.constexpr(2**63 - 1)
+_WIDE_LOWEST = tl.constexpr(-(2**63))
 #: Tokens of a block that are counted at a time. In the interpreter few, so that tests cover several rounds.
 COUNTED = tl.constexpr(16 if SMALL_TILES else 128)
 
@@ -91,14 +93,24 @@ def arrive_kernel(
 
 
 @triton.jit
+def ends_of(codes):
+    """The lowest and the highest number of the dtype of codes, int32 or int64. The highest is no token's code."""
+    if codes.dtype.element_ty == tl.int64:
+        return tl.full([], _WIDE_LOWEST, tl.int64), tl.full([], _WIDE_NEVER, tl.int64)
+    else:
+        return tl.full([], _LOWEST, tl.int32), tl.full([], NEVER, tl.int32)
+
+
+@triton.jit
 def _write_codes(
     codes, rank, protected, occupied, token_index, end, sinks, recent_from,
     CHUNK: tl.constexpr, BY_AGE: tl.constexpr, PROTECTED: tl.constexpr,
 ):
-    """Store the slots' ranks as integers in the order of eviction, _NEVER for slots that are not candidates. Returns
-    the candidates' lowest and highest code."""
-    lowest = tl.full([CHUNK], _NEVER, tl.int32)
-    highest = tl.full([CHUNK], _LOWEST, tl.int32)
+    """Store the slots' ranks, float32 or int64, as integers in the order of eviction, the highest integer for slots
+    that are not candidates. Returns the candidates' lowest and highest code."""
+    least, never = ends_of(codes)
+    lowest = tl.zeros([CHUNK], codes.dtype.element_ty) + never
+    highest = tl.zeros([CHUNK], codes.dtype.element_ty) + least
     for start in range(0, end, CHUNK):
         s = start + tl.arange(0, CHUNK)
         holds = tl.load(occupied + s, mask=s < end, other=0) != 0
@@ -108,11 +120,13 @@ def _write_codes(
             candidate = candidate & (tl.load(protected + s, mask=holds, other=1) == 0)
         code = index
         if not BY_AGE:
-            code = sortable(tl.load(rank + s, mask=holds, other=0.0))
-        code = tl.where(candidate, code, _NEVER)
+            code = tl.load(rank + s, mask=holds, other=0)
+            if codes.dtype.element_ty == tl.int32:
+                code = sortable(code)
+        code = tl.where(candidate, code, never)
         tl.store(codes + s, code, mask=s < end)
         lowest = tl.minimum(lowest, code)
-        highest = tl.maximum(highest, tl.where(candidate, code, _LOWEST))
+        highest = tl.maximum(highest, tl.where(candidate, code, least))
     tl.debug_barrier()
     return tl.min(lowest, 0), tl.max(highest, 0)
 
@@ -120,6 +134,7 @@ def _write_codes(
 @triton.jit
 def _threshold(codes, lowest, highest, end, wanted, CHUNK: tl.constexpr):
     """The `wanted`-th lowest code, and the number of codes below it. Finds its base-256 digits, from histograms."""
+    _, never = ends_of(codes)
     base = lowest.to(tl.int64)
     reach = highest.to(tl.int64) - base
     shift = wanted * 0
@@ -130,16 +145,16 @@ def _threshold(codes, lowest, highest, end, wanted, CHUNK: tl.constexpr):
         count = tl.full([256], 0, tl.int32)
         for start in range(0, end, CHUNK):
             s = start + tl.arange(0, CHUNK)
-            code = tl.load(codes + s, mask=s < end, other=_NEVER)
+            code = tl.load(codes + s, mask=s < end, other=never)
             digit = (code.to(tl.int64) - base) >> shift
-            count += tl.histogram(digit.to(tl.int32) & 255, 256, mask=(digit >= 0) & (digit < 256) & (code != _NEVER))
+            count += tl.histogram(digit.to(tl.int32) & 255, 256, mask=(digit >= 0) & (digit < 256) & (code != never))
         # The first digit with at least `wanted` codes up to it. Digits before it and their codes, in one sum.
         upto = below + tl.cumsum(count, 0)
         earlier = tl.sum(tl.where(upto < wanted, (1 << 32) + count.to(tl.int64), 0), 0)
         below += (earlier & 0x7FFFFFFF).to(tl.int32)
         base += (earlier >> 32) << shift
         shift -= 8
-    return base.to(tl.int32), below
+    return base.to(codes.dtype.element_ty), below
 
 
 @triton.jit
@@ -154,7 +169,8 @@ def _leaving(code, threshold, tied, ties):
 def _free_among(codes, s, before, threshold, tied, ties, budget):
     """Which of the slots s below `budget` are free after the evictions, as 0 or 1: those whose token is evicted, and
     those from `before` on, which had none. Also returns `tied` after these slots."""
-    code = tl.load(codes + s, mask=s < budget, other=_NEVER)
+    _, never = ends_of(codes)
+    code = tl.load(codes + s, mask=s < budget, other=never)
     leaves, tied = _leaving(code, threshold, tied, ties)
     return tl.where((leaves | (s >= before)) & (s < budget), 1, 0), tied
 
@@ -223,9 +239,9 @@ def evict_kernel(
     leave = tl.maximum(before + _valid_before(occupied + budget, 1, count, COUNTED) - budget, 0)
     lowest, highest = _write_codes(
         codes, rank + batch_head * rank_h, protected + batch_head * protected_h, occupied, token_index + at, end, sinks,
-        tl.where(recent > 0, total - recent, _NEVER), CHUNK, BY_AGE, PROTECTED,
+        tl.where(recent > 0, total - recent, NEVER), CHUNK, BY_AGE, PROTECTED,
     )
-    threshold = leave * 0 + _LOWEST
+    threshold, never = ends_of(codes)
     ties = leave * 0                                        # evictions among the codes equal to the threshold
     if leave > 0:
         threshold, below = _threshold(codes, lowest, highest, end, leave, SEARCH)
@@ -243,7 +259,7 @@ def evict_kernel(
     num_kept = leave * 0
     for start in range(0, count, TOKENS):
         i = start + tl.arange(0, TOKENS)
-        code = tl.load(codes + budget + i, mask=i < count, other=_NEVER)
+        code = tl.load(codes + budget + i, mask=i < count, other=never)
         leaves, tied = _leaving(code, threshold, tied, ties)
         here = tl.load(occupied + budget + i, mask=i < count, other=0) != 0
         kept = tl.where(here & (leaves == 0), 1, 0)

@@ -134,8 +134,9 @@ def evict(
     """Each head evicts down to `budget`: the lowest rank first, ties to the lowest slot. Kept tokens of the block, in
     slots budget to budget + count - 1, take the free slots in ascending order, and the block's slots become free.
 
-    rank [B, Hkv, end] float32, or None for age; protected likewise, bool or None. The oldest `sinks` and the newest
-    `recent` tokens are protected too. carried [B, Hkv, S] float32 moves with the tokens, or None. Adds `came` to seen.
+    rank [B, Hkv, end] float32 or int64 (from 0 on), or None for age; protected likewise, bool or None. The oldest
+    `sinks` and the newest `recent` tokens are protected too. carried [B, Hkv, S] float32 moves with the tokens, or
+    None. Adds `came` to seen.
     """
     tensors = key, value, occupied, positions, score, token_index, carried
     apart = count > (32 if SMALL_TILES else APART)
@@ -166,9 +167,11 @@ def _launch(
     batch, heads, slots = occupied.shape
     end = budget + count
     rank, protected = (None if mask is None else rows(mask) for mask in (rank, protected))
-    codes, destination, free_slots = (
-        torch.empty(batch, heads, length, dtype=torch.int32, device=occupied.device) for length in (end, count, count)
+    destination, free_slots = (
+        torch.empty(batch, heads, count, dtype=torch.int32, device=occupied.device) for _ in range(2)
     )
+    wide = rank is not None and rank.dtype == torch.int64
+    codes = torch.empty(batch, heads, end, dtype=torch.int64 if wide else torch.int32, device=occupied.device)
     head_dim = 16 if key is None else key.shape[3]
     chunk, search = chunk_sizes(end)
     moved = 0 if key is None or not moves else 16 if count <= 16 else moved_at_once(key)
