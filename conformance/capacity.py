@@ -111,7 +111,7 @@ def measured(method: str, model: Model, budget: int) -> int:
     pair = checkers.pair(method)
     assert pair.config is not None
     assert pair.state is not None
-    options = {"hidden_size": model.hidden_size} if method == "epikv" else {}
+    options = checkers.required(method) | ({"hidden_size": model.hidden_size} if method == "epikv" else {})
     state = getattr(checkers.module(_optimized(), pair), pair.state.__name__)(
         pair.config(budget=budget, **options), batch=1, query_heads=model.query_heads,
         key_value_heads=model.key_value_heads, head_dim=model.head_dim, dtype=torch.bfloat16,

@@ -77,7 +77,7 @@ def device_benchmark(
     request.config.stash[ROOFLINE] = roofline
     method = getattr(request.node, "callspec", None) and request.node.callspec.params.get("method")
     path = request.path.parent / "thresholds" / f"{method or request.path.stem.removeprefix('bench_')}.toml"
-    gates = gate.load(path) if path.exists() else {}
+    gates = gate.load(path) if path.exists() else None
     yield DeviceBenchmark(benchmark, gpu, roofline, gates, report.title(request.node.name, method or ""))
     measured = {"name": request.node.name, "extra_info": benchmark.extra_info}
     request.config.stash.setdefault(MEASURED, []).append(measured)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvtwin.conformance import discovery, readings
+from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.ledger import LedgerError
 from kvtwin.conformance.meta.docs_source import docs_module
 
@@ -65,7 +66,8 @@ def test_every_option_exists_and_is_not_the_default(one, option):
     assert pair.config is not None
     assert set(given) <= {field.name for field in dataclasses.fields(pair.config)}
     needed = NEEDED.get(one.method, {"budget": 1024})
-    default, other = pair.config(**needed), pair.config(**needed, **given)
+    needed = checkers.required(one.method) | needed
+    default, other = pair.config(**needed), pair.config(**needed | given)
     assert all(getattr(other, name) != getattr(default, name) for name in given), f"{option} is the default"
 
 

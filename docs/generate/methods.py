@@ -47,7 +47,8 @@ import torch
 from kvtwin.reference.{path} import {config}, {state}  # or kvtwin.optimized.{path}, on CUDA tensors
 
 state = {state}(
-    {config}({budget}=64), batch=1, query_heads=8, key_value_heads=2, head_dim=64, dtype=torch.float32, device="cpu"
+    {config}({budget}=64{required}),
+    batch=1, query_heads=8, key_value_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
 )
 state.prefill(torch.randn(1, 8, 100, 64), torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64))
 output = state.step(torch.randn(1, 8, 64), torch.randn(1, 2, 64), torch.randn(1, 2, 64))
@@ -66,7 +67,7 @@ from transformers import LlamaForCausalLM
 model = LlamaForCausalLM.from_pretrained(files("kvtwin.fixtures") / "model", dtype=torch.float32)
 model.set_attn_implementation("kvtwin")
 ids = torch.tensor([list(b"\\0Each layer of this model keeps 64 tokens for each KV head, and evicts the others.")])
-cache = {cache}(model.config, {budget}=64)
+cache = {cache}(model.config, {budget}=64{required})
 model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=4, do_sample=False)
 assert cache.layers[0].state.occupied.sum(-1).max() == 64
 ```
@@ -80,6 +81,7 @@ def use(pair: Any) -> str:
     return USE.format(
         path=pair.path, config=pair.config.__name__, state=pair.state.__name__, cache=cache_name(pair),
         budget=checkers.ask(pair.name, "BUDGET", "budget"),
+        required="".join(f", {name}={value!r}" for name, value in checkers.required(pair.name).items()),
     )
 
 

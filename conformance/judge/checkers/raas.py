@@ -15,8 +15,8 @@ from . import blocks, h2o
 from .blocks import Chunk
 from .blocks import max_kept as max_kept
 
-REQUIRED = {"alpha": 0.1}
-SMALL = {**blocks.SMALL, **REQUIRED}
+REQUIRED = {"alpha": 0.02}
+SMALL = {**blocks.SMALL, "alpha": 0.1}
 DEFAULTS = {"recent": 0, "sinks": 0, "interval": 1, "block_size": 128, "scale": None}
 TRACE = {"alpha": 0.05}
 LAWS = ({"recent": 2, "sinks": 1}, {"interval": 3, "block_size": 5})
