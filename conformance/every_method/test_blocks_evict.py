@@ -24,6 +24,8 @@ def ranks_of(content: str, shape: tuple[int, ...], generator: torch.Generator) -
         return bits.int().view(torch.float32)
     if content == "wide":
         return torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-38, 38, shape, generator=generator)
+    if content in ("integers", "equal integers"):
+        return torch.randint(0, 2**60 if content == "integers" else 2, shape, generator=generator) << 1
     special = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 1.0])
     return special[torch.randint(0, len(special), shape, generator=generator)]
 
@@ -44,7 +46,7 @@ def after(
 
 
 @pytest.mark.parametrize("place", range(3), ids=["small", "chunks", "apart"])
-@pytest.mark.parametrize("content", ["ties", "close", "wide", "special"])
+@pytest.mark.parametrize("content", ["ties", "close", "wide", "special", "integers", "equal integers"])
 @pytest.mark.parametrize("guarded", [False, True], ids=["all", "protected"])
 def test_the_lowest_ranks_leave_and_ties_from_the_lowest_slot(content, place, guarded, device):
     budget, count = SIZES[device.type][place]
@@ -62,7 +64,7 @@ def test_the_lowest_ranks_leave_and_ties_from_the_lowest_slot(content, place, gu
     keys = torch.arange(end, dtype=torch.float32)[None, None, :, None].expand(*shape, end, HEAD_DIM)
     given = {
         "key": keys, "value": -keys, "occupied": occupied, "positions": torch.arange(end).expand(*shape, end) + 7,
-        "score": rank, "token_index": age, "carried": keys[..., 0] * 2,
+        "score": rank.float(), "token_index": age, "carried": keys[..., 0] * 2,
     }
     mine = {name: tensor.to(device, copy=True).contiguous() for name, tensor in given.items()}
     seen = torch.full((1,), 11, device=device)

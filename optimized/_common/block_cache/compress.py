@@ -40,7 +40,7 @@ from .ops import chunk_sizes, moved_at_once, rows
 #: program fits on a multiprocessor at a time.
 PASSING_WARPS, PASSING_CHUNK = 8, 2048
 #: The first axis of `numbers`: slots in order of arrival, ranks as integers, free slots, new slots.
-_SLOTS_BY_AGE, _, _FREE_SLOTS, _DEST_SLOTS = (tl.constexpr(place) for place in range(4))
+_SLOTS_BY_AGE, _FREE_SLOTS, _DEST_SLOTS = (tl.constexpr(place) for place in (0, 2, 3))
 
 
 class Between(NamedTuple):
