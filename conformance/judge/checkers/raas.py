@@ -19,7 +19,7 @@ REQUIRED = {"alpha": 0.02}
 SMALL = {**blocks.SMALL, "alpha": 0.1}
 DEFAULTS = {"recent": 0, "sinks": 0, "interval": 1, "block_size": 128, "scale": None}
 TRACE = {"alpha": 0.05}
-LAWS = ({"recent": 2, "sinks": 1}, {"interval": 3, "block_size": 5})
+LAWS = ({"interval": 3, "block_size": 5, "recent": 2, "sinks": 1},)
 GROUPINGS = ({"interval": 3},)
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
