@@ -18,9 +18,9 @@ few = settings(max_examples=max(3, settings().max_examples // 6))
 TIES = ("duplicates", "equal_keys", "identical", "near_ties")
 
 
-def new(module, device, budget, block):
+def new(module, device, budget, block, **options):
     return module.TOVAState(
-        module.TOVAConfig(budget, block), batch=2, query_heads=1, key_value_heads=1, head_dim=16,
+        module.TOVAConfig(budget, block, **options), batch=2, query_heads=1, key_value_heads=1, head_dim=16,
         dtype=torch.float32, device=device,
     )
 
@@ -110,7 +110,15 @@ def test_tova_uses_the_last_query_that_is_not_padding(side, twins, device):
 @SIDES
 def test_tova_keeps_its_scores_through_padding(side, twins, device):
     """A block that is all padding in one row has no query there, so the row keeps its scores and its tokens."""
-    state = new(getattr(twins, side).baselines.tova, device, budget=3, block=2)
+    check_padding(new(getattr(twins, side).baselines.tova, device, budget=3, block=2), device)
+
+
+@SIDES
+def test_tova_of_all_heads_keeps_its_scores_through_padding(side, twins, device):
+    check_padding(new(getattr(twins, side).baselines.tova, device, budget=3, block=2, per_head=False), device)
+
+
+def check_padding(state, device):
     generator = torch.Generator().manual_seed(4)
     state.prefill(*torch.randn(3, 2, 1, 3, 16, generator=generator).to(device))
     before, positions = state.score.clone(), state.positions.clone()
