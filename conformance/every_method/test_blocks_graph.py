@@ -107,7 +107,8 @@ def test_blocks_by_a_graph_have_the_bits_of_plain_calls(pair, total, device, mon
 @pytest.mark.parametrize("blocks", [8, 10**6], ids=["graph", "plain"])
 @pytest.mark.parametrize("total", [TOKENS, 8 * BLOCK])
 def test_no_block_is_empty(pair, total, blocks, device, monkeypatch):
-    """Without a graph the blocks are those of the prompt; calls for a graph have full blocks, or the rest."""
+    """Without a graph, every block of the prompt is appended by a call. With a graph, one call appends the first block,
+    one is captured, and one appends the rest."""
     state, lengths = state_of(pair, device), []
     append = state._append
 

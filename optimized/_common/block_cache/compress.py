@@ -34,7 +34,7 @@ from .evict_kernels import (
     move,
 )
 from .kernels import Window, launch_attention, launch_received
-from .ops import chunk_sizes, moved_at_once, rows
+from .ops import chunk_size, moved_at_once, rows
 
 #: Warps, and slots per iteration, of programs that usually return at once. With 16 warps, or 4096 slots, only one such
 #: program fits on a multiprocessor at a time.
@@ -89,7 +89,7 @@ def compress(
     """
     batch, heads, slots, head_dim = key.shape
     batch_heads, end, always = batch * heads, capacity + count, capacity == budget
-    chunk, search = chunk_sizes(end, 4096 if always else PASSING_CHUNK)
+    chunk = chunk_size(end, 4096 if always else PASSING_CHUNK)
     keys, there, places = key[:, :, :end], occupied[:, :, :end], positions[:, :, :end]
     window = Window(window_positions, places, None if always else counts, capacity)
     launch_attention(window_query, keys, None, there, window, None, softmax_parts, completion_counters, scale)
@@ -98,7 +98,7 @@ def compress(
         compress_kernel[(batch_heads,)](
             received, key, value, occupied, positions, score, token_index, score, valid_seen, seen, counts, order,
             window_positions, numbers, numbers[1], budget, capacity, count, slots, heads, window_positions.shape[1],
-            kernel_size, 0, 0, end, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
+            kernel_size, 0, 0, end, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk,
             TOKENS=16 if SMALL_TILES else moved_at_once(key) if always else 32, ALWAYS=always, APPENDED=appended,
             OBSERVES=True, CARRIED=False, MOVES=moves,
             num_warps=4 if end <= 1024 else 16 if always else PASSING_WARPS,
@@ -139,13 +139,13 @@ def thin(
     rank = rows(rank)
     wide = rank.dtype == torch.int64
     codes = torch.empty(batch * heads, slots, dtype=rank.dtype, device=key.device) if wide else numbers[1]
-    chunk, search = chunk_sizes(end, PASSING_CHUNK)
+    chunk = chunk_size(end, PASSING_CHUNK)
     with on_device_of(key):
         compress_kernel[(batch * heads,)](
             rank, key, value, occupied, positions, score, token_index, score if carried is None else carried,
             valid_seen, seen, counts, numbers, valid_seen, numbers, codes, budget, capacity, count, slots, heads, 0, 0,
             sinks,
-            recent, rank.stride(1), HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
+            recent, rank.stride(1), HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk,
             TOKENS=16 if SMALL_TILES else 32, ALWAYS=False, APPENDED=appended, OBSERVES=False,
             CARRIED=carried is not None, MOVES=True, num_warps=4 if end <= 1024 else PASSING_WARPS,
         )
@@ -196,7 +196,7 @@ def _pool(score, received, slots_by_age, tokens, prefix, kernel_size, CHUNK: tl.
 @triton.jit
 def _choose(
     codes, free_slots, dest_slot, rank, occupied, token_index, before, leave, sinks, recent_from, budget, end,
-    CHUNK: tl.constexpr, SEARCH: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Evict `leave` of a head's tokens: lowest rank first, ties to the lowest slot. dest_slot [end]: the new slot of
     each slot's token, -1 for none. The j-th kept token behind the first `budget` slots moves to the j-th free slot
@@ -204,7 +204,7 @@ def _choose(
     lowest, highest = _write_codes(
         codes, rank, occupied, occupied, token_index, end, sinks, recent_from, CHUNK, False, False
     )
-    threshold, below = _threshold(codes, lowest, highest, end, leave, SEARCH)
+    threshold, below = _threshold(codes, lowest, highest, end, leave, CHUNK)
     _, never = ends_of(codes)
     ties = leave - below
     tied = leave * 0
@@ -248,7 +248,7 @@ def compress_kernel(
     rank, key, value, occupied, positions, score, token_index, carried, valid_seen, seen, counts, order,
     window_positions, numbers, codes, budget, capacity, count, slots, heads, observers, kernel_size, sinks, recent,
     rank_h,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr, SEARCH: tl.constexpr, TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
     ALWAYS: tl.constexpr, APPENDED: tl.constexpr, OBSERVES: tl.constexpr, CARRIED: tl.constexpr, MOVES: tl.constexpr,
 ):
     """Program batch_head. numbers, per batch_head: slots in order of arrival, ranks as integers, free slots, new slots.
@@ -296,7 +296,7 @@ def compress_kernel(
     if leave > 0:
         _choose(
             codes + at, numbers + each * _FREE_SLOTS + at, dest_slot, rank, occupied, token_index, before, leave,
-            sinks, recent_from, budget, end, CHUNK, SEARCH,
+            sinks, recent_from, budget, end, CHUNK,
         )
         if OBSERVES:
             _follow(order, slots_by_age, dest_slot, tokens, CHUNK)

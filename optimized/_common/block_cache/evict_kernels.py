@@ -216,7 +216,7 @@ def count_all(seen, count):
 def evict_kernel(
     rank, protected, key, value, occupied, positions, score, token_index, carried, valid_seen, seen, codes, free_slots,
     destination, count, came, slots, rank_h, protected_h, budget, sinks, recent,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr, SEARCH: tl.constexpr, TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
     BY_AGE: tl.constexpr, PROTECTED: tl.constexpr, CARRIED: tl.constexpr, MOVED: tl.constexpr,
 ):
     """Program batch_head: the destination of each token of the block, [B * Hkv, count]: a slot below budget, -1 if
@@ -244,7 +244,7 @@ def evict_kernel(
     threshold, never = ends_of(codes)
     ties = leave * 0                                        # evictions among the codes equal to the threshold
     if leave > 0:
-        threshold, below = _threshold(codes, lowest, highest, end, leave, SEARCH)
+        threshold, below = _threshold(codes, lowest, highest, end, leave, CHUNK)
         ties = leave - below
     # The first free slots of the cache, as many as the block may need. Ties are evicted from the lowest slot up.
     tied = leave * 0

@@ -21,13 +21,10 @@ def rows(tensor: Tensor) -> Tensor:
     return tensor if regular else tensor.contiguous()
 
 
-def chunk_sizes(end: int, most: int = 4096) -> tuple[int, int]:
-    """Slots per iteration, of a pass over `end` slots and of a search among them. In the interpreter few, so that tests
-    cover several iterations."""
-    if SMALL_TILES:
-        return 32, 32
-    chunk = min(most, max(128, triton.next_power_of_2(end)))
-    return chunk, chunk
+def chunk_size(end: int, most: int = 4096) -> int:
+    """Slots per iteration of a pass over `end` slots. In the interpreter few, so that tests cover several iterations.
+    """
+    return 32 if SMALL_TILES else min(most, max(128, triton.next_power_of_2(end)))
 
 
 def moved_at_once(key: Tensor) -> int:
@@ -173,16 +170,17 @@ def _launch(
     wide = rank is not None and rank.dtype == torch.int64
     codes = torch.empty(batch, heads, end, dtype=torch.int64 if wide else torch.int32, device=occupied.device)
     head_dim = 16 if key is None else key.shape[3]
-    chunk, search = chunk_sizes(end)
+    chunk = chunk_size(end)
     moved = 0 if key is None or not moves else 16 if count <= 16 else moved_at_once(key)
     with on_device_of(occupied):
         evict_kernel[(batch * heads,)](
             token_index if rank is None else rank, occupied if protected is None else protected, key, value, occupied,
             positions, score, token_index, carried, valid_seen, seen, codes, free_slots, destination,
             count, came, slots, *(0 if mask is None else mask.stride(1) for mask in (rank, protected)),
-            budget, sinks, recent, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk, SEARCH=search,
+            budget, sinks, recent, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk,
             TOKENS=16 if SMALL_TILES or count <= 16 else 128, BY_AGE=rank is None, PROTECTED=protected is not None,
-            CARRIED=carried is not None, MOVED=moved,             num_warps=4 if end <= 1024 else EVICTING_WARPS,
+            CARRIED=carried is not None, MOVED=moved,
+            num_warps=4 if end <= 1024 else EVICTING_WARPS,
         )
     return destination
 

@@ -4,10 +4,10 @@ Counterpart of the reference's `blocks.py`. `step` and `append_block` do not syn
 what it aggregates and how it ranks:
 
 - `_update(block) -> (rank, protected)`: updates `score` for all occupied slots below block.end, the new block included,
-  and ranks the tokens. rank [B, Hkv, end] float32, lowest evicted first, ties to the lowest slot; None evicts the
-  oldest first. protected [B, Hkv, end] bool, tokens that are kept whatever their rank, or None. A method whose capacity
-  exceeds its budget (an `interval`) has the rule "sum" or "newest" and returns a rank and None; or it has the rule
-  "append" and overrides `_evict` and `_finish_step` instead.
+  and ranks the tokens. rank [B, Hkv, end] float32, or int64 from 0 on, lowest evicted first, ties to the lowest slot;
+  None evicts the oldest first. protected [B, Hkv, end] bool, tokens that are kept whatever their rank, or None. A
+  method whose capacity exceeds its budget (an `interval`) has the rule "sum" or "newest", or steps that are blocks, and
+  returns a rank and None; or it has the rule "append" and overrides `_evict` and `_finish_step` instead.
 - `_rule`: how a decode step ranks, one of `step.RULES`. With the default, "nothing", the step's token takes slot
   `budget`, and `_update` ranks as for any block. With "append" it takes the first free slot, and the step updates
   `_window` (window_query, window_positions of `step.step`). With the other rules the step does everything and leaves in
