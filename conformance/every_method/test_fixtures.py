@@ -69,6 +69,7 @@ def _tamper(copy: Path, name: str, tensor: str) -> None:
 # The model
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers (the extra hf)")
 def test_hugging_face_llama_gives_the_same_logits(tmp_path: Path) -> None:
     model, result = record.FOLDER / "model", tmp_path / "theirs.pt"
@@ -183,6 +184,7 @@ def test_check_passes_and_the_traces_are_whole(copy: Path, capsys: pytest.Captur
     assert len({case["config"]["budget"] for case in cases}) >= 2
 
 
+@pytest.mark.slow
 def test_recording_again_changes_nothing(copy: Path) -> None:
     """On one machine, every recording has the same bytes. (Matrix products of another processor may differ in their
     last bits. --check compares the stored data with a new recording within bounds.)"""

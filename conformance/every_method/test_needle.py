@@ -82,6 +82,7 @@ def test_clusters_are_of_each_layer() -> None:
     assert [(len(one.labels), len(one.representatives)) for one in found] == [(4, 1)] * 8
 
 
+@pytest.mark.slow
 def test_every_cell_is_counted_and_shown() -> None:
     tiny = needle.evaluate(Tiny())          # references on the CPU: on a GPU this takes minutes and judges no kernel
     cells = {(cell["method"], cell["length"], cell["depth"]): cell for cell in tiny["cells"]}

@@ -20,6 +20,7 @@ def run(*arguments, **environment):
     )
 
 
+@pytest.mark.slow
 def test_kernels_of_a_method_compile(tmp_path):
     """Tests one small method. tox -e compile compiles all of them."""
     done = run("random", "--head-dim", "16", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")

@@ -70,6 +70,7 @@ def run(pages: list[Path], folder: Path) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["tutorial", "how-to", "explanation", "notes"])
 def test_examples_run_and_print_what_they_show(folder, tmp_path):
     pages = [page for page in written() if page.parent == DOCS / folder]
@@ -79,6 +80,7 @@ def test_examples_run_and_print_what_they_show(folder, tmp_path):
     assert count or folder == "explanation"
 
 
+@pytest.mark.slow
 def test_generated_examples_run(tmp_path):
     pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
     pages = []

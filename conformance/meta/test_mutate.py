@@ -137,6 +137,7 @@ def toy(old: str, new: str, killers: tuple[str, ...] = (ADD,), **options) -> Mut
     return Mutant("m", "toy", "code/toy.py", ((old, new),), "", killers, "test_toy.py::test_two", **options)
 
 
+@pytest.mark.slow
 def test_mutants_in_processes_of_their_own(tree, tmp_path):
     """Mutants that are killed, survive, cannot run, or end by a signal. The sources do not change."""
     with Lab(tree, tmp_path) as lab:

@@ -147,6 +147,7 @@ def test_json_report_of_each_test(run, pytester):
     assert by_name["test_not_provided"]["message"] == "not provided: theirs.longflow.decode_attention"
 
 
+@pytest.mark.slow
 def test_results_come_from_other_processes(pytester):
     """pytest-xdist runs tests in separate processes, which can send only plain values."""
     pytest.importorskip("xdist", reason="needs pytest-xdist")
