@@ -41,7 +41,7 @@ def test_small_tiles_are_a_choice_on_a_gpu(asked, block):
 
 #: Modules that choose a step, below kvtwin.optimized.
 CHOOSING = {"longflow": ["longflow._ops"], "keydiff": [], "snapkv": [], "thinkv": []}
-CHOOSING |= {name: ["_common.block_cache.step"] for name in ("h2o", "random", "tova")}
+CHOOSING |= {name: ["_common.block_cache.step"] for name in ("h2o", "raas", "random", "tova")}
 
 
 @pytest.mark.parametrize("pair", [pair for pair in discovery.methods() if pair.name in CHOOSING], ids=str)

@@ -18,15 +18,13 @@ __all__ = ["RaaSConfig", "RaaSState"]
 
 class RaaSState(BlockState):
     """A RaaS cache. Of equal timestamps, the oldest token is evicted. `score` is each token's timestamp, in float32,
-    which is exact for positions below 2^24. A decode step is a block of one token."""
+    which is exact for positions below 2^24."""
 
     Config = RaaSConfig
+    _rule = "renew"
 
     def _allocate(self) -> None:
-        self._sinks, self._recent = self.config.sinks, self.config.recent
-
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self._step_as_block(query, key, value)
+        self._sinks, self._recent, self._alpha = self.config.sinks, self.config.recent, self.config.alpha
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         end = block.end

@@ -70,23 +70,25 @@ def test_raas_evicts_the_oldest_of_equal_timestamps(side, how, twins, device):
 
 
 @SIDES
+@HOW
 @pytest.mark.parametrize(("alpha", "kept"), [(0.5, [0, 2]), (0.5001, [1, 2])])
-def test_raas_renews_at_a_weight_of_alpha_or_more(side, alpha, kept, twins, device):
+def test_raas_renews_at_a_weight_of_alpha_or_more(side, how, alpha, kept, twins, device):
     """The last query gives tokens 0 and 2 one half each, exactly."""
     state = new(getattr(twins, side).baselines.raas, device, 2, alpha=alpha)
-    feed(state, "steps", *attending([[0], [1], [0, 2]], device))
+    feed(state, how, *attending([[0], [1], [0, 2]], device))
     assert held(state) == kept
 
 
 @SIDES
-def test_raas_averages_the_weights_of_a_group(side, twins, device):
+@HOW
+def test_raas_averages_the_weights_of_a_group(side, how, twins, device):
     """The second of two heads attends to token 0: a mean of one half."""
     for alpha, kept in ((0.4, [0, 2]), (0.6, [1, 2])):
         state = new(getattr(twins, side).baselines.raas, device, 2, heads=2, alpha=alpha)
         query, key, value = attending([[0], [1], [0]], device, heads=2)
         query[:, 0, 2] = 0
         query[:, 0, 2, 2] = 16
-        feed(state, "steps", query, key, value)
+        feed(state, how, query, key, value)
         assert held(state) == kept, alpha
 
 
@@ -99,6 +101,21 @@ def test_raas_protects_the_first_and_the_newest_tokens(side, how, twins, device)
     state = new(module, device, 4, 6, alpha=0.2, sinks=1, recent=2)
     feed(state, how, *attending(asked, device))
     assert held(state) == [0, 3, 4, 5]
+
+
+@SIDES
+@pytest.mark.parametrize("victim", [1, 5, 37])
+def test_raas_steps_find_the_slot_of_the_oldest_timestamp(side, victim, twins, device):
+    """The last query attends to all tokens but one. 40 slots: more than the kernel reads at a time on the CPU."""
+    state = new(getattr(twins, side).baselines.raas, device, 40, 4, alpha=0.01)
+    key = torch.zeros(2, 1, 41, 16, device=device)
+    key[..., 0] = 40
+    key[:, :, victim] = 0
+    state.prefill(torch.zeros_like(key)[:, :, :40], key[:, :, :40], key[:, :, :40])           # renews all alike
+    query = torch.zeros(2, 1, 16, device=device)
+    query[..., 0] = 1
+    state.step(query, key[:, :, 40], key[:, :, 40])
+    assert held(state) == [t for t in range(41) if t != victim]
 
 
 @SIDES

@@ -20,7 +20,7 @@ from ..launch import SMALL_TILES
 from ..numerics import dot, multiply, round_output, round_to
 from ..scratch import is_last
 from ..softmax import merge_outputs, weigh_tile
-from .score_kernels import APPEND, NOTHING, RANDOM, new_score_of, normalise, score_slots
+from .score_kernels import APPEND, NOTHING, RANDOM, RENEW, new_score_of, normalise, score_slots, slot_of
 
 _NEVER = tl.constexpr(2**63 - 1)
 _INDEX = tl.constexpr(2**32 - 1)
@@ -192,7 +192,7 @@ _SIZES = [
 def step_kernel(
     query, new_key, new_value, key, value, occupied, positions, score, token_index, magnitude, valid_seen, seen,
     output, logits, partial, row_maxima, weight_sums, normalisers, completion_counters, counts, ranks, window_query,
-    window_positions, scale, budget, slots, padded, share, splits, heads, rows, sinks, recent, offset, observers,
+    window_positions, scale, alpha, budget, slots, padded, share, splits, heads, rows, sinks, recent, offset, observers,
     query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr,
@@ -247,10 +247,13 @@ def step_kernel(
             if RULE != NOTHING and RULE != APPEND:
                 best, new_score = score_slots(
                     logits, score, token_index, magnitude, ranks + at, shift, total, 0, (budget + 16) // 16 * 16,
-                    tokens, number, budget, new_score, size, sinks, recent, padded * 16,
+                    tokens, number, budget, new_score, size, sinks, recent, alpha, padded * 16,
                     GROUP, GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS, GROWS, DISCARD,
                 )
-                slot = tl.where(tokens < budget, tokens, (best & _INDEX).to(tl.int32))
+                lowest = (best & _INDEX).to(tl.int32)
+                if RULE == RENEW and not GROWS:
+                    lowest = slot_of(token_index, lowest, tokens, budget, CHUNK)
+                slot = tl.where(tokens < budget, tokens, lowest)
             if GROWS:
                 slot = tokens
             _take_slot(
@@ -272,7 +275,7 @@ def step_kernel(
 def finish_kernel(
     new_key, new_value, key, value, occupied, positions, score, token_index, magnitude, valid_seen, seen,
     output, logits, partial, row_maxima, normalisers, completion_counters, candidates, new_scores, counts, ranks,
-    budget, slots, padded, share, splits, blocks, heads, rows, sinks, recent, offset,
+    alpha, budget, slots, padded, share, splits, blocks, heads, rows, sinks, recent, offset,
     new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, UNIT: tl.constexpr,
     SPLITS: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr, MAGNITUDE: tl.constexpr, PROTECTS: tl.constexpr,
@@ -311,8 +314,8 @@ def finish_kernel(
             tl.load(normalisers + g * 2, mask=valid, other=0.0),
             tl.load(normalisers + g * 2 + 1, mask=valid, other=0.0), begin,
             tl.minimum(begin + share * 16, (budget + 16) // 16 * 16), tokens, number, budget,
-            new_score_of(seen, offset, RULE), size, sinks, recent, padded * 16, GROUP, GROUP_PAD, UNIT, CHUNK, RULE,
-            MAGNITUDE, PROTECTS, GROWS, False,
+            new_score_of(seen, offset, RULE), size, sinks, recent, alpha, padded * 16, GROUP, GROUP_PAD, UNIT, CHUNK,
+            RULE, MAGNITUDE, PROTECTS, GROWS, False,
         )
         tl.store(candidates + batch_head * blocks + block, best)
         if (budget >= begin) & (budget < begin + share * 16):
@@ -324,7 +327,10 @@ def finish_kernel(
                 found = tl.minimum(found, tl.load(
                     candidates + batch_head * blocks + i, mask=i < blocks, other=_NEVER, cache_modifier=".cg"
                 ))
-            slot = tl.where(tokens < budget, tokens, (tl.min(found, 0) & _INDEX).to(tl.int32))
+            lowest = (tl.min(found, 0) & _INDEX).to(tl.int32)
+            if RULE == RENEW and not GROWS:
+                lowest = slot_of(token_index, lowest, tokens, budget, CHUNK)
+            slot = tl.where(tokens < budget, tokens, lowest)
             if GROWS:
                 slot = tokens
                 tl.store(counts + batch_head, tokens + 1)

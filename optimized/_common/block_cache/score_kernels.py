@@ -1,8 +1,9 @@
 """Device functions for the scores and ranks of one (row, KV head) at a decode step, from its logits.
 
 The rule says what tokens are ranked by. SUM: the sum of a token's weights so far (times ||v||_1 with MAGNITUDE).
-NEWEST: the logarithm of the newest query's weight. RANDOM: a number that the token got on arrival. AGE. Two rules leave
-eviction to the caller: with NOTHING, a new token takes slot `budget`; with APPEND, it takes the first free slot, and
+NEWEST: the logarithm of the newest query's weight. RENEW: the position of the last query that gave it at least `alpha`,
+or its own; of equal ones, the oldest token goes first. RANDOM: a number that the token got on arrival. AGE. Two rules
+leave eviction to the caller: with NOTHING, a new token takes slot `budget`; with APPEND, it takes the first free slot, and
 its query enters a window of the last queries.
 """
 
@@ -18,9 +19,10 @@ from ..softmax import merge_sums
 NOTHING = tl.constexpr(0)
 SUM = tl.constexpr(1)
 NEWEST = tl.constexpr(2)
-RANDOM = tl.constexpr(3)
-AGE = tl.constexpr(4)
-APPEND = tl.constexpr(5)
+RENEW = tl.constexpr(3)
+RANDOM = tl.constexpr(4)                                               # from here on, the rules that need no logits
+AGE = tl.constexpr(5)
+APPEND = tl.constexpr(6)
 _NEVER = tl.constexpr(2**63 - 1)
 
 
@@ -58,9 +60,9 @@ def _load_slots(
     if RULE < RANDOM:
         g = tl.arange(0, GROUP_PAD)
         logit = tl.load(logits + s[:, None] * GROUP_PAD + g[None, :], mask=reads[:, None], other=0.0)
-    if (RULE == SUM) | (RULE == RANDOM):
+    if (RULE == SUM) | (RULE == RENEW) | (RULE == RANDOM):
         old = tl.load(score + s, mask=reads, other=0.0)
-    if PROTECTS or RULE == AGE:
+    if PROTECTS or (RULE == AGE) | (RULE == RENEW):
         index = tl.load(token_index + s, mask=reads, other=0)
     if MAGNITUDE:
         size = tl.load(magnitude + s, mask=reads, other=0.0)
@@ -88,12 +90,13 @@ def _weigh(logit, row_max, total, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, 
 @triton.jit
 def score_slots(
     logits, score, token_index, magnitude, ranks, row_max, total, begin, limit, tokens, number, budget, new_score,
-    new_size, sinks, recent, padded,
+    new_size, sinks, recent, alpha, padded,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr,
     MAGNITUDE: tl.constexpr, PROTECTS: tl.constexpr, RANKS: tl.constexpr, DISCARD: tl.constexpr,
 ):
     """Store the scores of slots begin to limit, with RANKS also the ranks. Returns the lowest candidate, an int64 with
-    the rank in its upper and the slot in its lower half, and the new token's score. All pointers are at the row.
+    the rank in its upper and the slot, or with RENEW the token's index, in its lower half, and the new token's score.
+    All pointers are at the row.
 
     The first `tokens` slots are occupied. Slot `budget` stands for the new token, valid token `number` of the row.
     Other slots are free. new_score: the new token's score before this step's weights. new_size: its ||v||_1. limit is a
@@ -124,6 +127,8 @@ def score_slots(
             if RULE == SUM:
                 updated += weight
                 rank = updated
+            elif RULE == RENEW:
+                updated = tl.where(cached & (weight >= alpha), new_score, updated)
             else:
                 updated = weight
             tl.store(score + s, tl.where(cached, updated, float("-inf")), mask=reads)
@@ -131,11 +136,13 @@ def score_slots(
             rank = updated
         if MAGNITUDE:
             rank = updated * tl.where(arrives, new_size, size)
-        if RANKS:
-            tl.store(ranks + s, rank, mask=reads)
-        code = index if RULE == AGE else sortable(rank)
         # Rank in the upper half, slot in the lower: one integer minimum decides, ties included.
-        best = tl.minimum(best, tl.where(candidate, (code.to(tl.int64) << 32) | s.to(tl.int64), _NEVER))
+        code = index if RULE == AGE else updated.to(tl.int32) if RULE == RENEW else sortable(rank)
+        lower = index if RULE == RENEW else s
+        wide = (code.to(tl.int64) << 32) | lower.to(tl.int64)
+        if RANKS:
+            tl.store(ranks + s, wide if RULE == RENEW else rank, mask=reads)
+        best = tl.minimum(best, tl.where(candidate, wide, _NEVER))
         newest += tl.where(arrives, updated, 0.0)
         if DISCARD and RULE < RANDOM:
             tl.debug_barrier()
@@ -143,6 +150,17 @@ def score_slots(
             discard(logits + tl.minimum(line, padded * GROUP_PAD - 32))
         s, reads, logit, old, index, size = ahead, next_reads, next_logit, next_old, next_index, next_size
     return tl.min(best, 0), tl.sum(newest, 0)
+
+
+@triton.jit
+def slot_of(token_index, index, tokens, budget, CHUNK: tl.constexpr):
+    """The slot below `tokens` of the token with this index; `budget` if there is none. token_index is at the row."""
+    found = tl.full([CHUNK], 0, tl.int32) + budget
+    for start in range(0, tokens, CHUNK):
+        s = start + tl.arange(0, CHUNK)
+        here = tl.load(token_index + s, mask=s < tokens, other=-1) == index
+        found = tl.minimum(found, tl.where(here, s, budget))
+    return tl.min(found, 0)
 
 
 @triton.jit
@@ -161,6 +179,8 @@ def new_score_of(seen, offset, RULE: tl.constexpr):
     score = 0.0
     if RULE == RANDOM:
         score = tl.sum(random_score(tl.load(seen + tl.arange(0, 1)), offset), 0)
+    if RULE == RENEW:
+        score = tl.load(seen).to(tl.float32)
     if RULE == APPEND:
         score = float("inf")                                           # not ranked yet
     return score

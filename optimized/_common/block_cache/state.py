@@ -6,12 +6,12 @@ what it aggregates and how it ranks:
 - `_update(block) -> (rank, protected)`: updates `score` for all occupied slots below block.end, the new block included,
   and ranks the tokens. rank [B, Hkv, end] float32, or int64 from 0 on, lowest evicted first, ties to the lowest slot;
   None evicts the oldest first. protected [B, Hkv, end] bool, tokens that are kept whatever their rank, or None. A
-  method whose capacity exceeds its budget (an `interval`) has the rule "sum" or "newest", or steps that are blocks, and
-  returns a rank and None; or it has the rule "append" and overrides `_evict` and `_finish_step` instead.
+  method whose capacity exceeds its budget (an `interval`) has the rule "sum", "newest" or "renew" and returns a rank
+  and None; or it has the rule "append" and overrides `_evict` and `_finish_step` instead.
 - `_rule`: how a decode step ranks, one of `step.RULES`. With the default, "nothing", the step's token takes slot
   `budget`, and `_update` ranks as for any block. With "append" it takes the first free slot, and the step updates
   `_window` (window_query, window_positions of `step.step`). With the other rules the step does everything and leaves in
-  `score` what `_update` would. `_offset` is the random generator's.
+  `score` what `_update` would. `_offset` is the random generator's, `_alpha` that of "renew".
 - `_counts`, with "append" or an interval: the tokens that each head holds, [B, Hkv] int32. `_ranks`, with an interval:
   what a step ranks by, for `compress.thin`.
 - `_sinks`, `_recent`: how many of the oldest and of the newest tokens of each head are also protected. At most `budget`
@@ -106,9 +106,10 @@ class BlockState(State):
         if grows or self._rule == "append":
             self._counts = self._buffer(batch, key_value_heads, dtype=torch.int32)
         if grows and self._rule != "append":
-            self._ranks = self._buffer(*rows, dtype=torch.float32)
+            self._ranks = self._buffer(*rows, dtype=torch.int64 if self._rule == "renew" else torch.float32)
             self._numbers = self._buffer(4, batch * key_value_heads, self.sizes.slots, dtype=torch.int32)
         self._sinks = self._recent = self._offset = 0
+        self._alpha = 0.0
         self._allocate()
         self._scratch = scratch(self.sizes, config.capacity, dtype, self.device, self._rule)
         #: Of the kernels for blocks: zeros between launches.
@@ -192,7 +193,7 @@ class BlockState(State):
             query, key, value, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
             self._carried if self._carries_magnitude else None, self._valid_seen, self._seen, *self._scratch,
             self._counts, self._ranks, *self._window, self.scale, self.config.capacity, self._rule, self._sinks,
-            self._recent, self._offset,
+            self._recent, self._offset, self._alpha,
         )
         self._finish_step(query)
         self._end_change()

@@ -23,14 +23,18 @@ from ..launch import (
 )
 from ..numerics import LOG2_E
 from .decode_kernels import finish_kernel, step_kernel
-from .score_kernels import AGE, APPEND, NEWEST, NOTHING, RANDOM, SUM
+from .score_kernels import AGE, APPEND, NEWEST, NOTHING, RANDOM, RENEW, SUM
 
 #: For heads finished by their last program: slots per iteration, stages, warps, registers. Fewer such programs run at a
 #: time (three per multiprocessor), so logits are consumed sooner, before they leave the cache. Best on an H200.
 CHUNK, STAGES, WARPS, REGISTERS = 512, 3, 4, 168
 
 #: Rules of `step`, by name; see `score_kernels.py`.
-RULES = {"nothing": NOTHING, "sum": SUM, "newest": NEWEST, "random": RANDOM, "age": AGE, "append": APPEND}
+RULES = {
+    "nothing": NOTHING, "sum": SUM, "newest": NEWEST, "renew": RENEW, "random": RANDOM, "age": AGE, "append": APPEND,
+}
+#: Rules that rank by the logits.
+WEIGHING = ("sum", "newest", "renew")
 #: Rules that leave eviction to the caller. A head's last program finishes it, since little is left to do.
 BARE = ("nothing", "append")
 
@@ -66,7 +70,7 @@ def _plan(sizes: Sizes, budget: int, itemsize: int, device: torch.device, rule: 
     splits, split_size = split_slots(sizes, block, device)
     sixteens = triton.cdiv(budget + 1, 16)
     blocks = triton.cdiv(sixteens, 2 if SMALL_TILES else 16)
-    logits = padded_slots(budget + 1) * triton.next_power_of_2(sizes.group) if rule in ("sum", "newest") else 0
+    logits = padded_slots(budget + 1) * triton.next_power_of_2(sizes.group) if rule in WEIGHING else 0
     batch_heads, count = batch * heads, batch * query_heads
     # Every piece is aligned alike for all sizes, since Triton compiles a kernel again for another alignment.
     cuts = [
@@ -112,15 +116,17 @@ def step(
     workspace: Tensor, candidates: Tensor, completion_counters: Tensor,
     counts: Tensor | None, ranks: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
     scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int,
+    alpha: float,
 ) -> Tensor:
     """Add one token: attention to the cache and to itself, update of the scores, and its slot, if the rule gives one.
 
     query [B, Hq, D]; new_key, new_value [B, Hkv, D]; a state's buffers as in `ops.arrive`; workspace, candidates and
-    completion_counters: a Scratch. rule: "sum" (times magnitude, if given), "newest", "random" (offset: the generator's
-    state without the position) or "age"; with "nothing" the token takes slot `budget`, and the caller evicts. The
+    completion_counters: a Scratch. rule: "sum" (times magnitude, if given), "newest", "renew" (by a weight of at least
+    alpha), "random" (offset: the generator's state without the position) or "age"; with "nothing" the token takes slot `budget`, and the caller evicts. The
     oldest `sinks` and the newest `recent` tokens are protected. With counts [B, Hkv] int32, the tokens of each head,
-    the token takes the first of `budget` + 1 slots that is free, counts is incremented, and the caller evicts: "sum"
-    and "newest" store in ranks [B, Hkv, S] float32 what a head with `budget` + 1 tokens is to be ranked by, by slot.
+    the token takes the first of `budget` + 1 slots that is free, counts is incremented, and the caller evicts: "sum",
+    "newest" and "renew" store in ranks [B, Hkv, S] what a head with `budget` + 1 tokens is to be ranked by, by slot:
+    float32, int64 with "renew".
     "append" needs counts; the query replaces the oldest in window_query [B, Hq, W, D] and window_positions [B, W].
     Returns the output [B, Hq, D].
     """
@@ -151,7 +157,7 @@ def step(
     with on_device_of(key):
         step_kernel[(batch_heads * plan.splits,)](
             query, *state, output, logits, partial, row_maxima, weight_sums, normalisers, completion_counters,
-            *grown, *window, scale * LOG2_E.value, budget, slots // unit, padded, plan.share, plan.splits, *numbers,
+            *grown, *window, scale * LOG2_E.value, alpha, budget, slots // unit, padded, plan.share, plan.splits, *numbers,
             1 if window_query is None else window_query.shape[2], *query.stride(), *strides, **options,
             ROWS=GROUP_ROWS, BLOCK=plan.block, CHUNK=32 if SMALL_TILES else min(CHUNK, 8 * CHUNK // group_pad),
             FUSED=plan.fused, DISCARD=plan.fused and discards(key.device),
@@ -161,7 +167,7 @@ def step(
         if not plan.fused:
             finish_kernel[(batch_heads * (plan.blocks + group),)](
                 *state, output, logits, partial, row_maxima, normalisers, completion_counters, candidates, new_scores,
-                *grown, budget, slots // unit, padded, plan.slots_each, plan.splits, plan.blocks, *numbers,
+                *grown, alpha, budget, slots // unit, padded, plan.slots_each, plan.splits, plan.blocks, *numbers,
                 *strides, **options, CHUNK=triton.next_power_of_2(plan.slots_each * 16), num_warps=4,
             )
     return output
@@ -174,5 +180,6 @@ def _(
     workspace: Tensor, candidates: Tensor, completion_counters: Tensor,
     counts: Tensor | None, ranks: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
     scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int,
+    alpha: float,
 ) -> Tensor:
     return query.new_empty(query.shape)
