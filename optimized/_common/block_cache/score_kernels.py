@@ -3,8 +3,8 @@
 The rule says what tokens are ranked by. SUM: the sum of a token's weights so far (times ||v||_1 with MAGNITUDE).
 NEWEST: the logarithm of the newest query's weight. RENEW: the position of the last query that gave it at least `alpha`,
 or its own; of equal ones, the oldest token goes first. RANDOM: a number that the token got on arrival. AGE. Two rules
-leave eviction to the caller: with NOTHING, a new token takes slot `budget`; with APPEND, it takes the first free slot, and
-its query enters a window of the last queries.
+leave eviction to the caller: with NOTHING, a new token takes slot `budget`; with APPEND, it takes the first free slot,
+and its query enters a window of the last queries.
 """
 
 from __future__ import annotations

@@ -115,20 +115,18 @@ def step(
     score: Tensor, token_index: Tensor, magnitude: Tensor | None, valid_seen: Tensor, seen: Tensor,
     workspace: Tensor, candidates: Tensor, completion_counters: Tensor,
     counts: Tensor | None, ranks: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
-    scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int,
-    alpha: float,
+    scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int, alpha: float,
 ) -> Tensor:
     """Add one token: attention to the cache and to itself, update of the scores, and its slot, if the rule gives one.
 
     query [B, Hq, D]; new_key, new_value [B, Hkv, D]; a state's buffers as in `ops.arrive`; workspace, candidates and
     completion_counters: a Scratch. rule: "sum" (times magnitude, if given), "newest", "renew" (by a weight of at least
-    alpha), "random" (offset: the generator's state without the position) or "age"; with "nothing" the token takes slot `budget`, and the caller evicts. The
-    oldest `sinks` and the newest `recent` tokens are protected. With counts [B, Hkv] int32, the tokens of each head,
-    the token takes the first of `budget` + 1 slots that is free, counts is incremented, and the caller evicts: "sum",
-    "newest" and "renew" store in ranks [B, Hkv, S] what a head with `budget` + 1 tokens is to be ranked by, by slot:
-    float32, int64 with "renew".
-    "append" needs counts; the query replaces the oldest in window_query [B, Hq, W, D] and window_positions [B, W].
-    Returns the output [B, Hq, D].
+    alpha), "random" (offset: the generator's state without the position) or "age"; with "nothing" the token takes slot
+    `budget`, and the caller evicts. The oldest `sinks` and the newest `recent` tokens are protected. With counts
+    [B, Hkv] int32, the tokens of each head, the token takes the first of `budget` + 1 slots that is free, counts is
+    incremented, and the caller evicts: "sum", "newest" and "renew" store in ranks [B, Hkv, S] (float32; int64 with
+    "renew") what a head with `budget` + 1 tokens is to be ranked by, by slot. "append" needs counts; the query replaces
+    the oldest in window_query [B, Hq, W, D] and window_positions [B, W]. Returns the output [B, Hq, D].
     """
     batch, query_heads, head_dim = query.shape
     _, heads, slots, _ = key.shape
@@ -157,8 +155,8 @@ def step(
     with on_device_of(key):
         step_kernel[(batch_heads * plan.splits,)](
             query, *state, output, logits, partial, row_maxima, weight_sums, normalisers, completion_counters,
-            *grown, *window, scale * LOG2_E.value, alpha, budget, slots // unit, padded, plan.share, plan.splits, *numbers,
-            1 if window_query is None else window_query.shape[2], *query.stride(), *strides, **options,
+            *grown, *window, scale * LOG2_E.value, alpha, budget, slots // unit, padded, plan.share, plan.splits,
+            *numbers, 1 if window_query is None else window_query.shape[2], *query.stride(), *strides, **options,
             ROWS=GROUP_ROWS, BLOCK=plan.block, CHUNK=32 if SMALL_TILES else min(CHUNK, 8 * CHUNK // group_pad),
             FUSED=plan.fused, DISCARD=plan.fused and discards(key.device),
             num_warps=WARPS if plan.fused or key.element_size() == 4 else 2, num_stages=STAGES if plan.fused else 2,
@@ -179,7 +177,6 @@ def _(
     score: Tensor, token_index: Tensor, magnitude: Tensor | None, valid_seen: Tensor, seen: Tensor,
     workspace: Tensor, candidates: Tensor, completion_counters: Tensor,
     counts: Tensor | None, ranks: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
-    scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int,
-    alpha: float,
+    scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int, alpha: float,
 ) -> Tensor:
     return query.new_empty(query.shape)
