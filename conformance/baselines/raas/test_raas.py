@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from kvtwin.conformance import compile_only
 from kvtwin.conformance.cases.strategies import state_traces
-from kvtwin.conformance.judge import lockstep
+from kvtwin.conformance.judge import checkers, lockstep
 
 pytestmark = pytest.mark.kind("equivalence")
 
@@ -64,8 +65,17 @@ def test_raas_evicts_the_token_that_no_query_renewed(side, how, twins, device):
 def test_raas_evicts_the_oldest_of_equal_timestamps(side, how, twins, device):
     """Every query attends to all tokens. A new token's slot is that of an evicted one, and lower than an older one's.
     """
-    state = new(getattr(twins, side).baselines.raas, device, 3, 8, alpha=0.0)
+    state = new(getattr(twins, side).baselines.raas, device, 3, 2, alpha=0.0)
     feed(state, how, *attending([range(token + 1) for token in range(8)], device))
+    assert held(state) == [5, 6, 7]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_raas_steps_in_one_kernel_or_in_two_evict_the_oldest(fused, twins, device):
+    """After the first tokens, a token's slot is not its index any more."""
+    with compile_only.fused_as(checkers.pair("raas"), fused):
+        state = new(twins.optimized.baselines.raas, device, 3, alpha=0.0)
+        feed(state, "steps", *attending([range(token + 1) for token in range(8)], device))
     assert held(state) == [5, 6, 7]
 
 
