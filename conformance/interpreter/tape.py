@@ -217,23 +217,27 @@ class Tapes:
             key.append(None)
         elif kind is self.constexpr:
             key.append(kind)
-            self._add_key(argument.value, key, [])
+            # constexpr * tensor is a constexpr of a tensor, outside of the compiler.
+            self._add_keys([argument.value], key)
         elif kind in self.types:
             key += (kind, argument.name)
         elif kind is slice and argument.start is argument.stop is argument.step is None:
             key.append(FULL)
         elif kind is slice:
             key.append(kind)
-            for part in (argument.start, argument.stop, argument.step):
-                self._add_key(part, key, [])
+            self._add_keys((argument.start, argument.stop, argument.step), key)
         elif kind in (list, tuple):
             key += (kind, len(argument))
-            inside: list[Any] = []
-            for part in argument:
-                self._add_key(part, key, inside)
-            if inside:
-                raise Refused
+            self._add_keys(argument, key)
         else:
+            raise Refused
+
+    def _add_keys(self, parts: Sequence[Any], key: list[Any]) -> None:
+        """`_add_key` for parts of an argument, none of which may hold a tensor: its handle would be a constant."""
+        inside: list[Any] = []
+        for part in parts:
+            self._add_key(part, key, inside)
+        if inside:
             raise Refused
 
     def record(

@@ -249,7 +249,7 @@ def _state(found: discovery.Pair) -> StateSubject:
         ),
         numbers=("output", "score") if scored else ("output",), choices=("tokens",),
         aspects=aspects(
-            tied=TIED, extreme=strategies.VANISHING, mask="padding", full="none",
+            tied=checkers.ask(found.name, "TIED", TIED), extreme=strategies.VANISHING, mask="padding", full="none",
             masked=("left_padding", "random", "empty_row"), layout=strategies.TRACE_LAYOUTS,
         ),
     )

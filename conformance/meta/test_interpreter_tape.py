@@ -218,6 +218,21 @@ if INTERPRETED:
             assert all(torch.equal(left, right) for left, right in zip(results[0], again, strict=True))
         assert len({result.sum().item() for result in results[0]}) > 12, "the cases must differ"
 
+    HALF = tl.constexpr(0.5)
+
+    @triton.jit
+    def _half_more(x, out, SIZE: tl.constexpr):
+        i = tl.arange(0, SIZE)
+        number = tl.load(x + i)
+        tl.store(out + i, number + HALF * number)
+
+    def test_a_product_with_a_constant_is_no_constant():
+        """Outside of the compiler, constexpr * tensor is a constexpr that holds the tensor."""
+        for value in (1.0, 3.0, 5.0):
+            out = torch.zeros(4)
+            _half_more[(1,)](torch.full((4,), value), out, SIZE=4)
+            assert out.tolist() == [1.5 * value] * 4
+
     @accelerated
     def test_what_kernels_are_made_of_is_taped():
         _of_all_kinds[(2,)](**_arguments(1), SIZE=8)

@@ -35,6 +35,7 @@ SMALL = {**blocks.SMALL, "window": 2, "kernel_size": 3}
 #: Compresses after every third token: with blocks of five, some rows within the prompt and others later.
 LAWS = ({"interval": 3, "block_size": 5},)
 GROUPINGS = ({"interval": 3},)
+SCORES_WHEN_DUE = True
 
 
 def score_error(attention: Attention, allowed: Arithmetic, *, kernel_size: int, shared_heads: bool) -> Tensor:

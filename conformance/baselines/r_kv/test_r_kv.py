@@ -1,0 +1,214 @@
+"""R-KV under test: the window's attention to the tokens before it, the similarities of keys, and both in one score."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from kvtwin.conformance.cases.strategies import state_traces
+from kvtwin.conformance.judge import lockstep
+from kvtwin.reference.baselines import r_kv
+
+pytestmark = pytest.mark.kind("equivalence")
+
+SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
+few = settings(max_examples=max(3, settings().max_examples // 6))
+HOW = pytest.mark.parametrize("how", ("steps", "block"))
+
+
+def new(module, device, budget, block=1, heads=1, dtype=torch.float32, **options):
+    return module.RKVState(
+        module.RKVConfig(budget, block, **options), batch=2, query_heads=heads, key_value_heads=1, head_dim=16,
+        dtype=dtype, device=device,
+    )
+
+
+def rows(vectors, device, dtype=torch.float32):
+    """The same tokens in both rows: [2, 1, T, 16]."""
+    made = torch.zeros(2, 1, len(vectors), 16)
+    for token, vector in enumerate(vectors):
+        made[:, :, token, :len(vector)] = torch.tensor(vector)
+    return made.to(device, dtype)
+
+
+def feed(state, how, query, key, occupied=None):
+    if how == "block":
+        state.append_block(query, key, key, occupied)
+        return
+    for token in range(key.shape[2]):
+        state.step(query[:, :, token], key[:, :, token], key[:, :, token])
+
+
+def held(state, row=0):
+    positions = state.positions[row, 0]
+    return sorted(positions[positions >= 0].tolist())
+
+
+def scores(state, row=0):
+    positions = state.positions[row, 0].tolist()
+    return {p: float(s) for p, s in zip(positions, state.score[row, 0], strict=True) if p >= 0}
+
+
+def axis(number, length=1.0):
+    return [0.0] * number + [length]
+
+
+@SIDES
+@HOW
+def test_r_kv_evicts_an_older_copy_of_a_key(side, how, twins, device):
+    """Tokens 1 to 3 have the same key. Row 3 does not count for token 2, rows 1 and 2 not for token 3: token 1 has the
+    sum 2, token 2 the sum 1, and token 3 the sum 0."""
+    state = new(getattr(twins, side).baselines.r_kv, device, 4, 5, window=1, kernel_size=1, mix_lambda=0.0)
+    key = rows([axis(3), axis(0), axis(0), axis(0), axis(5)], device)
+    feed(state, how, torch.zeros_like(key), key)
+    assert held(state) == [0, 2, 3, 4]
+
+
+@SIDES
+@pytest.mark.parametrize("exempts_first", [True, False])
+def test_r_kv_redundancy_by_hand(side, exempts_first, twins, device):
+    """C_01 = 0.6, C_02 = 0.8, C_12 = 0.48 and C_3j = 0. Row 0 is exempt at token 2, rows 1 and 2 at token 0."""
+    state = new(
+        getattr(twins, side).baselines.r_kv, device, 3, 4, window=1, kernel_size=1, mix_lambda=0.0, threshold=0.5,
+        exempts_first=exempts_first,
+    )
+    key = rows([[2.0, 0.0], [0.6, 0.8], [2.4, 0.0, 1.8], axis(5)], device)
+    feed(state, "block", torch.zeros_like(key), key)
+    means = [0.0, (0.6 + 0.48) / 4, 0.48 / 4, 0.0]
+    total = math.fsum(map(math.exp, means))
+    found = scores(state)
+    assert found.pop(3) == math.inf
+    evicted = 1                                             # the most redundant
+    expected = {token: -math.exp(means[token]) / total for token in (0, 2)}
+    assert evicted not in found and found == pytest.approx(expected, abs=1e-6)
+
+
+@SIDES
+@pytest.mark.parametrize(("exempts_first", "kept"), [(True, [0, 3]), (False, [2, 3])])
+def test_r_kv_the_first_token_is_a_sink_without_similar_keys(side, exempts_first, kept, twins, device):
+    """Similarities below the threshold: 0.4 between tokens 0 and 1, 0.36 of both to token 2. With the exemption, token 0
+    counts for no row. Without it, it ties with token 1, and token 2 is the least redundant of the three."""
+    state = new(
+        getattr(twins, side).baselines.r_kv, device, 2, 4, window=1, kernel_size=1, mix_lambda=0.0,
+        exempts_first=exempts_first,
+    )
+    a, b = math.sqrt(0.4), math.sqrt(0.6)
+    key = rows([[a, b], [a, 0.0, b], [0.9 * a, 0.0, 0.0, math.sqrt(1 - 0.324)], axis(9)], device)
+    feed(state, "block", torch.zeros_like(key), key)
+    assert held(state) == kept
+
+
+@SIDES
+@HOW
+def test_r_kv_takes_the_largest_logit_of_a_group(side, how, twins, device):
+    """Token 1 has the largest logit of the second head and the smallest of the first; on average token 0 leads."""
+    state = new(getattr(twins, side).baselines.r_kv, device, 2, 4, heads=2, window=1, kernel_size=1, mix_lambda=1.0)
+    key = rows([axis(0, 8.0), axis(1, 8.0), axis(2, 8.0), axis(3, 8.0)], device)
+    query = torch.zeros(2, 2, 4, 16, device=device)
+    query[..., 0] = 1
+    query[:, 0, :, 1], query[:, 1, :, 1] = -8, 8
+    feed(state, how, query, key)
+    assert held(state) == [1, 3]
+
+
+@SIDES
+def test_r_kv_the_window_is_not_in_the_softmax(side, twins, device):
+    """The window's queries attend most to the window. Of the tokens before it, token 1 gets three quarters."""
+    state = new(getattr(twins, side).baselines.r_kv, device, 3, 4, window=2, kernel_size=1, mix_lambda=1.0)
+    key = rows([axis(0), axis(1), axis(2, 40.0), axis(2, 40.0)], device)
+    query = rows([axis(2, 40.0)] * 4, device)
+    query[..., 1] = 4 * math.log(3.0)
+    feed(state, "block", query, key)
+    assert held(state) == [1, 2, 3]
+    assert scores(state)[1] == pytest.approx(0.75, abs=1e-6)
+
+
+@SIDES
+def test_r_kv_a_long_window_observes(side, twins, device):
+    """18 queries: the first of them attends to token 1, the others to token 0 and, less, to token 2."""
+    state = new(getattr(twins, side).baselines.r_kv, device, 20, 21, window=18, kernel_size=1, mix_lambda=1.0)
+    key = rows([axis(0, 8.0), axis(1, 8.0), axis(2, 8.0)] + [axis(9)] * 18, device)
+    query = torch.zeros_like(key)
+    query[:, :, 3:, 0] = 8
+    query[:, :, 3:5, 0], query[:, :, 3:5, 1] = 0, 8
+    feed(state, "block", query, key)
+    assert held(state) == [0, 1, *range(3, 21)]
+    assert [scores(state)[token] for token in (0, 1)] == pytest.approx([16 / 18, 2 / 18], abs=1e-5)
+
+
+@SIDES
+def test_r_kv_pools_by_age(side, twins, device):
+    """A max pool of 3 gives token 4 the importance of token 6, which follows it. Token 6 is in slot 0, next to token 1.
+    """
+    state = new(getattr(twins, side).baselines.r_kv, device, 5, 1, window=1, kernel_size=3, mix_lambda=1.0)
+    key = rows([axis(token, 8.0) for token in range(8)], device)
+    query = rows([axis(2, 8.0)] * 7 + [axis(6, 8.0)], device)
+    feed(state, "steps", query[:, :, :7], key[:, :, :7])
+    assert held(state) == [1, 2, 3, 4, 6]
+    feed(state, "steps", query[:, :, 7:], key[:, :, 7:])
+    assert held(state) == [2, 3, 4, 6, 7]
+
+
+@SIDES
+def test_r_kv_the_pool_ends_before_the_window(side, twins, device):
+    """A block had more tokens before its window, of which the last was important. Then a step attends to token 3."""
+    state = new(getattr(twins, side).baselines.r_kv, device, 4, 6, window=1, kernel_size=3, mix_lambda=1.0)
+    key = rows([axis(token, 20.0) for token in range(7)], device)
+    query = rows([axis(4, 20.0)] * 6 + [axis(3, 20.0)], device)
+    feed(state, "block", query[:, :, :6], key[:, :, :6])
+    assert held(state) == [2, 3, 4, 5]
+    feed(state, "steps", query[:, :, 6:], key[:, :, 6:])
+    assert held(state) == [2, 3, 4, 6]
+
+
+@SIDES
+@HOW
+def test_r_kv_keeps_the_window(side, how, twins, device):
+    """The last two tokens are copies, which nobody attends to."""
+    state = new(getattr(twins, side).baselines.r_kv, device, 3, 6, window=2, kernel_size=1, mix_lambda=0.5)
+    key = rows([axis(0), axis(1), axis(2), axis(3), axis(4), axis(4)], device)
+    feed(state, how, torch.zeros_like(key), key)
+    assert held(state)[-2:] == [4, 5]
+    assert [scores(state)[token] for token in (4, 5)] == [math.inf] * 2
+
+
+@SIDES
+def test_r_kv_padding_does_not_observe(side, twins, device):
+    """In row 1, the last token is padding, whose query attends to token 1; token 2 is its window."""
+    state = new(getattr(twins, side).baselines.r_kv, device, 2, 4, window=2, kernel_size=1, mix_lambda=1.0)
+    key = rows([axis(0, 8.0), axis(1, 8.0), axis(2, 8.0), axis(3, 8.0)], device)
+    query = rows([axis(0, 8.0), axis(0, 8.0), axis(0, 8.0), axis(1, 8.0)], device)
+    occupied = torch.tensor([[True] * 4, [True, True, True, False]], device=device)
+    feed(state, "block", query, key, occupied)
+    assert held(state, 1) == [0, 2]
+
+
+@SIDES
+@pytest.mark.parametrize("length", [1e30, 1e19, 1e-19, 2.0**-71])
+def test_r_kv_keys_of_any_length_are_compared(side, length, twins, device):
+    """Squares of such numbers overflow or underflow. EPSILON makes keys that are shorter than 1e-8 similar to none."""
+    state = new(getattr(twins, side).baselines.r_kv, device, 4, 5, window=1, kernel_size=1, mix_lambda=0.0)
+    key = rows([axis(2), [length], [length], [length], axis(3)], device)
+    feed(state, "block", torch.zeros_like(key), key)
+    assert held(state) == ([0, 2, 3, 4] if length > 1 else [1, 2, 3, 4])
+
+
+@given(trace=state_traces("r_kv", max_prompt=14, max_steps=6, content=("duplicates",)))
+@few
+def test_r_kv_of_tokens_that_occur_twice_keeps_step(trace, twins):
+    lockstep.run(trace, twins.optimized.baselines.r_kv)
+
+
+def test_r_kv_redundancy_sums_to_one(device):
+    """Of the tokens of a head, whatever is exempt."""
+    generator = torch.Generator().manual_seed(0)
+    key = torch.randn(2, 3, 12, 16, generator=generator, dtype=torch.float64)
+    occupied = torch.rand(2, 3, 12, generator=generator) < 0.8
+    positions = torch.arange(12).expand(2, 3, 12)
+    for exempts_first in (True, False):
+        found = r_kv.redundancy(key, occupied, positions, threshold=0.2, exempts_first=exempts_first)
+        assert torch.allclose(found.sum(-1), torch.ones(2, 3, dtype=torch.float64))
+        assert bool((found[~occupied] == 0).all())

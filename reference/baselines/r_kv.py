@@ -1,0 +1,151 @@
+"""R-KV: keep the tokens that the last queries attend to and that no other key repeats.
+
+Paper: Cai et al., "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models" (2025).
+The tokens before an observation window compete. The importance of a token is its softmax weight among these tokens, of
+the largest logit of a group's query heads, averaged over the queries of the window and smoothed by a max pool. The
+redundancy of a token is a softmax over the mean cosine similarities of the keys. The score is lambda times the
+importance minus (1 - lambda) times the redundancy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .._validate import check_flag, check_integer, check_ratio
+from ..attention import INF, accumulate_dtype, exact, logits, softmax
+from ..blocks import BlockState, Chunk, IntervalConfig
+from ..selection import order
+from .snapkv import check_kernel_size
+
+__all__ = ["RKVConfig", "RKVState"]
+
+#: Added to the norm of a key, as in the authors' code.
+EPSILON = 1e-8
+
+
+@dataclass(frozen=True)
+class RKVConfig(IntervalConfig):
+    """Configuration of an R-KV cache.
+
+    budget, block_size: see `BlockConfig`. window: the number of last tokens that observe and are kept, of which at most
+    budget count. kernel_size: the width of the max pool, odd. mix_lambda: the share of the importance in the score,
+    from 0 to 1. threshold: the cosine similarity above which two keys are similar, from 0 to 1. exempts_first: whether
+    a token without a similar one does not count for the oldest token, as in the authors' code. interval: see
+    `IntervalConfig`; the authors evict once in 128 steps. Raises TypeError or ValueError for invalid arguments.
+    """
+
+    window: int = 8
+    kernel_size: int = 7
+    mix_lambda: float = 0.1
+    threshold: float = 0.5
+    exempts_first: bool = True
+    interval: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("window", self.window, minimum=1)
+        check_kernel_size(self.kernel_size)
+        check_ratio("mix_lambda", self.mix_lambda)
+        check_ratio("threshold", self.threshold)
+        check_flag("exempts_first", self.exempts_first)
+
+    @property
+    def observers(self) -> int:
+        """The number of last tokens that observe and are protected."""
+        return min(self.window, self.budget)
+
+
+def unit_keys(key: Tensor, occupied: Tensor) -> Tensor:
+    """k / (||k|| + EPSILON) [..., S, D] in accumulate_dtype, 0 where unoccupied.
+
+    Keys are first divided by their largest element: the squares of float32 numbers overflow and underflow.
+    """
+    key = key.masked_fill(~occupied[..., None], 0).to(accumulate_dtype(key))
+    largest = key.abs().amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest == 0, 1)
+    scaled = key / largest
+    return scaled / (scaled.norm(dim=-1, keepdim=True) + EPSILON / largest)
+
+
+def redundancy(
+    key: Tensor, occupied: Tensor, positions: Tensor, *, threshold: float, exempts_first: bool
+) -> Tensor:
+    """R_j of the n tokens of each KV head, [B, Hkv, S]: a softmax of their mean similarities; 0 where unoccupied.
+
+    The similarity C_ij of a token to itself is 0. Row i of C does not count for the most recent token j with
+    C_ij > threshold, or, if there is none and with exempts_first, for the oldest token.
+    """
+    unit = unit_keys(key, occupied)
+    with exact(unit):
+        similar = unit @ unit.transpose(-1, -2)                                          # C, [B, Hkv, S, S]
+    similar.diagonal(dim1=-2, dim2=-1).zero_()
+    both = occupied[..., :, None] & occupied[..., None, :]
+    position = positions[..., None, :].where(both & (similar > threshold), -1)
+    latest, place = position.max(-1, keepdim=True)                                       # of row i, [B, Hkv, S, 1]
+    oldest = positions.masked_fill(~occupied, torch.iinfo(positions.dtype).max).argmin(-1)[..., None, None]
+    place = torch.where(latest >= 0, place, oldest)
+    exempt = torch.zeros_like(both).scatter(-1, place, (latest >= 0) | exempts_first)
+    count = occupied.sum(-1, keepdim=True).clamp_min(1)
+    mean = similar.masked_fill(exempt | ~both, 0).sum(-2) / count                        # m_j
+    return softmax(mean.masked_fill(~occupied, -INF))
+
+
+class RKVState(BlockState):
+    """An R-KV cache, see `BlockState`.
+
+    After a block or decode step, a KV head of a row with at least budget + interval tokens is due: it scores its tokens
+    and evicts down to the budget. `score` is the score at the last time, +inf for tokens that were in the window then
+    or came later. The number of tokens decides, not the number of steps, so rows with padding evict at other steps than
+    rows without.
+    """
+
+    Config = RKVConfig
+    _per_row = ("_window_query", "_window_positions")
+
+    def _allocate(self) -> None:
+        super()._allocate()
+        batch, query_heads, _, _, head_dim = self.sizes
+        observers = self.config.observers
+        shape = (batch, query_heads, observers, head_dim)
+        self._window_query = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self._window_positions = torch.full((batch, observers), -1, dtype=torch.int64, device=self.device)
+
+    def _observe(self, chunk: Chunk) -> None:
+        config = self.config
+        query = chunk.query.masked_fill(~chunk.valid[:, None, :, None], 0)
+        self._window_query.copy_(torch.cat((self._window_query, query), 2)[:, :, -config.observers:])
+        positions = chunk.positions.where(chunk.valid, -1)                               # [B, Q]
+        self._window_positions.copy_(torch.cat((self._window_positions, positions), 1)[:, -config.observers:])
+
+        prefix = self.occupied & ~self._in_window()
+        repeated = redundancy(
+            self.key, self.occupied, self.positions, threshold=config.threshold, exempts_first=config.exempts_first
+        )
+        score = config.mix_lambda * self._importance(prefix) - (1 - config.mix_lambda) * repeated
+        is_new = torch.arange(self.sizes.slots, device=self.device) >= config.capacity
+        score = torch.where(self._due(), score.masked_fill(~prefix, INF), self.score.masked_fill(is_new, INF))
+        self.score.copy_(score.masked_fill(~self.occupied, -INF))
+
+    def _importance(self, prefix: Tensor) -> Tensor:
+        """The pooled importance of the tokens of prefix [B, Hkv, S] bool: [B, Hkv, S]."""
+        logit = logits(self._window_query, self.key, self.occupied, scale=self.scale)    # [B, Hq, W, S]
+        largest = logit.unflatten(1, (self.sizes.key_value_heads, -1)).amax(2)           # [B, Hkv, W, S]
+        asks = (self._window_positions >= 0)[:, None, :, None]
+        weight = softmax(largest.masked_fill(~(prefix[:, :, None] & asks), -INF))
+        received = weight.sum(2) / asks.sum(2).clamp_min(1)                              # I, [B, Hkv, S]
+        # The pool runs along the prefix in the order of positions. Free slots come first, the window last.
+        place = order(self.positions)
+        in_order = torch.full_like(received, -INF).scatter(-1, place, received.masked_fill(~prefix, -INF))
+        size = self.config.kernel_size
+        return functional.max_pool1d(in_order, size, stride=1, padding=size // 2).gather(-1, place)
+
+    def _in_window(self) -> Tensor:
+        """[B, Hkv, S] bool."""
+        return self.positions >= self._seen - self.config.observers
+
+    def _rank(self) -> tuple[Tensor, Tensor]:
+        return self.score, self.occupied & self._in_window()
