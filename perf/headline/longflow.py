@@ -39,7 +39,7 @@ def run(run: Run) -> None:
         plan.ours("h2o fused", systems.h2o_state)
     for name, make in (
         ("snapkv fused", systems.snapkv_state), ("h2o fused, at intervals", systems.h2o_state),
-        ("vatp fused, at intervals", systems.vatp_state),
+        ("vatp fused, at intervals", systems.vatp_state), ("r-kv fused", systems.r_kv_state),
     ):
         with run.part(name):
             plan.ours(name, partial(make, interval=interval), interval=interval)

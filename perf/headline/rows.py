@@ -50,7 +50,7 @@ def _longflow_full(figures: Figures) -> str:
 
 def _longflow_others(figures: Figures) -> str:
     names = {
-        "h2o": "H2O", "snapkv": "SnapKV", "r-kv": "R-KV", "snapkv fused": "SnapKV (ours)",
+        "h2o": "H2O", "snapkv": "SnapKV", "r-kv": "R-KV", "snapkv fused": "SnapKV (ours)", "r-kv fused": "R-KV (ours)",
         "h2o fused, at intervals": "H2O (ours)", "vatp fused, at intervals": "VATP (ours)",
         "h2o fused": "H2O (ours, every step)",
     }

@@ -19,7 +19,7 @@ from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.optimized import longflow
-from kvtwin.optimized.baselines import h2o, snapkv, vatp
+from kvtwin.optimized.baselines import h2o, r_kv, snapkv, vatp
 
 from ..peers import BACKENDS, decode_peers
 from . import pointwise
@@ -147,12 +147,25 @@ def snapkv_state(
 ) -> snapkv.SnapKVState:
     """A SnapKV state of kvtwin right after a compression to its budget, which happens every `interval` steps."""
     config = snapkv.SnapKVConfig(budget, block, interval=interval)
-    state = snapkv.SnapKVState(config, **sizes_of(model, batch, run))
+    return _observed(run, snapkv.SnapKVState(config, **sizes_of(model, batch, run)))
+
+
+def r_kv_state(
+    run: Run, model: Model, batch: int, budget: int, interval: int = 128, block: int = 16
+) -> r_kv.RKVState:
+    """The same for R-KV."""
+    config = r_kv.RKVConfig(budget, block, interval=interval)
+    return _observed(run, r_kv.RKVState(config, **sizes_of(model, batch, run)))
+
+
+def _observed(run: Run, state: Any) -> Any:
+    """Fill a state that scores its tokens by a window of queries, as it is after an eviction."""
+    budget, observers = state.config.budget, state.config.observers
     _fill(run, state, budget)
     state._counts.fill_(budget)
     state._window_query.normal_(generator=run.generator)
-    newest = torch.arange(budget - config.observers, budget, device=run.device)
-    state._window_positions[:, newest % config.observers] = newest
+    newest = torch.arange(budget - observers, budget, device=run.device)
+    state._window_positions[:, newest % observers] = newest
     return state
 
 

@@ -89,8 +89,8 @@ def test_r_kv_redundancy_by_hand(side, exempts_first, twins, device):
 @SIDES
 @pytest.mark.parametrize(("exempts_first", "kept"), [(True, [0, 3]), (False, [2, 3])])
 def test_r_kv_the_first_token_is_a_sink_without_similar_keys(side, exempts_first, kept, twins, device):
-    """Similarities below the threshold: 0.4 between tokens 0 and 1, 0.36 of both to token 2. With the exemption, token 0
-    counts for no row. Without it, it ties with token 1, and token 2 is the least redundant of the three."""
+    """Similarities below the threshold: 0.4 between tokens 0 and 1, 0.36 of both to token 2. With the exemption, token
+    0 counts for no row. Without it, it ties with token 1, and token 2 is the least redundant of the three."""
     state = new(
         getattr(twins, side).baselines.r_kv, device, 2, 4, window=1, kernel_size=1, mix_lambda=0.0,
         exempts_first=exempts_first,
