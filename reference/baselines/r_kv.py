@@ -122,9 +122,12 @@ class RKVState(BlockState):
         self._window_positions.copy_(torch.cat((self._window_positions, positions), 1)[:, -config.observers:])
 
         prefix = self.occupied & ~self._in_window()
+        end = config.capacity + chunk.query.shape[2]                                     # behind it, slots are free
         repeated = redundancy(
-            self.key, self.occupied, self.positions, threshold=config.threshold, exempts_first=config.exempts_first
+            self.key[:, :, :end], self.occupied[..., :end], self.positions[..., :end], threshold=config.threshold,
+            exempts_first=config.exempts_first,
         )
+        repeated = functional.pad(repeated, (0, self.sizes.slots - end))                 # [B, Hkv, S]
         score = config.mix_lambda * self._importance(prefix) - (1 - config.mix_lambda) * repeated
         is_new = torch.arange(self.sizes.slots, device=self.device) >= config.capacity
         score = torch.where(self._due(), score.masked_fill(~prefix, INF), self.score.masked_fill(is_new, INF))

@@ -194,6 +194,19 @@ def test_r_kv_keys_of_any_length_are_compared(side, length, twins, device):
     key = rows([axis(2), [length], [length], [length], axis(3)], device)
     feed(state, "block", torch.zeros_like(key), key)
     assert held(state) == ([0, 2, 3, 4] if length > 1 else [1, 2, 3, 4])
+    means = [0.0, 0.4, 0.2, 0.0, 0.0] if length > 1 else [0.0] * 5
+    assert scores(state)[2] == pytest.approx(-math.exp(means[2]) / math.fsum(map(math.exp, means)), abs=1e-6)
+
+
+@SIDES
+def test_r_kv_a_long_first_key_is_exempt(side, twins, device):
+    """Token 0 has the similarity 0.4 to tokens 1 and 2, which are orthogonal. Rows 1 and 2 do not count for it."""
+    state = new(getattr(twins, side).baselines.r_kv, device, 3, 4, window=1, kernel_size=1, mix_lambda=0.0)
+    a = 0.4
+    key = rows([[a * 1e25, a * 1e25, math.sqrt(1 - 2 * a * a) * 1e25], [1.0], [0.0, 1.0], axis(9)], device)
+    feed(state, "block", torch.zeros_like(key), key)
+    assert held(state) == [0, 2, 3]
+    assert scores(state)[0] == pytest.approx(-1 / (2 + 2 * math.exp(a / 4)), abs=1e-6)
 
 
 @given(trace=state_traces("r_kv", max_prompt=14, max_steps=6, content=("duplicates",)))

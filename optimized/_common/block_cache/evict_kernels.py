@@ -133,27 +133,30 @@ def _write_codes(
 
 @triton.jit
 def _threshold(codes, lowest, highest, end, wanted, CHUNK: tl.constexpr):
-    """The `wanted`-th lowest code, and the number of codes below it. Finds its base-256 digits, from histograms."""
+    """The `wanted`-th lowest code, and the number of codes below it. Finds its base-256 digits, from histograms; the
+    first one is `lowest`, so that a step needs none."""
     _, never = ends_of(codes)
     base = lowest.to(tl.int64)
-    reach = highest.to(tl.int64) - base
-    shift = wanted * 0
-    while (reach >> shift) > 255:
-        shift += 8
     below = wanted * 0
-    while shift >= 0:
-        count = tl.full([256], 0, tl.int32)
-        for start in range(0, end, CHUNK):
-            s = start + tl.arange(0, CHUNK)
-            code = tl.load(codes + s, mask=s < end, other=never)
-            digit = (code.to(tl.int64) - base) >> shift
-            count += tl.histogram(digit.to(tl.int32) & 255, 256, mask=(digit >= 0) & (digit < 256) & (code != never))
-        # The first digit with at least `wanted` codes up to it. Digits before it and their codes, in one sum.
-        upto = below + tl.cumsum(count, 0)
-        earlier = tl.sum(tl.where(upto < wanted, (1 << 32) + count.to(tl.int64), 0), 0)
-        below += (earlier & 0x7FFFFFFF).to(tl.int32)
-        base += (earlier >> 32) << shift
-        shift -= 8
+    if wanted > 1:
+        reach = highest.to(tl.int64) - base
+        shift = wanted * 0
+        while (reach >> shift) > 255:
+            shift += 8
+        while shift >= 0:
+            count = tl.full([256], 0, tl.int32)
+            for start in range(0, end, CHUNK):
+                s = start + tl.arange(0, CHUNK)
+                code = tl.load(codes + s, mask=s < end, other=never)
+                digit = (code.to(tl.int64) - base) >> shift
+                valid = (digit >= 0) & (digit < 256) & (code != never)
+                count += tl.histogram(digit.to(tl.int32) & 255, 256, mask=valid)
+            # The first digit with at least `wanted` codes up to it. Digits before it and their codes, in one sum.
+            upto = below + tl.cumsum(count, 0)
+            earlier = tl.sum(tl.where(upto < wanted, (1 << 32) + count.to(tl.int64), 0), 0)
+            below += (earlier & 0x7FFFFFFF).to(tl.int32)
+            base += (earlier >> 32) << shift
+            shift -= 8
     return base.to(codes.dtype.element_ty), below
 
 
