@@ -121,17 +121,24 @@ class RKVState(BlockState):
         positions = chunk.positions.where(chunk.valid, -1)                               # [B, Q]
         self._window_positions.copy_(torch.cat((self._window_positions, positions), 1)[:, -config.observers:])
 
+        is_new = torch.arange(self.sizes.slots, device=self.device) >= config.capacity
+        score = self.score.masked_fill(is_new, INF)
+        due = self._due()
+        if bool(due.any()):
+            score = torch.where(due, self._mixed(config.capacity + chunk.query.shape[2]), score)
+        self.score.copy_(score.masked_fill(~self.occupied, -INF))
+
+    def _mixed(self, end: int) -> Tensor:
+        """The scores, [B, Hkv, S]; +inf in the window. Slots from `end` on are free."""
+        config = self.config
         prefix = self.occupied & ~self._in_window()
-        end = config.capacity + chunk.query.shape[2]                                     # behind it, slots are free
         repeated = redundancy(
             self.key[:, :, :end], self.occupied[..., :end], self.positions[..., :end], threshold=config.threshold,
             exempts_first=config.exempts_first,
         )
-        repeated = functional.pad(repeated, (0, self.sizes.slots - end))                 # [B, Hkv, S]
+        repeated = functional.pad(repeated, (0, self.sizes.slots - end))
         score = config.mix_lambda * self._importance(prefix) - (1 - config.mix_lambda) * repeated
-        is_new = torch.arange(self.sizes.slots, device=self.device) >= config.capacity
-        score = torch.where(self._due(), score.masked_fill(~prefix, INF), self.score.masked_fill(is_new, INF))
-        self.score.copy_(score.masked_fill(~self.occupied, -INF))
+        return score.masked_fill(~prefix, INF)
 
     def _importance(self, prefix: Tensor) -> Tensor:
         """The pooled importance of the tokens of prefix [B, Hkv, S] bool: [B, Hkv, S]."""
