@@ -43,6 +43,10 @@ VACUOUS = (
     "vacuous: {decisive} of {total} decisions were decisive ({share:.0%}), expected at least half: this test would "
     "accept wrong evictions (draw data whose scores differ by more than their bounds)"
 )
+IDLE = (
+    "vacuous: masks settled every decision in the cases that this test drew: it would accept any eviction (draw configs "
+    "that leave something to decide)"
+)
 UNDECIDED = "too few decisions: {decisive} of {total} were decisive in the cases that it supports"
 #: The exit statuses of pytest that a verdict on somebody else's implementation replaces.
 JUDGED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
@@ -91,8 +95,13 @@ def longest_first(items: Sequence[Any], long: Sequence[Any], workers: int) -> li
     return [*ordered, *others]
 
 
-def check_decided(counted: stats.Stats, implementation: str | None) -> None:
-    """Raise if a passed test compared too few decisive decisions: vacuous for our side, not provided for --kv-impl."""
+def check_decided(counted: stats.Stats, implementation: str | None, least_decisions: int = 0) -> None:
+    """Raise if a passed test compared too few decisive decisions: vacuous for our side, not provided for --kv-impl.
+
+    least_decisions: what a verdict needs of a property's test, 0 of other tests.
+    """
+    if least_decisions and counted.asked and not counted.total and implementation is None:
+        pytest.fail(IDLE, pytrace=False)
     if not counted.vacuous:
         return
     if implementation is not None:
@@ -236,7 +245,8 @@ class Suite:
             if limit is None:
                 raise
             raise EnvironmentLimit(limit) from None
-        check_decided(counted, self.implementation)
+        judged = item.stash[FACTS]["judges"]
+        check_decided(counted, self.implementation, verdict.least(judged)[1] if judged is not None else 0)
         return outcome
 
     @pytest.hookimpl(wrapper=True)

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from kvtwin.conformance import discovery
 from kvtwin.conformance.cases import draws, key_cases, strategies, thought_cases
 from kvtwin.conformance.cases.key_cases import UNDECIDED
+from kvtwin.conformance.harness.suite import check_decided
 from kvtwin.conformance.judge import stats
 
 pytest_plugins = ["pytester"]
@@ -209,3 +210,12 @@ def test_other_rounds_draw_everything():
     assert {case.dtype for case in found} == set(strategies.DTYPES)
     assert len({case.content for case in found}) > 10
     assert {case.protect for case in found} > {"none", "random"}
+
+
+def test_a_test_of_choices_needs_a_choice():
+    """Masks settled all of them. Other tests, and those of another implementation, may pass."""
+    counted = stats.Stats(asked=True)
+    check_decided(counted, None)
+    check_decided(counted, "theirs", 16)
+    with pytest.raises(pytest.fail.Exception, match="masks settled every decision"):
+        check_decided(counted, None, 16)
