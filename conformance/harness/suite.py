@@ -44,8 +44,8 @@ VACUOUS = (
     "accept wrong evictions (draw data whose scores differ by more than their bounds)"
 )
 IDLE = (
-    "vacuous: masks settled every decision in the cases that this test drew: it would accept any eviction (draw configs "
-    "that leave something to decide)"
+    "vacuous: masks settled every decision in the cases that this test drew: it would accept any eviction (draw "
+    "configs that leave something to decide)"
 )
 UNDECIDED = "too few decisions: {decisive} of {total} were decisive in the cases that it supports"
 #: The exit statuses of pytest that a verdict on somebody else's implementation replaces.
