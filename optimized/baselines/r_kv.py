@@ -13,14 +13,15 @@ from ...reference.baselines.r_kv import RKVConfig
 from .._common.block_cache.observe import observe
 from .._common.block_cache.redundancy_kernels import importance_kernel, mix_kernel, prepare_kernel, similarity_kernel
 from .._common.block_cache.state import Block, BlockState
-from .._common.launch import INTERPRETED, SMALL_TILES, on_device_of, padded_head_dim
+from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
 from .._common.numerics import LOG2_E
 
 __all__ = ["RKVConfig", "RKVState"]
 
-#: Keys per tile, and warps. The interpreter and float32 need small tiles: see `kernels.FLOAT32_TILE`.
-TILE, WARPS = 64, 4
-#: Slots per iteration of the last kernel, tiles that are merged at a time, and window queries per `tl.dot`.
+#: Keys per tile, and warps; for the products of all keys 8, with which nothing is spilled. The interpreter and float32
+#: need small tiles: see `kernels.FLOAT32_TILE`.
+TILE, WARPS, WARPS_OF_ALL = 64, 4, 8
+#: Slots that a program reads at a time, tiles that are merged at a time, and window queries per `tl.dot`.
 CHUNK, MERGED, QUERIES = (16, 2, 16) if SMALL_TILES else (1024, 64, 16)
 
 
@@ -108,22 +109,20 @@ def score_due(
     """
     batch, heads, slots, head_dim = key.shape
     window, end = window_positions.shape[1], capacity + count
-    small = SMALL_TILES or (key.dtype == torch.float32 and not INTERPRETED)
+    small = SMALL_TILES or key.dtype == torch.float32
     tile = 16 if small else TILE // 2 if head_dim > 128 else TILE
     tiles, batch_heads = triton.cdiv(end, tile), batch * heads
-    shape = {
-        "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim), "TILE": tile, "num_warps": WARPS,
-    }
+    shape = {"HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim), "TILE": tile}
     of_window = window_query, window_positions, key, occupied, token_index, valid_seen, counts
     sizes = capacity, end, slots, heads, window, parts.shape[3]
-    options = {"GROUP": window_query.shape[1] // heads, "QUERIES": QUERIES, **shape}
+    options = {"GROUP": window_query.shape[1] // heads, "QUERIES": QUERIES, "num_warps": WARPS, **shape}
     with on_device_of(key):
         prepare_kernel[(batch_heads * tiles,)](
             *of_window, factors, inverses, age, parts, scale * LOG2_E.value, *sizes, **options
         )
         similarity_kernel[(batch_heads * tiles,)](
             key, occupied, token_index, counts, factors, inverses, sums, exempt, target, threshold, capacity, end,
-            slots, EXEMPTS_FIRST=exempts_first, CHUNK=CHUNK, **shape,
+            slots, EXEMPTS_FIRST=exempts_first, CHUNK=CHUNK, num_warps=WARPS_OF_ALL, **shape,
         )
         importance_kernel[(batch_heads * tiles,)](
             *of_window, sums, exempt, target, age, parts, means, importance, scale * LOG2_E.value, *sizes,

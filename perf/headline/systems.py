@@ -251,7 +251,8 @@ class SnapKV(Compacting):
 
 class RKV(Compacting):
     """R-KV: a tenth of the score is the attention of the last 8 queries. The rest is redundancy, the mean cosine of a
-    key with all others, where each key leaves out the latest key that is similar to it. It needs all cosines."""
+    key with all others, where each key leaves out the latest key that is similar to it. It needs all cosines. (The
+    softmax is here per query head and over all slots, which takes about as long as R-KV's, of the largest logits.)"""
 
     WINDOW = 8
     SIMILAR, IMPORTANCE = 0.5, 0.1

@@ -33,9 +33,10 @@ class RKVConfig(IntervalConfig):
 
     budget, block_size: see `BlockConfig`. window: the number of last tokens that observe and are kept, of which at most
     budget count. kernel_size: the width of the max pool, odd. mix_lambda: the share of the importance in the score,
-    from 0 to 1. threshold: the cosine similarity above which two keys are similar, from 0 to 1. exempts_first: whether
-    a token without a similar one does not count for the oldest token, as in the authors' code. interval: see
-    `IntervalConfig`; the authors evict once in 128 steps. Raises TypeError or ValueError for invalid arguments.
+    from 0 to 1. threshold: the cosine similarity above which two keys are similar, from 0 to 1. A token's mean
+    similarity leaves out each token whose most recent similar token it is. exempts_first: whether the oldest token's
+    mean also leaves out each token that is similar to none, as in the authors' code. interval: see `IntervalConfig`;
+    the authors evict once in 128 steps. Raises TypeError or ValueError for invalid arguments.
     """
 
     window: int = 8
@@ -76,8 +77,8 @@ def redundancy(
 ) -> Tensor:
     """R_j of the n tokens of each KV head, [B, Hkv, S]: a softmax of their mean similarities; 0 where unoccupied.
 
-    The similarity C_ij of a token to itself is 0. Row i of C does not count for the most recent token j with
-    C_ij > threshold, or, if there is none and with exempts_first, for the oldest token.
+    m_j is the mean of C_ij over the tokens i, where C_ij is 0 for i = j; for the most recent token j with
+    C_ij > threshold; and, if there is none and with exempts_first, for the oldest token j.
     """
     unit = unit_keys(key, occupied)
     with exact(unit):

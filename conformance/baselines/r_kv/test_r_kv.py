@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 
 from kvtwin.conformance.cases.strategies import state_traces
-from kvtwin.conformance.judge import lockstep
+from kvtwin.conformance.judge import lockstep, stats
+from kvtwin.conformance.judge.checkers import r_kv as checker
 from kvtwin.reference.baselines import r_kv
 
 pytestmark = pytest.mark.kind("equivalence")
@@ -59,8 +60,8 @@ def axis(number, length=1.0):
 @SIDES
 @HOW
 def test_r_kv_evicts_an_older_copy_of_a_key(side, how, twins, device):
-    """Tokens 1 to 3 have the same key. Row 3 does not count for token 2, rows 1 and 2 not for token 3: token 1 has the
-    sum 2, token 2 the sum 1, and token 3 the sum 0."""
+    """Tokens 1 to 3 have the same key. Token 3 is left out of the mean of token 2, tokens 1 and 2 of that of token 3:
+    the sums of similarities are 2, 1 and 0."""
     state = new(getattr(twins, side).baselines.r_kv, device, 4, 5, window=1, kernel_size=1, mix_lambda=0.0)
     key = rows([axis(3), axis(0), axis(0), axis(0), axis(5)], device)
     feed(state, how, torch.zeros_like(key), key)
@@ -89,8 +90,8 @@ def test_r_kv_redundancy_by_hand(side, exempts_first, twins, device):
 @SIDES
 @pytest.mark.parametrize(("exempts_first", "kept"), [(True, [0, 3]), (False, [2, 3])])
 def test_r_kv_the_first_token_is_a_sink_without_similar_keys(side, exempts_first, kept, twins, device):
-    """Similarities below the threshold: 0.4 between tokens 0 and 1, 0.36 of both to token 2. With the exemption, token
-    0 counts for no row. Without it, it ties with token 1, and token 2 is the least redundant of the three."""
+    """Similarities below the threshold: 0.4 between tokens 0 and 1, 0.36 of both to token 2. With the exemption, the
+    mean of token 0 is 0. Without it, it ties with token 1, and token 2 is the least redundant of the three."""
     state = new(
         getattr(twins, side).baselines.r_kv, device, 2, 4, window=1, kernel_size=1, mix_lambda=0.0,
         exempts_first=exempts_first,
@@ -200,13 +201,40 @@ def test_r_kv_keys_of_any_length_are_compared(side, length, twins, device):
 
 @SIDES
 def test_r_kv_a_long_first_key_is_exempt(side, twins, device):
-    """Token 0 has the similarity 0.4 to tokens 1 and 2, which are orthogonal. Rows 1 and 2 do not count for it."""
+    """Token 0 has the similarity 0.4 to tokens 1 and 2, which are orthogonal. They are left out of its mean."""
     state = new(getattr(twins, side).baselines.r_kv, device, 3, 4, window=1, kernel_size=1, mix_lambda=0.0)
     a = 0.4
     key = rows([[a * 1e25, a * 1e25, math.sqrt(1 - 2 * a * a) * 1e25], [1.0], [0.0, 1.0], axis(9)], device)
     feed(state, "block", torch.zeros_like(key), key)
     assert held(state) == [0, 2, 3]
     assert scores(state)[0] == pytest.approx(-1 / (2 + 2 * math.exp(a / 4)), abs=1e-6)
+
+
+@SIDES
+@pytest.mark.parametrize("exempts_first", [True, False])
+@pytest.mark.parametrize("first", [0, 1])
+def test_r_kv_a_similarity_at_the_threshold_is_either(side, exempts_first, first, twins, device):
+    """Two keys have a similarity of 0.5 up to rounding, and no other is similar: right answers are not refused."""
+    generator = torch.Generator().manual_seed(1)
+    module = getattr(twins, side).baselines.r_kv
+    for offset in (-2e-8, 0.0, 2e-8):
+        config = r_kv.RKVConfig(
+            3, 5, window=1, kernel_size=1, mix_lambda=0.0, threshold=0.5 + offset, exempts_first=exempts_first
+        )
+        sizes = {"batch": 64, "query_heads": 1, "key_value_heads": 1, "head_dim": 16}
+        tested = module.RKVState(config, dtype=torch.float32, device=device, **sizes)
+        truth = r_kv.RKVState(config, dtype=torch.float64, device=device, **sizes)
+        key = torch.zeros(64, 1, 5, 16)
+        for token in range(5):
+            key[..., token, 2 + token] = 1
+        key[:, :, first:first + 2] = 0
+        key[:, :, first, 0] = 1
+        key[:, :, first + 1, :2] = torch.tensor([0.5, 3**0.5 / 2])
+        key[:, :, first:first + 2] *= torch.rand(64, 1, 2, 1, generator=generator) + 0.1         # rounds otherwise
+        key = key.to(device)
+        query = torch.zeros_like(key)
+        with stats.collect():                                       # few of these decisions are decisive, on purpose
+            checker.Adapter().prefill(tested, truth, {"query": query, "key": key, "value": key, "occupied": None})
 
 
 @given(trace=state_traces("r_kv", max_prompt=14, max_steps=6, content=("duplicates",)))

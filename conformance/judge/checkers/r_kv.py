@@ -88,9 +88,10 @@ def similarity(chunk: Chunk) -> tuple[Tensor, Tensor]:
 
     Each key is multiplied by a number that keeps its squares in range, and divided by its norm plus EPSILON. In the dot
     product of two keys, each term passes through at most D + 2 operations, c roundings each, and four more for the
-    keys: gamma(c (D + 2) + 4) sum_d |k_id k_jd|. A norm sums D squares: half of gamma(D + 1), a square root (2 ulp),
-    the addition of EPSILON and a division. Two norms and two products: a relative error of gamma(D + 9) and 4 DIVISION.
-    Elements may flush to zero: below 2^-98 of a unit vector, since EPSILON is added to the norm.
+    keys: gamma(c (D + 2) + 4) sum_d |k_id k_jd|. A norm sums D squares, which is half of gamma(D + 1); a square root,
+    which is counted like a division, the addition of EPSILON and a division follow. Two norms and two products have a
+    relative error of gamma(D + 9) and 4 DIVISION. Elements may flush to zero: below 2^-98 of a unit vector, since
+    EPSILON is added to the norm.
     """
     key, occupied = chunk.before["key"].double(), chunk.before["occupied"]
     unit = r_kv.unit_keys(key, occupied)
@@ -121,13 +122,14 @@ def mean_interval(chunk: Chunk) -> Interval:
     at = positions[..., None, :]
     latest = at.where(certain, -1).amax(-1, keepdim=True)                                 # [B, Hkv, S, 1]
     candidate = possible & (at >= latest)
-    if config.exempts_first:
+    if config.exempts_first:                     # the oldest token's own row may be exempt at itself: nothing changes
         oldest = positions.masked_fill(~occupied, torch.iinfo(positions.dtype).max).argmin(-1, keepdim=True)
         is_oldest = torch.zeros_like(occupied).scatter(-1, oldest, True)[..., None, :] & both
         candidate = candidate | ((latest < 0) & is_oldest)
-    options = candidate.sum(-1, keepdim=True)
-    if not config.exempts_first:
-        options = options + (latest < 0)                                                  # or no exemption
+        no_other = (latest < 0) & torch.zeros_like(occupied).scatter(-1, oldest, True)[..., None]
+    else:
+        no_other = latest < 0                                                             # or no exemption
+    options = candidate.sum(-1, keepdim=True) + no_other
     left_out = found.where(candidate, 0)
     known = left_out.where(options == 1, 0).sum(-2)                                       # [B, Hkv, S]
     open_ = left_out.masked_fill(options == 1, 0)
@@ -260,6 +262,8 @@ class Adapter(blocks.Adapter):
     """Ranks are the scores of heads that are due. Heads that evict nothing keep their previous scores and bounds. A
     product, its factor and the difference round: 4 u of each part."""
 
+    _scored: Interval | None = None  # of the chunk that is judged
+
     def score_error(self, chunk: Chunk) -> Tensor:
         share = chunk.reference.config.mix_lambda
         important, repeated = importance_interval(chunk), redundancy_interval(chunk)
@@ -268,12 +272,15 @@ class Adapter(blocks.Adapter):
         rounding = 4 * UNIT * (share * important.high.clamp_min(0) + (1 - share) * repeated.high)
         low = share * important.low.clamp_min(0) - (1 - share) * repeated.high - rounding
         high = share * important.high.clamp_min(0) - (1 - share) * repeated.low + rounding
-        error = torch.maximum(high - score, score - low).clamp_min(0) * SLACK
+        low, high = (torch.where(decided, end, score) for end in (low, high))
+        error = torch.maximum(high - score, score - low).nan_to_num(0).clamp_min(0) * SLACK
         error = error.masked_fill(~decided, 0)
+        self._scored = Interval(low, high)
         return torch.where(chunk.over_budget[..., None], error, chunk.previous_error)
 
     def rank_interval(self, chunk: Chunk, error: Tensor) -> Interval:
-        return Interval(chunk.before["rank"] - error, chunk.before["rank"] + error)
+        assert self._scored is not None
+        return self._scored
 
     def ties(self, chunk: Chunk) -> Tensor:
         return blocks.no_ties(chunk)

@@ -7,8 +7,8 @@ programs. Until the new token has a slot, it is read from the caller's tensors; 
 
 Buffers are as in `evict_kernels.py`; the slots per row are divided by UNIT, which tells the compiler the alignment.
 With GROWS, `budget` is the most tokens that a head may hold before this one and `counts` is how many it holds; the new
-token takes the next slot, and the caller evicts, with SUM and NEWEST by the `ranks` that they store. Scratch is indexed
-by batch_head or by query head; logits [batch_heads, padded, GROUP_PAD] are in base 2.
+token takes the next slot, and the caller evicts, with SUM, NEWEST and RENEW by the `ranks` that they store. Scratch is
+indexed by batch_head or by query head; logits [batch_heads, padded, GROUP_PAD] are in base 2.
 """
 
 from __future__ import annotations

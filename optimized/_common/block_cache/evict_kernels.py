@@ -134,7 +134,7 @@ def _write_codes(
 @triton.jit
 def _threshold(codes, lowest, highest, end, wanted, CHUNK: tl.constexpr):
     """The `wanted`-th lowest code, and the number of codes below it. Finds its base-256 digits, from histograms; the
-    first one is `lowest`, so that a step needs none."""
+    first one is `lowest`, so that the eviction of one token needs none."""
     _, never = ends_of(codes)
     base = lowest.to(tl.int64)
     below = wanted * 0

@@ -314,5 +314,6 @@ def mix_kernel(
             pooled = tl.maximum(pooled, tl.load(importance + at + near, mask=inside, other=float("-inf")))
         mean = tl.load(means + at + s, mask=holds, other=0.0)
         repeated = tl.exp2((mean - top) * 1.4426950408889634) / total
+        pooled = tl.where(place < prefix, pooled, 0.0)
         mixed = tl.where(place < prefix, pooled * mix_lambda - repeated * rest, float("inf"))
         tl.store(score + at + s, mixed, mask=holds)
