@@ -108,8 +108,8 @@ META = Path(__file__).parents[1] / "meta"
 
 #: Patterns of the files that ``kvtwin verify`` leaves to the whole suite: the caches for transformers, which need
 #: transformers and generate text with a method; interrupted calls, whose results do not depend on the machine; parts of
-#: prompts, which other tests cover as a whole; calls made many times, of which a GPU makes more; the form of kvtwin's two
-#: sides, and what torch.compile asks of them; and the stored traces and accuracies themselves.
+#: prompts, which other tests cover as a whole; calls made many times, of which a GPU makes more; the form of kvtwin's
+#: two sides, and what torch.compile asks of them; and the stored traces and accuracies themselves.
 LEFT_OUT = tuple(
     str(META.parent / "*" / name)
     for name in (
