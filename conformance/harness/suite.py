@@ -110,6 +110,12 @@ def check_decided(counted: stats.Stats, implementation: str | None, least_decisi
     pytest.fail(VACUOUS.format(decisive=counted.decisive, total=counted.total, share=share), pytrace=False)
 
 
+def _least(item: pytest.Item) -> tuple[int, int]:
+    """The least number of cases and of decisive decisions that a verdict needs of this test; 0 if it needs none."""
+    judged = item.stash[FACTS]["judges"]
+    return (0, 0) if judged is None else verdict.least(judged)
+
+
 #: Python's garbage collector starts after so many new objects. The interpreter makes 700, the default, in 1 ms.
 GARBAGE = 20_000
 
@@ -245,15 +251,13 @@ class Suite:
             if limit is None:
                 raise
             raise EnvironmentLimit(limit) from None
-        judged = item.stash[FACTS]["judges"]
-        check_decided(counted, self.implementation, verdict.least(judged)[1] if judged is not None else 0)
+        check_decided(counted, self.implementation, _least(item)[1])
         return outcome
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
         test = pyfuncitem.obj
-        judged = pyfuncitem.stash[FACTS]["judges"]
-        least = verdict.least(judged) if judged is not None else (0, 0)
+        least = _least(pyfuncitem)
         pyfuncitem.obj = functools.partial(stack.call, draws.until_decided, test, findings.test_id(pyfuncitem), *least)
         try:
             return (yield)

@@ -312,6 +312,14 @@ INTERVAL_NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("interval", NOT_INTEGERS, TypeError, "interval must be an int"),
     ("interval", (0, -1), ValueError, "interval must be at least 1, got"),
 ]
+#: What a config with an observation window and a pool refuses: part of NUMBERS.
+WINDOW_NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
+    ("window", NOT_INTEGERS, TypeError, "window must be an int"),
+    ("window", (0,), ValueError, "at least 1, got 0"),
+    ("kernel_size", NOT_INTEGERS, TypeError, "kernel_size must be an int"),
+    ("kernel_size", (0, -1), ValueError, "kernel_size must be at least 1"),
+    ("kernel_size", (2, 4), ValueError, "kernel_size must be odd"),
+]
 
 
 def attend_arguments(device: torch.device) -> dict[str, Any]:

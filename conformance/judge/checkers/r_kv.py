@@ -46,11 +46,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 _NOT_NUMBERS = (True, "0.1", None, torch.tensor(0.1))
 NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
-    ("window", blocks.NOT_INTEGERS, TypeError, "window must be an int"),
-    ("window", (0,), ValueError, "at least 1, got 0"),
-    ("kernel_size", blocks.NOT_INTEGERS, TypeError, "kernel_size must be an int"),
-    ("kernel_size", (0, -1), ValueError, "kernel_size must be at least 1"),
-    ("kernel_size", (2, 4), ValueError, "kernel_size must be odd"),
+    *blocks.WINDOW_NUMBERS,
     ("mix_lambda", _NOT_NUMBERS, TypeError, "mix_lambda must be a float"),
     ("mix_lambda", (-0.1, 1.5, float("nan")), ValueError, "mix_lambda must be from 0 to 1, got"),
     ("threshold", _NOT_NUMBERS, TypeError, "threshold must be a float"),

@@ -163,11 +163,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"budget": 4, "interval": 0}, ValueError, "interval must be at least 1"),
 ]
 NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
-    ("window", blocks.NOT_INTEGERS, TypeError, "window must be an int"),
-    ("window", (0,), ValueError, "at least 1, got 0"),
-    ("kernel_size", blocks.NOT_INTEGERS, TypeError, "kernel_size must be an int"),
-    ("kernel_size", (0, -1), ValueError, "kernel_size must be at least 1"),
-    ("kernel_size", (2, 4), ValueError, "kernel_size must be odd"),
+    *blocks.WINDOW_NUMBERS,
     *blocks.INTERVAL_NUMBERS,
 ]
 TRACE = {"window": 16}

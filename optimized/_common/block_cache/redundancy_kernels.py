@@ -2,8 +2,8 @@
 
 `prepare_kernel` computes the norms of the keys, the ages of the tokens, and the softmaxes of the window's queries, in
 parts. `similarity_kernel` multiplies each tile of keys with all keys of its head. Since C is symmetric, the sums of its
-rows are those of its columns. For each token it finds the token that is exempt from its row. `importance_kernel`
-subtracts what is exempt from the sums and adds up the attention of the window's queries; `mix_kernel` makes the scores
+rows are those of its columns. For each token it finds the token whose mean leaves it out. `importance_kernel` subtracts
+what is left out from the sums and adds up the attention of the window's queries; `mix_kernel` makes the scores
 of both.
 
 Buffers are as in `evict_kernels.py`. Programs of heads that are not due return at once.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..numerics import dot, finite_or_zero, float32, multiply, round_to
+from ..numerics import LOG2_E, dot, finite_or_zero, float32, multiply, round_to
 
 #: Added to the norm of a key, as in the authors' code.
 _EPSILON = tl.constexpr(1e-8)
@@ -160,8 +160,8 @@ def similarity_kernel(
     key, occupied, token_index, counts, factors, inverses, sums, exempt, target, threshold, capacity, end, slots,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, EXEMPTS_FIRST: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Program (TILE tokens i, batch_head). sums: sum_j C_ij. target: the slot of the token for which row i does not
-    count, -1 for none; exempt: its C_ij."""
+    """Program (TILE tokens i, batch_head). sums: sum_j C_ij. target: the slot of the token j whose mean leaves token i
+    out, -1 for none; exempt: C_ij."""
     tiles = tl.cdiv(end, TILE)
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     if tl.load(counts + batch_head) <= capacity:
@@ -300,7 +300,7 @@ def mix_kernel(
         s = start + tl.arange(0, CHUNK)
         holds = tl.load(occupied + at + s, mask=s < end, other=0) != 0
         mean = tl.load(means + at + s, mask=holds, other=float("-inf"))
-        sums += tl.exp2((mean - top) * 1.4426950408889634)
+        sums += tl.exp2((mean - top) * LOG2_E)
     total = tl.sum(sums, 0)
     prefix = tl.load(counts + batch_head) - _observing(window_positions, batch_head // heads, window, 16)
     for start in range(0, end, CHUNK):
@@ -313,7 +313,7 @@ def mix_kernel(
             inside = holds & (near >= 0) & (near < prefix)
             pooled = tl.maximum(pooled, tl.load(importance + at + near, mask=inside, other=float("-inf")))
         mean = tl.load(means + at + s, mask=holds, other=0.0)
-        repeated = tl.exp2((mean - top) * 1.4426950408889634) / total
+        repeated = tl.exp2((mean - top) * LOG2_E) / total
         pooled = tl.where(place < prefix, pooled, 0.0)
         mixed = tl.where(place < prefix, pooled * mix_lambda - repeated * rest, float("inf"))
         tl.store(score + at + s, mixed, mask=holds)
