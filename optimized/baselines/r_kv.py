@@ -18,26 +18,25 @@ from .._common.numerics import LOG2_E
 
 __all__ = ["RKVConfig", "RKVState"]
 
-#: Keys per tile, and warps; for the products of all keys 8, with which nothing is spilled. The interpreter and float32
-#: need small tiles: see `kernels.FLOAT32_TILE`.
-TILE, WARPS, WARPS_OF_ALL = 64, 4, 8
+#: Keys per tile, and warps; for the products of all keys, the keys of a program and its warps. The interpreter and
+#: float32 need small tiles: see `kernels.FLOAT32_TILE`.
+TILE, WARPS, ROWS, WARPS_OF_ALL = 64, 4, 128, 8
 #: Slots that a program reads at a time, tiles that are merged at a time, and window queries per `tl.dot`.
 CHUNK, MERGED, QUERIES = (16, 2, 16) if SMALL_TILES else (1024, 64, 16)
 
 
 class Scratch(NamedTuple):
-    """Buffers between the launches. factors, inverses, sums, exempt, means, importance float32 and target, age int32,
+    """Buffers between the launches. factors, inverses, means, importance float32, age, by_age int32, and left_out int64,
     all [B * Hkv, S]; parts float32 [2, B * Hkv, W, S / 16]: maxima and sums of the window's softmaxes over each tile.
     """
 
     factors: Tensor
     inverses: Tensor
-    sums: Tensor
-    exempt: Tensor
     means: Tensor
     importance: Tensor
-    target: Tensor
     age: Tensor
+    by_age: Tensor
+    left_out: Tensor
     parts: Tensor
 
 
@@ -60,12 +59,9 @@ class RKVState(BlockState):
         self._window_positions = self._buffer(batch, observers, dtype=torch.int64)
         self._window = self._window_query, self._window_positions
         self._numbers = self._buffer(4, batch * heads, slots, dtype=torch.int32)
-        of_slots = [torch.float32] * 6 + [torch.int32] * 2
-        factors, inverses, sums, exempt, means, importance, target, age = (
-            self._buffer(batch * heads, slots, dtype=dtype) for dtype in of_slots
-        )
+        of_slots = [torch.float32] * 4 + [torch.int32] * 2 + [torch.int64]
         parts = self._buffer(2, batch * heads, observers, triton.cdiv(slots, 16), dtype=torch.float32)
-        self._between = Scratch(factors, inverses, sums, exempt, means, importance, target, age, parts)
+        self._between = Scratch(*(self._buffer(batch * heads, slots, dtype=dtype) for dtype in of_slots), parts)
 
     def _buffers(self) -> tuple[Tensor, ...]:
         return self._window_query, self._window_positions
@@ -91,14 +87,13 @@ class RKVState(BlockState):
 
 
 @torch.library.custom_op(
-    "kvtwin::r_kv_score", mutates_args=(
-        "score", "factors", "inverses", "sums", "exempt", "means", "importance", "target", "age", "parts",
-    )
+    "kvtwin::r_kv_score",
+    mutates_args=("score", "factors", "inverses", "means", "importance", "age", "by_age", "left_out", "parts"),
 )
 def score_due(
     window_query: Tensor, window_positions: Tensor, key: Tensor, occupied: Tensor, token_index: Tensor,
-    valid_seen: Tensor, counts: Tensor, score: Tensor, factors: Tensor, inverses: Tensor, sums: Tensor, exempt: Tensor,
-    means: Tensor, importance: Tensor, target: Tensor, age: Tensor, parts: Tensor, scale: float, capacity: int,
+    valid_seen: Tensor, counts: Tensor, score: Tensor, factors: Tensor, inverses: Tensor, means: Tensor,
+    importance: Tensor, age: Tensor, by_age: Tensor, left_out: Tensor, parts: Tensor, scale: float, capacity: int,
     count: int, kernel_size: int, mix_lambda: float, threshold: float, exempts_first: bool, appended: bool,
 ) -> None:
     """Store the scores of heads with more than `capacity` tokens, after `count` tokens arrived. The tokens that arrived
@@ -113,20 +108,21 @@ def score_due(
     tile = 16 if small else TILE // 2 if head_dim > 128 else TILE
     tiles, batch_heads = triton.cdiv(end, tile), batch * heads
     shape = {"HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim), "TILE": tile}
+    rows = tile if small else ROWS
     of_window = window_query, window_positions, key, occupied, token_index, valid_seen, counts
     sizes = capacity, end, slots, heads, window, parts.shape[3]
     options = {"GROUP": window_query.shape[1] // heads, "QUERIES": QUERIES, "num_warps": WARPS, **shape}
     with on_device_of(key):
         prepare_kernel[(batch_heads * tiles,)](
-            *of_window, factors, inverses, age, parts, scale * LOG2_E.value, *sizes, **options
+            *of_window, factors, inverses, age, by_age, left_out, parts, scale * LOG2_E.value, *sizes, **options
         )
-        similarity_kernel[(batch_heads * tiles,)](
-            key, occupied, token_index, counts, factors, inverses, sums, exempt, target, threshold, capacity, end,
-            slots, EXEMPTS_FIRST=exempts_first, CHUNK=CHUNK, num_warps=WARPS_OF_ALL, **shape,
+        similarity_kernel[(batch_heads * triton.cdiv(end, rows),)](
+            key, occupied, counts, factors, inverses, age, by_age, means, left_out, threshold, capacity, end, slots,
+            ROWS=rows, EXEMPTS_FIRST=exempts_first, CHUNK=CHUNK, num_warps=4 if small else WARPS_OF_ALL, **shape,
         )
         importance_kernel[(batch_heads * tiles,)](
-            *of_window, sums, exempt, target, age, parts, means, importance, scale * LOG2_E.value, *sizes,
-            MERGED=MERGED, **options,
+            *of_window, age, left_out, parts, means, importance, scale * LOG2_E.value, *sizes, MERGED=MERGED,
+            **options,
         )
         mix_kernel[(batch_heads,)](
             window_positions, occupied, token_index, valid_seen, counts, means, importance, age, score, mix_lambda,
@@ -138,8 +134,8 @@ def score_due(
 @score_due.register_fake
 def _(
     window_query: Tensor, window_positions: Tensor, key: Tensor, occupied: Tensor, token_index: Tensor,
-    valid_seen: Tensor, counts: Tensor, score: Tensor, factors: Tensor, inverses: Tensor, sums: Tensor, exempt: Tensor,
-    means: Tensor, importance: Tensor, target: Tensor, age: Tensor, parts: Tensor, scale: float, capacity: int,
+    valid_seen: Tensor, counts: Tensor, score: Tensor, factors: Tensor, inverses: Tensor, means: Tensor,
+    importance: Tensor, age: Tensor, by_age: Tensor, left_out: Tensor, parts: Tensor, scale: float, capacity: int,
     count: int, kernel_size: int, mix_lambda: float, threshold: float, exempts_first: bool, appended: bool,
 ) -> None:
     return None

@@ -2,9 +2,9 @@
 
 `prepare_kernel` computes the norms of the keys, the ages of the tokens, and the softmaxes of the window's queries, in
 parts. `similarity_kernel` multiplies each tile of keys with all keys of its head. Since C is symmetric, the sums of its
-rows are those of its columns. For each token it finds the token whose mean leaves it out. `importance_kernel` subtracts
-what is left out from the sums and adds up the attention of the window's queries; `mix_kernel` makes the scores
-of both.
+rows are those of its columns. For each token it finds the token whose mean leaves it out. What is left out is added up in
+integers, whose sum does not depend on the order. `importance_kernel` subtracts it from the sums and adds up the
+attention of the window's queries; `mix_kernel` makes the scores of both.
 
 Buffers are as in `evict_kernels.py`. Programs of heads that are not due return at once.
 """
@@ -20,7 +20,9 @@ from ..numerics import LOG2_E, dot, finite_or_zero, float32, multiply, round_to
 _EPSILON = tl.constexpr(1e-8)
 #: Exponents, of float32, of keys whose squares and products are in range.
 _LEAST, _MOST = tl.constexpr(127 - 15), tl.constexpr(127 + 40)
-_NEVER, _FAR = tl.constexpr(2**31 - 1), tl.constexpr(2**63 - 1)
+_NEVER = tl.constexpr(2**31 - 1)
+#: A similarity of 1 among the integers. float32 similarities from 2^-16 on are multiples of 2^-40.
+_ONE = tl.constexpr(2.0**40)
 
 
 @triton.jit
@@ -74,13 +76,14 @@ _SIZES = ["capacity", "end", "slots", "heads", "window", "parts_w"]
 
 @triton.jit(do_not_specialize=_SIZES)
 def prepare_kernel(
-    query, window_positions, key, occupied, token_index, valid_seen, counts, factors, inverses, age, parts, scale,
-    capacity, end, slots, heads, window, parts_w,
+    query, window_positions, key, occupied, token_index, valid_seen, counts, factors, inverses, age, by_age, left_out,
+    parts, scale, capacity, end, slots, heads, window, parts_w,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr,
 ):
     """Program (TILE tokens i, batch_head). factors: see `_factors`; inverses: what makes a key, times its factor,
-    k / (||k|| + EPSILON). age: the number of older tokens. parts: the maximum of each window query's logits over the
-    tile's tokens before the window, and the sum of the exponentials relative to it."""
+    k / (||k|| + EPSILON). age: the number of older tokens; by_age: the slot of each age. left_out: 0. parts: the maximum
+    of each window query's logits over the tile's tokens before the window, and the sum of the exponentials relative to
+    it."""
     tiles = tl.cdiv(end, TILE)
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     if tl.load(counts + batch_head) <= capacity:
@@ -106,7 +109,10 @@ def prepare_kernel(
         there = tl.load(occupied + at + j, mask=j < end, other=0) != 0
         other_index = tl.load(token_index + at + j, mask=there, other=_NEVER)
         older += tl.where(other_index[None, :] < index[:, None], 1, 0)
-    tl.store(age + at + i, tl.sum(older, 1), mask=i < end)
+    place = tl.sum(older, 1)
+    tl.store(age + at + i, place, mask=i < end)
+    tl.store(by_age + at + place, i, mask=holds)
+    tl.store(left_out + at + i, tl.full([TILE], 0, tl.int64), mask=i < end)
     in_prefix = holds & (index < tl.load(valid_seen + batch_head) - _observing(window_positions, b, window, QUERIES))
     batch_heads = tl.num_programs(0).to(tl.int64) // tiles
     for start in range(0, window, QUERIES):
@@ -123,103 +129,114 @@ def prepare_kernel(
 
 
 @triton.jit
-def _similar_rows(
-    unit, inverse, key, occupied, token_index, factors, inverses, i, threshold, end, d, in_head,
-    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
+def _similar_tiles(
+    first, last, total, latest, unit, limit, i, key, occupied, age, factors, inverses, end, d, in_head,
+    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr, DIAGONAL: tl.constexpr,
 ):
-    """Of each row i: the sum of C_ij, and the index, slot and C_ij of the most recent similar token; index -1 for none.
-    Results are kept per column and combined at the end. Pointers are at the head."""
-    total = tl.zeros([TILE, TILE], tl.float32)
-    last = tl.full([TILE, TILE], -1, tl.int32)
-    last_slot = tl.full([TILE, TILE], -1, tl.int32)
-    last_value = tl.zeros([TILE, TILE], tl.float32)
-    for start in range(0, end, TILE):
+    """Add to `total` [ROWS, TILE] the products of the keys i with the unit keys in the slots from `first` to `last`, and
+    to `latest` the ages of those whose product is above the limit. DIAGONAL: the slots include some of i."""
+    for start in range(first, last, TILE):
         j = start + tl.arange(0, TILE)
         there = tl.load(occupied + j, mask=j < end, other=0) != 0
-        index = tl.load(token_index + j, mask=there, other=-1)
-        other_inverse = tl.load(inverses + j, mask=there, other=0.0)
+        other_age = tl.load(age + j, mask=there, other=-1)
+        inverse = tl.load(inverses + j, mask=there, other=0.0)
         k = tl.load(key + j.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], mask=there[:, None] & in_head, other=0.0)
         if SCALED:
             k = _scaled(k, tl.load(factors + j, mask=there, other=1.0))
-        similar = dot(unit, tl.trans(k)) * inverse[:, None] * other_inverse[None, :]
-        others = there[None, :] & (i[:, None] != j[None, :])
-        similar = tl.where(others, similar, 0.0)
+        similar = multiply(dot(unit, tl.trans(k)), inverse[None, :])
+        if DIAGONAL:
+            similar = tl.where(i[:, None] != j[None, :], similar, 0.0)
         total += similar
-        newer = others & (similar > threshold) & (index[None, :] > last)
-        last = tl.where(newer, index[None, :], last)
-        last_slot = tl.where(newer, j[None, :], last_slot)
-        last_value = tl.where(newer, similar, last_value)
-    latest = tl.max(last, 1)
-    is_latest = (last == latest[:, None]) & (last >= 0)
-    slot = tl.sum(tl.where(is_latest, last_slot, 0), 1)
-    return tl.sum(total, 1), latest, slot, tl.sum(tl.where(is_latest, last_value, 0.0), 1)
+        latest = tl.maximum(latest, tl.where(similar > limit[:, None], other_age[None, :], -1))
+    return total, latest
+
+
+@triton.jit
+def _similar_rows(
+    unit, limit, i, begin, key, occupied, age, factors, inverses, end, d, in_head,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
+):
+    """Of each row i, ROWS from `begin` on: the sum of its products with all other unit keys, and the age of the most
+    recent token whose product is above the limit, -1 for none. Kept per column and combined at the end."""
+    total = tl.zeros([ROWS, TILE], tl.float32)
+    latest = tl.full([ROWS, TILE], -1, tl.int32)
+    after = tl.minimum(begin + ROWS, end)
+    total, latest = _similar_tiles(
+        0, begin, total, latest, unit, limit, i, key, occupied, age, factors, inverses, end, d, in_head,
+        HEAD_DIM, TILE, SCALED, False,
+    )
+    total, latest = _similar_tiles(
+        begin, after, total, latest, unit, limit, i, key, occupied, age, factors, inverses, end, d, in_head,
+        HEAD_DIM, TILE, SCALED, True,
+    )
+    total, latest = _similar_tiles(
+        after, end, total, latest, unit, limit, i, key, occupied, age, factors, inverses, end, d, in_head,
+        HEAD_DIM, TILE, SCALED, False,
+    )
+    return tl.sum(total, 1), tl.max(latest, 1)
 
 
 @triton.jit(do_not_specialize=["capacity", "end", "slots"])
 def similarity_kernel(
-    key, occupied, token_index, counts, factors, inverses, sums, exempt, target, threshold, capacity, end, slots,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, EXEMPTS_FIRST: tl.constexpr, CHUNK: tl.constexpr,
+    key, occupied, counts, factors, inverses, age, by_age, means, left_out, threshold, capacity, end, slots,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, EXEMPTS_FIRST: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Program (TILE tokens i, batch_head). sums: sum_j C_ij. target: the slot of the token j whose mean leaves token i
-    out, -1 for none; exempt: C_ij."""
-    tiles = tl.cdiv(end, TILE)
+    """Program (ROWS tokens i, batch_head). means: sum_j C_ij. left_out: C_ij is added to the number of the token j whose
+    mean leaves token i out."""
+    tiles = tl.cdiv(end, ROWS)
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     if tl.load(counts + batch_head) <= capacity:
         return
     at = batch_head * slots
     key += at * HEAD_DIM
     occupied += at
-    token_index += at
+    age += at
     factors += at
     inverses += at
-    oldest = tl.full([CHUNK], _FAR, tl.int64)
     unusual = tl.full([CHUNK], 0, tl.int32)
     for start in range(0, end, CHUNK):
         s = start + tl.arange(0, CHUNK)
         there = tl.load(occupied + s, mask=s < end, other=0) != 0
         unusual += tl.where(tl.load(factors + s, mask=there, other=1.0) != 1.0, 1, 0)
-        index = tl.load(token_index + s, mask=there, other=0)
-        oldest = tl.minimum(oldest, tl.where(there, (index.to(tl.int64) << 32) | s.to(tl.int64), _FAR))
-    first = (tl.min(oldest, 0) & 0xFFFFFFFF).to(tl.int32)
     d = tl.arange(0, D_PAD)
     in_head = (d < HEAD_DIM)[None, :]
-    i = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    begin = tl.program_id(0) % tiles * ROWS
+    i = begin + tl.arange(0, ROWS)
     holds = tl.load(occupied + i, mask=i < end, other=0) != 0
     k = tl.load(key + i.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], mask=holds[:, None] & in_head, other=0.0)
     unit = _scaled(k, tl.load(factors + i, mask=holds, other=1.0))
-    inverse = tl.load(inverses + i, mask=holds, other=0.0)
+    inverse = tl.load(inverses + i, mask=holds, other=1.0)
+    limit = threshold / inverse
     if tl.sum(unusual, 0) > 0:
-        total, last, slot, value = _similar_rows(
-            unit, inverse, key, occupied, token_index, factors, inverses, i, threshold, end, d, in_head,
-            HEAD_DIM, TILE, True,
+        total, latest = _similar_rows(
+            unit, limit, i, begin, key, occupied, age, factors, inverses, end, d, in_head, HEAD_DIM, ROWS, TILE, True
         )
     else:
-        total, last, slot, value = _similar_rows(
-            unit, inverse, key, occupied, token_index, factors, inverses, i, threshold, end, d, in_head,
-            HEAD_DIM, TILE, False,
+        total, latest = _similar_rows(
+            unit, limit, i, begin, key, occupied, age, factors, inverses, end, d, in_head, HEAD_DIM, ROWS, TILE, False
         )
+    tl.store(means + at + i, total * inverse, mask=i < end)
     if EXEMPTS_FIRST:
-        row = tl.load(key + first.to(tl.int64) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
-        row = float32(row) * tl.load(factors + first)
-        first_value = tl.sum(float32(unit) * row[None, :], 1) * inverse * tl.load(inverses + first)
-        slot = tl.where(last >= 0, slot, first)
-        value = tl.where(last >= 0, value, tl.where(i == first, 0.0, first_value))
+        exempts = holds
     else:
-        slot = tl.where(last >= 0, slot, -1)
-    tl.store(sums + at + i, total, mask=i < end)
-    tl.store(target + at + i, tl.where(holds, slot, -1), mask=i < end)
-    tl.store(exempt + at + i, value, mask=i < end)
+        exempts = holds & (latest >= 0)
+    j = tl.load(by_age + at + tl.maximum(latest, 0), mask=exempts, other=0)
+    k = tl.load(key + j.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], mask=exempts[:, None] & in_head, other=0.0)
+    other = _scaled(k, tl.load(factors + j, mask=exempts, other=1.0))
+    similar = tl.sum(float32(unit) * float32(other), 1) * inverse * tl.load(inverses + j, mask=exempts, other=0.0)
+    whole = (similar * _ONE).to(tl.int64)
+    tl.atomic_add(left_out + at + j, whole, mask=exempts & (i != j), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def importance_kernel(
-    query, window_positions, key, occupied, token_index, valid_seen, counts, sums, exempt, target, age, parts, means,
-    importance, scale, capacity, end, slots, heads, window, parts_w,
+    query, window_positions, key, occupied, token_index, valid_seen, counts, age, left_out, parts, means, importance,
+    scale, capacity, end, slots, heads, window, parts_w,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """Program (TILE tokens j, batch_head). means: the mean over the head's tokens i of C_ij, without what is exempt.
-    importance, by age: the mean weight that the window's queries give a token before the window."""
+    """Program (TILE tokens j, batch_head). means: the sums become means, without what is left out. importance, by age: the mean weight that the window's queries give a token before the window."""
     tiles = tl.cdiv(end, TILE)
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     tokens = tl.load(counts + batch_head)
@@ -228,14 +245,9 @@ def importance_kernel(
     b, k_head = batch_head // heads, batch_head % heads
     at = batch_head * slots
     j = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
-    left_out = tl.zeros([TILE], tl.float32)
-    for start in range(0, end, TILE):
-        i = start + tl.arange(0, TILE)
-        to = tl.load(target + at + i, mask=i < end, other=-1)
-        value = tl.load(exempt + at + i, mask=i < end, other=0.0)
-        left_out += tl.sum(tl.where(to[None, :] == j[:, None], value[None, :], 0.0), 1)
-    total = tl.load(sums + at + j, mask=j < end, other=0.0)
-    tl.store(means + at + j, (total - left_out) / tokens.to(tl.float32), mask=j < end)
+    total = tl.load(means + at + j, mask=j < end, other=0.0)
+    exempt = (tl.load(left_out + at + j, mask=j < end, other=0).to(tl.float64) / _ONE).to(tl.float32)
+    tl.store(means + at + j, (total - exempt) / tokens.to(tl.float32), mask=j < end)
 
     d = tl.arange(0, D_PAD)
     in_head = (d < HEAD_DIM)[None, :]
