@@ -13,9 +13,12 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..judge import stats
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
 
 MOST_ROUNDS = 16
 #: After this many plain rounds without any decision, masks are assumed to settle every case that the test draws.
@@ -44,6 +47,22 @@ def plain_among(options: Sequence[Any], plain: Sequence[Any]) -> Sequence[Any]:
     if not plain_only():
         return options
     return [option for option in options if option in plain] or options
+
+
+def budgets(most: int) -> SearchStrategy[int]:
+    """Budgets up to `most`; in a plain round large enough that `protected` leaves tokens to choose from."""
+    from hypothesis import strategies as st
+
+    return st.integers(min(4, most) if plain_only() else 1, most)
+
+
+def protected(budget: int, most: int | None = None, least: int = 1) -> SearchStrategy[int]:
+    """Numbers of the budget's tokens that a config protects, such as a window, from `least` to `most`: by default all
+    of them, in a plain round at most half."""
+    from hypothesis import strategies as st
+
+    half = st.integers(least, max(least, min(budget // 2, budget if most is None else most)))
+    return half if plain_only() else half | st.integers(least, budget if most is None else most)
 
 
 def is_drawn(test: Any) -> bool:

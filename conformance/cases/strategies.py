@@ -262,4 +262,4 @@ def state_traces(
 
 def _budgets(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:
     """The default configs: a budget alone."""
-    return st.fixed_dictionaries({"budget": st.integers(1, most)})
+    return st.fixed_dictionaries({"budget": draws.budgets(most)})

@@ -13,10 +13,12 @@ from kvtwin.conformance import discovery
 from kvtwin.conformance.cases import draws, key_cases, strategies, thought_cases
 from kvtwin.conformance.cases.key_cases import UNDECIDED
 from kvtwin.conformance.harness.suite import check_decided
-from kvtwin.conformance.judge import stats
+from kvtwin.conformance.judge import stats, subjects
 
 pytest_plugins = ["pytester"]
 
+#: The subjects of methods' states.
+STATES = [subject for subject in subjects.every() if isinstance(subject, subjects.StateSubject)]
 SETTINGS = settings(max_examples=5, derandomize=True, database=None)
 
 
@@ -210,6 +212,23 @@ def test_other_rounds_draw_everything():
     assert {case.dtype for case in found} == set(strategies.DTYPES)
     assert len({case.content for case in found}) > 10
     assert {case.protect for case in found} > {"none", "random"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aspect", ["decisions", "ties"])
+@pytest.mark.parametrize("subject", STATES, ids=str)
+def test_the_simplest_plain_case_leaves_something_to_decide(subject, aspect, twins):
+    """Every round draws it first, whatever the seed. Without it, few examples may all be settled by masks."""
+    @settings(max_examples=1, database=None, derandomize=True)
+    @given(st.data())
+    def judge(data):
+        cases = subject.draw_each(data, aspect) if aspect == "ties" else [data.draw(subject.draw(aspect))]
+        for case in cases:
+            subject.check(subject.module(twins.optimized), case, subject.choices[0], decides=True)
+
+    with stats.collect() as counted, stats.plain_round():
+        judge()
+    assert counted.plain_total
 
 
 def test_a_test_of_choices_needs_a_choice():

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from ...cases import tiny
+from ...cases import draws, tiny
 from ...cases.block_cases import LAYOUTS, AttendCase, attend_cases
 from ...cases.case import Case
 from ...cases.contents import OCCUPANCIES
@@ -297,7 +297,7 @@ def block_configs(most: int) -> st.SearchStrategy[dict[str, int]]:
     """budget and block_size. On the CPU budgets are small and blocks have 1 to 9 tokens, mostly several: each block
     costs an attention, and decode steps are already blocks of one token."""
     sizes = st.integers(min(4, most), most + 1) | st.integers(1, most + 1)
-    return st.fixed_dictionaries({"budget": st.integers(1, most), "block_size": sizes})
+    return st.fixed_dictionaries({"budget": draws.budgets(most), "block_size": sizes})
 
 
 def max_kept(state: Any, tokens: int) -> int:

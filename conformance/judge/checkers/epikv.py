@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ....reference.epikv.contract import POLICIES, EpiKVConfig
-from ...cases import tiny
+from ...cases import draws, tiny
 from ...cases.case import DecodeCase
 from .. import lockstep
 from ..bounds import Interval
@@ -45,12 +45,12 @@ GROUPINGS = (
 def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     """See the package. Most configs may evict prompt tokens and use windows of more than two values (the scores of two
     values are +-1 and tie), so that most decisions are decisive."""
-    budget, kept = draw(st.integers(1, most)), draw(st.sampled_from((False, False, True)))
+    budget, kept = draw(draws.budgets(most)), draw(st.sampled_from((False, False, True)))
     policy = draw(st.sampled_from(POLICIES))
     segments = draw(st.sampled_from((SEGMENTS, BY_ENTROPY))) if policy == "segment_hs" else {}
     return {
         "budget": budget, "policy": policy,
-        "recent": draw(st.none() | st.integers(1, budget)), "window": draw(st.sampled_from((4, 7, 64, 5, 2))),
+        "recent": draw(st.none() | draws.protected(budget)), "window": draw(st.sampled_from((4, 7, 64, 5, 2))),
         "chunk": draw(st.sampled_from((2, 1, 3, 7))),
         **({"count_prompt": False, "max_prompt": 300 if torch.cuda.is_available() else 24} if kept else
            {"keep_prompt": False}),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ....reference.baselines import h2o
-from ...cases import block_cases
+from ...cases import block_cases, draws
 from ...cases.case import Case
 from .. import block_model
 from ..bounds import SLACK, UNIT, Arithmetic, Interval
@@ -60,9 +60,9 @@ def protecting(draw: st.DrawFn, configs: st.SearchStrategy[dict[str, int]]) -> d
     """Add `recent` and `sinks` to configs: often with sinks, and seldom so many that nothing else has room."""
     config = draw(configs)
     budget = config["budget"]
-    recent = draw(st.none() | st.integers(0, budget))
-    room = budget - (budget // 2 if recent is None else recent)
-    return {**config, "recent": recent, "sinks": draw(st.integers(0, min(3, room)))}
+    recent = draw(st.none() | draws.protected(budget, least=0))
+    room = budget - (budget // 2 if recent is None else recent) - (1 if draws.plain_only() else 0)
+    return {**config, "recent": recent, "sinks": draw(st.integers(0, max(0, min(3, room))))}
 
 
 def arguments(device: torch.device) -> dict[str, Any]:

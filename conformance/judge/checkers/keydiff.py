@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ....reference import keydiff
+from ...cases import draws
 from ...cases.case import Case
 from ...cases.contents import OCCUPANCIES
 from ...cases.key_cases import ANCHORS, PROTECTIONS, SIMILARITIES, KeyCase, key_cases
@@ -360,7 +361,7 @@ def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     own = draw(st.sampled_from((True, True, True, False)))
     return {
         **config,
-        "recent": draw(st.sampled_from((0, 0, 1, config["budget"]))),
+        "recent": draw(st.sampled_from(draws.plain_among((0, 0, 1, config["budget"]), (0, 1)))),
         "anchor": ANCHORS[0] if own else draw(st.sampled_from(ANCHORS)),
         "similarity": SIMILARITIES[0] if own else draw(st.sampled_from(SIMILARITIES)),
         "refresh": draw(st.integers(1, 4)),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....reference import longflow
 from ....reference.attention import per_query_head
+from ...cases import draws
 from ...cases.case import Case, DecodeCase, WindowCase
 from ...cases.contents import OCCUPANCIES, PROTECTIONS
 from ...cases.strategies import decode_cases, window_cases
@@ -177,7 +178,7 @@ def replay(case: Case, module: Any) -> Iterator[str]:
 @st.composite
 def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     """See the package."""
-    budget, protect_newest = draw(st.integers(1, most)), draw(st.booleans())
+    budget, protect_newest = draw(draws.budgets(most)), draw(st.booleans())
     # The config rejects protected tokens that fill the budget.
     spare = budget - 1 - (protect_newest and budget > 1)
     return {

@@ -65,10 +65,8 @@ TIED = ("duplicates",)
 def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     """See the package. A window of the whole budget leaves nothing to decide."""
     config = draw(blocks.block_configs(most))
-    half = max(1, min(window, config["budget"] // 2))
-    windows = st.integers(1, half) if draws.plain_only() else st.integers(1, half) | st.integers(1, window)
     return {
-        **config, "window": draw(windows),
+        **config, "window": draw(draws.protected(config["budget"], window)),
         "kernel_size": draw(st.sampled_from((3, 1, 5, 7))),
         "mix_lambda": draw(st.sampled_from(draws.plain_among(LAMBDAS, UNEQUAL))),
         "threshold": draw(st.sampled_from((0.5, 0.2, 0.8, 0.0, 1.0))), "exempts_first": draw(st.booleans()),

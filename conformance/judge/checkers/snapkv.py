@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ....reference import attention as eager
 from ....reference.baselines import snapkv
+from ...cases import draws
 from ...cases.block_cases import AttendCase
 from ...cases.case import Case, WindowCase
 from ...cases.strategies import WINDOW_LAYOUTS, window_cases
@@ -175,7 +176,7 @@ def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     config = draw(blocks.block_configs(most))
     sizes = (3, 1, 5, 7) if config["budget"] > 5 else (1, 3) if config["budget"] > 2 else (1,)
     return {
-        **config, "window": draw(st.integers(1, window)), "kernel_size": draw(st.sampled_from(sizes)),
+        **config, "window": draw(draws.protected(config["budget"], window)), "kernel_size": draw(st.sampled_from(sizes)),
         "interval": draw(blocks.INTERVALS),
     }
 
