@@ -341,6 +341,7 @@ def test_states_that_rotate_get_vectors_without_rotation() -> None:
     assert config.inv_freq == tuple(frequencies(model.config).tolist())
 
 
+@pytest.mark.slow
 def test_a_method_alone_is_put_into_the_table(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(accuracy, "Plan", Tiny)
     out, plot = tmp_path / "accuracy.json", tmp_path / "accuracy.svg"

@@ -23,7 +23,10 @@ from kvtwin.reference.thinkv import ThinKVConfig
 
 pytestmark = pytest.mark.kind("equivalence")
 BLOCKS = [pair for pair in discovery.methods() if issubclass(getattr(pair.optimized, pair.state.__name__), BlockState)]
-BLOCK, BUDGET, TOKENS = 4, 12, 4 * 9 + 3
+#: In these tests a graph is worth its capture from LEAST blocks on, and a chunk has CHUNK blocks.
+LEAST, CHUNK = 4, 2
+BLOCK, BUDGET = 4, 12
+TOKENS = BLOCK * (LEAST + 1) + 3
 #: Methods whose evictions do not depend on the attention of a block.
 EARLY = ("keydiff", "random", "snapkv", "streaming_llm")
 some_pairs = pytest.mark.parametrize("pair", [pair for pair in BLOCKS if pair.name in ("keydiff", "tova")], ids=str)
@@ -31,7 +34,9 @@ some_pairs = pytest.mark.parametrize("pair", [pair for pair in BLOCKS if pair.na
 
 @pytest.fixture(autouse=True)
 def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU has no CUDA graphs: there, a replay is another call."""
+    """Short prompts take graphs, too. The CPU has no CUDA graphs: there, a replay is another call."""
+    monkeypatch.setattr(graph, "BLOCKS", LEAST)
+    monkeypatch.setattr(graph, "CHUNK", CHUNK)
     if device.type == "cpu":
         monkeypatch.setattr(graph, "DEVICES", ("cpu",))
         monkeypatch.setattr(graph, "captured", captured)
@@ -82,7 +87,7 @@ def assert_equal(state: Any, plain: Any, what: str) -> None:
     *(pytest.param(TOKENS, pair, id=f"rest-{pair}") for pair in BLOCKS),
     # Which blocks there are does not depend on the method.
     *(pytest.param(total, pair, id=f"{name}-{pair}") for pair in BLOCKS if pair.name == "keydiff"
-      for total, name in ((8 * BLOCK, "whole"), (19 * BLOCK, "chunks"))),
+      for total, name in ((LEAST * BLOCK, "whole"), ((3 * CHUNK + 1) * BLOCK, "chunks"))),
 ])
 def test_blocks_by_a_graph_have_the_bits_of_plain_calls(pair, total, device, monkeypatch):
     """Two prompts, the second of which is all replays; then one more state, whose graph shares the memory; steps."""
@@ -106,8 +111,8 @@ def test_blocks_by_a_graph_have_the_bits_of_plain_calls(pair, total, device, mon
 
 
 @pytest.mark.parametrize("pair", [pair for pair in BLOCKS if pair.name == "keydiff"], ids=str)
-@pytest.mark.parametrize("blocks", [8, 10**6], ids=["graph", "plain"])
-@pytest.mark.parametrize("total", [TOKENS, 8 * BLOCK])
+@pytest.mark.parametrize("blocks", [LEAST, 10**6], ids=["graph", "plain"])
+@pytest.mark.parametrize("total", [TOKENS, LEAST * BLOCK])
 def test_no_block_is_empty(pair, total, blocks, device, monkeypatch):
     """Without a graph, every block of the prompt is appended by a call. With a graph, one call appends the first block,
     one is captured, and one appends the rest."""
@@ -124,7 +129,7 @@ def test_no_block_is_empty(pair, total, blocks, device, monkeypatch):
     rest = [total % BLOCK] if total % BLOCK else []
     full = len(lengths) - len(rest)
     assert lengths == [BLOCK] * full + rest
-    assert 0 < full <= total // BLOCK + 1 if blocks == 8 else full == total // BLOCK
+    assert 0 < full <= total // BLOCK + 1 if blocks == LEAST else full == total // BLOCK
 
 
 @some_pairs
@@ -238,16 +243,16 @@ def test_prompts_in_and_outside_of_inference_mode(device):
 
 
 def test_large_blocks_and_short_prompts_take_no_graph(device):
-    query = torch.empty(1, 4, 64, 64, device=device)
+    query = torch.empty(1, 4, 8 * LEAST, 64, device=device)
     assert graph.worth_a_graph(query, 8)
     assert not graph.worth_a_graph(query, 9)
-    assert not graph.worth_a_graph(query.expand(graph.ELEMENTS, 4, 64, 64), 8)
+    assert not graph.worth_a_graph(query.expand(graph.ELEMENTS, 4, 8 * LEAST, 64), 8)
 
 
 @pytest.mark.parametrize("padding", ["none", "random"])
 def test_thinkvs_segments_by_a_graph_have_the_bits_of_plain_calls(padding, device, monkeypatch):
-    """Two prompts of nine segments and a part of one, the second of which is all replays; then steps."""
-    tokens = 9 * 16 + 5
+    """Two prompts of six segments and a part of one, the second of which is all replays; then steps."""
+    tokens = 6 * 16 + 5
     states = []
     for _ in range(2):
         config = ThinKVConfig(64, tau=16, group=8, block=4, retention=(8, 4), max_tokens=tokens + 8)

@@ -194,6 +194,7 @@ def test_recording_again_changes_nothing(copy: Path) -> None:
     assert record.hashes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "problems"),
     [

@@ -165,6 +165,7 @@ STATES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATES)
 def test_claims_of_a_state_that_is_a_step_late_fail(name, device, monkeypatch):
     case = STATES[name]

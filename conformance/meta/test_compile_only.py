@@ -29,6 +29,7 @@ def test_kernels_of_a_method_compile(tmp_path):
     assert any(tmp_path.rglob("*.cubin")), "nothing was compiled to machine code"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "block"), [("1", 16), ("", 64)])
 def test_small_tiles_are_a_choice_on_a_gpu(asked, block):
     said = subprocess.run(

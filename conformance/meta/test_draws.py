@@ -191,6 +191,7 @@ def test_plain_cases_are_float32_and_small_and_leave_something_to_decide(device)
         assert (case.content, case.dtype) == ("ordinary", torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", discovery.methods(), ids=str)
 def test_plain_traces_are_as_long_as_they_may_be(pair):
     for trace in plain(strategies.state_traces(pair.name, max_prompt=14, max_steps=5))[:20]:

@@ -67,6 +67,7 @@ class ForgetsTokens(LongFlowState):
         return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state", "says"), [
     (Remembers, "memory grows"), (Miscounts, "expected tokens_seen = "), (KeepsAfterReset, "after reset"),
     (RepeatsPositions, "expected distinct positions"), (DependsOnItsAddress, "differ from those of a copy"),

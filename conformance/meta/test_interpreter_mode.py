@@ -41,11 +41,13 @@ def prepared(before: str = "", **variables: str) -> subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.slow
 def test_the_variable_turns_the_accelerator_off():
     ran = prepared(KVTWIN_INTERPRETER="plain")
     assert ran.stdout.splitlines() == ["plain (KVTWIN_INTERPRETER=plain)", "not taped"], ran.stderr
 
 
+@pytest.mark.slow
 def test_a_difference_in_triton_turns_the_accelerator_off():
     ran = prepared("module._get_np_dtype = lambda tt_dtype: None; module._patch_lang = None")
     line, taped = ran.stdout.splitlines()

@@ -312,6 +312,7 @@ def test_a_legal_tie_is_adopted_and_the_rest_of_the_trace_stays_comparable(name)
     assert summary.adjudicated > 3 and seen.ties == summary.adjudicated and summary.steps == 20
 
 
+@pytest.mark.slow
 def test_blocks_reset_and_reorder_are_followed():
     for method, module in MODULES.items():
         made = trace(method, padding="left_padding")

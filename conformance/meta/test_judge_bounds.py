@@ -89,6 +89,7 @@ def causal_utilisation(machine: Machine, case: WindowCase) -> float:
     return assert_within(got, truth, bound, what="causal output")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", contents.CONTENTS)
 @pytest.mark.parametrize(("dtype", "machine"), MACHINE_CASES, ids=str)
 def test_no_correct_arithmetic_exceeds_the_bounds_of_a_step(dtype, machine, content):

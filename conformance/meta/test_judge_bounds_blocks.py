@@ -130,6 +130,7 @@ def emulated(machine: Machine, base: type) -> type:
     return Emulated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["ordinary", "overflow_88", "zero_values", "tiny_values", "integers"])
 @pytest.mark.parametrize(("dtype", "machine"), MACHINES, ids=str)
 def test_no_correct_arithmetic_exceeds_the_bounds_of_sums_over_many_blocks(dtype, machine, content):

@@ -60,6 +60,7 @@ def variants(case: KeyCase) -> list[KeyCase]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_no_correct_arithmetic_exceeds_the_bounds(machine, content):

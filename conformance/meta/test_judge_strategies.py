@@ -88,6 +88,7 @@ def test_sizes_on_the_cpu_stay_within_what_the_interpreter_can_do(decodes):
     assert sum(case.occupancy == "full" and case.slots > 1 for case in decodes) > 100
 
 
+@pytest.mark.slow
 def test_prompts_and_traces_reach_their_corners():
     assert_reaches(strategies.window_cases(device=CPU), [
         lambda case: case.budget == 0, lambda case: case.budget > case.tokens,

@@ -23,6 +23,7 @@ MUTANTS = mutate.load()
 # Our mutants ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_mutant_applies_and_names_tests_that_exist():
     mutate.here().check(MUTANTS)
 
@@ -145,6 +146,7 @@ def test_mutants_in_processes_of_their_own(tree, tmp_path):
     assert (tree.folders["code"] / "toy.py").read_text() == CODE
 
 
+@pytest.mark.slow
 def test_mutants_leave_no_byte_code_for_each_other(tree, tmp_path, monkeypatch):
     """The byte code of two mutants of the same name, size and second could not be told apart."""
     prefix = tmp_path / "prefix"

@@ -168,6 +168,7 @@ def test_header_names_device_versions_and_what_is_tested(pytester, in_process):
     )
 
 
+@pytest.mark.slow
 def test_without_cuda_the_interpreter_is_on_before_triton_is_imported(pytester, python):
     write(
         pytester.path,
@@ -184,6 +185,7 @@ def test_it(device):
     assert "kvtwin interpreter: accelerated (KVTWIN_INTERPRETER=plain turns this off)" in ran.stdout
 
 
+@pytest.mark.slow
 def test_triton_imported_too_early_stops_the_run(pytester, python):
     write(pytester.path, conftest="import triton", test_it=PASSING)
     ran = python("-m", "pytest", "--kv-device", "cpu")
@@ -193,6 +195,7 @@ def test_triton_imported_too_early_stops_the_run(pytester, python):
     assert "set TRITON_INTERPRET=1 in the environment" in ran.stderr
 
 
+@pytest.mark.slow
 def test_triton_imported_early_but_interpreted_is_fine(pytester, python):
     write(pytester.path, conftest="import triton", test_it=PASSING)
     ran = python("-m", "pytest", "--kv-device", "cpu", TRITON_INTERPRET="1")
@@ -207,6 +210,7 @@ def test_cuda_without_cuda_is_an_error_not_a_skip(pytester, python):
     assert "sees no CUDA device" in ran.stderr
 
 
+@pytest.mark.slow
 def test_cuda_with_the_interpreter_is_an_error(pytester, python):
     write(pytester.path, test_it=PASSING)
     ran = python("-m", "pytest", "--kv-device", "cuda", TRITON_INTERPRET="1")
@@ -274,6 +278,7 @@ def test_deselection_does_not_make_an_entry_match_nothing(pytester, in_process):
     result.stdout.no_fnmatch_line("*UnmatchedEntryWarning*")
 
 
+@pytest.mark.slow
 def test_a_large_list_is_read_at_once_and_its_warnings_are_few(pytester, in_process):
     """Half a million entries, of which one matches: comparing each with each test would take minutes."""
     pytester.makepyfile("import pytest\n@pytest.mark.parametrize('n', range(300))\ndef test_many(twins, n): pass")
@@ -408,6 +413,7 @@ def test_processes_begin_with_what_takes_longest(count, long, workers):
     assert all(set(part[:share]) <= set(long) for part, share in zip(parts, shares, strict=True))
 
 
+@pytest.mark.slow
 def test_the_garbage_collector_leaves_out_what_was_collected_and_all_is_put_back(python, tmp_path):
     write(tmp_path, test_frozen="import gc\ndef test_frozen(): assert gc.isenabled() and gc.get_freeze_count() > 9999")
     code = (
