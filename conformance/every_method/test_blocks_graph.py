@@ -158,7 +158,6 @@ def test_without_a_capture_blocks_are_appended_one_by_one(pair, device, monkeypa
 
     with monkeypatch.context() as broken:
         broken.setattr(graph, "captured", fails)
-        broken.setattr(graph, "_memory", lambda shapes, prompt: Memory(prompt))
         with pytest.warns(UserWarning, match="without a CUDA graph: out of memory"):
             output = state.prefill(**prompt)
         state.reset()
@@ -167,15 +166,6 @@ def test_without_a_capture_blocks_are_appended_one_by_one(pair, device, monkeypa
         without.setattr(graph, "BLOCKS", TOKENS)
         assert_same(output, plain.prefill(**prompt), what="output")
     assert_equal(state, plain, "a prompt")
-
-
-class Memory(graph.Memory):
-    """Without a graph of its own."""
-
-    def __init__(self, prompt: graph.Prompt) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(graph, "captured", lambda function, memory: None)
-            super().__init__(prompt)
 
 
 @pytest.mark.parametrize("pair", [pair for pair in BLOCKS if pair.name in EARLY], ids=str)

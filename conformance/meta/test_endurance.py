@@ -78,6 +78,13 @@ def test_a_faulty_state_fails(state, says):
         run(state)
 
 
+@pytest.mark.parametrize("pair", discovery.methods(), ids=str)
+def test_every_method_has_a_state_to_endure(pair):
+    """Some configs need more than a budget."""
+    state = endurance.new_state(pair, pair.reference, torch.device("cpu"), 500)
+    assert state.tokens_seen == 0
+
+
 def test_a_right_state_passes(capsys):
     assert endurance.main(["longflow", "--side", "reference", "--steps", "500"]) == 0
     assert "longflow (reference, cpu): tokens 546, held 64" in capsys.readouterr().out

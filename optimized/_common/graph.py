@@ -94,12 +94,17 @@ class Memory:
         self.stream: Any = None
         self.branch: Any = None
         self.pool: Any = None
+        self._anchor: Callable[[], None] | None = None
         if device.type == "cuda":
             self.stream, self.branch, self.pool = (
                 torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.graph_pool_handle()
             )
-            # A pool whose last graph is gone cannot be used again.
-            self._anchor = captured(lambda: torch.zeros(1, device=device), self)
+
+    def keep_pool(self) -> None:
+        """Capture a graph that stays: a pool whose last graph is gone cannot be used again. RuntimeError where a capture
+        cannot allocate memory, such as with PYTORCH_NO_CUDA_MEMORY_CACHING=1."""
+        if self.pool is not None and self._anchor is None:
+            self._anchor = captured(lambda: torch.zeros(1, device=self.numbers.device), self)
 
     def load(self, prompt: Prompt, first: int, count: int) -> None:
         """Copy a chunk, the first block of which the next replay takes."""
@@ -184,6 +189,7 @@ class BlockGraph:
             return
         memory.append(append)
         try:
+            memory.keep_pool()
             self._replay = captured(lambda: memory.append(append), memory)
         except RuntimeError as error:
             self._memory = None

@@ -26,8 +26,8 @@ CHUNK, MERGED, QUERIES = (16, 2, 16) if SMALL_TILES else (1024, 64, 16)
 
 
 class Scratch(NamedTuple):
-    """Buffers between the launches. factors, inverses, means, importance float32, age, by_age int32, and left_out int64,
-    all [B * Hkv, S]; parts float32 [2, B * Hkv, W, S / 16]: maxima and sums of the window's softmaxes over each tile.
+    """Buffers between the launches, [B * Hkv, S]: factors, inverses, means, importance float32, age, by_age int32, and
+    left_out int64. parts float32 [2, B * Hkv, W, S / 16]: maxima and sums of the window's softmaxes over each tile.
     """
 
     factors: Tensor

@@ -176,8 +176,8 @@ def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     config = draw(blocks.block_configs(most))
     sizes = (3, 1, 5, 7) if config["budget"] > 5 else (1, 3) if config["budget"] > 2 else (1,)
     return {
-        **config, "window": draw(draws.protected(config["budget"], window)), "kernel_size": draw(st.sampled_from(sizes)),
-        "interval": draw(blocks.INTERVALS),
+        **config, "window": draw(draws.protected(config["budget"], window)),
+        "kernel_size": draw(st.sampled_from(sizes)), "interval": draw(blocks.INTERVALS),
     }
 
 

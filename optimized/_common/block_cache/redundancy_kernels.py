@@ -2,9 +2,9 @@
 
 `prepare_kernel` computes the norms of the keys, the ages of the tokens, and the softmaxes of the window's queries, in
 parts. `similarity_kernel` multiplies each tile of keys with all keys of its head. Since C is symmetric, the sums of its
-rows are those of its columns. For each token it finds the token whose mean leaves it out. What is left out is added up in
-integers, whose sum does not depend on the order. `importance_kernel` subtracts it from the sums and adds up the
-attention of the window's queries; `mix_kernel` makes the scores of both.
+rows are those of its columns. For each token it finds the token whose mean leaves it out. What is left out is added up
+in integers, whose sum does not depend on the order. `importance_kernel` subtracts it from the sums and adds up the
+attention of the window's queries. `mix_kernel` makes the scores of both.
 
 Buffers are as in `evict_kernels.py`. Programs of heads that are not due return at once.
 """
@@ -81,9 +81,9 @@ def prepare_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr,
 ):
     """Program (TILE tokens i, batch_head). factors: see `_factors`; inverses: what makes a key, times its factor,
-    k / (||k|| + EPSILON). age: the number of older tokens; by_age: the slot of each age. left_out: 0. parts: the maximum
-    of each window query's logits over the tile's tokens before the window, and the sum of the exponentials relative to
-    it."""
+    k / (||k|| + EPSILON). age: the number of older tokens; by_age: the slot of each age. left_out: set to 0. parts: the
+    maximum of each window query's logits over the tile's tokens before the window, and the sum of the exponentials
+    relative to it."""
     tiles = tl.cdiv(end, TILE)
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     if tl.load(counts + batch_head) <= capacity:
@@ -133,8 +133,8 @@ def _similar_tiles(
     first, last, total, latest, unit, limit, i, key, occupied, age, factors, inverses, end, d, in_head,
     HEAD_DIM: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr, DIAGONAL: tl.constexpr,
 ):
-    """Add to `total` [ROWS, TILE] the products of the keys i with the unit keys in the slots from `first` to `last`, and
-    to `latest` the ages of those whose product is above the limit. DIAGONAL: the slots include some of i."""
+    """Add to `total` [ROWS, TILE] the products of the keys i with the unit keys in the slots from `first` to `last`.
+    Raise `latest` to the ages of those whose product is above the limit. DIAGONAL: the slots include some of i."""
     for start in range(first, last, TILE):
         j = start + tl.arange(0, TILE)
         there = tl.load(occupied + j, mask=j < end, other=0) != 0
@@ -182,8 +182,8 @@ def similarity_kernel(
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, EXEMPTS_FIRST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Program (ROWS tokens i, batch_head). means: sum_j C_ij. left_out: C_ij is added to the number of the token j whose
-    mean leaves token i out."""
+    """Program (ROWS tokens i, batch_head). means: sum_j C_ij. left_out: each token i adds its C_ij to the number of the
+    token j whose mean leaves it out."""
     tiles = tl.cdiv(end, ROWS)
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     if tl.load(counts + batch_head) <= capacity:
@@ -236,7 +236,8 @@ def importance_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """Program (TILE tokens j, batch_head). means: the sums become means, without what is left out. importance, by age: the mean weight that the window's queries give a token before the window."""
+    """Program (TILE tokens j, batch_head). means: the sums become means, without what is left out. importance, by age:
+    the mean weight that the window's queries give a token before the window."""
     tiles = tl.cdiv(end, TILE)
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     tokens = tl.load(counts + batch_head)
