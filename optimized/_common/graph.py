@@ -101,8 +101,8 @@ class Memory:
             )
 
     def keep_pool(self) -> None:
-        """Capture a graph that stays: a pool whose last graph is gone cannot be used again. RuntimeError where a capture
-        cannot allocate memory, such as with PYTORCH_NO_CUDA_MEMORY_CACHING=1."""
+        """Capture a graph that stays: a pool whose last graph is gone cannot be used again. Raises RuntimeError where a
+        capture cannot allocate memory, such as with PYTORCH_NO_CUDA_MEMORY_CACHING=1."""
         if self.pool is not None and self._anchor is None:
             self._anchor = captured(lambda: torch.zeros(1, device=self.numbers.device), self)
 

@@ -1,0 +1,37 @@
+"""The page of the judge's API: what `kvtwin.conformance.api` exports."""
+
+from __future__ import annotations
+
+from .methods import entry
+
+#: Headings, and the names below them.
+GROUPS = {
+    "Cases": (
+        "Case", "DecodeCase", "WindowCase", "AttendCase", "KeyCase", "StateTrace", "load", "decode_cases",
+        "window_cases", "attend_cases", "key_cases", "state_traces",
+    ),
+    "The truth and its bounds": (
+        "attend", "Attention", "upcast", "Arithmetic", "arithmetic", "gamma", "output_error", "log_weight_error",
+        "Interval", "tie_classes",
+    ),
+    "Comparisons": (
+        "assert_within", "assert_same", "assert_dtype", "assert_eviction_right", "assert_kept_right", "Verdict",
+        "Mismatch", "NotProvided", "JudgeError", "Stats", "collect",
+    ),
+    "Whole checks": ("judge", "lockstep", "Lockstep", "Summary", "Capabilities", "use_interpreter"),
+}
+
+
+def api_page() -> str:
+    """Every public name, with its signature and docstring."""
+    from kvtwin.conformance import api
+
+    listed = [name for names in GROUPS.values() for name in names]
+    assert sorted(listed) == sorted(api.__all__), "GROUPS must have the names in kvtwin.conformance.api.__all__"
+    parts = [
+        "# The judge's API\n", "`from kvtwin.conformance import api`; see [Use the judge in your own tests]"
+        "(../../how-to/own-tests.md).\n",
+    ]
+    for heading, names in GROUPS.items():
+        parts += [f"## {heading}\n", *(entry(getattr(api, name), name) for name in names)]
+    return "\n".join(part.rstrip() + "\n" for part in parts)
