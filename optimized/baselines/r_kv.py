@@ -61,7 +61,7 @@ class RKVState(BlockState):
         self._numbers = self._buffer(4, batch * heads, slots, dtype=torch.int32)
         of_slots = [torch.float32] * 4 + [torch.int32] * 2 + [torch.int64]
         parts = self._buffer(2, batch * heads, observers, triton.cdiv(slots, 16), dtype=torch.float32)
-        self._between = Scratch(*(self._buffer(batch * heads, slots, dtype=dtype) for dtype in of_slots), parts)
+        self._between = Scratch._make([*(self._buffer(batch * heads, slots, dtype=dtype) for dtype in of_slots), parts])
 
     def _buffers(self) -> tuple[Tensor, ...]:
         return self._window_query, self._window_positions
