@@ -13,6 +13,7 @@ from . import discovery, interpreter
 from .capabilities import Capabilities
 from .cases.block_cases import AttendCase, attend_cases
 from .cases.case import Case, DecodeCase, StateTrace, WindowCase, load
+from .cases.flashinfer_traces import flashinfer_cases
 from .cases.key_cases import KeyCase, key_cases
 from .cases.strategies import decode_cases, state_traces, window_cases
 from .harness.impl import Facade, NotProvided, Side
@@ -38,8 +39,8 @@ __all__ = [
     "Arithmetic", "AttendCase", "Attention", "Capabilities", "Case", "DecodeCase", "Interval", "JudgeError", "KeyCase",
     "Lockstep", "Mismatch", "NotProvided", "StateTrace", "Stats", "Summary", "Verdict", "WindowCase", "arithmetic",
     "assert_dtype", "assert_eviction_right", "assert_kept_right", "assert_same", "assert_within", "attend",
-    "attend_cases", "collect", "decode_cases", "gamma", "judge", "key_cases", "load", "lockstep", "log_weight_error",
-    "output_error", "state_traces", "tie_classes", "upcast", "use_interpreter", "window_cases",
+    "attend_cases", "collect", "decode_cases", "flashinfer_cases", "gamma", "judge", "key_cases", "load", "lockstep",
+    "log_weight_error", "output_error", "state_traces", "tie_classes", "upcast", "use_interpreter", "window_cases",
 ]
 
 

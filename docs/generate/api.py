@@ -8,7 +8,7 @@ from .methods import entry
 GROUPS = {
     "Cases": (
         "Case", "DecodeCase", "WindowCase", "AttendCase", "KeyCase", "StateTrace", "load", "decode_cases",
-        "window_cases", "attend_cases", "key_cases", "state_traces",
+        "window_cases", "attend_cases", "key_cases", "state_traces", "flashinfer_cases",
     ),
     "The truth and its bounds": (
         "attend", "Attention", "upcast", "Arithmetic", "arithmetic", "gamma", "output_error", "log_weight_error",
