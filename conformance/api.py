@@ -15,6 +15,7 @@ from .cases.block_cases import AttendCase, attend_cases
 from .cases.case import Case, DecodeCase, StateTrace, WindowCase, load
 from .cases.flashinfer_traces import flashinfer_cases
 from .cases.key_cases import KeyCase, key_cases
+from .cases.paged_view import PagedLayout, PagedView, judge_paged, paged_views
 from .cases.strategies import decode_cases, state_traces, window_cases
 from .harness.impl import Facade, NotProvided, Side
 from .judge import lockstep as _lockstep
@@ -37,10 +38,11 @@ from .judge.ties import tie_classes
 
 __all__ = [
     "Arithmetic", "AttendCase", "Attention", "Capabilities", "Case", "DecodeCase", "Interval", "JudgeError", "KeyCase",
-    "Lockstep", "Mismatch", "NotProvided", "StateTrace", "Stats", "Summary", "Verdict", "WindowCase", "arithmetic",
-    "assert_dtype", "assert_eviction_right", "assert_kept_right", "assert_same", "assert_within", "attend",
-    "attend_cases", "collect", "decode_cases", "flashinfer_cases", "gamma", "judge", "key_cases", "load", "lockstep",
-    "log_weight_error", "output_error", "state_traces", "tie_classes", "upcast", "use_interpreter", "window_cases",
+    "Lockstep", "Mismatch", "NotProvided", "PagedLayout", "PagedView", "StateTrace", "Stats", "Summary", "Verdict",
+    "WindowCase", "arithmetic", "assert_dtype", "assert_eviction_right", "assert_kept_right", "assert_same",
+    "assert_within", "attend", "attend_cases", "collect", "decode_cases", "flashinfer_cases", "gamma", "judge",
+    "judge_paged", "key_cases", "load", "lockstep", "log_weight_error", "output_error", "paged_views", "state_traces",
+    "tie_classes", "upcast", "use_interpreter", "window_cases",
 ]
 
 

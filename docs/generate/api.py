@@ -9,6 +9,7 @@ GROUPS = {
     "Cases": (
         "Case", "DecodeCase", "WindowCase", "AttendCase", "KeyCase", "StateTrace", "load", "decode_cases",
         "window_cases", "attend_cases", "key_cases", "state_traces", "flashinfer_cases",
+        "PagedLayout", "PagedView", "paged_views",
     ),
     "The truth and its bounds": (
         "attend", "Attention", "upcast", "Arithmetic", "arithmetic", "gamma", "output_error", "log_weight_error",
@@ -18,7 +19,7 @@ GROUPS = {
         "assert_within", "assert_same", "assert_dtype", "assert_eviction_right", "assert_kept_right", "Verdict",
         "Mismatch", "NotProvided", "JudgeError", "Stats", "collect",
     ),
-    "Whole checks": ("judge", "lockstep", "Lockstep", "Summary", "Capabilities", "use_interpreter"),
+    "Whole checks": ("judge", "judge_paged", "lockstep", "Lockstep", "Summary", "Capabilities", "use_interpreter"),
 }
 
 
