@@ -50,7 +50,10 @@ def latest() -> Case | None:
 class Case:
     """Base class of all cases. Sizes: batch B, key_value_heads Hkv, group G query heads per KV head, head_dim D.
 
-    A subclass sets its own `kind` and implements `make`. judge/checkers/<method>.py may define further subclasses.
+    content: what the numbers are like, such as "ordinary", "duplicates" or "overflow_88", and poison: what free slots
+    hold (contents.py). layout: of the memory (layouts.py). scale: of query . key, None for head_dim ** -0.5. seed: of
+    the numbers. A subclass sets its own `kind` and implements `make`. judge/checkers/<method>.py may define further
+    subclasses.
     """
 
     kind: ClassVar[str] = ""
