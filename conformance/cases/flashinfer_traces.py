@@ -32,10 +32,11 @@ def flashinfer_cases(
 ) -> Iterator[DecodeCase]:
     """The decode workloads of a definition in a trace set of FlashInfer-Bench, as cases.
 
-    folder: the trace set's folder. definition: a name, such as "gqa_paged_decode_h32_kv8_d128_ps1". seed: of the
-    random inputs, which are normal numbers. A case has the sequences as rows, as many slots as the longest has tokens,
-    and free slots, which hold tokens of other sequences, in the others. Raises ValueError, which names the file, if the
-    definition is not of decode attention over pages, or a workload does not fit it.
+    folder: the trace set's folder. definition: a name, such as "gqa_paged_decode_h32_kv8_d128_ps1". seed: with the
+    number of its line, that of a workload's random inputs, which are normal numbers. A case has the sequences as rows,
+    as many slots as the longest has tokens, and free slots, which hold tokens of other sequences, in the others. Raises
+    ValueError, which names the file, if the definition is not of decode attention over pages, or a workload does not
+    fit it.
     """
     root = Path(folder)
     path = root / "definitions" / OPERATION / f"{definition}.json"

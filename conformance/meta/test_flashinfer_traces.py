@@ -64,9 +64,29 @@ def test_rows_are_the_sequences(tmp_path):
     assert api.judge(case, kvtwin.reference) == ["decode_attention: right"]
 
 
-def test_random_inputs_follow_from_the_seed(tmp_path):
+@pytest.mark.parametrize("last", [0, 9])
+def test_an_empty_sequence_has_no_last_page(last, tmp_path):
+    table = TABLE | {"kv_last_page_len": torch.tensor([3, last, 4])}
+    (case,) = api.flashinfer_cases(write(tmp_path, definition(), table), NAME)
+    assert case.occupied.sum(1).tolist() == list(LENGTHS)
+
+
+def test_files_outside_of_the_folder_are_not_read(tmp_path):
+    query = {"q": torch.zeros(3, 4, 16).bfloat16()}
+    inputs = {"q": {"type": "safetensors", "path": "../blob.safetensors", "tensor_key": "q"}}
+    folder = write(tmp_path / "set", definition(), TABLE, **inputs)
+    save_file(query, tmp_path / "blob.safetensors")
+    with pytest.raises(ValueError, match="must be a file in"):
+        list(api.flashinfer_cases(folder, NAME))
+
+
+def test_random_inputs_follow_from_the_seed_and_the_line(tmp_path):
     folder = write(tmp_path, definition(), sm_scale={"type": "scalar", "value": 0.25})
-    one, again, other = (next(api.flashinfer_cases(folder, NAME, seed=seed)) for seed in (1, 1, 2))
+    path = folder / "workloads" / "gqa_paged" / f"{NAME}.jsonl"
+    path.write_text(2 * path.read_text())
+    one, second = api.flashinfer_cases(folder, NAME, seed=1)
+    assert not torch.equal(one.key, second.key)
+    again, other = (next(api.flashinfer_cases(folder, NAME, seed=seed)) for seed in (1, 2))
     assert one.scale == 0.25
     assert torch.equal(one.key, again.key)
     assert not torch.equal(one.key, other.key)

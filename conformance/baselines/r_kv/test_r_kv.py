@@ -106,6 +106,24 @@ def test_r_kv_redundancy_by_hand(side, exempts_first, twins, device):
 
 
 @SIDES
+def test_r_kv_a_token_is_not_similar_to_itself(side, twins, device):
+    """With a threshold of 0 all tokens are similar. Tokens 0 to 2 are left out of the mean of token 3, and token 3 of
+    that of token 2."""
+    state = new(
+        getattr(twins, side).baselines.r_kv, device, 3, 4, window=1, kernel_size=1, mix_lambda=0.0, threshold=0.0,
+        exempts_first=False,
+    )
+    key = rows([[2.0], [3.0, 4.0], [4.0, 0.0, 3.0], [2.0, 1.0, 2.0]], device)
+    two, three, five = 2 + r_kv.EPSILON, 3 + r_kv.EPSILON, 5 + r_kv.EPSILON
+    c01, c02, c03, c12, c13 = 6 / (two * five), 8 / (two * five), 4 / (two * three), 12 / five**2, 10 / (five * three)
+    means = [(c01 + c02 + c03) / 4, (c01 + c12 + c13) / 4, (c02 + c12) / 4, 0.0]
+    total = math.fsum(map(math.exp, means))
+    expected = {token: -math.exp(means[token]) / total for token in (1, 2)}
+    assert_scores(state, torch.zeros_like(key), key, expected)
+    assert held(state) == [1, 2, 3]
+
+
+@SIDES
 @pytest.mark.parametrize(("exempts_first", "kept"), [(True, [0, 3]), (False, [2, 3])])
 def test_r_kv_the_first_token_is_a_sink_without_similar_keys(side, exempts_first, kept, twins, device):
     """Similarities below the threshold: 0.4 between tokens 0 and 1, 0.36 of both to token 2. With the exemption, the
@@ -196,13 +214,15 @@ def test_r_kv_keeps_the_window(side, how, twins, device):
 
 @SIDES
 def test_r_kv_padding_does_not_observe(side, twins, device):
-    """In row 1, the last token is padding, whose query attends to token 1; token 2 is its window."""
+    """In row 1, the last token is padding, whose query attends to token 1; token 2 is its window. The mean over its
+    query gives token 0 nearly 1."""
     state = new(getattr(twins, side).baselines.r_kv, device, 2, 4, window=2, kernel_size=1, mix_lambda=1.0)
     key = rows([axis(0, 8.0), axis(1, 8.0), axis(2, 8.0), axis(3, 8.0)], device)
     query = rows([axis(0, 8.0), axis(0, 8.0), axis(0, 8.0), axis(1, 8.0)], device)
     occupied = torch.tensor([[True] * 4, [True, True, True, False]], device=device)
     feed(state, "block", query, key, occupied)
     assert held(state, 1) == [0, 2]
+    assert float(state.score[1, 0][state.positions[1, 0] == 0]) > 0.9
 
 
 @SIDES
