@@ -104,12 +104,15 @@ def taken() -> set[str]:
 
 def _pairs_of_others(owners: dict[str, str]) -> list[Pair]:
     """The methods of other packages. owners: what has each name that is not free."""
-    found = []
+    found: list[Pair] = []
+    folders: dict[Path, str] = {}
     for one in declared():
         name = one.method.name
         if name in owners:
             raise one.fail("name", f"{name!r} is the name of {owners[name]}")
-        owners[name] = one.entry
+        if one.folder in folders:  # it has the tests and the mutants of one method
+            raise one.fail("entry point", f"its module must be in another folder than that of {folders[one.folder]}")
+        owners[name] = folders[one.folder] = one.entry
         found.append(Pair(name=name, path=name, exports=one.exports, declared=one))
     return found
 

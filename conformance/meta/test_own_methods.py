@@ -162,6 +162,15 @@ def test_two_packages_with_one_name_are_refused(package, undiscovered, tmp_path)
         discovery.pairs()
 
 
+def test_two_methods_in_one_folder_are_refused(package, undiscovered):
+    """Their tests, mutants and traces would be in the same files."""
+    package({"other.py": f"from kvtwin.conformance import Method\nMETHOD = Method(**{GOOD | {'name': 'zwo'}!r})"},
+            entry="theirs = theirs:METHOD\nzwo = theirs.other:METHOD")
+    says = f"'zwo' of kvtwin.methods: entry point: its module must be in another folder than that of {WHERE[:-2]}"
+    with pytest.raises(MethodError, match=says):
+        discovery.pairs()
+
+
 @pytest.mark.parametrize("command", [["methods"], ["verify"], ["verify", "theirs"], ["claims"]])
 def test_a_command_ends_with_exit_code_2(command, package, undiscovered, capsys):
     package(checker="theirs.gone")
