@@ -21,6 +21,7 @@ import pytest
 
 from . import discovery, interpreter, plugin
 from .harness import options, results, suite
+from .own_methods import MethodError
 
 DEFAULT_REPORT = Path("kvtwin-report.html")
 MOST_JOBS = 4  # each takes about a GB
@@ -107,6 +108,7 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
     """The command line that pytest gets."""
     arguments = [
         str(plugin.HERE),
+        *(str(pair.declared.folder) for pair in discovery.methods() if pair.declared and pair.name in chosen.methods),
         f"--ignore={results.META}",
         *(f"--ignore-glob={pattern}" for pattern in results.LEFT_OUT),
         # The tests lie in the installed package: neither a configuration file above it, nor one of the project in
@@ -165,7 +167,11 @@ def add_accuracy(chosen: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
-    made = parser(prog)
+    try:
+        made = parser(prog)
+    except MethodError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
     chosen = made.parse_args(arguments)
     names = [pair.name for pair in discovery.pairs()]
     unknown = [name for name in chosen.methods if name not in names]

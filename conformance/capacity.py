@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from . import discovery
+
 ITEM = 2  # bytes of a bfloat16 number
 
 
@@ -96,7 +98,7 @@ def bytes_held(value: Any, seen: set[int] | None = None) -> int:
         return sum(bytes_held(part, seen) for part in value.values())
     if isinstance(value, (list, tuple)):
         return sum(bytes_held(part, seen) for part in value)
-    if type(value).__module__.startswith("kvtwin.") and hasattr(value, "__dict__"):
+    if discovery.is_ours(type(value)) and hasattr(value, "__dict__"):
         return bytes_held(vars(value), seen)
     return 0
 
@@ -130,8 +132,6 @@ def _optimized() -> Any:
 def table(model: Model, memory: int, context: int, budget: int) -> list[Row]:
     """A row per method with a budget, and one for "full", which keeps the whole context."""
     import inspect
-
-    from . import discovery
 
     pool = memory - model.weights
     full = model.bytes_per_token * context

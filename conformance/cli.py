@@ -1,4 +1,4 @@
-"""``kvtwin``, or ``python -m kvtwin``: one command for verifying, replaying and reading results.
+"""``kvtwin``, or ``python -m kvtwin``: one command for verifying, replaying, starting a method and reading results.
 
 ``kvtwin COMMAND --help`` explains each command.
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 
 from . import discovery, ledger
+from .own_methods import MethodError
 
 #: What the extra "test" installs, and some commands import.
 NEEDED = ("hypothesis", "pytest", "safetensors", "tqdm")
@@ -40,8 +41,15 @@ def methods(arguments: Sequence[str], prog: str) -> int:
     _parser(prog, methods).parse_args(arguments)
     for pair in discovery.methods():
         config = next(export for export in pair.exports if export.endswith("Config"))
-        print(f"{pair.name:16}kvtwin.reference.{pair.path}, kvtwin.optimized.{pair.path}: {config}")
+        print(f"{pair.name:16}{pair.reference_name}, {pair.optimized_name}: {config}")
     return 0
+
+
+def new(arguments: Sequence[str], prog: str) -> int:
+    """write a package with a method of your own, in which all tests pass"""
+    from . import new_method
+
+    return new_method.main(arguments, prog=prog)
 
 
 def claims(arguments: Sequence[str], prog: str) -> int:
@@ -119,7 +127,7 @@ def _measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
 
 
 COMMANDS: dict[str, Command] = {
-    command.__name__: command for command in (verify, replay, methods, claims, capacity, accuracy)
+    command.__name__: command for command in (verify, replay, methods, new, claims, capacity, accuracy)
 }
 
 
@@ -160,6 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.name not in NEEDED:
             raise
         parser.error(f"kvtwin {name} needs {error.name}: python -m pip install 'kvtwin[test]'")
+    except MethodError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ SHAPES = (Shape(1, 32, 16384, BUDGET), Shape(8, 32, 4096, BUDGET))
 #: Methods whose attention to a whole prompt PyTorch's kernels compute. ThinKV's is not the time of its prompt.
 WHOLE = ("longflow", "snapkv", "synckv", "epikv")
 IN_BLOCKS = tuple(
-    pair.name for pair in discovery.methods()
+    pair.name for pair in discovery.built_in()
     if pair.state is not None and issubclass(getattr(pair.optimized, pair.state.__name__), BlockState)
 )
 

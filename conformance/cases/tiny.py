@@ -124,7 +124,7 @@ def attributes(state: Any) -> dict[str, Any]:
 
 def is_part(value: Any) -> bool:
     """Whether `value` is one of our objects that hold tensors, not a plain value or a config."""
-    return type(value).__module__.startswith("kvtwin.") and not is_dataclass(value) and not isinstance(value, tuple)
+    return discovery.is_ours(type(value)) and not is_dataclass(value) and not isinstance(value, tuple)
 
 
 def description(value: Any) -> Any:

@@ -117,7 +117,7 @@ def test_rows_are_consistent(tiny: dict[str, Any]) -> None:
 def test_every_method_is_asked_within_its_budget() -> None:
     """If a method would keep the whole prompt, its tokens are decoded one by one. The share follows from the config."""
     sizes = DecoderConfig()
-    for pair in discovery.methods():
+    for pair in discovery.built_in():
         for divisor in Plan().shares:
             config, held = config_of(pair, sizes, 1024, divisor, 128)
             looks = checkers.ask(pair.name, "BUDGET", "budget")
@@ -127,7 +127,7 @@ def test_every_method_is_asked_within_its_budget() -> None:
             else:
                 heads = sizes.num_key_value_heads
                 assert held * heads == config.clusters + (heads - config.clusters) * Fraction(1, divisor)
-    ways = {pair.name: way(pair, 896, 128) for pair in discovery.methods()}
+    ways = {pair.name: way(pair, 896, 128) for pair in discovery.built_in()}
     assert (ways["epikv"].name, ways["epikv"].block) == ("decoded", 1)
     assert (ways["thinkv"].name, ways["thinkv"].block) == ("one pass", 896)
     assert (ways["h2o"].name, ways["h2o"].block) == ("blocks", 128)
@@ -260,7 +260,7 @@ def test_the_stored_result_is_whole_and_is_what_is_drawn(stored: dict[str, Any])
     for row in stored["rows"]:
         rows.setdefault(row["method"], []).append(row)
     (full,) = rows.pop(FULL)
-    pairs = {pair.name: pair for pair in discovery.methods()}
+    pairs = {pair.name: pair for pair in discovery.built_in()}
     settings = {
         name: (pair.name, chosen) for pair in pairs.values() for name, chosen in accuracy.settings(pair).items()
     }
@@ -329,7 +329,7 @@ def test_a_tree_without_a_stored_result_has_no_part_in_the_report(monkeypatch: p
 
 def test_states_that_rotate_get_vectors_without_rotation() -> None:
     """In the first layer, equal bytes then have equal keys wherever they are. Otherwise they have not."""
-    (pair,) = (pair for pair in discovery.methods() if pair.name == "streaming_llm")
+    (pair,) = (pair for pair in discovery.built_in() if pair.name == "streaming_llm")
     model, tokens = load_model(torch.float32), torch.full((1, 8), 65)
     for chosen, equal in (({}, False), ({"rerotate_keys": True}, True)):
         config, _ = config_of(pair, model.config, 1024, 8, 128, chosen)

@@ -17,12 +17,12 @@ from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.trace import follow
 from kvtwin.fixtures.block_traces import evicted_token, inputs, sizes
-from kvtwin.fixtures.load import Trace, load_trace, manifest
+from kvtwin.fixtures.load import Trace, has_trace, load_trace
 from kvtwin.reference.blocks import BlockState
 
 GOLDEN = [
     pair for pair in discovery.methods()
-    if issubclass(pair.state or object, BlockState) and f"traces/{pair.name}.safetensors" in manifest()
+    if issubclass(pair.state or object, BlockState) and has_trace(pair.name)
     and "3.64.evicted" in load_trace(pair.name).tensors
 ]
 pytestmark = [pytest.mark.kind("golden"), pytest.mark.parametrize("pair", GOLDEN, ids=str)]

@@ -19,7 +19,7 @@ from kvtwin.conformance.judge import checkers
 from kvtwin.reference.blocks import BlockConfig
 from kvtwin.reference.hf import H2OCache, LongFlowCache, masks
 
-BLOCKS = [pair.name for pair in discovery.methods() if pair.config and issubclass(pair.config, BlockConfig)]
+BLOCKS = [pair.name for pair in discovery.built_in() if pair.config and issubclass(pair.config, BlockConfig)]
 
 pytestmark = pytest.mark.kind("equivalence")
 

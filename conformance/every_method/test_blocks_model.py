@@ -1,7 +1,8 @@
 """Every baseline's state against plain lists of tokens, over any sequence of calls: sums must move with their tokens.
 
-The lists choose independently, in float64 and with different code from the reference's. Lockstep judges the state under
-test first. If it finds a legal tie, the lists adopt the choice.
+Also the states of other packages whose checkers have a `Model`. The lists choose independently, in float64 and with
+different code from the reference's. Lockstep judges the state under test first. If it finds a legal tie, the lists
+adopt the choice.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.judge.block_model import Head, vectors
 from kvtwin.conformance.judge.compare import assert_within
 
-BASELINES = [pair for pair in discovery.methods() if pair.path.startswith("baselines.")]
+BASELINES = [
+    pair for pair in discovery.methods()
+    if pair.is_baseline or (pair.declared and checkers.ask(pair.name, "Model", None))
+]
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.parametrize("pair", BASELINES, ids=str)]
 
 BATCH, QUERY_HEADS, HEADS, HEAD_DIM = 2, 2, 1, 16

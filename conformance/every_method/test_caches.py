@@ -18,7 +18,7 @@ from kvtwin.conformance.judge import checkers
 
 pytestmark = pytest.mark.kind("equivalence")
 
-METHODS = {pair.name: pair for pair in discovery.methods() if checkers.ask(pair.name, "CACHES", None)}
+METHODS = {pair.name: pair for pair in discovery.built_in() if checkers.ask(pair.name, "CACHES", None)}
 
 for _name in METHODS:
     globals()[f"Test_{_name}"] = pytest.mark.method(_name)(type(f"Test_{_name}", (BlockCacheTests,), {
@@ -47,4 +47,4 @@ def test_a_name_without_a_method_is_no_attribute(name):
 
 
 def test_every_baseline_takes_part():
-    assert {pair.name for pair in discovery.methods() if pair.path.startswith("baselines.")} <= METHODS.keys()
+    assert {pair.name for pair in discovery.built_in() if pair.path.startswith("baselines.")} <= METHODS.keys()

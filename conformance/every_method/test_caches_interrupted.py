@@ -22,7 +22,7 @@ from kvtwin.reference.hf import H2OCache, LongFlowCache
 
 pytestmark = pytest.mark.kind("bad_input")
 
-NAMES = [f"{pair.state.__name__.removesuffix('State')}Cache" for pair in discovery.methods() if pair.state is not None]
+NAMES = [f"{pair.state.__name__.removesuffix('State')}Cache" for pair in discovery.built_in() if pair.state is not None]
 OPTIONS: dict[str, dict[str, Any]] = {
     "EpiKVCache": {"layers": ((0,), (1,))}, "SyncKVCache": {"max_tokens": 40}, "ThinKVCache": {"max_tokens": 40},
 }
@@ -32,7 +32,7 @@ every_cache = pytest.mark.parametrize("name", NAMES)
 KINDS = ["H2OCache", *(f"{name}Cache" for name in ("LongFlow", "EpiKV", "SyncKV", "ThinKV"))]
 REQUIRED = {
     f"{pair.state.__name__.removesuffix('State')}Cache": checkers.required(pair.name)
-    for pair in discovery.methods() if pair.state is not None
+    for pair in discovery.built_in() if pair.state is not None
 }
 both_sides = pytest.mark.parametrize(
     ("name", "side"), [*((name, "reference") for name in NAMES), *((name, "optimized") for name in KINDS)]

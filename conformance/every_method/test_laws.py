@@ -38,7 +38,7 @@ class Ruled(discovery.Pair):
 
 
 RULED = [
-    Ruled(pair.name, pair.path, pair.exports, tuple(options.items()))
+    Ruled(**vars(pair), options=tuple(options.items()))
     for pair in discovery.methods() for options in ({}, *checkers.ask(pair.name, "LAWS", ()))
 ]
 pytestmark = [pytest.mark.kind("laws"), pytest.mark.parametrize("pair", RULED, ids=lambda pair: pair.label)]
@@ -50,9 +50,11 @@ SHAPES = (
     (10, 2, 32, torch.float16),
 )
 
-
-#: The modules of our states, which can be copied.
-OURS = ("kvtwin.reference.", "kvtwin.optimized.")
+#: The modules of our states, and of those of other packages' methods, which can be copied.
+OURS = (
+    "kvtwin.reference.", "kvtwin.optimized.",
+    *(name for pair in RULED if pair.declared for name in (pair.reference_name, pair.optimized_name)),
+)
 
 
 @dataclass(frozen=True)
@@ -389,14 +391,15 @@ def test_padding_of_a_prompt_gets_zeros(side, pair, device):
 
 
 class _Launches(TorchDispatchMode):
-    """Counts the custom operations of this package that run."""
+    """Counts the custom operations of this package, or of a method's, that run."""
 
-    def __init__(self) -> None:
+    def __init__(self, *namespaces: str) -> None:
         super().__init__()
+        self.namespaces = namespaces
         self.names: list[str] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "kvtwin":
+        if function.namespace in self.namespaces:
             self.names.append(function.name())
         return function(*args, **(kwargs or {}))
 
@@ -410,7 +413,7 @@ def test_laws_are_tested_with_evictions(pair, twins, device):
     query_heads, key_value_heads, head_dim, dtype = SHAPES[0]
     scenario = Scenario(2, query_heads, key_value_heads, head_dim, dtype, 4, 9, 0, 3, seed=1)
     state = scenario.state(twins.optimized, pair, device)
-    with _Launches() as launches:
+    with _Launches("kvtwin", pair.name) as launches:
         play(state, scenario.inputs(device))
     full = 2 * scenario.batch * key_value_heads * (scenario.prompt + scenario.steps) * head_dim * dtype.itemsize
     held = checkers.ask(pair.name, "bytes_of", bytes_of_slots)(state)
@@ -418,5 +421,5 @@ def test_laws_are_tested_with_evictions(pair, twins, device):
     if checkers.ask(pair.name, "EVICTS", True):
         assert int(state.occupied.sum(-1).max()) < state.tokens_seen
     assert scenario.budget < state.tokens_seen
-    if type(state).__module__.startswith("kvtwin.optimized"):
-        assert launches.names, "no kvtwin operation ran"
+    if type(state).__module__.startswith(("kvtwin.optimized", pair.optimized_name)):
+        assert launches.names, "no operation of kvtwin or of the method ran"

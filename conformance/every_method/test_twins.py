@@ -36,6 +36,8 @@ SHARED = re.compile(
     rf"{re.escape(REFERENCE)}\.((\w+\.)?(contract|_interrupted|_validate(_[a-z]+)?)|\w+\.types"
     r"|hf\.(cache_adapter(_\w+)?|block_caches))"
 )
+#: The modules of the methods of other packages: (reference, optimized).
+OTHERS = [(pair.reference_name, pair.optimized_name) for pair in discovery.methods() if pair.declared]
 every_pair = pytest.mark.parametrize("twin", discovery.pairs(), ids=str)
 every_method = pytest.mark.parametrize("twin", discovery.methods(), ids=str)
 
@@ -52,8 +54,9 @@ def test_discovery_finds_what_there_is() -> None:
 def twins_or_same(one: object, other: object) -> bool:
     """Whether these are the same type, or a class and its twin: functions take objects of their own side."""
     names = [f"{getattr(side, '__module__', '')}.{getattr(side, '__qualname__', '')}" for side in (one, other)]
-    return one == other or (
-        names[0].startswith(f"{REFERENCE}.") and names[1] == names[0].replace(REFERENCE, OPTIMIZED, 1)
+    return one == other or any(
+        names[0].startswith(f"{reference}.") and names[1] == names[0].replace(reference, optimized, 1)
+        for reference, optimized in ((REFERENCE, OPTIMIZED), *OTHERS)
     )
 
 
@@ -181,31 +184,42 @@ def reaches(module: str, name: str | None, package: str) -> bool:
 
 
 def optimized_may_import(module: str, name: str | None) -> bool:
-    if not reaches(module, name, REFERENCE):
+    references = [one for one in (REFERENCE, *dict(OTHERS)) if reaches(module, name, one)]
+    if not references:
         return True
     if SHARED.fullmatch(module) or SHARED.fullmatch(f"{module}.{name}"):
         return True
-    return name is not None and is_in(module, REFERENCE) and name.endswith(("Config", "Result"))
+    return name is not None and is_in(module, references[0]) and name.endswith(("Config", "Result"))
 
 
 def reference_may_import(module: str, name: str | None) -> bool:
-    return not any(reaches(module, name, package) for package in (OPTIMIZED, "triton"))
+    optimized = (OPTIMIZED, *(other for _, other in OTHERS))
+    return not any(reaches(module, name, package) for package in (*optimized, "triton"))
 
 
 RULES = {REFERENCE: reference_may_import, OPTIMIZED: optimized_may_import}
-FILES = {
-    (package, path.relative_to(folder).as_posix()): path
-    for package, folder in (
-        (REFERENCE, Path(kvtwin.reference.__file__).parent), (OPTIMIZED, Path(kvtwin.optimized.__file__).parent),
-    )
-    for path in sorted(folder.rglob("*.py"))
-}
+RULES |= {side: rule for pair in OTHERS for side, rule in zip(pair, RULES.values(), strict=True)}
+
+
+def files_of(side: str) -> dict[tuple[str, str], Path]:
+    """The source files of a module or of a package, by `side` and their path from its folder."""
+    spec = importlib.util.find_spec(side)
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent
+    paths = sorted(folder.rglob("*.py")) if spec.submodule_search_locations else [Path(spec.origin)]
+    return {(side, path.relative_to(folder).as_posix()): path for path in paths}
+
+
+FILES = {place: path for side in RULES for place, path in files_of(side).items()}
 
 
 @pytest.mark.parametrize(("side", "file"), FILES)
 def test_sides_do_not_import_each_other(side: str, file: str) -> None:
     """optimized imports only SHARED modules, *Config and *Result. reference imports neither optimized nor triton."""
-    package = ".".join((side, *Path(file).parts[:-1]))
+    spec = importlib.util.find_spec(side)
+    assert spec is not None
+    folder = side if spec.submodule_search_locations else spec.parent or ""
+    package = ".".join((folder, *Path(file).parts[:-1]))
     source = FILES[side, file].read_text(encoding="utf-8")
     wrong = [found for found in imports(source, package) if not RULES[side](*found[1:])]
     assert not wrong, "\n".join(f"{file}:{line}: imports {name or ''} from {module}" for line, module, name in wrong)
@@ -267,7 +281,8 @@ def test_reference_imports_without_triton() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert {f"{REFERENCE}.{pair.path}" for pair in discovery.pairs()} <= set(done.stdout.split())
+    ours = {pair.reference_name for pair in discovery.pairs() if not pair.declared}
+    assert ours <= set(done.stdout.split())
 
 
 # A method is complete ------------------------------------------------------------------------------------------------
@@ -306,6 +321,11 @@ def missing_parts(
 
 @every_method
 def test_a_method_has_all_its_parts(twin: Pair) -> None:
+    """The method of another package has tests and mutants beside the module of its entry point."""
+    if twin.declared is not None:
+        files = (f"test_{twin.name}.py", "mutants.toml")
+        assert [name for name in files if not (twin.declared.folder / name).is_file()] == []
+        return
     packages = kvtwin.reference, kvtwin.optimized, kvtwin.conformance, kvtwin.fixtures
     folders = (Path(package.__file__).parent for package in packages)
     missing = missing_parts(twin, *folders, takes_blocks=hasattr(twin.state, "append_block"))

@@ -31,6 +31,8 @@ from kvtwin.conformance.discovery import Pair
 from kvtwin.conformance.judge import checkers
 from kvtwin.optimized._common.launch import INTERPRETED
 
+#: Of operations: kvtwin's, and the names of other packages' methods.
+NAMESPACES = ("kvtwin", *(pair.name for pair in discovery.methods() if pair.declared))
 every_pair = pytest.mark.parametrize("twin", discovery.pairs(), ids=str)
 every_method = pytest.mark.parametrize("twin", discovery.methods(), ids=str)
 every_state = pytest.mark.parametrize(("twin", "options"), states(), ids=str)
@@ -74,7 +76,7 @@ class Calls(TorchDispatchMode):
         self.seen: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "kvtwin":
+        if func.namespace in NAMESPACES:
             assert not kwargs
             kind = tuple((arg.dim(), arg.dtype) if isinstance(arg, Tensor) else type(arg) for arg in args)
             before = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)
@@ -97,14 +99,14 @@ def calls_of(twin: Pair, device: torch.device) -> dict[Any, tuple[Any, tuple[Any
 
 
 def registered() -> set[str]:
-    """The names of all operations under kvtwin::, such as kvtwin::longflow_decode."""
+    """The names of all operations, such as kvtwin::longflow_decode."""
     for pair in discovery.pairs():
         assert pair.optimized
-    return {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("kvtwin::")}
+    return {name for name in torch._C._dispatch_get_all_op_names() if name.partition("::")[0] in NAMESPACES}
 
 
 def is_own(twin: Pair, operation: str) -> bool:
-    return operation.startswith(f"kvtwin::{twin.name}_")
+    return operation.startswith(f"{twin.name}::" if twin.declared else f"kvtwin::{twin.name}_")
 
 
 def check(calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:

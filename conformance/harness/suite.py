@@ -17,6 +17,7 @@ from ..cases import draws, failures
 from ..interpreter import stack
 from ..judge import stats
 from ..judge.fields import MissingField
+from ..own_methods import MethodError
 from . import environment, findings, options, results, summary, verdict
 from .impl import EnvironmentLimit, NotProvided, Twins, environment_limit, not_run
 from .report import build_report, write_report
@@ -135,6 +136,10 @@ class Suite:
         """Decide the backend before anything imports triton. Raises pytest.UsageError."""
         self.config = config
         options.check(config)
+        try:
+            discovery.pairs()
+        except MethodError as error:
+            raise pytest.UsageError(str(error)) from None
         for marker in MARKERS:
             config.addinivalue_line("markers", marker)
         for line in WARNINGS:

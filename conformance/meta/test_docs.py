@@ -84,19 +84,19 @@ def test_examples_run_and_print_what_they_show(folder, tmp_path):
 def test_generated_examples_run(tmp_path):
     pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
     pages = []
-    for pair in discovery.methods():
+    for pair in discovery.built_in():
         notes = DOCS / "notes" / f"{pair.name}.md"
         if not notes.is_file() or "\n## Use\n" not in notes.read_text(encoding="utf-8"):
             pages.append(tmp_path / f"{pair.name}.md")
             pages[-1].write_text(generate.methods.use(pair), encoding="utf-8")
-    assert {pair.name for pair in discovery.methods() if pair.is_baseline} == {page.stem for page in pages}
+    assert {pair.name for pair in discovery.built_in() if pair.is_baseline} == {page.stem for page in pages}
     assert run(pages, tmp_path) == 2 * len(pages)
 
 
 def test_a_baseline_without_notes_has_a_page(tmp_path, monkeypatch):
     """With the docstring of its reference."""
     monkeypatch.setattr(generate.methods, "DOCS", tmp_path)
-    pair = next(pair for pair in discovery.methods() if pair.is_baseline and pair.has_paper)
+    pair = next(pair for pair in discovery.built_in() if pair.is_baseline and pair.has_paper)
     page = generate.methods.method_page(pair)
     first, rest = pair.reference.__doc__.split("\n\n", 1)
     assert page.startswith(f"# {pair.name}\n\n{generate.markdown.escape(first)}\n")
@@ -171,7 +171,7 @@ def test_links_lead_to_files(tmp_path):
 def test_every_method_has_notes_and_a_page():
     """A baseline may have no notes."""
     made = generate.pages()
-    for pair in discovery.methods():
+    for pair in discovery.built_in():
         notes = DOCS / "notes" / f"{pair.name}.md"
         assert notes.is_file() or pair.is_baseline, f"{notes} needs what the method decides, and an example"
         page = made[f"methods/{pair.name}.md"]

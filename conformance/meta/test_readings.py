@@ -52,12 +52,12 @@ def folder(tmp_path):
 def test_every_method_with_a_paper_names_its_readings():
     """And no other. No file has readings of an unknown method."""
     named = {one.method for one in READINGS}
-    assert named == {pair.name for pair in discovery.methods() if pair.has_paper}
+    assert named == {pair.name for pair in discovery.built_in() if pair.has_paper}
 
 
 @pytest.mark.parametrize(("one", "option"), OPTIONS, ids=[f"{one.method}-{option}" for one, option in OPTIONS])
 def test_every_option_exists_and_is_not_the_default(one, option):
-    (pair,) = (pair for pair in discovery.methods() if pair.name == one.method)
+    (pair,) = (pair for pair in discovery.built_in() if pair.name == one.method)
     name, given = readings.arguments(option)
     if name:
         assert name in pair.exports, f"{one.method} exports no {name}"
@@ -73,7 +73,7 @@ def test_every_option_exists_and_is_not_the_default(one, option):
 
 def test_the_docs_show_the_readings_of_each_method():
     generate = docs_module("generate", "its pages show the readings")
-    for pair in discovery.methods():
+    for pair in discovery.built_in():
         own = [one for one in READINGS if one.method == pair.name]
         shown = "".join(generate.methods.readings(pair.name))
         assert (readings.table(own) in shown) if own else not shown

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 #: Names of the files: of mutants, and of their kill matrix.
@@ -51,12 +52,16 @@ def matrix_file(method: str, folder: Path) -> Path:
     return mutants.with_name(MATRIX)
 
 
-def store(results: Sequence[Result], digests: Mapping[tuple[str, str], str], folder: Path) -> None:
+def store(
+    results: Sequence[Result], digests: Mapping[tuple[str, str], str], folder: Path,
+    others: Mapping[str, Path] = MappingProxyType({}),
+) -> None:
     """Write results to mutants.json beside each file of mutants, in its order, one line each. Stored results of mutants
-    that did not run are kept if their substitution is unchanged. digests: of all mutants, by method and name."""
+    that did not run are kept if their substitution is unchanged. digests: of all mutants, by method and name. others:
+    files of mutants outside of the folder, by method."""
     versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in RUNS_WITH}
     for method in sorted({result.method for result in results}):
-        path = matrix_file(method, folder)
+        path = others[method].with_name(MATRIX) if method in others else matrix_file(method, folder)
         order = {name: digest for (of, name), digest in digests.items() if of == method}
         old = stored(path) if path.is_file() else []
         rows = {row["name"]: row for row in old if order.get(row["name"]) == row["digest"]}

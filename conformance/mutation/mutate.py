@@ -15,6 +15,9 @@ of the package and runs, in a separate process (mutate_server.py), the tests tha
     crash = true                                # optional: dying from a signal counts as killed
     class = "a"                                 # optional: one of CLASSES
 
+The mutants of another package's method (see own_methods.py) are in its folder. Files and tests of that package begin
+with the package's name: "key_norm/optimized.py", "key_norm/test_key_norm.py::test_ties".
+
 A mutant is *killed* if a killer fails (mutate_probe.py defines which errors count), and *survives* if all killers
 pass. It is *broken*, which proves nothing, if it does not import, fails its control, or ends killers with other errors
 or an unexpected signal. Exit code 0 if all mutants are killed, 1 if not, 2 if a file of mutants is invalid or the suite
@@ -37,12 +40,13 @@ import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..own_methods import MethodError
 from ..progress import bar, say
-from . import kill_matrix, mutate_probe
+from . import kill_matrix, mutate_probe, others
 from .kill_matrix import Result
 from .mutate_probe import ORDER, PROFILE
 from .mutate_server import Server
@@ -60,6 +64,7 @@ CLASSES = {
     "f": "a default or a schedule that both sides share",
     "g": "a path that is chosen by the size of a GPU",
 }
+IGNORED = shutil.ignore_patterns("__pycache__", ".*")  # what is not copied
 CPU_SECONDS = 240  # of one process: a mutant may loop for ever
 
 
@@ -72,6 +77,7 @@ class Tree:
     """The folders of a namespace package by name, as {"optimized": path}, and how to run its tests.
 
     tests: the folder that test ids are relative to. linked: large folders, which are linked and cannot be mutated.
+    others: the folders of other packages, by name.
     """
 
     namespace: str
@@ -79,16 +85,30 @@ class Tree:
     tests: str = "conformance"
     linked: tuple[str, ...] = ("fixtures",)
     arguments: tuple[str, ...] = ("--kv-device", "cpu")
+    others: dict[str, Path] = field(default_factory=dict)
+
+    def is_other(self, place: str) -> bool:
+        """Whether a file or a test belongs to another package."""
+        return place.partition("/")[0] in self.others
+
+    def place(self, file: str) -> str:
+        """The path of a file in a copy."""
+        return file if self.is_other(file) else f"{self.namespace}/{file}"
+
+    def test_place(self, test: str) -> str:
+        """The path of a test in a copy."""
+        return test if self.is_other(test) else f"{self.namespace}/{self.tests}/{test}"
 
     def source(self, file: str) -> str:
         folder, _, rest = file.partition("/")
-        if folder not in self.folders or not (self.folders[folder] / rest).is_file():
+        folders = {**self.folders, **self.others}
+        if folder not in folders or not (folders[folder] / rest).is_file():
             raise MutantError(f"file {file} does not exist")
-        return (self.folders[folder] / rest).read_text(encoding="utf-8")
+        return (folders[folder] / rest).read_text(encoding="utf-8")
 
     def tests_in(self, file: str) -> set[str]:
         """The test functions of a test file, "Class::function" where one is in a class."""
-        tree = ast.parse(self.source(f"{self.tests}/{file}"))
+        tree = ast.parse(self.source(file if self.is_other(file) else f"{self.tests}/{file}"))
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
         inner = {f"{node.name}::{name}" for node in classes for name in _functions(node)}
         return {*_functions(tree), *(node.name for node in classes), *inner}
@@ -116,7 +136,9 @@ class Tree:
             if name in self.linked:
                 target.symlink_to(folder, target_is_directory=True)
             else:
-                shutil.copytree(folder, target, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+                shutil.copytree(folder, target, ignore=IGNORED)
+        for name, folder in self.others.items():
+            shutil.copytree(folder, root / name, ignore=IGNORED)
         (root / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n", encoding="utf-8")
 
 
@@ -134,7 +156,7 @@ def here() -> Tree:
         if spec is None or spec.origin is None:
             raise MutantError(f"kvtwin.{name} is not installed")
         folders[name] = Path(spec.origin).parent
-    return Tree("kvtwin", folders)
+    return Tree("kvtwin", folders, others=others.packages())
 
 
 @dataclass(frozen=True)
@@ -155,10 +177,6 @@ class Mutant:
     def digest(self) -> str:
         """Hash of the substitution; stored results belong to one substitution."""
         return hashlib.sha256(repr((self.file, self.replace)).encode()).hexdigest()[:12]
-
-    @property
-    def module(self) -> str:
-        return self.file.removesuffix(".py").replace("/", ".")
 
     def applied_to(self, source: str) -> str:
         """The mutated source. Raises MutantError unless each old text occurs in `source` exactly once."""
@@ -183,12 +201,19 @@ def load(folder: Path = HERE) -> list[Mutant]:
     return mutants
 
 
-def _load_file(file: Path) -> list[Mutant]:
+def everyone() -> list[Mutant]:
+    """The mutants of kvtwin's methods and of those of other packages. Raises MutantError for an invalid file."""
+    return load() + [mutant for method, file in others.files().items() for mutant in _load_file(file, method)]
+
+
+def _load_file(file: Path, method: str = "") -> list[Mutant]:
+    """The mutants of a file. method: its method, by default the name of the folder."""
+    method = method or file.parent.name
     tables = tomllib.loads(file.read_text(encoding="utf-8"))
     control = tables.get("control")
     found = []
     for number, table in enumerate(tables.get("mutant", []), start=1):
-        where = f"{file.parent.name}/{file.name}: {table.get('name', f'mutant {number}')}"
+        where = f"{method}/{file.name}: {table.get('name', f'mutant {number}')}"
         unknown = set(table) - {*TEXTS, *OPTIONAL, "replace", "killers"}
         missing = [key for key in (*TEXTS, "replace", "killers") if not table.get(key)]
         if unknown or missing:
@@ -204,7 +229,7 @@ def _load_file(file: Path) -> list[Mutant]:
             raise MutantError(f"{where}: the control is one of the killers")
         table["replace"] = tuple((old, new) for old, new in table["replace"])
         table["killers"] = tuple(table["killers"])
-        found.append(Mutant(method=file.parent.name, **table))
+        found.append(Mutant(method=method, **table))
     return found
 
 
@@ -254,7 +279,7 @@ class Lab:
         root = self.root / mutant.name
         # Includes the byte code of the baseline run; that of the mutated file is stale and removed below.
         shutil.copytree(self.pristine, root, symlinks=True)
-        source = root / self.tree.namespace / mutant.file
+        source = root / self.tree.place(mutant.file)
         source.write_text(mutant.applied_to(source.read_text(encoding="utf-8")), encoding="utf-8")
         for stale in source.parent.glob(f"__pycache__/{source.stem}.*"):
             stale.unlink()
@@ -278,12 +303,13 @@ class Lab:
         order = {"log": str(log), "seconds": CPU_SECONDS, "control": "", "module": None}
         if mutant is not None:
             tests = (mutant.control, *tests)
-            source = root / tree.namespace / mutant.file
-            order |= {"control": mutant.control, "module": f"{tree.namespace}.{mutant.module}", "source": str(source)}
-        prefix = f"{tree.namespace}/{tree.tests}/"
+            source = tree.place(mutant.file)
+            module = source.removesuffix(".py").replace("/", ".")
+            order |= {"control": mutant.control, "module": module, "source": str(root / source)}
+        prefix = tree.test_place("")
         arguments = [
             *("-q", "-p", "no:cacheprovider", "-p", mutate_probe.__name__, f"--hypothesis-profile={PROFILE}"),
-            *(*tree.arguments, *(f"{prefix}{test}" for test in tests)),
+            *(*tree.arguments, *map(tree.test_place, tests)),
         ]
         path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
         environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, ORDER: json.dumps(order)}
@@ -345,13 +371,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {options.jobs}")
     try:
-        results, everyone = _run(options.methods, options.only, options.jobs)
-    except MutantError as error:
+        results, mutants = _run(options.methods, options.only, options.jobs)
+    except (MutantError, MethodError) as error:
         print(error, file=sys.stderr)
         return 2
     print(f"\n{kill_matrix.matrix(results)}")
     if options.store:
-        kill_matrix.store(results, {(one.method, one.name): one.digest for one in everyone}, HERE)
+        kill_matrix.store(results, {(one.method, one.name): one.digest for one in mutants}, HERE, others.files())
     alive = [result for result in results if result.status != "killed"]
     for result in alive:
         print(f"\n{result.status}: {result.name} ({result.what})\n  {result.detail or 'no killer failed'}")
@@ -360,12 +386,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(methods: Sequence[str], only: Sequence[str] | None, jobs: int) -> tuple[list[Result], list[Mutant]]:
-    everyone = load()
-    chosen = [mutant for mutant in everyone if not methods or mutant.method in methods]
+    mutants = everyone()
+    chosen = [mutant for mutant in mutants if not methods or mutant.method in methods]
     chosen = [mutant for mutant in chosen if not only or mutant.name in only]
-    unknown = {*methods, *(only or ())} - {mutant.method for mutant in everyone} - {mutant.name for mutant in everyone}
+    unknown = {*methods, *(only or ())} - {mutant.method for mutant in mutants} - {mutant.name for mutant in mutants}
     if unknown or not chosen:
-        there = sorted({mutant.method for mutant in everyone})
+        there = sorted({mutant.method for mutant in mutants})
         raise MutantError(f"no such method or mutant: {', '.join(sorted(unknown))}; methods: {', '.join(there)}")
     tree = here()
     tree.check(chosen)
@@ -381,7 +407,7 @@ def _run(methods: Sequence[str], only: Sequence[str] | None, jobs: int) -> tuple
                     results.append(result)
                     progress.update()
     print(f"{seconds + sum(result.seconds for result in results):.0f} s of CPU in total")
-    return results, everyone
+    return results, mutants
 
 
 if __name__ == "__main__":

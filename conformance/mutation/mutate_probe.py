@@ -43,7 +43,7 @@ class Probe:
             file.write(json.dumps(fact) + "\n")
 
     def is_control(self, nodeid: str) -> bool:
-        return nodeid.endswith(f"/{self.order['control']}") if self.order["control"] else False
+        return f"/{nodeid}".endswith(f"/{self.order['control']}") if self.order["control"] else False
 
     # First: before Hypothesis's plugin looks for the profile. It has no shrinking, which would take most of the time.
     @pytest.hookimpl(tryfirst=True)

@@ -24,10 +24,10 @@ def pages() -> dict[str, str]:
     """Every generated page: its path below docs/reference, and its Markdown."""
     from kvtwin.conformance import discovery
 
-    found = {f"methods/{pair.name}.md": method_page(pair) for pair in discovery.methods()}
+    found = {f"methods/{pair.name}.md": method_page(pair) for pair in discovery.built_in()}
     found["methods/index.md"] = index(
         "Methods", "One page per method: use, readings, API, claims, accuracy, speed and mutants.",
-        [pair.name for pair in discovery.methods()],
+        [pair.name for pair in discovery.built_in()],
     )
     found["api/index.md"] = api_page()
     found |= {f"results/{name}.md": text for name, text in result_pages().items()}

@@ -30,7 +30,7 @@ def run(run: Run) -> None:
     batch, prompt, steps, budget = (1, 6, 1, 16) if run.tiny else (16, 896, 256, 1024)
     ours: dict[str, Callable[[], Any]] = {
         name: lambda name=name: state_of(run, model, name, batch, prompt + steps, budget)
-        for name in (["longflow"] if run.tiny else [found.name for found in discovery.methods() if found.state])
+        for name in (["longflow"] if run.tiny else [found.name for found in discovery.built_in() if found.state])
     }
     grown: dict[str, Callable[[], Any]] = {
         "full KV, grown by cat": lambda: Grown(None), "h2o, grown by cat": lambda: Grown(budget),

@@ -1,4 +1,4 @@
-"""Checkers: one module per pair, with the pair's name, found by that name.
+"""Checkers: one module per pair, with the pair's name, found by that name. A method of another package names its own.
 
 Lockstep, laws, strategies and replay are generic and read method-specific facts from here. A checker may define
 
@@ -55,17 +55,30 @@ from types import ModuleType
 from typing import Any
 
 from ... import discovery
+from ...own_methods import Method
 
 
 def of(name: str) -> ModuleType | None:
     """The checker of a pair, None if it has none."""
+    method = _method(name)
+    if method is not None:
+        return importlib.import_module(method.checker)
     qualified = f"{__name__}.{name}"
     return importlib.import_module(qualified) if importlib.util.find_spec(qualified) else None
 
 
 def ask(name: str, attribute: str, default: Any) -> Any:
     """An attribute of a pair's checker, or the default."""
+    method = _method(name)
+    if method is not None and attribute == "configs":
+        module, _, function = method.configs.partition(":")
+        return getattr(importlib.import_module(module), function)
     return getattr(of(name), attribute, default)
+
+
+def _method(name: str) -> Method | None:
+    """The declaration of a method of another package."""
+    return next((one.declared.method for one in discovery.pairs() if one.name == name and one.declared), None)
 
 
 def required(name: str) -> dict[str, Any]:
