@@ -7,6 +7,8 @@ adopt the choice.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import settings
@@ -98,7 +100,7 @@ class TokenLists(RuleBasedStateMachine):
     @rule(index=st.lists(st.integers(0, BATCH - 1), min_size=BATCH, max_size=BATCH))
     def reorder(self, index: list[int]) -> None:
         self.both.reorder(torch.tensor(index, device=self.device))
-        self.lists = [copied(self.lists[source]) for source in index]
+        self.lists = [copy.deepcopy(self.lists[source]) for source in index]
 
     @invariant()
     def the_slots_hold_the_tokens(self) -> None:
@@ -116,13 +118,6 @@ class TokenLists(RuleBasedStateMachine):
             expected = torch.tensor([row.scores(slots)], dtype=torch.float64, device=self.device)
             carried = torch.zeros_like(expected) if adapter.previous_error is None else adapter.previous_error[b]
             assert_within(state.score[b], expected, carried, what=f"score of row {b}")
-
-
-def copied(head: Head) -> Head:
-    other = type(head)(head.config, head.scale)
-    other.slots = [None if token is None else type(token)(**vars(token)) for token in head.slots]
-    other.seen, other.window = head.seen, head.window.copy()
-    return other
 
 
 @pytest.mark.parametrize("side", ("reference", "optimized"))
