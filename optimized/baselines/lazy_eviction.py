@@ -40,14 +40,14 @@ class LazyEvictionState(BlockState):
         assert self._carried is not None
         return activate(
             block.query, self.key[:, :, :end], self.occupied[..., :end], block.softmax_parts, self._score,
-            self._carried, self.positions, self._seen, self.scale, self.config.alpha, float(self.config.shifted),
+            self._carried, self._seen, self.scale, self.config.alpha, float(self.config.shifted),
         ), None
 
 
 @torch.library.custom_op("kvtwin::lazy_eviction_activate", mutates_args=("score", "carried"))
 def activate(
-    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, carried: Tensor,
-    positions: Tensor, seen: Tensor, scale: float, alpha: float, shift: float,
+    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, carried: Tensor, seen: Tensor,
+    scale: float, alpha: float, shift: float,
 ) -> Tensor:
     """Update carried [B, Hkv, slots] int64 with the queries whose weight for a key, averaged over the group, is at
     least alpha, and store the importances in score [B, Hkv, slots]. Returns them for the S slots of the keys.
@@ -59,8 +59,8 @@ def activate(
     rank = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
     with on_device_of(query):
         activate_kernel[(key.shape[0] * key.shape[1] * triton.cdiv(key.shape[2], block),)](
-            query, key, occupied, softmax_parts, score, carried, positions, rank, seen, scale * LOG2_E.value, alpha,
-            shift, score.stride(1),
+            query, key, occupied, softmax_parts, score, carried, rank, seen, scale * LOG2_E.value, alpha, shift,
+            score.stride(1),
             *_arguments(query, key, key, occupied), **_shape(query, key, key), ROWS=queries, BLOCK=block,
             num_warps=warps,
         )
@@ -69,8 +69,8 @@ def activate(
 
 @activate.register_fake
 def _(
-    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, carried: Tensor,
-    positions: Tensor, seen: Tensor, scale: float, alpha: float, shift: float,
+    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, carried: Tensor, seen: Tensor,
+    scale: float, alpha: float, shift: float,
 ) -> Tensor:
     return key.new_empty(key.shape[:3], dtype=torch.float32)
 
@@ -80,7 +80,7 @@ def _(
     "value_h", "value_s", "occupied_b", "occupied_h",
 ])
 def activate_kernel(
-    query, key, occupied, softmax_parts, score, carried, positions, rank, seen, scale, alpha, shift, score_h,
+    query, key, occupied, softmax_parts, score, carried, rank, seen, scale, alpha, shift, score_h,
     slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
@@ -127,10 +127,11 @@ def activate_kernel(
             part = tl.exp2(multiply(dot(k, tl.trans(q)), scale) - highest[None, :])
             weight += tl.where((inverse != 0.0)[None, :], part, 0.0) * inverse[None, :]
         sees = holds[:, None] & asks[None, :] & (s[:, None] <= (past + i)[None, :])
-        active = tl.where(sees & (weight / GROUP >= alpha), 1, 0)
+        # A bit per query, so that the queries can be gone through in their order.
+        active = tl.sum(tl.where(sees & (weight / GROUP >= alpha), tl.full([ROWS], 1, tl.int64)[None, :] << r, 0), 1)
         for row in range(0, tl.minimum(ROWS, count - tile * ROWS)):
             now = tile * ROWS + row
-            activates = tl.max(tl.where((r == row)[None, :], active, 0), 1) != 0
+            activates = ((active >> row) & 1) != 0
             gap = tl.where(activates, tl.maximum(gap, now - last), gap)
             last = tl.where(activates, now, last)
     tl.store(carried + at, ((start + last) << 32) + gap, mask=holds)

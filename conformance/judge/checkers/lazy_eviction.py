@@ -104,8 +104,8 @@ def importances(found: Activations, now: int, *, shifted: bool) -> Interval:
     """Interval of the computed importances.
 
     The exponent x of the age is a sum, a quotient by a rounded sum, and a product with log2(e): an absolute error of
-    |x| (4 u + DIVISION), of the gap 3 u. An exponential, a sum and a division follow, and the sum of both terms. Terms
-    below FLUSH may flush to zero.
+    |x| (4 u + DIVISION), which covers the 3 u |x| of the second term's exponent. An exponential, a sum and a division
+    follow, and the sum of both terms. Terms below FLUSH may flush to zero.
     """
     def term(x: Tensor) -> tuple[Tensor, Tensor]:
         value = 2 * torch.sigmoid(-x)
@@ -113,7 +113,7 @@ def importances(found: Activations, now: int, *, shifted: bool) -> Interval:
         return value, value * relative + 4 * FLUSH
 
     def of(last: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
-        return term(float(shifted) + (now - last).double() / (gap + EPSILON))
+        return term(float(shifted) + (now - last).double() / (gap.double() + EPSILON))
 
     def recurring(gap: Tensor) -> tuple[Tensor, Tensor]:
         value, error = term(gap.double() - 1)
@@ -155,7 +155,7 @@ class Model(block_model.Head):
 
 def _sigmoid_of_minus(x: float) -> float:
     """2 sigmoid(-x)."""
-    return 2 / (1 + math.exp(min(x, 700.0))) if x < 700 else 0.0
+    return 2 / (1 + math.exp(x)) if x < 700 else 0.0
 
 
 class Adapter(blocks.Adapter):
@@ -194,15 +194,14 @@ class Adapter(blocks.Adapter):
         return self._scored
 
     def ties(self, chunk: Chunk) -> Tensor:
-        """Tokens whose activations are known and equal have the same importance in any arithmetic. A token without a
-        gap has an importance of 0 from the next step on: the sigmoid is 0 in float32 and in float64."""
+        """Tokens whose activations are known and equal have the same importance in any arithmetic. A token that was
+        never activated has an importance of exactly 0, since its exponent is at least 10^5."""
         assert self._known is not None
         found = self._known[1]
         sure = (found.first_last == found.last) & (found.least_gap == found.gap) & chunk.before["occupied"]
         index = torch.arange(chunk.slots, device=sure.device).expand(sure.shape)
         equal = sure[..., None, :] & sure[..., :, None]
-        forgotten = (found.gap == 0) & (found.last < chunk.reference.tokens_seen - 1)
-        for one in (found.last.masked_fill(forgotten, -2), found.gap):
+        for one in (found.last.masked_fill(found.gap == 0, -2), found.gap):
             equal = equal & (one[..., :, None] == one[..., None, :])
         return torch.where(sure, index[..., None, :].where(equal, chunk.slots).amin(-1), index)
 

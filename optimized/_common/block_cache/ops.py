@@ -132,8 +132,8 @@ def evict(
     slots budget to budget + count - 1, take the free slots in ascending order, and the block's slots become free.
 
     rank [B, Hkv, end] float32 or int64 (from 0 on), or None for age; protected likewise, bool or None. The oldest
-    `sinks` and the newest `recent` tokens are protected too. carried [B, Hkv, S] float32 moves with the tokens, or
-    None. Adds `came` to seen.
+    `sinks` and the newest `recent` tokens are protected too. carried [B, Hkv, S], float32 or int64, moves with the
+    tokens, or None. Adds `came` to seen.
     """
     tensors = key, value, occupied, positions, score, token_index, carried
     apart = count > (32 if SMALL_TILES else APART)

@@ -6,8 +6,8 @@ what it aggregates and how it ranks:
 - `_update(block) -> (rank, protected)`: updates `score` for all occupied slots below block.end, the new block included,
   and ranks the tokens. rank [B, Hkv, end] float32, or int64 from 0 on, lowest evicted first, ties to the lowest slot;
   None evicts the oldest first. protected [B, Hkv, end] bool, tokens that are kept whatever their rank, or None. A
-  method whose capacity exceeds its budget (an `interval`) has the rule "sum", "newest" or "renew" and returns a rank
-  and None; or it has the rule "append" and overrides `_evict` and `_finish_step` instead.
+  method whose capacity exceeds its budget (an `interval`) has the rule "sum", "newest" or "renew", or steps by
+  `_step_as_block`, and returns a rank and None; or it has the rule "append" and overrides `_evict` and `_finish_step`.
 - `_rule`: how a decode step ranks, one of `step.RULES`. With the default, "nothing", the step's token takes slot
   `budget`, and `_update` ranks as for any block. With "append" it takes the first free slot, and the step updates
   `_window` (window_query, window_positions of `step.step`). With the other rules the step does everything and leaves in
@@ -16,8 +16,8 @@ what it aggregates and how it ranks:
   what a step ranks by, for `compress.thin`.
 - `_sinks`, `_recent`: how many of the oldest and of the newest tokens of each head are also protected. At most `budget`
   tokens may be protected in all.
-- `_carried`: a float32 [B, Hkv, S] buffer of the method that moves with the tokens, or None. With `_carries_magnitude`,
-  a new token's entry is ||v||_1 before `_update`; otherwise `_update` sets it.
+- `_carried`: a float32 or int64 [B, Hkv, S] buffer of the method that moves with the tokens, or None. With
+  `_carries_magnitude`, a new token's entry is ||v||_1 before `_update`; otherwise `_update` sets it.
 - `_library_attends`: whether a kernel of PyTorch may attend for a prompt of one block, because the method compares the
   queries and keys as they come and does not read the softmaxes.
 - `_chooses_early`: whether the evictions of a block do not depend on its attention. `_choose` then runs beside it, and
