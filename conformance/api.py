@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from . import discovery, interpreter
+from . import interpreter
 from .capabilities import Capabilities
 from .cases.block_cases import AttendCase, attend_cases
 from .cases.case import Case, DecodeCase, StateTrace, WindowCase, load
@@ -17,7 +17,7 @@ from .cases.flashinfer_traces import flashinfer_cases
 from .cases.key_cases import KeyCase, key_cases
 from .cases.paged_view import PagedLayout, PagedView, judge_paged, paged_views
 from .cases.strategies import decode_cases, state_traces, window_cases
-from .harness.impl import Facade, NotProvided, Side
+from .harness.impl import Facade, NotProvided
 from .judge import lockstep as _lockstep
 from .judge import replay
 from .judge.bounds import Arithmetic, Interval, arithmetic, gamma, log_weight_error, output_error
@@ -73,8 +73,7 @@ def judge(case: Case, implementation: Any) -> list[str]:
     if not isinstance(case, Case):
         raise TypeError(f"case must be a Case, got {type(case).__name__}")
     name = getattr(implementation, "__name__", type(implementation).__name__)
-    ours = name in (discovery.REFERENCE, discovery.OPTIMIZED)
-    passed = list(replay.judged(case, Side(name) if ours else Facade(name, implementation)))
+    passed = list(replay.judged(case, Facade(name, implementation)))
     if not passed:
         raise ValueError(f"case must be of a kind that a method's checker judges, got {type(case).__name__}")
     return passed

@@ -1,7 +1,7 @@
 """``kvtwin new NAME [FOLDER]``: write a package with a method of its own (see own_methods.py).
 
-The files are those of template/, whose method is called key_norm. The method keeps the tokens with the smallest key
-norms; its tests pass, and are the place to start from.
+It copies the files of template/ and replaces the name key_norm. The method keeps the tokens with the smallest key
+norms. All tests of the new package pass. Its author then changes the method step by step.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Method:
     - configs: "module:function", a function (most, window) that returns a Hypothesis strategy of the config's keyword
       arguments: a budget from 1 to `most`, and all options but `scale`. `window` is the largest observation window.
 
-    The modules are imported when a test needs them. Errors are those of `MethodError`.
+    The modules are imported when a test needs them. A wrong declaration raises `MethodError`.
     """
 
     name: str

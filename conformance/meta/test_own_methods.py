@@ -59,7 +59,7 @@ def package(tmp_path, monkeypatch):
 
 @pytest.fixture
 def undiscovered(monkeypatch):
-    """Discover anew in this test."""
+    """Discovery without its cache, in this test."""
     monkeypatch.setattr(discovery, "_found", discovery._found.__wrapped__)
 
 

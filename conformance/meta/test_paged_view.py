@@ -29,13 +29,12 @@ def at(view: api.PagedView, cache: torch.Tensor, row: int, slot: int) -> torch.T
 
 def gathered(view: api.PagedView) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [B, Hkv, S, D] of a view, zero in free slots."""
-    size, slots = view.layout.page_size, view.occupied.shape[1]
+    slots = view.occupied.shape[1]
     found = []
     for cache in (view.key_cache, view.value_cache):
         pages = cache if view.layout.order == "tokens_first" else cache.transpose(1, 2)
         held = pages[view.block_table.long().clamp_min(0)].flatten(1, 2)[:, :slots].transpose(1, 2)
         found.append(held.masked_fill(~view.occupied[:, None, :, None], 0))
-    assert size >= 1
     return found[0], found[1]
 
 

@@ -2,9 +2,10 @@
 
 `prepare_kernel` computes the norms of the keys, the ages of the tokens, and the softmaxes of the window's queries, in
 parts. `similarity_kernel` multiplies each tile of keys with all keys of its head. Since C is symmetric, the sums of its
-rows are those of its columns. For each token it finds the token whose mean leaves it out. What is left out is added up
-in integers, whose sum does not depend on the order. `importance_kernel` subtracts it from the sums and adds up the
-attention of the window's queries. `mix_kernel` makes the scores of both.
+rows are those of its columns. It also finds the most recent similar token j of each token i: the mean of j leaves out
+C_ij. It adds what each mean leaves out, as integers, whose sum does not depend on the order. `importance_kernel`
+subtracts these numbers from the sums, and adds up the attention of the window's queries. `mix_kernel` computes the
+scores from both.
 
 Buffers are as in `evict_kernels.py`. Programs of heads that are not due return at once.
 """
