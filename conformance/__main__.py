@@ -113,7 +113,8 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
         *(f"--ignore-glob={pattern}" for pattern in results.LEFT_OUT),
         # The tests lie in the installed package: neither a configuration file above it, nor one of the project in
         # the current folder, is meant for them, and nothing is to be written there.
-        *("-c", os.devnull, "--rootdir", str(plugin.HERE), "-p", "no:cacheprovider", "-p", plugin.NAME),
+        *("-c", os.devnull, "--rootdir", str(plugin.HERE), "-p", plugin.NAME),
+        *("-p", "no:cacheprovider", "-p", "no:logging"),  # logging: see pyproject.toml
         *("--import-mode", "importlib", "--strict-markers", "--tb", "short", "-o", "filterwarnings=error"),
         # This module has imported the plugin before pytest could rewrite its asserts. It has none that tests rely on.
         *("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"),

@@ -86,6 +86,7 @@ def test_a_plan_without_room_for_answers() -> None:
 # Counts --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_with_room_for_all_every_method_is_full_attention(tiny: dict[str, Any]) -> None:
     full, *others = (row for row in tiny["rows"] if row["budget"] == 120)
     assert full["method"] == FULL

@@ -110,6 +110,7 @@ def test_a_state_comes_before_a_function(theirs):
     assert accuracy_of.through(PAIRS["h2o"], module) is None
 
 
+@pytest.mark.slow
 def test_the_reference_answers_as_the_reference(theirs):
     theirs(longflow={"LongFlowState": longflow.LongFlowState}, keydiff={"evict": keydiff.evict})
     rows = accuracy_of.evaluate("theirs", plan=Tiny(queries=2))
@@ -124,6 +125,7 @@ def test_the_reference_answers_as_the_reference(theirs):
     assert rows[0].theirs["arithmetic"]["accuracy"] == 1
 
 
+@pytest.mark.slow
 def test_a_wrong_implementation_answers_otherwise(theirs, capsys):
     theirs(keydiff={"evict": Wrong()})
     assert cli.main(["accuracy", "--impl", "theirs", "--queries", "6"]) == 0
@@ -144,6 +146,7 @@ def test_an_error_is_a_result(theirs, capsys):
     assert "RuntimeError: out of slots" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_declared_capabilities_are_respected(theirs, capsys):
     """The dtype is one that is declared. The model's sizes are fixed, so other sizes are refused."""
     seen = []

@@ -21,7 +21,7 @@ from kvtwin.optimized._common.block_cache import state as blocks
 from kvtwin.optimized._common.block_cache.state import BlockState
 from kvtwin.reference.thinkv import ThinKVConfig
 
-pytestmark = pytest.mark.kind("equivalence")
+pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.slow_on_cpu]
 BLOCKS = [pair for pair in discovery.methods() if issubclass(getattr(pair.optimized, pair.state.__name__), BlockState)]
 #: In these tests a graph is worth its capture from LEAST blocks on, and a chunk has CHUNK blocks.
 LEAST, CHUNK = 4, 2

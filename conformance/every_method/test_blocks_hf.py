@@ -217,6 +217,7 @@ def decode(forward: Any, model: Any, cache: Any, device: torch.device, steps: li
     return follow
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize(("side", "method"), [("reference", "h2o")])
 def test_compiled_steps_heed_padding(twins: Any, device: torch.device, compiled: Any, side: str, method: str) -> None:
     model = tiny_models.model("llama", device=device)

@@ -168,6 +168,7 @@ def test_unknown_names_and_a_missing_manifest_are_errors(copy: Path) -> None:
 # The traces
 
 
+@pytest.mark.slow
 def test_check_passes_and_the_traces_are_whole(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert record.main(["--check"]) == 0
     assert "fixtures are as recorded" in capsys.readouterr().out

@@ -77,6 +77,7 @@ def state_and_prompt(
     return state, prompt | checkers.extras(state, prompt["query"], prompt["key"], prompt["value"])
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("pair", discovery.methods(), ids=str)
 @pytest.mark.parametrize("padding", ["none", "left_padding", "full"])
 def test_a_state_is_the_same_after_pytorchs_kernel_and_kvtwins(pair, padding, device, monkeypatch):

@@ -20,7 +20,9 @@ from kvtwin.conformance import compile_only, discovery
 from kvtwin.conformance.cases import every_call, tiny
 from kvtwin.optimized._common.launch import INTERPRETED
 
-pytestmark = [pytest.mark.kind("laws"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = [
+    pytest.mark.kind("laws"), pytest.mark.slow_on_cpu, pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 
 ROUNDS = 100 if settings().max_examples >= 1000 and not INTERPRETED else 2
 #: Bytes that fill memory before it is used: zeros; large numbers; NaN, and -1 in integers.

@@ -268,6 +268,7 @@ def test_the_rule_about_imports_can_fail(side: str, statement: str, allowed: boo
     assert all(RULES[side](module, name) for _, module, name in found) == allowed
 
 
+@pytest.mark.slow
 def test_reference_imports_without_triton() -> None:
     script = (
         "import importlib, pkgutil, sys\n"

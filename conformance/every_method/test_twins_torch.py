@@ -122,6 +122,7 @@ def check(calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
 WITH_OPERATIONS = [pair for pair in discovery.pairs() if any(is_own(pair, name) for name in registered())]
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("twin", WITH_OPERATIONS, ids=str)
 def test_operations_pass_opcheck(twin: Pair, device: torch.device) -> None:
     """Those that have the method's name."""
@@ -130,6 +131,7 @@ def test_operations_pass_opcheck(twin: Pair, device: torch.device) -> None:
     check(own)
 
 
+@pytest.mark.slow_on_cpu
 def test_shared_operations_pass_opcheck(device: torch.device) -> None:
     """Every kind of call once, whichever method makes it. With the test above, no operation goes unchecked."""
     reached, kinds = set(), {}
@@ -156,6 +158,7 @@ def compiled() -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
     torch.compiler.reset()
 
 
+@pytest.mark.slow_on_cpu
 @every_pair
 @pytest.mark.filterwarnings("ignore")  # warnings of compilers do not concern us
 def test_functions_compile(twin: Pair, compiled: Callable[..., Any], device: torch.device) -> None:
@@ -169,6 +172,7 @@ def test_functions_compile(twin: Pair, compiled: Callable[..., Any], device: tor
                 assert_same_bits(actual, expected, name)
 
 
+@pytest.mark.slow_on_cpu
 @every_state
 @pytest.mark.filterwarnings("ignore")
 def test_steps_compile(

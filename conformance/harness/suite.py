@@ -28,6 +28,7 @@ MARKERS = (
     "property(name): the property of an implementation that the test judges: judge/subjects.py",
     "limits: about what kvtwin's own kernels do not take. Not run on other implementations, which may take it",
     "slow: a test of the suite itself, over two seconds long; `tox` leaves it out, and .ci/run does not",
+    "slow_on_cpu: a long test of kernels, of which a GPU says more: `slow` in Triton's interpreter alone",
     "method(name): the tested method, if neither the file's name nor a parameter names it",
 )
 WARNINGS = (
@@ -214,6 +215,8 @@ class Suite:
         options.apply_entries(config, items)
         for item in items:
             item.stash[FACTS] = results.classify(item)
+            if self.backend.interpreter and item.get_closest_marker("slow_on_cpu") is not None:
+                item.add_marker("slow")
         methods = options.methods(config)
         if methods is not None:
             _keep(config, items, lambda item: item.stash[FACTS]["method"] in methods)

@@ -30,14 +30,16 @@ def test_kernels_of_a_method_compile(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("asked", "block"), [("1", 16), ("", 64)])
-def test_small_tiles_are_a_choice_on_a_gpu(asked, block):
+@pytest.mark.parametrize(("asked", "blocks"), [("1", "16 64 16"), ("", "64 128 16")])
+def test_small_tiles_are_a_choice_on_a_gpu(asked, blocks):
+    """The last tile is of large rows: a small tile is never the larger one, which would not fit in shared memory."""
+    show = "from kvtwin.optimized._common.launch import key_block; print(*(key_block(*a) for a in %s))"
     said = subprocess.run(
-        [sys.executable, "-c", "from kvtwin.optimized._common.launch import key_block; print(key_block(128, 2, 40))"],
+        [sys.executable, "-c", show % [(128, 2, 40), (64, 2, 99), (160, 4, 99)]],
         env={**os.environ, "TRITON_INTERPRET": "0", "KVTWIN_SMALL_TILES": asked}, capture_output=True, text=True,
         check=True,
     )
-    assert said.stdout == f"{block}\n"
+    assert said.stdout == f"{blocks}\n"
 
 
 #: Modules that choose a step, below kvtwin.optimized.

@@ -12,6 +12,8 @@ from kvtwin.conformance.meta.perf_source import PERF, perf_module
 if not (PERF / "conftest.py").is_file():
     pytest.skip("perf/ is not in the wheel", allow_module_level=True)
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("attn_x_hs", "segment_hs", "segment_hs_with_sparsity")
 
 

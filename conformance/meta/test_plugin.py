@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import settings
 
 from kvtwin.conformance import __main__ as main_job
@@ -423,3 +424,16 @@ def test_the_garbage_collector_leaves_out_what_was_collected_and_all_is_put_back
     )
     done = python("-c", code)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_what_is_slow_on_the_cpu_is_slow_in_the_interpreter_alone(interpreted, pytester, in_process, monkeypatch):
+    backend = environment.Backend(torch.device("cpu"), interpreted, "a device", "of this test")
+    monkeypatch.setattr(environment, "choose", lambda _: backend)
+    write(pytester.path, test_times="""
+import pytest
+@pytest.mark.slow_on_cpu
+def test_long(): pass
+def test_short(): pass
+""")
+    in_process("-m", "not slow").assert_outcomes(passed=1 if interpreted else 2, deselected=int(interpreted))

@@ -95,9 +95,11 @@ def key_block(head_dim: int, itemsize: int, slots: int) -> int:
     In the interpreter, a tile's cost does not depend on its size. Small caches get several tiles, so that tests cover
     what happens between tiles; larger caches get few.
     """
-    if SMALL_TILES:
-        return 16 if slots <= 48 else 64
-    return min(128, max(16, 16384 // (padded_head_dim(head_dim) * itemsize)))
+    small = 16 if slots <= 48 else 64
+    if INTERPRETED:
+        return small
+    block = min(128, max(16, 16384 // (padded_head_dim(head_dim) * itemsize)))
+    return min(small, block) if SMALL_TILES else block
 
 
 def fused(sizes: Sizes, device: torch.device) -> bool:
