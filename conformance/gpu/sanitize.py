@@ -27,7 +27,7 @@ TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
 PROGRAM = "compute-sanitizer"
 OPTIONS = (
     "--target-processes", "application-only", "--print-limit", "0", "--report-api-errors", "no", "--show-backtrace",
-    "device", "--max-connections", "200",  # of all compute-sanitizers of this machine: with 10, the default, others hang
+    "device", "--max-connections", "200",  # of all that run on this machine: with 10, the default, more of them hang
 )
 
 
