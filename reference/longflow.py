@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._ranks import of_all_ranks
 from ._validate import (
     check_all_finite,
     check_config,
@@ -22,6 +23,7 @@ from ._validate import (
     resolve_scale,
 )
 from ._validate_attention import check_attention, check_slot_mask
+from ._validate_ranks import ProcessGroup, check_process_group
 from .attention import (
     INF,
     accumulate_dtype,
@@ -104,13 +106,20 @@ def log_score(
     Arguments as in `decode_attention`. The sum is over all query heads: [B, S]; with per_head over the query heads of
     each KV head: [B, Hkv, S]. Unlike eq. 6 it does not underflow. -inf for zero values and unoccupied slots.
     """
+    return _log_score(query, key, value, occupied, scale, per_head, None)
+
+
+def _log_score(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float, per_head: bool,
+    process_group: ProcessGroup | None,
+) -> Tensor:
     logit = logits(query, key, occupied, scale=scale)                                   # [B, Hq, S]
     magnitude = zero_unoccupied(value, occupied).to(logit.dtype).abs().sum(-1)          # [B, Hkv, S]  ||v_j||_1
     log_weight = logit - logit.logsumexp(-1, keepdim=True)                              # [B, Hq, S]   log a_hj
     log_contribution = log_weight + per_query_head(magnitude.log(), query.shape[1])     # [B, Hq, S]   log ||a v||_1
     batch, key_value_heads, slots, _ = key.shape
     heads = log_contribution.view(batch, key_value_heads if per_head else 1, -1, slots)
-    summed = heads.logsumexp(2)
+    summed = of_all_ranks(heads, 2, process_group).logsumexp(2)
     mask = per_kv_head(occupied)
     summed = summed.masked_fill(~mask, -INF)
     return summed if per_head else summed[:, 0]
@@ -140,30 +149,37 @@ def decode_attention(
     scale = resolve_scale(scale, sizes.head_dim)
     if check_finite:
         check_all_finite(query=query, key=zero_unoccupied(key, occupied), value=zero_unoccupied(value, occupied))
+    return _decode(query, key, value, occupied, scale, per_head, protected, None)
 
+
+def _decode(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float, per_head: bool,
+    protected: Tensor | None, process_group: ProcessGroup | None,
+) -> DecodeResult:
     weight = softmax(logits(query, key, occupied, scale=scale))                         # [B, Hq, S]   eq. 1
     output = weighted_values(weight, value, occupied).to(query.dtype)                   # [B, Hq, D]   eq. 1
     magnitude = zero_unoccupied(value, occupied).to(weight.dtype).abs().mean(-1)        # [B, Hkv, S]  ||v_j||_1 / D
-    contribution = weight * per_query_head(magnitude, sizes.query_heads)                # [B, Hq, S]   eq. 6
-    heads = sizes.key_value_heads if per_head else 1
-    score = contribution.view(sizes.batch, heads, -1, sizes.slots).mean(2)
+    contribution = weight * per_query_head(magnitude, query.shape[1])                   # [B, Hq, S]   eq. 6
+    heads = contribution.view(query.shape[0], key.shape[1] if per_head else 1, -1, key.shape[2])
+    score = of_all_ranks(heads, 2, process_group).mean(2)
     score = score if per_head else score[:, 0]
     score = score.masked_fill(~occupied, -INF)
     if protected is not None:
         score = score.masked_fill(protected & occupied, INF)
-    rank = log_score(query, key, value, occupied, scale=scale, per_head=per_head)
+    rank = _log_score(query, key, value, occupied, scale, per_head, process_group)
     return DecodeResult(output, score, _next_slot(rank, occupied, protected))
 
 
 def compress_prefill(
     query_window: Tensor, key: Tensor, value: Tensor, budget: int, *,
     window: int = 32, kernel_size: int = 5, occupied: Tensor | None = None, protected: Tensor | None = None,
-    scale: float | None = None,
+    scale: float | None = None, process_group: ProcessGroup | None = None,
 ) -> CompressResult:
     """Reduce a prompt to `budget` tokens with SnapKV, the same tokens for all heads (LongFlow section 4.1).
 
     query_window [B, Hq, W, D], the last W <= window queries of the prompt; key, value [B, Hkv, T, D]; occupied and
-    protected [B, T] bool; a budget of 0 keeps no token. Result and errors: `baselines.snapkv.compress`.
+    protected [B, T] bool; a budget of 0 keeps no token. process_group: the ranks that hold the other heads. Result and
+    errors: `baselines.snapkv.compress`.
     """
     check_integer("window", window, minimum=1)
     check_tensor("query_window", query_window, dims=4, layout="[B, Hq, W, D]")
@@ -174,6 +190,7 @@ def compress_prefill(
     return compress(
         query_window, key, value, budget,
         kernel_size=kernel_size, occupied=occupied, protected=protected, shared_heads=True, scale=scale,
+        process_group=process_group,
     )
 
 
@@ -197,6 +214,13 @@ class LongFlowState(State):
     key, value [B, Hkv, S, D] with S = budget; occupied [B, S] bool; positions [B, S] int64: the position of the token
     in each slot, counted from 0 with padding included, -1 = free; score [B, S], of the last step; next_slot [B] int64,
     writable. With config.per_head the last four are [B, Hkv, S] and [B, Hkv].
+
+    process_group: the ranks that share the heads of these sequences. Each has a state of its query heads and of their
+    KV heads, which other ranks may hold, too. The score of a token is over the query heads of all ranks, and all ranks
+    evict the same tokens. With config.per_head, only prompts are compressed together, and ranks must hold different KV
+    heads. All ranks of the group construct their states and call `prefill`, `step`, `reorder` and `reset` in the same
+    order. After an error in the middle of a step, a state is unusable until `reset()`. TypeError if it is no process
+    group of this rank; ValueError if the ranks' configs or sizes differ.
     """
 
     config: LongFlowConfig
@@ -206,12 +230,17 @@ class LongFlowState(State):
 
     def __init__(
         self, config: LongFlowConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device | str,
+        dtype: torch.dtype, device: torch.device | str, process_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(
             check_config(config, LongFlowConfig), slots=config.budget, batch=batch, query_heads=query_heads,
             key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
+        check_process_group(
+            process_group, config=config, batch=batch, query_heads_per_key_value_head=self.sizes.group,
+            head_dim=head_dim, dtype=dtype,
+        )
+        self._process_group = process_group
         self.reset()
 
     @property
@@ -270,18 +299,21 @@ class LongFlowState(State):
         self._check_step(query, key, value)
         if self.config.check_finite:
             check_all_finite(query=query, key=key, value=value)
+        if self._process_group is not None:
+            self._start_change("step")                                                  # another rank may fail
         slot = self._next_slot[..., None]                                               # [B, 1] or [B, Hkv, 1]
         place = per_kv_head(slot)[..., None].expand(-1, self.sizes.key_value_heads, -1, self.sizes.head_dim)
         self.key.scatter_(2, place, key[:, :, None])
         self.value.scatter_(2, place, value[:, :, None])
         self.occupied.scatter_(-1, slot, True)
         self.positions.scatter_(-1, slot, self._seen)
-        result = decode_attention(
-            query, self.key, self.value, self.occupied,
-            scale=self.scale, per_head=self.config.per_head, protected=self._protected(),
+        result = _decode(
+            query, self.key, self.value, self.occupied, self.scale, self.config.per_head, self._protected(),
+            None if self.config.per_head else self._process_group,
         )
         self._seen += 1
         self.score, self._next_slot = result.score, result.slot
+        self._end_change()
         return result.output
 
     def _select_prompt_tokens(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor) -> Tensor:
@@ -296,6 +328,7 @@ class LongFlowState(State):
             observers, key, value, self.config.budget - 1,
             window=self.config.window, kernel_size=self.config.kernel_size, occupied=occupied,
             protected=occupied & (token < self._sink_end[:, None]), scale=self.scale,
+            process_group=self._process_group,
         ).kept
 
     def _end_of_sinks(self, occupied: Tensor) -> Tensor:

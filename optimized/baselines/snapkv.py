@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from ...reference._validate import check_flag, check_integer, check_mask, resolve_scale
 from ...reference._validate_attention import check_attention
+from ...reference._validate_ranks import ProcessGroup, check_shared_heads
 from ...reference.baselines.snapkv import CompressResult, SnapKVConfig
 from ...reference.blocks import AttendResult
 from ...reference.contract import Sizes
@@ -30,6 +31,7 @@ from .._common.launch import (
     padded_head_dim,
 )
 from .._common.numerics import LOG2_E, dot
+from .._common.ranks import ranks_of
 from .._common.softmax import merge_sums, weigh_tile
 
 __all__ = ["AttendResult", "CompressResult", "SnapKVConfig", "SnapKVState", "attend", "compress", "window_score"]
@@ -38,16 +40,21 @@ __all__ = ["AttendResult", "CompressResult", "SnapKVConfig", "SnapKVState", "att
 def window_score(
     query_window: Tensor, key: Tensor, occupied: Tensor | None = None, *,
     kernel_size: int = 5, shared_heads: bool = False, scale: float | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Tensor:
     """The score of each prompt token: the pooled attention that it receives from the queries of the window.
 
     query_window [B, Hq, W, D], the queries of the last W of the T tokens; key [B, Hkv, T, D], post-RoPE; occupied
     [B, T] bool, by default all. Returns [B, Hkv, T], or [B, T] averaged over all heads with shared_heads=True, float32;
-    +inf for window tokens, -inf for unoccupied ones. Semantics: `kvtwin.reference.baselines.snapkv.window_score`.
+    +inf for window tokens, -inf for unoccupied ones. process_group: with shared_heads, the ranks that hold the other
+    heads. Semantics: `kvtwin.reference.baselines.snapkv.window_score`.
     """
     occupied = _check(query_window, key, key, occupied, kernel_size, shared_heads)
+    check_shared_heads(process_group, shared_heads, query_window, key)
     head_dim, total, window = key.shape[3], key.shape[2], query_window.shape[2]
     received = _received(query_window, key, occupied, resolve_scale(scale, head_dim))     # [B, Hkv, T]
+    if (ranks := ranks_of(process_group, key.shape[1], key.device)) is not None:
+        received = ranks.gather(received)
     if shared_heads:
         received = received.mean(1, keepdim=True)
     prefix = total - window
@@ -79,19 +86,19 @@ def attend(
 def compress(
     query_window: Tensor, key: Tensor, value: Tensor, budget: int, *,
     kernel_size: int = 5, occupied: Tensor | None = None, protected: Tensor | None = None,
-    shared_heads: bool = False, scale: float | None = None,
+    shared_heads: bool = False, scale: float | None = None, process_group: ProcessGroup | None = None,
 ) -> CompressResult:
     """Keep the `budget` best tokens of a prompt (SnapKV). Semantics: `kvtwin.reference.baselines.snapkv.compress`."""
     kept = choose(
         query_window, key, value, budget, kernel_size=kernel_size, occupied=occupied, protected=protected,
-        shared_heads=shared_heads, scale=scale,
+        shared_heads=shared_heads, scale=scale, process_group=process_group,
     )
     return CompressResult(gather_tokens(key, kept), gather_tokens(value, kept), kept)
 
 
 def choose(
     query_window: Tensor, key: Tensor, value: Tensor, budget: int, *, kernel_size: int, occupied: Tensor | None,
-    protected: Tensor | None, shared_heads: bool, scale: float | None,
+    protected: Tensor | None, shared_heads: bool, scale: float | None, process_group: ProcessGroup | None = None,
 ) -> Tensor:
     """The `kept` of `compress`: [B, N] or [B, Hkv, N] int64, ascending, -1 at the end."""
     check_integer("budget", budget, minimum=0)
@@ -100,7 +107,8 @@ def choose(
     if protected is not None:
         check_mask("protected", protected, (batch, total), "[B, T]", key, "key")
     score = window_score(
-        query_window, key, occupied, kernel_size=kernel_size, shared_heads=shared_heads, scale=scale
+        query_window, key, occupied, kernel_size=kernel_size, shared_heads=shared_heads, scale=scale,
+        process_group=process_group,
     )
     # One unique integer per token that orders tokens by class, then score (float32 bits made sortable), then index.
     # The index has 29 bits, for prompts of fewer than 2^29 tokens.

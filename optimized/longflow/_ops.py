@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -170,6 +171,61 @@ def _(
     return query.new_empty(query.shape)
 
 
+@torch.library.custom_op(
+    "kvtwin::longflow_rank", mutates_args=("key", "value", "occupied", "positions", "workspace", "completion_counters")
+)
+def rank(
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor,
+    occupied: Tensor, positions: Tensor, next_slot: Tensor, seen: Tensor,
+    workspace: Tensor, completion_counters: Tensor, scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The first half of `step`: the output, and the ranks of this process's KV heads, [B, Hkv, padded slots]."""
+    batch, query_heads, head_dim = query.shape
+    sizes = Sizes(batch, query_heads, key.shape[1], key.shape[2], head_dim)
+    output, ranks = _ranked(query, key)
+    pieces = [*workspace.split(_cuts(sizes, _cut(sizes, key).late_splits))[:-1], ranks]
+    _launch_attend(
+        sizes, query, key, value, occupied, output, next_slot, pieces, completion_counters, scale=scale,
+        per_head=False, token=_NewToken(new_key, new_value, positions, next_slot, seen), arrival=True,
+        at_once=True, dependent=False,
+    )
+    return output, ranks
+
+
+@rank.register_fake
+def _(
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor,
+    occupied: Tensor, positions: Tensor, next_slot: Tensor, seen: Tensor,
+    workspace: Tensor, completion_counters: Tensor, scale: float,
+) -> tuple[Tensor, Tensor]:
+    return _ranked(query, key)
+
+
+def _ranked(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    batch, heads, slots, _ = key.shape
+    return (
+        torch.empty(query.shape, dtype=query.dtype, device=query.device),
+        torch.empty(batch, heads, padded_slots(slots), dtype=torch.float32, device=query.device),
+    )
+
+
+@torch.library.custom_op("kvtwin::longflow_choose", mutates_args=("next_slot", "score", "seen", "ranks"))
+def choose(
+    ranks: Tensor, occupied: Tensor, positions: Tensor, next_slot: Tensor, score: Tensor, sink_end: Tensor,
+    seen: Tensor, group: int, head_dim: int, protect_newest: bool,
+) -> None:
+    """The second half of `step`: sums the ranks [B, H, padded slots] of all KV heads, and selects the next slot."""
+    batch, slots = occupied.shape
+    token = _NewToken(ranks, ranks, positions, sink_end, seen)
+    masks = (occupied.stride(0), 0, occupied.stride(1)) * 2
+    with on_device_of(ranks):
+        _launch_choose(
+            batch, slots, ranks.shape[1], ranks, occupied, occupied, token, score, next_slot, masks, per_head=False,
+            dependent=False, GROUP=group, HEAD_DIM=head_dim, ARRIVAL=True, PROTECTED=False,
+            PROTECT_NEWEST=protect_newest,
+        )
+
+
 def _launch(
     sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, protected: Tensor | None,
     output: Tensor, score: Tensor, slot: Tensor,
@@ -179,30 +235,69 @@ def _launch(
     """Launch the two kernels of a step. A new token is first written into slot `slot`, and the protected slots are
     derived from positions. Without one, the cache is unchanged and `protected` is a mask."""
     batch, _, heads, slots, head_dim = sizes
-    group = sizes.group
-    group_pad = triton.next_power_of_2(group)
-    work = _cut(sizes, key)
-    splits = work.late_splits                                                   # late_splits >= splits
+    splits = _cut(sizes, key).late_splits
     at_once = fused(sizes, key.device)
     workspace, candidates, completion_counters = scratch
-    logits, partial, row_maxima, weight_sums, normalisers, ranks = workspace.split(_cuts(sizes, splits))
+    pieces = workspace.split(_cuts(sizes, splits))
+    logits, partial, row_maxima, weight_sums, normalisers, ranks = pieces
     token = _NewToken.none(query, slot) if new_token is None else new_token
-    unit, byte_unit = stride_unit(key, value), mask_unit(occupied)
-    head_stride = occupied.stride(1) if per_head else 0
+    head_stride = _head_stride(occupied, per_head)
     mask = occupied if protected is None else protected
     masks = (
         occupied.stride(0), head_stride, occupied.stride(-1),
         mask.stride(0), mask.stride(1) if per_head else 0, mask.stride(-1),
     )
-    discard, dependent = discards(key.device), at_once and launches_early(key.device)
-    options = {"GROUP": group, "HEAD_DIM": head_dim, "PER_HEAD": per_head, "ARRIVAL": new_token is not None}
-    splitting = {
-        "GROUP_PAD": group_pad, "D_PAD": padded_head_dim(head_dim),
+    dependent = at_once and launches_early(key.device)
+    options = {
+        "GROUP": sizes.group, "HEAD_DIM": head_dim, "ARRIVAL": new_token is not None,
+        "PROTECTED": protected is not None, "PROTECT_NEWEST": protect_newest,
+    }
+    decisions, blocks = candidates.shape
+    _launch_attend(
+        sizes, query, key, value, occupied, output, slot, pieces, completion_counters, scale=scale,
+        per_head=per_head, token=token, arrival=new_token is not None, at_once=at_once, dependent=dependent,
+    )
+    with on_device_of(key):
+        if at_once:
+            _launch_choose(
+                decisions, slots, heads, ranks, occupied, mask, token, score, slot, masks, per_head=per_head,
+                dependent=dependent, **options,
+            )
+        else:
+            score_kernel[(decisions * blocks + batch * heads,)](
+                logits, partial, row_maxima, weight_sums, normalisers, occupied, mask, token.positions,
+                token.sink_end, token.seen, output, score, slot, candidates,
+                completion_counters[_after(batch * heads):], slots, splits, heads, blocks, *masks,
+                HEADS=4 if SMALL_TILES else 16, BLOCK=SCORE_BLOCK, PER_HEAD=per_head, **options,
+                **_splitting(sizes, splits), num_warps=8,
+            )
+
+
+def _head_stride(occupied: Tensor, per_head: bool) -> int:
+    return occupied.stride(1) if per_head else 0
+
+
+def _splitting(sizes: Sizes, splits: int) -> dict[str, int]:
+    return {
+        "GROUP_PAD": triton.next_power_of_2(sizes.group), "D_PAD": padded_head_dim(sizes.head_dim),
         "SPLITS": 8 if splits <= 8 else 16 if splits <= 16 else MAX_SPLITS,
     }
-    protection = {"PROTECTED": protected is not None, "PROTECT_NEWEST": protect_newest}
+
+
+def _launch_attend(
+    sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, output: Tensor, slot: Tensor,
+    pieces: Sequence[Tensor], completion_counters: Tensor, *, scale: float, per_head: bool, token: _NewToken,
+    arrival: bool, at_once: bool, dependent: bool,
+) -> None:
+    """The first kernel: attention. at_once: it also ranks the slots of each KV head."""
+    batch, _, heads, slots, head_dim = sizes
+    work = _cut(sizes, key)
+    splits = work.late_splits                                                   # late_splits >= splits
+    logits, partial, row_maxima, weight_sums, _, ranks = pieces
+    unit, byte_unit = stride_unit(key, value), mask_unit(occupied)
+    head_stride = _head_stride(occupied, per_head)
+    splitting = _splitting(sizes, splits)
     registers = {"maxnreg": REGISTERS} if PTX and at_once and key.element_size() == 2 else {}
-    decisions, blocks = candidates.shape
     # With 4 warps, fewer programs run at a time and finish KV heads sooner, before logits leave the cache.
     warps = 4 if at_once else 2
     with on_device_of(key):
@@ -215,21 +310,22 @@ def _launch(
             occupied.stride(0) // byte_unit, head_stride // byte_unit, occupied.stride(-1),
             *token.key.stride(), *token.value.stride(),
             ROWS=GROUP_ROWS, BLOCK=work.block, UNIT=unit, MASK_UNIT=byte_unit,
-            CHUNK=32 if SMALL_TILES else min(1024, 4096 // group_pad), WARPS=warps,
-            FUSED=at_once, DISCARD=discard, DEPENDENT=dependent, **options, **splitting,
+            CHUNK=32 if SMALL_TILES else min(1024, 4096 // splitting["GROUP_PAD"]), WARPS=warps,
+            FUSED=at_once, DISCARD=discards(key.device), DEPENDENT=dependent, GROUP=sizes.group, HEAD_DIM=head_dim,
+            PER_HEAD=per_head, ARRIVAL=arrival, **splitting,
             num_warps=warps, num_stages=3 if at_once else 2, **registers,
         )
-        if at_once:
-            row = min(4096, triton.next_power_of_2(padded_slots(slots)))
-            choose_kernel[(decisions,)](
-                ranks, occupied, mask, token.positions, token.sink_end, token.seen, score, slot, slots, heads, *masks,
-                HEADS=1 if per_head else 8, BLOCK=32 if SMALL_TILES else row, DISCARD=discard, DEPENDENT=dependent,
-                **options, **protection, num_warps=16, **({"launch_pdl": True} if dependent else {}),
-            )
-        else:
-            score_kernel[(decisions * blocks + batch * heads,)](
-                logits, partial, row_maxima, weight_sums, normalisers, occupied, mask, token.positions,
-                token.sink_end, token.seen, output, score, slot, candidates,
-                completion_counters[_after(batch * heads):], slots, splits, heads, blocks, *masks,
-                HEADS=4 if SMALL_TILES else 16, BLOCK=SCORE_BLOCK, **options, **splitting, **protection, num_warps=8,
-            )
+
+
+def _launch_choose(
+    decisions: int, slots: int, heads: int, ranks: Tensor, occupied: Tensor, mask: Tensor, token: _NewToken,
+    score: Tensor, slot: Tensor, masks: tuple[int, ...], *, per_head: bool, dependent: bool, **options: Any,
+) -> None:
+    """The second kernel, after an attention kernel that ranked the slots. dependent: it starts before that ends."""
+    row = min(4096, triton.next_power_of_2(padded_slots(slots)))
+    choose_kernel[(decisions,)](
+        ranks, occupied, mask, token.positions, token.sink_end, token.seen, score, slot, slots, heads, *masks,
+        HEADS=1 if per_head else 8, BLOCK=32 if SMALL_TILES else row, DISCARD=discards(ranks.device),
+        DEPENDENT=dependent, PER_HEAD=per_head, **options, num_warps=16,
+        **({"launch_pdl": True} if dependent else {}),
+    )

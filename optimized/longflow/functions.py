@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ...reference._validate import check_all_finite, check_flag, check_integer, check_tensor, resolve_scale
 from ...reference._validate_attention import check_attention, check_slot_mask
+from ...reference._validate_ranks import ProcessGroup
 from ...reference.longflow import CompressResult, DecodeResult
 from .._common.launch import check_kernel_sizes, check_launchable
 from ..baselines.snapkv import choose, gather_tokens
@@ -42,12 +43,13 @@ def decode_attention(
 def compress_prefill(
     query_window: Tensor, key: Tensor, value: Tensor, budget: int, *,
     window: int = 32, kernel_size: int = 5, occupied: Tensor | None = None, protected: Tensor | None = None,
-    scale: float | None = None,
+    scale: float | None = None, process_group: ProcessGroup | None = None,
 ) -> CompressResult:
     """Reduce a prompt to `budget` tokens with SnapKV, the same tokens for all heads (LongFlow section 4.1).
 
     query_window [B, Hq, W, D], the last W <= window queries of the prompt; key, value [B, Hkv, T, D]; occupied and
-    protected [B, T] bool; a budget of 0 keeps no token. Result and errors: `baselines.snapkv.compress`.
+    protected [B, T] bool; a budget of 0 keeps no token. process_group: the ranks that hold the other heads. Result and
+    errors: `baselines.snapkv.compress`.
     """
     check_integer("window", window, minimum=1)
     check_tensor("query_window", query_window, dims=4, layout="[B, Hq, W, D]")
@@ -58,5 +60,6 @@ def compress_prefill(
     kept = choose(
         query_window, key, value, budget,
         kernel_size=kernel_size, occupied=occupied, protected=protected, shared_heads=True, scale=scale,
+        process_group=process_group,
     )
     return CompressResult(gather_tokens(key, kept), gather_tokens(value, kept), kept)

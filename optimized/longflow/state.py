@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from ...reference._validate import check_all_finite, check_config, check_next_slot, check_reorder
+from ...reference._validate_ranks import ProcessGroup, check_process_group
 from ...reference.longflow import LongFlowConfig
+from .._common.ranks import Ranks, ranks_of
 from .._common.state import State
 from ..baselines.snapkv import choose, gather_tokens
 from . import _ops
@@ -18,19 +20,25 @@ class LongFlowState(State):
     key, value [B, Hkv, S, D] with S = budget; occupied [B, S] bool; positions [B, S] int64: the position of the token
     in each slot, counted from 0 with padding included, -1 = free; score [B, S] float32, of the last step; next_slot [B]
     int64, writable. With config.per_head the last four are [B, Hkv, S] and [B, Hkv]. The contents of unoccupied slots
-    are unspecified.
+    are unspecified. process_group: see `kvtwin.reference.longflow.LongFlowState`.
     """
 
     config: LongFlowConfig
 
     def __init__(
         self, config: LongFlowConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device | str,
+        dtype: torch.dtype, device: torch.device | str, process_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(
             check_config(config, LongFlowConfig), slots=config.budget, batch=batch, query_heads=query_heads,
             key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
+        check_process_group(
+            process_group, config=config, batch=batch, query_heads_per_key_value_head=self.sizes.group,
+            head_dim=head_dim, dtype=dtype,
+        )
+        self._process_group = process_group
+        self._ranks = None if config.per_head else ranks_of(process_group, key_value_heads, self.device)
         heads, slots = key_value_heads, config.budget
         rows = (batch, heads) if config.per_head else (batch,)
         self.key = self._buffer(batch, heads, slots, head_dim, dtype=dtype)
@@ -112,10 +120,28 @@ class LongFlowState(State):
         self._check_step(query, key, value)
         if self.config.check_finite:
             check_all_finite(query=query, key=key, value=value)
+        if self._ranks is not None:
+            return self._step_with(self._ranks, query, key, value)
         output: Tensor = _ops.step(
             query, key, value, self.key, self.value, self.occupied, self.positions, self._next_slot, self.score,
             self._sink_end, self._seen, *self._scratch, self.scale, self.config.per_head, self.config.protect_newest,
         )
+        return output
+
+    def _step_with(self, ranks: Ranks, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`step`, in which the heads of all ranks decide."""
+        self._start_change("step")                                              # another rank may fail
+        workspace, _, completion_counters = self._scratch
+        output: Tensor
+        output, rank = _ops.rank(
+            query, key, value, self.key, self.value, self.occupied, self.positions, self._next_slot, self._seen,
+            workspace, completion_counters, self.scale,
+        )
+        _ops.choose(
+            ranks.gather(rank), self.occupied, self.positions, self._next_slot, self.score, self._sink_end, self._seen,
+            self.sizes.group, self.sizes.head_dim, self.config.protect_newest,
+        )
+        self._end_change()
         return output
 
     def reorder(self, index: Tensor) -> None:
@@ -138,6 +164,7 @@ class LongFlowState(State):
             query[:, :, -self.config.window:], key, value, target,
             kernel_size=self.config.kernel_size, occupied=occupied,
             protected=token < self._sink_end[:, None], shared_heads=True, scale=self.scale,
+            process_group=self._process_group,
         )
 
     def _set_sinks(self, occupied: Tensor) -> None:

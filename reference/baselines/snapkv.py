@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .._ranks import of_all_ranks
 from .._validate import check_flag, check_integer, check_mask, resolve_scale
 from .._validate_attention import check_attention
+from .._validate_ranks import ProcessGroup, check_shared_heads
 from ..attention import INF, causal_logits, logits, per_kv_head, softmax
 from ..blocks import AttendResult, BlockState, Chunk, IntervalConfig, attention_of_block, group_mean
 from ..contract import Sizes
@@ -65,16 +67,19 @@ class CompressResult(NamedTuple):
 def window_score(
     query_window: Tensor, key: Tensor, occupied: Tensor | None = None, *,
     kernel_size: int = 5, shared_heads: bool = False, scale: float | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Tensor:
     """The score of each prompt token: the pooled attention that it receives from the queries of the window.
 
     query_window [B, Hq, W, D], the queries of the last W of the T tokens; key [B, Hkv, T, D], post-RoPE; occupied
     [B, T] bool, by default all. Queries at unoccupied positions (padding) are ignored. kernel_size: the width of the
     average pool along the prefix (tokens 0 to T - W - 1), odd, with zeros beyond both ends of the prefix.
+    process_group: with shared_heads, the ranks that hold the other heads, whose average all of them return.
     Returns [B, Hkv, T], or [B, T] averaged over all heads with shared_heads=True, float32 (float64 for float64 inputs):
     +inf for tokens of the window, -inf for unoccupied positions. TypeError or ValueError for invalid arguments.
     """
     occupied, sizes = check_window(query_window, key, key, occupied, kernel_size, shared_heads)
+    check_shared_heads(process_group, shared_heads, query_window, key)
     window = query_window.shape[2]
     prefix = sizes.slots - window
     observing = occupied[:, prefix:]                                                      # [B, W]
@@ -84,7 +89,7 @@ def window_score(
     received = weight.sum(2) / observing.sum(-1).clamp_min(1)[:, None, None]              # [B, Hq, T]
     received = received.view(sizes.batch, sizes.key_value_heads, sizes.group, -1).mean(2)  # [B, Hkv, T]
     if shared_heads:
-        received = received.mean(1, keepdim=True)
+        received = of_all_ranks(received, 1, process_group).mean(1, keepdim=True)
     score = torch.full_like(received, INF)
     if prefix:
         score[..., :prefix] = functional.avg_pool1d(
@@ -110,13 +115,14 @@ def attend(
 def compress(
     query_window: Tensor, key: Tensor, value: Tensor, budget: int, *,
     kernel_size: int = 5, occupied: Tensor | None = None, protected: Tensor | None = None,
-    shared_heads: bool = False, scale: float | None = None,
+    shared_heads: bool = False, scale: float | None = None, process_group: ProcessGroup | None = None,
 ) -> CompressResult:
     """Keep the `budget` best tokens of a prompt.
 
-    Shapes as in `window_score`; value like key; protected [B, T] bool, by default none; budget an int >= 0, and a
-    budget of at least T keeps all tokens. Protected tokens are preferred, then tokens of the window (the newest first),
-    then prefix tokens by score. Ties evict the lowest index. Returns N = min(budget, T) tokens per row. TypeError or
+    Shapes and process_group as in `window_score`; value like key; protected [B, T] bool, by default none; budget an int
+    >= 0, and a budget of at least T keeps all tokens. Protected tokens are preferred, then tokens of the window (the
+    newest first), then prefix tokens by score. Ties evict the lowest index. Returns N = min(budget, T) tokens per row.
+    TypeError or
     ValueError for invalid arguments.
     """
     check_integer("budget", budget, minimum=0)
@@ -124,7 +130,8 @@ def compress(
     if protected is not None:
         check_mask("protected", protected, (sizes.batch, sizes.slots), "[B, T]", key, "key")
     score = window_score(
-        query_window, key, occupied, kernel_size=kernel_size, shared_heads=shared_heads, scale=scale
+        query_window, key, occupied, kernel_size=kernel_size, shared_heads=shared_heads, scale=scale,
+        process_group=process_group,
     )
     if not shared_heads:
         occupied = occupied[:, None].expand(score.shape)

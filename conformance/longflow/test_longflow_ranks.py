@@ -1,0 +1,130 @@
+"""LongFlow over several ranks: they evict together what one rank with all heads evicts."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.draws import is_quick
+from kvtwin.conformance.cases.strategies import DECIDED, state_traces, window_cases
+from kvtwin.conformance.ranks import longflow as on_ranks
+from kvtwin.conformance.ranks import sharded
+from kvtwin.conformance.ranks.pool import Pool, most_ranks
+
+#: Ranks, KV heads and query heads per KV head: as many heads on all ranks; not; and more ranks than KV heads.
+SPREADS = ((2, 2, 2), (2, 3, 1), (2, 1, 4), (3, 3, 1), (4, 2, 2), (4, 7, 1))
+
+# Each process that runs one of these tests starts other processes, so there is only one pool at a time.
+pytestmark = [
+    pytest.mark.slow_on_cpu,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed"),
+]
+each_side = pytest.mark.parametrize("side", ["optimized", "reference"])
+
+
+@pytest.fixture(scope="module")
+def pools(device: torch.device) -> Iterator[Any]:
+    """A pool with a number of ranks, started when it is needed."""
+    running: list[Pool] = []
+
+    def pool(ranks: int) -> Pool:
+        if ranks > most_ranks(device):
+            pytest.skip(f"needs {ranks} GPUs, and this machine has {most_ranks(device)}")
+        if running and running[0].size != ranks:
+            running.pop().__exit__()
+        if not running:
+            running.append(Pool(ranks, device.type).__enter__())
+        return running[0]
+
+    yield pool
+    for one in running:
+        one.__exit__()
+
+
+def spread(trace: StateTrace, heads: tuple[int, int, int]) -> StateTrace:
+    """The trace with these heads. Heads that decide for themselves cannot be on several ranks."""
+    ranks, key_value_heads, group = heads
+    config = dict(trace.config)
+    if ranks > key_value_heads:
+        config["per_head"] = False
+    return replace(trace, key_value_heads=key_value_heads, group=group, config=tuple(config.items()))
+
+
+@pytest.mark.kind("equivalence")
+@pytest.mark.parametrize("heads", SPREADS, ids=str)
+@each_side
+@given(data=st.data())
+@settings(max_examples=max(3 if is_quick() else 6, settings().max_examples // 5))
+def test_longflow_on_ranks_keeps_step_with_float64(side, heads, data, pools):
+    """Prompts, rows that are reordered, and a reset in the middle; all ranks hold the same bits after each step."""
+    trace = spread(data.draw(state_traces("longflow")), heads)
+    reorder_at, reset_at = (data.draw(st.sampled_from((-1, trace.steps // 2))) for _ in range(2))
+    pools(heads[0]).run(on_ranks.keeps_step, side, replace(trace, reorder_at=reorder_at, reset_at=reset_at))
+
+
+@pytest.mark.kind("equivalence")
+@pytest.mark.parametrize("heads", SPREADS, ids=str)
+@each_side
+@given(case=window_cases(content=DECIDED))
+@settings(max_examples=max(3 if is_quick() else 6, settings().max_examples // 5))
+def test_longflow_compresses_prompts_on_ranks_as_float64_would(side, heads, case, pools):
+    """Also SnapKV's functions with shared heads: kept tokens and scores are those of the heads of all ranks."""
+    case = replace(case, key_value_heads=heads[1], group=heads[2])
+    pools(heads[0]).run(on_ranks.compresses, side, case)
+
+
+DIFFERENT = {
+    "batch": (
+        {"batch": 3}, "batch must be the same on all ranks of process_group, got 2 on its rank 0 and 3 on its rank 1"
+    ),
+    "budget": ({"budget": 5}, "config must be the same on all ranks of process_group, got LongFlowConfig(budget=4"),
+    "group": ({"query_heads": 3}, "query_heads_per_key_value_head must be the same on all ranks"),
+    "head_dim": ({"head_dim": 32}, "head_dim must be the same on all ranks"),
+    "dtype": ({"dtype": torch.float16}, "dtype must be the same on all ranks"),
+}
+
+
+@pytest.mark.kind("laws")
+@pytest.mark.parametrize(("on_rank_1", "says"), DIFFERENT.values(), ids=DIFFERENT)
+@each_side
+def test_ranks_that_differ_are_refused_on_all_ranks(side, on_rank_1, says, pools, device):
+    for said in pools(2).run(on_ranks.constructs, side, device.type, on_rank_1):
+        assert said is not None
+        assert said.startswith(says)
+
+
+@pytest.mark.kind("laws")
+@each_side
+def test_what_is_no_process_group_is_refused(side, device):
+    method, snapkv = (importlib.import_module(f"kvtwin.{side}.{name}") for name in ("longflow", "baselines.snapkv"))
+    with pytest.raises(TypeError, match="process_group must be a torch.distributed.ProcessGroup or None, got int"):
+        method.LongFlowState(method.LongFlowConfig(budget=4), device=device, process_group=2, **on_ranks.SIZES)
+    window, key = torch.zeros(1, 2, 2, 16, device=device), torch.zeros(1, 1, 4, 16, device=device)
+    with pytest.raises(TypeError, match="process_group must be a torch.distributed.ProcessGroup or None, got str"):
+        method.compress_prefill(window, key, key, 3, process_group="gloo")
+    with pytest.raises(ValueError, match="process_group needs shared_heads=True"):
+        snapkv.window_score(window, key, process_group="gloo")
+
+
+@pytest.mark.kind("laws")
+@each_side
+def test_after_an_error_between_ranks_a_state_needs_a_reset(side, pools, device):
+    for said in pools(2).run(on_ranks.interrupted, side, device.type):
+        assert said == "LongFlowState is incomplete, because an error interrupted step(): call reset()"
+
+
+@pytest.mark.parametrize(("heads", "expected"), [
+    ((8, 4, 2), [((0, 4), (0, 2)), ((4, 8), (2, 4))]),
+    ((6, 3, 2), [((0, 2), (0, 1)), ((2, 6), (1, 3))]),
+    ((8, 2, 4), [((0, 2), (0, 1)), ((2, 4), (0, 1)), ((4, 6), (1, 2)), ((6, 8), (1, 2))]),
+])
+def test_the_heads_of_each_rank(heads, expected):
+    assert sharded.shares(*heads) == expected

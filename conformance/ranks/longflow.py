@@ -1,0 +1,92 @@
+"""What the tests of LongFlow run on each rank."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ...reference.longflow import LongFlowConfig
+from ..cases.case import StateTrace, WindowCase
+from ..judge import lockstep
+from ..judge.checkers import snapkv as judge
+from ..judge.compare import assert_same
+from . import sharded
+
+
+def method(side: str) -> Any:
+    return importlib.import_module(f"kvtwin.{side}.longflow")
+
+
+def here(case: Any) -> Any:
+    """The case on the device of this rank."""
+    return replace(case, device=f"cuda:{torch.cuda.current_device()}") if case.device.startswith("cuda") else case
+
+
+def keeps_step(group: Any, side: str, trace: StateTrace) -> None:
+    """Run a trace on states of all ranks, and on a float64 reference state of all heads."""
+    lockstep.run(here(trace), sharded.module_of(method(side), "LongFlowState", group))
+
+
+def compresses(group: Any, side: str, case: WindowCase) -> None:
+    """Compress a prompt whose heads are spread over the ranks, with the functions of LongFlow and SnapKV."""
+    case = here(case)
+    spread = sharded.shares(case.key_value_heads * case.group, case.key_value_heads, group.size())
+    mine = spread[group.rank()]
+    inputs = {**case.snapkv_inputs, "process_group": group}
+    inputs["query_window"] = inputs["query_window"][:, slice(*mine.query)]
+    for name in ("key", "value"):
+        inputs[name] = inputs[name][:, slice(*mine.key_value)]
+    snapkv = importlib.import_module(f"kvtwin.{side}.baselines.snapkv")
+    compress_prefill = method(side).compress_prefill
+    for key, value, kept in (
+        snapkv.compress(**inputs, shared_heads=True), compress_prefill(**inputs, window=case.observers),
+    ):
+        whole = [sharded.once(tensor, "compressed tokens", group, spread) for tensor in (key, value)]
+        judge.assert_compress_right((*whole, kept), case)
+        sharded.assert_same_on_all_ranks(kept, "kept", group)
+    names = ("query_window", "key", "occupied", "kernel_size", "scale", "process_group")
+    score = snapkv.window_score(**{name: inputs[name] for name in names}, shared_heads=True)
+    judge.assert_score_right(score, case, shared_heads=True)
+    sharded.assert_same_on_all_ranks(score, "score", group)
+
+
+SIZES = {"batch": 2, "query_heads": 2, "key_value_heads": 1, "head_dim": 16, "dtype": torch.float32}
+
+
+def new_state(group: Any, side: str, device: str, on_rank_1: dict[str, Any] | None = None) -> Any:
+    """A small state. on_rank_1: what differs on rank 1."""
+    given = {"budget": 4, **SIZES, "device": device, **((on_rank_1 or {}) if group.rank() == 1 else {})}
+    return method(side).LongFlowState(LongFlowConfig(budget=given.pop("budget")), process_group=group, **given)
+
+
+def constructs(group: Any, side: str, device: str, on_rank_1: dict[str, Any]) -> str | None:
+    """What the constructor says on this rank."""
+    try:
+        new_state(group, side, device, on_rank_1)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def interrupted(group: Any, side: str, device: str) -> str:
+    """Let a step fail where the ranks meet, on all of them. Returns what the state says of another step. After a reset
+    it steps as a new state does."""
+    states = [new_state(group, side, device) for _ in range(2)]
+    token = [torch.ones(2, heads, 16, device=device) for heads in (2, 1, 1)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, {"optimized": "all_gather", "reference": "all_gather_object"}[side], fails)
+        with pytest.raises(ConnectionError):
+            states[0].step(*token)
+    with pytest.raises(RuntimeError) as said:
+        states[0].step(*token)
+    states[0].reset()
+    assert_same(states[0].step(*token), states[1].step(*token), what="output after reset")
+    return str(said.value)
+
+
+def fails(*_: Any, **__: Any) -> None:
+    raise ConnectionError("a rank is gone")

@@ -1,0 +1,86 @@
+"""Processes that form a process group, and run a function at the same time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..judge import stats
+
+SECONDS = 300  # for an answer; on a GPU, a call may compile kernels
+
+
+class Died(RuntimeError):
+    """A rank ended, or did not answer in time."""
+
+
+class Pool:
+    """`size` ranks, on as many GPUs if `device` is "cuda" (then they use NCCL), or on the CPU (gloo). Use in `with`."""
+
+    def __init__(self, size: int, device: str) -> None:
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory(prefix="kvtwin-ranks-")
+        address = str(Path(self._folder.name) / "parent")
+        self._listener = Listener(address, "AF_UNIX")
+        meet = f"file://{Path(self._folder.name) / 'meet'}"
+        command = [sys.executable, "-m", "kvtwin.conformance.ranks.worker", address, meet, str(size), device]
+        # gloo would otherwise look for a network interface by the host's name, which need not resolve.
+        environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        self._processes = [subprocess.Popen([*command, str(rank)], env=environ) for rank in range(size)]
+        self._connections: list[Connection] = []
+
+    def __enter__(self) -> Pool:
+        self._listener._listener._socket.settimeout(SECONDS)  # type: ignore[attr-defined]
+        try:
+            found = {}
+            for _ in range(self.size):
+                connection = self._listener.accept()
+                found[connection.recv()] = connection
+        except BaseException:
+            self.__exit__()
+            raise
+        self._connections = [found[rank] for rank in range(self.size)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._listener.close()
+        self._folder.cleanup()
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What `function(process_group, *arguments)`, of a module, returns on each rank. Raises the error of the first
+        rank that has one. The decisions that the judge counts on rank 0 count for the running test."""
+        for connection in self._connections:
+            connection.send((function, arguments))
+        answers = []
+        for rank, connection in enumerate(self._connections):
+            try:
+                if not connection.poll(SECONDS):
+                    raise EOFError
+                answers.append(connection.recv())
+            except (EOFError, OSError):
+                raise Died(f"rank {rank} of {self.size} ended, or did not answer within {SECONDS} s") from None
+        running = stats.current()
+        if running is not None:
+            running.add(answers[0][2])
+        for _, error, _ in answers:
+            if error is not None:
+                raise error
+        return [result for result, _, _ in answers]
+
+
+def most_ranks(device: torch.device) -> int:
+    """How many ranks this machine can have: as many as it has GPUs, or 4 on the CPU."""
+    return torch.cuda.device_count() if device.type == "cuda" else 4

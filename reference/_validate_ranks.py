@@ -1,0 +1,50 @@
+"""Checks of a process group: the ranks of torch.distributed that hold different heads of the same sequences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING or torch.distributed.is_available():
+    from torch.distributed import ProcessGroup as ProcessGroup
+else:
+    ProcessGroup = Any
+
+
+def check_process_group(process_group: object, **facts: Any) -> None:
+    """Check a process group of this rank, or None. `facts`, by name, must be the same on all of its ranks, which must
+    all call this at the same time. TypeError or ValueError, the latter on all ranks if facts differ."""
+    if process_group is None:
+        return
+    if not torch.distributed.is_available() or not isinstance(process_group, ProcessGroup):
+        raise TypeError(
+            f"process_group must be a torch.distributed.ProcessGroup or None, got {type(process_group).__name__}"
+        )
+    seen = gathered(facts, process_group)
+    for name, value in facts.items():
+        for rank, other in enumerate(seen):
+            if other[name] != seen[0][name]:
+                raise ValueError(
+                    f"{name} must be the same on all ranks of process_group, got {seen[0][name]} on its rank 0 and "
+                    f"{other[name]} on its rank {rank} (here: {value})"
+                )
+
+
+def check_shared_heads(process_group: object, shared_heads: bool, query_window: Tensor, key: Tensor) -> None:
+    """Check the process group of a function that scores the tokens of a prompt, query_window [B, Hq, W, D] and key
+    [B, Hkv, T, D]: its ranks may differ in their numbers of heads only."""
+    if process_group is not None and not shared_heads:
+        raise ValueError("process_group needs shared_heads=True: otherwise each KV head has scores of its own")
+    check_process_group(
+        process_group, batch=key.shape[0], tokens=key.shape[2], window=query_window.shape[2],
+        query_heads_per_key_value_head=query_window.shape[1] // key.shape[1],
+    )
+
+
+def gathered(one: Any, process_group: ProcessGroup) -> list[Any]:
+    """An object of each rank, in the order of the ranks. Every rank of the group must call this."""
+    found: list[Any] = [None] * torch.distributed.get_world_size(process_group)
+    torch.distributed.all_gather_object(found, one, process_group)
+    return found
