@@ -13,6 +13,16 @@ else:
     ProcessGroup = Any
 
 
+class Shared:
+    """A process group, or None, which a state shares with its copies: torch cannot copy one."""
+
+    def __init__(self, process_group: ProcessGroup | None) -> None:
+        self.process_group = process_group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
+        return self
+
+
 def check_process_group(process_group: object, **facts: Any) -> None:
     """Check a process group of this rank, or None. `facts`, by name, must be the same on all of its ranks, which must
     all call this at the same time. TypeError or ValueError, the latter on all ranks if facts differ."""

@@ -23,7 +23,7 @@ from ._validate import (
     resolve_scale,
 )
 from ._validate_attention import check_attention, check_slot_mask
-from ._validate_ranks import ProcessGroup, check_process_group
+from ._validate_ranks import ProcessGroup, Shared, check_process_group
 from .attention import (
     INF,
     accumulate_dtype,
@@ -240,7 +240,7 @@ class LongFlowState(State):
             process_group, config=config, batch=batch, query_heads_per_key_value_head=self.sizes.group,
             head_dim=head_dim, dtype=dtype,
         )
-        self._process_group = process_group
+        self._shared = Shared(process_group)
         self.reset()
 
     @property
@@ -299,7 +299,7 @@ class LongFlowState(State):
         self._check_step(query, key, value)
         if self.config.check_finite:
             check_all_finite(query=query, key=key, value=value)
-        if self._process_group is not None:
+        if self._shared.process_group is not None:
             self._start_change("step")                                                  # another rank may fail
         slot = self._next_slot[..., None]                                               # [B, 1] or [B, Hkv, 1]
         place = per_kv_head(slot)[..., None].expand(-1, self.sizes.key_value_heads, -1, self.sizes.head_dim)
@@ -309,7 +309,7 @@ class LongFlowState(State):
         self.positions.scatter_(-1, slot, self._seen)
         result = _decode(
             query, self.key, self.value, self.occupied, self.scale, self.config.per_head, self._protected(),
-            None if self.config.per_head else self._process_group,
+            None if self.config.per_head else self._shared.process_group,
         )
         self._seen += 1
         self.score, self._next_slot = result.score, result.slot
@@ -328,7 +328,7 @@ class LongFlowState(State):
             observers, key, value, self.config.budget - 1,
             window=self.config.window, kernel_size=self.config.kernel_size, occupied=occupied,
             protected=occupied & (token < self._sink_end[:, None]), scale=self.scale,
-            process_group=self._process_group,
+            process_group=self._shared.process_group,
         ).kept
 
     def _end_of_sinks(self, occupied: Tensor) -> Tensor:

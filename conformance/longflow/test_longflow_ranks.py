@@ -121,6 +121,12 @@ def test_after_an_error_between_ranks_a_state_needs_a_reset(side, pools, device)
         assert said == "LongFlowState is incomplete, because an error interrupted step(): call reset()"
 
 
+@pytest.mark.kind("laws")
+@each_side
+def test_a_copy_decides_with_the_same_ranks(side, pools, device):
+    pools(2).run(on_ranks.copies, side, device.type)
+
+
 @pytest.mark.parametrize(("heads", "expected"), [
     ((8, 4, 2), [((0, 4), (0, 2)), ((4, 8), (2, 4))]),
     ((6, 3, 2), [((0, 2), (0, 1)), ((2, 6), (1, 3))]),
@@ -128,3 +134,15 @@ def test_after_an_error_between_ranks_a_state_needs_a_reset(side, pools, device)
 ])
 def test_the_heads_of_each_rank(heads, expected):
     assert sharded.shares(*heads) == expected
+
+
+@pytest.mark.kind("equivalence")
+@pytest.mark.parametrize("members", [[1, 2], [2]], ids=str)
+@each_side
+def test_longflow_on_some_of_the_ranks_keeps_step_with_float64(side, members, pools, device):
+    """A process group whose ranks have other numbers than all ranks; a group of one rank."""
+    trace = StateTrace(
+        method="longflow", config=(("budget", 5), ("sinks", 1)), batch=2, key_value_heads=3, group=2, head_dim=16,
+        prompt=9, steps=7, seed=8, device=str(device),
+    )
+    pools(3).run(on_ranks.keeps_step_in_a_part, side, trace, members)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from dataclasses import replace
 from typing import Any
@@ -72,6 +73,21 @@ def constructs(group: Any, side: str, device: str, on_rank_1: dict[str, Any]) ->
     return None
 
 
+def copies(group: Any, side: str, device: str) -> None:
+    """A copy of a state goes on by itself, with the same ranks."""
+    state = new_state(group, side, device)
+    generator = torch.Generator().manual_seed(group.rank())
+    tokens = [
+        [torch.randn(2, heads, 16, generator=generator).to(device) for heads in (2, 1, 1)] for _ in range(12)
+    ]
+    for token in tokens[:6]:
+        state.step(*token)
+    copied = copy.deepcopy(state)
+    outputs = [one.step(*token) for one in (state, copied) for token in tokens[6:]]
+    for one, other in zip(outputs[:6], outputs[6:], strict=True):
+        assert_same(one, other, what="output of the copy")
+
+
 def interrupted(group: Any, side: str, device: str) -> str:
     """Let a step fail where the ranks meet, on all of them. Returns what the state says of another step. After a reset
     it steps as a new state does."""
@@ -90,3 +106,11 @@ def interrupted(group: Any, side: str, device: str) -> str:
 
 def fails(*_: Any, **__: Any) -> None:
     raise ConnectionError("a rank is gone")
+
+
+def keeps_step_in_a_part(group: Any, side: str, trace: StateTrace, members: list[int]) -> None:
+    """`keeps_step` on a process group of some of the ranks. The others wait for its end."""
+    part = torch.distributed.new_group(members)
+    if group.rank() in members:
+        keeps_step(part, side, trace)
+    torch.distributed.barrier(group)

@@ -61,7 +61,7 @@ class Pool:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What `function(process_group, *arguments)`, of a module, returns on each rank. Raises the error of the first
-        rank that has one. The decisions that the judge counts on rank 0 count for the running test."""
+        rank that has one. The judge sees the same decisions on all ranks that it runs on: they count once."""
         for connection in self._connections:
             connection.send((function, arguments))
         answers = []
@@ -74,7 +74,7 @@ class Pool:
                 raise Died(f"rank {rank} of {self.size} ended, or did not answer within {SECONDS} s") from None
         running = stats.current()
         if running is not None:
-            running.add(answers[0][2])
+            running.add(max((counted for _, _, counted in answers), key=lambda counted: counted.total))
         for _, error, _ in answers:
             if error is not None:
                 raise error

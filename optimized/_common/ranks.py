@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,9 @@ class Ranks:
         counts = torch.empty(self._size, 1, dtype=torch.int64, device=device)
         distributed.all_gather(list(counts), torch.tensor([heads], device=device), group=process_group)
         self._heads: list[int] = counts.flatten().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return self                                                     # torch cannot copy a process group
 
     def gather(self, tensor: Tensor) -> Tensor:
         """The heads of all ranks, in the order of the ranks: [B, H, ...], with this rank's heads, to [B, sum H, ...].

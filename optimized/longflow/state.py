@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...reference._validate import check_all_finite, check_config, check_next_slot, check_reorder
-from ...reference._validate_ranks import ProcessGroup, check_process_group
+from ...reference._validate_ranks import ProcessGroup, Shared, check_process_group
 from ...reference.longflow import LongFlowConfig
 from .._common.ranks import Ranks, ranks_of
 from .._common.state import State
@@ -37,7 +37,7 @@ class LongFlowState(State):
             process_group, config=config, batch=batch, query_heads_per_key_value_head=self.sizes.group,
             head_dim=head_dim, dtype=dtype,
         )
-        self._process_group = process_group
+        self._shared = Shared(process_group)
         self._ranks = None if config.per_head else ranks_of(process_group, key_value_heads, self.device)
         heads, slots = key_value_heads, config.budget
         rows = (batch, heads) if config.per_head else (batch,)
@@ -164,7 +164,7 @@ class LongFlowState(State):
             query[:, :, -self.config.window:], key, value, target,
             kernel_size=self.config.kernel_size, occupied=occupied,
             protected=token < self._sink_end[:, None], shared_heads=True, scale=self.scale,
-            process_group=self._process_group,
+            process_group=self._shared.process_group,
         )
 
     def _set_sinks(self, occupied: Tensor) -> None:

@@ -31,6 +31,8 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
 - `Model`: for a method whose state takes blocks, its rules with plain lists, a `block_model.Head`;
 - `SUBJECTS`: the method's functions that the property tests call, `subjects.Subject`; `SCORED`: False if a state has no
   scores that lockstep compares;
+- `measured(budget)`: options of the config with which the accuracy tables measure a method whose options depend on the
+  budget or have no default (default: `REQUIRED`);
 - `AUTHORS`: the options of the authors' code that differ from our defaults, which the accuracy tables also measure:
   those of the config, or of the cache for transformers;
 - `DEFAULTS`: the defaults of the config's options, typed from the paper or from its authors' code (sizes without a
