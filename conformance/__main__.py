@@ -76,10 +76,10 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         f"{MOST_JOBS}; more than one needs pytest-xdist)",
     )
     made.add_argument(
-        "--hypothesis-profile", metavar="NAME", help="quick, ci, gpu, default or thorough: how many examples"
+        "--hypothesis-profile", metavar="NAME", help="quick, brief, ci, gpu, default or thorough: how many examples"
     )
     made.add_argument(
-        "--seed", type=int, metavar="N", help="draw other cases (not with the profiles quick and ci, which always draw "
+        "--seed", type=int, metavar="N", help="draw other cases (not with the profiles quick, brief and ci, which draw "
         "the same); default with --impl: 0",
     )
     made.add_argument("-k", dest="keyword", metavar="EXPRESSION", help="only the tests whose names match, as in pytest")

@@ -231,7 +231,7 @@ def test_hypothesis_profile(pytester, monkeypatch, arguments, ci, profile):
     monkeypatch.setattr("hypothesis.settings", fake)
     monkeypatch.setenv("CI", ci)
     environment.set_up_hypothesis(config)
-    assert set(registered) == {"quick", "ci", "gpu", "default", "thorough", "soak"}
+    assert set(registered) == {"quick", "brief", "ci", "gpu", "default", "thorough", "soak"}
     assert loaded == ([] if arguments else [profile])  # Hypothesis's own plugin loads the profile that its option names
 
 
