@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,15 +43,26 @@ def check_process_group(process_group: object, **facts: Any) -> None:
                 )
 
 
-def check_shared_heads(process_group: object, shared_heads: bool, query_window: Tensor, key: Tensor) -> None:
+def check_shared_heads(
+    process_group: ProcessGroup | None, shared_heads: bool, query_window: Tensor, key: Tensor, occupied: Tensor,
+    **facts: Any,
+) -> None:
     """Check the process group of a function that scores the tokens of a prompt, query_window [B, Hq, W, D] and key
-    [B, Hkv, T, D]: its ranks may differ in their numbers of heads only."""
-    if process_group is not None and not shared_heads:
+    [B, Hkv, T, D]: its ranks may differ in their heads only. occupied [B, T]; facts: further arguments."""
+    if process_group is None:
+        return
+    if not shared_heads:
         raise ValueError("process_group needs shared_heads=True: otherwise each KV head has scores of its own")
     check_process_group(
-        process_group, batch=key.shape[0], tokens=key.shape[2], window=query_window.shape[2],
-        query_heads_per_key_value_head=query_window.shape[1] // key.shape[1],
+        process_group, batch=key.shape[0], tokens=key.shape[2], window=query_window.shape[2], head_dim=key.shape[3],
+        dtype=key.dtype, query_heads_per_key_value_head=query_window.shape[1] // key.shape[1],
+        occupied=digest(occupied), **facts,
     )
+
+
+def digest(mask: Tensor | None) -> str | None:
+    """What two masks have in common if they are equal, and otherwise, in practice, not."""
+    return None if mask is None else hashlib.sha256(mask.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def gathered(one: Any, process_group: ProcessGroup) -> list[Any]:

@@ -23,7 +23,7 @@ from ._validate import (
     resolve_scale,
 )
 from ._validate_attention import check_attention, check_slot_mask
-from ._validate_ranks import ProcessGroup, Shared, check_process_group
+from ._validate_ranks import ProcessGroup, Shared, check_process_group, digest
 from .attention import (
     INF,
     accumulate_dtype,
@@ -219,8 +219,8 @@ class LongFlowState(State):
     KV heads, which other ranks may hold, too. The score of a token is over the query heads of all ranks, and all ranks
     evict the same tokens. With config.per_head, only prompts are compressed together, and ranks must hold different KV
     heads. All ranks of the group construct their states and call `prefill`, `step`, `reorder` and `reset` in the same
-    order. After an error in the middle of a step, a state is unusable until `reset()`. TypeError if it is no process
-    group of this rank; ValueError if the ranks' configs or sizes differ.
+    order, with the same prompts' masks. After an error in the middle of a call, a state is unusable until `reset()`.
+    TypeError if it is no process group of this rank; ValueError if the ranks' configs or sizes differ.
     """
 
     config: LongFlowConfig
@@ -277,6 +277,9 @@ class LongFlowState(State):
         if self.config.check_finite:
             query_, key_, value_ = (zero_unoccupied(tensor, occupied) for tensor in (query, key, value))
             check_all_finite(query=query_, key=key_, value=value_)
+        if self._shared.process_group is not None:
+            check_process_group(self._shared.process_group, tokens=key.shape[2], occupied=digest(occupied))
+            self._start_change("prefill")                                               # another rank may fail
         output = causal_attention(query, key, value, occupied, scale=self.scale)
         self._sink_end = self._end_of_sinks(occupied)
         kept = self._select_prompt_tokens(query, key, value, occupied)                  # [B, N], -1 = none
@@ -288,6 +291,7 @@ class LongFlowState(State):
         self.occupied[..., :count] = kept >= 0
         self._next_slot = victims(self.occupied.long(), 1)[..., 0]                      # the first free slot
         self._seen = key.shape[2]
+        self._end_change()
         return output
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

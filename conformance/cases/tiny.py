@@ -94,15 +94,16 @@ def arguments(pair: Pair, function: Callable[..., Any], device: torch.device, *,
 
 def new_state(
     pair: Pair, side: Any, device: torch.device, *, dtype: torch.dtype = torch.float32,
-    head_dim: int | None = None, **options: Any,
+    head_dim: int | None = None, process_group: Any = None, **options: Any,
 ) -> Any:
     """The state of `pair` in its module `side`, with those of `options` that the config has. Default D: HEAD_DIM."""
+    ranks = {} if process_group is None else {"process_group": process_group}
     assert pair.config is not None
     assert pair.state is not None
     fields = {name: value for name, value in options.items() if name in inspect.signature(pair.config).parameters}
     return getattr(side, pair.state.__name__)(
         checkers.small_config(pair, BUDGET, fields), batch=BATCH, query_heads=QUERY_HEADS,
-        key_value_heads=KEY_VALUE_HEADS, head_dim=head_dim or HEAD_DIM, dtype=dtype, device=device,
+        key_value_heads=KEY_VALUE_HEADS, head_dim=head_dim or HEAD_DIM, dtype=dtype, device=device, **ranks,
     )
 
 

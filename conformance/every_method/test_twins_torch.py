@@ -5,6 +5,7 @@ These tests check our own kernels for any --kv-impl (see test_twins.py).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
@@ -29,6 +30,7 @@ from kvtwin.conformance.cases.tiny import (
 )
 from kvtwin.conformance.discovery import Pair
 from kvtwin.conformance.judge import checkers
+from kvtwin.conformance.ranks.pool import one_rank
 from kvtwin.optimized._common.launch import INTERPRETED
 
 #: Of operations: kvtwin's, and the names of other packages' methods.
@@ -95,6 +97,9 @@ def calls_of(twin: Pair, device: torch.device) -> dict[Any, tuple[Any, tuple[Any
             state = new_state(twin, twin.optimized, device, **options)
             prefill(state, prompt(device, seed=1))
             step(state, token(device, seed=2))
+        if twin.state and "process_group" in inspect.signature(twin.state).parameters:
+            with one_rank(device) as group:
+                step(new_state(twin, twin.optimized, device, process_group=group), token(device, seed=2))
     return calls.seen
 
 

@@ -101,6 +101,25 @@ def test_ranks_that_differ_are_refused_on_all_ranks(side, on_rank_1, says, pools
         assert said.startswith(says)
 
 
+PROMPTS = {
+    # What differs on rank 1; the names in the messages of prefill and of SnapKV's compress.
+    "tokens": ({"tokens": 3}, ("tokens", "tokens")),
+    "padding": ({"padding": 2}, ("occupied", "occupied")),
+    "budget": ({"budget": 5}, ("", "budget")),
+}
+
+
+@pytest.mark.kind("laws")
+@pytest.mark.parametrize(("on_rank_1", "names"), PROMPTS.values(), ids=PROMPTS)
+@each_side
+def test_prompts_that_differ_are_refused_on_all_ranks(side, on_rank_1, names, pools, device):
+    """Also if a prompt is longer than the budget on one rank only. The state goes on as if it had not been asked."""
+    for said in pools(2).run(on_ranks.prompts_that_differ, side, device.type, on_rank_1):
+        for name, one in zip(names, said, strict=True):
+            assert one.startswith(f"{name} must be the same on all ranks of process_group" if name else "")
+            assert bool(one) == bool(name)
+
+
 @pytest.mark.kind("laws")
 @each_side
 def test_what_is_no_process_group_is_refused(side, device):

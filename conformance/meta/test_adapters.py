@@ -117,9 +117,10 @@ def test_it_has_our_methods_functions_and_arguments(adapter):
         for function, theirs in vars(functions).items():
             assert function in pairs[name].exports
             ours = getattr(pairs[name].reference, function)
-            assert [*map(str, inspect.signature(theirs).parameters.values())] == [
-                *map(str, inspect.signature(ours).parameters.values())
-            ], f"{name}.{function}"
+            # The suite asks nobody else's functions for several ranks.
+            asked = [one for one in inspect.signature(ours).parameters.values() if one.name != "process_group"]
+            found = inspect.signature(theirs).parameters.values()
+            assert [*map(str, found)] == [*map(str, asked)], f"{name}.{function}"
 
 
 def test_the_suite_finds_it(adapter):

@@ -73,6 +73,30 @@ def constructs(group: Any, side: str, device: str, on_rank_1: dict[str, Any]) ->
     return None
 
 
+def prompts_that_differ(group: Any, side: str, device: str, on_rank_1: dict[str, Any]) -> list[str]:
+    """What prefill and compress say on this rank if a prompt differs on rank 1, and whether a state is as before."""
+    given = {"tokens": 9, "padding": 0, "budget": 4, **(on_rank_1 if group.rank() == 1 else {})}
+    tokens = given["tokens"]
+    query, key = (torch.ones(2, heads, tokens, 16, device=device) for heads in (2, 1))
+    occupied = (torch.arange(tokens, device=device) >= given["padding"]).expand(2, -1).contiguous()
+    state, said = new_state(group, side, device), []
+    compress = importlib.import_module(f"kvtwin.{side}.baselines.snapkv").compress
+    shared = {"occupied": occupied, "shared_heads": True, "process_group": group}
+    for call in (
+        lambda: state.prefill(query, key, key, occupied),
+        lambda: compress(query[:, :, -2:], key, key, given["budget"], **shared),
+    ):
+        try:
+            call()
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    if said[0]:
+        token = [torch.ones(2, heads, 16, device=device) for heads in (2, 1, 1)]
+        assert_same(state.step(*token), new_state(group, side, device).step(*token), what="output after the error")
+    return said
+
+
 def copies(group: Any, side: str, device: str) -> None:
     """A copy of a state goes on by itself, with the same ranks."""
     state = new_state(group, side, device)

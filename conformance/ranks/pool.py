@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,19 @@ class Pool:
             if error is not None:
                 raise error
         return [result for result, _, _ in answers]
+
+
+@contextmanager
+def one_rank(device: torch.device) -> Iterator[Any]:
+    """A process group of this process alone."""
+    distributed = torch.distributed
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        yield distributed.group.WORLD
+    finally:
+        distributed.destroy_process_group()
 
 
 def most_ranks(device: torch.device) -> int:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ...reference._validate import check_flag, check_integer, check_mask, resolve_scale
 from ...reference._validate_attention import check_attention
-from ...reference._validate_ranks import ProcessGroup, check_shared_heads
+from ...reference._validate_ranks import ProcessGroup, check_process_group, check_shared_heads, digest
 from ...reference.baselines.snapkv import CompressResult, SnapKVConfig
 from ...reference.blocks import AttendResult
 from ...reference.contract import Sizes
@@ -50,7 +50,9 @@ def window_score(
     heads. Semantics: `kvtwin.reference.baselines.snapkv.window_score`.
     """
     occupied = _check(query_window, key, key, occupied, kernel_size, shared_heads)
-    check_shared_heads(process_group, shared_heads, query_window, key)
+    check_shared_heads(
+        process_group, shared_heads, query_window, key, occupied, kernel_size=kernel_size, scale=scale
+    )
     head_dim, total, window = key.shape[3], key.shape[2], query_window.shape[2]
     received = _received(query_window, key, occupied, resolve_scale(scale, head_dim))     # [B, Hkv, T]
     if (ranks := ranks_of(process_group, key.shape[1], key.device)) is not None:
@@ -106,6 +108,8 @@ def choose(
     batch, _, total, _ = key.shape
     if protected is not None:
         check_mask("protected", protected, (batch, total), "[B, T]", key, "key")
+    if process_group is not None:
+        check_process_group(process_group, budget=budget, protected=digest(protected))
     score = window_score(
         query_window, key, occupied, kernel_size=kernel_size, shared_heads=shared_heads, scale=scale,
         process_group=process_group,

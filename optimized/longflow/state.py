@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...reference._validate import check_all_finite, check_config, check_next_slot, check_reorder
-from ...reference._validate_ranks import ProcessGroup, Shared, check_process_group
+from ...reference._validate_ranks import ProcessGroup, Shared, check_process_group, digest
 from ...reference.longflow import LongFlowConfig
 from .._common.ranks import Ranks, ranks_of
 from .._common.state import State
@@ -97,6 +97,9 @@ class LongFlowState(State):
             check_all_finite(
                 query=query.masked_fill(hidden, 0), key=key.masked_fill(hidden, 0), value=value.masked_fill(hidden, 0)
             )
+        if self._shared.process_group is not None:
+            check_process_group(self._shared.process_group, tokens=total, occupied=digest(occupied))
+            self._start_change("prefill")                                       # another rank may fail
         output = self._attend_prompt(query, key, value, occupied, padded=padded)
         self._set_sinks(occupied)
         kept = self._choose(query, key, value, occupied)
@@ -109,6 +112,7 @@ class LongFlowState(State):
         index = torch.arange(self.config.budget, device=self.device)
         self._next_slot.copy_(index.where(~self.occupied, self.config.budget).amin(-1))
         self._seen.fill_(total)
+        self._end_change()
         return output
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

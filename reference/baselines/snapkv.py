@@ -19,7 +19,7 @@ from torch.nn import functional
 from .._ranks import of_all_ranks
 from .._validate import check_flag, check_integer, check_mask, resolve_scale
 from .._validate_attention import check_attention
-from .._validate_ranks import ProcessGroup, check_shared_heads
+from .._validate_ranks import ProcessGroup, check_process_group, check_shared_heads, digest
 from ..attention import INF, causal_logits, logits, per_kv_head, softmax
 from ..blocks import AttendResult, BlockState, Chunk, IntervalConfig, attention_of_block, group_mean
 from ..contract import Sizes
@@ -79,7 +79,9 @@ def window_score(
     +inf for tokens of the window, -inf for unoccupied positions. TypeError or ValueError for invalid arguments.
     """
     occupied, sizes = check_window(query_window, key, key, occupied, kernel_size, shared_heads)
-    check_shared_heads(process_group, shared_heads, query_window, key)
+    check_shared_heads(
+        process_group, shared_heads, query_window, key, occupied, kernel_size=kernel_size, scale=scale
+    )
     window = query_window.shape[2]
     prefix = sizes.slots - window
     observing = occupied[:, prefix:]                                                      # [B, W]
@@ -122,13 +124,14 @@ def compress(
     Shapes and process_group as in `window_score`; value like key; protected [B, T] bool, by default none; budget an int
     >= 0, and a budget of at least T keeps all tokens. Protected tokens are preferred, then tokens of the window (the
     newest first), then prefix tokens by score. Ties evict the lowest index. Returns N = min(budget, T) tokens per row.
-    TypeError or
-    ValueError for invalid arguments.
+    TypeError or ValueError for invalid arguments.
     """
     check_integer("budget", budget, minimum=0)
     occupied, sizes = check_window(query_window, key, value, occupied, kernel_size, shared_heads)
     if protected is not None:
         check_mask("protected", protected, (sizes.batch, sizes.slots), "[B, T]", key, "key")
+    if process_group is not None:
+        check_process_group(process_group, budget=budget, protected=digest(protected))
     score = window_score(
         query_window, key, occupied, kernel_size=kernel_size, shared_heads=shared_heads, scale=scale,
         process_group=process_group,
