@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> None:
         torch.cuda.set_device(int(rank))
     distributed.init_process_group(
         "nccl" if device == "cuda" else "gloo", init_method=meet, rank=int(rank), world_size=int(size),
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=240),  # processes that start on busy cores
     )
     while True:
         try:
