@@ -61,7 +61,7 @@ def check_shared_heads(
 
 
 def digest(mask: Tensor | None) -> str | None:
-    """What two masks have in common if they are equal, and otherwise, in practice, not."""
+    """A hash of a mask, the same for equal masks; None for None."""
     return None if mask is None else hashlib.sha256(mask.cpu().numpy().tobytes()).hexdigest()[:16]
 
 

@@ -98,21 +98,16 @@ class LongFlowConfig(MethodConfig):
 
 
 def log_score(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float, per_head: bool = False
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float, per_head: bool = False,
+    process_group: ProcessGroup | None = None,
 ) -> Tensor:
     """The logarithm of the summed LongFlowScore, logsumexp_h(s_hj - lse_h + log ||v_j||_1), by which tokens are
     evicted.
 
-    Arguments as in `decode_attention`. The sum is over all query heads: [B, S]; with per_head over the query heads of
-    each KV head: [B, Hkv, S]. Unlike eq. 6 it does not underflow. -inf for zero values and unoccupied slots.
+    Arguments as in `decode_attention`. The sum is over all query heads: [B, S]; with per_head over the query heads
+    of each KV head: [B, Hkv, S]. process_group: the sum is over the heads of its ranks, too. Unlike eq. 6 it does
+    not underflow. -inf for zero values and unoccupied slots.
     """
-    return _log_score(query, key, value, occupied, scale, per_head, None)
-
-
-def _log_score(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float, per_head: bool,
-    process_group: ProcessGroup | None,
-) -> Tensor:
     logit = logits(query, key, occupied, scale=scale)                                   # [B, Hq, S]
     magnitude = zero_unoccupied(value, occupied).to(logit.dtype).abs().sum(-1)          # [B, Hkv, S]  ||v_j||_1
     log_weight = logit - logit.logsumexp(-1, keepdim=True)                              # [B, Hq, S]   log a_hj
@@ -166,7 +161,7 @@ def _decode(
     score = score.masked_fill(~occupied, -INF)
     if protected is not None:
         score = score.masked_fill(protected & occupied, INF)
-    rank = _log_score(query, key, value, occupied, scale, per_head, process_group)
+    rank = log_score(query, key, value, occupied, scale=scale, per_head=per_head, process_group=process_group)
     return DecodeResult(output, score, _next_slot(rank, occupied, protected))
 
 

@@ -83,6 +83,12 @@ def test_a_plan_without_room_for_answers() -> None:
         accuracy.questions(Plan(length=100, prompt=99, queries=1))
 
 
+def test_a_checker_says_with_which_options_its_method_is_measured() -> None:
+    pair = next(pair for pair in discovery.methods() if pair.name == "lazy_eviction")
+    config, _ = config_of(pair, DecoderConfig(), 1024, 4, 128)
+    assert (config.budget, config.recent, config.alpha) == (256, 64, 0.005)
+
+
 # Counts --------------------------------------------------------------------------------------------------------------
 
 

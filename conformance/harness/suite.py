@@ -27,7 +27,8 @@ MARKERS = (
     "claim(id): the test checks this claim of the ledger in <method>/claims.toml",
     "property(name): the property of an implementation that the test judges: judge/subjects.py",
     "limits: about what kvtwin's own kernels do not take. Not run on other implementations, which may take it",
-    "slow: a test of the suite itself, over two seconds long; `tox` leaves it out, and .ci/run does not",
+    "slow: a test over two seconds long of the suite itself, of stored results or of imports; `tox` leaves it out, and "
+    ".ci/run does not",
     "slow_on_cpu: a long test of kernels, of which a GPU says more: `slow` in Triton's interpreter alone",
     "method(name): the tested method, if neither the file's name nor a parameter names it",
 )

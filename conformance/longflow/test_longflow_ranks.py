@@ -25,17 +25,18 @@ SPREADS = ((2, 2, 2), (2, 3, 1), (2, 1, 4), (3, 3, 1), (4, 2, 2))
 #: The reference's float32 may score equal tokens differently: it is the oracle in float64 only.
 CONTENT = {"optimized": TRACE_CONTENTS, "reference": ("ordinary",)}
 
-# Each process that runs one of these tests starts other processes, so there is only one pool at a time.
 pytestmark = [
     pytest.mark.slow_on_cpu,
     pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed"),
 ]
 each_side = pytest.mark.parametrize("side", ["optimized", "reference"])
+each_spread = pytest.mark.parametrize("heads", SPREADS, ids=str)
+few = settings(max_examples=max(3 if is_quick() else 6, settings().max_examples // 5))
 
 
 @pytest.fixture(scope="module")
 def pools(device: torch.device) -> Iterator[Any]:
-    """A pool with a number of ranks, started when it is needed."""
+    """A pool with a number of ranks, started when it is needed. One at a time, since each has processes of its own."""
     running: list[Pool] = []
 
     def pool(ranks: int) -> Pool:
@@ -63,9 +64,9 @@ def spread(trace: StateTrace, heads: tuple[int, int, int]) -> StateTrace:
 
 @pytest.mark.kind("equivalence")
 @each_side
-@pytest.mark.parametrize("heads", SPREADS, ids=str)
+@each_spread
 @given(data=st.data())
-@settings(max_examples=max(3 if is_quick() else 6, settings().max_examples // 5))
+@few
 def test_longflow_on_ranks_keeps_step_with_float64(side, heads, data, pools):
     """Prompts, rows that are reordered, and a reset in the middle; all ranks hold the same bits after each step."""
     trace = spread(data.draw(state_traces("longflow", content=CONTENT[side])), heads)
@@ -75,11 +76,11 @@ def test_longflow_on_ranks_keeps_step_with_float64(side, heads, data, pools):
 
 @pytest.mark.kind("equivalence")
 @each_side
-@pytest.mark.parametrize("heads", SPREADS, ids=str)
+@each_spread
 @given(data=st.data())
-@settings(max_examples=max(3 if is_quick() else 6, settings().max_examples // 5))
+@few
 def test_longflow_compresses_prompts_on_ranks_as_float64_would(side, heads, data, pools):
-    """Also SnapKV's functions with shared heads: kept tokens and scores are those of the heads of all ranks."""
+    """The functions of LongFlow and SnapKV keep the tokens that float64 keeps for all heads, and compute its scores."""
     case = data.draw(window_cases(content=[one for one in DECIDED if one in CONTENT[side]]))
     case = replace(case, key_value_heads=heads[1], group=heads[2])
     pools(heads[0]).run(on_ranks.compresses, side, case)
