@@ -28,10 +28,11 @@ from . import plugin
 
 CORES = ("Prescott", "Nehalem", "Sandybridge", "Haswell", "Zen", "SkylakeX", "Cooperlake", "SapphireRapids")
 CAPABILITIES = ("default", "avx2", "avx512")
-#: Tests with equal operands: of the interpreter, of ties, and of exact results.
-TIES = "interpreter or exact or ties or tie or equal"
-#: The tests above, and those that compare two runs of a state, or a state with float64.
-SELECTED = f"{TIES} or test_laws or lockstep"
+#: For -k, tests with equal operands: of the interpreter, of ties, and of exact results. "_tie" and not "tie", which is a
+#: part of "properties".
+TIES = "interpreter or exact or _tie or equal"
+#: The tests above, and those that compare two runs of a state or a function, or a state with float64.
+SELECTED = f"{TIES} or test_laws or test_properties or lockstep"
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 #: Prints which kernels compute products; dies from a signal if the CPU lacks an instruction.
 PROBE = """

@@ -66,3 +66,7 @@ def test_the_list_runs_nothing():
     command = [sys.executable, "-m", "kvtwin.conformance.hosts", "--list", "--only", "blas-Haswell,threads-2"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["blas-Haswell", "threads-2"]
+
+
+def test_the_tests_of_ties_are_not_all_tests_of_properties():
+    assert not [word for word in hosts.TIES.split(" or ") if word in "test_properties.py test_capabilities.py"]
