@@ -15,7 +15,7 @@ from .cases.block_cases import AttendCase, attend_cases
 from .cases.case import Case, DecodeCase, StateTrace, WindowCase, load
 from .cases.flashinfer_traces import flashinfer_cases
 from .cases.key_cases import KeyCase, key_cases
-from .cases.paged_view import PagedLayout, PagedView, judge_paged, paged_views
+from .cases.paged_view import PagedLayout, PagedView, paged_views
 from .cases.strategies import decode_cases, state_traces, window_cases
 from .harness.impl import Facade, NotProvided
 from .judge import lockstep as _lockstep
@@ -33,6 +33,7 @@ from .judge.compare import (
 )
 from .judge.lockstep import Lockstep, Summary
 from .judge.oracle import Attention, attend, upcast
+from .judge.pages import judge_paged
 from .judge.stats import Stats, collect
 from .judge.ties import tie_classes
 

@@ -28,7 +28,7 @@ from . import plugin
 
 CORES = ("Prescott", "Nehalem", "Sandybridge", "Haswell", "Zen", "SkylakeX", "Cooperlake", "SapphireRapids")
 CAPABILITIES = ("default", "avx2", "avx512")
-#: For -k, tests with equal operands: of the interpreter, of ties, and of exact results. "_tie" and not "tie", which is a
+#: For -k, tests with equal operands: of the interpreter, of ties, and of exact results. "_tie", since "tie" is also a
 #: part of "properties".
 TIES = "interpreter or exact or _tie or equal"
 #: The tests above, and those that compare two runs of a state or a function, or a state with float64.

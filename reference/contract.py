@@ -1,9 +1,11 @@
-"""Types that both sides share: the sizes of an attention call and the base class of every method's config."""
+"""Types that both sides share: the sizes of an attention call, caches in pages, and the base class of configs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from torch import Tensor
 
 from ._validate import check_integer, check_scale
 
@@ -21,6 +23,24 @@ class Sizes(NamedTuple):
     def group(self) -> int:
         """G, the number of query heads per KV head."""
         return self.query_heads // self.key_value_heads
+
+
+class Pages(NamedTuple):
+    """The keys and values of several sequences in pages of one cache.
+
+    key_cache, value_cache [pages, page_size, Hkv, D], any strides: pass ``cache.transpose(1, 2)`` of a cache
+    [pages, Hkv, page_size, D], and ``cache[:, 0]``, ``cache[:, 1]`` of a cache [pages, 2, page_size, Hkv, D].
+    block_table [B, n] int32: the page of each page_size slots of a row. Slot s of row b is place s % page_size of page
+    block_table[b, s // page_size]. Entries whose slots are all free may be -1.
+    """
+
+    key_cache: Tensor
+    value_cache: Tensor
+    block_table: Tensor
+
+    @property
+    def page_size(self) -> int:
+        return self.key_cache.shape[1]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._pages import read_slots, write_slots
 from ._ranks import of_all_ranks
 from ._validate import (
     check_all_finite,
@@ -23,6 +24,7 @@ from ._validate import (
     resolve_scale,
 )
 from ._validate_attention import check_attention, check_slot_mask
+from ._validate_pages import check_own_pages, check_paged
 from ._validate_ranks import ProcessGroup, Shared, check_process_group, digest
 from .attention import (
     INF,
@@ -36,12 +38,13 @@ from .attention import (
     zero_unoccupied,
 )
 from .baselines.snapkv import CompressResult, check_kernel_size, compress
-from .contract import MethodConfig
+from .contract import MethodConfig, Pages
 from .selection import gather_tokens, order, victims
 from .state import State
 
 __all__ = [
-    "CompressResult", "DecodeResult", "LongFlowConfig", "LongFlowState", "compress_prefill", "decode_attention",
+    "CompressResult", "DecodeResult", "LongFlowConfig", "LongFlowState", "Pages", "compress_prefill",
+    "decode_attention", "paged_decode_attention",
 ]
 
 
@@ -147,6 +150,27 @@ def decode_attention(
     return _decode(query, key, value, occupied, scale, per_head, protected, None)
 
 
+def paged_decode_attention(
+    query: Tensor, pages: Pages, occupied: Tensor, *,
+    scale: float | None = None, per_head: bool = False, protected: Tensor | None = None, check_finite: bool = False,
+) -> DecodeResult:
+    """`decode_attention` over slots in pages, which rows may share.
+
+    query [B, Hq, D]; occupied [B, S] bool, or [B, Hkv, S] with per_head, with S up to the slots of the block table's
+    pages; protected like occupied. Results and other arguments: `decode_attention`. Pages of the block table are
+    checked if it is on the CPU, or with check_finite=True. TypeError or ValueError for invalid arguments.
+    """
+    check_flag("per_head", per_head)
+    check_flag("check_finite", check_finite)
+    sizes, pages = check_paged(query, pages, occupied, per_head=per_head, check_entries=check_finite)
+    key, value = (
+        read_slots(cache, pages.block_table, sizes.slots) for cache in (pages.key_cache, pages.value_cache)
+    )
+    return decode_attention(
+        query, key, value, occupied, scale=scale, per_head=per_head, protected=protected, check_finite=check_finite
+    )
+
+
 def _decode(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float, per_head: bool,
     protected: Tensor | None, process_group: ProcessGroup | None,
@@ -216,6 +240,10 @@ class LongFlowState(State):
     heads. All ranks of the group construct their states and call `prefill`, `step`, `reorder` and `reset` in the same
     order, with the same prompts' masks. After an error in the middle of a call, a state is unusable until `reset()`.
     TypeError if it is no process group of this rank; ValueError if the ranks' configs or sizes differ.
+
+    pages: the state holds its tokens there, in the slots that the block table names, instead of in tensors of its own,
+    and `key` and `value` are copies. Each page is of one row of one state. Pages may be moved between two calls, with
+    the block table changed in place. ValueError for too few pages, a page in two places, or pages of other sizes.
     """
 
     config: LongFlowConfig
@@ -226,17 +254,49 @@ class LongFlowState(State):
     def __init__(
         self, config: LongFlowConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device | str, process_group: ProcessGroup | None = None,
+        pages: Pages | None = None,
     ) -> None:
         super().__init__(
             check_config(config, LongFlowConfig), slots=config.budget, batch=batch, query_heads=query_heads,
             key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
+        if pages is not None:
+            check_own_pages(pages, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        self.pages = pages
         check_process_group(
             process_group, config=config, batch=batch, query_heads_per_key_value_head=self.sizes.group,
             head_dim=head_dim, dtype=dtype,
         )
         self._shared = Shared(process_group)
         self.reset()
+
+    @property
+    def key(self) -> Tensor:
+        """[B, Hkv, S, D], a copy if the state has pages. Unspecified in unoccupied slots."""
+        return self._key if self.pages is None else self._read(self.pages.key_cache)
+
+    @key.setter
+    def key(self, value: Tensor) -> None:
+        if self.pages is None:
+            self._key = value
+        else:
+            write_slots(self.pages.key_cache, self.pages.block_table, value)
+
+    @property
+    def value(self) -> Tensor:
+        """Like `key`."""
+        return self._value if self.pages is None else self._read(self.pages.value_cache)
+
+    @value.setter
+    def value(self, value: Tensor) -> None:
+        if self.pages is None:
+            self._value = value
+        else:
+            write_slots(self.pages.value_cache, self.pages.block_table, value)
+
+    def _read(self, cache: Tensor) -> Tensor:
+        assert self.pages is not None
+        return read_slots(cache, self.pages.block_table, self.config.budget)
 
     @property
     def next_slot(self) -> Tensor:
@@ -250,12 +310,13 @@ class LongFlowState(State):
     def _allocate(self) -> None:
         batch, _, heads, slots, head_dim = self.sizes
         rows = (batch, heads) if self.config.per_head else (batch,)
-        self.key = torch.zeros(batch, heads, slots, head_dim, dtype=self.dtype, device=self.device)
-        self.value = torch.zeros_like(self.key)
+        if self.pages is None:
+            self.key = torch.zeros(batch, heads, slots, head_dim, dtype=self.dtype, device=self.device)
+            self.value = torch.zeros_like(self.key)
         self.occupied = torch.zeros(*rows, slots, dtype=torch.bool, device=self.device)
         self.positions = torch.full((*rows, slots), -1, dtype=torch.int64, device=self.device)
         self._next_slot = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        score_dtype = accumulate_dtype(self.key)
+        score_dtype = accumulate_dtype(torch.empty(0, dtype=self.dtype))
         self.score = torch.full((*rows, slots), -INF, dtype=score_dtype, device=self.device)
         # Tokens at positions below this are sinks. It accounts for each row's padding.
         self._sink_end = torch.full((batch,), self.config.sinks, dtype=torch.int64, device=self.device)
@@ -279,8 +340,7 @@ class LongFlowState(State):
         self._sink_end = self._end_of_sinks(occupied)
         kept = self._select_prompt_tokens(query, key, value, occupied)                  # [B, N], -1 = none
         count = kept.shape[1]
-        self.key[:, :, :count] = gather_tokens(key, kept)
-        self.value[:, :, :count] = gather_tokens(value, kept)
+        self._fill(gather_tokens(key, kept), gather_tokens(value, kept))
         kept = kept[:, None] if self.config.per_head else kept
         self.positions[..., :count] = kept
         self.occupied[..., :count] = kept >= 0
@@ -302,8 +362,12 @@ class LongFlowState(State):
             self._start_change("step")                                                  # another rank may fail
         slot = self._next_slot[..., None]                                               # [B, 1] or [B, Hkv, 1]
         place = per_kv_head(slot)[..., None].expand(-1, self.sizes.key_value_heads, -1, self.sizes.head_dim)
-        self.key.scatter_(2, place, key[:, :, None])
-        self.value.scatter_(2, place, value[:, :, None])
+        if self.pages is None:
+            self.key.scatter_(2, place, key[:, :, None])
+            self.value.scatter_(2, place, value[:, :, None])
+        else:
+            self.key = self.key.scatter(2, place, key[:, :, None])
+            self.value = self.value.scatter(2, place, value[:, :, None])
         self.occupied.scatter_(-1, slot, True)
         self.positions.scatter_(-1, slot, self._seen)
         result = _decode(
@@ -314,6 +378,14 @@ class LongFlowState(State):
         self.score, self._next_slot = result.score, result.slot
         self._end_change()
         return result.output
+
+    def _fill(self, key: Tensor, value: Tensor) -> None:
+        """Write tokens [B, Hkv, N, D] into the first N slots."""
+        if self.pages is None:
+            self.key[:, :, :key.shape[2]], self.value[:, :, :key.shape[2]] = key, value
+        else:
+            write_slots(self.pages.key_cache, self.pages.block_table, key)
+            write_slots(self.pages.value_cache, self.pages.block_table, value)
 
     def _select_prompt_tokens(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor) -> Tensor:
         """The prompt tokens to keep, the same for all heads: [B, min(T, budget - 1)], -1 where there is none."""

@@ -7,6 +7,7 @@ repeats them under disturbance.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...reference.contract import Pages
 from ..discovery import Pair
 from ..judge import checkers
 from . import tiny
+from .paged_view import PagedLayout
 
 STEPS = 3
+#: Page sizes of states over pages: smaller than a tile, and not.
+PAGES = (16, 64)
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,9 @@ def of(
             to = getattr(holder, "dtype", dtype)  # a cache accepts its own dtype only
             given = {key: _cast(value, to) for key, value in given.items()}
             yield Call(f"{name}({', '.join(given)})", partial(functions[name], **given))
+    for size in PAGES if pair.state and "pages" in inspect.signature(pair.state).parameters else ():
+        made = partial(decode, pair, device, dtype, max(head_dims), {"layout": PagedLayout(size)})
+        yield Call(f"{pair.state.__name__}(pages of {size})", made)
     states = [
         ({**options, **more}, head_dim) for options in tiny.groupings(pair)
         for head_dim in head_dims for more in ({}, *checkers.ask(pair.name, "COMPILED", ()))
@@ -86,4 +94,6 @@ def tensors(result: Any) -> Iterator[Tensor]:
 
 
 def _cast(value: Any, to: torch.dtype) -> Any:
+    if isinstance(value, Pages):
+        return Pages(*(_cast(tensor, to) for tensor in value))
     return value.to(to) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -7,9 +7,8 @@ layout.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -66,12 +65,12 @@ LAYOUTS = (
 class PagedView:
     """A case with per_head=False in pages. Unused memory holds NaN, also the free slots.
 
-    query [B, Hq, D]; occupied [B, S] bool and `scale` as in the case. key_cache, value_cache [pages, page_size, Hkv, D]
-    or [pages, Hkv, page_size, D]; cache: both as one tensor [pages, 2, ...] of a joined layout, else None.
-    block_table [B, n] int32: the page of each page_size slots, -1 if all of them are free. lengths [B] int32: the
-    number of slots up to the last occupied one. slot_mapping [B, S] int64: page * page_size + place of each slot, -1 if
-    it is free. page_indptr [B + 1], page_indices, last_page_len [B] int32: the block table as FlashInfer has it,
-    without what is behind `lengths`. Pages of free slots alone are page 0 there.
+    query [B, Hq, D]; occupied [B, S] bool, protected like it or None, and `scale` as in the case. key_cache,
+    value_cache [pages, page_size, Hkv, D] or [pages, Hkv, page_size, D]; cache: both as one tensor [pages, 2, ...] of a
+    joined layout, else None. block_table [B, n] int32: the page of each page_size slots, -1 if all of them are free.
+    lengths [B] int32: the number of slots up to the last occupied one. slot_mapping [B, S] int64: page * page_size +
+    place of each slot, -1 if it is free. page_indptr [B + 1], page_indices, last_page_len [B] int32: the block table as
+    FlashInfer has it, without what is behind `lengths`. Pages of free slots alone are page 0 there.
     """
 
     case: DecodeCase
@@ -90,6 +89,10 @@ class PagedView:
     @property
     def occupied(self) -> Tensor:
         return self.case.occupied
+
+    @property
+    def protected(self) -> Tensor | None:
+        return self.case.protected
 
     @property
     def scale(self) -> float | None:
@@ -201,38 +204,3 @@ def paged_views(case: DecodeCase, layouts: Sequence[PagedLayout] = LAYOUTS) -> I
     """The case in each layout."""
     for layout in layouts:
         yield PagedView(case, layout)
-
-
-def judge_paged(
-    case: DecodeCase, function: Callable[[PagedView], Any], layouts: Sequence[PagedLayout] = LAYOUTS
-) -> list[str]:
-    """Judge what a function returns for a case in each layout. Returns a line per layout; raises Mismatch.
-
-    function: takes a PagedView, and returns the output [B, Hq, D] of attention, or LongFlow's output, score and slot,
-    over the case's slots. The results must be right, and have the same bits in every layout.
-    """
-    from ..judge import bounds
-    from ..judge.checkers import longflow
-    from ..judge.compare import assert_dtype, assert_same, assert_within
-
-    passed: list[str] = []
-    first: tuple[Tensor, ...] = ()
-    for view in paged_views(case, layouts):
-        returned = function(view)
-        if isinstance(returned, Tensor):
-            assert_dtype(returned, case.dtype, what="output")
-            truth = case.attention.output[:, :, 0]
-            assert_within(returned, truth, bounds.decode_output(case), what=f"output in {view.layout}")
-            results: tuple[Tensor, ...] = (returned,)
-        else:
-            results = tuple(returned)
-            longflow.assert_decode_right(results, case)
-        for name, mine, other in zip(("output", "score", "slot"), results, first, strict=False):
-            assert_same(mine, other, what=f"{name} in {view.layout}, compared with the first layout")
-        first = first or results
-        changed = {
-            field.name: value for field in dataclasses.fields(view.layout)
-            if (value := getattr(view.layout, field.name)) != field.default
-        }
-        passed.append(f"pages of {view.layout.page_size} {changed or ''}".rstrip() + ": right")
-    return passed

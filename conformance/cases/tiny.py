@@ -19,6 +19,8 @@ from torch import Tensor
 from .. import discovery
 from ..discovery import Pair
 from ..judge import checkers
+from .paged_states import empty_pages
+from .paged_view import PagedLayout
 
 BATCH, QUERY_HEADS, KEY_VALUE_HEADS, SLOTS, HEAD_DIM, WINDOW, BUDGET = 2, 4, 2, 6, 16, 2, 4
 HEADS = (QUERY_HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS)  # of query, key and value
@@ -94,26 +96,34 @@ def arguments(pair: Pair, function: Callable[..., Any], device: torch.device, *,
 
 def new_state(
     pair: Pair, side: Any, device: torch.device, *, dtype: torch.dtype = torch.float32,
-    head_dim: int | None = None, process_group: Any = None, **options: Any,
+    head_dim: int | None = None, process_group: Any = None, layout: PagedLayout | None = None, **options: Any,
 ) -> Any:
-    """The state of `pair` in its module `side`, with those of `options` that the config has. Default D: HEAD_DIM."""
-    ranks = {} if process_group is None else {"process_group": process_group}
+    """The state of `pair` in its module `side`, with those of `options` that the config has. Default D: HEAD_DIM.
+
+    layout: its tokens are in pages.
+    """
     assert pair.config is not None
     assert pair.state is not None
+    more = {} if process_group is None else {"process_group": process_group}
+    if layout is not None:
+        more["pages"] = empty_pages(
+            layout, batch=BATCH, slots=BUDGET, key_value_heads=KEY_VALUE_HEADS, head_dim=head_dim or HEAD_DIM,
+            dtype=dtype, device=device,
+        )
     fields = {name: value for name, value in options.items() if name in inspect.signature(pair.config).parameters}
     return getattr(side, pair.state.__name__)(
         checkers.small_config(pair, BUDGET, fields), batch=BATCH, query_heads=QUERY_HEADS,
-        key_value_heads=KEY_VALUE_HEADS, head_dim=head_dim or HEAD_DIM, dtype=dtype, device=device, **ranks,
+        key_value_heads=KEY_VALUE_HEADS, head_dim=head_dim or HEAD_DIM, dtype=dtype, device=device, **more,
     )
 
 
 def attributes(state: Any) -> dict[str, Any]:
     """Copies of all public attributes except methods, with zeros in unoccupied slots, whose contents are unspecified.
 
-    Omits keys and values that are properties computed from compressed data: they are slow in the interpreter, and
-    outputs depend on them.
+    Omits keys and values that are computed from compressed data: they are slow in the interpreter, and outputs depend
+    on them.
     """
-    computed = {name for name in ("key", "value") if isinstance(inspect.getattr_static(state, name, None), property)}
+    computed = {"key", "value"} if checkers.lossy(state) else set()
     public = {name for name in dir(state) if not name.startswith("_")} - computed
     names = sorted(name for name in public if not inspect.ismethod(getattr(state, name)))
     values = {name: value for name in names if not is_part(value := getattr(state, name))}

@@ -6,10 +6,12 @@ less time than it would take to read stored ones. With many KV heads, the last p
 and turns its logits into log scores; otherwise the second launch does. The second launch picks the slot.
 """
 
+from ...reference.contract import Pages
 from ...reference.longflow import CompressResult, DecodeResult, LongFlowConfig
-from .functions import compress_prefill, decode_attention
+from .functions import compress_prefill, decode_attention, paged_decode_attention
 from .state import LongFlowState
 
 __all__ = [
-    "CompressResult", "DecodeResult", "LongFlowConfig", "LongFlowState", "compress_prefill", "decode_attention",
+    "CompressResult", "DecodeResult", "LongFlowConfig", "LongFlowState", "Pages", "compress_prefill",
+    "decode_attention", "paged_decode_attention",
 ]

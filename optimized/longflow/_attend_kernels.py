@@ -1,7 +1,8 @@
 """The kernel that starts a LongFlow decode step. A kernel of `_score_kernels.py` finishes the step.
 
 Conventions are described there. Strides of the caches are divided by UNIT, those of the mask by MASK_UNIT (see
-_ops.py).
+_ops.py). With PAGE > 0, the caches lie in pages of PAGE slots: `pages` has the page of each PAGE slots of a row,
+and key_b and value_b are the strides of pages instead of rows.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from ._score_kernels import finish_group
 
 @triton.jit
 def _write_token(
-    key, value, occupied, positions, new_key, new_value, seen, newest,
-    key_s, key_d, value_s, value_d, occupied_s, new_key_d, new_value_d, writes_masks,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    key, value, pages, occupied, positions, new_key, new_value, seen, newest,
+    key_p, key_s, key_d, value_p, value_s, value_d, occupied_s, new_key_d, new_value_d, writes_masks,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
 ):
     """Write the new token's key and value into slot `newest` of one KV head. All pointers are at its row.
 
@@ -28,10 +29,17 @@ def _write_token(
     d = tl.arange(0, D_PAD).to(tl.int64)
     in_head = d < HEAD_DIM
     at = newest.to(tl.int64)
+    if PAGE:
+        page = tl.load(pages + newest // PAGE).to(tl.int64)
+        key += page * key_p
+        value += page * value_p
+        place = at % PAGE
+    else:
+        place = at
     k_new = tl.load(new_key + d * new_key_d, mask=in_head)
     v_new = tl.load(new_value + d * new_value_d, mask=in_head)
-    tl.store(key + at * key_s + d * key_d, k_new, mask=in_head)
-    tl.store(value + at * value_s + d * value_d, v_new, mask=in_head)
+    tl.store(key + place * key_s + d * key_d, k_new, mask=in_head)
+    tl.store(value + place * value_s + d * value_d, v_new, mask=in_head)
     if writes_masks:
         tl.store(occupied + at * occupied_s, 1)
         tl.store(positions + at, tl.load(seen))
@@ -39,10 +47,10 @@ def _write_token(
 
 @triton.jit
 def _attend_tiles(
-    acc, row_max, weight_sum, q, key, value, occupied, logits, newest, scale, begin, end,
-    key_s, key_d, value_s, value_d, occupied_s,
+    acc, row_max, weight_sum, q, key, value, pages, occupied, logits, newest, scale, begin, end,
+    key_p, key_s, key_d, value_p, value_s, value_d, occupied_s,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    MASKED: tl.constexpr, WARPS: tl.constexpr,
+    PAGE: tl.constexpr, MASKED: tl.constexpr, WARPS: tl.constexpr,
 ):
     """Update the online softmax of ROWS queries (accumulator, maximum, sums) with slots begin to end. Stores the logits
     plus log2 ||v||_1, which are the log scores except for the denominators of the whole row.
@@ -73,7 +81,15 @@ def _attend_tiles(
             # Also avoids a second layout of the queries, with which fewer programs would fit on a multiprocessor.
             holds = of_any_width(holds)
             tile = tile & holds[:, None] if HEAD_DIM != D_PAD else holds[:, None]
-        k = key + first * key_s + k_near + far[:, None] * key_s
+        if PAGE == 0:
+            k = key + first * key_s + k_near + far[:, None] * key_s
+        elif PAGE % BLOCK == 0:                                        # the tile is in one page
+            page = tl.load(pages + start // PAGE).to(tl.int64)
+            k = key + page * key_p + first % PAGE * key_s + k_near + far[:, None] * key_s
+        else:
+            page = tl.load(pages + s // PAGE, mask=inside, other=0) if MASKED else tl.load(pages + s // PAGE)
+            page = page.to(tl.int64)[:, None]
+            k = key + page * key_p + (s64 % PAGE)[:, None] * key_s + d[None, :] * key_d
         k = tl.load(k, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(k)
         raw = dot(q, tl.trans(k))                                      # [ROWS, BLOCK]
         logit = multiply(raw, scale)
@@ -81,7 +97,12 @@ def _attend_tiles(
             logit = tl.where(holds[None, :], logit, float("-inf"))
         p, row_max, rescale = weigh(logit, row_max, tl.max(logit, 1))
         weight_sum = weight_sum * rescale[:, None] + tl.sum(tl.reshape(p, (ROWS, BLOCK // SUMS, SUMS)), 1)
-        v = value + first * value_s + v_near + far[:, None] * value_s
+        if PAGE == 0:
+            v = value + first * value_s + v_near + far[:, None] * value_s
+        elif PAGE % BLOCK == 0:
+            v = value + page * value_p + first % PAGE * value_s + v_near + far[:, None] * value_s
+        else:
+            v = value + page * value_p + (s64 % PAGE)[:, None] * value_s + d[None, :] * value_d
         v = tl.load(v, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(v)
         # An explicit fma: if the compiler decided whether to fuse, equal tokens could differ in the last bit between
         # the two loops. Unoccupied slots get -inf, like a value of zeros.
@@ -100,18 +121,19 @@ def _attend_tiles(
 @triton.jit(do_not_specialize=[
     "slots", "early", "splits", "split_size", "late_splits", "late_size", "heads", "query_b", "query_h",
     "key_b", "key_h", "key_s", "value_b", "value_h", "value_s", "occupied_b", "occupied_h",
-    "new_key_b", "new_key_h", "new_value_b", "new_value_h",
+    "new_key_b", "new_key_h", "new_value_b", "new_value_h", "pages_b",
 ])
 def attend_kernel(
-    query, key, value, occupied, new_key, new_value, slot, positions, seen,
+    query, key, value, pages, occupied, new_key, new_value, slot, positions, seen,
     logits, partial, row_maxima, weight_sums, ranks, output, completion_counters,
     scale, slots, early, splits, split_size, late_splits, late_size, heads,
     query_b, query_h, query_d, key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d,
     occupied_b, occupied_h, occupied_s, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
+    pages_b,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
     PER_HEAD: tl.constexpr, ARRIVAL: tl.constexpr, FUSED: tl.constexpr, DISCARD: tl.constexpr, DEPENDENT: tl.constexpr,
-    WARPS: tl.constexpr,
+    WARPS: tl.constexpr, PAGE: tl.constexpr,
 ):
     """Program (split, batch_head): attends to one share of the slots of a (row, KV head), for all its query heads.
     Stores the logits, and the share's maximum, sum and accumulator.
@@ -134,10 +156,16 @@ def attend_kernel(
     decision = batch_head if PER_HEAD else b
     begin = split * share
     end = tl.minimum(begin + share, slots)
-    key += (b * key_b + k_head * key_h) * UNIT
-    value += (b * value_b + k_head * value_h) * UNIT
+    if PAGE:
+        key += k_head * key_h * UNIT
+        value += k_head * value_h * UNIT
+        pages += b * pages_b
+    else:
+        key += (b * key_b + k_head * key_h) * UNIT
+        value += (b * value_b + k_head * value_h) * UNIT
+    page_k, page_v = key_b.to(tl.int64) * UNIT, value_b.to(tl.int64) * UNIT
     mine = occupied + (b * occupied_b + k_head * occupied_h) * MASK_UNIT
-    if ARRIVAL:                                                        # a state's own caches are contiguous
+    if ARRIVAL and PAGE == 0:                                          # a state's own caches are contiguous
         row_k: tl.constexpr = HEAD_DIM
         row_v: tl.constexpr = HEAD_DIM
     else:
@@ -158,10 +186,10 @@ def attend_kernel(
     if ARRIVAL:
         if (newest >= begin) & (newest < end):
             _write_token(
-                key, value, mine, positions + decision * slots,
+                key, value, pages, mine, positions + decision * slots,
                 new_key + b * new_key_b + k_head * new_key_h, new_value + b * new_value_b + k_head * new_value_h,
-                seen, newest, row_k, key_d, row_v, value_d, occupied_s, new_key_d, new_value_d,
-                PER_HEAD or k_head == 0, HEAD_DIM, D_PAD,
+                seen, newest, page_k, row_k, key_d, page_v, row_v, value_d, occupied_s, new_key_d, new_value_d,
+                PER_HEAD or k_head == 0, HEAD_DIM, D_PAD, PAGE,
             )
         # The program that wrote the slot also reads its tile and must see the new token.
         tl.debug_barrier()
@@ -171,14 +199,14 @@ def attend_kernel(
     weight_sum = tl.zeros([ROWS, SUMS], tl.float32)
     # Caches are usually full, and the second loop is empty. Two loops share their buffers; two branches would not.
     acc, row_max, weight_sum = _attend_tiles(
-        acc, row_max, weight_sum, q, key, value, mine, logits + batch_head * padded * GROUP_PAD,
-        newest, scale, begin, whole, row_k, key_d, row_v, value_d, occupied_s,
-        HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, False, WARPS,
+        acc, row_max, weight_sum, q, key, value, pages, mine, logits + batch_head * padded * GROUP_PAD,
+        newest, scale, begin, whole, page_k, row_k, key_d, page_v, row_v, value_d, occupied_s,
+        HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, PAGE, False, WARPS,
     )
     acc, row_max, weight_sum = _attend_tiles(
-        acc, row_max, weight_sum, q, key, value, mine, logits + batch_head * padded * GROUP_PAD,
-        newest, scale, whole, end, row_k, key_d, row_v, value_d, occupied_s,
-        HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, True, WARPS,
+        acc, row_max, weight_sum, q, key, value, pages, mine, logits + batch_head * padded * GROUP_PAD,
+        newest, scale, whole, end, page_k, row_k, key_d, page_v, row_v, value_d, occupied_s,
+        HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, PAGE, True, WARPS,
     )
     part = (batch_head * GROUP + row) * late_splits + split            # late_splits >= splits
     tl.store(row_maxima + part, row_max, mask=row < GROUP)

@@ -1,4 +1,7 @@
-"""The operations of a LongFlow step: its division into programs, its scratch memory, and its launches."""
+"""The operations of a LongFlow step: its division into programs, its scratch memory, and its launches.
+
+Operations with a `block_table` [B, n] take key and value in pages, [pages, Hkv, page_size, D], if it is not None.
+"""
 
 from __future__ import annotations
 
@@ -110,16 +113,15 @@ def _after(count: int) -> int:
 
 @torch.library.custom_op("kvtwin::longflow_decode", mutates_args=())
 def decode(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, protected: Tensor | None, scale: float,
-    per_head: bool,
+    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, occupied: Tensor,
+    protected: Tensor | None, scale: float, per_head: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, query_heads, head_dim = query.shape
-    sizes = Sizes(batch, query_heads, key.shape[1], key.shape[2], head_dim)
+    sizes = _sizes(query, key, occupied)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     score = torch.empty(occupied.shape, dtype=torch.float32, device=query.device)
     slot = torch.empty(occupied.shape[:-1], dtype=torch.int64, device=query.device)
     _launch(
-        sizes, query, key, value, occupied, protected, output, score, slot,
+        sizes, query, key, value, block_table, occupied, protected, output, score, slot,
         scratch(sizes, key, per_head), scale=scale, per_head=per_head,
     )
     return output, score, slot
@@ -127,8 +129,8 @@ def decode(
 
 @decode.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, protected: Tensor | None, scale: float,
-    per_head: bool,
+    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, occupied: Tensor,
+    protected: Tensor | None, scale: float, per_head: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         query.new_empty(query.shape),
@@ -145,16 +147,15 @@ def _(
     ),
 )
 def step(
-    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor,
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None,
     occupied: Tensor, positions: Tensor, next_slot: Tensor, score: Tensor, sink_end: Tensor, seen: Tensor,
     workspace: Tensor, candidates: Tensor, completion_counters: Tensor, scale: float, per_head: bool,
     protect_newest: bool,
 ) -> Tensor:
-    batch, query_heads, head_dim = query.shape
-    sizes = Sizes(batch, query_heads, key.shape[1], key.shape[2], head_dim)
+    sizes = _sizes(query, key, occupied)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _launch(
-        sizes, query, key, value, occupied, None, output, score, next_slot,
+        sizes, query, key, value, block_table, occupied, None, output, score, next_slot,
         (workspace, candidates, completion_counters), scale=scale, per_head=per_head,
         new_token=_NewToken(new_key, new_value, positions, sink_end, seen), protect_newest=protect_newest,
     )
@@ -163,7 +164,7 @@ def step(
 
 @step.register_fake
 def _(
-    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor,
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None,
     occupied: Tensor, positions: Tensor, next_slot: Tensor, score: Tensor, sink_end: Tensor, seen: Tensor,
     workspace: Tensor, candidates: Tensor, completion_counters: Tensor, scale: float, per_head: bool,
     protect_newest: bool,
@@ -175,17 +176,16 @@ def _(
     "kvtwin::longflow_rank", mutates_args=("key", "value", "occupied", "positions", "workspace", "completion_counters")
 )
 def rank(
-    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor,
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None,
     occupied: Tensor, positions: Tensor, next_slot: Tensor, seen: Tensor,
     workspace: Tensor, completion_counters: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The first half of `step`: the output, and the ranks of this process's KV heads, [B, Hkv, padded slots]."""
-    batch, query_heads, head_dim = query.shape
-    sizes = Sizes(batch, query_heads, key.shape[1], key.shape[2], head_dim)
-    output, ranks = _ranked(query, key)
+    sizes = _sizes(query, key, occupied)
+    output, ranks = _ranked(query, sizes)
     pieces = [*workspace.split(_cuts(sizes, _cut(sizes, key).late_splits))[:-1], ranks]
     _launch_attend(
-        sizes, query, key, value, occupied, output, next_slot, pieces, completion_counters, scale=scale,
+        sizes, query, key, value, block_table, occupied, output, next_slot, pieces, completion_counters, scale=scale,
         per_head=False, token=_NewToken(new_key, new_value, positions, next_slot, seen), arrival=True,
         at_once=True, dependent=False,
     )
@@ -194,18 +194,23 @@ def rank(
 
 @rank.register_fake
 def _(
-    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor,
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None,
     occupied: Tensor, positions: Tensor, next_slot: Tensor, seen: Tensor,
     workspace: Tensor, completion_counters: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor]:
-    return _ranked(query, key)
+    return _ranked(query, _sizes(query, key, occupied))
 
 
-def _ranked(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    batch, heads, slots, _ = key.shape
+def _sizes(query: Tensor, key: Tensor, occupied: Tensor) -> Sizes:
+    batch, query_heads, head_dim = query.shape
+    return Sizes(batch, query_heads, key.shape[1], occupied.shape[-1], head_dim)
+
+
+def _ranked(query: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    row = padded_slots(sizes.slots)
     return (
         torch.empty(query.shape, dtype=query.dtype, device=query.device),
-        torch.empty(batch, heads, padded_slots(slots), dtype=torch.float32, device=query.device),
+        torch.empty(sizes.batch, sizes.key_value_heads, row, dtype=torch.float32, device=query.device),
     )
 
 
@@ -227,8 +232,8 @@ def choose(
 
 
 def _launch(
-    sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, protected: Tensor | None,
-    output: Tensor, score: Tensor, slot: Tensor,
+    sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, occupied: Tensor,
+    protected: Tensor | None, output: Tensor, score: Tensor, slot: Tensor,
     scratch: tuple[Tensor, Tensor, Tensor], *, scale: float, per_head: bool,
     new_token: _NewToken | None = None, protect_newest: bool = False,
 ) -> None:
@@ -254,7 +259,7 @@ def _launch(
     }
     decisions, blocks = candidates.shape
     _launch_attend(
-        sizes, query, key, value, occupied, output, slot, pieces, completion_counters, scale=scale,
+        sizes, query, key, value, block_table, occupied, output, slot, pieces, completion_counters, scale=scale,
         per_head=per_head, token=token, arrival=new_token is not None, at_once=at_once, dependent=dependent,
     )
     with on_device_of(key):
@@ -285,9 +290,9 @@ def _splitting(sizes: Sizes, splits: int) -> dict[str, int]:
 
 
 def _launch_attend(
-    sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, output: Tensor, slot: Tensor,
-    pieces: Sequence[Tensor], completion_counters: Tensor, *, scale: float, per_head: bool, token: _NewToken,
-    arrival: bool, at_once: bool, dependent: bool,
+    sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, occupied: Tensor,
+    output: Tensor, slot: Tensor, pieces: Sequence[Tensor], completion_counters: Tensor, *, scale: float,
+    per_head: bool, token: _NewToken, arrival: bool, at_once: bool, dependent: bool,
 ) -> None:
     """The first kernel: attention. at_once: it also ranks the slots of each KV head."""
     batch, _, heads, slots, head_dim = sizes
@@ -296,23 +301,24 @@ def _launch_attend(
     logits, partial, row_maxima, weight_sums, _, ranks = pieces
     unit, byte_unit = stride_unit(key, value), mask_unit(occupied)
     head_stride = _head_stride(occupied, per_head)
+    pages = slot if block_table is None else block_table                        # `slot` is not read as pages
     splitting = _splitting(sizes, splits)
     registers = {"maxnreg": REGISTERS} if PTX and at_once and key.element_size() == 2 else {}
     # With 4 warps, fewer programs run at a time and finish KV heads sooner, before logits leave the cache.
     warps = 4 if at_once else 2
     with on_device_of(key):
         attend_kernel[(heads * (work.early * work.splits + (batch - work.early) * splits),)](
-            query, key, value, occupied, token.key, token.value, slot, token.positions, token.seen,
+            query, key, value, pages, occupied, token.key, token.value, slot, token.positions, token.seen,
             logits, partial, row_maxima, weight_sums, ranks, output, completion_counters,
             scale * LOG2_E.value, slots, *work[1:], heads,
             *query.stride(), *(stride // unit for stride in key.stride()[:3]), key.stride(3),
             *(stride // unit for stride in value.stride()[:3]), value.stride(3),
             occupied.stride(0) // byte_unit, head_stride // byte_unit, occupied.stride(-1),
-            *token.key.stride(), *token.value.stride(),
+            *token.key.stride(), *token.value.stride(), pages.stride(0),
             ROWS=GROUP_ROWS, BLOCK=work.block, UNIT=unit, MASK_UNIT=byte_unit,
             CHUNK=32 if SMALL_TILES else min(1024, 4096 // splitting["GROUP_PAD"]), WARPS=warps,
             FUSED=at_once, DISCARD=discards(key.device), DEPENDENT=dependent, GROUP=sizes.group, HEAD_DIM=head_dim,
-            PER_HEAD=per_head, ARRIVAL=arrival, **splitting,
+            PER_HEAD=per_head, ARRIVAL=arrival, PAGE=0 if block_table is None else key.shape[2], **splitting,
             num_warps=warps, num_stages=3 if at_once else 2, **registers,
         )
 

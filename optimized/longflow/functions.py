@@ -6,9 +6,12 @@ from torch import Tensor
 
 from ...reference._validate import check_all_finite, check_flag, check_integer, check_tensor, resolve_scale
 from ...reference._validate_attention import check_attention, check_slot_mask
+from ...reference._validate_pages import check_paged
 from ...reference._validate_ranks import ProcessGroup
+from ...reference.contract import Pages
 from ...reference.longflow import CompressResult, DecodeResult
 from .._common.launch import check_kernel_sizes, check_launchable
+from .._common.pages import by_head, read_slots
 from ..baselines.snapkv import choose, gather_tokens
 from . import _ops
 
@@ -37,7 +40,35 @@ def decode_attention(
     if check_finite:
         hidden = ~(occupied if per_head else occupied[:, None])[..., None]
         check_all_finite(query=query, key=key.masked_fill(hidden, 0), value=value.masked_fill(hidden, 0))
-    return DecodeResult(*_ops.decode(query, key, value, occupied, protected, scale, per_head))
+    return DecodeResult(*_ops.decode(query, key, value, None, occupied, protected, scale, per_head))
+
+
+def paged_decode_attention(
+    query: Tensor, pages: Pages, occupied: Tensor, *,
+    scale: float | None = None, per_head: bool = False, protected: Tensor | None = None, check_finite: bool = False,
+) -> DecodeResult:
+    """`decode_attention` over slots in pages, which rows may share.
+
+    query [B, Hq, D]; occupied [B, S] bool, or [B, Hkv, S] with per_head, with S up to the slots of the block table's
+    pages; protected like occupied. Results and other arguments: `decode_attention`. Pages of the block table are
+    checked if it is on the CPU, or with check_finite=True. TypeError or ValueError for invalid arguments.
+    """
+    check_flag("per_head", per_head)
+    check_flag("check_finite", check_finite)
+    sizes, pages = check_paged(query, pages, occupied, per_head=per_head, check_entries=check_finite)
+    key, value, table = pages
+    if protected is not None:
+        check_slot_mask("protected", protected, sizes, per_head, key)
+    scale = resolve_scale(scale, sizes.head_dim)
+    check_launchable(query=query, key_cache=key, value_cache=value)
+    check_kernel_sizes(sizes)
+    if check_finite:
+        hidden = ~(occupied if per_head else occupied[:, None])[..., None]
+        held = {name: read_slots(cache, table, sizes.slots) for name, cache in (("key", key), ("value", value))}
+        check_all_finite(query=query, **{name: tensor.masked_fill(hidden, 0) for name, tensor in held.items()})
+    return DecodeResult(
+        *_ops.decode(query, by_head(key), by_head(value), table, occupied, protected, scale, per_head)
+    )
 
 
 def compress_prefill(

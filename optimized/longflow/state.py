@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from ...reference._validate import check_all_finite, check_config, check_next_slot, check_reorder
+from ...reference._validate_pages import check_own_pages
 from ...reference._validate_ranks import ProcessGroup, Shared, check_process_group, digest
+from ...reference.contract import Pages
 from ...reference.longflow import LongFlowConfig
+from .._common.pages import by_head, read_slots, write_slots
 from .._common.ranks import Ranks, ranks_of
 from .._common.state import State
 from ..baselines.snapkv import choose, gather_tokens
@@ -20,7 +23,7 @@ class LongFlowState(State):
     key, value [B, Hkv, S, D] with S = budget; occupied [B, S] bool; positions [B, S] int64: the position of the token
     in each slot, counted from 0 with padding included, -1 = free; score [B, S] float32, of the last step; next_slot [B]
     int64, writable. With config.per_head the last four are [B, Hkv, S] and [B, Hkv]. The contents of unoccupied slots
-    are unspecified. process_group: see `kvtwin.reference.longflow.LongFlowState`.
+    are unspecified. process_group, pages: see `kvtwin.reference.longflow.LongFlowState`.
     """
 
     config: LongFlowConfig
@@ -28,11 +31,15 @@ class LongFlowState(State):
     def __init__(
         self, config: LongFlowConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device | str, process_group: ProcessGroup | None = None,
+        pages: Pages | None = None,
     ) -> None:
         super().__init__(
             check_config(config, LongFlowConfig), slots=config.budget, batch=batch, query_heads=query_heads,
             key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
+        if pages is not None:
+            check_own_pages(pages, sizes=self.sizes, dtype=self.dtype, device=self.device)
+        self.pages = pages
         check_process_group(
             process_group, config=config, batch=batch, query_heads_per_key_value_head=self.sizes.group,
             head_dim=head_dim, dtype=dtype,
@@ -41,8 +48,10 @@ class LongFlowState(State):
         self._ranks = None if config.per_head else ranks_of(process_group, key_value_heads, self.device)
         heads, slots = key_value_heads, config.budget
         rows = (batch, heads) if config.per_head else (batch,)
-        self.key = self._buffer(batch, heads, slots, head_dim, dtype=dtype)
-        self.value = self._buffer(batch, heads, slots, head_dim, dtype=dtype)
+        if pages is None:
+            self._caches = tuple(self._buffer(batch, heads, slots, head_dim, dtype=dtype) for _ in range(2))
+        else:
+            self._caches = by_head(pages.key_cache), by_head(pages.value_cache)
         self.occupied = self._buffer(*rows, slots, dtype=torch.bool)
         self.positions = self._buffer(*rows, slots, dtype=torch.int64)
         self._next_slot = self._buffer(*rows, dtype=torch.int64)
@@ -50,13 +59,28 @@ class LongFlowState(State):
         self._sink_end = self._buffer(batch, dtype=torch.int64)          # positions below this are sinks
         self._seen = self._buffer(1, dtype=torch.int64)                  # on the device: graphs update it
         with torch.inference_mode(False):
-            self._scratch = _ops.scratch(self.sizes, self.key, config.per_head)
+            self._scratch = _ops.scratch(self.sizes, self._caches[0], config.per_head)
         self.reset()
 
     @property
     def tokens_seen(self) -> int:
         """Tokens received since the last reset, padding included. Reading it synchronizes with the GPU."""
         return int(self._seen.item())
+
+    @property
+    def key(self) -> Tensor:
+        """[B, Hkv, S, D], a copy if the state has pages."""
+        return self._held(0)
+
+    @property
+    def value(self) -> Tensor:
+        """Like `key`."""
+        return self._held(1)
+
+    def _held(self, which: int) -> Tensor:
+        if self.pages is None:
+            return self._caches[which]
+        return read_slots(self.pages[which], self.pages.block_table, self.config.budget)
 
     @property
     def next_slot(self) -> Tensor:
@@ -104,8 +128,7 @@ class LongFlowState(State):
         self._set_sinks(occupied)
         kept = self._choose(query, key, value, occupied)
         count = kept.shape[1]
-        self.key[:, :, :count] = gather_tokens(key, kept)
-        self.value[:, :, :count] = gather_tokens(value, kept)
+        self._fill(gather_tokens(key, kept), gather_tokens(value, kept))
         kept = kept[:, None] if self.config.per_head else kept
         self.positions[..., :count] = kept
         self.occupied[..., :count] = kept >= 0
@@ -127,8 +150,9 @@ class LongFlowState(State):
         if self._ranks is not None:
             return self._step_with(self._ranks, query, key, value)
         output: Tensor = _ops.step(
-            query, key, value, self.key, self.value, self.occupied, self.positions, self._next_slot, self.score,
-            self._sink_end, self._seen, *self._scratch, self.scale, self.config.per_head, self.config.protect_newest,
+            query, key, value, *self._caches, self._block_table, self.occupied, self.positions, self._next_slot,
+            self.score, self._sink_end, self._seen, *self._scratch, self.scale, self.config.per_head,
+            self.config.protect_newest,
         )
         return output
 
@@ -138,8 +162,8 @@ class LongFlowState(State):
         workspace, _, completion_counters = self._scratch
         output: Tensor
         output, rank = _ops.rank(
-            query, key, value, self.key, self.value, self.occupied, self.positions, self._next_slot, self._seen,
-            workspace, completion_counters, self.scale,
+            query, key, value, *self._caches, self._block_table, self.occupied, self.positions, self._next_slot,
+            self._seen, workspace, completion_counters, self.scale,
         )
         _ops.choose(
             ranks.gather(rank), self.occupied, self.positions, self._next_slot, self.score, self._sink_end, self._seen,
@@ -152,11 +176,22 @@ class LongFlowState(State):
         """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.sizes.batch, self.device)
         self._start_change("reorder")
-        for tensor in (
-            self.key, self.value, self.occupied, self.positions, self._next_slot, self.score, self._sink_end,
-        ):
+        self._fill(*(self._held(which).index_select(0, index) for which in (0, 1)))
+        for tensor in (self.occupied, self.positions, self._next_slot, self.score, self._sink_end):
             tensor.copy_(tensor.index_select(0, index))
         self._end_change()
+
+    @property
+    def _block_table(self) -> Tensor | None:
+        return None if self.pages is None else self.pages.block_table
+
+    def _fill(self, key: Tensor, value: Tensor) -> None:
+        """Write tokens [B, Hkv, N, D] into the first N slots."""
+        for which, tokens in enumerate((key, value)):
+            if self.pages is None:
+                self._caches[which][:, :, :tokens.shape[2]] = tokens
+            else:
+                write_slots(self.pages[which], self.pages.block_table, tokens)
 
     def _choose(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor) -> Tensor:
         """The prompt tokens to keep, the same for all heads: [B, min(T, budget - 1)] int64, -1 where there is none."""

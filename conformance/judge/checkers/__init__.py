@@ -90,12 +90,24 @@ def required(name: str) -> dict[str, Any]:
 
 def extras(state: Any, query: Any, key: Any, value: Any) -> dict[str, Any]:
     """Further keyword arguments of a state's `prefill` and `step` for these tokens: see the module."""
+    name = _name_of(state)
+    made: dict[str, Any] = ask(name, "extras", lambda *_: {})(state, query, key, value) if name else {}
+    return made
+
+
+def lossy(state: Any) -> bool:
+    """Whether the state's method is LOSSY."""
+    name = _name_of(state)
+    return name is not None and bool(ask(name, "LOSSY", False))
+
+
+def _name_of(state: Any) -> str | None:
+    """The name of the state's method, None if its config is of no method."""
     config = getattr(state, "config", None)
     for found in discovery.methods():
         if found.config is not None and isinstance(config, found.config):
-            made: dict[str, Any] = ask(found.name, "extras", lambda *_: {})(state, query, key, value)
-            return made
-    return {}
+            return found.name
+    return None
 
 
 def small_config(found: discovery.Pair, budget: int, options: dict[str, Any]) -> Any:

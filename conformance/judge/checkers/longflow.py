@@ -12,9 +12,11 @@ from torch import Tensor
 
 from ....reference import longflow
 from ....reference.attention import per_query_head
-from ...cases import draws
+from ...cases import draws, tiny
 from ...cases.case import Case, DecodeCase, WindowCase
 from ...cases.contents import OCCUPANCIES, PROTECTIONS
+from ...cases.paged_states import filled_pages
+from ...cases.paged_view import PagedLayout
 from ...cases.strategies import decode_cases, window_cases
 from .. import bounds, lockstep, recorded
 from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
@@ -163,6 +165,12 @@ SUBJECTS = (
         recorded=recorded.windows,
     ),
 )
+
+
+def arguments(device: torch.device) -> dict[str, Any]:
+    """See the package."""
+    _, key, value = tiny.prompt(device, seed=0)
+    return {"pages": filled_pages(PagedLayout(4), key, value)}
 
 
 def replay(case: Case, module: Any) -> Iterator[str]:

@@ -1,0 +1,72 @@
+"""States whose tokens lie in pages of a cache, for tests that run any trace on them."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...reference.contract import Pages
+from .paged_view import LAYOUTS, PagedLayout
+
+#: Pages of a state belong to one row, so that no layout shares them. Pages of 5 are no power of two.
+OWN_LAYOUTS = (*(layout for layout in LAYOUTS if not layout.shared), PagedLayout(5, "heads_first", joined=True, seed=2))
+
+
+def empty_pages(
+    layout: PagedLayout, *, batch: int, slots: int, key_value_heads: int, head_dim: int, dtype: torch.dtype,
+    device: torch.device | str,
+) -> Pages:
+    """Pages for `slots` slots of each row, and `spare` ones that no row has. All memory holds NaN."""
+    size, each = layout.page_size, -(-slots // layout.page_size)
+    count = batch * each + layout.spare
+    shape = (size, key_value_heads, head_dim) if layout.order == "tokens_first" else (key_value_heads, size, head_dim)
+    room = (2 * count if layout.apart else count, *((2,) if layout.joined else ()), *shape)
+    made = [
+        torch.full(room, math.nan, dtype=dtype, device=device)[::2 if layout.apart else 1]
+        for _ in range(1 if layout.joined else 2)
+    ]
+    key, value = (made[0][:, 0], made[0][:, 1]) if layout.joined else made
+    if layout.order == "heads_first":
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(layout.seed))
+    table = order[:batch * each].view(batch, each).int().to(device)
+    return Pages(key, value, table)
+
+
+def filled_pages(layout: PagedLayout, key: Tensor, value: Tensor) -> Pages:
+    """Pages with the tokens of key, value [B, Hkv, S, D]. All other memory holds NaN."""
+    batch, heads, slots, head_dim = key.shape
+    pages = empty_pages(
+        layout, batch=batch, slots=slots, key_value_heads=heads, head_dim=head_dim, dtype=key.dtype, device=key.device
+    )
+    for row, entries in enumerate(pages.block_table.tolist()):
+        for slot in range(slots):
+            place = entries[slot // layout.page_size], slot % layout.page_size
+            pages.key_cache[place], pages.value_cache[place] = key[row, :, slot], value[row, :, slot]
+    return pages
+
+
+def module_of(method: Any, state: str, layout: PagedLayout) -> Any:
+    """A stand-in for a method's module, whose states get pages of their own. `made` lists them."""
+    real, made = getattr(method, state), []
+
+    def construct(config: Any, *, batch: int, key_value_heads: int, head_dim: int, **more: Any) -> Any:
+        sizes = {"batch": batch, "key_value_heads": key_value_heads, "head_dim": head_dim}
+        pages = empty_pages(layout, slots=config.budget, **sizes, dtype=more["dtype"], device=more["device"])
+        made.append(real(config, **sizes, **more, pages=pages))
+        return made[-1]
+
+    return SimpleNamespace(**{state: construct}, made=made)
+
+
+def move(pages: Pages, seed: int) -> None:
+    """Move every page to another place of the cache, and change the block table in place."""
+    count = pages.key_cache.shape[0]
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(pages.block_table.device)
+    for cache in (pages.key_cache, pages.value_cache):
+        cache[order] = cache.clone()
+    pages.block_table.copy_(order[pages.block_table.long()].int())

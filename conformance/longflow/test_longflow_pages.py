@@ -1,0 +1,258 @@
+"""LongFlow over pages: the same results as over slots in one tensor, wherever the pages lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtwin.conformance.cases.paged_states import OWN_LAYOUTS, empty_pages, filled_pages, module_of, move
+from kvtwin.conformance.cases.paged_view import LAYOUTS, PagedLayout, PagedView
+from kvtwin.conformance.cases.strategies import decode_cases, state_traces
+from kvtwin.conformance.harness.impl import NotProvided
+from kvtwin.conformance.judge import lockstep
+from kvtwin.conformance.judge.checkers import longflow as judge
+from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.conformance.judge.pages import judge_paged
+from kvtwin.reference.contract import Pages
+
+SIDES = ("optimized", "reference")
+each_side = pytest.mark.parametrize("side", SIDES)
+
+
+def name_of(layout: PagedLayout) -> str:
+    return "-".join(map(str, (layout.page_size, layout.order, *(["apart"] if layout.apart else ()), layout.seed)))
+
+
+each_layout = pytest.mark.parametrize("layout", OWN_LAYOUTS, ids=name_of)
+few = settings(max_examples=max(2, settings().max_examples // 5))
+
+
+def over_pages(longflow: Any, layout: PagedLayout) -> Any:
+    if "pages" not in inspect.signature(longflow.LongFlowState).parameters:
+        raise NotProvided(f"{longflow}.LongFlowState: pages")
+    return module_of(longflow, "LongFlowState", layout)
+
+
+def pages_of(view: PagedView) -> Pages:
+    caches = (view.key_cache, view.value_cache)
+    if view.layout.order == "heads_first":
+        caches = tuple(cache.transpose(1, 2) for cache in caches)
+    return Pages(*caches, view.block_table)
+
+
+@pytest.mark.kind("equivalence")
+@each_side
+@given(data=st.data())
+def test_longflow_over_pages_is_right_in_every_layout(side, data, twins):
+    """Shared pages, pages of free slots alone (-1), NaN in all unused memory; the same bits in every layout."""
+    case = dataclasses.replace(data.draw(decode_cases()), per_head=False)
+    decode = getattr(twins, side).longflow.paged_decode_attention
+    judge_paged(case, lambda view: decode(
+        view.query, pages_of(view), view.occupied, scale=view.scale, protected=view.protected
+    ))  # fmt: skip
+
+
+@pytest.mark.kind("laws")
+@each_side
+@given(data=st.data())
+@few
+def test_longflow_over_pages_has_the_bits_of_one_tensor(side, data, twins, device):
+    """With slots and protected slots of each KV head, too. On a GPU, where other instructions load the tokens, the
+    results are right, and need not have the same bits."""
+    case = data.draw(decode_cases(layout=["contiguous"]))
+    layout = data.draw(st.sampled_from(OWN_LAYOUTS))
+    longflow, inputs = getattr(twins, side).longflow, dict(case.inputs)
+    key, value = inputs.pop("key"), inputs.pop("value")
+    found = longflow.paged_decode_attention(pages=filled_pages(layout, key, value), **inputs)
+    expected = longflow.decode_attention(key=key, value=value, **inputs)
+    judge.assert_decode_right(found, case)
+    for name, one, other in zip(found._fields, found, expected, strict=True):
+        if device.type == "cpu":
+            assert_same(one, other, what=name)
+
+
+@pytest.mark.kind("equivalence")
+@each_side
+@each_layout
+@given(data=st.data())
+@few
+def test_longflow_state_over_pages_keeps_step_with_float64(side, layout, data, twins):
+    trace = data.draw(state_traces("longflow"))
+    reorder_at, reset_at = (data.draw(st.sampled_from((-1, trace.steps // 2))) for _ in range(2))
+    trace = dataclasses.replace(trace, reorder_at=reorder_at, reset_at=reset_at)
+    paged = over_pages(getattr(twins, side).longflow, layout)
+    lockstep.run(trace, paged)
+    (state,) = paged.made
+    assert_only_own_slots_were_written(state.pages, state.config.budget)
+
+
+def assert_only_own_slots_were_written(pages: Pages, budget: int) -> None:
+    """All memory but the slots of the rows still holds NaN."""
+    size = pages.page_size
+    for cache in (pages.key_cache, pages.value_cache):
+        own = torch.zeros(cache.shape[:2], dtype=torch.bool, device=cache.device)
+        for entries in pages.block_table.long():
+            slot = torch.arange(budget, device=cache.device)
+            own[entries[slot // size], slot % size] = True
+        assert bool(cache[~own].isnan().all()), "memory of other sequences was written"
+
+
+SIZES = {"batch": 2, "query_heads": 4, "key_value_heads": 2, "head_dim": 16, "dtype": torch.float32}
+
+
+def fed(state, steps: int, *, first: int = 0) -> list[torch.Tensor]:
+    """The outputs of steps with tokens that depend on their number alone."""
+    outputs = []
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        token = (torch.randn(2, heads, 16, generator=generator).to(state.device) for heads in (4, 2, 2))
+        outputs.append(state.step(*token))
+    return outputs
+
+
+def new(side, twins, device, layout: PagedLayout | None, **more):
+    longflow = getattr(twins, side).longflow
+    made = longflow if layout is None else over_pages(longflow, layout)
+    return made.LongFlowState(longflow.LongFlowConfig(budget=19, **more), **SIZES, device=device)
+
+
+@pytest.mark.kind("laws")
+@each_side
+@pytest.mark.parametrize("per_head", [False, True], ids=["all_heads", "per_head"])
+def test_longflow_does_not_notice_that_pages_move(side, per_head, twins, device):
+    still, moved = (new(side, twins, device, PagedLayout(4, spare=2), per_head=per_head) for _ in range(2))
+    for round_ in range(3):
+        for one, other in zip(fed(still, 10, first=10 * round_), fed(moved, 10, first=10 * round_), strict=True):
+            assert_same(one, other, what="output")
+        move(moved.pages, seed=round_)
+    for name in ("key", "value", "positions", "next_slot", "score"):
+        assert_same(getattr(moved, name), getattr(still, name), what=name)
+
+
+@pytest.mark.kind("laws")
+@each_side
+def test_the_slots_of_the_state_are_those_of_the_function(side, twins, device):
+    """An engine may call the function on a state's pages: it finds the same slot to overwrite."""
+    state = new(side, twins, device, PagedLayout(4), protect_newest=False)
+    fed(state, 30)
+    query = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(29)).to(device)
+    found = getattr(twins, side).longflow.paged_decode_attention(query, state.pages, state.occupied)
+    assert_same(found.slot, state.next_slot, what="slot")
+    assert_same(found.score, state.score, what="score")
+
+
+@pytest.mark.kind("laws")
+@each_side
+def test_rows_of_pages_are_reordered_and_reset(side, twins, device):
+    """As in tensors of the state's own."""
+    paged, plain = (new(side, twins, device, layout, sinks=2) for layout in (PagedLayout(4, seed=1), None))
+    index = torch.tensor([1, 1], device=device)
+    for state in (paged, plain):
+        fed(state, 25)
+        state.reorder(index)
+    for one, other in zip(fed(paged, 5, first=25), fed(plain, 5, first=25), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+    assert_same(paged.positions, plain.positions, what="positions")
+    assert_same(paged.key, plain.key, what="key")
+    paged.reset()
+    assert not paged.occupied.any()
+    fed(paged, 1)
+    assert paged.positions[:, 0].tolist() == [0, 0]
+
+
+def changed(pages: Pages, **more) -> Pages:
+    return pages._replace(**more)
+
+
+BAD_PAGES = {
+    "no pages": (tuple, TypeError, "pages must be Pages, got tuple"),
+    "a short table": (
+        lambda p: changed(p, block_table=p.block_table[:, :4]), ValueError,
+        r"pages.block_table must be \[B, n\] with B = 2 and n >= 5 for 19 slots in pages of 4, got \(2, 4\)",
+    ),
+    "other rows": (lambda p: changed(p, block_table=p.block_table[:1]), ValueError, r"with B = 2 and n >= 5"),
+    "a page twice": (
+        lambda p: changed(p, block_table=p.block_table[:1].expand(2, -1).contiguous()), ValueError,
+        "must have a page for one row only",
+    ),
+    "no page": (
+        lambda p: changed(p, block_table=torch.where(p.block_table == p.block_table[1, 4], -1, p.block_table)),
+        ValueError, "pages.block_table must have pages from 0 to 12 in its first 5 columns, got -1 to",
+    ),
+    "a page outside": (
+        lambda p: changed(p, block_table=p.block_table + 1), ValueError, "must have pages from 0 to 12 .* to 13"
+    ),
+    "a table of int64": (
+        lambda p: changed(p, block_table=p.block_table.long()), TypeError, "pages.block_table must be int32"
+    ),
+    "heads first": (
+        lambda p: changed(p, key_cache=p.key_cache.transpose(1, 2), value_cache=p.value_cache.transpose(1, 2)),
+        ValueError, r"with the state's Hkv = 2 and D = 16, got \(13, 2, 4, 16\)",
+    ),
+    "other values": (
+        lambda p: changed(p, value_cache=p.value_cache[:, :2]), ValueError, "pages.value_cache must be key_cache's"
+    ),
+    "another dtype": (
+        lambda p: changed(p, key_cache=p.key_cache.half(), value_cache=p.value_cache.half()), TypeError,
+        "pages.key_cache must have the state's dtype torch.float32, got torch.float16",
+    ),
+    "memory twice": (
+        lambda p: changed(p, value_cache=p.value_cache[:1].expand(13, -1, -1, -1)), ValueError,
+        "pages.value_cache must have memory for each element",
+    ),
+}
+
+
+@pytest.mark.kind("bad_input")
+@each_side
+@pytest.mark.parametrize(("change", "error", "says"), BAD_PAGES.values(), ids=list(BAD_PAGES))
+def test_wrong_pages_are_refused(side, change, error, says, twins, device):
+    longflow = getattr(twins, side).longflow
+    over_pages(longflow, PagedLayout(4))                # not provided unless the state takes pages
+    pages = empty_pages(
+        PagedLayout(4, seed=3), batch=2, slots=19, key_value_heads=2, head_dim=16, dtype=torch.float32, device=device
+    )
+    with pytest.raises(error, match=says):
+        longflow.LongFlowState(longflow.LongFlowConfig(budget=19), **SIZES, device=device, pages=change(pages))
+
+
+BAD_CALLS = {
+    "too many slots": (
+        {"occupied": (2, 21)}, ValueError, r"occupied must be \[B, S\] with S <= 20, the slots of 5 pages of 4"
+    ),
+    "other rows": ({"query": (3, 4, 16)}, ValueError, "with block_table's B = 2 and key_cache's D = 16"),
+    "another head_dim": ({"query": (2, 4, 32)}, ValueError, "with block_table's B = 2 and key_cache's D = 16"),
+    "heads": ({"query": (2, 3, 16)}, ValueError, "query heads must be a multiple"),
+    "a mask per head": ({"occupied": (2, 2, 19)}, ValueError, r"occupied must be \[B, S\]"),
+    "a page outside": ({"check_finite": True}, ValueError, "pages.block_table must be from 0 to 12, or -1 for none"),
+}
+
+
+@pytest.mark.kind("bad_input")
+@each_side
+@pytest.mark.parametrize(("change", "error", "says"), BAD_CALLS.values(), ids=list(BAD_CALLS))
+def test_wrong_calls_over_pages_are_refused(side, change, error, says, twins, device):
+    pages = empty_pages(
+        PagedLayout(4), batch=2, slots=19, key_value_heads=2, head_dim=16, dtype=torch.float32, device=device
+    )
+    if "check_finite" in change:
+        pages = changed(pages, block_table=pages.block_table + 1)
+    given = {
+        "query": torch.zeros(change.get("query", (2, 4, 16)), device=device),
+        "occupied": torch.ones(change.get("occupied", (2, 19)), dtype=torch.bool, device=device),
+        "check_finite": change.get("check_finite", False),
+    }
+    with pytest.raises(error, match=says):
+        getattr(twins, side).longflow.paged_decode_attention(pages=pages, **given)
+
+
+def test_layouts_of_states_share_no_pages_and_have_an_odd_size():
+    assert not any(layout.shared for layout in OWN_LAYOUTS)
+    assert {layout.page_size for layout in OWN_LAYOUTS} == {1, 5, 16, 64}
+    assert len(OWN_LAYOUTS) == len(LAYOUTS)
