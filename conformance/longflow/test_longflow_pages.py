@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtwin.conformance.cases.case import DecodeCase, StateTrace
 from kvtwin.conformance.cases.paged_states import OWN_LAYOUTS, empty_pages, filled_pages, module_of, move
 from kvtwin.conformance.cases.paged_view import LAYOUTS, PagedLayout, PagedView
 from kvtwin.conformance.cases.strategies import decode_cases, state_traces
@@ -77,6 +78,22 @@ def test_longflow_over_pages_has_the_bits_of_one_tensor(side, data, twins, devic
             assert_same(one, other, what=name)
 
 
+@pytest.mark.kind("laws")
+@each_side
+def test_longflow_over_pages_with_other_strides_of_values(side, twins, device):
+    """Values in a cache of their own, beside keys that are joined with something else."""
+    case = DecodeCase(batch=2, key_value_heads=2, group=2, slots=70, occupancy="random", device=device.type)
+    longflow = getattr(twins, side).longflow
+    pages = filled_pages(PagedLayout(16), case.key, case.value)
+    apart = filled_pages(PagedLayout(16, apart=True), case.key, case.value)
+    one, other = (
+        longflow.paged_decode_attention(case.query, pages._replace(key_cache=keys), case.occupied)
+        for keys in (pages.key_cache, apart.key_cache)
+    )
+    for name, mine, theirs in zip(one._fields, one, other, strict=True):
+        assert_same(mine, theirs, what=name)
+
+
 @pytest.mark.kind("equivalence")
 @each_side
 @each_layout
@@ -90,6 +107,18 @@ def test_longflow_state_over_pages_keeps_step_with_float64(side, layout, data, t
     lockstep.run(trace, paged)
     (state,) = paged.made
     assert_only_own_slots_were_written(state.pages, state.config.budget)
+
+
+@pytest.mark.kind("equivalence")
+@each_side
+@each_layout
+def test_longflow_state_over_many_pages_keeps_step_with_float64(side, layout, twins, device):
+    """Several pages of each size, several tiles in a page, and new tokens in any of them."""
+    trace = StateTrace(
+        method="longflow", config=(("budget", 150), ("sinks", 3)), prompt=200, steps=8, batch=2, key_value_heads=2,
+        group=2, seed=5, device=device.type,
+    )
+    lockstep.run(trace, over_pages(getattr(twins, side).longflow, layout))
 
 
 def assert_only_own_slots_were_written(pages: Pages, budget: int) -> None:
