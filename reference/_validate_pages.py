@@ -50,13 +50,14 @@ def check_paged(
     check_like("query", query, cache, "key_cache")
     check_heads(query.shape[1], cache.shape[2])
     layout = "[B, Hkv, S]" if per_head else "[B, S]"
-    slots = check_tensor("occupied", occupied, dims=3 if per_head else 2, layout=layout).shape[-1]
+    mask = check_tensor("occupied", occupied, dims=3 if per_head else 2, layout=layout)
+    slots = mask.shape[-1]
     sizes = Sizes(query.shape[0], query.shape[1], cache.shape[2], slots, query.shape[2])
     check_slot_mask("occupied", occupied, sizes, per_head, cache)
     if slots > table.shape[1] * pages.page_size:
         raise ValueError(
             f"occupied must be {layout} with S <= {table.shape[1] * pages.page_size}, the slots of "
-            f"{table.shape[1]} pages of {pages.page_size}, got {tuple(occupied.shape)}"
+            f"{table.shape[1]} pages of {pages.page_size}, got {tuple(mask.shape)}"
         )
     if check_entries or table.device.type == "cpu":
         check_indices("pages.block_table", table, cache.shape[0])

@@ -52,6 +52,7 @@ def of(
             given = {key: _cast(value, to) for key, value in given.items()}
             yield Call(f"{name}({', '.join(given)})", partial(functions[name], **given))
     for size in PAGES if pair.state and "pages" in inspect.signature(pair.state).parameters else ():
+        assert pair.state is not None
         made = partial(decode, pair, device, dtype, max(head_dims), {"layout": PagedLayout(size)})
         yield Call(f"{pair.state.__name__}(pages of {size})", made)
     states = [
