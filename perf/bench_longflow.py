@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance.cases.case import DecodeCase, WindowCase
+from kvtwin.conformance.cases.paged_states import empty_pages
+from kvtwin.conformance.cases.paged_view import PagedLayout
 from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.checkers.longflow import assert_decode_right
 from kvtwin.conformance.judge.checkers.snapkv import assert_compress_right
@@ -85,10 +87,13 @@ def prompt(shape: Shape, tokens: int, draw: Callable[..., Tensor]) -> tuple[Tens
     return query, key, value
 
 
-def empty_state(shape: Shape, budget: int) -> longflow.LongFlowState:
+def empty_state(shape: Shape, budget: int, page_size: int | None = None) -> longflow.LongFlowState:
+    """page_size: the tokens are in pages, in any order."""
+    heads = {"key_value_heads": shape.key_value_heads, "head_dim": shape.head_dim}
+    more = {"batch": shape.batch, **heads, "dtype": DTYPE, "device": DEVICE}
+    pages = None if page_size is None else empty_pages(PagedLayout(page_size), slots=budget, **more)
     return longflow.LongFlowState(
-        longflow.LongFlowConfig(budget), batch=shape.batch, query_heads=shape.query_heads,
-        key_value_heads=shape.key_value_heads, head_dim=shape.head_dim, dtype=DTYPE, device=DEVICE,
+        longflow.LongFlowConfig(budget), query_heads=shape.query_heads, pages=pages, **more
     )
 
 
@@ -114,6 +119,29 @@ def test_step(device_benchmark, draw, shape):
         peers=decode_peers(query, state.key, state.value), peers_move=shape.attention_bytes,
         verify_peer=lambda output: check_attention(state, query, output, rows),
         references={"eager": lambda: reference.decode_attention(query, state.key, state.value, state.occupied)},
+    )
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("shape", STEPS[:1], ids=str)
+def test_step_over_pages(device_benchmark, draw, shape, page_size):
+    """The same step of a state whose tokens are in pages, compared with that of a state with tensors of its own."""
+    paged, plain = (empty_state(shape, shape.slots, size) for size in (page_size, None))
+    tokens = prompt(shape, shape.slots - 1, draw)
+    for state in (paged, plain):
+        state.prefill(*tokens)
+    query = draw(shape.batch, shape.query_heads, shape.head_dim)
+    key, value = (draw(shape.batch, shape.key_value_heads, shape.head_dim) for _ in range(2))
+    rows = rows_checked(shape.batch)
+
+    def verify(output: Tensor) -> None:
+        assert_all_written(output, paged.score)
+        check_step(paged, query, key, value, output, rows)
+
+    device_benchmark(
+        lambda: paged.step(query, key, value), moves=shape.step_bytes, verify=verify, poison=[paged.score],
+        peers={"one_tensor": lambda: plain.step(query, key, value)}, peers_move=shape.step_bytes,
+        verify_peer=lambda output: check_attention(plain, query, output, rows),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from typing import Any
@@ -193,6 +194,19 @@ def test_rows_of_pages_are_reordered_and_reset(side, twins, device):
     assert not paged.occupied.any()
     fed(paged, 1)
     assert paged.positions[:, 0].tolist() == [0, 0]
+
+
+@pytest.mark.kind("laws")
+@each_side
+def test_a_copy_of_a_state_has_pages_of_its_own(side, twins, device):
+    state = new(side, twins, device, PagedLayout(4, "heads_first", joined=True))
+    fed(state, 25)
+    copied = copy.deepcopy(state)
+    before = state.key
+    outputs = fed(copied, 5, first=25)
+    assert_same(state.key, before, what="key of the original")
+    for one, other in zip(outputs, fed(state, 5, first=25), strict=True):
+        assert_same(one, other, what="output")
 
 
 def changed(pages: Pages, **more) -> Pages:
