@@ -75,6 +75,15 @@ def test_longflow_on_ranks_keeps_step_with_float64(side, heads, data, pools):
 
 @pytest.mark.kind("equivalence")
 @each_side
+@given(data=st.data())
+@few
+def test_longflow_on_ranks_over_pages_keeps_step_with_float64(side, data, pools):
+    trace = spread(data.draw(state_traces("longflow", content=CONTENT[side])), (2, 3, 1))
+    pools(2).run(on_ranks.keeps_step_over_pages, side, replace(trace, reorder_at=trace.steps // 2))
+
+
+@pytest.mark.kind("equivalence")
+@each_side
 @each_spread
 @given(data=st.data())
 @few

@@ -12,6 +12,8 @@ import torch
 
 from ...reference.longflow import LongFlowConfig
 from ..cases.case import StateTrace, WindowCase
+from ..cases.paged_states import module_of
+from ..cases.paged_view import PagedLayout
 from ..judge import lockstep
 from ..judge.checkers import snapkv as judge
 from ..judge.compare import assert_same
@@ -30,6 +32,12 @@ def here(case: Any) -> Any:
 def keeps_step(group: Any, side: str, trace: StateTrace) -> None:
     """Run a trace on states of all ranks, and on a float64 reference state of all heads."""
     lockstep.run(here(trace), sharded.module_of(method(side), "LongFlowState", group))
+
+
+def keeps_step_over_pages(group: Any, side: str, trace: StateTrace) -> None:
+    """`keeps_step`, with the tokens of each rank in pages of its own."""
+    paged = module_of(method(side), "LongFlowState", PagedLayout(4, seed=group.rank()))
+    lockstep.run(here(trace), sharded.module_of(paged, "LongFlowState", group))
 
 
 def compresses(group: Any, side: str, case: WindowCase) -> None:
