@@ -143,7 +143,7 @@ def set_up_hypothesis(config: pytest.Config) -> None:
     # As many examples as quick, but drawn from the seed.
     soak = {**found, "derandomize": False, "phases": [Phase.generate]}
     settings.register_profile("soak", max_examples=4, **soak, **common)
-    settings.register_profile("brief", max_examples=12, **found, **common)  # .ci/run must end in time on slow cores
+    settings.register_profile("brief", max_examples=6, **found, **common)  # .ci/run must end in time on slow cores
     settings.register_profile("ci", max_examples=20, **found, **common)
     # The explanation of a failure, which a verdict does not show, takes most of a failed test's time: about 100 calls.
     shrunk: dict[str, Any] = {"phases": [phase for phase in Phase if phase != Phase.explain]}
