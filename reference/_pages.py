@@ -17,4 +17,5 @@ def write_slots(cache: Tensor, block_table: Tensor, contents: Tensor) -> None:
     """Write contents [B, Hkv, N, D] into the first N slots of all rows."""
     slot = torch.arange(contents.shape[2], device=cache.device)
     page = block_table.long()[:, slot // cache.shape[1]]                                # [B, N]
-    cache[page, slot % cache.shape[1]] = contents.transpose(1, 2)                       # [B, N, Hkv, D]
+    with torch.inference_mode(cache.is_inference()):                                    # `reorder` leaves that mode
+        cache[page, slot % cache.shape[1]] = contents.transpose(1, 2)                   # [B, N, Hkv, D]

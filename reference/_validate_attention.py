@@ -60,13 +60,15 @@ def check_attention(
     return Sizes(batch, query.shape[1], key_value_heads, slots, head_dim)
 
 
-def check_slot_mask(name: str, mask: object, sizes: Sizes, per_head: bool, like: Tensor) -> None:
+def check_slot_mask(
+    name: str, mask: object, sizes: Sizes, per_head: bool, like: Tensor, of: str = "key"
+) -> None:
     """`occupied` or `protected`: [B, S] bool, or [B, Hkv, S] if each KV head evicts for itself."""
     if per_head:
         expected: tuple[int, ...] = (sizes.batch, sizes.key_value_heads, sizes.slots)
-        check_mask(name, mask, expected, "[B, Hkv, S]", like, "key")
+        check_mask(name, mask, expected, "[B, Hkv, S]", like, of)
     else:
-        check_mask(name, mask, (sizes.batch, sizes.slots), "[B, S]", like, "key")
+        check_mask(name, mask, (sizes.batch, sizes.slots), "[B, S]", like, of)
 
 
 def state_sizes(*, batch: int, query_heads: int, key_value_heads: int, slots: int, head_dim: int) -> Sizes:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ._validate import (
     check_device,
     check_dtype,
     check_indices,
     check_like,
+    check_no_grad,
     check_shape,
     check_state_tensor,
     check_tensor,
+    readable,
 )
 from ._validate_attention import check_heads, check_slot_mask
 from .contract import Pages, Sizes
@@ -53,15 +56,31 @@ def check_paged(
     mask = check_tensor("occupied", occupied, dims=3 if per_head else 2, layout=layout)
     slots = mask.shape[-1]
     sizes = Sizes(query.shape[0], query.shape[1], cache.shape[2], slots, query.shape[2])
-    check_slot_mask("occupied", occupied, sizes, per_head, cache)
+    check_slot_mask("occupied", occupied, sizes, per_head, cache, "key_cache")
     if slots > table.shape[1] * pages.page_size:
         raise ValueError(
             f"occupied must be {layout} with S <= {table.shape[1] * pages.page_size}, the slots of "
             f"{table.shape[1]} pages of {pages.page_size}, got {tuple(mask.shape)}"
         )
     if check_entries or table.device.type == "cpu":
-        check_indices("pages.block_table", table, cache.shape[0])
+        _check_entries(pages, mask)
     return sizes, pages
+
+
+def _check_entries(pages: Pages, occupied: Tensor) -> None:
+    """The pages of occupied slots, [B, S] or [B, Hkv, S], are pages of the cache. Reads both (one synchronization)."""
+    if not readable(pages.block_table):
+        return
+    size, slots = pages.page_size, occupied.shape[-1]
+    used = pages.block_table[:, :-(-slots // size)]
+    check_indices("pages.block_table", used, pages.key_cache.shape[0])
+    any_head = occupied if occupied.dim() == 2 else occupied.any(1)
+    held = torch.nn.functional.pad(any_head, (0, -slots % size)).unflatten(1, (-1, size)).any(2)
+    if bool((held & (used < 0)).any()):
+        row, column = (held & (used < 0)).nonzero()[0].tolist()
+        raise ValueError(
+            f"pages.block_table must have a page for each occupied slot, got -1 in row {row}, column {column}"
+        )
 
 
 def check_own_pages(pages: object, *, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Pages:
@@ -75,8 +94,11 @@ def check_own_pages(pages: object, *, sizes: Sizes, dtype: torch.dtype, device: 
             f"D = {sizes.head_dim}, got {tuple(cache.shape)}"
         )
     for name, tensor in (("key_cache", pages.key_cache), ("value_cache", pages.value_cache)):
-        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        check_no_grad(**{f"pages.{name}": tensor})
+        if _overlaps(tensor):
             raise ValueError(f"pages.{name} must have memory for each element, got strides {tensor.stride()}")
+    if pages.key_cache.data_ptr() == pages.value_cache.data_ptr():
+        raise ValueError("pages.value_cache must have memory of its own, got that of key_cache")
     needed = -(-sizes.slots // pages.page_size)
     if table.shape[0] != sizes.batch or table.shape[1] < needed:
         raise ValueError(
@@ -92,3 +114,14 @@ def check_own_pages(pages: object, *, sizes: Sizes, dtype: torch.dtype, device: 
     if len(used.unique()) < used.numel():
         raise ValueError("pages.block_table must have a page for one row only, got a page in two places")
     return pages
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements of a tensor may share memory: a step along an axis does not pass all of the axes below it."""
+    axes = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    end = 1
+    for stride, size in axes:
+        if stride < end:
+            return True
+        end = stride * (size - 1) + end
+    return False

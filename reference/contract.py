@@ -31,7 +31,8 @@ class Pages(NamedTuple):
     key_cache, value_cache [pages, page_size, Hkv, D], any strides: pass ``cache.transpose(1, 2)`` of a cache
     [pages, Hkv, page_size, D], and ``cache[:, 0]``, ``cache[:, 1]`` of a cache [pages, 2, page_size, Hkv, D].
     block_table [B, n] int32: the page of each page_size slots of a row. Slot s of row b is place s % page_size of page
-    block_table[b, s // page_size]. Entries whose slots are all free may be -1.
+    block_table[b, s // page_size]. A function, which only reads, accepts an entry of -1 if all of its slots are free. A
+    state needs all of its pages from the start. Further columns are ignored.
     """
 
     key_cache: Tensor

@@ -241,9 +241,10 @@ class LongFlowState(State):
     order, with the same prompts' masks. After an error in the middle of a call, a state is unusable until `reset()`.
     TypeError if it is no process group of this rank; ValueError if the ranks' configs or sizes differ.
 
-    pages: the state holds its tokens there, in the slots that the block table names, instead of in tensors of its own,
-    and `key` and `value` are copies. Each page is of one row of one state. Pages may be moved between two calls, with
-    the block table changed in place. ValueError for too few pages, a page in two places, or pages of other sizes.
+    pages: the state holds its tokens there, in the pages that the block table lists, instead of in tensors of its own,
+    and `key` and `value` are copies. No two rows, and no two states, may have the same page. Pages may be moved between
+    two calls, with the block table changed in place. ValueError for too few pages, a page of two rows, caches that
+    overlap, and caches with another number of KV heads or another head_dim.
     """
 
     config: LongFlowConfig
@@ -262,13 +263,17 @@ class LongFlowState(State):
         )
         if pages is not None:
             check_own_pages(pages, sizes=self.sizes, dtype=self.dtype, device=self.device)
-        self.pages = pages
+        self._pages = pages
         check_process_group(
             process_group, config=config, batch=batch, query_heads_per_key_value_head=self.sizes.group,
             head_dim=head_dim, dtype=dtype,
         )
         self._shared = Shared(process_group)
         self.reset()
+
+    @property
+    def pages(self) -> Pages | None:
+        return self._pages
 
     @property
     def key(self) -> Tensor:

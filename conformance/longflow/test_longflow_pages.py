@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -196,6 +197,86 @@ def test_rows_of_pages_are_reordered_and_reset(side, twins, device):
     assert paged.positions[:, 0].tolist() == [0, 0]
 
 
+def unlike(size: int, slots: int, device: torch.device, *, transposed: bool) -> Pages:
+    """Pages of keys and values with other strides, and a wide block table, of which half of the columns are -1."""
+    sizes = {"batch": 2, "slots": slots, "key_value_heads": 2, "head_dim": 16, "dtype": torch.float32, "device": device}
+    key, _, table = empty_pages(PagedLayout(size, "heads_first"), **sizes)
+    _, value, _ = empty_pages(PagedLayout(size, apart=True), **sizes)
+    wide = torch.cat((table, torch.full_like(table, -1)), 1)
+    return Pages(key, value, wide.t().contiguous().t() if transposed else wide)
+
+
+@pytest.mark.kind("laws")
+@each_side
+@pytest.mark.parametrize("transposed", [False, True], ids=["wide", "transposed"])
+@pytest.mark.parametrize(("size", "budget"), [(4, 19), (64, 150)])
+def test_pages_of_any_strides_hold_what_one_tensor_does(side, size, budget, transposed, twins, device):
+    longflow = getattr(twins, side).longflow
+    over_pages(longflow, PagedLayout(4))                # not provided unless the state takes pages
+    pages = unlike(size, budget, device, transposed=transposed)
+    config = longflow.LongFlowConfig(budget=budget, sinks=1)
+    paged = longflow.LongFlowState(config, **SIZES, device=device, pages=pages)
+    plain = longflow.LongFlowState(config, **SIZES, device=device)
+    generator = torch.Generator().manual_seed(3)
+    prompt = [torch.randn(2, heads, budget + 9, 16, generator=generator).to(device) for heads in (4, 2, 2)]
+    outputs = [(state.prefill(*prompt), *fed(state, 6)) for state in (paged, plain)]
+    for one, other in zip(*outputs, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+    for name in ("positions", "key", "value"):
+        assert_same(getattr(paged, name), getattr(plain, name), what=name)
+    query = torch.randn(2, 4, 16, generator=generator).to(device)
+    found = longflow.paged_decode_attention(query, pages, plain.occupied)
+    expected = longflow.decode_attention(query, plain.key, plain.value, plain.occupied)
+    assert torch.allclose(found.output, expected.output, atol=1e-5)
+    assert_same(found.slot, expected.slot, what="slot")
+
+
+@pytest.mark.kind("laws")
+@each_side
+def test_a_pickled_state_goes_on_in_one_cache(side, twins, device):
+    """Keys and values of a pickled state are in its own pages, also after its rows were reordered."""
+    states = [new(side, twins, device, PagedLayout(4, joined=True))]
+    fed(states[0], 25)
+    states.append(pickle.loads(pickle.dumps(states[0])))
+    outputs = []
+    for state in states:
+        state.reorder(torch.tensor([1, 1], device=device))
+        outputs.append(fed(state, 5, first=25))
+    for one, other in zip(*outputs, strict=True):
+        assert_same(one, other, what="output")
+
+
+@pytest.mark.kind("laws")
+@each_side
+def test_pages_allocated_in_inference_mode_work_there(side, twins, device):
+    with torch.inference_mode():
+        state = new(side, twins, device, PagedLayout(4))
+        fed(state, 22)
+        state.reorder(torch.tensor([1, 0], device=device))
+        fed(state, 3, first=22)
+        assert state.tokens_seen == 25
+
+
+@pytest.mark.kind("bad_input")
+@each_side
+def test_numbers_that_are_not_finite_are_refused_in_occupied_slots_alone(side, twins, device):
+    key = torch.zeros(2, 2, 8, 16, device=device)
+    occupied = torch.arange(8, device=device).expand(2, -1) < 6
+    decode = getattr(twins, side).longflow.paged_decode_attention
+    query = torch.zeros(2, 4, 16, device=device)
+    for slot in (7, 5):
+        for name in ("key", "value"):
+            tensors = {"key": key, "value": key.clone()}
+            tensors[name] = tensors[name].clone()
+            tensors[name][1, 0, slot, 3] = torch.nan
+            pages = filled_pages(PagedLayout(4), **tensors)
+            if slot == 7:
+                decode(query, pages, occupied, check_finite=True)
+            else:
+                with pytest.raises(ValueError, match=f"{name} holds NaN or infinity"):
+                    decode(query, pages, occupied, check_finite=True)
+
+
 @pytest.mark.kind("laws")
 @each_side
 def test_a_copy_of_a_state_has_pages_of_its_own(side, twins, device):
@@ -245,9 +326,27 @@ BAD_PAGES = {
         lambda p: changed(p, key_cache=p.key_cache.half(), value_cache=p.value_cache.half()), TypeError,
         "pages.key_cache must have the state's dtype torch.float32, got torch.float16",
     ),
-    "memory twice": (
+    "another dtype of values": (
+        lambda p: changed(p, value_cache=p.value_cache.half()), TypeError,
+        "pages.value_cache must have key_cache's dtype",
+    ),
+    "values twice": (
         lambda p: changed(p, value_cache=p.value_cache[:1].expand(13, -1, -1, -1)), ValueError,
         "pages.value_cache must have memory for each element",
+    ),
+    "keys twice": (
+        lambda p: changed(p, key_cache=p.key_cache[:1].expand(13, -1, -1, -1)), ValueError,
+        "pages.key_cache must have memory for each element",
+    ),
+    "pages that overlap": (
+        lambda p: changed(p, value_cache=p.value_cache.as_strided((13, 4, 2, 16), (64, 32, 16, 1))), ValueError,
+        "pages.value_cache must have memory for each element",
+    ),
+    "keys as values": (
+        lambda p: changed(p, value_cache=p.key_cache), ValueError, "pages.value_cache must have memory of its own"
+    ),
+    "grad": (
+        lambda p: changed(p, key_cache=p.key_cache.requires_grad_()), ValueError, "pages.key_cache requires grad"
     ),
 }
 
@@ -273,7 +372,14 @@ BAD_CALLS = {
     "another head_dim": ({"query": (2, 4, 32)}, ValueError, "with block_table's B = 2 and key_cache's D = 16"),
     "heads": ({"query": (2, 3, 16)}, ValueError, "query heads must be a multiple"),
     "a mask per head": ({"occupied": (2, 2, 19)}, ValueError, r"occupied must be \[B, S\]"),
-    "a page outside": ({"check_finite": True}, ValueError, "pages.block_table must be from 0 to 12, or -1 for none"),
+    "a page outside": ({"table": 12}, ValueError, "pages.block_table must be from 0 to 12, or -1 for none"),
+    "no page for a token": (
+        {"table": -13}, ValueError, "must have a page for each occupied slot, got -1 in row 0, column 1"
+    ),
+    "protected of another shape": ({"protected": (2, 18)}, ValueError, "protected must be"),
+    "a flag": ({"per_head": 1}, TypeError, "per_head must be a bool"),
+    "another dtype": ({"dtype": torch.float16}, TypeError, "query must have key_cache's dtype torch.float32"),
+    "another device of the mask": ({"meta": True}, ValueError, "occupied must be on .* like key_cache"),
 }
 
 
@@ -284,15 +390,44 @@ def test_wrong_calls_over_pages_are_refused(side, change, error, says, twins, de
     pages = empty_pages(
         PagedLayout(4), batch=2, slots=19, key_value_heads=2, head_dim=16, dtype=torch.float32, device=device
     )
-    if "check_finite" in change:
-        pages = changed(pages, block_table=pages.block_table + 1)
     given = {
-        "query": torch.zeros(change.get("query", (2, 4, 16)), device=device),
+        "query": torch.zeros(change.get("query", (2, 4, 16)), device=device, dtype=change.get("dtype")),
         "occupied": torch.ones(change.get("occupied", (2, 19)), dtype=torch.bool, device=device),
-        "check_finite": change.get("check_finite", False),
+        "per_head": change.get("per_head", False),
     }
+    if "table" in change:
+        pages.block_table[0, 1] = 13 if change["table"] > 0 else -1
+        given["check_finite"] = True
+    if "protected" in change:
+        given["protected"] = torch.zeros(change["protected"], dtype=torch.bool, device=device)
+    if "meta" in change:
+        given["occupied"] = given["occupied"].to("meta")
     with pytest.raises(error, match=says):
         getattr(twins, side).longflow.paged_decode_attention(pages=pages, **given)
+
+
+@pytest.mark.kind("bad_input")
+@pytest.mark.parametrize(("more", "error", "says"), [
+    ({"dtype": torch.float64}, TypeError, "must be one of torch.float32, torch.float16, torch.bfloat16"),
+    ({"head_dim": 8}, ValueError, "head_dim must be from 16 to 256"),
+], ids=["float64", "head_dim"])
+def test_what_kernels_cannot_take_is_refused(more, error, says, twins, device):
+    sizes = {"key_value_heads": 2, "head_dim": 16, "dtype": torch.float32, **more}
+    pages = empty_pages(PagedLayout(4), batch=2, slots=8, **sizes, device=device)
+    query = torch.zeros(2, 4, sizes["head_dim"], dtype=sizes["dtype"], device=device)
+    occupied = torch.zeros(2, 8, dtype=torch.bool, device=device)
+    with pytest.raises(error, match=says):
+        twins.optimized.longflow.paged_decode_attention(query, pages, occupied)
+
+
+def test_columns_behind_the_slots_are_ignored(twins, device):
+    key = torch.zeros(1, 2, 8, 16, device=device)
+    pages = filled_pages(PagedLayout(4), key, key.clone())
+    pages = changed(pages, block_table=torch.nn.functional.pad(pages.block_table, (0, 2), value=99))
+    occupied = torch.ones(1, 8, dtype=torch.bool, device=device)
+    for side in SIDES:
+        found = getattr(twins, side).longflow.paged_decode_attention(key[:, :, 0], pages, occupied, check_finite=True)
+        assert found.slot.tolist() == [0]
 
 
 def test_layouts_of_states_share_no_pages_and_have_an_odd_size():

@@ -19,7 +19,7 @@ from ._score_kernels import finish_group
 @triton.jit
 def _write_token(
     key, value, pages, occupied, positions, new_key, new_value, seen, newest,
-    key_p, key_s, key_d, value_p, value_s, value_d, occupied_s, new_key_d, new_value_d, writes_masks,
+    pages_s, key_p, key_s, key_d, value_p, value_s, value_d, occupied_s, new_key_d, new_value_d, writes_masks,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
 ):
     """Write the new token's key and value into slot `newest` of one KV head. All pointers are at its row.
@@ -30,7 +30,7 @@ def _write_token(
     in_head = d < HEAD_DIM
     at = newest.to(tl.int64)
     if PAGE:
-        page = tl.load(pages + newest // PAGE).to(tl.int64)
+        page = tl.load(pages + newest // PAGE * pages_s).to(tl.int64)
         key += page * key_p
         value += page * value_p
         place = at % PAGE
@@ -48,7 +48,7 @@ def _write_token(
 @triton.jit
 def _attend_tiles(
     acc, row_max, weight_sum, q, key, value, pages, occupied, logits, newest, scale, begin, end,
-    key_p, key_s, key_d, value_p, value_s, value_d, occupied_s,
+    pages_s, key_p, key_s, key_d, value_p, value_s, value_d, occupied_s,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr,
     PAGE: tl.constexpr, MASKED: tl.constexpr, WARPS: tl.constexpr,
 ):
@@ -84,10 +84,11 @@ def _attend_tiles(
         if PAGE == 0:
             k = key + first * key_s + k_near + far[:, None] * key_s
         elif PAGE % BLOCK == 0:                                        # the tile is in one page
-            page = tl.load(pages + start // PAGE).to(tl.int64)
+            page = tl.load(pages + start // PAGE * pages_s).to(tl.int64)
             k = key + page * key_p + first % PAGE * key_s + k_near + far[:, None] * key_s
         else:
-            page = tl.load(pages + s // PAGE, mask=inside, other=0) if MASKED else tl.load(pages + s // PAGE)
+            entry = pages + s // PAGE * pages_s
+            page = tl.load(entry, mask=inside, other=0) if MASKED else tl.load(entry)
             page = page.to(tl.int64)[:, None]
             k = key + page * key_p + (s64 % PAGE)[:, None] * key_s + d[None, :] * key_d
         k = tl.load(k, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(k)
@@ -121,7 +122,7 @@ def _attend_tiles(
 @triton.jit(do_not_specialize=[
     "slots", "early", "splits", "split_size", "late_splits", "late_size", "heads", "query_b", "query_h",
     "key_b", "key_h", "key_s", "value_b", "value_h", "value_s", "occupied_b", "occupied_h",
-    "new_key_b", "new_key_h", "new_value_b", "new_value_h", "pages_b",
+    "new_key_b", "new_key_h", "new_value_b", "new_value_h", "pages_b", "pages_s",
 ])
 def attend_kernel(
     query, key, value, pages, occupied, new_key, new_value, slot, positions, seen,
@@ -129,7 +130,7 @@ def attend_kernel(
     scale, slots, early, splits, split_size, late_splits, late_size, heads,
     query_b, query_h, query_d, key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d,
     occupied_b, occupied_h, occupied_s, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
-    pages_b,
+    pages_b, pages_s,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
     PER_HEAD: tl.constexpr, ARRIVAL: tl.constexpr, FUSED: tl.constexpr, DISCARD: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -188,8 +189,8 @@ def attend_kernel(
             _write_token(
                 key, value, pages, mine, positions + decision * slots,
                 new_key + b * new_key_b + k_head * new_key_h, new_value + b * new_value_b + k_head * new_value_h,
-                seen, newest, page_k, row_k, key_d, page_v, row_v, value_d, occupied_s, new_key_d, new_value_d,
-                PER_HEAD or k_head == 0, HEAD_DIM, D_PAD, PAGE,
+                seen, newest, pages_s, page_k, row_k, key_d, page_v, row_v, value_d, occupied_s, new_key_d,
+                new_value_d, PER_HEAD or k_head == 0, HEAD_DIM, D_PAD, PAGE,
             )
         # The program that wrote the slot also reads its tile and must see the new token.
         tl.debug_barrier()
@@ -200,12 +201,12 @@ def attend_kernel(
     # Caches are usually full, and the second loop is empty. Two loops share their buffers; two branches would not.
     acc, row_max, weight_sum = _attend_tiles(
         acc, row_max, weight_sum, q, key, value, pages, mine, logits + batch_head * padded * GROUP_PAD,
-        newest, scale, begin, whole, page_k, row_k, key_d, page_v, row_v, value_d, occupied_s,
+        newest, scale, begin, whole, pages_s, page_k, row_k, key_d, page_v, row_v, value_d, occupied_s,
         HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, PAGE, False, WARPS,
     )
     acc, row_max, weight_sum = _attend_tiles(
         acc, row_max, weight_sum, q, key, value, pages, mine, logits + batch_head * padded * GROUP_PAD,
-        newest, scale, whole, end, page_k, row_k, key_d, page_v, row_v, value_d, occupied_s,
+        newest, scale, whole, end, pages_s, page_k, row_k, key_d, page_v, row_v, value_d, occupied_s,
         HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, PAGE, True, WARPS,
     )
     part = (batch_head * GROUP + row) * late_splits + split            # late_splits >= splits

@@ -58,7 +58,7 @@ def paged_decode_attention(
     sizes, pages = check_paged(query, pages, occupied, per_head=per_head, check_entries=check_finite)
     key, value, table = pages
     if protected is not None:
-        check_slot_mask("protected", protected, sizes, per_head, key)
+        check_slot_mask("protected", protected, sizes, per_head, key, "key_cache")
     scale = resolve_scale(scale, sizes.head_dim)
     check_launchable(query=query, key_cache=key, value_cache=value)
     check_kernel_sizes(sizes)

@@ -39,7 +39,7 @@ class LongFlowState(State):
         )
         if pages is not None:
             check_own_pages(pages, sizes=self.sizes, dtype=self.dtype, device=self.device)
-        self.pages = pages
+        self._pages = pages
         check_process_group(
             process_group, config=config, batch=batch, query_heads_per_key_value_head=self.sizes.group,
             head_dim=head_dim, dtype=dtype,
@@ -48,10 +48,9 @@ class LongFlowState(State):
         self._ranks = None if config.per_head else ranks_of(process_group, key_value_heads, self.device)
         heads, slots = key_value_heads, config.budget
         rows = (batch, heads) if config.per_head else (batch,)
+        self._own: tuple[Tensor, ...] = ()
         if pages is None:
-            self._caches = tuple(self._buffer(batch, heads, slots, head_dim, dtype=dtype) for _ in range(2))
-        else:
-            self._caches = by_head(pages.key_cache), by_head(pages.value_cache)
+            self._own = tuple(self._buffer(batch, heads, slots, head_dim, dtype=dtype) for _ in range(2))
         self.occupied = self._buffer(*rows, slots, dtype=torch.bool)
         self.positions = self._buffer(*rows, slots, dtype=torch.int64)
         self._next_slot = self._buffer(*rows, dtype=torch.int64)
@@ -68,6 +67,17 @@ class LongFlowState(State):
         return int(self._seen.item())
 
     @property
+    def pages(self) -> Pages | None:
+        return self._pages
+
+    @property
+    def _caches(self) -> tuple[Tensor, ...]:
+        """Keys and values as kernels take them. Not stored: a copy of the state must not hold its pages twice."""
+        if self._pages is None:
+            return self._own
+        return by_head(self._pages.key_cache), by_head(self._pages.value_cache)
+
+    @property
     def key(self) -> Tensor:
         """[B, Hkv, S, D], a copy if the state has pages."""
         return self._held(0)
@@ -79,7 +89,7 @@ class LongFlowState(State):
 
     def _held(self, which: int) -> Tensor:
         if self.pages is None:
-            return self._caches[which]
+            return self._own[which]
         return read_slots(self.pages[which], self.pages.block_table, self.config.budget)
 
     @property
@@ -128,7 +138,8 @@ class LongFlowState(State):
         self._set_sinks(occupied)
         kept = self._choose(query, key, value, occupied)
         count = kept.shape[1]
-        self._fill(gather_tokens(key, kept), gather_tokens(value, kept))
+        self._write(0, gather_tokens(key, kept))
+        self._write(1, gather_tokens(value, kept))
         kept = kept[:, None] if self.config.per_head else kept
         self.positions[..., :count] = kept
         self.occupied[..., :count] = kept >= 0
@@ -176,7 +187,8 @@ class LongFlowState(State):
         """Replace row b by row index[b], as beam search requires. index [B] int64."""
         index = check_reorder(index, self.sizes.batch, self.device)
         self._start_change("reorder")
-        self._fill(*(self._held(which).index_select(0, index) for which in (0, 1)))
+        for which in (0, 1):
+            self._write(which, self._held(which).index_select(0, index))
         for tensor in (self.occupied, self.positions, self._next_slot, self.score, self._sink_end):
             tensor.copy_(tensor.index_select(0, index))
         self._end_change()
@@ -185,13 +197,12 @@ class LongFlowState(State):
     def _block_table(self) -> Tensor | None:
         return None if self.pages is None else self.pages.block_table
 
-    def _fill(self, key: Tensor, value: Tensor) -> None:
-        """Write tokens [B, Hkv, N, D] into the first N slots."""
-        for which, tokens in enumerate((key, value)):
-            if self.pages is None:
-                self._caches[which][:, :, :tokens.shape[2]] = tokens
-            else:
-                write_slots(self.pages[which], self.pages.block_table, tokens)
+    def _write(self, which: int, tokens: Tensor) -> None:
+        """Write keys (0) or values (1) [B, Hkv, N, D] into the first N slots."""
+        if self.pages is None:
+            self._own[which][:, :, :tokens.shape[2]] = tokens
+        else:
+            write_slots(self.pages[which], self.pages.block_table, tokens)
 
     def _choose(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor) -> Tensor:
         """The prompt tokens to keep, the same for all heads: [B, min(T, budget - 1)] int64, -1 where there is none."""
