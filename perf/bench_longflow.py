@@ -61,6 +61,7 @@ class Shape(NamedTuple):
         return self.attention_bytes + 2 * token + self.batch * self.slots * (1 + 4)
 
 
+PAGE_SIZES = (16, 64)
 STEPS = (Shape(128, 32, 3200), Shape(128, 16, 3200), Shape(1, 32, 32768), Shape(8, 32, 3200))
 
 
@@ -122,7 +123,7 @@ def test_step(device_benchmark, draw, shape):
     )
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("shape", STEPS[:1], ids=str)
 def test_step_over_pages(device_benchmark, draw, shape, page_size):
     """The same step of a state whose tokens are in pages, compared with that of a state with tensors of its own."""

@@ -25,7 +25,8 @@ def bench():
 
 def test_every_gated_benchmark_has_thresholds_and_the_other_way_round(bench):
     thresholds = perf_module("gate").load(PERF / "thresholds" / "longflow.toml")
-    assert thresholds.keys() == {f"step[{shape}]" for shape in bench.STEPS}
+    paged = {f"step_over_pages[{bench.STEPS[0]}-{size}]" for size in bench.PAGE_SIZES}
+    assert thresholds.keys() == {f"step[{shape}]" for shape in bench.STEPS} | paged
 
 
 def test_the_bytes_of_a_step(bench):
@@ -36,8 +37,9 @@ def test_the_bytes_of_a_step(bench):
     assert shape.step_bytes - shape.attention_bytes == 4 * 128 * 8 * 128 * 2 + 128 * 3200 * 5
 
 
+@pytest.mark.parametrize("page_size", [None, 4], ids=["one_tensor", "pages"])
 @pytest.mark.parametrize("damage", ["none", "output", "score", "slot", "key", "protected"])
-def test_a_wrong_step_is_noticed(bench, damage):
+def test_a_wrong_step_is_noticed(bench, damage, page_size):
     """In a state of 8 slots, after the first overwrite."""
     shape = bench.Shape(2, 2, 8, key_value_heads=1, head_dim=16)
     generator = torch.Generator().manual_seed(3)
@@ -45,7 +47,7 @@ def test_a_wrong_step_is_noticed(bench, damage):
     def draw(*sizes):
         return torch.randn(sizes, generator=generator).to(bench.DEVICE, bench.DTYPE)
 
-    state = bench.empty_state(shape, shape.slots)
+    state = bench.empty_state(shape, shape.slots, page_size)
     state.prefill(*bench.prompt(shape, shape.slots - 1, draw))
     query, key, value = (draw(2, heads, 16) for heads in (2, 1, 1))
     for _ in range(2):
@@ -67,7 +69,11 @@ def test_a_wrong_step_is_noticed(bench, damage):
     elif damage == "slot":
         state.next_slot[1] = state.score[1].masked_fill(state.score[1].isinf(), -1).argmax()
     elif damage == "key":
-        state.key[0, 0, int((state.positions[0] == state.tokens_seen - 1).long().argmax()), 0] += 1
+        newest = int((state.positions[0] == state.tokens_seen - 1).long().argmax())
+        if page_size is None:
+            state.key[0, 0, newest, 0] += 1
+        else:
+            state.pages.key_cache[state.pages.block_table[0, newest // page_size], newest % page_size, 0, 0] += 1
     else:
         state.positions[0] = -1
     with pytest.raises(AssertionError):
