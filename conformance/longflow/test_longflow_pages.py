@@ -410,7 +410,7 @@ def test_wrong_calls_over_pages_are_refused(side, change, error, says, twins, de
         getattr(twins, side).longflow.paged_decode_attention(pages=pages, **given)
 
 
-@pytest.mark.kind("bad_input")
+@pytest.mark.limits
 @pytest.mark.parametrize(("more", "error", "says"), [
     ({"dtype": torch.float64}, TypeError, "must be one of torch.float32, torch.float16, torch.bfloat16"),
     ({"head_dim": 8}, ValueError, "head_dim must be from 16 to 256"),
