@@ -136,6 +136,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize(("pair", "options", "side"), cases())
 def test_an_interrupted_call_is_undone_or_noticed(
     pair: Pair, options: dict[str, Any], side: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -147,6 +148,7 @@ def test_an_interrupted_call_is_undone_or_noticed(
     print(f"{pair.name} {side} {options}: {tried} interruptions, {refused} noticed, {tried - refused} undone")
 
 
+@pytest.mark.slow_on_cpu
 def test_every_error_in_a_step_of_a_block_state_is_undone_or_noticed(
     twins: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

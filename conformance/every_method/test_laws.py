@@ -41,7 +41,11 @@ RULED = [
     Ruled(**vars(pair), options=tuple(options.items()))
     for pair in discovery.methods() for options in ({}, *checkers.ask(pair.name, "LAWS", ()))
 ]
-pytestmark = [pytest.mark.kind("laws"), pytest.mark.parametrize("pair", RULED, ids=lambda pair: pair.label)]
+#: Further options choose other branches of the same kernels, which lockstep draws as well.
+PAIRS = [
+    pytest.param(pair, id=pair.label, marks=[pytest.mark.slow_on_cpu] if pair.options else []) for pair in RULED
+]
+pytestmark = [pytest.mark.kind("laws"), pytest.mark.parametrize("pair", PAIRS)]
 
 # (query heads, key/value heads, head_dim, dtype). Only a few, because a GPU compiles kernels for each.
 SHAPES = (

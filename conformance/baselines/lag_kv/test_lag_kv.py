@@ -1,0 +1,271 @@
+"""LagKV under test: ranks within chunks, scaled by the chunk that follows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.strategies import state_traces
+from kvtwin.conformance.judge import lockstep
+
+pytestmark = pytest.mark.kind("equivalence")
+
+SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
+HOW = pytest.mark.parametrize("how", ("steps", "block"))
+few = settings(max_examples=max(3, settings().max_examples // 6))
+
+DIM = 32
+#: Every other channel is 1. Its standard deviation over the channels is SPREAD.
+PATTERN = torch.arange(DIM) % 2
+SPREAD = math.sqrt(DIM / 4 / (DIM - 1))
+
+
+def new(twins, side, device, budget, block=64, dtype=torch.float32, **options):
+    module = getattr(twins, side).baselines.lag_kv
+    return module.LagKVState(
+        module.LagKVConfig(budget, block, **options), batch=2, query_heads=1, key_value_heads=1, head_dim=DIM,
+        dtype=dtype, device=device,
+    )
+
+
+def tokens(*spreads):
+    """Tokens with these standard deviations, followed by a chunk whose channels range from 0 to 1: [2 C, D]."""
+    following = torch.zeros(len(spreads), DIM)
+    following[-1] = 1
+    return torch.cat([torch.tensor(spreads)[:, None] * PATTERN / SPREAD, following])
+
+
+def feed(state, how, key, value, occupied=None):
+    """key, value [T, D], the same for both rows."""
+    key, value = (x.expand(2, 1, *x.shape).to(state.dtype).to(state.key.device) for x in (key, value))
+    if how == "block":
+        state.append_block(torch.zeros_like(key), key, value, occupied)
+        return
+    for token in range(key.shape[2]):
+        state.step(torch.zeros_like(key[:, :, token]), key[:, :, token], value[:, :, token])
+
+
+def ranks(state, row=0):
+    return {int(p): int(s) for p, s in zip(state.positions[row, 0], state.score[row, 0], strict=True) if p >= 0}
+
+
+@SIDES
+@HOW
+def test_lag_kv_ranks_by_the_spread_of_the_keys(side, how, twins, device):
+    """Token 0 is a sink. The last three tokens have no rank, because no chunk follows theirs."""
+    state = new(twins, side, device, 8, lag=3, sinks=1)
+    key = torch.cat([torch.ones(1, DIM), tokens(2.0, 1.0, 3.0)])
+    feed(state, how, key, torch.zeros_like(key))
+    assert ranks(state) == {0: 3, 1: 1, 2: 0, 3: 2, 4: 3, 5: 3, 6: 3}
+
+
+@SIDES
+@HOW
+def test_lag_kv_has_no_rank_before_the_next_chunk_is_complete(side, how, twins, device):
+    state = new(twins, side, device, 8, lag=3)
+    key = tokens(2.0, 1.0, 3.0)[:-1]
+    feed(state, how, key, key)
+    assert set(ranks(state).values()) == {3}
+
+
+@SIDES
+@HOW
+def test_lag_kv_adds_the_softmaxes_of_keys_and_values(side, how, twins, device):
+    """The softmax of the keys is 0.62, 0.38 and 0.00, and that of the values 0.04, 0.04 and 0.91. Sums of the spreads
+    would be 9.5, 9 and 3; keys or values alone would also give another order."""
+    state = new(twins, side, device, 8, lag=3)
+    feed(state, how, tokens(9.5, 9.0, 0.0), tokens(0.0, 0.0, 3.0))
+    assert [ranks(state)[token] for token in range(3)] == [1, 0, 2]
+
+
+@SIDES
+def test_lag_kv_divides_the_squares_by_one_less(side, twins, device):
+    """Tokens 0 and 1 have scores of 0.512 and 0.515. With spreads that are 1.6 % smaller, as those of a sum that is
+    divided by D, they have 0.516 and 0.512."""
+    state = new(twins, side, device, 8, lag=3)
+    feed(state, "block", tokens(5.5, 0.0, 6.5), tokens(0.0, 0.75, 0.0))
+    assert [ranks(state)[token] for token in range(3)] == [0, 1, 2]
+
+
+@SIDES
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_lag_kv_scales_each_channel_by_the_next_chunk(which, side, twins, device):
+    """A range of 1000 in channel 0 makes 100 there a tenth; in channel 1 the range is 1."""
+    state = new(twins, side, device, 8, lag=2)
+    x = torch.zeros(4, DIM)
+    x[0, 1], x[1, 0] = 1, 100
+    x[3] = 1
+    x[3, 0] = 1000
+    other = tokens(1.0, 1.0)
+    feed(state, "block", *((x, other) if which == "key" else (other, x)))
+    assert [ranks(state)[token] for token in (0, 1)] == [1, 0]
+
+
+@SIDES
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_lag_kv_scales_by_the_next_chunk_and_not_by_its_own(which, side, twins, device):
+    """By its own range, which is 8 in half of the channels, the spread of token 1 would be larger."""
+    state = new(twins, side, device, 8, lag=2)
+    x = torch.zeros(4, DIM)
+    x[0, :4], x[1, 4:20] = 2, 8
+    x[3] = 1
+    x[3, 4:20] = 64
+    other = tokens(1.0, 1.0)
+    feed(state, "block", *((x, other) if which == "key" else (other, x)))
+    assert [ranks(state)[token] for token in (0, 1)] == [1, 0]
+
+
+@SIDES
+@pytest.mark.parametrize("constant", [0.0, -3.0, 1e30])
+def test_lag_kv_ignores_channels_that_are_constant_in_the_next_chunk(constant, side, twins, device):
+    state = new(twins, side, device, 8, lag=2)
+    key = tokens(1.0, 2.0)
+    key[0, 0] = 1e32
+    key[2:, 0] = constant
+    feed(state, "block", key, torch.zeros_like(key))
+    assert [ranks(state)[token] for token in (0, 1)] == [0, 1]
+
+
+@SIDES
+def test_lag_kv_subtracts_the_lowest_of_the_next_chunk(side, twins, device):
+    """In half of the channels the next chunk is from 4 to 5: token 1 is like token 4 of it and has no spread."""
+    state = new(twins, side, device, 8, lag=2)
+    key = torch.zeros(4, DIM)
+    key[2:, ::2] = 4
+    key[3] += 1
+    key[1] = key[2]
+    key[0] = key[2] + 0.5 * PATTERN
+    feed(state, "block", key, torch.zeros_like(key))
+    assert [ranks(state)[token] for token in (0, 1)] == [1, 0]
+
+
+@SIDES
+@HOW
+def test_lag_kv_earlier_ones_of_equal_tokens_have_lower_ranks(side, how, twins, device):
+    state = new(twins, side, device, 12, lag=4)
+    key = tokens(2.0, 1.0, 2.0, 1.0)
+    feed(state, how, key, torch.zeros_like(key))
+    assert [ranks(state)[token] for token in range(4)] == [2, 0, 3, 1]
+
+
+@SIDES
+@HOW
+def test_lag_kv_evicts_the_lowest_rank_of_all_chunks_the_oldest_first(side, how, twins, device):
+    """Chunks of two tokens, of which tokens 1 and 2 have rank 0. The second chunk also ranks by the third."""
+    state = new(twins, side, device, 6, lag=2)
+    key = torch.cat([tokens(2.0, 1.0), tokens(1.0)])
+    key[2:4] = torch.tensor([[0.0], [1.0]])
+    key[3] *= 1 + PATTERN
+    key[4:] = torch.tensor([[0.0], [1.0]])
+    feed(state, how, key, torch.zeros_like(key))
+    assert ranks(state) == {0: 1, 1: 0, 2: 0, 3: 1, 4: 2, 5: 2}
+    feed(state, how, torch.ones(1, DIM), torch.ones(1, DIM))
+    assert sorted(ranks(state)) == [0, 2, 3, 4, 5, 6]
+    feed(state, how, torch.ones(1, DIM), torch.ones(1, DIM))
+    assert 2 not in ranks(state) and len(ranks(state)) == 6
+
+
+@SIDES
+def test_lag_kv_ranks_once(side, twins, device):
+    """Neither evictions nor later chunks change the rank of a token."""
+    state = new(twins, side, device, 9, 4, lag=3)
+    generator = torch.Generator().manual_seed(2)
+    known: dict[int, int] = {}
+    for _ in range(12):
+        feed(state, "block", *torch.randn(2, 4, DIM, generator=generator))
+        for token, rank in ranks(state).items():
+            if rank < 3:
+                assert known.setdefault(token, rank) == rank
+    assert len(known) > 15
+
+
+@SIDES
+def test_lag_kv_padding_belongs_to_no_chunk(side, twins, device):
+    """Row 1 has the same tokens as row 0, with padding before, between and behind them."""
+    key = torch.cat([torch.ones(1, DIM), tokens(2.0, 1.0, 3.0)])
+    there = torch.zeros(12, dtype=torch.bool)
+    there[[1, 3, 4, 6, 7, 9, 10]] = True
+    padded = torch.full((12, DIM), 50.0)
+    padded[there] = key
+    state = new(twins, side, device, 8, lag=3, sinks=1)
+    feed(state, "block", padded, torch.zeros_like(padded), there.expand(2, -1).to(device))
+    assert ranks(state, 1) == {1: 3, 3: 1, 4: 0, 6: 2, 7: 3, 9: 3, 10: 3}
+
+
+@SIDES
+def test_lag_kv_of_scaled_channels_beyond_float32(side, twins, device):
+    """A range of 1e-37 scales channels of 1e37 to 1e74. The softmaxes of tokens 0 and 1 are 0 in any type."""
+    state = new(twins, side, device, 8, lag=3)
+    key = tokens(2.0, 1.0, 3.0)
+    key[:3] *= 1e37
+    key[3:] *= 1e-37
+    feed(state, "block", key, key)
+    assert [ranks(state)[token] for token in range(3)] == [1, 0, 2]
+
+
+def published(key, value, *, sinks, lag, kept):
+    """The tokens that the authors' algorithm keeps of one head's prompt [T, D] at once: of each chunk but the last one
+    `kept`, the last chunk and what is behind it."""
+    count = (len(key) - sinks) // lag
+    found = set(range(sinks)) | set(range(sinks + (count - 1) * lag, len(key)))
+    for number in range(count - 1):
+        first = sinks + number * lag
+        score = torch.zeros(lag, dtype=torch.float64)
+        for x in (key.double(), value.double()):
+            chunk, following = x[first:first + lag], x[first + lag:first + 2 * lag]
+            low, high = following.min(0).values, following.max(0).values
+            score += ((chunk - low) / (high - low)).std(-1).softmax(0)
+        found |= {first + token for token in score.topk(kept).indices.tolist()}
+    return found
+
+
+@SIDES
+@pytest.mark.parametrize(("sinks", "lag", "kept", "length"), [(4, 16, 8, 91), (0, 7, 2, 63), (3, 24, 17, 123)])
+def test_lag_kv_keeps_of_a_prompt_what_the_published_algorithm_keeps(sinks, lag, kept, length, side, twins, device):
+    generator = torch.Generator().manual_seed(length)
+    key, value = torch.randn(2, length, DIM, generator=generator)
+    expected = published(key, value, sinks=sinks, lag=lag, kept=kept)
+    state = new(twins, side, device, len(expected), 128, lag=lag, sinks=sinks)
+    feed(state, "block", key, value)
+    assert set(ranks(state)) == expected
+
+
+@pytest.mark.parametrize(("lag", "options"), [
+    (40, {"budget": 139, "block_size": 50, "prompt": 340, "group": 3}),
+    (21, {"budget": 70, "block_size": 100, "prompt": 230, "dtype": torch.bfloat16, "head_dim": 80}),
+    (3, {"budget": 31, "block_size": 70, "prompt": 160, "dtype": torch.float16}),
+])
+def test_lag_kv_of_long_chunks_keeps_step(lag, options, twins, device):
+    """Chunks of several tiles, several chunks in a block, and chunks that end within a block."""
+    options = dict(options)
+    config = {"budget": options.pop("budget"), "block_size": options.pop("block_size"), "lag": lag, "sinks": 5}
+    trace = StateTrace(
+        method="lag_kv", config=tuple(config.items()), seed=lag, padding="random", device=str(device), steps=2 * lag,
+        batch=2, **options,
+    )
+    summary = lockstep.run(trace, twins.optimized.baselines.lag_kv)
+    assert summary.decisive > trace.steps
+
+
+@given(seed=st.integers(0, 2**31), powers=st.lists(st.integers(-8, 8), min_size=DIM, max_size=DIM))
+@few
+def test_lag_kv_does_not_depend_on_the_scale_and_the_origin_of_a_channel(seed, powers, twins, device):
+    """Channels are multiplied by powers of two, and moved, both without rounding: all ranks remain."""
+    generator = torch.Generator().manual_seed(seed)
+    key = torch.randint(-64, 64, (30, DIM), generator=generator).float()
+    moved = key * 2.0 ** torch.tensor(powers) + torch.randint(-64, 64, (DIM,), generator=generator) * 4
+    plain, changed = (new(twins, "optimized", device, 12, 9, lag=4, sinks=1) for _ in range(2))
+    feed(plain, "block", key, key)
+    feed(changed, "block", moved, key)
+    assert ranks(plain) == ranks(changed)
+
+
+@given(trace=state_traces("lag_kv", max_prompt=20, max_steps=8, content=("duplicates", "equal_keys", "identical")))
+@few
+def test_lag_kv_of_equal_tokens_keeps_step(trace, twins):
+    lockstep.run(trace, twins.optimized.baselines.lag_kv)

@@ -1,0 +1,207 @@
+"""Checker of LagKV: which ranks the arithmetic of a chunk's scores leaves open, and configs to draw."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ....reference.baselines import lag_kv
+from ...cases import draws
+from .. import block_model
+from ..bounds import DIVISION, EXP, LOG, SLACK, UNIT, Interval, gamma
+from ..ties import tie_classes
+from . import blocks
+from .blocks import Chunk
+from .blocks import max_kept as max_kept
+
+REQUIRED = {"lag": 2}
+SMALL = {**blocks.SMALL, "lag": 1}
+DEFAULTS = {"sinks": 0, "interval": 1, "block_size": 128, "scale": None}
+TRACE = {"lag": 16, "sinks": 4}
+
+
+def measured(budget: int) -> dict[str, Any]:
+    """See the package. The authors have 16 sinks, and examples with a lag of 64 and 128."""
+    return {"lag": min(64, budget // 4), "sinks": min(16, budget // 8)}
+
+
+LAWS = ({"lag": 1, "interval": 3, "block_size": 5, "sinks": 1},)
+GROUPINGS = ({"interval": 3},)
+#: See the package.
+CACHES: dict[str, dict[str, Any]] = {
+    "small": {"budget": 6, "block_size": 4, "lag": 2},
+    "two sinks": {"budget": 9, "block_size": 4, "lag": 3, "sinks": 2},
+    "chunks of one token": {"budget": 4, "block_size": 3, "lag": 1},
+    "once in four tokens": {"budget": 5, "block_size": 3, "lag": 2, "interval": 4, "sinks": 1},
+}
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"budget": 4, "lag": None}, TypeError, "lag must be an int"),
+    ({"budget": 4, "lag": 3}, ValueError, "must be at most budget = 4, got 0 [+] 2 [*] 3 - 1 = 5"),
+    ({"budget": 4, "lag": 2, "sinks": 2}, ValueError, "must be at most budget = 4, got 2 [+] 2 [*] 2 - 1 = 5"),
+]
+NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
+    ("lag", blocks.NOT_INTEGERS, TypeError, "lag must be an int"),
+    ("lag", (0, -1), ValueError, "lag must be at least 1"),
+    ("lag", (3,), ValueError, r"sinks \+ 2 \* lag - 1 must be at most budget = 4, got 0 \+ 2 \* 3 - 1 = 5"),
+    ("sinks", blocks.NOT_INTEGERS, TypeError, "sinks must be an int"),
+    ("sinks", (-1,), ValueError, "sinks must be at least 0"),
+    ("sinks", (5,), ValueError, r"must be at most budget = 4, got 5 \+ 2 \* 1 - 1 = 6"),
+    *blocks.INTERVAL_NUMBERS,
+]
+SUBJECTS = ()
+
+
+@st.composite
+def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
+    """See the package. Long chunks and many sinks leave few tokens to choose from."""
+    config = draw(blocks.block_configs(most))
+    longest = (config["budget"] + 1) // 2
+    least = min(2, longest) if draws.plain_only() else 1
+    lag = draw(st.integers(least, max(least, min(longest, most // 3))))
+    sinks = draw(st.integers(0, min(1 if draws.plain_only() else 3, config["budget"] + 1 - 2 * lag)))
+    return {**config, "lag": lag, "sinks": sinks, "interval": draw(blocks.INTERVALS)}
+
+
+# Scores --------------------------------------------------------------------------------------------------------------
+
+
+def spread_error(tokens: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
+    """`spread` [..., C] in float64, and |computed - true| in float32.
+
+    A scaled channel is a quotient of two differences. Their mean sums D of them and is divided, and each difference
+    from the mean rounds. Errors of the differences change the root of the sum of their squares by at most the root of
+    the sum of the errors' squares. D squares are added: D + 1 roundings; two divisions, one of them for the root.
+    """
+    head_dim = tokens.shape[-1]
+    low, high = following.amin(-2, keepdim=True), following.amax(-2, keepdim=True)
+    width = high - low
+    scaled = torch.where(width > 0, (tokens - low) / width.where(width > 0, 1.0), 0.0)
+    of_one = scaled.abs() * (2 * UNIT + DIVISION)
+    size = scaled.abs().mean(-1, keepdim=True)
+    of_mean = size * (2 * UNIT + 2 * DIVISION + gamma(head_dim + 1))
+    error = of_one + of_mean + UNIT * (scaled - scaled.mean(-1, keepdim=True)).abs()
+    found = lag_kv.spread(tokens, following)
+    moved = error.norm(dim=-1) / math.sqrt(head_dim - 1)
+    return found, (moved + (found + moved) * (gamma(head_dim + 1) + 2 * DIVISION)) * SLACK
+
+
+def score_interval(key: Tensor, value: Tensor) -> Interval:
+    """Interval of the computed `log_score` of a chunk, [..., C]. key, value [..., 2 C, D] float64.
+
+    The logarithm of the sum of C exponentials moves at most as much as the largest spread does; C + 1 additions, an
+    exponential, a logarithm and the rounding of each exponent follow: it is at most 0.37 of an exponential of it. A
+    softmax's exponent rounds at most four times, as does the logarithm of the sum of both softmaxes. That moves at most
+    as much as one of them.
+    """
+    lag = key.shape[-2] // 2
+    parts = [spread_error(*tensor.split(lag, -2)) for tensor in (key, value)]
+    sums = gamma(lag + 1) + EXP + LOG * (1 + math.log(lag)) + 2 * UNIT
+
+    def of_softmax(found: Tensor, error: Tensor) -> Tensor:
+        total = found.logsumexp(-1, keepdim=True)
+        of_total = error.amax(-1, keepdim=True) + sums + 2 * UNIT * total.abs()
+        return error + of_total + 4 * UNIT * (found - total).abs()
+
+    truth = lag_kv.log_score(key, value)
+    error = torch.maximum(*(of_softmax(*part) for part in parts)) + EXP + LOG + 4 * UNIT * (1 + truth.abs())
+    return Interval(truth - error * SLACK, truth + error * SLACK)
+
+
+def rank_interval(key: Tensor, value: Tensor) -> Interval:
+    """The ranks of a chunk's tokens that computed scores allow: [..., C] float64. Of tokens with equal keys and values,
+    the earlier one has the lower rank. key, value [H, 2 C, D] float64."""
+    lag = key.shape[-2] // 2
+    score = score_interval(key, value)
+    tokens = key[None, :, :lag], value[None, :, :lag]
+    # With ones for values of zero: they are no ties here.
+    bits = torch.cat(tokens, -1)
+    tie = tie_classes(bits, torch.ones_like(bits), torch.ones_like(bits[..., 0], dtype=torch.bool), per_head=True)[0]
+    equal = tie[..., :, None] == tie[..., None, :]                                        # [H, C, C]: i, j
+    order = torch.arange(lag, device=key.device)
+    earlier = order[None, :] < order[:, None]
+    below = torch.where(equal, earlier, score.high[..., None, :] < score.low[..., :, None])
+    above = torch.where(equal, ~earlier, score.low[..., None, :] > score.high[..., :, None])
+    above = above & ~torch.eye(lag, dtype=torch.bool, device=key.device)
+    return Interval(below.sum(-1).double(), (lag - 1 - above.sum(-1)).double())
+
+
+class Model(block_model.Head):
+    """Chunks of tokens in a list, by arrival."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.arrived: list[int] = []
+        self.ranked = 0
+
+    def finish(self, over_budget: bool, arrived: range) -> None:
+        lag, sinks = self.config.lag, self.config.sinks
+        known = {token.position: token for token in self.tokens}
+        for position in arrived:
+            if position in known:
+                known[position].score = float(lag)
+                self.arrived.append(position)
+        while len(self.arrived) >= sinks + (self.ranked + 2) * lag:
+            first = sinks + self.ranked * lag
+            both = [known[position] for position in self.arrived[first:first + 2 * lag]]
+            for rank, token in enumerate(self.by_score(both[:lag], both[lag:])):
+                token.score = float(rank)
+            self.ranked += 1
+
+    @staticmethod
+    def by_score(chunk: list[block_model.Token], following: list[block_model.Token]) -> list[block_model.Token]:
+        """The chunk's tokens, the lowest score first. Of equal ones the earlier is first: sorted() is stable."""
+        shares = []
+        for name in ("key", "value"):
+            ranges = [(min(c), max(c)) for c in zip(*(getattr(token, name) for token in following), strict=True)]
+            spreads = [
+                statistics.stdev([
+                    (x - low) / (high - low) if high > low else 0.0
+                    for x, (low, high) in zip(getattr(token, name), ranges, strict=True)
+                ])
+                for token in chunk
+            ]
+            top = max(spreads)
+            total = math.fsum(math.exp(spread - top) for spread in spreads)
+            shares.append([spread - top - math.log(total) for spread in spreads])
+        scores = [max(pair) + math.log1p(math.exp(min(pair) - max(pair))) for pair in zip(*shares, strict=True)]
+        return [token for _, token in sorted(zip(scores, chunk, strict=True), key=lambda pair: pair[0])]
+
+    def rank(self, token: block_model.Token) -> Any:
+        return token.score, token.position
+
+    def protected(self, positions: list[int]) -> set[int]:
+        return {token.position for token in self.tokens if token.score == self.config.lag}
+
+
+class Adapter(blocks.Adapter):
+    """Ranks are whole numbers. They are exact unless scores of a chunk are so near that any order of them is right; then
+    a rank lies in an interval. Positions decide between equal ones."""
+
+    def score_error(self, chunk: Chunk) -> Tensor:
+        reference, before = chunk.reference, chunk.before
+        config, seen = reference.config, reference._valid_seen
+        error = chunk.previous_error.clone()
+        for row, (now, then) in enumerate(zip(seen.tolist(), (seen - before["valid"].sum(1)).tolist(), strict=True)):
+            done, todo = (max(0, (tokens - config.sinks) // config.lag - 1) for tokens in (then, now))
+            for number in range(done, todo):
+                first = config.sinks + number * config.lag
+                tokens = torch.arange(first, first + 2 * config.lag, device=error.device)
+                slot = (before["_index"][row][:, None] == tokens[:, None]).to(torch.int8).argmax(-1)
+                at = slot[..., None].expand(-1, -1, reference.sizes.head_dim)
+                allowed = rank_interval(*(before[name][row].double().gather(1, at) for name in ("key", "value")))
+                own = slot[:, :config.lag]
+                rank = before["score"][row].double().gather(1, own)
+                error[row].scatter_(1, own, torch.maximum(allowed.high - rank, rank - allowed.low).to(error.dtype))
+        return error
+
+    def rank_interval(self, chunk: Chunk, error: Tensor) -> Interval:
+        rank = chunk.before["rank"].double()
+        return Interval(rank - error * 2**31, rank + error * 2**31)
+
+    def ties(self, chunk: Chunk) -> Tensor:
+        return blocks.no_ties(chunk)
