@@ -80,7 +80,7 @@ def full_state(method: str, shape: Shape, **options: Any) -> Any:
     assert pair.config is not None
     assert pair.state is not None
     state = getattr(pair.optimized, pair.state.__name__)(
-        pair.config(shape.slots, BLOCK, **checkers.required(method) | options), batch=shape.batch,
+        pair.config(shape.slots, BLOCK, **checkers.measured(method, shape.slots) | options), batch=shape.batch,
         query_heads=shape.query_heads, key_value_heads=shape.key_value_heads, head_dim=shape.head_dim, dtype=DTYPE,
         device=DEVICE,
     )

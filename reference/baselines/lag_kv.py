@@ -42,7 +42,8 @@ class LagKVConfig(IntervalConfig):
         unranked = check_integer("sinks", self.sinks, minimum=0) + 2 * lag - 1
         if unranked > self.budget:
             raise ValueError(
-                f"sinks + 2 * lag - 1 must be at most budget = {self.budget}, got {self.sinks} + 2 * {lag} - 1 = {unranked}"
+                f"sinks + 2 * lag - 1 must be at most budget = {self.budget}, "
+                f"got {self.sinks} + 2 * {lag} - 1 = {unranked}"
             )
 
 
@@ -78,9 +79,9 @@ def rank_in_chunk(score: Tensor) -> Tensor:
 
 
 class LagKVState(BlockState):
-    """A LagKV cache, see `BlockState`. `score` is each token's rank in its chunk, from 0 on; `lag` for the sinks and for
-    tokens without a rank, because the chunk after theirs is incomplete. Those stay. Of equal ranks, the oldest token is
-    evicted."""
+    """A LagKV cache, see `BlockState`. `score` is each token's rank in its chunk, from 0 on; `lag` for the sinks and
+    for tokens without a rank, because the chunk after theirs is incomplete. Those stay. Of equal ranks, the oldest
+    token is evicted."""
 
     Config = LagKVConfig
     _per_slot: ClassVar[tuple[str, ...]] = (*BlockState._per_slot, "_index")

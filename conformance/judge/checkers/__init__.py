@@ -31,8 +31,8 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
 - `Model`: for a method whose state takes blocks, its rules with plain lists, a `block_model.Head`;
 - `SUBJECTS`: the method's functions that the property tests call, `subjects.Subject`; `SCORED`: False if a state has no
   scores that lockstep compares;
-- `measured(budget)`: options of the config with which the accuracy tables measure a method whose options depend on the
-  budget or have no default (default: `REQUIRED`);
+- `measured(budget)`: options of the config with which the accuracy tables and the benchmarks measure a method whose
+  options depend on the budget or have no default (default: `REQUIRED`);
 - `AUTHORS`: the options of the authors' code that differ from our defaults, which the accuracy tables also measure:
   those of the config, or of the cache for transformers;
 - `DEFAULTS`: the defaults of the config's options, typed from the paper or from its authors' code (sizes without a
@@ -86,6 +86,11 @@ def _method(name: str) -> Method | None:
 def required(name: str) -> dict[str, Any]:
     """Options of a method's config that have no default: see REQUIRED."""
     return dict(ask(name, "REQUIRED", {}))
+
+
+def measured(name: str, budget: int) -> dict[str, Any]:
+    """Options of a method's config with which it is measured: see the package."""
+    return {**required(name), **ask(name, "measured", lambda budget: {})(budget)}
 
 
 def extras(state: Any, query: Any, key: Any, value: Any) -> dict[str, Any]:

@@ -179,8 +179,8 @@ class Model(block_model.Head):
 
 
 class Adapter(blocks.Adapter):
-    """Ranks are whole numbers. They are exact unless scores of a chunk are so near that any order of them is right; then
-    a rank lies in an interval. Positions decide between equal ones."""
+    """Ranks are whole numbers. They are exact unless scores of a chunk are so near that any order of them is right;
+    then a rank lies in an interval. Positions decide between equal ones."""
 
     def score_error(self, chunk: Chunk) -> Tensor:
         reference, before = chunk.reference, chunk.before
