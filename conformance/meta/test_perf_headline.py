@@ -29,9 +29,12 @@ roofline = perf_module("roofline")
 MEASURED = {
     "longflow": {
         "attention module", "full KV", "longflow", "h2o fused", "snapkv fused",
-        "h2o fused, at intervals", "vatp fused, at intervals", "snapkv", "h2o", "r-kv", "ratios",
+        "h2o fused, at intervals", "vatp fused, at intervals", "snapkv", "h2o", "r-kv", "r-kv fused",
+        "ratios",
     },
-    "thinkv": {"state", "full KV", "thinkv", "gather, sequential", "gather, overlapped", "r-kv", "ratios"},
+    "thinkv": {
+        "state", "full KV", "thinkv", "gather, sequential", "gather, overlapped", "r-kv", "r-kv fused", "ratios",
+    },
     "epikv": {"steps", "context", "context ratios"},
     "keydiff": {"eviction", "keydiff", "one piece"},
     "synckv": {"B1-1K", "prompt of 1K"},

@@ -112,6 +112,7 @@ def scorers(run: Run, model: Model, budget: int, caches: list[tuple[Tensor, Tens
     clock = torch.ones(1, device=run.device)
     sparsity = torch.zeros(1, device=run.device)
     kernel = systems.fastest(run, model, *caches[0])
+    stamped = [systems.raas_state(run, model, 1, budget) for _ in range(model.layers)]
     with_sparsity = range(0, model.layers, max(1, model.layers // 4))       # ThinKV's four layers
 
     def written(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,6 +154,7 @@ def scorers(run: Run, model: Model, budget: int, caches: list[tuple[Tensor, Tens
         "h2o as transformers has it": lambda *given: h2o(*given, repeated=True),
         "h2o, a group's heads at once": lambda *given: h2o(*given, repeated=False),
         "raas": raas,
+        "raas (ours)": lambda layer, *given: stamped[layer].step(*given),
         "thinkv's sparsity, every layer": lambda *given: thinkv(*given, every=True),
         "thinkv's sparsity, four layers": lambda *given: thinkv(*given, every=False),
     }

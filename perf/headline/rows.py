@@ -68,7 +68,7 @@ def _module(figures: Figures) -> str:
 
 def _thinkv(figures: Figures) -> str:
     names = {"gather, sequential": "sequential gather", "gather, overlapped": "overlapped gather",
-             "r-kv": "R-KV every 128 steps", "full KV": "full KV"}
+             "r-kv": "R-KV every 128 steps", "r-kv fused": "R-KV every 128 steps (ours)", "full KV": "full KV"}
     return _throughput(figures, "thinkv", {name: said for name, said in names.items() if name in figures})
 
 

@@ -19,7 +19,7 @@ from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.optimized import longflow
-from kvtwin.optimized.baselines import h2o, r_kv, snapkv, vatp
+from kvtwin.optimized.baselines import h2o, r_kv, raas, snapkv, vatp
 
 from ..peers import BACKENDS, decode_peers
 from . import pointwise
@@ -127,6 +127,15 @@ def vatp_state(
     state = _scored(run, vatp.VATPState(config, **sizes_of(model, batch, run)))
     for value, norm in zip(state.value, state._carried, strict=True):  # by rows, since memory is nearly full
         torch.sum(value.abs(), -1, dtype=torch.float32, out=norm)
+    return state
+
+
+def raas_state(run: Run, model: Model, batch: int, budget: int, block: int = 16) -> raas.RaaSState:
+    """The same for RaaS. A query renews the tokens with at least half of the mean weight."""
+    config = raas.RaaSConfig(budget, block, alpha=0.5 / budget)
+    state = raas.RaaSState(config, **sizes_of(model, batch, run))
+    _fill(run, state, budget)
+    state.score[..., :budget] = state.positions[..., :budget].float()
     return state
 
 

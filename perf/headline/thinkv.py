@@ -11,6 +11,7 @@ their victims for free and are timed for moving tokens. R-KV evicts every 128 st
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ ISO = 256
 
 def run(run: Run) -> None:
     model = small(LLAMA_8B) if run.tiny else LLAMA_8B
-    total, budget, iso = (64, 16, 2) if run.tiny else (32_768, 1024, ISO)
+    total, budget, iso, interval = (64, 16, 2, 4) if run.tiny else (32_768, 1024, ISO, 128)
     decoder = Decoder(model, run, total)
     config = config_of(run, budget, total)
     seed, steps = aged(run, model, config)
@@ -49,7 +50,9 @@ def run(run: Run) -> None:
         with run.part(name):
             plan.gathering(name, overlap)
     with run.part("r-kv"):
-        plan.compacting("r-kv", systems.RKV, 128 if not run.tiny else 4)
+        plan.compacting("r-kv", systems.RKV, interval)
+    with run.part("r-kv fused"):
+        plan.ours("r-kv fused", partial(systems.r_kv_state, interval=interval), interval=interval)
     plan.ratios("thinkv")
     plan.batch = iso
     if run.tiny:                                                # the rest runs the same code
