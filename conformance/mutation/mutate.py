@@ -32,6 +32,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -66,6 +67,7 @@ CLASSES = {
 }
 IGNORED = shutil.ignore_patterns("__pycache__", ".*")  # what is not copied
 CPU_SECONDS = 240  # of one process: a mutant may loop for ever
+TESTS_AT_ONCE = 60  # of one process without a mutant, which has no more time
 
 
 class MutantError(ValueError):
@@ -271,7 +273,8 @@ class Lab:
         if bad or lacking or code:
             said = [f"{fact.get('test', '')} {fact.get('message', fact.get('broken', ''))}".strip() for fact in bad]
             lacking = [f"{test} did not pass" for test in lacking]
-            raise MutantError("\n  ".join(["the suite fails without mutants:", *said, *lacking]))
+            ended = f" (exit code {code})" if code else ""
+            raise MutantError("\n  ".join([f"the suite fails without mutants{ended}:", *said, *lacking]))
         return seconds
 
     def run(self, mutant: Mutant) -> Result:
@@ -399,7 +402,8 @@ def _run(methods: Sequence[str], only: Sequence[str] | None, jobs: int) -> tuple
         tests = sorted({test for mutant in chosen for test in (mutant.control, *mutant.killers)})
         results = []
         with Lab(tree, Path(folder)) as lab, ThreadPoolExecutor(jobs) as pool:
-            seconds = sum(pool.map(lab.baseline, [tests[start::jobs] for start in range(min(jobs, len(tests)))]))
+            parts = min(len(tests), max(jobs, math.ceil(len(tests) / TESTS_AT_ONCE)))
+            seconds = sum(pool.map(lab.baseline, [tests[start::parts] for start in range(parts)]))
             print(f"{len(tests)} tests pass without mutants ({seconds:.0f} s of CPU)", flush=True)
             with bar(len(chosen), "mutant") as progress:
                 for result in pool.map(lab.run, chosen):

@@ -1,4 +1,5 @@
-"""LazyEviction on the GPU: a block's attention, then the activations of each key, query by query."""
+"""LazyEviction on the GPU: a block's attention, then the activations of each key, query by query. A step does both at
+once: see `score_kernels.py`."""
 
 from __future__ import annotations
 
@@ -9,30 +10,24 @@ from torch import Tensor
 
 from ...reference.baselines.lazy_eviction import LazyEvictionConfig
 from .._common.block_cache.kernels import _arguments, _received_tile, _shape
+from .._common.block_cache.score_kernels import importance
 from .._common.block_cache.state import Block, BlockState
 from .._common.launch import on_device_of
 from .._common.numerics import LOG2_E, dot, multiply
 
 __all__ = ["LazyEvictionConfig", "LazyEvictionState"]
 
-#: Added to a gap before it divides, as in the authors' code.
-_EPSILON = tl.constexpr(1e-5)
-
 
 class LazyEvictionState(BlockState):
     """A LazyEviction cache. `score` is each token's importance after the last token. Positions below 2^31."""
 
     Config = LazyEvictionConfig
+    _rule = "activate"
 
     def _allocate(self) -> None:
-        self._recent = self.config.recent
+        self._recent, self._alpha, self._offset = self.config.recent, self.config.alpha, int(self.config.shifted)
         # last * 2^32 + gap of each token: the position of the query that activated it last, and its longest gap.
         self._carried = self._buffer(*self.key.shape[:3], dtype=torch.int64)
-
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Add one token, as a block: query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D].
-        Does not synchronize with the host."""
-        return self._step_as_block(query, key, value)
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         end = block.end
@@ -135,9 +130,6 @@ def activate_kernel(
             gap = tl.where(activates, tl.maximum(gap, now - last), gap)
             last = tl.where(activates, now, last)
     tl.store(carried + at, ((start + last) << 32) + gap, mask=holds)
-    longest = gap.to(tl.float32)
-    age = (count - 1 - last).to(tl.float32) / (longest + _EPSILON) + shift
-    recurring = tl.where(gap > 0, 2.0 / (1.0 + tl.exp2((longest - 1.0) * LOG2_E)), 0.0)
-    found = 2.0 / (1.0 + tl.exp2(age * LOG2_E)) + recurring
+    found = importance(count - 1 - last, gap, shift)
     tl.store(score + at, found, mask=holds)
     tl.store(rank + batch_head * slots + s, found, mask=s < slots)

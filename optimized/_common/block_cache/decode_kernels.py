@@ -7,7 +7,7 @@ programs. Until the new token has a slot, it is read from the caller's tensors; 
 
 Buffers are as in `evict_kernels.py`; the slots per row are divided by UNIT, which tells the compiler the alignment.
 With GROWS, `budget` is the most tokens that a head may hold before this one and `counts` is how many it holds; the new
-token takes the next slot, and the caller evicts, with SUM, NEWEST and RENEW by the `ranks` that they store. Scratch is
+token takes the next slot, and the caller evicts, with rules that need logits by the `ranks` that they store. Scratch is
 indexed by batch_head or by query head; logits [batch_heads, padded, GROUP_PAD] are in base 2.
 """
 
@@ -20,7 +20,18 @@ from ..launch import SMALL_TILES
 from ..numerics import dot, multiply, round_output, round_to
 from ..scratch import is_last
 from ..softmax import merge_outputs, weigh_tile
-from .score_kernels import APPEND, NOTHING, RANDOM, RENEW, new_score_of, normalise, score_slots, slot_of
+from .score_kernels import (
+    ACTIVATE,
+    APPEND,
+    NOTHING,
+    RANDOM,
+    RENEW,
+    new_activation,
+    new_score_of,
+    normalise,
+    score_slots,
+    slot_of,
+)
 
 _NEVER = tl.constexpr(2**63 - 1)
 _INDEX = tl.constexpr(2**32 - 1)
@@ -138,9 +149,9 @@ def _size_of(new_value, new_value_d, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr
 
 @triton.jit
 def _take_slot(
-    new_key, new_value, key, value, occupied, positions, score, token_index, magnitude, valid_seen,
+    new_key, new_value, key, value, occupied, positions, score, token_index, carried, valid_seen,
     slot, position, number, new_score, size, takes, new_key_d, new_value_d,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, MAGNITUDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, RULE: tl.constexpr, MAGNITUDE: tl.constexpr,
 ):
     """Write the new token into its slot, if it `takes` one, and count it in `valid_seen`. Pointers are at the row."""
     d = tl.arange(0, D_PAD).to(tl.int64)
@@ -154,7 +165,9 @@ def _take_slot(
         tl.store(score + at, new_score)
         tl.store(token_index + at, number)
         if MAGNITUDE:
-            tl.store(magnitude + at, size)
+            tl.store(carried + at, size)
+        if RULE == ACTIVATE:
+            tl.store(carried + at, new_activation(new_score, position))
     tl.store(valid_seen, number + 1)
 
 
@@ -190,7 +203,7 @@ _SIZES = [
 
 @triton.jit(do_not_specialize=_SIZES)
 def step_kernel(
-    query, new_key, new_value, key, value, occupied, positions, score, token_index, magnitude, valid_seen, seen,
+    query, new_key, new_value, key, value, occupied, positions, score, token_index, carried, valid_seen, seen,
     output, logits, partial, row_maxima, weight_sums, normalisers, completion_counters, counts, ranks, window_query,
     window_positions, scale, alpha, budget, slots, padded, share, splits, heads, rows, sinks, recent, offset, observers,
     query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
@@ -238,16 +251,19 @@ def step_kernel(
             _merge(partial, row_maxima, output, batch_head, splits, shift, total, GROUP, GROUP_PAD, HEAD_DIM, D_PAD)
             score += at
             token_index += at
-            magnitude += at
+            carried += at
             new_score = new_score_of(seen, offset, RULE)
             slot = budget
             size = 0.0
+            now = 0
+            if RULE == ACTIVATE:
+                now = tl.load(seen)
             if MAGNITUDE:
                 size = _size_of(new_value, new_value_d, HEAD_DIM, D_PAD)
             if RULE != NOTHING and RULE != APPEND:
                 best, new_score = score_slots(
-                    logits, score, token_index, magnitude, ranks + at, shift, total, 0, (budget + 16) // 16 * 16,
-                    tokens, number, budget, new_score, size, sinks, recent, alpha, padded * 16,
+                    logits, score, token_index, carried, ranks + at, shift, total, 0, (budget + 16) // 16 * 16,
+                    tokens, number, budget, new_score, size, now, sinks, recent, alpha, offset, padded * 16,
                     GROUP, GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS, GROWS, DISCARD,
                 )
                 lowest = (best & _INDEX).to(tl.int32)
@@ -257,9 +273,9 @@ def step_kernel(
             if GROWS:
                 slot = tokens
             _take_slot(
-                new_key, new_value, key, value, occupied + at, positions + at, score, token_index, magnitude,
+                new_key, new_value, key, value, occupied + at, positions + at, score, token_index, carried,
                 valid_seen + batch_head, slot, tl.load(seen), number, new_score, size,
-                (slot < budget) | (RULE == NOTHING) | GROWS, new_key_d, new_value_d, HEAD_DIM, D_PAD, MAGNITUDE,
+                (slot < budget) | (RULE == NOTHING) | GROWS, new_key_d, new_value_d, HEAD_DIM, D_PAD, RULE, MAGNITUDE,
             )
             if GROWS:
                 tl.store(counts + batch_head, tokens + 1)
@@ -273,7 +289,7 @@ def step_kernel(
 
 @triton.jit(do_not_specialize=_SIZES)
 def finish_kernel(
-    new_key, new_value, key, value, occupied, positions, score, token_index, magnitude, valid_seen, seen,
+    new_key, new_value, key, value, occupied, positions, score, token_index, carried, valid_seen, seen,
     output, logits, partial, row_maxima, normalisers, completion_counters, candidates, new_scores, counts, ranks,
     alpha, budget, slots, padded, share, splits, blocks, heads, rows, sinks, recent, offset,
     new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
@@ -295,7 +311,7 @@ def finish_kernel(
         row = batch_head * (slots * UNIT)
         score += row
         token_index += row
-        magnitude += row
+        carried += row
         b, k_head = batch_head // heads, batch_head % heads
         new_key += b * new_key_b + k_head * new_key_h
         new_value += b * new_value_b + k_head * new_value_h
@@ -306,16 +322,19 @@ def finish_kernel(
         g = batch_head * GROUP + tl.arange(0, GROUP_PAD)
         valid = tl.arange(0, GROUP_PAD) < GROUP
         size = 0.0
+        now = 0
+        if RULE == ACTIVATE:
+            now = tl.load(seen)
         if MAGNITUDE:
             size = _size_of(new_value, new_value_d, HEAD_DIM, D_PAD)
         begin = block * (share * 16)
         best, new_score = score_slots(
-            logits + batch_head * (padded * 16) * GROUP_PAD, score, token_index, magnitude, ranks + row,
+            logits + batch_head * (padded * 16) * GROUP_PAD, score, token_index, carried, ranks + row,
             tl.load(normalisers + g * 2, mask=valid, other=0.0),
             tl.load(normalisers + g * 2 + 1, mask=valid, other=0.0), begin,
             tl.minimum(begin + share * 16, (budget + 16) // 16 * 16), tokens, number, budget,
-            new_score_of(seen, offset, RULE), size, sinks, recent, alpha, padded * 16, GROUP, GROUP_PAD, UNIT, CHUNK,
-            RULE, MAGNITUDE, PROTECTS, GROWS, False,
+            new_score_of(seen, offset, RULE), size, now, sinks, recent, alpha, offset, padded * 16, GROUP, GROUP_PAD,
+            UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS, GROWS, False,
         )
         tl.store(candidates + batch_head * blocks + block, best)
         if (budget >= begin) & (budget < begin + share * 16):
@@ -336,8 +355,8 @@ def finish_kernel(
                 tl.store(counts + batch_head, tokens + 1)
             _take_slot(
                 new_key, new_value, key + row * HEAD_DIM, value + row * HEAD_DIM, occupied + row, positions + row,
-                score, token_index, magnitude, valid_seen + batch_head, slot, tl.load(seen), number,
+                score, token_index, carried, valid_seen + batch_head, slot, tl.load(seen), number,
                 tl.load(new_scores + batch_head, cache_modifier=".cg"), size, (slot < budget) | GROWS,
-                new_key_d, new_value_d, HEAD_DIM, D_PAD, MAGNITUDE,
+                new_key_d, new_value_d, HEAD_DIM, D_PAD, RULE, MAGNITUDE,
             )
             _count_row(completion_counters, seen, rows)

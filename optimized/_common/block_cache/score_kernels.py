@@ -2,9 +2,9 @@
 
 The rule says what tokens are ranked by. SUM: the sum of a token's weights so far (times ||v||_1 with MAGNITUDE).
 NEWEST: the logarithm of the newest query's weight. RENEW: the position of the last query that gave it at least `alpha`,
-or its own; of equal ones, the oldest token goes first. RANDOM: a number that the token got on arrival. AGE. Two rules
-leave eviction to the caller: with NOTHING, a new token takes slot `budget`; with APPEND, it takes the first free slot,
-and its query enters a window of the last queries.
+or its own; of equal ones, the oldest token goes first. ACTIVATE: LazyEviction's `importance`. RANDOM: a number that the
+token got on arrival. AGE. Two rules leave eviction to the caller: with NOTHING, a new token takes slot `budget`; with
+APPEND, it takes the first free slot, and its query enters a window of the last queries.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..numerics import finite_or_zero, log2_or_minus_inf, sortable
+from ..numerics import LOG2_E, finite_or_zero, log2_or_minus_inf, sortable
 from ..scratch import discard
 from ..softmax import merge_sums
 
@@ -20,10 +20,14 @@ NOTHING = tl.constexpr(0)
 SUM = tl.constexpr(1)
 NEWEST = tl.constexpr(2)
 RENEW = tl.constexpr(3)
-RANDOM = tl.constexpr(4)                                               # from here on, the rules that need no logits
-AGE = tl.constexpr(5)
-APPEND = tl.constexpr(6)
+ACTIVATE = tl.constexpr(4)
+RANDOM = tl.constexpr(5)                                               # from here on, the rules that need no logits
+AGE = tl.constexpr(6)
+APPEND = tl.constexpr(7)
 _NEVER = tl.constexpr(2**63 - 1)
+_GAP = tl.constexpr(2**32 - 1)
+#: Added to a gap before it divides, as in the authors' code.
+_EPSILON = tl.constexpr(1e-5)
 
 
 @triton.jit
@@ -45,7 +49,7 @@ def normalise(
 
 @triton.jit
 def _load_slots(
-    logits, score, token_index, magnitude, s, limit, last,
+    logits, score, token_index, carried, s, limit, last,
     GROUP_PAD: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr, MAGNITUDE: tl.constexpr,
     PROTECTS: tl.constexpr,
 ):
@@ -65,7 +69,9 @@ def _load_slots(
     if PROTECTS or (RULE == AGE) | (RULE == RENEW):
         index = tl.load(token_index + s, mask=reads, other=0)
     if MAGNITUDE:
-        size = tl.load(magnitude + s, mask=reads, other=0.0)
+        size = tl.load(carried + s, mask=reads, other=0.0)
+    if RULE == ACTIVATE:
+        size = tl.load(carried + s, mask=reads, other=0)
     return reads, logit, old, index, size
 
 
@@ -88,9 +94,25 @@ def _weigh(logit, row_max, total, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, 
 
 
 @triton.jit
+def importance(age, gap, shift):
+    """2 sigmoid(-shift - age / gap) + 2 sigmoid(1 - gap), the second term 0 for a gap of 0: float32 of int32 times."""
+    longest = gap.to(tl.float32)
+    x = age.to(tl.float32) / (longest + _EPSILON) + shift
+    recurring = tl.where(gap > 0, 2.0 / (1.0 + tl.exp2((longest - 1.0) * LOG2_E)), 0.0)
+    return 2.0 / (1.0 + tl.exp2(x * LOG2_E)) + recurring
+
+
+@triton.jit
+def new_activation(new_score, now):
+    """What `carried` holds of a new token with ACTIVATE: its own query activates it, which is a gap of 1, or not. With
+    a gap the importance is at least 1, without one it is 0."""
+    return tl.where(new_score > 0.5, (now << 32) + 1, (now - 1) << 32)
+
+
+@triton.jit
 def score_slots(
-    logits, score, token_index, magnitude, ranks, row_max, total, begin, limit, tokens, number, budget, new_score,
-    new_size, sinks, recent, alpha, padded,
+    logits, score, token_index, carried, ranks, row_max, total, begin, limit, tokens, number, budget, new_score,
+    new_size, now, sinks, recent, alpha, shift, padded,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr,
     MAGNITUDE: tl.constexpr, PROTECTS: tl.constexpr, RANKS: tl.constexpr, DISCARD: tl.constexpr,
 ):
@@ -99,20 +121,22 @@ def score_slots(
     All pointers are at the row.
 
     The first `tokens` slots are occupied. Slot `budget` stands for the new token, valid token `number` of the row.
-    Other slots are free. new_score: the new token's score before this step's weights. new_size: its ||v||_1. limit is a
-    multiple of 16, at most `budget` + 16. Rows of logits have `padded` slots, arbitrary behind `budget`.
+    Other slots are free. new_score: the new token's score before this step's weights. new_size: its ||v||_1. now, with
+    ACTIVATE: its position. carried: ||v||_1 with MAGNITUDE; with ACTIVATE int64, the position of the query that
+    activated a token last in the upper half, and its longest gap in the lower. limit is a multiple of 16, at most
+    `budget` + 16. Rows of logits have `padded` slots, arbitrary behind `budget`.
     """
     s = begin + tl.arange(0, CHUNK)
     # Prefetch: the next chunk's loads overlap the ranking of this one.
     reads, logit, old, index, size = _load_slots(
-        logits, score, token_index, magnitude, s, limit, budget, GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS
+        logits, score, token_index, carried, s, limit, budget, GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS
     )
     best = tl.full([CHUNK], _NEVER, tl.int64)
     newest = tl.full([CHUNK], 0.0, tl.float32)
     for start in range(begin, limit, CHUNK):
         ahead = s + CHUNK
         next_reads, next_logit, next_old, next_index, next_size = _load_slots(
-            logits, score, token_index, magnitude, ahead, limit, budget,
+            logits, score, token_index, carried, ahead, limit, budget,
             GROUP_PAD, UNIT, CHUNK, RULE, MAGNITUDE, PROTECTS,
         )
         cached = (s < tokens) & reads
@@ -129,6 +153,14 @@ def score_slots(
                 rank = updated
             elif RULE == RENEW:
                 updated = tl.where(cached & (weight >= alpha), new_score, updated)
+            elif RULE == ACTIVATE:
+                last = tl.where(arrives, now - 1, size >> 32)
+                gap = tl.where(arrives, 0, size & _GAP)
+                gap = tl.where(weight >= alpha, tl.maximum(gap, now - last), gap)
+                last = tl.where(weight >= alpha, now, last)
+                tl.store(carried + s, (last << 32) + gap, mask=cached)
+                updated = importance((now - last).to(tl.int32), gap.to(tl.int32), shift)
+                rank = updated
             else:
                 updated = weight
             tl.store(score + s, tl.where(cached, updated, float("-inf")), mask=reads)

@@ -6,12 +6,13 @@ what it aggregates and how it ranks:
 - `_update(block) -> (rank, protected)`: updates `score` for all occupied slots below block.end, the new block included,
   and ranks the tokens. rank [B, Hkv, end] float32, or int64 from 0 on, lowest evicted first, ties to the lowest slot;
   None evicts the oldest first. protected [B, Hkv, end] bool, tokens that are kept whatever their rank, or None. A
-  method whose capacity exceeds its budget (an `interval`) has the rule "sum", "newest" or "renew", or steps by
-  `_step_as_block`, and returns a rank and None; or it has the rule "append" and overrides `_evict` and `_finish_step`.
+  method whose capacity exceeds its budget (an `interval`) has a rule of `step.WEIGHING`, or steps by `_step_as_block`,
+  and returns a rank and None; or it has the rule "append" and overrides `_evict` and `_finish_step`.
 - `_rule`: how a decode step ranks, one of `step.RULES`. With the default, "nothing", the step's token takes slot
   `budget`, and `_update` ranks as for any block. With "append" it takes the first free slot, and the step updates
   `_window` (window_query, window_positions of `step.step`). With the other rules the step does everything and leaves in
-  `score` what `_update` would. `_offset` is the random generator's, `_alpha` that of "renew".
+  `score` what `_update` would. `_offset` is the random generator's, or the shift of "activate"; `_alpha` is that of
+  "renew" and "activate".
 - `_counts`, with "append" or an interval: the tokens that each head holds, [B, Hkv] int32. `_ranks`, with an interval:
   what a step ranks by, for `compress.thin`.
 - `_sinks`, `_recent`: how many of the oldest and of the newest tokens of each head are also protected. At most `budget`
@@ -191,7 +192,8 @@ class BlockState(State):
         self._start_change("step")
         output = block_step(
             query, key, value, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
-            self._carried if self._carries_magnitude else None, self._valid_seen, self._seen, *self._scratch,
+            self._carried if self._carries_magnitude or self._rule == "activate" else None, self._valid_seen,
+            self._seen, *self._scratch,
             self._counts, self._ranks, *self._window, self.scale, self.config.capacity, self._rule, self._sinks,
             self._recent, self._offset, self._alpha,
         )

@@ -23,7 +23,7 @@ from ..launch import (
 )
 from ..numerics import LOG2_E
 from .decode_kernels import finish_kernel, step_kernel
-from .score_kernels import AGE, APPEND, NEWEST, NOTHING, RANDOM, RENEW, SUM
+from .score_kernels import ACTIVATE, AGE, APPEND, NEWEST, NOTHING, RANDOM, RENEW, SUM
 
 #: For heads finished by their last program: slots per iteration, stages, warps, registers. Fewer such programs run at a
 #: time (three per multiprocessor), so logits are consumed sooner, before they leave the cache. Best on an H200.
@@ -31,10 +31,11 @@ CHUNK, STAGES, WARPS, REGISTERS = 512, 3, 4, 168
 
 #: Rules of `step`, by name; see `score_kernels.py`.
 RULES = {
-    "nothing": NOTHING, "sum": SUM, "newest": NEWEST, "renew": RENEW, "random": RANDOM, "age": AGE, "append": APPEND,
+    "nothing": NOTHING, "sum": SUM, "newest": NEWEST, "renew": RENEW, "activate": ACTIVATE, "random": RANDOM,
+    "age": AGE, "append": APPEND,
 }
 #: Rules that rank by the logits.
-WEIGHING = ("sum", "newest", "renew")
+WEIGHING = ("sum", "newest", "renew", "activate")
 #: Rules that leave eviction to the caller. A head's last program finishes it, since little is left to do.
 BARE = ("nothing", "append")
 
@@ -106,13 +107,13 @@ def scratch(sizes: Sizes, budget: int, dtype: torch.dtype, device: torch.device,
 @torch.library.custom_op(
     "kvtwin::block_step",
     mutates_args=(
-        "key", "value", "occupied", "positions", "score", "token_index", "magnitude", "valid_seen", "seen", "workspace",
+        "key", "value", "occupied", "positions", "score", "token_index", "carried", "valid_seen", "seen", "workspace",
         "candidates", "completion_counters", "counts", "ranks", "window_query", "window_positions",
     ),
 )
 def step(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
-    score: Tensor, token_index: Tensor, magnitude: Tensor | None, valid_seen: Tensor, seen: Tensor,
+    score: Tensor, token_index: Tensor, carried: Tensor | None, valid_seen: Tensor, seen: Tensor,
     workspace: Tensor, candidates: Tensor, completion_counters: Tensor,
     counts: Tensor | None, ranks: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
     scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int, alpha: float,
@@ -120,11 +121,12 @@ def step(
     """Add one token: attention to the cache and to itself, update of the scores, and its slot, if the rule gives one.
 
     query [B, Hq, D]; new_key, new_value [B, Hkv, D]; a state's buffers as in `ops.arrive`; workspace, candidates and
-    completion_counters: a Scratch. rule: "sum" (times magnitude, if given), "newest", "renew" (by a weight of at least
-    alpha), "random" (offset: the generator's state without the position) or "age"; with "nothing" the token takes slot
-    `budget`, and the caller evicts. The oldest `sinks` and the newest `recent` tokens are protected. With counts
+    completion_counters: a Scratch. rule: "sum" (times carried, ||v||_1, if given), "newest", "renew" (by a weight of at
+    least alpha), "activate" (likewise; carried int64: see `score_slots`; offset: what is added to age / gap), "random"
+    (offset: the generator's state without the position) or "age"; with "nothing" the token takes slot `budget`, and the
+    caller evicts. The oldest `sinks` and the newest `recent` tokens are protected. With counts
     [B, Hkv] int32, the tokens of each head, the token takes the first of `budget` + 1 slots that is free, counts is
-    incremented, and the caller evicts: "sum", "newest" and "renew" store in ranks [B, Hkv, S] (float32; int64 with
+    incremented, and the caller evicts: the first four rules store in ranks [B, Hkv, S] (float32; int64 with
     "renew") what a head with `budget` + 1 tokens is to be ranked by, by slot. "append" needs counts; the query replaces
     the oldest in window_query [B, Hq, W, D] and window_positions [B, W]. Returns the output [B, Hq, D].
     """
@@ -140,13 +142,13 @@ def step(
     strides = (*new_key.stride(), *new_value.stride())
     state = (
         new_key, new_value, key, value, occupied, positions, score, token_index,
-        score if magnitude is None else magnitude, valid_seen, seen,
+        score if carried is None else carried, valid_seen, seen,
     )
     numbers = (heads, batch_heads, sinks, recent, offset)
     options = {
         "GROUP": group, "GROUP_PAD": group_pad, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim),
         "UNIT": unit, "SPLITS": 8 if plan.splits <= 8 else MAX_SPLITS, "RULE": RULES[rule],
-        "MAGNITUDE": magnitude is not None,
+        "MAGNITUDE": carried is not None and rule != "activate",
         "PROTECTS": sinks + recent > 0 and counts is None, "GROWS": counts is not None,
     }
     padded = padded_slots(budget + 1) // 16
@@ -174,7 +176,7 @@ def step(
 @step.register_fake
 def _(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
-    score: Tensor, token_index: Tensor, magnitude: Tensor | None, valid_seen: Tensor, seen: Tensor,
+    score: Tensor, token_index: Tensor, carried: Tensor | None, valid_seen: Tensor, seen: Tensor,
     workspace: Tensor, candidates: Tensor, completion_counters: Tensor,
     counts: Tensor | None, ranks: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
     scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int, alpha: float,
