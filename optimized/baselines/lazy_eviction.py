@@ -9,11 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reference.baselines.lazy_eviction import LazyEvictionConfig
+from .._common.block_cache.group_weights import group_weights
 from .._common.block_cache.kernels import _arguments, _received_tile, _shape
 from .._common.block_cache.score_kernels import importance
 from .._common.block_cache.state import Block, BlockState
 from .._common.launch import on_device_of
-from .._common.numerics import LOG2_E, dot, multiply
+from .._common.numerics import LOG2_E
 
 __all__ = ["LazyEvictionConfig", "LazyEvictionState"]
 
@@ -109,18 +110,11 @@ def activate_kernel(
     for tile in range(nearest, tl.cdiv(count, ROWS)):
         r = tl.arange(0, ROWS)
         i = tile * ROWS + r
-        i64 = i.to(tl.int64)
-        asks = tl.load(occupied + (past + i64) * occupied_s, mask=i < count, other=0) != 0
-        weight = tl.zeros([BLOCK, ROWS], tl.float32)
-        for g in range(GROUP):
-            highest = tl.load(softmax_parts + g * count + i64, mask=asks, other=0.0)
-            inverse = tl.load(softmax_parts + all_queries + g * count + i64, mask=asks, other=0.0)
-            q = tl.load(
-                query + (g * query_h + i64[:, None] * query_q) * UNIT + d[None, :] * query_d,
-                mask=asks[:, None] & in_head, other=0.0,
-            )
-            part = tl.exp2(multiply(dot(k, tl.trans(q)), scale) - highest[None, :])
-            weight += tl.where((inverse != 0.0)[None, :], part, 0.0) * inverse[None, :]
+        asks = tl.load(occupied + (past + i).to(tl.int64) * occupied_s, mask=i < count, other=0) != 0
+        weight = group_weights(
+            k, query, softmax_parts, asks, i, count, all_queries, scale, query_h * UNIT, query_q * UNIT, query_d,
+            GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK,
+        )
         sees = holds[:, None] & asks[None, :] & (s[:, None] <= (past + i)[None, :])
         # A bit per query, so that the queries can be gone through in their order.
         active = tl.sum(tl.where(sees & (weight / GROUP >= alpha), tl.full([ROWS], 1, tl.int64)[None, :] << r, 0), 1)

@@ -8,10 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reference.baselines.raas import RaaSConfig
+from .._common.block_cache.group_weights import group_weights
 from .._common.block_cache.kernels import _arguments, _received_tile, _shape
 from .._common.block_cache.state import Block, BlockState
 from .._common.launch import on_device_of
-from .._common.numerics import LOG2_E, dot, multiply
+from .._common.numerics import LOG2_E
 
 __all__ = ["RaaSConfig", "RaaSState"]
 
@@ -99,18 +100,11 @@ def renew_kernel(
     nearest = tl.maximum(first - past, 0) // ROWS                      # earlier tiles attend to none of these keys
     for tile in range(nearest, tl.cdiv(count, ROWS)):
         i = tile * ROWS + tl.arange(0, ROWS)
-        i64 = i.to(tl.int64)
-        asks = tl.load(occupied + (past + i64) * occupied_s, mask=i < count, other=0) != 0
-        weight = tl.zeros([BLOCK, ROWS], tl.float32)
-        for g in range(GROUP):
-            shift = tl.load(softmax_parts + g * count + i64, mask=asks, other=0.0)
-            inverse = tl.load(softmax_parts + all_queries + g * count + i64, mask=asks, other=0.0)
-            q = tl.load(
-                query + (g * query_h + i64[:, None] * query_q) * UNIT + d[None, :] * query_d,
-                mask=asks[:, None] & in_head, other=0.0,
-            )
-            part = tl.exp2(multiply(dot(k, tl.trans(q)), scale) - shift[None, :])
-            weight += tl.where((inverse != 0.0)[None, :], part, 0.0) * inverse[None, :]
+        asks = tl.load(occupied + (past + i).to(tl.int64) * occupied_s, mask=i < count, other=0) != 0
+        weight = group_weights(
+            k, query, softmax_parts, asks, i, count, all_queries, scale, query_h * UNIT, query_q * UNIT, query_d,
+            GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK,
+        )
         sees = holds[:, None] & asks[None, :] & (s[:, None] <= (past + i)[None, :])
         renewed = tl.where(sees & (weight / GROUP >= alpha), i[None, :], -1)
         last = tl.maximum(last, tl.max(renewed, 1))
