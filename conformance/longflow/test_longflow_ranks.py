@@ -178,3 +178,15 @@ def test_longflow_on_some_of_the_ranks_keeps_step_with_float64(side, members, po
         prompt=9, steps=7, seed=8, device=str(device),
     )
     pools(3).run(on_ranks.keeps_step_in_a_part, side, trace, members)
+
+
+@pytest.mark.kind("equivalence")
+@pytest.mark.parametrize("heads", [(2, 3, 2), (4, 2, 4)], ids=str)
+def test_longflow_of_many_slots_on_ranks_keeps_step_with_float64(heads, pools, device):
+    """Several tiles and splits of attention, and several chunks of the ranking."""
+    slots = 100 if device.type == "cpu" else 3000
+    trace = spread(StateTrace(
+        method="longflow", config=(("budget", slots), ("sinks", 2)), batch=2, key_value_heads=1, group=1, head_dim=64,
+        dtype=torch.bfloat16, prompt=slots + 7, padding="left", steps=4, seed=9, device=str(device), reorder_at=2,
+    ), heads)
+    pools(heads[0]).run(on_ranks.keeps_step, "optimized", trace)
