@@ -78,7 +78,7 @@ class Scenario:
 
     def state(self, side: object, pair: Ruled, device: torch.device) -> object:
         """A fresh state of the method on one side, with options that are declared."""
-        options = {**checkers.ask(pair.name, "SMALL", {}), **dict(pair.options)}
+        options = {**checkers.small(pair.name, self.budget), **dict(pair.options)}
         options |= {name: values[0] for name, values in supported.undeclared(options, pair.config).items()}
         return getattr(checkers.module(side, pair), pair.state.__name__)(
             checkers.small_config(pair, self.budget, options), batch=self.batch,

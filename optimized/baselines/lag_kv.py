@@ -1,5 +1,5 @@
-"""LagKV on the GPU: when the chunk after a chunk is complete, one program per KV head ranks its tokens, beside the
-block's attention."""
+"""LagKV on the GPU: when the chunk after a chunk is complete, one program per KV head ranks its tokens, at the same
+time as the block's attention."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["LagKVConfig", "LagKVState"]
 #: Tokens whose channels are read at a time: two float64 tiles of 16 x 256 elements fit in the registers.
 TOKENS = 16
 #: Slots, or tokens, of which one number each is read at a time; tokens that are compared with CHUNK others at a time.
-CHUNK, COMPARED = (16, 16) if SMALL_TILES else (1024, 32)
+CHUNK, COMPARED = (16, 16) if SMALL_TILES else (256, 32)
 
 
 class LagKVState(BlockState):
     """A LagKV cache. `score` is each token's rank in its chunk, from 0 on; `lag` for the sinks and for tokens without a
-    rank. Standard deviations are computed in float64: scaled channels may be as large as 1e83. With an interval, a step
-    takes the kernels for blocks."""
+    rank, which nothing can evict. Standard deviations are computed in float64: scaled channels may be as large as 1e83.
+    With an interval above 1, a step runs the kernels for blocks."""
 
     Config = LagKVConfig
     _library_attends = True
@@ -33,7 +33,6 @@ class LagKVState(BlockState):
 
     def _allocate(self) -> None:
         config, (batch, _, heads, _, _) = self.config, self.sizes
-        self._sinks = config.sinks
         programs = batch * heads * triton.cdiv(config.block_size, config.lag)
         self._places = self._buffer(programs, 2 * config.lag, dtype=torch.int32)
         self._spreads = self._buffer(programs, 3, config.lag, dtype=torch.float64)
@@ -55,8 +54,8 @@ def rank_chunks(
     key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, token_index: Tensor, valid_seen: Tensor,
     score: Tensor, places: Tensor, spreads: Tensor, capacity: int, end: int, sinks: int, lag: int,
 ) -> Tensor:
-    """Store the ranks of the tokens of chunks whose following chunk a block completes in score, and `lag` for tokens
-    without a rank. Returns what orders the evictions, [B, Hkv, end] int64: score * 2^31 + position.
+    """Store in `score` the rank of each token whose following chunk this block completes, and `lag` for tokens without
+    a rank. Returns what orders the evictions, [B, Hkv, end] int64: score * 2^31 + position.
 
     A state's buffers as in `ops.arrive`; the block's tokens are in slots capacity to end - 1, and valid_seen includes
     them. places int32 [P, 2 lag] and spreads float64 [P, 3, lag]: scratch of P = B * Hkv * ceil(block_size / lag)
@@ -89,7 +88,7 @@ def _(
 @triton.jit
 def _ranked_chunks(tokens, sinks, lag):
     """The number of a row's chunks whose following chunk is complete, after so many tokens."""
-    return tl.maximum(tl.maximum(tokens - sinks, 0) // lag - 1, 0)
+    return tl.maximum((tokens - sinks) // lag - 1, 0)
 
 
 @triton.jit

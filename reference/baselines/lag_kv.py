@@ -4,7 +4,7 @@ Paper: Liang et al., "LagKV: Lag-Relative Information of the KV Cache Tells Whic
 are cut into chunks. The range of each channel in the next chunk scales the keys and values of a chunk, and the tokens
 whose channels then differ most are kept. The paper keeps a fixed share of each chunk, so that its cache grows with the
 text. Here the cache has a budget: tokens are ranked within their chunks as in the paper, once, and of all ranked tokens
-those of the lowest ranks are evicted. So each chunk keeps about the same share, which falls as the text grows.
+those of the lowest ranks are evicted. So all chunks keep about the same share, which falls as the text grows.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class LagKVConfig(IntervalConfig):
 
     budget, block_size: see `BlockConfig`. lag: the number of tokens in a chunk; there is no default, because it depends
     on the budget. sinks: the number of first tokens, padding not counted, that belong to no chunk and are never
-    evicted. interval: see `IntervalConfig`. The budget is at least sinks + 2 lag - 1, the most tokens without a rank.
-    Raises TypeError or ValueError for invalid arguments.
+    evicted. interval: see `IntervalConfig`. The budget is at least sinks + 2 lag - 1, because so many tokens may have
+    no rank. Raises TypeError or ValueError for invalid arguments.
     """
 
     lag: int = field(kw_only=True)
@@ -57,14 +57,14 @@ def spread(tokens: Tensor, following: Tensor) -> Tensor:
     width = high - low
     scaled = torch.where(width > 0, (tokens - low) / width.where(width > 0, 1.0), 0.0)
     centred = scaled - scaled.mean(-1, keepdim=True)
-    return (centred.square().sum(-1) / (tokens.shape[-1] - 1)).sqrt()
+    return (centred.square().sum(-1) / max(1, tokens.shape[-1] - 1)).sqrt()
 
 
 def log_score(key: Tensor, value: Tensor) -> Tensor:
     """log(softmax(spread of the keys) + softmax(spread of the values)) of the tokens of a chunk: [..., C].
 
-    key, value [..., 2 C, D]: the chunk and the one after it. Equal tokens have equal bits: each pair of logarithms is
-    added once, since the last bits of torch's functions depend on the place in the tensor.
+    key, value [..., 2 C, D]: the chunk and the one after it. The last bit of torch's logaddexp depends on the place in
+    the tensor. So it is computed once for each pair of logarithms, and equal tokens have equal bits.
     """
     keys, values = (spread(*tensor.double().chunk(2, -2)) for tensor in (key, value))
     pairs = torch.stack([spreads - spreads.logsumexp(-1, keepdim=True) for spreads in (keys, values)], -1)
@@ -112,7 +112,8 @@ class LagKVState(BlockState):
         """Rank the tokens first to first + lag - 1 of a row, in each of its heads."""
         lag, head_dim = self.config.lag, self.sizes.head_dim
         tokens = torch.arange(first, first + 2 * lag, device=self.device)
-        slot = (self._index[row][:, None] == tokens[:, None]).to(torch.int8).argmax(-1)  # [Hkv, 2 lag]
+        index = self._index[row].where(self.occupied[row], -1)                           # [Hkv, S]
+        slot = (index[:, None] == tokens[:, None]).to(torch.int8).argmax(-1)             # [Hkv, 2 lag]
         at = slot[..., None].expand(-1, -1, head_dim)
         score = log_score(self.key[row].gather(1, at), self.value[row].gather(1, at))    # [Hkv, lag]
         self.score[row].scatter_(-1, slot[:, :lag], rank_in_chunk(score).to(self.score.dtype))

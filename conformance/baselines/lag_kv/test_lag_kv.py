@@ -132,6 +132,33 @@ def test_lag_kv_ignores_channels_that_are_constant_in_the_next_chunk(constant, s
 
 
 @SIDES
+def test_lag_kv_counts_channels_of_a_narrow_range(side, twins, device):
+    """In channel 0, the next chunk is 1000 and the next number of float32: token 0 is far away from both."""
+    state = new(twins, side, device, 8, lag=2)
+    key = tokens(0.0, 2.0)
+    key[:2, 0] = torch.tensor([2000, 1000])
+    key[2:, 0] = torch.tensor([1000, 1000 + 2.0**-14])
+    feed(state, "block", key, torch.zeros_like(key))
+    assert [ranks(state)[token] for token in (0, 1)] == [1, 0]
+
+
+@SIDES
+def test_lag_kv_ranks_count_more_than_positions(side, twins, device):
+    """1100 positions are padding. Token 0, which has rank 1, stays longer than a token of rank 0 behind the padding."""
+    state = new(twins, side, device, 7, 600, lag=2)
+    generator = torch.Generator().manual_seed(1)
+    first, last = tokens(2.0, 1.0), tokens(1.0, 2.0)
+    feed(state, "block", first, first)
+    nothing = torch.zeros(550, DIM)
+    for _ in range(2):
+        feed(state, "block", nothing, nothing, torch.zeros(2, 550, dtype=torch.bool, device=device))
+    feed(state, "block", last, last)
+    feed(state, "block", *torch.randn(2, 2, DIM, generator=generator))
+    kept = ranks(state)
+    assert kept.get(0) == 1 and 1104 not in kept
+
+
+@SIDES
 def test_lag_kv_subtracts_the_lowest_of_the_next_chunk(side, twins, device):
     """In half of the channels the next chunk is from 4 to 5: token 1 is like token 4 of it and has no spread."""
     state = new(twins, side, device, 8, lag=2)

@@ -9,7 +9,8 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
   `most`, and all others but `scale` (default: the budget alone). `window`: the largest observation window of a prompt;
 - `LONGEST`: the most tokens of a prompt and the most steps of a trace drawn on a GPU (default: 300 and 48);
 - `REQUIRED`: the config's options without a default, other than the budget, with values for tests (default: none);
-- `SMALL`: keyword arguments with which the config accepts any budget from 2 on (default: none);
+- `SMALL`: keyword arguments with which the config accepts any budget from 2 on (default: none); `small(budget)`: those
+  that say more for a budget from 2 on, for the laws (default: none);
 - `GROUPINGS`: a list of options, dicts, that change the shapes of a state;
 - `LAWS`: a list of further options, dicts, under which the laws are tested;
 - `PLAIN`: options with which a state multiplies queries and keys as they come (default: none needed);
@@ -118,7 +119,12 @@ def _name_of(state: Any) -> str | None:
 def small_config(found: discovery.Pair, budget: int, options: dict[str, Any]) -> Any:
     """A method's config with a small budget (see SMALL)."""
     assert found.config is not None
-    return found.config(**{ask(found.name, "BUDGET", "budget"): budget, **ask(found.name, "SMALL", {}), **options})
+    return found.config(**{ask(found.name, "BUDGET", "budget"): budget, **small(found.name, budget), **options})
+
+
+def small(name: str, budget: int) -> dict[str, Any]:
+    """Options of a method's config for a small budget: see SMALL."""
+    return {**ask(name, "SMALL", {}), **ask(name, "small", lambda budget: {})(budget)}
 
 
 def every() -> dict[str, ModuleType]:

@@ -30,7 +30,12 @@ def measured(budget: int) -> dict[str, Any]:
     return {"lag": min(64, budget // 4), "sinks": min(16, budget // 8)}
 
 
-LAWS = ({"lag": 1, "interval": 3, "block_size": 5, "sinks": 1},)
+def small(budget: int) -> dict[str, Any]:
+    """See the package: the longest chunks."""
+    return {"lag": (budget + 1) // 2}
+
+
+LAWS = ({"interval": 3, "block_size": 5},)
 GROUPINGS = ({"interval": 3},)
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
@@ -50,7 +55,7 @@ NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("lag", (3,), ValueError, r"sinks \+ 2 \* lag - 1 must be at most budget = 4, got 0 \+ 2 \* 3 - 1 = 5"),
     ("sinks", blocks.NOT_INTEGERS, TypeError, "sinks must be an int"),
     ("sinks", (-1,), ValueError, "sinks must be at least 0"),
-    ("sinks", (5,), ValueError, r"must be at most budget = 4, got 5 \+ 2 \* 1 - 1 = 6"),
+    ("sinks", (2,), ValueError, r"must be at most budget = 4, got 2 \+ 2 \* 2 - 1 = 5"),
     *blocks.INTERVAL_NUMBERS,
 ]
 SUBJECTS = ()
@@ -73,38 +78,43 @@ def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
 def spread_error(tokens: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
     """`spread` [..., C] in float64, and |computed - true| in float32.
 
-    A scaled channel is a quotient of two differences. Their mean sums D of them and is divided, and each difference
-    from the mean rounds. Errors of the differences change the root of the sum of their squares by at most the root of
-    the sum of the errors' squares. D squares are added: D + 1 roundings; two divisions, one of them for the root.
+    A scaled channel y is a quotient of two differences, and its difference from the mean rounds: together they move the
+    vector of centred channels by at most a. The mean is a sum of D channels, and is divided. Its error e, the same in
+    all channels, is orthogonal to the centred channels, which sum to 0. So a norm n becomes at most
+    sqrt((n + a)^2 + (a + e)^2). D squares are summed and divided; the root halves their relative error, and counts like
+    a division. Ranges of the next chunk below 2^-126, which may flush to zero, are not covered.
     """
     head_dim = tokens.shape[-1]
     low, high = following.amin(-2, keepdim=True), following.amax(-2, keepdim=True)
     width = high - low
     scaled = torch.where(width > 0, (tokens - low) / width.where(width > 0, 1.0), 0.0)
-    of_one = scaled.abs() * (2 * UNIT + DIVISION)
-    size = scaled.abs().mean(-1, keepdim=True)
-    of_mean = size * (2 * UNIT + 2 * DIVISION + gamma(head_dim + 1))
-    error = of_one + of_mean + UNIT * (scaled - scaled.mean(-1, keepdim=True)).abs()
+    centred = scaled - scaled.mean(-1, keepdim=True)
+    norm = centred.norm(dim=-1)
+    moved = (scaled.abs() * (2 * UNIT + DIVISION) + centred.abs() * UNIT).norm(dim=-1)
+    of_mean = scaled.abs().mean(-1) * (gamma(head_dim) + DIVISION) * math.sqrt(head_dim)
+    error = (torch.hypot(norm + moved, moved + of_mean) - norm) / math.sqrt(head_dim - 1)
     found = lag_kv.spread(tokens, following)
-    moved = error.norm(dim=-1) / math.sqrt(head_dim - 1)
-    return found, (moved + (found + moved) * (gamma(head_dim + 1) + 2 * DIVISION)) * SLACK
+    return found, (error + (found + error) * (gamma(head_dim) / 2 + 1.5 * DIVISION)) * SLACK
 
 
 def score_interval(key: Tensor, value: Tensor) -> Interval:
     """Interval of the computed `log_score` of a chunk, [..., C]. key, value [..., 2 C, D] float64.
 
-    The logarithm of the sum of C exponentials moves at most as much as the largest spread does; C + 1 additions, an
-    exponential, a logarithm and the rounding of each exponent follow: it is at most 0.37 of an exponential of it. A
-    softmax's exponent rounds at most four times, as does the logarithm of the sum of both softmaxes. That moves at most
-    as much as one of them.
+    The logarithm of the sum of C exponentials moves at most as much as the largest spread does. Each exponential has an
+    error of its own, and its exponent x has one of 4 u |x|, which counts in proportion to its share of the sum. C - 1
+    additions, a logarithm and two roundings of the result follow. The logarithm of a softmax is then a difference. The
+    logarithm of the sum of both softmaxes moves at most as much as one of them; an exponential, a logarithm and four
+    roundings follow.
     """
     lag = key.shape[-2] // 2
     parts = [spread_error(*tensor.split(lag, -2)) for tensor in (key, value)]
-    sums = gamma(lag + 1) + EXP + LOG * (1 + math.log(lag)) + 2 * UNIT
+    sums = gamma(lag) + EXP + LOG * (1 + math.log(lag))
 
     def of_softmax(found: Tensor, error: Tensor) -> Tensor:
         total = found.logsumexp(-1, keepdim=True)
-        of_total = error.amax(-1, keepdim=True) + sums + 2 * UNIT * total.abs()
+        below = found.amax(-1, keepdim=True) - found
+        exponents = 4 * UNIT * (found.softmax(-1) * below).sum(-1, keepdim=True)
+        of_total = error.amax(-1, keepdim=True) + sums + exponents + 2 * UNIT * total.abs()
         return error + of_total + 4 * UNIT * (found - total).abs()
 
     truth = lag_kv.log_score(key, value)
@@ -118,7 +128,7 @@ def rank_interval(key: Tensor, value: Tensor) -> Interval:
     lag = key.shape[-2] // 2
     score = score_interval(key, value)
     tokens = key[None, :, :lag], value[None, :, :lag]
-    # With ones for values of zero: they are no ties here.
+    # `tie_classes` takes all values of zero for a tie, which they are not here: both are passed as keys.
     bits = torch.cat(tokens, -1)
     tie = tie_classes(bits, torch.ones_like(bits), torch.ones_like(bits[..., 0], dtype=torch.bool), per_head=True)[0]
     equal = tie[..., :, None] == tie[..., None, :]                                        # [H, C, C]: i, j
@@ -191,7 +201,8 @@ class Adapter(blocks.Adapter):
             for number in range(done, todo):
                 first = config.sinks + number * config.lag
                 tokens = torch.arange(first, first + 2 * config.lag, device=error.device)
-                slot = (before["_index"][row][:, None] == tokens[:, None]).to(torch.int8).argmax(-1)
+                index = before["_index"][row].where(before["occupied"][row], -1)
+                slot = (index[:, None] == tokens[:, None]).to(torch.int8).argmax(-1)
                 at = slot[..., None].expand(-1, -1, reference.sizes.head_dim)
                 allowed = rank_interval(*(before[name][row].double().gather(1, at) for name in ("key", "value")))
                 own = slot[:, :config.lag]
