@@ -16,13 +16,16 @@ from torch import Tensor
 
 from ...reference import attention as eager
 from ...reference._validate import resolve_scale
+from ...reference._validate_scales import FP8
 
 T = TypeVar("T")
 
 
 def upcast(value: Any) -> Any:
-    """Convert a floating tensor to float64, which is exact; return anything else unchanged."""
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    """Convert a floating tensor to float64, which is exact; return anything else unchanged, also FP8 codes, which the
+    reference converts."""
+    floating = isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in FP8
+    return value.double() if floating else value
 
 
 def upcast_all(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +45,7 @@ class Attention:
     logit, dot [B, Hq, Q, S]: scale * q . k (-inf where the slot is masked for the query), and |scale| * sum_d |q_d k_d|
     (0 there). value [B, Hkv, S, D], zero where unoccupied. dtype: that of the low-precision inputs. rotation: the error
     of the logits by rounded queries and keys, [B, Hq, Q, S], 0 where masked; None if they are exact. `dot` is then of
-    the largest rounded queries and keys.
+    the largest rounded queries and keys. scales: the largest factors of FP8 keys and values; None for other types.
     """
 
     logit: Tensor
@@ -52,6 +55,7 @@ class Attention:
     scale: float
     dtype: torch.dtype
     rotation: Tensor | None = None
+    scales: tuple[float, float] | None = None
 
     @property
     def query_heads(self) -> int:

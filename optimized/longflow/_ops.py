@@ -20,6 +20,7 @@ from .._common.launch import (
     SMALL_TILES,
     discards,
     early_rows,
+    fp8_format,
     fused,
     key_block,
     launches_early,
@@ -114,7 +115,7 @@ def _after(count: int) -> int:
 @torch.library.custom_op("kvtwin::longflow_decode", mutates_args=())
 def decode(
     query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, occupied: Tensor,
-    protected: Tensor | None, scale: float, per_head: bool,
+    protected: Tensor | None, key_scale: Tensor | None, value_scale: Tensor | None, scale: float, per_head: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sizes = _sizes(query, key, occupied)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -122,7 +123,7 @@ def decode(
     slot = torch.empty(occupied.shape[:-1], dtype=torch.int64, device=query.device)
     _launch(
         sizes, query, key, value, block_table, occupied, protected, output, score, slot,
-        scratch(sizes, key, per_head), scale=scale, per_head=per_head,
+        scratch(sizes, key, per_head), scale=scale, per_head=per_head, scales=(key_scale, value_scale),
     )
     return output, score, slot
 
@@ -130,7 +131,7 @@ def decode(
 @decode.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, occupied: Tensor,
-    protected: Tensor | None, scale: float, per_head: bool,
+    protected: Tensor | None, key_scale: Tensor | None, value_scale: Tensor | None, scale: float, per_head: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         query.new_empty(query.shape),
@@ -236,6 +237,7 @@ def _launch(
     protected: Tensor | None, output: Tensor, score: Tensor, slot: Tensor,
     scratch: tuple[Tensor, Tensor, Tensor], *, scale: float, per_head: bool,
     new_token: _NewToken | None = None, protect_newest: bool = False,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
     """Launch the two kernels of a step. A new token is first written into slot `slot`, and the protected slots are
     derived from positions. Without one, the cache is unchanged and `protected` is a mask."""
@@ -261,6 +263,7 @@ def _launch(
     _launch_attend(
         sizes, query, key, value, block_table, occupied, output, slot, pieces, completion_counters, scale=scale,
         per_head=per_head, token=token, arrival=new_token is not None, at_once=at_once, dependent=dependent,
+        scales=scales,
     )
     with on_device_of(key):
         if at_once:
@@ -293,14 +296,18 @@ def _launch_attend(
     sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, occupied: Tensor,
     output: Tensor, slot: Tensor, pieces: Sequence[Tensor], completion_counters: Tensor, *, scale: float,
     per_head: bool, token: _NewToken, arrival: bool, at_once: bool, dependent: bool,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
-    """The first kernel: attention. at_once: it also ranks the slots of each KV head."""
+    """The first kernel: attention. at_once: it also ranks the slots of each KV head. scales: of FP8 keys and values."""
     batch, _, heads, slots, head_dim = sizes
     work = _cut(sizes, key)
     splits = work.late_splits                                                   # late_splits >= splits
     logits, partial, row_maxima, weight_sums, _, ranks = pieces
     unit, byte_unit = stride_unit(key, value), mask_unit(occupied)
     head_stride = _head_stride(occupied, per_head)
+    fp8 = fp8_format(key)
+    if fp8:
+        key, value = key.view(torch.uint8), value.view(torch.uint8)
     pages = slot if block_table is None else block_table                        # `slot` is not read as pages
     splitting = _splitting(sizes, splits)
     registers = {"maxnreg": REGISTERS} if PTX and at_once and key.element_size() == 2 else {}
@@ -308,17 +315,19 @@ def _launch_attend(
     warps = 4 if at_once else 2
     with on_device_of(key):
         attend_kernel[(heads * (work.early * work.splits + (batch - work.early) * splits),)](
-            query, key, value, pages, occupied, token.key, token.value, slot, token.positions, token.seen,
+            query, key, value, *scales, pages, occupied, token.key, token.value, slot, token.positions, token.seen,
             logits, partial, row_maxima, weight_sums, ranks, output, completion_counters,
             scale * LOG2_E.value, slots, *work[1:], heads,
             *query.stride(), *(stride // unit for stride in key.stride()[:3]), key.stride(3),
             *(stride // unit for stride in value.stride()[:3]), value.stride(3),
             occupied.stride(0) // byte_unit, head_stride // byte_unit, occupied.stride(-1),
             *token.key.stride(), *token.value.stride(), pages.stride(0), pages.stride(-1),
+            *(None if one is None else one.stride(0) if one.dim() else 0 for one in scales),
             ROWS=GROUP_ROWS, BLOCK=work.block, UNIT=unit, MASK_UNIT=byte_unit,
             CHUNK=32 if SMALL_TILES else min(1024, 4096 // splitting["GROUP_PAD"]), WARPS=warps,
             FUSED=at_once, DISCARD=discards(key.device), DEPENDENT=dependent, GROUP=sizes.group, HEAD_DIM=head_dim,
-            PER_HEAD=per_head, ARRIVAL=arrival, PAGE=0 if block_table is None else key.shape[2], **splitting,
+            PER_HEAD=per_head, ARRIVAL=arrival, PAGE=0 if block_table is None else key.shape[2], FP8=fp8,
+            **splitting,
             num_warps=warps, num_stages=3 if at_once else 2, **registers,
         )
 
