@@ -119,7 +119,8 @@ def log_score(
     log_contribution = log_weight + per_query_head(magnitude.log(), query.shape[1])     # [B, Hq, S]   log ||a v||_1
     batch, key_value_heads, slots, _ = key.shape
     heads = log_contribution.view(batch, key_value_heads if per_head else 1, -1, slots)
-    summed = of_all_ranks(heads, 2, process_group).logsumexp(2)
+    # Heads last: along another axis, torch may sum the last slots in another order, and equal tokens must tie.
+    summed = of_all_ranks(heads, 2, process_group).transpose(2, 3).contiguous().logsumexp(3)
     mask = per_kv_head(occupied)
     summed = summed.masked_fill(~mask, -INF)
     return summed if per_head else summed[:, 0]
