@@ -140,13 +140,13 @@ def converts_e4m3(device: torch.device) -> bool:
     return PTX and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def fp8_format(tensor: Tensor) -> str:
-    """The format of FP8 codes as `from_fp8` takes it; "" for any other dtype."""
-    if tensor.dtype == torch.float8_e5m2:
+def fp8_format(dtype: torch.dtype | None, device: torch.device) -> str | None:
+    """A type of FP8 codes as `from_fp8` takes it; None for None."""
+    if dtype is None:
+        return None
+    if dtype == torch.float8_e5m2:
         return "e5m2"
-    if tensor.dtype == torch.float8_e4m3fn:
-        return "e4m3_native" if converts_e4m3(tensor.device) else "e4m3"
-    return ""
+    return "e4m3_native" if converts_e4m3(device) else "e4m3"
 
 
 @lru_cache

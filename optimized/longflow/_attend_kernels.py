@@ -55,7 +55,7 @@ def _attend_tiles(
     """Update the online softmax of ROWS queries (accumulator, maximum, sums) with slots begin to end. Stores the logits
     plus log2 ||v||_1, which are the log scores except for the denominators of the whole row.
 
-    FP8: the format of keys and values, or "". value_factor: of FP8 values, None for 1; it is part of the norms, and the
+    FP8: the format of keys and values, or None. value_factor: of FP8 values, None for 1; it is part of the norms, and the
     accumulator lacks it. The factor of FP8 keys is part of `scale`.
 
     The sum stays in SUMS parts, each over slots of one warp, so that warps need not synchronize at every tile. With
@@ -95,7 +95,7 @@ def _attend_tiles(
             page = page.to(tl.int64)[:, None]
             k = key + page * key_p + (s64 % PAGE)[:, None] * key_s + d[None, :] * key_d
         k = tl.load(k, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(k)
-        if FP8:
+        if FP8 is not None:
             k = from_fp8(k, q.dtype, FP8)
         raw = dot(q, tl.trans(k))                                      # [ROWS, BLOCK]
         logit = multiply(raw, scale)
@@ -110,7 +110,7 @@ def _attend_tiles(
         else:
             v = value + page * value_p + (s64 % PAGE)[:, None] * value_s + d[None, :] * value_d
         v = tl.load(v, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(v)
-        if FP8:
+        if FP8 is not None:
             v = from_fp8(v, q.dtype, FP8)
         norm = row_norms(v, ROWS)
         if value_factor is not None:

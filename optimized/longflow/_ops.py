@@ -1,6 +1,7 @@
 """The operations of a LongFlow step: its division into programs, its scratch memory, and its launches.
 
-Operations with a `block_table` [B, n] take key and value in pages, [pages, Hkv, page_size, D], if it is not None.
+Operations with a `block_table` [B, n] take key and value in pages, [pages, Hkv, page_size, D], if it is not None. With
+`fp8`, key and value are the codes of this type as uint8: torch's checks of operations cannot compare FP8 tensors.
 """
 
 from __future__ import annotations
@@ -56,6 +57,14 @@ class _Work(NamedTuple):
     split_size: int
     late_splits: int
     late_size: int
+
+
+class _Stored(NamedTuple):
+    """How keys and values are stored: fp8, the type of their codes, or None, and the scales of codes, [] or [Hkv]."""
+
+    fp8: torch.dtype | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
 
 
 class _NewToken(NamedTuple):
@@ -116,6 +125,7 @@ def _after(count: int) -> int:
 def decode(
     query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, occupied: Tensor,
     protected: Tensor | None, key_scale: Tensor | None, value_scale: Tensor | None, scale: float, per_head: bool,
+    fp8: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sizes = _sizes(query, key, occupied)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -123,7 +133,7 @@ def decode(
     slot = torch.empty(occupied.shape[:-1], dtype=torch.int64, device=query.device)
     _launch(
         sizes, query, key, value, block_table, occupied, protected, output, score, slot,
-        scratch(sizes, key, per_head), scale=scale, per_head=per_head, scales=(key_scale, value_scale),
+        scratch(sizes, key, per_head), scale=scale, per_head=per_head, stored=_Stored(fp8, key_scale, value_scale),
     )
     return output, score, slot
 
@@ -132,6 +142,7 @@ def decode(
 def _(
     query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, occupied: Tensor,
     protected: Tensor | None, key_scale: Tensor | None, value_scale: Tensor | None, scale: float, per_head: bool,
+    fp8: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         query.new_empty(query.shape),
@@ -237,7 +248,7 @@ def _launch(
     protected: Tensor | None, output: Tensor, score: Tensor, slot: Tensor,
     scratch: tuple[Tensor, Tensor, Tensor], *, scale: float, per_head: bool,
     new_token: _NewToken | None = None, protect_newest: bool = False,
-    scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    stored: _Stored = _Stored(),
 ) -> None:
     """Launch the two kernels of a step. A new token is first written into slot `slot`, and the protected slots are
     derived from positions. Without one, the cache is unchanged and `protected` is a mask."""
@@ -263,7 +274,7 @@ def _launch(
     _launch_attend(
         sizes, query, key, value, block_table, occupied, output, slot, pieces, completion_counters, scale=scale,
         per_head=per_head, token=token, arrival=new_token is not None, at_once=at_once, dependent=dependent,
-        scales=scales,
+        stored=stored,
     )
     with on_device_of(key):
         if at_once:
@@ -296,18 +307,16 @@ def _launch_attend(
     sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, occupied: Tensor,
     output: Tensor, slot: Tensor, pieces: Sequence[Tensor], completion_counters: Tensor, *, scale: float,
     per_head: bool, token: _NewToken, arrival: bool, at_once: bool, dependent: bool,
-    scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    stored: _Stored = _Stored(),
 ) -> None:
-    """The first kernel: attention. at_once: it also ranks the slots of each KV head. scales: of FP8 keys and values."""
+    """The first kernel: attention. at_once: it also ranks the slots of each KV head."""
     batch, _, heads, slots, head_dim = sizes
     work = _cut(sizes, key)
     splits = work.late_splits                                                   # late_splits >= splits
     logits, partial, row_maxima, weight_sums, _, ranks = pieces
     unit, byte_unit = stride_unit(key, value), mask_unit(occupied)
     head_stride = _head_stride(occupied, per_head)
-    fp8 = fp8_format(key)
-    if fp8:
-        key, value = key.view(torch.uint8), value.view(torch.uint8)
+    scales = (stored.key_scale, stored.value_scale)
     pages = slot if block_table is None else block_table                        # `slot` is not read as pages
     splitting = _splitting(sizes, splits)
     registers = {"maxnreg": REGISTERS} if PTX and at_once and key.element_size() == 2 else {}
@@ -326,9 +335,8 @@ def _launch_attend(
             ROWS=GROUP_ROWS, BLOCK=work.block, UNIT=unit, MASK_UNIT=byte_unit,
             CHUNK=32 if SMALL_TILES else min(1024, 4096 // splitting["GROUP_PAD"]), WARPS=warps,
             FUSED=at_once, DISCARD=discards(key.device), DEPENDENT=dependent, GROUP=sizes.group, HEAD_DIM=head_dim,
-            PER_HEAD=per_head, ARRIVAL=arrival, PAGE=0 if block_table is None else key.shape[2], FP8=fp8,
-            **splitting,
-            num_warps=warps, num_stages=3 if at_once else 2, **registers,
+            PER_HEAD=per_head, ARRIVAL=arrival, PAGE=0 if block_table is None else key.shape[2],
+            FP8=fp8_format(stored.fp8, key.device), **splitting, num_warps=warps, num_stages=3 if at_once else 2, **registers,
         )
 
 

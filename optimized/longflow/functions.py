@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...reference._validate import check_all_finite, check_flag, check_integer, check_tensor, resolve_scale
@@ -38,16 +39,17 @@ def decode_attention(
     if protected is not None:
         check_slot_mask("protected", protected, sizes, per_head, key)
     scale = resolve_scale(scale, sizes.head_dim)
-    check_launchable(query=query, key_scale=key_scale, value_scale=value_scale)
-    check_launchable(key=key, value=value, stored=FP8)
-    check_kernel_sizes(sizes)
     check_scales(
         key_scale, value_scale, query=query, key=key, heads=sizes.key_value_heads, check_values=check_finite
     )
+    check_launchable(query=query, key_scale=key_scale, value_scale=value_scale)
+    check_launchable(key=key, value=value, stored=FP8)
+    check_kernel_sizes(sizes)
     if check_finite:
         _check_finite(query, key, value, occupied, per_head)
+    key, value, fp8 = _codes(key, value)
     return DecodeResult(
-        *_ops.decode(query, key, value, None, occupied, protected, key_scale, value_scale, scale, per_head)
+        *_ops.decode(query, key, value, None, occupied, protected, key_scale, value_scale, scale, per_head, fp8)
     )
 
 
@@ -70,19 +72,27 @@ def paged_decode_attention(
     if protected is not None:
         check_slot_mask("protected", protected, sizes, per_head, key, "key_cache")
     scale = resolve_scale(scale, sizes.head_dim)
-    check_launchable(query=query, key_scale=key_scale, value_scale=value_scale)
-    check_launchable(key_cache=key, value_cache=value, stored=FP8)
-    check_kernel_sizes(sizes)
     check_scales(
         key_scale, value_scale, query=query, key=key, heads=sizes.key_value_heads, of="key_cache",
         check_values=check_finite,
     )
+    check_launchable(query=query, key_scale=key_scale, value_scale=value_scale)
+    check_launchable(key_cache=key, value_cache=value, stored=FP8)
+    check_kernel_sizes(sizes)
     if check_finite:
         held = (read_slots(cache, table, sizes.slots) for cache in (key, value))
         _check_finite(query, *held, occupied, per_head)
-    return DecodeResult(*_ops.decode(
-        query, by_head(key), by_head(value), table, occupied, protected, key_scale, value_scale, scale, per_head
-    ))
+    key, value, fp8 = _codes(by_head(key), by_head(value))
+    return DecodeResult(
+        *_ops.decode(query, key, value, table, occupied, protected, key_scale, value_scale, scale, per_head, fp8)
+    )
+
+
+def _codes(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, torch.dtype | None]:
+    """FP8 keys and values as uint8, and their type. Others as they are, and None."""
+    if key.dtype in FP8:
+        return key.view(torch.uint8), value.view(torch.uint8), key.dtype
+    return key, value, None
 
 
 def _check_finite(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, per_head: bool) -> None:

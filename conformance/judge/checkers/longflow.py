@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....reference import longflow
 from ....reference.attention import per_query_head
+from ....reference.contract import Pages
 from ...cases import draws, tiny
 from ...cases.case import Case, DecodeCase, WindowCase
 from ...cases.contents import OCCUPANCIES, PROTECTIONS
@@ -174,6 +175,25 @@ def arguments(device: torch.device) -> dict[str, Any]:
     """See the package."""
     _, key, value = tiny.prompt(device, seed=0)
     return {"pages": filled_pages(PagedLayout(4), key, value)}
+
+
+def variants(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:
+    """See the package: FP8 keys and values, with scales and without."""
+    if name not in ("decode_attention", "paged_decode_attention"):
+        return []
+    found = []
+    for dtype, scales in (
+        (torch.float8_e4m3fn, {"key_scale": (0.5, 0.7), "value_scale": (3.0, 0.1)}),
+        (torch.float8_e4m3fn, {"key_scale": 0.3}), (torch.float8_e5m2, {"value_scale": 0.3}),
+    ):
+        made = given | {key: torch.tensor(value, device=given["query"].device) for key, value in scales.items()}
+        if "pages" in given:
+            key, value, table = given["pages"]
+            made["pages"] = Pages(key.to(dtype), value.to(dtype), table)
+        else:
+            made |= {part: given[part].to(dtype) for part in ("key", "value")}
+        found.append(made)
+    return found
 
 
 def replay(case: Case, module: Any) -> Iterator[str]:
