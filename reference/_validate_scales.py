@@ -17,9 +17,9 @@ def check_scales(
 ) -> None:
     """Scales of FP8 keys and values: None, or float32 (float64 with float64 queries), [] or [Hkv], on key's device.
 
-    Their elements are checked if they are on the CPU, or with check_values, which synchronizes with a GPU: positive, and
-    small enough that the largest FP8 number times the scale is finite in float32. of: the name that messages use for
-    key.
+    Their elements are checked if they are on the CPU, or with check_values, which synchronizes with a GPU: they must be
+    positive, and small enough that the largest FP8 number times the scale is finite in float32. of: the name that
+    messages use for key.
     """
     for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
         if scale is None:

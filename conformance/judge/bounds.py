@@ -154,8 +154,8 @@ def output_error(attention: Attention, allowed: Arithmetic) -> Tensor:
     Each term of sum_j a_j v_jd has its weight's error, the cast of P (u_P; to float16 also 2^-25 absolute, half its
     smallest number, since P <= 1), and at most n roundings in the product and the sum over the n attended slots, c
     each. Absolute: exponentials, rescaled sums and casts below FLUSH flush to zero (four FLUSH of each |v_jd|), as do
-    products and sums below it (four FLUSH per slot). The scale of FP8 values is one more rounding. The last rounding, to
-    the output's type, applies to the computed number.
+    products and sums below it (four FLUSH per slot). The scale of FP8 values is one more rounding. The last rounding,
+    to the output's type, applies to the computed number.
     """
     error = weight_error(attention, allowed).absolute
     unit, tiny = 0.0, 4 * FLUSH

@@ -55,8 +55,8 @@ def _attend_tiles(
     """Update the online softmax of ROWS queries (accumulator, maximum, sums) with slots begin to end. Stores the logits
     plus log2 ||v||_1, which are the log scores except for the denominators of the whole row.
 
-    FP8: the format of keys and values, or None. value_factor: of FP8 values, None for 1; it is part of the norms, and the
-    accumulator lacks it. The factor of FP8 keys is part of `scale`.
+    FP8: the format of keys and values, or None. value_factor: of FP8 values, or None. The norms include it; the
+    accumulator does not. The factor of FP8 keys is part of `scale`.
 
     The sum stays in SUMS parts, each over slots of one warp, so that warps need not synchronize at every tile. With
     MASKED, unoccupied slots are not read, so NaN in them has no effect. Otherwise all slots are occupied and tiles are

@@ -39,8 +39,9 @@ from ._score_kernels import choose_kernel, score_kernel
 #: Twice the value of _common/launch.py: with fewer KV heads in flight, fewer logits must stay in L2.
 PROGRAMS = 32
 
-#: Register limit per thread for 16-bit caches, so that three programs fit on a multiprocessor, the most that shared
-#: memory allows. Without it, the compiler uses 118 or 206, depending on the shape, or spills to stay below 128.
+#: Register limit per thread for 16-bit and FP8 caches, so that three programs fit on a multiprocessor, the most that
+#: shared memory allows for 16 bits. Without it, the compiler uses 118 or 206 for these, depending on the shape, or
+#: spills to stay below 128.
 REGISTERS = 168
 
 #: Slots per program if a second launch finishes the scores.
@@ -67,6 +68,9 @@ class _Stored(NamedTuple):
     value_scale: Tensor | None = None
 
 
+_PLAIN = _Stored()
+
+
 class _NewToken(NamedTuple):
     """The token of a state's step: key and value [B, Hkv, D], and the state's buffers for its slot and its position."""
 
@@ -83,7 +87,8 @@ class _NewToken(NamedTuple):
 
 
 def _cut(sizes: Sizes, key: Tensor) -> _Work:
-    block = key_block(sizes.head_dim, key.element_size(), sizes.slots)
+    # FP8 numbers are computed with as 16-bit numbers: larger tiles need more registers than there are.
+    block = key_block(sizes.head_dim, max(2, key.element_size()), sizes.slots)
     splits, size = split_slots(sizes, block, key.device, PROGRAMS)
     if not fused(sizes, key.device) or size < 2 * block or 2 * splits > MAX_SPLITS:
         return _Work(block, 0, splits, size, splits, size)
@@ -248,7 +253,7 @@ def _launch(
     protected: Tensor | None, output: Tensor, score: Tensor, slot: Tensor,
     scratch: tuple[Tensor, Tensor, Tensor], *, scale: float, per_head: bool,
     new_token: _NewToken | None = None, protect_newest: bool = False,
-    stored: _Stored = _Stored(),
+    stored: _Stored = _PLAIN,
 ) -> None:
     """Launch the two kernels of a step. A new token is first written into slot `slot`, and the protected slots are
     derived from positions. Without one, the cache is unchanged and `protected` is a mask."""
@@ -307,7 +312,7 @@ def _launch_attend(
     sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, occupied: Tensor,
     output: Tensor, slot: Tensor, pieces: Sequence[Tensor], completion_counters: Tensor, *, scale: float,
     per_head: bool, token: _NewToken, arrival: bool, at_once: bool, dependent: bool,
-    stored: _Stored = _Stored(),
+    stored: _Stored = _PLAIN,
 ) -> None:
     """The first kernel: attention. at_once: it also ranks the slots of each KV head."""
     batch, _, heads, slots, head_dim = sizes
@@ -319,7 +324,7 @@ def _launch_attend(
     scales = (stored.key_scale, stored.value_scale)
     pages = slot if block_table is None else block_table                        # `slot` is not read as pages
     splitting = _splitting(sizes, splits)
-    registers = {"maxnreg": REGISTERS} if PTX and at_once and key.element_size() == 2 else {}
+    registers = {"maxnreg": REGISTERS} if PTX and at_once and key.element_size() <= 2 else {}
     # With 4 warps, fewer programs run at a time and finish KV heads sooner, before logits leave the cache.
     warps = 4 if at_once else 2
     with on_device_of(key):
@@ -336,7 +341,8 @@ def _launch_attend(
             CHUNK=32 if SMALL_TILES else min(1024, 4096 // splitting["GROUP_PAD"]), WARPS=warps,
             FUSED=at_once, DISCARD=discards(key.device), DEPENDENT=dependent, GROUP=sizes.group, HEAD_DIM=head_dim,
             PER_HEAD=per_head, ARRIVAL=arrival, PAGE=0 if block_table is None else key.shape[2],
-            FP8=fp8_format(stored.fp8, key.device), **splitting, num_warps=warps, num_stages=3 if at_once else 2, **registers,
+            FP8=fp8_format(stored.fp8, key.device), **splitting,
+            num_warps=warps, num_stages=3 if at_once else 2, **registers,
         )
 
 
