@@ -12,10 +12,9 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def check_scales(
-    key_scale: object, value_scale: object, *, query: Tensor, key: Tensor, heads: int, of: str = "key",
-    check_values: bool = False,
+    key_scale: object, value_scale: object, *, key: Tensor, heads: int, of: str = "key", check_values: bool = False
 ) -> None:
-    """Scales of FP8 keys and values: None, or float32 (float64 with float64 queries), [] or [Hkv], on key's device.
+    """Scales of FP8 keys and values: None, or float32, [] or [Hkv], on key's device.
 
     Their elements are checked if they are on the CPU, or with check_values, which synchronizes with a GPU: they must be
     positive, and small enough that the largest FP8 number times the scale is finite in float32. of: the name that
@@ -29,7 +28,7 @@ def check_scales(
         if key.dtype not in FP8:
             raise TypeError(f"{name} must be None unless {of} is {' or '.join(map(str, FP8))}, got {key.dtype}")
         check_strided(name, scale)
-        if scale.dtype != torch.float32 and not scale.dtype == query.dtype == torch.float64:
+        if scale.dtype != torch.float32:
             raise TypeError(f"{name} must have dtype torch.float32, got {scale.dtype}")
         if tuple(scale.shape) not in ((), (heads,)):
             raise ValueError(f"{name} must be [] or [Hkv] = ({heads},), got {tuple(scale.shape)}")

@@ -153,9 +153,7 @@ def decode_attention(
     if protected is not None:
         check_slot_mask("protected", protected, sizes, per_head, key)
     scale = resolve_scale(scale, sizes.head_dim)
-    check_scales(
-        key_scale, value_scale, query=query, key=key, heads=sizes.key_value_heads, check_values=check_finite
-    )
+    check_scales(key_scale, value_scale, key=key, heads=sizes.key_value_heads, check_values=check_finite)
     dtype = accumulate_dtype(query)
     key, value = dequantized(key, key_scale, dtype), dequantized(value, value_scale, dtype)
     if check_finite:
@@ -179,7 +177,7 @@ def paged_decode_attention(
     check_flag("check_finite", check_finite)
     sizes, pages = check_paged(query, pages, occupied, per_head=per_head, check_entries=check_finite, stored=FP8)
     check_scales(
-        key_scale, value_scale, query=query, key=pages.key_cache, heads=sizes.key_value_heads, of="key_cache",
+        key_scale, value_scale, key=pages.key_cache, heads=sizes.key_value_heads, of="key_cache",
         check_values=check_finite,
     )
     key, value = (

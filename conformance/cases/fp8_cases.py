@@ -115,14 +115,24 @@ class Fp8Case(DecodeCase):
     def place(self, name: str, tensor: Tensor) -> Tensor:
         if not name.endswith("_scale"):
             return super().place(name, tensor)
-        # Scales of keys and values may be columns of one tensor.
-        return tensor if self.layout == "contiguous" else torch.stack((tensor, -tensor), -1)[..., 0]
+        if self.layout == "contiguous":
+            return tensor
+        # A column of a larger tensor, with another stride for values than for keys.
+        columns = (tensor, *[-tensor] * (2 if name == "value_scale" else 1))
+        return torch.stack(columns, -1)[..., 0]
 
     @property
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments of `decode_attention`, the scales only if there are any."""
         scales = {"key_scale": self.key_scale, "value_scale": self.value_scale}
         return super().inputs | {name: scale for name, scale in scales.items() if scale is not None}
+
+    @property
+    def exact_inputs(self) -> dict[str, Any]:
+        """The inputs for the oracle: keys and values in float64, without scales, so that no code of the implementation
+        under test or of the reference converts them."""
+        key, value = exact(self.key, self.key_scale), exact(self.value, self.value_scale)
+        return super().inputs | {"key": key, "value": value}
 
     @property
     def paged_inputs(self) -> dict[str, Any]:
@@ -136,7 +146,7 @@ class Fp8Case(DecodeCase):
     @cached_property
     def attention(self) -> Attention:
         """The exact attention, for the bounds."""
-        key, value = (exact(*pair) for pair in ((self.key, self.key_scale), (self.value, self.value_scale)))
+        key, value = self.exact_inputs["key"], self.exact_inputs["value"]
         most = [1.0 if one is None else float(one.max()) for one in (self.key_scale, self.value_scale)]
         found = attend(self.query, key, value, self.occupied, scale=self.scale)
         return dataclasses.replace(found, scales=(most[0], most[1]))

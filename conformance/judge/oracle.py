@@ -16,16 +16,13 @@ from torch import Tensor
 
 from ...reference import attention as eager
 from ...reference._validate import resolve_scale
-from ...reference._validate_scales import FP8
 
 T = TypeVar("T")
 
 
 def upcast(value: Any) -> Any:
-    """Convert a floating tensor to float64, which is exact; return anything else unchanged, also FP8 codes, which the
-    reference converts."""
-    floating = isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in FP8
-    return value.double() if floating else value
+    """Convert a floating tensor to float64, which is exact; return anything else unchanged."""
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def upcast_all(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -34,8 +31,9 @@ def upcast_all(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def oracle(function: Callable[..., T], case: Any) -> T:
-    """Call a reference function in float64 with case.inputs, a dict of keyword arguments."""
-    return function(**upcast_all(case.inputs))
+    """Call a reference function in float64 with case.inputs, a dict of keyword arguments. A case of codes with scales has
+    the numbers that they stand for as `exact_inputs`."""
+    return function(**upcast_all(getattr(case, "exact_inputs", None) or case.inputs))
 
 
 @dataclass(frozen=True)

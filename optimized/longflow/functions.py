@@ -39,9 +39,7 @@ def decode_attention(
     if protected is not None:
         check_slot_mask("protected", protected, sizes, per_head, key)
     scale = resolve_scale(scale, sizes.head_dim)
-    check_scales(
-        key_scale, value_scale, query=query, key=key, heads=sizes.key_value_heads, check_values=check_finite
-    )
+    check_scales(key_scale, value_scale, key=key, heads=sizes.key_value_heads, check_values=check_finite)
     check_launchable(query=query, key_scale=key_scale, value_scale=value_scale)
     check_launchable(key=key, value=value, stored=FP8)
     check_kernel_sizes(sizes)
@@ -73,8 +71,7 @@ def paged_decode_attention(
         check_slot_mask("protected", protected, sizes, per_head, key, "key_cache")
     scale = resolve_scale(scale, sizes.head_dim)
     check_scales(
-        key_scale, value_scale, query=query, key=key, heads=sizes.key_value_heads, of="key_cache",
-        check_values=check_finite,
+        key_scale, value_scale, key=key, heads=sizes.key_value_heads, of="key_cache", check_values=check_finite
     )
     check_launchable(query=query, key_scale=key_scale, value_scale=value_scale)
     check_launchable(key_cache=key, value_cache=value, stored=FP8)
