@@ -31,8 +31,8 @@ def upcast_all(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def oracle(function: Callable[..., T], case: Any) -> T:
-    """Call a reference function in float64 with case.inputs, a dict of keyword arguments. A case of codes with scales has
-    the numbers that they stand for as `exact_inputs`."""
+    """Call a reference function in float64 with case.inputs, a dict of keyword arguments. A case of codes with scales
+    has the numbers that they stand for as `exact_inputs`."""
     return function(**upcast_all(getattr(case, "exact_inputs", None) or case.inputs))
 
 
