@@ -77,7 +77,7 @@ class Fp8Case(DecodeCase):
             codes.append(one)
             scales.append(scale)
         if self.content == "near_ties":
-            _part(*codes, LARGEST[self.fp8])
+            _part(codes[0], codes[1], LARGEST[self.fp8])
         if self.layout not in REPEATED and self.poison in POISONS[self.fp8]:
             free = ~(occupied if self.per_head else occupied[:, None])[..., None]
             codes = [one.masked_fill(free, POISONS[self.fp8][self.poison]) for one in codes]

@@ -406,6 +406,18 @@ def test_wrong_fp8_is_refused(side, changes, error, says, paged, twins, device):
 
 
 @pytest.mark.limits
+def test_outputs_beyond_float16(twins, device):
+    """The kernel saturates, since rounded weights must not turn a finite mean into infinity."""
+    key = torch.full((1, 1, 3, 16), 57344.0, device=device).to(torch.float8_e5m2)
+    inputs = {
+        "query": torch.zeros(1, 1, 16, dtype=torch.float16, device=device), "key": key, "value": key,
+        "occupied": torch.ones(1, 3, dtype=torch.bool, device=device), "value_scale": torch.tensor(2.0, device=device),
+    }
+    for side, expected in (("reference", torch.inf), ("optimized", 65504.0)):
+        assert function(twins, side)(**inputs).output.unique().tolist() == [expected]
+
+
+@pytest.mark.limits
 def test_what_kernels_cannot_take_is_refused_with_fp8(twins, device):
     case = step("e4m3", device)
     decode = function(twins, "optimized")

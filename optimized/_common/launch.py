@@ -43,7 +43,7 @@ GROUP_ROWS = 16
 ROW_UNIT = 128
 
 
-def check_launchable(*, stored: tuple[torch.dtype, ...] = (), **tensors: Tensor | None) -> None:
+def check_launchable(stored: tuple[torch.dtype, ...] = (), /, **tensors: Tensor | None) -> None:
     """Raise ValueError or TypeError for tensors that kernels do not support: float64, autograd, or the wrong device.
     stored: dtypes that are supported besides those of `DTYPES`."""
     for name, tensor in tensors.items():

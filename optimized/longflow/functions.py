@@ -41,7 +41,7 @@ def decode_attention(
     scale = resolve_scale(scale, sizes.head_dim)
     check_scales(key_scale, value_scale, key=key, heads=sizes.key_value_heads, check_values=check_finite)
     check_launchable(query=query, key_scale=key_scale, value_scale=value_scale)
-    check_launchable(key=key, value=value, stored=FP8)
+    check_launchable(FP8, key=key, value=value)
     check_kernel_sizes(sizes)
     if check_finite:
         _check_finite(query, key, value, occupied, per_head)
@@ -74,11 +74,11 @@ def paged_decode_attention(
         key_scale, value_scale, key=key, heads=sizes.key_value_heads, of="key_cache", check_values=check_finite
     )
     check_launchable(query=query, key_scale=key_scale, value_scale=value_scale)
-    check_launchable(key_cache=key, value_cache=value, stored=FP8)
+    check_launchable(FP8, key_cache=key, value_cache=value)
     check_kernel_sizes(sizes)
     if check_finite:
-        held = (read_slots(cache, table, sizes.slots) for cache in (key, value))
-        _check_finite(query, *held, occupied, per_head)
+        held_key, held_value = (read_slots(cache, table, sizes.slots) for cache in (key, value))
+        _check_finite(query, held_key, held_value, occupied, per_head)
     key, value, fp8 = _codes(by_head(key), by_head(value))
     return DecodeResult(
         *_ops.decode(query, key, value, table, occupied, protected, key_scale, value_scale, scale, per_head, fp8)
