@@ -27,9 +27,10 @@ few = settings(max_examples=max(2, settings().max_examples // 5))
 
 
 def function(twins: Any, side: str, name: str = "decode_attention") -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(getattr(twins, side).longflow, name)
+    longflow = getattr(twins, side).longflow
+    found: Callable[..., Any] = getattr(longflow, name)
     if "key_scale" not in inspect.signature(found).parameters:
-        raise NotProvided(f"{name}: key_scale")
+        raise NotProvided(f"{longflow}.{name}: key_scale")
     return found
 
 
