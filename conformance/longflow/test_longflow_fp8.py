@@ -43,8 +43,10 @@ def test_longflow_decodes_fp8_as_float64_would(side, data, twins):
 
 
 def step(fp8: str, device: torch.device, **more: Any) -> Fp8Case:
-    """Two rows, two KV heads, several tiles, free slots, and scales that differ per head."""
-    sizes = {"batch": 2, "key_value_heads": 2, "group": 3, "slots": 37, "occupancy": "random", "head_dim": 24}
+    """Two rows, two KV heads, several tiles, free slots, and scales that differ per head. A head_dim that is no power of
+    two, or one that is."""
+    sizes = {"batch": 2, "key_value_heads": 2, "group": 3, "slots": 37, "occupancy": "random"}
+    sizes["head_dim"] = {"e4m3": 24, "e5m2": 32}[fp8]
     return Fp8Case(**{**sizes, "fp8": fp8, "device": device.type, **more})
 
 
@@ -203,10 +205,11 @@ def test_a_row_does_not_depend_on_another(side, fp8, twins, device):
 @pytest.mark.kind("laws")
 @each_side
 @each_format
+@pytest.mark.parametrize("head_dim", [16, 24])
 @pytest.mark.parametrize("occupancy", ["random", "left_padding", "empty_row"])
-def test_no_code_in_a_free_slot_has_an_effect(side, fp8, occupancy, twins, device):
+def test_no_code_in_a_free_slot_has_an_effect(side, fp8, occupancy, head_dim, twins, device):
     """NaN with both signs, infinity, and all others."""
-    case = step(fp8, device, occupancy=occupancy, poison="zero")
+    case = step(fp8, device, occupancy=occupancy, poison="zero", head_dim=head_dim)
     decode, inputs = function(twins, side), case.inputs
     plain = decode(**inputs)
     free = ~case.occupied[:, None, :, None]
