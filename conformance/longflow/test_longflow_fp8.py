@@ -43,8 +43,8 @@ def test_longflow_decodes_fp8_as_float64_would(side, data, twins):
 
 
 def step(fp8: str, device: torch.device, **more: Any) -> Fp8Case:
-    """Two rows, two KV heads, several tiles, free slots, and scales that differ per head. A head_dim that is no power of
-    two, or one that is."""
+    """Two rows, two KV heads, several tiles, free slots, and scales that differ per head. head_dim is a power of two
+    in one of the formats."""
     sizes = {"batch": 2, "key_value_heads": 2, "group": 3, "slots": 37, "occupancy": "random"}
     sizes["head_dim"] = {"e4m3": 24, "e5m2": 32}[fp8]
     return Fp8Case(**{**sizes, "fp8": fp8, "device": device.type, **more})
