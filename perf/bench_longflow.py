@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance.cases.case import DecodeCase, WindowCase
+from kvtwin.conformance.cases.fp8_cases import FORMATS, Fp8Case
 from kvtwin.conformance.cases.paged_states import empty_pages
 from kvtwin.conformance.cases.paged_view import PagedLayout
 from kvtwin.conformance.judge import bounds
@@ -52,6 +53,12 @@ class Shape(NamedTuple):
         """The minimum for attention alone: read keys, values and queries once, write the output once."""
         cache = 2 * self.batch * self.key_value_heads * self.slots * self.head_dim
         return (cache + 2 * self.batch * self.query_heads * self.head_dim) * ITEM
+
+    @property
+    def fp8_bytes(self) -> int:
+        """The minimum for attention over FP8 keys and values with scales of heads."""
+        cache = 2 * self.batch * self.key_value_heads * self.slots * self.head_dim
+        return cache + 2 * self.batch * self.query_heads * self.head_dim * ITEM + 2 * self.key_value_heads * 4
 
     @property
     def step_bytes(self) -> int:
@@ -163,6 +170,40 @@ def test_decode_attention(device_benchmark, draw, shape):
         lambda: longflow.decode_attention(query, key, value, occupied), moves=shape.attention_bytes, verify=verify,
         peers=decode_peers(query, key, value), gated=False,
     )
+
+
+@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("shape", STEPS[:1], ids=str)
+def test_decode_attention_fp8(device_benchmark, draw, shape, fp8):
+    """The function over FP8 keys and values with a scale of each head, compared with the same function in bfloat16."""
+    inputs = fp8_inputs(shape, fp8, draw)
+    plain = {**inputs, "key": inputs["key"].to(DTYPE), "value": inputs["value"].to(DTYPE)}
+    del plain["key_scale"], plain["value_scale"]
+    rows = rows_checked(shape.batch)
+    device_benchmark(
+        lambda: longflow.decode_attention(**inputs), moves=shape.fp8_bytes,
+        verify=lambda result: check_fp8(inputs, result, rows),
+        peers={"bfloat16": lambda: longflow.decode_attention(**plain)}, peers_move=shape.attention_bytes,
+    )
+
+
+def fp8_inputs(shape: Shape, fp8: str, draw: Callable[..., Tensor]) -> dict[str, Tensor]:
+    """Arguments of `decode_attention`, with numbers that reach the largest one of the format."""
+    most = torch.finfo(FORMATS[fp8]).max
+    numbers = [draw(shape.batch, shape.key_value_heads, shape.slots, shape.head_dim) for _ in range(2)]
+    key, value = ((number * (most / 8)).clamp(-most, most).to(FORMATS[fp8]) for number in numbers)
+    scale = torch.linspace(4 / most, 8 / most, shape.key_value_heads, device=DEVICE)
+    return {
+        "query": draw(shape.batch, shape.query_heads, shape.head_dim), "key": key, "value": value,
+        "occupied": torch.ones(shape.batch, shape.slots, dtype=torch.bool, device=DEVICE),
+        "key_scale": scale, "value_scale": 2 * scale.flip(0),
+    }
+
+
+def check_fp8(inputs: dict[str, Tensor], result: longflow.DecodeResult, rows: Tensor) -> None:
+    assert_all_written(result[0], result[1])
+    case = Fp8Case.of(**{name: given if "scale" in name else given[rows] for name, given in inputs.items()})
+    assert_decode_right([part[rows] for part in result], case)
 
 
 def check_step(

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ._validate import (
+    FLOATING,
+    check_device,
     check_dtype,
     check_integer,
     check_like,
@@ -29,24 +31,28 @@ def check_heads(query_heads: int, key_value_heads: int) -> None:
         )
 
 
-def check_key_value(key: object, value: object, *, steps: str = "S") -> None:
-    """key and value [B, Hkv, S, D]: floating, with the same shape, dtype and device."""
+def check_key_value(
+    key: object, value: object, *, steps: str = "S", stored: tuple[torch.dtype, ...] = ()
+) -> None:
+    """key and value [B, Hkv, S, D]: floating, with the same shape, dtype and device. stored: further dtypes."""
     layout = f"[B, Hkv, {steps}, D]"
     key = check_tensor("key", key, dims=4, layout=layout)
     value = check_tensor("value", value, dims=4, layout=layout)
-    check_dtype("key.dtype", key.dtype)
+    check_dtype("key.dtype", key.dtype, FLOATING + stored)
     check_shape("value", value, tuple(key.shape), f"key's {layout}")
     check_like("value", value, key, "key")
 
 
 def check_attention(
-    query: object, key: object, value: object, *, steps: str = "S", time: str | None = None, name: str = "query"
+    query: object, key: object, value: object, *, steps: str = "S", time: str | None = None, name: str = "query",
+    stored: tuple[torch.dtype, ...] = (),
 ) -> Sizes:
     """query [B, Hq, D], or [B, Hq, Q, D] if `time` is given, with key and value [B, Hkv, S, D]. Returns the sizes.
 
-    steps, time: the letters that messages use for S and Q. name: the name that messages use for query.
+    steps, time: the letters that messages use for S and Q. name: the name that messages use for query. stored: dtypes
+    that only keys and values may have, which are then not those of the query.
     """
-    check_key_value(key, value, steps=steps)
+    check_key_value(key, value, steps=steps, stored=stored)
     assert isinstance(key, Tensor)
     layout = "[B, Hq, D]" if time is None else f"[B, Hq, {time}, D]"
     query = check_tensor(name, query, dims=3 if time is None else 4, layout=layout)
@@ -55,9 +61,18 @@ def check_attention(
         raise ValueError(
             f"{name} must be {layout} with key's B = {batch} and D = {head_dim}, got {tuple(query.shape)}"
         )
-    check_like(name, query, key, "key")
+    check_query_like(name, query, key, "key", stored)
     check_heads(query.shape[1], key_value_heads)
     return Sizes(batch, query.shape[1], key_value_heads, slots, head_dim)
+
+
+def check_query_like(name: str, query: Tensor, key: Tensor, of: str, stored: tuple[torch.dtype, ...]) -> None:
+    """A query on key's device, with key's dtype, or with any floating dtype if key's is one of `stored`."""
+    if key.dtype in stored:
+        check_dtype(f"{name}.dtype", query.dtype)
+        check_device(name, query, key.device, of)
+    else:
+        check_like(name, query, key, of)
 
 
 def check_slot_mask(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._validate import (
+    FLOATING,
     check_device,
     check_dtype,
     check_indices,
@@ -16,19 +17,19 @@ from ._validate import (
     check_tensor,
     readable,
 )
-from ._validate_attention import check_heads, check_slot_mask
+from ._validate_attention import check_heads, check_query_like, check_slot_mask
 from .contract import Pages, Sizes
 
 
-def check_pages(pages: object) -> Pages:
-    """Check everything but the entries of the block table, which are on the device."""
+def check_pages(pages: object, stored: tuple[torch.dtype, ...] = ()) -> Pages:
+    """Check everything but the entries of the block table, which are on the device. stored: see `check_attention`."""
     if not isinstance(pages, Pages):
         raise TypeError(f"pages must be Pages, got {type(pages).__name__}")
     layout = "[pages, page_size, Hkv, D]"
     key = check_tensor("pages.key_cache", pages.key_cache, dims=4, layout=layout)
     value = check_tensor("pages.value_cache", pages.value_cache, dims=4, layout=layout)
     table = check_tensor("pages.block_table", pages.block_table, dims=2, layout="[B, n]")
-    check_dtype("pages.key_cache.dtype", key.dtype)
+    check_dtype("pages.key_cache.dtype", key.dtype, FLOATING + stored)
     check_shape("pages.value_cache", value, tuple(key.shape), f"key_cache's {layout}")
     check_like("pages.value_cache", value, key, "key_cache")
     if table.dtype != torch.int32:
@@ -38,11 +39,13 @@ def check_pages(pages: object) -> Pages:
 
 
 def check_paged(
-    query: object, pages: object, occupied: object, *, per_head: bool, check_entries: bool = False
+    query: object, pages: object, occupied: object, *, per_head: bool, check_entries: bool = False,
+    stored: tuple[torch.dtype, ...] = (),
 ) -> tuple[Sizes, Pages]:
     """query [B, Hq, D], pages of B rows, and occupied [B, S] bool, or [B, Hkv, S] with per_head, with S slots in pages.
-    The entries of a block table on a GPU are checked with check_entries only, which synchronizes with it."""
-    pages = check_pages(pages)
+    The entries of a block table on a GPU are checked with check_entries only, which synchronizes with it. stored: see
+    `check_attention`."""
+    pages = check_pages(pages, stored)
     cache, table = pages.key_cache, pages.block_table
     query = check_tensor("query", query, dims=3, layout="[B, Hq, D]")
     if query.shape[0] != table.shape[0] or query.shape[2] != cache.shape[3]:
@@ -50,7 +53,7 @@ def check_paged(
             f"query must be [B, Hq, D] with block_table's B = {table.shape[0]} and key_cache's D = {cache.shape[3]}, "
             f"got {tuple(query.shape)}"
         )
-    check_like("query", query, cache, "key_cache")
+    check_query_like("query", query, cache, "key_cache", stored)
     check_heads(query.shape[1], cache.shape[2])
     layout = "[B, Hkv, S]" if per_head else "[B, S]"
     mask = check_tensor("occupied", occupied, dims=3 if per_head else 2, layout=layout)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._fp8 import dequantized
 from ._pages import read_slots, write_slots
 from ._ranks import of_all_ranks
 from ._validate import (
@@ -26,6 +27,7 @@ from ._validate import (
 from ._validate_attention import check_attention, check_slot_mask
 from ._validate_pages import check_own_pages, check_paged
 from ._validate_ranks import ProcessGroup, Shared, check_process_group, digest
+from ._validate_scales import FP8, check_scales
 from .attention import (
     INF,
     accumulate_dtype,
@@ -117,7 +119,8 @@ def log_score(
     log_contribution = log_weight + per_query_head(magnitude.log(), query.shape[1])     # [B, Hq, S]   log ||a v||_1
     batch, key_value_heads, slots, _ = key.shape
     heads = log_contribution.view(batch, key_value_heads if per_head else 1, -1, slots)
-    summed = of_all_ranks(heads, 2, process_group).logsumexp(2)
+    # Heads last: along another axis, torch may sum the last slots in another order, and equal tokens must tie.
+    summed = of_all_ranks(heads, 2, process_group).transpose(2, 3).contiguous().logsumexp(3)
     mask = per_kv_head(occupied)
     summed = summed.masked_fill(~mask, -INF)
     return summed if per_head else summed[:, 0]
@@ -126,6 +129,7 @@ def log_score(
 def decode_attention(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *,
     scale: float | None = None, per_head: bool = False, protected: Tensor | None = None, check_finite: bool = False,
+    key_scale: Tensor | None = None, value_scale: Tensor | None = None,
 ) -> DecodeResult:
     """Attention of one query over the occupied slots, with the score of each slot and the slot to overwrite next.
 
@@ -135,16 +139,23 @@ def decode_attention(
     heads. slot: the lowest unoccupied slot if there is one; otherwise the unprotected slot with the lowest *logarithm*
     of the score, since the score itself underflows and creates ties; ties go to the lowest index. If all slots are
     protected, the lowest index.
+    key and value may both be torch.float8_e4m3fn or torch.float8_e5m2, with a query of any other dtype, which the
+    output also has. Keys are then key * key_scale, and values value * value_scale. Scales: float32, [] or one per KV
+    head [Hkv], above 0; None is 1. They are checked if they are on the CPU, or with check_finite=True. Outputs must
+    fit in query's dtype.
     NaN and infinity in occupied slots propagate by IEEE rules; a NaN score ranks lowest, so that slot stays in range.
     With check_finite=True they raise ValueError. TypeError or ValueError for invalid arguments.
     """
-    sizes = check_attention(query, key, value)
+    sizes = check_attention(query, key, value, stored=FP8)
     check_flag("per_head", per_head)
     check_flag("check_finite", check_finite)
     check_slot_mask("occupied", occupied, sizes, per_head, key)
     if protected is not None:
         check_slot_mask("protected", protected, sizes, per_head, key)
     scale = resolve_scale(scale, sizes.head_dim)
+    check_scales(key_scale, value_scale, key=key, heads=sizes.key_value_heads, check_values=check_finite)
+    dtype = accumulate_dtype(query)
+    key, value = dequantized(key, key_scale, dtype), dequantized(value, value_scale, dtype)
     if check_finite:
         check_all_finite(query=query, key=zero_unoccupied(key, occupied), value=zero_unoccupied(value, occupied))
     return _decode(query, key, value, occupied, scale, per_head, protected, None)
@@ -153,21 +164,28 @@ def decode_attention(
 def paged_decode_attention(
     query: Tensor, pages: Pages, occupied: Tensor, *,
     scale: float | None = None, per_head: bool = False, protected: Tensor | None = None, check_finite: bool = False,
+    key_scale: Tensor | None = None, value_scale: Tensor | None = None,
 ) -> DecodeResult:
     """`decode_attention` over slots in pages, which rows may share.
 
     query [B, Hq, D]; occupied [B, S] bool, or [B, Hkv, S] with per_head, with S up to the slots of the block table's
-    pages; protected like occupied. Results and other arguments: `decode_attention`. Pages of the block table are
-    checked if it is on the CPU, or with check_finite=True. TypeError or ValueError for invalid arguments.
+    pages; protected like occupied. Both caches may be FP8. Results and other arguments: `decode_attention`. Pages of
+    the block table are checked if it is on the CPU, or with check_finite=True. TypeError or ValueError for invalid
+    arguments.
     """
     check_flag("per_head", per_head)
     check_flag("check_finite", check_finite)
-    sizes, pages = check_paged(query, pages, occupied, per_head=per_head, check_entries=check_finite)
+    sizes, pages = check_paged(query, pages, occupied, per_head=per_head, check_entries=check_finite, stored=FP8)
+    check_scales(
+        key_scale, value_scale, key=pages.key_cache, heads=sizes.key_value_heads, of="key_cache",
+        check_values=check_finite,
+    )
     key, value = (
         read_slots(cache, pages.block_table, sizes.slots) for cache in (pages.key_cache, pages.value_cache)
     )
     return decode_attention(
-        query, key, value, occupied, scale=scale, per_head=per_head, protected=protected, check_finite=check_finite
+        query, key, value, occupied, scale=scale, per_head=per_head, protected=protected, check_finite=check_finite,
+        key_scale=key_scale, value_scale=value_scale,
     )
 
 

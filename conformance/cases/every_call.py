@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...reference._validate_scales import FP8
 from ...reference.contract import Pages
 from ..discovery import Pair
 from ..judge import checkers
@@ -45,11 +46,10 @@ def of(
     """Calls of every function of a pair, without and with optional arguments, and of its state with each head_dim."""
     functions = tiny.public_functions(pair.optimized, pair.optimized.__all__)
     for name in sorted(functions.keys() - set(checkers.ask(pair.name, "ON_THE_HOST", ()))):
-        for more in optional:
-            given = tiny.arguments(pair, functions[name], device, optional=more)
+        for given in tiny.calls(pair, functions[name], device, optional):
             holder = next((value for value in given.values() if hasattr(value, "dequantized")), None)
             to = getattr(holder, "dtype", dtype)  # a cache accepts its own dtype only
-            given = {key: _cast(value, to) for key, value in given.items()}
+            given = {key: value if key.endswith("_scale") else _cast(value, to) for key, value in given.items()}
             yield Call(f"{name}({', '.join(given)})", partial(functions[name], **given))
     for size in PAGES if pair.state and "pages" in inspect.signature(pair.state).parameters else ():
         assert pair.state is not None
@@ -97,4 +97,5 @@ def tensors(result: Any) -> Iterator[Tensor]:
 def _cast(value: Any, to: torch.dtype) -> Any:
     if isinstance(value, Pages):
         return Pages(*(_cast(tensor, to) for tensor in value))
-    return value.to(to) if isinstance(value, Tensor) and value.is_floating_point() else value
+    floating = isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in FP8
+    return value.to(to) if floating else value

@@ -85,10 +85,11 @@ def targets(pair: Pair, side: str) -> list[Target]:
     """The functions of a pair on one side, its config, its state's constructor and methods, and those of its other
     classes (see `parts` in judge/checkers)."""
     module = getattr(pair, side)
-    found = [
-        Target(name, partial(_function, pair, function))
-        for name, function in tiny.public_functions(module, module.__all__).items()
-    ]
+    found = []
+    for name, function in tiny.public_functions(module, module.__all__).items():
+        found.append(Target(name, partial(_function, pair, function)))
+        many = range(len(tiny.variants(pair, function, torch.device("cpu"))))
+        found += [Target(f"{name}, variant {number}", partial(_variant, pair, function, number)) for number in many]
     if pair.config is not None and pair.state is not None:
         found.append(Target(pair.config.__name__, partial(_config, pair)))
         found.append(Target(pair.state.__name__, partial(_constructor, pair, module)))
@@ -102,6 +103,10 @@ def targets(pair: Pair, side: str) -> list[Target]:
 
 def _function(pair: Pair, function: Callable[..., Any], device: torch.device) -> Made:
     return function, None, tiny.arguments(pair, function, device, optional=True)
+
+
+def _variant(pair: Pair, function: Callable[..., Any], number: int, device: torch.device) -> Made:
+    return function, None, tiny.variants(pair, function, device)[number]
 
 
 def _config(pair: Pair, device: torch.device) -> Made:

@@ -94,6 +94,22 @@ def arguments(pair: Pair, function: Callable[..., Any], device: torch.device, *,
     return {name: known[name] for name in parameters if name in required or (optional and name in known)}
 
 
+def calls(
+    pair: Pair, function: Callable[..., Any], device: torch.device, optional: Iterable[bool] = (False, True)
+) -> Iterator[dict[str, Any]]:
+    """Arguments of calls of a function of `pair`: `arguments` without and with the optional ones, and the `variants` of
+    the pair's checker."""
+    for more in optional:
+        yield arguments(pair, function, device, optional=more)
+    yield from variants(pair, function, device)
+
+
+def variants(pair: Pair, function: Callable[..., Any], device: torch.device) -> list[dict[str, Any]]:
+    """Arguments of further calls: see the checkers."""
+    made = checkers.ask(pair.name, "variants", lambda name, given: [])
+    return list(made(function.__name__, arguments(pair, function, device, optional=True)))
+
+
 def new_state(
     pair: Pair, side: Any, device: torch.device, *, dtype: torch.dtype = torch.float32,
     head_dim: int | None = None, process_group: Any = None, layout: PagedLayout | None = None, **options: Any,

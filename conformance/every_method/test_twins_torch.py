@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvtwin.conformance import discovery
 from kvtwin.conformance.cases.graphs import capture
 from kvtwin.conformance.cases.tiny import (
-    arguments,
     attributes,
+    calls,
     description,
     groupings,
     new_state,
@@ -89,10 +89,10 @@ class Calls(TorchDispatchMode):
 @cache
 def calls_of(twin: Pair, device: torch.device) -> dict[Any, tuple[Any, tuple[Any, ...]]]:
     """(operation, arguments) of each kind of call that a pair's functions and state make."""
-    with Calls() as calls:
+    with Calls() as made:
         for function in public_functions(twin.optimized, twin.optimized.__all__).values():
-            for optional in (False, True):
-                function(**arguments(twin, function, device, optional=optional))
+            for given in calls(twin, function, device):
+                function(**given)
         for options in groupings(twin) if twin.state else ():
             state = new_state(twin, twin.optimized, device, **options)
             prefill(state, prompt(device, seed=1))
@@ -100,7 +100,7 @@ def calls_of(twin: Pair, device: torch.device) -> dict[Any, tuple[Any, tuple[Any
         if twin.state and "process_group" in inspect.signature(twin.state).parameters:
             with one_rank(device) as group:
                 step(new_state(twin, twin.optimized, device, process_group=group), token(device, seed=2))
-    return calls.seen
+    return made.seen
 
 
 def registered() -> set[str]:
@@ -170,8 +170,7 @@ def test_functions_compile(twin: Pair, compiled: Callable[..., Any], device: tor
     functions = public_functions(twin.optimized, twin.optimized.__all__)
     for name in functions.keys() - set(checkers.ask(twin.name, "ON_THE_HOST", ())):
         function = functions[name]
-        for optional in (False, True):
-            given = arguments(twin, function, device, optional=optional)
+        for given in calls(twin, function, device):
             actual, expected = compiled(function)(**given), function(**given)
             if INTERPRETED or name == "decode_attention":  # outside of our kernels, inductor fuses and changes rounding
                 assert_same_bits(actual, expected, name)

@@ -13,6 +13,12 @@ A softmax may be blocked: it keeps a running maximum and multiplies by exp(m_old
 rise costs one exponential and one multiplication. Blocks have at least `block` = 16 slots, the smallest tile of a
 tensor core. gamma(n) = n u / (1 - n u) bounds n successive roundings: |prod (1 + e_i) - 1| <= gamma(n).
 
+FP8 numbers are exact in float32, float16 and bfloat16. Their products with float32 scales are not: each scale is one
+more rounding, of every key or value, or of the logit, the output or the norm, since all slots of a head have the same
+scale. (A scale may also be multiplied with other constants first.) To round scaled keys or values to 16 bits is not
+allowed. Where a scale comes after other operations, it also multiplies what they lose by underflow. Scaled numbers are
+zero or normal float32 numbers, as are products of scales.
+
 The bounds are exact in the large terms (differences of exponentials, not their linearisation), so they hold for logits
 of 1e4, where a weight may be off by percents. Intermediate overflow of float32 is not covered, and no case is drawn
 with it. The oracle's own float64 error is below 2^-25 of each bound; SLACK covers it.
@@ -87,14 +93,16 @@ def logit_error(attention: Attention, allowed: Arithmetic) -> Tensor:
     it: gamma(c (D + 2)) * |scale| sum_d |q_d k_jd|. Subtracting the maximum, or the log-sum-exp in one or two parts,
     and converting between bases: at most four roundings of numbers no larger than |s_j| + |m|: 4 u (|s_j| + |m|).
     (Rescalings telescope: m - m_1 + m_1 - m_2 + ... adds at most u (m - s_j) in all.) Products that underflow: FLUSH
-    each. Rounded queries and keys add `attention.rotation`.
+    each. Rounded queries and keys add `attention.rotation`. The scale of FP8 keys adds one operation to each term.
     """
     logit = attention.logit.masked_fill(~attention.seen, 0)
-    terms = allowed.dot * (attention.head_dim + 2)
+    key_scale, _ = attention.scales or (1.0, 1.0)
+    terms = allowed.dot * (attention.head_dim + 2) + (attention.scales is not None)
     error = gamma(terms) * attention.dot + 4 * UNIT * (logit.abs() + attention.row_max.abs())
     if attention.rotation is not None:
         error = error + attention.rotation
-    return (error + terms * FLUSH * (abs(attention.scale) + 1)).masked_fill(~attention.seen, 0)
+    flushed = terms * FLUSH * (abs(attention.scale) * max(1.0, key_scale) + 1)
+    return (error + flushed).masked_fill(~attention.seen, 0)
 
 
 class WeightError(NamedTuple):
@@ -146,8 +154,8 @@ def output_error(attention: Attention, allowed: Arithmetic) -> Tensor:
     Each term of sum_j a_j v_jd has its weight's error, the cast of P (u_P; to float16 also 2^-25 absolute, half its
     smallest number, since P <= 1), and at most n roundings in the product and the sum over the n attended slots, c
     each. Absolute: exponentials, rescaled sums and casts below FLUSH flush to zero (four FLUSH of each |v_jd|), as do
-    products and sums below it (four FLUSH per slot). The last rounding, to the output's type, applies to the computed
-    number.
+    products and sums below it (four FLUSH per slot). The scale of FP8 values is one more rounding. The last rounding,
+    to the output's type, applies to the computed number.
     """
     error = weight_error(attention, allowed).absolute
     unit, tiny = 0.0, 4 * FLUSH
@@ -155,10 +163,12 @@ def output_error(attention: Attention, allowed: Arithmetic) -> Tensor:
         unit = UNITS[allowed.weight_dtype]
     if allowed.weight_dtype == torch.float16:
         tiny += TINY[torch.float16]
-    sums = gamma(allowed.dot * attention.count)
+    _, value_scale = attention.scales or (1.0, 1.0)
+    sums = gamma(allowed.dot * attention.count + (attention.scales is not None))
     per_weight = error + (unit + sums * (1 + unit)) * (attention.weight + error)
     values = per_query_head(attention.value.abs(), attention.query_heads)                 # [B, Hq, S, D]
-    total = (per_weight + tiny * attention.seen) @ values + 4 * FLUSH * attention.count
+    flushed = 4 * FLUSH * attention.count * max(1.0, value_scale) + FLUSH * (attention.scales is not None)
+    total = (per_weight + tiny * attention.seen) @ values + flushed
     total = (total + UNITS[allowed.dtype] * (attention.output.abs() + total) + TINY[allowed.dtype]) * SLACK
     # A query that attends to nothing has an output of exact zeros.
     return total.masked_fill(~attention.seen.any(-1, keepdim=True), 0)

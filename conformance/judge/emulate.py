@@ -103,26 +103,39 @@ class Machine:
         exact = torch.exp2(x.double()) * (1 + self.lean * 2.0**-22 * (1 - 2.0**-4) * (x != 0))
         return torch.where(exact < FLUSH, 0, exact).float()
 
-    def logits(self, query: Tensor, keys: Tensor, seen: Tensor, scale: float) -> Tensor:
-        """Base-2 logits [..., S] of query [..., D] against keys [..., S, D]; -inf where not seen."""
+    def logits(
+        self, query: Tensor, keys: Tensor, seen: Tensor, scale: float, key_scale: Tensor | None = None
+    ) -> Tensor:
+        """Base-2 logits [..., S] of query [..., D] against keys [..., S, D]; -inf where not seen. key_scale: a further
+        factor, [Hq, 1]."""
         base2 = torch.tensor(scale * math.log2(math.e)).float()
+        if key_scale is not None:
+            base2 = base2 * key_scale
         return (self.product_sum(query[..., None, :], keys) * base2).masked_fill(~seen, -math.inf)
 
     def decode(
-        self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float, per_head: bool = False
+        self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float, per_head: bool = False,
+        key_scale: Tensor | None = None, value_scale: Tensor | None = None,
     ) -> Computed:
-        """LongFlow's decode step; arguments as for `decode_attention`."""
+        """LongFlow's decode step; arguments as for `decode_attention`. Scales multiply logits, outputs and norms."""
         batch, heads, slots, head_dim = key.shape
         query_heads = query.shape[1]
         mask = per_kv_head(occupied).expand(batch, heads, slots)
         keys, values = (
-            per_query_head(zero_unoccupied(tensor, occupied), query_heads).float() for tensor in (key, value)
+            per_query_head(zero_unoccupied(tensor.float(), occupied), query_heads) for tensor in (key, value)
         )
-        logit = self.logits(query, keys, per_query_head(mask, query_heads), scale)                  # [B, Hq, S]
+        factors = [
+            None if one is None else one.expand(heads).repeat_interleave(query_heads // heads)[:, None]
+            for one in (key_scale, value_scale)
+        ]                                                                                           # [Hq, 1]
+        logit = self.logits(query, keys, per_query_head(mask, query_heads), scale, factors[0])      # [B, Hq, S]
         row_max, total, acc = self.softmax(logit, values)
-        output, lse = self.divided(acc, total).to(query.dtype), row_max + self.log2(total)
+        output, lse = self.divided(acc, total), row_max + self.log2(total)
+        output = (output if factors[1] is None else self.times(output, factors[1])).to(query.dtype)
 
-        size = self.sum(self.flush(zero_unoccupied(value, occupied).float()).abs())                 # [B, Hkv, S]
+        size = self.sum(self.flush(zero_unoccupied(value.float(), occupied)).abs())                 # [B, Hkv, S]
+        if value_scale is not None:
+            size = self.times(size, value_scale.expand(heads)[:, None])
         log_weight = (logit - row_max[..., None]) - self.log2(total)[..., None]
         groups = heads if per_head else 1
         term = (log_weight + per_query_head(size.log2(), query_heads)).view(batch, groups, -1, slots)

@@ -31,8 +31,9 @@ def upcast_all(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def oracle(function: Callable[..., T], case: Any) -> T:
-    """Call a reference function in float64 with case.inputs, a dict of keyword arguments."""
-    return function(**upcast_all(case.inputs))
+    """Call a reference function in float64 with case.inputs, a dict of keyword arguments. A case of codes with scales
+    has the numbers that they stand for as `exact_inputs`."""
+    return function(**upcast_all(getattr(case, "exact_inputs", None) or case.inputs))
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Attention:
     logit, dot [B, Hq, Q, S]: scale * q . k (-inf where the slot is masked for the query), and |scale| * sum_d |q_d k_d|
     (0 there). value [B, Hkv, S, D], zero where unoccupied. dtype: that of the low-precision inputs. rotation: the error
     of the logits by rounded queries and keys, [B, Hq, Q, S], 0 where masked; None if they are exact. `dot` is then of
-    the largest rounded queries and keys.
+    the largest rounded queries and keys. scales: the largest factors of FP8 keys and values; None for other types.
     """
 
     logit: Tensor
@@ -52,6 +53,7 @@ class Attention:
     scale: float
     dtype: torch.dtype
     rotation: Tensor | None = None
+    scales: tuple[float, float] | None = None
 
     @property
     def query_heads(self) -> int:

@@ -28,7 +28,8 @@ def tie_classes(key: Tensor, value: Tensor, occupied: Tensor, *, per_head: bool 
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]).long()
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(kinds[tensor.element_size()]).long()
 
 
 def _classes(bits: Tensor, zero: Tensor, holds: Tensor) -> Tensor:

@@ -45,6 +45,24 @@ def test_longflow_takes_the_lowest_of_equal_tokens(side, twins, device):
     assert decode(**case, protected=mask(device, 7, 19)).slot.tolist() == [36]
 
 
+@pytest.mark.parametrize(("heads", "group"), [(1, 5), (2, 3), (3, 4)])
+def test_longflow_ranks_equal_tokens_alike_in_the_last_slots(side, heads, group, twins, device):
+    """The sum over heads must not depend on the slot. Each of 16 rows has two equal tokens, one in the last slots."""
+    decode = getattr(twins, side).longflow.decode_attention
+    for slots in (SLOTS + 3, SLOTS + 4):
+        generator = torch.Generator().manual_seed(slots)
+        query = torch.randn(16, heads * group, HEAD_DIM, generator=generator)
+        key, value = torch.randn(2, 16, heads, slots, HEAD_DIM, generator=generator)
+        value[:, :, 5] /= 64
+        for tensor in (key, value):
+            tensor[:, :, -2] = tensor[:, :, 5]
+        occupied = torch.ones(16, slots, dtype=torch.bool)
+        query, key, value, occupied = (tensor.to(device) for tensor in (query, key, value, occupied))
+        assert decode(query, key, value, occupied).slot.tolist() == [5] * 16
+        if side == "reference":  # which is also the oracle
+            assert decode(query.double(), key.double(), value.double(), occupied).slot.tolist() == [5] * 16
+
+
 def test_longflow_ranks_by_the_1_norm(side, twins, device):
     """Two tokens have equal keys. The value with a single 1.5 has a smaller 1-norm, but a larger 2-norm, than the value
     with sixteen times 0.1."""

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtwin.conformance.judge import format_oracle as oracle
-from kvtwin.optimized._common.launch import INTERPRETED
-from kvtwin.optimized._common.numerics import without_sign_of_zero
+from kvtwin.optimized._common.launch import INTERPRETED, fp8_format
+from kvtwin.optimized._common.numerics import from_fp8, without_sign_of_zero
 from kvtwin.optimized.thinkv._formats_kernels import (
     decode,
     decode_e4m3,
@@ -160,6 +160,39 @@ def test_every_e4m3_code_decodes(device):
     assert_bits(mapped(decode_e4m3, codes, device, torch.float32), expected)
     assert_bits(mapped(decode_scale, codes[:127], device, torch.float32), expected[:127])
     assert expected[:127].double().tolist() == [float(value) for value in oracle.E4M3]
+
+
+@triton.jit
+def _from_fp8(codes, out, FORMAT: tl.constexpr):
+    i = tl.arange(0, 256)
+    tl.store(out + i, from_fp8(tl.load(codes + i), out.dtype.element_ty, FORMAT))
+
+
+def fp8_number(code: int, exponent_bits: int) -> float:
+    """The number of an FP8 code by the definition of its format: E5M2 as in IEEE 754, E4M3 without infinity."""
+    mantissa_bits = 7 - exponent_bits
+    exponent, mantissa = (code & 0x7F) >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
+    bias, top = 2 ** (exponent_bits - 1) - 1, 2**exponent_bits - 1
+    if exponent_bits == 4 and code & 0x7F == 0x7F:
+        return math.nan
+    if exponent_bits == 5 and exponent == top:
+        return math.nan if mantissa else math.copysign(math.inf, -(code >> 7) + 0.5)
+    number = mantissa * 2.0 ** (1 - bias) if exponent == 0 else (2**mantissa_bits + mantissa) * 2.0 ** (exponent - bias)
+    return math.copysign(number * 2.0**-mantissa_bits, -(code >> 7) + 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("fp8", "exponent_bits"), [(torch.float8_e4m3fn, 4), (torch.float8_e5m2, 5)], ids=str)
+def test_every_fp8_code_converts_exactly(fp8, exponent_bits, dtype, device):
+    """In kernels, by integer arithmetic and by the GPU's instruction, and in torch, which the reference uses."""
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    expected = torch.tensor([fp8_number(code, exponent_bits) for code in range(256)], dtype=torch.float64).float()
+    for kind in {fp8_format(fp8, device), str(fp8).removeprefix("torch.float8_").removesuffix("fn")}:
+        out = torch.empty(256, dtype=dtype, device=device)
+        _from_fp8[(1,)](codes.to(device), out, FORMAT=kind)
+        assert_bits(out.cpu().float(), expected)
+    assert_bits(codes.to(device).view(fp8).to(dtype).cpu().float(), expected)
+    assert_bits(codes.to(device).view(fp8).double().cpu().float(), expected)
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "ternary", "int4", "int2"])

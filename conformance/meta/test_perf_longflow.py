@@ -26,7 +26,8 @@ def bench():
 def test_every_gated_benchmark_has_thresholds_and_the_other_way_round(bench):
     thresholds = perf_module("gate").load(PERF / "thresholds" / "longflow.toml")
     paged = {f"step_over_pages[{bench.STEPS[0]}-{size}]" for size in bench.PAGE_SIZES}
-    assert thresholds.keys() == {f"step[{shape}]" for shape in bench.STEPS} | paged
+    fp8 = {f"decode_attention_fp8[{bench.STEPS[0]}-{name}]" for name in ("e4m3", "e5m2")}
+    assert thresholds.keys() == {f"step[{shape}]" for shape in bench.STEPS} | paged | fp8
 
 
 def test_the_bytes_of_a_step(bench):
@@ -35,6 +36,7 @@ def test_the_bytes_of_a_step(bench):
     cache = 1_677_721_600
     assert shape.attention_bytes == cache + 2 * 128 * 32 * 128 * 2
     assert shape.step_bytes - shape.attention_bytes == 4 * 128 * 8 * 128 * 2 + 128 * 3200 * 5
+    assert shape.fp8_bytes == 838_860_800 + 2 * 128 * 32 * 128 * 2 + 64
 
 
 @pytest.mark.parametrize("page_size", [None, 4], ids=["one_tensor", "pages"])
@@ -78,6 +80,33 @@ def test_a_wrong_step_is_noticed(bench, damage, page_size):
         state.positions[0] = -1
     with pytest.raises(AssertionError):
         check()
+
+
+@pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("damage", ["none", "output", "score", "slot", "scale"])
+def test_a_wrong_result_over_fp8_is_noticed(bench, damage, fp8):
+    """By the benchmark's own inputs, which have the largest codes and different scales, and by its own check."""
+    generator = torch.Generator().manual_seed(6)
+    inputs = bench.fp8_inputs(
+        bench.Shape(2, 4, 40, key_value_heads=2, head_dim=16), fp8,
+        lambda *sizes: torch.randn(sizes, generator=generator).to(bench.DEVICE, bench.DTYPE),
+    )
+    assert float(inputs["key"].float().abs().max()) > torch.finfo(inputs["key"].dtype).max / 4
+    output, score, slot = longflow.decode_attention(**inputs)
+    rows = torch.arange(2, device=bench.DEVICE)
+    if damage == "none":
+        bench.check_fp8(inputs, (output, score, slot), rows)
+        return
+    if damage == "output":
+        output[1, 1, 3] *= 1.5
+    elif damage == "score":
+        score[0, int(score[0].argmin())] *= 1.01
+    elif damage == "slot":
+        slot[1] = score[1].argmax()
+    else:
+        inputs["key_scale"] = inputs["value_scale"]
+    with pytest.raises(AssertionError):
+        bench.check_fp8(inputs, (output, score, slot), rows)
 
 
 def test_a_wrong_prompt_is_noticed(bench):

@@ -43,13 +43,14 @@ GROUP_ROWS = 16
 ROW_UNIT = 128
 
 
-def check_launchable(**tensors: Tensor | None) -> None:
-    """Raise ValueError or TypeError for tensors that kernels do not support: float64, autograd, or the wrong device."""
+def check_launchable(stored: tuple[torch.dtype, ...] = (), /, **tensors: Tensor | None) -> None:
+    """Raise ValueError or TypeError for tensors that kernels do not support: float64, autograd, or the wrong device.
+    stored: dtypes that are supported besides those of `DTYPES`."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         if tensor.is_floating_point():
-            check_dtype(f"{name}.dtype", tensor.dtype, DTYPES)
+            check_dtype(f"{name}.dtype", tensor.dtype, DTYPES + stored)
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} requires grad, but the kernels have no backward: call under torch.no_grad()")
         check_kernel_device(name, tensor.device)
@@ -134,6 +135,21 @@ def padded_slots(slots: int) -> int:
 
 
 @lru_cache
+def converts_e4m3(device: torch.device) -> bool:
+    """Whether the device has an instruction that converts E4M3 numbers."""
+    return PTX and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def fp8_format(dtype: torch.dtype | None, device: torch.device) -> str | None:
+    """A type of FP8 codes as `from_fp8` takes it; None for None."""
+    if dtype is None:
+        return None
+    if dtype == torch.float8_e5m2:
+        return "e5m2"
+    return "e4m3_native" if converts_e4m3(device) else "e4m3"
+
+
+@lru_cache
 def discards(device: torch.device) -> bool:
     """Whether the device can drop cache lines without writing them to memory."""
     return PTX and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -159,17 +175,19 @@ def split_slots(sizes: Sizes, block: int, device: torch.device, programs: int = 
 
 
 def stride_unit(*tensors: Tensor) -> int:
-    """8 if every outer stride of these D-contiguous tensors is a multiple of 8 elements (16 bytes of bf16), else 1.
+    """8 if every outer stride of these D-contiguous tensors is a multiple of 8 elements (16 bytes of bf16), else 1. For
+    numbers of one byte, 16 instead of 8.
 
     Kernels take strides divided by this unit and multiply by it. This tells the compiler that rows are aligned, without
     one specialization per stride.
     """
     # Larger strides are passed as 64-bit numbers: in 32 bits, multiplication by the unit would overflow.
+    unit = 16 if tensors[0].element_size() == 1 else 8
     aligned = all(
-        tensor.stride(-1) == 1 and all(stride % 8 == 0 and stride < 2**31 for stride in tensor.stride()[:-1])
+        tensor.stride(-1) == 1 and all(stride % unit == 0 and stride < 2**31 for stride in tensor.stride()[:-1])
         for tensor in tensors
     )
-    return 8 if aligned else 1
+    return unit if aligned else 1
 
 
 def mask_unit(mask: Tensor) -> int:

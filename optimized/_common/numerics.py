@@ -23,6 +23,27 @@ def float32(x):
 
 
 @triton.jit
+def from_fp8(bits, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """The numbers of FP8 codes (uint8) in float32, float16 or bfloat16, exactly, NaN and infinity included.
+
+    FORMAT: "e5m2"; "e4m3"; or "e4m3_native", for GPUs that convert it in one instruction (see `fp8_format`). All FP8
+    numbers are float16 numbers. Those of E5M2 have the upper half of their bits. The bits of E4M3, shifted, are 2^-8
+    times the number, subnormal or not.
+    """
+    if FORMAT == "e5m2":
+        number = (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    elif FORMAT == "e4m3_native":
+        number = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        wide = bits.to(tl.uint16)
+        number = ((wide & 0x80) << 8 | (wide & 0x7F) << 7).to(tl.float16, bitcast=True) * 256.0
+        number = tl.where((wide & 0x7F) == 0x7F, float("nan"), number).to(tl.float16)
+    if dtype == tl.float16:
+        return number
+    return round_to(number.to(tl.float32), dtype)
+
+
+@triton.jit
 def round_to(x, dtype: tl.constexpr):
     """float32 -> dtype, to nearest even. Uses integer arithmetic in the interpreter, which truncates to bfloat16."""
     if _INTERPRETED and dtype == tl.bfloat16:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.numerics import dot, fast_log2, multiply, of_any_width, round_to, row_norms
+from .._common.numerics import dot, fast_log2, from_fp8, multiply, of_any_width, round_to, row_norms
 from .._common.scratch import all_occupied, is_last, row_of, written_of
 from .._common.softmax import weigh
 from ._score_kernels import finish_group
@@ -47,13 +47,16 @@ def _write_token(
 
 @triton.jit
 def _attend_tiles(
-    acc, row_max, weight_sum, q, key, value, pages, occupied, logits, newest, scale, begin, end,
+    acc, row_max, weight_sum, q, key, value, pages, occupied, logits, newest, scale, value_factor, begin, end,
     pages_s, key_p, key_s, key_d, value_p, value_s, value_d, occupied_s,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, MASKED: tl.constexpr, WARPS: tl.constexpr,
+    PAGE: tl.constexpr, FP8: tl.constexpr, MASKED: tl.constexpr, WARPS: tl.constexpr,
 ):
     """Update the online softmax of ROWS queries (accumulator, maximum, sums) with slots begin to end. Stores the logits
     plus log2 ||v||_1, which are the log scores except for the denominators of the whole row.
+
+    FP8: the format of keys and values, or None. value_factor: of FP8 values, or None. The norms include it; the
+    accumulator does not. The factor of FP8 keys is part of `scale`.
 
     The sum stays in SUMS parts, each over slots of one warp, so that warps need not synchronize at every tile. With
     MASKED, unoccupied slots are not read, so NaN in them has no effect. Otherwise all slots are occupied and tiles are
@@ -92,6 +95,8 @@ def _attend_tiles(
             page = page.to(tl.int64)[:, None]
             k = key + page * key_p + (s64 % PAGE)[:, None] * key_s + d[None, :] * key_d
         k = tl.load(k, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(k)
+        if FP8 is not None:
+            k = from_fp8(k, q.dtype, FP8)
         raw = dot(q, tl.trans(k))                                      # [ROWS, BLOCK]
         logit = multiply(raw, scale)
         if MASKED:
@@ -105,9 +110,14 @@ def _attend_tiles(
         else:
             v = value + page * value_p + (s64 % PAGE)[:, None] * value_s + d[None, :] * value_d
         v = tl.load(v, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(v)
+        if FP8 is not None:
+            v = from_fp8(v, q.dtype, FP8)
+        norm = row_norms(v, ROWS)
+        if value_factor is not None:
+            norm = norm * value_factor
         # An explicit fma: if the compiler decided whether to fuse, equal tokens could differ in the last bit between
         # the two loops. Unoccupied slots get -inf, like a value of zeros.
-        kept = tl.fma(raw, scale, fast_log2(row_norms(v, ROWS)))
+        kept = tl.fma(raw, scale, fast_log2(norm))
         # These lines are read again soon, unlike keys and values: keep them in the cache.
         valid = (row < GROUP_PAD)[:, None]
         if MASKED:
@@ -122,19 +132,19 @@ def _attend_tiles(
 @triton.jit(do_not_specialize=[
     "slots", "early", "splits", "split_size", "late_splits", "late_size", "heads", "query_b", "query_h",
     "key_b", "key_h", "key_s", "value_b", "value_h", "value_s", "occupied_b", "occupied_h",
-    "new_key_b", "new_key_h", "new_value_b", "new_value_h", "pages_b", "pages_s",
+    "new_key_b", "new_key_h", "new_value_b", "new_value_h", "pages_b", "pages_s", "key_scale_h", "value_scale_h",
 ])
 def attend_kernel(
-    query, key, value, pages, occupied, new_key, new_value, slot, positions, seen,
+    query, key, value, key_scale, value_scale, pages, occupied, new_key, new_value, slot, positions, seen,
     logits, partial, row_maxima, weight_sums, ranks, output, completion_counters,
     scale, slots, early, splits, split_size, late_splits, late_size, heads,
     query_b, query_h, query_d, key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d,
     occupied_b, occupied_h, occupied_s, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
-    pages_b, pages_s,
+    pages_b, pages_s, key_scale_h, value_scale_h,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
     PER_HEAD: tl.constexpr, ARRIVAL: tl.constexpr, FUSED: tl.constexpr, DISCARD: tl.constexpr, DEPENDENT: tl.constexpr,
-    WARPS: tl.constexpr, PAGE: tl.constexpr,
+    WARPS: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr,
 ):
     """Program (split, batch_head): attends to one share of the slots of a (row, KV head), for all its query heads.
     Stores the logits, and the share's maximum, sum and accumulator.
@@ -142,6 +152,7 @@ def attend_kernel(
     FUSED: the last program of a KV head finishes its outputs and ranks while other programs still read keys, so that
     most logits never leave the cache. Rows of the batch after the first `early` have smaller shares, so that all
     multiprocessors finish at about the same time. DEPENDENT: the next launch may start early and wait for this one.
+    FP8: keys and values are FP8 codes, uint8, with scales of KV heads, or None.
     """
     # One grid axis, since the other axes are limited to 65,535 programs.
     program = tl.program_id(0)
@@ -177,6 +188,11 @@ def attend_kernel(
     mask = (row < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     head = (k_head * GROUP + row)[:, None]
     q = tl.load(query + b * query_b + head * query_h + d[None, :] * query_d, mask=mask, other=0.0)
+    value_factor = None
+    if key_scale is not None:
+        scale = scale * tl.load(key_scale + k_head * key_scale_h)
+    if value_scale is not None:
+        value_factor = tl.load(value_scale + k_head * value_scale_h)
     newest = -1
     if ARRIVAL:
         newest = tl.load(slot + decision).to(tl.int32)
@@ -201,14 +217,16 @@ def attend_kernel(
     # Caches are usually full, and the second loop is empty. Two loops share their buffers; two branches would not.
     acc, row_max, weight_sum = _attend_tiles(
         acc, row_max, weight_sum, q, key, value, pages, mine, logits + batch_head * padded * GROUP_PAD,
-        newest, scale, begin, whole, pages_s, page_k, row_k, key_d, page_v, row_v, value_d, occupied_s,
-        HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, PAGE, False, WARPS,
+        newest, scale, value_factor, begin, whole, pages_s, page_k, row_k, key_d, page_v, row_v, value_d, occupied_s,
+        HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, PAGE, FP8, False, WARPS,
     )
     acc, row_max, weight_sum = _attend_tiles(
         acc, row_max, weight_sum, q, key, value, pages, mine, logits + batch_head * padded * GROUP_PAD,
-        newest, scale, whole, end, pages_s, page_k, row_k, key_d, page_v, row_v, value_d, occupied_s,
-        HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, PAGE, True, WARPS,
+        newest, scale, value_factor, whole, end, pages_s, page_k, row_k, key_d, page_v, row_v, value_d, occupied_s,
+        HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, PAGE, FP8, True, WARPS,
     )
+    if value_factor is not None:
+        acc = acc * value_factor
     part = (batch_head * GROUP + row) * late_splits + split            # late_splits >= splits
     tl.store(row_maxima + part, row_max, mask=row < GROUP)
     tl.store(weight_sums + part, tl.sum(weight_sum, 1), mask=row < GROUP)

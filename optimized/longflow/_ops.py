@@ -1,6 +1,7 @@
 """The operations of a LongFlow step: its division into programs, its scratch memory, and its launches.
 
-Operations with a `block_table` [B, n] take key and value in pages, [pages, Hkv, page_size, D], if it is not None.
+Operations with a `block_table` [B, n] take key and value in pages, [pages, Hkv, page_size, D], if it is not None. With
+`fp8`, key and value are the codes of this type as uint8: torch's checks of operations cannot compare FP8 tensors.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from .._common.launch import (
     SMALL_TILES,
     discards,
     early_rows,
+    fp8_format,
     fused,
     key_block,
     launches_early,
@@ -37,8 +39,9 @@ from ._score_kernels import choose_kernel, score_kernel
 #: Twice the value of _common/launch.py: with fewer KV heads in flight, fewer logits must stay in L2.
 PROGRAMS = 32
 
-#: Register limit per thread for 16-bit caches, so that three programs fit on a multiprocessor, the most that shared
-#: memory allows. Without it, the compiler uses 118 or 206, depending on the shape, or spills to stay below 128.
+#: Register limit per thread for 16-bit and FP8 caches, so that three programs fit on a multiprocessor, the most that
+#: shared memory allows for 16 bits. Without it, the compiler uses 118 or 206 for these, depending on the shape, or
+#: spills to stay below 128.
 REGISTERS = 168
 
 #: Slots per program if a second launch finishes the scores.
@@ -57,6 +60,17 @@ class _Work(NamedTuple):
     late_size: int
 
 
+class _Stored(NamedTuple):
+    """How keys and values are stored: fp8, the type of their codes, or None, and the scales of codes, [] or [Hkv]."""
+
+    fp8: torch.dtype | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+
+
+_PLAIN = _Stored()
+
+
 class _NewToken(NamedTuple):
     """The token of a state's step: key and value [B, Hkv, D], and the state's buffers for its slot and its position."""
 
@@ -73,7 +87,8 @@ class _NewToken(NamedTuple):
 
 
 def _cut(sizes: Sizes, key: Tensor) -> _Work:
-    block = key_block(sizes.head_dim, key.element_size(), sizes.slots)
+    # FP8 numbers are computed with as 16-bit numbers: larger tiles need more registers than there are.
+    block = key_block(sizes.head_dim, max(2, key.element_size()), sizes.slots)
     splits, size = split_slots(sizes, block, key.device, PROGRAMS)
     if not fused(sizes, key.device) or size < 2 * block or 2 * splits > MAX_SPLITS:
         return _Work(block, 0, splits, size, splits, size)
@@ -114,7 +129,8 @@ def _after(count: int) -> int:
 @torch.library.custom_op("kvtwin::longflow_decode", mutates_args=())
 def decode(
     query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, occupied: Tensor,
-    protected: Tensor | None, scale: float, per_head: bool,
+    protected: Tensor | None, key_scale: Tensor | None, value_scale: Tensor | None, scale: float, per_head: bool,
+    fp8: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sizes = _sizes(query, key, occupied)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -122,7 +138,7 @@ def decode(
     slot = torch.empty(occupied.shape[:-1], dtype=torch.int64, device=query.device)
     _launch(
         sizes, query, key, value, block_table, occupied, protected, output, score, slot,
-        scratch(sizes, key, per_head), scale=scale, per_head=per_head,
+        scratch(sizes, key, per_head), scale=scale, per_head=per_head, stored=_Stored(fp8, key_scale, value_scale),
     )
     return output, score, slot
 
@@ -130,7 +146,8 @@ def decode(
 @decode.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, occupied: Tensor,
-    protected: Tensor | None, scale: float, per_head: bool,
+    protected: Tensor | None, key_scale: Tensor | None, value_scale: Tensor | None, scale: float, per_head: bool,
+    fp8: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         query.new_empty(query.shape),
@@ -236,6 +253,7 @@ def _launch(
     protected: Tensor | None, output: Tensor, score: Tensor, slot: Tensor,
     scratch: tuple[Tensor, Tensor, Tensor], *, scale: float, per_head: bool,
     new_token: _NewToken | None = None, protect_newest: bool = False,
+    stored: _Stored = _PLAIN,
 ) -> None:
     """Launch the two kernels of a step. A new token is first written into slot `slot`, and the protected slots are
     derived from positions. Without one, the cache is unchanged and `protected` is a mask."""
@@ -261,6 +279,7 @@ def _launch(
     _launch_attend(
         sizes, query, key, value, block_table, occupied, output, slot, pieces, completion_counters, scale=scale,
         per_head=per_head, token=token, arrival=new_token is not None, at_once=at_once, dependent=dependent,
+        stored=stored,
     )
     with on_device_of(key):
         if at_once:
@@ -293,6 +312,7 @@ def _launch_attend(
     sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, occupied: Tensor,
     output: Tensor, slot: Tensor, pieces: Sequence[Tensor], completion_counters: Tensor, *, scale: float,
     per_head: bool, token: _NewToken, arrival: bool, at_once: bool, dependent: bool,
+    stored: _Stored = _PLAIN,
 ) -> None:
     """The first kernel: attention. at_once: it also ranks the slots of each KV head."""
     batch, _, heads, slots, head_dim = sizes
@@ -301,24 +321,27 @@ def _launch_attend(
     logits, partial, row_maxima, weight_sums, _, ranks = pieces
     unit, byte_unit = stride_unit(key, value), mask_unit(occupied)
     head_stride = _head_stride(occupied, per_head)
+    scales = (stored.key_scale, stored.value_scale)
     pages = slot if block_table is None else block_table                        # `slot` is not read as pages
     splitting = _splitting(sizes, splits)
-    registers = {"maxnreg": REGISTERS} if PTX and at_once and key.element_size() == 2 else {}
+    registers = {"maxnreg": REGISTERS} if PTX and at_once and key.element_size() <= 2 else {}
     # With 4 warps, fewer programs run at a time and finish KV heads sooner, before logits leave the cache.
     warps = 4 if at_once else 2
     with on_device_of(key):
         attend_kernel[(heads * (work.early * work.splits + (batch - work.early) * splits),)](
-            query, key, value, pages, occupied, token.key, token.value, slot, token.positions, token.seen,
+            query, key, value, *scales, pages, occupied, token.key, token.value, slot, token.positions, token.seen,
             logits, partial, row_maxima, weight_sums, ranks, output, completion_counters,
             scale * LOG2_E.value, slots, *work[1:], heads,
             *query.stride(), *(stride // unit for stride in key.stride()[:3]), key.stride(3),
             *(stride // unit for stride in value.stride()[:3]), value.stride(3),
             occupied.stride(0) // byte_unit, head_stride // byte_unit, occupied.stride(-1),
             *token.key.stride(), *token.value.stride(), pages.stride(0), pages.stride(-1),
+            *(None if one is None else one.stride(0) if one.dim() else 0 for one in scales),
             ROWS=GROUP_ROWS, BLOCK=work.block, UNIT=unit, MASK_UNIT=byte_unit,
             CHUNK=32 if SMALL_TILES else min(1024, 4096 // splitting["GROUP_PAD"]), WARPS=warps,
             FUSED=at_once, DISCARD=discards(key.device), DEPENDENT=dependent, GROUP=sizes.group, HEAD_DIM=head_dim,
-            PER_HEAD=per_head, ARRIVAL=arrival, PAGE=0 if block_table is None else key.shape[2], **splitting,
+            PER_HEAD=per_head, ARRIVAL=arrival, PAGE=0 if block_table is None else key.shape[2],
+            FP8=fp8_format(stored.fp8, key.device), **splitting,
             num_warps=warps, num_stages=3 if at_once else 2, **registers,
         )
 

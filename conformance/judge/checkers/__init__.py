@@ -17,6 +17,8 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
 - `COMPILED`: a list of options, dicts, for which a state uses other kernels, for `compile_only`;
 - `arguments(device)`: values of required parameters that `tiny` does not know, by parameter name, with the sizes of
   `tiny`; "function.parameter" if a parameter's meaning depends on the function;
+- `variants(name, given)`: lists of further arguments of the function of this name, made from `given`, those with all
+  optional ones that are known: other types of the same arguments;
 - `parts(module)`: what the pair exports besides functions, config and state, for tests of wrong arguments: by name, a
   function of the device that returns a callable, the object behind it, or None, and good arguments by name;
 - `ON_THE_HOST`: functions that return Python numbers, so that they cannot be compiled;

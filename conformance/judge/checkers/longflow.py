@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....reference import longflow
 from ....reference.attention import per_query_head
+from ....reference.contract import Pages
 from ...cases import draws, tiny
 from ...cases.case import Case, DecodeCase, WindowCase
 from ...cases.contents import OCCUPANCIES, PROTECTIONS
@@ -50,6 +51,7 @@ def log_score_interval(attention: Attention, allowed: Arithmetic, *, per_head: b
     - x_hj = log a_hj + log N_j, added in one sum or per KV head: 4 u (|log a_hj| + |log N_j|). Or log N_j is added to
       s_j before the maximum and the normaliser's logarithm are subtracted: three roundings of numbers up to
       |s_j| + |m| + |log N_j|, which the four in delta_j and these four cover.
+      The scale of FP8 values is one more rounding of each value, or of N_j.
     - the logsumexp over H heads, with a running maximum over them, or within the group and then over KV heads: each
       head passes through at most H + 1 exponentials and products (its own, and one wherever the maximum rises;
       G + Hkv <= H + 1), H additions, two logarithms of at most H (one within the group), and roundings of arguments:
@@ -60,8 +62,9 @@ def log_score_interval(attention: Attention, allowed: Arithmetic, *, per_head: b
     seen = attention.seen[:, :, 0]
     log_weight = log_weight.masked_fill(~seen, 0)
     below, above = (error[:, :, 0] for error in log_weight_error(attention, allowed))
-    norm = attention.magnitude
-    relative = (gamma(allowed.dot * attention.head_dim) + attention.head_dim * FLUSH / norm.clamp_min(1e-300)) * SLACK
+    norm, scaled = attention.magnitude, attention.scales is not None
+    relative = gamma(allowed.dot * attention.head_dim + scaled) + attention.head_dim * FLUSH / norm.clamp_min(1e-300)
+    relative = relative * SLACK
     log_norm = norm.log()                                                                 # -inf for a zero value
     size = per_query_head(log_norm.abs().masked_fill(norm == 0, 0), attention.query_heads)
     loss = per_query_head(torch.log1p(-relative.clamp_max(1)), attention.query_heads)
@@ -87,7 +90,7 @@ def linear_score_error(attention: Attention, allowed: Arithmetic, *, per_head: b
 
     It may be computed as the exponential of the log score. So it has the relative error of the log score, one more
     exponential, the division by H D (a constant: DIVISION and two roundings), and FLUSH for the result, for each weight
-    before its product with ||v_j||_1 / D, and for each product.
+    before its product with ||v_j||_1 / D, and for each product, which the scale of FP8 values may follow.
     """
     low, high = log_score_interval(attention, allowed, per_head=per_head)
     heads = attention.key_value_heads if per_head else 1
@@ -100,7 +103,8 @@ def linear_score_error(attention: Attention, allowed: Arithmetic, *, per_head: b
     last = EXP + DIVISION + 2 * UNIT
     low, high = ((x if per_head else x[:, None]).exp() / divisor for x in (low, high))
     error = torch.maximum(high * (1 + last) - score, score - low * (1 - last)).clamp_min(0)
-    error = error * SLACK + FLUSH * (size + shared + 2)
+    _, value_scale = attention.scales or (1.0, 1.0)
+    error = error * SLACK + FLUSH * (size + (shared + 2) * max(1.0, value_scale))
     return error if per_head else error[:, 0]
 
 
@@ -171,6 +175,25 @@ def arguments(device: torch.device) -> dict[str, Any]:
     """See the package."""
     _, key, value = tiny.prompt(device, seed=0)
     return {"pages": filled_pages(PagedLayout(4), key, value)}
+
+
+def variants(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:
+    """See the package: FP8 keys and values, with scales and without."""
+    if name not in ("decode_attention", "paged_decode_attention"):
+        return []
+    found = []
+    for dtype, scales in (
+        (torch.float8_e4m3fn, {"key_scale": (0.5, 0.7), "value_scale": (3.0, 0.1)}),
+        (torch.float8_e4m3fn, {"key_scale": 0.3}), (torch.float8_e5m2, {"value_scale": 0.3}),
+    ):
+        made = given | {key: torch.tensor(value, device=given["query"].device) for key, value in scales.items()}
+        if "pages" in given:
+            key, value, table = given["pages"]
+            made["pages"] = Pages(key.to(dtype), value.to(dtype), table)
+        else:
+            made |= {part: given[part].to(dtype) for part in ("key", "value")}
+        found.append(made)
+    return found
 
 
 def replay(case: Case, module: Any) -> Iterator[str]:

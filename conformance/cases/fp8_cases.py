@@ -1,0 +1,191 @@
+"""Cases with FP8 keys and values: their codes, scales and poison, and the strategy that draws them.
+
+Keys and values are first made as for other cases (contents.py), then divided by a scale and rounded to FP8. The rounded
+numbers times the scale are the inputs, so neither rounding is part of any bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ...reference.contract import Pages
+from ..judge.oracle import Attention, attend
+from . import contents, draws
+from .case import DecodeCase
+from .layouts import LAYOUTS, MIXED, REPEATED
+from .paged_states import filled_pages
+from .paged_view import PagedLayout
+from .strategies import decode_cases
+
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+#: Shapes of the two scales: one per KV head ("powers": powers of two), one per tensor, or none.
+SCALES = ("heads", "tensor", "powers", "heads_and_tensor", "tensor_and_none", "none_and_heads", "none")
+#: Besides the contents of other cases: any finite codes; subnormal numbers and zeros; the largest numbers.
+OWN_CONTENTS = ("codes", "subnormal", "largest")
+CONTENTS = (*contents.CONTENTS, *OWN_CONTENTS)
+#: The largest finite code without its sign, the smallest normal one, and those of each poison.
+LARGEST = {"e4m3": 0x7E, "e5m2": 0x7B}
+NORMAL = {"e4m3": 0x08, "e5m2": 0x04}
+POISONS = {
+    "e4m3": {"zero": 0, "nan": 0x7F, "inf": 0xFF, "largest": 0x7E}, "e5m2": {"zero": 0, "nan": 0x7F, "inf": 0xFC,
+                                                                           "largest": 0x7B},
+}
+#: Powers of two between the largest FP8 number and the largest number before rounding: with many, most codes are
+#: subnormal or zero.
+SPREAD = {"e4m3": 9, "e5m2": 22}
+
+
+@dataclass(frozen=True, repr=False)
+class Fp8Case(DecodeCase):
+    """Arguments of a `decode_attention` with FP8 keys and values. dtype: of the query. fp8: one of FORMATS. scales: one
+    of SCALES."""
+
+    kind: ClassVar[str] = "decode_fp8"
+
+    fp8: str = "e4m3"
+    scales: str = "heads"
+
+    key_scale = property(lambda self: self.tensors["key_scale"])
+    value_scale = property(lambda self: self.tensors["value_scale"])
+
+    def make(self) -> dict[str, Tensor | None]:
+        content = {"near_ties": "duplicates"}.get(self.content, self.content)
+        plain = dataclasses.replace(
+            self, content="ordinary" if content in OWN_CONTENTS else content, poison="stale"
+        )
+        made = DecodeCase.make(plain)
+        query, key, value, occupied = (made[name] for name in ("query", "key", "value", "occupied"))
+        assert query is not None and key is not None and value is not None and occupied is not None
+        generator = torch.Generator(self.device).manual_seed(self.seed ^ 0x5EED)
+        kinds = self.scales.split("_and_")
+        codes, scales = [], []
+        for number, tensor in enumerate((key.float(), value.float())):
+            kind = kinds[-1] if number else kinds[0]
+            if kind != "none":
+                # Large and small numbers. The scaled query keeps the logits.
+                power = int(torch.randint(-1, 2, (), generator=generator, device=self.device)) * (6 if number else 4)
+                tensor = tensor * 2.0**power
+                query = query if number else query * 2.0**-power
+            one, scale = self._coded(tensor, kind, generator)
+            codes.append(one)
+            scales.append(scale)
+        if self.content == "near_ties":
+            _part(codes[0], codes[1], LARGEST[self.fp8])
+        if self.layout not in REPEATED and self.poison in POISONS[self.fp8]:
+            free = ~(occupied if self.per_head else occupied[:, None])[..., None]
+            codes = [one.masked_fill(free, POISONS[self.fp8][self.poison]) for one in codes]
+        key, value = (one.view(FORMATS[self.fp8]) for one in codes)
+        return {**made, "query": query, "key": key, "value": value, "key_scale": scales[0], "value_scale": scales[1]}
+
+    def _coded(self, tensor: Tensor, kind: str, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+        """Codes, uint8, of numbers [B, Hkv, S, D] and their scale."""
+        def uniform(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=generator, device=generator.device)
+
+        largest = torch.finfo(FORMATS[self.fp8]).max
+        most = tensor.abs().amax((0, 2, 3)).clamp_min(2.0**-40)                               # [Hkv]
+        most = most.max() if kind == "tensor" else most
+        spread = torch.exp2(SPREAD[self.fp8] * uniform(*most.shape))
+        if self.content in OWN_CONTENTS:
+            spread = torch.ones_like(spread)
+        scale = most * spread / largest
+        if kind == "powers":
+            scale = torch.exp2(scale.log2().ceil())
+        if self.content in OWN_CONTENTS:
+            low, high = {
+                "codes": (0, LARGEST[self.fp8] + 1), "subnormal": (0, NORMAL[self.fp8]),
+                "largest": (LARGEST[self.fp8] - 2, LARGEST[self.fp8] + 1),
+            }[self.content]
+            sign = torch.randint(2, tensor.shape, generator=generator, device=generator.device) << 7
+            codes = sign + torch.randint(low, high, tensor.shape, generator=generator, device=generator.device)
+            codes = codes.to(torch.uint8)
+        else:
+            if kind != "none":
+                tensor = tensor / (scale if scale.dim() == 0 else scale[:, None, None])
+            codes = tensor.clamp(-largest, largest).to(FORMATS[self.fp8]).view(torch.uint8)
+        return codes, None if kind == "none" else scale
+
+    def place(self, name: str, tensor: Tensor) -> Tensor:
+        if not name.endswith("_scale"):
+            return super().place(name, tensor)
+        if self.layout == "contiguous":
+            return tensor
+        # A column of a larger tensor, with another stride for values than for keys.
+        columns = (tensor, *[-tensor] * (2 if name == "value_scale" else 1))
+        return torch.stack(columns, -1)[..., 0]
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of `decode_attention`, the scales only if there are any."""
+        scales = {"key_scale": self.key_scale, "value_scale": self.value_scale}
+        return super().inputs | {name: scale for name, scale in scales.items() if scale is not None}
+
+    @property
+    def exact_inputs(self) -> dict[str, Any]:
+        """The inputs for the oracle: keys and values in float64, without scales, so that no code of the implementation
+        under test or of the reference converts them."""
+        key, value = exact(self.key, self.key_scale), exact(self.value, self.value_scale)
+        return super().inputs | {"key": key, "value": value}
+
+    @property
+    def paged_inputs(self) -> dict[str, Any]:
+        """Keyword arguments of `paged_decode_attention`, but for the pages."""
+        return {name: value for name, value in self.inputs.items() if name not in ("key", "value")}
+
+    def pages(self, layout: PagedLayout) -> Pages:
+        """The keys and values in pages. All other memory holds NaN."""
+        return filled_pages(layout, self.key, self.value)
+
+    @cached_property
+    def attention(self) -> Attention:
+        """The exact attention, for the bounds."""
+        key, value = self.exact_inputs["key"], self.exact_inputs["value"]
+        most = [1.0 if one is None else float(one.max()) for one in (self.key_scale, self.value_scale)]
+        found = attend(self.query, key, value, self.occupied, scale=self.scale)
+        return dataclasses.replace(found, scales=(most[0], most[1]))
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None, *,
+           protected: Tensor | None = None, scale: float | None = None, per_head: bool = False,
+           key_scale: Tensor | None = None, value_scale: Tensor | None = None) -> Fp8Case:
+        """Make a case from given tensors."""
+        plain = DecodeCase.of(query, key, value, occupied, protected=protected, scale=scale, per_head=per_head)
+        fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
+        fp8 = next(name for name, dtype in FORMATS.items() if dtype == key.dtype)
+        case = cls(**fields | {"dtype": query.dtype, "fp8": fp8})
+        case._adopt({**plain.tensors, "key_scale": key_scale, "value_scale": value_scale})
+        return case
+
+
+def exact(codes: Tensor, scale: Tensor | None) -> Tensor:
+    """FP8 codes [B, Hkv, S, D] times their scale in float64, which is exact."""
+    number = codes.double()
+    return number if scale is None else number * scale.double().view(1, -1, 1, 1)
+
+
+def _part(key: Tensor, value: Tensor, largest: int) -> None:
+    """Change one code of each copy of an earlier token, uint8 [B, Hkv, S, D], to a neighbour, in key or value."""
+    bits = torch.cat((key, value), -1)[0, 0].tolist()
+    copies = [slot for slot, one in enumerate(bits) if one in bits[:slot]]
+    for place, slot in enumerate(copies):
+        tensor, channel = (value, key)[place % 2], place % key.shape[-1]
+        code = tensor[:, :, slot, channel]
+        tensor[:, :, slot, channel] = torch.where((code & 0x7F) < largest, code + 1, code - 1)
+
+
+@st.composite
+def fp8_cases(draw: st.DrawFn, **more: Any) -> Fp8Case:
+    """Inputs of a `decode_attention` with FP8 keys and values. more: arguments of `decode_cases`."""
+    plain = draw(decode_cases(**{"content": CONTENTS, "layout": (*LAYOUTS, MIXED), **more}))
+    fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
+    return Fp8Case(
+        **fields, fp8=draw(st.sampled_from(sorted(FORMATS))),
+        scales=draw(st.sampled_from(draws.plain_among(SCALES, ("heads",)))),
+    )

@@ -1,0 +1,431 @@
+"""LongFlow over FP8 keys and values with scales: as over the numbers that they stand for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtwin.conformance.cases.fp8_cases import FORMATS, LARGEST, Fp8Case, exact, fp8_cases
+from kvtwin.conformance.cases.paged_states import OWN_LAYOUTS
+from kvtwin.conformance.cases.strategies import DTYPES
+from kvtwin.conformance.harness.impl import NotProvided
+from kvtwin.conformance.judge.checkers import longflow as judge
+from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.reference.contract import Pages
+
+SIDES = ("optimized", "reference")
+each_side = pytest.mark.parametrize("side", SIDES)
+each_format = pytest.mark.parametrize("fp8", FORMATS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+few = settings(max_examples=max(2, settings().max_examples // 5))
+
+
+def function(twins: Any, side: str, name: str = "decode_attention") -> Callable[..., Any]:
+    longflow = getattr(twins, side).longflow
+    found: Callable[..., Any] = getattr(longflow, name)
+    if "key_scale" not in inspect.signature(found).parameters:
+        raise NotProvided(f"{longflow}.{name}: key_scale")
+    return found
+
+
+@pytest.mark.kind("equivalence")
+@each_side
+@given(data=st.data())
+def test_longflow_decodes_fp8_as_float64_would(side, data, twins):
+    case = data.draw(fp8_cases())
+    judge.assert_decode_right(function(twins, side)(**case.inputs), case)
+
+
+def step(fp8: str, device: torch.device, **more: Any) -> Fp8Case:
+    """Two rows, two KV heads, several tiles, free slots, and scales that differ per head. head_dim is a power of two
+    in one of the formats."""
+    sizes = {"batch": 2, "key_value_heads": 2, "group": 3, "slots": 37, "occupancy": "random"}
+    sizes["head_dim"] = {"e4m3": 24, "e5m2": 32}[fp8]
+    return Fp8Case(**{**sizes, "fp8": fp8, "device": device.type, **more})
+
+
+@each_format
+def test_the_scales_of_this_file_differ(fp8, device):
+    """From each other, and among heads, by more than a factor of 4."""
+    case = step(fp8, torch.device("cpu"))
+    for one, other in ((case.key_scale, case.value_scale), *((scale[:1], scale[1:]) for scale in (
+        case.key_scale, case.value_scale
+    ))):
+        assert bool(((one / other).log2().abs() > 2).all())
+
+
+def assert_all_same(one: Any, other: Any, what: str = "") -> None:
+    for name, mine, theirs in zip(one._fields, one, other, strict=True):
+        assert_same(mine, theirs, what=f"{name} {what}")
+
+
+@pytest.mark.kind("equivalence")
+@each_side
+@each_format
+@pytest.mark.parametrize("per_head", [False, True], ids=["all_heads", "per_head"])
+@pytest.mark.parametrize("scales", ["none", "tensor", "heads", "heads_and_tensor", "tensor_and_none"])
+def test_longflow_applies_scales_where_they_matter(side, fp8, per_head, scales, twins, device):
+    """To logits, outputs and scores. The scales of keys and values, and of heads, differ by orders of magnitude."""
+    case = step(fp8, device, per_head=per_head, scales=scales)
+    judge.assert_decode_right(function(twins, side)(**case.inputs), case)
+
+
+@pytest.mark.kind("equivalence")
+@each_side
+@each_format
+@each_dtype
+def test_longflow_reads_every_code_of_keys_and_values(side, fp8, dtype, twins, device):
+    """Slot i has the finite code i in one channel of its key, and in all channels of its value."""
+    codes = torch.tensor([code for code in range(256) if code & 0x7F <= LARGEST[fp8]], dtype=torch.uint8)
+    key = torch.zeros(1, 1, len(codes), 16, dtype=torch.uint8)
+    key[0, 0, :, 0] = codes
+    value = codes[None, None, :, None].expand_as(key).contiguous()
+    query = torch.zeros(1, 1, 16, dtype=dtype)
+    query[..., 0] = 1
+    largest = torch.finfo(FORMATS[fp8]).max
+    for most in (0.5, 40.0):  # all weights similar, and a few large ones
+        case = Fp8Case.of(
+            query.to(device), *(bits.to(device).view(FORMATS[fp8]) for bits in (key, value)),
+            scale=1.0, key_scale=torch.tensor(most / largest, device=device),
+        )
+        judge.assert_decode_right(function(twins, side)(**case.inputs), case)
+
+
+@pytest.mark.kind("equivalence")
+@each_side
+@each_format
+@each_dtype
+def test_longflow_returns_the_one_value_that_it_holds(side, fp8, dtype, twins, device):
+    """A single token has the weight 1, so that its value, with any finite codes, is the output without any error but
+    the product with the scale, and its rounding. With all heads' scales, too."""
+    codes = torch.tensor([code for code in range(256) if code & 0x7F <= LARGEST[fp8]], dtype=torch.uint8)
+    value = codes[:240].view(1, 2, 1, 120).to(device).view(FORMATS[fp8])
+    key = torch.ones(1, 2, 1, 120, device=device).to(FORMATS[fp8])
+    query = torch.ones(1, 4, 120, device=device, dtype=dtype)
+    occupied = torch.ones(1, 1, dtype=torch.bool, device=device)
+    scale = torch.tensor([0.3, 1.7e-3], device=device)
+    output = function(twins, side)(query, key, value, occupied, value_scale=scale).output
+    expected = (value.float() * scale[:, None, None]).to(dtype)[:, :, 0].repeat_interleave(2, 1)
+    assert_same(output + 0.0, expected + 0.0, what="output")
+
+
+@pytest.mark.kind("laws")
+@each_side
+@each_format
+@each_dtype
+def test_longflow_over_fp8_with_powers_of_two_has_the_bits_of_other_numbers(side, fp8, dtype, twins, device):
+    """Codes times powers of two are float16 and bfloat16 numbers, too. On a GPU, where other instructions load them,
+    the results are right, and need not have the same bits."""
+    scale = {"e4m3": 2.0**-8, "e5m2": 2.0**-15}[fp8]
+    made = step(fp8, device, dtype=dtype, content="codes", scales="none", scale=scale)
+    scales = {"key_scale": torch.tensor([0.5, 0.25], device=device), "value_scale": torch.tensor(0.25, device=device)}
+    case = Fp8Case.of(made.query, made.key, made.value, made.occupied, scale=made.scale, **scales)
+    decode = function(twins, side)
+    found = decode(**case.inputs)
+    judge.assert_decode_right(found, case)
+    plain = {}
+    for name in ("key", "value"):
+        held = torch.where(case.occupied[:, None, :, None], exact(getattr(case, name), scales[f"{name}_scale"]), 0.0)
+        plain[name] = held.to(dtype)
+        assert_same(plain[name].double(), held, what=f"{name} in {dtype}")
+    if device.type == "cpu":
+        assert_all_same(found, decode(case.query, **plain, occupied=case.occupied, scale=case.scale))
+
+
+@pytest.mark.kind("equivalence")
+@each_format
+def test_the_reference_is_exact_in_float64(fp8, twins, device):
+    """With a float64 query: as over the exact numbers."""
+    case = step(fp8, device)
+    decode, inputs = function(twins, "reference"), case.inputs
+    found = decode(**inputs | {"query": case.query.double()})
+    assert_all_same(found, decode(**case.exact_inputs | {"query": case.query.double()}))
+
+
+@pytest.mark.kind("laws")
+@each_side
+@each_format
+def test_missing_scales_are_scales_of_one(side, fp8, twins, device):
+    case = step(fp8, device, scales="none")
+    decode, ones = function(twins, side), torch.ones(2, device=device)
+    plain = decode(**case.inputs)
+    for scales in (
+        {"key_scale": ones}, {"value_scale": ones}, {"key_scale": ones, "value_scale": ones[0]},
+        {"key_scale": ones[0], "value_scale": ones},
+    ):
+        assert_all_same(decode(**case.inputs, **scales), plain, f"with {scales}")
+
+
+@pytest.mark.kind("laws")
+@each_side
+@each_format
+def test_one_scale_is_the_same_scale_for_every_head(side, fp8, twins, device):
+    case = step(fp8, device, scales="tensor")
+    decode, inputs = function(twins, side), case.inputs
+    many = {name: inputs[name].expand(2) for name in ("key_scale", "value_scale")}
+    assert many["key_scale"].stride() == (0,)
+    assert_all_same(decode(**inputs | many), decode(**inputs))
+
+
+@pytest.mark.kind("laws")
+@each_side
+@each_format
+def test_a_head_does_not_depend_on_the_scales_of_another(side, fp8, twins, device):
+    case = step(fp8, device, per_head=True)
+    decode, inputs = function(twins, side), case.inputs
+    other = {name: inputs[name] * torch.tensor([1.0, 5.0], device=device) for name in ("key_scale", "value_scale")}
+    one, changed = decode(**inputs), decode(**inputs | other)
+    assert_same(changed.output[:, :3], one.output[:, :3], what="output of the first head")
+    assert_same(changed.score[:, 0], one.score[:, 0], what="score of the first head")
+    assert_same(changed.slot[:, 0], one.slot[:, 0], what="slot of the first head")
+    assert bool((changed.output[:, 3:] != one.output[:, 3:]).any())
+
+
+@pytest.mark.kind("laws")
+@each_side
+@each_format
+def test_a_row_does_not_depend_on_another(side, fp8, twins, device):
+    case = step(fp8, device)
+    decode, inputs = function(twins, side), case.inputs
+    changed = dict(inputs)
+    for name in ("key", "value"):
+        bits = inputs[name].view(torch.uint8).clone()
+        bits[1] = 0x7F - bits[1] % 3 * 40
+        changed[name] = bits.view(FORMATS[fp8])
+    for name, one, other in zip(("output", "score", "slot"), decode(**inputs), decode(**changed), strict=True):
+        assert_same(one[0], other[0], what=f"{name} of the first row")
+
+
+@pytest.mark.kind("laws")
+@each_side
+@each_format
+@pytest.mark.parametrize("head_dim", [16, 24])
+@pytest.mark.parametrize("occupancy", ["random", "left_padding", "empty_row"])
+def test_no_code_in_a_free_slot_has_an_effect(side, fp8, occupancy, head_dim, twins, device):
+    """NaN with both signs, infinity, and all others."""
+    case = step(fp8, device, occupancy=occupancy, poison="zero", head_dim=head_dim)
+    decode, inputs = function(twins, side), case.inputs
+    plain = decode(**inputs)
+    free = ~case.occupied[:, None, :, None]
+    assert bool(free.any())
+    for code in (0x7C, 0x7F, 0xFF, 0xFC, 0x80, LARGEST[fp8]):
+        poisoned = {
+            name: inputs[name].view(torch.uint8).masked_fill(free, code).view(FORMATS[fp8]) for name in ("key", "value")
+        }
+        assert_all_same(decode(**inputs | poisoned, check_finite=True), plain, f"with {code:#x} in free slots")
+
+
+@pytest.mark.kind("laws")
+@each_side
+@each_format
+def test_equal_tokens_tie_wherever_they_lie(side, fp8, twins, device):
+    """In full tiles, in tiles with free slots, and in the last one; the lowest is next, with and without scales."""
+    for occupancy, scales in (("full", "heads"), ("random", "none"), ("full", "tensor")):
+        case = step(fp8, device, content="identical", occupancy=occupancy, scales=scales, slots=40)
+        inputs = case.inputs
+        found = function(twins, side)(**inputs)
+        judge.assert_decode_right(found, case)
+        if occupancy == "full":
+            for open_ in ([6, 21, 39], [38, 39], [15, 16]):
+                protected = ~torch.isin(torch.arange(40, device=device), torch.tensor(open_, device=device))
+                found = function(twins, side)(**inputs | {"protected": protected.expand(2, -1)})
+                assert found.slot.tolist() == open_[:1] * 2
+
+
+@pytest.mark.kind("laws")
+@each_side
+@each_format
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "spread", "channels_first", "apart", "mixed", "far"])
+def test_longflow_over_fp8_does_not_depend_on_strides(side, fp8, layout, twins, device):
+    """Those of keys, of values, and of their scales. On a GPU, other instructions may load the tokens."""
+    one, other = (step(fp8, device, layout=name) for name in ("contiguous", layout))
+    found = function(twins, side)(**other.inputs)
+    judge.assert_decode_right(found, other)
+    if device.type == "cpu":
+        assert_all_same(found, function(twins, side)(**one.inputs))
+
+
+@pytest.mark.kind("laws")
+@each_side
+def test_another_scale_of_the_softmax_is_folded_into_that_of_keys(side, twins, device):
+    case = step("e4m3", device, scale=-0.25)
+    judge.assert_decode_right(function(twins, side)(**case.inputs), case)
+
+
+@pytest.mark.kind("laws")
+@each_side
+@given(data=st.data())
+@few
+def test_longflow_over_pages_of_fp8_has_the_bits_of_one_tensor(side, data, twins, device):
+    """And is right, in every layout of the pages, with slots of each KV head, too."""
+    case = data.draw(fp8_cases(layout=("contiguous",)))
+    layout = data.draw(st.sampled_from(OWN_LAYOUTS))
+    found = function(twins, side, "paged_decode_attention")(pages=case.pages(layout), **case.paged_inputs)
+    judge.assert_decode_right(found, case)
+    if device.type == "cpu":
+        assert_all_same(found, function(twins, side)(**case.inputs))
+
+
+@pytest.mark.kind("laws")
+@each_side
+@each_format
+def test_pages_of_64_slots_hold_whole_tiles_of_fp8(side, fp8, twins, device):
+    case = step(fp8, device, slots=150, occupancy="left_padding")
+    for layout in OWN_LAYOUTS:
+        found = function(twins, side, "paged_decode_attention")(pages=case.pages(layout), **case.paged_inputs)
+        judge.assert_decode_right(found, case)
+
+
+# Numbers that are not finite, and wrong arguments --------------------------------------------------------------------
+
+
+@pytest.mark.kind("laws")
+@each_side
+@pytest.mark.parametrize(("fp8", "code"), [("e4m3", 0x7F), ("e4m3", 0xFF), ("e5m2", 0x7E), ("e5m2", 0xFD)])
+def test_nan_in_an_occupied_slot_reaches_the_output(side, fp8, code, twins, device):
+    case = step(fp8, device, occupancy="full")
+    for name in ("key", "value"):
+        inputs = dict(case.inputs)
+        bits = inputs[name].view(torch.uint8).clone()
+        bits[1, 0, 20, 3] = code
+        found = function(twins, side)(**inputs | {name: bits.view(FORMATS[fp8])})
+        assert bool(found.output[1, :3, 3].isnan().all())
+        assert not bool(found.output[0].isnan().any()) and not bool(found.output[1, 3:].isnan().any())
+        assert 0 <= int(found.slot[1]) < 37
+
+
+@pytest.mark.kind("laws")
+@each_side
+def test_infinite_values_reach_the_output(side, twins, device):
+    case = step("e5m2", device, occupancy="full")
+    bits = case.value.view(torch.uint8).clone()
+    bits[1, 0, 20, 3], bits[1, 1, 20, 4] = 0x7C, 0xFC
+    output = function(twins, side)(**case.inputs | {"value": bits.view(torch.float8_e5m2)}).output
+    assert bool((output[1, :3, 3] == torch.inf).all()) and bool((output[1, 3:, 4] == -torch.inf).all())
+
+
+@pytest.mark.kind("bad_input")
+@each_side
+@pytest.mark.parametrize(("fp8", "code"), [("e4m3", 0x7F), ("e4m3", 0xFF), ("e5m2", 0x7C), ("e5m2", 0xFE)])
+@pytest.mark.parametrize("paged", [False, True], ids=["one_tensor", "pages"])
+def test_codes_that_are_not_finite_are_refused_in_occupied_slots_alone(side, fp8, code, paged, twins, device):
+    case = step(fp8, device, occupancy="one_free", poison="nan")
+    layout = OWN_LAYOUTS[0]
+
+    def call(key: torch.Tensor, value: torch.Tensor) -> None:
+        inputs = {**case.inputs, "key": key, "value": value}
+        if paged:
+            pages = Fp8Case.of(case.query, key, value).pages(layout)
+            function(twins, side, "paged_decode_attention")(pages=pages, **case.paged_inputs, check_finite=True)
+        else:
+            function(twins, side)(**inputs, check_finite=True)
+
+    try:
+        call(case.key, case.value)
+    except ValueError as error:
+        raise AssertionError("NaN in a free slot is refused") from error
+    slot = int(case.occupied[1].nonzero()[0])
+    for name in ("key", "value"):
+        bits = getattr(case, name).view(torch.uint8).clone()
+        bits[1, 0, slot, 3] = code
+        tensors = {"key": case.key, "value": case.value, name: bits.view(FORMATS[fp8])}
+        with pytest.raises(ValueError, match=f"{name} holds NaN or infinity"):
+            call(**tensors)
+
+
+def tensors_of(case: Fp8Case, **changes: Any) -> dict[str, Any]:
+    """The arguments of a call, and those in `changes`, which are values or functions of the argument."""
+    inputs = dict(case.inputs)
+    for name, change in changes.items():
+        inputs[name] = change(inputs.get(name)) if callable(change) else change
+    return inputs
+
+
+FN, FNUZ, E5 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2
+HALF = {"key": lambda x: x.float(), "value": lambda x: x.float()}
+BAD_CALLS = {
+    "fnuz": (
+        {"key": lambda x: x.view(FNUZ), "value": lambda x: x.view(FNUZ)}, TypeError,
+        r"(key|pages.key_cache).dtype must be one of .*torch.float8_e5m2, got torch.float8_e4m3fnuz",
+    ),
+    "e5m2fnuz": (
+        {"key": lambda x: x.view(torch.float8_e5m2fnuz), "value": lambda x: x.view(torch.float8_e5m2fnuz)}, TypeError,
+        "got torch.float8_e5m2fnuz",
+    ),
+    "mixed FP8": (
+        {"value": lambda x: x.view(E5)}, TypeError, "value.* must have key.*'s dtype torch.float8_e4m3fn, got .*e5m2"
+    ),
+    "FP8 keys alone": (
+        {"value": lambda x: x.float()}, TypeError, "value.* must have key.*'s dtype torch.float8_e4m3fn, got .*float32"
+    ),
+    "FP8 values alone": ({"key": lambda x: x.float()}, TypeError, "value.* must have key.*'s dtype torch.float32, got"),
+    "FP8 queries": ({"query": lambda x: x.to(FN)}, TypeError, "query.dtype must be one of .*, got torch.float8_e4m3fn"),
+    "scales without FP8": (HALF, TypeError, "key_scale must be None unless key.* is torch.float8_e4m3fn or .*float32"),
+    "a scale of values without FP8": (
+        {**HALF, "key_scale": None}, TypeError, "value_scale must be None unless key.* is torch.float8_e4m3fn or "
+    ),
+    "a float": ({"key_scale": 0.5}, TypeError, r"key_scale must be a torch.Tensor \[\] or \[Hkv\], or None, got float"),
+    "float16": ({"value_scale": lambda x: x.half()}, TypeError, "value_scale must have dtype torch.float32, got .*16"),
+    "float64": ({"key_scale": lambda x: x.double()}, TypeError, "key_scale must have dtype torch.float32, got .*64"),
+    "sparse": ({"key_scale": lambda x: x.to_sparse()}, TypeError, "key_scale must be a strided tensor"),
+    "one per query head": (
+        {"key_scale": lambda x: x.repeat(3)}, ValueError, r"key_scale must be \[\] or \[Hkv\] = \(2,\), got \(6,\)"
+    ),
+    "one per row and head": ({"value_scale": lambda x: x.expand(2, 2)}, ValueError, r"value_scale must be .*\(2, 2\)"),
+    "one element": ({"value_scale": lambda x: x[:1]}, ValueError, r"value_scale must be .*, got \(1,\)"),
+    "meta": ({"key_scale": lambda x: x.to("meta")}, ValueError, "key_scale must be on .* like key.*, got meta"),
+    "zero": ({"key_scale": lambda x: x * 0}, ValueError, "key_scale must be above 0 and at most 7.596e.35.*, got 0.0"),
+    "negative": ({"value_scale": lambda x: -x}, ValueError, "value_scale must be above 0 .*, got -"),
+    "NaN": ({"value_scale": lambda x: x * torch.nan}, ValueError, "value_scale must be above 0 .*, got nan"),
+    "infinity": ({"key_scale": lambda x: x / 0}, ValueError, "key_scale must be above 0 .*, got inf"),
+    "too large": ({"key_scale": lambda x: x * 0 + 1e36}, ValueError, "key_scale must .*finite in float32, got 9.*e.35"),
+    "one head's": (
+        {"value_scale": lambda x: x * torch.tensor([1.0, 0.0], device=x.device)}, ValueError,
+        "value_scale must be above 0 .*, got 0.0",
+    ),
+}
+
+
+@pytest.mark.kind("bad_input")
+@each_side
+@pytest.mark.parametrize("paged", [False, True], ids=["one_tensor", "pages"])
+@pytest.mark.parametrize(("changes", "error", "says"), BAD_CALLS.values(), ids=list(BAD_CALLS))
+def test_wrong_fp8_is_refused(side, changes, error, says, paged, twins, device):
+    """Elements of scales on a GPU are checked with check_finite alone."""
+    inputs = tensors_of(step("e4m3", device, occupancy="full", content="largest"), **changes)
+    decode = function(twins, side, "paged_decode_attention" if paged else "decode_attention")
+    if paged:
+        key, value = inputs.pop("key"), inputs.pop("value")
+        # One page of all slots per row.
+        table = torch.arange(2, dtype=torch.int32, device=device)[:, None]
+        inputs["pages"] = Pages(key.transpose(1, 2), value.transpose(1, 2), table)
+    with pytest.raises(error, match=says):
+        decode(**inputs, check_finite=True)
+
+
+@pytest.mark.limits
+def test_outputs_beyond_float16(twins, device):
+    """The kernel saturates, since rounded weights must not turn a finite mean into infinity."""
+    key = torch.full((1, 1, 3, 16), 57344.0, device=device).to(torch.float8_e5m2)
+    inputs = {
+        "query": torch.zeros(1, 1, 16, dtype=torch.float16, device=device), "key": key, "value": key,
+        "occupied": torch.ones(1, 3, dtype=torch.bool, device=device), "value_scale": torch.tensor(2.0, device=device),
+    }
+    for side, expected in (("reference", torch.inf), ("optimized", 65504.0)):
+        assert function(twins, side)(**inputs).output.unique().tolist() == [expected]
+
+
+@pytest.mark.limits
+def test_what_kernels_cannot_take_is_refused_with_fp8(twins, device):
+    case = step("e4m3", device)
+    decode = function(twins, "optimized")
+    with pytest.raises(TypeError, match="query.dtype must be one of torch.float32, torch.float16, torch.bfloat16, got"):
+        decode(**case.inputs | {"query": case.query.double()})
+    with pytest.raises(ValueError, match="value_scale requires grad"):
+        decode(**case.inputs | {"value_scale": case.value_scale.clone().requires_grad_()})
