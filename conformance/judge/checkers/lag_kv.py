@@ -14,6 +14,7 @@ from ....reference.baselines import lag_kv
 from ...cases import draws
 from .. import block_model
 from ..bounds import DIVISION, EXP, LOG, SLACK, UNIT, Interval, gamma
+from ..compare import fail
 from ..ties import tie_classes
 from . import blocks
 from .blocks import Chunk
@@ -63,11 +64,12 @@ SUBJECTS = ()
 
 @st.composite
 def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
-    """See the package. Long chunks and many sinks leave few tokens to choose from."""
+    """See the package. Long chunks and many sinks leave few tokens to choose from, and chunks of one token no ranks."""
     config = draw(blocks.block_configs(most))
     longest = (config["budget"] + 1) // 2
-    least = min(2, longest) if draws.plain_only() else 1
-    lag = draw(st.integers(least, max(least, min(longest, most // 3))))
+    least = min(2, longest)
+    several = st.integers(least, max(least, min(longest, most // 3)))
+    lag = draw(several if draws.plain_only() else several | st.just(1))
     sinks = draw(st.integers(0, min(1 if draws.plain_only() else 3, config["budget"] + 1 - 2 * lag)))
     return {**config, "lag": lag, "sinks": sinks, "interval": draw(blocks.INTERVALS)}
 
@@ -209,6 +211,19 @@ class Adapter(blocks.Adapter):
                 rank = before["score"][row].double().gather(1, own)
                 error[row].scatter_(1, own, torch.maximum(allowed.high - rank, rank - allowed.low).to(error.dtype))
         return error
+
+    def _judge(self, tested: Any, reference: Any, dtype: torch.dtype, when: str) -> Tensor:
+        """Also check that the ranks are whole numbers, and that no two tokens of a chunk have the same one."""
+        bound = super()._judge(tested, reference, dtype, when)
+        config, score = reference.config, tested.score.double()
+        number = (reference._index - config.sinks) // config.lag
+        ranked = reference.occupied & (reference._index >= config.sinks)
+        ranked &= number < reference._ranked_chunks()[:, None, None]
+        code = (number * config.lag + score.nan_to_num()).masked_fill(~ranked, -1)
+        same = (code[..., :, None] == code[..., None, :]) & ranked[..., None]
+        if bool((same.sum(-1) > 1).any()) or bool((ranked & (score != score.round())).any()):
+            fail(f"score {when}: ranks must be whole numbers, each of another token of the chunk: {tested.score}")
+        return bound
 
     def rank_interval(self, chunk: Chunk, error: Tensor) -> Interval:
         rank = chunk.before["rank"].double()
