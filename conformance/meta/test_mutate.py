@@ -28,6 +28,13 @@ def test_every_mutant_applies_and_names_tests_that_exist():
     mutate.here().check(MUTANTS)
 
 
+def test_every_mutant_applies():
+    """A change of a shared file may move the lines of any method's mutants."""
+    tree = mutate.here()
+    for mutant in MUTANTS:
+        assert mutant.applied_to(tree.source(mutant.file)) != tree.source(mutant.file), mutant.name
+
+
 def test_there_are_mutants_of_every_method():
     counts = Counter(mutant.method for mutant in MUTANTS)
     pairs = {pair.name for pair in discovery.pairs()}
