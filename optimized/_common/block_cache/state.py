@@ -193,9 +193,8 @@ class BlockState(State):
         output = block_step(
             query, key, value, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
             self._carried if self._carries_magnitude or self._rule == "activate" else None, self._valid_seen,
-            self._seen, *self._scratch,
-            self._counts, self._ranks, *self._window, self.scale, self.config.capacity, self._rule, self._sinks,
-            self._recent, self._offset, self._alpha,
+            self._seen, *self._scratch, self._counts, self._ranks, *self._window, self.scale, self.config.capacity,
+            self._rule, self._sinks, self._recent, self._offset, self._alpha,
         )
         self._finish_step(query)
         self._end_change()

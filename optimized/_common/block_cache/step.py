@@ -124,11 +124,11 @@ def step(
     completion_counters: a Scratch. rule: "sum" (times carried, ||v||_1, if given), "newest", "renew" (by a weight of at
     least alpha), "activate" (likewise; carried int64: see `score_slots`; offset: what is added to age / gap), "random"
     (offset: the generator's state without the position) or "age"; with "nothing" the token takes slot `budget`, and the
-    caller evicts. The oldest `sinks` and the newest `recent` tokens are protected. With counts
-    [B, Hkv] int32, the tokens of each head, the token takes the first of `budget` + 1 slots that is free, counts is
-    incremented, and the caller evicts: the first four rules store in ranks [B, Hkv, S] (float32; int64 with
-    "renew") what a head with `budget` + 1 tokens is to be ranked by, by slot. "append" needs counts; the query replaces
-    the oldest in window_query [B, Hq, W, D] and window_positions [B, W]. Returns the output [B, Hq, D].
+    caller evicts. The oldest `sinks` and the newest `recent` tokens are protected. With counts [B, Hkv] int32, the
+    tokens of each head, the token takes the first of `budget` + 1 slots that is free, counts is incremented, and the
+    caller evicts: the rules of WEIGHING store in ranks [B, Hkv, S] (float32; int64 with "renew") what a head with
+    `budget` + 1 tokens is to be ranked by, by slot. "append" needs counts; the query replaces the oldest in
+    window_query [B, Hq, W, D] and window_positions [B, W]. Returns the output [B, Hq, D].
     """
     batch, query_heads, head_dim = query.shape
     _, heads, slots, _ = key.shape
