@@ -220,6 +220,7 @@ def check_state(state: Any, given: tuple[Tensor, ...], method: str) -> None:
     query, key, value = (tensor[rows] for tensor in given)
     adapter = checkers.ask(method, "Adapter", None)()
     tested = _Rows(state, given, rows)
+    adapter.resume(tested, reference)
     output, truth, bound = adapter.append_block(tested, reference, {"query": query, "key": key, "value": value})
     assert_within(output, truth, bound, what="output")
     where = reference.occupied[..., None]
@@ -238,9 +239,4 @@ def _reference(pair: Any, state: Any, rows: Tensor) -> Any:
     for name, tensor in {**upcast_all(held), **{n: getattr(state, n)[rows] for n in ("occupied", "positions")}}.items():
         setattr(reference, name, tensor.clone())
     reference._seen = state.tokens_seen
-    if pair.name == "snapkv":  # its window is a ring buffer here, and in the order of positions in the reference
-        positions, order = state._window_positions[rows].sort(-1)
-        index = order[:, None, :, None].expand(-1, query_heads, -1, head_dim)
-        reference._window_positions = positions
-        reference._window_query = state._window_query[rows].gather(2, index).double()
     return reference

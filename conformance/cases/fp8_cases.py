@@ -74,6 +74,8 @@ class Fp8Case(DecodeCase):
                 tensor = tensor * 2.0**power
                 query = query if number else query * 2.0**-power
             one, scale = self._coded(tensor, kind, generator)
+            if number and scale is not None and self.dtype == torch.float16:
+                scale = scale * self._into_range(one, scale)
             codes.append(one)
             scales.append(scale)
         if self.content == "near_ties":
@@ -111,6 +113,11 @@ class Fp8Case(DecodeCase):
                 tensor = tensor / (scale if scale.dim() == 0 else scale[:, None, None])
             codes = tensor.clamp(-largest, largest).to(FORMATS[self.fp8]).view(torch.uint8)
         return codes, None if kind == "none" else scale
+
+    def _into_range(self, code: Tensor, scale: Tensor) -> Tensor:
+        """A power of two, at most 1, that keeps values in the range of float16, the type of the output."""
+        largest = exact(code.view(FORMATS[self.fp8]), scale).abs().amax()
+        return torch.exp2(-(largest / 2**15).log2().ceil().clamp_min(0)).float()
 
     def place(self, name: str, tensor: Tensor) -> Tensor:
         if not name.endswith("_scale"):

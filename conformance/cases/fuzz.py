@@ -81,14 +81,14 @@ class Target:
         return self.name
 
 
-def targets(pair: Pair, side: str) -> list[Target]:
+def targets(pair: Pair, side: str, device: torch.device) -> list[Target]:
     """The functions of a pair on one side, its config, its state's constructor and methods, and those of its other
     classes (see `parts` in judge/checkers)."""
     module = getattr(pair, side)
     found = []
     for name, function in tiny.public_functions(module, module.__all__).items():
         found.append(Target(name, partial(_function, pair, function)))
-        many = range(len(tiny.variants(pair, function, torch.device("cpu"))))
+        many = range(len(tiny.variants(pair, function, device)))
         found += [Target(f"{name}, variant {number}", partial(_variant, pair, function, number)) for number in many]
     if pair.config is not None and pair.state is not None:
         found.append(Target(pair.config.__name__, partial(_config, pair)))

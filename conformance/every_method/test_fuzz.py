@@ -24,7 +24,7 @@ CALLS = 20 if settings.get_current_profile_name() == "soak" else max(4, settings
 @given(data=st.data())
 @settings(max_examples=CALLS)
 def test_wrong_arguments_are_refused_or_harmless(twin: Pair, side: str, device: torch.device, data: st.DataObject):
-    target = data.draw(st.sampled_from(fuzz.targets(twin, side)))
+    target = data.draw(st.sampled_from(fuzz.targets(twin, side, device)))
     fuzz.check(target, fuzz.wrong(target, data, device), device)
 
 

@@ -98,6 +98,7 @@ class Adapter(lockstep.Adapter):
       (see `ties.tie_classes`), so that the slot decides. Default: tokens of equal rank, which suits exact ranks.
 
     - `attention(chunk)`, if queries and keys are not multiplied as they come.
+    - `resume(tested, reference)`, if the method remembers more of its tokens than their scores.
 
     All of them see the reference before it evicts. Where the tested state's choice differs and is right, the reference
     adopts it (`_adopt`), so that both states have the same history afterwards.
@@ -128,6 +129,12 @@ class Adapter(lockstep.Adapter):
         index = torch.arange(chunk.slots, device=rank.device).expand(rank.shape)
         equal = (rank[..., :, None] == rank[..., None, :]) & occupied[..., None, :]         # [B, Hkv, S, S]
         return torch.where(occupied, index[..., None, :].where(equal, chunk.slots).amin(-1), index)
+
+    # Called by benchmarks --------------------------------------------------------------------------------------------
+
+    def resume(self, tested: Any, reference: Any) -> None:
+        """Go on from a tested state of the optimized side that has seen tokens. `reference` has its keys, values, scores,
+        positions and count of tokens already; copy what else it remembers."""
 
     # Called by lockstep ----------------------------------------------------------------------------------------------
 
@@ -325,6 +332,15 @@ WINDOW_NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
 def attend_arguments(device: torch.device) -> dict[str, Any]:
     """See the package. The query of `attend` has a time axis."""
     return {"query": tiny.prompt(device, seed=0)[0][:, :, -tiny.WINDOW:]}
+
+
+def resume_window(tested: Any, reference: Any) -> None:
+    """`Adapter.resume` of a method that observes a window of queries: a ring buffer on the optimized side, in the order
+    of positions in the reference."""
+    positions, order = tested._window_positions.sort(-1)
+    query = tested._window_query
+    reference._window_positions = positions
+    reference._window_query = query.gather(2, order[:, None, :, None].expand_as(query)).double()
 
 
 def no_ties(chunk: Chunk) -> Tensor:

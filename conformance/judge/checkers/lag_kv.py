@@ -225,6 +225,10 @@ class Adapter(blocks.Adapter):
             fail(f"score {when}: ranks must be whole numbers, each of another token of the chunk: {tested.score}")
         return bound
 
+    def resume(self, tested: Any, reference: Any) -> None:
+        reference._index = tested._token_index.long().masked_fill(~reference.occupied, -1)
+        reference._valid_seen = tested._valid_seen[:, 0].long()
+
     def rank_interval(self, chunk: Chunk, error: Tensor) -> Interval:
         rank = chunk.before["rank"].double()
         return Interval(rank - error * 2**31, rank + error * 2**31)

@@ -197,6 +197,12 @@ class Adapter(blocks.Adapter):
             torch.where(same.any(-1), old.gather(-1, source), fresh) for old, fresh in zip(known, new, strict=True)
         ))
 
+    def resume(self, tested: Any, reference: Any) -> None:
+        carried = tested._carried
+        reference._last, reference._gap = carried >> 32, carried & 0xFFFFFFFF
+        last, gap = reference._last.clone(), reference._gap.clone()
+        self._known = reference.positions.clone(), Activations(last, last, gap, gap)
+
     def rank_interval(self, chunk: Chunk, error: Tensor) -> Interval:
         assert self._scored is not None
         return self._scored

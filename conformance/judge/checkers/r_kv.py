@@ -272,6 +272,9 @@ class Adapter(blocks.Adapter):
         self._scored = Interval(low, high)
         return torch.where(chunk.over_budget[..., None], error, chunk.previous_error)
 
+    def resume(self, tested: Any, reference: Any) -> None:
+        blocks.resume_window(tested, reference)
+
     def rank_interval(self, chunk: Chunk, error: Tensor) -> Interval:
         assert self._scored is not None
         return self._scored

@@ -254,6 +254,9 @@ class Adapter(blocks.Adapter):
             return error
         return torch.where(chunk.over_budget[..., None], error, chunk.previous_error)
 
+    def resume(self, tested: Any, reference: Any) -> None:
+        blocks.resume_window(tested, reference)
+
     def rank_interval(self, chunk: Chunk, error: Tensor) -> Interval:
         return Interval(chunk.before["rank"] - error, chunk.before["rank"] + error)
 
