@@ -76,7 +76,8 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         f"{MOST_JOBS}; more than one needs pytest-xdist)",
     )
     made.add_argument(
-        "--hypothesis-profile", metavar="NAME", help="quick, brief, ci, gpu, default or thorough: how many examples"
+        "--hypothesis-profile", metavar="NAME", help="quick, brief, ci, gpu, default or thorough: how many examples; "
+        "without --impl, quick also leaves out the tests that are slow on this device"
     )
     made.add_argument(
         "--seed", type=int, metavar="N", help="draw other cases (not with the profiles quick, brief and ci, which draw "
@@ -133,6 +134,8 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
             arguments += ["--tb=no", "-rN"]
         profile = profile or "default"
         chosen.seed = chosen.seed or 0
+    elif profile == "quick":
+        arguments += ["-m", "not slow"]
     if profile:
         arguments += ["--hypothesis-profile", profile]
     if chosen.seed is not None:

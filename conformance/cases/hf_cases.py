@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from ..judge import checkers
 from . import tiny_models
-from .tiny_models import FAMILIES, cache_class, generate, prompts
+from .tiny_models import cache_class, generate, prompts
 
 F64 = torch.float64
 # Whether transformers starts prefill_chunk_size at token 0 of a cache that is not empty, which is wrong for all caches.
@@ -273,7 +273,9 @@ class BlockCacheTests:
         config = checkers.ask(self.method, "SMALL", {}) | options
         return cache_class(twins, side, self.method)(model.config, **config)
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize(
+        "family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow_on_cpu), "qwen3"]
+    )
     def test_full_budget_matches_the_stock_model(self, twins: Any, device: torch.device, family: str) -> None:
         """Padding spans a whole chunk, so that one row has an empty chunk."""
         inputs = prompts(9, [0, 4], device)
@@ -298,7 +300,10 @@ class BlockCacheTests:
         used = self.cache(twins, "optimized", model, budget=5 + steps, block_size=5)
         assert torch.equal(generate(model, inputs, steps, past_key_values=used, **options), expected)
 
-    @pytest.mark.parametrize(("family", "chunk"), [("llama", 0), ("qwen2", 3), ("qwen3", 7)])
+    @pytest.mark.parametrize(("family", "chunk"), [
+        pytest.param("llama", 0, marks=pytest.mark.slow_on_cpu),
+        pytest.param("qwen2", 3, marks=pytest.mark.slow_on_cpu), ("qwen3", 7),
+    ])
     def test_small_budget_matches_the_decode_loop(
         self, twins: Any, device: torch.device, family: str, chunk: int, small_options: dict[str, Any]
     ) -> None:

@@ -62,6 +62,7 @@ def test_the_changes_are_those_of_all_layers():
     assert bool((found > 0).all())
 
 
+@pytest.mark.slow
 def test_occluding_the_pair_changes_the_answer():
     """Stored labels: nearly every trace has important tokens, but few. The first documents are labelled again and must
     equal the stored ones."""

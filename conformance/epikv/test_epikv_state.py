@@ -93,6 +93,7 @@ def test_a_longer_run_with_reset_and_beams(policy, twins, device):
         run.step(*drawn(60 + step, device))
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("options", [
     {"policy": "band_adaptive", "bands": (2, 1)}, {"policy": "lag_kv"}, {"policy": "attn_x_hs"},
     {"policy": "segment_hs", **SEGMENTS, "edges": (0.55, 0.7)}, {"policy": "segment_hs", **BY_ENTROPY},

@@ -93,6 +93,7 @@ def test_a_checker_says_with_which_options_its_method_is_measured() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_with_room_for_all_every_method_is_full_attention(tiny: dict[str, Any]) -> None:
     full, *others = (row for row in tiny["rows"] if row["budget"] == 120)
     assert full["method"] == FULL
@@ -104,6 +105,7 @@ def test_with_room_for_all_every_method_is_full_attention(tiny: dict[str, Any]) 
             assert row["bytes_held"] == full["bytes_held"] == full["bytes_allocated"] or row["method"] == "epikv"
 
 
+@pytest.mark.slow
 def test_rows_are_consistent(tiny: dict[str, Any]) -> None:
     for row in tiny["rows"]:
         per_token = 8 * 4 * 32 * 2 * 4                                      # layers, KV heads, head_dim, K and V, bytes
@@ -245,6 +247,7 @@ def check_svg(result: dict[str, Any]) -> None:
     assert {*names, *tasks_of, *marked} <= set(shown)
 
 
+@pytest.mark.slow
 def test_table_and_plot_show_the_numbers(tiny: dict[str, Any]) -> None:
     assert json.loads(json.dumps(tiny)) == tiny
     check_table(tiny)

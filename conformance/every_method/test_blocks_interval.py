@@ -96,6 +96,7 @@ def test_an_interval_of_one_is_the_default(pair, side, twins, device):
         assert_same(getattr(one, name), getattr(plain, name), what=name)
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("options", [
     {"budget": 139, "interval": 7, "block_size": 50, "prompt": 147},
     {"budget": 3, "interval": 140, "block_size": 70, "prompt": 139},

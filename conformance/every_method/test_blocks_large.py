@@ -51,12 +51,14 @@ CHOICES: dict[str, tuple[str, bool, dict[str, dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.slow_on_cpu
 @every_pair
 @pytest.mark.parametrize("size", CPU)
 def test_a_large_cache_keeps_step_with_float64(pair, size, twins, device):
     _keep_step(pair, (CPU if device.type == "cpu" else GPU)[size], twins, device)
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("pair", [pair for pair in BLOCKS if compile_only.choosing(pair)], ids=str)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_step_in_one_kernel_or_in_two_keeps_step_with_float64(pair, choice, twins, device):

@@ -120,6 +120,7 @@ class TokenLists(RuleBasedStateMachine):
             assert_within(state.score[b], expected, carried, what=f"score of row {b}")
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("side", ("reference", "optimized"))
 def test_a_state_is_a_list_of_tokens(pair, side, twins, device):
     module = checkers.module(getattr(twins, side), pair)

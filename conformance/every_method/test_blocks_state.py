@@ -98,6 +98,7 @@ def test_prompts_in_parts_of_whole_blocks_give_the_same_bits(pair, side, drawn, 
     assert_same_state(parts, whole, "in pieces")
 
 
+@pytest.mark.slow_on_cpu
 @given(drawn=tokens(1, 7))
 @few
 def test_blocks_of_one_are_decoding(pair, drawn, twins, device):

@@ -47,6 +47,7 @@ def test_a_state_keeps_step_with_float64(pair, data, twins):
         lockstep.run(dataclasses.replace(trace, content="ordinary"), module)
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.property("state")
 @pytest.mark.kind("equivalence")
 @every_method

@@ -77,6 +77,7 @@ def test_synckv_has_the_same_share_as_the_others(length: int, stride: int) -> No
         needle.synckv_config(Plan(share=4), length, 4, stride)
 
 
+@pytest.mark.slow
 def test_clusters_are_of_each_layer() -> None:
     found = needle.clusters_of(load_model(torch.float32, "cpu"), Tiny(), 72)
     assert [(len(one.labels), len(one.representatives)) for one in found] == [(4, 1)] * 8

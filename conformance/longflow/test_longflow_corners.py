@@ -179,6 +179,7 @@ def test_longflow_splits_the_last_rows_further(batch, device):
     judge.assert_decode_right(actual, case)
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("many", [False, True], ids=["few heads", "many heads"])
 @pytest.mark.parametrize("slots", [17, 65, 129, 200])

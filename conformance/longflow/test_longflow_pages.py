@@ -111,6 +111,7 @@ def test_longflow_state_over_pages_keeps_step_with_float64(side, layout, data, t
     assert_only_own_slots_were_written(state.pages, state.config.budget)
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.kind("equivalence")
 @each_side
 @each_layout
@@ -160,6 +161,7 @@ def new(side, twins, device, layout: PagedLayout | None, **more):
     return made.LongFlowState(longflow.LongFlowConfig(budget=19, **more), **SIZES, device=device)
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.kind("laws")
 @each_side
 @pytest.mark.parametrize("per_head", [False, True], ids=["all_heads", "per_head"])
@@ -212,6 +214,7 @@ def unlike(size: int, slots: int, device: torch.device, *, transposed: bool) -> 
     return Pages(key, value, wide.t().contiguous().t() if transposed else wide)
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.kind("laws")
 @each_side
 @pytest.mark.parametrize("transposed", [False, True], ids=["wide", "transposed"])

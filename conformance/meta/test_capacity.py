@@ -70,6 +70,7 @@ def test_the_table(tmp_path):
         assert row.bytes_per_token >= full.bytes_per_token or name == "thinkv", name
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     command = [sys.executable, "-m", "kvtwin.conformance.capacity", "--model", "fixture", "--memory", "1GB"]
     done = subprocess.run(

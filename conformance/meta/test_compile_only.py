@@ -57,6 +57,7 @@ def test_methods_with_a_step_for_many_heads(pair):
         assert all(module.fused(None, None) is True for module in found)
 
 
+@pytest.mark.slow
 def test_an_unknown_method_is_a_usage_error():
     done = run("none")
     assert done.returncode == 2

@@ -59,6 +59,7 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.Pat
         yield opened
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_tree(source, wheel):
     """An unlisted sub-package works in an editable install, but is missing from the wheel."""
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
@@ -68,6 +69,7 @@ def test_the_wheel_holds_the_tree(source, wheel):
     assert in_tree(source / "conformance" / TOP) == {"__main__.py"}
 
 
+@pytest.mark.slow
 def test_the_wheel_installs_no_name_but_ours(wheel):
     assert {name.split("/")[0].split("-")[0] for name in wheel.namelist()} == {"kvtwin"}
     assert "kvtwin/__init__.py" not in wheel.namelist(), "kvtwin is a namespace package"

@@ -42,6 +42,7 @@ MEASURED = {
 }
 
 
+@pytest.mark.slow
 def test_the_experiments_run_and_make_a_page(tmp_path, device, monkeypatch):
     assert list(MEASURED) == list(headline.EXPERIMENTS)
     for name, least in MEASURED.items():

@@ -203,6 +203,7 @@ def test_triton_imported_early_but_interpreted_is_fine(pytester, python):
     assert "1 passed" in ran.stdout, ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_cuda_without_cuda_is_an_error_not_a_skip(pytester, python):
     write(pytester.path, test_it=PASSING)
     ran = python("-m", "pytest", "--kv-device", "cuda", CUDA_VISIBLE_DEVICES="")

@@ -19,6 +19,7 @@ from kvtwin.conformance.judge.checkers.thinkv_paging import (
 EACH = 8
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.kind("equivalence")
 @pytest.mark.property("state")
 @pytest.mark.parametrize(("dtype", "head_dim", "block", "heads", "count"), [

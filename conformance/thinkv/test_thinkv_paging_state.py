@@ -159,6 +159,7 @@ class TokenLists(RuleBasedStateMachine):
             row.check(self.tested, b)
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.property("state")
 def test_a_paged_cache_is_a_list_of_tokens(twins, device):
     machine = type("Machine", (TokenLists,), {"twins": twins, "device": device})

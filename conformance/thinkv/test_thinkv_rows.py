@@ -19,6 +19,7 @@ def tokens(generator: torch.Generator, device: torch.device, *time: int) -> list
     return [torch.randn(2, heads, *time, 16, generator=generator).to(device) for heads in (2, 1, 1)]
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.kind("equivalence")
 @pytest.mark.property("state")
 @pytest.mark.parametrize("budget", [9, 13])

@@ -197,6 +197,7 @@ def test_quantization_alone_evicts_nothing(side, twins, device):
 
 
 # In a quick run, some dtypes occur beside quantized types with only one of the combinations.
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize(
     ("dtype", "formats"),
     [

@@ -261,6 +261,7 @@ def test_lag_kv_keeps_of_a_prompt_what_the_published_algorithm_keeps(sinks, lag,
     assert set(ranks(state)) == expected
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize(("lag", "options"), [
     (40, {"budget": 139, "block_size": 50, "prompt": 340, "group": 3}),
     (21, {"budget": 70, "block_size": 100, "prompt": 230, "dtype": torch.bfloat16, "head_dim": 80}),

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ....reference.thinkv.eviction import segment_representatives
 from ....reference.thinkv.paging import in_order
+from ...cases import draws
 from .. import host, lockstep
 from ..compare import Verdict, assert_same, fail
 from . import thinkv_paging
@@ -107,10 +108,12 @@ class Adapter(lockstep.Adapter):
 
     def contents(self, state: Any) -> dict[str, Tensor]:
         """Each of the attributes `key` and `value` of our states dequantizes both. So after the first comparison, both
-        come from one call."""
+        come from one call. In a quick run, every third step of our states is compared: what a step stores lasts."""
         if not type(state).__module__.startswith(OURS) or not any(state is one for one in self.read):
             self.read.append(state)
             return super().contents(state)
+        if draws.is_quick() and type(self.tested).__module__.startswith(OURS) and state.tokens_seen % 3:
+            return {}
         both = dict(zip(Adapter.stored, state.cache.dequantized(), strict=True)) if self.stored else {}
         return {name: both[name] for name in self.stored}
 
