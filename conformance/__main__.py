@@ -77,7 +77,8 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--hypothesis-profile", metavar="NAME", help="quick, brief, ci, gpu, default or thorough: how many examples; "
-        "without --impl, quick also leaves out the tests that are slow on this device"
+        "without --impl, quick also leaves out the tests that are slow on this device and, if no METHOD is named, the "
+        "corner cases of single methods"
     )
     made.add_argument(
         "--seed", type=int, metavar="N", help="draw other cases (not with the profiles quick, brief and ci, which draw "
@@ -136,6 +137,7 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
         chosen.seed = chosen.seed or 0
     elif profile == "quick":
         arguments += ["-m", "not slow"]
+        arguments += [] if chosen.required else [f"--ignore={path}" for path in results.corners()]
     if profile:
         arguments += ["--hypothesis-profile", profile]
     if chosen.seed is not None:

@@ -121,6 +121,16 @@ LEFT_OUT = tuple(
 )
 
 
+def corners() -> list[Path]:
+    """The files of single methods' own tests, without those of claims, golden traces, laws and bad input. A quick
+    verification of all methods leaves them to the whole suite."""
+    files = (
+        path for path in META.parent.rglob("test_*.py")
+        if not {META.name, "every_method", "template"} & set(path.relative_to(META.parent).parts)
+    )
+    return sorted(path for path in files if not set(path.stem.split("_")) & KIND_OF_FILE.keys())
+
+
 def classify(item: pytest.Item) -> dict[str, Any]:
     """The method, the kind and the claims of a test, from its markers, parameters and file name."""
     claims = tuple(str(mark.args[0]) for mark in item.iter_markers("claim") if mark.args)

@@ -19,14 +19,15 @@ def group_weights(
     d = tl.arange(0, D_PAD).to(tl.int64)
     i64 = i.to(tl.int64)
     weight = tl.zeros([BLOCK, ROWS], tl.float32)
-    for g in range(GROUP):
-        head = tl.cast(g, tl.int64)
-        shift = tl.load(softmax_parts + head * count + i64, mask=asks, other=0.0)
-        inverse = tl.load(softmax_parts + all_queries + head * count + i64, mask=asks, other=0.0)
+    for _ in range(GROUP):
+        shift = tl.load(softmax_parts + i64, mask=asks, other=0.0)
+        inverse = tl.load(softmax_parts + all_queries + i64, mask=asks, other=0.0)
         q = tl.load(
-            query + head * query_h + i64[:, None] * query_q + d[None, :] * query_d,
+            query + i64[:, None] * query_q + d[None, :] * query_d,
             mask=asks[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
         )
         part = tl.exp2(multiply(dot(k, tl.trans(q)), scale) - shift[None, :])
         weight += tl.where((inverse != 0.0)[None, :], part, 0.0) * inverse[None, :]
+        query += query_h
+        softmax_parts += count
     return weight
