@@ -186,7 +186,8 @@ def contents(value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.is_meta or value.layout != torch.strided:
             return value.shape
-        plain = value.detach().cpu().contiguous().reshape(-1)
+        # Not contiguous(), which leaves any stride of a dimension with one element.
+        plain = value.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
         return value.dtype, tuple(value.shape), plain.view(torch.uint8).numpy().tobytes()
     if isinstance(value, (tuple, list)):
         return [contents(one) for one in value]

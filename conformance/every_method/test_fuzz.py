@@ -68,3 +68,7 @@ def test_a_call_that_misbehaves_is_noticed(function: Any, says: str, monkeypatch
 def test_a_clear_error_is_right():
     target = fuzz.Target("function", lambda device: (raises(TypeError("window must be an int")), None, {"window": 1}))
     assert fuzz.check(target, {"window": "text"}, torch.device("cpu")) == "window must be an int"
+
+
+def test_contents_of_one_element_with_any_stride_are_read():
+    assert fuzz.contents(torch.ones(2)[::2]) == fuzz.contents(torch.ones(1))
