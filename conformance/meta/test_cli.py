@@ -157,6 +157,22 @@ def test_the_main_job_leaves_out_the_tests_of_caches_and_no_claim():
             assert not re.search(r"importorskip\(.transformers", text), path.name
 
 
+@pytest.mark.parametrize(("named", "profile", "shorter"), [
+    ([], "quick", True), (["h2o"], "quick", False), ([], "ci", False),
+])
+def test_a_quick_run_of_all_methods_leaves_out_corner_cases_and_no_claim(named, profile, shorter):
+    chosen = main_job.parser().parse_args([*named, "--hypothesis-profile", profile, "--jobs", "1"])
+    chosen.required, chosen.methods = named, named or ["h2o"]
+    arguments = main_job.pytest_arguments(chosen)
+    left_out = [Path(one.removeprefix("--ignore=")) for one in arguments if re.match("--ignore=.*py$", one)]
+    assert ("-m" in arguments) == (profile == "quick")
+    assert bool(left_out) == shorter
+    for path in left_out:
+        assert "every_method" not in path.parts
+        assert not {"claims", "golden", "input", "laws"} & set(path.stem.split("_")), path.name
+        assert "mark.claim" not in path.read_text(encoding="utf-8"), path.name
+
+
 def test_an_empty_name_of_an_implementation_is_no_default():
     chosen = main_job.parser().parse_args(["--impl", ""])
     chosen.jobs, chosen.required = 1, []
