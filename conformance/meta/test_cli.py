@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch

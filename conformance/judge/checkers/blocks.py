@@ -133,8 +133,8 @@ class Adapter(lockstep.Adapter):
     # Called by benchmarks --------------------------------------------------------------------------------------------
 
     def resume(self, tested: Any, reference: Any) -> None:
-        """Go on from a tested state of the optimized side that has seen tokens. `reference` already has its keys, values,
-        scores, positions and count of tokens; copy what else it remembers."""
+        """Go on from a tested state of the optimized side that has seen tokens. `reference` already has its keys,
+        values, scores, positions and count of tokens; copy what else it remembers."""
 
     # Called by lockstep ----------------------------------------------------------------------------------------------
 
