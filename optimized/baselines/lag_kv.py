@@ -1,5 +1,5 @@
 """LagKV on the GPU: when the chunk after a chunk is complete, one program per KV head ranks its tokens, at the same
-time as the block's attention."""
+time as the block's attention. A decode step evicts one token at most, so that one pass over the ranks is enough."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...reference.baselines.lag_kv import LagKVConfig
 from .._common.block_cache.evict_kernels import COUNTED, _valid_before
+from .._common.block_cache.ops import chunk_size
 from .._common.block_cache.state import Block, BlockState
 from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
 from .._common.numerics import float32
@@ -20,6 +21,8 @@ __all__ = ["LagKVConfig", "LagKVState"]
 TOKENS = 16
 #: Slots, or tokens, of which one number each is read at a time; tokens that are compared with CHUNK others at a time.
 CHUNK, COMPARED = (16, 16) if SMALL_TILES else (256, 32)
+#: Above the code of every token.
+_NEVER = tl.constexpr(2**63 - 1)
 
 
 class LagKVState(BlockState):
@@ -48,6 +51,12 @@ class LagKVState(BlockState):
             self._places, self._spreads, self.config.capacity, block.end, self.config.sinks, self.config.lag,
         ), None
 
+    def _finish_step(self, query: Tensor) -> None:
+        finish_step(
+            self.key, self.value, self.occupied, self.positions, self._token_index, self._valid_seen, self._score,
+            self._places, self._spreads, self.config.budget, self.config.sinks, self.config.lag,
+        )
+
 
 @torch.library.custom_op("kvtwin::lag_kv_rank", mutates_args=("score", "places", "spreads"))
 def rank_chunks(
@@ -61,15 +70,10 @@ def rank_chunks(
     them. places int32 [P, 2 lag] and spreads float64 [P, 3, lag]: scratch of P = B * Hkv * ceil(block_size / lag)
     programs.
     """
-    batch, heads, slots, head_dim = key.shape
-    chunks = triton.cdiv(end - capacity, lag)                                  # that a block can complete
+    batch, heads, slots, _ = key.shape
     rank = torch.empty(batch, heads, end, dtype=torch.int64, device=key.device)
     with on_device_of(key):
-        rank_kernel[(batch * heads * chunks,)](
-            key, value, occupied, token_index, valid_seen, score, places, spreads, capacity, end, slots, sinks, lag,
-            chunks, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=TOKENS, CHUNK=CHUNK, COMPARED=COMPARED,
-            num_warps=4,
-        )
+        _rank(key, value, occupied, token_index, valid_seen, score, places, spreads, capacity, end, sinks, lag)
         order_kernel[(batch * heads * triton.cdiv(end, CHUNK),)](
             occupied, positions, token_index, valid_seen, score, rank, end, slots, sinks, lag, CHUNK=CHUNK,
             num_warps=4,
@@ -83,6 +87,48 @@ def _(
     score: Tensor, places: Tensor, spreads: Tensor, capacity: int, end: int, sinks: int, lag: int,
 ) -> Tensor:
     return key.new_empty((*key.shape[:2], end), dtype=torch.int64)
+
+
+@torch.library.custom_op(
+    "kvtwin::lag_kv_finish_step",
+    mutates_args=("key", "value", "occupied", "positions", "token_index", "score", "places", "spreads"),
+)
+def finish_step(
+    key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, token_index: Tensor, valid_seen: Tensor,
+    score: Tensor, places: Tensor, spreads: Tensor, budget: int, sinks: int, lag: int,
+) -> None:
+    """After a step whose token is in slot `budget` and counted in valid_seen: rank the chunk whose following chunk the
+    token completes, and evict down to `budget` as `rank_chunks` and `ops.evict` would. Arguments as in `rank_chunks`.
+    """
+    batch, heads, slots, head_dim = key.shape
+    chunk = 16 if SMALL_TILES else chunk_size(budget, 2048)
+    with on_device_of(key):
+        _rank(key, value, occupied, token_index, valid_seen, score, places, spreads, budget, budget + 1, sinks, lag)
+        replace_kernel[(batch * heads,)](
+            key, value, occupied, positions, token_index, valid_seen, score, slots, budget, lag, HEAD_DIM=head_dim,
+            D_PAD=padded_head_dim(head_dim), CHUNK=chunk, num_warps=4 if chunk <= 1024 else 8,
+        )
+
+
+@finish_step.register_fake
+def _(
+    key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, token_index: Tensor, valid_seen: Tensor,
+    score: Tensor, places: Tensor, spreads: Tensor, budget: int, sinks: int, lag: int,
+) -> None:
+    return None
+
+
+def _rank(
+    key: Tensor, value: Tensor, occupied: Tensor, token_index: Tensor, valid_seen: Tensor, score: Tensor,
+    places: Tensor, spreads: Tensor, capacity: int, end: int, sinks: int, lag: int,
+) -> None:
+    """Store the ranks of the chunks that a block completes. Arguments as in `rank_chunks`."""
+    batch, heads, slots, head_dim = key.shape
+    chunks = triton.cdiv(end - capacity, lag)                                  # that a block can complete
+    rank_kernel[(batch * heads * chunks,)](
+        key, value, occupied, token_index, valid_seen, score, places, spreads, capacity, end, slots, sinks, lag, chunks,
+        HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=TOKENS, CHUNK=CHUNK, COMPARED=COMPARED, num_warps=4,
+    )
 
 
 @triton.jit
@@ -205,3 +251,58 @@ def order_kernel(
     tl.store(score + at, found, mask=there)
     position = tl.load(positions + at, mask=there, other=0)
     tl.store(rank + batch_head * end + s, (found.to(tl.int64) << 31) + position, mask=s < end)
+
+
+@triton.jit
+def _victim(score, token_index, budget, CHUNK: tl.constexpr):
+    """The slot of a full cache whose token is evicted: that of the lowest rank, of equal ranks that of the oldest.
+
+    Sinks and tokens without a rank need no check. Their score is `lag`, above every rank. With the new token there are
+    more than sinks + 2 lag - 1 tokens, so at least one has a rank.
+    """
+    lowest = tl.full([CHUNK], _NEVER, tl.int64)
+    slot = tl.full([CHUNK], 0, tl.int32)
+    for start in range(0, budget, CHUNK):
+        s = start + tl.arange(0, CHUNK)
+        rank = tl.load(score + s, mask=s < budget, other=0.0).to(tl.int64)
+        # The index of a token among those of its row orders them like the position, and takes half the memory.
+        code = (rank << 31) + tl.load(token_index + s, mask=s < budget, other=0)
+        code = tl.where(s < budget, code, _NEVER)
+        slot = tl.where(code < lowest, s, slot)
+        lowest = tl.minimum(lowest, code)
+    return tl.max(tl.where(lowest == tl.min(lowest, 0), slot, 0), 0)
+
+
+@triton.jit(do_not_specialize=["slots", "budget", "lag"])
+def replace_kernel(
+    key, value, occupied, positions, token_index, valid_seen, score, slots, budget, lag,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """Program batch_head: moves a step's token from slot `budget` to the first free slot, or in a full cache to that of
+    the evicted token. Its score becomes `lag`, since the chunk after its own is incomplete.
+
+    As in `step_kernel`, a head's tokens are in its first slots, as many as the row has seen and at most `budget`.
+    """
+    batch_head = tl.program_id(0).to(tl.int64)
+    base = batch_head * slots
+    source = base + budget
+    d = tl.arange(0, D_PAD)
+    in_head = d < HEAD_DIM
+    # The new token is read first, so that these loads do not wait for the search.
+    new_key = tl.load(key + source * HEAD_DIM + d, mask=in_head)
+    new_value = tl.load(value + source * HEAD_DIM + d, mask=in_head)
+    position, number = tl.load(positions + source), tl.load(token_index + source)
+    slot = tl.load(valid_seen + batch_head) - 1                        # the number of tokens before this one
+    if slot >= budget:
+        slot = _victim(score + base, token_index + base, budget, CHUNK)
+    tl.debug_barrier()                                                 # every thread has read the old slot
+    goal = base + slot
+    tl.store(key + goal * HEAD_DIM + d, new_key, mask=in_head)
+    tl.store(value + goal * HEAD_DIM + d, new_value, mask=in_head)
+    tl.store(occupied + goal, 1)
+    tl.store(positions + goal, position)
+    tl.store(token_index + goal, number)
+    tl.store(score + goal, lag.to(tl.float32))
+    tl.store(occupied + source, 0)
+    tl.store(positions + source, -1)
+    tl.store(score + source, float("-inf"))

@@ -197,6 +197,82 @@ def test_lag_kv_evicts_the_lowest_rank_of_all_chunks_the_oldest_first(side, how,
 
 
 @SIDES
+def test_lag_kv_steps_evict_by_rank_from_any_slot(side, twins, device):
+    """The chunk is in slots 20 to 39 of 60, which several tiles hold. Each new token takes the victim's slot and has no
+    rank."""
+    state = new(twins, side, device, 60, lag=20, sinks=20)
+    order = [18, 3, 12, 0, 19]
+    spreads = [float(10 + token) for token in range(20)]
+    for rank, token in enumerate(order):
+        spreads[token] = float(rank + 1)
+    key = torch.cat([torch.ones(20, DIM), tokens(*spreads)])
+    feed(state, "block", key, torch.zeros_like(key))
+    kept = list(range(60))
+    for step, token in enumerate(order):
+        feed(state, "steps", torch.full((1, DIM), float(step)), torch.full((1, DIM), -float(step)))
+        slot = 20 + token
+        kept[slot] = 60 + step
+        assert state.positions[1, 0, :61].tolist() == [*kept, -1]
+        assert state.score[1, 0, slot] == 20 and state.score[1, 0, 60] == -math.inf
+        assert (state.key[1, 0, slot] == step).all() and (state.value[1, 0, slot] == -step).all()
+        assert state.occupied[1, 0].tolist() == [True] * 60 + [False] * 64
+
+
+@SIDES
+def test_lag_kv_steps_evict_the_oldest_of_equal_ranks_from_any_slot(side, twins, device):
+    """All ranks are 0 in chunks of one token. New tokens reuse slots, so the oldest is soon behind newer ones."""
+    state = new(twins, side, device, 20, 4, lag=1, sinks=2)
+    for token in range(45):
+        feed(state, "steps", torch.ones(1, DIM), torch.ones(1, DIM))
+        assert sorted(ranks(state)) == [one for one in range(token + 1) if one < 2 or one > token - 18]
+    assert set(ranks(state).values()) == {0, 1}
+
+
+@SIDES
+def test_lag_kv_a_step_that_completes_a_chunk_evicts_from_the_one_before_it(side, twins, device):
+    """The budget is the least for its lag: no token has a rank before the step."""
+    state = new(twins, side, device, 3, lag=2)
+    key = tokens(2.0, 1.0)
+    feed(state, "block", key[:3], key[:3])
+    assert ranks(state) == {0: 2, 1: 2, 2: 2}
+    feed(state, "steps", key[3:], key[3:])
+    assert ranks(state) == {0: 1, 2: 2, 3: 2}
+    feed(state, "steps", key[:1], key[:1])
+    assert ranks(state) == {2: 2, 3: 2, 4: 2}
+    feed(state, "steps", key[3:], key[3:])
+    assert ranks(state) == {3: 1, 4: 2, 5: 2}
+
+
+@SIDES
+def test_lag_kv_a_step_fills_the_first_free_slot(side, twins, device):
+    """Tokens with a rank stay while the cache has room. Row 1 has one token less."""
+    state = new(twins, side, device, 6, lag=2)
+    key = tokens(2.0, 1.0)
+    there = torch.tensor([[True] * 4, [True, False, True, True]], device=device)
+    feed(state, "block", key, key, there)
+    feed(state, "steps", key[:1], key[:1])
+    assert state.positions[:, 0, :7].tolist() == [[0, 1, 2, 3, 4, -1, -1], [0, 2, 3, 4, -1, -1, -1]]
+    assert ranks(state) == {0: 1, 1: 0, 2: 2, 3: 2, 4: 2}
+
+
+def test_lag_kv_steps_leave_what_blocks_of_one_token_leave(twins, device):
+    """Kernels of their own finish a step. Every buffer has the same bits, behind padding as well."""
+    one, other = (new(twins, "optimized", device, 50, 60, lag=9, sinks=3) for _ in range(2))
+    generator = torch.Generator().manual_seed(5)
+    prompt = torch.randn(2, 48, DIM, generator=generator)
+    there = torch.ones(2, 48, dtype=torch.bool, device=device)
+    there[1, ::5] = False
+    for state in (one, other):
+        feed(state, "block", *prompt, there)
+    for _ in range(14):
+        token = torch.randn(2, 1, DIM, generator=generator)
+        feed(one, "steps", *token)
+        feed(other, "block", *token)
+        for name in ("occupied", "positions", "score", "key", "value", "_token_index", "_valid_seen", "_seen"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+@SIDES
 def test_lag_kv_ranks_once(side, twins, device):
     """Neither evictions nor later chunks change the rank of a token."""
     state = new(twins, side, device, 9, 4, lag=3)
