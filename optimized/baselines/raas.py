@@ -1,4 +1,8 @@
-"""RaaS on the GPU: a block's attention, then each key's last query that renews its timestamp."""
+"""RaaS on the GPU: a block's attention, then each key's last query that renews its timestamp, or each page's.
+
+With pages there are three launches: `list_kernel` lists the pages that a head holds, `bound_kernel` computes each query's
+bound of each page, and `time_kernel` each page's timestamp.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +12,64 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reference.baselines.raas import RaaSConfig
+from .._common.block_cache.compress import thin
 from .._common.block_cache.group_weights import group_weights
 from .._common.block_cache.kernels import _arguments, _received_tile, _shape
 from .._common.block_cache.state import Block, BlockState
-from .._common.launch import on_device_of
-from .._common.numerics import LOG2_E
+from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
+from .._common.numerics import LOG2_E, float32
 
 __all__ = ["RaaSConfig", "RaaSState"]
 
 
+#: Tokens of a page whose keys are read at a time, and queries whose bounds are computed at a time.
+TOKENS, ROWS = 16, 16
+#: Slots, or pages, of which one number each is read at a time; pages that are compared with ROWS bounds at a time.
+CHUNK, COMPARED = (16, 16) if SMALL_TILES else (256, 64)
+
+
 class RaaSState(BlockState):
-    """A RaaS cache. Of equal timestamps, the oldest token is evicted. `score` is each token's timestamp, in float32,
-    which is exact for positions below 2^24."""
+    """A RaaS cache. Of equal timestamps, the oldest token or page is evicted. `score` is each token's timestamp, or its
+    page's, in float32, which is exact for positions below 2^24. With a page_size, a step runs the kernels for blocks,
+    and bounds of logits are computed in float32."""
 
     Config = RaaSConfig
     _rule = "renew"
 
     def _allocate(self) -> None:
-        self._sinks, self._recent, self._alpha = self.config.sinks, self.config.recent, self.config.alpha
+        self._sinks, self._recent, self._alpha = self.config.sinks, self.config.recent, self.config.alpha or 0.0
+        self._page: int | None = self.config.page_size
+        if self._page is not None:
+            self._sinks = triton.cdiv(self.config.sinks, self._page) * self._page
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Add one token: query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not
+        synchronize with the host."""
+        return super().step(query, key, value) if self._page is None else self._step_as_block(query, key, value)
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         end = block.end
         assert block.softmax_parts is not None
+        if self._page is not None:
+            return renew_pages(
+                block.query, self.key, self.occupied, self.positions, self._token_index, self._valid_seen, self._score,
+                self._seen, self.config.capacity, self._page, self.config.page_budget // 2, self.scale < 0,
+            ), None
         return renew(
             block.query, self.key[:, :, :end], self.occupied[..., :end], block.softmax_parts, self._score,
-            self.positions, self._seen, self.scale, self.config.alpha,
+            self.positions, self._seen, self.scale, self._alpha,
         ), None
+
+    def _thin(self, rank: Tensor, count: int, *, appended: bool) -> None:
+        """Evict at intervals: heads that are due, by rank, after `count` tokens. Pages leave whole."""
+        if self._page is None:
+            super()._thin(rank, count, appended=appended)
+            return
+        thin(
+            rank, self.key, self.value, self.occupied, self.positions, self._score, self._token_index, self._carried,
+            self._valid_seen, self._seen, self._counts, self._numbers, self.config.page_budget * self._page,
+            self.config.capacity, count, self._sinks, self._recent, appended, self._page,
+        )
 
 
 @torch.library.custom_op("kvtwin::raas_renew", mutates_args=("score",))
@@ -114,3 +150,179 @@ def renew_kernel(
     tl.store(score + at, time.to(tl.float32), mask=holds)
     position = tl.load(positions + at, mask=holds, other=0)
     tl.store(rank + batch_head * slots + s, (time << 31) + position, mask=s < slots)
+
+
+# Pages ---------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("kvtwin::raas_renew_pages", mutates_args=("score",))
+def renew_pages(
+    query: Tensor, key: Tensor, occupied: Tensor, positions: Tensor, token_index: Tensor, valid_seen: Tensor,
+    score: Tensor, seen: Tensor, capacity: int, size: int, best: int, negative: bool,
+) -> Tensor:
+    """Store in `score` each token's timestamp: the position of the last query that renews its page, or of the page's
+    newest token. A query renews `best` of the complete pages before its own: those with the highest bounds, summed over
+    the group, the oldest of equal ones. Returns the ranks [B, Hkv, capacity + Q] int64: score * 2^31 + position.
+
+    query [B, Hq, Q, D], of the tokens in slots capacity to capacity + Q - 1; a state's buffers as in `ops.arrive`,
+    valid_seen with these tokens included; seen [1] int64: the position of the first query. A page is `size` successive
+    tokens of a row, padding not counted, and a head holds all of them or none. negative: bounds of -q . k.
+    """
+    batch, heads, slots, head_dim = key.shape
+    count = query.shape[2]
+    end, group = capacity + count, query.shape[1] // heads
+    pages = triton.cdiv(end, size)                                             # that a head can hold
+    places = torch.empty(batch * heads, pages, size, dtype=torch.int32, device=key.device)
+    numbers = torch.full((batch * heads, pages), -1, dtype=torch.int32, device=key.device)
+    bounds = torch.empty(batch * heads, count, pages, dtype=torch.float32, device=key.device)
+    rank = torch.zeros(batch, heads, end, dtype=torch.int64, device=key.device)
+    with on_device_of(key):
+        list_kernel[(batch * heads,)](
+            occupied, token_index, places, numbers, end, slots, size, pages, CHUNK=CHUNK, num_warps=4,
+        )
+        bound_kernel[(batch * heads * pages,)](
+            query, key, occupied, places, numbers, valid_seen, bounds, capacity, count, heads, slots, size, pages,
+            *query.stride(), GROUP=group, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), NEGATIVE=negative,
+            TOKENS=TOKENS, ROWS=ROWS, num_warps=4,
+        )
+        time_kernel[(batch * heads * pages,)](
+            occupied, positions, token_index, valid_seen, seen, places, numbers, bounds, score, rank, capacity, count,
+            slots, size, pages, best, CHUNK=CHUNK, COMPARED=COMPARED, ROWS=ROWS, num_warps=4,
+        )
+    return rank
+
+
+@renew_pages.register_fake
+def _(
+    query: Tensor, key: Tensor, occupied: Tensor, positions: Tensor, token_index: Tensor, valid_seen: Tensor,
+    score: Tensor, seen: Tensor, capacity: int, size: int, best: int, negative: bool,
+) -> Tensor:
+    return key.new_empty((*key.shape[:2], capacity + query.shape[2]), dtype=torch.int64)
+
+
+@triton.jit(do_not_specialize=["end", "slots", "size", "pages"])
+def list_kernel(occupied, token_index, places, numbers, end, slots, size, pages, CHUNK: tl.constexpr):
+    """Program batch_head: the pages that a head holds, in the order of the slots of their first tokens. numbers [pages]:
+    a page's number in its row, -1 behind the last one; places [pages, size]: the slots of its tokens by age."""
+    batch_head = tl.program_id(0).to(tl.int64)
+    occupied += batch_head * slots
+    token_index += batch_head * slots
+    places += batch_head * pages * size
+    numbers += batch_head * pages
+    listed = size * 0
+    for start in range(0, end, CHUNK):
+        s = start + tl.arange(0, CHUNK)
+        holds = tl.load(occupied + s, mask=s < end, other=0) != 0
+        token = tl.load(token_index + s, mask=holds, other=0)
+        first = tl.where(holds & (token % size == 0), 1, 0)
+        tl.store(numbers + listed + tl.cumsum(first, 0) - first, token // size, mask=first != 0)
+        listed += tl.sum(first, 0)
+    tl.debug_barrier()
+    for start in range(0, end, CHUNK):
+        s = start + tl.arange(0, CHUNK)
+        holds = tl.load(occupied + s, mask=s < end, other=0) != 0
+        token = tl.load(token_index + s, mask=holds, other=0)
+        place = tl.zeros([CHUNK], tl.int32)
+        for from_page in range(0, listed, CHUNK):
+            page = from_page + tl.arange(0, CHUNK)
+            number = tl.load(numbers + page, mask=page < listed, other=-1)
+            mine = number[None, :] == (token // size)[:, None]
+            place += tl.sum(tl.where(mine, page[None, :], 0), 1)
+        tl.store(places + place * size + token % size, s, mask=holds)
+
+
+@triton.jit(do_not_specialize=[
+    "capacity", "count", "heads", "slots", "size", "pages", "query_b", "query_h", "query_q",
+])
+def bound_kernel(
+    query, key, occupied, places, numbers, valid_seen, bounds, capacity, count, heads, slots, size, pages,
+    query_b, query_h, query_q, query_d,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, NEGATIVE: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (page, batch_head): the bounds of a complete page, [Q, pages]: the sum over the group and the channels of
+    the greater one of q low and q high. low and high: the range of the page's keys in a channel."""
+    page = tl.program_id(0) % pages
+    batch_head = (tl.program_id(0) // pages).to(tl.int64)
+    b, head = batch_head // heads, batch_head % heads
+    number = tl.load(numbers + batch_head * pages + page)
+    if (number >= 0) & (number < tl.load(valid_seen + batch_head) // size):
+        places += (batch_head * pages + page) * size
+        key += batch_head * slots * HEAD_DIM
+        occupied += batch_head * slots + capacity
+        query += b * query_b + head * GROUP * query_h
+        d = tl.arange(0, D_PAD)
+        d64 = d.to(tl.int64)
+        in_head = d < HEAD_DIM
+        low = tl.full([D_PAD], float("inf"), tl.float32)
+        high = tl.full([D_PAD], float("-inf"), tl.float32)
+        for start in range(0, size, TOKENS):
+            t = start + tl.arange(0, TOKENS)
+            slot = tl.load(places + t, mask=t < size, other=0).to(tl.int64)
+            tile = (t < size)[:, None] & in_head[None, :]
+            x = float32(tl.load(key + slot[:, None] * HEAD_DIM + d[None, :], mask=tile, other=0.0))
+            low = tl.minimum(low, tl.min(tl.where((t < size)[:, None], x, float("inf")), 0))
+            high = tl.maximum(high, tl.max(tl.where((t < size)[:, None], x, float("-inf")), 0))
+        for start in range(0, count, ROWS):
+            i = start + tl.arange(0, ROWS)
+            asks = tl.load(occupied + i, mask=i < count, other=0) != 0
+            at = i.to(tl.int64)[:, None] * query_q + d64[None, :] * query_d
+            bound = tl.zeros([ROWS], tl.float32)
+            for g in range(GROUP):
+                tile = asks[:, None] & in_head[None, :]
+                q = float32(tl.load(query + tl.cast(g, tl.int64) * query_h + at, mask=tile, other=0.0))
+                if NEGATIVE:
+                    q = -q
+                bound += tl.sum(tl.maximum(q * low[None, :], q * high[None, :]), 1)
+            bound = tl.where(bound == bound, bound, float("-inf"))     # NaN ranks lowest
+            tl.store(bounds + (batch_head * count + i) * pages + page, bound, mask=i < count)
+
+
+@triton.jit(do_not_specialize=["capacity", "count", "slots", "size", "pages", "best"])
+def time_kernel(
+    occupied, positions, token_index, valid_seen, seen, places, numbers, bounds, score, rank, capacity, count, slots,
+    size, pages, best, CHUNK: tl.constexpr, COMPARED: tl.constexpr, ROWS: tl.constexpr,
+):
+    """Program (page, batch_head): the page's timestamp, and the ranks of its tokens. A query renews a page if it is
+    after it and fewer than `best` pages come first: those with a higher bound, and older ones with an equal bound."""
+    page = tl.program_id(0) % pages
+    batch_head = (tl.program_id(0) // pages).to(tl.int64)
+    numbers += batch_head * pages
+    number = tl.load(numbers + page)
+    if number >= 0:
+        places += (batch_head * pages + page) * size
+        bounds += batch_head * count * pages
+        at = batch_head * slots
+        total = tl.load(valid_seen + batch_head)
+        complete = number < total // size
+        tokens = tl.where(complete, size, total % size)
+        last = tl.load(seen) * 0 - 1
+        if complete:
+            for start in range(0, count, ROWS):
+                i = start + tl.arange(0, ROWS)
+                asks = tl.load(occupied + at + capacity + i, mask=i < count, other=0) != 0
+                own = tl.load(token_index + at + capacity + i, mask=asks, other=0) // size
+                mine = tl.load(bounds + i.to(tl.int64) * pages + page, mask=asks, other=0.0)
+                ahead = tl.zeros([ROWS], tl.int32)
+                for from_page in range(0, pages, COMPARED):
+                    j = from_page + tl.arange(0, COMPARED)
+                    other = tl.load(numbers + j, mask=j < pages, other=-1)
+                    before = asks[:, None] & (other >= 0)[None, :] & (other[None, :] < own[:, None])
+                    theirs = tl.load(
+                        bounds + i.to(tl.int64)[:, None] * pages + j[None, :], mask=before, other=float("-inf")
+                    )
+                    older = (theirs == mine[:, None]) & (other < number)[None, :]
+                    ahead += tl.sum(tl.where(before & ((theirs > mine[:, None]) | older), 1, 0), 1)
+                renews = asks & (number < own) & (ahead < best)
+                last = tl.maximum(last, tl.max(tl.where(renews, i, -1), 0).to(tl.int64))
+        newest = tl.load(positions + at + tl.load(places + tokens - 1))
+        known = tl.load(score + at + tl.load(places)).to(tl.int64)     # 0 if the first token is new
+        time = tl.maximum(newest, known)
+        time = tl.where(last >= 0, tl.maximum(time, tl.load(seen) + last), time)
+        tl.debug_barrier()                                             # the first token's score is read before it is set
+        for start in range(0, size, CHUNK):
+            t = start + tl.arange(0, CHUNK)
+            slot = tl.load(places + t, mask=t < tokens, other=0)
+            tl.store(score + at + slot, tl.zeros([CHUNK], tl.float32) + time.to(tl.float32), mask=t < tokens)
+            position = tl.load(positions + at + slot, mask=t < tokens, other=0)
+            tl.store(rank + batch_head * (capacity + count) + slot, (time << 31) + position, mask=t < tokens)

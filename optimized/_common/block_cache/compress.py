@@ -100,7 +100,7 @@ def compress(
             window_positions, numbers, numbers[1], budget, capacity, count, slots, heads, window_positions.shape[1],
             kernel_size, 0, 0, end, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk,
             TOKENS=16 if SMALL_TILES else moved_at_once(key) if always else 32, ALWAYS=always, APPENDED=appended,
-            OBSERVES=True, CARRIED=False, MOVES=moves,
+            OBSERVES=True, CARRIED=False, MOVES=moves, PAGE=1,
             num_warps=4 if end <= 1024 else 16 if always else PASSING_WARPS,
         )
 
@@ -124,7 +124,7 @@ def _(
 def thin(
     rank: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor, token_index: Tensor,
     carried: Tensor | None, valid_seen: Tensor, seen: Tensor, counts: Tensor, numbers: Tensor,
-    budget: int, capacity: int, count: int, sinks: int, recent: int, appended: bool,
+    budget: int, capacity: int, count: int, sinks: int, recent: int, appended: bool, page: int = 1,
 ) -> None:
     """Evict after `count` tokens arrived, in the slots from `capacity` on or, if `appended`, after one token arrived in
     the slot behind the others.
@@ -133,6 +133,10 @@ def thin(
     slot. The first `sinks` and the newest `recent` tokens are protected. A state's buffers are as in `ops.evict`;
     valid_seen and counts [B, Hkv] int32: the valid tokens that a row has seen and that a head holds, the new ones
     included. Adds `count` to seen, unless `appended`. numbers [4, B * Hkv, S] int32: scratch.
+
+    With a `page` above 1, a head that is due keeps `budget` tokens of complete pages, which are so many successive
+    tokens of a row, and the tokens of the incomplete page. The ranks must order the tokens page by page. sinks and
+    budget are multiples of page, and recent is rounded up: whole pages are protected.
     """
     batch, heads, slots, head_dim = key.shape
     end = capacity + count
@@ -147,7 +151,7 @@ def thin(
             sinks,
             recent, rank.stride(1), HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk,
             TOKENS=16 if SMALL_TILES else 32, ALWAYS=False, APPENDED=appended, OBSERVES=False,
-            CARRIED=carried is not None, MOVES=True, num_warps=4 if end <= 1024 else PASSING_WARPS,
+            CARRIED=carried is not None, MOVES=True, PAGE=page, num_warps=4 if end <= 1024 else PASSING_WARPS,
         )
 
 
@@ -155,7 +159,7 @@ def thin(
 def _(
     rank: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor, token_index: Tensor,
     carried: Tensor | None, valid_seen: Tensor, seen: Tensor, counts: Tensor, numbers: Tensor,
-    budget: int, capacity: int, count: int, sinks: int, recent: int, appended: bool,
+    budget: int, capacity: int, count: int, sinks: int, recent: int, appended: bool, page: int = 1,
 ) -> None:
     return None
 
@@ -250,6 +254,7 @@ def compress_kernel(
     rank_h,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
     ALWAYS: tl.constexpr, APPENDED: tl.constexpr, OBSERVES: tl.constexpr, CARRIED: tl.constexpr, MOVES: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     """Program batch_head. numbers, per batch_head: slots in order of arrival, ranks as integers, free slots, new slots.
     rank, with rows of rank_h slots: with OBSERVES, what each slot's key received; SnapKV's scores follow from it.
@@ -277,9 +282,13 @@ def compress_kernel(
     order += batch_head * budget
     arrived = _valid_before(occupied + capacity, 1, count, COUNTED)
     before = tokens - arrived
+    if PAGE > 1:                                                       # the incomplete page stays beside the complete
+        budget += tl.load(valid_seen + batch_head) % PAGE
     leave = tl.where(tokens > capacity, tokens - budget, 0)
     rank += batch_head * rank_h
     recent_from = tl.where(recent > 0, tl.load(valid_seen + batch_head) - recent, NEVER)
+    if PAGE > 1:
+        recent_from = (tl.load(valid_seen + batch_head) - recent) // PAGE * PAGE
     if OBSERVES:
         observing = tl.full([COUNTED], 0, tl.int32)
         for start in range(0, observers, COUNTED):
