@@ -191,11 +191,7 @@ class Adapter(lockstep.Adapter):
         chunk = Chunk(reference, before, dtype, previous, allowed)
         error = self.score_error(chunk)
         kept, expected = self._keep_mask(tested, chunk, when), _still_in(reference.positions, before)
-        self._verdicts.append(assert_kept_by_age_right(
-            kept, expected, self.rank_interval(chunk, error), occupied=before["occupied"],
-            protected=before["protected"], age=before["positions"], budget=reference.config.budget,
-            over_budget=chunk.over_budget, tie=self.ties(chunk), what=f"tokens kept {when}",
-        ))
+        self._verdicts.append(self._judge_kept(kept, expected, chunk, error, when))
         if not torch.equal(kept, expected):
             reference._adopt(tested.positions[..., :reference.config.capacity])
         assert_same(tested.positions, reference.positions, what=f"positions {when}")
@@ -204,6 +200,15 @@ class Adapter(lockstep.Adapter):
             assert_dtype(tested.score, torch.float32, what="score")
             assert_within(tested.score, reference.score, self.previous_error, what=f"score {when}")
         return bounds.output_error(self.attention(chunk), allowed)
+
+    def _judge_kept(self, kept: Tensor, expected: Tensor, chunk: Chunk, error: Tensor, when: str) -> Verdict:
+        """Check which slots of `chunk.before` were kept, [B, Hkv, S] bool. expected: what the reference kept."""
+        before = chunk.before
+        return assert_kept_by_age_right(
+            kept, expected, self.rank_interval(chunk, error), occupied=before["occupied"],
+            protected=before["protected"], age=before["positions"], budget=chunk.reference.config.budget,
+            over_budget=chunk.over_budget, tie=self.ties(chunk), what=f"tokens kept {when}",
+        )
 
     @staticmethod
     def _keep_mask(tested: Any, chunk: Chunk, when: str) -> Tensor:
