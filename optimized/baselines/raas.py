@@ -1,7 +1,7 @@
 """RaaS on the GPU: a block's attention, then each key's last query that renews its timestamp, or each page's.
 
-With pages there are three launches: `list_kernel` lists the pages that a head holds, `bound_kernel` computes each query's
-bound of each page, and `time_kernel` each page's timestamp.
+With pages there are three launches: `list_kernel` lists the pages that a head holds, `bound_kernel` computes the bounds
+of each page for all queries, and `time_kernel` each page's timestamp.
 """
 
 from __future__ import annotations
@@ -202,8 +202,9 @@ def _(
 
 @triton.jit(do_not_specialize=["end", "slots", "size", "pages"])
 def list_kernel(occupied, token_index, places, numbers, end, slots, size, pages, CHUNK: tl.constexpr):
-    """Program batch_head: the pages that a head holds, in the order of the slots of their first tokens. numbers [pages]:
-    a page's number in its row, -1 behind the last one; places [pages, size]: the slots of its tokens by age."""
+    """Program batch_head: the pages that a head holds, in the order of the slots of their first tokens. numbers
+    [pages]: a page's number in its row, -1 behind the last one; places [pages, size]: the slots of its tokens by age.
+    """
     batch_head = tl.program_id(0).to(tl.int64)
     occupied += batch_head * slots
     token_index += batch_head * slots
@@ -319,10 +320,10 @@ def time_kernel(
         known = tl.load(score + at + tl.load(places)).to(tl.int64)     # 0 if the first token is new
         time = tl.maximum(newest, known)
         time = tl.where(last >= 0, tl.maximum(time, tl.load(seen) + last), time)
-        tl.debug_barrier()                                             # the first token's score is read before it is set
+        tl.debug_barrier()                                             # the old score is read before the new one is set
         for start in range(0, size, CHUNK):
             t = start + tl.arange(0, CHUNK)
             slot = tl.load(places + t, mask=t < tokens, other=0)
             tl.store(score + at + slot, tl.zeros([CHUNK], tl.float32) + time.to(tl.float32), mask=t < tokens)
             position = tl.load(positions + at + slot, mask=t < tokens, other=0)
-            tl.store(rank + batch_head * (capacity + count) + slot, (time << 31) + position, mask=t < tokens)
+            tl.store(rank + batch_head * (capacity + count) + slot, position + (time << 31), mask=t < tokens)

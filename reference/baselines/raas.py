@@ -1,8 +1,8 @@
 """RaaS: each token has a timestamp, renewed when a query attends to it enough; the oldest timestamp is evicted.
 
-Paper: Hu et al., "RaaS: Reasoning-Aware Attention Sparsity for Efficient LLM Reasoning" (2025). By default single tokens
-have timestamps, as in ThinKV's and EpiKV's tables. With a `page_size`, pages have them, as in the authors' code: a query
-renews those with the highest bounds of its logits (Quest's bounds), and whole pages are evicted.
+Paper: Hu et al., "RaaS: Reasoning-Aware Attention Sparsity for Efficient LLM Reasoning" (2025). By default single
+tokens have timestamps, as in ThinKV's and EpiKV's tables. With a `page_size`, pages have them, as in the authors' code:
+a query renews those with the highest bounds of its logits (Quest's bounds), and whole pages are evicted.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class RaaSState(BlockState):
 
     def _observe(self, chunk: Chunk) -> None:
         time = self._times_of_tokens(chunk) if self.config.page_size is None else self._times_of_pages(chunk)
-        self.score.copy_(torch.maximum(self.score, time.to(self.score.dtype)).masked_fill(~self.occupied, -INF))
+        time = time.to(self.score.dtype)
+        self.score.copy_(torch.maximum(self.score, time).masked_fill(~self.occupied, -INF))
 
     def _rank(self) -> tuple[Tensor, Tensor]:
         rank = self.score.masked_fill(~self.occupied, 0).long() * 2**31 + self.positions

@@ -1,4 +1,4 @@
-"""RaaS with pages under test: a query renews the pages with the highest bounds of its logits; whole pages are evicted."""
+"""RaaS with pages under test: a query renews pages by the bounds of its logits, and whole pages are evicted."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def test_raas_evicts_the_page_with_the_oldest_timestamp(side, how, fifth, last, 
 def test_raas_renews_half_of_the_page_budget(side, how, twins, device):
     """Two of the four pages before the last one; and without an eviction, all timestamps remain."""
     state = new(twins, side, device, 10, interval=9)
-    feed(state, how, *asking([*[[]] * 8, [0, 2, 3], [1, 3, 2]], device))
+    query, key, value = asking([*[[]] * 8, [0, 2, 3], [1, 3, 2]], device)
+    query[:, :, 8:, 4] = 5                                              # their own page takes none of the places
+    feed(state, how, query, key, value)
     # Before, the oldest pages of equal bounds were renewed: pages 0 and 1.
     assert times(state) == {0: 8, 1: 8, 2: 9, 3: 9, 4: 9, 5: 9, 6: 7, 7: 7, 8: 9, 9: 9}
 
@@ -82,19 +84,42 @@ def test_raas_renews_half_of_the_page_budget(side, how, twins, device):
 @SIDES
 @HOW
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("scale", [None, -0.5])
-def test_raas_bounds_logits_by_the_range_of_each_channel(side, how, sign, scale, twins, device):
+def test_raas_bounds_logits_by_the_range_of_each_channel(side, how, sign, twins, device):
     """The keys (3, 0) and (0, 3) of page 0 may lie in a page with (3, 3): 6 for the query (1, 1), although its largest
-    logit is 3. Both keys of page 1 are (2, 2). A negative scale turns the query around."""
-    state = new(twins, side, device, 4, scale=scale)
+    logit is 3. Both keys of page 1 are (2, 2)."""
+    state = new(twins, side, device, 4)
     query, key, value = asking([[]] * 6, device)
     key[:] = 0
     key[:, :, 0, 0] = key[:, :, 1, 1] = 3
     key[:, :, 2:4, :2] = 2
     key *= sign
-    query[:, :, 4:, :2] = sign * (1 if scale is None else -1)
+    query[:, :, 4:, :2] = sign
     feed(state, how, query, key, value)
     assert held(state) == [0, 1, 4, 5]
+
+
+@SIDES
+@pytest.mark.parametrize(("scale", "kept"), [(0.5, 0), (-0.5, 1)])
+def test_raas_bounds_logits_with_the_sign_of_the_scale(side, scale, kept, twins, device):
+    """The keys are 3 and 2, and the queries 1, in the only channel that is not 0."""
+    state = new(twins, side, device, 4, scale=scale)
+    query, key, value = asking([[]] * 6, device)
+    key[:] = query[:] = 0
+    key[:, :, :2, 7], key[:, :, 2:4, 7], query[:, :, 4:, 7] = 3, 2, 1
+    feed(state, "block", query, key, value)
+    assert held(state) == [2 * kept, 2 * kept + 1, 4, 5]
+
+
+@SIDES
+@HOW
+def test_raas_reads_queries_and_keys_of_any_layout(side, how, twins, device):
+    """Heads after tokens, channels before them."""
+    for layout in ((0, 2, 1, 3), (3, 1, 0, 2)):
+        state = new(twins, side, device, 4, heads=2)
+        given_ = asking([[], [], [0], [0], [0], [1]], device, heads=2)
+        back = torch.tensor(layout).argsort().tolist()
+        feed(state, how, *(x.permute(layout).contiguous().permute(back) for x in given_))
+        assert held(state) == [2, 3, 4, 5]
 
 
 @SIDES
@@ -275,8 +300,8 @@ def test_raas_with_pages_of_equal_tokens_keeps_step(trace, twins):
     {"budget": 20, "page_size": 1, "interval": 1, "block_size": 33, "sinks": 2},
 ], ids=["many pages", "large pages", "single tokens"])
 def test_raas_with_many_pages_keeps_step_with_float64(options, twins, device):
-    """More pages and queries, and larger pages, than the kernels take at a time. Rows of different lengths are reordered
-    and reset."""
+    """More pages and queries, and larger pages, than the kernels take at a time. Rows of different lengths change their
+    order, and begin anew."""
     trace = StateTrace(
         method="raas", config=tuple({"alpha": None, **options}.items()), batch=2, key_value_heads=1, group=2,
         prompt=100, steps=6, seed=8, padding="random", reorder_at=2, reset_at=5, device=str(device),

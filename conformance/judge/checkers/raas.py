@@ -131,7 +131,7 @@ def bound_interval(query: Tensor, low: Tensor, high: Tensor) -> Interval:
     through at most D + G - 2 additions, and a division by G. Products and sums below FLUSH may flush to zero. Products
     with zero are exact.
     """
-    batch, heads, _, head_dim = low.shape
+    _, heads, _, head_dim = low.shape
     group = query.shape[1] // heads
     ask = query.unflatten(1, (heads, group))[:, :, :, None]                               # [B, Hkv, G, 1, D]
     product = torch.maximum(ask * low[:, :, None], ask * high[:, :, None])                # [B, Hkv, G, pages, D]
@@ -201,8 +201,8 @@ def page_renewals(chunk: Chunk, pages: Pages) -> Interval:
 
 
 class Model(block_model.Head):
-    """A token's score is the number of the last query that gave it at least alpha, its own one at the least. With pages,
-    it is that of the last query that renewed its page, or of the page's last token."""
+    """A token's score is the number of the last query that gave it at least alpha, its own one at the least. With
+    pages, it is that of the last query that renewed its page, or of the page's last token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
