@@ -24,8 +24,9 @@ __all__ = ["RaaSConfig", "RaaSState"]
 
 #: Tokens of a page whose keys are read at a time, and queries whose bounds are computed at a time.
 TOKENS, ROWS = 16, 16
-#: Slots, or pages, of which one number each is read at a time; pages that are compared with ROWS bounds at a time.
-CHUNK, COMPARED = (16, 16) if SMALL_TILES else (256, 64)
+#: Slots of which one number each is read at a time; pages that are compared with CHUNK tokens at a time, and with ROWS
+#: bounds.
+CHUNK, MATCHED, COMPARED = (16, 16, 16) if SMALL_TILES else (256, 16, 64)
 
 
 class RaaSState(BlockState):
@@ -178,7 +179,8 @@ def renew_pages(
     rank = torch.zeros(batch, heads, end, dtype=torch.int64, device=key.device)
     with on_device_of(key):
         list_kernel[(batch * heads,)](
-            occupied, token_index, places, numbers, end, slots, size, pages, CHUNK=CHUNK, num_warps=4,
+            occupied, token_index, places, numbers, end, slots, size, pages, CHUNK=CHUNK, MATCHED=MATCHED,
+            num_warps=4,
         )
         bound_kernel[(batch * heads * pages,)](
             query, key, occupied, places, numbers, valid_seen, bounds, capacity, count, heads, slots, size, pages,
@@ -201,7 +203,9 @@ def _(
 
 
 @triton.jit(do_not_specialize=["end", "slots", "size", "pages"])
-def list_kernel(occupied, token_index, places, numbers, end, slots, size, pages, CHUNK: tl.constexpr):
+def list_kernel(
+    occupied, token_index, places, numbers, end, slots, size, pages, CHUNK: tl.constexpr, MATCHED: tl.constexpr
+):
     """Program batch_head: the pages that a head holds, in the order of the slots of their first tokens. numbers
     [pages]: a page's number in its row, -1 behind the last one; places [pages, size]: the slots of its tokens by age.
     """
@@ -224,8 +228,8 @@ def list_kernel(occupied, token_index, places, numbers, end, slots, size, pages,
         holds = tl.load(occupied + s, mask=s < end, other=0) != 0
         token = tl.load(token_index + s, mask=holds, other=0)
         place = tl.zeros([CHUNK], tl.int32)
-        for from_page in range(0, listed, CHUNK):
-            page = from_page + tl.arange(0, CHUNK)
+        for from_page in range(0, listed, MATCHED):
+            page = from_page + tl.arange(0, MATCHED)
             number = tl.load(numbers + page, mask=page < listed, other=-1)
             mine = number[None, :] == (token // size)[:, None]
             place += tl.sum(tl.where(mine, page[None, :], 0), 1)
