@@ -98,6 +98,16 @@ def test_many_slots(options, twins, device):
     assert summary.decisive >= 1
 
 
+def test_the_pool_follows_tokens_that_have_moved(twins, device):
+    """Each compression moves tokens to other slots. The next one pools their scores in the order of arrival."""
+    trace = StateTrace(
+        method="snapkv", config=(("budget", 12), ("interval", 3), ("block_size", 5), ("window", 2), ("kernel_size", 5)),
+        batch=2, key_value_heads=2, group=2, prompt=20, steps=14, seed=6, device=str(device),
+    )
+    summary = lockstep.run(trace, twins.optimized.baselines.snapkv)
+    assert summary.decisive >= 8
+
+
 # Our own kernels, for any implementation under test ---------------------------------------------------------------
 
 
