@@ -1,11 +1,11 @@
 """``python -m kvtwin.conformance [METHOD...]``: verify the methods here; a table, a report, an exit code.
 
 The same tests as ``pytest --pyargs kvtwin.conformance``, less those of the suite itself, of the caches for
-transformers, of interrupted and repeated calls, of parts of prompts, of several GPUs, of kvtwin's two sides and of stored
-results, for people who need not know pytest. The profile quick leaves out more: see ``--hypothesis-profile``. With ``--impl MODULE`` only the tests run that judge a property of an implementation,
-and a verdict is printed. Exit codes: 0 right, 1 wrong, 2 wrong usage of the command line or interrupted, 3 internal
-error, 4 the run cannot start (pytest's usage error: for example, MODULE cannot be imported), 5 no test ran, 6 not
-covered (harness/verdict.py).
+transformers, of interrupted and repeated calls, of parts of prompts, of several GPUs, of kvtwin's two sides and of
+stored results, for people who need not know pytest. The profile quick leaves out more: see ``--hypothesis-profile``.
+With ``--impl MODULE`` only the tests run that judge a property of an implementation, and a verdict is printed. Exit
+codes: 0 right, 1 wrong, 2 wrong usage of the command line or interrupted, 3 internal error, 4 the run cannot start
+(pytest's usage error: for example, MODULE cannot be imported), 5 no test ran, 6 not covered (harness/verdict.py).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from kvtwin.conformance.cases.case import StateTrace
 from kvtwin.conformance.judge import lockstep, stats
 from kvtwin.conformance.judge.checkers import raas
 from kvtwin.conformance.judge.compare import Mismatch
+from kvtwin.conformance.judge.mismatch import JudgeError
 from kvtwin.reference.attention import INF
 from kvtwin.reference.baselines import raas as reference
 from kvtwin.reference.blocks import group_mean
@@ -157,6 +158,32 @@ def test_wrong_pages_are_found(state, message):
 def test_equal_bounds_are_decided_by_age():
     with pytest.raises(Mismatch, match="score|tokens kept"):
         run(NewestOfNear, "equal_keys")
+
+
+@pytest.mark.parametrize("options", [{}, {"page_size": None, "alpha": 0.1, "interval": 1}], ids=["pages", "tokens"])
+def test_a_wrong_time_of_the_reference_is_an_error_of_the_judge(options, monkeypatch):
+    """The reference's own bounds and weights allow no renewal that it makes."""
+    observe = reference.RaaSState._observe
+
+    def renews_all(self, chunk):
+        observe(self, chunk)
+        self.score.masked_fill_(self.occupied, float(self.tokens_seen - 1))
+
+    monkeypatch.setattr(reference.RaaSState, "_observe", renews_all)
+    with pytest.raises(JudgeError, match="the reference has time"):
+        run(reference.RaaSState, **options)
+
+
+@pytest.mark.parametrize("shift", [-20, 20])
+def test_a_time_outside_of_the_run_is_found(shift):
+    class Shifted(reference.RaaSState):
+        def _rank(self):
+            found = super()._rank()
+            self.score.add_(shift)
+            return found
+
+    with pytest.raises(Mismatch, match="score"):
+        run(Shifted)
 
 
 def near_keys(count):

@@ -161,6 +161,27 @@ def test_raas_renews_the_oldest_of_pages_with_equal_bounds(side, twins, device):
 
 
 @SIDES
+@pytest.mark.parametrize("group", [1, 8])
+def test_raas_renews_the_oldest_of_many_pages_with_equal_bounds(side, group, twins, device):
+    """Of 18 pages with the same key, queries renew the first eight. The others keep their times, and leave in turn."""
+    module = getattr(twins, side).baselines.raas
+    dtype = torch.float64 if side == "reference" else torch.float32  # where sums of torch's depend on the page
+    state = module.RaaSState(
+        module.RaaSConfig(17, 2, page_size=1, interval=1), batch=1, query_heads=group, key_value_heads=1, head_dim=16,
+        dtype=dtype, device=device,
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads):
+        return torch.randn(1, heads, 16, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    key = draw(1)
+    for _ in range(20):
+        state.step(draw(group), key, key)
+    assert times(state) == {**dict.fromkeys(range(8), 19), **{token: token for token in range(11, 20)}}
+
+
+@SIDES
 @HOW
 def test_raas_keeps_the_incomplete_page(side, how, twins, device):
     """Beside the two pages of the budget. Its own query is the last one to renew the page."""

@@ -16,6 +16,7 @@ from ..bounds import DIVISION, FLUSH, SLACK, UNIT, Interval, gamma, log_weight_e
 from ..compare import Verdict, fail
 from ..compare_by_age import assert_kept_by_age_right
 from ..fields import field
+from ..mismatch import JudgeError
 from . import blocks, h2o
 from .blocks import Chunk
 from .blocks import max_kept as max_kept
@@ -274,6 +275,11 @@ class Adapter(blocks.Adapter):
             found = Interval(*(pages.spread(end) for end in page_renewals(chunk, pages)))
             own = pages.spread(pages.reduce(own, "amax", -1.0))
         first = chunk.reference.tokens_seen - chunk.before["query"].shape[2]
+        renewed = (time >= first) & (time > own)
+        wrong = occupied & ((time < found.low) | (renewed & (time > found.high)))
+        if bool(wrong.any()):
+            at = tuple(wrong.nonzero()[0].tolist())
+            raise JudgeError(f"the reference has time {time[at]} in {at}, expected {found.low[at]} to {found.high[at]}")
         # Not renewed for certain: as early as before, and if that is not known, as early as the token itself.
         before = torch.where(time >= first, own, time - chunk.previous_error)
         low = torch.maximum(torch.where(found.low >= 0, found.low, before), own)
@@ -309,8 +315,13 @@ class Adapter(blocks.Adapter):
         )
 
     def _judge(self, tested: Any, reference: Any, dtype: torch.dtype, when: str) -> Tensor:
-        """Also check that the tokens of a page have one timestamp."""
+        """Also check that no timestamp is before its token or after the newest one, and that the tokens of a page have
+        the same one."""
         bound = super()._judge(tested, reference, dtype, when)
+        beyond = (tested.score < reference.positions) | (tested.score >= reference.tokens_seen)
+        if bool((beyond & reference.occupied).any()):
+            with field("score"):
+                fail(f"score {when}: timestamps must be from the token's position to the newest one: {tested.score}")
         size = reference.config.page_size
         if size is not None:
             page = (reference._index // size).where(reference.occupied, -1)
