@@ -20,6 +20,8 @@ from ...judge import attribution  # noqa: F401
 
 #: The attribute of a test in which Hypothesis stores its settings.
 SETTINGS = "_hypothesis_internal_use_settings"
+#: Of each test, at most: enough to judge each property, and few enough for many patients.
+EXAMPLES = 4
 
 
 def verdict_of(
@@ -55,7 +57,7 @@ def verdict_of(
             for test in {getattr(item, "obj", None) for item in session.items}:
                 own = getattr(test, SETTINGS, None)
                 if own is not None:
-                    few = min(own.max_examples, quick.max_examples)
+                    few = min(own.max_examples, EXAMPLES)
                     monkeypatch.setattr(test, SETTINGS, settings(
                         own, max_examples=few, phases=quick.phases, derandomize=quick.derandomize, database=None,
                     ))
