@@ -321,8 +321,8 @@ def test_raas_with_pages_of_equal_tokens_keeps_step(trace, twins):
     {"budget": 20, "page_size": 1, "interval": 1, "block_size": 33, "sinks": 2},
 ], ids=["many pages", "large pages", "single tokens"])
 def test_raas_with_many_pages_keeps_step_with_float64(options, twins, device):
-    """More pages and queries, and larger pages, than the kernels take at a time. Rows of different lengths change their
-    order, and begin anew."""
+    """More pages and queries, and larger pages, than the kernels take at a time. Rows of
+    different lengths are reordered, then reset."""
     trace = StateTrace(
         method="raas", config=tuple({"alpha": None, **options}.items()), batch=2, key_value_heads=1, group=2,
         prompt=100, steps=6, seed=8, padding="random", reorder_at=2, reset_at=5, device=str(device),
