@@ -39,6 +39,23 @@ def zero_unoccupied(value: Tensor, occupied: Tensor) -> Tensor:
     return value.masked_fill(~per_kv_head(occupied)[..., None], 0)
 
 
+def sum_in_order(tensor: Tensor, dim: int) -> Tensor:
+    """The sum over a dimension, from its first element to its last.
+
+    torch.sum may choose another order for the last elements of the other dimensions, and equal tokens must get equal
+    sums. The dimension must not be empty.
+    """
+    total, *rest = tensor.unbind(dim)
+    for part in rest:
+        total = total + part
+    return total
+
+
+def logsumexp_in_order(tensor: Tensor, dim: int) -> Tensor:
+    """log sum exp over a dimension; equal for equal elements wherever they lie, see `sum_in_order`."""
+    return tensor.movedim(dim, -1).contiguous().logsumexp(-1)  # torch adds along rows of memory in one order
+
+
 def logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Tensor:
     """scale * q . k for every slot, -inf where unoccupied (eq. 1 of every paper).
 
@@ -52,12 +69,9 @@ def logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Ten
 
 def _logits(query: Tensor, key: Tensor, occupied: Tensor, query_heads: int, scale: float) -> Tensor:
     keys = per_query_head(zero_unoccupied(key, occupied), query_heads)                 # [B, Hq, S, D]
-    if query.dim() == 4:
-        product = query @ keys.transpose(-1, -2)                                       # [B, Hq, Q, S]
-    else:
-        # No matrix product: it may sum the last slots in another order, and equal keys must get equal logits.
-        product = (query[:, :, None] * keys).sum(-1)[:, :, None]                       # [B, Hq, 1, S]
-    product = scale * product
+    # No matrix product: it may sum the last slots in another order, and equal keys must get equal logits.
+    queries = query.unbind(2) if query.dim() == 4 else [query]
+    product = scale * torch.stack([(each[:, :, None] * keys).sum(-1) for each in queries], 2)  # [B, Hq, Q, S]
     mask = per_kv_head(occupied)
     mask = per_query_head(mask, query_heads) if mask.shape[1] > 1 else mask            # [B, 1 or Hq, S]
     product = product.masked_fill(~mask[:, :, None], -INF)

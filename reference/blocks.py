@@ -21,10 +21,10 @@ from .attention import (
     INF,
     accumulate_dtype,
     causal_logits,
-    logits,
     per_kv_head,
     per_query_head,
     softmax,
+    sum_in_order,
     weighted_values,
 )
 from .contract import MethodConfig, Sizes
@@ -98,10 +98,7 @@ def block_logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) 
     attends to nothing.
     """
     count, slots = query.shape[2], key.shape[2]
-    if count == 1:  # as in `logits`, equal keys get equal logits
-        logit = logits(query[:, :, 0], key, occupied, scale=scale)[:, :, None]
-    else:
-        logit = causal_logits(query, key, occupied, scale=scale)
+    logit = causal_logits(query, key, occupied, scale=scale)
     valid = per_kv_head(occupied)[..., slots - count:]                                  # [B, 1 or Hkv, Q]
     valid = per_query_head(valid, query.shape[1]) if valid.shape[1] > 1 else valid
     return logit.masked_fill(~valid[..., None], -INF)
@@ -109,7 +106,8 @@ def block_logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) 
 
 def group_mean(tensor: Tensor, key_value_heads: int) -> Tensor:
     """Mean over the G query heads of each KV head: [B, Hq, ...] -> [B, Hkv, ...]."""
-    return tensor.unflatten(1, (key_value_heads, -1)).mean(2)
+    of_group = tensor.unflatten(1, (key_value_heads, -1))
+    return sum_in_order(of_group, 2) / of_group.shape[2]
 
 
 def check_block(query: object, key: object, value: object, occupied: object) -> Sizes:

@@ -33,9 +33,11 @@ from .attention import (
     accumulate_dtype,
     causal_attention,
     logits,
+    logsumexp_in_order,
     per_kv_head,
     per_query_head,
     softmax,
+    sum_in_order,
     weighted_values,
     zero_unoccupied,
 )
@@ -119,8 +121,7 @@ def log_score(
     log_contribution = log_weight + per_query_head(magnitude.log(), query.shape[1])     # [B, Hq, S]   log ||a v||_1
     batch, key_value_heads, slots, _ = key.shape
     heads = log_contribution.view(batch, key_value_heads if per_head else 1, -1, slots)
-    # Heads last: along another axis, torch may sum the last slots in another order, and equal tokens must tie.
-    summed = of_all_ranks(heads, 2, process_group).transpose(2, 3).contiguous().logsumexp(3)
+    summed = logsumexp_in_order(of_all_ranks(heads, 2, process_group), 2)
     mask = per_kv_head(occupied)
     summed = summed.masked_fill(~mask, -INF)
     return summed if per_head else summed[:, 0]
@@ -198,7 +199,8 @@ def _decode(
     magnitude = zero_unoccupied(value, occupied).to(weight.dtype).abs().mean(-1)        # [B, Hkv, S]  ||v_j||_1 / D
     contribution = weight * per_query_head(magnitude, query.shape[1])                   # [B, Hq, S]   eq. 6
     heads = contribution.view(query.shape[0], key.shape[1] if per_head else 1, -1, key.shape[2])
-    score = of_all_ranks(heads, 2, process_group).mean(2)
+    heads = of_all_ranks(heads, 2, process_group)
+    score = sum_in_order(heads, 2) / heads.shape[2]
     score = score if per_head else score[:, 0]
     score = score.masked_fill(~occupied, -INF)
     if protected is not None:

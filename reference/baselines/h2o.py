@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .._validate import check_integer
+from ..attention import sum_in_order
 from ..blocks import AttendResult, BlockState, Chunk, IntervalConfig, attention_of_block, group_mean
 
 __all__ = ["AttendResult", "H2OConfig", "H2OState", "attend"]
@@ -59,7 +60,7 @@ def attend(
     over the G query heads of a KV head. TypeError or ValueError for invalid arguments.
     """
     output, weight = attention_of_block(query, key, value, occupied, scale=scale)       # weight [B, Hkv, Q, S]
-    return AttendResult(output, weight.sum(2))
+    return AttendResult(output, sum_in_order(weight, 2))
 
 
 class H2OState(BlockState):
@@ -69,7 +70,7 @@ class H2OState(BlockState):
     Config = H2OConfig
 
     def _observe(self, chunk: Chunk) -> None:
-        self.score += group_mean(chunk.weight, self.sizes.key_value_heads).sum(2)
+        self.score += sum_in_order(group_mean(chunk.weight, self.sizes.key_value_heads), 2)
 
     def _rank(self) -> tuple[Tensor, Tensor]:
         return self.score, self._newest(self.config.protected) | self._oldest(self.config.sinks)

@@ -164,9 +164,7 @@ class RaaSState(BlockState):
         scale turns the query around."""
         query = query.to(low.dtype) * (-1 if self.scale < 0 else 1)
         with exact(query):
-            of_heads = page_bound(query, low, high).unflatten(1, (self.sizes.key_value_heads, -1))
-            # Not mean(2), whose order of additions depends on the page: equal bounds must stay equal.
-            bound = sum(of_heads.unbind(2), of_heads.new_zeros(())) / self.sizes.group
+            bound = group_mean(page_bound(query, low, high), self.sizes.key_value_heads)
         best = top_k(bound.masked_fill(~before, -INF), self.config.page_budget // 2)
         return before & torch.zeros_like(before).scatter(-1, best, True)
 

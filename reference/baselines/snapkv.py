@@ -20,7 +20,7 @@ from .._ranks import of_all_ranks
 from .._validate import check_flag, check_integer, check_mask, resolve_scale
 from .._validate_attention import check_attention
 from .._validate_ranks import ProcessGroup, check_process_group, check_shared_heads, digest
-from ..attention import INF, causal_logits, logits, per_kv_head, softmax
+from ..attention import INF, causal_logits, logits, per_kv_head, softmax, sum_in_order
 from ..blocks import AttendResult, BlockState, Chunk, IntervalConfig, attention_of_block, group_mean
 from ..contract import Sizes
 from ..selection import gather_tokens, kept_tokens, order
@@ -88,10 +88,11 @@ def window_score(
     scale = resolve_scale(scale, sizes.head_dim)
     weight = softmax(causal_logits(query_window, key, occupied, scale=scale))             # [B, Hq, W, T]
     weight = weight.masked_fill(~observing[:, None, :, None], 0)
-    received = weight.sum(2) / observing.sum(-1).clamp_min(1)[:, None, None]              # [B, Hq, T]
-    received = received.view(sizes.batch, sizes.key_value_heads, sizes.group, -1).mean(2)  # [B, Hkv, T]
+    received = sum_in_order(weight, 2) / observing.sum(-1).clamp_min(1)[:, None, None]    # [B, Hq, T]
+    received = group_mean(received, sizes.key_value_heads)                                # [B, Hkv, T]
     if shared_heads:
-        received = of_all_ranks(received, 1, process_group).mean(1, keepdim=True)
+        received = of_all_ranks(received, 1, process_group)
+        received = sum_in_order(received, 1)[:, None] / received.shape[1]
     score = torch.full_like(received, INF)
     if prefix:
         score[..., :prefix] = functional.avg_pool1d(
@@ -111,7 +112,7 @@ def attend(
     """
     output, weight = attention_of_block(query, key, value, occupied, scale=scale)       # weight [B, Hkv, Q, S]
     num_valid = per_kv_head(occupied)[..., -query.shape[2]:].sum(-1).clamp_min(1)       # [B, 1 or Hkv]
-    return AttendResult(output, weight.sum(2) / num_valid[..., None])
+    return AttendResult(output, sum_in_order(weight, 2) / num_valid[..., None])
 
 
 def compress(
@@ -216,7 +217,7 @@ class SnapKVState(BlockState):
         future = future.repeat_interleave(self.sizes.group, dim=1)
         weight = softmax(logit.masked_fill(future, -INF))
         observing = (self._window_positions >= 0).sum(-1).clamp_min(1)[:, None, None]
-        received = group_mean(weight, heads).sum(2) / observing                         # [B, Hkv, S]
+        received = sum_in_order(group_mean(weight, heads), 2) / observing               # [B, Hkv, S]
 
         window = self.positions >= self._seen - observers
         place = order(self.positions)                                                   # free slots come first

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._validate import check_flag
-from ..attention import INF, per_kv_head
+from ..attention import INF, logsumexp_in_order, per_kv_head, sum_in_order
 from ..blocks import AttendResult, BlockState, Chunk, IntervalConfig, attention_of_block, group_mean
 
 __all__ = ["AttendResult", "TOVAConfig", "TOVAState", "attend"]
@@ -68,10 +68,10 @@ class TOVAState(BlockState):
         logit = _of_newest(chunk.logit, valid)                                          # [B, Hq, S]
         lse = logit.logsumexp(-1, keepdim=True)
         lse = lse.masked_fill(lse == -INF, 0)
-        self._log_score = (logit - lse).unflatten(1, (heads, -1)).logsumexp(2)          # log sum_h a_hj
+        self._log_score = logsumexp_in_order((logit - lse).unflatten(1, (heads, -1)), 2)  # log sum_h a_hj
         if not self.config.per_head:
-            weight = weight.mean(1, keepdim=True).expand_as(weight)
-            self._log_score = self._log_score.logsumexp(1, keepdim=True).expand_as(weight)
+            weight = (sum_in_order(weight, 1)[:, None] / heads).expand_as(weight)
+            self._log_score = logsumexp_in_order(self._log_score, 1)[:, None].expand_as(weight)
         has_query = chunk.valid.any(-1)[:, None, None]
         self.score.copy_(torch.where(has_query, weight, self.score).masked_fill(~self.occupied, -INF))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..attention import zero_unoccupied
+from ..attention import sum_in_order, zero_unoccupied
 from ..blocks import AttendResult, BlockState, Chunk, IntervalConfig, group_mean
 from .h2o import attend, check_protected
 
@@ -45,7 +45,7 @@ class VATPState(BlockState):
     Config = VATPConfig
 
     def _observe(self, chunk: Chunk) -> None:
-        self.score += group_mean(chunk.weight, self.sizes.key_value_heads).sum(2)
+        self.score += sum_in_order(group_mean(chunk.weight, self.sizes.key_value_heads), 2)
 
     def _rank(self) -> tuple[Tensor, Tensor]:
         magnitude = zero_unoccupied(self.value, self.occupied).to(self.score.dtype).abs().sum(-1)

@@ -29,6 +29,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..attention import sum_in_order
 from ..selection import victims
 from ..thinkv.thoughts import classify, share_skipped
 from ..thinkv.types import Thought
@@ -41,7 +42,8 @@ def received(weight: Tensor) -> Tensor:
 
     weight [B, Hq, S] of a step, or [B, Hq, T, S] of a prompt, whose queries are summed.
     """
-    return weight.mean(1) if weight.dim() == 3 else weight.mean(1).sum(1)
+    mean = sum_in_order(weight, 1) / weight.shape[1]
+    return mean if weight.dim() == 3 else sum_in_order(mean, 1)
 
 
 def relative_entropy(weight: Tensor, occupied: Tensor) -> Tensor:

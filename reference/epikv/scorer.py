@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._interrupted import Interruptible
 from .._validate import check_dtype, check_next_slot, check_reorder, resolve_device
-from ..attention import INF, accumulate_dtype
+from ..attention import INF, accumulate_dtype, sum_in_order
 from ..selection import victims
 from ._validate import check_prompt_fits, check_scorer
 from ._validate_scorer import ScorerInputs
@@ -292,7 +292,7 @@ class EpiKVScorer(Interruptible):
         self._low = torch.where(begins, both, torch.minimum(self._low, both))
         self._high = torch.where(begins, both, torch.maximum(self._high, both))
         spread = lag_spread(both[..., None, :], self._low_before, self._high_before)[..., 0]         # [B, 2, Hkv]
-        scores = (spread[:, 0] + spread[:, 1]).mean(1)
+        scores = sum_in_order(spread[:, 0] + spread[:, 1], 1) / spread.shape[2]
         return scores.masked_fill(self._tokens < self.config.chunk, INF)
 
     # The next slot ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .._validate import check_choice, check_integer
-from ..attention import INF, accumulate_dtype
+from ..attention import INF, accumulate_dtype, sum_in_order
 from ..selection import kept_after, kept_tokens, order
 from ._validate import check_hidden_pair, check_lag, check_selection, check_series, check_vectors
 from .contract import DIFFERENCES
@@ -88,7 +88,7 @@ def kv_variance(key_or_value: Tensor) -> Tensor:
     """
     x = check_vectors("key_or_value", key_or_value)
     x = x.to(accumulate_dtype(x))
-    return (x - x.mean(-1, keepdim=True)).square().mean(-1).mean(1)
+    return sum_in_order((x - x.mean(-1, keepdim=True)).square().mean(-1), 1) / x.shape[1]
 
 
 def lag_kv(key: Tensor, value: Tensor, *, chunk: int = 128, occupied: Tensor | None = None) -> Tensor:
@@ -114,7 +114,7 @@ def lag_kv(key: Tensor, value: Tensor, *, chunk: int = 128, occupied: Tensor | N
                            x[:, start - chunk:start].amax(1))
                 for x in vectors
             ]
-            result[row, tokens[start:start + chunk]] = (spreads[0] + spreads[1]).mean(0)
+            result[row, tokens[start:start + chunk]] = sum_in_order(spreads[0] + spreads[1], 0) / key.shape[1]
     return result
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
+from ..attention import sum_in_order
 from ._validate import check_heads_attention, check_sets, check_similarity
 from .contract import HeadClusters
 from .sets import best_of
@@ -68,7 +67,7 @@ def cluster_heads(similarity: Tensor, clusters: int) -> HeadClusters:
     for _ in range(ITERATIONS):
         label = _assign(_distances(row, center), clusters)
         member = label == torch.arange(clusters)[:, None]                               # [clusters, Hkv]
-        center = torch.stack([_in_order(row[heads]) / int(heads.sum()) for heads in member])
+        center = torch.stack([sum_in_order(row[heads], 0) / int(heads.sum()) for heads in member])
     distance = _distances(row, center).T.masked_fill(~member, torch.inf)
     # Two heads are equally near to their mean; rounding must not decide between them.
     distance = distance.masked_fill(member & (member.sum(1, keepdim=True) <= 2), 0)
@@ -88,15 +87,7 @@ def _assign(distance: Tensor, clusters: int) -> Tensor:
 
 def _distances(row: Tensor, center: Tensor) -> Tensor:
     """Squared Euclidean distances: row [Hkv, F], center [C, F] -> [Hkv, C]."""
-    return _in_order((row.T[:, :, None] - center.T[:, None, :]).square())
-
-
-def _in_order(terms: Iterable[Tensor]) -> Tensor:
-    """The sum of `terms` from first to last. torch.sum guarantees no order."""
-    total, *rest = terms
-    for term in rest:
-        total = total + term
-    return total
+    return sum_in_order((row.T[:, :, None] - center.T[:, None, :]).square(), 0)
 
 
 def _first(score: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._validate import resolve_scale
-from ..attention import accumulate_dtype, attention_weights
+from ..attention import accumulate_dtype, attention_weights, sum_in_order
 from ._validate import check_edges, check_numbers, check_sparsity, check_traces, too_few_layers
 from .types import Thought, Thresholds
 
@@ -47,7 +47,7 @@ def share_skipped(
     pooled = weight.unflatten(1, (key_value_heads, -1)).amax(2)                         # [B, Hkv, S]  eq. 3
     if sparsity_of == "mean":
         total = pooled.sum(-1, keepdim=True)
-        pooled = (pooled / total.where(total > 0, 1)).mean(1, keepdim=True)             # [B, 1, S]  eq. 4, C.2
+        pooled = sum_in_order(pooled / total.where(total > 0, 1), 1)[:, None] / key_value_heads  # [B, 1, S]  eq. 4, C.2
     # Without a mean, eq. 4, which divides each row by its sum, does not change the ratios to the largest element.
     skipped = (pooled < threshold * pooled.amax(-1, keepdim=True)) & occupied[:, None]
     tokens = occupied.sum(-1).clamp_min(1)[:, None].to(weight.dtype)
