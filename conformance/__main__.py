@@ -77,8 +77,8 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--hypothesis-profile", metavar="NAME", help="quick, brief, ci, gpu, default or thorough: how many examples; "
-        "without --impl, quick also leaves out the tests that are slow on this device and, if no METHOD is named, the "
-        "corner cases of single methods"
+        "without --impl, quick also leaves out the tests that are slow on this device and, if no METHOD is named, all "
+        "but properties, lockstep, claims, golden traces, laws and bad input"
     )
     made.add_argument(
         "--seed", type=int, metavar="N", help="draw other cases (not with the profiles quick, brief and ci, which draw "

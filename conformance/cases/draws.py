@@ -37,6 +37,14 @@ def is_quick() -> bool:
     return settings.get_current_profile_name() == "quick"
 
 
+def at_least(examples: int) -> int:
+    """The least number of examples of a test that draws only a share of the profile's number: `examples`, with the
+    profile quick no more than the profile's."""
+    from hypothesis import settings
+
+    return min(examples, settings().max_examples) if is_quick() else examples
+
+
 def plain_only() -> bool:
     """True in a plain round. The answer never changes while Hypothesis runs a test."""
     return stats.in_plain_round()

@@ -232,7 +232,8 @@ def state_traces(
     """
     sizes = draw(_common(device, STATE_TRIPLES, rows=2))
     cpu = sizes["device"].startswith("cpu")
-    longest, most = (24, 10) if cpu else checkers.ask(method, "LONGEST", (300, 48))
+    on_cpu = (16, 8) if draws.is_quick() else (24, 10)
+    longest, most = on_cpu if cpu else checkers.ask(method, "LONGEST", (300, 48))
     configs = checkers.ask(method, "configs", _budgets)
     config = draw(configs(max_budget or (8 if cpu else 64), 8 if cpu else 32))
     config = draw(supported.config(config, checkers.pair(method).config or dict))

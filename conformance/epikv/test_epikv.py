@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvtwin.conformance.cases import strategies
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.judge.checkers import epikv_scores as judge
 from kvtwin.conformance.judge.checkers.epikv import assert_inside
@@ -21,7 +22,7 @@ from kvtwin.reference.epikv.contract import DIFFERENCES, EpiKVConfig
 
 pytestmark = pytest.mark.kind("equivalence")
 
-few = settings(max_examples=max(4, settings().max_examples // 4))
+few = settings(max_examples=max(at_least(4), settings().max_examples // 4))
 KINDS = ("ordinary", "constant", "nearly constant", "ramp", "spike", "zeros", "large", "tiny")
 
 
@@ -312,7 +313,7 @@ def tokens(seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.claim("EK-8a")
 @example(seed=1, budget=4, recent=3)
 @given(seed=st.integers(0, 2**31 - 1), budget=st.integers(1, 9), recent=st.none() | st.integers(1, 3))
-@settings(max_examples=max(3, settings().max_examples // 10))
+@settings(max_examples=max(at_least(3), settings().max_examples // 10))
 def test_streaming_keeps_what_select_keeps_of_the_whole(seed, budget, recent, side, device):
     """A window of 1 and hidden states that change by integers make scores integers, so no choice is adjudicated."""
     recent = None if recent is None else min(recent, budget)

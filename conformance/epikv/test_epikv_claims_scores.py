@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.reference.epikv import rolling_zscore, score, select
 
 F64 = torch.float64
-few = settings(max_examples=max(4, settings().max_examples // 2))
+few = settings(max_examples=max(at_least(4), settings().max_examples // 2))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvtwin.conformance import discovery
 from kvtwin.conformance.cases.block_cases import AttendCase, attend_cases
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.harness.impl import Twins
 from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.judge.compare import assert_same
@@ -20,7 +21,7 @@ from kvtwin.conformance.judge.compare import assert_same
 ATTENDS = [pair for pair in discovery.methods() if AttendCase in checkers.ask(pair.name, "CASES", ())]
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.parametrize("pair", ATTENDS, ids=str)]
 
-some = settings(max_examples=max(3, settings().max_examples // 3))
+some = settings(max_examples=max(at_least(3), settings().max_examples // 3))
 few = settings(max_examples=max(2, settings().max_examples // 5))
 
 

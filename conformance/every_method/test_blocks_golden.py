@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvtwin.conformance import discovery
+from kvtwin.conformance.cases.draws import is_quick
 from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.trace import follow
@@ -28,7 +29,7 @@ GOLDEN = [
 pytestmark = [pytest.mark.kind("golden"), pytest.mark.parametrize("pair", GOLDEN, ids=str)]
 
 CASES = ("3.64", "6.64")  # layer.budget
-CPU_STEPS = 48
+CPU_STEPS = 24 if is_quick() else 48
 
 
 def traces(pair: discovery.Pair, case: str) -> tuple[Trace, dict[str, torch.Tensor], dict[str, Any]]:

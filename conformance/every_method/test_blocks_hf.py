@@ -234,6 +234,7 @@ def test_compiled_steps_heed_padding(twins: Any, device: torch.device, compiled:
     assert len(graphs) <= 2, "expected at most two graphs for all steps"
 
 
+@pytest.mark.slow
 def test_a_compiled_step_refuses_padding_that_the_state_cannot_take(twins: Any, compiled: Any) -> None:
     """On the CPU even if --kv-device is cuda: after a failed assertion on CUDA, the process cannot use the GPU."""
     model, device = tiny_models.model("llama"), torch.device("cpu")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvtwin.conformance import discovery
 from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.reference.blocks import BlockState
@@ -24,7 +25,7 @@ METHODS = [
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.parametrize("pair", METHODS, ids=str)]
 
 SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
-few = settings(max_examples=max(3, settings().max_examples // 8))
+few = settings(max_examples=max(at_least(3), settings().max_examples // 8))
 
 
 def new(pair, module, device, **options):

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from kvtwin.conformance import discovery
 from kvtwin.conformance.cases import fuzz, fuzz_caches
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.discovery import Pair
 
 pytestmark = pytest.mark.kind("bad_input")
 
 PAIRS = [pair for pair in discovery.built_in() if pair.state is not None]
 SIDES = ("reference", "optimized")
-some = settings(max_examples=max(4, settings().max_examples // 2))
+some = settings(max_examples=max(at_least(4), settings().max_examples // 2))
 
 
 @pytest.mark.limits

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases import fuzz
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.discovery import Pair
 
 pytestmark = pytest.mark.kind("bad_input")
 
 #: 20 with each seed of the soak: 104,000 calls with 200 seeds.
-CALLS = 20 if settings.get_current_profile_name() == "soak" else max(4, settings().max_examples // 2)
+CALLS = 20 if settings.get_current_profile_name() == "soak" else max(at_least(4), settings().max_examples // 2)
 
 
 @pytest.mark.limits

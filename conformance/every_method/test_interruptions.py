@@ -163,6 +163,7 @@ def test_every_error_in_a_step_of_a_block_state_is_undone_or_noticed(
     assert tried
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("side", ["reference", "optimized"])
 def test_an_interrupted_paged_cache_is_undone_or_refuses(
     side: str, twins: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch

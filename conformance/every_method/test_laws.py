@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtwin.conformance import capabilities, discovery
 from kvtwin.conformance.cases import supported
+from kvtwin.conformance.cases.draws import is_quick
 from kvtwin.conformance.cases.tiny import attributes
 from kvtwin.conformance.harness.impl import NotProvided
 from kvtwin.conformance.judge import checkers, stats
@@ -143,9 +144,12 @@ FULL = Scenario(
 
 def few(law):
     """Run a law on FULL and a few drawn scenarios. Few, because there are many methods, sides and laws, and a token
-    takes a tenth of a second. Options other than the defaults run only FULL; lockstep draws these options as well."""
+    takes a tenth of a second. Options other than the defaults run only FULL; lockstep draws these options as well. So
+    does every state with the profile quick, which would draw the simplest scenario alone."""
     drawn = [name for name in ("row", "shift") if name in inspect.signature(law).parameters]
     limited = settings(max_examples=max(1, settings().max_examples // 7))
+    if is_quick():
+        limited = settings(limited, phases=[Phase.explicit])
 
     @functools.wraps(law)
     def sparing(scenario, pair, **others):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvtwin.conformance import discovery
 from kvtwin.conformance.cases import supported
 from kvtwin.conformance.cases.case import DecodeCase
-from kvtwin.conformance.cases.draws import is_quick
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.strategies import DECIDED, VANISHING, state_traces
 from kvtwin.conformance.judge import bounds, checkers, lockstep
 from kvtwin.conformance.judge.compare import assert_same, assert_within
@@ -29,8 +29,8 @@ LOSSLESS = [
     and {"key", "value"} <= set(checkers.ask(pair.name, "Adapter", lockstep.Adapter).stored)
 ]
 
-some = settings(max_examples=max(3 if is_quick() else 4, settings().max_examples // 2))
-few = settings(max_examples=max(3, settings().max_examples // 4))
+some = settings(max_examples=max(at_least(4), settings().max_examples // 2))
+few = settings(max_examples=max(at_least(3), settings().max_examples // 4))
 
 
 @pytest.mark.property("state")
@@ -52,7 +52,7 @@ def test_a_state_keeps_step_with_float64(pair, data, twins):
 @pytest.mark.kind("equivalence")
 @every_method
 @given(data=st.data())
-@settings(max_examples=max(2 if is_quick() else 3, settings().max_examples // 10))
+@settings(max_examples=max(at_least(3), settings().max_examples // 10))
 def test_rows_that_differ_keep_step_in_another_order_and_after_a_reset(pair, data, twins):
     """Rows of different prompts go on in another order. Then the state is reset, and fed without a prompt. With
     max_batch = 1, it is the order of one row."""

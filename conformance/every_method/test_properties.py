@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import UnsatisfiedAssumption
 
 from kvtwin.conformance.cases import supported
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.harness.impl import NotProvided
 from kvtwin.conformance.judge import calls, mismatch, stats, subjects
 from kvtwin.conformance.judge.compare import Mismatch
@@ -22,8 +23,8 @@ from kvtwin.conformance.judge.subjects import Results, StateSubject, Subject
 
 EVERY = subjects.every()
 FUNCTIONS = [subject for subject in EVERY if not isinstance(subject, StateSubject)]
-few = settings(max_examples=max(4, settings().max_examples // 6))
-some = settings(max_examples=max(4, settings().max_examples // 3))
+few = settings(max_examples=max(at_least(4), settings().max_examples // 6))
+some = settings(max_examples=max(at_least(4), settings().max_examples // 3))
 # Several cases each; two examples, since the first is always the simplest that Hypothesis can draw.
 each = settings(max_examples=max(2, settings().max_examples // 20))
 
@@ -33,19 +34,29 @@ def results() -> Results:
     return {}
 
 
+#: Properties of states of which test_lockstep.py and the laws draw cases, too. A quick run leaves them to these.
+DRAWN_ELSEWHERE = ("extreme_numbers", "layouts", "independence")
+
+
 def judged(aspect: str, *, numbers: bool = True, choices: bool = True):
     """Run a test for each subject that has cases of the property, and each of its fields."""
-    return of(
+    return of(aspect, (
         (subject, name) for subject in EVERY
         if aspect in subject.aspects and (subject.batched or aspect != "independence")
         for name in (*(subject.numbers if numbers else ()), *(subject.choices if choices else ()))
-    )
+    ))
 
 
-def of(parameters: Iterable[tuple[Subject, str]]):
+def of(aspect: str, parameters: Iterable[tuple[Subject, str]]):
     """Run a test for each of these subjects and fields."""
+    def marks(subject: Subject) -> tuple[pytest.MarkDecorator, ...]:
+        long = isinstance(subject, StateSubject) and aspect in DRAWN_ELSEWHERE
+        return (pytest.mark.slow_on_cpu,) if long else ()
+
     def mark(test: Any) -> Any:
-        test.of = [pytest.param(subject, name, id=f"{subject}-{name}") for subject, name in parameters]
+        test.of = [
+            pytest.param(subject, name, id=f"{subject}-{name}", marks=marks(subject)) for subject, name in parameters
+        ]
         return test
 
     return mark
@@ -143,7 +154,7 @@ def test_rows_and_heads_have_their_own_results(subject, field, data, twins, resu
 
 
 @pytest.mark.property("layouts")
-@of((subject, name) for subject in FUNCTIONS if subject.sized for name in subject.fields)
+@of("layouts", ((subject, name) for subject in FUNCTIONS if subject.sized for name in subject.fields))
 @given(data=st.data())
 @settings(max_examples=1)
 def test_large_tensors(subject, field, data, twins, results):
@@ -153,7 +164,9 @@ def test_large_tensors(subject, field, data, twins, results):
 
 
 @pytest.mark.property("traces")
-@of((subject, name) for subject in FUNCTIONS if subject.recorded is not None for name in subject.choices)
+@of("traces", (
+    (subject, name) for subject in FUNCTIONS if subject.recorded is not None for name in subject.choices
+))
 def test_decisions_on_recorded_traces(subject, field, twins, device):
     """Of a trained model on real text. All of them are judged, and the wrong ones counted."""
     module, wrong_cases = subject.module(twins.optimized), 0

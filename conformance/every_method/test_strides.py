@@ -43,6 +43,7 @@ def mixed_cases(data: Any, subject: Subject) -> Iterator[Any]:
         yield case
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.property("layouts")
 @pytest.mark.kind("equivalence")
 @pytest.mark.parametrize("subject", [one for one in subjects.every() if "layouts" in one.aspects], ids=str)

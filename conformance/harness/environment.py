@@ -139,7 +139,7 @@ def set_up_hypothesis(config: pytest.Config) -> None:
     }
     # Without a GPU shrinking takes minutes, so these profiles report the failure as found.
     found: dict[str, Any] = {"derandomize": True, "database": None, "phases": [Phase.explicit, Phase.generate]}
-    settings.register_profile("quick", max_examples=3, **found, **common)
+    settings.register_profile("quick", max_examples=2, **found, **common)
     # About as many examples as quick, but drawn from the seed.
     soak = {**found, "derandomize": False, "phases": [Phase.generate]}
     settings.register_profile("soak", max_examples=4, **soak, **common)

@@ -122,13 +122,14 @@ LEFT_OUT = tuple(
 
 
 def corners() -> list[Path]:
-    """The files of single methods' own tests without claims, golden traces, laws and bad input. A quick verification of
-    all methods leaves them to the whole suite."""
+    """The files that a quick verification of all methods leaves to the whole suite: all but the properties, lockstep,
+    claims, golden traces, laws and bad input."""
+    kept = {*KIND_OF_FILE, "properties", "lockstep"}
     files = (
         path for path in META.parent.rglob("test_*.py")
-        if not {META.name, "every_method", "template"} & set(path.relative_to(META.parent).parts)
+        if not {META.name, "template"} & set(path.relative_to(META.parent).parts)
     )
-    others = (path for path in files if not set(path.stem.split("_")) & KIND_OF_FILE.keys())
+    others = (path for path in files if not set(path.stem.split("_")) & kept)
     return sorted(path for path in others if "pytest.mark.claim(" not in path.read_text(encoding="utf-8"))
 
 

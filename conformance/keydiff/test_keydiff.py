@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.key_cases import ANCHORS, CONTENTS, SIMILARITIES, UNDECIDED, KeyCase, fill, key_cases
 from kvtwin.conformance.judge.checkers import keydiff as judge
 from kvtwin.conformance.judge.compare import assert_same
@@ -19,8 +20,8 @@ from kvtwin.conformance.judge.compare import assert_same
 # Squares of huge numbers overflow and are then recomputed. numpy, which the interpreter uses, warns about the overflow.
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.filterwarnings("ignore:overflow encountered")]
 
-some = settings(max_examples=max(4, settings().max_examples // 3))
-few = settings(max_examples=max(3, settings().max_examples // 6))
+some = settings(max_examples=max(at_least(4), settings().max_examples // 3))
+few = settings(max_examples=max(at_least(3), settings().max_examples // 6))
 
 DECIDED = tuple(content for content in CONTENTS if content not in UNDECIDED)
 # Contents with keys that must have equal ranks, so that the tie rule decides exactly.

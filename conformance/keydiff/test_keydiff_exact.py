@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.key_cases import KeyCase, key_cases
 from kvtwin.conformance.cases.layouts import lay_out
 from kvtwin.conformance.judge.checkers import keydiff as judge
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered"),  # see test_keydiff.py
 ]
 
-few = settings(max_examples=max(3, settings().max_examples // 6))
+few = settings(max_examples=max(at_least(3), settings().max_examples // 6))
 
 NAN, INF = float("nan"), float("inf")
 SLOTS, HEAD_DIM = 40, 16

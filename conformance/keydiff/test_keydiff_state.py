@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.key_cases import KeyCase, fill
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.checkers import keydiff as judge
@@ -21,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered"),  # see test_keydiff.py
 ]
 
-few = settings(max_examples=max(3, settings().max_examples // 6))
+few = settings(max_examples=max(at_least(3), settings().max_examples // 6))
 SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
 HEAD_DIM = 16
 
@@ -141,6 +142,7 @@ def test_the_peak_is_budget_and_block(twins, device):
 # Steps ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize(
     ("refresh", "content"), [(1, "ordinary"), (7, "turning"), (7, "collinear"), (1000, "collinear")]
 )

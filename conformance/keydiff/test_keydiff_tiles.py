@@ -34,6 +34,7 @@ def test_a_key_of_extreme_size_in_any_tile_has_a_direction(factor, twins, device
     judge.assert_score_right(twins.optimized.keydiff.score(key), KeyCase.of(key))
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("factor", [1e30, 2.0**-71])
 def test_a_step_evicts_a_key_of_extreme_size_in_any_tile(factor, twins, device):
     """It is the key most like the anchor. One more head has no such key. The sum of the keys is computed again at every

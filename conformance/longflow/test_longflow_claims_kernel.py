@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.judge import stats
 from kvtwin.conformance.judge.bounds import arithmetic, output_error
 from kvtwin.conformance.judge.checkers.longflow import log_score_interval
@@ -33,7 +34,7 @@ from kvtwin.conformance.judge.claim_math import (
 from kvtwin.conformance.judge.oracle import attend
 
 INF = math.inf
-few = settings(max_examples=max(5, settings().max_examples // 4))
+few = settings(max_examples=max(at_least(5), settings().max_examples // 4))
 
 # One value per slot, with norms 12, 10, 5, 2, 8, 3, 9, 7 in 16 channels of alternating signs. The norms are far apart,
 # so that only slot 3 can be the victim of eight equal logits.

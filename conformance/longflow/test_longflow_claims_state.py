@@ -10,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-few = settings(max_examples=max(3, settings().max_examples // 6))
+from kvtwin.conformance.cases.draws import at_least
+
+few = settings(max_examples=max(at_least(3), settings().max_examples // 6))
 
 
 @pytest.fixture(scope="module", params=["reference", "optimized"])

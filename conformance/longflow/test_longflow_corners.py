@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.strategies import decode_cases
 from kvtwin.conformance.judge.checkers import longflow as judge
 from kvtwin.optimized import longflow
@@ -17,7 +18,7 @@ from kvtwin.reference.longflow import LongFlowConfig
 
 pytestmark = pytest.mark.kind("equivalence")
 
-few = settings(max_examples=max(3, settings().max_examples // 4))
+few = settings(max_examples=max(at_least(3), settings().max_examples // 4))
 SIDES = pytest.mark.parametrize("name", ("reference", "optimized"))
 
 

@@ -202,6 +202,7 @@ def test_a_row_does_not_depend_on_another(side, fp8, twins, device):
         assert_same(one[0], other[0], what=f"{name} of the first row")
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.kind("laws")
 @each_side
 @each_format
@@ -238,6 +239,7 @@ def test_equal_tokens_tie_wherever_they_lie(side, fp8, twins, device):
                 assert found.slot.tolist() == open_[:1] * 2
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.kind("laws")
 @each_side
 @each_format

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvtwin.conformance.cases.draws import is_quick
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.trace import follow
@@ -18,7 +19,7 @@ from kvtwin.fixtures.record_longflow import tolerance
 
 pytestmark = pytest.mark.kind("golden")
 
-CPU_STEPS = 48
+CPU_STEPS = 24 if is_quick() else 48
 CASES = ("3.64", "3.128", "6.64", "6.128")  # layer.budget
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.case import DecodeCase, StateTrace
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.strategies import decode_cases
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.checkers import longflow as judge
@@ -20,7 +21,7 @@ from kvtwin.optimized.longflow import _ops
 
 pytestmark = pytest.mark.kind("equivalence")
 
-few = settings(max_examples=max(6, settings().max_examples // 4))
+few = settings(max_examples=max(at_least(6), settings().max_examples // 4))
 PLAIN = ("ordinary", "duplicates", "dominant")
 
 
@@ -112,10 +113,11 @@ def test_longflow_gives_zeros_for_a_row_without_tokens(slots, twins, device):
     judge.assert_decode_right(actual, case)
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per_head"])
 @pytest.mark.parametrize("prompt", [5, 14], ids=["short", "long"])
 @given(seed=st.integers(0, 2**31 - 1), padding=st.sampled_from(("left_padding", "random", "none")))
-@settings(max_examples=max(3, settings().max_examples // 6))
+@settings(max_examples=max(at_least(3), settings().max_examples // 6))
 def test_longflow_state_keeps_heads_apart(prompt, per_head, seed, padding, twins, device):
     """Two rows with two KV heads of two query heads each. One prompt leaves slots free, the other does not."""
     config = {"budget": 9, "per_head": per_head, "sinks": 2, "window": 4, "kernel_size": 3}

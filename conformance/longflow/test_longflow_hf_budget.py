@@ -127,6 +127,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_small_budget_matches_the_decode_loop(twins, device, family, options):

@@ -33,6 +33,7 @@ def blocks(text: str, snippet: str) -> tuple[str, str]:
     return found[0][1], found[1][1]
 
 
+@pytest.mark.slow
 @pytest.mark.kind("golden")
 def test_the_readme_generates_what_it_shows():
     code, expected = blocks(readme(), SNIPPET)

@@ -96,6 +96,7 @@ def test_longflow_over_pages_with_other_strides_of_values(side, twins, device):
         assert_same(mine, theirs, what=name)
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.kind("equivalence")
 @each_side
 @each_layout
@@ -187,6 +188,7 @@ def test_the_slots_of_the_state_are_those_of_the_function(side, twins, device):
     judge.assert_decode_right(found, held_by(state, query))
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.kind("laws")
 @each_side
 def test_rows_of_pages_are_reordered_and_reset(side, twins, device):
@@ -238,6 +240,7 @@ def test_pages_of_any_strides_hold_what_one_tensor_does(side, size, budget, tran
     judge.assert_decode_right(longflow.paged_decode_attention(query, pages, plain.occupied), held_by(plain, query))
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.kind("laws")
 @each_side
 def test_a_pickled_state_goes_on_in_one_cache(side, twins, device):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.strategies import DECIDED, TRACE_CONTENTS, state_traces, window_cases
 from kvtwin.conformance.ranks import longflow as on_ranks
 from kvtwin.conformance.ranks import sharded
@@ -30,7 +31,7 @@ pytestmark = [
 ]
 each_side = pytest.mark.parametrize("side", ["optimized", "reference"])
 each_spread = pytest.mark.parametrize("heads", SPREADS, ids=str)
-few = settings(max_examples=max(3, settings().max_examples // 5))
+few = settings(max_examples=max(at_least(3), settings().max_examples // 5))
 
 
 @pytest.fixture(scope="module")

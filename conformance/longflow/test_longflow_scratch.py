@@ -19,6 +19,7 @@ import triton.language as tl
 from hypothesis import given, settings
 
 from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.strategies import decode_cases, state_traces
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.checkers import longflow as judge
@@ -29,7 +30,7 @@ from kvtwin.optimized.longflow import _score_kernels as score_kernels
 
 pytestmark = pytest.mark.kind("equivalence")
 
-some = settings(max_examples=max(4, settings().max_examples // 2))
+some = settings(max_examples=max(at_least(4), settings().max_examples // 2))
 LINE = 128  # bytes
 BEHIND = 2**16  # numbers behind the workspace, in case a wrong line is discarded
 
@@ -99,6 +100,7 @@ def test_longflow_of_many_heads_decodes_as_float64_would(case):
     judge.assert_decode_right(actual, case)
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per head"])
 @pytest.mark.parametrize("heads", [8, 11])
 def test_longflow_sums_ranks_over_several_chunks_of_heads(heads, per_head, device):

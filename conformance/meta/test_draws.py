@@ -176,6 +176,7 @@ def plain(strategy):
         return collected(strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_plain_cases_are_float32_and_small_and_leave_something_to_decide(device):
     for case in plain(strategies.decode_cases(device=device)):

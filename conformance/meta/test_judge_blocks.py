@@ -51,6 +51,7 @@ def least(method: str) -> dict[str, int]:
     return {"budget": 2}
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("options", [
     {}, {"padding": "random", "dtype": torch.bfloat16, "seed": 2}, None,

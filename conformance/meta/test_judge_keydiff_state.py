@@ -52,6 +52,7 @@ def carried(keys: list[Tensor], victims: list[int], refresh: int, dtype=torch.fl
     return used
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refresh", [1, 5, 64])
 def test_a_carried_sum_stays_within_its_bound(refresh):
     generator = torch.Generator().manual_seed(refresh)

@@ -82,6 +82,7 @@ def test_states_that_evict_tokens_may_have_any_order():
     assert {"longflow", "keydiff", "epikv", *baselines} <= {pair.name for pair in ORDERED}
 
 
+@pytest.mark.slow_on_cpu
 @every
 @given(data=st.data(), left_out=st.sampled_from((0, 1, 99)))
 @settings(max_examples=max(3, settings().max_examples // 6))

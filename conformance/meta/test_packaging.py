@@ -75,6 +75,7 @@ def test_the_wheel_installs_no_name_but_ours(wheel):
     assert "kvtwin/__init__.py" not in wheel.namelist(), "kvtwin is a namespace package"
 
 
+@pytest.mark.slow
 def test_the_wheel_carries_licence_plugin_and_types(wheel):
     metadata = {name.split(".dist-info/")[1]: name for name in wheel.namelist() if ".dist-info/" in name}
     assert "licenses/LICENSE" in metadata or "LICENSE" in metadata

@@ -32,6 +32,7 @@ def full(bench, method, queries, **options):
     return bench.full_state(method, shape, **options), given
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("queries", [1, BLOCK], ids=["step", "block"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_state_that_has_seen_tokens_is_right(bench, method, queries):

@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.reference.synckv.contract import SyncKVConfig
 
 pytestmark = pytest.mark.kind("equivalence")
 
 SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
-few = settings(max_examples=max(3, settings().max_examples // 7))
+few = settings(max_examples=max(at_least(3), settings().max_examples // 7))
 #: Unit roundoff of float64.
 UNIT = 2.0**-53
 

@@ -54,6 +54,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_offload, name, value)
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize(("group", "form"), [(3, "launched"), (5, "offloaded"), (1, "as in a graph")])
 def test_rows_in_another_order_keep_step_in_the_middle_of_a_stride(group, form, small_tiles, twins, device):
     """A prompt with padding on both sides; another order between two anticipations; then a reset, no prompt, and

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.layouts import MIXED
 from kvtwin.conformance.cases.synckv_cases import SetsCase, sets_cases
 from kvtwin.conformance.judge.checkers import synckv as judge
@@ -18,7 +19,7 @@ from kvtwin.conformance.judge.compare import assert_same
 pytestmark = pytest.mark.kind("equivalence")
 
 SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
-some = settings(max_examples=max(4, settings().max_examples // 3))
+some = settings(max_examples=max(at_least(4), settings().max_examples // 3))
 few = settings(max_examples=max(2, settings().max_examples // 8))
 
 

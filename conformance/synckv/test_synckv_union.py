@@ -108,6 +108,7 @@ def test_other_heads_attend_to_the_sets_of_their_cluster_by_default(side, twins,
     assert shown.step([0], [0]) == [[1, 5, 6], [1, 4, 6]]
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("form", ["launched", "offloaded", "as in a graph"])
 @pytest.mark.parametrize("exclude", [True, False])
 def test_unions_keep_step_with_float64(form, exclude, twins, device, monkeypatch):

@@ -149,6 +149,7 @@ def check(state, rows):
         assert row.live <= max(state.config.budget, floors + current)
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("formats", ["nvfp4 nvfp4 ternary", "fp8 int4 int2"])
 def test_thinkv_state_keeps_step_at_once_with_all_thoughts(formats, twins, device):
     """A prompt longer than the budget, windows of each type, and a step after a reorder, in lockstep with float64."""

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.layouts import lay_out
 from kvtwin.conformance.cases.thought_cases import DECIDED, UNDECIDED, SegmentCase, fill, segment_cases
 from kvtwin.conformance.judge import stats
@@ -22,8 +23,8 @@ from kvtwin.conformance.judge.compare import assert_same
 pytestmark = pytest.mark.kind("equivalence")
 
 SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
-some = settings(max_examples=max(4, settings().max_examples // 2))
-few = settings(max_examples=max(3, settings().max_examples // 6))
+some = settings(max_examples=max(at_least(4), settings().max_examples // 2))
+few = settings(max_examples=max(at_least(3), settings().max_examples // 6))
 
 PAPER = (64, 32, 16, 8, 4)
 SCHEDULES = (PAPER, (3, 2, 1), (5,), (8, 8, 2), (5, 2, 0), (0,))

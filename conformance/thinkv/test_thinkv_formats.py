@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.format_cases import DTYPES, FORMATS, FormatCase, format_cases
 from kvtwin.conformance.judge import format_oracle as oracle
 from kvtwin.conformance.judge.compare import fail
@@ -25,7 +26,7 @@ from kvtwin.reference.thinkv.types import Quantized
 SCALES = oracle.E4M3[1:]
 every_format = pytest.mark.parametrize("fmt", FORMATS)
 sides = pytest.mark.parametrize("side", ("reference", "optimized"))
-few = settings(max_examples=max(4, settings().max_examples // 2))
+few = settings(max_examples=max(at_least(4), settings().max_examples // 2))
 
 
 def bits_of(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.layouts import MIXED
 from kvtwin.conformance.cases.paged_cases import FORMATS, WHOLE, PagedCase, empty, leave, numbers, paged_cases, put
 from kvtwin.conformance.cases.strategies import default_device
@@ -29,7 +30,7 @@ from kvtwin.reference.thinkv.types import BlockEntry
 
 D = 16  # of `empty`
 sides = pytest.mark.parametrize("side", ("reference", "optimized"))
-few = settings(max_examples=max(6, settings().max_examples * 3 // 10))
+few = settings(max_examples=max(at_least(6), settings().max_examples * 3 // 10))
 fewer = settings(max_examples=max(2, settings().max_examples // 10))
 
 

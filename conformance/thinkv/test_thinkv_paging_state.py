@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtwin.conformance.cases import draws
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.paged_cases import FORMATS, config_of
 from kvtwin.conformance.judge.checkers.thinkv_paging import (
     assert_attention_right,
@@ -164,7 +165,7 @@ class TokenLists(RuleBasedStateMachine):
 def test_a_paged_cache_is_a_list_of_tokens(twins, device):
     machine = type("Machine", (TokenLists,), {"twins": twins, "device": device})
     draws.run_machine(machine, settings=settings(
-        max_examples=max(6, settings().max_examples * 3 // 10), stateful_step_count=16,
+        max_examples=max(at_least(6), settings().max_examples * 3 // 10), stateful_step_count=16,
     ))
 
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.layouts import MIXED
 from kvtwin.conformance.cases.thought_cases import SparsityCase, sparsity_cases
 from kvtwin.conformance.judge.checkers import thinkv_thoughts as judge
@@ -18,8 +19,8 @@ from kvtwin.conformance.judge.compare import assert_same
 pytestmark = pytest.mark.kind("equivalence")
 
 SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
-some = settings(max_examples=max(4, settings().max_examples // 3))
-few = settings(max_examples=max(3, settings().max_examples // 6))
+some = settings(max_examples=max(at_least(4), settings().max_examples // 3))
+few = settings(max_examples=max(at_least(3), settings().max_examples // 6))
 
 
 def of(twins, side):

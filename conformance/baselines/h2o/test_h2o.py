@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.checkers import blocks
 from kvtwin.conformance.judge.compare import assert_within
@@ -15,7 +16,7 @@ from kvtwin.conformance.judge.oracle import attend
 pytestmark = pytest.mark.kind("equivalence")
 
 SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
-few = settings(max_examples=max(3, settings().max_examples // 6))
+few = settings(max_examples=max(at_least(3), settings().max_examples // 6))
 
 
 def new(module, device, budget, block, recent, heads=1):

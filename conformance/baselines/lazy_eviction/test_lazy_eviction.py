@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.strategies import state_traces
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.compare import assert_within
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.kind("equivalence")
 
 SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
 HOW = pytest.mark.parametrize("how", ("steps", "block"))
-few = settings(max_examples=max(3, settings().max_examples // 6))
+few = settings(max_examples=max(at_least(3), settings().max_examples // 6))
 
 
 def new(twins, side, device, budget, block=1, heads=1, **options):

@@ -7,13 +7,14 @@ import torch
 from hypothesis import given, settings
 
 from kvtwin.conformance import compile_only
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.strategies import state_traces
 from kvtwin.conformance.judge import checkers, lockstep
 
 pytestmark = pytest.mark.kind("equivalence")
 
 SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
-few = settings(max_examples=max(3, settings().max_examples // 6))
+few = settings(max_examples=max(at_least(3), settings().max_examples // 6))
 HOW = pytest.mark.parametrize("how", ("steps", "block"))
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.strategies import state_traces
 from kvtwin.conformance.judge import checkers, lockstep
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.kind("equivalence")
 
 SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
 HOW = pytest.mark.parametrize("how", ("steps", "block"))
-few = settings(max_examples=max(3, settings().max_examples // 6))
+few = settings(max_examples=max(at_least(3), settings().max_examples // 6))
 TIED = ("duplicates", "equal_keys", "identical", "integers", "zero_query")
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.case import WindowCase
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.layouts import MIXED
 from kvtwin.conformance.cases.strategies import DECIDED, VANISHING, window_cases
 from kvtwin.conformance.judge import stats
@@ -19,7 +20,7 @@ from kvtwin.optimized.baselines import snapkv
 
 pytestmark = pytest.mark.kind("equivalence")
 
-some = settings(max_examples=max(4, settings().max_examples // 2))
+some = settings(max_examples=max(at_least(4), settings().max_examples // 2))
 
 
 @given(case=window_cases(), shared_heads=st.booleans())

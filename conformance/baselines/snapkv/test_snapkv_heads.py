@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 
 from kvtwin.conformance.cases.case import WindowCase
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.strategies import window_cases
 from kvtwin.conformance.judge.checkers import snapkv as judge
 
 pytestmark = pytest.mark.kind("equivalence")
 
-few = settings(max_examples=max(5, settings().max_examples // 4))
+few = settings(max_examples=max(at_least(5), settings().max_examples // 4))
 sharing = pytest.mark.parametrize("shared_heads", [False, True], ids=["per_head", "shared"])
 
 

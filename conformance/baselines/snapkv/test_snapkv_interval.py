@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.optimized.baselines import snapkv as optimized
@@ -15,7 +16,7 @@ from kvtwin.optimized.baselines import snapkv as optimized
 pytestmark = pytest.mark.kind("equivalence")
 
 SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
-few = settings(max_examples=max(3, settings().max_examples // 8))
+few = settings(max_examples=max(at_least(3), settings().max_examples // 8))
 HEADS, HEAD_DIM = 1, 16
 
 

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.case import StateTrace, WindowCase
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.strategies import state_traces
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.checkers import snapkv as judge
@@ -18,8 +19,8 @@ from kvtwin.reference.baselines import snapkv
 pytestmark = pytest.mark.kind("equivalence")
 
 SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
-some = settings(max_examples=max(4, settings().max_examples // 2))
-few = settings(max_examples=max(3, settings().max_examples // 6))
+some = settings(max_examples=max(at_least(4), settings().max_examples // 2))
+few = settings(max_examples=max(at_least(3), settings().max_examples // 6))
 
 
 def prompt(count, seed, device, heads=2):

@@ -7,12 +7,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.judge.compare import assert_same
 
 pytestmark = pytest.mark.kind("equivalence")
 
 SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
-few = settings(max_examples=max(3, settings().max_examples // 6))
+few = settings(max_examples=max(at_least(3), settings().max_examples // 6))
 
 
 def stays(positions: list[int], budget: int, sinks: int) -> set[int]:
