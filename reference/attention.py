@@ -71,7 +71,7 @@ def _logits(query: Tensor, key: Tensor, occupied: Tensor, query_heads: int, scal
     keys = per_query_head(zero_unoccupied(key, occupied), query_heads)                 # [B, Hq, S, D]
     # No matrix product: it may sum the last slots in another order, and equal keys must get equal logits.
     queries = query.unbind(2) if query.dim() == 4 else [query]
-    product = scale * torch.stack([(each[:, :, None] * keys).sum(-1) for each in queries], 2)  # [B, Hq, Q, S]
+    product = torch.stack([scale * (each[:, :, None] * keys).sum(-1) for each in queries], 2)  # [B, Hq, Q, S]
     mask = per_kv_head(occupied)
     mask = per_query_head(mask, query_heads) if mask.shape[1] > 1 else mask            # [B, 1 or Hq, S]
     product = product.masked_fill(~mask[:, :, None], -INF)
