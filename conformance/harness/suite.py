@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from .. import capabilities, discovery, interpreter
-from ..cases import draws, failures
+from ..cases import draws, failures, turns
 from ..interpreter import stack
 from ..judge import stats
 from ..judge.fields import MissingField
@@ -62,18 +62,17 @@ FACTS = pytest.StashKey[dict[str, Any]]()
 
 def _release_memory() -> None:
     """Free the memory of a finished test, since test processes may share a GPU, and let others have their turn."""
-    cases, turns = (sys.modules.get(f"kvtwin.conformance.cases.{name}") for name in ("case", "turns"))
+    cases = sys.modules.get("kvtwin.conformance.cases.case")
     if cases is None:
         return
     import torch
 
     cases.forget()
-    if turns is not None and turns.held():
+    if turns.held():
         gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
-    if turns is not None:
-        turns.give_back()
+    turns.give_back()
 
 
 #: The files with the longest tests: up to two minutes each on a GPU, mostly to compile kernels.
@@ -277,7 +276,9 @@ class Suite:
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
         test = pyfuncitem.obj
         least = _least(pyfuncitem, self.implementation)
-        pyfuncitem.obj = functools.partial(stack.call, draws.until_decided, test, findings.test_id(pyfuncitem), *least)
+        pyfuncitem.obj = functools.partial(
+            turns.when_memory_is_free, stack.call, draws.until_decided, test, findings.test_id(pyfuncitem), *least
+        )
         try:
             return (yield)
         finally:

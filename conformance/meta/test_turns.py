@@ -55,6 +55,30 @@ def test_gigabytes_of_a_gpu_are_allocated_in_turn(monkeypatch):
     assert taken == [torch.device("cuda", 0)]
 
 
+@pytest.mark.parametrize(("processes", "short", "called"), [
+    (2, 2, 3), (2, 3, 4), (2, 4, "error"), (1, 1, "error"), (1, 0, 1),
+])
+def test_a_test_is_called_again_when_other_processes_left_it_no_memory(monkeypatch, processes, short, called):
+    monkeypatch.setattr(turns, "shares_its_gpu", lambda: processes > 1)
+    monkeypatch.setattr(turns, "take_memory_of", lambda device: None)
+    monkeypatch.setattr(turns.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    calls = []
+
+    def allocates(number, *, name):
+        calls.append((number, name))
+        if len(calls) <= short:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    if called == "error":
+        with pytest.raises(torch.OutOfMemoryError):
+            turns.when_memory_is_free(allocates, 7, name="it")
+    else:
+        turns.when_memory_is_free(allocates, 7, name="it")
+        assert calls == [(7, "it")] * called
+
+
 @posix
 def test_the_suite_gives_turns_back_after_a_test(tmp_path, monkeypatch):
     monkeypatch.setattr(turns.tempfile, "tempdir", str(tmp_path))
