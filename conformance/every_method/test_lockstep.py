@@ -29,7 +29,7 @@ LOSSLESS = [
     and {"key", "value"} <= set(checkers.ask(pair.name, "Adapter", lockstep.Adapter).stored)
 ]
 
-some = settings(max_examples=max(at_least(4), settings().max_examples // 2))
+some = settings(max_examples=max(at_least(4), settings().max_examples // 3))
 few = settings(max_examples=max(at_least(3), settings().max_examples // 4))
 
 
