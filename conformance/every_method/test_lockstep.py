@@ -30,7 +30,7 @@ LOSSLESS = [
 ]
 
 some = settings(max_examples=max(at_least(4), settings().max_examples // 3))
-few = settings(max_examples=max(at_least(3), settings().max_examples // 4))
+few = settings(max_examples=max(at_least(3), settings().max_examples // 6))
 
 
 @pytest.mark.property("state")
