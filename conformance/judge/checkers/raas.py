@@ -181,24 +181,31 @@ def page_renewals(chunk: Chunk, pages: Pages) -> Interval:
     config, query = reference.config, before["query"] * (-1 if reference.scale < 0 else 1)
     low, high = pages.reduce(before["key"], "amin", math.inf), pages.reduce(before["key"], "amax", -math.inf)
     candidate = pages.is_one & pages.complete
-    low, high = (end.where(candidate[..., None], 0.0) for end in (low, high))
+    # From here on, the last axis has one slot of each complete page, and others behind them where a head has fewer.
+    slot = (~candidate).to(torch.int8).argsort(dim=-1, stable=True)[..., :int(candidate.sum(-1).max())]
+    number_of, candidate = pages.page.gather(-1, slot), candidate.gather(-1, slot)
+    low, high = (
+        end.gather(2, slot[..., None].expand(-1, -1, -1, end.shape[3])).where(candidate[..., None], 0.0)
+        for end in (low, high)
+    )
     alike = (low[..., :, None, :] == low[..., None, :, :]) & (high[..., :, None, :] == high[..., None, :, :])
-    alike = alike.all(-1)                                                                 # [B, Hkv, S, S]
-    older = pages.page[..., None, :] < pages.page[..., :, None]                           # of slots i, j: j is older
+    alike = alike.all(-1)                                                                 # [B, Hkv, pages, pages]
+    older = number_of[..., None, :] < number_of[..., :, None]                             # of pages i, j: j is older
     own = before["_index"][:, :, config.capacity:] // config.page_size                    # [B, Hkv, Q or more]
     first = reference.tokens_seen - query.shape[2]
-    found = [torch.full_like(before["score"], -1.0, dtype=torch.float64) for _ in range(2)]
+    found = [torch.full(slot.shape, -1.0, dtype=torch.float64, device=slot.device) for _ in range(2)]
     for number in range(query.shape[2]):
         bound = bound_interval(query[:, :, number], low, high)
         zero = (bound.low == 0) & (bound.high == 0)
         tie = alike | (zero[..., :, None] & zero[..., None, :])
-        rivals = candidate & (pages.page < own[:, :, number, None]) & before["valid"][:, number, None, None]
+        rivals = candidate & (number_of < own[:, :, number, None]) & before["valid"][:, number, None, None]
         for last, mine, theirs in zip(found, bound, reversed(bound), strict=True):
             # The first time, as many rivals as possible are ahead; the second time, only those that are for certain.
             ahead = torch.where(tie, older, theirs[..., None, :] > mine[..., :, None])
             renewed = rivals & ((ahead & rivals[..., None, :]).sum(-1) < config.page_budget // 2)
             last.masked_fill_(renewed, first + number)
-    return Interval(*found)
+    nothing = torch.full_like(before["score"], -1.0, dtype=torch.float64)
+    return Interval(*(nothing.scatter(-1, slot, last) for last in found))
 
 
 class Model(block_model.Head):
