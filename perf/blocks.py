@@ -106,6 +106,50 @@ def time_step(device_benchmark: DeviceBenchmark, method: str, shape: Shape, *, g
     )
 
 
+def time_interval(
+    device_benchmark: DeviceBenchmark, method: str, shape: Shape, interval: int, *, gated: bool = True, **options: Any
+) -> None:
+    """Time all steps of one interval in one graph: the cache grows by a token in each, and the last one evicts down to
+    the budget. The peers run attention alone as often, over the mean number of slots. options: of the config."""
+    state = full_state(method, shape, interval=interval, **options)
+    assert num_tokens(state) == shape.slots, "the state is not at the start of an interval"
+    several = tokens(shape, interval, seed=1)
+    given = [tuple(tensor[:, :, number].contiguous() for tensor in several) for number in range(interval)]
+    mean = shape._replace(slots=shape.slots + interval // 2)
+    cache = state.key[:, :, :mean.slots], state.value[:, :, :mean.slots]
+
+    def steps() -> tuple[Tensor, ...]:
+        return tuple(state.step(*token) for token in given)
+
+    def verify(outputs: tuple[Tensor, ...]) -> None:
+        assert not any(bool(output.isnan().any()) for output in outputs), "part of the outputs was not written"
+        assert num_tokens(state) == shape.slots, "the state is not at the end of an interval"
+        # Check a step that does not evict, and the one that does.
+        for number, token in enumerate(given):
+            if number in (0, interval - 1):
+                check_state(state, tuple(tensor[:, :, None] for tensor in token), method)
+                assert num_tokens(state) == shape.slots + (number + 1) % interval
+            else:
+                state.step(*token)
+
+    def repeated(peer: Callable[[], Tensor]) -> Callable[[], list[Tensor]]:
+        return lambda: [peer() for _ in range(interval)]
+
+    peers = decode_peers(given[0][0], *cache)
+    device_benchmark(
+        steps, moves=interval * mean.state_bytes, verify=verify, gated=gated,
+        peers={name: repeated(peer) for name, peer in peers.items() if name.startswith("cudnn")},
+        peers_move=interval * mean.attention_bytes,
+    )
+
+
+def num_tokens(state: Any) -> int:
+    """The number of tokens in the cache, which must be equal in all rows and heads."""
+    counts = state.occupied.sum(-1)
+    assert int(counts.min()) == int(counts.max())
+    return int(counts.max())
+
+
 def time_block(device_benchmark: DeviceBenchmark, method: str, shape: Shape, *, gated: bool = True) -> None:
     """Time a block of a full state: attention, the aggregate, scores, one victim per token, and compaction."""
     state = full_state(method, shape)

@@ -15,6 +15,7 @@ if not (PERF / "conftest.py").is_file():
 
 METHODS = ["keydiff", *sorted(pair.name for pair in discovery.pairs() if pair.path.startswith("baselines."))]
 BUDGET, BLOCK = 24, 8
+PAGES = {"alpha": None, "page_size": 2, "interval": 2}
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +35,11 @@ def full(bench, method, queries, **options):
 
 @pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("queries", [1, BLOCK], ids=["step", "block"])
-@pytest.mark.parametrize("method", METHODS)
-def test_a_state_that_has_seen_tokens_is_right(bench, method, queries):
-    state, given = full(bench, method, queries)
+@pytest.mark.parametrize(
+    ("method", "options"), [*((method, {}) for method in METHODS), pytest.param("raas", PAGES, id="raas-pages")]
+)
+def test_a_state_that_has_seen_tokens_is_right(bench, method, options, queries):
+    state, given = full(bench, method, queries, **options)
     for _ in range(3):
         state.append_block(*given)
     bench.check_state(state, given, method)
@@ -47,6 +50,7 @@ def test_a_state_that_has_seen_tokens_is_right(bench, method, queries):
     [
         ("lazy_eviction", "_carried", {"alpha": 0.1}), ("lag_kv", "_score", {}),
         ("r_kv", "_window_query", {"interval": 1}), ("snapkv", "_window_query", {"window": 8}),
+        ("raas", "_score", PAGES),
     ],
 )
 def test_a_state_that_remembers_something_else_is_noticed(bench, monkeypatch, method, memory, options):
@@ -63,3 +67,21 @@ def test_a_state_that_remembers_something_else_is_noticed(bench, monkeypatch, me
     monkeypatch.setattr(adapter, "resume", damaged)
     with pytest.raises(AssertionError):
         bench.check_state(state, given, method)
+
+
+@pytest.mark.parametrize(
+    ("method", "interval", "options"), [("snapkv", 3, {"window": 8}), ("raas", 4, {"alpha": None, "page_size": 4})]
+)
+def test_an_interval_is_right_and_ends_with_an_eviction(bench, monkeypatch, method, interval, options):
+    """The benchmark of an interval with its own checks, twice, but without the peers, which are kernels for GPUs."""
+    monkeypatch.setattr(bench, "decode_peers", lambda *_: {})
+    asked = {}
+
+    def benchmark(function, *, verify, **others):
+        function()
+        verify(function())
+        asked.update(others)
+
+    shape = bench.Shape(2, 2, 1, BUDGET, 1, 16)
+    bench.time_interval(benchmark, method, shape, interval, gated=False, **options)
+    assert asked["peers_move"] == interval * shape._replace(slots=BUDGET + interval // 2).attention_bytes
