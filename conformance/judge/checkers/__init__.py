@@ -38,6 +38,8 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
   options depend on the budget or have no default (default: `REQUIRED`);
 - `AUTHORS`: the options of the authors' code that differ from our defaults, which the accuracy tables also measure:
   those of the config, or of the cache for transformers;
+- `FORMS`: the options of each other form of the method, by name, None for those that it does not take. The accuracy
+  tables also measure the forms, and golden traces have a case of each;
 - `DEFAULTS`: the defaults of the config's options, typed from the paper or from its authors' code (sizes without a
   source are ours: blocks of 128 tokens, one token per eviction, 32,768 tokens at most); `SAME`: those that functions
   have as parameters of the same name and default (default: none). See every_method/test_pinned.py;

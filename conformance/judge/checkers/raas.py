@@ -25,6 +25,8 @@ REQUIRED = {"alpha": 0.02}
 SMALL = {**blocks.SMALL, "alpha": 0.1}
 DEFAULTS = {"recent": 0, "sinks": 0, "interval": 1, "page_size": None, "block_size": 128, "scale": None}
 TRACE = {"alpha": 0.05}
+#: The fixture model's tokens are bytes, of which a key-value pair has eight.
+FORMS = {"pages": {"alpha": None, "page_size": 8, "interval": 8}}
 #: Pages of two tokens.
 PAGES = {"alpha": None, "page_size": 2, "interval": 2}
 LAWS = ({"interval": 3, "block_size": 5, "recent": 2, "sinks": 1}, PAGES)
