@@ -1,7 +1,7 @@
 """RaaS on the GPU: a block's attention, then each key's last query that renews its timestamp, or each page's.
 
-With pages there are three launches: `list_kernel` lists the pages that a head holds, `bound_kernel` computes the bounds
-of each page for all queries, and `time_kernel` each page's timestamp.
+With pages there are four launches: `list_kernel` lists the pages that a head holds, `place_kernel` the slots of their
+tokens, `bound_kernel` computes the bounds of each page for all queries, and `time_kernel` each page's timestamp.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from .._common.numerics import LOG2_E, float32
 __all__ = ["RaaSConfig", "RaaSState"]
 
 
-#: Tokens of a page whose keys are read at a time, and queries whose bounds are computed at a time.
+#: Tokens of a page that are read at a time, and queries of a block whose bounds are computed or compared at a time.
 TOKENS, ROWS = 16, 16
-#: Slots of which one number each is read at a time; pages that are compared with CHUNK tokens at a time, and with ROWS
-#: bounds.
-CHUNK, MATCHED, COMPARED = (16, 16, 16) if SMALL_TILES else (256, 16, 64)
+#: Slots that list_kernel reads at a time, slots of a program of place_kernel, and pages that it compares at a time.
+LISTED, CHUNK, MATCHED = (16, 16, 16) if SMALL_TILES else (1024, 256, 16)
+#: Pages of a program of time_kernel and pages that they are compared with at a time: in a block, and in a step.
+IN_BLOCK, IN_STEP = ((4, 16), (4, 16)) if SMALL_TILES else ((8, 16), (16, 64))
 
 
 class RaaSState(BlockState):
@@ -173,23 +174,26 @@ def renew_pages(
     count = query.shape[2]
     end, group = capacity + count, query.shape[1] // heads
     pages = triton.cdiv(end, size)                                             # that a head can hold
+    queries, (together, compared) = (1, IN_STEP) if count == 1 else (ROWS, IN_BLOCK)
     places = torch.empty(batch * heads, pages, size, dtype=torch.int32, device=key.device)
     numbers = torch.full((batch * heads, pages), -1, dtype=torch.int32, device=key.device)
     bounds = torch.empty(batch * heads, count, pages, dtype=torch.float32, device=key.device)
     rank = torch.zeros(batch, heads, end, dtype=torch.int64, device=key.device)
     with on_device_of(key):
         list_kernel[(batch * heads,)](
-            occupied, token_index, places, numbers, end, slots, size, pages, CHUNK=CHUNK, MATCHED=MATCHED,
-            num_warps=4,
+            occupied, token_index, numbers, end, slots, size, pages, CHUNK=LISTED, num_warps=4,
+        )
+        place_kernel[(batch * heads * triton.cdiv(end, CHUNK),)](
+            occupied, token_index, places, numbers, end, slots, size, pages, CHUNK=CHUNK, MATCHED=MATCHED, num_warps=4,
         )
         bound_kernel[(batch * heads * pages,)](
             query, key, occupied, places, numbers, valid_seen, bounds, capacity, count, heads, slots, size, pages,
             *query.stride(), GROUP=group, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), NEGATIVE=negative,
-            TOKENS=TOKENS, ROWS=ROWS, num_warps=4,
+            TOKENS=TOKENS, ROWS=queries, num_warps=4,
         )
-        time_kernel[(batch * heads * pages,)](
+        time_kernel[(batch * heads * triton.cdiv(pages, together),)](
             occupied, positions, token_index, valid_seen, seen, places, numbers, bounds, score, rank, capacity, count,
-            slots, size, pages, best, CHUNK=CHUNK, COMPARED=COMPARED, ROWS=ROWS, num_warps=4,
+            slots, size, pages, best, PAGES=together, COMPARED=compared, TOKENS=TOKENS, ROWS=queries, num_warps=4,
         )
     return rank
 
@@ -203,16 +207,12 @@ def _(
 
 
 @triton.jit(do_not_specialize=["end", "slots", "size", "pages"])
-def list_kernel(
-    occupied, token_index, places, numbers, end, slots, size, pages, CHUNK: tl.constexpr, MATCHED: tl.constexpr
-):
+def list_kernel(occupied, token_index, numbers, end, slots, size, pages, CHUNK: tl.constexpr):
     """Program batch_head: the pages that a head holds, in the order of the slots of their first tokens. numbers
-    [pages]: a page's number in its row, -1 behind the last one; places [pages, size]: the slots of its tokens by age.
-    """
+    [pages]: a page's number in its row, -1 behind the last one."""
     batch_head = tl.program_id(0).to(tl.int64)
     occupied += batch_head * slots
     token_index += batch_head * slots
-    places += batch_head * pages * size
     numbers += batch_head * pages
     listed = size * 0
     for start in range(0, end, CHUNK):
@@ -222,18 +222,28 @@ def list_kernel(
         first = tl.where(holds & (token % size == 0), 1, 0)
         tl.store(numbers + listed + tl.cumsum(first, 0) - first, token // size, mask=first != 0)
         listed += tl.sum(first, 0)
-    tl.debug_barrier()
-    for start in range(0, end, CHUNK):
-        s = start + tl.arange(0, CHUNK)
-        holds = tl.load(occupied + s, mask=s < end, other=0) != 0
-        token = tl.load(token_index + s, mask=holds, other=0)
-        place = tl.zeros([CHUNK], tl.int32)
-        for from_page in range(0, listed, MATCHED):
-            page = from_page + tl.arange(0, MATCHED)
-            number = tl.load(numbers + page, mask=page < listed, other=-1)
-            mine = number[None, :] == (token // size)[:, None]
-            place += tl.sum(tl.where(mine, page[None, :], 0), 1)
-        tl.store(places + place * size + token % size, s, mask=holds)
+
+
+@triton.jit(do_not_specialize=["end", "slots", "size", "pages"])
+def place_kernel(
+    occupied, token_index, places, numbers, end, slots, size, pages, CHUNK: tl.constexpr, MATCHED: tl.constexpr
+):
+    """Program (block of slots, batch_head): places [pages, size], the slots of each page's tokens by age."""
+    chunks = tl.cdiv(end, CHUNK)
+    batch_head = (tl.program_id(0) // chunks).to(tl.int64)
+    occupied += batch_head * slots
+    token_index += batch_head * slots
+    numbers += batch_head * pages
+    s = (tl.program_id(0) % chunks) * CHUNK + tl.arange(0, CHUNK)
+    holds = tl.load(occupied + s, mask=s < end, other=0) != 0
+    token = tl.load(token_index + s, mask=holds, other=0)
+    place = tl.zeros([CHUNK], tl.int32)
+    for from_page in range(0, pages, MATCHED):
+        page = from_page + tl.arange(0, MATCHED)
+        number = tl.load(numbers + page, mask=page < pages, other=-1)
+        mine = number[None, :] == (token // size)[:, None]
+        place += tl.sum(tl.where(mine, page[None, :], 0), 1)
+    tl.store(places + (batch_head * pages + place) * size + token % size, s, mask=holds)
 
 
 @triton.jit(do_not_specialize=[
@@ -286,48 +296,50 @@ def bound_kernel(
 @triton.jit(do_not_specialize=["capacity", "count", "slots", "size", "pages", "best"])
 def time_kernel(
     occupied, positions, token_index, valid_seen, seen, places, numbers, bounds, score, rank, capacity, count, slots,
-    size, pages, best, CHUNK: tl.constexpr, COMPARED: tl.constexpr, ROWS: tl.constexpr,
+    size, pages, best, PAGES: tl.constexpr, COMPARED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Program (page, batch_head): the page's timestamp, and the ranks of its tokens. A query renews a page if it is
-    after it and fewer than `best` pages come first: those with a higher bound, and older ones with an equal bound."""
-    page = tl.program_id(0) % pages
-    batch_head = (tl.program_id(0) // pages).to(tl.int64)
+    """Program (several pages, batch_head): their timestamps, and the ranks of their tokens. A query renews a page if it
+    is after it and fewer than `best` pages come first: those with a higher bound, and older ones with an equal bound.
+    """
+    programs = tl.cdiv(pages, PAGES)
+    page = (tl.program_id(0) % programs) * PAGES + tl.arange(0, PAGES)
+    batch_head = (tl.program_id(0) // programs).to(tl.int64)
+    at = batch_head * slots
     numbers += batch_head * pages
-    number = tl.load(numbers + page)
-    if number >= 0:
-        places += (batch_head * pages + page) * size
-        bounds += batch_head * count * pages
-        at = batch_head * slots
-        total = tl.load(valid_seen + batch_head)
-        complete = number < total // size
-        tokens = tl.where(complete, size, total % size)
-        last = tl.load(seen) * 0 - 1
-        if complete:
-            for start in range(0, count, ROWS):
-                i = start + tl.arange(0, ROWS)
-                asks = tl.load(occupied + at + capacity + i, mask=i < count, other=0) != 0
-                own = tl.load(token_index + at + capacity + i, mask=asks, other=0) // size
-                mine = tl.load(bounds + i.to(tl.int64) * pages + page, mask=asks, other=0.0)
-                ahead = tl.zeros([ROWS], tl.int32)
-                for from_page in range(0, pages, COMPARED):
-                    j = from_page + tl.arange(0, COMPARED)
-                    other = tl.load(numbers + j, mask=j < pages, other=-1)
-                    before = asks[:, None] & (other >= 0)[None, :] & (other[None, :] < own[:, None])
-                    theirs = tl.load(
-                        bounds + i.to(tl.int64)[:, None] * pages + j[None, :], mask=before, other=float("-inf")
-                    )
-                    older = (theirs == mine[:, None]) & (other < number)[None, :]
-                    ahead += tl.sum(tl.where(before & ((theirs > mine[:, None]) | older), 1, 0), 1)
-                renews = asks & (number < own) & (ahead < best)
-                last = tl.maximum(last, tl.max(tl.where(renews, i, -1), 0).to(tl.int64))
-        newest = tl.load(positions + at + tl.load(places + tokens - 1))
-        known = tl.load(score + at + tl.load(places)).to(tl.int64)     # 0 if the first token is new
-        time = tl.maximum(newest, known)
-        time = tl.where(last >= 0, tl.maximum(time, tl.load(seen) + last), time)
-        tl.debug_barrier()                                             # the old score is read before the new one is set
-        for start in range(0, size, CHUNK):
-            t = start + tl.arange(0, CHUNK)
-            slot = tl.load(places + t, mask=t < tokens, other=0)
-            tl.store(score + at + slot, tl.zeros([CHUNK], tl.float32) + time.to(tl.float32), mask=t < tokens)
-            position = tl.load(positions + at + slot, mask=t < tokens, other=0)
-            tl.store(rank + batch_head * (capacity + count) + slot, position + (time << 31), mask=t < tokens)
+    places += (batch_head * pages + page) * size
+    bounds += batch_head * count * pages
+    number = tl.load(numbers + page, mask=page < pages, other=-1)
+    held = number >= 0
+    total = tl.load(valid_seen + batch_head)
+    complete = held & (number < total // size)
+    tokens = tl.where(complete, size, tl.where(held, total % size, 0))
+    last = tl.full([PAGES], -1, tl.int32)
+    for start in range(0, count, ROWS):
+        i = start + tl.arange(0, ROWS)
+        asks = tl.load(occupied + at + capacity + i, mask=i < count, other=0) != 0
+        own = tl.load(token_index + at + capacity + i, mask=asks, other=0) // size
+        row = bounds + i.to(tl.int64) * pages
+        mine = tl.load(row[None, :] + page[:, None], mask=complete[:, None] & asks[None, :], other=0.0)
+        ahead = tl.zeros([PAGES, ROWS], tl.int32)
+        for from_page in range(0, pages, COMPARED):
+            j = from_page + tl.arange(0, COMPARED)
+            other = tl.load(numbers + j, mask=j < pages, other=-1)
+            before = asks[:, None] & (other >= 0)[None, :] & (other[None, :] < own[:, None])
+            theirs = tl.load(row[:, None] + j[None, :], mask=before, other=float("-inf"))
+            older = (other[None, :] < number[:, None])[:, None, :]
+            first = (theirs[None, :, :] > mine[:, :, None]) | ((theirs[None, :, :] == mine[:, :, None]) & older)
+            ahead += tl.sum(tl.where(before[None, :, :] & first, 1, 0), 2)
+        renews = complete[:, None] & asks[None, :] & (number[:, None] < own[None, :]) & (ahead < best)
+        last = tl.maximum(last, tl.max(tl.where(renews, i[None, :], -1), 1))
+    newest = tl.load(positions + at + tl.load(places + tokens - 1, mask=held, other=0), mask=held, other=0)
+    known = tl.load(score + at + tl.load(places, mask=held, other=0), mask=held, other=0.0)
+    time = tl.maximum(newest, known.to(tl.int64))                      # known: 0 if the first token is new
+    time = tl.where(last >= 0, tl.maximum(time, tl.load(seen) + last), time)
+    tl.debug_barrier()                                                 # the old score is read before the new one is set
+    for start in range(0, size, TOKENS):
+        t = start + tl.arange(0, TOKENS)
+        there = t[None, :] < tokens[:, None]
+        slot = tl.load(places[:, None] + t[None, :], mask=there, other=0)
+        tl.store(score + at + slot, tl.zeros([PAGES, TOKENS], tl.float32) + time.to(tl.float32)[:, None], mask=there)
+        position = tl.load(positions + at + slot, mask=there, other=0)
+        tl.store(rank + batch_head * (capacity + count) + slot, position + (time << 31)[:, None], mask=there)
