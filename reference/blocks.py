@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ._fp8 import dequantized
 from ._validate import check_config, check_integer, resolve_scale
 from ._validate_attention import check_attention, check_slot_mask
+from ._validate_scales import FP8, check_scales
 from .attention import (
     INF,
     accumulate_dtype,
@@ -110,24 +112,32 @@ def group_mean(tensor: Tensor, key_value_heads: int) -> Tensor:
     return sum_in_order(of_group, 2) / of_group.shape[2]
 
 
-def check_block(query: object, key: object, value: object, occupied: object) -> Sizes:
-    """Check the arguments of `attend`, of which query belongs to the last Q of the S slots. Returns the sizes."""
-    sizes = check_attention(query, key, value, time="Q")
+def check_block(
+    query: object, key: object, value: object, occupied: object, key_scale: object, value_scale: object
+) -> Sizes:
+    """Check the tensors of `attend`, of which query belongs to the last Q of the S slots. Returns the sizes."""
+    sizes = check_attention(query, key, value, time="Q", stored=FP8)
     assert isinstance(query, Tensor) and isinstance(key, Tensor)
     if query.shape[2] > sizes.slots:
         raise ValueError(f"query must be [B, Hq, Q, D] with Q <= S = {sizes.slots}, got {tuple(query.shape)}")
     per_head = isinstance(occupied, Tensor) and occupied.dim() == 3
     check_slot_mask("occupied", occupied, sizes, per_head, key)
+    check_scales(key_scale, value_scale, key=key, heads=sizes.key_value_heads)
     return sizes
 
 
 def attention_of_block(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None, key_scale: Tensor | None,
+    value_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the tokens in the last Q slots: output [B, Hq, Q, D] in query's dtype, and the weights [B, Hkv, Q,
-    S] averaged over the query heads of each KV head. TypeError or ValueError for invalid arguments."""
-    sizes = check_block(query, key, value, occupied)
-    logit = block_logits(query, key, occupied, scale=resolve_scale(scale, sizes.head_dim))
+    S] averaged over the query heads of each KV head. FP8 keys and values are multiplied by their scales first.
+    TypeError or ValueError for invalid arguments."""
+    sizes = check_block(query, key, value, occupied, key_scale, value_scale)
+    scale = resolve_scale(scale, sizes.head_dim)
+    dtype = accumulate_dtype(query)
+    key, value = dequantized(key, key_scale, dtype), dequantized(value, value_scale, dtype)
+    logit = block_logits(query, key, occupied, scale=scale)
     weight = softmax(logit)
     output = weighted_values(weight, value, occupied).to(query.dtype)
     return output, group_mean(weight, sizes.key_value_heads)

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from ...reference._validate import check_dtype
+from ...reference._validate_scales import FP8
 from ...reference.contract import Sizes
 
 #: True if Triton runs these kernels on the CPU in its interpreter (TRITON_INTERPRET=1 before triton is imported).
@@ -138,6 +139,13 @@ def padded_slots(slots: int) -> int:
 def converts_e4m3(device: torch.device) -> bool:
     """Whether the device has an instruction that converts E4M3 numbers."""
     return PTX and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def fp8_codes(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, torch.dtype | None]:
+    """FP8 keys and values as uint8, and their type. Others as they are, and None."""
+    if key.dtype in FP8:
+        return key.view(torch.uint8), value.view(torch.uint8), key.dtype
+    return key, value, None
 
 
 def fp8_format(dtype: torch.dtype | None, device: torch.device) -> str | None:

@@ -14,18 +14,22 @@ __all__ = ["AttendResult", "H2OConfig", "H2OState", "attend"]
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None,
+    key_scale: Tensor | None = None, value_scale: Tensor | None = None,
 ) -> AttendResult:
     """Attention of the tokens in the last Q slots; received = the sum of each key's weights over the block's queries.
 
     query [B, Hq, Q, D], causal within the block; key, value [B, Hkv, S, D], any strides; occupied [B, S] or
-    [B, Hkv, S] bool. float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head. Semantics:
+    [B, Hkv, S] bool. float32, float16 or bfloat16; key and value also torch.float8_e4m3fn or torch.float8_e5m2, times
+    key_scale and value_scale, float32 [] or [Hkv]. D from 16 to 256; up to 16 query heads per KV head. Semantics:
     `kvtwin.reference.baselines.h2o.attend`. TypeError or ValueError for invalid arguments, for inputs that require
     grad, and for CPU tensors outside Triton's interpreter.
     """
-    scale = resolve_scale(scale, check_block(query, key, value, occupied).head_dim)
-    output, softmax_parts = kernels.attend(query, key, value, occupied, scale)
-    return AttendResult(output, kernels.received(query, key, occupied, softmax_parts, scale, mean=False))
+    scale = resolve_scale(scale, check_block(query, key, value, occupied, key_scale, value_scale).head_dim)
+    key, value, stored = kernels.codes(key, value, key_scale, value_scale)
+    output, softmax_parts = kernels.attend(query, key, value, occupied, scale, stored=stored)
+    received = kernels.received(query, key, occupied, softmax_parts, scale, mean=False, stored=stored)
+    return AttendResult(output, received)
 
 
 class H2OState(BlockState):

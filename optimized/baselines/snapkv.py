@@ -74,15 +74,18 @@ def window_score(
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None,
+    key_scale: Tensor | None = None, value_scale: Tensor | None = None,
 ) -> AttendResult:
     """Attention of the tokens in the last Q slots; received = the mean weight of each key over the block's queries.
 
     Arguments and errors as in `h2o.attend`. Semantics: `kvtwin.reference.baselines.snapkv.attend`.
     """
-    scale = resolve_scale(scale, check_block(query, key, value, occupied).head_dim)
-    output, softmax_parts = kernels.attend(query, key, value, occupied, scale)
-    return AttendResult(output, kernels.received(query, key, occupied, softmax_parts, scale, mean=True))
+    scale = resolve_scale(scale, check_block(query, key, value, occupied, key_scale, value_scale).head_dim)
+    key, value, stored = kernels.codes(key, value, key_scale, value_scale)
+    output, softmax_parts = kernels.attend(query, key, value, occupied, scale, stored=stored)
+    received = kernels.received(query, key, occupied, softmax_parts, scale, mean=True, stored=stored)
+    return AttendResult(output, received)
 
 
 def compress(

@@ -17,15 +17,17 @@ __all__ = ["AttendResult", "TOVAConfig", "TOVAState", "attend"]
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None,
+    key_scale: Tensor | None = None, value_scale: Tensor | None = None,
 ) -> AttendResult:
     """Attention of the tokens in the last Q slots; received = each key's weight from the newest query.
 
     Arguments and errors as in `h2o.attend`. Semantics: `kvtwin.reference.baselines.tova.attend`.
     """
-    scale = resolve_scale(scale, check_block(query, key, value, occupied).head_dim)
-    output, softmax_parts = kernels.attend(query, key, value, occupied, scale)
-    return AttendResult(output, received_of_newest(query, key, occupied, softmax_parts, scale)[0])
+    scale = resolve_scale(scale, check_block(query, key, value, occupied, key_scale, value_scale).head_dim)
+    key, value, stored = kernels.codes(key, value, key_scale, value_scale)
+    output, softmax_parts = kernels.attend(query, key, value, occupied, scale, stored=stored)
+    return AttendResult(output, received_of_newest(query, key, occupied, softmax_parts, scale, stored)[0])
 
 
 class TOVAState(BlockState):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...reference._validate import check_all_finite, check_flag, check_integer, check_tensor, resolve_scale
@@ -12,7 +11,7 @@ from ...reference._validate_ranks import ProcessGroup
 from ...reference._validate_scales import FP8, check_scales
 from ...reference.contract import Pages
 from ...reference.longflow import CompressResult, DecodeResult
-from .._common.launch import check_kernel_sizes, check_launchable
+from .._common.launch import check_kernel_sizes, check_launchable, fp8_codes
 from .._common.pages import by_head, read_slots
 from ..baselines.snapkv import choose, gather_tokens
 from . import _ops
@@ -45,7 +44,7 @@ def decode_attention(
     check_kernel_sizes(sizes)
     if check_finite:
         _check_finite(query, key, value, occupied, per_head)
-    key, value, fp8 = _codes(key, value)
+    key, value, fp8 = fp8_codes(key, value)
     return DecodeResult(
         *_ops.decode(query, key, value, None, occupied, protected, key_scale, value_scale, scale, per_head, fp8)
     )
@@ -79,17 +78,10 @@ def paged_decode_attention(
     if check_finite:
         held_key, held_value = (read_slots(cache, table, sizes.slots) for cache in (key, value))
         _check_finite(query, held_key, held_value, occupied, per_head)
-    key, value, fp8 = _codes(by_head(key), by_head(value))
+    key, value, fp8 = fp8_codes(by_head(key), by_head(value))
     return DecodeResult(
         *_ops.decode(query, key, value, table, occupied, protected, key_scale, value_scale, scale, per_head, fp8)
     )
-
-
-def _codes(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, torch.dtype | None]:
-    """FP8 keys and values as uint8, and their type. Others as they are, and None."""
-    if key.dtype in FP8:
-        return key.view(torch.uint8), value.view(torch.uint8), key.dtype
-    return key, value, None
 
 
 def _check_finite(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, per_head: bool) -> None:

@@ -51,15 +51,21 @@ def check_protected(recent: object, sinks: object, budget: int) -> None:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None,
+    key_scale: Tensor | None = None, value_scale: Tensor | None = None,
 ) -> AttendResult:
     """Attention of the tokens in the last Q slots; received = the sum of each key's weights over the block's queries.
 
     query [B, Hq, Q, D], causal within the block; key, value [B, Hkv, S, D]; occupied [B, S] or [B, Hkv, S] bool; scale
-    defaults to D ** -0.5. Returns output [B, Hq, Q, D], zeros at unoccupied slots, and received [B, Hkv, S], the mean
-    over the G query heads of a KV head. TypeError or ValueError for invalid arguments.
+    defaults to D ** -0.5. Returns output [B, Hq, Q, D] in query's dtype, zeros at unoccupied slots, and received
+    [B, Hkv, S], the mean over the G query heads of a KV head. TypeError or ValueError for invalid arguments.
+    key and value may both be FP8 (torch.float8_e4m3fn or torch.float8_e5m2) with a query of another dtype. They stand
+    for key * key_scale and value * value_scale: float32 tensors, of all heads [] or of each KV head [Hkv], above 0;
+    None is 1. Scales are checked if they are on the CPU. Outputs must fit in query's dtype.
     """
-    output, weight = attention_of_block(query, key, value, occupied, scale=scale)       # weight [B, Hkv, Q, S]
+    output, weight = attention_of_block(                                                # weight [B, Hkv, Q, S]
+        query, key, value, occupied, scale=scale, key_scale=key_scale, value_scale=value_scale
+    )
     return AttendResult(output, sum_in_order(weight, 2))
 
 

@@ -103,14 +103,17 @@ def window_score(
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None,
+    key_scale: Tensor | None = None, value_scale: Tensor | None = None,
 ) -> AttendResult:
     """Attention of the tokens in the last Q slots; received = the mean weight of each key over the block's queries.
 
     Arguments, output and errors as in `h2o.attend`. Queries at unoccupied slots are ignored. received [B, Hkv, S] is
     the mean over the G query heads of a KV head, without pooling.
     """
-    output, weight = attention_of_block(query, key, value, occupied, scale=scale)       # weight [B, Hkv, Q, S]
+    output, weight = attention_of_block(                                                # weight [B, Hkv, Q, S]
+        query, key, value, occupied, scale=scale, key_scale=key_scale, value_scale=value_scale
+    )
     num_valid = per_kv_head(occupied)[..., -query.shape[2]:].sum(-1).clamp_min(1)       # [B, 1 or Hkv]
     return AttendResult(output, sum_in_order(weight, 2) / num_valid[..., None])
 

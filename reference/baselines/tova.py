@@ -33,14 +33,17 @@ class TOVAConfig(IntervalConfig):
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None,
+    key_scale: Tensor | None = None, value_scale: Tensor | None = None,
 ) -> AttendResult:
     """Attention of the tokens in the last Q slots; received = each key's weight from the newest query.
 
     Arguments, output and errors as in `h2o.attend`. The newest query belongs to the last occupied one of the last Q
     slots; if all of them are unoccupied, received is 0.
     """
-    output, weight = attention_of_block(query, key, value, occupied, scale=scale)       # weight [B, Hkv, Q, S]
+    output, weight = attention_of_block(                                                # weight [B, Hkv, Q, S]
+        query, key, value, occupied, scale=scale, key_scale=key_scale, value_scale=value_scale
+    )
     count = query.shape[2]
     valid = per_kv_head(occupied)[..., -count:].expand(-1, weight.shape[1], -1)         # [B, Hkv, Q]
     return AttendResult(output, _of_newest(weight, valid))

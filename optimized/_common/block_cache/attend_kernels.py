@@ -5,9 +5,10 @@
 `newest_kernel` computes the weights that the newest query alone gives to each key.
 
 With POSITIONS, the queries are those of a window instead of the last slots: see `kernels.Window`. With DUE, heads that
-hold at most `capacity` tokens are skipped. In attention_kernel, a query's row is query * GROUP + head of the group, so
-that all heads of a KV head share the loaded keys. Logits are in base 2. Strides of queries and caches are divided by
-UNIT (see _common.launch.stride_unit).
+hold at most `capacity` tokens are skipped. With FP8, keys and values are codes of this format (see `from_fp8`), uint8,
+with scales of KV heads: that of keys is part of `scale`, and that of values multiplies the outputs. In
+attention_kernel, a query's row is query * GROUP + head of the group, so that all heads of a KV head share the loaded
+keys. Logits are in base 2. Strides of queries and caches are divided by UNIT (see _common.launch.stride_unit).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..launch import SMALL_TILES
-from ..numerics import dot, finite_or_zero, log2_or_minus_inf, multiply, round_output, round_to
+from ..numerics import dot, finite_or_zero, from_fp8, log2_or_minus_inf, multiply, round_output, round_to
 from ..scratch import is_last
 from ..softmax import divide, merge_outputs, merge_sums, weigh
 
@@ -28,6 +29,7 @@ _SIZES = [
 _SLOTS = tl.constexpr(16 if SMALL_TILES else 1024)
 _QUERIES = tl.constexpr(8 if SMALL_TILES else 128)
 _POSITIONS = ["capacity", "asks_b", "asks_q", "position_b", "position_h", "position_s"]
+_SCALES = ["key_scale_h", "value_scale_h"]
 
 
 @triton.jit
@@ -49,7 +51,7 @@ def _attend_tiles(
     key_s, key_d, value_s, value_d, occupied_s, position_s,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, POSITIONS: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
-    NEGATIVE: tl.constexpr,
+    NEGATIVE: tl.constexpr, FP8: tl.constexpr,
 ):
     """Online softmax of all rows over `first` tiles from slot `begin` on, then over the tiles from slot `second` to
     `slots`.
@@ -73,6 +75,8 @@ def _attend_tiles(
             k = tl.load(keys, mask=in_head, other=0.0)
         else:
             k = tl.load(keys)
+        if FP8 is not None:
+            k = from_fp8(k, q.dtype, FP8)
         product = dot(q, tl.trans(k))                                  # [ROWS, BLOCK]
         logit = multiply(product, scale)
         if MASKED:
@@ -98,6 +102,8 @@ def _attend_tiles(
                 v = tl.load(values, mask=in_head, other=0.0)
             else:
                 v = tl.load(values)
+            if FP8 is not None:
+                v = from_fp8(v, q.dtype, FP8)
             acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
     return acc, row_max, weight_sum
 
@@ -126,16 +132,16 @@ def _merge_splits(
     return last, acc, row_max, weight_sum
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *_POSITIONS, "splits", "split_tiles"])
+@triton.jit(do_not_specialize=[*_SIZES, *_POSITIONS, *_SCALES, "splits", "split_tiles"])
 def attention_kernel(
-    query, key, value, occupied, query_positions, positions, counts, output, softmax_parts, partial, row_maxima,
-    weight_sums, completion_counters, scale,
+    query, key, value, key_scale, value_scale, occupied, query_positions, positions, counts, output, softmax_parts,
+    partial, row_maxima, weight_sums, completion_counters, scale,
     slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
-    capacity, asks_b, asks_q, position_b, position_h, position_s, splits, split_tiles,
+    capacity, asks_b, asks_q, position_b, position_h, position_s, key_scale_h, value_scale_h, splits, split_tiles,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr, POSITIONS: tl.constexpr, DUE: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
-    NEGATIVE: tl.constexpr, SPLITS: tl.constexpr,
+    NEGATIVE: tl.constexpr, SPLITS: tl.constexpr, FP8: tl.constexpr,
 ):
     """Program (split, block of rows, KV head, row of the batch). Without OUTPUT, values are not read.
 
@@ -155,6 +161,8 @@ def attention_kernel(
     b, k_head = batch_head // heads, batch_head % heads
     key += (b * key_b + k_head * key_h) * UNIT
     value += (b * value_b + k_head * value_h) * UNIT
+    if key_scale is not None:
+        scale = scale * tl.load(key_scale + k_head * key_scale_h)
     occupied += b * occupied_b + k_head * occupied_h
     d = tl.arange(0, D_PAD).to(tl.int64)
     row = first + tl.arange(0, ROWS)
@@ -193,12 +201,12 @@ def attention_kernel(
     acc, row_max, weight_sum = _attend_tiles(
         q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, begin, full, end, end,
         key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, position_s,
-        HEAD_DIM, D_PAD, BLOCK, False, POSITIONS, POSITIONS, OUTPUT, STAGES, NEGATIVE,
+        HEAD_DIM, D_PAD, BLOCK, False, POSITIONS, POSITIONS, OUTPUT, STAGES, NEGATIVE, FP8,
     )
     acc, row_max, weight_sum = _attend_tiles(
         q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, gap, gap_tiles, own, end,
         key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, position_s,
-        HEAD_DIM, D_PAD, BLOCK, True, True, POSITIONS, OUTPUT, 2, NEGATIVE,
+        HEAD_DIM, D_PAD, BLOCK, True, True, POSITIONS, OUTPUT, 2, NEGATIVE, FP8,
     )
     at = (b * heads * GROUP + head) * count + i
     if SPLITS > 1:
@@ -210,6 +218,8 @@ def attention_kernel(
             return
     elif OUTPUT:
         acc = divide(acc, weight_sum)
+    if OUTPUT and value_scale is not None:
+        acc = acc * tl.load(value_scale + k_head * value_scale_h)
     # The output is 0 for queries that attend to nothing and for padding. NaN stays NaN.
     empty = (weight_sum == 0.0) | ~attends
     inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, weight_sum))
@@ -266,6 +276,7 @@ def _receive_block(
     rank, scale, slots, count, result_h, query_h, query_q, query_d, key_s, key_d, occupied_s, asks_q, position_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     POSITIONS: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr, MAGNITUDE: tl.constexpr, STAGES: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """The weights that all queries of the group give to the keys from slot `first` on. Pointers are at the KV head,
     except softmax_parts, result, magnitude and rank. programs: the number of KV heads in the whole batch."""
@@ -276,6 +287,8 @@ def _receive_block(
     k = tl.load(
         key + s64[:, None] * key_s + d[None, :] * key_d, mask=holds[:, None] & (d < HEAD_DIM)[None, :], other=0.0
     )
+    if FP8 is not None:
+        k = from_fp8(k, query.dtype.element_ty, FP8)
     past = slots - count
     all_queries = programs * GROUP * count
     softmax_parts += batch_head * GROUP * count
@@ -318,15 +331,15 @@ def _receive_block(
     tl.store(result + into, received, mask=s < slots)
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *_POSITIONS, "each", "result_h"])
+@triton.jit(do_not_specialize=[*_SIZES, *_POSITIONS, "key_scale_h", "each", "result_h"])
 def received_kernel(
-    query, key, value, occupied, query_positions, positions, counts, softmax_parts, result, magnitude, rank, scale,
-    slots, count, heads, query_b, query_h, query_q, query_d,
+    query, key, value, key_scale, occupied, query_positions, positions, counts, softmax_parts, result, magnitude, rank,
+    scale, slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
-    capacity, asks_b, asks_q, position_b, position_h, position_s, each, result_h,
+    capacity, asks_b, asks_q, position_b, position_h, position_s, key_scale_h, each, result_h,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr, POSITIONS: tl.constexpr, DUE: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr,
-    MAGNITUDE: tl.constexpr, STAGES: tl.constexpr,
+    MAGNITUDE: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
 ):
     """Program (block of keys, KV head, row of the batch): the weights that all queries of the group give to these keys.
     With DUE, a program takes `each` blocks of keys, else one. With ADD, they are added to `result`; with MAGNITUDE, the
@@ -342,6 +355,8 @@ def received_kernel(
             return
     b, k_head = batch_head // heads, batch_head % heads
     key += (b * key_b + k_head * key_h) * UNIT
+    if key_scale is not None:
+        scale = scale * tl.load(key_scale + k_head * key_scale_h)
     occupied += b * occupied_b + k_head * occupied_h
     query += (b * query_b + k_head * GROUP * query_h) * UNIT
     if POSITIONS:
@@ -354,24 +369,24 @@ def received_kernel(
                 first, batch_head, programs, query, key, occupied, query_positions, positions, softmax_parts, result,
                 magnitude, rank, scale, slots, count, result_h, query_h * UNIT, query_q * UNIT, query_d, key_s * UNIT,
                 key_d, occupied_s, asks_q, position_s, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS, MEAN, ADD,
-                MAGNITUDE, STAGES,
+                MAGNITUDE, STAGES, FP8,
             )
     else:
         _receive_block(
             number * BLOCK, batch_head, programs, query, key, occupied, query_positions, positions, softmax_parts,
             result, magnitude, rank, scale, slots, count, result_h, query_h * UNIT, query_q * UNIT, query_d,
             key_s * UNIT, key_d, occupied_s, asks_q, position_s, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS, MEAN,
-            ADD, MAGNITUDE, STAGES,
+            ADD, MAGNITUDE, STAGES, FP8,
         )
 
 
-@triton.jit(do_not_specialize=[*_SIZES, "result_h"])
+@triton.jit(do_not_specialize=[*_SIZES, "result_h", "key_scale_h"])
 def newest_kernel(
-    query, key, value, occupied, softmax_parts, result, log_result, scale, result_h,
+    query, key, value, key_scale, occupied, softmax_parts, result, log_result, scale, result_h, key_scale_h,
     slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    UNIT: tl.constexpr, UPDATE: tl.constexpr,
+    UNIT: tl.constexpr, UPDATE: tl.constexpr, FP8: tl.constexpr,
 ):
     """Program (block of keys, KV head, row of the batch): the weights that the newest valid query gives these keys.
     With UPDATE, `result` keeps its numbers for unoccupied slots, and for all if no query is valid."""
@@ -380,6 +395,8 @@ def newest_kernel(
     batch_head = (tl.program_id(0) // blocks).to(tl.int64)
     b, k_head = batch_head // heads, batch_head % heads
     key += (b * key_b + k_head * key_h) * UNIT
+    if key_scale is not None:
+        scale = scale * tl.load(key_scale + k_head * key_scale_h)
     occupied += b * occupied_b + k_head * occupied_h
     query += (b * query_b + k_head * GROUP * query_h) * UNIT
     past = slots - count
@@ -396,6 +413,8 @@ def newest_kernel(
     holds = tl.load(occupied + s64 * occupied_s, mask=s < slots, other=0) != 0
     in_head = (d < HEAD_DIM)[None, :]
     k = tl.load(key + s64[:, None] * (key_s * UNIT) + d[None, :] * key_d, mask=holds[:, None] & in_head, other=0.0)
+    if FP8 is not None:
+        k = from_fp8(k, query.dtype.element_ty, FP8)
     asks = (tl.where(newest >= 0, row, GROUP) < GROUP)
     i = tl.maximum(newest, 0).to(tl.int64)
     q = tl.load(

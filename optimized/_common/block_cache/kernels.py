@@ -17,6 +17,8 @@ from ..launch import (
     MAX_SPLITS,
     RESIDENT,
     SMALL_TILES,
+    fp8_codes,
+    fp8_format,
     multiprocessors,
     on_device_of,
     padded_head_dim,
@@ -34,27 +36,48 @@ class Attended(NamedTuple):
     softmax_parts: Tensor
 
 
+class Stored(NamedTuple):
+    """How keys and values are stored: fp8, the type of their codes, or None, and the scales of codes, [] or [Hkv]."""
+
+    fp8: torch.dtype | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+
+
+PLAIN = Stored()
+
+
+def codes(
+    key: Tensor, value: Tensor, key_scale: Tensor | None, value_scale: Tensor | None
+) -> tuple[Tensor, Tensor, Stored]:
+    """Keys and values as `attend` takes them: FP8 numbers as uint8, others as they are."""
+    key, value, fp8 = fp8_codes(key, value)
+    return key, value, Stored(fp8, key_scale, value_scale)
+
+
 def attend(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float,
-    completion_counters: Tensor | None = None,
+    completion_counters: Tensor | None = None, stored: Stored = PLAIN,
 ) -> Attended:
     """Attention of the queries of the last Q slots, causal among themselves.
 
     query [B, Hq, Q, D]; key, value [B, Hkv, S, D], any strides; occupied [B, S] or [B, Hkv, S] bool. The query of an
     unoccupied slot attends to nothing: its output is 0. completion_counters: zeros, at least `counters_of`, by default
-    allocated.
+    allocated. FP8 keys and values: their codes as uint8, and `stored`.
     """
-    return Attended(*_attend(query, key, value, occupied, scale, completion_counters))
+    fp8, *scales = stored
+    return Attended(*_attend(query, key, value, *scales, occupied, scale, completion_counters, fp8))
 
 
 def received(
-    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float, *, mean: bool
+    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float, *, mean: bool,
+    stored: Stored = PLAIN,
 ) -> Tensor:
     """Each key's weights summed over all queries, averaged over the group: [B, Hkv, S] float32, 0 if unoccupied.
 
     mean: divide by the number of queries that attend to something. Arguments as in `attend`, and its softmax_parts.
     """
-    result: Tensor = _received(query, key, occupied, softmax_parts, scale, mean)
+    result: Tensor = _received(query, key, stored.key_scale, occupied, softmax_parts, scale, mean, stored.fp8)
     return result
 
 
@@ -129,7 +152,7 @@ def _split(programs: int, tiles: int, device: torch.device) -> tuple[int, int]:
 
 def _arguments(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor) -> tuple[object, ...]:
     """Sizes and strides as the kernels take them."""
-    unit = stride_unit(query, key, value)
+    unit = stride_unit(key, query, value)
     head_stride = occupied.stride(1) if occupied.dim() == 3 else 0
     return (
         key.shape[2], query.shape[2], key.shape[1],
@@ -144,23 +167,36 @@ def _shape(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
     head_dim = query.shape[3]
     return {
         "GROUP": query.shape[1] // key.shape[1], "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim),
-        "UNIT": stride_unit(query, key, value),
+        "UNIT": stride_unit(key, query, value),
     }
+
+
+def scale_stride(scale: Tensor | None) -> int | None:
+    """The stride by KV head of a scale of FP8 numbers, [] or [Hkv]; None for none."""
+    if scale is None:
+        return None
+    return scale.stride(0) if scale.dim() else 0
 
 
 @torch.library.custom_op("kvtwin::block_attend", mutates_args=("completion_counters",))
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float, completion_counters: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, key_scale: Tensor | None, value_scale: Tensor | None, occupied: Tensor,
+    scale: float, completion_counters: Tensor | None, fp8: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
+    """See `attend`. Codes of FP8 are uint8: torch's checks of operations cannot compare FP8 tensors."""
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     softmax_parts = torch.empty(2, *query.shape[:3], dtype=torch.float32, device=query.device)
-    launch_attention(query, key, value, occupied, None, output, softmax_parts, completion_counters, scale)
+    launch_attention(
+        query, key, value, occupied, None, output, softmax_parts, completion_counters, scale,
+        Stored(fp8, key_scale, value_scale),
+    )
     return output, softmax_parts
 
 
 @_attend.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float, completion_counters: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, key_scale: Tensor | None, value_scale: Tensor | None, occupied: Tensor,
+    scale: float, completion_counters: Tensor | None, fp8: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
 
@@ -189,7 +225,7 @@ def _of_window(window: Window | None) -> tuple[tuple[Tensor | None, ...], tuple[
 
 def launch_attention(
     query: Tensor, key: Tensor, value: Tensor | None, occupied: Tensor, window: Window | None, output: Tensor | None,
-    softmax_parts: Tensor, completion_counters: Tensor | None, scale: float,
+    softmax_parts: Tensor, completion_counters: Tensor | None, scale: float, stored: Stored = PLAIN,
 ) -> None:
     """Launch the attention of a block or of a window's queries. Without an output, it only computes the
     softmax_parts. With few rows, several programs share the slots."""
@@ -210,16 +246,19 @@ def launch_attention(
     tensors, numbers = _of_window(window)
     with on_device_of(query):
         attention_kernel[(programs * splits,)](
-            query, key, value, occupied, *tensors, output, softmax_parts, *scratch, scale * LOG2_E.value,
-            *_arguments(query, key, value, occupied), *numbers, splits, each,
+            query, key, value, stored.key_scale, stored.value_scale, occupied, *tensors, output, softmax_parts,
+            *scratch, scale * LOG2_E.value, *_arguments(query, key, value, occupied), *numbers,
+            scale_stride(stored.key_scale), scale_stride(stored.value_scale), splits, each,
             **shape, ROWS=rows, BLOCK=block, STAGES=stages, POSITIONS=window is not None, DUE=tensors[2] is not None,
-            OUTPUT=output is not None, NEGATIVE=scale < 0, SPLITS=triton.next_power_of_2(splits), num_warps=warps,
+            OUTPUT=output is not None, NEGATIVE=scale < 0, SPLITS=triton.next_power_of_2(splits),
+            FP8=fp8_format(stored.fp8, key.device), num_warps=warps,
         )
 
 
 def launch_received(
     query: Tensor, key: Tensor, occupied: Tensor, window: Window | None, softmax_parts: Tensor, result: Tensor,
     scale: float, *, mean: bool, add: bool = False, magnitude: Tensor | None = None, rank: Tensor | None = None,
+    stored: Stored = PLAIN,
 ) -> None:
     """Launch `received_kernel` into result [B, Hkv, S] float32. If heads may be skipped, there are fewer programs with
     several blocks of keys each, since even a program that returns at once takes time."""
@@ -233,23 +272,32 @@ def launch_received(
         each = triton.cdiv(blocks, min(wanted, blocks))
     with on_device_of(query):
         received_kernel[(heads * triton.cdiv(blocks, each),)](
-            query, key, key, occupied, *tensors, softmax_parts, result, magnitude, rank,
-            scale * LOG2_E.value, *_arguments(query, key, key, occupied), *numbers, each,
-            result.stride(1) if add else key.shape[2],
+            query, key, key, stored.key_scale, occupied, *tensors, softmax_parts, result, magnitude, rank,
+            scale * LOG2_E.value, *_arguments(query, key, key, occupied), *numbers, scale_stride(stored.key_scale),
+            each, result.stride(1) if add else key.shape[2],
             **shape, ROWS=queries, BLOCK=block, STAGES=stages, POSITIONS=window is not None,
-            DUE=tensors[2] is not None, MEAN=mean, ADD=add, MAGNITUDE=magnitude is not None, num_warps=warps,
+            DUE=tensors[2] is not None, MEAN=mean, ADD=add, MAGNITUDE=magnitude is not None,
+            FP8=fp8_format(stored.fp8, key.device), num_warps=warps,
         )
 
 
 @torch.library.custom_op("kvtwin::block_received", mutates_args=())
-def _received(query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float, mean: bool) -> Tensor:
+def _received(
+    query: Tensor, key: Tensor, key_scale: Tensor | None, occupied: Tensor, softmax_parts: Tensor, scale: float,
+    mean: bool, fp8: torch.dtype | None,
+) -> Tensor:
     result = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
-    launch_received(query, key, occupied, None, softmax_parts, result, scale, mean=mean)
+    launch_received(
+        query, key, occupied, None, softmax_parts, result, scale, mean=mean, stored=Stored(fp8, key_scale)
+    )
     return result
 
 
 @_received.register_fake
-def _(query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float, mean: bool) -> Tensor:
+def _(
+    query: Tensor, key: Tensor, key_scale: Tensor | None, occupied: Tensor, softmax_parts: Tensor, scale: float,
+    mean: bool, fp8: torch.dtype | None,
+) -> Tensor:
     return key.new_empty(key.shape[:3], dtype=torch.float32)
 
 

@@ -9,22 +9,24 @@ import torch
 import triton
 from torch import Tensor
 
-from ..launch import INTERPRETED, on_device_of
+from ..launch import INTERPRETED, fp8_format, on_device_of
 from ..numerics import LOG2_E
 from .attend_kernels import newest_kernel
-from .kernels import _arguments, _shape
+from .kernels import PLAIN, Stored, _arguments, _shape, scale_stride
 
 
 def received_of_newest(
-    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float
+    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float, stored: Stored = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """The newest query's weights, averaged over the group, and the base-2 logarithm of their sum over the group.
 
     Both [B, Hkv, S] float32; 0 and -inf where unoccupied, and everywhere if all queries are at unoccupied slots. The
-    logarithm does not underflow where the weight does.
+    logarithm does not underflow where the weight does. FP8 keys: as in `kernels.attend`.
     """
     weight = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
-    return weight, _newest(query, key, occupied, softmax_parts, weight, scale, False)
+    return weight, _newest(
+        query, key, stored.key_scale, occupied, softmax_parts, weight, scale, False, stored.fp8
+    )
 
 
 def update_by_newest(
@@ -32,13 +34,14 @@ def update_by_newest(
 ) -> Tensor:
     """Store the newest query's weights in a state's score [B, Hkv, slots], contiguous, where a slot is occupied and the
     row has a valid query. Returns the logarithms [B, Hkv, S] of `received_of_newest`."""
-    log_weight: Tensor = _newest(query, key, occupied, softmax_parts, score, scale, True)
+    log_weight: Tensor = _newest(query, key, None, occupied, softmax_parts, score, scale, True, None)
     return log_weight
 
 
 @torch.library.custom_op("kvtwin::block_received_of_newest", mutates_args=("weight",))
 def _newest(
-    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, weight: Tensor, scale: float, update: bool
+    query: Tensor, key: Tensor, key_scale: Tensor | None, occupied: Tensor, softmax_parts: Tensor, weight: Tensor,
+    scale: float, update: bool, fp8: torch.dtype | None,
 ) -> Tensor:
     log_weight = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
     shape = _shape(query, key, key)
@@ -46,14 +49,16 @@ def _newest(
     block = 16 if small else 64
     with on_device_of(query):
         newest_kernel[(key.shape[0] * key.shape[1] * triton.cdiv(key.shape[2], block),)](
-            query, key, key, occupied, softmax_parts, weight, log_weight, scale * LOG2_E.value, weight.stride(1),
-            *_arguments(query, key, key, occupied), **shape, ROWS=16, BLOCK=block, UPDATE=update, num_warps=4,
+            query, key, key, key_scale, occupied, softmax_parts, weight, log_weight, scale * LOG2_E.value,
+            weight.stride(1), scale_stride(key_scale), *_arguments(query, key, key, occupied), **shape, ROWS=16,
+            BLOCK=block, UPDATE=update, FP8=fp8_format(fp8, key.device), num_warps=4,
         )
     return log_weight
 
 
 @_newest.register_fake
 def _(
-    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, weight: Tensor, scale: float, update: bool
+    query: Tensor, key: Tensor, key_scale: Tensor | None, occupied: Tensor, softmax_parts: Tensor, weight: Tensor,
+    scale: float, update: bool, fp8: torch.dtype | None,
 ) -> Tensor:
     return key.new_empty(key.shape[:3], dtype=torch.float32)

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from ....reference._validate import check_config, check_reorder
 from ....reference._validate_attention import check_attention, check_slot_mask
+from ....reference._validate_scales import FP8, check_scales
 from ....reference.blocks import BlockConfig
 from ....reference.contract import Sizes
 from .. import graph
@@ -339,14 +340,19 @@ def _first(positions: Tensor, count: int, *, largest: bool) -> Tensor:
     return torch.zeros_like(exists).scatter(-1, place, True) & exists
 
 
-def check_block(query: object, key: object, value: object, occupied: object) -> Sizes:
-    """Check the arguments of `attend`, whose queries belong to the last Q of the S slots. Returns the sizes."""
-    sizes = check_attention(query, key, value, time="Q")
+def check_block(
+    query: object, key: object, value: object, occupied: object, key_scale: object, value_scale: object
+) -> Sizes:
+    """Check the tensors of `attend`, whose queries belong to the last Q of the S slots. Returns the sizes."""
+    sizes = check_attention(query, key, value, time="Q", stored=FP8)
     assert isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
     if query.shape[2] > sizes.slots:
         raise ValueError(f"query must be [B, Hq, Q, D] with Q <= S = {sizes.slots}, got {tuple(query.shape)}")
     per_head = isinstance(occupied, Tensor) and occupied.dim() == 3
     check_slot_mask("occupied", occupied, sizes, per_head, key)
-    check_launchable(query=query, key=key, value=value)
+    check_scales(key_scale, value_scale, key=key, heads=sizes.key_value_heads)
+    assert isinstance(key_scale, Tensor | None) and isinstance(value_scale, Tensor | None)
+    check_launchable(query=query, key_scale=key_scale, value_scale=value_scale)
+    check_launchable(FP8, key=key, value=value)
     check_kernel_sizes(sizes)
     return sizes
