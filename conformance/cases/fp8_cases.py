@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from hypothesis import strategies as st
@@ -18,7 +18,8 @@ from torch import Tensor
 from ...reference.contract import Pages
 from ..judge.oracle import Attention, attend
 from . import contents, draws
-from .case import DecodeCase
+from .block_cases import AttendCase, attend_cases
+from .case import Case, DecodeCase
 from .layouts import LAYOUTS, MIXED, REPEATED
 from .paged_states import filled_pages
 from .paged_view import PagedLayout
@@ -42,15 +43,28 @@ POISONS = {
 SPREAD = {"e4m3": 9, "e5m2": 22}
 
 
-@dataclass(frozen=True, repr=False)
-class Fp8Case(DecodeCase):
-    """Arguments of a `decode_attention` with FP8 keys and values. dtype: of the query. fp8: one of FORMATS. scales: one
-    of SCALES."""
+if TYPE_CHECKING:
+    class _Plain(Case):
+        """What `Coded` needs of the class of cases that it is combined with."""
 
-    kind: ClassVar[str] = "decode_fp8"
+        per_head: bool
+        key: Tensor
+        value: Tensor
 
-    fp8: str = "e4m3"
-    scales: str = "heads"
+        @property
+        def inputs(self) -> dict[str, Any]: ...
+else:
+    _Plain = object
+
+
+class Coded(_Plain):
+    """Makes FP8 cases of a class of cases. dtype: of the query. fp8: one of FORMATS. scales: one of SCALES. causal:
+    whether the attention is."""
+
+    causal: ClassVar[bool] = False
+
+    fp8: str
+    scales: str
 
     key_scale = property(lambda self: self.tensors["key_scale"])
     value_scale = property(lambda self: self.tensors["value_scale"])
@@ -60,7 +74,7 @@ class Fp8Case(DecodeCase):
         plain = dataclasses.replace(
             self, content="ordinary" if content in OWN_CONTENTS else content, poison="stale"
         )
-        made = DecodeCase.make(plain)
+        made = super(Coded, plain).make()
         query, key, value, occupied = (made[name] for name in ("query", "key", "value", "occupied"))
         assert query is not None and key is not None and value is not None and occupied is not None
         generator = torch.Generator(self.device).manual_seed(self.seed ^ 0x5EED)
@@ -130,7 +144,7 @@ class Fp8Case(DecodeCase):
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Keyword arguments of `decode_attention`, the scales only if there are any."""
+        """Keyword arguments of the function, the scales only if there are any."""
         scales = {"key_scale": self.key_scale, "value_scale": self.value_scale}
         return super().inputs | {name: scale for name, scale in scales.items() if scale is not None}
 
@@ -141,6 +155,24 @@ class Fp8Case(DecodeCase):
         key, value = exact(self.key, self.key_scale), exact(self.value, self.value_scale)
         return super().inputs | {"key": key, "value": value}
 
+    @cached_property
+    def attention(self) -> Attention:
+        """The exact attention, for the bounds."""
+        numbers = [self.exact_inputs[name] for name in ("query", "key", "value", "occupied")]
+        most = [1.0 if one is None else float(one.max()) for one in (self.key_scale, self.value_scale)]
+        found = attend(*numbers, scale=self.scale, causal=self.causal)
+        return dataclasses.replace(found, scales=(most[0], most[1]))
+
+
+@dataclass(frozen=True, repr=False)
+class Fp8Case(Coded, DecodeCase):
+    """Arguments of a `decode_attention` with FP8 keys and values."""
+
+    kind: ClassVar[str] = "decode_fp8"
+
+    fp8: str = "e4m3"
+    scales: str = "heads"
+
     @property
     def paged_inputs(self) -> dict[str, Any]:
         """Keyword arguments of `paged_decode_attention`, but for the pages."""
@@ -149,14 +181,6 @@ class Fp8Case(DecodeCase):
     def pages(self, layout: PagedLayout) -> Pages:
         """The keys and values in pages. All other memory holds NaN."""
         return filled_pages(layout, self.key, self.value)
-
-    @cached_property
-    def attention(self) -> Attention:
-        """The exact attention, for the bounds."""
-        key, value = self.exact_inputs["key"], self.exact_inputs["value"]
-        most = [1.0 if one is None else float(one.max()) for one in (self.key_scale, self.value_scale)]
-        found = attend(self.query, key, value, self.occupied, scale=self.scale)
-        return dataclasses.replace(found, scales=(most[0], most[1]))
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None, *,
@@ -168,6 +192,43 @@ class Fp8Case(DecodeCase):
         fp8 = next(name for name, dtype in FORMATS.items() if dtype == key.dtype)
         case = cls(**fields | {"dtype": query.dtype, "fp8": fp8})
         case._adopt({**plain.tensors, "key_scale": key_scale, "value_scale": value_scale})
+        return case
+
+
+@dataclass(frozen=True, repr=False)
+class Fp8AttendCase(Coded, AttendCase):
+    """Arguments of an `attend` with FP8 keys and values."""
+
+    kind: ClassVar[str] = "attend_fp8"
+    causal: ClassVar[bool] = True
+
+    fp8: str = "e4m3"
+    scales: str = "heads"
+
+    def make(self) -> dict[str, Tensor | None]:
+        made = super().make()
+        query, occupied = made["query"], made["occupied"]
+        assert query is not None and occupied is not None
+        held = (occupied.any(1) if self.per_head else occupied)[:, self.slots - self.queries:]
+        return {**made, "query": contents.poison(self.poison, query, held)}
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None, *, method: str,
+           scale: float | None = None, key_scale: Tensor | None = None, value_scale: Tensor | None = None
+           ) -> Fp8AttendCase:
+        """Make a case from given tensors."""
+        batch, heads, slots, head_dim = key.shape
+        if occupied is None:
+            occupied = torch.ones(batch, slots, dtype=torch.bool, device=key.device)
+        case = cls(
+            batch=batch, key_value_heads=heads, group=query.shape[1] // heads, head_dim=head_dim, dtype=query.dtype,
+            content="given", scale=scale, device=str(key.device), method=method, slots=slots, queries=query.shape[2],
+            per_head=occupied.dim() == 3, fp8=next(name for name, dtype in FORMATS.items() if dtype == key.dtype),
+        )
+        case._adopt({
+            "query": query, "key": key, "value": value, "occupied": occupied, "key_scale": key_scale,
+            "value_scale": value_scale,
+        })
         return case
 
 
@@ -187,12 +248,41 @@ def _part(key: Tensor, value: Tensor, largest: int) -> None:
         tensor[:, :, slot, channel] = torch.where((code & 0x7F) < largest, code + 1, code - 1)
 
 
+def fp8_variants(given: dict[str, Any]) -> list[dict[str, Any]]:
+    """The arguments of a function with FP8 keys and values instead of its own, with scales and without."""
+    found = []
+    for dtype, scales in (
+        (torch.float8_e4m3fn, {"key_scale": (0.5, 0.7), "value_scale": (3.0, 0.1)}),
+        (torch.float8_e4m3fn, {"key_scale": 0.3}), (torch.float8_e5m2, {"value_scale": 0.3}),
+    ):
+        made = given | {key: torch.tensor(value, device=given["query"].device) for key, value in scales.items()}
+        if "pages" in given:
+            key, value, table = given["pages"]
+            made["pages"] = Pages(key.to(dtype), value.to(dtype), table)
+        else:
+            made |= {part: given[part].to(dtype) for part in ("key", "value")}
+        found.append(made)
+    return found
+
+
 @st.composite
 def fp8_cases(draw: st.DrawFn, **more: Any) -> Fp8Case:
     """Inputs of a `decode_attention` with FP8 keys and values. more: arguments of `decode_cases`."""
-    plain = draw(decode_cases(**{"content": CONTENTS, "layout": (*LAYOUTS, MIXED), **more}))
+    return Fp8Case(**draw(_coded(decode_cases(**{"content": CONTENTS, "layout": (*LAYOUTS, MIXED), **more}))))
+
+
+@st.composite
+def fp8_attend_cases(draw: st.DrawFn, method: str, **more: Any) -> Fp8AttendCase:
+    """Inputs of a method's `attend` with FP8 keys and values. more: arguments of `attend_cases`."""
+    return Fp8AttendCase(**draw(_coded(attend_cases(method, **{"content": CONTENTS, **more}))))
+
+
+@st.composite
+def _coded(draw: st.DrawFn, cases: st.SearchStrategy[Any]) -> dict[str, Any]:
+    """The fields of a case, and those of `Coded`."""
+    plain = draw(cases)
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
-    return Fp8Case(
-        **fields, fp8=draw(st.sampled_from(sorted(FORMATS))),
-        scales=draw(st.sampled_from(draws.plain_among(SCALES, ("heads",)))),
-    )
+    return {
+        **fields, "fp8": draw(st.sampled_from(sorted(FORMATS))),
+        "scales": draw(st.sampled_from(draws.plain_among(SCALES, ("heads",)))),
+    }

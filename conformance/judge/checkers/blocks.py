@@ -22,6 +22,7 @@ from ...cases import draws, tiny
 from ...cases.block_cases import LAYOUTS, AttendCase, attend_cases
 from ...cases.case import Case
 from ...cases.contents import OCCUPANCIES
+from ...cases.fp8_cases import Fp8AttendCase, fp8_variants
 from .. import bounds, lockstep
 from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ..compare import Verdict, assert_dtype, assert_same, assert_within, fail
@@ -31,6 +32,8 @@ from ..oracle import Attention, attend, oracle, upcast_all
 from ..subjects import EXTREME, Subject, aspects
 from ..ties import tie_classes
 
+#: The cases of a method with an `attend`: see the package.
+ATTEND_CASES: tuple[type[Case], ...] = (AttendCase, Fp8AttendCase)
 #: Options that allow small budgets, for the laws: see the package.
 SMALL = {"block_size": 6}
 #: Values that an option of whole numbers refuses.
@@ -337,6 +340,11 @@ WINDOW_NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
 def attend_arguments(device: torch.device) -> dict[str, Any]:
     """See the package. The query of `attend` has a time axis."""
     return {"query": tiny.prompt(device, seed=0)[0][:, :, -tiny.WINDOW:]}
+
+
+def attend_variants(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:
+    """See the package: FP8 keys and values of `attend`, with scales and without."""
+    return fp8_variants(given) if name == "attend" else []
 
 
 def resume_window(tested: Any, reference: Any) -> None:

@@ -19,7 +19,7 @@ from .blocks import SMALL as SMALL
 from .blocks import Chunk, received_error
 from .blocks import max_kept as max_kept
 
-CASES = (block_cases.AttendCase,)
+CASES = blocks.ATTEND_CASES
 DEFAULTS = {"recent": None, "sinks": 0, "interval": 1, "block_size": 128, "scale": None}
 #: Also evicts after every third token: with blocks of five, some rows within the prompt and others later.
 LAWS = ({"recent": 0, "sinks": 2}, {"interval": 3, "block_size": 5})
@@ -68,6 +68,9 @@ def protecting(draw: st.DrawFn, configs: st.SearchStrategy[dict[str, int]]) -> d
 def arguments(device: torch.device) -> dict[str, Any]:
     """See the package."""
     return blocks.attend_arguments(device)
+
+
+variants = blocks.attend_variants
 
 
 def sum_error(chunk: Chunk) -> Tensor:

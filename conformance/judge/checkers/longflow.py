@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ....reference import longflow
 from ....reference.attention import per_query_head
-from ....reference.contract import Pages
 from ...cases import draws, tiny
 from ...cases.case import Case, DecodeCase, WindowCase
 from ...cases.contents import OCCUPANCIES, PROTECTIONS
+from ...cases.fp8_cases import Fp8Case, fp8_variants
 from ...cases.paged_states import filled_pages
 from ...cases.paged_view import PagedLayout
 from ...cases.strategies import decode_cases, window_cases
@@ -28,7 +28,7 @@ from ..subjects import EXTREME, TIED, Subject, aspects
 from ..ties import tie_classes
 from . import snapkv
 
-CASES = (DecodeCase,)
+CASES = (DecodeCase, Fp8Case)
 #: SnapKV for the prompt (section 4.1), as its authors run it. Eq. 3, i < t, protects the newest token.
 DEFAULTS = {
     "window": 32, "kernel_size": 5, "protect_newest": True, "per_head": False, "sinks": 0, "check_finite": False,
@@ -179,21 +179,7 @@ def arguments(device: torch.device) -> dict[str, Any]:
 
 def variants(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:
     """See the package: FP8 keys and values, with scales and without."""
-    if name not in ("decode_attention", "paged_decode_attention"):
-        return []
-    found = []
-    for dtype, scales in (
-        (torch.float8_e4m3fn, {"key_scale": (0.5, 0.7), "value_scale": (3.0, 0.1)}),
-        (torch.float8_e4m3fn, {"key_scale": 0.3}), (torch.float8_e5m2, {"value_scale": 0.3}),
-    ):
-        made = given | {key: torch.tensor(value, device=given["query"].device) for key, value in scales.items()}
-        if "pages" in given:
-            key, value, table = given["pages"]
-            made["pages"] = Pages(key.to(dtype), value.to(dtype), table)
-        else:
-            made |= {part: given[part].to(dtype) for part in ("key", "value")}
-        found.append(made)
-    return found
+    return fp8_variants(given) if name in ("decode_attention", "paged_decode_attention") else []
 
 
 def replay(case: Case, module: Any) -> Iterator[str]:

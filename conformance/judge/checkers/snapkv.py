@@ -29,7 +29,7 @@ from . import blocks, h2o
 from .blocks import Chunk, received_error
 from .blocks import max_kept as max_kept
 
-CASES = (WindowCase, AttendCase)
+CASES = (WindowCase, *blocks.ATTEND_CASES)
 DEFAULTS = {"window": 32, "kernel_size": 5, "interval": 1, "block_size": 128, "scale": None}
 SAME = ("kernel_size",)
 SMALL = {**blocks.SMALL, "window": 2, "kernel_size": 3}
@@ -150,7 +150,7 @@ def assert_kept_right(
 
 # The state -----------------------------------------------------------------------------------------------------------
 
-arguments = h2o.arguments
+arguments, variants = h2o.arguments, h2o.variants
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
     "small": {"budget": 6, "block_size": 4, "window": 3},

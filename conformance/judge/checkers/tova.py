@@ -22,11 +22,11 @@ from .blocks import SMALL as SMALL
 from .blocks import Chunk, equal_keys, log_sum_interval, received, received_error
 from .blocks import max_kept as max_kept
 
-CASES = (block_cases.AttendCase,)
+CASES = blocks.ATTEND_CASES
 DEFAULTS = {"per_head": True, "interval": 1, "block_size": 128, "scale": None}
 LAWS = h2o.LAWS[1:]
 GROUPINGS = (*h2o.GROUPINGS, {"per_head": False})
-arguments = h2o.arguments
+arguments, variants = h2o.arguments, h2o.variants
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
     "small": {"budget": 6, "block_size": 4},

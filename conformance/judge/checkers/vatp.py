@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ....reference.baselines import vatp
-from ...cases import block_cases
 from ...cases.case import Case
 from .. import block_model
 from ..bounds import FLUSH, SLACK, UNIT, Interval, gamma
@@ -19,10 +18,10 @@ from .blocks import SMALL as SMALL
 from .blocks import Chunk
 from .blocks import max_kept as max_kept
 
-CASES = (block_cases.AttendCase,)
+CASES = blocks.ATTEND_CASES
 DEFAULTS = {"recent": None, "sinks": 1, "interval": 1, "block_size": 128, "scale": None}
 LAWS, GROUPINGS = h2o.LAWS, h2o.GROUPINGS
-arguments = h2o.arguments
+arguments, variants = h2o.arguments, h2o.variants
 AUTHORS = {"sinks": 20}
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
