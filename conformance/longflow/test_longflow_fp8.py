@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.fp8_cases import FORMATS, LARGEST, Fp8Case, exact, fp8_cases
+from kvtwin.conformance.cases.fp8_errors import BAD_CALLS, BAD_ELEMENTS, changed
 from kvtwin.conformance.cases.paged_states import OWN_LAYOUTS
 from kvtwin.conformance.cases.strategies import DTYPES
 from kvtwin.conformance.harness.impl import NotProvided
@@ -341,66 +342,15 @@ def test_codes_that_are_not_finite_are_refused_in_occupied_slots_alone(side, fp8
             call(**tensors)
 
 
-def tensors_of(case: Fp8Case, **changes: Any) -> dict[str, Any]:
-    """The arguments of a call, and those in `changes`, which are values or functions of the argument."""
-    inputs = dict(case.inputs)
-    for name, change in changes.items():
-        inputs[name] = change(inputs.get(name)) if callable(change) else change
-    return inputs
-
-
-FN, FNUZ, E5 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2
-HALF = {"key": lambda x: x.float(), "value": lambda x: x.float()}
-BAD_CALLS = {
-    "fnuz": (
-        {"key": lambda x: x.view(FNUZ), "value": lambda x: x.view(FNUZ)}, TypeError,
-        r"(key|pages.key_cache).dtype must be one of .*torch.float8_e5m2, got torch.float8_e4m3fnuz",
-    ),
-    "e5m2fnuz": (
-        {"key": lambda x: x.view(torch.float8_e5m2fnuz), "value": lambda x: x.view(torch.float8_e5m2fnuz)}, TypeError,
-        "got torch.float8_e5m2fnuz",
-    ),
-    "mixed FP8": (
-        {"value": lambda x: x.view(E5)}, TypeError, "value.* must have key.*'s dtype torch.float8_e4m3fn, got .*e5m2"
-    ),
-    "FP8 keys alone": (
-        {"value": lambda x: x.float()}, TypeError, "value.* must have key.*'s dtype torch.float8_e4m3fn, got .*float32"
-    ),
-    "FP8 values alone": ({"key": lambda x: x.float()}, TypeError, "value.* must have key.*'s dtype torch.float32, got"),
-    "FP8 queries": ({"query": lambda x: x.to(FN)}, TypeError, "query.dtype must be one of .*, got torch.float8_e4m3fn"),
-    "scales without FP8": (HALF, TypeError, "key_scale must be None unless key.* is torch.float8_e4m3fn or .*float32"),
-    "a scale of values without FP8": (
-        {**HALF, "key_scale": None}, TypeError, "value_scale must be None unless key.* is torch.float8_e4m3fn or "
-    ),
-    "a float": ({"key_scale": 0.5}, TypeError, r"key_scale must be a torch.Tensor \[\] or \[Hkv\], or None, got float"),
-    "float16": ({"value_scale": lambda x: x.half()}, TypeError, "value_scale must have dtype torch.float32, got .*16"),
-    "float64": ({"key_scale": lambda x: x.double()}, TypeError, "key_scale must have dtype torch.float32, got .*64"),
-    "sparse": ({"key_scale": lambda x: x.to_sparse()}, TypeError, "key_scale must be a strided tensor"),
-    "one per query head": (
-        {"key_scale": lambda x: x.repeat(3)}, ValueError, r"key_scale must be \[\] or \[Hkv\] = \(2,\), got \(6,\)"
-    ),
-    "one per row and head": ({"value_scale": lambda x: x.expand(2, 2)}, ValueError, r"value_scale must be .*\(2, 2\)"),
-    "one element": ({"value_scale": lambda x: x[:1]}, ValueError, r"value_scale must be .*, got \(1,\)"),
-    "meta": ({"key_scale": lambda x: x.to("meta")}, ValueError, "key_scale must be on .* like key.*, got meta"),
-    "zero": ({"key_scale": lambda x: x * 0}, ValueError, "key_scale must be above 0 and at most 7.596e.35.*, got 0.0"),
-    "negative": ({"value_scale": lambda x: -x}, ValueError, "value_scale must be above 0 .*, got -"),
-    "NaN": ({"value_scale": lambda x: x * torch.nan}, ValueError, "value_scale must be above 0 .*, got nan"),
-    "infinity": ({"key_scale": lambda x: x / 0}, ValueError, "key_scale must be above 0 .*, got inf"),
-    "too large": ({"key_scale": lambda x: x * 0 + 1e36}, ValueError, "key_scale must .*finite in float32, got 9.*e.35"),
-    "one head's": (
-        {"value_scale": lambda x: x * torch.tensor([1.0, 0.0], device=x.device)}, ValueError,
-        "value_scale must be above 0 .*, got 0.0",
-    ),
-}
-
-
 @pytest.mark.kind("bad_input")
 @each_side
 @pytest.mark.parametrize("paged", [False, True], ids=["one_tensor", "pages"])
-@pytest.mark.parametrize(("changes", "error", "says"), BAD_CALLS.values(), ids=list(BAD_CALLS))
+@pytest.mark.parametrize(
+    ("changes", "error", "says"), (BAD_CALLS | BAD_ELEMENTS).values(), ids=[*BAD_CALLS, *BAD_ELEMENTS]
+)
 def test_wrong_fp8_is_refused(side, changes, error, says, paged, twins, device):
     """Elements of scales on a GPU are checked with check_finite alone."""
-    inputs = tensors_of(step("e4m3", device, occupancy="full", content="largest"), **changes)
+    inputs = changed(step("e4m3", device, occupancy="full", content="largest").inputs, changes)
     decode = function(twins, side, "paged_decode_attention" if paged else "decode_attention")
     if paged:
         key, value = inputs.pop("key"), inputs.pop("value")
