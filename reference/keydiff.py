@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._validate import capturing, check_choice, check_dtype, check_integer, check_tensor
+from ._fp8 import dequantized
+from ._validate import FLOATING, capturing, check_choice, check_dtype, check_integer, check_tensor
 from ._validate_attention import check_key_value, check_slot_mask
+from ._validate_scales import FP8
 from .attention import INF, accumulate_dtype, per_kv_head, zero_unoccupied
 from .blocks import BlockConfig, BlockState, Chunk
 from .contract import Sizes
@@ -76,10 +78,11 @@ def score(
     "euclidean", ||k_i - mu||. A zero key normalizes to zero, and the cosine with a zero key or a zero anchor is 0. Keys
     are divided by their largest magnitude before they are squared, so cosines neither overflow nor underflow. TypeError
     or ValueError for invalid arguments.
+    key may be FP8: torch.float8_e4m3fn or torch.float8_e5m2. There is no argument for a scale, since no cosine depends
+    on a positive scale of all keys of a KV head, whatever the anchor. Other similarities do: ValueError.
     """
     occupied = check_keys(key, occupied)
-    check_choice("anchor", anchor, ANCHORS)
-    check_choice("similarity", similarity, SIMILARITIES)
+    check_options(key, anchor, similarity)
     keys = occupied_keys(key, occupied)
     if similarity == "cosine":
         mu = normalized(direction(keys, occupied, anchor))                              # [B, Hkv, 1, D]
@@ -115,13 +118,14 @@ def evict(
     budget in a KV head; this check reads `protected` once and is skipped during CUDA graph capture and torch.compile,
     where the lowest of these slots are evicted. Tokens are ordered by `rank`; non-finite keys have a rank of NaN and
     are evicted first. TypeError or ValueError for invalid arguments.
+    key and value may both be FP8, and the kept ones have the same codes. Scales are neither needed nor changed: see
+    `score`.
     """
-    check_key_value(key, value)
+    check_key_value(key, value, stored=FP8)
     check_integer("budget", budget, minimum=1)
     check_recent(recent, budget)
     occupied = check_keys(key, occupied)
-    check_choice("anchor", anchor, ANCHORS)
-    check_choice("similarity", similarity, SIMILARITIES)
+    check_options(key, anchor, similarity)
     later = occupied.flip(-1).cumsum(-1).flip(-1)                                       # tokens from this slot on
     keep = occupied & (later <= recent)
     if protected is not None:
@@ -153,7 +157,8 @@ def rank(key: Tensor, occupied: Tensor, anchor: str, similarity: str) -> Tensor:
 
 def occupied_keys(key: Tensor, occupied: Tensor) -> Tensor:
     """key [B, Hkv, S, D] in accumulate_dtype, zero where unoccupied, contiguous so that equal keys have equal sums."""
-    return zero_unoccupied(key, occupied).to(accumulate_dtype(key)).contiguous()
+    dtype = accumulate_dtype(key)
+    return zero_unoccupied(dequantized(key, None, dtype), occupied).to(dtype).contiguous()
 
 
 def scaled_down(vector: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,10 +210,20 @@ def direction(keys: Tensor, occupied: Tensor, anchor: str) -> Tensor:
 def check_keys(key: object, occupied: object) -> Tensor:
     """Check key [B, Hkv, S, D] and occupied, which is as in `score`. Returns occupied as [B, Hkv, S]."""
     key = check_tensor("key", key, dims=4, layout="[B, Hkv, S, D]")
-    check_dtype("key.dtype", key.dtype)
+    check_dtype("key.dtype", key.dtype, FLOATING + FP8)
     if occupied is None:
         return torch.ones(key.shape[:3], dtype=torch.bool, device=key.device)
     return check_mask_of("occupied", occupied, key)
+
+
+def check_options(key: Tensor, anchor: str, similarity: str) -> None:
+    """Check the options of `score`. FP8 keys, whose scale is not known, have a cosine, but no other similarity."""
+    check_choice("anchor", anchor, ANCHORS)
+    check_choice("similarity", similarity, SIMILARITIES)
+    if key.dtype in FP8 and similarity != "cosine":
+        raise ValueError(
+            f"similarity must be 'cosine' for keys of {key.dtype}, whose scale others depend on, got {similarity!r}"
+        )
 
 
 def check_mask_of(name: str, mask: object, key: Tensor) -> Tensor:

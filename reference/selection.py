@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._validate import check_integer, check_tensor
+from ._validate_scales import FP8
 
 
 def victims(score: Tensor, count: int) -> Tensor:
@@ -46,6 +47,8 @@ def kept_tokens(rank: Tensor, occupied: Tensor, count: int) -> Tensor:
 
 def gather_tokens(tensor: Tensor, kept: Tensor) -> Tensor:
     """tensor [B, Hkv, T, D] at the indices kept [B, N] or [B, Hkv, N]: [B, Hkv, N, D], zero where kept is -1."""
+    if tensor.dtype in FP8:  # torch gathers no FP8 numbers; the code 0 is zero
+        return gather_tokens(tensor.view(torch.uint8), kept).view(tensor.dtype)
     index = kept if kept.dim() == 3 else kept[:, None].expand(-1, tensor.shape[1], -1)
     index = index[..., None].expand(-1, -1, -1, tensor.shape[-1])
     return tensor.gather(2, index.clamp_min(0)).masked_fill(index < 0, 0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...reference._validate_scales import FP8
+
 ANCHORS = ("mean_normalized", "mean", "median")
 SIMILARITIES = ("cosine", "dot", "euclidean")
 #: Eq. 8, which the kernels implement.
@@ -60,6 +62,7 @@ def sortable(rank: Tensor) -> Tensor:
 
 
 def _occupied_keys(key: Tensor, occupied: Tensor) -> Tensor:
+    key = key.float() if key.dtype in FP8 else key
     # Contiguous, because with other strides equal keys may be summed in different orders.
     return torch.where(occupied[..., None], key, key.new_zeros(())).float().contiguous()
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .._common.launch import INTERPRETED, SMALL_TILES
-from .._common.numerics import float32, sum_of_products
+from .._common.numerics import float32, from_fp8, sum_of_products
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _SMALL_TILES = tl.constexpr(SMALL_TILES)
@@ -37,10 +37,10 @@ def bounded(x):
 @triton.jit
 def load_rows(
     pointer, first, holds, stride_s, stride_d,
-    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr, FP8: tl.constexpr = None,
 ):
     """ROWS rows from `first` on of a [S, D] matrix, in float32, [ROWS, D_PAD]. With MASKED, rows where `holds` is False
-    are zeros and not read; otherwise all rows must exist."""
+    are zeros and not read; otherwise all rows must exist. FP8: the format of codes (see `from_fp8`), or None."""
     row = tl.arange(0, ROWS).to(tl.int64)
     d = tl.arange(0, D_PAD).to(tl.int64)
     at = pointer + row[:, None] * stride_s + d[None, :] * stride_d + (first + tl.zeros([], tl.int64)) * stride_s
@@ -53,6 +53,8 @@ def load_rows(
         x = tl.load(at, mask=(d < HEAD_DIM)[None, :], other=0.0)
     else:
         x = tl.load(at)
+    if FP8 is not None:
+        x = from_fp8(x, tl.float32, FP8)
     return float32(x)
 
 
@@ -135,7 +137,7 @@ def anchor_kernel(
     key, occupied, inverse, partial, anchor, completion_counters, slots, split_size, splits, heads,
     key_b, key_h, key_s, key_d, occupied_b, occupied_h, occupied_s,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, OCCUPIED: tl.constexpr,
-    MASKED: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Program (split, batch_head): stores the inverse lengths of its keys and the sum of these keys, normalized. The
     last program of a (row, KV head) adds up the sums."""
@@ -152,7 +154,7 @@ def anchor_kernel(
     total = tl.zeros([BLOCK, D_PAD], tl.float32)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         first, s, inside, holds = _tile(occupied, start, end, slots, occupied_s, BLOCK, OCCUPIED, MASKED)
-        k = load_rows(key, first, holds, key_s, key_d, BLOCK, HEAD_DIM, D_PAD, MASKED)
+        k = load_rows(key, first, holds, key_s, key_d, BLOCK, HEAD_DIM, D_PAD, MASKED, FP8)
         factor = tl.where(holds, inverse_lengths(k), 0.0)
         tl.store(inverse + s, tl.where(factor == factor, factor, -1.0), mask=inside)
         total += k * factor[:, None]
@@ -166,7 +168,7 @@ def anchor_kernel(
             holds = s < end
             if OCCUPIED:
                 holds = tl.load(occupied + s.to(tl.int64) * occupied_s, mask=holds, other=0) != 0
-            k = load_rows(key, start, holds, key_s, key_d, 16, HEAD_DIM, D_PAD, True)
+            k = load_rows(key, start, holds, key_s, key_d, 16, HEAD_DIM, D_PAD, True, FP8)
             tl.store(inverse + s, 0.0, mask=holds & (tl.max(tl.abs(k), 1) == 0.0))
             rest += any_units(k)
         share = tl.sum(rest, 0)
@@ -205,7 +207,8 @@ def rank_kernel(
     key_b, key_h, key_s, key_d, occupied_b, occupied_h, occupied_s, inverse_b, inverse_h,
     protected_b, protected_h, protected_s,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, OCCUPIED: tl.constexpr,
-    MASKED: tl.constexpr, PROTECTED: tl.constexpr, CODES: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, FP8: tl.constexpr, PROTECTED: tl.constexpr, CODES: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Program (split, batch_head): ranks, float32, -inf where unoccupied. With CODES: the ranks as integers in the same
     order, with unoccupied slots below and protected ones above, and the histogram of their first 8 bits for the
@@ -232,7 +235,7 @@ def rank_kernel(
     odd = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         first, s, inside, holds = _tile(occupied, start, end, slots, occupied_s, BLOCK, OCCUPIED, MASKED)
-        k = load_rows(key, first, holds, key_s, key_d, BLOCK, HEAD_DIM, D_PAD, MASKED)
+        k = load_rows(key, first, holds, key_s, key_d, BLOCK, HEAD_DIM, D_PAD, MASKED, FP8)
         factor = tl.load(inverse + s, mask=holds, other=0.0)
         _store_ranks(
             result, protected, ranks(k, factor, direction), unit, s, holds, inside, protected_s, PROTECTED, CODES
@@ -246,7 +249,7 @@ def rank_kernel(
             holds = factor < 0.0
             if OCCUPIED:
                 holds = holds & (tl.load(occupied + s.to(tl.int64) * occupied_s, mask=s < end, other=0) != 0)
-            k = load_rows(key, start, holds, key_s, key_d, 16, HEAD_DIM, D_PAD, True)
+            k = load_rows(key, start, holds, key_s, key_d, 16, HEAD_DIM, D_PAD, True, FP8)
             _store_ranks(
                 result, protected, odd_ranks(k, direction), unit, s, holds, holds, protected_s, PROTECTED, CODES
             )

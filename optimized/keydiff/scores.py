@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference._validate import capturing, check_choice, check_dtype, check_integer, check_tensor
+from ...reference._validate import FLOATING, capturing, check_choice, check_dtype, check_integer, check_tensor
 from ...reference._validate_attention import check_key_value, check_slot_mask
+from ...reference._validate_scales import FP8
 from ...reference.contract import Sizes
 from ...reference.keydiff import EvictResult
-from .._common.launch import check_kernel_sizes, check_launchable
+from .._common.launch import check_kernel_sizes, check_launchable, fp8_codes
 from .._common.radix_selection import select
 from . import _ops
 from ._anchors import ANCHORS, DEFAULT, SIMILARITIES, any_rank, any_score, cosine, per_head, sortable
@@ -21,16 +22,18 @@ def score(
     """The dissimilarity of each key to the anchor of its KV head (KeyDiff eq. 8): [B, Hkv, S] float32, higher = keep.
 
     key [B, Hkv, S, D], any strides; occupied [B, S] or [B, Hkv, S] bool, by default all. Unoccupied slots are -inf.
-    float32, float16 or bfloat16; D from 16 to 256. Semantics: `kvtwin.reference.keydiff.score`.
+    float32, float16, bfloat16, torch.float8_e4m3fn or torch.float8_e5m2; D from 16 to 256. A positive scale of FP8 keys
+    changes no cosine, and other similarities are refused. Semantics: `kvtwin.reference.keydiff.score`.
     TypeError or ValueError for invalid arguments, for inputs that require grad, and for CPU tensors outside Triton's
     interpreter.
     """
     _check_keys(key, occupied)
-    _check_options(anchor, similarity)
+    _check_options(key, anchor, similarity)
     if (anchor, similarity) != DEFAULT:
         return any_score(key, per_head(occupied, key), anchor, similarity)
-    direction, inverse = _ops.anchor(key, occupied)
-    return cosine(_ops.rank(key, occupied, direction, inverse), direction, occupied)
+    key, _, fp8 = fp8_codes(key, key)
+    direction, inverse = _ops.anchor(key, occupied, fp8)
+    return cosine(_ops.rank(key, occupied, direction, inverse, fp8), direction, occupied)
 
 
 def pairwise_score(key: Tensor, *, occupied: Tensor | None = None) -> Tensor:
@@ -39,7 +42,8 @@ def pairwise_score(key: Tensor, *, occupied: Tensor | None = None) -> Tensor:
     Arguments as in `score`. Semantics: `kvtwin.reference.keydiff.pairwise_score`.
     """
     _check_keys(key, occupied)
-    rank: Tensor = _ops.rank(key, occupied, *_ops.anchor(key, occupied))
+    key, _, fp8 = fp8_codes(key, key)
+    rank: Tensor = _ops.rank(key, occupied, *_ops.anchor(key, occupied, fp8), fp8)
     return rank
 
 
@@ -49,28 +53,30 @@ def evict(
 ) -> EvictResult:
     """Keep the `budget` tokens with the highest scores in each KV head; ties evict the lowest slot.
 
-    key, value [B, Hkv, S, D], any strides; occupied, protected [B, S] or [B, Hkv, S] bool, by default all and none.
-    Semantics: `kvtwin.reference.keydiff.evict`. If `protected` is given, checking that `protected` and `recent` fit the
-    budget synchronizes with the GPU. This check is skipped during CUDA graph capture and torch.compile, where the
-    lowest of these slots are evicted. Nothing else synchronizes.
+    key, value [B, Hkv, S, D], any strides, both FP8 or neither; occupied, protected [B, S] or [B, Hkv, S] bool, by
+    default all and none. Semantics: `kvtwin.reference.keydiff.evict`. If `protected` is given, checking that
+    `protected` and `recent` fit the budget synchronizes with the GPU. This check is skipped during CUDA graph capture
+    and torch.compile, where the lowest of these slots are evicted. Nothing else synchronizes.
     """
-    check_key_value(key, value)
+    check_key_value(key, value, stored=FP8)
     check_integer("budget", budget, minimum=1)
     if check_integer("recent", recent, minimum=0) > budget:
         raise ValueError(f"recent must be at most budget = {budget}, got {recent}")
     _check_keys(key, occupied)
-    check_launchable(value=value)
-    _check_options(anchor, similarity)
+    check_launchable(FP8, value=value)
+    _check_options(key, anchor, similarity)
     if protected is not None:
         _check_slots("protected", protected, key)
     all_protected = _all_protected(key, occupied, recent, protected, budget)
     own = (anchor, similarity) == DEFAULT
+    key_codes, value_codes, fp8 = fp8_codes(key, value)
     if own:
-        code, histograms = _ops.codes(key, occupied, all_protected)
+        code, histograms = _ops.codes(key_codes, occupied, all_protected, fp8)
     else:
         code = _any_codes(key, per_head(occupied, key), all_protected, anchor, similarity)
         histograms = code.new_zeros((*code.shape[:2], 4, 256))
-    return EvictResult(*select(key, value, code, histograms, min(budget, key.shape[2]), own))
+    kept_key, kept_value, *kept = select(key_codes, value_codes, code, histograms, min(budget, key.shape[2]), own)
+    return EvictResult(kept_key.view(key.dtype), kept_value.view(key.dtype), *kept)
 
 
 # Arguments -----------------------------------------------------------------------------------------------------------
@@ -79,8 +85,8 @@ def evict(
 def _check_keys(key: object, occupied: object) -> None:
     """Check key [B, Hkv, S, D] for a kernel, and occupied, None or [B, S] or [B, Hkv, S] bool."""
     key = check_tensor("key", key, dims=4, layout="[B, Hkv, S, D]")
-    check_dtype("key.dtype", key.dtype)
-    check_launchable(key=key)
+    check_dtype("key.dtype", key.dtype, FLOATING + FP8)
+    check_launchable(FP8, key=key)
     check_kernel_sizes(_sizes(key))
     if occupied is not None:
         _check_slots("occupied", occupied, key)
@@ -90,9 +96,13 @@ def _check_slots(name: str, mask: object, key: Tensor) -> None:
     check_slot_mask(name, mask, _sizes(key), isinstance(mask, Tensor) and mask.dim() == 3, key)
 
 
-def _check_options(anchor: object, similarity: object) -> None:
+def _check_options(key: Tensor, anchor: object, similarity: object) -> None:
     check_choice("anchor", anchor, ANCHORS)
     check_choice("similarity", similarity, SIMILARITIES)
+    if key.dtype in FP8 and similarity != "cosine":
+        raise ValueError(
+            f"similarity must be 'cosine' for keys of {key.dtype}, whose scale others depend on, got {similarity!r}"
+        )
 
 
 def _sizes(key: Tensor) -> Sizes:
