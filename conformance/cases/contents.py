@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...reference._validate_scales import FP8
+
 #: Contents of query, key and value. Failing examples shrink to the first.
 CONTENTS = (
     "ordinary", "duplicates", "near_ties", "zero_values", "dominant", "equal_keys", "overflow_88", "extreme_1e4",
@@ -159,4 +161,7 @@ def poison(kind: str, tensor: Tensor, occupied: Tensor) -> Tensor:
     if kind not in fills:
         return tensor
     mask = occupied if occupied.dim() == 3 else occupied[:, None]
+    if tensor.dtype in FP8:
+        code = torch.tensor(fills[kind]).to(tensor.dtype).view(torch.uint8).item()
+        return tensor.view(torch.uint8).masked_fill(~mask[..., None], code).view(tensor.dtype)
     return tensor.masked_fill(~mask[..., None], fills[kind])

@@ -14,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ...reference._validate_scales import FP8
 from . import contents, draws, supported
 from .case import Case
 from .layouts import REPEATED
@@ -25,13 +26,22 @@ CONTENTS = ("ordinary", "collinear", "duplicates", "near_ties", "zero_keys", "in
 #: Contents whose ranks are too close for any arithmetic to order.
 UNDECIDED = ("near_ties", "opposite")
 COSINE_ONLY = ("sizes", "subnormal")
+#: Contents of FP8 keys, whose near ties are those of `duplicates` after rounding.
+FP8_CONTENTS = tuple(content for content in CONTENTS if content != "near_ties")
 ANCHORS = ("mean_normalized", "mean", "median")
 SIMILARITIES = ("cosine", "dot", "euclidean")
 PROTECTIONS = ("none", "none", "random", "newest", "all_but_one", "all")
 
 
 def fill(content: str, generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Keys [B, Hkv, S, D] of the given content, rounded to `dtype`."""
+    """Keys [B, Hkv, S, D] of the given content, rounded to `dtype`, one of FP8 included."""
+    if dtype in FP8:
+        info = torch.finfo(dtype)
+        factor = {"sizes": 2.0**-3, "subnormal": info.smallest_normal / 2}.get(content, 8.0)
+        own = "ordinary" if content == "subnormal" else content
+        plain = fill(own, generator, shape, torch.float16 if content == "sizes" else torch.float32)
+        return (plain.float() * factor).clamp(info.min, info.max).to(dtype)
+
     def normal(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator, device=generator.device)
 

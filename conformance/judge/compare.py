@@ -20,6 +20,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from ...reference._validate_scales import FP8
 from .. import capabilities
 from . import stats
 from .bounds import Interval
@@ -390,6 +391,8 @@ def _decisive(scores: Interval, contested: Tensor, kept: int, tie: Tensor) -> Te
 
 def gathered(tensor: Tensor, kept: Tensor) -> Tensor:
     """tensor [B, Hkv, T, D] at kept [B, N] or [B, Hkv, N]; -1 gives zeros."""
+    if tensor.dtype in FP8:  # torch gathers none
+        return gathered(tensor.view(torch.uint8), kept).view(tensor.dtype)
     batch, heads, _, head_dim = tensor.shape
     index = (kept if kept.dim() == 3 else kept[:, None]).expand(batch, heads, -1)
     rows = tensor.gather(2, index.clamp_min(0)[..., None].expand(-1, -1, -1, head_dim))

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.cases.key_cases import ANCHORS, CONTENTS, COSINE_ONLY, SIMILARITIES, KeyCase
+from kvtwin.conformance.cases.key_cases import ANCHORS, CONTENTS, COSINE_ONLY, FP8_CONTENTS, SIMILARITIES, KeyCase
 from kvtwin.conformance.judge.checkers import keydiff as judge
 from kvtwin.conformance.judge.compare import Mismatch, assert_within
 from kvtwin.conformance.judge.emulate_keys import KeyMachine
 from kvtwin.conformance.judge.oracle import oracle, upcast_all
 from kvtwin.reference import keydiff
+from kvtwin.reference._validate_scales import FP8
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ def variants(case: KeyCase) -> list[KeyCase]:
     return [
         dataclasses.replace(case, anchor=anchor, similarity=similarity)
         for anchor in ANCHORS for similarity in SIMILARITIES
-        if similarity == "cosine" or case.content not in COSINE_ONLY
+        if similarity == "cosine" or (case.content not in COSINE_ONLY and case.dtype not in FP8)
     ]
 
 
@@ -73,12 +74,51 @@ def test_no_correct_arithmetic_exceeds_the_bounds(machine, content):
             utilisation(machine, variant)
 
 
+@pytest.mark.parametrize("content", [
+    content if content in ("ordinary", "subnormal") else pytest.param(content, marks=pytest.mark.slow)
+    for content in FP8_CONTENTS
+])
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_no_correct_arithmetic_exceeds_the_bounds_over_fp8_keys(dtype, content):
+    for machine in MACHINES[:3]:
+        for shape in ({"slots": 16}, {"slots": 21, "occupancy": "random", "per_head": True, "head_dim": 24}):
+            case = KeyCase(**{"batch": 2, "key_value_heads": 2, "dtype": dtype, "content": content, "seed": 3, **shape})
+            for variant in variants(case):
+                utilisation(machine, variant)
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_fp8_keys_keep_the_meaning_of_their_contents(dtype):
+    def made(content: str, **more: str) -> tuple[KeyCase, Tensor]:
+        case = KeyCase(slots=24, dtype=dtype, content=content, **more)
+        return case, case.key.double()
+
+    for content in FP8_CONTENTS:
+        case, key = made(content, poison="nan", occupancy="random")
+        assert case.key.dtype == case.value.dtype == dtype
+        assert bool(key[case.mask].isfinite().all()) and bool(key[~case.mask].isnan().all()), content
+        assert len(key[case.mask].unique()) >= 3, content
+    least = torch.finfo(dtype).smallest_normal
+    for content, low, high in (("ordinary", 0.9, 1), ("subnormal", 0.01, 0.2)):
+        normal = (made(content)[1].abs() >= least).double().mean()
+        assert low <= float(normal) <= high, content
+    for content, different in (("duplicates", 24 - 7), ("zero_keys", 24 - 6), ("equal_keys", 1)):
+        case, _ = made(content)
+        assert len(judge.equal_keys(case.key, case.mask).unique()) == different, content
+    length = made("sizes")[1].norm(dim=-1)
+    assert float(length.max() / length.min()) > 256
+
+
+@pytest.mark.parametrize("dtype", [
+    torch.float32, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in FP8),
+], ids=str)
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
-def test_ordinary_data_reaches_one_percent_of_each_bound(machine):
-    """For D = 16, S <= 16 and float32, the worst of a few thousand elements of ordinary data uses at least 1 %."""
+def test_ordinary_data_reaches_one_percent_of_each_bound(machine, dtype):
+    """For D = 16, S <= 16 and float32, the worst of a few thousand elements of ordinary data uses at least 1 %. So it
+    does over FP8 keys, with which the arithmetic is float32."""
     worst: dict[str, float] = {}
     for slots in (2, 8, 16):
-        for case in variants(KeyCase(batch=128, slots=slots, seed=1)):
+        for case in variants(KeyCase(batch=128, slots=slots, seed=1, dtype=dtype)):
             for name, used in utilisation(machine, case).items():
                 name = f"{case.anchor} {name}"
                 worst[name] = max(used, worst.get(name, 0))

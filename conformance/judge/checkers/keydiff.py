@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ....reference import keydiff
+from ....reference._validate_scales import FP8
 from ...cases import draws
 from ...cases.case import Case
 from ...cases.contents import OCCUPANCIES
@@ -55,6 +56,16 @@ LOST = FLUSH * 2.0**40
 def arguments(device: torch.device) -> dict[str, Any]:
     """See the package."""
     return {"recent": 1}
+
+
+def variants(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:
+    """See the package: FP8 keys, and values with them."""
+    found = []
+    for dtype in FP8:
+        made = {part: given[part].to(dtype) for part in ("key", "value") if part in given}
+        made |= {"similarity": "cosine"} if "similarity" in given else {}
+        found.append({**given, **made})
+    return found
 
 
 # Bounds --------------------------------------------------------------------------------------------------------------
