@@ -1,0 +1,218 @@
+"""KeyDiff over FP8 keys: as over the numbers that they are, and as over these numbers times positive scales."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvtwin.conformance.cases.fp8_cases import FORMATS, LARGEST
+from kvtwin.conformance.cases.key_cases import ANCHORS, FP8_CONTENTS, UNDECIDED, KeyCase, key_cases
+from kvtwin.conformance.harness.impl import Facade, NotProvided
+from kvtwin.conformance.judge.checkers import keydiff as judge
+from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.reference import keydiff as eager
+
+DECIDED = tuple(content for content in FP8_CONTENTS if content not in UNDECIDED)
+each_side = pytest.mark.parametrize("side", ("optimized", "reference"))
+each_format = pytest.mark.parametrize("fp8", FORMATS)
+few = settings(max_examples=max(2, settings().max_examples // 5))
+
+
+def keys(fp8: str, device: torch.device, **more: Any) -> KeyCase:
+    """Two rows, two KV heads, two tiles, free slots. head_dim is a power of two in one of the formats."""
+    sizes = {"batch": 2, "key_value_heads": 2, "slots": 24, "budget": 9, "occupancy": "random", "per_head": True}
+    sizes["head_dim"] = {"e4m3": 24, "e5m2": 32}[fp8]
+    return KeyCase(**{**sizes, "dtype": FORMATS[fp8], "device": str(device), "seed": 1, **more})
+
+
+def of(twins: Any, side: str, device: torch.device) -> Any:
+    """KeyDiff of one side. NotProvided if another implementation takes no FP8 keys."""
+    one = getattr(twins, side)
+    if isinstance(one, Facade):
+        try:
+            one.keydiff.score(torch.ones(1, 1, 16, 16, device=device).to(torch.float8_e4m3fn))
+        except TypeError as error:
+            raise NotProvided(f"{one.keydiff}: FP8 keys") from error
+    return one.keydiff
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def assert_right(module: Any, case: KeyCase) -> None:
+    judge.assert_score_right(module.score(**case.score_inputs), case)
+    judge.assert_evict_right(module.evict(**case.inputs), case)
+
+
+@pytest.mark.kind("equivalence")
+@each_side
+@given(data=st.data())
+@few
+def test_keydiff_over_fp8_is_what_float64_says(side, data, twins, device):
+    case = data.draw(key_cases(content=DECIDED, similarity=("cosine",), slots=(1, 24)))
+    case = dataclasses.replace(case, dtype=FORMATS[data.draw(st.sampled_from(sorted(FORMATS)))])
+    assert_right(of(twins, side, device), case)
+    judge.assert_pairwise_right(of(twins, side, device).pairwise_score(**case.pairwise_inputs), case)
+
+
+@pytest.mark.kind("equivalence")
+@each_side
+@each_format
+@pytest.mark.parametrize("anchor", ANCHORS)
+def test_keydiff_over_fp8_with_every_anchor(side, fp8, anchor, twins, device):
+    assert_right(of(twins, side, device), keys(fp8, device, anchor=anchor, recent=2, protect="random"))
+
+
+@pytest.mark.kind("equivalence")
+@each_side
+@each_format
+def test_keydiff_reads_every_code_of_keys(side, fp8, twins, device):
+    """Slot i has the finite code i in one channel of its key, and 1 in another."""
+    codes = torch.tensor([code for code in range(256) if code & 0x7F <= LARGEST[fp8]], dtype=torch.uint8, device=device)
+    key = torch.zeros(1, 1, len(codes), 16, device=device).to(FORMATS[fp8])
+    key[..., 3] = torch.ones((), device=device).to(FORMATS[fp8])
+    bits(key)[0, 0, :, 0] = codes
+    module, case = of(twins, side, device), KeyCase.of(key, budget=100)
+    assert_right(module, case)
+    judge.assert_pairwise_right(module.pairwise_score(**case.pairwise_inputs), case)
+
+
+@pytest.mark.kind("laws")
+@each_side
+@each_format
+@pytest.mark.parametrize("anchor", ANCHORS)
+def test_a_positive_scale_of_each_head_changes_nothing(side, fp8, anchor, twins, device):
+    """The result is right for keys times any positive scales, also if they differ among heads by orders of magnitude.
+    With powers of two, it has the same bits."""
+    case = keys(fp8, device, anchor=anchor)
+    module = of(twins, side, device)
+    score, kept = module.score(**case.score_inputs), module.evict(**case.inputs).kept
+    error = judge.score_error(judge.keys_of(case), "cosine")
+    for scale in ([0.3, 170.0], [2.0**-8, 4.0]):
+        scaled = case.key.double() * torch.tensor(scale, dtype=torch.float64, device=device)[:, None, None]
+        truth = eager.score(scaled, occupied=case.occupied, anchor=anchor)
+        assert_within(score, truth, error, what=f"score against that of keys times {scale}")
+    plain = {name: getattr(case, name).float() for name in ("key", "value")}
+    plain["key"] = scaled.float().nan_to_num()
+    if device.type == "cpu":
+        assert_same(module.score(**case.score_inputs | {"key": plain["key"]}), score, what="score of scaled keys")
+        assert_same(module.evict(**case.inputs | plain).kept, kept, what="kept of scaled keys")
+
+
+@pytest.mark.kind("equivalence")
+@each_side
+@each_format
+def test_kept_keys_and_values_have_the_same_codes(side, fp8, twins, device):
+    """NaN and the sign of zero included, in values. Places without a token hold zeros."""
+    case = keys(fp8, device, budget=20)
+    value = torch.arange(256, device=device).to(torch.uint8).repeat(48 * case.head_dim * 2 // 256 + 1)
+    value = value[:case.key.numel()].view(case.key.shape).view(FORMATS[fp8])
+    result = of(twins, side, device).evict(**case.inputs | {"value": value})
+    assert result.key.dtype == result.value.dtype == FORMATS[fp8]
+    index = result.kept.clamp_min(0)[..., None].expand(-1, -1, -1, case.head_dim)
+    for name, tensor, source in (("key", result.key, case.key), ("value", result.value, value)):
+        expected = bits(source).gather(2, index).masked_fill(result.kept[..., None] < 0, 0)
+        assert_same(bits(tensor), expected, what=f"codes of the kept {name}")
+    assert bool((result.kept < 0).any()) and bool((result.kept >= 0).any())
+
+
+@pytest.mark.kind("laws")
+@each_side
+@each_format
+def test_equal_keys_of_fp8_are_evicted_from_the_lowest(side, fp8, twins, device):
+    for content, occupancy in (("equal_keys", "random"), ("duplicates", "none"), ("zero_keys", "random")):
+        case = keys(fp8, device, content=content, occupancy=occupancy, batch=1)
+        judge.assert_evict_right(of(twins, side, device).evict(**case.inputs), case)
+
+
+@pytest.mark.slow_on_cpu
+@pytest.mark.kind("laws")
+@each_side
+@each_format
+@pytest.mark.parametrize("occupancy", ["random", "left_padding", "empty_row"])
+def test_keydiff_reads_no_code_of_a_free_slot(side, fp8, occupancy, twins, device):
+    """NaN with both signs, infinity, and all others."""
+    case = keys(fp8, device, occupancy=occupancy, poison="zero")
+    module = of(twins, side, device)
+    free = ~case.mask[..., None]
+    assert bool(free.any())
+    plain = module.score(**case.score_inputs), module.evict(**case.inputs).kept
+    for code in (0x7C, 0x7F, 0xFF, 0xFC, 0x80, LARGEST[fp8]):
+        key = bits(case.key).masked_fill(free, code).view(FORMATS[fp8])
+        assert_same(module.score(**case.score_inputs | {"key": key}), plain[0], what=f"score with {code:#x}")
+        assert_same(module.evict(**case.inputs | {"key": key}).kept, plain[1], what=f"kept with {code:#x}")
+
+
+@pytest.mark.slow_on_cpu
+@pytest.mark.kind("laws")
+@each_side
+@each_format
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "spread", "channels_first"])
+def test_keydiff_over_fp8_does_not_depend_on_strides(side, fp8, layout, twins, device):
+    one, other = (keys(fp8, device, layout=name) for name in ("contiguous", layout))
+    module = of(twins, side, device)
+    assert_right(module, other)
+    if device.type == "cpu":
+        for name, mine, its in zip(
+            eager.EvictResult._fields, module.evict(**one.inputs), module.evict(**other.inputs), strict=True
+        ):
+            assert_same(its, mine, what=name)
+
+
+@pytest.mark.kind("laws")
+@each_side
+@pytest.mark.parametrize(("fp8", "code"), [("e4m3", 0xFF), ("e5m2", 0x7E)])
+def test_nan_in_an_occupied_slot_reaches_the_scores(side, fp8, code, twins, device):
+    """Of its head alone."""
+    case = keys(fp8, device, occupancy="none")
+    key = bits(case.key).clone()
+    key[1, 0, 20, 3] = code
+    score = of(twins, side, device).score(key.view(FORMATS[fp8]))
+    assert bool(score[1, 0].isnan().all()) and not bool(score[0].isnan().any() or score[1, 1].isnan().any())
+
+
+# Wrong arguments -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.kind("bad_input")
+@each_side
+@pytest.mark.parametrize("similarity", ["dot", "euclidean"])
+def test_similarities_that_depend_on_the_scale_are_refused(side, similarity, twins, device):
+    case = keys("e4m3", device, similarity=similarity)
+    module = of(twins, side, device)
+    says = f"similarity must be 'cosine' for keys of torch.float8_e4m3fn, whose scale others .*, got '{similarity}'"
+    for call, inputs in ((module.score, case.score_inputs), (module.evict, case.inputs)):
+        with pytest.raises(ValueError, match=says):
+            call(**inputs)
+
+
+@pytest.mark.kind("bad_input")
+@each_side
+def test_keydiff_refuses_wrong_fp8(side, twins, device):
+    """The fnuz types, FP8 keys or values alone or of different types, and a scale, which no function takes."""
+    case, module = keys("e4m3", device), of(twins, side, device)
+    inputs = case.inputs
+    for fnuz in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+        wrong = {name: inputs[name].view(fnuz) for name in ("key", "value")}
+        for call, changed in (
+            (module.evict, inputs | wrong), (module.score, case.score_inputs | {"key": wrong["key"]}),
+            (module.pairwise_score, {"key": wrong["key"]}),
+        ):
+            with pytest.raises(TypeError, match=f"key.dtype must be one of .*torch.float8_e5m2, got {fnuz}"):
+                call(**changed)
+    for name, other, says in (
+        ("value", inputs["value"].view(torch.float8_e5m2), "float8_e4m3fn, got torch.float8_e5m2"),
+        ("value", inputs["value"].float(), "float8_e4m3fn, got torch.float32"),
+        ("key", inputs["key"].float(), "float32, got torch.float8_e4m3fn"),
+    ):
+        with pytest.raises(TypeError, match=f"value must have key's dtype torch.{says}"):
+            module.evict(**inputs | {name: other})
+    with pytest.raises(TypeError, match="key_scale"):
+        module.score(case.key, key_scale=torch.tensor(0.5, device=device))
