@@ -264,6 +264,7 @@ def received_error(attention: Attention, allowed: Arithmetic) -> Tensor:
     summed before the queries within a tile. Then follow the division by G (or a mean's Q G: at most two divisions) and
     two products with powers of two between bases or splits: a relative error of gamma(additions + 2) and 2 DIVISION.
     Weights, factors exp(m - lse) of splits, products and sums below FLUSH may flush to zero: 4 FLUSH per term.
+    The scale of FP8 keys is in the errors of the logits, see `logit_error`; that of values has no effect.
     """
     below, above = log_weight_error(attention, allowed)
     relative = torch.maximum(torch.expm1(above.clamp_max(300)), -torch.expm1(below))
