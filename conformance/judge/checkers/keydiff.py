@@ -62,8 +62,9 @@ def variants(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:
     """See the package: FP8 keys, and values with them."""
     found = []
     for dtype in FP8:
-        made = {part: given[part].to(dtype) for part in ("key", "value") if part in given}
-        made |= {"similarity": "cosine"} if "similarity" in given else {}
+        made = {part: given[part].to(dtype) for part in given if part in ("key", "value")}
+        if "similarity" in given:
+            made["similarity"] = "cosine"
         found.append({**given, **made})
     return found
 
