@@ -13,14 +13,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._validate import capturing, check_choice, check_dtype, check_integer, check_tensor
+from ._pages import read_slots
+from ._validate import capturing, check_choice, check_dtype, check_flag, check_integer, check_tensor
 from ._validate_attention import check_key_value, check_slot_mask
+from ._validate_pages import check_paged_keys
 from .attention import INF, accumulate_dtype, per_kv_head, zero_unoccupied
 from .blocks import BlockConfig, BlockState, Chunk
-from .contract import Sizes
+from .contract import Pages, Sizes
 from .selection import gather_tokens, kept_tokens, order
 
-__all__ = ["EvictResult", "KeyDiffConfig", "KeyDiffState", "evict", "pairwise_score", "score"]
+__all__ = [
+    "EvictResult", "KeyDiffConfig", "KeyDiffState", "PagedEvictResult", "Pages", "evict", "paged_evict", "paged_score",
+    "pairwise_score", "score",
+]
 
 ANCHORS = ("mean_normalized", "mean", "median")
 SIMILARITIES = ("cosine", "dot", "euclidean")
@@ -37,6 +42,19 @@ class EvictResult(NamedTuple):
     value: Tensor
     kept: Tensor
     occupied: Tensor
+
+
+class PagedEvictResult(NamedTuple):
+    """The tokens that remain in pages after an eviction, which moves none of them.
+
+    kept: [B, Hkv, N] int64 with N = min(budget, S), the slots of the kept tokens, ascending, -1 at the end of KV heads
+    with fewer tokens. occupied: [B, Hkv, S] bool, the slots of the kept tokens; the other slots are free. slot:
+    [B, Hkv] int64, the lowest free slot, for the next token; -1 if there is none.
+    """
+
+    kept: Tensor
+    occupied: Tensor
+    slot: Tensor
 
 
 @dataclass(frozen=True)
@@ -134,6 +152,48 @@ def evict(
     code = torch.where(occupied, code, code - 2 * slots)                                # below all tokens
     kept = kept_tokens(code, occupied, min(budget, slots))                              # [B, Hkv, N]
     return EvictResult(gather_tokens(key, kept), gather_tokens(value, kept), kept, kept >= 0)
+
+
+def paged_score(
+    pages: Pages, occupied: Tensor, *, anchor: str = "mean_normalized", similarity: str = "cosine",
+    check_entries: bool = False,
+) -> Tensor:
+    """`score` of the keys in pages, which rows may share: [B, Hkv, S]. Values are not read.
+
+    occupied [B, S] or [B, Hkv, S] bool, with S up to the slots of the block table's pages. Pages of the block table are
+    checked if it is on the CPU, or with check_entries=True. Other arguments and errors as in `score`.
+    """
+    check_flag("check_entries", check_entries)
+    sizes, pages = check_paged_keys(pages, occupied, check_entries=check_entries)
+    key = read_slots(pages.key_cache, pages.block_table, sizes.slots)                   # [B, Hkv, S, D]
+    return score(key, occupied=occupied, anchor=anchor, similarity=similarity)
+
+
+def paged_evict(
+    pages: Pages, occupied: Tensor, budget: int, *, recent: int = 0, protected: Tensor | None = None,
+    anchor: str = "mean_normalized", similarity: str = "cosine", check_entries: bool = False,
+) -> PagedEvictResult:
+    """`evict` from pages, which rows may share: it frees slots, and moves and copies no token.
+
+    occupied, protected [B, S] or [B, Hkv, S] bool, with S up to the slots of the block table's pages; protected is by
+    default none. Each KV head has slots of its own. Pages of the block table are checked if it is on the CPU, or with
+    check_entries=True. Other arguments and errors as in `evict`.
+    """
+    check_flag("check_entries", check_entries)
+    sizes, pages = check_paged_keys(pages, occupied, check_entries=check_entries)
+    key = read_slots(pages.key_cache, pages.block_table, sizes.slots)                   # [B, Hkv, S, D]
+    kept = evict(
+        key, key, budget, occupied=occupied, recent=recent, protected=protected, anchor=anchor, similarity=similarity
+    ).kept                                                                              # [B, Hkv, N]
+    return PagedEvictResult(kept, *_slots_after(kept, sizes.slots))
+
+
+def _slots_after(kept: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """The slots [B, Hkv, S] that `kept` lists, and the lowest other slot [B, Hkv], -1 if there is none."""
+    occupied = torch.zeros(*kept.shape[:2], slots + 1, dtype=torch.bool, device=kept.device)
+    occupied = occupied.scatter(-1, kept.where(kept >= 0, slots), True)[..., :slots]
+    free = torch.arange(slots, device=kept.device).where(~occupied, slots).amin(-1)
+    return occupied, free.where(free < slots, -1)
 
 
 def rank(key: Tensor, occupied: Tensor, anchor: str, similarity: str) -> Tensor:

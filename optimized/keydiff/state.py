@@ -56,7 +56,8 @@ class KeyDiffState(BlockState):
         if not self._follows:
             return self._score
         assert self._carried is not None
-        return cosine(_ops.rank(self.key, self.occupied, self._ranked, self._carried), self._ranked, self.occupied)
+        rank = _ops.rank(self.key, None, self.occupied, self._ranked, self._carried)
+        return cosine(rank, self._ranked, self.occupied)
 
     def _append_blocks(
         self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, padded: bool | None = None
@@ -91,7 +92,7 @@ class KeyDiffState(BlockState):
             assert self._carried is not None
             lengths(self.key, self._carried, self.config.budget, end)
             _ops.update_anchor(key, occupied, self._ranked, self._scratch[2])
-            return _ops.rank(key, occupied, self._ranked, self._carried[..., :end]), None
+            return _ops.rank(key, None, occupied, self._ranked, self._carried[..., :end]), None
         options = self.config.anchor, self.config.similarity
         self._score[..., :end] = any_score(key, occupied, *options)
         return any_rank(key, occupied, *options), None
