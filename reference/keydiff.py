@@ -7,16 +7,18 @@ normalized keys. Keys are post-RoPE, as in the cache. Tables 2 and 3 compare oth
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._pages import read_slots
+from ._pages import read_slots, write_slots
 from ._validate import capturing, check_choice, check_dtype, check_flag, check_integer, check_tensor
 from ._validate_attention import check_key_value, check_slot_mask
-from ._validate_pages import check_paged_keys
+from ._validate_pages import check_own_pages, check_paged_keys
 from .attention import INF, accumulate_dtype, per_kv_head, zero_unoccupied
 from .blocks import BlockConfig, BlockState, Chunk
 from .contract import Pages, Sizes
@@ -299,9 +301,64 @@ def check_protected_fit(keep: Tensor, budget: int) -> None:
 
 class KeyDiffState(BlockState):
     """A KeyDiff cache, see `BlockState`. `score` holds the scores from before the last eviction, which move with their
-    tokens. The anchor is recomputed at every block and step."""
+    tokens. The anchor is recomputed at every block and step.
+
+    pages: between calls, the state holds its tokens there, in the pages that the block table lists, and `key` and
+    `value` are copies. A row needs pages for budget + 1 slots: the token of a step takes slot `budget`, and moves to
+    the slot that a token leaves. No two rows, and no two states, may have the same page. Pages may be moved between two
+    calls, with the block table changed in place. ValueError for too few pages, a page of two rows, caches that overlap,
+    and caches with another number of KV heads or another head_dim.
+    """
 
     Config = KeyDiffConfig
+
+    def __init__(
+        self, config: KeyDiffConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
+        dtype: torch.dtype, device: torch.device | str, pages: Pages | None = None,
+    ) -> None:
+        super().__init__(
+            config, batch=batch, query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim,
+            dtype=dtype, device=device,
+        )
+        if pages is not None:
+            sizes = self.sizes._replace(slots=config.budget + 1)
+            check_own_pages(pages, sizes=sizes, dtype=self.dtype, device=self.device)
+        self._pages = pages
+
+    @property
+    def pages(self) -> Pages | None:
+        return self._pages
+
+    def append_block(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
+        """As of `BlockState`."""
+        with self._from_pages():
+            return super().append_block(query, key, value, occupied)
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As of `BlockState`."""
+        with self._from_pages():
+            return super().step(query, key, value)
+
+    def _reorder(self, index: Tensor) -> None:
+        with self._from_pages():
+            super()._reorder(index)
+
+    def _adopt(self, positions: Tensor) -> None:
+        with self._from_pages():
+            super()._adopt(positions)
+
+    @contextmanager
+    def _from_pages(self) -> Iterator[None]:
+        """A context in which `key` and `value` have the tokens, which are then written to the pages."""
+        if self._pages is None:
+            yield
+            return
+        budget, table = self.config.budget, self._pages.block_table
+        for tensor, cache in ((self.key, self._pages.key_cache), (self.value, self._pages.value_cache)):
+            tensor[:, :, :budget] = read_slots(cache, table, budget)
+        yield
+        for tensor, cache in ((self.key, self._pages.key_cache), (self.value, self._pages.value_cache)):
+            write_slots(cache, table, tensor[:, :, :budget])
 
     def _observe(self, chunk: Chunk) -> None:
         self.score.copy_(score(self.key, occupied=self.occupied, **self._options))

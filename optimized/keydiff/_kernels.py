@@ -15,6 +15,7 @@ import triton.language as tl
 
 from .._common.launch import INTERPRETED, SMALL_TILES
 from .._common.numerics import float32, sum_of_products
+from .._common.paged_rows import offsets
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _SMALL_TILES = tl.constexpr(SMALL_TILES)
@@ -63,11 +64,9 @@ def load_paged_rows(
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
 ):
     """As `load_rows` with MASKED, for the slots of a row that lie in pages."""
-    s = first + tl.arange(0, ROWS)
     d = tl.arange(0, D_PAD).to(tl.int64)
-    page = tl.load(pages + s // PAGE * pages_s, mask=holds, other=0).to(tl.int64)
-    place = (s % PAGE).to(tl.int64)
-    at = pointer + page[:, None] * stride_p + place[:, None] * stride_s + d[None, :] * stride_d
+    row = offsets(pages, first + tl.arange(0, ROWS), holds, stride_p, stride_s, pages_s, PAGE)
+    at = pointer + row[:, None] + d[None, :] * stride_d
     mask = holds[:, None]
     if HEAD_DIM != D_PAD:
         mask = mask & (d < HEAD_DIM)[None, :]
@@ -75,7 +74,7 @@ def load_paged_rows(
 
 
 @triton.jit
-def _load(
+def load(
     pointer, pages, first, holds, stride_p, stride_s, stride_d, pages_s,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr, PAGE: tl.constexpr,
 ):
@@ -192,7 +191,7 @@ def anchor_kernel(
     total = tl.zeros([BLOCK, D_PAD], tl.float32)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         first, s, inside, holds = _tile(occupied, start, end, slots, occupied_s, BLOCK, OCCUPIED, MASKED)
-        k = _load(key, pages, first, holds, key_p, key_s, key_d, pages_s, BLOCK, HEAD_DIM, D_PAD, MASKED, PAGE)
+        k = load(key, pages, first, holds, key_p, key_s, key_d, pages_s, BLOCK, HEAD_DIM, D_PAD, MASKED, PAGE)
         factor = tl.where(holds, inverse_lengths(k), 0.0)
         tl.store(inverse + s, tl.where(factor == factor, factor, -1.0), mask=inside)
         total += k * factor[:, None]
@@ -206,7 +205,7 @@ def anchor_kernel(
             holds = s < end
             if OCCUPIED:
                 holds = tl.load(occupied + s.to(tl.int64) * occupied_s, mask=holds, other=0) != 0
-            k = _load(key, pages, start, holds, key_p, key_s, key_d, pages_s, 16, HEAD_DIM, D_PAD, True, PAGE)
+            k = load(key, pages, start, holds, key_p, key_s, key_d, pages_s, 16, HEAD_DIM, D_PAD, True, PAGE)
             tl.store(inverse + s, 0.0, mask=holds & (tl.max(tl.abs(k), 1) == 0.0))
             rest += any_units(k)
         share = tl.sum(rest, 0)
@@ -279,7 +278,7 @@ def rank_kernel(
     odd = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         first, s, inside, holds = _tile(occupied, start, end, slots, occupied_s, BLOCK, OCCUPIED, MASKED)
-        k = _load(key, pages, first, holds, key_p, key_s, key_d, pages_s, BLOCK, HEAD_DIM, D_PAD, MASKED, PAGE)
+        k = load(key, pages, first, holds, key_p, key_s, key_d, pages_s, BLOCK, HEAD_DIM, D_PAD, MASKED, PAGE)
         factor = tl.load(inverse + s, mask=holds, other=0.0)
         _store_ranks(
             result, protected, ranks(k, factor, direction), unit, s, holds, inside, protected_s, PROTECTED, CODES
@@ -293,7 +292,7 @@ def rank_kernel(
             holds = factor < 0.0
             if OCCUPIED:
                 holds = holds & (tl.load(occupied + s.to(tl.int64) * occupied_s, mask=s < end, other=0) != 0)
-            k = _load(key, pages, start, holds, key_p, key_s, key_d, pages_s, 16, HEAD_DIM, D_PAD, True, PAGE)
+            k = load(key, pages, start, holds, key_p, key_s, key_d, pages_s, 16, HEAD_DIM, D_PAD, True, PAGE)
             _store_ranks(
                 result, protected, odd_ranks(k, direction), unit, s, holds, holds, protected_s, PROTECTED, CODES
             )
