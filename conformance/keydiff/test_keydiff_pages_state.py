@@ -32,7 +32,7 @@ few = settings(max_examples=max(2, settings().max_examples // 5))
 #: The token of a step needs a slot of its own.
 MORE = 1
 SIZES = {"batch": 2, "query_heads": 4, "key_value_heads": 2, "head_dim": 16, "dtype": torch.float32}
-BUDGET = 19
+BUDGET = 9
 
 
 def name_of(layout: PagedLayout) -> str:
@@ -122,15 +122,19 @@ def assert_alike(one: Any, other: Any, *, bits: bool) -> None:
 
 @pytest.mark.kind("laws")
 @each_side
-@pytest.mark.parametrize("layout", [PagedLayout(16), PagedLayout(5, "heads_first", joined=True)], ids=name_of)
+@pytest.mark.parametrize("layout", [
+    PagedLayout(4, "heads_first", joined=True),
+    pytest.param(PagedLayout(16, apart=True), marks=pytest.mark.slow_on_cpu),
+], ids=name_of)
 def test_a_state_over_pages_has_the_bits_of_one_with_tensors_of_its_own(side, layout, twins, device):
     """A prompt of two blocks, steps, and a block between them. On a GPU, where other instructions load the tokens,
     outputs are not compared."""
     paged, plain = (new(side, twins, device, one) for one in (layout, None))
-    prompt = [tensor.to(device) for tensor in tokens(100, 14)]
-    outputs = [[state.prefill(*prompt), *fed(state, 8), state.append_block(*prompt)] for state in (paged, plain)]
+    prompt = [tensor.to(device) for tensor in tokens(100, 12)]
+    block = [tensor[:, :, :3] for tensor in prompt]
+    outputs = [[state.prefill(*prompt), *fed(state, 3), state.append_block(*block)] for state in (paged, plain)]
     for state in (paged, plain):
-        outputs.append(fed(state, 3, first=8))
+        outputs.append(fed(state, 2, first=3))
     if device.type == "cpu":
         for one, other in zip(outputs[0] + outputs[2], outputs[1] + outputs[3], strict=True):
             assert_same(one, other, what="output")
@@ -149,6 +153,7 @@ def test_other_anchors_over_pages_have_the_bits_of_one_tensor(side, twins, devic
     assert_alike(paged, plain, bits=True)
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.kind("laws")
 @each_side
 def test_keydiff_state_does_not_notice_that_pages_move(side, twins, device):
@@ -183,9 +188,9 @@ def test_a_step_over_pages_copies_no_cache(twins, device, monkeypatch):
     state = new("optimized", twins, device, PagedLayout(4))
     over_pages(twins.optimized.keydiff, PagedLayout(4))
     module = inspect.getmodule(type(state))
-    fed(state, BUDGET)
-    monkeypatch.setattr(module, "read_slots", None, raising=False)
-    fed(state, 3, first=BUDGET)
+    for name in ("read_slots", "write_slots"):
+        monkeypatch.setattr(module, name, None, raising=False)
+    fed(state, 2)
 
 
 @pytest.mark.slow_on_cpu
@@ -248,19 +253,19 @@ def test_keydiff_pages_of_any_strides_hold_what_one_tensor_does(side, transposed
 BAD_PAGES: dict[str, tuple[Any, type[Exception], str]] = {
     "no pages": (tuple, TypeError, "pages must be Pages, got tuple"),
     "no room for the token of a step": (
-        lambda p: p._replace(block_table=p.block_table[:, :4]), ValueError,
-        r"pages.block_table must be \[B, n\] with B = 2 and n >= 5 for 20 slots in pages of 4, got \(2, 4\)",
+        lambda p: p._replace(block_table=p.block_table[:, :2]), ValueError,
+        r"pages.block_table must be \[B, n\] with B = 2 and n >= 3 for 10 slots in pages of 4, got \(2, 2\)",
     ),
     "a page twice": (
         lambda p: p._replace(block_table=p.block_table[:1].expand(2, -1).contiguous()), ValueError,
         "must have a page for one row only",
     ),
     "a page outside": (
-        lambda p: p._replace(block_table=p.block_table + 1), ValueError, "must have pages from 0 to 12 .* to 13"
+        lambda p: p._replace(block_table=p.block_table + 4), ValueError, r"must have pages from 0 to 8 .* to \d+"
     ),
     "heads first": (
         lambda p: p._replace(key_cache=p.key_cache.transpose(1, 2), value_cache=p.value_cache.transpose(1, 2)),
-        ValueError, r"with the state's Hkv = 2 and D = 16, got \(13, 2, 4, 16\)",
+        ValueError, r"with the state's Hkv = 2 and D = 16, got \(9, 2, 4, 16\)",
     ),
     "another dtype": (
         lambda p: p._replace(key_cache=p.key_cache.half(), value_cache=p.value_cache.half()), TypeError,

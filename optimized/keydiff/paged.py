@@ -80,6 +80,6 @@ def _check(pages: object, occupied: object, check_entries: object) -> tuple[Size
 def _slots_after(kept: Tensor, slots: int) -> tuple[Tensor, Tensor]:
     """The slots [B, Hkv, S] that `kept` lists, and the lowest other slot [B, Hkv], -1 if there is none."""
     occupied = torch.zeros(*kept.shape[:2], slots + 1, dtype=torch.bool, device=kept.device)
-    occupied = occupied.scatter_(-1, kept.where(kept >= 0, slots), True)[..., :slots]
+    occupied = occupied.scatter_(-1, kept % (slots + 1), True)[..., :slots]             # -1 becomes S
     free = torch.arange(slots, device=kept.device).where(~occupied, slots).amin(-1)
     return occupied, free.where(free < slots, -1)
