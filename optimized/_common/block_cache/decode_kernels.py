@@ -176,11 +176,11 @@ def _take_slot(
         if PAGE:
             key_at = key + offset(pages, at, key_p, key_s, pages_s, PAGE) + d * key_d
             value_at = value + offset(pages, at, value_p, value_s, pages_s, PAGE) + d * value_d
+            tl.store(key_at, tl.load(new_key + d * new_key_d, mask=in_head), mask=in_head)
+            tl.store(value_at, tl.load(new_value + d * new_value_d, mask=in_head), mask=in_head)
         else:
-            key_at = key + at * HEAD_DIM + d
-            value_at = value + at * HEAD_DIM + d
-        tl.store(key_at, tl.load(new_key + d * new_key_d, mask=in_head), mask=in_head)
-        tl.store(value_at, tl.load(new_value + d * new_value_d, mask=in_head), mask=in_head)
+            tl.store(key + at * HEAD_DIM + d, tl.load(new_key + d * new_key_d, mask=in_head), mask=in_head)
+            tl.store(value + at * HEAD_DIM + d, tl.load(new_value + d * new_value_d, mask=in_head), mask=in_head)
         tl.store(occupied + at, 1)
         tl.store(positions + at, position)
         tl.store(score + at, new_score)
