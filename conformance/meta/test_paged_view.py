@@ -63,7 +63,9 @@ def test_the_block_table_leads_to_every_token(case, layout):
 @layouts
 @pytest.mark.parametrize("occupancy", ["none", "random"])
 def test_the_slots_of_a_key_case_are_those_of_each_head(occupancy, layout):
-    case = api.KeyCase(batch=2, key_value_heads=2, slots=40, occupancy=occupancy, per_head=True)
+    case = api.KeyCase(
+        batch=2, key_value_heads=2, slots=40, occupancy=occupancy, per_head=True, poison="stale"
+    )
     view = api.PagedView(case, layout)
     held = case.mask.any(1)
     assert torch.equal(view.occupied, case.mask[:, 0] if occupancy == "none" else case.mask)
