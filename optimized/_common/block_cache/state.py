@@ -188,8 +188,8 @@ class BlockState(State):
         """Add one token: query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not
         synchronize with the host."""
         self._check_step(query, key, value)
-        self._start_change("step")
         held_key, held_value, block_table = self._tokens()
+        self._start_change("step")
         output = block_step(
             query, key, value, held_key, held_value, self.occupied, self.positions, self._score, self._token_index,
             self._carried if self._carries_magnitude or self._rule == "activate" else None, self._valid_seen,
