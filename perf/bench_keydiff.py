@@ -15,12 +15,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtwin.conformance.cases.key_cases import KeyCase
+from kvtwin.conformance.cases.paged_states import empty_pages
+from kvtwin.conformance.cases.paged_view import PagedLayout
 from kvtwin.conformance.judge.bounds import UNIT
 from kvtwin.conformance.judge.checkers import keydiff as judge
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.oracle import upcast
 from kvtwin.optimized import keydiff
+from kvtwin.optimized._common.pages import write_slots
 from kvtwin.reference import keydiff as reference
+from kvtwin.reference.contract import Pages
 
 pytestmark = pytest.mark.benchmark(group="keydiff")
 
@@ -54,6 +58,7 @@ class Shape(NamedTuple):
 
 EVICTIONS = (Shape(8, 32768), Shape(1, 131072))
 STEPS = (Shape(128, 3200), Shape(1, 32768))
+PAGE_SIZES = (16, 64)
 
 
 @pytest.fixture
@@ -130,12 +135,16 @@ def test_score(device_benchmark, draw, shape):
 # ---- a decode step ---------------------------------------------------------------------------------------------------
 
 
-def filled_state(shape: Shape, draw: Callable[..., Tensor]) -> keydiff.KeyDiffState:
-    """A full cache with a new token in slot `budget`, as in a step after its attention."""
-    state = keydiff.KeyDiffState(
-        keydiff.KeyDiffConfig(shape.slots), batch=shape.batch, query_heads=HEADS, key_value_heads=HEADS,
-        head_dim=HEAD_DIM, dtype=DTYPE, device=DEVICE,
-    )
+def filled_state(
+    shape: Shape, draw: Callable[..., Tensor], page_size: int | None = None
+) -> keydiff.KeyDiffState:
+    """A full cache with a new token in slot `budget`, as in a step after its attention. page_size: the tokens are in
+    pages, in any order."""
+    sizes = {
+        "batch": shape.batch, "key_value_heads": HEADS, "head_dim": HEAD_DIM, "dtype": DTYPE, "device": DEVICE
+    }
+    pages = None if page_size is None else empty_pages(PagedLayout(page_size), slots=shape.slots + 1, **sizes)
+    state = keydiff.KeyDiffState(keydiff.KeyDiffConfig(shape.slots), query_heads=HEADS, pages=pages, **sizes)
     for start in range(0, shape.slots, 3200):
         tokens = min(3200, shape.slots - start)
         state.append_block(*(draw(shape.batch, HEADS, tokens, HEAD_DIM) for _ in range(3)))
@@ -197,6 +206,50 @@ def test_step(device_benchmark, draw, shape):
     device_benchmark(
         lambda: state.step(*token), moves=3 * shape.key_bytes, verify=lambda _: check_replaced(state, draw), gated=False
     )
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("shape", STEPS[:1], ids=str)
+def test_step_over_pages(device_benchmark, draw, shape, page_size):
+    """The same step of a state whose tokens are in pages, compared with that of a state with tensors of its own."""
+    paged, plain = (filled_state(shape, draw, size) for size in (page_size, None))
+    token = [draw(shape.batch, HEADS, HEAD_DIM) for _ in range(3)]
+    device_benchmark(
+        lambda: paged.step(*token), moves=3 * shape.key_bytes, verify=lambda _: check_replaced(paged, draw),
+        peers={"one_tensor": lambda: plain.step(*token)}, peers_move=3 * shape.key_bytes,
+        verify_peer=lambda _: check_replaced(plain, draw),
+    )
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("shape", STEPS[:1], ids=str)
+def test_score_over_pages(device_benchmark, draw, shape, page_size):
+    """The function, which reads the keys twice, compared with that over one tensor. Not gated."""
+    key = draw(shape.batch, HEADS, shape.slots, HEAD_DIM)
+    occupied = torch.ones(shape.batch, shape.slots, dtype=torch.bool, device=DEVICE)
+    pages = in_pages(key, page_size)
+    part = slice(shape.batch - 1, None), slice(HEADS - 1, None)
+
+    def verify(score: Tensor) -> None:
+        assert not bool(score.isnan().any()), "part of the scores was not written"
+        judge.assert_score_right(score[part], KeyCase.of(key[part]))
+
+    moves = 2 * shape.key_bytes + shape.key_bytes // HEAD_DIM // ITEM * 4
+    device_benchmark(
+        lambda: keydiff.paged_score(pages, occupied), moves=moves, verify=verify, gated=False,
+        peers={"one_tensor": lambda: keydiff.score(key, occupied=occupied)}, peers_move=moves, verify_peer=verify,
+    )
+
+
+def in_pages(key: Tensor, page_size: int) -> Pages:
+    """Pages in any order with these keys [B, Hkv, S, D], and with values that are not set."""
+    batch, heads, slots, head_dim = key.shape
+    pages = empty_pages(
+        PagedLayout(page_size), batch=batch, slots=slots, key_value_heads=heads, head_dim=head_dim, dtype=key.dtype,
+        device=key.device,
+    )
+    write_slots(pages.key_cache, pages.block_table, key)
+    return pages
 
 
 # ---- growth ----------------------------------------------------------------------------------------------------------

@@ -55,10 +55,26 @@ def check_paged(
         )
     check_query_like("query", query, cache, "key_cache", stored)
     check_heads(query.shape[1], cache.shape[2])
+    slots = _check_occupied(pages, occupied, per_head, check_entries)
+    return Sizes(query.shape[0], query.shape[1], cache.shape[2], slots, query.shape[2]), pages
+
+
+def check_paged_keys(pages: object, occupied: object, *, check_entries: bool = False) -> tuple[Sizes, Pages]:
+    """As `check_paged` without a query: occupied [B, S] or [B, Hkv, S] bool. The sizes have Hq = Hkv."""
+    pages = check_pages(pages)
+    per_head = isinstance(occupied, Tensor) and occupied.dim() == 3
+    slots = _check_occupied(pages, occupied, per_head, check_entries)
+    heads, head_dim = pages.key_cache.shape[2:]
+    return Sizes(pages.block_table.shape[0], heads, heads, slots, head_dim), pages
+
+
+def _check_occupied(pages: Pages, occupied: object, per_head: bool, check_entries: bool) -> int:
+    """Check a mask of slots in pages and, if they may be read, the entries of the block table. Returns S."""
+    cache, table = pages.key_cache, pages.block_table
     layout = "[B, Hkv, S]" if per_head else "[B, S]"
     mask = check_tensor("occupied", occupied, dims=3 if per_head else 2, layout=layout)
-    slots = mask.shape[-1]
-    sizes = Sizes(query.shape[0], query.shape[1], cache.shape[2], slots, query.shape[2])
+    slots, heads = mask.shape[-1], cache.shape[2]
+    sizes = Sizes(table.shape[0], heads, heads, slots, cache.shape[3])
     check_slot_mask("occupied", occupied, sizes, per_head, cache, "key_cache")
     if slots > table.shape[1] * pages.page_size:
         raise ValueError(
@@ -67,7 +83,7 @@ def check_paged(
         )
     if check_entries or table.device.type == "cpu":
         _check_entries(pages, mask)
-    return sizes, pages
+    return slots
 
 
 def _check_entries(pages: Pages, occupied: Tensor) -> None:

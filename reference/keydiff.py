@@ -7,6 +7,8 @@ normalized keys. Keys are post-RoPE, as in the cache. Tables 2 and 3 compare oth
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,15 +16,20 @@ import torch
 from torch import Tensor
 
 from ._fp8 import dequantized
-from ._validate import FLOATING, capturing, check_choice, check_dtype, check_integer, check_tensor
+from ._pages import read_slots, write_slots
+from ._validate import FLOATING, capturing, check_choice, check_dtype, check_flag, check_integer, check_tensor
 from ._validate_attention import check_key_value, check_slot_mask
+from ._validate_pages import check_own_pages, check_paged_keys
 from ._validate_scales import FP8
 from .attention import INF, accumulate_dtype, per_kv_head, zero_unoccupied
 from .blocks import BlockConfig, BlockState, Chunk
-from .contract import Sizes
+from .contract import Pages, Sizes
 from .selection import gather_tokens, kept_tokens, order
 
-__all__ = ["EvictResult", "KeyDiffConfig", "KeyDiffState", "evict", "pairwise_score", "score"]
+__all__ = [
+    "EvictResult", "KeyDiffConfig", "KeyDiffState", "PagedEvictResult", "Pages", "evict", "paged_evict", "paged_score",
+    "pairwise_score", "score",
+]
 
 ANCHORS = ("mean_normalized", "mean", "median")
 SIMILARITIES = ("cosine", "dot", "euclidean")
@@ -39,6 +46,19 @@ class EvictResult(NamedTuple):
     value: Tensor
     kept: Tensor
     occupied: Tensor
+
+
+class PagedEvictResult(NamedTuple):
+    """The tokens that remain in pages after an eviction, which moves none of them.
+
+    kept: [B, Hkv, N] int64 with N = min(budget, S), the slots of the kept tokens, ascending, -1 at the end of KV heads
+    with fewer tokens. occupied: [B, Hkv, S] bool, the slots of the kept tokens; the other slots are free. slot:
+    [B, Hkv] int64, the lowest free slot, for the next token; -1 if there is none.
+    """
+
+    kept: Tensor
+    occupied: Tensor
+    slot: Tensor
 
 
 @dataclass(frozen=True)
@@ -138,6 +158,48 @@ def evict(
     code = torch.where(occupied, code, code - 2 * slots)                                # below all tokens
     kept = kept_tokens(code, occupied, min(budget, slots))                              # [B, Hkv, N]
     return EvictResult(gather_tokens(key, kept), gather_tokens(value, kept), kept, kept >= 0)
+
+
+def paged_score(
+    pages: Pages, occupied: Tensor, *, anchor: str = "mean_normalized", similarity: str = "cosine",
+    check_entries: bool = False,
+) -> Tensor:
+    """`score` of the keys in pages, which rows may share: [B, Hkv, S]. Values are not read.
+
+    occupied [B, S] or [B, Hkv, S] bool, with S up to the slots of the block table's pages. Pages of the block table are
+    checked if it is on the CPU, or with check_entries=True. Other arguments and errors as in `score`.
+    """
+    check_flag("check_entries", check_entries)
+    sizes, pages = check_paged_keys(pages, occupied, check_entries=check_entries)
+    key = read_slots(pages.key_cache, pages.block_table, sizes.slots)                   # [B, Hkv, S, D]
+    return score(key, occupied=occupied, anchor=anchor, similarity=similarity)
+
+
+def paged_evict(
+    pages: Pages, occupied: Tensor, budget: int, *, recent: int = 0, protected: Tensor | None = None,
+    anchor: str = "mean_normalized", similarity: str = "cosine", check_entries: bool = False,
+) -> PagedEvictResult:
+    """`evict` from pages, which rows may share: it frees slots, and moves and copies no token.
+
+    occupied, protected [B, S] or [B, Hkv, S] bool, with S up to the slots of the block table's pages; protected is by
+    default none. Each KV head has slots of its own. Pages of the block table are checked if it is on the CPU, or with
+    check_entries=True. Other arguments and errors as in `evict`.
+    """
+    check_flag("check_entries", check_entries)
+    sizes, pages = check_paged_keys(pages, occupied, check_entries=check_entries)
+    key = read_slots(pages.key_cache, pages.block_table, sizes.slots)                   # [B, Hkv, S, D]
+    kept = evict(
+        key, key, budget, occupied=occupied, recent=recent, protected=protected, anchor=anchor, similarity=similarity
+    ).kept                                                                              # [B, Hkv, N]
+    return PagedEvictResult(kept, *_slots_after(kept, sizes.slots))
+
+
+def _slots_after(kept: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """The slots [B, Hkv, S] that `kept` lists, and the lowest other slot [B, Hkv], -1 if there is none."""
+    occupied = torch.zeros(*kept.shape[:2], slots + 1, dtype=torch.bool, device=kept.device)
+    occupied = occupied.scatter(-1, kept.where(kept >= 0, slots), True)[..., :slots]
+    free = torch.arange(slots, device=kept.device).where(~occupied, slots).amin(-1)
+    return occupied, free.where(free < slots, -1)
 
 
 def rank(key: Tensor, occupied: Tensor, anchor: str, similarity: str) -> Tensor:
@@ -254,9 +316,64 @@ def check_protected_fit(keep: Tensor, budget: int) -> None:
 
 class KeyDiffState(BlockState):
     """A KeyDiff cache, see `BlockState`. `score` holds the scores from before the last eviction, which move with their
-    tokens. The anchor is recomputed at every block and step."""
+    tokens. The anchor is recomputed at every block and step.
+
+    pages: between calls, the state holds its tokens there, in the pages that the block table lists, and `key` and
+    `value` are copies. A row needs pages for budget + 1 slots: the token of a step takes slot `budget`, and moves to
+    the slot that a token leaves. No two rows, and no two states, may have the same page. Pages may be moved between two
+    calls, with the block table changed in place. ValueError for too few pages, a page of two rows, caches that overlap,
+    and caches with another number of KV heads or another head_dim.
+    """
 
     Config = KeyDiffConfig
+
+    def __init__(
+        self, config: KeyDiffConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
+        dtype: torch.dtype, device: torch.device | str, pages: Pages | None = None,
+    ) -> None:
+        super().__init__(
+            config, batch=batch, query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim,
+            dtype=dtype, device=device,
+        )
+        if pages is not None:
+            sizes = self.sizes._replace(slots=config.budget + 1)
+            check_own_pages(pages, sizes=sizes, dtype=self.dtype, device=self.device)
+        self._pages = pages
+
+    @property
+    def pages(self) -> Pages | None:
+        return self._pages
+
+    def append_block(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
+        """As of `BlockState`."""
+        with self._from_pages():
+            return super().append_block(query, key, value, occupied)
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As of `BlockState`."""
+        with self._from_pages():
+            return super().step(query, key, value)
+
+    def _reorder(self, index: Tensor) -> None:
+        with self._from_pages():
+            super()._reorder(index)
+
+    def _adopt(self, positions: Tensor) -> None:
+        with self._from_pages():
+            super()._adopt(positions)
+
+    @contextmanager
+    def _from_pages(self) -> Iterator[None]:
+        """A context in which `key` and `value` have the tokens, which are then written to the pages."""
+        if self._pages is None:
+            yield
+            return
+        budget, table = self.config.budget, self._pages.block_table
+        for tensor, cache in ((self.key, self._pages.key_cache), (self.value, self._pages.value_cache)):
+            tensor[:, :, :budget] = read_slots(cache, table, budget)
+        yield
+        for tensor, cache in ((self.key, self._pages.key_cache), (self.value, self._pages.value_cache)):
+            write_slots(cache, table, tensor[:, :, :budget])
 
     def _observe(self, chunk: Chunk) -> None:
         self.score.copy_(score(self.key, occupied=self.occupied, **self._options))

@@ -50,14 +50,16 @@ def filled_pages(layout: PagedLayout, key: Tensor, value: Tensor) -> Pages:
     return pages
 
 
-def module_of(method: Any, state: str, layout: PagedLayout) -> Any:
-    """A stand-in for a method's module, whose states get pages of their own. `made` lists them."""
+def module_of(method: Any, state: str, layout: PagedLayout, *, more: int = 0) -> Any:
+    """A stand-in for a method's module, whose states get pages of their own, for `more` slots than the budget. `made`
+    lists them."""
     real, made = getattr(method, state), []
 
-    def construct(config: Any, *, batch: int, key_value_heads: int, head_dim: int, **more: Any) -> Any:
+    def construct(config: Any, *, batch: int, key_value_heads: int, head_dim: int, **options: Any) -> Any:
         sizes = {"batch": batch, "key_value_heads": key_value_heads, "head_dim": head_dim}
-        pages = empty_pages(layout, slots=config.budget, **sizes, dtype=more["dtype"], device=more["device"])
-        made.append(real(config, **sizes, **more, pages=pages))
+        slots = config.budget + more
+        pages = empty_pages(layout, slots=slots, **sizes, dtype=options["dtype"], device=options["device"])
+        made.append(real(config, **sizes, **options, pages=pages))
         return made[-1]
 
     return SimpleNamespace(**{state: construct}, made=made)

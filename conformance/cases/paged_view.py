@@ -1,8 +1,8 @@
 """A case's keys and values in pages, as serving engines hold them.
 
-`PagedView` lays a `DecodeCase` out in pages of a cache that other sequences use, too. What the case's slots hold does
-not change. So an implementation that takes pages is judged on the same cases, and its results must not depend on the
-layout.
+`PagedView` lays a `DecodeCase` or a `KeyCase` out in pages of a cache that other sequences use, too. What the case's
+slots hold does not change. So an implementation that takes pages is judged on the same cases, and its results must not
+depend on the layout.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .case import DecodeCase
+from .key_cases import KeyCase
 
 ORDERS = ("tokens_first", "heads_first")
 
@@ -63,32 +64,36 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class PagedView:
-    """A case with per_head=False in pages. Unused memory holds NaN, also the free slots.
+    """A DecodeCase with per_head=False, or a KeyCase, in pages. Unused memory holds NaN, also the free slots.
 
-    query [B, Hq, D]; occupied [B, S] bool, protected like it or None, and `scale` as in the case. key_cache,
-    value_cache [pages, page_size, Hkv, D] or [pages, Hkv, page_size, D]; cache: both as one tensor [pages, 2, ...] of a
-    joined layout, else None. block_table [B, n] int32: the page of each page_size slots, -1 if all of them are free.
-    lengths [B] int32: the number of slots up to the last occupied one. slot_mapping [B, S] int64: page * page_size +
-    place of each slot, -1 if it is free. page_indptr [B + 1], page_indices, last_page_len [B] int32: the block table as
-    FlashInfer has it, without what is behind `lengths`. Pages of free slots alone are page 0 there.
+    query [B, Hq, D] and `scale`: of a DecodeCase. occupied [B, S] bool, or [B, Hkv, S] of a KeyCase with per_head, all
+    True if the case has no mask; protected as in the case, or None. key_cache, value_cache [pages, page_size, Hkv, D]
+    or [pages, Hkv, page_size, D]; cache: both as one tensor [pages, 2, ...] of a joined layout, else None. block_table
+    [B, n] int32: the page of each page_size slots, -1 if all of them are free. lengths [B] int32: the number of slots
+    up to the last occupied one. slot_mapping [B, S] int64: page * page_size + place of each slot, -1 if it is free in
+    all KV heads. page_indptr [B + 1], page_indices, last_page_len [B] int32: the block table as FlashInfer has it,
+    without what is behind `lengths`. Pages of free slots alone are page 0 there.
     """
 
-    case: DecodeCase
+    case: DecodeCase | KeyCase
     layout: PagedLayout = LAYOUTS[0]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.case, DecodeCase):
-            raise TypeError(f"case must be a DecodeCase, got {type(self.case).__name__}")
-        if self.case.occupied.dim() == 3:
+        if not isinstance(self.case, DecodeCase | KeyCase):
+            raise TypeError(f"case must be a DecodeCase or a KeyCase, got {type(self.case).__name__}")
+        if isinstance(self.case, DecodeCase) and self.case.occupied.dim() == 3:
             raise ValueError("case must have one occupied mask for all KV heads of a row (per_head=False)")
 
     @property
     def query(self) -> Tensor:
-        return self.case.query
+        return self.case.tensor("query")
 
-    @property
+    @cached_property
     def occupied(self) -> Tensor:
-        return self.case.occupied
+        mask = self.case.tensors["occupied"]
+        if mask is None:
+            return torch.ones(self.case.batch, self.case.slots, dtype=torch.bool, device=self.case.device)
+        return mask
 
     @property
     def protected(self) -> Tensor | None:
@@ -104,15 +109,15 @@ class PagedView:
 
     @cached_property
     def lengths(self) -> Tensor:
-        slot = torch.arange(1, self.occupied.shape[1] + 1, device=self.occupied.device)
-        return (slot * self.occupied).amax(1).int()
+        slot = torch.arange(1, self._held.shape[1] + 1, device=self._held.device)
+        return (slot * self._held).amax(1).int()
 
     @cached_property
     def slot_mapping(self) -> Tensor:
         size = self.layout.page_size
-        slot = torch.arange(self.occupied.shape[1], device=self.occupied.device)
+        slot = torch.arange(self._held.shape[1], device=self._held.device)
         page = self.block_table.long()[:, slot // size]
-        return (page * size + slot % size).masked_fill(~self.occupied, -1)
+        return (page * size + slot % size).masked_fill(~self._held, -1)
 
     @cached_property
     def page_indptr(self) -> Tensor:
@@ -144,10 +149,15 @@ class PagedView:
         return (self.lengths.long() + self.layout.page_size - 1) // self.layout.page_size
 
     @cached_property
+    def _held(self) -> Tensor:
+        """The slots that hold a token of any KV head, [B, S] bool."""
+        return self.occupied if self.occupied.dim() == 2 else self.occupied.any(1)
+
+    @cached_property
     def _pages(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, n, page_size, Hkv, D], NaN in free slots."""
-        size, slots = self.layout.page_size, self.occupied.shape[1]
-        free = ~self.occupied[:, None, :, None]
+        size, slots = self.layout.page_size, self._held.shape[1]
+        free = ~(self.occupied if self.occupied.dim() == 3 else self.occupied[:, None])[..., None]
         found = []
         for tensor in (self.case.key, self.case.value):
             held = tensor.masked_fill(free, math.nan).transpose(1, 2)                         # [B, S, Hkv, D]
@@ -160,7 +170,7 @@ class PagedView:
         """block_table, and the number of pages of the cache."""
         key, value = self._pages
         batch, count = key.shape[:2]
-        padded = torch.nn.functional.pad(self.occupied, (0, -self.occupied.shape[1] % self.layout.page_size))
+        padded = torch.nn.functional.pad(self._held, (0, -self._held.shape[1] % self.layout.page_size))
         holds = padded.unflatten(1, (-1, self.layout.page_size)).any(2)                       # [B, n]
         owner: dict[Any, int] = {}
         number = torch.full((batch, count), -1, dtype=torch.int64)
@@ -200,7 +210,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def paged_views(case: DecodeCase, layouts: Sequence[PagedLayout] = LAYOUTS) -> Iterator[PagedView]:
+def paged_views(case: DecodeCase | KeyCase, layouts: Sequence[PagedLayout] = LAYOUTS) -> Iterator[PagedView]:
     """The case in each layout."""
     for layout in layouts:
         yield PagedView(case, layout)

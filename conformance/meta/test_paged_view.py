@@ -9,7 +9,7 @@ import torch
 
 from kvtwin.conformance import api
 from kvtwin.conformance.cases.paged_view import LAYOUTS
-from kvtwin.reference import longflow
+from kvtwin.reference import keydiff, longflow
 
 CASES = {
     "ragged": api.DecodeCase(batch=3, key_value_heads=2, group=2, slots=70, occupancy="random", dtype=torch.float16),
@@ -58,6 +58,21 @@ def test_the_block_table_leads_to_every_token(case, layout):
             physical = int(view.block_table[row, slot // layout.page_size]) * layout.page_size + slot % layout.page_size
             assert int(view.slot_mapping[row, slot]) == physical
     assert torch.equal(view.slot_mapping < 0, ~case.occupied)
+
+
+@layouts
+@pytest.mark.parametrize("occupancy", ["none", "random"])
+def test_the_slots_of_a_key_case_are_those_of_each_head(occupancy, layout):
+    case = api.KeyCase(
+        batch=2, key_value_heads=2, slots=40, occupancy=occupancy, per_head=True, poison="stale"
+    )
+    view = api.PagedView(case, layout)
+    held = case.mask.any(1)
+    assert torch.equal(view.occupied, case.mask[:, 0] if occupancy == "none" else case.mask)
+    assert torch.equal(view.slot_mapping >= 0, held)
+    for row, slot in held.nonzero().tolist():
+        key, token = at(view, view.key_cache, row, slot), case.key[row, :, slot]
+        assert torch.equal(key.nan_to_num(7), token.where(case.mask[row, :, slot, None], 7))
 
 
 @cases
@@ -140,9 +155,38 @@ def test_a_wrong_function_is_noticed(wrong, says):
         api.judge_paged(CASES["ragged"], wrong, [*LAYOUTS, *(api.PagedLayout(seed=seed) for seed in range(2, 8))])
 
 
+def keys_over_pages(view):
+    """KeyDiff's eviction, and its scores."""
+    caches = [view.key_cache, view.value_cache]
+    if view.layout.order == "heads_first":
+        caches = [cache.transpose(1, 2) for cache in caches]
+    pages = keydiff.Pages(*caches, view.block_table)
+    return keydiff.paged_evict(pages, view.occupied, view.case.budget), keydiff.paged_score(pages, view.occupied)
+
+
+KEYS = api.KeyCase(batch=2, key_value_heads=2, slots=40, budget=20, occupancy="random")
+
+
+def test_functions_of_keys_are_judged():
+    for number in (0, 1):
+        assert len(api.judge_paged(KEYS, lambda view, number=number: keys_over_pages(view)[number])) == len(LAYOUTS)
+
+
+@pytest.mark.parametrize(("wrong", "says"), [
+    (lambda view: keys_over_pages(view)[1] + 0.01, "score"),
+    (lambda view: keys_over_pages(view)[0]._replace(kept=keys_over_pages(view)[0].kept.flip(-1)), "kept"),
+    (lambda view: keys_over_pages(view)[0]._replace(occupied=view.occupied[:, None].expand(-1, 2, -1)), "occupied in"),
+    (lambda view: keys_over_pages(view)[0]._replace(slot=keys_over_pages(view)[0].slot + 1), "slot in"),
+    (lambda view: keys_over_pages(view)[1] * (1 + 2.0**-23 * (view.layout.seed > 0)), "compared with the first layout"),
+], ids=["score", "order", "occupied", "slot", "bits"])
+def test_a_wrong_function_of_keys_is_noticed(wrong, says):
+    with pytest.raises((api.Mismatch, AssertionError), match=says):
+        api.judge_paged(KEYS, wrong)
+
+
 @pytest.mark.parametrize(("call", "error", "says"), [
     (lambda: api.PagedView(api.DecodeCase(per_head=True)), ValueError, "per_head=False"),
-    (lambda: api.PagedView(3), TypeError, "case must be a DecodeCase, got int"),
+    (lambda: api.PagedView(3), TypeError, "case must be a DecodeCase or a KeyCase, got int"),
     (lambda: api.PagedLayout(0), ValueError, "page_size must be at least 1, got 0"),
     (lambda: api.PagedLayout(spare=-1), ValueError, "spare must be at least 0, got -1"),
     (lambda: api.PagedLayout(True), TypeError, "page_size must be an int, got bool"),

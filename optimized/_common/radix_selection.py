@@ -32,28 +32,13 @@ def select(
     zeros, but with `counted` the first of the four holds the histogram of the codes' first 8 bits. Returns the kept
     keys and values [B, Hkv, count, D], their slots int64 and True, both [B, Hkv, count]; zeros, -1 and False if fewer.
     """
-    batch, heads, slots, head_dim = key.shape
-    rows = batch * heads
-    chunk = (16 if slots <= 48 else 64) if SMALL_TILES else CHUNK
-    chunks = triton.cdiv(slots, chunk)
-    code = code.contiguous()
-    found = torch.empty(rows, 4, 2, dtype=torch.int64, device=key.device)
-    counts = torch.empty(rows, chunks, 2, dtype=torch.int32, device=key.device)
-    place = torch.empty(rows, count, dtype=torch.int32, device=key.device)
-    kept_count = torch.empty(rows, dtype=torch.int32, device=key.device)
+    batch, heads, _, head_dim = key.shape
+    place, kept_count = _search(code, histograms, count, counted)
     kept_key, kept_value, kept, occupied = _places(key, count)
     unit = stride_unit(key, value)
     block = 16 if SMALL_TILES else GATHER
     with on_device_of(key):
-        for number in range(1 if counted else 0, 4):
-            histogram_kernel[(rows * chunks,)](
-                code, histograms, found, slots, count, chunks, PASS=number, CHUNK=chunk, FEW=chunk // 16, num_warps=4
-            )
-        count_kernel[(rows * chunks,)](code, histograms, found, counts, slots, count, chunks, CHUNK=chunk, num_warps=4)
-        compact_kernel[(rows * chunks,)](
-            code, found, counts, place, kept_count, slots, count, chunks, CHUNK=chunk, num_warps=4
-        )
-        gather_kernel[(rows * triton.cdiv(count, block),)](
+        gather_kernel[(batch * heads * triton.cdiv(count, block),)](
             key, value, place, kept_count, kept_key, kept_value, kept, occupied, count, heads,
             *(stride // unit for stride in key.stride()[:3]), key.stride(3),
             *(stride // unit for stride in value.stride()[:3]), value.stride(3),
@@ -67,6 +52,43 @@ def _(
     key: Tensor, value: Tensor, code: Tensor, histograms: Tensor, count: int, counted: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _places(key, count)
+
+
+@torch.library.custom_op("kvtwin::keydiff_select_slots", mutates_args=("histograms",))
+def select_slots(code: Tensor, histograms: Tensor, count: int, counted: bool) -> Tensor:
+    """The slots that `select` returns: [B, Hkv, count] int64, ascending, -1 if fewer. Arguments as there."""
+    place, kept_count = _search(code, histograms, count, counted)
+    number = torch.arange(count, device=code.device)
+    return place.where(number < kept_count[:, None], -1).long().view(*code.shape[:2], count)
+
+
+@select_slots.register_fake
+def _(code: Tensor, histograms: Tensor, count: int, counted: bool) -> Tensor:
+    return code.new_empty((*code.shape[:2], count), dtype=torch.int64)
+
+
+def _search(code: Tensor, histograms: Tensor, count: int, counted: bool) -> tuple[Tensor, Tensor]:
+    """The slots of the kept tokens of all rows, [B * Hkv, count] int32, ascending, of which the first kept_count
+    [B * Hkv] int32 are written."""
+    batch, heads, slots = code.shape
+    rows, device = batch * heads, code.device
+    chunk = (16 if slots <= 48 else 64) if SMALL_TILES else CHUNK
+    chunks = triton.cdiv(slots, chunk)
+    code = code.contiguous()
+    found = torch.empty(rows, 4, 2, dtype=torch.int64, device=device)
+    counts = torch.empty(rows, chunks, 2, dtype=torch.int32, device=device)
+    place = torch.empty(rows, count, dtype=torch.int32, device=device)
+    kept_count = torch.empty(rows, dtype=torch.int32, device=device)
+    with on_device_of(code):
+        for number in range(1 if counted else 0, 4):
+            histogram_kernel[(rows * chunks,)](
+                code, histograms, found, slots, count, chunks, PASS=number, CHUNK=chunk, FEW=chunk // 16, num_warps=4
+            )
+        count_kernel[(rows * chunks,)](code, histograms, found, counts, slots, count, chunks, CHUNK=chunk, num_warps=4)
+        compact_kernel[(rows * chunks,)](
+            code, found, counts, place, kept_count, slots, count, chunks, CHUNK=chunk, num_warps=4
+        )
+    return place, kept_count
 
 
 def _places(key: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -4,8 +4,13 @@ Selection is a radix search on the bits of the ranks, and the kept tokens are ga
 decode step updates the sum incrementally. It ranks the keys in one pass and overwrites the evicted token.
 """
 
-from ...reference.keydiff import EvictResult, KeyDiffConfig
+from ...reference.contract import Pages
+from ...reference.keydiff import EvictResult, KeyDiffConfig, PagedEvictResult
+from .paged import paged_evict, paged_score
 from .scores import evict, pairwise_score, score
 from .state import KeyDiffState
 
-__all__ = ["EvictResult", "KeyDiffConfig", "KeyDiffState", "evict", "pairwise_score", "score"]
+__all__ = [
+    "EvictResult", "KeyDiffConfig", "KeyDiffState", "PagedEvictResult", "Pages", "evict", "paged_evict", "paged_score",
+    "pairwise_score", "score",
+]

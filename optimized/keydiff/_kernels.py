@@ -2,9 +2,10 @@
 step.
 
 Scratch is indexed by `batch_head`, the index of a (row of the batch, KV head). Strides of keys are divided by UNIT (see
-`stride_unit`). A rank is computed from a key, its inverse length and the anchor, by the same operations in every tile,
-and inverse lengths that are compared come from one kernel, so equal keys get equal ranks. Sums over programs are added
-in a fixed order; atomics only count integers.
+`stride_unit`). With PAGE > 0, keys lie in pages of PAGE slots: `pages` has the page of each PAGE slots of a row, and
+key_b is the stride of pages instead of rows. Otherwise `pages` and its strides are None. A rank is computed from a key,
+its inverse length and the anchor, by the same operations in every tile, and inverse lengths that are compared come from
+one kernel, so equal keys get equal ranks. Sums over programs are added in a fixed order; atomics only count integers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import triton.language as tl
 
 from .._common.launch import INTERPRETED, SMALL_TILES
 from .._common.numerics import float32, from_fp8, sum_of_products
+from .._common.paged_rows import offsets
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _SMALL_TILES = tl.constexpr(SMALL_TILES)
@@ -56,6 +58,38 @@ def load_rows(
     if FP8 is not None:
         x = from_fp8(x, tl.float32, FP8)
     return float32(x)
+
+
+@triton.jit
+def load_paged_rows(
+    pointer, pages, first, holds, stride_p, stride_s, stride_d, pages_s,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+):
+    """As `load_rows` with MASKED, for the slots of a row that lie in pages."""
+    d = tl.arange(0, D_PAD).to(tl.int64)
+    row = offsets(pages, first + tl.arange(0, ROWS), holds, stride_p, stride_s, pages_s, PAGE)
+    at = pointer + row[:, None] + d[None, :] * stride_d
+    mask = holds[:, None]
+    if HEAD_DIM != D_PAD:
+        mask = mask & (d < HEAD_DIM)[None, :]
+    return float32(tl.load(at, mask=mask, other=0.0))
+
+
+@triton.jit
+def load(
+    pointer, pages, first, holds, stride_p, stride_s, stride_d, pages_s,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr, PAGE: tl.constexpr,
+    FP8: tl.constexpr = None,
+):
+    """`load_paged_rows` if there are pages, which have no FP8 keys, else `load_rows`."""
+    if PAGE:
+        tl.static_assert(MASKED)
+        tl.static_assert(FP8 is None)
+        return load_paged_rows(
+            pointer, pages, first, holds, stride_p, stride_s, stride_d, pages_s, ROWS, HEAD_DIM, D_PAD, PAGE
+        )
+    else:
+        return load_rows(pointer, first, holds, stride_s, stride_d, ROWS, HEAD_DIM, D_PAD, MASKED, FP8)
 
 
 @triton.jit
@@ -129,22 +163,29 @@ def sum_partials(partial, splits, D_PAD: tl.constexpr):
 
 _SIZES = [
     "slots", "split_size", "splits", "heads", "key_b", "key_h", "key_s", "occupied_b", "occupied_h", "occupied_s",
+    "pages_b", "pages_s",
 ]
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def anchor_kernel(
-    key, occupied, inverse, partial, anchor, completion_counters, slots, split_size, splits, heads,
-    key_b, key_h, key_s, key_d, occupied_b, occupied_h, occupied_s,
+    key, pages, occupied, inverse, partial, anchor, completion_counters, slots, split_size, splits, heads,
+    key_b, key_h, key_s, key_d, occupied_b, occupied_h, occupied_s, pages_b, pages_s,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, OCCUPIED: tl.constexpr,
-    MASKED: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Program (split, batch_head): stores the inverse lengths of its keys and the sum of these keys, normalized. The
     last program of a (row, KV head) adds up the sums."""
     split = tl.program_id(0) % splits
     batch_head = (tl.program_id(0) // splits).to(tl.int64)
     b, head = batch_head // heads, batch_head % heads
-    key += (b * key_b + head * key_h) * UNIT
+    key_p = 0
+    if PAGE:
+        pages += b * pages_b
+        key += head * key_h * UNIT
+        key_p = key_b.to(tl.int64) * UNIT
+    else:
+        key += (b * key_b + head * key_h) * UNIT
     key_s = key_s.to(tl.int64) * UNIT
     inverse += batch_head * slots
     begin = split * split_size
@@ -154,7 +195,7 @@ def anchor_kernel(
     total = tl.zeros([BLOCK, D_PAD], tl.float32)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         first, s, inside, holds = _tile(occupied, start, end, slots, occupied_s, BLOCK, OCCUPIED, MASKED)
-        k = load_rows(key, first, holds, key_s, key_d, BLOCK, HEAD_DIM, D_PAD, MASKED, FP8)
+        k = load(key, pages, first, holds, key_p, key_s, key_d, pages_s, BLOCK, HEAD_DIM, D_PAD, MASKED, PAGE, FP8)
         factor = tl.where(holds, inverse_lengths(k), 0.0)
         tl.store(inverse + s, tl.where(factor == factor, factor, -1.0), mask=inside)
         total += k * factor[:, None]
@@ -168,7 +209,7 @@ def anchor_kernel(
             holds = s < end
             if OCCUPIED:
                 holds = tl.load(occupied + s.to(tl.int64) * occupied_s, mask=holds, other=0) != 0
-            k = load_rows(key, start, holds, key_s, key_d, 16, HEAD_DIM, D_PAD, True, FP8)
+            k = load(key, pages, start, holds, key_p, key_s, key_d, pages_s, 16, HEAD_DIM, D_PAD, True, PAGE, FP8)
             tl.store(inverse + s, 0.0, mask=holds & (tl.max(tl.abs(k), 1) == 0.0))
             rest += any_units(k)
         share = tl.sum(rest, 0)
@@ -203,12 +244,12 @@ def _store_ranks(
     *_SIZES, "inverse_b", "inverse_h", "protected_b", "protected_h", "protected_s",
 ])
 def rank_kernel(
-    key, occupied, protected, inverse, anchor, result, histograms, slots, split_size, splits, heads,
-    key_b, key_h, key_s, key_d, occupied_b, occupied_h, occupied_s, inverse_b, inverse_h,
+    key, pages, occupied, protected, inverse, anchor, result, histograms, slots, split_size, splits, heads,
+    key_b, key_h, key_s, key_d, occupied_b, occupied_h, occupied_s, pages_b, pages_s, inverse_b, inverse_h,
     protected_b, protected_h, protected_s,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, OCCUPIED: tl.constexpr,
-    MASKED: tl.constexpr, FP8: tl.constexpr, PROTECTED: tl.constexpr, CODES: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,
+    MASKED: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, PROTECTED: tl.constexpr, CODES: tl.constexpr,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Program (split, batch_head): ranks, float32, -inf where unoccupied. With CODES: the ranks as integers in the same
     order, with unoccupied slots below and protected ones above, and the histogram of their first 8 bits for the
@@ -218,7 +259,13 @@ def rank_kernel(
     split = turn % splits
     batch_head = (turn // splits).to(tl.int64)
     b, head = batch_head // heads, batch_head % heads
-    key += (b * key_b + head * key_h) * UNIT
+    key_p = 0
+    if PAGE:
+        pages += b * pages_b
+        key += head * key_h * UNIT
+        key_p = key_b.to(tl.int64) * UNIT
+    else:
+        key += (b * key_b + head * key_h) * UNIT
     key_s = key_s.to(tl.int64) * UNIT
     inverse += b * inverse_b + head * inverse_h
     result += batch_head * slots
@@ -235,7 +282,7 @@ def rank_kernel(
     odd = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         first, s, inside, holds = _tile(occupied, start, end, slots, occupied_s, BLOCK, OCCUPIED, MASKED)
-        k = load_rows(key, first, holds, key_s, key_d, BLOCK, HEAD_DIM, D_PAD, MASKED, FP8)
+        k = load(key, pages, first, holds, key_p, key_s, key_d, pages_s, BLOCK, HEAD_DIM, D_PAD, MASKED, PAGE, FP8)
         factor = tl.load(inverse + s, mask=holds, other=0.0)
         _store_ranks(
             result, protected, ranks(k, factor, direction), unit, s, holds, inside, protected_s, PROTECTED, CODES
@@ -249,7 +296,7 @@ def rank_kernel(
             holds = factor < 0.0
             if OCCUPIED:
                 holds = holds & (tl.load(occupied + s.to(tl.int64) * occupied_s, mask=s < end, other=0) != 0)
-            k = load_rows(key, start, holds, key_s, key_d, 16, HEAD_DIM, D_PAD, True, FP8)
+            k = load(key, pages, start, holds, key_p, key_s, key_d, pages_s, 16, HEAD_DIM, D_PAD, True, PAGE, FP8)
             _store_ranks(
                 result, protected, odd_ranks(k, direction), unit, s, holds, holds, protected_s, PROTECTED, CODES
             )

@@ -28,12 +28,12 @@ def score(
     interpreter.
     """
     _check_keys(key, occupied)
-    _check_options(key, anchor, similarity)
+    check_options(key, anchor, similarity)
     if (anchor, similarity) != DEFAULT:
         return any_score(key, per_head(occupied, key), anchor, similarity)
     key, _, fp8 = fp8_codes(key, key)
-    direction, inverse = _ops.anchor(key, occupied, fp8)
-    return cosine(_ops.rank(key, occupied, direction, inverse, fp8), direction, occupied)
+    direction, inverse = _ops.anchor(key, None, occupied, fp8)
+    return cosine(_ops.rank(key, None, occupied, direction, inverse, fp8), direction, occupied)
 
 
 def pairwise_score(key: Tensor, *, occupied: Tensor | None = None) -> Tensor:
@@ -43,7 +43,7 @@ def pairwise_score(key: Tensor, *, occupied: Tensor | None = None) -> Tensor:
     """
     _check_keys(key, occupied)
     key, _, fp8 = fp8_codes(key, key)
-    rank: Tensor = _ops.rank(key, occupied, *_ops.anchor(key, occupied, fp8), fp8)
+    rank: Tensor = _ops.rank(key, None, occupied, *_ops.anchor(key, None, occupied, fp8), fp8)
     return rank
 
 
@@ -59,21 +59,19 @@ def evict(
     and torch.compile, where the lowest of these slots are evicted. Nothing else synchronizes.
     """
     check_key_value(key, value, stored=FP8)
-    check_integer("budget", budget, minimum=1)
-    if check_integer("recent", recent, minimum=0) > budget:
-        raise ValueError(f"recent must be at most budget = {budget}, got {recent}")
+    check_counts(budget, recent)
     _check_keys(key, occupied)
     check_launchable(FP8, value=value)
-    _check_options(key, anchor, similarity)
+    check_options(key, anchor, similarity)
     if protected is not None:
         _check_slots("protected", protected, key)
-    all_protected = _all_protected(key, occupied, recent, protected, budget)
+    all_protected = must_stay(key, occupied, recent, protected, budget)
     own = (anchor, similarity) == DEFAULT
     key_codes, value_codes, fp8 = fp8_codes(key, value)
     if own:
-        code, histograms = _ops.codes(key_codes, occupied, all_protected, fp8)
+        code, histograms = _ops.codes(key_codes, None, occupied, all_protected, fp8)
     else:
-        code = _any_codes(key, per_head(occupied, key), all_protected, anchor, similarity)
+        code = any_codes(key, per_head(occupied, key), all_protected, anchor, similarity)
         histograms = code.new_zeros((*code.shape[:2], 4, 256))
     kept_key, kept_value, *kept = select(key_codes, value_codes, code, histograms, min(budget, key.shape[2]), own)
     return EvictResult(kept_key.view(key.dtype), kept_value.view(key.dtype), *kept)
@@ -96,7 +94,13 @@ def _check_slots(name: str, mask: object, key: Tensor) -> None:
     check_slot_mask(name, mask, _sizes(key), isinstance(mask, Tensor) and mask.dim() == 3, key)
 
 
-def _check_options(key: Tensor, anchor: object, similarity: object) -> None:
+def check_counts(budget: int, recent: int) -> None:
+    check_integer("budget", budget, minimum=1)
+    if check_integer("recent", recent, minimum=0) > budget:
+        raise ValueError(f"recent must be at most budget = {budget}, got {recent}")
+
+
+def check_options(key: Tensor, anchor: object, similarity: object) -> None:
     check_choice("anchor", anchor, ANCHORS)
     check_choice("similarity", similarity, SIMILARITIES)
     if key.dtype in FP8 and similarity != "cosine":
@@ -110,21 +114,22 @@ def _sizes(key: Tensor) -> Sizes:
     return Sizes(batch, heads, heads, slots, head_dim)
 
 
-def _all_protected(
-    key: Tensor, occupied: Tensor | None, recent: int, protected: Tensor | None, budget: int
+def must_stay(
+    like: Tensor, occupied: Tensor | None, recent: int, protected: Tensor | None, budget: int
 ) -> Tensor | None:
-    """The tokens that must be kept, [B, Hkv, S] bool (may be True for unoccupied slots), or None."""
-    slots = key.shape[2]
-    all_protected = None if protected is None else per_head(protected, key)
+    """The tokens that must be kept, [B, Hkv, S] bool (may be True for unoccupied slots), or None. like [B, Hkv, S, ...]
+    has the sizes."""
+    slots = like.shape[2]
+    all_protected = None if protected is None else per_head(protected, like)
     if recent:
         if occupied is None:
-            last = (torch.arange(slots, device=key.device) >= slots - recent).expand(key.shape[:3])
+            last = (torch.arange(slots, device=like.device) >= slots - recent).expand(like.shape[:3])
         else:
-            last = per_head(occupied.flip(-1).cumsum(-1).flip(-1) <= recent, key)
+            last = per_head(occupied.flip(-1).cumsum(-1).flip(-1) <= recent, like)
         all_protected = last if all_protected is None else all_protected | last
-    if protected is not None and not torch.compiler.is_compiling() and not capturing(key.device):
+    if protected is not None and not torch.compiler.is_compiling() and not capturing(like.device):
         assert all_protected is not None
-        most = int((all_protected & per_head(occupied, key)).sum(-1).max())
+        most = int((all_protected & per_head(occupied, like)).sum(-1).max())
         if most > budget:
             raise ValueError(
                 f"protected must mark at most budget = {budget} tokens per head, including the recent tokens, which "
@@ -133,7 +138,7 @@ def _all_protected(
     return all_protected
 
 
-def _any_codes(key: Tensor, occupied: Tensor, all_protected: Tensor | None, anchor: str, similarity: str) -> Tensor:
+def any_codes(key: Tensor, occupied: Tensor, all_protected: Tensor | None, anchor: str, similarity: str) -> Tensor:
     """As `_ops.codes`, for any anchor and similarity."""
     code = sortable(any_rank(key, occupied, anchor, similarity))
     if all_protected is not None:

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from ....reference import keydiff
 from ....reference._validate_scales import FP8
-from ...cases import draws
+from ...cases import draws, tiny
 from ...cases.case import Case
 from ...cases.contents import OCCUPANCIES
 from ...cases.key_cases import ANCHORS, PROTECTIONS, SIMILARITIES, KeyCase, key_cases
+from ...cases.paged_states import filled_pages
+from ...cases.paged_view import PagedLayout
 from .. import compare, recorded
 from ..bounds import DIVISION, FLUSH, SLACK, UNIT, Interval, gamma
 from ..compare import Verdict, assert_dtype, assert_same, assert_within, gathered, undecided
@@ -55,7 +57,8 @@ LOST = FLUSH * 2.0**40
 
 def arguments(device: torch.device) -> dict[str, Any]:
     """See the package."""
-    return {"recent": 1}
+    _, key, value = tiny.prompt(device, seed=0)
+    return {"recent": 1, "pages": filled_pages(PagedLayout(4), key, value)}
 
 
 def variants(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:
@@ -301,17 +304,21 @@ def assert_pairwise_right(actual: Tensor, case: KeyCase) -> float:
     return assert_within(actual, truth, keys.pairwise_error(), what="pairwise score")
 
 
+def assert_kept_right(kept: Tensor, case: KeyCase) -> Verdict:
+    """kept: the slots [B, Hkv, N] of an eviction with the case's inputs."""
+    mask = case.mask
+    return compare.assert_kept_right(
+        kept, oracle(keydiff.evict, case).kept, rank_interval(case), occupied=mask,
+        protected=case.protected_or_recent, window=0, tie=equal_keys(case.key, mask),
+    )
+
+
 def assert_evict_right(actual: Any, case: KeyCase) -> Verdict:
     """actual: `evict(**case.inputs)`. `kept` must be a right choice, and the other fields exact copies by `kept`."""
     key, value, kept, occupied = actual
-    truth = oracle(keydiff.evict, case)
-    mask = case.mask
     verdict = undecided()
     with field("kept"):
-        verdict = compare.assert_kept_right(
-            kept, truth.kept, rank_interval(case), occupied=mask, protected=case.protected_or_recent, window=0,
-            tie=equal_keys(case.key, mask),
-        )
+        verdict = assert_kept_right(kept, case)
     for name, tensor, source in (("key", key, case.key), ("value", value, case.value)):
         with field(name):
             assert_dtype(tensor, case.dtype, what=f"kept {name}")

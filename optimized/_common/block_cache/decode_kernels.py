@@ -8,7 +8,8 @@ programs. Until the new token has a slot, it is read from the caller's tensors; 
 Buffers are as in `evict_kernels.py`; the slots per row are divided by UNIT, which tells the compiler the alignment.
 With GROWS, `budget` is the most tokens that a head may hold before this one and `counts` is how many it holds; the new
 token takes the next slot, and the caller evicts, with rules that need logits by the `ranks` that they store. Scratch is
-indexed by batch_head or by query head; logits [batch_heads, padded, GROUP_PAD] are in base 2.
+indexed by batch_head or by query head; logits [batch_heads, padded, GROUP_PAD] are in base 2. With PAGE > 0, keys and
+values lie in pages of PAGE slots: see `paged_rows.py`. Otherwise what describes pages is None.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import triton.language as tl
 
 from ..launch import SMALL_TILES
 from ..numerics import dot, multiply, round_output, round_to
+from ..paged_rows import offset, tile
 from ..scratch import is_last
 from ..softmax import merge_outputs, weigh_tile
 from .score_kernels import (
@@ -62,8 +64,9 @@ def _tile(
 @triton.jit
 def _attend_share(
     q, key, value, new_key, new_value, logits, scale, begin, end, budget, arrives, new_key_d, new_value_d,
+    pages, key_p, key_s, key_d, value_p, value_s, value_d, pages_s,
     GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    KEEP: tl.constexpr,
+    KEEP: tl.constexpr, PAGE: tl.constexpr,
 ):
     """Attend to slots begin to end, all occupied, and, if `arrives`, to the new token. Pointers are at the row."""
     d = tl.arange(0, D_PAD)
@@ -78,7 +81,12 @@ def _attend_share(
     for start in range(begin, whole, BLOCK):
         keys = key + tl.cast(start, tl.int64) * HEAD_DIM
         values = value + tl.cast(start, tl.int64) * HEAD_DIM
-        if HEAD_DIM == D_PAD:
+        if PAGE:
+            k, v = tile(
+                key, value, pages, start, end, key_p, key_s, key_d, value_p, value_s, value_d, pages_s,
+                BLOCK, HEAD_DIM, D_PAD, PAGE, False,
+            )
+        elif HEAD_DIM == D_PAD:
             k = tl.load(keys + at)
             v = tl.load(values + at)
         else:
@@ -91,8 +99,14 @@ def _attend_share(
         inside = whole + i < end
         keys = key + tl.cast(whole, tl.int64) * HEAD_DIM
         values = value + tl.cast(whole, tl.int64) * HEAD_DIM
-        k = tl.load(keys + at, mask=inside[:, None] & in_head, other=0.0)
-        v = tl.load(values + at, mask=inside[:, None] & in_head, other=0.0)
+        if PAGE:
+            k, v = tile(
+                key, value, pages, whole, end, key_p, key_s, key_d, value_p, value_s, value_d, pages_s,
+                BLOCK, HEAD_DIM, D_PAD, PAGE, True,
+            )
+        else:
+            k = tl.load(keys + at, mask=inside[:, None] & in_head, other=0.0)
+            v = tl.load(values + at, mask=inside[:, None] & in_head, other=0.0)
         acc, row_max, weight_sum = _tile(
             q, k, v, acc, row_max, weight_sum, logits, whole + i, inside, scale, GROUP_PAD, ROWS, True, KEEP
         )
@@ -151,15 +165,22 @@ def _size_of(new_value, new_value_d, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr
 def _take_slot(
     new_key, new_value, key, value, occupied, positions, score, token_index, carried, valid_seen,
     slot, position, number, new_score, size, takes, new_key_d, new_value_d,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, RULE: tl.constexpr, MAGNITUDE: tl.constexpr,
+    pages, key_p, key_s, key_d, value_p, value_s, value_d, pages_s,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, RULE: tl.constexpr, MAGNITUDE: tl.constexpr, PAGE: tl.constexpr,
 ):
     """Write the new token into its slot, if it `takes` one, and count it in `valid_seen`. Pointers are at the row."""
     d = tl.arange(0, D_PAD).to(tl.int64)
     in_head = d < HEAD_DIM
     at = slot.to(tl.int64)
     if takes:
-        tl.store(key + at * HEAD_DIM + d, tl.load(new_key + d * new_key_d, mask=in_head), mask=in_head)
-        tl.store(value + at * HEAD_DIM + d, tl.load(new_value + d * new_value_d, mask=in_head), mask=in_head)
+        if PAGE:
+            key_at = key + offset(pages, at, key_p, key_s, pages_s, PAGE) + d * key_d
+            value_at = value + offset(pages, at, value_p, value_s, pages_s, PAGE) + d * value_d
+            tl.store(key_at, tl.load(new_key + d * new_key_d, mask=in_head), mask=in_head)
+            tl.store(value_at, tl.load(new_value + d * new_value_d, mask=in_head), mask=in_head)
+        else:
+            tl.store(key + at * HEAD_DIM + d, tl.load(new_key + d * new_key_d, mask=in_head), mask=in_head)
+            tl.store(value + at * HEAD_DIM + d, tl.load(new_value + d * new_value_d, mask=in_head), mask=in_head)
         tl.store(occupied + at, 1)
         tl.store(positions + at, position)
         tl.store(score + at, new_score)
@@ -207,9 +228,11 @@ def step_kernel(
     output, logits, partial, row_maxima, weight_sums, normalisers, completion_counters, counts, ranks, window_query,
     window_positions, scale, alpha, budget, slots, padded, share, splits, heads, rows, sinks, recent, offset, observers,
     query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
+    pages, pages_b, pages_s, key_p, key_h, key_s, key_d, value_p, value_h, value_s, value_d,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, UNIT: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr,
     MAGNITUDE: tl.constexpr, PROTECTS: tl.constexpr, GROWS: tl.constexpr, FUSED: tl.constexpr, DISCARD: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     """Program (split, batch_head): attends to `share` tiles of a head's slots. The last program of a batch_head merges
     the splits.
@@ -225,8 +248,13 @@ def step_kernel(
     at = batch_head * (slots * UNIT)
     new_key += b * new_key_b + k_head * new_key_h
     new_value += b * new_value_b + k_head * new_value_h
-    key += at * HEAD_DIM
-    value += at * HEAD_DIM
+    if PAGE:
+        pages += b * pages_b
+        key += k_head * key_h
+        value += k_head * value_h
+    else:
+        key += at * HEAD_DIM
+        value += at * HEAD_DIM
     logits += batch_head * (padded * 16) * GROUP_PAD
     number = tl.load(valid_seen + batch_head)                          # valid tokens before this one
     tokens = tl.minimum(number, budget)                                # in the cache
@@ -239,7 +267,8 @@ def step_kernel(
     acc, row_max, weight_sum = _attend_share(
         q, key, value, new_key, new_value, logits, scale, begin, tl.minimum(begin + share * BLOCK, tokens), budget,
         split == splits - 1, new_key_d, new_value_d,
-        GROUP_PAD, HEAD_DIM, D_PAD, ROWS, BLOCK, RULE < RANDOM and RULE != NOTHING,
+        pages, key_p, key_s, key_d, value_p, value_s, value_d, pages_s,
+        GROUP_PAD, HEAD_DIM, D_PAD, ROWS, BLOCK, RULE < RANDOM and RULE != NOTHING, PAGE,
     )
     part = (batch_head * GROUP + row) * splits + split
     tl.store(row_maxima + part, row_max, mask=row < GROUP)
@@ -275,7 +304,9 @@ def step_kernel(
             _take_slot(
                 new_key, new_value, key, value, occupied + at, positions + at, score, token_index, carried,
                 valid_seen + batch_head, slot, tl.load(seen), number, new_score, size,
-                (slot < budget) | (RULE == NOTHING) | GROWS, new_key_d, new_value_d, HEAD_DIM, D_PAD, RULE, MAGNITUDE,
+                (slot < budget) | (RULE == NOTHING) | GROWS, new_key_d, new_value_d,
+                pages, key_p, key_s, key_d, value_p, value_s, value_d, pages_s,
+                HEAD_DIM, D_PAD, RULE, MAGNITUDE, PAGE,
             )
             if GROWS:
                 tl.store(counts + batch_head, tokens + 1)
@@ -357,6 +388,7 @@ def finish_kernel(
                 new_key, new_value, key + row * HEAD_DIM, value + row * HEAD_DIM, occupied + row, positions + row,
                 score, token_index, carried, valid_seen + batch_head, slot, tl.load(seen), number,
                 tl.load(new_scores + batch_head, cache_modifier=".cg"), size, (slot < budget) | GROWS,
-                new_key_d, new_value_d, HEAD_DIM, D_PAD, RULE, MAGNITUDE,
+                new_key_d, new_value_d, None, None, None, None, None, None, None, None,
+                HEAD_DIM, D_PAD, RULE, MAGNITUDE, 0,
             )
             _count_row(completion_counters, seen, rows)

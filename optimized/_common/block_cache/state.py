@@ -92,8 +92,7 @@ class BlockState(State):
             query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
         rows = (batch, key_value_heads, self.sizes.slots)
-        self.key = self._buffer(*rows, head_dim, dtype=dtype)
-        self.value = self._buffer(*rows, head_dim, dtype=dtype)
+        self._allocate_tokens()
         self.occupied = self._buffer(*rows, dtype=torch.bool)
         self.positions = self._buffer(*rows, dtype=torch.int64)
         self._score = self._buffer(*rows, dtype=torch.float32)
@@ -190,12 +189,13 @@ class BlockState(State):
         """Add one token: query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not
         synchronize with the host."""
         self._check_step(query, key, value)
+        held_key, held_value, block_table = self._tokens()
         self._start_change("step")
         output = block_step(
-            query, key, value, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
+            query, key, value, held_key, held_value, self.occupied, self.positions, self._score, self._token_index,
             self._carried if self._carries_magnitude or self._rule == "activate" else None, self._valid_seen,
             self._seen, *self._scratch, self._counts, self._ranks, *self._window, self.scale, self.config.capacity,
-            self._rule, self._sinks, self._recent, self._offset, self._alpha,
+            self._rule, self._sinks, self._recent, self._offset, self._alpha, block_table,
         )
         self._finish_step(query)
         self._end_change()
@@ -224,6 +224,15 @@ class BlockState(State):
         self._end_change()
 
     # Defined by methods ----------------------------------------------------------------------------------------------
+
+    def _allocate_tokens(self) -> None:
+        """Allocate `key` and `value`."""
+        batch, _, heads, slots, head_dim = self.sizes
+        self.key, self.value = (self._buffer(batch, heads, slots, head_dim, dtype=self.dtype) for _ in range(2))
+
+    def _tokens(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values as the kernels of a step take them, with a block table if they are in pages."""
+        return self.key, self.value, None
 
     def _allocate(self) -> None:
         """Allocate the method's own buffers with `_buffer`."""

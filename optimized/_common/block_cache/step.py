@@ -117,6 +117,7 @@ def step(
     workspace: Tensor, candidates: Tensor, completion_counters: Tensor,
     counts: Tensor | None, ranks: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
     scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int, alpha: float,
+    block_table: Tensor | None = None,
 ) -> Tensor:
     """Add one token: attention to the cache and to itself, update of the scores, and its slot, if the rule gives one.
 
@@ -128,10 +129,13 @@ def step(
     tokens of each head, the token takes the first of `budget` + 1 slots that is free, counts is incremented, and the
     caller evicts: the rules of WEIGHING store in ranks [B, Hkv, S] (float32; int64 with "renew") what a head with
     `budget` + 1 tokens is to be ranked by, by slot. "append" needs counts; the query replaces the oldest in
-    window_query [B, Hq, W, D] and window_positions [B, W]. Returns the output [B, Hq, D].
+    window_query [B, Hq, W, D] and window_positions [B, W]. With block_table [B, n], which needs "nothing", key and
+    value are in pages [pages, Hkv, page_size, D], any strides. Returns the output [B, Hq, D].
     """
     batch, query_heads, head_dim = query.shape
-    _, heads, slots, _ = key.shape
+    _, heads, slots = occupied.shape
+    paged = block_table is not None
+    assert not paged or rule == "nothing"
     sizes = Sizes(batch, query_heads, heads, slots, head_dim)
     plan = _plan(sizes, budget, key.element_size(), key.device, rule)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -140,6 +144,7 @@ def step(
     unit = 16 if slots % 16 == 0 else 1
     group_pad = triton.next_power_of_2(group)
     strides = (*new_key.stride(), *new_value.stride())
+    page_strides = (*block_table.stride(), *key.stride(), *value.stride()) if block_table is not None else [None] * 10
     state = (
         new_key, new_value, key, value, occupied, positions, score, token_index,
         score if carried is None else carried, valid_seen, seen,
@@ -158,8 +163,9 @@ def step(
         step_kernel[(batch_heads * plan.splits,)](
             query, *state, output, logits, partial, row_maxima, weight_sums, normalisers, completion_counters,
             *grown, *window, scale * LOG2_E.value, alpha, budget, slots // unit, padded, plan.share, plan.splits,
-            *numbers, 1 if window_query is None else window_query.shape[2], *query.stride(), *strides, **options,
-            ROWS=GROUP_ROWS, BLOCK=plan.block, CHUNK=32 if SMALL_TILES else min(CHUNK, 8 * CHUNK // group_pad),
+            *numbers, 1 if window_query is None else window_query.shape[2], *query.stride(), *strides, block_table,
+            *page_strides, **options, ROWS=GROUP_ROWS, BLOCK=plan.block,
+            CHUNK=32 if SMALL_TILES else min(CHUNK, 8 * CHUNK // group_pad), PAGE=key.shape[2] if paged else 0,
             FUSED=plan.fused, DISCARD=plan.fused and discards(key.device),
             num_warps=WARPS if plan.fused or key.element_size() == 4 else 2, num_stages=STAGES if plan.fused else 2,
             maxnreg=_registers(plan, key),
@@ -180,5 +186,6 @@ def _(
     workspace: Tensor, candidates: Tensor, completion_counters: Tensor,
     counts: Tensor | None, ranks: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
     scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int, alpha: float,
+    block_table: Tensor | None = None,
 ) -> Tensor:
     return query.new_empty(query.shape)
