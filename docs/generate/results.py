@@ -84,8 +84,9 @@ def benchmarks_page() -> str:
     ]
     for machine, run in baselines():
         parts += [f"## {machine}\n\n{machine_of(run)}.\n\n### Against the bars\n", bars_table(machine, run)]
-        for group in sorted({one["group"] for one in run["benchmarks"]}):
-            own = [one for one in run["benchmarks"] if one["group"] == group]
+        timed = [one for one in run["benchmarks"] if "milliseconds" in one["extra_info"]]
+        for group in sorted({one["group"] or "prompts" for one in timed}):
+            own = [one for one in timed if (one["group"] or "prompts") == group]
             parts.append(f"### {group}\n\n{benchmark_table(own)}\n")
     return "\n".join(parts)
 
