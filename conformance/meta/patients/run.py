@@ -11,6 +11,7 @@ import pytest
 from hypothesis import core, settings
 
 from ... import Capabilities, __main__, plugin
+from ...cases import draws
 from ...harness import environment, verdict
 from ...interpreter import INTERPRET
 
@@ -42,6 +43,7 @@ def verdict_of(
     monkeypatch.setenv(INTERPRET, "1")
     monkeypatch.setattr(environment, "_check_triton", lambda **_: None)
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(draws, "is_quick", lambda: False)  # of this profile, only the number of examples is meant
     monkeypatch.setattr(core, "global_force_seed", None)  # the same verdict with every --hypothesis-seed
     options = __main__.parser().parse_args(
         [method, "--impl=patient", "--device=cpu", "--jobs=1", "--hypothesis-profile=quick"]
