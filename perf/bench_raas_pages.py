@@ -1,7 +1,7 @@
 """Benchmark of RaaS with pages of 16 tokens, as in the authors' code. It has no gate.
 
 When the cache is full, each page that is completed evicts one. `test_interval` times the steps of a page in one graph.
-The other benchmarks of RaaS are those of all baselines, in bench_baselines.py.
+bench_baselines.py has the other benchmarks of RaaS.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ CONTENTS = ("ordinary", "collinear", "duplicates", "near_ties", "zero_keys", "in
 #: Contents whose ranks are too close for any arithmetic to order.
 UNDECIDED = ("near_ties", "opposite")
 COSINE_ONLY = ("sizes", "subnormal")
-#: Contents of FP8 keys, whose near ties are those of `duplicates` after rounding.
+#: Contents of FP8 keys: all but `near_ties`, which rounding to FP8 turns into `duplicates`.
 FP8_CONTENTS = tuple(content for content in CONTENTS if content != "near_ties")
 ANCHORS = ("mean_normalized", "mean", "median")
 SIMILARITIES = ("cosine", "dot", "euclidean")

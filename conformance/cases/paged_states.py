@@ -72,3 +72,19 @@ def move(pages: Pages, seed: int) -> None:
     for cache in (pages.key_cache, pages.value_cache):
         cache[order] = cache.clone()
     pages.block_table.copy_(order[pages.block_table.long()].int())
+
+
+def assert_only_own_slots_were_written(pages: Pages, slots: int) -> None:
+    """All memory but the slots of the rows still holds NaN."""
+    size = pages.page_size
+    for cache in (pages.key_cache, pages.value_cache):
+        own = torch.zeros(cache.shape[:2], dtype=torch.bool, device=cache.device)
+        for entries in pages.block_table.long():
+            slot = torch.arange(slots, device=cache.device)
+            own[entries[slot // size], slot % size] = True
+        assert bool(cache[~own].isnan().all()), "memory of other sequences was written"
+
+
+def name_of(layout: PagedLayout) -> str:
+    """The name of a layout in the names of tests."""
+    return "-".join(map(str, (layout.page_size, layout.order, *(["apart"] if layout.apart else ()), layout.seed)))

@@ -54,8 +54,10 @@ def test_sums_of_equal_columns_are_equal(dtype, slots, group, device):
     assert_equal(attention.logsumexp_in_order(column, 1))
     assert_equal(blocks.group_mean(column, 3))
     assert_equal(hybrids.received(column))
-    torch.testing.assert_close(attention.sum_in_order(column, 1), column.sum(1))
-    torch.testing.assert_close(attention.logsumexp_in_order(column, 1), column.logsumexp(1))
+    # Torch adds a row of memory in one order, and sums of small whole numbers are exact in any order.
+    assert torch.equal(attention.logsumexp_in_order(column, 1)[:, 0], column[..., 0].contiguous().logsumexp(-1))
+    whole = (16 * column).round()
+    assert torch.equal(attention.sum_in_order(whole, 1), whole.sum(1))
 
 
 @every_group

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvtwin.conformance.cases.case import StateTrace
-from kvtwin.conformance.cases.paged_states import OWN_LAYOUTS, empty_pages, module_of, move
+from kvtwin.conformance.cases.paged_states import (
+    OWN_LAYOUTS,
+    assert_only_own_slots_were_written,
+    empty_pages,
+    module_of,
+    move,
+    name_of,
+)
 from kvtwin.conformance.cases.paged_view import PagedLayout
 from kvtwin.conformance.cases.strategies import state_traces
 from kvtwin.conformance.harness.impl import NotProvided
@@ -33,12 +40,6 @@ few = settings(max_examples=max(2, settings().max_examples // 5))
 MORE = 1
 SIZES = {"batch": 2, "query_heads": 4, "key_value_heads": 2, "head_dim": 16, "dtype": torch.float32}
 BUDGET = 9
-
-
-def name_of(layout: PagedLayout) -> str:
-    return "-".join(map(str, (layout.page_size, layout.order, *(["apart"] if layout.apart else ()), layout.seed)))
-
-
 each_layout = pytest.mark.parametrize("layout", OWN_LAYOUTS, ids=name_of)
 
 
@@ -75,17 +76,6 @@ def test_keydiff_state_over_many_pages_keeps_step_with_float64(side, layout, twi
         key_value_heads=2, group=2, seed=5, device=device.type,
     )
     lockstep.run(trace, over_pages(getattr(twins, side).keydiff, layout))
-
-
-def assert_only_own_slots_were_written(pages: Pages, slots: int) -> None:
-    """All memory but the slots of the rows still holds NaN."""
-    size = pages.page_size
-    for cache in (pages.key_cache, pages.value_cache):
-        own = torch.zeros(cache.shape[:2], dtype=torch.bool, device=cache.device)
-        for entries in pages.block_table.long():
-            slot = torch.arange(slots, device=cache.device)
-            own[entries[slot // size], slot % size] = True
-        assert bool(cache[~own].isnan().all()), "memory of other sequences was written"
 
 
 def tokens(number: int, count: int | None = None) -> list[Tensor]:

@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.case import DecodeCase, StateTrace
-from kvtwin.conformance.cases.paged_states import OWN_LAYOUTS, empty_pages, filled_pages, module_of, move
+from kvtwin.conformance.cases.paged_states import (
+    OWN_LAYOUTS,
+    assert_only_own_slots_were_written,
+    empty_pages,
+    filled_pages,
+    module_of,
+    move,
+    name_of,
+)
 from kvtwin.conformance.cases.paged_view import LAYOUTS, PagedLayout, PagedView
 from kvtwin.conformance.cases.strategies import decode_cases, state_traces
 from kvtwin.conformance.harness.impl import NotProvided
@@ -26,12 +34,6 @@ from kvtwin.reference.contract import Pages
 
 SIDES = ("optimized", "reference")
 each_side = pytest.mark.parametrize("side", SIDES)
-
-
-def name_of(layout: PagedLayout) -> str:
-    return "-".join(map(str, (layout.page_size, layout.order, *(["apart"] if layout.apart else ()), layout.seed)))
-
-
 each_layout = pytest.mark.parametrize("layout", OWN_LAYOUTS, ids=name_of)
 few = settings(max_examples=max(2, settings().max_examples // 5))
 
@@ -123,17 +125,6 @@ def test_longflow_state_over_many_pages_keeps_step_with_float64(side, layout, tw
         group=2, seed=5, device=device.type,
     )
     lockstep.run(trace, over_pages(getattr(twins, side).longflow, layout))
-
-
-def assert_only_own_slots_were_written(pages: Pages, budget: int) -> None:
-    """All memory but the slots of the rows still holds NaN."""
-    size = pages.page_size
-    for cache in (pages.key_cache, pages.value_cache):
-        own = torch.zeros(cache.shape[:2], dtype=torch.bool, device=cache.device)
-        for entries in pages.block_table.long():
-            slot = torch.arange(budget, device=cache.device)
-            own[entries[slot // size], slot % size] = True
-        assert bool(cache[~own].isnan().all()), "memory of other sequences was written"
 
 
 SIZES = {"batch": 2, "query_heads": 4, "key_value_heads": 2, "head_dim": 16, "dtype": torch.float32}

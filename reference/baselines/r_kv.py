@@ -147,7 +147,7 @@ class RKVState(BlockState):
         largest = logit.unflatten(1, (self.sizes.key_value_heads, -1)).amax(2)           # [B, Hkv, W, S]
         asks = (self._window_positions >= 0)[:, None, :, None]
         weight = softmax(largest.masked_fill(~(prefix[:, :, None] & asks), -INF))
-        received = sum_in_order(weight, 2) / asks.sum(2).clamp_min(1)                              # I, [B, Hkv, S]
+        received = sum_in_order(weight, 2) / asks.sum(2).clamp_min(1)                     # I, [B, Hkv, S]
         # The pool runs along the prefix in the order of positions. Free slots come first, the window last.
         place = order(self.positions)
         in_order = torch.full_like(received, -INF).scatter(-1, place, received.masked_fill(~prefix, -INF))
