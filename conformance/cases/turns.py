@@ -1,15 +1,17 @@
-"""Tests that take gigabytes of a GPU's memory take turns: one at a time, over all processes that test on that GPU.
+"""Tests that take gigabytes of a GPU's memory take turns, over all processes that test on that GPU.
 
-Several of them at once, in the processes of pytest-xdist, may need more memory than the GPU has.
+Many of them at once, in the processes of pytest-xdist, may need more memory than the GPU has.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,21 +26,65 @@ except ImportError:  # not on POSIX: there are no turns
 #: Seconds to wait for memory before each further call.
 PAUSES = (2, 10, 30)
 
+#: Bytes of a GPU for each test that may hold the turn of its memory. The largest test takes 25 GB.
+SHARE = 32 * 2**30
+
+#: Seconds between two attempts to take a turn that several processes may hold.
+INTERVAL = 0.05
+
 _held: dict[str, IO[str]] = {}
 
 
-def take(name: str) -> None:
-    """Wait until no other process holds the turn `name`, and hold it until `give_back`."""
+def take(name: str, at_once: int = 1) -> None:
+    """Wait until fewer than `at_once` other processes hold the turn `name`, and hold it until `give_back`."""
     if fcntl is None or name in _held:
         return
-    file = (Path(tempfile.gettempdir()) / f"kvtwin-{os.getuid()}-{name}.lock").open("a")
-    fcntl.flock(file, fcntl.LOCK_EX)  # the system gives it back if the process ends
+    while not any(_locks(name, number) for number in range(at_once)):
+        time.sleep(INTERVAL)
+
+
+def _locks(name: str, number: int) -> bool:
+    file = (Path(tempfile.gettempdir()) / f"kvtwin-{os.getuid()}-{name}-{number}.lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system gives it back if the process ends
+    except BlockingIOError:
+        file.close()
+        return False
     _held[name] = file
+    return True
 
 
 def take_memory_of(device: torch.device) -> None:
-    """Take the turn of a GPU's memory. The GPU is known by its UUID, since CUDA_VISIBLE_DEVICES may renumber it."""
-    take(f"memory-{getattr(torch.cuda.get_device_properties(device), 'uuid', device.index)}")
+    """Take a turn of a GPU's memory: a GPU has one for each SHARE of its memory. The GPU is known by its UUID, since
+    CUDA_VISIBLE_DEVICES may renumber it."""
+    gpu = torch.cuda.get_device_properties(device)
+    take(f"memory-{getattr(gpu, 'uuid', device.index)}", at_once=max(1, gpu.total_memory // SHARE))
+
+
+@contextmanager
+def between_examples(test: Any, call: Callable[[], None]) -> Iterator[None]:
+    """Within it, each case that Hypothesis draws for the test begins with `call()` if this process holds a turn then.
+
+    Without this, a test whose third case takes gigabytes would hold its turn until its last case.
+    """
+    handle = getattr(test, "hypothesis", None)
+    if handle is None:
+        yield
+        return
+    example = handle.inner_test  # for runners, says Hypothesis's documentation
+
+    @functools.wraps(example)
+    def begins_without_a_turn(*arguments: Any, **named: Any) -> Any:
+        __tracebackhide__ = True
+        if held():
+            call()
+        return example(*arguments, **named)
+
+    handle.inner_test = begins_without_a_turn
+    try:
+        yield
+    finally:
+        handle.inner_test = example
 
 
 def when_memory_is_free(test: Callable[..., None], /, *arguments: Any, **named: Any) -> None:

@@ -280,7 +280,8 @@ class Suite:
             turns.when_memory_is_free, stack.call, draws.until_decided, test, findings.test_id(pyfuncitem), *least
         )
         try:
-            return (yield)
+            with turns.between_examples(test, _release_memory):
+                return (yield)
         finally:
             pyfuncitem.obj = test
 

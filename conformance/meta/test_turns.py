@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtwin.conformance.cases import layouts, turns
 from kvtwin.conformance.harness import suite
+
+pytest_plugins = ["pytester"]
 
 #: Elsewhere there are no turns to test: `take` returns at once.
 posix = pytest.mark.skipif(turns.fcntl is None, reason="turns are locks of fcntl, which only POSIX systems have")
 
 OTHER = """
+import sys
 from kvtwin.conformance.cases import turns
 print("asks", flush=True)
-turns.take("of-this-test")
+turns.take("of-this-test", at_once=int(sys.argv[1]))
 print("holds", flush=True)
+sys.stdin.readline()
 """
+
+
+def other(at_once: int = 1) -> subprocess.Popen:
+    """Another process, which asks for the turn, says that it holds it, and ends after a line of input."""
+    return subprocess.Popen(
+        [sys.executable, "-c", OTHER, str(at_once)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    )
+
+
+def says(process: subprocess.Popen, line: str, seconds: float = 60) -> bool:
+    """Whether the process prints this line within the time."""
+    ready = select.select([process.stdout], [], [], seconds)[0]
+    return bool(ready) and process.stdout.readline().decode().split() == [line]
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +56,81 @@ def test_another_process_waits_until_the_turn_is_given_back(tmp_path, monkeypatc
     monkeypatch.setattr(turns.tempfile, "tempdir", str(tmp_path))
     turns.take("of-this-test")
     turns.take("of-this-test")  # again in this process: no wait
-    with subprocess.Popen([sys.executable, "-c", OTHER], stdout=subprocess.PIPE, text=True) as other:
+    with other() as process:
         try:
-            assert other.stdout.readline() == "asks\n"
-            with pytest.raises(subprocess.TimeoutExpired):
-                other.wait(0.5)
+            assert says(process, "asks")
+            assert not says(process, "holds", 0.5)
             turns.give_back()
-            assert other.communicate(timeout=60) == ("holds\n", None)
+            assert says(process, "holds")
         finally:
-            other.kill()  # it would wait for ever if the turn was not given back
+            process.kill()  # it would wait for ever if the turn was not given back
+
+
+@posix
+def test_as_many_processes_hold_a_turn_as_it_admits(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(turns.tempfile, "tempdir", str(tmp_path))
+    turns.take("of-this-test", at_once=2)
+    with other(2) as second:
+        try:
+            assert says(second, "asks")
+            assert says(second, "holds")
+            with other(2) as third:
+                try:
+                    assert says(third, "asks")
+                    assert not says(third, "holds", 0.5)
+                    second.kill()
+                    assert says(third, "holds")
+                finally:
+                    third.kill()
+        finally:
+            second.kill()
+
+
+@pytest.mark.parametrize(("gigabytes", "processes"), [(16, 1), (79, 2), (140, 4)])
+def test_the_memory_of_a_gpu_says_how_many_may_hold_its_turn(monkeypatch, gigabytes, processes):
+    taken = []
+    monkeypatch.setattr(turns, "take", lambda name, at_once: taken.append((name, at_once)))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="7", total_memory=gigabytes * 2**30)
+    )
+    turns.take_memory_of(torch.device("cuda", 0))
+    assert taken == [("memory-7", processes)]
+
+
+def test_a_turn_is_given_back_before_the_next_case(tmp_path, monkeypatch):
+    """The cases that Hypothesis draws for one test; the turn of the last one is given back after the test."""
+    monkeypatch.setattr(turns.tempfile, "tempdir", str(tmp_path))
+    cases = []
+
+    @settings(max_examples=4, database=None, deadline=None)
+    @given(st.integers())
+    def test(number):
+        cases.append(turns.held())
+        turns.take("of-one-case")
+
+    before = test.hypothesis.inner_test
+    with turns.between_examples(test, suite._release_memory):
+        test()
+    assert len(cases) == 4
+    assert not any(cases)
+    assert turns.held() == (turns.fcntl is not None)
+    assert test.hypothesis.inner_test is before
+
+
+def test_the_suite_gives_turns_back_between_cases(pytester):
+    """In a run of pytest: the second case of a test finds no turn."""
+    pytester.makepyfile("""
+        from hypothesis import given, settings, strategies as st
+        from kvtwin.conformance.cases import case, turns
+
+        @settings(max_examples=3, database=None)
+        @given(st.integers())
+        def test_cases(number):
+            assert not turns.held()
+            turns._held["of this test"] = open(__file__)
+    """)
+    pytester.runpytest_subprocess("--kv-device=cpu", "-p", "no:cacheprovider").assert_outcomes(passed=1)
 
 
 def test_gigabytes_of_a_gpu_are_allocated_in_turn(monkeypatch):
