@@ -10,6 +10,7 @@ a few rounds suffice whatever the seed. A test that still has too few fails as v
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,9 +33,30 @@ _round: ContextVar[int] = ContextVar("kvtwin_round", default=0)
 def is_quick() -> bool:
     """True with the profile quick, whose run has to end in a few minutes. Tests that take long draw fewer cases then,
     or leave out combinations of parameters that each occur otherwise."""
+    return _profile() == "quick"
+
+
+def _profile() -> str:
     from hypothesis import settings
 
-    return settings.get_current_profile_name() == "quick"
+    return settings.get_current_profile_name()
+
+
+def half_of_run(options: Sequence[Any]) -> list[Any]:
+    """The options to draw from. With the profile gpu, half of them: another half in a run with another seed, and the
+    same one in all tests and processes of a run, so that they share the kernels that are compiled for an option.
+
+    A run without --hypothesis-seed goes by its id of pytest-xdist, and without either by its process.
+    """
+    from hypothesis import core
+
+    if _profile() != "gpu":
+        return list(options)
+    seed = core.global_force_seed
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid()) if seed is None else seed
+    order = sorted(options, key=lambda option: hashlib.sha256(f"{run} {option}".encode()).digest())
+    chosen = order[:-(-len(order) // 2)]
+    return [option for option in options if option in chosen]
 
 
 def at_least(examples: int) -> int:

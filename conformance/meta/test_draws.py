@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import core, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
@@ -198,6 +198,26 @@ def test_plain_traces_are_as_long_as_they_may_be(pair):
     for trace in plain(strategies.state_traces(pair.name, max_prompt=14, max_steps=5))[:20]:
         assert (trace.content, trace.dtype, trace.padding) == ("ordinary", torch.float32, "none")
         assert (trace.prompt, trace.steps) == (14, 5)
+
+
+def test_a_run_on_a_gpu_draws_from_one_half(monkeypatch):
+    """With the profile gpu, the same half everywhere in a run. In some run, each option is drawn."""
+    options = [(16, "a"), (32, "a"), (64, "b"), (128, "b"), (256, "c")]
+
+    def half(seed, run="one") -> list:
+        monkeypatch.setattr(core, "global_force_seed", seed)
+        monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", run)
+        return draws.half_of_run(options)
+
+    monkeypatch.setattr(draws, "_profile", lambda: "ci")
+    assert half(1) == half(2) == options
+    monkeypatch.setattr(draws, "_profile", lambda: "gpu")
+    halves = [half(seed) for seed in range(20)]
+    assert all(len(one) == 3 and one == sorted(one) for one in halves)
+    assert {option for one in halves for option in one} == set(options)
+    assert half(7, "one") == half(7, "two") == halves[7]
+    assert len({str(half(None, str(run))) for run in range(20)}) > 1
+    assert half(None, "one") == half(None, "one")
 
 
 def test_a_test_keeps_the_contents_that_it_is_about():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import operator
+import os
 import sys
 import types
 from collections import namedtuple
@@ -237,10 +238,14 @@ def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
 
 def judge_it(pytester: pytest.Pytester, spoil: str, *arguments: str) -> pytest.RunResult:
     pytester.makepyfile(test_judged=JUDGED)
-    package = pytester.mkpydir("their_kernels")
-    package.joinpath("longflow.py").write_text(WRAPPED.format(spoil=spoil))
+    make_their_kernels(pytester, spoil)
     pytester.syspathinsert()
     return run(pytester, "--kv-impl", "their_kernels", *(arguments or ["test_judged.py"]))
+
+
+def make_their_kernels(pytester: pytest.Pytester, spoil: str) -> None:
+    package = pytester.mkpydir("their_kernels")
+    package.joinpath("longflow.py").write_text(WRAPPED.format(spoil=spoil))
 
 
 def test_a_right_implementation_passes(pytester):
@@ -275,10 +280,16 @@ def test_a_wrong_implementation_is_caught(pytester, spoil, verdict):
 
 
 @pytest.mark.parametrize(("spoil", "outcome"), [("pass", "passed"), (SPOILED["slot"][0], "failed")])
-def test_the_real_suite_on_their_implementation(pytester, spoil, outcome):
-    """The smallest run: one test, found as with --pyargs."""
+def test_the_real_suite_on_their_implementation(pytester, monkeypatch, spoil, outcome):
+    """The smallest run: one test, found as with --pyargs. In a process of its own: pytester keeps what the failed test
+    held, which may be 24 GB of a GPU."""
     name = "test_longflow_evicts_what_float64_would"
-    result = judge_it(pytester, spoil, "--pyargs", "kvtwin.conformance.longflow.test_longflow", "-k", name)
+    make_their_kernels(pytester, spoil)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(pytester.path), os.environ.get("PYTHONPATH", "")]))
+    result = pytester.runpytest_subprocess(
+        "-p", "no:cacheprovider", "--hypothesis-profile", settings.get_current_profile_name(), "--kv-impl",
+        "their_kernels", "--pyargs", "kvtwin.conformance.longflow.test_longflow", "-k", name,
+    )
     assert result.parseoutcomes()[outcome] == 1
     # One passed test covers no property.
     code, said = (verdict.EXIT_WRONG, "WRONG") if outcome == "failed" else (verdict.EXIT_NOT_COVERED, "NOT COVERED")
