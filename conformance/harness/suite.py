@@ -19,7 +19,7 @@ from ..judge import stats
 from ..judge.fields import MissingField
 from ..judge.properties import CORE
 from ..own_methods import MethodError
-from . import environment, findings, options, results, summary, verdict
+from . import environment, findings, kernel_keys, options, results, summary, verdict
 from .impl import EnvironmentLimit, NotProvided, Twins, environment_limit, not_run
 from .report import build_report, write_report
 
@@ -206,6 +206,8 @@ class Suite:
     # (This also keeps cycles left over from collection, and hides all of it from gc.get_objects.)
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Generator[None, Any, Any]:
+        if not self.backend.interpreter:
+            kernel_keys.settle()
         enabled = gc.isenabled()
         gc.disable()
         try:

@@ -1,0 +1,24 @@
+"""The keys of kernels in Triton's cache, which must not depend on what a process called before.
+
+Triton (3.6, 3.7) puts the constants that a kernel reads into its key: those of its own module, and those of a device
+function that it calls, but only if that function's own key was already computed. So a process that uses the kernels in
+another order looks for other keys, and compiles the same kernels again. The processes of a run use them in many orders.
+"""
+
+from __future__ import annotations
+
+from ..compile_only import modules
+
+
+def settle() -> None:
+    """Compute the keys of all kernels and device functions of kvtwin, in one order.
+
+    Imports the modules of the optimized side. Without effect on keys that were computed before. Not for the
+    interpreter, whose kernels have no keys.
+    """
+    from triton.runtime.jit import JITFunction
+
+    for module in modules():
+        for value in list(vars(module).values()):
+            if isinstance(value, JITFunction):
+                value.cache_key  # noqa: B018  # computed and stored at the first access
