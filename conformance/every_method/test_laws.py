@@ -353,6 +353,7 @@ def poison_slots(state: object) -> None:
         tensor.copy_(torch.where(slots[..., None], tensor, value))
 
 
+@pytest.mark.slow_on_cpu  # test_properties.py judges free slots of states, too
 @pytest.mark.property("free_slots")
 @given(scenario=scenarios(max_budget=12))
 @few
