@@ -279,6 +279,7 @@ def test_a_wrong_implementation_is_caught(pytester, spoil, verdict):
     result.stdout.fnmatch_lines([f"E  *: {verdict}"])
 
 
+@pytest.mark.slow_on_cpu
 @pytest.mark.parametrize(("spoil", "outcome"), [("pass", "passed"), (SPOILED["slot"][0], "failed")])
 def test_the_real_suite_on_their_implementation(pytester, monkeypatch, spoil, outcome):
     """The smallest run: one test, found as with --pyargs. In a process of its own: pytester keeps what the failed test

@@ -50,6 +50,7 @@ def no_turn():
     turns.give_back()
 
 
+@pytest.mark.slow_on_cpu  # only tests on a GPU take turns
 @posix
 def test_another_process_waits_until_the_turn_is_given_back(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -66,6 +67,7 @@ def test_another_process_waits_until_the_turn_is_given_back(tmp_path, monkeypatc
             process.kill()  # it would wait for ever if the turn was not given back
 
 
+@pytest.mark.slow_on_cpu
 @posix
 def test_as_many_processes_hold_a_turn_as_it_admits(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -118,6 +120,7 @@ def test_a_turn_is_given_back_before_the_next_case(tmp_path, monkeypatch):
     assert test.hypothesis.inner_test is before
 
 
+@pytest.mark.slow_on_cpu
 def test_the_suite_gives_turns_back_between_cases(pytester):
     """In a run of pytest: the second case of a test finds no turn."""
     pytester.makepyfile("""
