@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...reference.contract import Pages
 from ..judge.oracle import Attention, attend
-from . import contents, draws
+from . import contents, draws, supported
 from .block_cases import AttendCase, attend_cases
 from .case import Case, DecodeCase
 from .layouts import LAYOUTS, MIXED, REPEATED
@@ -282,7 +282,8 @@ def _coded(draw: st.DrawFn, cases: st.SearchStrategy[Any]) -> dict[str, Any]:
     """The fields of a case, and those of `Coded`."""
     plain = draw(cases)
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
+    formats = supported.fp8(FORMATS[name] for name in sorted(FORMATS))
     return {
-        **fields, "fp8": draw(st.sampled_from(sorted(FORMATS))),
+        **fields, "fp8": draw(st.sampled_from([name for name in sorted(FORMATS) if FORMATS[name] in formats])),
         "scales": draw(st.sampled_from(draws.plain_among(SCALES, ("heads",)))),
     }
