@@ -16,7 +16,8 @@ from ....reference._validate_scales import FP8
 from ...cases import draws, tiny
 from ...cases.case import Case
 from ...cases.contents import OCCUPANCIES
-from ...cases.key_cases import ANCHORS, PROTECTIONS, SIMILARITIES, KeyCase, key_cases
+from ...cases.in_pages import PAGED, PagedKeyCase, paged_key_cases, with_pages
+from ...cases.key_cases import ANCHORS, PROTECTIONS, SIMILARITIES, KeyCase, fp8_key_cases, key_cases
 from ...cases.paged_states import filled_pages
 from ...cases.paged_view import PagedLayout
 from .. import compare, recorded
@@ -24,12 +25,12 @@ from ..bounds import DIVISION, FLUSH, SLACK, UNIT, Interval, gamma
 from ..compare import Verdict, assert_dtype, assert_same, assert_within, gathered, undecided
 from ..fields import field
 from ..oracle import oracle, upcast, upcast_all
-from ..subjects import Subject, aspects
+from ..subjects import Fp8Subject, Subject, aspects
 from ..ties import tie_classes
 from . import blocks
 from .blocks import Chunk
 
-CASES = (KeyCase,)
+CASES = (KeyCase, PagedKeyCase)
 #: Eq. 8. The window is an ablation (table 11).
 DEFAULTS = {
     "recent": 0, "anchor": "mean_normalized", "similarity": "cosine", "block_size": 128, "refresh": 64, "scale": None,
@@ -329,6 +330,28 @@ def assert_evict_right(actual: Any, case: KeyCase) -> Verdict:
     return verdict
 
 
+def assert_paged_evict_right(actual: Any, case: KeyCase) -> Verdict:
+    """actual: what `paged_evict` returns for the case in pages. `kept` must be a right choice; `occupied` are the slots
+    that it names, and `slot` is the lowest other one."""
+    kept, occupied, slot = actual
+    verdict = undecided()
+    with field("kept"):
+        verdict = assert_kept_right(kept, case)
+    with field("occupied"):
+        assert_dtype(occupied, torch.bool, what="occupied")
+        assert_same(occupied, _named(kept, case), what="occupied")
+    with field("slot"):
+        assert_dtype(slot, torch.int64, what="slot")
+        free = torch.arange(case.slots, device=kept.device).where(~_named(kept, case), case.slots).amin(-1)
+        assert_same(slot, free.where(free < case.slots, -1), what="slot")
+    return verdict
+
+
+def _named(kept: Tensor, case: KeyCase) -> Tensor:
+    """The slots [B, Hkv, S] bool that `kept` [B, Hkv, N] names."""
+    return (kept[..., None, :] == torch.arange(case.slots, device=kept.device)[:, None]).any(-1)
+
+
 def _judge_score(actual: Tensor, case: KeyCase) -> None:
     with field("score"):
         assert_score_right(actual, case)
@@ -343,15 +366,24 @@ def _subjects() -> Iterator[Subject]:
     kinds: dict[str, Any] = {
         "extreme": ("sizes", "subnormal", "outliers", "zero_keys"), "full": "none", "masked": OCCUPANCIES[1:],
     }
-    numbers, choices = aspects(**kinds, protect=("none",)), aspects(
-        **kinds, tied=("duplicates", "equal_keys"), protect=tuple(dict.fromkeys(PROTECTIONS)),
+    tied, protect = ("duplicates", "equal_keys"), tuple(dict.fromkeys(PROTECTIONS))
+    numbers, choices = aspects(**kinds, protect=("none",)), aspects(**kinds, tied=tied, protect=protect)
+    kinds_of_keys: tuple[tuple[type[Subject], Any, dict[str, Any]], ...] = (
+        (Subject, key_cases, {}), (Fp8Subject, fp8_key_cases, {"scales": ()})
     )
-    yield Subject("score", key_cases, _judge_score, numbers=("score",), aspects=numbers,
-                  inputs=lambda case: case.score_inputs)
-    yield Subject("pairwise_score", key_cases, _judge_pairwise, numbers=("score",), aspects=numbers,
-                  inputs=lambda case: case.pairwise_inputs)
-    yield Subject("evict", key_cases, assert_evict_right, numbers=("key", "value", "occupied"), choices=("kept",),
-                  aspects=choices, recorded=recorded.keys)
+    for made, cases, more in kinds_of_keys:
+        yield made("score", cases, _judge_score, numbers=("score",), aspects=numbers,
+                   inputs=lambda case: case.score_inputs, **more)
+        yield made("pairwise_score", cases, _judge_pairwise, numbers=("score",), aspects=numbers,
+                   inputs=lambda case: case.pairwise_inputs, **more)
+        yield made("evict", cases, assert_evict_right, numbers=("key", "value", "occupied"), choices=("kept",),
+                   aspects=choices, recorded=None if more else recorded.keys, **more)
+    paged: dict[str, Any] = {"layout": PAGED, "paged": True}
+    yield Subject("paged_score", paged_key_cases, _judge_score, numbers=("score",), also=True, arguments=with_pages,
+                  aspects=aspects(**kinds, protect=("none",), **paged), inputs=lambda case: case.paged_score_inputs)
+    yield Subject("paged_evict", paged_key_cases, assert_paged_evict_right, numbers=("occupied", "slot"),
+                  choices=("kept",), also=True, arguments=with_pages, inputs=lambda case: case.paged_inputs,
+                  aspects=aspects(**kinds, tied=tied, protect=protect, **paged))
 
 
 SUBJECTS = tuple(_subjects())
@@ -360,6 +392,12 @@ SUBJECTS = tuple(_subjects())
 def replay(case: Case, module: Any) -> Iterator[str]:
     """See the package."""
     assert isinstance(case, KeyCase)
+    if isinstance(case, PagedKeyCase):
+        assert_score_right(module.paged_score(**with_pages(case.paged_score_inputs)), case)
+        yield "paged_score: right"
+        assert_paged_evict_right(module.paged_evict(**with_pages(case.paged_inputs)), case)
+        yield "paged_evict: right"
+        return
     assert_score_right(module.score(**case.score_inputs), case)
     yield "score: right"
     assert_pairwise_right(module.pairwise_score(**case.pairwise_inputs), case)
