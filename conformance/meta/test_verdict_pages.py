@@ -1,0 +1,92 @@
+"""The verdict on functions over pages and over FP8: the wrong property, and no other; and what it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtwin.conformance.harness import verdict
+from kvtwin.conformance.meta.patients import longflow, longflow_pages
+from kvtwin.conformance.meta.patients.run import not_right, shown, verdict_of, wrong
+
+pytestmark = pytest.mark.slow
+
+#: Verdicts without "bad_input", which the patients do not check, and "traces", which are not in pages.
+PROPERTIES = (
+    "accuracy", "decisions", "ties", "repeatability", "independence", "free_slots", "extreme_numbers", "layouts",
+)
+
+
+@pytest.fixture
+def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A function that returns the verdict on some of LongFlow's functions."""
+
+    def run(keyword: str = "", declared: dict[str, Any] | None = None, **functions: Any) -> verdict.MethodVerdict:
+        return verdict_of(
+            "longflow", functions, declared or {}, keyword, tmp_path, monkeypatch, "every_method/test_properties.py"
+        )
+
+    return run
+
+
+#: Of each patient the wrong property, and the others that are not right, with the reason.
+OVER_PAGES: dict[type, tuple[str, dict[str, str]]] = {
+    longflow_pages.LastPageIsNotRead: ("accuracy", {}),
+    longflow_pages.LastPageIsReadToItsEnd: ("free_slots", {}),
+    longflow_pages.FreeSlotsInPagesAreRead: ("free_slots", {}),
+    longflow_pages.FirstRowsPages: ("independence", {}),
+    longflow_pages.PagesInOrder: ("accuracy", {}),
+    longflow_pages.RightForContiguousPages: ("layouts", {}),
+    longflow_pages.PagesAreChanged: ("repeatability", {}),
+    longflow_pages.OnlyPagesOf16: ("accuracy", {}),
+    longflow_pages.NoValueScale: ("accuracy", {}),
+    longflow_pages.KeyScaleForValues: ("accuracy", {}),
+    longflow_pages.ScaleOfTheFirstHead: ("independence", {}),
+}
+OVER_FP8 = (longflow_pages.NoKeyScale, longflow_pages.ScaledNumbersAreRounded, longflow_pages.E5m2IsReadAsE4m3)
+
+
+@pytest.mark.parametrize("patient", OVER_PAGES, ids=lambda patient: patient.__name__)
+def test_the_faulty_property_over_pages_is_named(patient, judged):
+    found = judged("paged", paged_decode_attention=patient())
+    named, others = OVER_PAGES[patient]
+    assert wrong(found) == {named}, shown(found)
+    assert not_right(found) == others, shown(found)
+
+
+@pytest.mark.parametrize("patient", OVER_FP8, ids=lambda patient: patient.__name__)
+def test_numbers_over_fp8_are_judged(patient, judged):
+    """All that is wrong is wrong over FP8 alone."""
+    found = judged(decode_attention=patient())
+    assert wrong(found) == {"accuracy"}, shown(found)
+    assert {one["subject"] for one in found.properties["accuracy"].findings} == {"longflow.decode_attention[fp8]"}
+
+
+@pytest.mark.parametrize("declared", [{}, {"page_sizes": (16,), "fp8": ("float8_e4m3fn",), "dtypes": ("bfloat16",)}])
+def test_right_functions_over_pages_and_fp8_are_right(declared, judged):
+    over_pages = longflow_pages.OnlyPagesOf16 if declared else longflow_pages.Paged
+    found = judged(
+        declared=declared, decode_attention=longflow_pages.Scaled(), paged_decode_attention=over_pages()
+    )
+    verdicts = {name: found.properties[name].verdict for name in PROPERTIES}
+    assert verdicts == dict.fromkeys(PROPERTIES, verdict.RIGHT), shown(found)
+    assert found.judged == [
+        "decode_attention", "decode_attention[fp8]", "paged_decode_attention", "paged_decode_attention[fp8]"
+    ]
+    assert found.not_provided == ["not provided: patient.longflow.LongFlowState",
+                                  "not provided: patient.longflow.compress_prefill"]
+    assert not found.refused
+
+
+def test_pages_and_fp8_need_not_be_provided(judged):
+    found = judged(decode_attention=longflow.Decode())
+    assert found.verdict == verdict.RIGHT
+    assert found.judged == ["decode_attention"]
+    assert [one.rpartition(".")[2] for one in found.not_provided] == [
+        "LongFlowState", "compress_prefill", "decode_attention over FP8", "paged_decode_attention"
+    ]
+    found = judged(paged_decode_attention=longflow_pages.PagedWithoutScales(), declared={"fp8": ()})
+    assert found.verdict == verdict.RIGHT and found.judged == ["paged_decode_attention"], shown(found)
+    assert "fp8 = none" in found.outside
