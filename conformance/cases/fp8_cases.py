@@ -280,10 +280,10 @@ def fp8_attend_cases(draw: st.DrawFn, method: str, **more: Any) -> Fp8AttendCase
 @st.composite
 def _coded(draw: st.DrawFn, cases: st.SearchStrategy[Any]) -> dict[str, Any]:
     """The fields of a case, and those of `Coded`."""
+    formats = [name for name in sorted(FORMATS) if FORMATS[name] in supported.fp8(FORMATS.values())]
     plain = draw(cases)
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
-    formats = supported.fp8(FORMATS[name] for name in sorted(FORMATS))
     return {
-        **fields, "fp8": draw(st.sampled_from([name for name in sorted(FORMATS) if FORMATS[name] in formats])),
+        **fields, "fp8": draw(st.sampled_from(formats)),
         "scales": draw(st.sampled_from(draws.plain_among(SCALES, ("heads",)))),
     }

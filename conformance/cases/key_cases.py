@@ -222,6 +222,7 @@ def key_cases(
 @st.composite
 def fp8_key_cases(draw: st.DrawFn, **more: Any) -> KeyCase:
     """The same with FP8 keys and values, compared by cosines. more: arguments of `key_cases`."""
+    dtypes = supported.fp8(FP8)
     content = tuple(one for one in more.pop("content", CONTENTS) if one in FP8_CONTENTS)
     case = draw(key_cases(**more, similarity=("cosine",), content=content))
-    return dataclasses.replace(case, dtype=draw(st.sampled_from(supported.fp8(FP8))))
+    return dataclasses.replace(case, dtype=draw(st.sampled_from(dtypes)))

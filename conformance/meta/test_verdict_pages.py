@@ -31,19 +31,18 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-#: Of each patient the wrong property, and the others that are not right, with the reason.
-OVER_PAGES: dict[type, tuple[str, dict[str, str]]] = {
-    longflow_pages.LastPageIsNotRead: ("accuracy", {}),
-    longflow_pages.LastPageIsReadToItsEnd: ("free_slots", {}),
-    longflow_pages.FreeSlotsInPagesAreRead: ("free_slots", {}),
-    longflow_pages.FirstRowsPages: ("independence", {}),
-    longflow_pages.PagesInOrder: ("accuracy", {}),
-    longflow_pages.RightForContiguousPages: ("layouts", {}),
-    longflow_pages.PagesAreChanged: ("repeatability", {}),
-    longflow_pages.OnlyPagesOf16: ("accuracy", {}),
-    longflow_pages.NoValueScale: ("accuracy", {}),
-    longflow_pages.KeyScaleForValues: ("accuracy", {}),
-    longflow_pages.ScaleOfTheFirstHead: ("independence", {}),
+#: Of each patient the wrong properties.
+OVER_PAGES: dict[type, str] = {
+    longflow_pages.LastPageIsNotRead: "accuracy",
+    longflow_pages.LastPageIsReadToItsEnd: "free_slots",
+    longflow_pages.FreeSlotsInPagesAreRead: "free_slots",
+    longflow_pages.FirstRowsPages: "independence",
+    longflow_pages.PagesInOrder: "accuracy independence",  # it reads pages of other rows
+    longflow_pages.RightForContiguousPages: "layouts",
+    longflow_pages.PagesAreChanged: "repeatability",
+    longflow_pages.NoValueScale: "accuracy",
+    longflow_pages.KeyScaleForValues: "accuracy",
+    longflow_pages.ScaleOfTheFirstHead: "independence",
 }
 OVER_FP8 = (longflow_pages.NoKeyScale, longflow_pages.ScaledNumbersAreRounded, longflow_pages.E5m2IsReadAsE4m3)
 
@@ -51,9 +50,10 @@ OVER_FP8 = (longflow_pages.NoKeyScale, longflow_pages.ScaledNumbersAreRounded, l
 @pytest.mark.parametrize("patient", OVER_PAGES, ids=lambda patient: patient.__name__)
 def test_the_faulty_property_over_pages_is_named(patient, judged):
     found = judged("paged", paged_decode_attention=patient())
-    named, others = OVER_PAGES[patient]
-    assert wrong(found) == {named}, shown(found)
-    assert not_right(found) == others, shown(found)
+    named = set(OVER_PAGES[patient].split())
+    assert wrong(found) == named, shown(found)
+    # Of several rows or heads, as most cases have, nothing else can be right.
+    assert "independence" in named or not not_right(found), shown(found)
 
 
 @pytest.mark.parametrize("patient", OVER_FP8, ids=lambda patient: patient.__name__)

@@ -155,7 +155,8 @@ class ScaledNumbersAreRounded(Scaled):
     """To bfloat16."""
 
     def product(self, codes: Tensor, scale: Tensor | None) -> Tensor:
-        return super().product(codes, scale).bfloat16().double()
+        product = super().product(codes, scale)
+        return product if scale is None else product.bfloat16().double()
 
 
 class E5m2IsReadAsE4m3(Scaled):
