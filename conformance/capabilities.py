@@ -236,7 +236,7 @@ def _of_tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         name: tensor for name, tensor in given.items()
         if hasattr(tensor, "is_contiguous") and tensor.dim() >= (2 if name in rowless else 3)
     }
-    pages = arguments.get("pages")
+    pages: Any = arguments.get("pages")
     if hasattr(pages, "_asdict"):
         tensors |= {name: tensor for name, tensor in pages._asdict().items() if name != "block_table"}
         yield from _of_pages(pages, tensors.get("query"), arguments.get("occupied"))

@@ -21,8 +21,6 @@ from . import contents, draws, supported
 from .block_cases import AttendCase, attend_cases
 from .case import Case, DecodeCase
 from .layouts import LAYOUTS, MIXED, REPEATED
-from .paged_states import filled_pages
-from .paged_view import PagedLayout
 from .strategies import decode_cases
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -172,15 +170,6 @@ class Fp8Case(Coded, DecodeCase):
 
     fp8: str = "e4m3"
     scales: str = "heads"
-
-    @property
-    def paged_inputs(self) -> dict[str, Any]:
-        """Keyword arguments of `paged_decode_attention`, but for the pages."""
-        return {name: value for name, value in self.inputs.items() if name not in ("key", "value")}
-
-    def pages(self, layout: PagedLayout) -> Pages:
-        """The keys and values in pages. All other memory holds NaN."""
-        return filled_pages(layout, self.key, self.value)
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None, *,

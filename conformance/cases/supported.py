@@ -33,8 +33,8 @@ def among(options: Iterable[T], fits: Callable[[T], bool], what: str) -> list[T]
 
 
 def sizes(name: str, usual: Sequence[int]) -> Sequence[int]:
-    """`head_dims`, `groups`, `kv_heads`, `page_sizes`: the declared ones among the usual, or all declared ones if none is
-    usual."""
+    """`head_dims`, `groups`, `kv_heads` or `page_sizes`: the declared ones among the usual, or all declared ones if
+    none is usual."""
     declared: tuple[int, ...] | None = getattr(capabilities.current(), name)
     if declared is None:
         return usual

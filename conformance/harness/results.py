@@ -156,7 +156,8 @@ def classify(item: pytest.Item) -> dict[str, Any]:
         judged = None  # it does not call the implementation under test
     return {
         "method": method, "kind": kind if method else None, "claims": list(claims),
-        "judges": judged if method else None, "subject": _subject_of(item), "judged_field": _field_of(item) if judged and method else None,
+        "judges": judged if method else None, "subject": _subject_of(item),
+        "judged_field": _field_of(item) if judged and method else None,
     }
 
 

@@ -167,8 +167,10 @@ def _of_method(
         made.missing.update(result.missing)
         if result.judges is None and (own or result.touched):
             made.others["failed" if result.failed else result.outcome] += 1
-    judged = [result for result in found if result.judges and result.cases and (own or result.touched)]
-    made.judged = sorted({result.subject.removeprefix(f"{method}.") for result in judged if result.subject})
+    made.judged = sorted({
+        result.subject.removeprefix(f"{method}.") for result in found
+        if result.subject and result.judges and result.cases and (own or result.touched)
+    })
     made.not_provided = sorted({result.message for result in found if is_lacking(result)})
     for name in PROPERTIES:
         made.properties[name] = _of_property(name, found, supported, device, own)

@@ -13,13 +13,11 @@ from torch import Tensor
 
 from ....reference import keydiff
 from ....reference._validate_scales import FP8
-from ...cases import draws, tiny
+from ...cases import draws
 from ...cases.case import Case
 from ...cases.contents import OCCUPANCIES
 from ...cases.in_pages import PAGED, PagedKeyCase, paged_key_cases, with_pages
 from ...cases.key_cases import ANCHORS, PROTECTIONS, SIMILARITIES, KeyCase, fp8_key_cases, key_cases
-from ...cases.paged_states import filled_pages
-from ...cases.paged_view import PagedLayout
 from .. import compare, recorded
 from ..bounds import DIVISION, FLUSH, SLACK, UNIT, Interval, gamma
 from ..compare import Verdict, assert_dtype, assert_same, assert_within, gathered, undecided
@@ -58,8 +56,7 @@ LOST = FLUSH * 2.0**40
 
 def arguments(device: torch.device) -> dict[str, Any]:
     """See the package."""
-    _, key, value = tiny.prompt(device, seed=0)
-    return {"recent": 1, "pages": filled_pages(PagedLayout(4), key, value)}
+    return {"recent": 1}
 
 
 def variants(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:

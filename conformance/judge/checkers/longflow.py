@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....reference import longflow
 from ....reference.attention import per_query_head
-from ...cases import draws, tiny
+from ...cases import draws
 from ...cases.case import Case, DecodeCase, WindowCase
 from ...cases.contents import OCCUPANCIES, PROTECTIONS
 from ...cases.fp8_cases import Fp8Case, fp8_cases, fp8_variants
@@ -26,8 +26,6 @@ from ...cases.in_pages import (
     with_pages,
 )
 from ...cases.layouts import LAYOUTS
-from ...cases.paged_states import filled_pages
-from ...cases.paged_view import PagedLayout
 from ...cases.strategies import decode_cases, window_cases
 from .. import bounds, lockstep, recorded
 from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
@@ -189,12 +187,6 @@ SUBJECTS = (
         recorded=recorded.windows,
     ),
 )
-
-
-def arguments(device: torch.device) -> dict[str, Any]:
-    """See the package."""
-    _, key, value = tiny.prompt(device, seed=0)
-    return {"pages": filled_pages(PagedLayout(4), key, value)}
 
 
 def variants(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:

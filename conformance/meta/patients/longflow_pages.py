@@ -1,4 +1,4 @@
-"""LongFlow's decode step over pages and FP8 in plain PyTorch: a right one, and subclasses that are wrong in one step."""
+"""LongFlow's decode step over pages and FP8 in plain PyTorch: right ones, and subclasses that are wrong."""
 
 from __future__ import annotations
 
@@ -74,10 +74,9 @@ class LastPageIsReadToItsEnd(Paged):
 
     def __call__(self, query: Tensor, pages: Pages, occupied: Tensor, **options: Any) -> Any:  # type: ignore[override]
         slots, size = occupied.shape[-1], pages.key_cache.shape[1]
-        wide = {"value": True, "pad": (0, -slots % size)}
-        seen = torch.nn.functional.pad(occupied, **wide)
+        seen = torch.nn.functional.pad(occupied, (0, -slots % size), value=True)
         if options.get("protected") is not None:
-            options["protected"] = torch.nn.functional.pad(options["protected"], **wide)
+            options["protected"] = torch.nn.functional.pad(options["protected"], (0, -slots % size), value=True)
         output, score, slot = super().__call__(query, pages, seen, **options)
         return output, score[..., :slots], slot.clamp_max(slots - 1)
 
