@@ -22,14 +22,15 @@ from . import contents, supported
 from .case import Case, DecodeCase
 from .fp8_cases import Fp8Case, fp8_cases
 from .key_cases import KeyCase, key_cases
-from .layouts import lay_out
+from .layouts import MIXED, lay_out, of
 from .paged_states import empty_pages
 from .paged_view import PagedLayout
 from .strategies import decode_cases
 
 #: Sizes of pages; failing examples shrink to the first.
 PAGE_SIZES = (4, 16, 1)
-#: Memory layouts, by the names that cases have: of pages, and in "apart" of all tensors.
+#: Memory layouts of pages, by the names that cases have. In "apart" and MIXED, other tensors are strided, too, and in
+#: MIXED each has strides of its own.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "contiguous": {}, "heads_first": {"order": "heads_first"}, "joined": {"joined": True},
     "apart": {"order": "heads_first", "joined": True, "apart": True},
@@ -55,7 +56,7 @@ else:
 
 class InPages(_Plain):
     """Makes cases in pages of a class of cases. page_size: slots of a page. last_page: one of LAST_PAGES; if it is
-    "full", `slots` is rounded up to whole pages. layout: one of LAYOUTS."""
+    "full", `slots` is rounded up to whole pages. layout: one of LAYOUTS, or MIXED."""
 
     page_size: int
     last_page: str
@@ -65,8 +66,11 @@ class InPages(_Plain):
             object.__setattr__(self, "slots", -(-self.slots // self.page_size) * self.page_size)
 
     def place(self, name: str, tensor: Tensor) -> Tensor:
-        """Keys and values are copied to pages; scales have the layouts of theirs."""
-        return lay_out(tensor, "spread") if self.layout == "apart" and name not in ("key", "value") else tensor
+        if name in ("key", "value") or self.layout not in ("apart", MIXED):
+            return tensor
+        if name.endswith("_scale"):
+            return super().place(name, tensor)
+        return lay_out(tensor, of(MIXED, name) if self.layout == MIXED else "spread")
 
     @property
     def held(self) -> Tensor:
@@ -79,11 +83,10 @@ class InPages(_Plain):
     def pages(self) -> Pages:
         """Keys and values in pages whose order the seed decides. Entries of the block table are -1 if none of their
         slots holds a token."""
-        made = empty_pages(
-            PagedLayout(self.page_size, seed=self.seed % 2**31, **LAYOUTS[self.layout]), batch=self.batch,
-            slots=self.slots, key_value_heads=self.key_value_heads, head_dim=self.head_dim, dtype=self.key.dtype,
-            device=self.device,
-        )
+        made = self._empty("joined" if self.layout == MIXED else self.layout)
+        if self.layout == MIXED:  # channels first, and tokens first
+            made = made._replace(key_cache=bits(made.key_cache).transpose(1, 3).contiguous().transpose(1, 3))
+            made = made._replace(key_cache=made.key_cache.view(self.key.dtype))
         generator = torch.Generator(self.device).manual_seed(self.seed ^ 0x9A6E5)
         room = -self.slots % self.page_size
         for cache, tensor in ((made.key_cache, self.key), (made.value_cache, self.value)):
@@ -96,9 +99,15 @@ class InPages(_Plain):
         any_head = self.held if self.held.dim() == 2 else self.held.any(1)
         used = torch.nn.functional.pad(any_head, (0, room)).unflatten(1, (-1, self.page_size)).any(2)
         table = made.block_table.masked_fill(~used, -1)
-        if self.layout == "apart":  # further columns, which are of no slot
+        if self.layout in ("apart", MIXED):  # further columns, which are of no slot
             table = torch.nn.functional.pad(table, (0, 2), value=-1).t().contiguous().t()
         return made._replace(block_table=table)
+
+    def _empty(self, layout: str) -> Pages:
+        return empty_pages(
+            PagedLayout(self.page_size, seed=self.seed, **LAYOUTS[layout]), batch=self.batch, slots=self.slots,
+            key_value_heads=self.key_value_heads, head_dim=self.head_dim, dtype=self.key.dtype, device=self.device,
+        )
 
     @property
     def paged_inputs(self) -> dict[str, Any]:

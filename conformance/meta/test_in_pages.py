@@ -19,11 +19,12 @@ from kvtwin.conformance.cases.in_pages import (
     with_pages,
 )
 from kvtwin.conformance.cases.key_cases import KeyCase
+from kvtwin.conformance.cases.layouts import MIXED
 from kvtwin.reference import keydiff, longflow
 
 KINDS = {PagedDecodeCase: DecodeCase, PagedFp8Case: Fp8Case, PagedKeyCase: KeyCase}
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_layout = pytest.mark.parametrize("layout", [*LAYOUTS, MIXED])
 SIZES = {"batch": 3, "key_value_heads": 2, "group": 2, "slots": 9, "occupancy": "left_padding", "seed": 4}
 
 
@@ -87,6 +88,18 @@ def test_a_saved_case_is_the_same(kind, tmp_path):
     for one, other in zip(again.pages, case.pages, strict=True):
         assert torch.equal(bits(one), bits(other)) or bool(one.isnan().any())
         assert one.stride() == other.stride()
+
+
+def test_each_tensor_has_strides_of_its_own():
+    case = PagedFp8Case(**SIZES | {"key_value_heads": 3}, page_size=4, layout=MIXED, protect="random")
+    inputs = case.paged_inputs
+    for one, other in (
+        ("key_cache", "value_cache"), ("occupied", "protected"), ("key_scale", "value_scale"),
+    ):
+        assert inputs[one].shape == inputs[other].shape
+        same = [mine == its for mine, its in zip(inputs[one].stride(), inputs[other].stride(), strict=True)]
+        assert not any(same), (one, other)
+    assert not any(inputs[name].is_contiguous() for name in ("query", "block_table", "key_scale"))
 
 
 def test_functions_take_the_inputs():
