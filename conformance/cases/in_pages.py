@@ -21,7 +21,7 @@ from ...reference.contract import Pages
 from . import contents, supported
 from .case import Case, DecodeCase
 from .fp8_cases import Fp8Case, fp8_cases
-from .key_cases import KeyCase, key_cases
+from .key_cases import KeyCase, fp8_key_cases, key_cases
 from .layouts import MIXED, lay_out, of
 from .paged_states import empty_pages
 from .paged_view import PagedLayout
@@ -176,6 +176,11 @@ def paged_fp8_cases(**more: Any) -> st.SearchStrategy[PagedFp8Case]:
 def paged_key_cases(**more: Any) -> st.SearchStrategy[PagedKeyCase]:
     """Inputs of `paged_score` and `paged_evict`. more: arguments of `key_cases`, and as in `paged_decode_cases`."""
     return _in_pages(PagedKeyCase, key_cases, **more)
+
+
+def paged_fp8_key_cases(**more: Any) -> st.SearchStrategy[PagedKeyCase]:
+    """The same with FP8 caches, compared by cosines."""
+    return _in_pages(PagedKeyCase, fp8_key_cases, **more)
 
 
 @st.composite

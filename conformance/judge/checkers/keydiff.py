@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ....reference import keydiff
 from ....reference._validate_scales import FP8
+from ....reference.contract import Pages
 from ...cases import draws
 from ...cases.case import Case
 from ...cases.contents import OCCUPANCIES
-from ...cases.in_pages import PAGED, PagedKeyCase, paged_key_cases, with_pages
+from ...cases.in_pages import PAGED, PagedKeyCase, paged_fp8_key_cases, paged_key_cases, with_pages
 from ...cases.key_cases import ANCHORS, PROTECTIONS, SIMILARITIES, KeyCase, fp8_key_cases, key_cases
 from .. import compare, recorded
 from ..bounds import DIVISION, FLUSH, SLACK, UNIT, Interval, gamma
@@ -64,6 +65,9 @@ def variants(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for dtype in FP8:
         made = {part: given[part].to(dtype) for part in given if part in ("key", "value")}
+        if "pages" in given:
+            key, value, table = given["pages"]
+            made["pages"] = Pages(key.to(dtype), value.to(dtype), table)
         if "similarity" in given:
             made["similarity"] = "cosine"
         found.append({**given, **made})
@@ -365,22 +369,24 @@ def _subjects() -> Iterator[Subject]:
     }
     tied, protect = ("duplicates", "equal_keys"), tuple(dict.fromkeys(PROTECTIONS))
     numbers, choices = aspects(**kinds, protect=("none",)), aspects(**kinds, tied=tied, protect=protect)
-    kinds_of_keys: tuple[tuple[type[Subject], Any, dict[str, Any]], ...] = (
-        (Subject, key_cases, {}), (Fp8Subject, fp8_key_cases, {"scales": ()})
+    layout: dict[str, Any] = {"layout": PAGED, "paged": True}
+    paged_numbers = aspects(**kinds, protect=("none",), **layout)
+    paged_choices = aspects(**kinds, tied=tied, protect=protect, **layout)
+    kinds_of_keys: tuple[tuple[type[Subject], Any, Any, dict[str, Any]], ...] = (
+        (Subject, key_cases, paged_key_cases, {}), (Fp8Subject, fp8_key_cases, paged_fp8_key_cases, {"scales": ()}),
     )
-    for made, cases, more in kinds_of_keys:
+    for made, cases, paged, more in kinds_of_keys:
         yield made("score", cases, _judge_score, numbers=("score",), aspects=numbers,
                    inputs=lambda case: case.score_inputs, **more)
         yield made("pairwise_score", cases, _judge_pairwise, numbers=("score",), aspects=numbers,
                    inputs=lambda case: case.pairwise_inputs, **more)
         yield made("evict", cases, assert_evict_right, numbers=("key", "value", "occupied"), choices=("kept",),
                    aspects=choices, recorded=None if more else recorded.keys, **more)
-    paged: dict[str, Any] = {"layout": PAGED, "paged": True}
-    yield Subject("paged_score", paged_key_cases, _judge_score, numbers=("score",), also=True, arguments=with_pages,
-                  aspects=aspects(**kinds, protect=("none",), **paged), inputs=lambda case: case.paged_score_inputs)
-    yield Subject("paged_evict", paged_key_cases, assert_paged_evict_right, numbers=("occupied", "slot"),
-                  choices=("kept",), also=True, arguments=with_pages, inputs=lambda case: case.paged_inputs,
-                  aspects=aspects(**kinds, tied=tied, protect=protect, **paged))
+        more |= {"also": True, "arguments": with_pages}
+        yield made("paged_score", paged, _judge_score, numbers=("score",), aspects=paged_numbers,
+                   inputs=lambda case: case.paged_score_inputs, **more)
+        yield made("paged_evict", paged, assert_paged_evict_right, numbers=("occupied", "slot"), choices=("kept",),
+                   aspects=paged_choices, inputs=lambda case: case.paged_inputs, **more)
 
 
 SUBJECTS = tuple(_subjects())
