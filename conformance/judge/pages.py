@@ -62,5 +62,5 @@ def _judge_keys(results: tuple[Tensor, ...], case: KeyCase, layout: PagedLayout)
     if len(results) == 1:
         keydiff.assert_score_right(results[0], case)
         return ("score",)
-    keydiff.assert_paged_evict_right(results, case)
+    keydiff.assert_paged_evict_right(results, case, f" in {layout}")
     return "kept", "occupied", "slot"

@@ -331,20 +331,20 @@ def assert_evict_right(actual: Any, case: KeyCase) -> Verdict:
     return verdict
 
 
-def assert_paged_evict_right(actual: Any, case: KeyCase) -> Verdict:
+def assert_paged_evict_right(actual: Any, case: KeyCase, where: str = "") -> Verdict:
     """actual: what `paged_evict` returns for the case in pages. `kept` must be a right choice; `occupied` are the slots
-    that it names, and `slot` is the lowest other one."""
+    that it names, and `slot` is the lowest other one. where: for messages, such as " in pages of 16"."""
     kept, occupied, slot = actual
     verdict = undecided()
     with field("kept"):
         verdict = assert_kept_right(kept, case)
     with field("occupied"):
         assert_dtype(occupied, torch.bool, what="occupied")
-        assert_same(occupied, _named(kept, case), what="occupied")
+        assert_same(occupied, _named(kept, case), what=f"occupied{where}")
     with field("slot"):
         assert_dtype(slot, torch.int64, what="slot")
         free = torch.arange(case.slots, device=kept.device).where(~_named(kept, case), case.slots).amin(-1)
-        assert_same(slot, free.where(free < case.slots, -1), what="slot")
+        assert_same(slot, free.where(free < case.slots, -1), what=f"slot{where}")
     return verdict
 
 
