@@ -75,7 +75,7 @@ def _coverage(found: MethodVerdict, verbose: bool) -> Iterator[str]:
     if found.missing:
         yield f"fields that it does not return: {', '.join(sorted(found.missing))}"
     if found.judged:
-        yield _cut(f"judged: {', '.join(found.judged)}", verbose)
+        yield f"judged: {', '.join(found.judged)}"
     if found.not_provided:
         names = [message.removeprefix("not provided: ") for message in found.not_provided]
         shown = names if verbose else names[:4]

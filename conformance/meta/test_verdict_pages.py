@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvtwin.conformance.harness import verdict
 from kvtwin.conformance.meta.patients import longflow, longflow_pages
 from kvtwin.conformance.meta.patients.run import not_right, shown, verdict_of, wrong
+from kvtwin.reference import keydiff
 
 pytestmark = pytest.mark.slow
 
@@ -21,11 +23,13 @@ PROPERTIES = (
 
 @pytest.fixture
 def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A function that returns the verdict on some of LongFlow's functions."""
+    """A function that returns the verdict on some functions of a method."""
 
-    def run(keyword: str = "", declared: dict[str, Any] | None = None, **functions: Any) -> verdict.MethodVerdict:
+    def run(
+        keyword: str = "", declared: dict[str, Any] | None = None, method: str = "longflow", **functions: Any
+    ) -> verdict.MethodVerdict:
         return verdict_of(
-            "longflow", functions, declared or {}, keyword, tmp_path, monkeypatch, "every_method/test_properties.py"
+            method, functions, declared or {}, keyword, tmp_path, monkeypatch, "every_method/test_properties.py"
         )
 
     return run
@@ -90,3 +94,33 @@ def test_pages_and_fp8_need_not_be_provided(judged):
     found = judged(paged_decode_attention=longflow_pages.PagedWithoutScales(), declared={"fp8": ()})
     assert found.verdict == verdict.RIGHT and found.judged == ["paged_decode_attention"], shown(found)
     assert "fp8 = none" in found.outside
+
+
+def no_fp8(key: Any, **options: Any) -> Any:
+    if key.dtype.itemsize == 1:
+        raise TypeError("key.dtype must be float32, float16 or bfloat16")
+    return keydiff.score(key, **options)
+
+
+def score_of_codes(key: Any, **options: Any) -> Any:
+    return keydiff.score(key.view(torch.uint8).float() if key.dtype.itemsize == 1 else key, **options)
+
+
+def paged_score_of_codes(pages: Any, occupied: Any, **options: Any) -> Any:
+    key = pages.key_cache
+    key = key.view(torch.uint8).float() if key.dtype.itemsize == 1 else key
+    return keydiff.paged_score(pages._replace(key_cache=key, value_cache=key), occupied, **options)
+
+
+def test_keydiff_need_not_take_fp8(judged):
+    """It has no parameters that say so: TypeError does."""
+    found = judged(method="keydiff", score=no_fp8)
+    assert found.judged == ["score"] and not wrong(found), shown(found)
+    assert "not provided: patient.keydiff.score over FP8" in found.not_provided
+
+
+@pytest.mark.parametrize(("name", "function"), [("score", score_of_codes), ("paged_score", paged_score_of_codes)])
+def test_keydiff_over_fp8_is_judged(name, function, judged):
+    found = judged(method="keydiff", **{name: function})
+    assert wrong(found) == {"accuracy"}, shown(found)
+    assert {one["subject"] for one in found.properties["accuracy"].findings} == {f"keydiff.{name}[fp8]"}

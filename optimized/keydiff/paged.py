@@ -23,7 +23,7 @@ def paged_score(
     pages: Pages, occupied: Tensor, *, anchor: str = "mean_normalized", similarity: str = "cosine",
     check_entries: bool = False,
 ) -> Tensor:
-    """`score` of the keys in pages, which rows may share and which may be FP8: [B, Hkv, S] float32. Values are not read.
+    """`score` of the keys in pages, FP8 or not, which rows may share: [B, Hkv, S] float32. Values are not read.
 
     occupied [B, S] or [B, Hkv, S] bool, with S up to the slots of the block table's pages. Pages of the block table are
     checked if it is on the CPU, or with check_entries=True, which synchronizes with a GPU. Other arguments and errors
