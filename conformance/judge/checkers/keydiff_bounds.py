@@ -22,7 +22,7 @@ class Keys:
     """Exact directions of low-precision keys, in float64, and their error bounds.
 
     key [B, Hkv, S, D], zeros where unoccupied; occupied [B, Hkv, S]; anchor as in `score`. carried [B, Hkv, 1, D]: the
-    error of the sum of normalised keys, if it may be carried from step to step instead of recomputed (see `keydiff.Drift`).
+    error of the sum of normalised keys, if it may be carried from step to step instead of recomputed (`keydiff.Drift`).
 
     A computed k^_id = k_id / ||k_i|| is k^_id (1 + common)(1 + own) + vanished:
     - own, independent for each channel: the scaling by the largest magnitude and the division (or the product with an
