@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
+from hypothesis.errors import UnsatisfiedAssumption
 
-from .. import discovery
+from ...reference._validate_scales import FP8
+from .. import capabilities, discovery
 from ..cases import draws, failures, strategies, supported
 from ..cases.case import Case, StateTrace
 from ..cases.layouts import LAYOUTS
@@ -232,7 +235,8 @@ class Subject:
 class Fp8Subject(Subject):
     """A function with FP8 keys and values, which another implementation need not take.
 
-    It does not if its function lacks `scales`, names of parameters; if there are none, if it raises TypeError.
+    It does not if its function lacks `scales`, names of parameters; if there are none, if it raises TypeError, or
+    NotImplementedError for every FP8 type alone.
     """
 
     scales: tuple[str, ...] = ("key_scale", "value_scale")
@@ -245,16 +249,37 @@ class Fp8Subject(Subject):
         if not isinstance(module, Method):
             return super().result(module, inputs)
         lacking = NotProvided(f"{module}.{self.name} over FP8")
-        parameters = inspect.signature(getattr(module, self.name)).parameters
-        any_name = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        if not any_name and not parameters.keys() >= set(self.scales):
+        if not inspect.signature(getattr(module, self.name)).parameters.keys() >= set(self.scales):
             raise lacking
+        if self.scales:
+            return super().result(module, inputs)
         try:
             return super().result(module, inputs)
         except TypeError as error:
-            if self.scales:
-                raise
             raise lacking from error
+        except (UnsatisfiedAssumption, NotProvided) as error:
+            if self._refuses(module, inputs):
+                raise lacking from error
+            raise
+
+    def _refuses(self, module: Any, inputs: dict[str, Any]) -> bool:
+        """True if it refuses these inputs in every FP8 type, but not in a type that is no FP8. Otherwise it refuses
+        their sizes, or one FP8 type."""
+        from ..harness.impl import NotProvided
+
+        plain = getattr(torch, capabilities.current().dtypes[0])
+        answered = []
+        for dtype in (*FP8, plain):
+            given = {
+                name: value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype in FP8 else value
+                for name, value in inputs.items()
+            }
+            try:
+                super().result(module, given)
+            except (TypeError, UnsatisfiedAssumption, NotProvided):
+                continue
+            answered.append(dtype)
+        return answered == [plain]
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def test_right_functions_over_pages_and_fp8_are_right(declared, judged):
 
 
 def test_pages_and_fp8_need_not_be_provided(judged):
-    found = judged(decode_attention=longflow.Decode())
+    found = judged(decode_attention=longflow.Fused())  # **options say nothing about FP8
     assert found.verdict == verdict.RIGHT
     assert found.judged == ["decode_attention"]
     assert [one.rpartition(".")[2] for one in found.not_provided] == [

@@ -33,9 +33,14 @@ class Scaled(Decode):
 class Paged(Scaled):
     """`paged_decode_attention`, right. It gathers the slots of each row first."""
 
-    def __call__(self, query: Tensor, pages: Pages, occupied: Tensor, **options: Any) -> Any:  # type: ignore[override]
+    def __call__(  # type: ignore[override]
+        self, query: Tensor, pages: Pages, occupied: Tensor, *, key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None, **options: Any,
+    ) -> Any:
         key, value = (self.slots(cache, pages.block_table, occupied) for cache in (pages.key_cache, pages.value_cache))
-        return super().__call__(query, key, value, occupied, **options)
+        return super().__call__(
+            query, key, value, occupied, key_scale=key_scale, value_scale=value_scale, **options
+        )
 
     def slots(self, cache: Tensor, table: Tensor, occupied: Tensor) -> Tensor:
         """[B, Hkv, S, D] float64."""
