@@ -14,6 +14,7 @@ from .capabilities import Capabilities
 from .cases.block_cases import AttendCase, attend_cases
 from .cases.case import Case, DecodeCase, StateTrace, WindowCase, load
 from .cases.flashinfer_traces import flashinfer_cases
+from .cases.in_pages import PagedDecodeCase, PagedFp8Case, paged_decode_cases, paged_fp8_cases
 from .cases.key_cases import KeyCase, key_cases
 from .cases.paged_view import PagedLayout, PagedView, paged_views
 from .cases.strategies import decode_cases, state_traces, window_cases
@@ -31,18 +32,21 @@ from .judge.compare import (
     assert_same,
     assert_within,
 )
+from .judge.fields import field
 from .judge.lockstep import Lockstep, Summary
 from .judge.oracle import Attention, attend, upcast
+from .judge.paged_subjects import paged_subjects
 from .judge.pages import judge_paged
 from .judge.stats import Stats, collect
 from .judge.ties import tie_classes
 
 __all__ = [
     "Arithmetic", "AttendCase", "Attention", "Capabilities", "Case", "DecodeCase", "Interval", "JudgeError", "KeyCase",
-    "Lockstep", "Mismatch", "NotProvided", "PagedLayout", "PagedView", "StateTrace", "Stats", "Summary", "Verdict",
-    "WindowCase", "arithmetic", "assert_dtype", "assert_eviction_right", "assert_kept_right", "assert_same",
-    "assert_within", "attend", "attend_cases", "collect", "decode_cases", "flashinfer_cases", "gamma", "judge",
-    "judge_paged", "key_cases", "load", "lockstep", "log_weight_error", "output_error", "paged_views", "state_traces",
+    "Lockstep", "Mismatch", "NotProvided", "PagedDecodeCase", "PagedFp8Case", "PagedLayout", "PagedView", "StateTrace",
+    "Stats", "Summary", "Verdict", "WindowCase", "arithmetic", "assert_dtype", "assert_eviction_right",
+    "assert_kept_right", "assert_same", "assert_within", "attend", "attend_cases", "collect", "decode_cases", "field",
+    "flashinfer_cases", "gamma", "judge", "judge_paged", "key_cases", "load", "lockstep", "log_weight_error",
+    "output_error", "paged_decode_cases", "paged_fp8_cases", "paged_subjects", "paged_views", "state_traces",
     "tie_classes", "upcast", "use_interpreter", "window_cases",
 ]
 

@@ -22,6 +22,8 @@ from typing import Any
 #: The attribute of an implementation's module.
 ATTRIBUTE = "CAPABILITIES"
 DTYPES = ("float32", "float16", "bfloat16")
+#: Types of FP8 keys and values.
+FP8 = ("float8_e4m3fn", "float8_e5m2")
 DEVICES = ("cpu", "cuda")
 #: The values of each convention; the first is kvtwin's.
 CONVENTIONS = {"ties": ("lowest", "any"), "slot_order": ("fixed", "any"), "free_score": ("-inf", "any")}
@@ -32,9 +34,11 @@ class Capabilities:
     """What an implementation takes. By default: everything that kvtwin's own takes, by its conventions.
 
     - dtypes: names or torch dtypes of query, key and value.
+    - fp8: those of FP8 keys and values, for functions that take them; (): none. The query's are among `dtypes`.
     - head_dims, groups, kv_heads: the supported sizes; None: any. A group is the number of query heads per KV head.
     - max_batch, max_slots: the largest batch and number of slots or tokens; None: any.
     - slots_multiple_of: the number of slots or tokens is a multiple of it.
+    - page_sizes: the supported numbers of slots in a page, for functions and states over pages; None: any.
     - masks: free slots and padding (an `occupied` with False in it). protected: an argument `protected`.
     - scale: another scale than head_dim^-0.5.
     - per_head: which choices it makes: one per KV head (True), one for all KV heads of a row (False).
@@ -56,12 +60,14 @@ class Capabilities:
     """
 
     dtypes: tuple[Any, ...] = DTYPES
+    fp8: tuple[Any, ...] = FP8
     head_dims: tuple[int, ...] | None = None
     groups: tuple[int, ...] | None = None
     kv_heads: tuple[int, ...] | None = None
     max_batch: int | None = None
     max_slots: int | None = None
     slots_multiple_of: int = 1
+    page_sizes: tuple[int, ...] | None = None
     masks: bool = True
     protected: bool = True
     scale: bool = True
@@ -77,9 +83,12 @@ class Capabilities:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtypes", tuple(map(_name, _several(self, "dtypes"))))
         _among("dtypes", self.dtypes, DTYPES)
+        if self.fp8 != ():
+            object.__setattr__(self, "fp8", tuple(map(_name, _several(self, "fp8"))))
+            _among("fp8", self.fp8, FP8)
         _among("devices", _several(self, "devices"), DEVICES)
         _among("per_head", _several(self, "per_head"), (False, True))
-        for name in ("head_dims", "groups", "kv_heads"):
+        for name in ("head_dims", "groups", "kv_heads", "page_sizes"):
             if getattr(self, name) is not None:
                 for number in _several(self, name):
                     _positive(name, number)
@@ -115,6 +124,8 @@ class Capabilities:
 
 
 def _shown(value: Any) -> str:
+    if value == ():
+        return "none"
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -225,8 +236,12 @@ def _of_tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         name: tensor for name, tensor in given.items()
         if hasattr(tensor, "is_contiguous") and tensor.dim() >= (2 if name in rowless else 3)
     }
+    pages: Any = arguments.get("pages")
+    if hasattr(pages, "_asdict"):
+        tensors |= {name: tensor for name, tensor in pages._asdict().items() if name != "block_table"}
+        yield from _of_pages(pages, tensors.get("query"), arguments.get("occupied"))
     for name, tensor in tensors.items():
-        yield "dtypes", _name(tensor.dtype)
+        yield "fp8" if _name(tensor.dtype).startswith("float8") else "dtypes", _name(tensor.dtype)
         yield "devices", tensor.device.type
         yield "head_dims", tensor.shape[-1]
         if name in several:
@@ -246,6 +261,18 @@ def _of_tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if key.dim() == 4:
         yield "max_slots", key.shape[2]
         yield "slots_multiple_of", key.shape[2]
+
+
+def _of_pages(pages: Any, query: Any, occupied: Any) -> Iterator[tuple[str, Any]]:
+    """Facts from caches [pages, page_size, Hkv, D], and from the mask of the slots that lie in them."""
+    _, page_size, heads, _ = pages.key_cache.shape
+    yield "page_sizes", page_size
+    yield "kv_heads", heads
+    if query is not None:
+        yield "groups", query.shape[1] // heads
+    if hasattr(occupied, "shape"):
+        yield "max_slots", occupied.shape[-1]
+        yield "slots_multiple_of", occupied.shape[-1]
 
 
 def _of_options(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

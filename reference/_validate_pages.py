@@ -59,9 +59,11 @@ def check_paged(
     return Sizes(query.shape[0], query.shape[1], cache.shape[2], slots, query.shape[2]), pages
 
 
-def check_paged_keys(pages: object, occupied: object, *, check_entries: bool = False) -> tuple[Sizes, Pages]:
+def check_paged_keys(
+    pages: object, occupied: object, *, check_entries: bool = False, stored: tuple[torch.dtype, ...] = ()
+) -> tuple[Sizes, Pages]:
     """As `check_paged` without a query: occupied [B, S] or [B, Hkv, S] bool. The sizes have Hq = Hkv."""
-    pages = check_pages(pages)
+    pages = check_pages(pages, stored)
     per_head = isinstance(occupied, Tensor) and occupied.dim() == 3
     slots = _check_occupied(pages, occupied, per_head, check_entries)
     heads, head_dim = pages.key_cache.shape[2:]

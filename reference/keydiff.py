@@ -164,13 +164,13 @@ def paged_score(
     pages: Pages, occupied: Tensor, *, anchor: str = "mean_normalized", similarity: str = "cosine",
     check_entries: bool = False,
 ) -> Tensor:
-    """`score` of the keys in pages, which rows may share: [B, Hkv, S]. Values are not read.
+    """`score` of the keys in pages, FP8 or not, which rows may share: [B, Hkv, S]. Values are not read.
 
     occupied [B, S] or [B, Hkv, S] bool, with S up to the slots of the block table's pages. Pages of the block table are
     checked if it is on the CPU, or with check_entries=True. Other arguments and errors as in `score`.
     """
     check_flag("check_entries", check_entries)
-    sizes, pages = check_paged_keys(pages, occupied, check_entries=check_entries)
+    sizes, pages = check_paged_keys(pages, occupied, check_entries=check_entries, stored=FP8)
     key = read_slots(pages.key_cache, pages.block_table, sizes.slots)                   # [B, Hkv, S, D]
     return score(key, occupied=occupied, anchor=anchor, similarity=similarity)
 
@@ -186,7 +186,7 @@ def paged_evict(
     check_entries=True. Other arguments and errors as in `evict`.
     """
     check_flag("check_entries", check_entries)
-    sizes, pages = check_paged_keys(pages, occupied, check_entries=check_entries)
+    sizes, pages = check_paged_keys(pages, occupied, check_entries=check_entries, stored=FP8)
     key = read_slots(pages.key_cache, pages.block_table, sizes.slots)                   # [B, Hkv, S, D]
     kept = evict(
         key, key, budget, occupied=occupied, recent=recent, protected=protected, anchor=anchor, similarity=similarity

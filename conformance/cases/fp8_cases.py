@@ -17,12 +17,10 @@ from torch import Tensor
 
 from ...reference.contract import Pages
 from ..judge.oracle import Attention, attend
-from . import contents, draws
+from . import contents, draws, supported
 from .block_cases import AttendCase, attend_cases
 from .case import Case, DecodeCase
 from .layouts import LAYOUTS, MIXED, REPEATED
-from .paged_states import filled_pages
-from .paged_view import PagedLayout
 from .strategies import decode_cases
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -173,15 +171,6 @@ class Fp8Case(Coded, DecodeCase):
     fp8: str = "e4m3"
     scales: str = "heads"
 
-    @property
-    def paged_inputs(self) -> dict[str, Any]:
-        """Keyword arguments of `paged_decode_attention`, but for the pages."""
-        return {name: value for name, value in self.inputs.items() if name not in ("key", "value")}
-
-    def pages(self, layout: PagedLayout) -> Pages:
-        """The keys and values in pages. All other memory holds NaN."""
-        return filled_pages(layout, self.key, self.value)
-
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None, *,
            protected: Tensor | None = None, scale: float | None = None, per_head: bool = False,
@@ -280,9 +269,10 @@ def fp8_attend_cases(draw: st.DrawFn, method: str, **more: Any) -> Fp8AttendCase
 @st.composite
 def _coded(draw: st.DrawFn, cases: st.SearchStrategy[Any]) -> dict[str, Any]:
     """The fields of a case, and those of `Coded`."""
+    formats = [name for name in sorted(FORMATS) if FORMATS[name] in supported.fp8(FORMATS.values())]
     plain = draw(cases)
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
     return {
-        **fields, "fp8": draw(st.sampled_from(sorted(FORMATS))),
+        **fields, "fp8": draw(st.sampled_from(formats)),
         "scales": draw(st.sampled_from(draws.plain_among(SCALES, ("heads",)))),
     }

@@ -6,6 +6,7 @@ of every magnitude.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -216,3 +217,12 @@ def key_cases(
         anchor=anchor[0] if own else draw(st.sampled_from(anchor)),
         similarity=metric,
     )
+
+
+@st.composite
+def fp8_key_cases(draw: st.DrawFn, **more: Any) -> KeyCase:
+    """The same with FP8 keys and values, compared by cosines. more: arguments of `key_cases`."""
+    dtypes = supported.fp8(FP8)
+    content = tuple(one for one in more.pop("content", CONTENTS) if one in FP8_CONTENTS)
+    case = draw(key_cases(**more, similarity=("cosine",), content=content))
+    return dataclasses.replace(case, dtype=draw(st.sampled_from(dtypes)))

@@ -33,7 +33,8 @@ def among(options: Iterable[T], fits: Callable[[T], bool], what: str) -> list[T]
 
 
 def sizes(name: str, usual: Sequence[int]) -> Sequence[int]:
-    """`head_dims`, `groups` or `kv_heads`: the declared ones among the usual, or all declared ones if none is usual."""
+    """`head_dims`, `groups`, `kv_heads` or `page_sizes`: the declared ones among the usual, or all declared ones if
+    none is usual."""
     declared: tuple[int, ...] | None = getattr(capabilities.current(), name)
     if declared is None:
         return usual
@@ -91,6 +92,24 @@ def per_head(options: Iterable[bool] = (False, True)) -> list[bool]:
 def mask_per_head() -> st.SearchStrategy[bool]:
     """Whether the mask of occupied slots has an axis for KV heads."""
     return st.booleans() if capabilities.current().masks else st.just(False)
+
+
+def page_sizes(usual: Sequence[int], slots: int, last_page: str) -> list[int]:
+    """The sizes of pages for so many slots, which are rounded up to whole pages unless the last page is "partial".
+    Pages that can be partial have more than one slot, if such sizes are declared."""
+    can = capabilities.current()
+
+    def fits(size: int) -> bool:
+        rounded = slots if last_page == "partial" else -(-slots // size) * size
+        return rounded % can.slots_multiple_of == 0 and (can.max_slots is None or rounded <= can.max_slots)
+
+    found = among(sizes("page_sizes", usual), fits, "page_sizes")
+    return [size for size in found if size > 1 or last_page != "partial"] or found
+
+
+def fp8(options: Iterable[Any]) -> list[Any]:
+    """The FP8 types among `options`."""
+    return among(options, lambda one: str(one).removeprefix("torch.") in capabilities.current().fp8, "fp8")
 
 
 def values(name: str, options: Iterable[T]) -> list[T]:

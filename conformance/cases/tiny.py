@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import discovery
 from ..discovery import Pair
 from ..judge import checkers
-from .paged_states import empty_pages
+from .paged_states import empty_pages, filled_pages
 from .paged_view import PagedLayout
 
 BATCH, QUERY_HEADS, KEY_VALUE_HEADS, SLOTS, HEAD_DIM, WINDOW, BUDGET = 2, 4, 2, 6, 16, 2, 4
@@ -82,6 +82,7 @@ def arguments(pair: Pair, function: Callable[..., Any], device: torch.device, *,
     known = {
         "query": query[:, :, 0], "query_window": query[:, :, :WINDOW], "key": key, "value": value,
         "occupied": occupied, "protected": protected, "budget": BUDGET - 1, "scale": 0.5,
+        "pages": filled_pages(PagedLayout(4), key, value),
         **checkers.ask(pair.name, "arguments", lambda device: {})(device),
     }
     prefix = f"{function.__name__}."

@@ -36,6 +36,8 @@ def results() -> Results:
 
 #: Properties of states of which test_lockstep.py and the laws draw cases, too. A quick run leaves them to these.
 DRAWN_ELSEWHERE = ("extreme_numbers", "layouts", "independence")
+#: The properties that a quick run judges of a function that is `also` judged.
+ALSO = ("accuracy", "free_slots")
 
 
 def judged(aspect: str, *, numbers: bool = True, choices: bool = True):
@@ -47,15 +49,18 @@ def judged(aspect: str, *, numbers: bool = True, choices: bool = True):
     ))
 
 
+def marks(subject: Subject, aspect: str) -> tuple[pytest.MarkDecorator, ...]:
+    """slow_on_cpu for properties that other tests judge as well."""
+    long = aspect in DRAWN_ELSEWHERE if isinstance(subject, StateSubject) else subject.also and aspect not in ALSO
+    return (pytest.mark.slow_on_cpu,) if long else ()
+
+
 def of(aspect: str, parameters: Iterable[tuple[Subject, str]]):
     """Run a test for each of these subjects and fields."""
-    def marks(subject: Subject) -> tuple[pytest.MarkDecorator, ...]:
-        long = isinstance(subject, StateSubject) and aspect in DRAWN_ELSEWHERE
-        return (pytest.mark.slow_on_cpu,) if long else ()
-
     def mark(test: Any) -> Any:
         test.of = [
-            pytest.param(subject, name, id=f"{subject}-{name}", marks=marks(subject)) for subject, name in parameters
+            pytest.param(subject, name, id=f"{subject}-{name}", marks=marks(subject, aspect))
+            for subject, name in parameters
         ]
         return test
 
@@ -188,8 +193,12 @@ def test_decisions_on_recorded_traces(subject, field, twins, device):
 
 # What one call must not do to another: judge/calls.py -----------------------------------------------------------------
 
-functions = pytest.mark.parametrize("subject", FUNCTIONS, ids=str)
-batched = pytest.mark.parametrize("subject", [subject for subject in FUNCTIONS if subject.batched], ids=str)
+functions, batched = (
+    pytest.mark.parametrize("subject", [
+        pytest.param(subject, id=str(subject), marks=marks(subject, aspect))
+        for subject in FUNCTIONS if subject.batched or aspect != "independence"
+    ]) for aspect in ("repeatability", "independence")
+)
 
 
 @pytest.mark.property("repeatability")

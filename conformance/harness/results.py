@@ -30,8 +30,9 @@ ATTRIBUTE = "kvtwin"  # the attribute of a test report with our data; pytest-xdi
 class Result:
     """One test. ``method`` and ``kind`` are None for tests of the suite itself.
 
-    judges: the property that it judges (judge/properties.py), None if none. judged_field: the only field of the results
-    that it judges, None if it judges more. cases: how many it judged, None if it does not count them. finding: of a
+    judges: the property that it judges (judge/properties.py), None if none. subject: the function or state that it
+    judges (judge/subjects.py), None if it judges no single one. judged_field: the only field of the results that it
+    judges, None if it judges more. cases: how many it judged, None if it does not count them. finding: of a
     failed test, the property that is wrong, the subject, the field, the case and the command that replays it. shapes,
     drift, wrong: as in judge/stats.py.
     """
@@ -51,6 +52,7 @@ class Result:
     refused: dict[str, int] = field(default_factory=dict)
     missing: dict[str, int] = field(default_factory=dict)
     judges: str | None = None
+    subject: str | None = None
     judged_field: str | None = None
     cases: int | None = None
     worst: dict[str, float] = field(default_factory=dict)
@@ -154,7 +156,8 @@ def classify(item: pytest.Item) -> dict[str, Any]:
         judged = None  # it does not call the implementation under test
     return {
         "method": method, "kind": kind if method else None, "claims": list(claims),
-        "judges": judged if method else None, "judged_field": _field_of(item) if judged and method else None,
+        "judges": judged if method else None, "subject": _subject_of(item),
+        "judged_field": _field_of(item) if judged and method else None,
     }
 
 
@@ -173,6 +176,11 @@ def _method_of(item: pytest.Item) -> str | None:
     stem = item.path.stem
     fitting = [name for name in names if stem == f"test_{name}" or stem.startswith(f"test_{name}_")]
     return max(fitting, key=len, default=None)
+
+
+def _subject_of(item: pytest.Item) -> str | None:
+    found = getattr(getattr(item, "callspec", None), "params", {}).get("subject")
+    return str(found) if hasattr(found, "method") else None
 
 
 def _field_of(item: pytest.Item) -> str | None:

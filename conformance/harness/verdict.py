@@ -81,6 +81,7 @@ class MethodVerdict:
     answered: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     missing: Counter[str] = field(default_factory=Counter)
+    judged: list[str] = field(default_factory=list)  # functions and states of which a property was judged
     not_provided: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
     conventions: list[str] = field(default_factory=list)  # those that differ from kvtwin's: "slot_order = any"
@@ -166,6 +167,10 @@ def _of_method(
         made.missing.update(result.missing)
         if result.judges is None and (own or result.touched):
             made.others["failed" if result.failed else result.outcome] += 1
+    made.judged = sorted({
+        result.subject.removeprefix(f"{method}.") for result in found
+        if result.subject and result.judges and result.cases and (own or result.touched)
+    })
     made.not_provided = sorted({result.message for result in found if is_lacking(result)})
     for name in PROPERTIES:
         made.properties[name] = _of_property(name, found, supported, device, own)

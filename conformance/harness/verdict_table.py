@@ -74,6 +74,8 @@ def _coverage(found: MethodVerdict, verbose: bool) -> Iterator[str]:
         yield f"conventions: {', '.join(found.conventions)}"
     if found.missing:
         yield f"fields that it does not return: {', '.join(sorted(found.missing))}"
+    if found.judged:
+        yield f"judged: {', '.join(found.judged)}"
     if found.not_provided:
         names = [message.removeprefix("not provided: ") for message in found.not_provided]
         shown = names if verbose else names[:4]

@@ -42,7 +42,7 @@ def rows_are_apart(subject: Subject, module: Any, case: Case) -> None:
         inputs = subject.inputs(case)
         expected = returned(subject, module, inputs)
         for row in {0, case.batch - 1}:
-            alone = {name: _without_others(value, row) for name, value in inputs.items()}
+            alone = _without_others(inputs, row)
             assert_same_fields(
                 {name: tensor[row] for name, tensor in returned(subject, module, alone).items()},
                 {name: tensor[row] for name, tensor in expected.items()},
@@ -51,12 +51,25 @@ def rows_are_apart(subject: Subject, module: Any, case: Case) -> None:
     stats.case()
 
 
-def _without_others(value: Any, row: int) -> Any:
-    """A tensor with NaN in all rows but one, if it holds numbers."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return value
-    others = torch.arange(len(value), device=value.device) != row
-    return value.masked_fill(others.view(-1, *[1] * (value.dim() - 1)), torch.nan)
+def _without_others(inputs: dict[str, Any], row: int) -> dict[str, Any]:
+    """The inputs with NaN in all rows but one, and in all pages but those of this row."""
+    made, table = dict(inputs), inputs.get("block_table")
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point() or name.endswith("_scale"):
+            continue
+        others = torch.ones(len(value), dtype=torch.bool, device=value.device)
+        own = table[row].long() if table is not None and name.endswith("_cache") else torch.tensor([row])
+        others[own[own >= 0]] = False
+        made[name] = _with_nan(value, others)
+    return made
+
+
+def _with_nan(tensor: Tensor, where: Tensor) -> Tensor:
+    """The tensor with NaN where a mask of its first axis is True."""
+    mask = where.view(-1, *[1] * (tensor.dim() - 1))
+    if tensor.dtype.itemsize > 1:
+        return tensor.masked_fill(mask, torch.nan)
+    return tensor.view(torch.uint8).masked_fill(mask, 0x7F).view(tensor.dtype)  # NaN in each FP8 type
 
 
 def returned(subject: Subject, module: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...reference import keydiff
 from ..cases.key_cases import KeyCase
 from .bounds import DIVISION
-from .checkers.keydiff import ROOT
+from .checkers.keydiff_bounds import ROOT
 from .emulate import Machine
 
 #: The share of their allowed error that roots and divisions have before their last rounding.

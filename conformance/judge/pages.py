@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..cases.case import DecodeCase
@@ -63,11 +62,5 @@ def _judge_keys(results: tuple[Tensor, ...], case: KeyCase, layout: PagedLayout)
     if len(results) == 1:
         keydiff.assert_score_right(results[0], case)
         return ("score",)
-    kept, occupied, slot = results
-    keydiff.assert_kept_right(kept, case)
-    number = torch.arange(case.slots, device=kept.device)
-    remain = (kept[..., None, :] == number[:, None]).any(-1)
-    assert_same(occupied, remain, what=f"occupied in {layout}")
-    free = number.where(~remain, case.slots).amin(-1)
-    assert_same(slot, free.where(free < case.slots, -1), what=f"slot in {layout}")
+    keydiff.assert_paged_evict_right(results, case, f" in {layout}")
     return "kept", "occupied", "slot"

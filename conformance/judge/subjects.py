@@ -8,13 +8,17 @@ those of *free slots* have free slots, and ordinary numbers in contiguous tensor
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
+from hypothesis.errors import UnsatisfiedAssumption
 
-from .. import discovery
+from ...reference._validate_scales import FP8
+from .. import capabilities, discovery
 from ..cases import draws, failures, strategies, supported
 from ..cases.case import Case, StateTrace
 from ..cases.layouts import LAYOUTS
@@ -40,7 +44,7 @@ Aspects = Mapping[str, Mapping[str, tuple[Any, ...]]]
 #: The fields of a case by which a property's cases differ from ordinary ones.
 DISTINCTIONS = {
     "ties": ("content",), "extreme_numbers": ("content",),
-    "free_slots": ("occupancy", "padding", "poison", "evictions"), "layouts": ("layout",),
+    "free_slots": ("occupancy", "padding", "poison", "evictions", "last_page"), "layouts": ("layout",),
     "independence": ("batch", "key_value_heads", "group"), "decisions": ("protect",),
 }
 
@@ -48,16 +52,18 @@ DISTINCTIONS = {
 def aspects(
     *, ordinary: tuple[str, ...] = ("ordinary",), tied: tuple[str, ...] = (), extreme: tuple[str, ...] = (),
     mask: str = "occupancy", full: Any = "full", masked: tuple[Any, ...] = (), protect: tuple[str, ...] = (),
-    layout: tuple[str, ...] = LAYOUTS,
+    layout: tuple[str, ...] = LAYOUTS, paged: bool = False,
 ) -> Aspects:
     """The arguments of a strategy for each property of which it has cases.
 
     ordinary, tied, extreme: contents. mask: the strategy's argument for occupied slots; full: its value without free
-    slots; masked: its other values. protect: the strategy's protections, "none" among them.
+    slots; masked: its other values. protect: the strategy's protections, "none" among them. paged: of cases in pages
+    (cases/in_pages.py), whose last pages are full, and whose unused memory holds zeros, but in cases of free slots.
     """
     plain: dict[str, tuple[Any, ...]] = {"content": ordinary, "layout": ("contiguous",)}
     plain |= {mask: (full,)} if masked else {}
     plain |= {"protect": ("none",)} if protect else {}
+    plain |= {"last_page": ("full",), "poison": ("zero",)} if paged else {}
     made = {"accuracy": plain, "independence": plain, "repeatability": plain}
     made["decisions"] = {**plain, "protect": protect} if protect else plain
     strided = tuple(name for name in layout if name != "contiguous")
@@ -67,6 +73,8 @@ def aspects(
     ):
         if values:
             made[name] = {**plain, argument: values}
+    if paged:
+        made["free_slots"] = {**made["free_slots"], "last_page": ("partial",)}
     return made
 
 
@@ -75,11 +83,14 @@ class Subject:
     """A function of a method.
 
     name: the function's. cases: its strategy, which takes the arguments of `aspects`. inputs: the function's keyword
-    arguments for a case. judge(result, case): checks every field, each inside `fields.field`. numbers: the fields that
-    have error bounds; choices: those that are decisions. sized: the strategy's argument for a range of slots or tokens;
-    None: it has no large cases. batched: the first axis of every input is the batch. shapes: how many of SHAPES its
-    cases of independence have. recorded(device): cases from the recorded traces. variant: distinguishes subjects of one
-    function. method: set by `every`.
+    arguments for a case, tensors by name; arguments: what the function gets of them, if that is another form. judge(
+    result, case): checks every field, each inside `fields.field`. numbers: the fields that have error bounds; choices:
+    those that are decisions. sized: the strategy's argument for a range of slots or tokens; None: it has no large
+    cases. batched: the first axis of every input is the batch, but for scales of FP8 numbers, and for caches in pages,
+    which the input `block_table` refers to. shapes: how many of SHAPES its cases of independence have.
+    recorded(device): cases from the recorded traces. variant: distinguishes subjects of one function. also: the
+    function, or one of its kind, has another subject, so that a quick run on a CPU needs only some of the properties.
+    method: set by `every`.
     """
 
     name: str
@@ -89,11 +100,13 @@ class Subject:
     choices: tuple[str, ...] = ()
     aspects: Aspects = field(default_factory=dict)
     inputs: Callable[[Any], dict[str, Any]] = lambda case: case.inputs
+    arguments: Callable[[dict[str, Any]], dict[str, Any]] = lambda inputs: inputs
     sized: str | None = "slots"
     batched: bool = True
     shapes: int = len(SHAPES)
     recorded: Callable[[Any], Iterator[Any]] | None = None
     variant: str = ""
+    also: bool = False
     method: str = ""
 
     def __str__(self) -> str:
@@ -135,7 +148,7 @@ class Subject:
 
     def result(self, module: Any, inputs: dict[str, Any]) -> Any:
         """What the function returns for the `inputs` of a case, or for others like them."""
-        return getattr(module, self.name)(**inputs)
+        return getattr(module, self.name)(**self.arguments(inputs))
 
     def other(self, case: Any) -> Any:
         """A case with the same sizes and other contents."""
@@ -216,6 +229,57 @@ class Subject:
     def _ends_early(self, error: compare.Mismatch, name: str) -> bool:
         """True if the error is not about field `name`, but the rest cannot be compared any more."""
         return False
+
+
+@dataclass(frozen=True)
+class Fp8Subject(Subject):
+    """A function with FP8 keys and values, which another implementation need not take.
+
+    It does not if its function lacks `scales`, names of parameters; if there are none, if it raises TypeError, or
+    NotImplementedError for every FP8 type alone.
+    """
+
+    scales: tuple[str, ...] = ("key_scale", "value_scale")
+    variant: str = "fp8"
+    also: bool = True
+
+    def result(self, module: Any, inputs: dict[str, Any]) -> Any:
+        from ..harness.impl import Method, NotProvided
+
+        if not isinstance(module, Method):
+            return super().result(module, inputs)
+        lacking = NotProvided(f"{module}.{self.name} over FP8")
+        if not inspect.signature(getattr(module, self.name)).parameters.keys() >= set(self.scales):
+            raise lacking
+        if self.scales:
+            return super().result(module, inputs)
+        try:
+            return super().result(module, inputs)
+        except TypeError as error:
+            raise lacking from error
+        except (UnsatisfiedAssumption, NotProvided) as error:
+            if self._refuses(module, inputs):
+                raise lacking from error
+            raise
+
+    def _refuses(self, module: Any, inputs: dict[str, Any]) -> bool:
+        """True if it refuses these inputs in every FP8 type, but not in a type that is no FP8. Otherwise it refuses
+        their sizes, or one FP8 type."""
+        from ..harness.impl import NotProvided
+
+        plain = getattr(torch, capabilities.current().dtypes[0])
+        answered = []
+        for dtype in (*FP8, plain):
+            given = {
+                name: value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype in FP8 else value
+                for name, value in inputs.items()
+            }
+            try:
+                super().result(module, given)
+            except (TypeError, UnsatisfiedAssumption, NotProvided):
+                continue
+            answered.append(dtype)
+        return answered == [plain]
 
 
 @dataclass(frozen=True)

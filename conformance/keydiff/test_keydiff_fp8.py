@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvtwin.conformance.cases.fp8_cases import FORMATS, LARGEST
+from kvtwin.conformance.cases.in_pages import PagedKeyCase, with_pages
 from kvtwin.conformance.cases.key_cases import ANCHORS, FP8_CONTENTS, UNDECIDED, KeyCase, key_cases
 from kvtwin.conformance.harness.impl import Facade, NotProvided
 from kvtwin.conformance.judge.checkers import keydiff as judge
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.reference import keydiff as eager
+from kvtwin.reference.contract import Pages
 
 DECIDED = tuple(content for content in FP8_CONTENTS if content not in UNDECIDED)
 each_side = pytest.mark.parametrize("side", ("optimized", "reference"))
@@ -39,6 +41,17 @@ def of(twins: Any, side: str, device: torch.device) -> Any:
             one.keydiff.score(torch.ones(1, 1, 16, 16, device=device).to(torch.float8_e4m3fn))
         except TypeError as error:
             raise NotProvided(f"{one.keydiff}: FP8 keys") from error
+    return one.keydiff
+
+
+def over_pages(twins: Any, side: str, case: PagedKeyCase) -> Any:
+    """The same, if it takes FP8 keys in pages."""
+    one = getattr(twins, side)
+    if isinstance(one, Facade):
+        try:
+            one.keydiff.paged_score(**with_pages(case.paged_score_inputs))
+        except TypeError as error:
+            raise NotProvided(f"{one.keydiff}: FP8 pages") from error
     return one.keydiff
 
 
@@ -216,3 +229,57 @@ def test_keydiff_refuses_wrong_fp8(side, twins, device):
             module.evict(**inputs | {name: other})
     with pytest.raises(TypeError, match="key_scale"):
         module.score(case.key, key_scale=torch.tensor(0.5, device=device))
+
+
+# In pages ------------------------------------------------------------------------------------------------------------
+
+
+def paged_keys(fp8: str, device: torch.device, **more: Any) -> PagedKeyCase:
+    """Those of `keys` in pages: several of them, the last one partial, and NaN in all other memory."""
+    plain = keys(fp8, device, slots=27, **more)
+    fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
+    return PagedKeyCase(**{**fields, "layout": "contiguous"}, page_size=4)
+
+
+@pytest.mark.kind("laws")
+@each_side
+@each_format
+@pytest.mark.parametrize("anchor", ANCHORS)
+def test_keydiff_over_pages_of_fp8_has_the_bits_of_one_tensor(side, fp8, anchor, twins, device):
+    """On a GPU, where other instructions load the keys, the results are right, and need not have the same bits."""
+    for protect in ("none", "random"):
+        case = paged_keys(fp8, device, anchor=anchor, recent=2, protect=protect)
+        module = over_pages(twins, side, case)
+        score = module.paged_score(**with_pages(case.paged_score_inputs))
+        found = module.paged_evict(**with_pages(case.paged_inputs))
+        judge.assert_score_right(score, case)
+        judge.assert_paged_evict_right(found, case)
+        if device.type == "cpu":
+            assert_same(score, module.score(**case.score_inputs), what="score")
+            assert_same(found.kept, module.evict(**case.inputs).kept, what="kept")
+
+
+@pytest.mark.kind("bad_input")
+@each_side
+@pytest.mark.parametrize("similarity", ["dot", "euclidean"])
+def test_similarities_that_depend_on_the_scale_are_refused_over_pages(side, similarity, twins, device):
+    case = paged_keys("e4m3", device)
+    module, inputs = over_pages(twins, side, case), with_pages(case.paged_score_inputs)
+    with pytest.raises(ValueError, match="similarity must be 'cosine'"):
+        module.paged_score(**inputs | {"similarity": similarity})
+    with pytest.raises(ValueError, match="similarity must be 'cosine'"):
+        module.paged_evict(**inputs | {"similarity": similarity, "budget": 4})
+
+
+@pytest.mark.kind("bad_input")
+@each_side
+def test_other_fp8_is_refused_over_pages(side, twins, device):
+    case = paged_keys("e4m3", device)
+    inputs = with_pages(case.paged_score_inputs)
+    key, value, table = inputs["pages"]
+    for pages, says in (
+        (Pages(*(one.view(torch.uint8).view(torch.float8_e4m3fnuz) for one in (key, value)), table), "must be one of"),
+        (Pages(key, value.view(torch.uint8).view(torch.float8_e5m2), table), "must have key_cache's dtype"),
+    ):
+        with pytest.raises(TypeError, match=says):
+            over_pages(twins, side, case).paged_score(**inputs | {"pages": pages})

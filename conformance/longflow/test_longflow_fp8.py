@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.fp8_cases import FORMATS, LARGEST, Fp8Case, exact, fp8_cases
 from kvtwin.conformance.cases.fp8_errors import BAD_CALLS, BAD_ELEMENTS, changed
-from kvtwin.conformance.cases.paged_states import OWN_LAYOUTS
+from kvtwin.conformance.cases.paged_states import OWN_LAYOUTS, filled_pages
+from kvtwin.conformance.cases.paged_view import PagedLayout
 from kvtwin.conformance.cases.strategies import DTYPES
 from kvtwin.conformance.harness.impl import NotProvided
 from kvtwin.conformance.judge.checkers import longflow as judge
@@ -261,6 +262,12 @@ def test_another_scale_of_the_softmax_is_folded_into_that_of_keys(side, twins, d
     judge.assert_decode_right(function(twins, side)(**case.inputs), case)
 
 
+def over_pages(case: Fp8Case, layout: PagedLayout) -> dict[str, Any]:
+    """The arguments of `paged_decode_attention`. All memory without a token holds NaN."""
+    others = {name: value for name, value in case.inputs.items() if name not in ("key", "value")}
+    return {**others, "pages": filled_pages(layout, case.key, case.value)}
+
+
 @pytest.mark.kind("laws")
 @each_side
 @given(data=st.data())
@@ -269,7 +276,7 @@ def test_longflow_over_pages_of_fp8_has_the_bits_of_one_tensor(side, data, twins
     """And is right, in every layout of the pages, with slots of each KV head, too."""
     case = data.draw(fp8_cases(layout=("contiguous",)))
     layout = data.draw(st.sampled_from(OWN_LAYOUTS))
-    found = function(twins, side, "paged_decode_attention")(pages=case.pages(layout), **case.paged_inputs)
+    found = function(twins, side, "paged_decode_attention")(**over_pages(case, layout))
     judge.assert_decode_right(found, case)
     if device.type == "cpu":
         assert_all_same(found, function(twins, side)(**case.inputs))
@@ -281,7 +288,7 @@ def test_longflow_over_pages_of_fp8_has_the_bits_of_one_tensor(side, data, twins
 def test_pages_of_64_slots_hold_whole_tiles_of_fp8(side, fp8, twins, device):
     case = step(fp8, device, slots=150, occupancy="left_padding")
     for layout in OWN_LAYOUTS:
-        found = function(twins, side, "paged_decode_attention")(pages=case.pages(layout), **case.paged_inputs)
+        found = function(twins, side, "paged_decode_attention")(**over_pages(case, layout))
         judge.assert_decode_right(found, case)
 
 
@@ -324,8 +331,9 @@ def test_codes_that_are_not_finite_are_refused_in_occupied_slots_alone(side, fp8
     def call(key: torch.Tensor, value: torch.Tensor) -> None:
         inputs = {**case.inputs, "key": key, "value": value}
         if paged:
-            pages = Fp8Case.of(case.query, key, value).pages(layout)
-            function(twins, side, "paged_decode_attention")(pages=pages, **case.paged_inputs, check_finite=True)
+            pages = filled_pages(layout, key, value)
+            inputs = over_pages(case, layout) | {"pages": pages}
+            function(twins, side, "paged_decode_attention")(**inputs, check_finite=True)
         else:
             function(twins, side)(**inputs, check_finite=True)
 

@@ -26,7 +26,8 @@ def passed(count: int) -> list[Result]:
         Result(
             f"every_method/test_file_{number % 40}.py::test_it[{METHODS[number % 4]}.decode_attention-output-{number}]",
             method=METHODS[number % 4], kind="equivalence", duration=0.01, touched=True, answered=3, cases=3,
-            judges=names[number % 11], judged_field="output", worst={dtypes[number % 3]: 10.0 ** (-number % 7 - 6)},
+            judges=names[number % 11], subject=f"{METHODS[number % 4]}.decode_attention", judged_field="output",
+            worst={dtypes[number % 3]: 10.0 ** (-number % 7 - 6)},
             decisions=20, decisive=19, utilisation=0.01, shapes={f"{'DGS'[number % 3]} {4 ** (number % 5)}": 0.01},
             drift={str(step): 0.001 * (1 + step) for step in range(3)} if names[number % 11] == "traces" else {},
         )

@@ -13,7 +13,11 @@ from hypothesis.errors import Unsatisfiable
 
 from kvtwin.conformance import Capabilities, capabilities
 from kvtwin.conformance.cases.block_cases import attend_cases
-from kvtwin.conformance.cases.key_cases import key_cases
+from kvtwin.conformance.cases.fp8_cases import fp8_cases
+from kvtwin.conformance.cases.in_pages import paged_decode_cases, paged_fp8_cases, paged_key_cases
+from kvtwin.conformance.cases.key_cases import fp8_key_cases, key_cases
+from kvtwin.conformance.cases.paged_states import filled_pages
+from kvtwin.conformance.cases.paged_view import PagedLayout
 from kvtwin.conformance.cases.strategies import decode_cases, state_traces, window_cases
 from kvtwin.conformance.judge import stats, subjects
 from kvtwin.conformance.judge.subjects import StateSubject
@@ -30,6 +34,9 @@ from kvtwin.conformance.judge.subjects import StateSubject
     ({"per_head": (None,)}, ValueError, "per_head must be False or True, got None"),
     ({"devices": ("tpu",)}, ValueError, "devices must be 'cpu' or 'cuda', got 'tpu'"),
     ({"ties": "first"}, ValueError, "ties must be 'lowest' or 'any', got 'first'"),
+    ({"fp8": ("float8_e4m3fnuz",)}, ValueError, "fp8 must be 'float8_e4m3fn' or 'float8_e5m2', got 'float8_e4m3fnuz'"),
+    ({"fp8": "float8_e5m2"}, TypeError, "fp8 must be a tuple"),
+    ({"page_sizes": (0,)}, ValueError, "page_sizes must be at least 1, got 0"),
     ({"options": {"kernel_size": 5}}, TypeError, "options must map names to tuples"),
     ({"max_slots": 8, "slots_multiple_of": 16}, ValueError, "max_slots must be at least slots_multiple_of = 16"),
 ])
@@ -40,6 +47,11 @@ def test_a_declaration_that_makes_no_sense_is_refused(declared, error, says):
 
 def test_dtypes_may_be_torch_s():
     assert Capabilities(dtypes=(torch.float16, "bfloat16")).dtypes == ("float16", "bfloat16")
+    assert Capabilities(fp8=(torch.float8_e5m2,)).fp8 == ("float8_e5m2",)
+
+
+def test_no_fp8_is_shown():
+    assert Capabilities(fp8=(), page_sizes=(16, 32)).outside() == ["fp8 = none", "page_sizes = 16, 32"]
 
 
 def test_the_declaration_of_the_method_comes_first():
@@ -92,6 +104,46 @@ def test_a_call_outside_of_a_capability_is_refused(declared, changes, refused):
     assert capabilities.refusal(Capabilities(**declared), call(**changes)) == refused
 
 
+def paged_call(**changes):
+    """The same over pages of 4 slots."""
+    given = call(**changes)
+    key, value = given.pop("key"), given.pop("value")
+    return {**given, "pages": filled_pages(PagedLayout(4), key, value)}
+
+
+CODES = torch.zeros(2, 2, 32, 64).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(("declared", "changes", "refused"), [
+    ({"page_sizes": (16,)}, {}, "page_sizes"),
+    ({"dtypes": ("float16",)}, {}, "dtypes"),
+    ({"fp8": ("float8_e5m2",)}, {"key": CODES, "value": CODES}, "fp8"),
+    ({"fp8": ()}, {"key": CODES, "value": CODES}, "fp8"),
+    ({"head_dims": (128,)}, {}, "head_dims"),
+    ({"groups": (1, 2)}, {}, "groups"),
+    ({"kv_heads": (8,)}, {}, "kv_heads"),
+    ({"max_batch": 1}, {}, "max_batch"),
+    ({"max_slots": 31}, {}, "max_slots"),
+    ({"slots_multiple_of": 64}, {}, "slots_multiple_of"),
+    ({"masks": False}, {"occupied": torch.zeros(2, 32, dtype=torch.bool)}, "masks"),
+], ids=lambda value: ",".join(value) if isinstance(value, dict) else None)  # fmt: skip
+def test_a_call_over_pages_outside_of_a_capability_is_refused(declared, changes, refused):
+    assert capabilities.refusal(Capabilities(), paged_call(**changes)) is None
+    assert capabilities.refusal(Capabilities(**declared), paged_call(**changes)) == refused
+    pages = paged_call(**changes)["pages"]
+    apart = {name: tensor.transpose(0, 1).contiguous().transpose(0, 1) for name, tensor in pages._asdict().items()}
+    made = {**paged_call(**changes), "pages": pages._replace(**apart)}
+    assert capabilities.refusal(Capabilities(contiguous_only=True), made) == "contiguous_only"
+
+
+def test_fp8_is_no_other_dtype():
+    """With dtypes declared, a call with FP8 keys and values is inside if its query is."""
+    for made in (call, paged_call):
+        given = made(key=CODES, value=CODES)
+        assert capabilities.refusal(Capabilities(dtypes=("float32",)), given) is None
+        assert capabilities.refusal(Capabilities(dtypes=("float16",)), given) == "dtypes"
+
+
 def test_what_a_constructor_gets_is_seen_too():
     sizes = {
         "batch": 4, "query_heads": 8, "key_value_heads": 2, "head_dim": 64, "dtype": torch.float16, "device": "cpu",
@@ -117,10 +169,12 @@ def test_wrong_arguments_are_left_to_the_implementation(wrong):
 NARROW = Capabilities(
     dtypes=("float16",), head_dims=(64, 96), groups=(4,), max_batch=1, masks=False, protected=False, scale=False,
     per_head=(False,), contiguous_only=True, slots_multiple_of=8, options={"kernel_size": (3,), "anchor": ("mean",)},
+    page_sizes=(2, 12), fp8=("float8_e5m2",), max_slots=40,
 )
 STRATEGIES = {
     "decode": decode_cases, "window": window_cases, "keys": key_cases, "attend": lambda: attend_cases("h2o"),
-    "state": lambda: state_traces("longflow"),
+    "state": lambda: state_traces("longflow"), "decode_fp8": fp8_cases, "decode_pages": paged_decode_cases,
+    "decode_pages_fp8": paged_fp8_cases, "keys_pages": paged_key_cases, "keys_fp8": fp8_key_cases,
 }
 
 
@@ -130,12 +184,15 @@ STRATEGIES = {
 def test_strategies_draw_inside(strategy, data):
     with capabilities.use(NARROW):
         case = data.draw(strategy())
-    assert case.dtype == torch.float16 and case.head_dim in (64, 96) and case.batch == 1
+    assert getattr(case, "fp8", "e5m2") == "e5m2"
+    assert case.dtype == (torch.float8_e5m2 if strategy is fp8_key_cases else torch.float16)
+    assert case.head_dim in (64, 96) and case.batch == 1
     assert case.layout == "contiguous" and case.scale is None
     assert getattr(case, "occupancy", "full") in ("full", "none") and getattr(case, "padding", "none") == "none"
     assert getattr(case, "protect", "none") == "none" and not getattr(case, "per_head", False)
     assert getattr(case, "slots", 8) % 8 == 0 and getattr(case, "tokens", 8) % 8 == 0
     assert getattr(case, "kernel_size", 3) == 3 and getattr(case, "anchor", "mean") == "mean"
+    assert getattr(case, "slots", 8) <= 40 and getattr(case, "page_size", 2) in (2, 12)
     if hasattr(case, "query"):
         assert case.group == 4
 

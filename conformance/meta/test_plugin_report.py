@@ -131,8 +131,8 @@ def test_json_report_of_each_test(run, pytester):
     assert passed == {
         "method": "longflow", "kind": "equivalence", "claims": [], "outcome": "passed", "decisions": 40, "decisive": 39,
         "utilisation": 0.0625, "adjudicated": 2, "touched": False, "answered": 0, "refused": {}, "missing": {},
-        "judges": None, "judged_field": None, "cases": 0, "worst": {}, "shapes": {}, "drift": {}, "wrong": 0,
-        "finding": {}, "message": "",
+        "judges": None, "subject": None, "judged_field": None, "cases": 0, "worst": {}, "shapes": {}, "drift": {},
+        "wrong": 0, "finding": {}, "message": "",
     }  # fmt: skip
     outcomes = {name: test["outcome"] for name, test in by_name.items()}
     assert outcomes == {
@@ -249,6 +249,7 @@ def test_method_and_kind(pytester):
             "kind": kind,
             "claims": ["LF-3"] if "claim('LF-3')" in text else [],
             "judges": {"bad_input": "bad_input", "golden": "traces"}.get(kind),
+            "subject": None,
             "judged_field": None,
         }, item.nodeid
 

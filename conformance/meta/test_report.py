@@ -147,7 +147,8 @@ def test_coverage_counts_calls_and_names_what_is_missing():
     report = sample([*passed(44), *failed("output"), *other("LongFlowState")])
     assert report["coverage"]["longflow"] == {
         "calls": 42, "answered": 36, "refused": {"decode_attention: output": 6},
-        "missing": {"decode_attention.output": 3}, "not_provided": ["theirs.LongFlowState"],
+        "missing": {"decode_attention.output": 3}, "judged": ["decode_attention"],
+        "not_provided": ["theirs.LongFlowState"],
         "outside": ["dtypes = float16", "shape = shape"], "conventions": ["ties = any"],
     }  # fmt: skip
 

@@ -9,7 +9,8 @@ GROUPS = {
     "Cases": (
         "Case", "DecodeCase", "WindowCase", "AttendCase", "KeyCase", "StateTrace", "load", "decode_cases",
         "window_cases", "attend_cases", "key_cases", "state_traces", "flashinfer_cases",
-        "PagedLayout", "PagedView", "paged_views",
+        "PagedLayout", "PagedView", "paged_views", "PagedDecodeCase", "PagedFp8Case", "paged_decode_cases",
+        "paged_fp8_cases",
     ),
     "The truth and its bounds": (
         "attend", "Attention", "upcast", "Arithmetic", "arithmetic", "gamma", "output_error", "log_weight_error",
@@ -20,6 +21,7 @@ GROUPS = {
         "Mismatch", "NotProvided", "JudgeError", "Stats", "collect",
     ),
     "Whole checks": ("judge", "judge_paged", "lockstep", "Lockstep", "Summary", "Capabilities", "use_interpreter"),
+    "Subjects of a method in your own package": ("paged_subjects", "field"),
 }
 
 

@@ -63,7 +63,7 @@ def load_rows(
 @triton.jit
 def load_paged_rows(
     pointer, pages, first, holds, stride_p, stride_s, stride_d, pages_s,
-    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr = None,
 ):
     """As `load_rows` with MASKED, for the slots of a row that lie in pages."""
     d = tl.arange(0, D_PAD).to(tl.int64)
@@ -72,7 +72,10 @@ def load_paged_rows(
     mask = holds[:, None]
     if HEAD_DIM != D_PAD:
         mask = mask & (d < HEAD_DIM)[None, :]
-    return float32(tl.load(at, mask=mask, other=0.0))
+    x = tl.load(at, mask=mask, other=0.0)
+    if FP8 is not None:
+        x = from_fp8(x, tl.float32, FP8)
+    return float32(x)
 
 
 @triton.jit
@@ -81,12 +84,11 @@ def load(
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr, PAGE: tl.constexpr,
     FP8: tl.constexpr = None,
 ):
-    """`load_paged_rows` if there are pages, which have no FP8 keys, else `load_rows`."""
+    """`load_paged_rows` if there are pages, else `load_rows`."""
     if PAGE:
         tl.static_assert(MASKED)
-        tl.static_assert(FP8 is None)
         return load_paged_rows(
-            pointer, pages, first, holds, stride_p, stride_s, stride_d, pages_s, ROWS, HEAD_DIM, D_PAD, PAGE
+            pointer, pages, first, holds, stride_p, stride_s, stride_d, pages_s, ROWS, HEAD_DIM, D_PAD, PAGE, FP8
         )
     else:
         return load_rows(pointer, first, holds, stride_s, stride_d, ROWS, HEAD_DIM, D_PAD, MASKED, FP8)

@@ -8,9 +8,10 @@ from torch import Tensor
 from ...reference._validate import check_flag
 from ...reference._validate_attention import check_slot_mask
 from ...reference._validate_pages import check_paged_keys
+from ...reference._validate_scales import FP8
 from ...reference.contract import Pages, Sizes
 from ...reference.keydiff import PagedEvictResult
-from .._common.launch import check_kernel_sizes, check_launchable
+from .._common.launch import check_kernel_sizes, check_launchable, fp8_codes
 from .._common.pages import by_head, read_slots
 from .._common.radix_selection import select_slots
 from . import _ops
@@ -22,7 +23,7 @@ def paged_score(
     pages: Pages, occupied: Tensor, *, anchor: str = "mean_normalized", similarity: str = "cosine",
     check_entries: bool = False,
 ) -> Tensor:
-    """`score` of the keys in pages, which rows may share: [B, Hkv, S] float32. Values are not read.
+    """`score` of the keys in pages, FP8 or not, which rows may share: [B, Hkv, S] float32. Values are not read.
 
     occupied [B, S] or [B, Hkv, S] bool, with S up to the slots of the block table's pages. Pages of the block table are
     checked if it is on the CPU, or with check_entries=True, which synchronizes with a GPU. Other arguments and errors
@@ -31,11 +32,11 @@ def paged_score(
     sizes, pages = _check(pages, occupied, check_entries)
     check_options(pages.key_cache, anchor, similarity)
     if (anchor, similarity) != DEFAULT:
-        key = read_slots(pages.key_cache, pages.block_table, sizes.slots)
+        key = _slots_of(pages, sizes.slots)
         return any_score(key, per_head(occupied, key), anchor, similarity)
-    key, table = by_head(pages.key_cache), pages.block_table
-    direction, inverse = _ops.anchor(key, table, occupied, None)
-    rank = _ops.rank(key, table, occupied, direction, inverse)
+    key, _, fp8 = fp8_codes(by_head(pages.key_cache), by_head(pages.key_cache))
+    direction, inverse = _ops.anchor(key, pages.block_table, occupied, fp8)
+    rank = _ops.rank(key, pages.block_table, occupied, direction, inverse, fp8)
     return cosine(rank, direction, occupied)
 
 
@@ -60,9 +61,10 @@ def paged_evict(
     all_protected = must_stay(masks, occupied, recent, protected, budget)
     own = (anchor, similarity) == DEFAULT
     if own:
-        code, histograms = _ops.codes(by_head(pages.key_cache), pages.block_table, occupied, all_protected, None)
+        key, _, fp8 = fp8_codes(by_head(pages.key_cache), by_head(pages.key_cache))
+        code, histograms = _ops.codes(key, pages.block_table, occupied, all_protected, fp8)
     else:
-        key = read_slots(pages.key_cache, pages.block_table, sizes.slots)
+        key = _slots_of(pages, sizes.slots)
         code = any_codes(key, masks, all_protected, anchor, similarity)
         histograms = code.new_zeros((*code.shape[:2], 4, 256))
     kept = select_slots(code, histograms, min(budget, sizes.slots), own)
@@ -71,10 +73,16 @@ def paged_evict(
 
 def _check(pages: object, occupied: object, check_entries: object) -> tuple[Sizes, Pages]:
     flag = check_flag("check_entries", check_entries)
-    sizes, pages = check_paged_keys(pages, occupied, check_entries=flag)
-    check_launchable(key_cache=pages.key_cache)
+    sizes, pages = check_paged_keys(pages, occupied, check_entries=flag, stored=FP8)
+    check_launchable(FP8, key_cache=pages.key_cache)
     check_kernel_sizes(sizes)
     return sizes, pages
+
+
+def _slots_of(pages: Pages, slots: int) -> Tensor:
+    """The keys in the slots of all rows, [B, Hkv, S, D]."""
+    cache, _, _ = fp8_codes(pages.key_cache, pages.key_cache)
+    return read_slots(cache, pages.block_table, slots).view(pages.key_cache.dtype)
 
 
 def _slots_after(kept: Tensor, slots: int) -> tuple[Tensor, Tensor]:

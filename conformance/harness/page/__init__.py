@@ -203,6 +203,7 @@ def _of_method(one: Values) -> str:
         ("declared limits", bullets(map(text, one["outside"])) or "none"),
         ("declared conventions", bullets(map(text, one["conventions"])) or "kvtwin's"),
         ("missing fields", bullets(missing) or "none"),
+        ("judged", bullets(map(code, one["judged"])) or "none"),
         ("not provided", bullets(map(code, one["not_provided"])) or "none"),
     ))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,14 +22,14 @@ from ...cases import draws, tiny
 from ...cases.block_cases import LAYOUTS, AttendCase, attend_cases
 from ...cases.case import Case
 from ...cases.contents import OCCUPANCIES
-from ...cases.fp8_cases import Fp8AttendCase, fp8_variants
+from ...cases.fp8_cases import Fp8AttendCase, fp8_attend_cases, fp8_variants
 from .. import bounds, lockstep
 from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ..compare import Verdict, assert_dtype, assert_same, assert_within, fail
 from ..compare_by_age import assert_kept_by_age_right
 from ..fields import field
 from ..oracle import Attention, attend, oracle, upcast_all
-from ..subjects import EXTREME, Subject, aspects
+from ..subjects import EXTREME, Fp8Subject, Subject, aspects
 from ..ties import tie_classes
 
 #: The cases of a method with an `attend`: see the package.
@@ -390,12 +390,16 @@ def assert_attend_right(
         assert_within(got, truth.received, error(case, allowed), what="received")
 
 
-def attend_subject(method: str, reference: Callable[..., Any], error: AttendError) -> Subject:
-    """`attend` of a method."""
-    return Subject(
-        "attend", lambda **arguments: attend_cases(method, **arguments),
-        lambda actual, case: assert_attend_right(actual, case, reference, error), numbers=("output", "received"),
-        aspects=aspects(extreme=EXTREME, masked=OCCUPANCIES[1:], layout=LAYOUTS),
+def attend_subjects(method: str, reference: Callable[..., Any], error: AttendError) -> tuple[Subject, ...]:
+    """`attend` of a method, also over FP8."""
+    kinds: tuple[tuple[type[Subject], Any], ...] = ((Subject, attend_cases), (Fp8Subject, fp8_attend_cases))
+    return tuple(
+        made(
+            "attend", partial(cases, method),
+            lambda actual, case: assert_attend_right(actual, case, reference, error), numbers=("output", "received"),
+            aspects=aspects(extreme=EXTREME, masked=OCCUPANCIES[1:], layout=LAYOUTS),
+        )
+        for made, cases in kinds
     )
 
 

@@ -90,7 +90,7 @@ def attend_error(case: block_cases.AttendCase, allowed: Arithmetic) -> Tensor:
     return received_error(case.attention, allowed)
 
 
-SUBJECTS = (blocks.attend_subject("h2o", h2o.attend, attend_error),)
+SUBJECTS = blocks.attend_subjects("h2o", h2o.attend, attend_error)
 
 
 class Model(block_model.Head):

@@ -12,23 +12,31 @@ from torch import Tensor
 
 from ....reference import longflow
 from ....reference.attention import per_query_head
-from ...cases import draws, tiny
+from ...cases import draws
 from ...cases.case import Case, DecodeCase, WindowCase
 from ...cases.contents import OCCUPANCIES, PROTECTIONS
-from ...cases.fp8_cases import Fp8Case, fp8_variants
-from ...cases.paged_states import filled_pages
-from ...cases.paged_view import PagedLayout
+from ...cases.fp8_cases import Fp8Case, fp8_cases, fp8_variants
+from ...cases.in_pages import (
+    PAGED,
+    InPages,
+    PagedDecodeCase,
+    PagedFp8Case,
+    paged_decode_cases,
+    paged_fp8_cases,
+    with_pages,
+)
+from ...cases.layouts import LAYOUTS
 from ...cases.strategies import decode_cases, window_cases
 from .. import bounds, lockstep, recorded
 from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ..compare import Verdict, assert_dtype, assert_eviction_right, assert_same, assert_within, undecided
 from ..fields import field
 from ..oracle import Attention, oracle
-from ..subjects import EXTREME, TIED, Subject, aspects
+from ..subjects import EXTREME, TIED, Fp8Subject, Subject, aspects
 from ..ties import tie_classes
 from . import snapkv
 
-CASES = (DecodeCase, Fp8Case)
+CASES = (DecodeCase, Fp8Case, PagedDecodeCase, PagedFp8Case)
 #: SnapKV for the prompt (section 4.1), as its authors run it. Eq. 3, i < t, protects the newest token.
 DEFAULTS = {
     "window": 32, "kernel_size": 5, "protect_newest": True, "per_head": False, "sinks": 0, "check_finite": False,
@@ -154,27 +162,31 @@ def assert_slot_right(
 
 #: Scores of these contents lie apart.
 SCORED_CONTENTS = ("ordinary", "dominant")
-SUBJECTS = (
-    Subject(
-        "decode_attention", decode_cases, assert_decode_right, numbers=("output", "score"), choices=("slot",),
-        aspects=aspects(
+
+
+def _decoding(made: type[Subject], name: str, cases: Any, *, paged: bool, **more: Any) -> Subject:
+    """A subject of a decode step."""
+    if paged:
+        more |= {"inputs": lambda case: case.paged_inputs, "arguments": with_pages, "also": True}
+    return made(
+        name, cases, assert_decode_right, numbers=("output", "score"), choices=("slot",), **more, aspects=aspects(
             ordinary=SCORED_CONTENTS, tied=(*TIED, "zero_values"), extreme=EXTREME, masked=OCCUPANCIES[1:],
-            protect=PROTECTIONS,
+            protect=PROTECTIONS, layout=PAGED if paged else LAYOUTS, paged=paged,
         ),
-        recorded=recorded.decode_steps,
-    ),
+    )
+
+
+SUBJECTS = (
+    _decoding(Subject, "decode_attention", decode_cases, paged=False, recorded=recorded.decode_steps),
+    _decoding(Fp8Subject, "decode_attention", fp8_cases, paged=False),
+    _decoding(Subject, "paged_decode_attention", paged_decode_cases, paged=True),
+    _decoding(Fp8Subject, "paged_decode_attention", paged_fp8_cases, paged=True),
     Subject(
         "compress_prefill", window_cases, snapkv.assert_compress_right, numbers=("key", "value"),
         choices=("kept",), aspects=snapkv.WINDOW_ASPECTS, sized="tokens",
         recorded=recorded.windows,
     ),
 )
-
-
-def arguments(device: torch.device) -> dict[str, Any]:
-    """See the package."""
-    _, key, value = tiny.prompt(device, seed=0)
-    return {"pages": filled_pages(PagedLayout(4), key, value)}
 
 
 def variants(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:
@@ -185,6 +197,10 @@ def variants(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:
 def replay(case: Case, module: Any) -> Iterator[str]:
     """See the package."""
     assert isinstance(case, DecodeCase)
+    if isinstance(case, InPages):
+        assert_decode_right(module.paged_decode_attention(**with_pages(case.paged_inputs)), case)
+        yield "paged_decode_attention: right"
+        return
     assert_decode_right(module.decode_attention(**case.inputs), case)
     yield "decode_attention: right"
 

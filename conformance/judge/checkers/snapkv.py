@@ -188,7 +188,7 @@ def attend_error(case: AttendCase, allowed: Arithmetic) -> Tensor:
 
 SUBJECTS = (
     *_window_subjects(shared_heads=False), *_window_subjects(shared_heads=True),
-    blocks.attend_subject("snapkv", snapkv.attend, attend_error),
+    *blocks.attend_subjects("snapkv", snapkv.attend, attend_error),
 )
 
 

@@ -105,7 +105,7 @@ def attend_error(case: block_cases.AttendCase, allowed: Arithmetic) -> Tensor:
     return weight_error(newest(case.attention, case.valid), allowed)
 
 
-SUBJECTS = (blocks.attend_subject("tova", tova.attend, attend_error),)
+SUBJECTS = blocks.attend_subjects("tova", tova.attend, attend_error)
 
 
 class Model(block_model.Head):

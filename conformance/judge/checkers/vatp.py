@@ -74,7 +74,7 @@ def zero_values(chunk: Chunk) -> Tensor:
     return torch.where(zero, index.where(zero, chunk.slots).amin(-1, keepdim=True), index)
 
 
-SUBJECTS = (blocks.attend_subject("vatp", vatp.attend, h2o.attend_error),)
+SUBJECTS = blocks.attend_subjects("vatp", vatp.attend, h2o.attend_error)
 
 
 class Model(h2o.Model):
