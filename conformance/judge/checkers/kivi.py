@@ -135,10 +135,10 @@ class Adapter(lockstep.Adapter):
 
     def after_step(self, tested: Any, reference: Any, query: Tensor) -> tuple[Tensor, Verdict | None]:
         self._same_codes(tested, reference)
-        bound = reconstructed.decode_output(
+        self.bound = reconstructed.decode_output(
             query, *self.tokens, self.occupied, *self.errors, scale=lockstep.scale_of(reference)
         )
-        return bound, None
+        return self.bound, None
 
     def _same_codes(self, tested: Any, reference: Any) -> None:
         """Codes, scales and minima are bitwise equal, and keys and values are the numbers that they stand for."""
