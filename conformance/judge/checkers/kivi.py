@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ....reference.baselines.kivi import quantize
+from ....reference.baselines.kivi import dequantize, quantize
 from ...cases import tiny
 from .. import lockstep, reconstructed
 from ..compare import Mismatch, Verdict, assert_dtype, assert_same
@@ -94,6 +94,24 @@ def expanded(minimum: Tensor, axis: int, group: int, slots: int) -> Tensor:
     """The minimum of each element of the first slots, 0 for slots beyond: [B, Hkv, slots, D] float64."""
     each = minimum.double().repeat_interleave(group, axis)[:, :, :slots]
     return torch.nn.functional.pad(each, (0, 0, 0, slots - each.shape[2]))
+
+
+def read_by(state: Any, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a step of the first rows reads: keys and values [rows, Hkv, S, D] float64, the numbers that the codes stand
+    for, and the errors of their elements, 0 for unquantized tokens."""
+    config, slots, numbers, errors = state.config, state.sizes.slots, [], []
+    for found, whole, axis, bits, quantized in (
+        (state.codes_of_keys(), state.key, -2, config.key_bits, state.keys_quantized),
+        (state.codes_of_values(), state.value, -1, config.value_bits, state.values_quantized),
+    ):
+        codes, scale, minimum = (part[:rows] for part in found)
+        exact = dequantize(codes, scale.double(), minimum.double(), bits=bits, axis=axis, group=config.group)
+        exact = torch.nn.functional.pad(exact[:, :, :slots], (0, 0, 0, max(0, slots - exact.shape[2])))
+        packed = (torch.arange(slots, device=exact.device) < quantized[:rows, None])[:, None, :, None]
+        numbers.append(exact.where(packed, whole[:rows].double()))
+        error = reconstructed.element_error(exact, expanded(minimum, axis, config.group, slots), state.dtype)
+        errors.append(error.masked_fill(~packed, 0))
+    return (*numbers, *errors)
 
 
 class Adapter(lockstep.Adapter):
