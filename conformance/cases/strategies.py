@@ -82,7 +82,7 @@ def _common(
 
 
 def _triples(
-    usual: tuple, dtypes: tuple[torch.dtype, ...], head_dims: Sequence[int]
+    usual: tuple, dtypes: tuple[torch.dtype, ...], head_dims: Sequence[int] = HEAD_DIMS
 ) -> list[tuple[int, int, torch.dtype]]:
     """(head_dim, group, dtype) on a GPU: the usual ones that the implementation supports, or a dozen of its own."""
     found = [

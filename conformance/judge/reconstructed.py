@@ -17,7 +17,6 @@ from .bounds import (
     FLUSH,
     SLACK,
     TINY,
-    UNIT,
     UNITS,
     Arithmetic,
     arithmetic,
@@ -48,8 +47,7 @@ def group_error(scale: Tensor, levels: int, dtype: torch.dtype) -> Tensor:
     (x - min) / scale is computed with two roundings, at most gamma(2) levels (1 + h), and rounded to a code: 1/2.
     Together scale (1/2 + levels (h + gamma(2) (1 + h))) + levels TINY.
     """
-    unit = UNITS[dtype] if dtype in UNITS else UNIT
-    tiny = TINY[dtype] if dtype in TINY else FLUSH
+    unit, tiny = UNITS[dtype], TINY[dtype]
     grown = (1 + unit) * (1 + gamma(2)) - 1
     return (scale * (0.5 + levels * (grown + gamma(2) * (1 + grown))) + levels * tiny) * SLACK
 

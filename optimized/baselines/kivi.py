@@ -286,7 +286,8 @@ class KIVIState(State):
         # The most keys and values of a row that can be quantized; at least a group and one.
         groups, rows = max(slots - slots % residual, each) // each, max(slots - residual, 1)
         self._keys, self._values = (
-            self._buffer(batch, key_value_heads, count, head_dim, dtype=self.dtype) for count in (residual, residual + 1)
+            self._buffer(batch, key_value_heads, places, head_dim, dtype=self.dtype)
+            for places in (residual, residual + 1)
         )
         words = groups * words_of(each, config.key_bits)
         self._key_codes = self._buffer(batch, key_value_heads, words, head_dim, dtype=torch.int32)
@@ -357,11 +358,13 @@ class KIVIState(State):
 
     def codes_of_keys(self) -> QuantizeResult:
         """The quantized keys of every row, as `quantize` returns them: groups of the first tokens, then zeros."""
-        return self._masked((self._key_codes, self._key_scale, self._key_minimum), self.keys_quantized, self.config.group)
+        parts = self._key_codes, self._key_scale, self._key_minimum
+        return self._masked(parts, self.keys_quantized, self.config.group)
 
     def codes_of_values(self) -> QuantizeResult:
         """The quantized values of every row, as `quantize` returns them: the first tokens, then zeros."""
-        return self._masked((self._value_codes, self._value_scale, self._value_minimum), self.values_quantized, 1)
+        parts = self._value_codes, self._value_scale, self._value_minimum
+        return self._masked(parts, self.values_quantized, 1)
 
     def _masked(self, parts: tuple[Tensor, Tensor, Tensor], quantized: Tensor, each: int) -> QuantizeResult:
         """Codes, scales and minima of the quantized tokens; zeros for others. each: the tokens of a row of scales."""

@@ -3,7 +3,8 @@
 Lockstep, laws, strategies and replay are generic and read method-specific facts from here. A checker may define
 
 - `BUDGET`: the name of the config's budget (default: "budget"), None if it has none; `EVICTS`: False if a state keeps
-  every token, so that a budget limits how many a step attends to; `KEEPS_PROMPTS`: True if by default only generated tokens are evicted;
+  every token, so that a budget limits how many a step attends to; `KEEPS_PROMPTS`: True if by default only generated
+  tokens are evicted;
 - `Adapter`: the checks of a state's choices (default: `lockstep.Adapter`);
 - `configs(most, window)`: a Hypothesis strategy of the config's keyword arguments for drawn traces: `budget` from 1 to
   `most`, and all others but `scale` (default: the budget alone). `window`: the largest observation window of a prompt;
@@ -110,6 +111,13 @@ def lossy(state: Any) -> bool:
     """Whether the state's method is LOSSY."""
     name = _name_of(state)
     return name is not None and bool(ask(name, "LOSSY", False))
+
+
+def held_bytes(state: Any) -> int:
+    """The memory of the tokens of a state whose method has `bytes_of`."""
+    name = _name_of(state)
+    assert name is not None
+    return int(ask(name, "bytes_of", None)(state))
 
 
 def _name_of(state: Any) -> str | None:

@@ -34,6 +34,7 @@ COMPILED = (
 DEFAULTS = {
     "key_bits": 2, "value_bits": 2, "group": 32, "residual": 128, "max_tokens": 32768, "scale": None,
 }
+FORMS = {"four_bits": {"key_bits": 4, "value_bits": 4}}
 #: (key_bits, value_bits, group, residual) of traces. Each is compiled on a GPU.
 COMBINATIONS = (
     ((2, 2, 16, 16), (4, 4, 4, 8), (2, 4, 8, 8), (4, 2, 2, 6), (4, 4, 1, 3)) if not torch.cuda.is_available() else
@@ -99,7 +100,9 @@ def expanded(minimum: Tensor, axis: int, group: int, slots: int) -> Tensor:
 def read_by(state: Any, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What a step of the first rows reads: keys and values [rows, Hkv, S, D] float64, the numbers that the codes stand
     for, and the errors of their elements, 0 for unquantized tokens."""
-    config, slots, numbers, errors = state.config, state.sizes.slots, [], []
+    config, slots = state.config, state.sizes.slots
+    numbers: list[Tensor] = []
+    errors: list[Tensor] = []
     for found, whole, axis, bits, quantized in (
         (state.codes_of_keys(), state.key, -2, config.key_bits, state.keys_quantized),
         (state.codes_of_values(), state.value, -1, config.value_bits, state.values_quantized),
@@ -111,7 +114,7 @@ def read_by(state: Any, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         numbers.append(exact.where(packed, whole[:rows].double()))
         error = reconstructed.element_error(exact, expanded(minimum, axis, config.group, slots), state.dtype)
         errors.append(error.masked_fill(~packed, 0))
-    return (*numbers, *errors)
+    return numbers[0], numbers[1], errors[0], errors[1]
 
 
 class Adapter(lockstep.Adapter):
@@ -153,8 +156,9 @@ class Adapter(lockstep.Adapter):
 
     def after_step(self, tested: Any, reference: Any, query: Tensor) -> tuple[Tensor, Verdict | None]:
         self._same_codes(tested, reference)
+        (key, value), (key_error, value_error) = self.tokens, self.errors
         self.bound = reconstructed.decode_output(
-            query, *self.tokens, self.occupied, *self.errors, scale=lockstep.scale_of(reference)
+            query, key, value, self.occupied, key_error, value_error, scale=lockstep.scale_of(reference)
         )
         return self.bound, None
 
@@ -176,13 +180,13 @@ def arguments(device: torch.device) -> dict[str, Any]:
     """See the package."""
     shape = (tiny.BATCH, tiny.KEY_VALUE_HEADS, 8, tiny.HEAD_DIM)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(device)
-    options = {"bits": 4, "axis": -2, "group": 4}
+    options: dict[str, Any] = {"bits": 4, "axis": -2, "group": 4}
     return {"x": x, **options, "dtype": torch.float16, **quantize(x, **options)._asdict()}
 
 
 def variants(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:
     """See the package: values, in 2 bits."""
-    options = {"bits": 2, "axis": -1, "group": 8}
+    options: dict[str, Any] = {"bits": 2, "axis": -1, "group": 8}
     if name == "quantize":
         return [given | options]
     x = torch.randn(2, 2, 3, 16, generator=torch.Generator().manual_seed(8)).to(given["codes"].device)
