@@ -31,7 +31,7 @@ from .._common.launch import (
 )
 from .._common.numerics import LOG2_E
 from .._common.state import State
-from ._kivi_kernels import (
+from .kivi_kernels import (
     EVERY,
     PROMPT,
     SEEN,

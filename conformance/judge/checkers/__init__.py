@@ -23,6 +23,7 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
 - `parts(module)`: what the pair exports besides functions, config and state, for tests of wrong arguments: by name, a
   function of the device that returns a callable, the object behind it, or None, and good arguments by name;
 - `ON_THE_HOST`: functions that return Python numbers, so that they cannot be compiled;
+- `DECIDES`: False if a state chooses nothing by its scores: what it does to a token follows from counts alone;
 - `LOSSY`: True if a state does not store keys and values unchanged;
 - `HEAD_DIMS`: the head dims of drawn traces, if a state accepts some only (default: those of `strategies`);
 - `extras(state, query, key, value)`: further keyword arguments of the state's `prefill` and `step` for these tokens,

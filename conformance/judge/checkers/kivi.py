@@ -17,7 +17,7 @@ from ...cases import tiny
 from .. import lockstep, reconstructed
 from ..compare import Mismatch, Verdict, assert_dtype, assert_same
 
-BUDGET, EVICTS, LOSSY, SCORED = None, False, True, False
+BUDGET, EVICTS, DECIDES, LOSSY, SCORED = None, False, False, True, False
 #: Of traces: multiples of the groups, and of the codes in a word of 2 bits.
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 160, 256)
 SMALL: dict[str, Any] = {
