@@ -231,7 +231,8 @@ def _step(
             scale * LOG2_E.value, heads, splits, residual, slots, key_scale.shape[2], value_scale.shape[2],
             *query.stride(), *new_key.stride(), *new_value.stride(),
             **shape, KEY_BITS=key_bits, VALUE_BITS=value_bits, GROUP=group, WORDS=words_of(group, key_bits),
-            BLOCK=_block(head_dim, query.element_size(), slots), num_warps=4,
+            BLOCK=_block(head_dim, query.element_size(), slots), KEY_PAIRS=_in_pairs(keys.dtype, group, key_bits),
+            VALUE_PAIRS=_in_pairs(keys.dtype, group, value_bits), num_warps=4,
         )
         merge_kernel[(batch * heads,)](
             partial, row_maxima, weight_sums, output, values, value_codes, value_scale, value_minimum, count, counters,
@@ -253,6 +254,11 @@ def _(
     weight_sums: Tensor, scale: float, key_bits: int, value_bits: int, group: int, splits: int,
 ) -> Tensor:
     return query.new_empty(query.shape)
+
+
+def _in_pairs(dtype: torch.dtype, group: int, bits: int) -> bool:
+    """Whether a step computes two numbers with one instruction: those of 16 bits, if a word has one scale."""
+    return dtype != torch.float32 and group >= WORD // bits
 
 
 def _block(head_dim: int, itemsize: int, slots: int) -> int:

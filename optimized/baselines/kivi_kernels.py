@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._common.launch import PTX
 from .._common.numerics import dot, float32, multiply, round_output, round_to, without_sign_of_zero
 from .._common.softmax import merge_outputs, merge_sums, weigh_tile
 
@@ -21,6 +22,7 @@ SEEN, SEEN_NEXT = tl.constexpr(0), tl.constexpr(1)
 #: The bits of 2^23. As a float32, 2^23 + n is exact for small n and has n in its lowest bits.
 _MAGIC_BITS = tl.constexpr(0x4B000000)
 _MAGIC = tl.constexpr(8388608.0)
+_PTX = tl.constexpr(PTX)
 
 
 # Groups --------------------------------------------------------------------------------------------------------------
@@ -229,41 +231,131 @@ def dequantize_kernel(
 
 
 @triton.jit
+def _bits(x):
+    """The 16 bits of a number in the lower half of an int32."""
+    return x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _pair(word, step, shift, NUMBER: tl.constexpr, BITS: tl.constexpr):
+    """The numbers of the codes NUMBER and NUMBER + C / 2 of words: two 16-bit numbers in an int32, the first one below.
+    step, shift: the scale and the minimum of both, 16-bit numbers.
+
+    A code is the lowest bits of 128 (bfloat16) or 1024 (float16), from which that number is subtracted, exactly.
+    The product and the sum are rounded once. Each instruction computes two numbers.
+    """
+    both, least = _bits(step) * 0x10001, _bits(shift) * 0x10001
+    codes = word >> (NUMBER * BITS)
+    MASK: tl.constexpr = ((1 << BITS) - 1) * 0x10001
+    if _PTX and step.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 x, one, less;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 less, 0xC300C300;
+            lop3.b32 x, $1, $4, 0x43004300, 0xEA;
+            fma.rn.bf16x2 x, x, one, less;
+            fma.rn.bf16x2 $0, x, $2, $3;
+            }""", "=r,r,r,r,r", [codes, both, least, MASK], dtype=tl.int32, is_pure=True, pack=1,
+        )
+    elif _PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 x, one, less;
+            mov.b32 one, 0x3C003C00;
+            mov.b32 less, 0xE400E400;
+            lop3.b32 x, $1, $4, 0x64006400, 0xEA;
+            fma.rn.f16x2 x, x, one, less;
+            fma.rn.f16x2 $0, x, $2, $3;
+            }""", "=r,r,r,r,r", [codes, both, least, MASK], dtype=tl.int32, is_pure=True, pack=1,
+        )
+    else:
+        first = round_to(_number(codes & MASK & 0xFFFF) * float32(step) + float32(shift), step.dtype)
+        second = round_to(_number((codes & MASK) >> 16) * float32(step) + float32(shift), step.dtype)
+        return _bits(first) | (_bits(second) << 16)
+
+
+@triton.jit
+def _numbers_of(word, step, shift, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The numbers of words [ROWS, COLUMNS / C], each with a scale and a minimum: [ROWS, COLUMNS] in their 16-bit type.
+
+    Column n has the code `_code_of(n % C)` of its word, so that both halves of a register stay together.
+    """
+    if BITS == 2:
+        y = tl.join(
+            tl.join(
+                tl.join(_pair(word, step, shift, 0, BITS), _pair(word, step, shift, 4, BITS)),
+                tl.join(_pair(word, step, shift, 2, BITS), _pair(word, step, shift, 6, BITS)),
+            ),
+            tl.join(
+                tl.join(_pair(word, step, shift, 1, BITS), _pair(word, step, shift, 5, BITS)),
+                tl.join(_pair(word, step, shift, 3, BITS), _pair(word, step, shift, 7, BITS)),
+            ),
+        )
+    else:
+        y = tl.join(
+            tl.join(_pair(word, step, shift, 0, BITS), _pair(word, step, shift, 2, BITS)),
+            tl.join(_pair(word, step, shift, 1, BITS), _pair(word, step, shift, 3, BITS)),
+        )
+    first = y.to(tl.int16).to(step.dtype, bitcast=True)
+    second = (y >> 16).to(tl.int16).to(step.dtype, bitcast=True)
+    return tl.reshape(tl.join(first, second), (ROWS, COLUMNS))
+
+
+@triton.jit
+def _code_of(n, BITS: tl.constexpr, PAIRS: tl.constexpr):
+    """The number in its word of the code in place n, see `_numbers_of`; without PAIRS, n itself."""
+    if PAIRS:
+        return n // 2 + n % 2 * (16 // BITS)
+    else:
+        return n
+
+
+@triton.jit
 def _keys_of_words(
     codes, scale, minimum, word, words, d, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr,
-    COUNT: tl.constexpr, D_PAD: tl.constexpr,
+    COUNT: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr,
 ):
-    """The keys of COUNT words [COUNT] of a head: [COUNT * C, D_PAD] in the type of the scales, 0 beyond `words`."""
+    """The keys of COUNT words [COUNT] of a head, transposed: [D_PAD, COUNT * C] in the type of the scales, 0 beyond
+    `words`. Place n of a word has the token `_code_of(n)`."""
     C: tl.constexpr = 32 // BITS
-    mask = (word < words)[:, None] & (d < HEAD_DIM)[None, :]
-    packed = tl.load(codes + word.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0)
-    at = (word // WORDS).to(tl.int64)[:, None] * HEAD_DIM + d[None, :]
-    step = float32(tl.load(scale + at, mask=mask, other=0.0))
-    shift = float32(tl.load(minimum + at, mask=mask, other=0.0))
-    code = (packed[:, None, :] >> (tl.arange(0, C) * BITS)[None, :, None]) & ((1 << BITS) - 1)
-    k = _number(code) * step[:, None, :] + shift[:, None, :]
-    return tl.reshape(round_to(k, scale.dtype.element_ty), (COUNT * C, D_PAD))
+    if PAIRS:
+        mask = (d < HEAD_DIM)[:, None] & (word < words)[None, :]
+        packed = tl.load(codes + d[:, None] + word.to(tl.int64)[None, :] * HEAD_DIM, mask=mask, other=0)
+        at = d[:, None] + (word // WORDS).to(tl.int64)[None, :] * HEAD_DIM
+        step = tl.load(scale + at, mask=mask, other=0.0)
+        shift = tl.load(minimum + at, mask=mask, other=0.0)
+        return _numbers_of(packed, step, shift, BITS, D_PAD, COUNT * C)
+    else:
+        mask = (word < words)[:, None] & (d < HEAD_DIM)[None, :]
+        packed = tl.load(codes + word.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0)
+        at = (word // WORDS).to(tl.int64)[:, None] * HEAD_DIM + d[None, :]
+        step = float32(tl.load(scale + at, mask=mask, other=0.0))
+        shift = float32(tl.load(minimum + at, mask=mask, other=0.0))
+        code = (packed[:, None, :] >> (tl.arange(0, C) * BITS)[None, :, None]) & ((1 << BITS) - 1)
+        k = _number(code) * step[:, None, :] + shift[:, None, :]
+        return tl.trans(tl.reshape(round_to(k, scale.dtype.element_ty), (COUNT * C, D_PAD)))
 
 
 @triton.jit
 def _values_of_tokens(
     codes, scale, minimum, token, holds, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr,
 ):
-    """The values of tokens [BLOCK] that `holds`: [BLOCK, D_PAD] in the type of the scales, 0 for others."""
+    """The values of tokens [BLOCK] that `holds`: [BLOCK, D_PAD] in the type of the scales, 0 for others. Place n of a
+    word has the channel `_code_of(n)`."""
     C: tl.constexpr = 32 // BITS
     w = tl.arange(0, D_PAD // C)
     row = token.to(tl.int64)[:, None]
     mask = holds[:, None] & (w < HEAD_DIM // C)[None, :]
     packed = tl.load(codes + row * (HEAD_DIM // C) + w[None, :], mask=mask, other=0)
-    code = (packed[:, :, None] >> (tl.arange(0, C) * BITS)[None, None, :]) & ((1 << BITS) - 1)
-    if GROUP >= C:
+    if PAIRS:
         at = row * (HEAD_DIM // GROUP) + (w * C // GROUP)[None, :]
-        step = float32(tl.load(scale + at, mask=mask, other=0.0))
-        shift = float32(tl.load(minimum + at, mask=mask, other=0.0))
-        v = _number(code) * step[:, :, None] + shift[:, :, None]
-        return tl.reshape(round_to(v, scale.dtype.element_ty), (BLOCK, D_PAD))
+        step = tl.load(scale + at, mask=mask, other=0.0)
+        shift = tl.load(minimum + at, mask=mask, other=0.0)
+        return _numbers_of(packed, step, shift, BITS, BLOCK, D_PAD)
     else:
+        code = (packed[:, :, None] >> (tl.arange(0, C) * BITS)[None, None, :]) & ((1 << BITS) - 1)
         d = tl.arange(0, D_PAD)
         mask = holds[:, None] & (d < HEAD_DIM)[None, :]
         at = row * (HEAD_DIM // GROUP) + (d // GROUP)[None, :]
@@ -279,25 +371,25 @@ def _values_of_tokens(
 @triton.jit
 def _attend_codes(
     acc, row_max, weight_sum, q, key_codes, key_scale, key_minimum, value_codes, value_scale, value_minimum, values,
-    begin, end, values_quantized, residual, scale, HEAD_DIM: tl.constexpr, KEY_BITS: tl.constexpr,
+    begin, end, values_quantized, residual, scale, channel, HEAD_DIM: tl.constexpr, KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, D_PAD: tl.constexpr,
-    MIXED: tl.constexpr,
+    KEY_PAIRS: tl.constexpr, VALUE_PAIRS: tl.constexpr, MIXED: tl.constexpr,
 ):
     """Update the online softmax of q with the words `begin` to `end` of quantized keys. With MIXED, some of their
-    values may not be quantized; those are read from the buffer."""
+    values may not be quantized; those are read from the buffer. channel [D_PAD]: those of the accumulator."""
     C: tl.constexpr = 32 // KEY_BITS
     d = tl.arange(0, D_PAD)
-    p_ = tl.arange(0, BLOCK)
+    place = tl.arange(0, BLOCK)
     for start in range(begin, end, BLOCK // C):
         k = _keys_of_words(
             key_codes, key_scale, key_minimum, start + tl.arange(0, BLOCK // C), end, d, HEAD_DIM, KEY_BITS, WORDS,
-            BLOCK // C, D_PAD,
+            BLOCK // C, D_PAD, KEY_PAIRS,
         )
-        word = start + p_ // C
-        within = word % WORDS * C + p_ % C                              # the token's number in its group
+        word = start + place // C
+        within = word % WORDS * C + _code_of(place % C, KEY_BITS, KEY_PAIRS)  # the token's number in its group
         token = word // WORDS * GROUP + within
         holds = (word < end) & (within < GROUP)
-        logit = multiply(dot(q, tl.trans(k)), scale)
+        logit = multiply(dot(q, k), scale)
         logit = tl.where(holds[None, :], logit, float("-inf"))
         p, row_max, weight_sum, rescale = weigh_tile(logit, row_max, weight_sum)
         if MIXED:
@@ -305,13 +397,14 @@ def _attend_codes(
         else:
             packed = holds
         v = _values_of_tokens(
-            value_codes, value_scale, value_minimum, token, packed, HEAD_DIM, VALUE_BITS, GROUP, BLOCK, D_PAD
+            value_codes, value_scale, value_minimum, token, packed, HEAD_DIM, VALUE_BITS, GROUP, BLOCK, D_PAD,
+            VALUE_PAIRS,
         )
         if MIXED:
             whole = holds & (token >= values_quantized)
             v_whole = tl.load(
-                values + (token % (residual + 1)).to(tl.int64)[:, None] * HEAD_DIM + d[None, :],
-                mask=whole[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
+                values + (token % (residual + 1)).to(tl.int64)[:, None] * HEAD_DIM + channel[None, :],
+                mask=whole[:, None] & (channel < HEAD_DIM)[None, :], other=0.0,
             )
             v = tl.where(whole[:, None], v_whole, v)
         acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
@@ -328,7 +421,8 @@ def attention_kernel(
     scale, heads, splits, residual, slots, key_groups, value_rows, query_b, query_h, query_d, new_key_b, new_key_h,
     new_key_d, new_value_b, new_value_h, new_value_d,
     GROUP_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    VALUE_BITS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, KEY_PAIRS: tl.constexpr,
+    VALUE_PAIRS: tl.constexpr,
 ):
     """Program: a share of what one KV head attends to. Its first `splits` programs share the quantized keys; the last
     has the others, and stores the new token in the buffers. `scale` includes log2(e)."""
@@ -353,7 +447,10 @@ def attention_kernel(
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
+    channel = d                                                         # of the accumulator's columns
     if split < splits:
+        V: tl.constexpr = 32 // VALUE_BITS
+        channel = d // V * V + _code_of(d % V, VALUE_BITS, VALUE_PAIRS)
         key_codes += row_head * key_groups * WORDS * HEAD_DIM
         key_scale += row_head * key_groups * HEAD_DIM
         key_minimum += row_head * key_groups * HEAD_DIM
@@ -369,13 +466,13 @@ def attention_kernel(
         pure = begin + tl.maximum(pure - begin, 0) // (BLOCK // C) * (BLOCK // C)
         acc, row_max, weight_sum = _attend_codes(
             acc, row_max, weight_sum, q, key_codes, key_scale, key_minimum, value_codes, value_scale, value_minimum,
-            values, begin, pure, values_quantized, residual, scale, HEAD_DIM, KEY_BITS, VALUE_BITS, GROUP, WORDS, BLOCK,
-            D_PAD, False,
+            values, begin, pure, values_quantized, residual, scale, channel, HEAD_DIM, KEY_BITS, VALUE_BITS, GROUP, WORDS,
+            BLOCK, D_PAD, KEY_PAIRS, VALUE_PAIRS, False,
         )
         acc, row_max, weight_sum = _attend_codes(
             acc, row_max, weight_sum, q, key_codes, key_scale, key_minimum, value_codes, value_scale, value_minimum,
-            values, pure, end, values_quantized, residual, scale, HEAD_DIM, KEY_BITS, VALUE_BITS, GROUP, WORDS, BLOCK,
-            D_PAD, True,
+            values, pure, end, values_quantized, residual, scale, channel, HEAD_DIM, KEY_BITS, VALUE_BITS, GROUP, WORDS,
+            BLOCK, D_PAD, KEY_PAIRS, VALUE_PAIRS, True,
         )
     else:
         if arrives:
@@ -404,7 +501,8 @@ def attention_kernel(
     part = (row_head * GROUP_HEADS + row) * (splits + 1) + split
     tl.store(row_maxima + part, row_max, mask=row < GROUP_HEADS)
     tl.store(weight_sums + part, weight_sum, mask=row < GROUP_HEADS)
-    tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
+    mask = (row < GROUP_HEADS)[:, None] & (channel < HEAD_DIM)[None, :]
+    tl.store(partial + part[:, None] * HEAD_DIM + channel[None, :], acc, mask=mask)
 
 
 @triton.jit(do_not_specialize=["heads", "parts", "residual", "slots", "value_rows"])

@@ -37,7 +37,7 @@ DEFAULTS = {
 FORMS = {"four_bits": {"key_bits": 4, "value_bits": 4}}
 #: (key_bits, value_bits, group, residual) of traces. Each is compiled on a GPU.
 COMBINATIONS = (
-    ((2, 2, 16, 16), (4, 4, 4, 8), (2, 4, 8, 8), (4, 2, 2, 6), (4, 4, 1, 3)) if not torch.cuda.is_available() else
+    ((2, 2, 16, 16), (4, 4, 8, 8), (2, 4, 8, 8), (4, 2, 4, 4), (4, 4, 1, 3)) if not torch.cuda.is_available() else
     ((2, 2, 16, 128), (4, 4, 16, 32), (2, 4, 8, 24), (4, 2, 16, 16))
 )
 
