@@ -31,17 +31,8 @@ from .._common.launch import (
 )
 from .._common.numerics import LOG2_E
 from .._common.state import State
-from .kivi_kernels import (
-    EVERY,
-    PROMPT,
-    SEEN,
-    STEP,
-    attention_kernel,
-    dequantize_kernel,
-    merge_kernel,
-    quantize_keys_kernel,
-    quantize_values_kernel,
-)
+from .kivi_kernels import EVERY, PROMPT, SEEN, STEP, dequantize_kernel, quantize_keys_kernel, quantize_values_kernel
+from .kivi_step_kernels import attention_kernel, merge_kernel
 
 __all__ = ["KIVIConfig", "KIVIState", "QuantizeResult", "dequantize", "quantize"]
 
