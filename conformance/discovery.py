@@ -52,6 +52,11 @@ class Pair:
         return self.path.startswith("baselines.")
 
     @property
+    def takes_blocks(self) -> bool:
+        """Whether the state takes blocks of tokens, as a `BlockState` does."""
+        return hasattr(self.state, "append_block")
+
+    @property
     def has_paper(self) -> bool:
         """Whether the docstring of the reference has a line "Paper: ..."; random eviction, a control, has none."""
         return "\nPaper: " in (self.reference.__doc__ or "")

@@ -38,7 +38,7 @@ def empty_state(method: str, shape: Shape, block: int) -> Any:
     fields = {field.name for field in dataclasses.fields(pair.config)}
     options = {"block_size": block, "max_tokens": shape.queries + 1, "keep_prompt": False}
     return getattr(pair.optimized, pair.state.__name__)(
-        pair.config(**{checkers.ask(method, "BUDGET", "budget"): BUDGET},
+        pair.config(**checkers.with_budget(method, BUDGET),
                     **{name: value for name, value in options.items() if name in fields},
                     **checkers.measured(method, BUDGET)),
         batch=shape.batch, query_heads=shape.query_heads, key_value_heads=shape.key_value_heads,

@@ -19,6 +19,7 @@ from .fuzz import Made, Target
 NO_OPTIONS = ("scale", "budget", "k", "bands", "hidden_size", "inv_freq", "edges")
 OPTIONS: dict[str, dict[str, Any]] = {
     "epikv": {"layers": ((0,), (1,))}, "synckv": {"max_tokens": 40}, "thinkv": {"max_tokens": 40},
+    "kivi": {"group": 4, "value_bits": 4, "residual": 8, "max_tokens": 40},
 }
 ROWS = 2
 
@@ -46,7 +47,7 @@ def _good(pair: Pair, made: Any, device: torch.device) -> dict[str, Any]:
     first = next(name for name in inspect.signature(made).parameters if name in ("model", "config"))
     model = _model(device)
     return {
-        first: model if first == "model" else model.config, "k" if pair.name == "synckv" else "budget": 32,
+        first: model if first == "model" else model.config, **checkers.with_budget(pair.name, 32),
         **checkers.required(pair.name), **OPTIONS.get(pair.name, {}),
     }
 

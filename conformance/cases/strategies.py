@@ -61,7 +61,7 @@ def default_device() -> torch.device:
 @st.composite
 def _common(
     draw: st.DrawFn, device: torch.device | str | None, gpu_triples: tuple, rows: int = 3,
-    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    dtypes: tuple[torch.dtype, ...] = DTYPES, head_dims: Sequence[int] = HEAD_DIMS,
 ) -> dict:
     """Sizes and dtype. B * Hkv is at most `rows` on the CPU."""
     where = torch.device(device) if device is not None else default_device()
@@ -69,26 +69,29 @@ def _common(
     if where.type == "cpu":
         batch = draw(st.integers(1, supported.rows(rows)))
         heads = draw(_heads(rows // batch))
-        head_dim = draw(st.sampled_from(supported.sizes("head_dims", HEAD_DIMS)))
+        head_dim = draw(st.sampled_from(supported.sizes("head_dims", head_dims)))
         group, dtype = draw(st.sampled_from(supported.sizes("groups", GROUPS))), draw(st.sampled_from(dtypes))
     else:
         batch = draw(st.integers(1, supported.rows(4)))
         heads = draw(st.sampled_from(supported.sizes("kv_heads", (1, 2, 3, 8))))
-        head_dim, group, dtype = draw(st.sampled_from(_triples(gpu_triples, dtypes)))
+        head_dim, group, dtype = draw(st.sampled_from(_triples(gpu_triples, dtypes, head_dims)))
     return {
         "batch": batch, "key_value_heads": heads, "group": group, "head_dim": head_dim, "dtype": dtype,
         "device": str(where),
     }
 
 
-def _triples(usual: tuple, dtypes: tuple[torch.dtype, ...]) -> list[tuple[int, int, torch.dtype]]:
+def _triples(
+    usual: tuple, dtypes: tuple[torch.dtype, ...], head_dims: Sequence[int] = HEAD_DIMS
+) -> list[tuple[int, int, torch.dtype]]:
     """(head_dim, group, dtype) on a GPU: the usual ones that the implementation supports, or a dozen of its own; with
     the profile gpu, half of them."""
     found = [
         (head_dim, group, dtype) for head_dim, group, dtype in usual
-        if dtype in dtypes and supported.size("head_dims", head_dim) and supported.size("groups", group)
+        if dtype in dtypes and head_dim in head_dims
+        and supported.size("head_dims", head_dim) and supported.size("groups", group)
     ]
-    sizes = supported.sizes("head_dims", HEAD_DIMS), supported.sizes("groups", GROUPS)
+    sizes = supported.sizes("head_dims", head_dims), supported.sizes("groups", GROUPS)
     return draws.half_of_run(found or list(itertools.islice(itertools.product(*sizes, dtypes), 12)))
 
 
@@ -231,7 +234,7 @@ def state_traces(
     Configs come from judge/checkers/<method>.py, with the options that the implementation declares. prompt: True always
     draws a prompt, False never.
     """
-    sizes = draw(_common(device, STATE_TRIPLES, rows=2))
+    sizes = draw(_common(device, STATE_TRIPLES, rows=2, head_dims=checkers.ask(method, "HEAD_DIMS", HEAD_DIMS)))
     cpu = sizes["device"].startswith("cpu")
     on_cpu = (16, 8) if draws.is_quick() else (24, 10)
     longest, most = on_cpu if cpu else checkers.ask(method, "LONGEST", (300, 48))

@@ -20,7 +20,7 @@ from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.meta.docs_source import docs_module
 from kvtwin.fixtures import accuracy, accuracy_plot, tasks
 from kvtwin.fixtures.accuracy import FULL, Plan
-from kvtwin.fixtures.accuracy_caches import States, config_of, head_clusters, maker, way
+from kvtwin.fixtures.accuracy_caches import States, config_of, head_clusters, maker, shares_of, way
 from kvtwin.fixtures.decoder import DecoderConfig, frequencies
 from kvtwin.fixtures.load import load_bytes, load_model
 from kvtwin.fixtures.stored import stored_result
@@ -127,11 +127,11 @@ def test_every_method_is_asked_within_its_budget() -> None:
     """If a method would keep the whole prompt, its tokens are decoded one by one. The share follows from the config."""
     sizes = DecoderConfig()
     for pair in discovery.built_in():
-        for divisor in Plan().shares:
+        for divisor in shares_of(pair, Plan().shares):
             config, held = config_of(pair, sizes, 1024, divisor, 128)
-            looks = checkers.ask(pair.name, "BUDGET", "budget")
-            assert getattr(config, looks) == 1024 // divisor
-            if checkers.ask(pair.name, "EVICTS", True):
+            for name, budget in checkers.with_budget(pair.name, 1024 // divisor).items():
+                assert getattr(config, name) == budget
+            if pair.name != "synckv":
                 assert held == Fraction(1, divisor)
             else:
                 heads = sizes.num_key_value_heads
@@ -280,7 +280,8 @@ def test_the_stored_result_is_whole_and_is_what_is_drawn(stored: dict[str, Any])
     for name, of_method in rows.items():
         method, chosen = settings[name]
         configs, shares = zip(*(
-            config_of(pairs[method], DecoderConfig(), 1024, share, 128, chosen) for share in Plan().shares
+            config_of(pairs[method], DecoderConfig(), 1024, share, 128, chosen)
+            for share in shares_of(pairs[method], Plan().shares)
         ), strict=True)
         assert [row["budget"] for row in of_method] == [1024 * share for share in shares]
         assert [row["share"] for row in of_method] == list(map(str, shares))

@@ -25,13 +25,16 @@ pytestmark = pytest.mark.kind("bad_input")
 NAMES = [f"{pair.state.__name__.removesuffix('State')}Cache" for pair in discovery.built_in() if pair.state is not None]
 OPTIONS: dict[str, dict[str, Any]] = {
     "EpiKVCache": {"layers": ((0,), (1,))}, "SyncKVCache": {"max_tokens": 40}, "ThinKVCache": {"max_tokens": 40},
+    "KIVICache": {"group": 4, "value_bits": 4, "residual": 8, "max_tokens": 40},
 }
 
 every_cache = pytest.mark.parametrize("name", NAMES)
 # The adapter is the same on both sides, and for all States that take blocks.
-KINDS = ["H2OCache", *(f"{name}Cache" for name in ("LongFlow", "EpiKV", "SyncKV", "ThinKV"))]
+KINDS = ["H2OCache", *(f"{name}Cache" for name in ("LongFlow", "EpiKV", "SyncKV", "ThinKV", "KIVI"))]
 REQUIRED = {
-    f"{pair.state.__name__.removesuffix('State')}Cache": checkers.required(pair.name)
+    f"{pair.state.__name__.removesuffix('State')}Cache": {
+        **checkers.with_budget(pair.name, 32), **checkers.required(pair.name)
+    }
     for pair in discovery.built_in() if pair.state is not None
 }
 both_sides = pytest.mark.parametrize(
@@ -42,9 +45,8 @@ both_sides = pytest.mark.parametrize(
 def make(side: str, name: str, model: Any, **options: Any) -> Any:
     """A cache that evicts nothing in these tests."""
     first = model if name == "EpiKVCache" else model.config
-    budget = {"k" if name == "SyncKVCache" else "budget": 32}
     made = getattr(importlib.import_module(f"kvtwin.{side}.hf"), name)
-    return made(first, **budget, **{**REQUIRED.get(name, {}), **OPTIONS.get(name, {}), **options})
+    return made(first, **{**REQUIRED.get(name, {}), **OPTIONS.get(name, {}), **options})
 
 
 def llama(device: torch.device | str = "cpu") -> Any:

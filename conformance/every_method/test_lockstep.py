@@ -61,8 +61,9 @@ def test_rows_that_differ_keep_step_in_another_order_and_after_a_reset(pair, dat
         pair.name, prompt=True, padding=("stairs",), content=DECIDED, max_budget=8, max_prompt=12
     ))  # fmt: skip
     # Rows of at least 8, 2 and 1 tokens, and budgets of at least 5 unless they are declared.
-    budget = checkers.ask(pair.name, "BUDGET", "budget")
-    options = {**trace.options, budget: supported.values(budget, (max(5, trace.options[budget]),))[0]}
+    options = trace.options
+    for name in checkers.with_budget(pair.name, 5):
+        options = {**options, name: supported.values(name, (max(5, options[name]),))[0]}
     heads = supported.sizes("kv_heads", (max(2, trace.key_value_heads),))[0]
     trace = dataclasses.replace(
         trace, batch=rows, key_value_heads=heads, config=tuple(options.items()),

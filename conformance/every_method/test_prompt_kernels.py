@@ -60,8 +60,7 @@ def state_and_prompt(
     pair: discovery.Pair, tokens: int, padding: str, device: torch.device
 ) -> tuple[Any, dict[str, Tensor | None]]:
     """An empty state, and a prompt of one block beyond its budget."""
-    options = dict(checkers.ask(pair.name, "SMALL", {}))
-    options[checkers.ask(pair.name, "BUDGET", "budget")] = tokens // 4
+    options = {**checkers.ask(pair.name, "SMALL", {}), **checkers.with_budget(pair.name, tokens // 4)}
     assert pair.config is not None and pair.state is not None
     fields = {field.name for field in dataclasses.fields(pair.config)}
     more = {"block_size": tokens, "max_tokens": tokens}

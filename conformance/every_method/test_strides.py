@@ -37,8 +37,8 @@ def mixed_cases(data: Any, subject: Subject) -> Iterator[Any]:
         if supported.shape(2, 2, case.group):
             case = dataclasses.replace(case, batch=2, key_value_heads=2)
         if isinstance(case, StateTrace):
-            budget = checkers.ask(subject.method, "BUDGET", "budget")
-            options = {**case.options, budget: supported.values(budget, (size,))[0]}
+            budget = checkers.with_budget(subject.method, size)
+            options = {**case.options, **{name: supported.values(name, (one,))[0] for name, one in budget.items()}}
             case = dataclasses.replace(case, config=tuple(options.items()), prompt=3, steps=2)
         yield case
 

@@ -329,7 +329,7 @@ def test_a_method_has_all_its_parts(twin: Pair) -> None:
         return
     packages = kvtwin.reference, kvtwin.optimized, kvtwin.conformance, kvtwin.fixtures
     folders = (Path(package.__file__).parent for package in packages)
-    missing = missing_parts(twin, *folders, takes_blocks=hasattr(twin.state, "append_block"))
+    missing = missing_parts(twin, *folders, takes_blocks=twin.takes_blocks)
     assert not missing, f"{twin.name} lacks: {', '.join(missing)}"
 
 

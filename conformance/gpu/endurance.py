@@ -42,7 +42,7 @@ def config_of(pair: discovery.Pair, steps: int) -> Any:
     from ..judge import checkers
 
     assert pair.config is not None
-    options = {checkers.ask(pair.name, "BUDGET", "budget"): BUDGET} | checkers.required(pair.name)
+    options = checkers.with_budget(pair.name, BUDGET) | checkers.required(pair.name)
     options |= OPTIONS.get(pair.name, {})
     if pair.name in OPTIONS:
         options["max_tokens"] = PROMPT + steps + LAST

@@ -173,7 +173,9 @@ def _of_method(
     })
     made.not_provided = sorted({result.message for result in found if is_lacking(result)})
     for name in PROPERTIES:
-        made.properties[name] = _of_property(name, found, supported, device, own)
+        made.properties[name] = one = _of_property(name, found, supported, device, own)
+        if name in ("decisions", "ties") and one.verdict == NOT_COVERED and not _decides(method):
+            one.applies, one.why = False, f"{method} chooses nothing"
     for cause in CONSEQUENCES:
         judged = made.properties[cause]
         if judged.verdict == WRONG and judged.follows is None:
@@ -188,6 +190,13 @@ def _has_slot_order(method: str) -> bool:
     from ..judge import checkers, lockstep  # these import torch
 
     return bool(checkers.ask(method, "Adapter", lockstep.Adapter).any_slot_order)
+
+
+def _decides(method: str) -> bool:
+    """False for the methods whose states choose nothing."""
+    from ..judge import checkers  # imports torch
+
+    return bool(checkers.ask(method, "DECIDES", True))
 
 
 def _follows(name: str, judged: Judgement, cause: str) -> bool:

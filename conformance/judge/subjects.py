@@ -286,7 +286,8 @@ class Fp8Subject(Subject):
 class StateSubject(Subject):
     """A method's state, in lockstep with the reference over a drawn trace.
 
-    Every difference but those of outputs and scores belongs to its field "tokens", and ends the comparison.
+    Every difference but those of outputs and scores belongs to its field "tokens", and ends the comparison. A state
+    that decides nothing has no such field; its output stands for all.
     """
 
     def draw_each(self, data: Any, aspect: str) -> Iterator[Any]:
@@ -306,7 +307,7 @@ class StateSubject(Subject):
         return inner.asked if name in self.choices else inner.bound_utilisation is not None
 
     def _ends_early(self, error: compare.Mismatch, name: str) -> bool:
-        return name in self.numbers and error.field is None
+        return name in self.numbers and error.field is None and bool(self.choices)
 
 
 def _state(found: discovery.Pair) -> StateSubject:
@@ -318,7 +319,8 @@ def _state(found: discovery.Pair) -> StateSubject:
         cases=lambda **arguments: strategies.state_traces(
             found.name, max_budget=4, max_prompt=12, max_steps=3, **arguments
         ),
-        numbers=("output", "score") if scored else ("output",), choices=("tokens",),
+        numbers=("output", "score") if scored else ("output",),
+        choices=("tokens",) if checkers.ask(found.name, "DECIDES", True) else (),
         aspects=aspects(
             tied=checkers.ask(found.name, "TIED", TIED), extreme=strategies.VANISHING, mask="padding", full="none",
             masked=("left_padding", "random", "empty_row"), layout=strategies.TRACE_LAYOUTS,

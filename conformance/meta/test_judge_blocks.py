@@ -20,7 +20,7 @@ from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.judge.compare import JudgeError, Mismatch
 from kvtwin.conformance.judge.compare_by_age import assert_kept_by_age_right
 
-MODULES = {pair.name: pair.reference for pair in discovery.methods() if pair.is_baseline}
+MODULES = {pair.name: pair.reference for pair in discovery.methods() if pair.is_baseline and pair.takes_blocks}
 OPTIONS = {"streaming_llm": {"sinks": 2}, "snapkv": {"window": 3, "kernel_size": 3}}
 
 

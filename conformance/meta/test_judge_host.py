@@ -62,7 +62,7 @@ def test_a_copy_goes_back_as_the_tensor_that_it_was_copied_from():
 
 @pytest.mark.parametrize("pair", discovery.methods(), ids=str)
 def test_a_state_keeps_step_as_it_would_there(pair, elsewhere):
-    options = {checkers.ask(pair.name, "BUDGET", "budget"): 4, **checkers.ask(pair.name, "SMALL", {})}
+    options = {**checkers.with_budget(pair.name, 4), **checkers.ask(pair.name, "SMALL", {})}
     trace = StateTrace(
         method=pair.name, batch=2, key_value_heads=2, group=2, config=tuple(options.items()), prompt=7,
         padding="left_padding", steps=9, reorder_at=3, reset_at=6, seed=3,

@@ -13,7 +13,7 @@ from kvtwin.conformance.meta.perf_source import PERF, perf_module
 if not (PERF / "conftest.py").is_file():
     pytest.skip("perf/ is not in the wheel", allow_module_level=True)
 
-METHODS = ["keydiff", *sorted(pair.name for pair in discovery.pairs() if pair.path.startswith("baselines."))]
+METHODS = ["keydiff", *sorted(pair.name for pair in discovery.methods() if pair.is_baseline and pair.takes_blocks)]
 BUDGET, BLOCK = 24, 8
 PAGES = {"alpha": None, "page_size": 2, "interval": 2}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from typing import Any
 
 import pytest
 
@@ -35,8 +34,6 @@ why = "the twins must agree"
 """
 READINGS = readings.load()
 OPTIONS = [(one, option) for one in READINGS for option in one.options]
-#: What a config needs besides its options: enough tokens for every option.
-NEEDED: dict[str, dict[str, Any]] = {"synckv": {"k": 1024}}
 
 
 @pytest.fixture
@@ -65,8 +62,7 @@ def test_every_option_exists_and_is_not_the_default(one, option):
         return
     assert pair.config is not None
     assert set(given) <= {field.name for field in dataclasses.fields(pair.config)}
-    needed = NEEDED.get(one.method, {"budget": 1024})
-    needed = checkers.required(one.method) | needed
+    needed = checkers.required(one.method) | checkers.with_budget(one.method, 1024)  # enough tokens for every option
     default, other = pair.config(**needed), pair.config(**needed | given)
     assert all(getattr(other, name) != getattr(default, name) for name in given), f"{option} is the default"
 

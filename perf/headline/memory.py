@@ -45,7 +45,7 @@ def run(run: Run) -> None:
 def state_of(run: Run, model: Model, method: str, batch: int, tokens: int, budget: int) -> Any:
     pair = checkers.pair(method)
     assert pair.config is not None and pair.state is not None
-    options: dict[str, Any] = {checkers.ask(method, "BUDGET", "budget"): budget}
+    options: dict[str, Any] = checkers.with_budget(method, budget)
     if method in ("thinkv", "synckv"):
         options["max_tokens"] = tokens
     if method == "epikv":

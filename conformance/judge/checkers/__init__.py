@@ -2,8 +2,9 @@
 
 Lockstep, laws, strategies and replay are generic and read method-specific facts from here. A checker may define
 
-- `BUDGET`: the name of the config's budget (default: "budget"); `EVICTS`: False if a state keeps every token and the
-  budget limits how many a step attends to; `KEEPS_PROMPTS`: True if by default only generated tokens are evicted;
+- `BUDGET`: the name of the config's budget (default: "budget"), None if it has none; `EVICTS`: False if a state keeps
+  every token, so that a budget limits how many a step attends to; `KEEPS_PROMPTS`: True if by default only generated
+  tokens are evicted;
 - `Adapter`: the checks of a state's choices (default: `lockstep.Adapter`);
 - `configs(most, window)`: a Hypothesis strategy of the config's keyword arguments for drawn traces: `budget` from 1 to
   `most`, and all others but `scale` (default: the budget alone). `window`: the largest observation window of a prompt;
@@ -22,7 +23,9 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
 - `parts(module)`: what the pair exports besides functions, config and state, for tests of wrong arguments: by name, a
   function of the device that returns a callable, the object behind it, or None, and good arguments by name;
 - `ON_THE_HOST`: functions that return Python numbers, so that they cannot be compiled;
+- `DECIDES`: False if a state chooses nothing by its scores: what it does to a token follows from counts alone;
 - `LOSSY`: True if a state does not store keys and values unchanged;
+- `HEAD_DIMS`: the head dims of drawn traces, if a state accepts some only (default: those of `strategies`);
 - `extras(state, query, key, value)`: further keyword arguments of the state's `prefill` and `step` for these tokens,
   [B, H, T, D] or [B, H, D], computed from them, so that a trace needs no other inputs (default: none);
 - `max_kept(state, tokens)`: the most tokens that a row (of a head) may hold after so many valid ones (default: the
@@ -111,6 +114,13 @@ def lossy(state: Any) -> bool:
     return name is not None and bool(ask(name, "LOSSY", False))
 
 
+def held_bytes(state: Any) -> int:
+    """The memory of the tokens of a state whose method has `bytes_of`."""
+    name = _name_of(state)
+    assert name is not None
+    return int(ask(name, "bytes_of", None)(state))
+
+
 def _name_of(state: Any) -> str | None:
     """The name of the state's method, None if its config is of no method."""
     config = getattr(state, "config", None)
@@ -123,7 +133,13 @@ def _name_of(state: Any) -> str | None:
 def small_config(found: discovery.Pair, budget: int, options: dict[str, Any]) -> Any:
     """A method's config with a small budget (see SMALL)."""
     assert found.config is not None
-    return found.config(**{ask(found.name, "BUDGET", "budget"): budget, **small(found.name, budget), **options})
+    return found.config(**{**with_budget(found.name, budget), **small(found.name, budget), **options})
+
+
+def with_budget(name: str, budget: int) -> dict[str, Any]:
+    """The option of a method's config that is its budget, with this value; nothing if it has none (see BUDGET)."""
+    option = ask(name, "BUDGET", "budget")
+    return {} if option is None else {option: budget}
 
 
 def small(name: str, budget: int) -> dict[str, Any]:

@@ -1,0 +1,244 @@
+"""KIVI's state: when keys and values are quantized, what a step attends to, padding, memory, and refused sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtwin.conformance.cases.case import DecodeCase, StateTrace
+from kvtwin.conformance.judge import bounds, checkers, lockstep
+from kvtwin.conformance.judge.compare import assert_same, assert_within
+
+pytestmark = pytest.mark.kind("equivalence")
+
+BATCH, QUERY_HEADS, HEADS, HEAD_DIM = 2, 4, 2, 16
+both_sides = pytest.mark.parametrize("side", ["reference", "optimized"])
+SMALL: dict[str, Any] = {"key_bits": 4, "value_bits": 4, "group": 4, "residual": 4, "max_tokens": 24}
+
+
+def new_state(side: Any, device: torch.device, *, batch: int = BATCH, head_dim: int = HEAD_DIM, **options: Any) -> Any:
+    kivi = side.baselines.kivi
+    return kivi.KIVIState(
+        kivi.KIVIConfig(**{**SMALL, **options}), batch=batch, query_heads=QUERY_HEADS, key_value_heads=HEADS,
+        head_dim=head_dim, dtype=torch.float32, device=device,
+    )
+
+
+def tokens(device: torch.device, count: int, *, seed: int = 1, batch: int = BATCH) -> list[Tensor]:
+    """query [B, Hq, T, D]; key, value [B, Hkv, T, D]."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(batch, heads, count, HEAD_DIM, generator=generator).to(device)
+        for heads in (QUERY_HEADS, HEADS, HEADS)
+    ]
+
+
+def quantized(state: Any) -> tuple[list[int], list[int]]:
+    return state.keys_quantized.tolist(), state.values_quantized.tolist()
+
+
+@both_sides
+@pytest.mark.parametrize(("count", "keys", "values"), [(1, 0, 0), (4, 4, 0), (5, 4, 1), (7, 4, 3), (8, 8, 4)])
+def test_a_prompt_leaves_t_mod_r_keys_and_r_values_unquantized(count, keys, values, side, twins, device):
+    state = new_state(getattr(twins, side), device)
+    given = tokens(device, count)
+    state.prefill(*given)
+    assert quantized(state) == ([keys] * BATCH, [values] * BATCH)
+    unquantized = slice(keys, count), slice(values, count)
+    for held, own, part in zip((state.key, state.value), given[1:], unquantized, strict=True):
+        assert_same(held[:, :, part], own[:, :, part], what="unquantized tokens")
+        before = slice(0, part.start)
+        assert not bool((held[:, :, before] == own[:, :, before]).all()) or part.start == 0, "nothing was quantized"
+
+
+@both_sides
+def test_keys_leave_r_at_a_time_and_values_one_at_a_time(side, twins, device):
+    state = new_state(getattr(twins, side), device)
+    seen = []
+    given = tokens(device, 9)
+    for number in range(9):
+        state.step(*(tensor[:, :, number] for tensor in given))
+        seen.append(tuple(one[0] for one in quantized(state)))
+    assert seen == [(0, 0), (0, 0), (0, 0), (4, 0), (4, 1), (4, 2), (4, 3), (8, 4), (8, 5)]
+
+
+@both_sides
+def test_one_token_at_a_time_stores_what_a_prompt_does(side, twins, device):
+    """Groups of keys begin at the same tokens, so the codes are the same bits."""
+    whole, stepped = (new_state(getattr(twins, side), device) for _ in range(2))
+    given = tokens(device, 11)
+    whole.prefill(*given)
+    for number in range(11):
+        stepped.step(*(tensor[:, :, number] for tensor in given))
+    for name in ("codes_of_keys", "codes_of_values"):
+        for one, other in zip(getattr(stepped, name)(), getattr(whole, name)(), strict=True):
+            assert_same(one, other, what=name)
+    for name in ("key", "value", "positions"):
+        assert_same(getattr(stepped, name), getattr(whole, name), what=name)
+
+
+@both_sides
+@pytest.mark.parametrize("prompt", [0, 3])
+def test_a_step_attends_before_it_quantizes(prompt, side, twins, device):
+    """With R = 4, the step that completes the residual still reads its own four keys as they came."""
+    state, given = new_state(getattr(twins, side), device), tokens(device, 4)
+    query, key, value = given
+    if prompt:
+        state.prefill(*(tensor[:, :, :prompt] for tensor in given))
+    for number in range(prompt, 4):
+        output = state.step(*(tensor[:, :, number] for tensor in given))
+    assert quantized(state)[0] == [4] * BATCH
+    occupied = torch.ones(BATCH, 4, dtype=torch.bool, device=device)
+    case = DecodeCase.of(query[:, :, 3], key, value, occupied)
+    assert_within(output, case.attention.output[:, :, 0], bounds.decode_output(case), what="output")
+
+
+@both_sides
+def test_the_step_after_reads_what_was_quantized(side, twins, device):
+    """Its output is not that of the keys as they came: the error of quantization is far beyond the bound."""
+    state, given = new_state(getattr(twins, side), device, key_bits=2), tokens(device, 5)
+    query, key, value = given
+    for number in range(5):
+        output = state.step(*(tensor[:, :, number] for tensor in given))
+    occupied = torch.ones(BATCH, 5, dtype=torch.bool, device=device)
+    case = DecodeCase.of(query[:, :, 4], key, value, occupied)
+    error = (output.double() - case.attention.output[:, :, 0]).abs()
+    assert float((error / bounds.decode_output(case)).max()) > 100
+
+
+@both_sides
+def test_a_residual_of_all_tokens_is_full_attention(side, twins, device):
+    state, given = new_state(getattr(twins, side), device, residual=24), tokens(device, 12)
+    query, key, value = given
+    state.prefill(*(tensor[:, :, :9] for tensor in given))
+    for number in range(9, 12):
+        output = state.step(*(tensor[:, :, number] for tensor in given))
+        occupied = torch.ones(BATCH, number + 1, dtype=torch.bool, device=device)
+        case = DecodeCase.of(query[:, :, number], key[:, :, :number + 1], value[:, :, :number + 1], occupied)
+        assert_within(output, case.attention.output[:, :, 0], bounds.decode_output(case), what="output")
+    assert quantized(state) == ([0] * BATCH, [0] * BATCH)
+
+
+@both_sides
+def test_padding_takes_no_slot(side, twins, device):
+    """A padded row holds the codes of the same tokens without padding, and its output is the same."""
+    given = tokens(device, 9)
+    occupied = torch.ones(BATCH, 9, dtype=torch.bool, device=device)
+    occupied[1, [0, 1, 4]] = False
+    padded, alone = new_state(getattr(twins, side), device), new_state(getattr(twins, side), device, batch=1)
+    padded.prefill(*given, occupied)
+    alone.prefill(*(tensor[1:, :, occupied[1]] for tensor in given))
+    for number in range(4):
+        token = [tensor[:, :, 0] for tensor in tokens(device, 1, seed=10 + number)]
+        outputs = padded.step(*token)[1:], alone.step(*(tensor[1:] for tensor in token))
+        assert_same(*outputs, what="output")
+        for name in ("codes_of_keys", "codes_of_values"):
+            for one, other in zip(getattr(padded, name)(), getattr(alone, name)(), strict=True):
+                assert_same(one[1:], other, what=name)
+    assert quantized(padded) == ([12, 8], [9, 6])
+    assert padded.positions[1, :10].tolist() == [2, 3, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert padded.tokens_seen == 13
+
+
+@both_sides
+def test_a_full_state_refuses_a_token_and_stays_as_it_was(side, twins, device):
+    state, given = new_state(getattr(twins, side), device, max_tokens=6), tokens(device, 6)
+    state.prefill(*given)
+    before = [state.positions.clone(), state.key.clone(), *state.codes_of_keys(), *state.codes_of_values()]
+    with pytest.raises(ValueError, match="^max_tokens=6 is too small for 7 tokens"):
+        state.step(*(tensor[:, :, 0] for tensor in given))
+    after = [state.positions, state.key, *state.codes_of_keys(), *state.codes_of_values()]
+    for one, other in zip(after, before, strict=True):
+        assert_same(one, other, what="state")
+    assert state.tokens_seen == 6
+
+
+def test_a_replayed_step_beyond_the_last_slot_drops_its_token(twins, device):
+    """The host does not count replays of a graph. The kernels do, and attend to the tokens that there are."""
+    state, given = new_state(twins.optimized, device, max_tokens=6), tokens(device, 6)
+    if not hasattr(state, "_counted"):
+        pytest.skip("another implementation")
+    state.prefill(*given)
+    before = [state.positions.clone(), state.key.clone(), state.value.clone(), state.tokens_seen]
+    state._counted = 0
+    token = [tensor[:, :, 0] for tensor in tokens(device, 1, seed=5)]
+    output = state.step(*token)
+    assert before[3] == state.tokens_seen == 6
+    for one, other in zip((state.positions, state.key, state.value), before, strict=False):
+        assert_same(one, other, what="state")
+    occupied = torch.ones(BATCH, 6, dtype=torch.bool, device=device)
+    case = DecodeCase.of(token[0], before[1][:, :, :6], before[2][:, :, :6], occupied)
+    # The stored numbers are exact in float32 up to their own rounding, which the judge bounds elsewhere.
+    error = (output.double() - case.attention.output[:, :, 0]).abs()
+    assert float((error / bounds.decode_output(case)).max()) < 2
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_the_memory_of_a_state_is_that_of_its_codes(bits, twins, device):
+    """Of T quantized tokens: T D bits for codes, and a scale and a minimum per group; R and R + 1 unquantized."""
+    options = {"key_bits": bits, "value_bits": bits, "group": 16, "residual": 16, "max_tokens": 64}
+    state = new_state(twins.optimized, device, **options)
+    item = 4
+    def groups(count: int) -> int:
+        return 2 * item * count * HEAD_DIM // 16
+
+    codes = (64 + 48) * HEAD_DIM * bits // 8
+    buffers = (16 + 17) * HEAD_DIM * item
+    found = [*state.codes_of_keys(), *state.codes_of_values()]
+    assert sum(part.nbytes for part in found) == BATCH * HEADS * (codes + groups(64) + groups(48))
+    if hasattr(state, "_keys"):
+        assert state._keys.nbytes + state._values.nbytes == BATCH * HEADS * buffers
+    given = tokens(device, 40)
+    state.prefill(*given)
+    held = checkers.of("kivi").bytes_of(state)
+    expected = BATCH * HEADS * ((32 + 24) * HEAD_DIM * bits // 8 + groups(32) + groups(24) + (8 + 16) * HEAD_DIM * item)
+    assert held == expected < 2 * BATCH * HEADS * 40 * HEAD_DIM * item
+
+
+@pytest.mark.parametrize("options", [
+    {"key_bits": 2, "value_bits": 4, "group": 2, "residual": 4}, {"key_bits": 4, "value_bits": 2, "group": 1},
+    {"key_bits": 2, "value_bits": 2, "group": 16, "residual": 16},
+], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_many_steps_keep_step_with_float64(dtype, options, twins, device):
+    """Two rounds of quantization, with rows of different lengths."""
+    trace = StateTrace(
+        method="kivi", config=tuple({**SMALL, "max_tokens": 48, **options}.items()), batch=2, group=2, head_dim=16,
+        dtype=dtype, prompt=19, padding="left_padding", steps=17, seed=4, device=str(device),
+    )
+    summary = lockstep.run(trace, twins.optimized.baselines.kivi)
+    assert summary.steps == 17
+
+
+# Refused -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.kind("bad_input")
+@both_sides
+@pytest.mark.parametrize(("options", "head_dim", "says"), [
+    ({"group": 32, "residual": 32}, 48, "head_dim must be a multiple of group = 32, got 48"),
+    ({"value_bits": 2}, 24, "head_dim must be a multiple of 32 / value_bits = 16, got 24"),
+    ({"value_bits": 4}, 20, "head_dim must be a multiple of 32 / value_bits = 8, got 20"),
+], ids=str)
+def test_head_dims_that_do_not_fit_are_refused_by_name(options, head_dim, says, side, twins, device):
+    with pytest.raises(ValueError, match=f"^{says}"):
+        new_state(getattr(twins, side), device, head_dim=head_dim, **options)
+
+
+@pytest.mark.kind("bad_input")
+@pytest.mark.parametrize(("options", "error", "says"), [
+    ({"key_bits": 8}, ValueError, "key_bits must be 2 or 4, got 8"),
+    ({"value_bits": 1}, ValueError, "value_bits must be 2 or 4, got 1"),
+    ({"value_bits": "2"}, TypeError, "value_bits must be an int, got str"),
+    ({"group": 24}, ValueError, "group must be a power of two, got 24"),
+    ({"group": 8}, ValueError, "residual must be a multiple of group = 8, got 4"),
+    ({"residual": 0}, ValueError, "residual must be at least 1, got 0"),
+    ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
+    ({"scale": "1"}, TypeError, "scale must be a float or None, got str"),
+], ids=str)
+def test_wrong_configs(options, error, says, twins):
+    with pytest.raises(error, match=f"^{says}"):
+        twins.reference.baselines.kivi.KIVIConfig(**{**SMALL, **options})
