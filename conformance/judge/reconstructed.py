@@ -58,8 +58,8 @@ def decode_output(
 ) -> Tensor:
     """Bound of the output [B, Hq, D] of queries [B, Hq, D] over keys and values [B, Hkv, S, D] float64.
 
-    key_error, value_error: the largest errors of their elements, 0 where they are stored unchanged. The logits are off
-    by |scale| sum_d |q_d| e_jd, and their products are those of keys up to |k_jd| + e_jd. The output is off by
+    key_error, value_error: the largest errors of their elements, 0 where they are stored unchanged. A logit is off
+    by up to |scale| sum_d |q_d| e_jd; its rounding is bounded for keys of the size |k_jd| + e_jd. The output is off by
     sum_j p_j e_jd, where p_j is the weight with its error, its cast and its share of the sum's roundings, as in
     `bounds.output_error`. Its own rounding grows in proportion.
     """

@@ -235,8 +235,8 @@ class Subject:
 class Fp8Subject(Subject):
     """A function with FP8 keys and values, which another implementation need not take.
 
-    It does not if its function lacks `scales`, names of parameters; if there are none, if it raises TypeError, or
-    NotImplementedError for every FP8 type alone.
+    scales: the parameters of such a function. An implementation whose function lacks one of them does not provide it.
+    Without `scales`, it does not if the function raises TypeError for FP8, or refuses all FP8 types and no other type.
     """
 
     scales: tuple[str, ...] = ("key_scale", "value_scale")

@@ -222,7 +222,7 @@ def _step(
             scale * LOG2_E.value, heads, splits, residual, slots, key_scale.shape[2], value_scale.shape[2],
             *query.stride(), *new_key.stride(), *new_value.stride(),
             **shape, KEY_BITS=key_bits, VALUE_BITS=value_bits, GROUP=group, WORDS=words_of(group, key_bits),
-            BLOCK=_block(head_dim, query.element_size(), slots), KEY_PAIRS=_in_pairs(keys.dtype, group, key_bits),
+            BLOCK=key_block(head_dim, query.element_size(), slots), KEY_PAIRS=_in_pairs(keys.dtype, group, key_bits),
             VALUE_PAIRS=_in_pairs(keys.dtype, group, value_bits), num_warps=4,
         )
         merge_kernel[(batch * heads,)](
@@ -250,11 +250,6 @@ def _(
 def _in_pairs(dtype: torch.dtype, group: int, bits: int) -> bool:
     """Whether a step computes two numbers with one instruction: those of 16 bits, if a word has one scale."""
     return dtype != torch.float32 and group >= WORD // bits
-
-
-def _block(head_dim: int, itemsize: int, slots: int) -> int:
-    """Tokens per tile of a step."""
-    return key_block(head_dim, itemsize, slots)
 
 
 # The state -----------------------------------------------------------------------------------------------------------
@@ -299,7 +294,7 @@ class KIVIState(State):
         self._count, self._due = (self._buffer(batch, dtype=torch.int64) for _ in range(2))
         self._counters = self._buffer(2, dtype=torch.int64)
         self.positions = self._buffer(batch, slots, dtype=torch.int64)
-        self._splits, _ = split_slots(self.sizes, _block(head_dim, self.dtype.itemsize, slots), self.device)
+        self._splits, _ = split_slots(self.sizes, key_block(head_dim, self.dtype.itemsize, slots), self.device)
         parts = batch * query_heads * (self._splits + 1)
         self._partial = self._buffer(parts, head_dim, dtype=torch.float32)
         self._row_maxima, self._weight_sums = (self._buffer(parts, dtype=torch.float32) for _ in range(2))

@@ -95,6 +95,7 @@ def test_both_sides_store_the_same_bits_at_the_ends_of_a_type(number, dtype, axi
         assert_same(signed(one), signed(other), what="quantize")
 
 
+@pytest.mark.limits
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_the_largest_group(axis, twins, device):
     shape = (1, 1, 16, 1024) if axis == -1 else (1, 1, 1024, 16)
@@ -131,6 +132,8 @@ def test_a_mean_of_the_largest_float16_is_finite(twins, device):
 def test_a_token_beyond_the_room_changes_nothing_beside_padding(twins, device):
     """As in the replay of a graph, which the host does not count."""
     state = new_state(twins.optimized, device, batch=2)
+    if not hasattr(state, "_counted"):
+        pytest.skip("counts tokens on the host in an attribute of kvtwin's own state, `_counted`")
     occupied = torch.ones(2, 20, dtype=torch.bool, device=device)
     occupied[0, :3] = False
     state.prefill(*tokens(device, 20, batch=2), occupied)

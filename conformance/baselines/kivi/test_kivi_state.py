@@ -160,7 +160,7 @@ def test_a_replayed_step_beyond_the_last_slot_drops_its_token(twins, device):
     """The host does not count replays of a graph. The kernels do, and attend to the tokens that there are."""
     state, given = new_state(twins.optimized, device, max_tokens=6), tokens(device, 6)
     if not hasattr(state, "_counted"):
-        pytest.skip("another implementation")
+        pytest.skip("counts tokens on the host in an attribute of kvtwin's own state, `_counted`")
     state.prefill(*given)
     before = [state.positions.clone(), state.key.clone(), state.value.clone(), state.tokens_seen]
     state._counted = 0

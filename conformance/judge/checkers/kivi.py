@@ -1,7 +1,7 @@
 """Checker of KIVI: codes that are bitwise equal, and the output of a step within the bound of reconstructed attention.
 
-The reference runs in float64 with the tested state's type of scales and minima, so that its codes are those of that
-type. No decision depends on rounding: what is quantized follows from the number of tokens.
+The reference computes in float64, and stores scales and minima in the type of the tested state, since codes depend on
+it. No decision depends on rounding: what is quantized follows from the number of tokens.
 """
 
 from __future__ import annotations
