@@ -29,11 +29,10 @@ roofline = perf_module("roofline")
 MEASURED = {
     "longflow": {
         "attention module", "full KV", "longflow", "h2o fused", "snapkv fused",
-        "h2o fused, at intervals", "vatp fused, at intervals", "snapkv", "h2o", "r-kv", "r-kv fused",
-        "ratios",
+        "h2o fused, at intervals", "vatp fused, at intervals", "snapkv", "h2o", "r-kv fused", "ratios",
     },
     "thinkv": {
-        "state", "full KV", "thinkv", "gather, sequential", "gather, overlapped", "r-kv", "r-kv fused", "ratios",
+        "state", "full KV", "thinkv", "gather, sequential", "gather, overlapped", "r-kv fused", "ratios",
     },
     "epikv": {"steps", "context", "context ratios"},
     "keydiff": {"eviction", "keydiff", "one piece"},
@@ -344,17 +343,6 @@ def test_gathering_whole_rows(run):
     found = systems.gather(key, value, kept)
     assert torch.equal(found[0], key.gather(2, index))
     assert torch.equal(found[1], value.gather(2, index))
-
-
-def test_rkv_drops_the_oldest_of_keys_that_are_alike(run):
-    """Three of sixteen keys are equal, and no others are similar. The similarity of each of the three leaves out the
-    latest similar key. So the oldest is counted twice, the next one once, and the last one never."""
-    model = decoder.QWEN_8B._replace(layers=1, query_heads=1, key_value_heads=1, head_dim=16)
-    cache = systems.RKV(run, model, 1, 15, 4)
-    key = torch.eye(16, dtype=torch.bfloat16)[None, None]
-    key[0, 0, 5] = key[0, 0, 8] = key[0, 0, 2]
-    window = torch.zeros(1, 1, 7, 16, dtype=torch.bfloat16)
-    assert cache.kept_slots(window, key)[0, 0].tolist() == [*range(2), *range(3, 16)]
 
 
 # ---- states that are built instead of fed ----------------------------------------------------------------------------

@@ -108,8 +108,6 @@ def scorers(run: Run, model: Model, budget: int, caches: list[tuple[Tensor, Tens
     """Peers: each writes the new token, attends over the same caches, and computes its scores."""
     place = torch.zeros(1, dtype=torch.int64, device=run.device)
     sums = torch.rand(model.layers, 1, model.key_value_heads, budget, device=run.device)
-    stamps = torch.zeros(model.layers, 1, budget, device=run.device)
-    clock = torch.ones(1, device=run.device)
     sparsity = torch.zeros(1, device=run.device)
     kernel = systems.fastest(run, model, *caches[0])
     stamped = [systems.raas_state(run, model, 1, budget) for _ in range(model.layers)]
@@ -133,14 +131,6 @@ def scorers(run: Run, model: Model, budget: int, caches: list[tuple[Tensor, Tens
         weight = (rows @ keys.transpose(2, 3) * key.shape[-1] ** -0.5).softmax(-1, dtype=torch.float32)
         return (weight.to(values.dtype) @ values).flatten(1, 2), weight
 
-    def raas(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Renew the time stamps of tokens with more than a share of the weight; evict the oldest stamp."""
-        output, weight = weights(layer, query, key, value)
-        stamp = stamps[layer]
-        stamp.copy_(torch.where(weight.mean((1, 2)) > 0.5 / budget, clock, stamp))
-        stamp.scatter_(1, stamp.argmin(1, keepdim=True), 0.0)
-        return output
-
     def thinkv(layer: int, query: Tensor, key: Tensor, value: Tensor, every: bool) -> Tensor:
         """The share of weights that are below 1 % of the largest weight of their head."""
         if not every and layer not in with_sparsity:
@@ -153,7 +143,6 @@ def scorers(run: Run, model: Model, budget: int, caches: list[tuple[Tensor, Tens
         f"attention alone ({kernel})": plain,
         "h2o as transformers has it": lambda *given: h2o(*given, repeated=True),
         "h2o, a group's heads at once": lambda *given: h2o(*given, repeated=False),
-        "raas": raas,
         "raas (ours)": lambda layer, *given: stamped[layer].step(*given),
         "thinkv's sparsity, every layer": lambda *given: thinkv(*given, every=True),
         "thinkv's sparsity, four layers": lambda *given: thinkv(*given, every=False),

@@ -43,7 +43,7 @@ def run(run: Run) -> None:
     ):
         with run.part(name):
             plan.ours(name, partial(make, interval=interval), interval=interval)
-    for name, kind in (("snapkv", systems.SnapKV), ("h2o", systems.EagerH2O), ("r-kv", systems.RKV)):
+    for name, kind in (("snapkv", systems.SnapKV), ("h2o", systems.EagerH2O)):
         if run.late(name):
             break
         with run.part(name):

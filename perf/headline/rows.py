@@ -50,7 +50,7 @@ def _longflow_full(figures: Figures) -> str:
 
 def _longflow_others(figures: Figures) -> str:
     names = {
-        "h2o": "H2O", "snapkv": "SnapKV", "r-kv": "R-KV", "snapkv fused": "SnapKV (ours)", "r-kv fused": "R-KV (ours)",
+        "h2o": "H2O", "snapkv": "SnapKV", "snapkv fused": "SnapKV (ours)", "r-kv fused": "R-KV (ours)",
         "h2o fused, at intervals": "H2O (ours)", "vatp fused, at intervals": "VATP (ours)",
         "h2o fused": "H2O (ours, every step)",
     }
@@ -68,7 +68,7 @@ def _module(figures: Figures) -> str:
 
 def _thinkv(figures: Figures) -> str:
     names = {"gather, sequential": "sequential gather", "gather, overlapped": "overlapped gather",
-             "r-kv": "R-KV every 128 steps", "r-kv fused": "R-KV every 128 steps (ours)", "full KV": "full KV"}
+             "r-kv fused": "R-KV every 128 steps (ours)", "full KV": "full KV"}
     return _throughput(figures, "thinkv", {name: said for name, said in names.items() if name in figures})
 
 

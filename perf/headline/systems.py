@@ -258,38 +258,6 @@ class SnapKV(Compacting):
         )
 
 
-class RKV(Compacting):
-    """R-KV: a tenth of the score is the attention of the last 8 queries. The rest is redundancy, the mean cosine of a
-    key with all others, where each key leaves out the latest key that is similar to it. It needs all cosines. (The
-    softmax is here per query head and over all slots, which takes about as long as R-KV's, of the largest logits.)"""
-
-    WINDOW = 8
-    SIMILAR, IMPORTANCE = 0.5, 0.1
-
-    def __init__(self, run: Run, model: Model, batch: int, budget: int, interval: int) -> None:
-        super().__init__(run, model, batch, budget, interval)
-        self.rows = min(batch, max(1, 2**29 // (model.key_value_heads * (budget + interval) ** 2 * 2)))
-
-    def kept_slots(self, window: Tensor, key: Tensor) -> Tensor:
-        batch, heads, slots, head_dim = key.shape
-        query = window.view(batch, heads, -1, head_dim)
-        weight = (query @ key.transpose(2, 3) * head_dim**-0.5).softmax(-1, dtype=torch.float32)
-        importance = weight.view(batch, heads, -1, window.shape[2], slots).amax(2).mean(2)
-        importance = torch.max_pool1d(importance.flatten(0, 1), 7, 1, 3).view_as(importance)
-        unit = torch.nn.functional.normalize(key, dim=-1)
-        cosine = unit @ unit.transpose(2, 3)                                            # [B, Hkv, S, S]
-        cosine.diagonal(dim1=2, dim2=3).zero_()
-        place = torch.arange(slots, dtype=torch.int16, device=key.device)
-        last = torch.where(cosine > self.SIMILAR, place, -1).amax(-1, keepdim=True).long()
-        spared = cosine.gather(3, last.clamp_min(0)).masked_fill(last < 0, 0)
-        total = cosine.sum(2, dtype=torch.float32)
-        del cosine
-        total.scatter_add_(2, last.clamp_min(0)[..., 0], -spared[..., 0].float())
-        score = self.IMPORTANCE * importance - (1 - self.IMPORTANCE) * (total / slots).softmax(-1)
-        score[..., -window.shape[2]:] = torch.inf
-        return score.topk(self.budget, -1).indices.sort(-1).values
-
-
 class EagerH2O(Compacting):
     """H2O as in the authors' code, which computes all weights and adds them up, but with one product per group."""
 

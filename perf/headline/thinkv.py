@@ -49,8 +49,6 @@ def run(run: Run) -> None:
         name = f"gather, {'overlapped' if overlap else 'sequential'}"
         with run.part(name):
             plan.gathering(name, overlap)
-    with run.part("r-kv"):
-        plan.compacting("r-kv", systems.RKV, interval)
     with run.part("r-kv fused"):
         plan.ours("r-kv fused", partial(systems.r_kv_state, interval=interval), interval=interval)
     plan.ratios("thinkv")
