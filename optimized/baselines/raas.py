@@ -25,7 +25,7 @@ __all__ = ["RaaSConfig", "RaaSState"]
 #: Tokens of a page that are read at a time, and queries of a block whose bounds are computed or compared at a time.
 TOKENS, ROWS = 16, 16
 #: Slots that list_kernel reads at a time, slots of a program of place_kernel, and pages that it compares at a time.
-LISTED, CHUNK, MATCHED = (16, 16, 16) if SMALL_TILES else (1024, 256, 16)
+LISTED, CHUNK, MATCHED = (16, 16, 16) if SMALL_TILES else (1024, 128, 16)
 #: Pages of a program of time_kernel and pages that they are compared with at a time: in a block, and in a step.
 IN_BLOCK, IN_STEP = ((4, 16), (4, 16)) if SMALL_TILES else ((8, 16), (16, 64))
 
@@ -184,12 +184,12 @@ def renew_pages(
             occupied, token_index, numbers, end, slots, size, pages, CHUNK=LISTED, num_warps=4,
         )
         place_kernel[(batch * heads * triton.cdiv(end, CHUNK),)](
-            occupied, token_index, places, numbers, end, slots, size, pages, CHUNK=CHUNK, MATCHED=MATCHED, num_warps=4,
+            occupied, token_index, places, numbers, end, slots, size, pages, CHUNK=CHUNK, MATCHED=MATCHED, num_warps=1,
         )
         bound_kernel[(batch * heads * pages,)](
             query, key, occupied, places, numbers, valid_seen, bounds, capacity, count, heads, slots, size, pages,
             *query.stride(), GROUP=group, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), NEGATIVE=negative,
-            TOKENS=TOKENS, ROWS=queries, num_warps=4,
+            TOKENS=TOKENS, ROWS=queries, num_warps=1 if count == 1 else 4,
         )
         time_kernel[(batch * heads * triton.cdiv(pages, together),)](
             occupied, positions, token_index, valid_seen, seen, places, numbers, bounds, score, rank, capacity, count,
@@ -241,8 +241,8 @@ def place_kernel(
     for from_page in range(0, pages, MATCHED):
         page = from_page + tl.arange(0, MATCHED)
         number = tl.load(numbers + page, mask=page < pages, other=-1)
-        mine = number[None, :] == (token // size)[:, None]
-        place += tl.sum(tl.where(mine, page[None, :], 0), 1)
+        mine = number[:, None] == (token // size)[None, :]
+        place += tl.sum(tl.where(mine, page[:, None], 0), 0)
     tl.store(places + (batch_head * pages + place) * size + token % size, s, mask=holds)
 
 
