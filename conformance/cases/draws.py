@@ -42,9 +42,9 @@ def _profile() -> str:
     return settings.get_current_profile_name()
 
 
-def half_of_run(options: Sequence[Any]) -> list[Any]:
-    """The options to draw from. With the profile gpu, half of them: another half in a run with another seed, and the
-    same one in all tests and processes of a run, so that they share the kernels that are compiled for an option.
+def third_of_run(options: Sequence[Any]) -> list[Any]:
+    """The options to draw from. With the profile gpu, a third of them: another third in a run with another seed, and
+    the same one in all tests and processes of a run, so that they share the kernels that are compiled for an option.
 
     A run without --hypothesis-seed goes by its id of pytest-xdist, and without either by its process.
     """
@@ -55,7 +55,7 @@ def half_of_run(options: Sequence[Any]) -> list[Any]:
     seed = core.global_force_seed
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid()) if seed is None else seed
     order = sorted(options, key=lambda option: hashlib.sha256(f"{run} {option}".encode()).digest())
-    chosen = order[:-(-len(order) // 2)]
+    chosen = order[:-(-len(order) // 3)]
     return [option for option in options if option in chosen]
 
 

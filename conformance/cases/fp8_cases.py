@@ -7,6 +7,7 @@ numbers times the scale are the inputs, so neither rounding is part of any bound
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -268,11 +269,11 @@ def fp8_attend_cases(draw: st.DrawFn, method: str, **more: Any) -> Fp8AttendCase
 
 @st.composite
 def _coded(draw: st.DrawFn, cases: st.SearchStrategy[Any]) -> dict[str, Any]:
-    """The fields of a case, and those of `Coded`."""
+    """The fields of a case, and those of `Coded`. Kernels are compiled for each format, and for each scale that is None.
+    """
     formats = [name for name in sorted(FORMATS) if FORMATS[name] in supported.fp8(FORMATS.values())]
     plain = draw(cases)
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
-    return {
-        **fields, "fp8": draw(st.sampled_from(formats)),
-        "scales": draw(st.sampled_from(draws.plain_among(SCALES, ("heads",)))),
-    }
+    scales = draws.plain_among(SCALES, ("heads",))
+    fp8, scale = draw(st.sampled_from(draws.third_of_run(list(itertools.product(formats, scales)))))
+    return {**fields, "fp8": fp8, "scales": scale}

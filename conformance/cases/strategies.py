@@ -85,14 +85,14 @@ def _triples(
     usual: tuple, dtypes: tuple[torch.dtype, ...], head_dims: Sequence[int] = HEAD_DIMS
 ) -> list[tuple[int, int, torch.dtype]]:
     """(head_dim, group, dtype) on a GPU: the usual ones that the implementation supports, or a dozen of its own; with
-    the profile gpu, half of them."""
+    the profile gpu, a third of them."""
     found = [
         (head_dim, group, dtype) for head_dim, group, dtype in usual
         if dtype in dtypes and head_dim in head_dims
         and supported.size("head_dims", head_dim) and supported.size("groups", group)
     ]
     sizes = supported.sizes("head_dims", head_dims), supported.sizes("groups", GROUPS)
-    return draws.half_of_run(found or list(itertools.islice(itertools.product(*sizes, dtypes), 12)))
+    return draws.third_of_run(found or list(itertools.islice(itertools.product(*sizes, dtypes), 12)))
 
 
 def _heads(most: int) -> st.SearchStrategy[int]:

@@ -200,24 +200,24 @@ def test_plain_traces_are_as_long_as_they_may_be(pair):
         assert (trace.prompt, trace.steps) == (14, 5)
 
 
-def test_a_run_on_a_gpu_draws_from_one_half(monkeypatch):
-    """With the profile gpu, the same half everywhere in a run. In some run, each option is drawn."""
+def test_a_run_on_a_gpu_draws_from_one_third(monkeypatch):
+    """With the profile gpu, the same third everywhere in a run. In some run, each option is drawn."""
     options = [(16, "a"), (32, "a"), (64, "b"), (128, "b"), (256, "c")]
 
-    def half(seed, run="one") -> list:
+    def third(seed, run="one") -> list:
         monkeypatch.setattr(core, "global_force_seed", seed)
         monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", run)
-        return draws.half_of_run(options)
+        return draws.third_of_run(options)
 
     monkeypatch.setattr(draws, "_profile", lambda: "ci")
-    assert half(1) == half(2) == options
+    assert third(1) == third(2) == options
     monkeypatch.setattr(draws, "_profile", lambda: "gpu")
-    halves = [half(seed) for seed in range(20)]
-    assert all(len(one) == 3 and one == sorted(one) for one in halves)
-    assert {option for one in halves for option in one} == set(options)
-    assert half(7, "one") == half(7, "two") == halves[7]
-    assert len({str(half(None, str(run))) for run in range(20)}) > 1
-    assert half(None, "one") == half(None, "one")
+    thirds = [third(seed) for seed in range(20)]
+    assert all(len(one) == 2 and one == sorted(one) for one in thirds)
+    assert {option for one in thirds for option in one} == set(options)
+    assert third(7, "one") == third(7, "two") == thirds[7]
+    assert len({str(third(None, str(run))) for run in range(20)}) > 1
+    assert third(None, "one") == third(None, "one")
 
 
 def test_a_test_keeps_the_contents_that_it_is_about():
