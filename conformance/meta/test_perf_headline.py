@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kvtwin.fixtures.stored as stored_results
+from kvtwin.conformance import discovery
 from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.harness.page import details
 from kvtwin.conformance.judge import bounds
@@ -354,6 +355,13 @@ MODEL = decoder.small(decoder.QWEN_8B)
 def tokens(run, batch, *count):
     heads = (MODEL.query_heads, MODEL.key_value_heads, MODEL.key_value_heads)
     return [run.draw(batch, number, *count, MODEL.head_dim) for number in heads]
+
+
+@pytest.mark.parametrize("method", [pair.name for pair in discovery.built_in() if pair.state])
+def test_memory_is_measured_with_a_state_of_each_method(method, here):
+    """With the options that a method requires, and no more room than the run needs."""
+    state = perf_module("headline.memory").state_of(here, decoder.QWEN_1_7B, method, 1, 40, 32)
+    assert state.sizes.slots < 1024
 
 
 @torch.no_grad()

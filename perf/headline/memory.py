@@ -12,6 +12,7 @@ in split blocks that are not in use. Each EpiKV state has its own scorer and ran
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -45,11 +46,9 @@ def run(run: Run) -> None:
 def state_of(run: Run, model: Model, method: str, batch: int, tokens: int, budget: int) -> Any:
     pair = checkers.pair(method)
     assert pair.config is not None and pair.state is not None
-    options: dict[str, Any] = checkers.with_budget(method, budget)
-    if method in ("thinkv", "synckv"):
-        options["max_tokens"] = tokens
-    if method == "epikv":
-        options["hidden_size"] = model.hidden
+    options: dict[str, Any] = checkers.with_budget(method, budget) | checkers.measured(method, budget)
+    given = {"max_tokens": tokens, "hidden_size": model.hidden}
+    options |= {field.name: given[field.name] for field in fields(pair.config) if field.name in given}
     return getattr(pair.optimized, pair.state.__name__)(
         pair.config(**options), **systems.sizes_of(model, batch, run)
     )
