@@ -25,7 +25,7 @@ from .._common.launch import (
 )
 from .._common.numerics import LOG2_E
 from .._common.state import State
-from .quest_kernels import attend_kernel, bounds_kernel, merge_kernel, score_kernel, select_kernel
+from .quest_kernels import attention_kernel, bounds_kernel, merge_kernel, score_kernel, select_kernel
 
 __all__ = ["PageBoundsResult", "QuestConfig", "QuestState", "page_bounds", "page_scores", "select_pages"]
 
@@ -62,14 +62,14 @@ def page_scores(query: Tensor, maximum: Tensor, minimum: Tensor) -> Tensor:
     return score
 
 
-def select_pages(score: Tensor, count: Tensor, *, pages: int, keep_last: bool = True) -> Tensor:
-    """The pages with the highest scores: [B, Hq, pages] int64, ascending, then -1. Any strides.
+def select_pages(score: Tensor, count: Tensor, *, k: int, keep_last: bool = True) -> Tensor:
+    """The pages with the highest scores: [B, Hq, k] int64, ascending, then -1. Any strides.
 
     Semantics, exactly: the reference's `select_pages`, in float32, float16 or bfloat16. Errors as in `page_bounds`.
     """
-    score, count, pages, keep_last = check_select_pages(score, count, pages, keep_last)
+    score, count, k, keep_last = check_select_pages(score, count, k, keep_last)
     check_launchable(score=score, count=count)
-    selected: Tensor = _select_pages(score, count, pages, keep_last)
+    selected: Tensor = _select_pages(score, count, k, keep_last)
     return selected
 
 
@@ -154,17 +154,17 @@ def _(query: Tensor, maximum: Tensor, minimum: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("kvtwin::quest_select", mutates_args=())
-def _select_pages(score: Tensor, count: Tensor, pages: int, keep_last: bool) -> Tensor:
+def _select_pages(score: Tensor, count: Tensor, k: int, keep_last: bool) -> Tensor:
     batch, heads, _ = score.shape
     score, count = score.contiguous(), count.contiguous()
-    selected = torch.empty(batch, heads, pages, dtype=torch.int32, device=score.device)
+    selected = torch.empty(batch, heads, k, dtype=torch.int32, device=score.device)
     _select(score, count, selected, heads, keep_last)
     return selected.long()
 
 
 @_select_pages.register_fake
-def _(score: Tensor, count: Tensor, pages: int, keep_last: bool) -> Tensor:
-    return score.new_empty((*score.shape[:2], pages), dtype=torch.int64)
+def _(score: Tensor, count: Tensor, k: int, keep_last: bool) -> Tensor:
+    return score.new_empty((*score.shape[:2], k), dtype=torch.int64)
 
 
 def _select(scores: Tensor, pages_now: Tensor, selected: Tensor, heads: int, keep_last: bool) -> None:
@@ -215,7 +215,7 @@ def _step(
         if some:
             _select(scores, pages_now, selected, heads, keep_last)
         block, each = _tile(head_dim, query.element_size(), slots, group, some)
-        attend_kernel[(batch * heads * splits,)](
+        attention_kernel[(batch * heads * splits,)](
             query, key, value, selected, count, counters, pages_now, partial, row_maxima, weight_sums,
             scale * LOG2_E.value, heads, splits, slots, size, wanted, *query.stride(),
             **shape, GROUP=group, ROWS=GROUP_ROWS, BLOCK=block, EACH=each, LISTED=some, num_warps=4,
@@ -265,7 +265,7 @@ class QuestState(State):
             config, slots=config.max_tokens, batch=batch, query_heads=query_heads, key_value_heads=key_value_heads,
             head_dim=head_dim, dtype=dtype, device=device,
         )
-        slots, room, wanted = config.max_tokens, config.room, config.pages
+        slots, room, wanted = config.max_tokens, config.pages_stored, config.pages_selected
         self.key, self.value = (
             self._buffer(batch, key_value_heads, slots, head_dim, dtype=self.dtype) for _ in range(2)
         )
@@ -308,25 +308,25 @@ class QuestState(State):
 
     @property
     def maximum(self) -> Tensor:
-        """[B, Hkv, room, D], copied at each access."""
+        """[B, Hkv, config.pages_stored, D], copied at each access."""
         return self._of_pages(self._maximum)
 
     @property
     def minimum(self) -> Tensor:
-        """[B, Hkv, room, D], copied at each access."""
+        """[B, Hkv, config.pages_stored, D], copied at each access."""
         return self._of_pages(self._minimum)
 
     def _of_pages(self, bound: Tensor) -> Tensor:
-        page = torch.arange(self.config.room, device=self.device)
+        page = torch.arange(self.config.pages_stored, device=self.device)
         there = page * self.config.page_size < self._count[:, None]
         return bound.where(there[:, None, :, None], 0)
 
     @property
     def selected(self) -> Tensor:
-        """[B, Hq, config.pages] int64, copied at each access."""
+        """[B, Hq, config.pages_selected] int64, copied at each access."""
         if self._selects:
             return self._selected.long()
-        page = torch.arange(self.config.pages, device=self.device)
+        page = torch.arange(self.config.pages_selected, device=self.device)
         return page.where(page < self._pages_now[:, None], -1)[:, None].repeat(1, self.sizes.query_heads, 1)
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:

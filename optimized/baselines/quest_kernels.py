@@ -213,7 +213,7 @@ def select_kernel(
 
 
 @triton.jit(do_not_specialize=["heads", "splits", "slots", "size", "wanted", "query_b", "query_h"])
-def attend_kernel(
+def attention_kernel(
     query, key, value, selected, count, counters, pages_now, partial, row_maxima, weight_sums,
     scale, heads, splits, slots, size, wanted, query_b, query_h, query_d,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,

@@ -40,7 +40,7 @@ def check_page_scores(query: object, maximum: object, minimum: object) -> tuple[
 
 
 def check_select_pages(
-    score: object, count: object, pages: object, keep_last: object
+    score: object, count: object, k: object, keep_last: object
 ) -> tuple[Tensor, Tensor, int, bool]:
     """The arguments of `select_pages`."""
     score = check_tensor("score", score, dims=3, layout="[B, Hq, pages]")
@@ -49,4 +49,4 @@ def check_select_pages(
     check_dtype("count.dtype", count.dtype, (torch.int64,))
     check_shape("count", count, (score.shape[0],), "[B]")
     check_device("count", count, score.device, "score")
-    return score, count, check_integer("pages", pages, minimum=1), check_flag("keep_last", keep_last)
+    return score, count, check_integer("k", k, minimum=1), check_flag("keep_last", keep_last)

@@ -59,14 +59,14 @@ class QuestConfig(MethodConfig):
         check_integer("max_tokens", self.max_tokens, minimum=1)
 
     @property
-    def room(self) -> int:
+    def pages_stored(self) -> int:
         """The pages of max_tokens tokens."""
         return -(-self.max_tokens // self.page_size)
 
     @property
-    def pages(self) -> int:
+    def pages_selected(self) -> int:
         """The pages that a query head attends to, if it has as many."""
-        return min(max(self.least_pages, -(-self.budget // self.page_size)), self.room)
+        return min(max(self.least_pages, -(-self.budget // self.page_size)), self.pages_stored)
 
 
 class PageBoundsResult(NamedTuple):
@@ -105,23 +105,23 @@ def page_scores(query: Tensor, maximum: Tensor, minimum: Tensor) -> Tensor:
         return torch.maximum(high, low).sum(-1)                  # [B, Hq, pages]
 
 
-def select_pages(score: Tensor, count: Tensor, *, pages: int, keep_last: bool = True) -> Tensor:
-    """The `pages` pages with the highest scores, for each query head: [B, Hq, pages] int64, ascending, then -1.
+def select_pages(score: Tensor, count: Tensor, *, k: int, keep_last: bool = True) -> Tensor:
+    """The `k` pages with the highest scores, for each query head: [B, Hq, k] int64, ascending, then -1.
 
     score [B, Hq, P]; count [B] int64, the number of pages of a row, from 0 to P: its first ones. keep_last: the last of
     them is among the selected. Ties go to the lowest index; NaN ranks lowest. Raises TypeError or ValueError for
     invalid arguments.
     """
-    score, count, pages, keep_last = check_select_pages(score, count, pages, keep_last)
+    score, count, k, keep_last = check_select_pages(score, count, k, keep_last)
     most = score.shape[-1]
     count = count.clamp(0, most)[:, None, None]                  # [B, 1, 1]
     candidates = torch.arange(most, device=score.device) < count - int(keep_last)
-    best = top_k(score.masked_fill(~candidates, -INF), min(pages - int(keep_last), most))
+    best = top_k(score.masked_fill(~candidates, -INF), min(k - int(keep_last), most))
     best = best.masked_fill(best >= count - int(keep_last), most)  # candidates come first, also those of -inf
     if keep_last:
         last = torch.where(count > 0, count - 1, most).expand(*best.shape[:-1], 1)
         best = torch.cat([best, last], -1)
-    best = pad(best, (0, pages - best.shape[-1]), value=most).sort(-1).values
+    best = pad(best, (0, k - best.shape[-1]), value=most).sort(-1).values
     return best.masked_fill(best == most, -1)
 
 
@@ -133,9 +133,9 @@ class QuestState(State):
     tokens. A prompt attends to all of its tokens.
 
     Readable: occupied [B, S] bool; positions [B, S] int64, counted with padding, -1 = no token; key, value
-    [B, Hkv, S, D]; maximum, minimum [B, Hkv, config.room, D], the bounds of the pages, zeros for those without tokens;
-    selected [B, Hq, config.pages] int64, the pages of the last step, ascending, -1 after the last, and all -1 if there
-    was no step since the prompt.
+    [B, Hkv, S, D]; maximum, minimum [B, Hkv, config.pages_stored, D], the bounds of the pages, zeros for those without
+    tokens; selected [B, Hq, config.pages_selected] int64, the pages of the last step, ascending, -1 after the last, and
+    all -1 if there was no step since the prompt.
     """
 
     config: QuestConfig
@@ -157,11 +157,11 @@ class QuestState(State):
         batch, query_heads, heads, slots, head_dim = self.sizes
         self.key, self.value, self.maximum, self.minimum = (
             torch.zeros(batch, heads, rows, head_dim, dtype=self.dtype, device=self.device)
-            for rows in (slots, slots, self.config.room, self.config.room)
+            for rows in (slots, slots, self.config.pages_stored, self.config.pages_stored)
         )
         self.positions = torch.full((batch, slots), -1, dtype=torch.int64, device=self.device)
         self.selected = torch.full(
-            (batch, query_heads, self.config.pages), -1, dtype=torch.int64, device=self.device
+            (batch, query_heads, self.config.pages_selected), -1, dtype=torch.int64, device=self.device
         )
         self._count = torch.zeros(batch, dtype=torch.int64, device=self.device)
 
@@ -222,11 +222,11 @@ class QuestState(State):
 
     def _select(self, query: Tensor, score: Tensor, count: Tensor) -> Tensor:
         """The pages of a step, see `select_pages`; rows have `count` [B] pages."""
-        return select_pages(score, count, pages=self.config.pages, keep_last=self.config.keep_last)
+        return select_pages(score, count, k=self.config.pages_selected, keep_last=self.config.keep_last)
 
     def _visible(self) -> Tensor:
         """The tokens that the last step attended to, [B, Hq, S] bool."""
-        page = torch.arange(self.config.room, device=self.device)
+        page = torch.arange(self.config.pages_stored, device=self.device)
         chosen = (self.selected[..., None] == page).any(2)                        # [B, Hq, room]
         return chosen.repeat_interleave(self.config.page_size, -1)[..., :self.sizes.slots] & self.occupied[:, None]
 
