@@ -22,10 +22,10 @@ def assert_selected_right(
 ) -> Verdict:
     """Assert that `selected` [..., N] int64 is a right choice of N of the U units among `candidates` [..., U] bool.
 
-    The indices ascend, are unique, in range and of candidates; rows with fewer than N candidates select all of them, and
-    end with -1. Candidates that are `forced`, at most N, are selected whatever they score. No other candidate that is
-    not selected surely scores above one that is. In a tie the lowest index is selected. truth: the oracle's choice, like
-    selected. scores, tie (`ties.tie_classes`): like candidates. Units whose score is NaN may rank anywhere.
+    The indices ascend, are unique, in range and of candidates; rows with fewer than N candidates select all of them,
+    and end with -1. Candidates that are `forced`, at most N, are selected whatever they score. No other candidate that
+    is not selected surely scores above one that is. In a tie the lowest index is selected. truth: the oracle's choice,
+    like selected. scores, tie (`ties.tie_classes`): like candidates. Units whose score is NaN may rank anywhere.
     """
     if selected.dtype != torch.int64 or tuple(selected.shape) != tuple(truth.shape):
         fail(f"{what}: expected int64 of shape {tuple(truth.shape)}, got {selected.dtype} of {tuple(selected.shape)}")
@@ -53,8 +53,8 @@ def assert_selected_right(
 
 
 def _mask_of(selected: Tensor, candidates: Tensor, forced: Tensor, what: str, fail: Fail) -> Tensor:
-    """The selected units [..., U] bool. Fails unless they are as many as they must be, in order, and candidates, and the
-    forced ones are among them."""
+    """The selected units [..., U] bool. Fails unless they are as many as they must be, in order, and candidates, with
+    the forced ones among them."""
     units, given = candidates.shape[-1], selected >= 0
     wrong = (selected < -1) | (selected >= units)
     if bool(wrong.any()):

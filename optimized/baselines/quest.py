@@ -30,7 +30,7 @@ from .quest_kernels import attention_kernel, bounds_kernel, merge_kernel, score_
 __all__ = ["PageBoundsResult", "QuestConfig", "QuestState", "page_bounds", "page_scores", "select_pages"]
 
 #: The most pages whose codes a program of the selection keeps in registers.
-CHUNK = 8192
+CHUNK = 16384
 #: Elements of a tile of bounds.
 TILE = 8192
 
@@ -180,7 +180,7 @@ def _select(scores: Tensor, pages_now: Tensor, selected: Tensor, heads: int, kee
         select_kernel[(batch * heads * triton.cdiv(group, rows),)](
             scores, pages_now, selected, heads, room, wanted,
             GROUP=group, ROWS=rows, CHUNK=chunk, LIST=min(1024, triton.next_power_of_2(wanted)), KEEP_LAST=keep_last,
-            WHOLE=room <= chunk, num_warps=4 if chunk <= 1024 else 8,
+            WHOLE=room <= chunk, num_warps=4 if chunk <= 1024 else 8 if chunk <= 8192 else 16,
         )
 
 

@@ -82,8 +82,8 @@ def score_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, PAGES: tl.constexpr,
     STEP: tl.constexpr, SCORES: tl.constexpr, ROUND: tl.constexpr,
 ):
-    """Program: the scores of PAGES pages of a KV head for its GROUP query heads, [B, Hq, room] float32. STEP: first, the
-    program with the newest page stores the new token; the scores of pages without tokens are not written. Without
+    """Program: the scores of PAGES pages of a KV head for its GROUP query heads, [B, Hq, room] float32. STEP: first,
+    the program with the newest page stores the new token; the scores of pages without tokens are not written. Without
     SCORES, which requires STEP, the only program of a KV head stores the token.
 
     max(q M, q m) is q M for a positive q and q m for a negative one, so a score is a sum of two products."""
@@ -174,7 +174,7 @@ def select_kernel(
     code = _codes(scores, row, index, pages, room, valid, KEEP_LAST)
     for number in range(32):
         bit = tl.full([ROWS], 1, tl.int32) << (31 - number)
-        tried = lowest ^ bit                                           # of the sign, from 1 to 0; of others, from 0 to 1
+        tried = lowest ^ bit                                           # the sign from 1 to 0, other bits from 0 to 1
         enough = _at_least(code, tried)
         if not WHOLE:
             for start in range(CHUNK, pages, CHUNK):
@@ -196,11 +196,11 @@ def select_kernel(
         # Both prefix sums in one integer, since CHUNK is below 2^15.
         packed = tl.where(higher, 1, 0) + tl.where(equal, 65536, 0)
         running = tl.cumsum(packed, 1) - packed
-        number = equal_before[:, None] + (running >> 16)
-        to = above_before[:, None] + (running & 65535) + tl.minimum(number, need[:, None])
+        place = equal_before[:, None] + (running >> 16)                 # among those equal to the lowest
+        to = above_before[:, None] + (running & 65535) + tl.minimum(place, need[:, None])
         tl.store(
             selected + row[:, None] * wanted + to, page[None, :],
-            mask=valid[:, None] & (higher | (equal & (number < need[:, None]))),
+            mask=valid[:, None] & (higher | (equal & (place < need[:, None]))),
         )
         above_before += tl.sum(tl.where(higher, 1, 0), 1)
         equal_before += tl.sum(tl.where(equal, 1, 0), 1)
@@ -219,9 +219,9 @@ def attention_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     EACH: tl.constexpr, LISTED: tl.constexpr,
 ):
-    """Program: a share of the tokens of a KV head. LISTED: a tile has EACH tokens of the pages of every query head, each
-    of which attends to its own. Otherwise all query heads attend to all tokens, and EACH is BLOCK. `scale` includes
-    log2(e)."""
+    """Program: a share of the tokens of a KV head. LISTED: a tile has EACH tokens of the pages of every query head,
+    each of which attends to its own. Otherwise all query heads attend to all tokens, and EACH is BLOCK. `scale`
+    includes log2(e)."""
     split, row_head = tl.program_id(0) % splits, (tl.program_id(0) // splits).to(tl.int64)
     b, h = row_head // heads, row_head % heads
     before, seen = tl.load(count + b), tl.load(counters)

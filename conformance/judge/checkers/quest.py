@@ -25,7 +25,8 @@ EVICTS, SCORED = False, False
 SMALL: dict[str, Any] = {"page_size": 2, "max_tokens": 160 if torch.cuda.is_available() else 24}
 GROUPINGS = ({"page_size": 3, "keep_last": False, "least_pages": 3}, {"page_size": 1, "round_scores": True})
 LAWS = ({"keep_last": False},)
-COMPILED = ({"budget": 4, "max_tokens": 4}, {"keep_last": False, "round_scores": True})
+#: A budget of all tokens, so that no page is scored.
+COMPILED = ({"budget": SMALL["max_tokens"]}, {"keep_last": False, "round_scores": True})
 #: quest/utils/controller.py: the CUDA path of the authors' code, where the page budget includes the last page.
 DEFAULTS = {
     "page_size": 16, "keep_last": True, "least_pages": 1, "round_scores": False, "max_tokens": 32768, "scale": None,
@@ -101,9 +102,8 @@ def score_interval(query: Tensor, maximum: Tensor, minimum: Tensor, *, rounded: 
     error = error + (UNITS[query.dtype] * (exact.abs() + error) + TINY[query.dtype]) * SLACK
     most = torch.finfo(query.dtype).max
     low, high = exact - error, exact + error
-    return Interval(
-        low.masked_fill(low <= -most, -torch.inf).clamp_max(most), high.masked_fill(high >= most, torch.inf).clamp_min(-most)
-    )
+    low = low.masked_fill(low <= -most, -torch.inf).clamp_max(most)
+    return Interval(low, high.masked_fill(high >= most, torch.inf).clamp_min(-most))
 
 
 def page_ties(maximum: Tensor, minimum: Tensor, query_heads: int) -> Tensor:
