@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -108,9 +109,8 @@ def test_queries_of_one_sign_read_one_of_the_bounds(sign, side, twins, device):
 def plain_selection(score: list[float], count: int, k: int, keep_last: bool) -> list[int]:
     """`select_pages` of one query head."""
     forced = [count - 1] if keep_last and count else []
-    order = sorted(
-        set(range(count)) - set(forced), key=lambda page: (-score[page] if score[page] == score[page] else float("inf"), page)
-    )
+    ranked = {page: (-score[page] if score[page] == score[page] else math.inf, page) for page in range(count)}
+    order = sorted(ranked.keys() - set(forced), key=ranked.__getitem__)
     best = sorted(forced + order[:k - len(forced)])
     return best + [-1] * (k - len(best))
 
@@ -120,7 +120,7 @@ def plain_selection(score: list[float], count: int, k: int, keep_last: bool) -> 
 @some
 def test_the_best_pages_are_selected_and_of_equal_ones_the_first(side, data, twins, device):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31 - 1)))
-    batch, heads, pages = data.draw(st.sampled_from(((1, 1), (2, 3), (1, 2)))) + (data.draw(st.integers(1, 45)),)
+    batch, heads, pages = (*data.draw(st.sampled_from(((1, 1), (2, 3), (1, 2)))), data.draw(st.integers(1, 45)))
     kind = data.draw(st.sampled_from(("ordinary", "few", "equal", "special")))
     score = torch.randn(batch, heads, pages, generator=generator)
     if kind in ("few", "special"):
