@@ -154,6 +154,19 @@ def test_the_last_page_is_kept_though_it_scores_least(side, twins, device):
     assert quest.select_pages(score, count, k=7).tolist() == [[[0, 1, 2, 3, 4, -1, -1]]]
 
 
+@both_sides
+def test_nan_ranks_lowest_and_many_pages_are_searched(side, twins, device):
+    quest = quest_of(twins, side)
+    score = torch.tensor([torch.nan, 1.0, -torch.inf, 2.0], device=device)[None, None]
+    count = torch.tensor([4], device=device)
+    for k, expected in ((1, [3]), (2, [1, 3]), (3, [0, 1, 3])):
+        assert quest.select_pages(score, count, k=k, keep_last=False).tolist() == [[expected]]
+    # More pages than a chunk has: 16 in the interpreter.
+    score, count = -torch.arange(40.0, device=device)[None, None], torch.tensor([40], device=device)
+    assert quest.select_pages(score, count, k=6, keep_last=False).tolist() == [[[0, 1, 2, 3, 4, 5]]]
+    assert quest.select_pages(score.flip(-1), count, k=4).tolist() == [[[36, 37, 38, 39]]]
+
+
 KEY, BOUND = torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 3, 16)
 GOOD: dict[str, dict[str, Any]] = {
     "page_bounds": {"key": KEY, "page_size": 4},

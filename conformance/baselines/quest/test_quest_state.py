@@ -261,14 +261,16 @@ def test_wrong_configs(options, error, says, twins):
 @pytest.mark.kind("bad_input")
 @both_sides
 def test_a_state_stays_usable_after_a_call_that_is_refused(side, twins, device):
-    state = new_state(getattr(twins, side), device, max_tokens=6)
-    with pytest.raises(ValueError, match="^max_tokens=6 is too small for 7 tokens"):
-        state.prefill(*tokens(device, 7))
-    state.prefill(*tokens(device, 5))
-    with pytest.raises(ValueError, match=r"^index"):
-        state.reorder(torch.tensor([0, 0, 0], device=device))
-    query, key, value = token(device)
-    with pytest.raises(ValueError, match="^key"):
-        state.step(query, key[:, :, :8], value)
-    state.step(query, key, value)
-    assert state.tokens_seen == 6
+    state, full = (new_state(getattr(twins, side), device, max_tokens=6) for _ in range(2))
+    full.prefill(*tokens(device, 6))
+    for one, seen, call, given, named in (
+        (state, 0, "prefill", tokens(device, 7), "max_tokens"), (full, 6, "step", token(device), "max_tokens"),
+        (full, 6, "reorder", [torch.tensor([0, 0, 0], device=device)], "index"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            getattr(one, call)(*given)
+        try:
+            one.reorder(torch.tensor([0, 1], device=device))
+        except RuntimeError as error:
+            pytest.fail(f"after a refused {call}: {error}")
+        assert one.tokens_seen == seen
