@@ -26,11 +26,12 @@ NAMES = [f"{pair.state.__name__.removesuffix('State')}Cache" for pair in discove
 OPTIONS: dict[str, dict[str, Any]] = {
     "EpiKVCache": {"layers": ((0,), (1,))}, "SyncKVCache": {"max_tokens": 40}, "ThinKVCache": {"max_tokens": 40},
     "KIVICache": {"group": 4, "value_bits": 4, "residual": 8, "max_tokens": 40},
+    "QuestCache": {"max_tokens": 40},
 }
 
 every_cache = pytest.mark.parametrize("name", NAMES)
 # The adapter is the same on both sides, and for all States that take blocks.
-KINDS = ["H2OCache", *(f"{name}Cache" for name in ("LongFlow", "EpiKV", "SyncKV", "ThinKV", "KIVI"))]
+KINDS = ["H2OCache", *(f"{name}Cache" for name in ("LongFlow", "EpiKV", "SyncKV", "ThinKV", "KIVI", "Quest"))]
 REQUIRED = {
     f"{pair.state.__name__.removesuffix('State')}Cache": {
         **checkers.with_budget(pair.name, 32), **checkers.required(pair.name)

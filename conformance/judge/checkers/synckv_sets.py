@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ....reference import synckv
 from ...cases.synckv_cases import SetsCase
-from .. import compare
 from ..bounds import Arithmetic, Interval, arithmetic, log_weight_error
 from ..compare import fail
 from ..oracle import upcast_all
+from ..selections import assert_selected_right
 from ..ties import tie_classes
 
 
@@ -39,29 +39,16 @@ def free_of(case: SetsCase, taken: Tensor | None) -> Tensor:
 
 
 def assert_chosen_right(actual: Tensor, truth: Tensor, case: SetsCase, taken: Tensor | None, *, what: str) -> None:
-    """Assert that actual [B, N_r, count] holds the best tokens (the lowest index in a tie), ascending, then -1.
-
-    The comparator of evictions evicts the lowest index in a tie, so it gets the slots in reverse order.
-    """
+    """Assert that actual [B, N_r, count] holds the best tokens (the lowest index in a tie), ascending, then -1."""
     if actual.dtype != torch.int64 or tuple(actual.shape) != tuple(truth.shape):
         fail(f"{what}: expected int64 of shape {tuple(truth.shape)}, got {actual.dtype} of {tuple(actual.shape)}")
     if actual.shape[-1] == 0:
         return
     free = free_of(case, taken)
-    compare.assert_kept_right(
-        backwards(actual, case.slots), backwards(truth, case.slots),
-        Interval(*(end.flip(-1) for end in weight_interval(case))), occupied=free.flip(-1), protected=None, window=0,
-        tie=tie_classes(case.key, torch.ones_like(case.key), free, per_head=True).flip(-1),
-        what=f"{what} (slots counted from the end)",
+    assert_selected_right(
+        actual, truth, weight_interval(case), candidates=free,
+        tie=tie_classes(case.key, torch.ones_like(case.key), free, per_head=True), what=what,
     )
-
-
-def backwards(index: Tensor, slots: int) -> Tensor:
-    """Slots counted from the end, ascending again, with -1 at the end."""
-    count = (index >= 0).sum(-1, keepdim=True)
-    number = torch.arange(index.shape[-1], device=index.device)
-    turned = index.gather(-1, torch.where(number < count, count - 1 - number, number))
-    return torch.where(turned < 0, turned, slots - 1 - turned)
 
 
 def assert_initial_right(actual: Any, case: SetsCase) -> None:

@@ -15,12 +15,12 @@ from torch import Tensor
 from ....reference.synckv.sets import split_budget
 from ...cases.case import DecodeCase
 from ...cases.synckv_cases import RATIOS, SetsCase
-from .. import bounds, compare, lockstep
-from ..bounds import Interval
+from .. import bounds, lockstep
 from ..compare import Verdict, assert_same, fail
+from ..selections import assert_selected_right
 from ..ties import tie_classes
 from . import synckv_sets
-from .synckv_sets import backwards, weight_interval
+from .synckv_sets import weight_interval
 
 BUDGET, EVICTS = "k", False
 SMALL = {"stride": 2, "clusters": 1, "max_tokens": 160 if torch.cuda.is_available() else 24}
@@ -71,12 +71,9 @@ def mask_of(tokens: Tensor, slots: int) -> Tensor:
 def assert_union_right(chosen: Tensor, truth: Tensor, case: SetsCase, static: Tensor) -> Verdict:
     """Assert that `chosen` [B, N_r, k] int64 holds the static tokens and the best others, ascending, then -1."""
     free = case.occupied[:, None].expand(-1, case.key_value_heads, -1)
-    return compare.assert_kept_right(
-        backwards(chosen, case.slots), backwards(truth, case.slots),
-        Interval(*(end.flip(-1) for end in weight_interval(case))), occupied=free.flip(-1),
-        protected=mask_of(static, case.slots).flip(-1), window=0,
-        tie=tie_classes(case.key, torch.ones_like(case.key), free, per_head=True).flip(-1),
-        what="chosen (slots counted from the end)",
+    return assert_selected_right(
+        chosen, truth, weight_interval(case), candidates=free, forced=mask_of(static, case.slots),
+        tie=tie_classes(case.key, torch.ones_like(case.key), free, per_head=True), what="chosen",
     )
 
 

@@ -1,0 +1,392 @@
+"""Quest on the GPU: the bounds of pages, their scores, the selection, and a decode step in four launches.
+
+Nothing synchronises with the host, so a captured step can be replayed as any step.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from ...reference._validate import check_config, check_reorder, check_room
+from ...reference.baselines._validate_quest import check_page_bounds, check_page_scores, check_select_pages
+from ...reference.baselines.quest import PageBoundsResult, QuestConfig
+from .._common.launch import (
+    GROUP_ROWS,
+    INTERPRETED,
+    MAX_GROUP,
+    SMALL_TILES,
+    check_launchable,
+    key_block,
+    on_device_of,
+    padded_head_dim,
+    split_slots,
+)
+from .._common.numerics import LOG2_E
+from .._common.state import State
+from .quest_kernels import attention_kernel, bounds_kernel, merge_kernel, score_kernel, select_kernel
+
+__all__ = ["PageBoundsResult", "QuestConfig", "QuestState", "page_bounds", "page_scores", "select_pages"]
+
+#: The most pages whose codes a program of the selection keeps in registers.
+CHUNK = 16384
+#: Elements of a tile of bounds.
+TILE = 8192
+
+
+def page_bounds(key: Tensor, *, page_size: int) -> PageBoundsResult:
+    """The largest and the smallest key of each page and channel. key [B, Hkv, T, D], any strides.
+
+    Semantics, bitwise: the reference's `page_bounds`, in float32, float16 or bfloat16. TypeError or ValueError for
+    invalid arguments, for inputs that require grad, and for CPU tensors outside Triton's interpreter.
+    """
+    key, page_size = check_page_bounds(key, page_size)
+    check_launchable(key=key)
+    return PageBoundsResult(*_page_bounds(key, page_size))
+
+
+def page_scores(query: Tensor, maximum: Tensor, minimum: Tensor) -> Tensor:
+    """The upper bounds of the logits of each page, not scaled: [B, Hq, pages] float32. Any strides.
+
+    Semantics: the reference's `page_scores`, in float32, float16 or bfloat16; up to 16 query heads per KV head. Errors
+    as in `page_bounds`.
+    """
+    query, maximum, minimum = check_page_scores(query, maximum, minimum)
+    check_launchable(query=query, maximum=maximum, minimum=minimum)
+    if query.shape[1] > MAX_GROUP * maximum.shape[1]:
+        raise ValueError(
+            f"query heads per KV head must be at most {MAX_GROUP}, got Hq = {query.shape[1]}, Hkv = {maximum.shape[1]}"
+        )
+    score: Tensor = _page_scores(query, maximum, minimum)
+    return score
+
+
+def select_pages(score: Tensor, count: Tensor, *, k: int, keep_last: bool = True) -> Tensor:
+    """The pages with the highest scores: [B, Hq, k] int64, ascending, then -1. Any strides.
+
+    Semantics, exactly: the reference's `select_pages`, in float32, float16 or bfloat16. Errors as in `page_bounds`.
+    """
+    score, count, k, keep_last = check_select_pages(score, count, k, keep_last)
+    check_launchable(score=score, count=count)
+    selected: Tensor = _select_pages(score, count, k, keep_last)
+    return selected
+
+
+# Operations ----------------------------------------------------------------------------------------------------------
+
+
+def _empty_bounds(key: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    batch, heads, tokens, head_dim = key.shape
+    shape = (batch, heads, -(-tokens // size), head_dim)
+    return key.new_empty(shape), key.new_empty(shape)
+
+
+@torch.library.custom_op("kvtwin::quest_bounds", mutates_args=())
+def _page_bounds(key: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    maximum, minimum = _empty_bounds(key, size)
+    _bounds(key, None, maximum, minimum, size, key.shape[2])
+    return maximum, minimum
+
+
+@_page_bounds.register_fake
+def _(key: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    return _empty_bounds(key, size)
+
+
+@torch.library.custom_op("kvtwin::quest_fill", mutates_args=("maximum", "minimum"))
+def _fill(key: Tensor, count: Tensor, maximum: Tensor, minimum: Tensor, size: int, tokens: int) -> None:
+    """The bounds of the pages of a prompt: row b has count[b] of at most `tokens` tokens, in its first slots."""
+    _bounds(key, count, maximum, minimum, size, tokens)
+
+
+@_fill.register_fake
+def _(key: Tensor, count: Tensor, maximum: Tensor, minimum: Tensor, size: int, tokens: int) -> None:
+    return None
+
+
+def _bounds(key: Tensor, count: Tensor | None, maximum: Tensor, minimum: Tensor, size: int, tokens: int) -> None:
+    batch, heads, _, head_dim = key.shape
+    pages = -(-tokens // size)
+    block = 4 if SMALL_TILES else max(1, TILE // padded_head_dim(head_dim) // 2)
+    tiles = triton.cdiv(pages, block)
+    if not batch * heads * tiles * head_dim:
+        return
+    with on_device_of(key):
+        bounds_kernel[(batch * heads * tiles,)](
+            key, key if count is None else count, maximum, minimum, heads, tiles, tokens, maximum.shape[2], size,
+            *key.stride(), HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), PAGES=block,
+            COUNTED=count is not None, num_warps=4,
+        )
+
+
+def _empty_scores(query: Tensor, maximum: Tensor) -> Tensor:
+    return query.new_empty((*query.shape[:2], maximum.shape[2]), dtype=torch.float32)
+
+
+def _page_block(head_dim: int, itemsize: int, pages: int) -> int:
+    """Pages of a program that scores them. `dot` needs 16."""
+    return 16 if SMALL_TILES else key_block(head_dim, itemsize, pages)
+
+
+@torch.library.custom_op("kvtwin::quest_scores", mutates_args=())
+def _page_scores(query: Tensor, maximum: Tensor, minimum: Tensor) -> Tensor:
+    maximum, minimum = maximum.contiguous(), minimum.contiguous()
+    (batch, heads, pages, head_dim), query_heads = maximum.shape, query.shape[1]
+    score = _empty_scores(query, maximum)
+    block = _page_block(head_dim, query.element_size(), pages)
+    tiles = triton.cdiv(pages, block)
+    if not score.numel():
+        return score
+    with on_device_of(query):
+        score_kernel[(batch * heads * tiles,)](
+            query, query, query, query, query, maximum, minimum, score, query, query, query, query,
+            heads, tiles, pages, 0, 1, *query.stride(), 0, 0, 0, 0, 0, 0,
+            GROUP=query_heads // heads, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), ROWS=GROUP_ROWS,
+            PAGES=block, STEP=False, SCORES=True, ROUND=False, num_warps=4,
+        )
+    return score
+
+
+@_page_scores.register_fake
+def _(query: Tensor, maximum: Tensor, minimum: Tensor) -> Tensor:
+    return _empty_scores(query, maximum)
+
+
+@torch.library.custom_op("kvtwin::quest_select", mutates_args=())
+def _select_pages(score: Tensor, count: Tensor, k: int, keep_last: bool) -> Tensor:
+    batch, heads, _ = score.shape
+    score, count = score.contiguous(), count.contiguous()
+    selected = torch.empty(batch, heads, k, dtype=torch.int32, device=score.device)
+    _select(score, count, selected, heads, keep_last)
+    return selected.long()
+
+
+@_select_pages.register_fake
+def _(score: Tensor, count: Tensor, k: int, keep_last: bool) -> Tensor:
+    return score.new_empty((*score.shape[:2], k), dtype=torch.int64)
+
+
+def _select(scores: Tensor, pages_now: Tensor, selected: Tensor, heads: int, keep_last: bool) -> None:
+    """Launch `select_kernel` for scores [B, Hq, room] of `heads` KV heads."""
+    batch, query_heads, room = scores.shape
+    wanted, group = selected.shape[2], query_heads // heads if heads else 1
+    if not selected.numel():
+        return
+    most = 16 if SMALL_TILES else CHUNK
+    chunk = min(max(16, triton.next_power_of_2(room)), most)
+    rows = triton.next_power_of_2(group) if INTERPRETED else 1
+    with on_device_of(scores):
+        select_kernel[(batch * heads * triton.cdiv(group, rows),)](
+            scores, pages_now, selected, heads, room, wanted,
+            GROUP=group, ROWS=rows, CHUNK=chunk, LIST=min(1024, triton.next_power_of_2(wanted)), KEEP_LAST=keep_last,
+            WHOLE=room <= chunk, num_warps=4 if chunk <= 1024 else 8 if chunk <= 8192 else 16,
+        )
+
+
+@torch.library.custom_op(
+    "kvtwin::quest_step",
+    mutates_args=(
+        "key", "value", "maximum", "minimum", "scores", "selected", "count", "counters", "positions", "pages_now",
+        "partial", "row_maxima", "weight_sums",
+    ),
+)
+def _step(
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, maximum: Tensor, minimum: Tensor,
+    scores: Tensor, selected: Tensor, count: Tensor, counters: Tensor, positions: Tensor, pages_now: Tensor,
+    partial: Tensor, row_maxima: Tensor, weight_sums: Tensor, scale: float, size: int, keep_last: bool,
+    round_scores: bool, splits: int,
+) -> Tensor:
+    """One step: stores the token, scores and selects pages, attends, and counts the token. If `selected` has room for
+    all pages, it is not written, and all query heads attend to all tokens."""
+    (batch, query_heads, head_dim), (_, heads, slots, _) = query.shape, key.shape
+    room, wanted = maximum.shape[2], selected.shape[2]
+    group, pad, some = query_heads // heads, padded_head_dim(head_dim), wanted < room
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    shape = {"HEAD_DIM": head_dim, "D_PAD": pad}
+    block = _page_block(head_dim, query.element_size(), room)
+    tiles = triton.cdiv(room, block) if some else 1
+    with on_device_of(query):
+        score_kernel[(batch * heads * tiles,)](
+            query, new_key, new_value, key, value, maximum, minimum, scores, count, counters, positions, pages_now,
+            heads, tiles, room, slots, size, *query.stride(), *new_key.stride(), *new_value.stride(),
+            **shape, GROUP=group, ROWS=GROUP_ROWS, PAGES=block, STEP=True, SCORES=some, ROUND=round_scores, num_warps=4,
+        )
+        if some:
+            _select(scores, pages_now, selected, heads, keep_last)
+        block, each = _tile(head_dim, query.element_size(), slots, group, some)
+        attention_kernel[(batch * heads * splits,)](
+            query, key, value, selected, count, counters, pages_now, partial, row_maxima, weight_sums,
+            scale * LOG2_E.value, heads, splits, slots, size, wanted, *query.stride(),
+            **shape, GROUP=group, ROWS=GROUP_ROWS, BLOCK=block, EACH=each, LISTED=some, num_warps=4,
+        )
+        rows = triton.next_power_of_2(query_heads) if INTERPRETED else 1
+        merge_kernel[(triton.cdiv(batch * query_heads, rows),)](
+            partial, row_maxima, weight_sums, output, count, counters, batch, splits, slots, batch * query_heads,
+            **shape, ROWS=rows, SPLITS=triton.next_power_of_2(splits), BATCH=2 if INTERPRETED else 128, num_warps=4,
+        )
+    return output
+
+
+@_step.register_fake
+def _(
+    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, maximum: Tensor, minimum: Tensor,
+    scores: Tensor, selected: Tensor, count: Tensor, counters: Tensor, positions: Tensor, pages_now: Tensor,
+    partial: Tensor, row_maxima: Tensor, weight_sums: Tensor, scale: float, size: int, keep_last: bool,
+    round_scores: bool, splits: int,
+) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def _tile(head_dim: int, itemsize: int, slots: int, group: int, some: bool) -> tuple[int, int]:
+    """The tokens of a tile of attention, and how many of them belong to each query head if pages are selected."""
+    block = key_block(head_dim, itemsize, slots)
+    return block, block // triton.next_power_of_2(group) if some else block
+
+
+# The state -----------------------------------------------------------------------------------------------------------
+
+
+class QuestState(State):
+    """The Quest cache of `batch` sequences in one layer. Attributes and errors as in the reference.
+
+    float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head. If the budget covers max_tokens,
+    no page is scored. TypeError or ValueError for other arguments, and for CPU tensors outside Triton's interpreter.
+    """
+
+    config: QuestConfig
+
+    def __init__(
+        self, config: QuestConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
+        dtype: torch.dtype, device: torch.device | str,
+    ) -> None:
+        config = check_config(config, QuestConfig)
+        super().__init__(
+            config, slots=config.max_tokens, batch=batch, query_heads=query_heads, key_value_heads=key_value_heads,
+            head_dim=head_dim, dtype=dtype, device=device,
+        )
+        slots, room, wanted = config.max_tokens, config.pages_stored, config.pages_selected
+        self.key, self.value = (
+            self._buffer(batch, key_value_heads, slots, head_dim, dtype=self.dtype) for _ in range(2)
+        )
+        self._maximum, self._minimum = (
+            self._buffer(batch, key_value_heads, room, head_dim, dtype=self.dtype) for _ in range(2)
+        )
+        self._selects = wanted < room
+        self._scores = self._buffer(batch, query_heads, room if self._selects else 0, dtype=torch.float32)
+        self._selected = self._buffer(batch, query_heads, wanted, dtype=torch.int32)
+        self._count, self._pages_now = (self._buffer(batch, dtype=torch.int64) for _ in range(2))
+        self._counters = self._buffer(1, dtype=torch.int64)
+        self.positions = self._buffer(batch, slots, dtype=torch.int64)
+        _, each = _tile(head_dim, self.dtype.itemsize, slots, self.sizes.group, self._selects)
+        places = wanted * config.page_size if self._selects else slots
+        self._splits, _ = split_slots(self.sizes._replace(slots=places), each, self.device)
+        parts = batch * query_heads * self._splits
+        self._partial = self._buffer(parts, head_dim, dtype=torch.float32)
+        self._row_maxima, self._weight_sums = (self._buffer(parts, dtype=torch.float32) for _ in range(2))
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self._interrupted = "reset"
+        self._count.zero_()
+        self._pages_now.zero_()
+        self._counters.zero_()
+        self._selected.fill_(-1)
+        self.positions.fill_(-1)
+        self._counted = 0
+        self._end_change()
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens received, padding included. Reads the device, since the host does not see replays of a graph."""
+        return int(self._counters[0])
+
+    @property
+    def occupied(self) -> Tensor:
+        return self.positions >= 0
+
+    @property
+    def maximum(self) -> Tensor:
+        """[B, Hkv, config.pages_stored, D], copied at each access."""
+        return self._of_pages(self._maximum)
+
+    @property
+    def minimum(self) -> Tensor:
+        """[B, Hkv, config.pages_stored, D], copied at each access."""
+        return self._of_pages(self._minimum)
+
+    def _of_pages(self, bound: Tensor) -> Tensor:
+        page = torch.arange(self.config.pages_stored, device=self.device)
+        there = page * self.config.page_size < self._count[:, None]
+        return bound.where(there[:, None, :, None], 0)
+
+    @property
+    def selected(self) -> Tensor:
+        """[B, Hq, config.pages_selected] int64, copied at each access."""
+        if self._selects:
+            return self._selected.long()
+        page = torch.arange(self.config.pages_selected, device=self.device)
+        return page.where(page < self._pages_now[:, None], -1)[:, None].repeat(1, self.sizes.query_heads, 1)
+
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
+        """Full causal attention of the prompt, and the bounds of its pages.
+
+        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True.
+        Returns [B, Hq, T, D], zeros for padding, which takes no slot. RuntimeError if the state holds tokens;
+        ValueError for more than config.max_tokens tokens.
+        """
+        padded = occupied is not None
+        occupied = self._check_prompt(query, key, value, occupied)
+        total = occupied.shape[1]
+        self._check_empty()
+        check_room(0, total, self.config.max_tokens)
+        self._start_change("prefill")
+        output = self._attend_prompt(query, key, value, occupied, padded=padded)
+        count, slot = occupied.sum(1), torch.arange(total, device=self.device)
+        if padded:
+            # The tokens of each row, then its padding.
+            place = (~occupied).to(torch.int8).argsort(stable=True, dim=1)
+            key, value = (tensor.take_along_dim(place[:, None, :, None], 2) for tensor in (key, value))
+            self.positions[:, :total].copy_(place.masked_fill(slot >= count[:, None], -1))
+        else:
+            self.positions[:, :total].copy_(slot)
+        self.key[:, :, :total].copy_(key)
+        self.value[:, :, :total].copy_(value)
+        self._count.copy_(count)
+        _fill(self.key, self._count, self._maximum, self._minimum, self.config.page_size, total)
+        self._counters.fill_(total)
+        self._counted = total
+        self._end_change()
+        return output
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Append a token, select pages for each query head, and attend to their tokens.
+
+        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not synchronize with the
+        host. ValueError beyond config.max_tokens tokens, counted by the host; in replays of a graph, further tokens are
+        dropped.
+        """
+        self._check_step(query, key, value)
+        check_room(self._counted, 1, self.config.max_tokens)
+        self._start_change("step")
+        config = self.config
+        output: Tensor = _step(
+            query, key, value, self.key, self.value, self._maximum, self._minimum, self._scores, self._selected,
+            self._count, self._counters, self.positions, self._pages_now, self._partial, self._row_maxima,
+            self._weight_sums, self.scale, config.page_size, config.keep_last, config.round_scores, self._splits,
+        )
+        self._counted += 1
+        self._end_change()
+        return output
+
+    def reorder(self, index: Tensor) -> None:
+        """Replace row b by row index[b], as beam search requires. index [B] int64."""
+        index = check_reorder(index, self.sizes.batch, self.device)
+        self._start_change("reorder")
+        for tensor in (
+            self.key, self.value, self._maximum, self._minimum, self._selected, self._count, self._pages_now,
+            self.positions,
+        ):
+            tensor.copy_(tensor.index_select(0, index))
+        self._end_change()
