@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -25,6 +26,28 @@ def _suite(request: pytest.FixtureRequest) -> Suite:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The device of the implementation under test; its tensors must be on it."""
     return _suite(request).backend.device
+
+
+@pytest.fixture(scope="module")
+def pools(device: torch.device) -> Iterator[Any]:
+    """``pools(ranks)``: a pool of `ranks` processes, started when it is needed. One at a time, since each has processes
+    of its own."""
+    from ..ranks.pool import Pool, most_ranks
+
+    running: list[Pool] = []
+
+    def pool(ranks: int) -> Pool:
+        if ranks > most_ranks(device):
+            pytest.skip(f"needs {ranks} GPUs, and this machine has {most_ranks(device)}")
+        if running and running[0].size != ranks:
+            running.pop().__exit__()
+        if not running:
+            running.append(Pool(ranks, device.type).__enter__())
+        return running[0]
+
+    yield pool
+    for one in running:
+        one.__exit__()
 
 
 @pytest.fixture(scope="session")
