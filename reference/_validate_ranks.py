@@ -58,6 +58,15 @@ def check_heads(process_group: ProcessGroup | None, replicas: int, key_value_hea
         raise ValueError(f"replicas must divide the number of ranks, which is {ranks}, got {replicas}")
 
 
+def heads_of_ranks(process_group: ProcessGroup | None, replicas: int, key_value_heads: int) -> tuple[int, int]:
+    """The number of this rank's first KV head, and the number of KV heads of all ranks, for the heads that this rank
+    holds."""
+    if process_group is None:
+        return 0, key_value_heads
+    counts = gathered(key_value_heads, process_group)[::replicas]
+    return sum(counts[:torch.distributed.get_rank(process_group) // replicas]), sum(counts)
+
+
 def check_shared_heads(
     process_group: ProcessGroup | None, shared_heads: bool, query_window: Tensor, key: Tensor, occupied: Tensor,
     **facts: Any,

@@ -71,13 +71,8 @@ def new_state(group: Any, side: str, method: str, device: str, on_rank_1: dict[s
     given |= {name: one for name, one in more.items() if name in (*given, "replicas")}
     config = checkers.small_config(found, budget, {name: one for name, one in more.items() if name not in given})
     return getattr(getattr(found, side), found.state.__name__)(
-        config, process_group=group, **layer(method, group), **given
+        config, process_group=group, **given
     )
-
-
-def layer(method: str, group: Any) -> dict[str, Any]:
-    """What the states of a method take besides, of a layer with one KV head per rank."""
-    return {}
 
 
 def tokens(state: Any, count: int, seed: int) -> list[dict[str, Tensor]]:

@@ -130,7 +130,8 @@ class ThinKVState(State):
         self._check_empty()
         total = occupied.shape[1]
         check_room(0, total, self.config.max_tokens)
-        check_process_group(self._heads.process_group, tokens=total, occupied=digest(occupied))
+        if self._heads.process_group is not None:
+            check_process_group(self._heads.process_group, tokens=total, occupied=digest(occupied))
         self._start_change("prefill")
         output = causal_attention(query, key, value, occupied, scale=self.scale)
         self._thought = torch.full_like(self._thought, int(Thought.REASONING))
