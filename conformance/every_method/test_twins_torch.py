@@ -99,7 +99,9 @@ def calls_of(twin: Pair, device: torch.device) -> dict[Any, tuple[Any, tuple[Any
             step(state, token(device, seed=2))
         if twin.state and "process_group" in inspect.signature(twin.state).parameters:
             with one_rank(device) as group:
-                step(new_state(twin, twin.optimized, device, process_group=group), token(device, seed=2))
+                state = new_state(twin, twin.optimized, device, process_group=group)
+                for seed in range(2, 4):  # ranks may meet at some steps only
+                    step(state, token(device, seed=seed))
     return made.seen
 
 

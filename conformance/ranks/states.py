@@ -57,9 +57,9 @@ def module(group: Any, side: str, method: str, prepare: Callable[[Any], None] | 
 
 def keeps_step_in_a_part(group: Any, side: str, trace: StateTrace, members: list[int]) -> None:
     """`keeps_step` on a process group of some of the ranks. The others wait for its end."""
-    part = torch.distributed.new_group(members)
     if group.rank() in members:
-        keeps_step(part, side, trace)
+        # Only the members take part in its construction.
+        keeps_step(torch.distributed.new_group(members, use_local_synchronization=True), side, trace)
     torch.distributed.barrier(group)
 
 
