@@ -34,7 +34,7 @@ def sparsity_kernel(
         live = tl.load(counts + LIVE) + tl.load(counts + LIVE + 1) + tl.load(counts + LIVE + 2) + waiting
         length = row_of(slots)
         pooled += b * heads * length
-        count = 0
+        count = tl.zeros([], tl.int32)
         if OF_MEAN:
             sums += b * heads
             for head in range(0, heads):

@@ -294,17 +294,17 @@ def decode_with(
     batch, heads, head_dim = cache.shape
     check_kernel_sizes(Sizes(batch, query.shape[1], heads, cache.config.slots, head_dim))
     storage, tables = cache._storage, cache._tables
-    pooled = None
+    of_mean, pooled = cache.config.sparsity_of == "mean", None
     if ranks is not None:
         pooled = torch.empty(batch, heads, padded_slots(cache.config.slots), dtype=torch.float32, device=cache.device)
     output, sparsity = attend(
         query, *storage, tables.slot_groups, tables.physical, tables.order, tables.counts, tables.buffered,
         cache._completion_counters, sparsity_mask, cache._formats, cache.config.block, scale,
-        cache.config.sparsity_threshold, cache.config.sparsity_of == "mean", pooled,
+        cache.config.sparsity_threshold, of_mean, pooled,
     )
-    if ranks is not None:
+    if ranks is not None and pooled is not None:
         sparsity = on_ranks.sparsity(
             ranks.largest(pooled), tables.counts, tables.buffered, sparsity_mask, cache.config.block,
-            cache.config.slots, cache.config.sparsity_threshold, cache.config.sparsity_of == "mean",
+            cache.config.slots, cache.config.sparsity_threshold, of_mean,
         )
     return PagedAttentionResult(output, sparsity)
