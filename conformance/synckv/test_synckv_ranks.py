@@ -19,7 +19,7 @@ from kvtwin.reference.synckv import HeadClusters
 SPREADS = (
     ((2, 2, 2), HeadClusters((0, 0), (1,))),
     ((2, 3, 1), HeadClusters((1, 0, 1), (1, 2))),
-    ((2, 4, 1), HeadClusters((1, 0, 1, 0), (1, 0))),
+    ((2, 4, 1), HeadClusters((1, 0, 0, 1), (1, 0))),
     ((2, 1, 4), HeadClusters((0,), (0,))),
     ((3, 3, 1), HeadClusters((0, 0, 0), (1,))),
     ((4, 2, 2), HeadClusters((1, 0), (1, 0))),
