@@ -29,7 +29,10 @@ class Ranks:
         """The tensors of all ranks, which have the same shape, in the order of the ranks: [ranks, *shape]."""
         every = tensor.new_empty(self._size, *tensor.shape)
         # Straight into its place: with a list of outputs, NCCL receives into memory of its own and copies.
-        torch.distributed.all_gather_into_tensor(every.flatten(0, 1), tensor.contiguous(), group=self._group)
+        distributed = torch.distributed
+        # The older name, of which newer versions of torch warn.
+        gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+        gather(every.flatten(0, 1), tensor.contiguous(), group=self._group)
         return every
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -41,7 +44,7 @@ class Ranks:
             tensor = torch.cat((tensor, rest), 1)
         every = self.each(tensor)
         if min(self._heads) == most:
-            return every.transpose(0, 1).flatten(1, 2)                  # a view for one row
+            return every.transpose(0, 1).flatten(1, 2).contiguous()     # of one row without a copy
         return torch.cat([part[:, :count] for part, count in zip(every, self._heads, strict=True)], 1)
 
     def largest(self, tensor: Tensor) -> Tensor:
