@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ._validate import check_integer
+
 if TYPE_CHECKING or torch.distributed.is_available():
     from torch.distributed import ProcessGroup as ProcessGroup
 else:
@@ -41,6 +43,28 @@ def check_process_group(process_group: object, **facts: Any) -> None:
                     f"{name} must be the same on all ranks of process_group, got {seen[0][name]} on its rank 0 and "
                     f"{other[name]} on its rank {rank} (here: {value})"
                 )
+
+
+def check_heads(process_group: ProcessGroup | None, replicas: int, key_value_heads: int, **facts: Any) -> None:
+    """`check_process_group`, and that `replicas` is a number of ranks in a row that can hold the same KV heads."""
+    if replicas != 1:
+        facts["key_value_heads"] = key_value_heads
+    check_process_group(process_group, replicas=replicas, **facts)
+    check_integer("replicas", replicas, minimum=1)
+    if process_group is None and replicas != 1:
+        raise ValueError(f"replicas must be 1 without a process_group, got {replicas}")
+    ranks = 1 if process_group is None else torch.distributed.get_world_size(process_group)
+    if ranks % replicas:
+        raise ValueError(f"replicas must divide the number of ranks, which is {ranks}, got {replicas}")
+
+
+def heads_of_ranks(process_group: ProcessGroup | None, replicas: int, key_value_heads: int) -> tuple[int, int]:
+    """The number of this rank's first KV head, and the number of KV heads of all ranks, for the heads that this rank
+    holds."""
+    if process_group is None:
+        return 0, key_value_heads
+    counts = gathered(key_value_heads, process_group)[::replicas]
+    return sum(counts[:torch.distributed.get_rank(process_group) // replicas]), sum(counts)
 
 
 def check_shared_heads(

@@ -93,13 +93,19 @@ def calls_of(twin: Pair, device: torch.device) -> dict[Any, tuple[Any, tuple[Any
         for function in public_functions(twin.optimized, twin.optimized.__all__).values():
             for given in calls(twin, function, device):
                 function(**given)
+            if "replicas" in inspect.signature(function).parameters:  # operations of its own on several ranks
+                with one_rank(device) as group:
+                    for given in calls(twin, function, device):
+                        function(**given, process_group=group)
         for options in groupings(twin) if twin.state else ():
             state = new_state(twin, twin.optimized, device, **options)
             prefill(state, prompt(device, seed=1))
             step(state, token(device, seed=2))
         if twin.state and "process_group" in inspect.signature(twin.state).parameters:
             with one_rank(device) as group:
-                step(new_state(twin, twin.optimized, device, process_group=group), token(device, seed=2))
+                state = new_state(twin, twin.optimized, device, process_group=group)
+                for seed in range(2, 4):  # ranks may meet at some steps only
+                    step(state, token(device, seed=seed))
     return made.seen
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.case import StateTrace
-from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.strategies import DECIDED, TRACE_CONTENTS, state_traces, window_cases
 from kvtwin.conformance.ranks import longflow as on_ranks
-from kvtwin.conformance.ranks import sharded
-from kvtwin.conformance.ranks.pool import Pool, most_ranks
+from kvtwin.conformance.ranks import sharded, states
 
 #: Ranks, KV heads and query heads per KV head: as many heads on all ranks; not; and more ranks than KV heads.
 SPREADS = ((2, 2, 2), (2, 3, 1), (2, 1, 4), (3, 3, 1), (4, 2, 2))
@@ -31,35 +27,12 @@ pytestmark = [
 ]
 each_side = pytest.mark.parametrize("side", ["optimized", "reference"])
 each_spread = pytest.mark.parametrize("heads", SPREADS, ids=str)
-few = settings(max_examples=max(at_least(3), settings().max_examples // 5))
-
-
-@pytest.fixture(scope="module")
-def pools(device: torch.device) -> Iterator[Any]:
-    """A pool with a number of ranks, started when it is needed. One at a time, since each has processes of its own."""
-    running: list[Pool] = []
-
-    def pool(ranks: int) -> Pool:
-        if ranks > most_ranks(device):
-            pytest.skip(f"needs {ranks} GPUs, and this machine has {most_ranks(device)}")
-        if running and running[0].size != ranks:
-            running.pop().__exit__()
-        if not running:
-            running.append(Pool(ranks, device.type).__enter__())
-        return running[0]
-
-    yield pool
-    for one in running:
-        one.__exit__()
+few = settings(max_examples=states.fewer(settings().max_examples))
 
 
 def spread(trace: StateTrace, heads: tuple[int, int, int]) -> StateTrace:
     """The trace with these heads. Heads that decide for themselves cannot be on several ranks."""
-    ranks, key_value_heads, group = heads
-    config = dict(trace.config)
-    if ranks > key_value_heads:
-        config["per_head"] = False
-    return replace(trace, key_value_heads=key_value_heads, group=group, config=tuple(config.items()))
+    return states.spread(trace, heads, **({"per_head": False} if heads[0] > heads[1] else {}))
 
 
 @pytest.mark.kind("equivalence")
@@ -71,7 +44,7 @@ def test_longflow_on_ranks_keeps_step_with_float64(side, heads, data, pools):
     """Prompts, rows that are reordered, and a reset in the middle; all ranks hold the same bits after each step."""
     trace = spread(data.draw(state_traces("longflow", content=CONTENT[side])), heads)
     reorder_at, reset_at = (data.draw(st.sampled_from((-1, trace.steps // 2))) for _ in range(2))
-    pools(heads[0]).run(on_ranks.keeps_step, side, replace(trace, reorder_at=reorder_at, reset_at=reset_at))
+    pools(heads[0]).run(states.keeps_step, side, replace(trace, reorder_at=reorder_at, reset_at=reset_at))
 
 
 @pytest.mark.kind("equivalence")
@@ -110,7 +83,7 @@ DIFFERENT = {
 @pytest.mark.parametrize(("on_rank_1", "says"), DIFFERENT.values(), ids=DIFFERENT)
 @each_side
 def test_ranks_that_differ_are_refused_on_all_ranks(side, on_rank_1, says, pools, device):
-    for said in pools(2).run(on_ranks.constructs, side, device.type, on_rank_1):
+    for said in pools(2).run(states.constructs, side, "longflow", device.type, on_rank_1):
         assert said is not None
         assert said.startswith(says)
 
@@ -128,7 +101,12 @@ PROMPTS = {
 @each_side
 def test_prompts_that_differ_are_refused_on_all_ranks(side, on_rank_1, names, pools, device):
     """Also if a prompt is longer than the budget on one rank only. The state goes on as if it had not been asked."""
-    for said in pools(2).run(on_ranks.prompts_that_differ, side, device.type, on_rank_1):
+    pool = pools(2)
+    said_by = (
+        pool.run(states.prompts_that_differ, side, "longflow", device.type, on_rank_1),
+        pool.run(on_ranks.prompts_that_differ, side, device.type, on_rank_1),
+    )
+    for said in zip(*said_by, strict=True):
         for name, one in zip(names, said, strict=True):
             assert one.startswith(f"{name} must be the same on all ranks of process_group" if name else "")
             assert bool(one) == bool(name)
@@ -139,7 +117,7 @@ def test_prompts_that_differ_are_refused_on_all_ranks(side, on_rank_1, names, po
 def test_what_is_no_process_group_is_refused(side, device):
     method, snapkv = (importlib.import_module(f"kvtwin.{side}.{name}") for name in ("longflow", "baselines.snapkv"))
     with pytest.raises(TypeError, match="process_group must be a torch.distributed.ProcessGroup or None, got int"):
-        method.LongFlowState(method.LongFlowConfig(budget=4), device=device, process_group=2, **on_ranks.SIZES)
+        method.LongFlowState(method.LongFlowConfig(budget=4), device=device, process_group=2, **states.SIZES)
     window, key = torch.zeros(1, 2, 2, 16, device=device), torch.zeros(1, 1, 4, 16, device=device)
     with pytest.raises(TypeError, match="process_group must be a torch.distributed.ProcessGroup or None, got str"):
         method.compress_prefill(window, key, key, 3, process_group="gloo")
@@ -150,14 +128,14 @@ def test_what_is_no_process_group_is_refused(side, device):
 @pytest.mark.kind("laws")
 @each_side
 def test_after_an_error_between_ranks_a_state_needs_a_reset(side, pools, device):
-    for said in pools(2).run(on_ranks.interrupted, side, device.type):
+    for said in pools(2).run(states.interrupted, side, "longflow", device.type):
         assert said == "LongFlowState is incomplete, because an error interrupted step(): call reset()"
 
 
 @pytest.mark.kind("laws")
 @each_side
 def test_a_copy_decides_with_the_same_ranks(side, pools, device):
-    pools(2).run(on_ranks.copies, side, device.type)
+    pools(2).run(states.copies, side, "longflow", device.type)
 
 
 @pytest.mark.parametrize(("heads", "expected"), [
@@ -178,7 +156,7 @@ def test_longflow_on_some_of_the_ranks_keeps_step_with_float64(side, members, po
         method="longflow", config=(("budget", 5), ("sinks", 1)), batch=2, key_value_heads=3, group=2, head_dim=16,
         prompt=9, steps=7, seed=8, device=str(device),
     )
-    pools(3).run(on_ranks.keeps_step_in_a_part, side, trace, members)
+    pools(4).run(states.keeps_step_in_a_part, side, trace, members)  # all ranks of the pool construct the group
 
 
 @pytest.mark.kind("equivalence")
@@ -190,4 +168,4 @@ def test_longflow_of_many_slots_on_ranks_keeps_step_with_float64(heads, pools, d
         method="longflow", config=(("budget", slots), ("sinks", 2)), batch=2, key_value_heads=1, group=1, head_dim=64,
         dtype=torch.bfloat16, prompt=slots + 7, padding="left", steps=4, seed=9, device=str(device), reorder_at=2,
     ), heads)
-    pools(heads[0]).run(on_ranks.keeps_step, "optimized", trace)
+    pools(heads[0]).run(states.keeps_step, "optimized", trace)

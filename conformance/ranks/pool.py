@@ -1,4 +1,4 @@
-"""Processes that form a process group, and run a function at the same time."""
+"""Processes that form process groups, and run a function at the same time."""
 
 from __future__ import annotations
 
@@ -60,19 +60,26 @@ class Pool:
         self._listener.close()
         self._folder.cleanup()
 
+    def of(self, ranks: int) -> Part:
+        """The first `ranks` ranks, as if there were no others."""
+        return Part(self, ranks)
+
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What `function(process_group, *arguments)`, of a module, returns on each rank. Raises the error of the first
         rank that has one. The judge sees the same decisions on all ranks that it runs on: they count once."""
-        for connection in self._connections:
-            connection.send((function, arguments))
+        return self._run(self.size, function, arguments)
+
+    def _run(self, ranks: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+        for connection in self._connections[:ranks]:
+            connection.send((function, arguments, ranks))
         answers = []
-        for rank, connection in enumerate(self._connections):
+        for rank, connection in enumerate(self._connections[:ranks]):
             try:
                 if not connection.poll(SECONDS):
                     raise EOFError
                 answers.append(connection.recv())
             except (EOFError, OSError):
-                raise Died(f"rank {rank} of {self.size} ended, or did not answer within {SECONDS} s") from None
+                raise Died(f"rank {rank} of {ranks} ended, or did not answer within {SECONDS} s") from None
         running = stats.current()
         if running is not None:
             running.add(max((counted for _, _, counted in answers), key=lambda counted: counted.total))
@@ -80,6 +87,18 @@ class Pool:
             if error is not None:
                 raise error
         return [result for result, _, _ in answers]
+
+
+class Part:
+    """Some of the ranks of a pool, with a process group of their own. Starting processes takes longer than most tests,
+    so tests with different numbers of ranks share a pool."""
+
+    def __init__(self, pool: Pool, size: int) -> None:
+        self._pool, self.size = pool, size
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """See `Pool.run`."""
+        return self._pool._run(self.size, function, arguments)
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from ..judge.mismatch import fail
 #: Attributes with a KV head per rank; of a state whose heads decide for themselves, also those of EACH.
 HEADS = ("key", "value")
 EACH = ("occupied", "positions", "score", "next_slot")
+#: Arguments of `prefill` and `step` by heads. Others are the same on all ranks.
+QUERY, KEY_VALUE = ("query",), ("key", "value")
 
 
 class Share(NamedTuple):
@@ -59,24 +62,38 @@ class Sharded:
     """A state of all heads that consists of a state on each rank. Tensors are whole, on every rank."""
 
     def __init__(
-        self, state: Any, group: Any, config: Any, *, query_heads: int, key_value_heads: int, **sizes: Any
+        self, method: Any, state: str, group: Any, config: Any, *, query_heads: int, key_value_heads: int, **sizes: Any
     ) -> None:
-        self.config, self._group = config, group
-        self._shares = shares(query_heads, key_value_heads, distributed.get_world_size(group))
+        self.config, self._method, self._group = config, method, group
+        ranks, kind = distributed.get_world_size(group), getattr(method, state)
+        self._shares = shares(query_heads, key_value_heads, ranks)
         mine = self._shares[distributed.get_rank(group)]
         self._query, self._key_value = slice(*mine.query), slice(*mine.key_value)
-        self.state = state(
+        self._more = {"process_group": group}
+        if "replicas" in inspect.signature(kind).parameters:
+            self._more["replicas"] = max(1, ranks // key_value_heads)
+        self.state = kind(
             config, query_heads=mine.query[1] - mine.query[0],
-            key_value_heads=mine.key_value[1] - mine.key_value[0], process_group=group, **sizes,
+            key_value_heads=mine.key_value[1] - mine.key_value[0], **self._more, **sizes,
         )
 
-    def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        mine = query[:, self._query], key[:, self._key_value], value[:, self._key_value]
-        return torch.cat(parts(self.state.prefill(*mine, occupied), self._group), 1)
+    def prefill(self, *tokens: Any, **named: Any) -> Tensor:
+        return torch.cat(parts(self.state.prefill(**self._mine(tokens, named)), self._group), 1)
 
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = self.state.step(query[:, self._query], key[:, self._key_value], value[:, self._key_value])
-        return torch.cat(parts(output, self._group), 1)
+    def step(self, *tokens: Any, **named: Any) -> Tensor:
+        return torch.cat(parts(self.state.step(**self._mine(tokens, named)), self._group), 1)
+
+    def _mine(self, tokens: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of this rank's state, from those of the whole."""
+        given = dict(zip((*QUERY, *KEY_VALUE, "occupied"), tokens, strict=False)) | named
+        given |= {name: given[name][:, self._query] for name in QUERY}
+        return given | {name: given[name][:, self._key_value] for name in KEY_VALUE}
+
+    def function_of(self, name: str) -> Any:
+        """A function of the method by the keys of all heads [Hkv, ...], which all ranks compute together; None if there
+        is none."""
+        real = getattr(self._method, name, None)
+        return None if real is None else lambda key, *more: real(key[self._key_value], *more, **self._more)
 
     def reset(self) -> None:
         self.state.reset()
@@ -89,10 +106,10 @@ class Sharded:
         return int(self.state.tokens_seen)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name not in (*HEADS, *EACH):
+        tensor = None if name.startswith("_") or "state" not in vars(self) else getattr(self.state, name)
+        if not isinstance(tensor, Tensor):
             raise AttributeError(name)
-        tensor = getattr(self.state, name)
-        if name in HEADS or self.config.per_head:
+        if name in HEADS or (name in EACH and getattr(self.config, "per_head", False)):
             return once(tensor, name, self._group, self._shares)
         assert_same_on_all_ranks(tensor, name, self._group)
         return tensor
@@ -115,7 +132,13 @@ def once(tensor: Tensor, name: str, group: Any, spread: Sequence[Share]) -> Tens
     return torch.cat(list(found.values()), 1)
 
 
-def module_of(method: Any, state: str, group: Any) -> Any:
-    """A stand-in for a method's module, whose state is spread over the ranks of `group`."""
-    real = getattr(method, state)
-    return SimpleNamespace(**{state: lambda config, **sizes: Sharded(real, group, config, **sizes)})
+def module_of(method: Any, state: str, group: Any, prepare: Callable[[Any], None] | None = None) -> Any:
+    """A stand-in for a method's module, whose state is spread over the ranks of `group`. prepare: changes a rank's
+    state."""
+    def construct(config: Any, **sizes: Any) -> Sharded:
+        made = Sharded(method, state, group, config, **sizes)
+        if prepare is not None:
+            prepare(made.state)
+        return made
+
+    return SimpleNamespace(**{state: construct})

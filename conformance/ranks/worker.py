@@ -26,28 +26,28 @@ def main(arguments: Sequence[str]) -> None:
         "nccl" if device == "cuda" else "gloo", init_method=meet, rank=int(rank), world_size=int(size),
         timeout=timedelta(seconds=240),  # processes that start on busy cores
     )
+    groups = {ranks: distributed.new_group([*range(ranks)]) for ranks in range(1, int(size) + 1)}
     while True:
         try:
-            function, given = connection.recv()
+            function, given, ranks = connection.recv()
         except (EOFError, OSError):  # the parent ended
             return
-        connection.send(answer(function, given))
+        connection.send(answer(function, groups[ranks], given))
 
 
-def answer(function: Any, given: tuple[Any, ...]) -> tuple[Any, Exception | None, Any]:
+def answer(function: Any, group: Any, given: tuple[Any, ...]) -> tuple[Any, Exception | None, Any]:
     """What a function returns or raises, and the decisions that it counted."""
     import pytest
-    from torch import distributed
 
     from ..judge import stats
 
     with stats.collect() as counted:
         try:
-            return function(distributed.group.WORLD, *given), None, counted
+            return function(group, *given), None, counted
         except pytest.fail.Exception as failure:  # no Exception to Python: pytest.raises saw none
             return None, AssertionError(str(failure)), counted
         except Exception as error:
-            error.add_note(f"on rank {distributed.get_rank()} of {distributed.get_world_size()}")
+            error.add_note(f"on rank {group.rank()} of {group.size()}")
             return None, _sendable(error), counted
 
 

@@ -16,7 +16,7 @@ from kvtwin.optimized.synckv._transfers import StreamTransfers, Transfers
 from kvtwin.reference.synckv import HeadClusters, SyncKVConfig
 
 CLUSTERS = HeadClusters((0, 0, 0), (1,))
-SIZES = {"batch": 1, "query_heads": 3, "key_value_heads": 3, "head_dim": 16}
+SIZES: dict[str, Any] = {"batch": 1, "query_heads": 3, "key_value_heads": 3, "head_dim": 16}
 OPTIONS = {"k": 3, "stride": 2, "clusters": 1, "max_tokens": 14, "scale": 1.0}
 PROMPT, STEPS = 6, 6
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ...reference._validate import check_config, check_reorder
-from ...reference.epikv._validate import HiddenInputs
+from ...reference._validate_ranks import ProcessGroup, Shared, check_process_group, digest
+from ...reference.epikv._validate import HiddenInputs, check_ranks, check_scores
 from ...reference.epikv.contract import EpiKVConfig
 from .._common.block_cache import kernels
 from .._common.launch import check_launchable
@@ -26,19 +27,21 @@ class EpiKVState(State):
     share; its owner calls its `admit` before the prompt and its `step` after all layers attended. By default the state
     has a scorer of its own and calls both. With a hybrid policy, the attention of all layers that share a scorer is
     averaged, a step has two more launches, and each layer stores a step's logits: 4 bytes per query head and slot.
+    process_group: see `kvtwin.reference.epikv.EpiKVState`.
     """
 
     config: EpiKVConfig
 
     def __init__(
         self, config: EpiKVConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device | str, scorer: Any = None,
+        dtype: torch.dtype, device: torch.device | str, scorer: Any = None, process_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(
             check_config(config, EpiKVConfig), slots=config.slots, batch=batch, query_heads=query_heads,
             key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
-        hidden_size = config.hidden_size or query_heads * head_dim
+        hidden_size = check_ranks(process_group, config, self.sizes, dtype)
+        self._ranks = Shared(process_group)
         self._shared = scorer is not None
         self._inputs = HiddenInputs(config, batch, hidden_size, self.dtype, self.device, shared=self._shared)
         self.scorer = scorer if scorer is not None else EpiKVScorer(
@@ -117,6 +120,8 @@ class EpiKVState(State):
         check_launchable(hidden_a=hidden_a, hidden_b=hidden_b)
         if not self._shared:
             self.scorer.check_prompt(occupied)
+        if self._ranks.process_group is not None:
+            check_process_group(self._ranks.process_group, tokens=total, occupied=digest(occupied))
         self._start_change("prefill")
         received = None
         if self.config.policy == "attn_x_hs" and not self.config.keep_prompt:
@@ -127,6 +132,7 @@ class EpiKVState(State):
             output = self._attend_prompt(query, key, value, occupied, padded=padded)
         if not self._shared:
             self.scorer.prefill(occupied, hidden, key, value, received)
+        check_scores(self._ranks.process_group, self.positions, self.score)
         kept = self.positions[:, :total].clamp_min(0)                                   # [B, N]
         count, place = kept.shape[1], kept[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
         self.key[:, :, :count] = key.gather(2, place)

@@ -47,6 +47,17 @@ def codes_kernel(
             tl.store(histograms + batch_head * 1024 + number, tl.zeros([1024], tl.int32))
 
 
+@triton.jit(do_not_specialize=["slots", "chunks"])
+def include_kernel(due, fixed, codes, slots, chunks, CHUNK: tl.constexpr):
+    """Program (chunk, batch_head): the tokens of the static set get the highest codes, as in `codes_kernel`."""
+    if tl.load(due) != 0:
+        batch_head = (tl.program_id(0) // chunks).to(tl.int64)
+        s = (tl.program_id(0) % chunks * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
+        taken = tl.load(fixed + batch_head * slots + s, mask=s < slots, other=0) != 0
+        highest = sortable(tl.full([CHUNK], float("inf"), tl.float32))
+        tl.store(codes + batch_head * slots + (slots - 1 - s), highest, mask=taken)
+
+
 @triton.jit(do_not_specialize=["slots", "wanted", "chunks"])
 def histogram_if(
     due, codes, histograms, found, slots, wanted, chunks, PASS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr

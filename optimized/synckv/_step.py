@@ -19,7 +19,15 @@ from .._common.launch import (
     on_device_of,
     padded_head_dim,
 )
-from ._anticipate_kernels import choose_kernel, codes_kernel, compact_if, count_if, histogram_if, unite_kernel
+from ._anticipate_kernels import (
+    choose_kernel,
+    codes_kernel,
+    compact_if,
+    count_if,
+    histogram_if,
+    include_kernel,
+    unite_kernel,
+)
 from ._attend_kernels import attend_kernel, combine_kernel
 from ._select import chunk_size
 from .sets import POOL
@@ -120,26 +128,49 @@ def anticipate(
     chosen: Tensor, splits: int, count: int, exclude: bool,
 ) -> None:
     """If the step was an anticipation, write the `count` best tokens by its logits to the end of `chosen`."""
-    (batch, slots), (_, representative_heads, capacity) = occupied.shape, chosen.shape
-    rows, group = batch * representative_heads, logits.shape[1]
-    chunk = chunk_size()
-    chunks, pieces = triton.cdiv(slots, chunk), triton.cdiv(count, chunk)
-    pool = min(POOL, chunk)
+    code, histograms = _coded(due, logits, row_maxima, weight_sums, occupied, fixed, splits, exclude)
+    _choose(due, code, histograms, fixed, chosen, count, exclude)
+
+
+def _coded(
+    due: Tensor, logits: Tensor, row_maxima: Tensor, weight_sums: Tensor, occupied: Tensor, fixed: Tensor, splits: int,
+    exclude: bool,
+) -> tuple[Tensor, Tensor]:
+    """The codes of the R-heads whose logits there are, [B, R-heads, S], and histograms, which are zero."""
+    (batch, slots), (rows, group) = occupied.shape, logits.shape[:2]
+    code, histograms = _codes(due, rows // batch, occupied)
+    pool = min(POOL, chunk_size())
     pools = triton.cdiv(slots, pool)
-    device = chosen.device
-    code = torch.empty(rows, slots, dtype=torch.int32, device=device)
-    histograms = torch.empty(rows, 4, 256, dtype=torch.int32, device=device)
+    with on_device_of(occupied):
+        codes_kernel[(rows * pools,)](
+            due, logits, row_maxima, weight_sums, occupied, fixed, code, histograms, slots, splits, pools,
+            rows // batch, GROUP=group, ROWS=GROUP_ROWS, SPLITS=triton.next_power_of_2(splits), CHUNK=pool,
+            EXCLUDE=exclude, num_warps=4,
+        )
+    return code, histograms
+
+
+def _codes(due: Tensor, heads: int, occupied: Tensor) -> tuple[Tensor, Tensor]:
+    batch, slots = occupied.shape
+    return (
+        torch.empty(batch, heads, slots, dtype=torch.int32, device=due.device),
+        torch.empty(batch * heads, 4, 256, dtype=torch.int32, device=due.device),
+    )
+
+
+def _choose(
+    due: Tensor, code: Tensor, histograms: Tensor, fixed: Tensor, chosen: Tensor, count: int, exclude: bool
+) -> None:
+    """Write the `count` tokens with the highest codes [B, N_r, S] to the end of `chosen`."""
+    (batch, clusters, capacity), slots = chosen.shape, code.shape[-1]
+    rows, chunk, device = batch * clusters, chunk_size(), chosen.device
+    chunks, pieces = triton.cdiv(slots, chunk), triton.cdiv(count, chunk)
     found = torch.empty(rows, 4, 2, dtype=torch.int64, device=device)
     counts = torch.empty(rows, chunks, 2, dtype=torch.int32, device=device)
     place = torch.empty(rows, count, dtype=torch.int32, device=device)
     kept_count = torch.empty(rows, dtype=torch.int32, device=device)
     grid = (rows * chunks,)
     with on_device_of(chosen):
-        codes_kernel[(rows * pools,)](
-            due, logits, row_maxima, weight_sums, occupied, fixed, code, histograms, slots, splits, pools,
-            representative_heads, GROUP=group, ROWS=GROUP_ROWS, SPLITS=triton.next_power_of_2(splits), CHUNK=pool,
-            EXCLUDE=exclude, num_warps=4,
-        )
         for number in range(4):
             histogram_if[grid](
                 due, code, histograms, found, slots, count, chunks, PASS=number, CHUNK=chunk, FEW=chunk // 16,
@@ -160,6 +191,41 @@ def _(
     due: Tensor, logits: Tensor, row_maxima: Tensor, weight_sums: Tensor, occupied: Tensor, fixed: Tensor,
     chosen: Tensor, splits: int, count: int, exclude: bool,
 ) -> None:
+    return None
+
+
+@torch.library.custom_op("kvtwin::synckv_codes", mutates_args=())
+def codes(
+    due: Tensor, logits: Tensor, row_maxima: Tensor, weight_sums: Tensor, occupied: Tensor, splits: int
+) -> Tensor:
+    """If the step was an anticipation, codes in the order of the log-weights of this rank's R-heads, [B, R-heads, S]
+    int32, last slot first; otherwise arbitrary numbers."""
+    if logits.shape[0] == 0:
+        return _codes(due, 0, occupied)[0]
+    return _coded(due, logits, row_maxima, weight_sums, occupied, occupied, splits, False)[0]
+
+
+@codes.register_fake
+def _(
+    due: Tensor, logits: Tensor, row_maxima: Tensor, weight_sums: Tensor, occupied: Tensor, splits: int
+) -> Tensor:
+    return _codes(due, logits.shape[0] // occupied.shape[0], occupied)[0]
+
+
+@torch.library.custom_op("kvtwin::synckv_choose", mutates_args=("code", "chosen"))
+def choose(due: Tensor, code: Tensor, fixed: Tensor, chosen: Tensor, count: int, exclude: bool) -> None:
+    """`anticipate` by the codes of the R-heads of all ranks, [B, N_r, S]."""
+    rows, slots, chunk = code.shape[0] * code.shape[1], code.shape[2], chunk_size()
+    chunks = triton.cdiv(slots, chunk)
+    histograms = torch.zeros(rows, 4, 256, dtype=torch.int32, device=code.device)
+    with on_device_of(code):
+        if exclude:
+            include_kernel[(rows * chunks,)](due, fixed, code, slots, chunks, CHUNK=chunk, num_warps=4)
+        _choose(due, code, histograms, fixed, chosen, count, exclude)
+
+
+@choose.register_fake
+def _(due: Tensor, code: Tensor, fixed: Tensor, chosen: Tensor, count: int, exclude: bool) -> None:
     return None
 
 

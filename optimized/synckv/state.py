@@ -12,12 +12,21 @@ import torch
 from torch import Tensor
 
 from ...reference._validate import capturing, check_config, check_reorder, check_room
+from ...reference._validate_ranks import (
+    ProcessGroup,
+    Shared,
+    check_heads,
+    check_process_group,
+    digest,
+    heads_of_ranks,
+)
 from ...reference.synckv._validate import resolve_clusters
 from ...reference.synckv.contract import HeadClusters, SyncKVConfig
 from .._common.state import State
 from . import _step
 from ._attend_kernels import SEEN
 from ._offload import Offload
+from ._ranks import Representatives
 from ._select import select
 from .sets import log_weights, split_budget
 
@@ -28,7 +37,8 @@ class SyncKVState(State):
     """The SyncKV cache of `batch` sequences in one layer (SyncKV section 4). Attributes as in the reference.
 
     float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head. TypeError or ValueError for other
-    arguments, and for CPU tensors outside Triton's interpreter.
+    arguments, and for CPU tensors outside Triton's interpreter. process_group, replicas: see
+    `kvtwin.reference.synckv.SyncKVState`.
     """
 
     config: SyncKVConfig
@@ -36,6 +46,7 @@ class SyncKVState(State):
     def __init__(
         self, config: SyncKVConfig, head_clusters: HeadClusters | None = None, *, batch: int, query_heads: int,
         key_value_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str,
+        process_group: ProcessGroup | None = None, replicas: int = 1,
     ) -> None:
         super().__init__(
             check_config(config, SyncKVConfig), slots=config.max_tokens, batch=batch, query_heads=query_heads,
@@ -43,8 +54,22 @@ class SyncKVState(State):
         )
         # Before a list of as many heads, which would take forever if their keys do not fit into memory.
         torch.empty(batch, key_value_heads, config.max_tokens, head_dim, dtype=dtype, device=self.device)
-        self.head_clusters = resolve_clusters(head_clusters, config.clusters, key_value_heads)
-        slots, representative_heads = config.max_tokens, config.clusters
+        check_heads(
+            process_group, replicas, key_value_heads, config=config, head_clusters=head_clusters, batch=batch,
+            query_heads_per_key_value_head=self.sizes.group, head_dim=head_dim, dtype=dtype,
+        )
+        first, total = heads_of_ranks(process_group, replicas, key_value_heads)
+        self.head_clusters = resolve_clusters(head_clusters, config.clusters, total)
+        own = range(first, first + key_value_heads)
+        # Each R-head's list is needed on all ranks; its logits are where its keys are.
+        representative_heads = sum(head in own for head in self.head_clusters.representatives)
+        self._representative_heads, clusters, slots = representative_heads, config.clusters, config.max_tokens
+        self._shared = Shared(process_group)
+        self._representatives: Representatives | None = None
+        if process_group is not None:
+            self._representatives = Representatives(
+                process_group, self.head_clusters, first, key_value_heads, replicas, self.device
+            )
         fixed, free = split_budget(config.k, config.rho)
         self._fixed_count, self._count = min(fixed, slots), min(config.k if config.exclude_static else free, slots)
         # Includes the static set, or comes after it.
@@ -52,20 +77,20 @@ class SyncKVState(State):
         stored = representative_heads if config.offload else key_value_heads
         self._key, self._value = (self._buffer(batch, stored, slots, head_dim, dtype=dtype) for _ in range(2))
         self.occupied = self._buffer(batch, slots, dtype=torch.bool)
-        self._static = self._buffer(batch, representative_heads, self._fixed_count, dtype=torch.int64)
-        self._fixed = self._buffer(batch, representative_heads, slots, dtype=torch.bool)
-        self._chosen = self._buffer(batch, representative_heads, max(capacity, 1), dtype=torch.int64)
+        self._static = self._buffer(batch, clusters, self._fixed_count, dtype=torch.int64)
+        self._fixed = self._buffer(batch, clusters, slots, dtype=torch.bool)
+        self._chosen = self._buffer(batch, clusters, max(capacity, 1), dtype=torch.int64)
         self._counters = self._buffer(6, dtype=torch.int64)
         self._due = self._buffer(1, dtype=torch.int32)
         # With union_clusters, one list for all heads: what follows `_chosen` in this class uses `_listed`.
-        self._unites = config.union_clusters and representative_heads > 1
+        self._unites = config.union_clusters and clusters > 1
         self._listed = self._chosen
         if self._unites:
-            width = min(representative_heads * self._chosen.shape[2], slots)
+            width = min(clusters * self._chosen.shape[2], slots)
             self._listed = self._buffer(batch, 1, width, dtype=torch.int64)
             self._marks = self._buffer(batch, slots, dtype=torch.int32)
             self._always = self._buffer(1, dtype=torch.int32)
-        self._members, self._entries = self._table()
+        self._members, self._entries = self._table(first)
         self._query_heads = (
             self._members[0, :representative_heads, None] * self.sizes.group
             + torch.arange(self.sizes.group, device=self.device)
@@ -90,9 +115,12 @@ class SyncKVState(State):
         self.reset()
 
     @torch.inference_mode(False)
-    def _table(self) -> tuple[Tensor, Tensor]:
-        """`members`, and its inverse: the entry of each head."""
-        labels, representatives = self.head_clusters.labels, self.head_clusters.representatives
+    def _table(self, first: int) -> tuple[Tensor, Tensor]:
+        """`members`, and its inverse: the entry of each head. first: the number of the first head of this rank."""
+        labels = self.head_clusters.labels[first:first + self.sizes.key_value_heads]
+        representatives = [
+            head - first for head in self.head_clusters.representatives if 0 <= head - first < len(labels)
+        ]
         heads = [*representatives, *(head for head in range(len(labels)) if head not in representatives)]
         stored_at = heads
         if self.config.offload:
@@ -142,7 +170,7 @@ class SyncKVState(State):
     def _gathered(self, which: int) -> Tensor:
         assert self._offload is not None
         found = self._offload.everything()[which]
-        other_heads = self.sizes.key_value_heads - self.config.clusters
+        other_heads = self.sizes.key_value_heads - self._representative_heads
         both = torch.cat(((self._key, self._value)[which], found[:, :other_heads]), 1)
         return both.index_select(1, self._entries)
 
@@ -174,12 +202,14 @@ class SyncKVState(State):
         total = occupied.shape[1]
         self._check_empty()
         check_room(0, total, self.config.max_tokens)
+        if self._representatives is not None:
+            check_process_group(self._shared.process_group, tokens=total, occupied=digest(occupied))
         if self._offload is not None and capturing(self.device):
             raise RuntimeError("prefill with offload=True cannot be captured: it allocates host memory")
         self._open()
         self._start_change("prefill")
         output = self._attend_prompt(query, key, value, occupied, padded=padded)
-        stored_heads = slice(None) if self._offload is None else self._members[0, :self.config.clusters]
+        stored_heads = slice(None) if self._offload is None else self._members[0, :self._representative_heads]
         self._key[:, :, :total].copy_(key[:, stored_heads])
         self._value[:, :, :total].copy_(value[:, stored_heads])
         self.occupied[:, :total].copy_(occupied)
@@ -218,8 +248,12 @@ class SyncKVState(State):
         token = torch.arange(key.shape[2], device=self.device)
         last = torch.where(occupied, token, 0).amax(1)
         newest = query.take_along_dim(last[:, None, None, None], 2)[:, self._query_heads, 0]
-        representative_keys = key.index_select(1, self._members[0, :self.config.clusters])
-        weight = log_weights(newest, representative_keys, occupied, self.scale)
+        representative_keys = key.index_select(1, self._members[0, :self._representative_heads])
+        weight = representative_keys.new_empty(representative_keys.shape[:3], dtype=torch.float32)
+        if self._representative_heads:
+            weight = log_weights(newest, representative_keys, occupied, self.scale)
+        if self._representatives is not None:
+            weight = self._representatives.largest(weight)
         nothing = self._static[..., :0]
         static = select(weight, occupied, nothing, self._fixed_count)
         self._static.copy_(static)
@@ -249,6 +283,9 @@ class SyncKVState(State):
         pool_key, pool_value, listed, pool = None, None, self._listed, 0
         if away is not None:
             pool_key, pool_value, listed, pool = away.key, away.value, away.places, away.first_new
+        if not self._representative_heads:                      # only R-heads mark the token's slot
+            last = self._counters[:1].clamp_max(self.sizes.slots - 1)
+            self.occupied.scatter_(1, last.expand(self.sizes.batch, 1), True)
         output: Tensor = _step.attend(
             query, key, value, self._key, self._value, pool_key, pool_value, self.occupied, listed, self._members,
             self._entries, self._counters, self._due, self._logits, self._partial, self._row_maxima, self._sums,
@@ -258,10 +295,19 @@ class SyncKVState(State):
         if torch.compiler.is_compiling() or capturing(self.device):
             self._captured = True
         if self._count and (self._captured or self._steps % config.stride == 0):
-            _step.anticipate(
-                self._due, self._logits, self._row_maxima, self._sums, self.occupied, self._fixed, self._chosen,
-                dense_splits, self._count, config.exclude_static,
-            )
+            if self._representatives is None:
+                _step.anticipate(
+                    self._due, self._logits, self._row_maxima, self._sums, self.occupied, self._fixed, self._chosen,
+                    dense_splits, self._count, config.exclude_static,
+                )
+            else:
+                codes = _step.codes(
+                    self._due, self._logits, self._row_maxima, self._sums, self.occupied, dense_splits
+                )
+                _step.choose(
+                    self._due, self._representatives.largest(codes), self._fixed, self._chosen, self._count,
+                    config.exclude_static,
+                )
             if self._unites:
                 _step.unite(self._due, self._chosen, self._listed, self._marks)
         if away is not None and (self._captured or self._steps % config.stride == 0):

@@ -283,11 +283,12 @@ def finish_kernel(
     completion_counters, pooled, sums, log_threshold, threshold, heads, slots, splits,
     GROUP_HEADS: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     D_PAD: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_SPARSITY_MASK: tl.constexpr, OF_MEAN: tl.constexpr,
+    HAS_SPARSITY_MASK: tl.constexpr, OF_MEAN: tl.constexpr, OF_RANKS: tl.constexpr,
 ):
     """Merges the outputs of a KV head's query heads. For rows whose sparsity is requested, also counts the tokens with
     small weights; the last head of a row adds up the counts. log_threshold is in base 2. With OF_MEAN, the heads store
-    weights instead, and the last one averages them over the heads and counts."""
+    weights instead, and the last one averages them over the heads and counts. With OF_RANKS, they only store them:
+    without OF_MEAN as logarithms in base 2, +inf in free places."""
     batch_head = tl.program_id(0).to(tl.int64)
     b = batch_head // heads
     g, i, d = tl.arange(0, GROUP_PAD), tl.arange(0, SPLITS), tl.arange(0, D_PAD)
@@ -319,26 +320,29 @@ def finish_kernel(
                 other=float("inf"),
             )
             x = tl.where(valid[None, :], (x - row_max[None, :]) - log_total[None, :], float("-inf"))
-            if OF_MEAN:
+            if OF_RANKS and not OF_MEAN:
+                tl.store(pooled + batch_head * row_of(slots) + s, tl.max(x, 1), mask=s < places)
+            elif OF_MEAN:
                 weight = pooled_weight(tl.max(x, 1))
                 tl.store(pooled + batch_head * row_of(slots) + s, weight, mask=s < places)
                 weight_sum += tl.where(weight == FREE, 0.0, weight)
             else:
                 passed += (tl.max(x, 1) < limit).to(tl.int32)
-        if OF_MEAN:
-            tl.store(sums + batch_head, tl.sum(weight_sum, 0))
-        else:
-            tl.store(below + batch_head, tl.sum(passed, 0))
-        if is_last(completion_counters + b, heads):
+        if not OF_RANKS:
             if OF_MEAN:
-                first, length = b * heads, row_of(slots)
-                count = below_mean(pooled + first * length, sums + first, length, heads, places, threshold, CHUNK)
-                share = tl.div_rn(count.to(tl.float32), tl.maximum(live, 1).to(tl.float32))
+                tl.store(sums + batch_head, tl.sum(weight_sum, 0))
             else:
-                count = tl.load(below + b * heads)
-                for other in range(1, heads):
-                    count += tl.load(below + b * heads + other)
-                share = tl.div_rn(count.to(tl.float32), tl.maximum(live * heads, 1).to(tl.float32))
-            tl.store(sparsity + b, share)
-    else:
+                tl.store(below + batch_head, tl.sum(passed, 0))
+            if is_last(completion_counters + b, heads):
+                if OF_MEAN:
+                    first, length = b * heads, row_of(slots)
+                    count = below_mean(pooled + first * length, sums + first, length, heads, places, threshold, CHUNK)
+                    share = tl.div_rn(count.to(tl.float32), tl.maximum(live, 1).to(tl.float32))
+                else:
+                    count = tl.load(below + b * heads)
+                    for other in range(1, heads):
+                        count += tl.load(below + b * heads + other)
+                    share = tl.div_rn(count.to(tl.float32), tl.maximum(live * heads, 1).to(tl.float32))
+                tl.store(sparsity + b, share)
+    elif not OF_RANKS:
         tl.store(sparsity + b, float("nan"), mask=batch_head % heads == 0)

@@ -81,14 +81,16 @@ def _fragment_splits(rows: int, tiles: int, device: torch.device) -> int:
     return max(1, min(wanted, tiles, MAX_SPLITS - 1))
 
 
-@torch.library.custom_op("kvtwin::thinkv_paged_attention", mutates_args=("completion_counters",))
+@torch.library.custom_op("kvtwin::thinkv_paged_attention", mutates_args=("completion_counters", "pooled"))
 def attend(
     query: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
     slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, completion_counters: Tensor,
     sparsity_mask: Tensor | None, formats: str, block: int, scale: float, threshold: float, of_mean: bool,
+    pooled: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See `decode_attention`. completion_counters [B] int32, 0 between calls; sparsity_mask [B] bool or None; of_mean:
-    the sparsity is that of the weights averaged over KV heads. Returns output and sparsity."""
+    the sparsity is that of the weights averaged over KV heads. Returns output and sparsity. pooled [B, Hkv, padded
+    slots] float32: only store the weights there, for `sparsity_of_ranks`; the sparsity is then arbitrary."""
     batch, query_heads, head_dim = query.shape
     _, heads, group, _ = buffer_key.shape
     slots, entries = slot_groups.shape[1], physical.shape[1]
@@ -110,9 +112,11 @@ def attend(
 
     logits, partial = scratch(batch_heads, padded_slots(slots), group_heads), scratch(count, head_dim)
     row_maxima, weight_sums, below = scratch(count), scratch(count), scratch(batch_heads, dtype=torch.int32)
-    pooled, sums = logits, row_maxima
+    of_ranks, sums = pooled is not None, row_maxima
     if of_mean:
-        pooled, sums = scratch(batch_heads, padded_slots(slots)), scratch(batch_heads)
+        sums = scratch(batch_heads)
+    if pooled is None:
+        pooled = scratch(batch_heads, padded_slots(slots)) if of_mean else logits
     output, sparsity = _attended(query)
     d_pad = padded_head_dim(head_dim)
     mask = counts if sparsity_mask is None else sparsity_mask.contiguous()
@@ -142,7 +146,7 @@ def attend(
             completion_counters, pooled, sums, math.log2(threshold), threshold, heads, slots, num_partials,
             GROUP_HEADS=group_heads, GROUP_PAD=triton.next_power_of_2(group_heads), BLOCK=block, HEAD_DIM=head_dim,
             D_PAD=d_pad, SPLITS=8 if num_partials <= 8 else MAX_SPLITS, CHUNK=16 if SMALL_TILES else 512,
-            HAS_SPARSITY_MASK=sparsity_mask is not None, OF_MEAN=of_mean, num_warps=4,
+            HAS_SPARSITY_MASK=sparsity_mask is not None, OF_MEAN=of_mean, OF_RANKS=of_ranks, num_warps=4,
         )
     return output, sparsity
 
@@ -152,6 +156,7 @@ def _(
     query: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
     slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, completion_counters: Tensor,
     sparsity_mask: Tensor | None, formats: str, block: int, scale: float, threshold: float, of_mean: bool,
+    pooled: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     return _attended(query)
 

@@ -31,7 +31,7 @@ def _fill(
 
 
 @triton.jit
-def _slots_of(
+def slots_of(
     token_segments, positions, scratch, b, m, slots, entries_slots, tau, BLOCK: tl.constexpr, TOKENS: tl.constexpr
 ):
     """The slots of segment m's tokens, oldest first, then -1: [TOKENS] int64. scratch: memory for tau slots."""
@@ -57,6 +57,48 @@ def _slots_of(
     return tl.load(scratch + place, mask=place < tau, other=-1)
 
 
+@triton.jit
+def gram_of_segment(
+    slot, block_thoughts, slot_groups, physical, words, key_scales, chunk_scales, b, heads, slots, entries, groups,
+    row_words, base_0, base_1, base_2,
+    OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr,
+    FORMAT_0: tl.constexpr, FORMAT_1: tl.constexpr, FORMAT_2: tl.constexpr,
+    LANES_0: tl.constexpr, LANES_1: tl.constexpr, LANES_2: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
+):
+    """The Gram matrix [TOKENS, TOKENS] of the keys in the slots of a segment's tokens, -1 for none."""
+    holds = slot >= 0
+    size = tl.sum(holds.to(tl.int32), 0)
+    entry = tl.where(holds, slot, 0) // BLOCK
+    place = tl.where(holds, slot, 0) % BLOCK
+    page = tl.load(physical + b * entries + entry, mask=holds, other=0)
+    group = tl.load(slot_groups + b * slots + slot, mask=holds, other=0)
+    kind = tl.load(block_thoughts + b * entries + entry, mask=holds, other=0)
+    number = pick(kind, OF_T, OF_E, OF_R)
+    leading = tl.zeros([TOKENS, TOKENS], tl.float32)
+    rest = tl.zeros([TOKENS, TOKENS], tl.float32)
+    for h in range(heads):
+        for start in range(0, HEAD_DIM, CHANNELS):
+            d = start + tl.arange(0, CHANNELS)
+            x = tl.zeros([TOKENS, CHANNELS], tl.float32)
+            x = _fill(
+                x, words, key_scales, chunk_scales, page, group, place, holds & (number == 0), d, b, h, heads,
+                groups, row_words, base_0, FORMAT_0, LANES_0, GROUP, BLOCK, HEAD_DIM,
+            )
+            if FORMAT_1 != "":
+                x = _fill(
+                    x, words, key_scales, chunk_scales, page, group, place, holds & (number == 1), d, b, h,
+                    heads, groups, row_words, base_1, FORMAT_1, LANES_1, GROUP, BLOCK, HEAD_DIM,
+                )
+            if FORMAT_2 != "":
+                x = _fill(
+                    x, words, key_scales, chunk_scales, page, group, place, holds & (number == 2), d, b, h,
+                    heads, groups, row_words, base_2, FORMAT_2, LANES_2, GROUP, BLOCK, HEAD_DIM,
+                )
+            leading, rest = add_gram(leading, rest, centred(x, holds, size))
+    return leading + rest
+
+
 @triton.jit(do_not_specialize=[
     "heads", "slots", "entries", "groups", "segments", "tau",
 ])
@@ -79,38 +121,16 @@ def shrink_kernel(
     for m in range(tl.program_id(1), segments, tl.num_programs(1)):
         keep = tl.load(planned + b * segments + m)
         if keep < tl.load(sizes + b * segments + m):
-            slot = _slots_of(
+            slot = slots_of(
                 token_segments, positions, mine, b, m, slots, entries * BLOCK, tau, SLOTS, TOKENS
             )
             holds = slot >= 0
             size = tl.sum(holds.to(tl.int32), 0)
-            entry = tl.where(holds, slot, 0) // BLOCK
-            place = tl.where(holds, slot, 0) % BLOCK
-            page = tl.load(physical + b * entries + entry, mask=holds, other=0)
-            group = tl.load(slot_groups + b * slots + slot, mask=holds, other=0)
-            kind = tl.load(block_thoughts + b * entries + entry, mask=holds, other=0)
-            number = pick(kind, OF_T, OF_E, OF_R)
-            leading = tl.zeros([TOKENS, TOKENS], tl.float32)
-            rest = tl.zeros([TOKENS, TOKENS], tl.float32)
-            for h in range(heads):
-                for start in range(0, HEAD_DIM, CHANNELS):
-                    d = start + tl.arange(0, CHANNELS)
-                    x = tl.zeros([TOKENS, CHANNELS], tl.float32)
-                    x = _fill(
-                        x, words, key_scales, chunk_scales, page, group, place, holds & (number == 0), d, b, h, heads,
-                        groups, row_words, base_0, FORMAT_0, LANES_0, GROUP, BLOCK, HEAD_DIM,
-                    )
-                    if FORMAT_1 != "":
-                        x = _fill(
-                            x, words, key_scales, chunk_scales, page, group, place, holds & (number == 1), d, b, h,
-                            heads, groups, row_words, base_1, FORMAT_1, LANES_1, GROUP, BLOCK, HEAD_DIM,
-                        )
-                    if FORMAT_2 != "":
-                        x = _fill(
-                            x, words, key_scales, chunk_scales, page, group, place, holds & (number == 2), d, b, h,
-                            heads, groups, row_words, base_2, FORMAT_2, LANES_2, GROUP, BLOCK, HEAD_DIM,
-                        )
-                    leading, rest = add_gram(leading, rest, centred(x, holds, size))
+            gram = gram_of_segment(
+                slot, block_thoughts, slot_groups, physical, words, key_scales, chunk_scales, b, heads, slots, entries,
+                groups, row_words, base_0, base_1, base_2, OF_T, OF_E, OF_R, FORMAT_0, FORMAT_1, FORMAT_2, LANES_0,
+                LANES_1, LANES_2, GROUP, BLOCK, HEAD_DIM, CHANNELS, TOKENS,
+            )
             most = tl.maximum(keep, 1).to(tl.int32)                    # k-means needs a cluster
-            kept = representatives(leading + rest, holds, size, most, mine, TOKENS, CLUSTERS, ITERATIONS, False)
+            kept = representatives(gram, holds, size, most, mine, TOKENS, CLUSTERS, ITERATIONS, False)
             tl.store(gone + b * slots + slot, holds & ((kept == 0) | (keep == 0)), mask=holds)

@@ -8,19 +8,16 @@ import torch
 import triton
 from torch import Tensor
 
+from ...reference._validate_ranks import ProcessGroup, check_heads
 from ...reference.thinkv._validate import check_anneal, check_segment, check_segments
 from ...reference.thinkv.types import AnnealResult, RepresentativesResult
-from .._common.launch import INTERPRETED, check_launchable, on_device_of, stride_unit
+from .._common.launch import check_launchable, on_device_of, stride_unit
+from .._common.ranks import Ranks
+from . import _ranks_ops as on_ranks
 from ._eviction_kernels import anneal_kernel, representatives_kernel
+from ._tiles import ITERATIONS, MAX_TOKENS, tile
 
 __all__ = ["anneal", "segment_representatives", "select_representatives"]
-
-#: Iterations of k-means.
-ITERATIONS = 10
-#: The longest segment, whose Gram matrix still fits in registers.
-MAX_TOKENS = 128
-#: The number of clusters in a tile, unless more are needed.
-FEW_CLUSTERS = 64
 
 
 def anneal(
@@ -38,17 +35,26 @@ def anneal(
     return AnnealResult(*_anneal(size, level, thought, current, trajectory_change, live, budget, list(retention)))
 
 
-def select_representatives(key_segment: Tensor, keep: int) -> RepresentativesResult:
+def select_representatives(
+    key_segment: Tensor, keep: int, *, process_group: ProcessGroup | None = None, replicas: int = 1
+) -> RepresentativesResult:
     """The tokens that represent a segment, by k-means on the keys (ThinKV section 3.3.2, D.4).
 
     key_segment [Hkv, L, D] or [L, F], any strides, float32, float16 or bfloat16; up to 128 tokens. Keeps exactly
-    min(keep, L) tokens. Semantics: `kvtwin.reference.thinkv.select_representatives`. TypeError or ValueError for
-    invalid arguments, for inputs that require grad, and for CPU tensors outside Triton's interpreter.
+    min(keep, L) tokens. process_group, replicas: the ranks with the keys of the other KV heads. Semantics:
+    `kvtwin.reference.thinkv.select_representatives`. TypeError or ValueError for invalid arguments, for inputs that
+    require grad, and for CPU tensors outside Triton's interpreter.
     """
     size = check_segment(key_segment, keep).shape[0]
     check_launchable(key_segment=key_segment)
     _check_tokens("key_segment", size)
-    return RepresentativesResult(*_select(key_segment if key_segment.dim() == 3 else key_segment[None], keep))
+    check_heads(process_group, replicas, key_segment.shape[0], keep=keep, tokens=size)
+    parts = key_segment if key_segment.dim() == 3 else key_segment[None]
+    if process_group is None or keep >= size:
+        return RepresentativesResult(*_select(parts, keep))
+    gram = on_ranks.segment_gram(parts.float().contiguous(), keep)
+    every = Ranks(process_group, 1, gram.device).each(gram)
+    return RepresentativesResult(*on_ranks.segment_choice(every, keep, parts.shape[2], replicas))
 
 
 def segment_representatives(key: Tensor, slots: Tensor, keep: Tensor, *, most: int | None = None) -> Tensor:
@@ -158,17 +164,3 @@ def _launch(
             ITERATIONS=ITERATIONS, UNIT=unit, RECORD=indices is not None, **tile(length, most, head_dim),
         )
     return keep_mask
-
-
-def tile(tokens: int, most: int, head_dim: int) -> dict[str, int]:
-    """Launch options of programs for segments of up to `tokens` tokens that keep at most `most`.
-
-    Nearly always the same, so that few kernels are compiled, and kernels that read keys from different places select
-    the same tokens bitwise. In the interpreter tiles are as small as possible.
-    """
-    if INTERPRETED:
-        padded = max(16, triton.next_power_of_2(tokens))
-        clusters = min(padded, max(16, triton.next_power_of_2(most)))
-        return {"TOKENS": padded, "CLUSTERS": clusters, "CHANNELS": 16, "num_warps": 8}
-    clusters, channels = FEW_CLUSTERS if most <= FEW_CLUSTERS else MAX_TOKENS, max(16, triton.next_power_of_2(head_dim))
-    return {"TOKENS": MAX_TOKENS, "CLUSTERS": clusters, "CHANNELS": min(64, channels), "num_warps": 8}

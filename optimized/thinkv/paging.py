@@ -17,9 +17,11 @@ from ...reference.contract import Sizes
 from ...reference.thinkv._validate_paging import check_append, check_decode, check_flush, check_paged_cache, check_rows
 from ...reference.thinkv.contract import ThinKVConfig
 from ...reference.thinkv.types import BlockEntry, PagedAttentionResult, PagedCodes, Thought
-from .._common.launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
+from .._common.launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable, padded_slots
+from .._common.ranks import Ranks
 from .._common.state import Buffers
 from . import _paging_ops as ops
+from . import _ranks_ops as on_ranks
 from ._paged_attention_ops import attend
 from ._paging_read_kernels import CODES, NUMBERS, SCALES
 
@@ -279,14 +281,30 @@ def decode_attention(
     """
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}")
+    return decode_with(None, query, cache, scale, sparsity_mask)
+
+
+def decode_with(
+    ranks: Ranks | None, query: Tensor, cache: PagedCache, scale: float | None, sparsity_mask: Tensor | None
+) -> PagedAttentionResult:
+    """`decode_attention`, with the sparsity over the KV heads of all ranks, which call this at the same time."""
     scale = check_decode(query, scale, sparsity_mask, shape=cache.shape, dtype=cache.dtype, device=cache.device)
     check_launchable(query=query)
     cache._check_whole()
     batch, heads, head_dim = cache.shape
     check_kernel_sizes(Sizes(batch, query.shape[1], heads, cache.config.slots, head_dim))
     storage, tables = cache._storage, cache._tables
-    return PagedAttentionResult(*attend(
+    of_mean, pooled = cache.config.sparsity_of == "mean", None
+    if ranks is not None:
+        pooled = torch.empty(batch, heads, padded_slots(cache.config.slots), dtype=torch.float32, device=cache.device)
+    output, sparsity = attend(
         query, *storage, tables.slot_groups, tables.physical, tables.order, tables.counts, tables.buffered,
         cache._completion_counters, sparsity_mask, cache._formats, cache.config.block, scale,
-        cache.config.sparsity_threshold, cache.config.sparsity_of == "mean",
-    ))
+        cache.config.sparsity_threshold, of_mean, pooled,
+    )
+    if ranks is not None and pooled is not None:
+        sparsity = on_ranks.sparsity(
+            ranks.largest(pooled), tables.counts, tables.buffered, sparsity_mask, cache.config.block,
+            cache.config.slots, cache.config.sparsity_threshold, of_mean,
+        )
+    return PagedAttentionResult(output, sparsity)

@@ -10,18 +10,22 @@ import torch
 import triton
 from torch import Tensor
 
-from ...reference._validate import check_config, check_reorder, check_room
+from ...reference._validate import capturing, check_config, check_reorder, check_room
+from ...reference._validate_ranks import ProcessGroup, Shared, check_heads, check_process_group, digest
 from ...reference.thinkv._validate_paging import check_thought
 from ...reference.thinkv.contract import ThinKVConfig
 from ...reference.thinkv.types import Thought
 from .._common import graph
 from .._common.launch import INTERPRETED, SMALL_TILES, on_device_of
+from .._common.ranks import ranks_of
 from .._common.state import State
 from . import _paging_ops as ops
+from . import _ranks_ops as on_ranks
 from ._shrink_kernels import shrink_kernel
 from ._state_kernels import begin_kernel, settle_kernel
-from .eviction import ITERATIONS, MAX_TOKENS, anneal, tile
-from .paging import PagedCache, decode_attention
+from ._tiles import ITERATIONS, MAX_TOKENS, tile
+from .eviction import anneal
+from .paging import PagedCache, decode_with
 
 __all__ = ["ThinKVConfig", "ThinKVState"]
 
@@ -33,14 +37,15 @@ class ThinKVState(State):
     """The ThinKV cache of `batch` sequences in one layer (ThinKV sections 3 and 4). Attributes as in the reference.
 
     float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head; config.tau up to 128. TypeError or
-    ValueError for other arguments, and for CPU tensors outside Triton's interpreter.
+    ValueError for other arguments, and for CPU tensors outside Triton's interpreter. process_group, replicas: see
+    `kvtwin.reference.thinkv.ThinKVState`.
     """
 
     config: ThinKVConfig
 
     def __init__(
         self, config: ThinKVConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device | str,
+        dtype: torch.dtype, device: torch.device | str, process_group: ProcessGroup | None = None, replicas: int = 1,
     ) -> None:
         super().__init__(
             check_config(config, ThinKVConfig), slots=config.slots, batch=batch, query_heads=query_heads,
@@ -48,6 +53,13 @@ class ThinKVState(State):
         )
         if config.tau > MAX_TOKENS:
             raise ValueError(f"tau must be at most {MAX_TOKENS} for the optimized kernels, got {config.tau}")
+        check_heads(
+            process_group, replicas, key_value_heads, config=config, batch=batch,
+            query_heads_per_key_value_head=self.sizes.group, head_dim=head_dim, dtype=dtype,
+        )
+        self._shared = Shared(process_group)
+        self._ranks = ranks_of(process_group, key_value_heads, self.device, replicas)
+        self._captured = False                              # then the host does not know which steps there were
         self.cache = PagedCache(
             config, batch=batch, key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=self.device
         )
@@ -75,7 +87,7 @@ class ThinKVState(State):
         self._thought.fill_(int(Thought.REASONING))
         self._thoughts.fill_(int(Thought.REASONING))
         self._segment.fill_(-1)
-        self._counted = 0
+        self._counted = self._steps = 0
         self._end_change()
 
     @property
@@ -124,6 +136,8 @@ class ThinKVState(State):
         total = occupied.shape[1]
         self._check_empty()
         check_room(0, total, self.config.max_tokens)
+        if self._ranks is not None:
+            check_process_group(self._shared.process_group, tokens=total, occupied=digest(occupied))
         self._start_change("prefill")
         output = self._attend_prompt(query, key, value, occupied, padded=padded)
         self._thought.fill_(int(Thought.REASONING))
@@ -134,26 +148,26 @@ class ThinKVState(State):
         positions = token.where(torch.arange(total, device=self.device) < count[:, None], -1)
         self._change.zero_()
         tau = self.config.tau
-        full = total // tau if graph.worth_a_graph(key, tau) else 0
+        full = total // tau if self._ranks is None and graph.worth_a_graph(key, tau) else 0
         graph.run_blocks(self, self._append_segment, (key, value, positions), None, tau, full, self._tensors())
         for start in range(full * tau, total, tau):
             end = start + tau
-            self._append_segment(key[:, :, start:end], value[:, :, start:end], positions[:, start:end])
+            self._append_segment(key[:, :, start:end], value[:, :, start:end], positions[:, start:end], end)
         self._seen.fill_(total)
         self._counted = total
         self._end_change()
         return output
 
-    def _append_segment(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
+    def _append_segment(self, key: Tensor, value: Tensor, positions: Tensor, end: int = 0) -> None:
         """Quantize the N <= tau tokens of a segment of the prompt, and evict from those before. key, value
-        [B, Hkv, N, D]; positions [B, N], -1 behind a row's last token."""
+        [B, Hkv, N, D]; positions [B, N], -1 behind a row's last token; end: the tokens so far, for several ranks."""
         self._segment.add_((positions[:, 0] >= 0).long())
         group = self.config.group
         for tokens in zip(key.split(group, 2), value.split(group, 2), positions.split(group, 1), strict=True):
             self.cache._append_tokens(*tokens)
             self._count()
             self.cache.flush(self.cache.buffered > 0, self._thought, self._segment)
-        self._evict()
+        self._evict(self.config.peak if end > self.config.budget else 0)
 
     def _count(self) -> None:
         """Count the buffer's tokens as tokens of the current segment."""
@@ -177,7 +191,12 @@ class ThinKVState(State):
             config.tau, config.max_tokens,
         )
         self.cache.append(key, value, self._position)
-        output, sparsity = decode_attention(query, self.cache, scale=self.scale, sparsity_mask=self._sparsity_mask)
+        if torch.compiler.is_compiling() or capturing(self.device):
+            self._captured = True
+        begins = self._captured or self._steps % config.tau == 0
+        output, sparsity = decode_with(
+            self._ranks if begins else None, query, self.cache, self.scale, self._sparsity_mask
+        )
         low, high = config.edges or (0.0, 0.0)
         _settle(
             self.sparsity, sparsity, self._thought, self._thoughts, self._segment, self._seen, self._decoded,
@@ -185,24 +204,43 @@ class ThinKVState(State):
             self._change, config.tau, config.group, low, high, config.edges is not None,
         )
         self.cache.flush(self._flushing, self._thought, self._segment)
-        self._evict()
-        self._counted += 1
+        self._counted, self._steps = self._counted + 1, self._steps + 1
+        self._evict(self._shared_rows())
         self._end_change()
         return output
 
-    def _evict(self) -> None:
-        """Shrink every segment before the current one to the size that definition 3 gives it."""
+    def _shared_rows(self) -> int:
+        """The most tokens that the segments have which may shrink after this step; 0 without several ranks. Where no
+        thought ends, a step brings a row one token over the budget, and one segment makes room for it."""
+        config = self.config
+        if self._captured or self._steps % config.tau == 0:
+            return config.peak
+        return min(config.tau, config.peak) if self._counted > config.budget else 0
+
+    def _evict(self, rows: int) -> None:
+        """Shrink every segment before the current one to the size that definition 3 gives it. rows: the most tokens
+        that these segments have."""
         config, cache = self.config, self.cache
         plan = anneal(
             self._segment_sizes, self.levels, self._thoughts, self._segment, self._change, live=self._live,
             budget=config.budget, retention=config.retention,
         )
         storage, tables = cache._storage, cache._tables
-        cache.evict(_shrink(
-            self._segment_sizes, plan.size, tables.block_thoughts, tables.segments, tables.positions,
-            tables.slot_groups, tables.physical, storage.pool, storage.key_scales, storage.chunk_scales, cache._formats,
-            config.block, config.group, config.tau, self.sizes.head_dim, min(config.retention[0], config.tau),
-        ))
+        keys = (
+            tables.block_thoughts, tables.segments, tables.positions, tables.slot_groups, tables.physical, storage.pool,
+            storage.key_scales, storage.chunk_scales, cache._formats, config.block, config.group, config.tau,
+            self.sizes.head_dim, min(config.retention[0], config.tau),
+        )
+        if self._ranks is None:
+            cache.evict(_shrink(self._segment_sizes, plan.size, *keys))
+        elif rows:
+            tokens = self._segment_sizes.where(plan.size < self._segment_sizes, 0)
+            first = tokens.cumsum(1) - tokens
+            grams = on_ranks.grams(self._segment_sizes, plan.size, first, *keys, rows)
+            cache.evict(on_ranks.shrink(
+                self._ranks.each(grams), self._segment_sizes, plan.size, first, tables.segments, tables.positions,
+                tables.physical, config.block, *keys[-2:], self._ranks.replicas,
+            ))
         self._live.sub_((self._segment_sizes - plan.size).sum(1))
         self._segment_sizes.copy_(plan.size)
         self.levels.copy_(plan.level)

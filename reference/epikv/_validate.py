@@ -17,6 +17,8 @@ from .._validate import (
     check_state_tensor,
     check_tensor,
 )
+from .._validate_ranks import ProcessGroup, check_process_group, digest, gathered
+from ..contract import Sizes
 from .contract import EpiKVConfig
 
 
@@ -134,6 +136,30 @@ def check_prompt_fits(config: EpiKVConfig, tokens: int) -> None:
             "is kept whole (keep_prompt=False evicts its tokens like all others, count_prompt=False gives it slots of "
             "its own)"
         )
+
+
+def check_ranks(process_group: ProcessGroup | None, config: EpiKVConfig, sizes: Sizes, dtype: torch.dtype) -> int:
+    """Check the process group of a state with this rank's heads. Returns the size of a hidden state, which belongs to
+    the heads of all ranks. ValueError for a policy whose scores depend on heads."""
+    if process_group is not None and (config.reads_attention or not config.reads_hidden):
+        raise ValueError(
+            f"process_group needs a policy that scores by hidden states alone, which all ranks have, got "
+            f"{config.policy!r}"
+        )
+    check_process_group(
+        process_group, config=config, batch=sizes.batch, query_heads_per_key_value_head=sizes.group,
+        head_dim=sizes.head_dim, dtype=dtype,
+    )
+    if config.hidden_size is not None:
+        return config.hidden_size
+    counts = [sizes.query_heads] if process_group is None else gathered(sizes.query_heads, process_group)
+    return int(sum(counts)) * sizes.head_dim
+
+
+def check_scores(process_group: ProcessGroup | None, positions: Tensor, score: Tensor) -> None:
+    """Check that all ranks scored a prompt alike: they have the same hidden states."""
+    if process_group is not None:
+        check_process_group(process_group, positions=digest(positions), score=digest(score))
 
 
 class HiddenInputs:

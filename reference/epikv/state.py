@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from .._validate import check_config
+from .._validate_ranks import ProcessGroup, Shared, check_process_group, digest
 from ..attention import attention_weights, causal_attention, causal_logits, softmax, weighted_values
 from ..state import State
-from ._validate import HiddenInputs
+from ._validate import HiddenInputs, check_ranks, check_scores
 from .contract import EpiKVConfig
 from .hybrids import received
 from .scorer import EpiKVScorer
@@ -24,6 +25,12 @@ class EpiKVState(State):
     share; its owner calls its `admit` before the prompt and its `step` after all layers attended. By default the state
     has a scorer of its own and calls both. With a hybrid policy, the attention of all layers that share a scorer is
     averaged (see `hybrids`).
+
+    process_group: the ranks that share the heads of these sequences. Each has a state of its query heads and of their
+    KV heads. All of them have the same hidden states, so they evict the same tokens, and a step needs no other rank.
+    After a prompt they compare their scores. config.hidden_size is by default that of the query heads of all ranks. The
+    ranks' calls must match, as for `kvtwin.reference.longflow.LongFlowState`. ValueError for policies that score by
+    keys, values or attention weights, which a rank has of its own heads only.
     """
 
     config: EpiKVConfig
@@ -31,13 +38,14 @@ class EpiKVState(State):
 
     def __init__(
         self, config: EpiKVConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device | str, scorer: Any = None,
+        dtype: torch.dtype, device: torch.device | str, scorer: Any = None, process_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(
             check_config(config, EpiKVConfig), slots=config.slots, batch=batch, query_heads=query_heads,
             key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
-        hidden_size = config.hidden_size or query_heads * head_dim
+        hidden_size = check_ranks(process_group, config, self.sizes, dtype)
+        self._ranks = Shared(process_group)
         self._shared = scorer is not None
         self._inputs = HiddenInputs(config, batch, hidden_size, self.dtype, self.device, shared=self._shared)
         self.scorer = scorer if scorer is not None else EpiKVScorer(
@@ -108,10 +116,13 @@ class EpiKVState(State):
         hidden = self._inputs.check(hidden_a, hidden_b, total)
         if not self._shared:
             self.scorer.check_prompt(occupied)
+        if self._ranks.process_group is not None:
+            check_process_group(self._ranks.process_group, tokens=total, occupied=digest(occupied))
         self._start_change("prefill")
         output = causal_attention(query, key, value, occupied, scale=self.scale)
         if not self._shared:
             self.scorer.prefill(occupied, hidden, key, value, self._received(query, key, occupied))
+        check_scores(self._ranks.process_group, self.positions, self.score)
         kept = self.positions[:, :total].clamp_min(0)                                   # [B, N]
         count, place = kept.shape[1], kept[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
         self.key[:, :, :count] = key.gather(2, place)

@@ -40,6 +40,11 @@ def initial_sets(
     """
     sizes = check_initial(query, key, occupied, k_static, k_dynamic)
     weight = log_weights(query, key, occupied, resolve_scale(scale, sizes.head_dim))
+    return initial_by(weight, occupied, k_static, k_dynamic)
+
+
+def initial_by(weight: Tensor, occupied: Tensor, k_static: int, k_dynamic: int) -> SyncKVSetsResult:
+    """`initial_sets` by given log-weights [B, N_r, S]."""
     best = best_of(weight, occupied[:, None].expand(weight.shape), k_static + k_dynamic)  # eq. 3
     return SyncKVSetsResult(ascending(best[..., :k_static]), ascending(best[..., k_static:]))  # eq. 4
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._ranks import Heads
 from .._validate import check_config, check_room
+from .._validate_ranks import ProcessGroup, check_heads, check_process_group, digest, heads_of_ranks
 from ..attention import attention_weights, causal_attention, weighted_values
 from ..state import State
 from ._validate import resolve_clusters
 from .contract import HeadClusters, SyncKVConfig
-from .sets import ascending, best_of, initial_sets, log_weights, split_budget
+from .sets import ascending, best_of, initial_by, log_weights, split_budget
 
 __all__ = ["SyncKVConfig", "SyncKVState"]
 
@@ -35,6 +37,12 @@ class SyncKVState(State):
 
     If the prompt had fewer than k_static tokens, the dynamic set may be larger: with exclude_static, all tokens that
     the R-head has seen are selected, up to k.
+
+    process_group: the ranks that share the heads of these sequences. Each has a state of its query heads and of their
+    KV heads, in the order of the ranks. head_clusters are of the KV heads of all ranks, and so are static and chosen,
+    the same on all ranks. replicas: the number of ranks in a row that hold the same KV heads, each with a part of their
+    query heads: more than 1 if there are more ranks than KV heads. The ranks' calls must match, as for
+    `kvtwin.reference.longflow.LongFlowState`.
     """
 
     config: SyncKVConfig
@@ -43,6 +51,7 @@ class SyncKVState(State):
     def __init__(
         self, config: SyncKVConfig, head_clusters: HeadClusters | None = None, *, batch: int, query_heads: int,
         key_value_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str,
+        process_group: ProcessGroup | None = None, replicas: int = 1,
     ) -> None:
         super().__init__(
             check_config(config, SyncKVConfig), slots=config.max_tokens, batch=batch, query_heads=query_heads,
@@ -50,9 +59,17 @@ class SyncKVState(State):
         )
         # Before a list of as many heads, which would take forever if their keys do not fit into memory.
         torch.empty(batch, key_value_heads, config.max_tokens, head_dim, dtype=dtype, device=self.device)
-        self.head_clusters = resolve_clusters(head_clusters, config.clusters, key_value_heads)
+        check_heads(
+            process_group, replicas, key_value_heads, config=config, head_clusters=head_clusters, batch=batch,
+            query_heads_per_key_value_head=self.sizes.group, head_dim=head_dim, dtype=dtype,
+        )
+        self._ranks = Heads(process_group, replicas)
+        first, total = heads_of_ranks(process_group, replicas, key_value_heads)
+        self.head_clusters = resolve_clusters(head_clusters, config.clusters, total)
         self._heads = torch.tensor(self.head_clusters.representatives, device=self.device)
-        self._labels = torch.tensor(self.head_clusters.labels, device=self.device)
+        own = self._heads - first                                       # the R-heads among this rank's heads
+        self._own = own[(own >= 0) & (own < key_value_heads)]
+        self._labels = torch.tensor(self.head_clusters.labels, device=self.device)[first:first + key_value_heads]
         self.reset()
 
     def _allocate(self) -> None:
@@ -106,6 +123,8 @@ class SyncKVState(State):
         self._check_empty()
         total = occupied.shape[1]
         check_room(0, total, self.config.max_tokens)
+        if self._ranks.process_group is not None:
+            check_process_group(self._ranks.process_group, tokens=total, occupied=digest(occupied))
         self._start_change("prefill")
         output = causal_attention(query, key, value, occupied, scale=self.scale)
         token = torch.arange(total, device=self.device)
@@ -113,9 +132,9 @@ class SyncKVState(State):
         self.key[:, :, :total], self.value[:, :, :total] = key, value
         last = torch.where(occupied, token, 0).amax(1)                                  # [B]
         newest = query.take_along_dim(last[:, None, None, None], 2)[:, :, 0]            # [B, Hq, D]
-        static, dynamic = initial_sets(                                                 # eq. 3 and 4
-            self._of_r_heads(newest), key[:, self._heads], occupied, *split_budget(self.config.k, self.config.rho),
-            scale=self.scale,
+        weight = self._weights(newest, key, occupied)                                   # [B, N_r, T]
+        static, dynamic = initial_by(                                                   # eq. 3 and 4
+            weight, occupied, *split_budget(self.config.k, self.config.rho)
         )
         self._static = self._mask(static)
         self._chosen = self._static | self._mask(dynamic)
@@ -152,13 +171,13 @@ class SyncKVState(State):
         else:
             chosen = self._chosen[:, self._labels]                                      # eq. 7
         visible = chosen | newest[:, None]                                              # and newer tokens
-        visible[:, self._heads] = self.occupied[:, None]
+        visible[:, self._own] = self.occupied[:, None]
         return visible
 
     def _anticipate(self, query: Tensor) -> None:
         """Select the sets for the next steps by the weights of this one (eq. 5 and 6): query [B, Hq, D]."""
-        config, key = self.config, self.key[:, self._heads]
-        weight = log_weights(self._of_r_heads(query), key, self.occupied, self.scale)   # [B, N_r, S]
+        config = self.config
+        weight = self._weights(query, self.key, self.occupied)                          # [B, N_r, S]
         candidates = self.occupied[:, None].expand(weight.shape)
         if config.exclude_static:
             count = min(config.k, self.sizes.slots) - self._static.sum(-1, keepdim=True)
@@ -169,9 +188,10 @@ class SyncKVState(State):
             best = best_of(weight, candidates, split_budget(config.k, config.rho)[1])
         self._chosen = self._static | self._mask(best)
 
-    def _of_r_heads(self, query: Tensor) -> Tensor:
-        """The query heads of the R-heads: query [B, Hq, D] -> [B, N_r G, D]."""
-        return query.unflatten(1, (self.sizes.key_value_heads, -1))[:, self._heads].flatten(1, 2)
+    def _weights(self, query: Tensor, key: Tensor, occupied: Tensor) -> Tensor:
+        """`log_weights` of the R-heads of all ranks: query [B, Hq, D], key [B, Hkv, S, D], occupied [B, S] of this
+        rank -> [B, N_r, S]."""
+        return self._ranks.largest(log_weights(query, key, occupied, self.scale))[:, self._heads]
 
     def _mask(self, tokens: Tensor) -> Tensor:
         """The slots of tokens [B, N_r, N], -1 for none: [B, N_r, S] bool."""

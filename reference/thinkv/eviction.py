@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._ranks import Heads
+from .._validate_ranks import ProcessGroup, check_heads
 from ..attention import accumulate_dtype
 from ..selection import top_k, victims
 from ._validate import check_anneal, check_segment, check_segments
@@ -56,7 +58,9 @@ def _shrink(segment: int, sizes: list[int], levels: list[int], retention: Sequen
     return before - sizes[segment]
 
 
-def select_representatives(key_segment: Tensor, keep: int) -> RepresentativesResult:
+def select_representatives(
+    key_segment: Tensor, keep: int, *, process_group: ProcessGroup | None = None, replicas: int = 1
+) -> RepresentativesResult:
     """The tokens that represent a segment, by k-means on the keys (section 3.3.2, D.4).
 
     key_segment [Hkv, L, D], post-RoPE keys of all KV heads, oldest token first, or [L, F], one vector per token. Keeps
@@ -66,10 +70,18 @@ def select_representatives(key_segment: Tensor, keep: int) -> RepresentativesRes
     to the nearest centroid, ties to the first; then each centroid moves to the mean of its tokens. A cluster without
     tokens keep empty. Finally each cluster keeps the token nearest to its centroid, ties to the oldest; of a cluster of
     two, which are equally near, the older. For each empty cluster, one more token is kept: the farthest from its
-    centroid among the others, ties to the oldest. TypeError or ValueError for invalid arguments.
+    centroid among the others, ties to the oldest.
+
+    process_group: the ranks that hold the keys of the other KV heads, of which every `replicas` in a row hold the same
+    ones. All ranks keep the same tokens. TypeError or ValueError for invalid arguments.
     """
     token = check_segment(key_segment, keep)                                            # [L, F]
     size = len(token)
+    check_heads(process_group, replicas, key_segment.shape[0], keep=keep, tokens=size)
+    if process_group is not None:
+        parts = key_segment if key_segment.dim() == 3 else key_segment[None]            # [Hkv, L, D]
+        every = Heads(process_group, replicas).once(parts[None])[0]
+        token = every.transpose(0, 1).flatten(1)                                        # [L, F] of all ranks
     if keep >= size:
         index = torch.arange(size, device=token.device)
         return RepresentativesResult(index, index.repeat(ITERATIONS, 1))

@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 
 from .._interrupted import Interruptible
+from .._ranks import Heads
 from .._validate import check_dtype, check_no_grad, check_reorder, resolve_device
 from ..attention import accumulate_dtype, attention_weights, weighted_values
 from ._validate_paging import check_append, check_decode, check_flush, check_paged_cache, check_rows
 from .contract import ThinKVConfig, pool_blocks
 from .formats import dequantize, per_element, quantize
 from .table import Block, Flush, Row, Token
-from .thoughts import attention_sparsity
+from .thoughts import ONE_RANK, sparsity_of_heads
 from .types import BlockEntry, PagedAttentionResult, PagedCodes, Quantized, Thought, bits_in_cache, has_groups
 
 __all__ = ["PagedAttentionResult", "PagedCache", "decode_attention"]
@@ -377,15 +378,21 @@ def decode_attention(
     """
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache must be a PagedCache, got {type(cache).__name__}")
+    return decode_with(ONE_RANK, query, cache, scale, sparsity_mask)
+
+
+def decode_with(
+    heads: Heads, query: Tensor, cache: PagedCache, scale: float | None, sparsity_mask: Tensor | None
+) -> PagedAttentionResult:
+    """`decode_attention`, with the sparsity over the KV heads of all ranks."""
     scale = check_decode(query, scale, sparsity_mask, shape=cache.shape, dtype=cache.dtype, device=cache.device)
     cache._check_whole()
     key, value, occupied = in_order(cache, accumulate_dtype(query))
     exact = query.to(key.dtype)
     weight = attention_weights(exact, key, occupied, scale=scale)                  # eq. 1
     output = weighted_values(weight, value, occupied).to(query.dtype)
-    sparsity = attention_sparsity(
-        exact, key, occupied, threshold=cache.config.sparsity_threshold, scale=scale,
-        sparsity_of=cache.config.sparsity_of,
+    sparsity = sparsity_of_heads(
+        exact, key, occupied, cache.config.sparsity_threshold, scale, cache.config.sparsity_of, heads
     )
     if sparsity_mask is not None:
         sparsity = sparsity.masked_fill(~sparsity_mask, torch.nan)

@@ -18,13 +18,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .._ranks import Heads
 from .._validate import check_config, check_room
+from .._validate_ranks import ProcessGroup, check_heads, check_process_group, digest
 from ..attention import accumulate_dtype, causal_attention
 from ..state import State
 from ._validate_paging import check_thought
 from .contract import ThinKVConfig
 from .eviction import anneal, segment_representatives
-from .paging import PagedCache, decode_attention
+from .paging import PagedCache, decode_with
 from .thoughts import classify
 from .types import Thought
 
@@ -41,6 +43,12 @@ class ThinKVState(State):
     [B, M] int64: how often each segment was selected for eviction.
     thought is writable: code that averages the sparsity over several layers (section 3.1.3) assigns it between the
     first step of a segment and the next flush. Without config.edges only the prefill changes it, to reasoning.
+
+    process_group: the ranks that share the heads of these sequences. Each has a state of its query heads and of their
+    KV heads. The sparsity and the representatives of a segment are those of the KV heads of all ranks, and all ranks
+    quantize and evict the same tokens. replicas: the number of ranks in a row that hold the same KV heads, each with a
+    part of their query heads: more than 1 if there are more ranks than KV heads. The ranks' calls must match, as for
+    `kvtwin.reference.longflow.LongFlowState`, and so must what is assigned to `thought`.
     """
 
     config: ThinKVConfig
@@ -48,7 +56,7 @@ class ThinKVState(State):
 
     def __init__(
         self, config: ThinKVConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device | str,
+        dtype: torch.dtype, device: torch.device | str, process_group: ProcessGroup | None = None, replicas: int = 1,
     ) -> None:
         super().__init__(
             check_config(config, ThinKVConfig), slots=config.slots, batch=batch, query_heads=query_heads,
@@ -57,6 +65,11 @@ class ThinKVState(State):
         self.cache = PagedCache(
             config, batch=batch, key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=self.device
         )
+        check_heads(
+            process_group, replicas, key_value_heads, config=config, batch=batch,
+            query_heads_per_key_value_head=self.sizes.group, head_dim=head_dim, dtype=dtype,
+        )
+        self._heads = Heads(process_group, replicas)
         # The judge replaces these two, to observe attention and to make this state follow another valid choice.
         self._attended: Callable[[Tensor], None] = _ignore          # a function with a name can be pickled
         self._representatives = segment_representatives
@@ -117,6 +130,8 @@ class ThinKVState(State):
         self._check_empty()
         total = occupied.shape[1]
         check_room(0, total, self.config.max_tokens)
+        if self._heads.process_group is not None:
+            check_process_group(self._heads.process_group, tokens=total, occupied=digest(occupied))
         self._start_change("prefill")
         output = causal_attention(query, key, value, occupied, scale=self.scale)
         self._thought = torch.full_like(self._thought, int(Thought.REASONING))
@@ -150,7 +165,7 @@ class ThinKVState(State):
         if begins:
             self._segment = self._segment + 1
         self.cache.append(key, value, torch.full_like(self._segment, self._seen))
-        output, sparsity = decode_attention(query, self.cache, scale=self.scale, sparsity_mask=self._rows(begins))
+        output, sparsity = decode_with(self._heads, query, self.cache, self.scale, self._rows(begins))
         if begins:
             self.sparsity = sparsity
         self._attended(query)
@@ -182,7 +197,7 @@ class ThinKVState(State):
         if not bool(shrinks.any()):
             return
         slots = self._slots_of_segments(segments, shrinks)                              # [B, M, L]
-        key = self.cache.dequantized()[0]
+        key = self._heads.once(self.cache.dequantized()[0])
         keep = self._representatives(key.double() if self.dtype == torch.float64 else key, slots, plan.size)
         evicted = torch.zeros_like(self.cache.occupied)
         evict = (slots >= 0) & ~keep                                                    # [B, M, L]

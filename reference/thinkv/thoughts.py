@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .._ranks import Heads
 from .._validate import resolve_scale
 from ..attention import accumulate_dtype, attention_weights, sum_in_order
 from ._validate import check_edges, check_numbers, check_sparsity, check_traces, too_few_layers
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 #: The number of modes in the distribution of the sparsity, one per thought type.
 MODES = len(Thought)
+
+ONE_RANK = Heads(None)
 
 
 def attention_sparsity(
@@ -34,20 +37,28 @@ def attention_sparsity(
     weights that are averaged over the heads first (C.2). Returns [B] float32 (float64 for float64 inputs), 0 for a row
     without tokens. TypeError or ValueError for invalid arguments.
     """
+    return sparsity_of_heads(query, key, occupied, threshold, scale, sparsity_of, ONE_RANK)
+
+
+def sparsity_of_heads(
+    query: Tensor, key: Tensor, occupied: Tensor, threshold: float, scale: float | None, sparsity_of: str, heads: Heads
+) -> Tensor:
+    """`attention_sparsity` over the KV heads of all ranks."""
     sizes = check_sparsity(query, key, occupied, threshold, sparsity_of)
     scale = resolve_scale(scale, sizes.head_dim)
     weight = attention_weights(query, key, occupied, scale=scale)                       # [B, Hq, S]  eq. 2
-    return share_skipped(weight, occupied, sizes.key_value_heads, threshold, sparsity_of)
+    return share_skipped(weight, occupied, sizes.key_value_heads, threshold, sparsity_of, heads)
 
 
 def share_skipped(
-    weight: Tensor, occupied: Tensor, key_value_heads: int, threshold: float, sparsity_of: str = "heads"
+    weight: Tensor, occupied: Tensor, key_value_heads: int, threshold: float, sparsity_of: str = "heads",
+    heads: Heads = ONE_RANK,
 ) -> Tensor:
     """`attention_sparsity` of given attention weights: weight [B, Hq, S], occupied [B, S] bool -> [B]."""
-    pooled = weight.unflatten(1, (key_value_heads, -1)).amax(2)                         # [B, Hkv, S]  eq. 3
+    pooled = heads.largest(weight.unflatten(1, (key_value_heads, -1)).amax(2))          # [B, H, S]  eq. 3
     if sparsity_of == "mean":
         total = pooled.sum(-1, keepdim=True)
-        pooled = sum_in_order(pooled / total.where(total > 0, 1), 1)[:, None] / key_value_heads  # [B, 1, S]  eq. 4, C.2
+        pooled = sum_in_order(pooled / total.where(total > 0, 1), 1)[:, None] / total.shape[1]  # [B, 1, S]  eq. 4, C.2
     # Without a mean, eq. 4, which divides each row by its sum, does not change the ratios to the largest element.
     skipped = (pooled < threshold * pooled.amax(-1, keepdim=True)) & occupied[:, None]
     tokens = occupied.sum(-1).clamp_min(1)[:, None].to(weight.dtype)

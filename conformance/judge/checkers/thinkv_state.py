@@ -185,6 +185,8 @@ def function_of(state: Any, name: str) -> Any:
     if isinstance(state, host.OnHost):
         function = function_of(state.on_device, name)
         return None if function is None else host.calling(function, state.its_device)
+    if hasattr(state, "function_of"):                                           # a state on several ranks
+        return state.function_of(name)
     parts = type(state).__module__.split(".")
     for end in range(len(parts), 0, -1):
         module = sys.modules.get(".".join(parts[:end]))
