@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from ...reference._validate import check_config, check_reorder, check_room
-from ...reference.baselines._validate_pm_kvq import (
+from ...reference.baselines._validate_pmkvq import (
     WIDTHS,
     check_dequantize,
     check_head_dim,

@@ -17,7 +17,7 @@ from torch import Tensor
 from .._validate import check_config, check_integer, check_room, check_scale
 from ..attention import attention_weights, causal_attention, weighted_values
 from ..state import State
-from ._validate_pm_kvq import (
+from ._validate_pmkvq import (
     WIDTHS,
     check_bits_budget,
     check_dequantize,
