@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from math import isfinite
+from math import inf
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def check_pair_group(name: str, group: object) -> int:
 def check_least_scale(name: str, least: object) -> float:
     """Return `least` as a float if it is finite and not negative."""
     least = check_number(name, least)
-    if not isfinite(least) or least < 0:
+    if not 0 <= least < inf:
         raise ValueError(f"{name} must be finite and at least 0, got {least}")
     return least
 
@@ -42,7 +42,7 @@ def check_least_scale(name: str, least: object) -> float:
 def check_bits_budget(name: str, bits: object) -> None:
     """Raise unless `bits` is a finite number above 0."""
     number = check_number(name, bits)
-    if not isfinite(number) or number <= 0:
+    if not 0 < number < inf:
         raise ValueError(f"{name} must be finite and more than 0, got {bits}")
 
 

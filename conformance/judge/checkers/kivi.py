@@ -100,7 +100,7 @@ class Adapter(quantized.Adapter):
             exact = dequantize(codes, scale.double(), minimum.double(), bits=bits, axis=axis, group=config.group)
             packed = torch.arange(slots, device=exact.device) < count[:, None]
             each = minimum.double().repeat_interleave(config.group, axis)
-            yield quantized.Read(quantized.fitted(exact, slots), quantized.fitted(each, slots), packed)
+            yield quantized.Read(exact, each, packed)
 
 
 def read_by(state: Any, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -25,6 +25,10 @@ class Read(NamedTuple):
     minimum: Tensor
     packed: Tensor
 
+    def first(self, slots: int) -> Read:
+        """The first slots, with zeros beyond the end."""
+        return Read(fitted(self.exact, slots), fitted(self.minimum, slots), self.packed[:, :slots])
+
 
 def max_kept(state: Any, tokens: int) -> int:
     """All tokens: a quantizing state evicts none."""
@@ -78,9 +82,10 @@ class Adapter(lockstep.Adapter):
         """Copy what a step attends to, before the reference quantizes. Adds the error of each element."""
         self.occupied = reference.occupied[:, :slots].clone()
         self.tokens = [one[:, :, :slots].clone() for one in (reference._key, reference._value)]
-        reads = (Read(*(fitted(part, slots) for part in read[:2]), read.packed[:, :slots])
-                 for read in self.reads(reference))
-        self.errors = [error_of(read, one, self.dtype) for read, one in zip(reads, self.tokens, strict=True)]
+        self.errors = [
+            error_of(read.first(slots), one, self.dtype)
+            for read, one in zip(self.reads(reference), self.tokens, strict=True)
+        ]
 
     def after_prompt(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> Verdict | None:
         self._same_codes(tested, reference)
@@ -115,8 +120,8 @@ def read_by(adapter: Adapter, state: Any, rows: int) -> tuple[Tensor, Tensor, Te
     numbers: list[Tensor] = []
     errors: list[Tensor] = []
     for read, whole in zip(adapter.reads(state), (state.key, state.value), strict=True):
-        exact, minimum = (fitted(part, slots)[:rows] for part in read[:2])
-        packed = read.packed[:rows]
-        numbers.append(exact.where(packed[:, None, :, None], whole[:rows].double()))
-        errors.append(error_of(Read(exact, minimum, packed), exact, state.dtype))
+        one = read.first(slots)
+        some = Read(one.exact[:rows], one.minimum[:rows], one.packed[:rows])
+        numbers.append(some.exact.where(some.packed[:, None, :, None], whole[:rows].double()))
+        errors.append(error_of(some, some.exact, state.dtype))
     return numbers[0], numbers[1], errors[0], errors[1]
