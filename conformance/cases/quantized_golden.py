@@ -13,6 +13,7 @@ import torch
 from ...fixtures import block_traces, quantized_traces
 from ...fixtures.load import Trace, load_trace
 from ...fixtures.quantized_traces import Recorder
+from ...fixtures.record_thinkv import inputs
 from ..judge import checkers
 from ..judge.compare import assert_same, assert_within
 from ..judge.lockstep import Lockstep
@@ -43,7 +44,7 @@ class Golden(NamedTuple):
         pair = checkers.pair(self.recorder.method)
         assert pair.state is not None and pair.config is not None
         about = self.cases[case]
-        tensors = quantized_traces.inputs(self.capture, about, dtype, device)
+        tensors = inputs(self.capture, about, dtype, device)
         made = getattr(checkers.module(side, pair), pair.state.__name__)
         return made(pair.config(**about["config"]), **block_traces.sizes(tensors)), tensors
 

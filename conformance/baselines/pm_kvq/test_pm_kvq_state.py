@@ -127,6 +127,8 @@ def test_all_rows_have_one_width_which_padding_counts_for(side, twins, device):
     padded.prefill(*given, occupied)
     assert (padded.tokens_quantized.tolist(), padded.width, padded.tokens_seen) == ([8, 4], 8, 9)
     assert padded.positions[1, :7].tolist() == [2, 3, 5, 6, 7, 8, -1]
+    for held, own in zip((padded.key, padded.value), given[1:], strict=True):
+        assert_same(held[1:, :, [0, 5]], own[1:, :, [2, 8]], what="the sink and the window of the second row")
     alone = new_state(getattr(twins, side), device, batch=1)
     alone.prefill(*(tensor[1:, :, occupied[1]] for tensor in given))
     assert alone.width == 16
