@@ -26,6 +26,7 @@ NAMES = [f"{pair.state.__name__.removesuffix('State')}Cache" for pair in discove
 OPTIONS: dict[str, dict[str, Any]] = {
     "EpiKVCache": {"layers": ((0,), (1,))}, "SyncKVCache": {"max_tokens": 40}, "ThinKVCache": {"max_tokens": 40},
     "KIVICache": {"group": 4, "value_bits": 4, "residual": 8, "max_tokens": 40},
+    "PMKVQCache": {"bits": 5, "window": 4, "group": 8, "max_tokens": 40},
     "QuestCache": {"max_tokens": 40},
 }
 

@@ -46,7 +46,7 @@ def _scales(low, high, finite, STORED: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _code(x, low, scale, BITS: tl.constexpr):
+def code_of(x, low, scale, BITS: tl.constexpr):
     """The codes, int32, of x with scales and minima that broadcast against it."""
     some = scale > 0.0
     ratio = tl.div_rn(x - low, tl.where(some, scale, 1.0))
@@ -61,7 +61,7 @@ def _is_finite(x, inside):
 
 
 @triton.jit
-def _extremes(x, inside, AXIS: tl.constexpr):
+def extremes(x, inside, AXIS: tl.constexpr):
     """The least and the largest numbers along an axis, and whether all are finite (int32)."""
     low = tl.min(tl.where(inside, x, float("inf")), AXIS)
     high = tl.max(tl.where(inside, x, float("-inf")), AXIS)
@@ -76,9 +76,9 @@ def _store_keys(
     """Quantize and store a group of keys x [ROWS, BLOCK] float32 (channels d), of which the first GROUP rows exist."""
     C: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = ROWS // C
-    low, high, finite = _extremes(x, there, 0)
+    low, high, finite = extremes(x, there, 0)
     step, shift = _scales(low, high, finite, scale.dtype.element_ty, BITS)
-    code = _code(x, shift[None, :], step[None, :], BITS)
+    code = code_of(x, shift[None, :], step[None, :], BITS)
     code = tl.reshape(tl.where(there, code, 0), (WORDS, C, BLOCK))
     word = tl.sum(code << (tl.arange(0, C) * BITS)[None, :, None], 1)
     in_head = d < HEAD_DIM
@@ -97,9 +97,9 @@ def store_values(
     C: tl.constexpr = 32 // BITS
     x = tl.reshape(x, (ROWS, D_PAD // GROUP, GROUP))
     there = tl.reshape(there, (ROWS, D_PAD // GROUP, GROUP))
-    low, high, finite = _extremes(x, there, 2)
+    low, high, finite = extremes(x, there, 2)
     step, shift = _scales(low, high, finite, scale.dtype.element_ty, BITS)
-    code = _code(x, shift[:, :, None], step[:, :, None], BITS)
+    code = code_of(x, shift[:, :, None], step[:, :, None], BITS)
     code = tl.reshape(tl.where(there, code, 0), (ROWS, D_PAD // C, C))
     word = tl.sum(code << (tl.arange(0, C) * BITS)[None, None, :], 2)
     w, group = tl.arange(0, D_PAD // C), tl.arange(0, D_PAD // GROUP)

@@ -86,16 +86,23 @@ def quantize(x: Tensor, *, bits: int, axis: int, group: int, dtype: torch.dtype 
     x, bits, axis, group, dtype = check_quantize(x, bits, axis, group, dtype)
     work = torch.float64 if dtype == torch.float64 else torch.float32
     parts = x.to(work).unflatten(axis, (-1, group))              # [B, H, T/g, g, D] or [B, H, T, D/g, g]
+    code, scale, minimum = codes_of_groups(parts, axis, 2**bits - 1, scale_dtype=dtype, dtype=dtype)
+    return QuantizeResult(pack(code, bits, axis), scale, minimum)
+
+
+def codes_of_groups(
+    parts: Tensor, axis: int, most: int, *, scale_dtype: torch.dtype, dtype: torch.dtype, least_scale: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The codes from 0 to `most` of groups along an axis, int64, their scales, of at least `least_scale`, and their
+    minima, in these dtypes. Computes in the dtype of `parts`; see `quantize`."""
     low, high = parts.amin(axis), parts.amax(axis)               # NaN if the group has NaN
-    most = 2**bits - 1
     minimum = (low + 0.0).to(dtype)                              # -0 becomes 0
-    scale = ((high - low) / torch.full_like(low, most)).to(dtype)
+    scale = ((high - low) / torch.full_like(low, most)).clamp_min(least_scale).to(scale_dtype)
     holds = (high - low).isfinite() & scale.isfinite() & minimum.isfinite()
     minimum, scale = minimum.where(holds, torch.nan), scale.where(holds, 0)
-    step, shift = scale.to(work).unsqueeze(axis), minimum.to(work).unsqueeze(axis)
+    step, shift = scale.to(parts.dtype).unsqueeze(axis), minimum.to(parts.dtype).unsqueeze(axis)
     ratio = (parts - shift) / step.where(step > 0, 1)
-    code = ratio.clamp(0, most).round().where(step > 0, 0).long()
-    return QuantizeResult(pack(code, bits, axis), scale, minimum)
+    return ratio.clamp(0, most).round().where(step > 0, 0).long(), scale, minimum
 
 
 def dequantize(

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .cache_adapter import StateCache
+from .cache_adapter import StateCache, StateLayer
 
 
 class QuantizedCache(StateCache):
-    """Base class of caches without a budget. A method's cache sets Config and State. See `StateCache`."""
+    """Base class of caches without a budget of tokens. A method's cache sets Config and State, and by_layer, the
+    options that may be lists with a value for each layer of the model. `config` is that of the first layer. See
+    `StateCache`."""
 
     Config: ClassVar[Any]
+    by_layer: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, config: PreTrainedConfig, *, attention_mask: Tensor | None = None, **options: Any
     ) -> None:
         if "budget" in options:
             raise TypeError("budget is not an option here: the cache evicts no token")
+        self._lists = {
+            name: tuple(options[name]) for name in self.by_layer if isinstance(options.get(name), (list, tuple))
+        }
+        if self._lists and isinstance(config, PreTrainedConfig):
+            layers = config.get_text_config(decoder=True).num_hidden_layers
+            for name, values in self._lists.items():
+                if len(values) != layers:
+                    raise ValueError(f"{name} needs one number per layer: expected {layers}, got {len(values)}")
         super().__init__(config, budget=0, attention_mask=attention_mask, **options)
 
     def _method_config(self, budget: int, options: dict[str, Any]) -> Any:
-        """The method's config, which has no budget."""
-        return self.Config(**options)
+        """The method's config, which has no budget of tokens, in the first layer."""
+        return self.Config(**options | {name: values[0] for name, values in self._lists.items()})
+
+    def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
+        own = replace(self.config, **{name: values[number] for name, values in self._lists.items()})
+        return StateLayer(own, self.State, mask)

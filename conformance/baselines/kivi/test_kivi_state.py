@@ -6,34 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvtwin.conformance.cases.case import DecodeCase, StateTrace
+from kvtwin.conformance.cases.quantized_states import Kit, assert_same_codes
 from kvtwin.conformance.judge import bounds, checkers, lockstep
-from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge.compare import assert_same
 
 pytestmark = pytest.mark.kind("equivalence")
 
-BATCH, QUERY_HEADS, HEADS, HEAD_DIM = 2, 4, 2, 16
-both_sides = pytest.mark.parametrize("side", ["reference", "optimized"])
 SMALL: dict[str, Any] = {"key_bits": 4, "value_bits": 4, "group": 4, "residual": 4, "max_tokens": 24}
-
-
-def new_state(side: Any, device: torch.device, *, batch: int = BATCH, head_dim: int = HEAD_DIM, **options: Any) -> Any:
-    kivi = side.baselines.kivi
-    return kivi.KIVIState(
-        kivi.KIVIConfig(**{**SMALL, **options}), batch=batch, query_heads=QUERY_HEADS, key_value_heads=HEADS,
-        head_dim=head_dim, dtype=torch.float32, device=device,
-    )
-
-
-def tokens(device: torch.device, count: int, *, seed: int = 1, batch: int = BATCH) -> list[Tensor]:
-    """query [B, Hq, T, D]; key, value [B, Hkv, T, D]."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(batch, heads, count, HEAD_DIM, generator=generator).to(device)
-        for heads in (QUERY_HEADS, HEADS, HEADS)
-    ]
+KIT = Kit("kivi", SMALL)
+BATCH, HEADS, HEAD_DIM = KIT.batch, KIT.heads, KIT.head_dim
+new_state, tokens = KIT.state, KIT.tokens
+both_sides = pytest.mark.parametrize("side", ["reference", "optimized"])
 
 
 def quantized(state: Any) -> tuple[list[int], list[int]]:
@@ -68,16 +53,7 @@ def test_keys_leave_r_at_a_time_and_values_one_at_a_time(side, twins, device):
 @both_sides
 def test_one_token_at_a_time_stores_what_a_prompt_does(side, twins, device):
     """Groups of keys begin at the same tokens, so the codes are the same bits."""
-    whole, stepped = (new_state(getattr(twins, side), device) for _ in range(2))
-    given = tokens(device, 11)
-    whole.prefill(*given)
-    for number in range(11):
-        stepped.step(*(tensor[:, :, number] for tensor in given))
-    for name in ("codes_of_keys", "codes_of_values"):
-        for one, other in zip(getattr(stepped, name)(), getattr(whole, name)(), strict=True):
-            assert_same(one, other, what=name)
-    for name in ("key", "value", "positions"):
-        assert_same(getattr(stepped, name), getattr(whole, name), what=name)
+    KIT.check_steps_store_what_a_prompt_does(getattr(twins, side), device, 11)
 
 
 @both_sides
@@ -85,15 +61,12 @@ def test_one_token_at_a_time_stores_what_a_prompt_does(side, twins, device):
 def test_a_step_attends_before_it_quantizes(prompt, side, twins, device):
     """With R = 4, the step that completes the residual still reads its own four keys as they came."""
     state, given = new_state(getattr(twins, side), device), tokens(device, 4)
-    query, key, value = given
     if prompt:
         state.prefill(*(tensor[:, :, :prompt] for tensor in given))
     for number in range(prompt, 4):
         output = state.step(*(tensor[:, :, number] for tensor in given))
     assert quantized(state)[0] == [4] * BATCH
-    occupied = torch.ones(BATCH, 4, dtype=torch.bool, device=device)
-    case = DecodeCase.of(query[:, :, 3], key, value, occupied)
-    assert_within(output, case.attention.output[:, :, 0], bounds.decode_output(case), what="output")
+    KIT.check_output_is_unquantized(output, given, 3)
 
 
 @both_sides
@@ -112,13 +85,10 @@ def test_the_step_after_reads_what_was_quantized(side, twins, device):
 @both_sides
 def test_a_residual_of_all_tokens_is_full_attention(side, twins, device):
     state, given = new_state(getattr(twins, side), device, residual=24), tokens(device, 12)
-    query, key, value = given
     state.prefill(*(tensor[:, :, :9] for tensor in given))
     for number in range(9, 12):
         output = state.step(*(tensor[:, :, number] for tensor in given))
-        occupied = torch.ones(BATCH, number + 1, dtype=torch.bool, device=device)
-        case = DecodeCase.of(query[:, :, number], key[:, :, :number + 1], value[:, :, :number + 1], occupied)
-        assert_within(output, case.attention.output[:, :, 0], bounds.decode_output(case), what="output")
+        KIT.check_output_is_unquantized(output, given, number)
     assert quantized(state) == ([0] * BATCH, [0] * BATCH)
 
 
@@ -135,9 +105,7 @@ def test_padding_takes_no_slot(side, twins, device):
         token = [tensor[:, :, 0] for tensor in tokens(device, 1, seed=10 + number)]
         outputs = padded.step(*token)[1:], alone.step(*(tensor[1:] for tensor in token))
         assert_same(*outputs, what="output")
-        for name in ("codes_of_keys", "codes_of_values"):
-            for one, other in zip(getattr(padded, name)(), getattr(alone, name)(), strict=True):
-                assert_same(one[1:], other, what=name)
+        assert_same_codes(padded, alone, slice(1, None))
     assert quantized(padded) == ([12, 8], [9, 6])
     assert padded.positions[1, :10].tolist() == [2, 3, 5, 6, 7, 8, 9, 10, 11, 12]
     assert padded.tokens_seen == 13
@@ -145,35 +113,11 @@ def test_padding_takes_no_slot(side, twins, device):
 
 @both_sides
 def test_a_full_state_refuses_a_token_and_stays_as_it_was(side, twins, device):
-    state, given = new_state(getattr(twins, side), device, max_tokens=6), tokens(device, 6)
-    state.prefill(*given)
-    before = [state.positions.clone(), state.key.clone(), *state.codes_of_keys(), *state.codes_of_values()]
-    with pytest.raises(ValueError, match="^max_tokens=6 is too small for 7 tokens"):
-        state.step(*(tensor[:, :, 0] for tensor in given))
-    after = [state.positions, state.key, *state.codes_of_keys(), *state.codes_of_values()]
-    for one, other in zip(after, before, strict=True):
-        assert_same(one, other, what="state")
-    assert state.tokens_seen == 6
+    KIT.check_a_full_state_refuses_a_token(getattr(twins, side), device, 6)
 
 
 def test_a_replayed_step_beyond_the_last_slot_drops_its_token(twins, device):
-    """The host does not count replays of a graph. The kernels do, and attend to the tokens that there are."""
-    state, given = new_state(twins.optimized, device, max_tokens=6), tokens(device, 6)
-    if not hasattr(state, "_counted"):
-        pytest.skip("counts tokens on the host in an attribute of kvtwin's own state, `_counted`")
-    state.prefill(*given)
-    before = [state.positions.clone(), state.key.clone(), state.value.clone(), state.tokens_seen]
-    state._counted = 0
-    token = [tensor[:, :, 0] for tensor in tokens(device, 1, seed=5)]
-    output = state.step(*token)
-    assert before[3] == state.tokens_seen == 6
-    for one, other in zip((state.positions, state.key, state.value), before, strict=False):
-        assert_same(one, other, what="state")
-    occupied = torch.ones(BATCH, 6, dtype=torch.bool, device=device)
-    case = DecodeCase.of(token[0], before[1][:, :, :6], before[2][:, :, :6], occupied)
-    # The stored numbers are exact in float32 up to their own rounding, which the judge bounds elsewhere.
-    error = (output.double() - case.attention.output[:, :, 0]).abs()
-    assert float((error / bounds.decode_output(case)).max()) < 2
+    KIT.check_a_replay_beyond_the_last_slot_drops_its_token(twins.optimized, device, 6)
 
 
 @pytest.mark.parametrize("bits", [2, 4])
