@@ -269,7 +269,7 @@ def fp8_attend_cases(draw: st.DrawFn, method: str, **more: Any) -> Fp8AttendCase
 
 @st.composite
 def _coded(draw: st.DrawFn, cases: st.SearchStrategy[Any]) -> dict[str, Any]:
-    """The fields of a case, and those of `Coded`. Each format has its own kernels, and so has each scale that is None."""
+    """The fields of a case, and those of `Coded`. Formats, and scales that are None, have their own kernels."""
     formats = [name for name in sorted(FORMATS) if FORMATS[name] in supported.fp8(FORMATS.values())]
     plain = draw(cases)
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
