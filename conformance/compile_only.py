@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import inspect
 import os
 import pkgutil
 import re
@@ -215,9 +216,11 @@ def fused_as(pair: Pair, value: bool) -> Iterator[None]:
 def compile_pair(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int] = HEAD_DIMS) -> None:
     """Call every function and the state of a pair with tensors of this dtype, the state with each head_dim.
 
-    If a pair uses other kernels for many KV heads, call these too.
+    If a pair uses other kernels for many KV heads, call these too, and so with those for heads on several ranks.
     """
     call_all(pair, dtype, head_dims)
+    if pair.state is not None and "process_group" in inspect.signature(pair.state).parameters:
+        call_on_ranks(pair, dtype, head_dims)
     if choosing(pair):
         with fused_as(pair, True):
             call_all(pair, dtype, head_dims)
@@ -231,6 +234,21 @@ def call_all(
 
     for call in every_call.of(pair, torch.device("cpu"), dtype, head_dims, optional):
         call.run()
+
+
+def call_on_ranks(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int]) -> None:
+    """Make two steps of the pair's state with a process group of one rank."""
+    from .cases import tiny
+    from .judge import checkers
+    from .ranks.pool import one_rank
+
+    device = torch.device("cpu")
+    with one_rank(device) as group:
+        for head_dim in head_dims:
+            state = tiny.new_state(pair, pair.optimized, device, dtype=dtype, head_dim=head_dim, process_group=group)
+            for seed in range(2):  # ranks may meet at some steps only
+                token = [tensor.to(dtype) for tensor in tiny.token(device, seed=seed, head_dim=head_dim)]
+                state.step(*token, **checkers.extras(state, *token))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
