@@ -79,6 +79,7 @@ def test_generation_matches_the_decode_loop(side, twins, device):
     assert [layer.state.selected.shape[2] for layer in used.layers] == [20, 2]
 
 
+@pytest.mark.slow_on_cpu
 @both_sides
 def test_if_all_layers_are_skipped_generation_is_that_of_the_model(side, twins, device):
     """By default, two layers are."""
