@@ -22,6 +22,9 @@ pytestmark = pytest.mark.kind("equivalence")
 F64 = torch.float64
 SMALL: dict[str, Any] = {"window": 4, "group": 4, "max_tokens": 24}
 both_sides = pytest.mark.parametrize("side", ["reference", "optimized"])
+kernels_are_slow = pytest.mark.parametrize(
+    "side", ["reference", pytest.param("optimized", marks=pytest.mark.slow_on_cpu)]
+)
 
 
 def cache_of(twins: Any, side: str, model: Any, **options: Any) -> QuantizedCache:
@@ -66,7 +69,7 @@ def held(state: Any, row: int) -> tuple[list[int], int, int]:
     return tokens, int(state.tokens_quantized[row]), state.width
 
 
-@both_sides
+@kernels_are_slow
 def test_generation_matches_the_decode_loop_with_a_budget_for_each_layer(side, twins, device):
     """17 tokens: of budgets of 16 and 5 bits, the second shrinks to 8 and 4 bits."""
     dtype = F64 if side == "reference" else torch.float32
@@ -93,6 +96,7 @@ def test_a_list_of_budgets_needs_one_for_each_layer(side, twins, device):
         cache_of(twins, side, model, bits=[16] * (layers - 1) + [1])
 
 
+@pytest.mark.slow_on_cpu
 @both_sides
 def test_with_a_window_of_all_tokens_generation_is_that_of_the_model(side, twins, device):
     small = {"num_attention_heads": 2, "num_key_value_heads": 1} if device.type == "cpu" else {}

@@ -50,7 +50,7 @@ def test_a_full_window_is_quantized_at_once_and_codes_shrink_when_memory_is_shor
 
 
 @both_sides
-@pytest.mark.parametrize("count", [7, 8, 13, 24])
+@pytest.mark.parametrize("count", [8, 13, 24])
 def test_one_token_at_a_time_stores_what_a_prompt_does(count, side, twins, device):
     """Tokens that enter late have shrunk as often as those that were quantized with more bits."""
     KIT.check_steps_store_what_a_prompt_does(getattr(twins, side), device, count)
@@ -192,7 +192,7 @@ def test_many_steps_keep_step_with_float64(dtype, options, twins, device):
 
 def test_a_prompt_is_packed_into_fields_of_every_width(twins, device):
     """A prompt as long as the memory allows, in units that more than one token shares from 8 bits on."""
-    for total in (5, 9, 17, 31):
+    for total in (9, 31):
         trace = StateTrace(
             method="pm_kvq", config=tuple({**SMALL, "max_tokens": 36}.items()), head_dim=32, prompt=total, steps=2,
             seed=total, device=str(device),
