@@ -34,7 +34,6 @@ DEFAULTS = {
     "bits": 4, "window": 128, "sinks": 1, "group": 128, "least_scale": 0.0, "max_tokens": 32768, "scale": None,
 }
 AUTHORS = {"least_scale": 1e-5}
-FORMS = {"eight_bits": {"bits": 8}}
 #: (bits, window, sinks, group) of traces, which reach 2, 2, 8, 16 and 4 bits, on a GPU 2, 2, 4 and 8.
 COMBINATIONS = (
     ((4, 4, 1, 8), (3.5, 3, 0, 16), (9, 5, 2, 128), (16, 4, 1, 4), (5, 1, 1, 128)) if not GPU else
