@@ -187,6 +187,8 @@ class QuestState(State):
             self.key[row, :, :len(tokens)] = key[row, :, tokens]
             self.value[row, :, :len(tokens)] = value[row, :, tokens]
             self.positions[row, :len(tokens)] = tokens
+            if not len(tokens):                                                   # a row of padding
+                continue
             found = page_bounds(key[row:row + 1, :, tokens], page_size=self.config.page_size)
             for bound, of_row in zip((self.maximum, self.minimum), found, strict=True):
                 bound[row, :, :of_row.shape[2]] = of_row[0]
