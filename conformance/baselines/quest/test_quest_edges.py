@@ -25,7 +25,7 @@ def test_of_equal_pages_in_three_tiles_the_first_are_selected(side, twins, devic
 @both_sides
 @pytest.mark.parametrize("first", ["prompt", "step"])
 def test_nan_in_a_key_is_both_bounds_of_its_page(side, first, twins, device):
-    """In its channel, whether it comes first or second, in a prompt or in a step. Other pages and channels have none."""
+    """In its channel, whether it comes in a prompt or in a step. Other pages and channels have none."""
     state = new_state(getattr(twins, side), device, batch=1)
     query, key, value = tokens(device, 4, batch=1)
     key[0, 0, 1 if first == "step" else 0, 3] = torch.nan
