@@ -25,7 +25,8 @@ def problems(draw: st.DrawFn) -> tuple[list[list[float]], list[list[int]], int]:
     number = st.sampled_from((0.0, 0.1, 0.2, 0.3, 1.0, 1e-9, 7.5))
     costs = [[draw(number) for _ in range(count)] for count in choices]
     sizes = [[draw(st.integers(0, 6)) for _ in range(count)] for count in choices]
-    return costs, sizes, draw(st.integers(sum(map(min, sizes)), 20))
+    least = sum(map(min, sizes))
+    return costs, sizes, draw(st.integers(least, least + 20))
 
 
 @given(problem=problems())
