@@ -2,7 +2,7 @@
 
 Paper: Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (2024). A page has the keys
 of 16 consecutive tokens. For each page and channel, the cache stores the largest and the smallest key. From these
-follows an upper bound of the page's logits, and the pages with the largest bounds are selected, anew for each query.
+follows an upper bound of the page's logits. Each query selects the pages with the largest bounds.
 """
 
 from __future__ import annotations
