@@ -22,15 +22,19 @@ from ...reference.baselines.kivi import KIVIConfig, QuantizeResult
 from .._common.launch import (
     GROUP_ROWS,
     INTERPRETED,
+    MAX_SPLITS,
+    PTX,
     SMALL_TILES,
     check_launchable,
     key_block,
+    multiprocessors,
     on_device_of,
     padded_head_dim,
     split_slots,
 )
 from .._common.numerics import LOG2_E
 from .._common.state import State
+from .kivi_fragment_kernels import EIGHT, fragment_kernel
 from .kivi_kernels import EVERY, PROMPT, SEEN, STEP, dequantize_kernel, quantize_keys_kernel, quantize_values_kernel
 from .kivi_step_kernels import attention_kernel, merge_kernel
 
@@ -38,6 +42,8 @@ __all__ = ["KIVIConfig", "KIVIState", "QuantizeResult", "dequantize", "quantize"
 
 #: Elements per program. In the interpreter, a program's cost does not depend on its size.
 TILE = 8192 if INTERPRETED else 4096
+#: One-warp programs per multiprocessor that run at the same time, and the registers of each.
+FRAGMENT_PROGRAMS, FRAGMENT_REGISTERS = 16, 128
 #: The largest group of `quantize`.
 MAX_GROUP = 1024
 
@@ -216,15 +222,28 @@ def _step(
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     shape = {"GROUP_HEADS": query_heads // heads, "HEAD_DIM": head_dim, "D_PAD": pad, "ROWS": GROUP_ROWS}
     with on_device_of(query):
-        attention_kernel[(batch * heads * (splits + 1),)](
-            query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, value_codes, value_scale,
-            value_minimum, count, counters, positions, partial, row_maxima, weight_sums,
-            scale * LOG2_E.value, heads, splits, residual, slots, key_scale.shape[2], value_scale.shape[2],
-            *query.stride(), *new_key.stride(), *new_value.stride(),
-            **shape, KEY_BITS=key_bits, VALUE_BITS=value_bits, GROUP=group, WORDS=words_of(group, key_bits),
-            BLOCK=key_block(head_dim, query.element_size(), slots), KEY_PAIRS=_in_pairs(keys.dtype, group, key_bits),
-            VALUE_PAIRS=_in_pairs(keys.dtype, group, value_bits), num_warps=4,
+        numbers = (
+            count, counters, positions, partial, row_maxima, weight_sums, scale * LOG2_E.value, heads, splits, residual,
+            slots, key_scale.shape[2], value_scale.shape[2], *query.stride(), *new_key.stride(), *new_value.stride(),
         )
+        constants = {
+            "KEY_BITS": key_bits, "VALUE_BITS": value_bits, "GROUP": group, "WORDS": words_of(group, key_bits),
+        }
+        if _in_fragments(keys.dtype, query_heads // heads, head_dim, group, key_bits, value_bits):
+            fragment_kernel[(batch * heads * (splits + 1),)](
+                query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, key_scale.view(torch.int32),
+                key_minimum.view(torch.int32), value_codes, value_scale.view(torch.int16),
+                value_minimum.view(torch.int16), *numbers, **constants, GROUP_HEADS=query_heads // heads,
+                HEAD_DIM=head_dim, BLOCK=16, num_warps=1, num_stages=1, maxnreg=FRAGMENT_REGISTERS,
+            )
+        else:
+            attention_kernel[(batch * heads * (splits + 1),)](
+                query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, value_codes, value_scale,
+                value_minimum, *numbers, **shape, **constants,
+                BLOCK=key_block(head_dim, query.element_size(), slots),
+                KEY_PAIRS=_in_pairs(keys.dtype, group, key_bits),
+                VALUE_PAIRS=_in_pairs(keys.dtype, group, value_bits), num_warps=4,
+            )
         merge_kernel[(batch * heads,)](
             partial, row_maxima, weight_sums, output, values, value_codes, value_scale, value_minimum, count, counters,
             due, heads, splits + 1, residual, slots, value_scale.shape[2],
@@ -245,6 +264,25 @@ def _(
     weight_sums: Tensor, scale: float, key_bits: int, value_bits: int, group: int, splits: int,
 ) -> Tensor:
     return query.new_empty(query.shape)
+
+
+def _in_fragments(
+    dtype: torch.dtype, group_heads: int, head_dim: int, group: int, key_bits: int, value_bits: int
+) -> bool:
+    """Whether `fragment_kernel` applies: a lane has whole words, and all numbers of a lane's words have one scale."""
+    units = head_dim * value_bits // (WORD * EIGHT.value)
+    return (
+        (PTX or INTERPRETED) and dtype != torch.float32 and head_dim in (64, 128) and group_heads <= EIGHT.value
+        and units in (1, 2) and group % (WORD // key_bits) == 0 and group % (units * WORD // value_bits) == 0
+    )
+
+
+def _fragment_splits(rows: int, tokens: int, key_bits: int, device: torch.device) -> int:
+    """The number of one-warp programs that share the quantized tokens of a KV head, beside one for the others. Rounded
+    down, since a nearly empty wave takes as long as a full one."""
+    tiles = triton.cdiv(tokens, EIGHT.value * WORD // key_bits)
+    wanted = 2 if INTERPRETED else FRAGMENT_PROGRAMS * multiprocessors(device) // rows
+    return max(1, min(wanted, tiles, MAX_SPLITS - 1))
 
 
 def _in_pairs(dtype: torch.dtype, group: int, bits: int) -> bool:
@@ -294,7 +332,12 @@ class KIVIState(State):
         self._count, self._due = (self._buffer(batch, dtype=torch.int64) for _ in range(2))
         self._counters = self._buffer(2, dtype=torch.int64)
         self.positions = self._buffer(batch, slots, dtype=torch.int64)
-        self._splits, _ = split_slots(self.sizes, key_block(head_dim, self.dtype.itemsize, slots), self.device)
+        if _in_fragments(
+            self.dtype, query_heads // key_value_heads, head_dim, each, config.key_bits, config.value_bits
+        ):
+            self._splits = _fragment_splits(batch * key_value_heads, slots, config.key_bits, self.device)
+        else:
+            self._splits, _ = split_slots(self.sizes, key_block(head_dim, self.dtype.itemsize, slots), self.device)
         parts = batch * query_heads * (self._splits + 1)
         self._partial = self._buffer(parts, head_dim, dtype=torch.float32)
         self._row_maxima, self._weight_sums = (self._buffer(parts, dtype=torch.float32) for _ in range(2))
