@@ -106,20 +106,25 @@ def _channels(part: tl.constexpr):
 
 
 @triton.jit
-def _key_operand(
-    codes, steps, shifts, first, last, PART: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr,
-    WORDS: tl.constexpr, DTYPE: tl.constexpr,
+def _key_words(
+    codes, steps, shifts, first, last, PART: tl.constexpr, HEAD_DIM: tl.constexpr, WORDS: tl.constexpr
 ):
-    """The channels `_channels(PART)` of the keys of 8 words from `first` on: [8 C, 16]; row ((j, h), g) is code
-    j + h C / 2 of word g. Words beyond `last` are read as `last`. steps, shifts: the scales and minima of two
-    channels in an int32."""
-    C: tl.constexpr = 32 // BITS
+    """The channels `_channels(PART)` of 8 words of keys from `first` on, and the scales and minima of two channels in
+    an int32. Words beyond `last` are read as `last`."""
     word = tl.minimum(first + tl.arange(0, EIGHT), last)
     pair = PART * 8 + tl.arange(0, 8)
-    packed = tl.load(codes + word[:, None] * HEAD_DIM + _channels(PART)[None, :])
     at = (word // WORDS)[:, None] * (HEAD_DIM // 2) + pair[None, :]
-    step = tl.reshape(tl.load(steps + at), (EIGHT, 4, 2))                              # word, t, two columns
-    shift = tl.reshape(tl.load(shifts + at), (EIGHT, 4, 2))
+    return (
+        tl.load(codes + word[:, None] * HEAD_DIM + _channels(PART)[None, :]), tl.load(steps + at), tl.load(shifts + at)
+    )
+
+
+@triton.jit
+def _key_operand(packed, step, shift, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Keys [8 C, 16] from `_key_words`; row ((j, h), g) is code j + h C / 2 of word g."""
+    C: tl.constexpr = 32 // BITS
+    step = tl.reshape(step, (EIGHT, 4, 2))                                              # word, t, two columns
+    shift = tl.reshape(shift, (EIGHT, 4, 2))
     one, other = tl.split(tl.reshape(packed, (EIGHT, 4, 2, 2)))
     y = _all_rows(_lower_halves(one, other), _upper_halves(one, other), step, shift, BITS, DTYPE)
     y = _unpacked(y, DTYPE)
@@ -131,58 +136,79 @@ def _key_operand(
 
 
 @triton.jit
-def _value_words(
-    codes, steps, shifts, token, word, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr
-):
-    """The word `word` [1, 8] of values `token` [4, 1], and the lower halves that are its scale and minimum."""
-    at = token * (HEAD_DIM // GROUP) + word // (GROUP * BITS // 32)
-    return (
-        tl.load(codes + (token * (HEAD_DIM * BITS // 32) + word)), tl.load(steps + at).to(tl.int32),
-        tl.load(shifts + at).to(tl.int32),
-    )
-
-
-@triton.jit
-def _value_columns(
-    codes, steps, shifts, token, other_token, UNITS: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr,
-):
-    """The pairs of two tokens for each t, in the UNIT-th of a lane's UNITS words: [t, word, row, bits of the
-    number]."""
-    word = _hidden(tl.arange(0, EIGHT) * UNITS + UNIT)[None, :]
-    one, one_step, one_shift = _value_words(codes, steps, shifts, token, word, GROUP, HEAD_DIM, BITS)
-    other, other_step, other_shift = _value_words(codes, steps, shifts, other_token, word, GROUP, HEAD_DIM, BITS)
-    return _all_rows(
-        _lower_halves(one, other), _upper_halves(one, other), _lower_halves(one_step, other_step),
-        _lower_halves(one_shift, other_shift), BITS, DTYPE,
-    )
-
-
-@triton.jit
-def _value_operand(
-    codes, steps, shifts, first, stride, last, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """V^T of 16 tokens: [D, 16]; column 8 h + g is token first + g stride + h stride / 2, row m channel
-    `_channel_of(m)`. Tokens beyond `last` are read as `last`. steps, shifts: int16."""
+def _words_of(codes, token, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
+    """The UNIT-th of a lane's words of tokens [4, 1]: [4, 8]."""
     UNITS: tl.constexpr = HEAD_DIM * BITS // 256
+    word = _hidden(tl.arange(0, EIGHT) * UNITS + UNIT)[None, :]
+    return tl.load(codes + (token * (EIGHT * UNITS) + word))
+
+
+@triton.jit
+def _scales_of(scales, token, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The scales or minima of a lane's words of tokens [4, 1], the lower halves of int32: [4, 8]."""
+    group = _hidden(tl.arange(0, EIGHT) * (HEAD_DIM // EIGHT) // GROUP)[None, :]
+    return tl.load(scales + (token * (HEAD_DIM // GROUP) + group)).to(tl.int32)
+
+
+@triton.jit
+def _value_words(
+    codes, steps, shifts, first, stride, last, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr
+):
+    """The words, scales and minima of 16 values: four tuples for the columns 4 t to 4 t + 3. Column 8 h + g is token
+    first + g stride + h stride / 2. Tokens beyond `last` are read as `last`. steps, shifts: int16."""
     t = tl.arange(0, 4)[:, None]
     first += t % 2 * (4 * stride) + t // 2 * (stride // 2)
     a, b = tl.minimum(first, last), tl.minimum(first + stride, last)
     c, d = tl.minimum(first + 2 * stride, last), tl.minimum(first + 3 * stride, last)
-    y = tl.join(
-        _value_columns(codes, steps, shifts, a, b, UNITS, 0, GROUP, HEAD_DIM, BITS, DTYPE),
-        _value_columns(codes, steps, shifts, c, d, UNITS, 0, GROUP, HEAD_DIM, BITS, DTYPE),
+    words = (
+        _words_of(codes, a, 0, HEAD_DIM, BITS), _words_of(codes, b, 0, HEAD_DIM, BITS),
+        _words_of(codes, c, 0, HEAD_DIM, BITS), _words_of(codes, d, 0, HEAD_DIM, BITS),
     )
-    if UNITS == 2:
-        y = tl.join(y, tl.join(
-            _value_columns(codes, steps, shifts, a, b, UNITS, 1, GROUP, HEAD_DIM, BITS, DTYPE),
-            _value_columns(codes, steps, shifts, c, d, UNITS, 1, GROUP, HEAD_DIM, BITS, DTYPE),
-        ))
+    others = words
+    if HEAD_DIM * BITS == 512:
+        others = (
+            _words_of(codes, a, 1, HEAD_DIM, BITS), _words_of(codes, b, 1, HEAD_DIM, BITS),
+            _words_of(codes, c, 1, HEAD_DIM, BITS), _words_of(codes, d, 1, HEAD_DIM, BITS),
+        )
+    return (
+        words, others,
+        (
+            _scales_of(steps, a, GROUP, HEAD_DIM), _scales_of(steps, b, GROUP, HEAD_DIM),
+            _scales_of(steps, c, GROUP, HEAD_DIM), _scales_of(steps, d, GROUP, HEAD_DIM),
+        ),
+        (
+            _scales_of(shifts, a, GROUP, HEAD_DIM), _scales_of(shifts, b, GROUP, HEAD_DIM),
+            _scales_of(shifts, c, GROUP, HEAD_DIM), _scales_of(shifts, d, GROUP, HEAD_DIM),
+        ),
+    )
+
+
+@triton.jit
+def _value_columns(words, step, shift, step_2, shift_2, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Four tokens for each t, of one of a lane's words: [t, word, row, bits of the number, two pairs of tokens]. step,
+    shift: the scales and minima of the first pair."""
+    return tl.join(
+        _all_rows(
+            _lower_halves(words[0], words[1]), _upper_halves(words[0], words[1]), step, shift, BITS, DTYPE
+        ),
+        _all_rows(
+            _lower_halves(words[2], words[3]), _upper_halves(words[2], words[3]), step_2, shift_2, BITS, DTYPE
+        ),
+    )
+
+
+@triton.jit
+def _value_operand(words, others, steps, shifts, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """V^T [D, 16] from `_value_words`; row m is channel `_channel_of(m)`."""
+    step, step_2 = _lower_halves(steps[0], steps[1]), _lower_halves(steps[2], steps[3])
+    shift, shift_2 = _lower_halves(shifts[0], shifts[1]), _lower_halves(shifts[2], shifts[3])
+    y = _value_columns(words, step, shift, step_2, shift_2, BITS, DTYPE)
+    if HEAD_DIM * BITS == 512:
+        y = tl.join(y, _value_columns(others, step, shift, step_2, shift_2, BITS, DTYPE))
     y = _unpacked(y, DTYPE)                           # t, word, row, bits of the number, two pairs, (unit,) pair
     if BITS == 2:
         y = tl.permute(y, (3, 4, 5, 2, 1, 0, 6, 7))
-    elif UNITS == 2:
+    elif HEAD_DIM * BITS == 512:
         y = tl.permute(y, (6, 3, 4, 2, 1, 0, 5, 7))
     else:
         y = tl.permute(y, (3, 4, 2, 1, 0, 5, 6))
@@ -212,12 +238,9 @@ def _weights(row_max, weight_sum, logit, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _add_values(
-    acc, p, codes, steps, shifts, first, NUMBER: tl.constexpr, C: tl.constexpr, last, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr,
-):
-    """acc [D, 8] plus the values of 16 tokens, code NUMBER of words of C keys and that half a word behind, times p."""
-    v = _value_operand(codes, steps, shifts, first + NUMBER, C, last, GROUP, HEAD_DIM, BITS, DTYPE)
+def _add_values(acc, p, found, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """acc [D, 8] plus the values of 16 tokens, `found` by `_value_words`, times p [16, 8]."""
+    v = _value_operand(found[0], found[1], found[2], found[3], HEAD_DIM, BITS, DTYPE)
     return acc + dot(v, round_to(p, DTYPE))
 
 
@@ -227,25 +250,28 @@ def _attend_tile(
     tile, count, scale, HEAD_DIM: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
     GROUP: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Update the online softmax with the tokens of the words 8 tile to 8 tile + 7, those before `count`."""
+    """Update the online softmax with the tokens of the words 8 tile to 8 tile + 7, those before `count`. What a product
+    needs is loaded before the product ahead of it."""
     C: tl.constexpr = 32 // KEY_BITS
     TOKENS: tl.constexpr = 8 * C
+    PARTS: tl.constexpr = HEAD_DIM // 16
+    first, last = tile * TOKENS, count - 1
     logit = tl.zeros([TOKENS, EIGHT], tl.float32)
-    last_word = (count - 1) // C
-    for part in tl.static_range(HEAD_DIM // 16):
-        k = _key_operand(
-            key_codes, key_steps, key_shifts, tile * 8, last_word, part, HEAD_DIM, KEY_BITS, WORDS, DTYPE
-        )
-        logit += dot(k, query_parts[part])
+    found = _key_words(key_codes, key_steps, key_shifts, tile * 8, last // C, 0, HEAD_DIM, WORDS)
+    for part in tl.static_range(PARTS):
+        packed, step, shift = found
+        if part + 1 < PARTS:
+            found = _key_words(key_codes, key_steps, key_shifts, tile * 8, last // C, part + 1, HEAD_DIM, WORDS)
+        logit += dot(_key_operand(packed, step, shift, KEY_BITS, DTYPE), query_parts[part])
+    v0 = _value_words(value_codes, value_steps, value_shifts, first, C, last, GROUP, HEAD_DIM, VALUE_BITS)
     m = tl.arange(0, TOKENS)
-    token = tile * TOKENS + m % 8 * C + m % 16 // 8 * (C // 2) + m // 16
+    token = first + m % 8 * C + m % 16 // 8 * (C // 2) + m // 16
     logit = tl.where((token < count)[:, None], multiply(logit, scale), float("-inf"))
     p, row_max, weight_sum, rescale = _weights(row_max, weight_sum, logit, TOKENS)
     acc = acc * rescale[None, :]
-    first = tile * TOKENS
-    last = count - 1
     # The rows of the operands of values, in registers: one operand for each number of a code.
     p = tl.permute(tl.reshape(p, (C // 2, 16, EIGHT)), (1, 2, 0))
+    v1 = _value_words(value_codes, value_steps, value_shifts, first + 1, C, last, GROUP, HEAD_DIM, VALUE_BITS)
     if KEY_BITS == 2:
         even, odd = tl.split(tl.reshape(p, (16, EIGHT, 2, 2, 2)))
         p_04, p_26 = tl.split(even)
@@ -258,31 +284,23 @@ def _attend_tile(
         even, odd = tl.split(tl.reshape(p, (16, EIGHT, 2, 2)))
         p0, p2 = tl.split(even)
         p1, p3 = tl.split(odd)
-    acc = _add_values(
-        acc, p0, value_codes, value_steps, value_shifts, first, 0, C, last, GROUP, HEAD_DIM, VALUE_BITS, DTYPE
-    )
-    acc = _add_values(
-        acc, p1, value_codes, value_steps, value_shifts, first, 1, C, last, GROUP, HEAD_DIM, VALUE_BITS, DTYPE
-    )
-    acc = _add_values(
-        acc, p2, value_codes, value_steps, value_shifts, first, 2, C, last, GROUP, HEAD_DIM, VALUE_BITS, DTYPE
-    )
-    acc = _add_values(
-        acc, p3, value_codes, value_steps, value_shifts, first, 3, C, last, GROUP, HEAD_DIM, VALUE_BITS, DTYPE
-    )
+    acc = _add_values(acc, p0, v0, HEAD_DIM, VALUE_BITS, DTYPE)
+    v2 = _value_words(value_codes, value_steps, value_shifts, first + 2, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+    acc = _add_values(acc, p1, v1, HEAD_DIM, VALUE_BITS, DTYPE)
+    v3 = _value_words(value_codes, value_steps, value_shifts, first + 3, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+    acc = _add_values(acc, p2, v2, HEAD_DIM, VALUE_BITS, DTYPE)
     if KEY_BITS == 2:
-        acc = _add_values(
-            acc, p4, value_codes, value_steps, value_shifts, first, 4, C, last, GROUP, HEAD_DIM, VALUE_BITS, DTYPE
-        )
-        acc = _add_values(
-            acc, p5, value_codes, value_steps, value_shifts, first, 5, C, last, GROUP, HEAD_DIM, VALUE_BITS, DTYPE
-        )
-        acc = _add_values(
-            acc, p6, value_codes, value_steps, value_shifts, first, 6, C, last, GROUP, HEAD_DIM, VALUE_BITS, DTYPE
-        )
-        acc = _add_values(
-            acc, p7, value_codes, value_steps, value_shifts, first, 7, C, last, GROUP, HEAD_DIM, VALUE_BITS, DTYPE
-        )
+        v4 = _value_words(value_codes, value_steps, value_shifts, first + 4, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+        acc = _add_values(acc, p3, v3, HEAD_DIM, VALUE_BITS, DTYPE)
+        v5 = _value_words(value_codes, value_steps, value_shifts, first + 5, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+        acc = _add_values(acc, p4, v4, HEAD_DIM, VALUE_BITS, DTYPE)
+        v6 = _value_words(value_codes, value_steps, value_shifts, first + 6, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+        acc = _add_values(acc, p5, v5, HEAD_DIM, VALUE_BITS, DTYPE)
+        v7 = _value_words(value_codes, value_steps, value_shifts, first + 7, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+        acc = _add_values(acc, p6, v6, HEAD_DIM, VALUE_BITS, DTYPE)
+        acc = _add_values(acc, p7, v7, HEAD_DIM, VALUE_BITS, DTYPE)
+    else:
+        acc = _add_values(acc, p3, v3, HEAD_DIM, VALUE_BITS, DTYPE)
     return acc, row_max, weight_sum
 
 
