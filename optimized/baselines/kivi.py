@@ -35,7 +35,16 @@ from .._common.launch import (
 from .._common.numerics import LOG2_E
 from .._common.state import State
 from .kivi_fragment_kernels import EIGHT, fragment_kernel
-from .kivi_kernels import EVERY, PROMPT, SEEN, STEP, dequantize_kernel, quantize_keys_kernel, quantize_values_kernel
+from .kivi_kernels import (
+    APART,
+    EVERY,
+    PROMPT,
+    SEEN,
+    STEP,
+    dequantize_kernel,
+    quantize_keys_kernel,
+    quantize_values_kernel,
+)
 from .kivi_step_kernels import attention_kernel, merge_kernel
 
 __all__ = ["KIVIConfig", "KIVIState", "QuantizeResult", "dequantize", "quantize"]
@@ -137,7 +146,7 @@ def _values_kernel(
             x, codes if place is None else place, codes if count is None else count, codes, scale, minimum, heads,
             tiles, tokens, scale.shape[2], residual, 1 if place is None else place.shape[1], *x.stride(),
             HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), BITS=bits, GROUP=group, ROWS=rows, MODE=mode,
-            num_warps=4,
+            DISTANCE=1 if mode == EVERY.value else APART.value, num_warps=4,
         )
 
 
@@ -172,11 +181,11 @@ def _(
 
 @torch.library.custom_op(
     "kvtwin::kivi_store",
-    mutates_args=("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum"),
+    mutates_args=("key_codes", "key_scale", "key_minimum", "value_codes", "value_scales"),
 )
 def _store(
     key: Tensor, value: Tensor, place: Tensor, count: Tensor, key_codes: Tensor, key_scale: Tensor, key_minimum: Tensor,
-    value_codes: Tensor, value_scale: Tensor, value_minimum: Tensor, key_bits: int, value_bits: int, group: int,
+    value_codes: Tensor, value_scales: Tensor, key_bits: int, value_bits: int, group: int,
     residual: int,
 ) -> None:
     """Quantize the keys and values of a prompt [B, Hkv, T, D], of which row b has count[b] tokens, at place[b] of the
@@ -189,7 +198,7 @@ def _store(
         )
     if total > residual:
         _values_kernel(
-            value, place, count, value_codes, value_scale, value_minimum, value_bits, group, residual, PROMPT.value,
+            value, place, count, value_codes, *value_scales.unbind(-1), value_bits, group, residual, PROMPT.value,
             total - residual,
         )
 
@@ -197,7 +206,7 @@ def _store(
 @_store.register_fake
 def _(
     key: Tensor, value: Tensor, place: Tensor, count: Tensor, key_codes: Tensor, key_scale: Tensor, key_minimum: Tensor,
-    value_codes: Tensor, value_scale: Tensor, value_minimum: Tensor, key_bits: int, value_bits: int, group: int,
+    value_codes: Tensor, value_scales: Tensor, key_bits: int, value_bits: int, group: int,
     residual: int,
 ) -> None:
     return None
@@ -206,13 +215,13 @@ def _(
 @torch.library.custom_op(
     "kvtwin::kivi_step",
     mutates_args=(
-        "keys", "values", "key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum",
+        "keys", "values", "key_codes", "key_scale", "key_minimum", "value_codes", "value_scales",
         "count", "counters", "due", "positions", "partial", "row_maxima", "weight_sums",
     ),
 )
 def _step(
     query: Tensor, new_key: Tensor, new_value: Tensor, keys: Tensor, values: Tensor, key_codes: Tensor,
-    key_scale: Tensor, key_minimum: Tensor, value_codes: Tensor, value_scale: Tensor, value_minimum: Tensor,
+    key_scale: Tensor, key_minimum: Tensor, value_codes: Tensor, value_scales: Tensor,
     count: Tensor, counters: Tensor, due: Tensor, positions: Tensor, partial: Tensor, row_maxima: Tensor,
     weight_sums: Tensor, scale: float, key_bits: int, value_bits: int, group: int, splits: int,
 ) -> Tensor:
@@ -220,11 +229,12 @@ def _step(
     (batch, query_heads, head_dim), (_, heads, residual, _) = query.shape, keys.shape
     slots, pad = positions.shape[1], padded_head_dim(head_dim)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    value_scale, value_minimum = value_scales.unbind(-1)
     shape = {"GROUP_HEADS": query_heads // heads, "HEAD_DIM": head_dim, "D_PAD": pad, "ROWS": GROUP_ROWS}
     with on_device_of(query):
         numbers = (
             count, counters, positions, partial, row_maxima, weight_sums, scale * LOG2_E.value, heads, splits, residual,
-            slots, key_scale.shape[2], value_scale.shape[2], *query.stride(), *new_key.stride(), *new_value.stride(),
+            slots, key_scale.shape[2], value_scales.shape[2], *query.stride(), *new_key.stride(), *new_value.stride(),
         )
         constants = {
             "KEY_BITS": key_bits, "VALUE_BITS": value_bits, "GROUP": group, "WORDS": words_of(group, key_bits),
@@ -232,9 +242,9 @@ def _step(
         if _in_fragments(keys.dtype, query_heads // heads, head_dim, group, key_bits, value_bits):
             fragment_kernel[(batch * heads * (splits + 1),)](
                 query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, key_scale.view(torch.int32),
-                key_minimum.view(torch.int32), value_codes, value_scale.view(torch.int16),
-                value_minimum.view(torch.int16), *numbers, **constants, GROUP_HEADS=query_heads // heads,
-                HEAD_DIM=head_dim, BLOCK=16, num_warps=1, num_stages=1, maxnreg=FRAGMENT_REGISTERS,
+                key_minimum.view(torch.int32), value_codes, value_scales.view(torch.int32), *numbers, **constants,
+                GROUP_HEADS=query_heads // heads, HEAD_DIM=head_dim, num_warps=1, num_stages=1,
+                maxnreg=FRAGMENT_REGISTERS,
             )
         else:
             attention_kernel[(batch * heads * (splits + 1),)](
@@ -246,7 +256,7 @@ def _step(
             )
         merge_kernel[(batch * heads,)](
             partial, row_maxima, weight_sums, output, values, value_codes, value_scale, value_minimum, count, counters,
-            due, heads, splits + 1, residual, slots, value_scale.shape[2],
+            due, heads, splits + 1, residual, slots, value_scales.shape[2],
             **shape, BITS=value_bits, GROUP=group, PARTS=triton.next_power_of_2(splits + 1), num_warps=4,
         )
         _keys_kernel(
@@ -259,7 +269,7 @@ def _step(
 @_step.register_fake
 def _(
     query: Tensor, new_key: Tensor, new_value: Tensor, keys: Tensor, values: Tensor, key_codes: Tensor,
-    key_scale: Tensor, key_minimum: Tensor, value_codes: Tensor, value_scale: Tensor, value_minimum: Tensor,
+    key_scale: Tensor, key_minimum: Tensor, value_codes: Tensor, value_scales: Tensor,
     count: Tensor, counters: Tensor, due: Tensor, positions: Tensor, partial: Tensor, row_maxima: Tensor,
     weight_sums: Tensor, scale: float, key_bits: int, value_bits: int, group: int, splits: int,
 ) -> Tensor:
@@ -326,9 +336,9 @@ class KIVIState(State):
         )
         words = head_dim * config.value_bits // WORD
         self._value_codes = self._buffer(batch, key_value_heads, rows, words, dtype=torch.int32)
-        self._value_scale, self._value_minimum = (
-            self._buffer(batch, key_value_heads, rows, head_dim // each, dtype=self.dtype) for _ in range(2)
-        )
+        # Scale and minimum lie side by side, so that one load reads both.
+        self._value_scales = self._buffer(batch, key_value_heads, rows, head_dim // each, 2, dtype=self.dtype)
+        self._value_scale, self._value_minimum = self._value_scales.unbind(-1)
         self._count, self._due = (self._buffer(batch, dtype=torch.int64) for _ in range(2))
         self._counters = self._buffer(2, dtype=torch.int64)
         self.positions = self._buffer(batch, slots, dtype=torch.int64)
@@ -429,8 +439,7 @@ class KIVIState(State):
         count = occupied.sum(1)
         _store(
             key, value, place, count, self._key_codes, self._key_scale, self._key_minimum, self._value_codes,
-            self._value_scale, self._value_minimum, self.config.key_bits, self.config.value_bits, self.config.group,
-            self.config.residual,
+            self._value_scales, self.config.key_bits, self.config.value_bits, self.config.group, self.config.residual,
         )
         for buffer, tokens in ((self._keys, key), (self._values, value)):
             # The newest tokens in their places: place i has the last token whose number is i modulo its length.
@@ -460,7 +469,7 @@ class KIVIState(State):
         config = self.config
         output: Tensor = _step(
             query, key, value, self._keys, self._values, self._key_codes, self._key_scale, self._key_minimum,
-            self._value_codes, self._value_scale, self._value_minimum, self._count, self._counters, self._due,
+            self._value_codes, self._value_scales, self._count, self._counters, self._due,
             self.positions, self._partial, self._row_maxima, self._weight_sums, self.scale, config.key_bits,
             config.value_bits, config.group, self._splits,
         )
@@ -474,7 +483,7 @@ class KIVIState(State):
         self._start_change("reorder")
         for tensor in (
             self._keys, self._values, self._key_codes, self._key_scale, self._key_minimum, self._value_codes,
-            self._value_scale, self._value_minimum, self._count, self.positions,
+            self._value_scales, self._count, self.positions,
         ):
             tensor.copy_(tensor.index_select(0, index))
         self._end_change()

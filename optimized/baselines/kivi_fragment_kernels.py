@@ -145,17 +145,17 @@ def _words_of(codes, token, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl
 
 @triton.jit
 def _scales_of(scales, token, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The scales or minima of a lane's words of tokens [4, 1], the lower halves of int32: [4, 8]."""
+    """The scale, below, and the minimum of a lane's words of tokens [4, 1]: [4, 8] int32."""
     group = _hidden(tl.arange(0, EIGHT) * (HEAD_DIM // EIGHT) // GROUP)[None, :]
-    return tl.load(scales + (token * (HEAD_DIM // GROUP) + group)).to(tl.int32)
+    return tl.load(scales + (token * (HEAD_DIM // GROUP) + group))
 
 
 @triton.jit
 def _value_words(
-    codes, steps, shifts, first, stride, last, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr
+    codes, scales, first, stride, last, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr
 ):
-    """The words, scales and minima of 16 values: four tuples for the columns 4 t to 4 t + 3. Column 8 h + g is token
-    first + g stride + h stride / 2. Tokens beyond `last` are read as `last`. steps, shifts: int16."""
+    """The words and scales of 16 values, each for the columns 4 t to 4 t + 3. Column 8 h + g is token
+    first + g stride + h stride / 2. Tokens beyond `last` are read as `last`."""
     t = tl.arange(0, 4)[:, None]
     first += t % 2 * (4 * stride) + t // 2 * (stride // 2)
     a, b = tl.minimum(first, last), tl.minimum(first + stride, last)
@@ -170,41 +170,34 @@ def _value_words(
             _words_of(codes, a, 1, HEAD_DIM, BITS), _words_of(codes, b, 1, HEAD_DIM, BITS),
             _words_of(codes, c, 1, HEAD_DIM, BITS), _words_of(codes, d, 1, HEAD_DIM, BITS),
         )
-    return (
-        words, others,
-        (
-            _scales_of(steps, a, GROUP, HEAD_DIM), _scales_of(steps, b, GROUP, HEAD_DIM),
-            _scales_of(steps, c, GROUP, HEAD_DIM), _scales_of(steps, d, GROUP, HEAD_DIM),
-        ),
-        (
-            _scales_of(shifts, a, GROUP, HEAD_DIM), _scales_of(shifts, b, GROUP, HEAD_DIM),
-            _scales_of(shifts, c, GROUP, HEAD_DIM), _scales_of(shifts, d, GROUP, HEAD_DIM),
-        ),
+    scales_of_columns = (
+        _scales_of(scales, a, GROUP, HEAD_DIM), _scales_of(scales, b, GROUP, HEAD_DIM),
+        _scales_of(scales, c, GROUP, HEAD_DIM), _scales_of(scales, d, GROUP, HEAD_DIM),
+    )
+    return words, others, scales_of_columns
+
+
+@triton.jit
+def _of_two_tokens(one, other, scale, other_scale, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """The values of words of two tokens: [t, word, row, bits of the number], pairs of tokens."""
+    return _all_rows(
+        _lower_halves(one, other), _upper_halves(one, other), _lower_halves(scale, other_scale),
+        _upper_halves(scale, other_scale), BITS, DTYPE,
     )
 
 
 @triton.jit
-def _value_columns(words, step, shift, step_2, shift_2, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Four tokens for each t, of one of a lane's words: [t, word, row, bits of the number, two pairs of tokens]. step,
-    shift: the scales and minima of the first pair."""
-    return tl.join(
-        _all_rows(
-            _lower_halves(words[0], words[1]), _upper_halves(words[0], words[1]), step, shift, BITS, DTYPE
-        ),
-        _all_rows(
-            _lower_halves(words[2], words[3]), _upper_halves(words[2], words[3]), step_2, shift_2, BITS, DTYPE
-        ),
-    )
-
-
-@triton.jit
-def _value_operand(words, others, steps, shifts, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+def _value_operand(words, others, scales, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
     """V^T [D, 16] from `_value_words`; row m is channel `_channel_of(m)`."""
-    step, step_2 = _lower_halves(steps[0], steps[1]), _lower_halves(steps[2], steps[3])
-    shift, shift_2 = _lower_halves(shifts[0], shifts[1]), _lower_halves(shifts[2], shifts[3])
-    y = _value_columns(words, step, shift, step_2, shift_2, BITS, DTYPE)
+    y = tl.join(
+        _of_two_tokens(words[0], words[1], scales[0], scales[1], BITS, DTYPE),
+        _of_two_tokens(words[2], words[3], scales[2], scales[3], BITS, DTYPE),
+    )
     if HEAD_DIM * BITS == 512:
-        y = tl.join(y, _value_columns(others, step, shift, step_2, shift_2, BITS, DTYPE))
+        y = tl.join(y, tl.join(
+            _of_two_tokens(others[0], others[1], scales[0], scales[1], BITS, DTYPE),
+            _of_two_tokens(others[2], others[3], scales[2], scales[3], BITS, DTYPE),
+        ))
     y = _unpacked(y, DTYPE)                           # t, word, row, bits of the number, two pairs, (unit,) pair
     if BITS == 2:
         y = tl.permute(y, (3, 4, 5, 2, 1, 0, 6, 7))
@@ -240,30 +233,33 @@ def _weights(row_max, weight_sum, logit, TOKENS: tl.constexpr):
 @triton.jit
 def _add_values(acc, p, found, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
     """acc [D, 8] plus the values of 16 tokens, `found` by `_value_words`, times p [16, 8]."""
-    v = _value_operand(found[0], found[1], found[2], found[3], HEAD_DIM, BITS, DTYPE)
+    words, others, scales = found
+    v = _value_operand(words, others, scales, HEAD_DIM, BITS, DTYPE)
     return acc + dot(v, round_to(p, DTYPE))
 
 
 @triton.jit
 def _attend_tile(
-    acc, row_max, weight_sum, query_parts, key_codes, key_steps, key_shifts, value_codes, value_steps, value_shifts,
-    tile, count, scale, HEAD_DIM: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    acc, row_max, weight_sum, packed, step, shift, query_parts, key_codes, key_steps, key_shifts, value_codes,
+    value_scales, tile, count, scale, HEAD_DIM: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
     GROUP: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr,
 ):
     """Update the online softmax with the tokens of the words 8 tile to 8 tile + 7, those before `count`. What a product
-    needs is loaded before the product ahead of it."""
+    needs is loaded before the product ahead of it. packed, step, shift: the first `_key_words`; those of the next tile
+    are returned."""
     C: tl.constexpr = 32 // KEY_BITS
     TOKENS: tl.constexpr = 8 * C
     PARTS: tl.constexpr = HEAD_DIM // 16
     first, last = tile * TOKENS, count - 1
     logit = tl.zeros([TOKENS, EIGHT], tl.float32)
-    found = _key_words(key_codes, key_steps, key_shifts, tile * 8, last // C, 0, HEAD_DIM, WORDS)
     for part in tl.static_range(PARTS):
-        packed, step, shift = found
+        words, steps, shifts = packed, step, shift
         if part + 1 < PARTS:
-            found = _key_words(key_codes, key_steps, key_shifts, tile * 8, last // C, part + 1, HEAD_DIM, WORDS)
-        logit += dot(_key_operand(packed, step, shift, KEY_BITS, DTYPE), query_parts[part])
-    v0 = _value_words(value_codes, value_steps, value_shifts, first, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+            packed, step, shift = _key_words(
+                key_codes, key_steps, key_shifts, tile * 8, last // C, part + 1, HEAD_DIM, WORDS
+            )
+        logit += dot(_key_operand(words, steps, shifts, KEY_BITS, DTYPE), query_parts[part])
+    v0 = _value_words(value_codes, value_scales, first, C, last, GROUP, HEAD_DIM, VALUE_BITS)
     m = tl.arange(0, TOKENS)
     token = first + m % 8 * C + m % 16 // 8 * (C // 2) + m // 16
     logit = tl.where((token < count)[:, None], multiply(logit, scale), float("-inf"))
@@ -271,7 +267,7 @@ def _attend_tile(
     acc = acc * rescale[None, :]
     # The rows of the operands of values, in registers: one operand for each number of a code.
     p = tl.permute(tl.reshape(p, (C // 2, 16, EIGHT)), (1, 2, 0))
-    v1 = _value_words(value_codes, value_steps, value_shifts, first + 1, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+    v1 = _value_words(value_codes, value_scales, first + 1, C, last, GROUP, HEAD_DIM, VALUE_BITS)
     if KEY_BITS == 2:
         even, odd = tl.split(tl.reshape(p, (16, EIGHT, 2, 2, 2)))
         p_04, p_26 = tl.split(even)
@@ -285,52 +281,68 @@ def _attend_tile(
         p0, p2 = tl.split(even)
         p1, p3 = tl.split(odd)
     acc = _add_values(acc, p0, v0, HEAD_DIM, VALUE_BITS, DTYPE)
-    v2 = _value_words(value_codes, value_steps, value_shifts, first + 2, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+    v2 = _value_words(value_codes, value_scales, first + 2, C, last, GROUP, HEAD_DIM, VALUE_BITS)
     acc = _add_values(acc, p1, v1, HEAD_DIM, VALUE_BITS, DTYPE)
-    v3 = _value_words(value_codes, value_steps, value_shifts, first + 3, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+    v3 = _value_words(value_codes, value_scales, first + 3, C, last, GROUP, HEAD_DIM, VALUE_BITS)
     acc = _add_values(acc, p2, v2, HEAD_DIM, VALUE_BITS, DTYPE)
     if KEY_BITS == 2:
-        v4 = _value_words(value_codes, value_steps, value_shifts, first + 4, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+        v4 = _value_words(value_codes, value_scales, first + 4, C, last, GROUP, HEAD_DIM, VALUE_BITS)
         acc = _add_values(acc, p3, v3, HEAD_DIM, VALUE_BITS, DTYPE)
-        v5 = _value_words(value_codes, value_steps, value_shifts, first + 5, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+        v5 = _value_words(value_codes, value_scales, first + 5, C, last, GROUP, HEAD_DIM, VALUE_BITS)
         acc = _add_values(acc, p4, v4, HEAD_DIM, VALUE_BITS, DTYPE)
-        v6 = _value_words(value_codes, value_steps, value_shifts, first + 6, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+        v6 = _value_words(value_codes, value_scales, first + 6, C, last, GROUP, HEAD_DIM, VALUE_BITS)
         acc = _add_values(acc, p5, v5, HEAD_DIM, VALUE_BITS, DTYPE)
-        v7 = _value_words(value_codes, value_steps, value_shifts, first + 7, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+        v7 = _value_words(value_codes, value_scales, first + 7, C, last, GROUP, HEAD_DIM, VALUE_BITS)
         acc = _add_values(acc, p6, v6, HEAD_DIM, VALUE_BITS, DTYPE)
+        packed, step, shift = _key_words(
+            key_codes, key_steps, key_shifts, tile * 8 + 8, last // C, 0, HEAD_DIM, WORDS
+        )
         acc = _add_values(acc, p7, v7, HEAD_DIM, VALUE_BITS, DTYPE)
     else:
+        packed, step, shift = _key_words(
+            key_codes, key_steps, key_shifts, tile * 8 + 8, last // C, 0, HEAD_DIM, WORDS
+        )
         acc = _add_values(acc, p3, v3, HEAD_DIM, VALUE_BITS, DTYPE)
-    return acc, row_max, weight_sum
+    return acc, row_max, weight_sum, packed, step, shift
+
+
+@triton.jit
+def _keys_of_word(key_codes, key_scale, key_minimum, word, d, place, HEAD_DIM: tl.constexpr, BITS: tl.constexpr,
+                  WORDS: tl.constexpr):
+    """The keys of a word in the places [N] of its codes: [N, D] float32."""
+    C: tl.constexpr = 32 // BITS
+    packed = tl.load(key_codes + word * HEAD_DIM + d)[None, :]
+    at = word // WORDS * HEAD_DIM + d
+    step, shift = float32(tl.load(key_scale + at))[None, :], float32(tl.load(key_minimum + at))[None, :]
+    return number_of((packed >> (place % C * BITS)[:, None]) & ((1 << BITS) - 1)) * step + shift
 
 
 @triton.jit
 def _attend_rest(
     acc, row_max, weight_sum, q, keys, values, key_codes, key_scale, key_minimum, begin, total, keys_quantized,
-    residual, scale, channel, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    residual, scale, channel, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr,
 ):
     """Update the online softmax with the tokens `begin` to `total`, whose values are in the buffer. The first of their
     keys are quantized, the others in the buffer as well. q [D, 8]; channel [D]: those of the accumulator's rows."""
     C: tl.constexpr = 32 // BITS
-    d = tl.arange(0, HEAD_DIM)
-    for start in range(begin, total, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        holds = token < total
+    d, i = tl.arange(0, HEAD_DIM), tl.arange(0, 16)
+    for start in range(begin // 16 * 16, total, 16):                    # 16 tokens are one or two whole words
+        token = start + i
+        holds = (token >= begin) & (token < total)
         packed = token < keys_quantized
         k = tl.load(
-            keys + (token % residual)[:, None] * HEAD_DIM + d[None, :], mask=(holds & ~packed)[:, None], other=0.0
+            keys + (token % residual)[:, None] * HEAD_DIM + d[None, :], mask=(holds & (~packed))[:, None], other=0.0
         )
         if start < keys_quantized:
-            word = token // C
-            mask = packed[:, None] & (d < HEAD_DIM)[None, :]
-            code = tl.load(key_codes + word[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0)
-            code = (code >> (token % C * BITS)[:, None]) & ((1 << BITS) - 1)
-            at = (word // WORDS)[:, None] * HEAD_DIM + d[None, :]
-            step = float32(tl.load(key_scale + at, mask=mask, other=0.0))
-            shift = float32(tl.load(key_minimum + at, mask=mask, other=0.0))
-            k = tl.where(mask, round_to(number_of(code) * step + shift, k.dtype), k)
+            word = start // C
+            found = _keys_of_word(key_codes, key_scale, key_minimum, word, d, i, HEAD_DIM, BITS, WORDS)
+            if BITS == 4:
+                word = tl.minimum(word + 1, (keys_quantized - 1) // C)
+                more = _keys_of_word(key_codes, key_scale, key_minimum, word, d, i, HEAD_DIM, BITS, WORDS)
+                found = tl.where((i < C)[:, None], found, more)
+            k = tl.where(packed[:, None], round_to(found, k.dtype), k)
         logit = tl.where(holds[:, None], multiply(dot(k, q), scale), float("-inf"))
-        p, row_max, weight_sum, rescale = _weights(row_max, weight_sum, logit, BLOCK)
+        p, row_max, weight_sum, rescale = _weights(row_max, weight_sum, logit, 16)
         v = tl.load(
             values + (token % (residual + 1))[None, :] * HEAD_DIM + channel[:, None], mask=holds[None, :], other=0.0
         )
@@ -350,15 +362,15 @@ def _query_part(query, d_stride, valid, PART: tl.constexpr):
 ])
 def fragment_kernel(
     query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, key_steps, key_shifts, value_codes,
-    value_steps, value_shifts, count, counters, positions, partial, row_maxima, weight_sums,
+    value_scales, count, counters, positions, partial, row_maxima, weight_sums,
     scale, heads, splits, residual, slots, key_groups, value_rows, query_b, query_h, query_d, new_key_b, new_key_h,
     new_key_d, new_value_b, new_value_h, new_value_d,
     GROUP_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
-    GROUP: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, WORDS: tl.constexpr,
 ):
     """Program: a share of what one KV head attends to, as in `kivi_step_kernels.attention_kernel`, except that the
     last one has all tokens whose values are not quantized. key_steps, key_shifts: the scales and minima of keys as
-    int32, two channels each; value_steps, value_shifts: those of values as int16.
+    int32, two channels each; value_scales: those of values as int32, a scale and its minimum.
 
     Programs for the last tokens come last: they are short, and between the others they would leave multiprocessors
     unevenly filled."""
@@ -384,8 +396,7 @@ def fragment_kernel(
         key_steps += row_head * key_groups * (HEAD_DIM // 2)
         key_shifts += row_head * key_groups * (HEAD_DIM // 2)
         value_codes += row_head * value_rows * (HEAD_DIM * VALUE_BITS // 32)
-        value_steps += row_head * value_rows * (HEAD_DIM // GROUP)
-        value_shifts += row_head * value_rows * (HEAD_DIM // GROUP)
+        value_scales += row_head * value_rows * (HEAD_DIM // GROUP)
         q0, q1 = _query_part(query, query_d, valid, 0), _query_part(query, query_d, valid, 1)
         q2, q3 = _query_part(query, query_d, valid, 2), _query_part(query, query_d, valid, 3)
         if HEAD_DIM == 128:
@@ -396,10 +407,15 @@ def fragment_kernel(
             query_parts = (q0, q1, q2, q3)
         tiles = tl.cdiv(values_quantized, 256 // KEY_BITS)
         each = tl.cdiv(tiles, splits)
+        last_word = tl.maximum(values_quantized - 1, 0) // (32 // KEY_BITS)
+        packed, step, shift = _key_words(
+            key_codes, key_steps, key_shifts, split * each * 8, last_word, 0, HEAD_DIM, WORDS
+        )
         for tile in range(split * each, tl.minimum(split * each + each, tiles)):
-            acc, row_max, weight_sum = _attend_tile(
-                acc, row_max, weight_sum, query_parts, key_codes, key_steps, key_shifts, value_codes, value_steps,
-                value_shifts, tile, values_quantized, scale, HEAD_DIM, KEY_BITS, VALUE_BITS, GROUP, WORDS, DTYPE,
+            acc, row_max, weight_sum, packed, step, shift = _attend_tile(
+                acc, row_max, weight_sum, packed, step, shift, query_parts, key_codes, key_steps, key_shifts,
+                value_codes, value_scales, tile, values_quantized, scale, HEAD_DIM, KEY_BITS, VALUE_BITS, GROUP, WORDS,
+                DTYPE,
             )
     else:
         keys += row_head * residual * HEAD_DIM
@@ -417,7 +433,7 @@ def fragment_kernel(
         acc, row_max, weight_sum = _attend_rest(
             acc, row_max, weight_sum, q, keys, values, key_codes, key_scale + row_head * key_groups * HEAD_DIM,
             key_minimum + row_head * key_groups * HEAD_DIM, values_quantized, total, keys_quantized, residual, scale,
-            channel, HEAD_DIM, KEY_BITS, WORDS, BLOCK,
+            channel, HEAD_DIM, KEY_BITS, WORDS,
         )
     part = (row_head * GROUP_HEADS + head) * (splits + 1) + split
     tl.store(row_maxima + part, row_max, mask=head < GROUP_HEADS)

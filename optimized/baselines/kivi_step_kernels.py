@@ -12,7 +12,7 @@ import triton.language as tl
 from .._common.launch import PTX
 from .._common.numerics import dot, float32, multiply, round_output, round_to
 from .._common.softmax import merge_outputs, merge_sums, weigh_tile
-from .kivi_kernels import SEEN, SEEN_NEXT, number_of, quantized_counts, store_values
+from .kivi_kernels import APART, SEEN, SEEN_NEXT, number_of, quantized_counts, store_values
 
 _PTX = tl.constexpr(PTX)
 
@@ -151,7 +151,7 @@ def _values_of_tokens(
     mask = holds[:, None] & (w < HEAD_DIM // C)[None, :]
     packed = tl.load(codes + row * (HEAD_DIM // C) + w[None, :], mask=mask, other=0)
     if PAIRS:
-        at = row * (HEAD_DIM // GROUP) + (w * C // GROUP)[None, :]
+        at = (row * (HEAD_DIM // GROUP) + (w * C // GROUP)[None, :]) * APART
         step = tl.load(scale + at, mask=mask, other=0.0)
         shift = tl.load(minimum + at, mask=mask, other=0.0)
         return _numbers_of(packed, step, shift, BITS, BLOCK, D_PAD)
@@ -159,7 +159,7 @@ def _values_of_tokens(
         code = (packed[:, :, None] >> (tl.arange(0, C) * BITS)[None, None, :]) & ((1 << BITS) - 1)
         d = tl.arange(0, D_PAD)
         mask = holds[:, None] & (d < HEAD_DIM)[None, :]
-        at = row * (HEAD_DIM // GROUP) + (d // GROUP)[None, :]
+        at = (row * (HEAD_DIM // GROUP) + (d // GROUP)[None, :]) * APART
         step = float32(tl.load(scale + at, mask=mask, other=0.0))
         shift = float32(tl.load(minimum + at, mask=mask, other=0.0))
         v = tl.reshape(number_of(code), (BLOCK, D_PAD)) * step + shift
@@ -256,8 +256,8 @@ def attention_kernel(
         key_scale += row_head * key_groups * HEAD_DIM
         key_minimum += row_head * key_groups * HEAD_DIM
         value_codes += row_head * value_rows * (HEAD_DIM * VALUE_BITS // 32)
-        value_scale += row_head * value_rows * (HEAD_DIM // GROUP)
-        value_minimum += row_head * value_rows * (HEAD_DIM // GROUP)
+        value_scale += row_head * value_rows * (HEAD_DIM // GROUP * APART)
+        value_minimum += row_head * value_rows * (HEAD_DIM // GROUP * APART)
         words = keys_quantized // GROUP * WORDS
         each = tl.cdiv(tl.cdiv(words, BLOCK // C), splits) * (BLOCK // C)
         begin = split * each
@@ -342,5 +342,5 @@ def merge_kernel(
         v = float32(tl.load(values + at, mask=there, other=0.0))
         store_values(
             v, there, value_codes, value_scale, value_minimum, row_head * value_rows + token, token >= 0, HEAD_DIM,
-            BITS, GROUP, 1, D_PAD,
+            BITS, GROUP, 1, D_PAD, APART,
         )
