@@ -12,6 +12,8 @@ import torch
 
 from kvtwin.conformance.cases.case import StateTrace
 from kvtwin.conformance.judge import lockstep
+from kvtwin.conformance.judge.checkers import kivi as judge
+from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.optimized.baselines import kivi as ours
 
 pytestmark = pytest.mark.kind("equivalence")
@@ -23,6 +25,7 @@ CASES = [
     pytest.param(FP16, 128, 1, 2, 2, 64, 64, 195, id="2-bits-float16-three-tokens-in-a-tile"),
     pytest.param(BF16, 128, 8, 4, 4, 32, 32, 97, id="4-bits-one-token-in-a-tile"),
     pytest.param(FP16, 64, 3, 4, 4, 16, 48, 112, id="4-bits-float16-narrow-whole-tile"),
+    pytest.param(BF16, 64, 2, 4, 4, 16, 16, 230, id="4-bits-two-tiles-in-each-program"),
     pytest.param(BF16, 64, 2, 2, 4, 16, 16, 150, id="2-and-4-bits"),
     pytest.param(FP16, 128, 5, 4, 2, 16, 16, 85, id="4-and-2-bits"),
     pytest.param(BF16, 128, 2, 2, 2, 128, 128, 126, id="nothing-quantized-yet"),
@@ -45,6 +48,25 @@ def test_a_step_in_fragments_keeps_step(
         key_value_heads=1 if padding == "none" else 2, prompt=prompt, steps=3, padding=padding, seed=4,
         device=str(device),
     ), twins.optimized.baselines.kivi)
+
+
+@pytest.mark.parametrize(("key_bits", "value_bits", "prompt"), [(2, 2, 170), (4, 4, 97), (2, 4, 31)])
+def test_free_memory_changes_nothing(key_bits, value_bits, prompt, twins, device):
+    """Keys and values that left the buffers, and codes of tokens that did not."""
+    kivi = twins.optimized.baselines.kivi
+    config = kivi.KIVIConfig(key_bits, value_bits, group=32, residual=32, max_tokens=256)
+    generator = torch.Generator().manual_seed(1)
+    given = [torch.randn(1, heads, prompt + 1, 128, generator=generator).to(device, BF16) for heads in (4, 2, 2)]
+    outputs = []
+    for poisoned in (False, True):
+        state = kivi.KIVIState(
+            config, batch=1, query_heads=4, key_value_heads=2, head_dim=128, dtype=BF16, device=device
+        )
+        state.prefill(*(tensor[:, :, :prompt] for tensor in given))
+        if poisoned:
+            judge.poison(state)
+        outputs.append(state.step(*(tensor[:, :, prompt] for tensor in given)))
+    assert_same(outputs[1], outputs[0], what="output")
 
 
 @pytest.mark.parametrize(("dtype", "group_heads", "head_dim", "group", "key_bits", "value_bits"), [
