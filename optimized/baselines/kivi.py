@@ -186,8 +186,7 @@ def _(
 )
 def _store(
     key: Tensor, value: Tensor, place: Tensor, count: Tensor, key_codes: Tensor, key_scale: Tensor, key_minimum: Tensor,
-    value_codes: Tensor, value_scales: Tensor, key_bits: int, value_bits: int, group: int,
-    residual: int,
+    value_codes: Tensor, value_scales: Tensor, key_bits: int, value_bits: int, group: int, residual: int,
 ) -> None:
     """Quantize the keys and values of a prompt [B, Hkv, T, D], of which row b has count[b] tokens, at place[b] of the
     prompt. A state's buffers as in `attention_kernel`."""
@@ -198,8 +197,9 @@ def _store(
             (total - total % residual) // group,
         )
     if total > residual:
+        scale, minimum = value_scales.unbind(-1)
         _values_kernel(
-            value, place, count, value_codes, *value_scales.unbind(-1), value_bits, group, residual, PROMPT.value,
+            value, place, count, value_codes, scale, minimum, value_bits, group, residual, PROMPT.value,
             total - residual,
         )
 

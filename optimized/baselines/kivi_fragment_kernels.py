@@ -356,6 +356,19 @@ def _query_part(query, d_stride, valid, PART: tl.constexpr):
     return tl.load(query + _channels(PART).to(tl.int64)[:, None] * d_stride, mask=valid, other=0.0)
 
 
+@triton.jit
+def _query_parts(query, d_stride, valid, HEAD_DIM: tl.constexpr):
+    """`_query_part` of all parts."""
+    q0, q1 = _query_part(query, d_stride, valid, 0), _query_part(query, d_stride, valid, 1)
+    q2, q3 = _query_part(query, d_stride, valid, 2), _query_part(query, d_stride, valid, 3)
+    if HEAD_DIM == 64:
+        return q0, q1, q2, q3
+    else:
+        q4, q5 = _query_part(query, d_stride, valid, 4), _query_part(query, d_stride, valid, 5)
+        q6, q7 = _query_part(query, d_stride, valid, 6), _query_part(query, d_stride, valid, 7)
+        return q0, q1, q2, q3, q4, q5, q6, q7
+
+
 @triton.jit(do_not_specialize=[
     "heads", "splits", "residual", "slots", "key_groups", "value_rows", "query_b", "query_h", "new_key_b", "new_key_h",
     "new_value_b", "new_value_h",
@@ -397,14 +410,7 @@ def fragment_kernel(
         key_shifts += row_head * key_groups * (HEAD_DIM // 2)
         value_codes += row_head * value_rows * (HEAD_DIM * VALUE_BITS // 32)
         value_scales += row_head * value_rows * (HEAD_DIM // GROUP)
-        q0, q1 = _query_part(query, query_d, valid, 0), _query_part(query, query_d, valid, 1)
-        q2, q3 = _query_part(query, query_d, valid, 2), _query_part(query, query_d, valid, 3)
-        if HEAD_DIM == 128:
-            q4, q5 = _query_part(query, query_d, valid, 4), _query_part(query, query_d, valid, 5)
-            q6, q7 = _query_part(query, query_d, valid, 6), _query_part(query, query_d, valid, 7)
-            query_parts = (q0, q1, q2, q3, q4, q5, q6, q7)
-        else:
-            query_parts = (q0, q1, q2, q3)
+        query_parts = _query_parts(query, query_d, valid, HEAD_DIM)
         tiles = tl.cdiv(values_quantized, 256 // KEY_BITS)
         each = tl.cdiv(tiles, splits)
         last_word = tl.maximum(values_quantized - 1, 0) // (32 // KEY_BITS)
