@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...reference._validate import check_config, check_reorder, check_room
-from ...reference.baselines._validate_kivi import WORD, check_dequantize, check_head_dim, words_of
+from ...reference.baselines._validate_kivi import WORD, check_dequantize, check_head_dim, check_quantize, words_of
 from ...reference.baselines.kivi import KIVIConfig, QuantizeResult
 from .._common.launch import check_launchable, key_block, split_slots
 from .._common.state import State
