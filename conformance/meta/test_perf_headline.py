@@ -33,7 +33,8 @@ MEASURED = {
         "h2o fused, at intervals", "vatp fused, at intervals", "snapkv", "h2o", "r-kv fused", "ratios",
     },
     "thinkv": {
-        "state", "full KV", "thinkv", "gather, sequential", "gather, overlapped", "r-kv fused", "ratios",
+        "state", "full KV", "thinkv", "gather, sequential", "gather, overlapped", "r-kv fused", "kivi", "pm-kvq",
+        "ratios",
     },
     "epikv": {"steps", "context", "context ratios"},
     "keydiff": {"eviction", "keydiff", "one piece"},
@@ -65,7 +66,7 @@ def test_the_experiments_run_and_make_a_page(tmp_path, device, monkeypatch):
     text = "\n".join(page.table(result))
     assert "is missing" not in text
     assert text.count("not measured") == 2                       # a batch of 256, and offload, are left out here
-    assert len(text.splitlines()) == 2 + 13
+    assert len(text.splitlines()) == 2 + 14
     root = ElementTree.fromstring(page.svg("all", page.panels(result)))
     assert len(root.findall("{*}g")) == 7
 
@@ -83,7 +84,7 @@ def test_the_experiments_run_and_make_a_page(tmp_path, device, monkeypatch):
     monkeypatch.setattr(stored_results, "resources", SimpleNamespace(files=lambda _: tmp_path / "fixtures"))
     shown = "\n".join(details.stored_results())
     assert page.svg("The papers' headline experiments", page.panels(result)) in shown
-    assert shown.count("<tr>") == 1 + 13
+    assert shown.count("<tr>") == 1 + 14
 
 
 def test_what_is_stored_follows_from_the_baseline():
@@ -355,6 +356,19 @@ MODEL = decoder.small(decoder.QWEN_8B)
 def tokens(run, batch, *count):
     heads = (MODEL.query_heads, MODEL.key_value_heads, MODEL.key_value_heads)
     return [run.draw(batch, number, *count, MODEL.head_dim) for number in heads]
+
+
+@pytest.mark.parametrize("first", [1, 3000])
+def test_steps_are_timed_at_both_ends_of_each_width(first):
+    """PM-KVQ's codes have one width between two lengths, and while steps at one length are timed."""
+    keeping = perf_module("headline.keeping")
+    config = keeping.pm_kvq_config(8192 + keeping.STEPS)
+    points = keeping.points(config, first, 8192)
+    width = config.width_after
+    assert [width(length) for length, _ in points] == ([16, 16, 8, 8, 4, 4, 2, 2] if first == 1 else [8, 8, 4, 4, 2, 2])
+    assert all(width(start) == width(start + keeping.TIMED) == width(length) for length, start in points[1::2])
+    assert all(start == length for length, start in points[::2]) and points[-1][0] == 8192
+    assert keeping.points(keeping.kivi_config(decoder.QWEN_8B, 8192), 1, 8192) == [(1, 1), (8192, 8192 - keeping.STEPS)]
 
 
 @pytest.mark.parametrize("method", [pair.name for pair in discovery.built_in() if pair.state])

@@ -11,11 +11,22 @@ from pathlib import Path
 
 import torch
 
-from .. import bench_epikv, bench_keydiff, bench_longflow, bench_synckv, bench_thinkv
+from .. import (
+    bench_epikv,
+    bench_keydiff,
+    bench_kivi,
+    bench_longflow,
+    bench_pm_kvq,
+    bench_quest,
+    bench_synckv,
+    bench_thinkv,
+)
 from . import EXPERIMENTS
 from .base import Run
 
-BENCHES = (bench_epikv, bench_keydiff, bench_longflow, bench_synckv, bench_thinkv)
+BENCHES = (
+    bench_epikv, bench_keydiff, bench_kivi, bench_longflow, bench_pm_kvq, bench_quest, bench_synckv, bench_thinkv,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import bench_longflow
 from ..bench_epikv import eager_h2o
-from . import systems
+from . import keeping, systems
 from .base import ROUNDS, Run, rows_that_fit, trapezoid
 from .decoder import ITEM, QWEN_1_7B, QWEN_8B, Decoder, Model, small
 
@@ -155,6 +155,42 @@ class Plan:
         found = self.largest(each, measure, extra)
         seconds = (found["milliseconds_step"] + found["milliseconds_cut"] / interval) / 1e3
         self.rate(name, found, self.new * seconds, self.new * self.bytes(found["batch"], budget + interval / 2))
+
+    def growing(self, name: str, config: keeping.Quantizing) -> None:
+        """kvtwin's states that quantize all tokens and keep them, timed at several lengths and interpolated linearly.
+        The quantization of a window of tokens, which happens every 128 steps, is left out."""
+        run, model = self.run, self.model
+        points = keeping.points(config, self.prompt, self.prompt + self.new)
+
+        def moves(batch: int, length: int) -> float:
+            return model.weight_bytes + batch * length * model.token_bytes * keeping.bits(config, length) / (8 * ITEM)
+
+        def measure(batch: int) -> dict[str, Any]:
+            states = [keeping.quantizing_state(run, model, config, batch) for _ in range(model.layers)]
+            times = {}
+            for length, start in points:
+                for state in states:
+                    keeping.start_from(state, start)
+                times[length] = systems.step_seconds(
+                    run, f"{name} at {length}", self.decoder, lambda layer, *given: states[layer].step(*given), batch,
+                    length - 1, moves(batch, start), repeats=keeping.TIMED, rounds=1,
+                )
+            heads = (model.query_heads, model.key_value_heads, model.key_value_heads)
+            try:
+                keeping.check_quantizing(
+                    states[-1], tuple(run.draw(batch, count, model.head_dim) for count in heads)
+                )
+            except AssertionError as error:
+                run.complain(f"{name}: wrong after timing: {str(error).splitlines()[0]}")
+            return {"times": times}
+
+        found = self.largest(systems.bytes_per_row(
+            run, lambda rows: keeping.quantizing_state(run, model, config, rows), model.layers
+        ), measure)
+        times, batch = found.pop("times"), found["batch"]
+        found["milliseconds_at"] = {length: seconds * 1e3 for length, seconds in times.items()}
+        moved = trapezoid({length: moves(batch, length) for length in times})
+        self.rate(name, found, trapezoid(times), moved)
 
     def bytes(self, batch: int, slots: float) -> float:
         """The bytes that a step reads: the weights, and the keys and values of `slots` slots."""

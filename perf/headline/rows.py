@@ -68,7 +68,8 @@ def _module(figures: Figures) -> str:
 
 def _thinkv(figures: Figures) -> str:
     names = {"gather, sequential": "sequential gather", "gather, overlapped": "overlapped gather",
-             "r-kv fused": "R-KV every 128 steps (ours)", "full KV": "full KV"}
+             "r-kv fused": "R-KV every 128 steps (ours)", "kivi": "KIVI, 2 bits (ours)",
+             "pm-kvq": "PM-KVQ, 4 bits (ours)", "full KV": "full KV"}
     return _throughput(figures, "thinkv", {name: said for name, said in names.items() if name in figures})
 
 
@@ -95,6 +96,14 @@ def _synckv(key: str) -> Callable[[Figures], str]:
         return "; ".join(found) or "not measured"
 
     return said
+
+
+def _quest(figures: Figures) -> str:
+    found = [
+        f"{_times(one['quest, times as fast'])} at {name.replace('-', ', ')} ({number(one['quest, ms a step'])} ms)"
+        for name, one in figures.items() if "quest, times as fast" in one
+    ]
+    return "; ".join(found) or "not measured"
 
 
 def _prompt(figures: Figures) -> str:
@@ -200,6 +209,10 @@ _ROWS: tuple[tuple[str, str, str, Callable[[Figures], str], str], ...] = (
         "graph",
     ),
     ("synckv", "the same with offload", "1.25 times", _synckv("offloaded"), "as above"),
+    (
+        "synckv", "the same with Quest", "SyncKV is faster, no times", _quest,
+        "all layers select 2048 tokens per query head, in pages of 16; the authors' first two layers attend to all",
+    ),
     (
         "synckv", "SyncKV, table 3: prefill time over full attention's", "2.45 s against 2.19 s, 1.12 times", _prompt,
         "one layer's prefill over its attention",

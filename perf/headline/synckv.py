@@ -25,9 +25,9 @@ from kvtwin.optimized.synckv import _offload as offload_module
 from kvtwin.optimized.synckv._transfers import StreamTransfers
 from kvtwin.reference.synckv.contract import SyncKVConfig
 
-from .. import bench_synckv
+from .. import bench_quest, bench_synckv
 from ..peers import causal_peers
-from . import pointwise, systems
+from . import keeping, pointwise, systems
 from .base import Run
 from .decoder import LLAMA_8B, Decoder, Loop, Model, by_token, small
 
@@ -53,6 +53,9 @@ def run(run: Run) -> None:
         if offloaded and not run.late(f"{name} offloaded"):
             with run.part(f"{name} offloaded"):
                 decode(run, decoder, name, batch, tokens, offload=True)
+        if not run.late(f"{name} quest"):
+            with run.part(f"{name} quest"):
+                decode_quest(run, decoder, name, batch, tokens)
     for _, thousands, _ in settings[:1] if run.tiny else (SETTINGS[0], SETTINGS[3]):
         name = f"prompt of {thousands}K"
         if not run.late(name):
@@ -172,6 +175,29 @@ def full_attention(
     run.record(name, {"full attention, ms a step": seconds * 1e3, "kernel": kernel,
                       "full attention, share of bytes bound": share})
     run.own_bound(f"{name}: full attention", share)
+
+
+def decode_quest(run: Run, decoder: Decoder, name: str, batch: int, tokens: int) -> None:
+    """The same loop with Quest, which keeps all tokens on the GPU, in all layers."""
+    model = decoder.model
+    slots = tokens + (64 if run.tiny else SPARE)
+    states = [keeping.quest_state(run, model, batch, tokens, slots) for _ in range(model.layers)]
+    loop, config = Loop(decoder, batch, tokens - 1), states[0].config
+    # The bounds, and the pages of a query head. Heads of a group may select the same pages.
+    read = 1 / config.page_size + config.pages_selected * config.page_size / tokens
+    moves = model.weight_bytes + batch * tokens * model.token_bytes * read
+    seconds = run.seconds(
+        lambda: loop.step(by_token(lambda layer, *given: states[layer].step(*given))), what=f"{name} quest", moves=moves
+    )
+    heads = (model.query_heads, model.key_value_heads, model.key_value_heads)
+    try:
+        bench_quest.check_step(states[-1], *(run.draw(batch, count, model.head_dim) for count in heads))
+    except AssertionError as error:
+        run.complain(f"{name} quest: wrong after timing: {str(error).splitlines()[0]}")
+    found = run.figures.get(name, {})
+    run.record(name, {"quest, ms a step": seconds * 1e3})
+    if "full attention, ms a step" in found:
+        run.record(name, {"quest, times as fast": found["full attention, ms a step"] / (seconds * 1e3)})
 
 
 # A prompt ------------------------------------------------------------------------------------------------------------

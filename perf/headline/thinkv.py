@@ -7,6 +7,7 @@ A ThinKV state with a few rows runs for half of the length, with the thoughts of
 fragmented as in the steady state. All rows and layers are copies of these rows. Times are means over a window of tau
 steps, in which every row quantizes eight times and shrinks past segments once. The peers that gather at every step get
 their victims for free and are timed for moving tokens. R-KV evicts every 128 steps, and its scores are timed, too.
+KIVI and PM-KVQ keep all tokens, in few bits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvtwin.optimized import thinkv
 from kvtwin.reference.thinkv.contract import ThinKVConfig
 
 from .. import bench_thinkv
-from . import systems
+from . import keeping, systems
 from .base import Run
 from .decoder import LLAMA_8B, Decoder, Model, small
 from .longflow import Plan
@@ -51,6 +52,12 @@ def run(run: Run) -> None:
             plan.gathering(name, overlap)
     with run.part("r-kv fused"):
         plan.ours("r-kv fused", partial(systems.r_kv_state, interval=interval), interval=interval)
+    slots = total + keeping.STEPS
+    for name, config in (("kivi", keeping.kivi_config(model, slots)), ("pm-kvq", keeping.pm_kvq_config(slots))):
+        if run.late(name):
+            break
+        with run.part(name):
+            plan.growing(name, config)
     plan.ratios("thinkv")
     plan.batch = iso
     if run.tiny:                                                # the rest runs the same code
