@@ -130,8 +130,10 @@ def _optimized() -> Any:
 
 
 def table(model: Model, memory: int, context: int, budget: int) -> list[Row]:
-    """A row per method with a budget, and one for "full", which keeps the whole context."""
+    """A row per method that evicts tokens beyond a budget, and one for "full", which keeps the whole context."""
     import inspect
+
+    from .judge import checkers
 
     pool = memory - model.weights
     full = model.bytes_per_token * context
@@ -140,7 +142,10 @@ def table(model: Model, memory: int, context: int, budget: int) -> list[Row]:
         if pair.name == "thinkv":
             per_token = model.scalars_per_token * 4.5 / 8
             each = round(per_token * budget)
-        elif pair.config is None or "budget" not in inspect.signature(pair.config).parameters:
+        elif (
+            pair.config is None or "budget" not in inspect.signature(pair.config).parameters
+            or not checkers.ask(pair.name, "EVICTS", True)
+        ):
             continue
         else:
             each = measured(pair.name, model, budget)

@@ -219,8 +219,7 @@ def compile_pair(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int] = HEAD
     If a pair uses other kernels for many KV heads, call these too, and so with those for heads on several ranks.
     """
     call_all(pair, dtype, head_dims)
-    if pair.state is not None and "process_group" in inspect.signature(pair.state).parameters:
-        call_on_ranks(pair, dtype, head_dims)
+    call_on_ranks(pair, dtype, head_dims)
     if choosing(pair):
         with fused_as(pair, True):
             call_all(pair, dtype, head_dims)
@@ -237,7 +236,9 @@ def call_all(
 
 
 def call_on_ranks(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int]) -> None:
-    """Make two steps of the pair's state with a process group of one rank."""
+    """Make two steps of the pair's state with a process group of one rank, if it takes one."""
+    if pair.state is None or "process_group" not in inspect.signature(pair.state).parameters:
+        return
     from .cases import tiny
     from .judge import checkers
     from .ranks.pool import one_rank

@@ -1,7 +1,7 @@
 """Benchmarks of all baselines without a bench file of their own, at the shapes in `blocks`.
 
-They time a decode step and a block of the baseline's state and, if it exports `attend`, that function. The gates are in
-thresholds/NAME.toml.
+They time a decode step and a block of the baseline's state and, if it exports `attend`, that function, over bfloat16
+and over FP8 numbers. The gates are in thresholds/NAME.toml.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvtwin.conformance import discovery
+from kvtwin.conformance.cases.fp8_cases import FORMATS
 
 from . import blocks
 
@@ -37,6 +38,12 @@ def test_step(device_benchmark, method, shape):
 @pytest.mark.parametrize(("method", "shape"), cases(blocks.BLOCKS, exports="attend"))
 def test_attend(device_benchmark, method, shape):
     blocks.time_attend(device_benchmark, method, shape, gated=shape in blocks.GATED)
+
+
+@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize(("method", "shape"), cases(blocks.BLOCKS[:1], exports="attend"))
+def test_attend_fp8(device_benchmark, method, shape, fp8):
+    blocks.time_attend_fp8(device_benchmark, method, shape, fp8, gated=False)
 
 
 @pytest.mark.parametrize(("method", "shape"), cases(blocks.BLOCKS[:1]))

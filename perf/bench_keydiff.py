@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvtwin.conformance.cases.fp8_cases import FORMATS
 from kvtwin.conformance.cases.key_cases import KeyCase
 from kvtwin.conformance.cases.paged_states import empty_pages
 from kvtwin.conformance.cases.paged_view import PagedLayout
@@ -129,6 +130,27 @@ def test_score(device_benchmark, draw, shape):
     device_benchmark(
         lambda: keydiff.score(key), moves=2 * shape.key_bytes + shape.key_bytes // HEAD_DIM // ITEM * 4, verify=verify,
         gated=False,
+    )
+
+
+@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("shape", EVICTIONS[:1], ids=str)
+def test_score_fp8(device_benchmark, draw, shape, fp8):
+    """Scores of FP8 keys, which need no scales. The peer is the same function in bfloat16."""
+    most = torch.finfo(FORMATS[fp8]).max
+    plain = draw(shape.batch, HEADS, shape.slots, HEAD_DIM)
+    key = (plain * (most / 8)).clamp(-most, most).to(FORMATS[fp8])
+    scores = shape.key_bytes // HEAD_DIM // ITEM * 4
+
+    def verify(score: Tensor) -> None:
+        assert not bool(score.isnan().any()), "part of the scores was not written"
+        for head in (0, HEADS - 1):
+            part = slice(shape.batch - 1, None), slice(head, head + 1)
+            judge.assert_score_right(score[part], KeyCase.of(key[part]))
+
+    device_benchmark(
+        lambda: keydiff.score(key), moves=shape.key_bytes + scores, verify=verify, gated=False,
+        peers={"bfloat16": lambda: keydiff.score(plain)}, peers_move=2 * shape.key_bytes + scores,
     )
 
 

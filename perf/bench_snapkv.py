@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvtwin.conformance.cases.fp8_cases import FORMATS
+
 from . import blocks
 
 pytestmark = pytest.mark.benchmark(group="snapkv")
@@ -32,6 +34,12 @@ def test_step(device_benchmark, shape):
 @pytest.mark.parametrize("shape", blocks.BLOCKS, ids=str)
 def test_attend(device_benchmark, shape):
     blocks.time_attend(device_benchmark, "snapkv", shape, gated=shape in blocks.GATED)
+
+
+@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("shape", blocks.BLOCKS[:1], ids=str)
+def test_attend_fp8(device_benchmark, shape, fp8):
+    blocks.time_attend_fp8(device_benchmark, "snapkv", shape, fp8, gated=False)
 
 
 @pytest.mark.parametrize("shape", blocks.BLOCKS[:1], ids=str)

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 
 from kvtwin.conformance.cases.block_cases import AttendCase
+from kvtwin.conformance.cases.fp8_cases import FORMATS, Fp8AttendCase
 from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.judge.checkers import h2o
 from kvtwin.conformance.judge.checkers.blocks import assert_attend_right
@@ -194,6 +195,45 @@ def time_attend(device_benchmark: DeviceBenchmark, method: str, shape: Shape, *,
         gated=gated, peers=block_peers(query, key, value), peers_move=shape.attention_bytes,
         references={"eager": lambda: pair.reference.attend(query, key, value, occupied)},
     )
+
+
+def time_attend_fp8(
+    device_benchmark: DeviceBenchmark, method: str, shape: Shape, fp8: str, *, gated: bool = True
+) -> None:
+    """Time `attend` over FP8 keys and values with a scale of each head. The peer is the same function in bfloat16."""
+    pair = checkers.pair(method)
+    given = fp8_block(shape, fp8)
+    plain = {name: given[name].to(DTYPE) for name in ("query", "key", "value")} | {"occupied": given["occupied"]}
+    ours = pair.optimized.attend
+
+    def verify(result: Any) -> None:
+        assert not any(bool(part.isnan().any()) for part in result), "part of the results was not written"
+        row = slice(shape.batch - 1, shape.batch)
+        case = Fp8AttendCase.of(
+            **{name: tensor if "scale" in name else tensor[row] for name, tensor in given.items()}, method=method
+        )
+        error = checkers.ask(method, "attend_error", h2o.attend_error)
+        assert_attend_right([part[row] for part in result], case, pair.reference.attend, error)
+
+    cache = shape.batch * shape.key_value_heads * (shape.slots + shape.queries) * shape.head_dim
+    outside = 2 * shape.batch * shape.query_heads * shape.queries * shape.head_dim * ITEM
+    device_benchmark(
+        lambda: ours(**given), moves=2 * cache + outside, verify=verify, gated=gated,
+        peers={"bfloat16": lambda: ours(**plain)}, peers_move=2 * cache * ITEM + outside,
+    )
+
+
+def fp8_block(shape: Shape, fp8: str) -> dict[str, Tensor]:
+    """Arguments of `attend`, with numbers that reach the largest one of the format."""
+    most = torch.finfo(FORMATS[fp8]).max
+    query, _, _ = tokens(shape, shape.queries, seed=1)
+    _, *numbers = tokens(shape, shape.slots + shape.queries, seed=2)
+    key, value = ((number * (most / 8)).clamp(-most, most).to(FORMATS[fp8]) for number in numbers)
+    scale = torch.linspace(4 / most, 8 / most, shape.key_value_heads, device=DEVICE)
+    return {
+        "query": query, "key": key, "value": value, "key_scale": scale, "value_scale": 2 * scale.flip(0),
+        "occupied": torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=DEVICE),
+    }
 
 
 def eager(method: str, given: tuple[Tensor, ...], cache: tuple[Tensor, Tensor]) -> dict[str, Callable[[], Any]]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...fixtures import block_traces, quantized_traces
+from ...fixtures import block_traces
 from ...fixtures.load import Trace, load_trace
 from ...fixtures.quantized_traces import Recorder
 from ...fixtures.record_thinkv import inputs
@@ -55,7 +55,7 @@ class Golden(NamedTuple):
         for name, tensor in self.recorder.record_case(tensors, about["prompt"], state.config).items():
             stored = self.trace.tensors[f"{case}.{name}"]
             if name == "output":
-                allowed = quantized_traces.tolerance(self.capture, about)
+                allowed = self.recorder.tolerance(self.capture, about)
                 assert_within(tensor, stored, torch.full_like(stored, allowed), what=name)
             else:
                 assert_same(tensor, stored, what=name)
@@ -68,7 +68,7 @@ class Golden(NamedTuple):
         adapter = checkers.ask(self.recorder.method, "Adapter", None)()
         both, prompt = Lockstep(tested, exact, adapter), about["prompt"]
         recorded = self.trace.tensors[f"{case}.output"].to(device)
-        allowed = quantized_traces.tolerance(self.capture, about)
+        allowed = self.recorder.tolerance(self.capture, about)
         with follow_trace():
             both.prefill(*(tensor[:, :, :prompt] for tensor in tensors))
             for step in range(about["steps"]):

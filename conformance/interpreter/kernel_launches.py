@@ -111,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for pair in discovery.pairs():
             if not chosen.methods or pair.name in chosen.methods:
                 compile_only.call_all(pair, DTYPE, (HEAD_DIM,), optional=(True,))
+                compile_only.call_on_ranks(pair, DTYPE, (HEAD_DIM,))
     return 0
 
 

@@ -80,14 +80,15 @@ def late_thinkv(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
     owner = module(side, "thinkv").ThinKVState
     original = owner._evict
 
-    def late(self: Any, *change: torch.Tensor) -> None:
-        ended = change[0] if change else self._change
+    def late(self: Any, given: torch.Tensor | int) -> None:
+        """given: what has ended, of the reference; the optimized state has that in a buffer."""
+        ended = given if isinstance(given, torch.Tensor) else self._change
         before, self.late = getattr(self, "late", torch.zeros_like(ended)), ended.clone()
-        if change:
+        if isinstance(given, torch.Tensor):
             original(self, before)
         else:
             self._change.copy_(before)
-            original(self)
+            original(self, given)
 
     monkeypatch.setattr(owner, "_evict", late)
 

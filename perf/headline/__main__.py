@@ -14,9 +14,7 @@ import torch
 from .. import (
     bench_epikv,
     bench_keydiff,
-    bench_kivi,
     bench_longflow,
-    bench_pm_kvq,
     bench_quest,
     bench_synckv,
     bench_thinkv,
@@ -25,7 +23,7 @@ from . import EXPERIMENTS
 from .base import Run
 
 BENCHES = (
-    bench_epikv, bench_keydiff, bench_kivi, bench_longflow, bench_pm_kvq, bench_quest, bench_synckv, bench_thinkv,
+    bench_epikv, bench_keydiff, bench_longflow, bench_quest, bench_synckv, bench_thinkv,
 )
 
 

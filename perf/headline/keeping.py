@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtwin.conformance.judge.checkers import kivi as kivi_judge
+from kvtwin.conformance.judge.checkers import pm_kvq as pm_kvq_judge
 from kvtwin.optimized.baselines import kivi, pm_kvq, quest
 from kvtwin.reference.baselines.kivi import KIVIConfig
 from kvtwin.reference.baselines.pm_kvq import PMKVQConfig
 from kvtwin.reference.baselines.quest import QuestConfig
 
-from .. import bench_kivi, bench_pm_kvq, bench_quest
+from .. import bench_quest, quantized
 from . import systems
 from .base import Run
 from .decoder import ITEM, Model
@@ -58,9 +60,7 @@ def start_from(state: Any, tokens: int) -> None:
     """Continue as if the state had received so many tokens."""
     state.positions.fill_(-1)
     state.positions[:, :tokens] = torch.arange(tokens, device=state.device)
-    state._count.fill_(tokens)
-    state._counters.fill_(tokens)
-    state._counted = tokens
+    quantized.start_from(state, tokens)
 
 
 def points(config: Quantizing, first: int, last: int) -> list[tuple[int, int]]:
@@ -84,8 +84,8 @@ def bits(config: Quantizing, tokens: int) -> float:
 
 def check_quantizing(state: Any, token: tuple[Tensor, ...]) -> None:
     """Take a step and check it. AssertionError if it is wrong."""
-    bench = bench_kivi if isinstance(state.config, KIVIConfig) else bench_pm_kvq
-    bench.check_step(state, token)
+    judge = kivi_judge if isinstance(state.config, KIVIConfig) else pm_kvq_judge
+    quantized.check_step(judge, state, token)
 
 
 def quest_state(run: Run, model: Model, batch: int, tokens: int, slots: int) -> quest.QuestState:

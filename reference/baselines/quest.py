@@ -2,7 +2,7 @@
 
 Paper: Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (2024). A page has the keys
 of 16 consecutive tokens. For each page and channel, the cache stores the largest and the smallest key. From these
-follows an upper bound of the page's logits, and the pages with the largest bounds are selected, anew for each query.
+follows an upper bound of the page's logits. Each query selects the pages with the largest bounds.
 """
 
 from __future__ import annotations
@@ -187,6 +187,8 @@ class QuestState(State):
             self.key[row, :, :len(tokens)] = key[row, :, tokens]
             self.value[row, :, :len(tokens)] = value[row, :, tokens]
             self.positions[row, :len(tokens)] = tokens
+            if not len(tokens):                                                   # a row of padding
+                continue
             found = page_bounds(key[row:row + 1, :, tokens], page_size=self.config.page_size)
             for bound, of_row in zip((self.maximum, self.minimum), found, strict=True):
                 bound[row, :, :of_row.shape[2]] = of_row[0]

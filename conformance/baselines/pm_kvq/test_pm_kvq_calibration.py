@@ -25,7 +25,8 @@ def problems(draw: st.DrawFn) -> tuple[list[list[float]], list[list[int]], int]:
     number = st.sampled_from((0.0, 0.1, 0.2, 0.3, 1.0, 1e-9, 7.5))
     costs = [[draw(number) for _ in range(count)] for count in choices]
     sizes = [[draw(st.integers(0, 6)) for _ in range(count)] for count in choices]
-    return costs, sizes, draw(st.integers(sum(map(min, sizes)), 20))
+    least = sum(map(min, sizes))
+    return costs, sizes, draw(st.integers(least, least + 20))
 
 
 @given(problem=problems())
@@ -84,7 +85,7 @@ def test_sensitivity_is_the_mean_change_of_first_order():
     gradient = torch.randn(key.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     error = dequantize(*quantize(key, bits=2, group=8)) - key
     found = [calibration.sensitivity(key, gradient, bits=bits, group=8) for bits in (8, 4, 2)]
-    assert found[2] == pytest.approx(float((error * gradient).abs().mean()))
+    assert found[2] == float((error * gradient).abs().mean())
     assert found[0] < found[1] < found[2]
 
 
@@ -92,35 +93,51 @@ def test_factors_are_the_largest_numbers_of_rotary_pairs():
     _, key, _ = layer()
     by = calibration.factors(key, 0.5)
     assert by.shape == (2, 16) and torch.equal(by[:, :8], by[:, 8:])
-    expected = key[0, 0, :, [3, 11]].abs().max().sqrt()
-    assert by[0, 3].item() == by[0, 11].item() == pytest.approx(float(expected))
+    expected = (key[0, 0, :, [3, 11]].abs().max() ** 0.5).float()
+    assert by[0, 3] == by[0, 11] == expected
     assert by[1, 4].item() > 5 > by[0, 4].item()
     assert torch.equal(calibration.factors(key, 0.0), torch.ones(2, 16))
-    assert float(calibration.factors(1e30 * key, 1.0).max()) == pytest.approx(1e4)
-    assert float(calibration.factors(0 * key, 1.0).min()) == pytest.approx(1e-4)
+    assert calibration.factors(1e30 * key, 1.0).max() == torch.tensor(1e4)
+    assert calibration.factors(0 * key, 1.0).min() == torch.tensor(1e-4)
 
 
-def test_smoothing_changes_no_logit_and_lowers_the_error_of_few_bits():
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return causal_attention(query, key, value, torch.ones(1, 12, dtype=torch.bool), scale=0.25)
+
+
+def error_with(factors: torch.Tensor, given: list[Any], group: int) -> float:
+    """The mean squared error of the attention with keys and values of 4 bits, if these factors smooth the keys."""
+    query, key, value = given
+    q, k = calibration.smoothed(query, key, factors)
+    rounded = [dequantize(*quantize(one, bits=4, group=group)) for one in (k, value)]
+    return float((attention(q, *rounded) - attention(*given)).square().mean())
+
+
+def test_smoothing_lowers_the_error_of_few_bits():
+    given = layer()
+    found = calibration.smooth(*given)
+    assert found.exponent > 0
+    assert error_with(found.factors, given, 128) < error_with(torch.ones(2, 16), given, 128) / 2
+    assert torch.equal(found.factors, calibration.factors(given[1], found.exponent))
+
+
+def test_smoothing_changes_no_logit():
+    """Exactly, with powers of two, which round nothing."""
     query, key, value = layer()
-    found = calibration.smooth(query, key, value)
-    q, k = calibration.smoothed(query, key, found.factors)
-    occupied = torch.ones(1, 12, dtype=torch.bool)
-    truth, same = (causal_attention(*given, value, occupied, scale=0.25) for given in ((query, key), (q, k)))
-    assert torch.allclose(same, truth, rtol=0, atol=1e-12)
-    rounded = [dequantize(*quantize(one, bits=4)) for one in (value, key, k)]
-    errors = [
-        float((causal_attention(one, other, rounded[0], occupied, scale=0.25) - truth).square().mean())
-        for one, other in ((query, rounded[1]), (q, rounded[2]))
-    ]
-    assert found.exponent > 0 and errors[1] < errors[0] / 2
-    assert torch.equal(found.factors, calibration.factors(key, found.exponent))
+    factors = calibration.factors(key, 0.7).log2().round().exp2()
+    q, k = calibration.smoothed(query, key, factors)
+    assert not torch.equal(k, key) and torch.equal(attention(q, k, value), attention(query, key, value))
 
 
-def test_even_keys_are_not_worse_for_it():
-    """An exponent of 0 is tried as well."""
-    query, key, value = layer(outlier=0.0)
-    found = calibration.smooth(query, key, value, group=8)
-    assert found.exponent in (*calibration.EXPONENTS, 0.0) and len(calibration.EXPONENTS) == 20
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_keys_without_outliers_are_not_worse_for_it(seed):
+    """The best of 21 exponents is taken, and 0, which changes nothing, is one of them."""
+    given = layer(seed, outlier=0.0)
+    found = calibration.smooth(*given, group=8)
+    exponents = (*calibration.EXPONENTS, 0.0)
+    tried = [error_with(calibration.factors(given[1], exponent), given, 8) for exponent in exponents]
+    assert len(tried) == 21 and error_with(found.factors, given, 8) == min(tried)
+    assert min(tried) <= error_with(torch.ones(2, 16), given, 8)
 
 
 def test_factors_move_into_the_weights_before_the_rotary_embedding():
@@ -130,18 +147,18 @@ def test_factors_move_into_the_weights_before_the_rotary_embedding():
     angle = torch.arange(12, dtype=torch.float64)[:, None] * 0.5 ** torch.arange(8, dtype=torch.float64)
 
     def rotated(weight: torch.Tensor) -> torch.Tensor:
-        x = (hidden @ weight.T).view(1, 12, -1, 16).transpose(1, 2)
+        x = (hidden[:, None] * weight).sum(-1).view(1, 12, -1, 16).transpose(1, 2)
         first, second = x.chunk(2, -1)
         turned = (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin())
         return torch.cat(turned, -1)
 
     query, key = map(rotated, weights)
-    by = calibration.factors(key, 0.7).double()
+    by = calibration.factors(key, 0.7).double().log2().round().exp2()           # powers of two round nothing
     expected = calibration.smoothed(query, key, by)
     found = [rotated(weight) for weight in calibration.smoothed_weights(*weights, by)]
     for one, other in zip(found, expected, strict=True):
-        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+        assert torch.equal(one, other)
     unpaired = by.clone()
     unpaired[:, 0] *= 2
     wrong = rotated(calibration.smoothed_weights(*weights, unpaired)[1])
-    assert not torch.allclose(wrong, calibration.smoothed(query, key, unpaired)[1], rtol=1e-3)
+    assert not torch.equal(wrong, calibration.smoothed(query, key, unpaired)[1])

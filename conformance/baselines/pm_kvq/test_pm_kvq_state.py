@@ -50,9 +50,10 @@ def test_a_full_window_is_quantized_at_once_and_codes_shrink_when_memory_is_shor
 
 
 @both_sides
-@pytest.mark.parametrize("count", [8, 13, 24])
+@pytest.mark.parametrize("count", [5, 8, 13, 24])
 def test_one_token_at_a_time_stores_what_a_prompt_does(count, side, twins, device):
-    """Tokens that enter late have shrunk as often as those that were quantized with more bits."""
+    """Tokens that enter late have shrunk as often as those that were quantized with more bits. 5 tokens are the sink
+    and one window."""
     KIT.check_steps_store_what_a_prompt_does(getattr(twins, side), device, count)
 
 
@@ -145,8 +146,10 @@ def test_a_full_state_refuses_a_token_and_stays_as_it_was(side, twins, device):
     KIT.check_a_full_state_refuses_a_token(getattr(twins, side), device, 22)
 
 
-def test_a_replayed_step_beyond_the_last_slot_drops_its_token(twins, device):
-    KIT.check_a_replay_beyond_the_last_slot_drops_its_token(twins.optimized, device, 22)
+@pytest.mark.parametrize("max_tokens", [22, 24])
+def test_a_replayed_step_beyond_the_last_slot_drops_its_token(max_tokens, twins, device):
+    """With 24 tokens, the window is one token short of full."""
+    KIT.check_a_replay_beyond_the_last_slot_drops_its_token(twins.optimized, device, max_tokens)
 
 
 @both_sides

@@ -127,9 +127,9 @@ def arguments(device: torch.device) -> dict[str, Any]:
 def variants(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:
     """See the package: codes of 8 bits, in one group for each token."""
     options: dict[str, Any] = {"bits": 8, "group": 128}
-    x = given["x"] if "x" in given else torch.randn(2, 2, 3, 16).to(given["codes"].device)
     if name == "quantize":
         return [given | options]
+    x = torch.randn(2, 2, 3, 16, generator=torch.Generator().manual_seed(8)).to(given["codes"].device)
     codes, scale, minimum = quantize(x, **options)
     more = {"codes": codes, "scale": scale}
     return [given | more | ({"bits": 8} if name == "shrink" else {"minimum": minimum})]
