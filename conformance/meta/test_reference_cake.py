@@ -162,7 +162,7 @@ def test_the_cascade_ends_with_the_best_tokens_of_each_layers_smallest_budget(se
 
 
 @pytest.mark.parametrize(("call", "error", "match"), [
-    (lambda q, k: cake.observe(q[:, :, :1], k), ValueError, "query_window must be .* with 2 <= W"),
+    (lambda q, k: cake.observe(q, k[:, :, :3]), ValueError, "query_window must be .* with W <= T = 3"),
     (lambda q, k: cake.observe(q, k, gamma=INF), ValueError, "gamma must be finite"),
     (lambda q, k: cake.observe(q, k, kernel_size=4), ValueError, "kernel_size must be odd, got 4"),
     (lambda q, k: cake.observe(q, k, torch.ones(2, 14)), TypeError, "occupied must have dtype torch.bool"),

@@ -6,7 +6,7 @@ dispersion and the shift of this attention give each layer a preference. The lay
 proportion to their preferences. Each new layer changes the budgets of the layers before it, which then evict again:
 the cascade.
 
-These are the pure functions only: kvtwin has no method CAKE, and without an `__all__` discovery passes the module by.
+`cake.py` has the cache that follows these rules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .._validate import resolve_scale
-from ..attention import INF, causal_logits, per_kv_head, softmax, sum_in_order
+from ..attention import INF, causal_logits, per_kv_head, per_query_head, softmax, sum_in_order
 from ..blocks import group_mean
 from ..selection import order
 from ._validate_cake import check_budgets, check_cascade, check_kept, check_log_preference, check_observe
@@ -45,10 +45,10 @@ def observe(
 ) -> ObserveResult:
     """Indicators and the two parts of the preference, from the attention of the window's queries to the prefix.
 
-    query_window [B, Hq, W, D], the queries of the last W >= 2 of the T tokens; key [B, Hkv, T, D], post-RoPE; occupied
-    [B, T] bool, by default all. Queries at unoccupied positions (padding) are ignored. gamma: the weight of the
-    variance in the indicator, a finite float >= 0. kernel_size: the width of the average pool along the prefix, odd,
-    with zeros beyond both ends. TypeError or ValueError for invalid arguments.
+    query_window [B, Hq, W, D], the queries of the last W of the T tokens; key [B, Hkv, T, D], post-RoPE; occupied
+    [B, T] bool, by default all. Queries at unoccupied positions (padding) are ignored. The variance over one query is
+    0. gamma: the weight of the variance in the indicator, a finite float >= 0. kernel_size: the width of the average
+    pool along the prefix, odd, with zeros beyond both ends. TypeError or ValueError for invalid arguments.
     """
     occupied, sizes = check_observe(query_window, key, occupied, gamma, kernel_size)
     prefix = sizes.slots - query_window.shape[2]
@@ -79,8 +79,8 @@ def log_preference(
     """The logarithm of a layer's preference, dispersion^(1/tau1) shift^(1/tau2): [B] -> [B] float64.
 
     The logarithm, because a small tau takes the power out of the range of floats. dispersion, shift: see `observe`.
-    tau1, tau2: finite, above 0. whole_batch: all rows get the preference of the sums over the batch, as in the authors'
-    code; then the rows of a batch depend on each other. TypeError or ValueError for invalid arguments.
+    tau1, tau2: finite, at least 1e-6. whole_batch: all rows get the preference of the sums over the batch, as in the
+    authors' code; then the rows of a batch depend on each other. TypeError or ValueError for invalid arguments.
     """
     check_log_preference(dispersion, shift, tau1, tau2, whole_batch)
     dispersion, shift = dispersion.double(), shift.double()
@@ -96,12 +96,13 @@ def budgets(log_preferences: Tensor, prefix: Tensor, total: int) -> Tensor:
     log_preferences [B, layers], of the layers 0 to l; prefix [B] int64, the number of tokens before the window, 0 or
     more; total: the tokens that all layers share, an int >= 1. A layer gets trunc(share * total), at most the prefix.
     The excess is spread over the layers below the prefix, one pass; then the difference to the total likewise. The sum
-    may still be less than the total. Layers without any preference share equally. TypeError or ValueError for invalid
-    arguments.
+    may still be less than the total. NaN is no preference; layers without any share equally. TypeError or ValueError
+    for invalid arguments.
     """
     check_budgets(log_preferences, prefix, total)
+    log_preferences = log_preferences.double().masked_fill(log_preferences.isnan(), -INF)
     none = (log_preferences == -INF).all(-1, keepdim=True)
-    share = log_preferences.double().masked_fill(none, 0).softmax(-1)                     # p_i / sum of p
+    share = log_preferences.masked_fill(none, 0).softmax(-1)                              # p_i / sum of p
     wanted = (share * total).trunc().to(torch.int64)
     most = prefix[:, None]
     granted = wanted.minimum(most)
@@ -130,6 +131,24 @@ def kept(score: Tensor, budget: Tensor) -> Tensor:
     window = score == INF
     count = window.sum(-1) + budget[:, None]                                              # [B, Hkv]
     return (order(score) >= score.shape[-1] - count[..., None]) & (score != -INF)
+
+
+def step_score(weight: Tensor, positions: Tensor, window: Tensor, *, kernel_size: int = 5) -> Tensor:
+    """What a decode step ranks tokens by: the weight of its query, pooled along the tokens in order of position.
+
+    weight [B, Hq, S] of the slots' tokens; positions [B, Hkv, S] int64, -1 for free slots; window [B, Hkv, S] bool, the
+    tokens that stay. kernel_size: see `observe`; beyond the first and the last token outside of the window are zeros.
+    Returns the mean over the query heads of a KV head, [B, Hkv, S]: +inf for the window, -inf for free slots.
+    """
+    heads = positions.shape[1]
+    rest, place = window | (positions < 0), order(positions)                              # free slots come first
+    rest_of_head, place_of_head = (per_query_head(each, weight.shape[1]) for each in (rest, place))
+    in_order = torch.zeros_like(weight).scatter(-1, place_of_head, weight.masked_fill(rest_of_head, 0))
+    pooled = functional.avg_pool1d(
+        in_order, kernel_size, stride=1, padding=kernel_size // 2, count_include_pad=True
+    ).gather(-1, place_of_head)
+    score = group_mean(pooled, heads)
+    return score.masked_fill(window, INF).masked_fill(positions < 0, -INF)
 
 
 def cascade(scores: Sequence[Tensor], log_preferences: Tensor, prefix: Tensor, total: int) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from .._validate import (
 from .._validate_attention import check_attention
 from ..contract import Sizes
 
+LEAST_TAU = 1e-6  # with less, quotients of logarithms leave the range of floats
+
 
 def check_observe(
     query_window: object, key: object, occupied: Tensor | None, gamma: object, kernel_size: object
@@ -28,18 +31,31 @@ def check_observe(
     """The arguments of `observe`. Returns occupied [B, T], by default all True, and the sizes."""
     sizes = check_attention(query_window, key, key, steps="T", time="W", name="query_window")
     assert isinstance(query_window, Tensor) and isinstance(key, Tensor)
-    if not 2 <= query_window.shape[2] <= sizes.slots:
+    if query_window.shape[2] > sizes.slots:
         raise ValueError(
-            f"query_window must be [B, Hq, W, D] with 2 <= W <= T = {sizes.slots}, got {tuple(query_window.shape)}"
+            f"query_window must be [B, Hq, W, D] with W <= T = {sizes.slots}, got {tuple(query_window.shape)}"
         )
-    if not 0 <= check_number("gamma", gamma) < math.inf:
-        raise ValueError(f"gamma must be finite and at least 0, got {gamma}")
-    if check_integer("kernel_size", kernel_size, minimum=1) % 2 == 0:
-        raise ValueError(f"kernel_size must be odd, got {kernel_size}")
+    check_indicator(gamma, kernel_size)
     if occupied is None:
         return torch.ones(sizes.batch, sizes.slots, dtype=torch.bool, device=key.device), sizes
     check_mask("occupied", occupied, (sizes.batch, sizes.slots), "[B, T]", key, "key")
     return occupied, sizes
+
+
+def check_indicator(gamma: object, kernel_size: object) -> None:
+    """The options of an indicator."""
+    if not 0 <= check_number("gamma", gamma) < math.inf:
+        raise ValueError(f"gamma must be finite and at least 0, got {gamma}")
+    if check_integer("kernel_size", kernel_size, minimum=1) % 2 == 0:
+        raise ValueError(f"kernel_size must be odd, got {kernel_size}")
+
+
+def check_preference(tau1: object, tau2: object, whole_batch: object) -> None:
+    """The options of a preference."""
+    for name, tau in (("tau1", tau1), ("tau2", tau2)):
+        if not LEAST_TAU <= check_number(name, tau) < math.inf:
+            raise ValueError(f"{name} must be finite and at least {LEAST_TAU}, got {tau}")
+    check_flag("whole_batch", whole_batch)
 
 
 def check_log_preference(dispersion: object, shift: object, tau1: object, tau2: object, whole_batch: object) -> None:
@@ -49,10 +65,7 @@ def check_log_preference(dispersion: object, shift: object, tau1: object, tau2: 
     shift = check_tensor("shift", shift, dims=1, layout="[B]")
     check_shape("shift", shift, tuple(dispersion.shape), "dispersion's [B]")
     check_like("shift", shift, dispersion, "dispersion")
-    for name, tau in (("tau1", tau1), ("tau2", tau2)):
-        if not 0 < check_number(name, tau) < math.inf:
-            raise ValueError(f"{name} must be finite and above 0, got {tau}")
-    check_flag("whole_batch", whole_batch)
+    check_preference(tau1, tau2, whole_batch)
 
 
 def check_budgets(log_preferences: object, prefix: object, total: object) -> None:
@@ -88,3 +101,12 @@ def _check_counts(name: str, count: object, like: Tensor, of: str) -> None:
         raise TypeError(f"{name} must have dtype torch.int64, got {count.dtype}")
     check_shape(name, count, (like.shape[0],), f"{of}'s [B]")
     check_device(name, count, like.device, of)
+
+
+def check_shared_cascade(cascade: Any, kind: type, config: object, batch: int, device: torch.device) -> None:
+    """A cascade that a state shares with other layers: of class `kind`, and made for the state's sizes."""
+    if not isinstance(cascade, kind):
+        raise TypeError(f"cascade must be a {kind.__name__}, got {type(cascade).__name__}")
+    for name, own in (("config", config), ("batch", batch), ("device", device)):
+        if getattr(cascade, name) != own:
+            raise ValueError(f"cascade must have the state's {name}, {own}, got {getattr(cascade, name)}")
