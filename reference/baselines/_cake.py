@@ -103,7 +103,11 @@ def budgets(log_preferences: Tensor, prefix: Tensor, total: int) -> Tensor:
     log_preferences = log_preferences.double().masked_fill(log_preferences.isnan(), -INF)
     none = (log_preferences == -INF).all(-1, keepdim=True)
     share = log_preferences.masked_fill(none, 0).softmax(-1)                              # p_i / sum of p
-    wanted = (share * total).trunc().to(torch.int64)
+    return divide((share * total).trunc().to(torch.int64), prefix, total)
+
+
+def divide(wanted: Tensor, prefix: Tensor, total: int) -> Tensor:
+    """Budgets that layers get if they want so many tokens, wanted [B, layers] int64: the integer rules of `budgets`."""
     most = prefix[:, None]
     granted = wanted.minimum(most)
     granted = _spread(granted, (wanted - granted).sum(-1, keepdim=True), granted < most)

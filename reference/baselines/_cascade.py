@@ -117,16 +117,17 @@ class Cascade(Interruptible):
         self._states.append(state)
         self.log_preferences[:, layer] = log_preference
         prefix = occupied[:, :max(0, occupied.shape[1] - self.config.window)].sum(1)
-        granted = self._grant(layer + 1, prefix)
         short = occupied.sum(1) <= self.config.budget + self.config.window
-        self.budgets[:, :layer + 1] = granted.masked_fill(short[:, None], self.config.prefix_budget)
+        self.budgets[:, :layer + 1] = self._grant(layer + 1, prefix, short)
         for number, each in enumerate(self._states):
             each.evict(self.budgets[:, number])
         if layer == self.layers - 1:
             self._states = []               # without a cycle of cascade and states
         self._end_change()
 
-    def _grant(self, count: int, prefix: Tensor) -> Tensor:
-        """The budgets of the first `count` layers, [B, count]; prefix [B], the tokens before the window."""
+    def _grant(self, count: int, prefix: Tensor, short: Tensor) -> Tensor:
+        """The budgets of the first `count` layers, [B, count]; prefix [B], the tokens before the window; short [B], the
+        rows that keep them all."""
         share = type(self)._share
-        return share(self.log_preferences[:, :count], prefix, self.layers * self.config.prefix_budget)
+        granted = share(self.log_preferences[:, :count], prefix, self.layers * self.config.prefix_budget)
+        return granted.masked_fill(short[:, None], self.config.prefix_budget)
