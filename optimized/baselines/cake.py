@@ -235,16 +235,18 @@ def _step(
     shape = {"GROUP": group, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim)}
     block, rows = key_block(head_dim, query.element_size(), slots), triton.next_power_of_2(group)
     chunk = block if INTERPRETED else min(2048, WEIGHTS // rows, max(128, triton.next_power_of_2(slots)))
+    merged = triton.next_power_of_2(query_heads) if INTERPRETED else 1
     with on_device_of(query):
         attention_kernel[(batch * heads * splits,)](
             query, new_key, new_value, key, value, positions, free, seen, logits, partial, row_maxima, weight_sums,
             scale * LOG2_E.value, heads, splits, slots, share, *query.stride(), *new_key.stride(), *new_value.stride(),
             **shape, ROWS=GROUP_ROWS, BLOCK=block, num_warps=4,
         )
-        finish_kernel[(batch * (heads + query_heads),)](
+        finish_kernel[(batch * heads + triton.cdiv(batch * query_heads, merged),)](
             positions, order, held, free, seen, budget, logits, received, partial, row_maxima, weight_sums, output,
             batch * heads, heads, splits, slots, window, kernel_size,
-            **shape, ROWS=rows, SPLITS=triton.next_power_of_2(splits), CHUNK=chunk, num_warps=8,
+            **shape, ROWS=rows, SPLITS=triton.next_power_of_2(splits), CHUNK=chunk, MERGED=merged,
+            num_warps=8,
         )
     return output
 

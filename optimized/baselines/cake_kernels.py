@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .._common.numerics import dot, multiply, round_output, round_to, sortable
-from .._common.softmax import merge_sums, weigh_tile
+from .._common.softmax import divide, merge_sums, weigh_tile
 
 #: Above the key of every token, and below it.
 _NEVER, _LOWEST = tl.constexpr(2**63 - 1), tl.constexpr(-(2**63) + 1)
@@ -219,22 +219,22 @@ def attention_kernel(
 
 @triton.jit
 def _merge(
-    partial, row_maxima, weight_sums, output, row, splits,
+    partial, row_maxima, weight_sums, output, row, rows, splits,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
 ):
-    """Merge the shares of a query head's output."""
+    """Merge the shares of query heads `row` [MERGED] of all rows."""
     i, d = tl.arange(0, SPLITS), tl.arange(0, D_PAD)
-    part, there = (row * splits + i)[None, :], (i < splits)[None, :]
+    part, there = row[:, None] * splits + i[None, :], (row < rows)[:, None] & (i < splits)[None, :]
     row_max, weight_sum = merge_sums(row_maxima, weight_sums, part, there, False)
     share = tl.exp2(tl.load(row_maxima + part, mask=there, other=float("-inf")) - row_max[:, None])
     each = tl.load(
         partial + part[:, :, None] * HEAD_DIM + d[None, None, :],
         mask=there[:, :, None] & (d < HEAD_DIM)[None, None, :], other=0.0,
     )
-    result = tl.sum(each * share[:, :, None], 1) / weight_sum[:, None]  # [1, D_PAD]; the new token has some weight
+    result = divide(tl.sum(each * share[:, :, None], 1), weight_sum)    # [MERGED, D_PAD]
     tl.store(
-        output + row * HEAD_DIM + d[None, :], round_output(result, output.dtype.element_ty),
-        mask=(d < HEAD_DIM)[None, :],
+        output + row[:, None] * HEAD_DIM + d[None, :], round_output(result, output.dtype.element_ty),
+        mask=(row < rows)[:, None] & (d < HEAD_DIM)[None, :],
     )
 
 
@@ -244,9 +244,9 @@ def _weigh_in_order(
     GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """received [prefix]: the weights of the first tokens in order, summed over the group's heads."""
-    row, i = tl.arange(0, ROWS), tl.arange(0, SPLITS)
-    part = (row_head * GROUP + row)[:, None] * splits + i[None, :]
-    there = (row < GROUP)[:, None] & (i < splits)[None, :]
+    row, split = tl.arange(0, ROWS), tl.arange(0, SPLITS)
+    part = (row_head * GROUP + row)[:, None] * splits + split[None, :]
+    there = (row < GROUP)[:, None] & (split < splits)[None, :]
     row_max, weight_sum = merge_sums(row_maxima, weight_sums, part, there, False)
     weight_sum = tl.where(row < GROUP, weight_sum, 1.0)
     for start in range(0, prefix, CHUNK):
@@ -281,13 +281,17 @@ def _evict(positions, order, received, count, prefix, leave, kernel_size, CHUNK:
             key = _keys(received, start + tl.arange(0, CHUNK), prefix, kernel_size)
             best = tl.minimum(best, tl.where(key > last, key, _NEVER))
         last = tl.min(best, 0)
-    first = tl.where(leave == 1, (last & 0xFFFFFFFF).to(tl.int32) // CHUNK * CHUNK, 0)
+    only = (last & 0xFFFFFFFF).to(tl.int32)
+    first = tl.where(leave == 1, only // CHUNK * CHUNK, 0)
     removed = leave * 0
     left = tl.full([CHUNK], -1, tl.int32)
     for start in range(first, count, CHUNK):
         i = start + tl.arange(0, CHUNK)
         slot = tl.load(order + i, mask=i < count, other=0)
-        leaves = tl.where(_keys(received, i, prefix, kernel_size) <= last, 1, 0)
+        if leave == 1:
+            leaves = tl.where(i == only, 1, 0)
+        else:
+            leaves = tl.where(_keys(received, i, prefix, kernel_size) <= last, 1, 0)
         tl.store(positions + slot, tl.full([CHUNK], -1, tl.int64), mask=leaves != 0)
         to = i - removed - (tl.cumsum(leaves, 0) - leaves)
         tl.debug_barrier()                                              # all have read before one overwrites
@@ -312,13 +316,14 @@ def finish_kernel(
     positions, order, held, free, seen, budgets, logits, received, partial, row_maxima, weight_sums, output,
     row_heads, heads, splits, slots, window, kernel_size,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, MERGED: tl.constexpr,
 ):
     """The first B * Hkv programs each list the new token of a KV head, evict down to budget + window tokens, and count
-    the token. The other B * Hq programs each merge the shares of a query head."""
+    the token. The other programs each merge the shares of MERGED query heads."""
     number = tl.program_id(0).to(tl.int64)
     if number >= row_heads:
-        _merge(partial, row_maxima, weight_sums, output, number - row_heads, splits, HEAD_DIM, D_PAD, SPLITS)
+        row = (number - row_heads) * MERGED + tl.arange(0, MERGED)
+        _merge(partial, row_maxima, weight_sums, output, row, row_heads * GROUP, splits, HEAD_DIM, D_PAD, SPLITS)
         return
     positions += number * slots
     order += number * slots
