@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .._validate import (
     check_tensor,
 )
 from .._validate_attention import check_attention
-from ..contract import Sizes
+from ..contract import MethodConfig, Sizes
 
 LEAST_TAU = 1e-6  # with less, quotients of logarithms leave the range of floats
 
@@ -103,10 +104,14 @@ def _check_counts(name: str, count: object, like: Tensor, of: str) -> None:
     check_device(name, count, like.device, of)
 
 
-def check_shared_cascade(cascade: Any, kind: type, config: object, batch: int, device: torch.device) -> None:
-    """A cascade that a state shares with other layers: of class `kind`, and made for the state's sizes."""
+def check_shared_cascade(cascade: Any, kind: type, config: MethodConfig, batch: int, device: torch.device) -> None:
+    """A cascade that a state shares with other layers: of class `kind`, and made for the state's sizes and options.
+    Layers may have scales of their own."""
     if not isinstance(cascade, kind):
         raise TypeError(f"cascade must be a {kind.__name__}, got {type(cascade).__name__}")
     for name, own in (("config", config), ("batch", batch), ("device", device)):
-        if getattr(cascade, name) != own:
-            raise ValueError(f"cascade must have the state's {name}, {own}, got {getattr(cascade, name)}")
+        shared = getattr(cascade, name)
+        if name == "config":
+            own, shared = (replace(each, scale=None) for each in (own, shared))
+        if shared != own:
+            raise ValueError(f"cascade must have the state's {name}, {own}, got {shared}")
