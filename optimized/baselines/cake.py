@@ -1,4 +1,4 @@
-"""CAKE on the GPU: a state whose decode step takes two launches, and the cascade that states of several layers share.
+"""CAKE on the GPU: a state whose decode step takes three launches, and the cascade that states of several layers share.
 
 A prompt synchronises with the host, since a state allocates what its rows keep. A step does not, so that a captured
 step can be replayed as any step. A new prompt of other budgets needs a new capture.
@@ -27,12 +27,12 @@ from .._common.launch import (
 from .._common.numerics import LOG2_E
 from .._common.state import State
 from ._cake_prompt import budgets, kept, log_preference, observe, places_of
-from .cake_kernels import attention_kernel, finish_kernel
+from .cake_kernels import attention_kernel, evict_kernel, merge_kernel
 
 __all__ = ["CAKECascade", "CAKEConfig", "CAKEState", "ObserveResult", "budgets", "log_preference", "observe"]
 
-#: Tokens times query heads of a tile of weights.
-WEIGHTS = 8192
+#: Tokens times query heads of a tile of weights; the most tokens that a program ranks at a time.
+WEIGHTS, CHUNK = 4096, 8192
 
 
 class CAKECascade(Cascade):
@@ -234,19 +234,24 @@ def _step(
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     shape = {"GROUP": group, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim)}
     block, rows = key_block(head_dim, query.element_size(), slots), triton.next_power_of_2(group)
-    chunk = block if INTERPRETED else min(2048, WEIGHTS // rows, max(128, triton.next_power_of_2(slots)))
-    merged = triton.next_power_of_2(query_heads) if INTERPRETED else 1
+    width = triton.next_power_of_2(slots)
+    chunk = block if INTERPRETED else min(max(width, 128), WEIGHTS // rows, 1024)
+    most = block if INTERPRETED else min(max(width, 128), CHUNK)
+    tiles, merged = triton.cdiv(slots, chunk), triton.next_power_of_2(query_heads) if INTERPRETED else 1
     with on_device_of(query):
         attention_kernel[(batch * heads * splits,)](
-            query, new_key, new_value, key, value, positions, free, seen, logits, partial, row_maxima, weight_sums,
-            scale * LOG2_E.value, heads, splits, slots, share, *query.stride(), *new_key.stride(), *new_value.stride(),
-            **shape, ROWS=GROUP_ROWS, BLOCK=block, num_warps=4,
+            query, new_key, new_value, key, value, positions, order, held, free, seen, logits, partial, row_maxima,
+            weight_sums, scale * LOG2_E.value, heads, splits, slots, share, *query.stride(), *new_key.stride(),
+            *new_value.stride(), **shape, ROWS=GROUP_ROWS, BLOCK=block, num_warps=4,
         )
-        finish_kernel[(batch * heads + triton.cdiv(batch * query_heads, merged),)](
-            positions, order, held, free, seen, budget, logits, received, partial, row_maxima, weight_sums, output,
-            batch * heads, heads, splits, slots, window, kernel_size,
-            **shape, ROWS=rows, SPLITS=triton.next_power_of_2(splits), CHUNK=chunk, MERGED=merged,
-            num_warps=8,
+        merge_kernel[(batch * heads * tiles + triton.cdiv(batch * query_heads, merged),)](
+            order, held, budget, logits, received, partial, row_maxima, weight_sums, output, batch * heads, heads, tiles,
+            splits, slots, window, **shape, ROWS=rows, SPLITS=triton.next_power_of_2(splits), CHUNK=chunk,
+            MERGED=merged, num_warps=4,
+        )
+        evict_kernel[(batch * heads,)](
+            positions, order, held, free, seen, budget, received, heads, slots, window, kernel_size, CHUNK=most,
+            num_warps=4 if most <= 1024 else 8 if most <= 4096 else 16,
         )
     return output
 

@@ -1,8 +1,9 @@
 """The kernels of CAKE: what the window observes in a prompt, and a decode step.
 
 A prompt takes two passes over its keys: the normalisers of the window's softmaxes, then the indicators. A step takes
-two launches. The programs of a KV head first share its slots, store the new token and attend. Then one program per
-query head merges the shares, while another one per KV head ranks the tokens and evicts.
+three launches. The programs of a KV head share its slots, store the new token and attend. Then some programs sort the
+weights by the positions of their tokens, while others merge the shares of the output. Last, one program per KV head
+pools the weights and evicts.
 
 Tokens never move: a new one takes the slot that an evicted one has left. `order` lists the slots in the order of their
 tokens' positions, along which the pool runs. Buffers per KV head: positions [slots] int64, -1 = free; order [slots]
@@ -161,13 +162,13 @@ def observe_kernel(
     "heads", "splits", "slots", "share", "query_b", "query_h", "new_key_b", "new_key_h", "new_value_b", "new_value_h",
 ])
 def attention_kernel(
-    query, new_key, new_value, key, value, positions, free, seen, logits, partial, row_maxima, weight_sums,
+    query, new_key, new_value, key, value, positions, order, held, free, seen, logits, partial, row_maxima, weight_sums,
     scale, heads, splits, slots, share, query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b,
     new_value_h, new_value_d,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Program: `share` slots of a KV head. The program of the lowest free slot stores the new token there. logits
-    [B, Hq, slots] float32, in base 2, -inf in free slots. `scale` includes log2(e)."""
+    """Program: `share` slots of a KV head. The program of the lowest free slot stores the new token there, and lists it.
+    logits [B, Hq, slots] float32, in base 2, -inf in free slots. `scale` includes log2(e)."""
     split, row_head = tl.program_id(0) % splits, (tl.program_id(0) // splits).to(tl.int64)
     b, h = row_head // heads, row_head % heads
     d = tl.arange(0, D_PAD)
@@ -186,6 +187,7 @@ def attention_kernel(
         tl.store(key + at, k, mask=in_head)
         tl.store(value + at, v, mask=in_head)
         tl.store(positions + newest, tl.load(seen + row_head))
+        tl.store(order + row_head * slots + tl.load(held + row_head), newest)
         tl.debug_barrier()                                              # this program also reads what it has written
     row = tl.arange(0, ROWS)
     mask = (row < GROUP)[:, None] & in_head[None, :]
@@ -239,25 +241,45 @@ def _merge(
 
 
 @triton.jit
-def _weigh_in_order(
-    received, logits, order, row_maxima, weight_sums, row_head, splits, slots, prefix,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+def _leaving(held, budgets, row_head, heads, window):
+    """The number of tokens of a KV head, the new one included, and how many of them a step evicts."""
+    count = tl.load(held + row_head) + 1
+    most = (tl.load(budgets + row_head // heads) + window).to(tl.int32)
+    return count, tl.maximum(count - most, 0)
+
+
+@triton.jit(do_not_specialize=["row_heads", "heads", "tiles", "splits", "slots", "window"])
+def merge_kernel(
+    order, held, budgets, logits, received, partial, row_maxima, weight_sums, output,
+    row_heads, heads, tiles, splits, slots, window,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr, MERGED: tl.constexpr,
 ):
-    """received [prefix]: the weights of the first tokens in order, summed over the group's heads."""
+    """The first B * Hkv * tiles programs each write the weights of CHUNK tokens in order, summed over the heads of the
+    group: received [B, Hkv, slots]. They have nothing to do for a KV head that evicts no token. The other programs each
+    merge the shares of MERGED query heads."""
+    number = tl.program_id(0).to(tl.int64)
+    if number >= row_heads * tiles:
+        query_head = (number - row_heads * tiles) * MERGED + tl.arange(0, MERGED)
+        _merge(partial, row_maxima, weight_sums, output, query_head, row_heads * GROUP, splits, HEAD_DIM, D_PAD, SPLITS)
+        return
+    row_head, start = number // tiles, (number % tiles).to(tl.int32) * CHUNK
+    count, leave = _leaving(held, budgets, row_head, heads, window)
+    if (leave == 0) | (start >= count):
+        return
     row, split = tl.arange(0, ROWS), tl.arange(0, SPLITS)
     part = (row_head * GROUP + row)[:, None] * splits + split[None, :]
     there = (row < GROUP)[:, None] & (split < splits)[None, :]
     row_max, weight_sum = merge_sums(row_maxima, weight_sums, part, there, False)
     weight_sum = tl.where(row < GROUP, weight_sum, 1.0)
-    for start in range(0, prefix, CHUNK):
-        i = start + tl.arange(0, CHUNK)
-        slot = tl.load(order + i, mask=i < prefix, other=0)
-        logit = tl.load(
-            logits + (row_head * GROUP + row)[:, None] * slots + slot[None, :],
-            mask=(row < GROUP)[:, None] & (i < prefix)[None, :], other=float("-inf"),
-        )
-        weight = tl.exp2(logit - row_max[:, None]) / weight_sum[:, None]
-        tl.store(received + i, tl.sum(weight, 0), mask=i < prefix)
+    i = start + tl.arange(0, CHUNK)
+    slot = tl.load(order + row_head * slots + i, mask=i < count, other=0)
+    logit = tl.load(
+        logits + (row_head * GROUP + row)[:, None] * slots + slot[None, :],
+        mask=(row < GROUP)[:, None] & (i < count)[None, :], other=float("-inf"),
+    )
+    weight = tl.exp2(logit - row_max[:, None]) / weight_sum[:, None]
+    tl.store(received + row_head * slots + i, tl.sum(weight, 0), mask=i < count)
 
 
 @triton.jit
@@ -281,24 +303,29 @@ def _evict(positions, order, received, count, prefix, leave, kernel_size, CHUNK:
             key = _keys(received, start + tl.arange(0, CHUNK), prefix, kernel_size)
             best = tl.minimum(best, tl.where(key > last, key, _NEVER))
         last = tl.min(best, 0)
-    only = (last & 0xFFFFFFFF).to(tl.int32)
-    first = tl.where(leave == 1, only // CHUNK * CHUNK, 0)
-    removed = leave * 0
-    left = tl.full([CHUNK], -1, tl.int32)
-    for start in range(first, count, CHUNK):
-        i = start + tl.arange(0, CHUNK)
-        slot = tl.load(order + i, mask=i < count, other=0)
-        if leave == 1:
-            leaves = tl.where(i == only, 1, 0)
-        else:
-            leaves = tl.where(_keys(received, i, prefix, kernel_size) <= last, 1, 0)
-        tl.store(positions + slot, tl.full([CHUNK], -1, tl.int64), mask=leaves != 0)
-        to = i - removed - (tl.cumsum(leaves, 0) - leaves)
+    if leave == 1:
+        victim = (last & 0xFFFFFFFF).to(tl.int32)
+        left = tl.load(order + victim)
         tl.debug_barrier()                                              # all have read before one overwrites
-        tl.store(order + to, slot, mask=(i < count) & (leaves == 0))
-        removed += tl.sum(leaves, 0)
-        left = tl.maximum(left, tl.where(leaves != 0, slot, -1))
-    return tl.max(left, 0)
+        tl.store(positions + left, -1)
+        for start in range(victim, count - 1, CHUNK):
+            i = start + tl.arange(0, CHUNK)
+            slot = tl.load(order + i + 1, mask=i < count - 1, other=0)
+            tl.debug_barrier()
+            tl.store(order + i, slot, mask=i < count - 1)
+    else:
+        left = leave * 0
+        removed = leave * 0
+        for start in range(0, count, CHUNK):
+            i = start + tl.arange(0, CHUNK)
+            slot = tl.load(order + i, mask=i < count, other=0)
+            leaves = tl.where(_keys(received, i, prefix, kernel_size) <= last, 1, 0)
+            tl.store(positions + slot, tl.full([CHUNK], -1, tl.int64), mask=leaves != 0)
+            to = i - removed - (tl.cumsum(leaves, 0) - leaves)
+            tl.debug_barrier()
+            tl.store(order + to, slot, mask=(i < count) & (leaves == 0))
+            removed += tl.sum(leaves, 0)
+    return left
 
 
 @triton.jit
@@ -311,48 +338,31 @@ def _lowest_free(positions, slots, CHUNK: tl.constexpr):
     return tl.min(lowest, 0)
 
 
-@triton.jit(do_not_specialize=["row_heads", "heads", "splits", "slots", "window", "kernel_size"])
-def finish_kernel(
-    positions, order, held, free, seen, budgets, logits, received, partial, row_maxima, weight_sums, output,
-    row_heads, heads, splits, slots, window, kernel_size,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr, MERGED: tl.constexpr,
+@triton.jit(do_not_specialize=["heads", "slots", "window", "kernel_size"])
+def evict_kernel(
+    positions, order, held, free, seen, budgets, received, heads, slots, window, kernel_size, CHUNK: tl.constexpr
 ):
-    """The first B * Hkv programs each list the new token of a KV head, evict down to budget + window tokens, and count
-    the token. The other programs each merge the shares of MERGED query heads."""
-    number = tl.program_id(0).to(tl.int64)
-    if number >= row_heads:
-        row = (number - row_heads) * MERGED + tl.arange(0, MERGED)
-        _merge(partial, row_maxima, weight_sums, output, row, row_heads * GROUP, splits, HEAD_DIM, D_PAD, SPLITS)
-        return
-    positions += number * slots
-    order += number * slots
-    received += number * slots
-    count = tl.load(held + number)
-    newest, now = tl.load(free + number), tl.load(seen + number)
-    tl.store(order + count, newest)
-    tl.debug_barrier()
-    count += 1
-    now += 1
-    in_window = tl.full([CHUNK], 0, tl.int32)
-    for start in range(tl.maximum(count - window, 0), count, CHUNK):
-        i = start + tl.arange(0, CHUNK)
-        slot = tl.load(order + i, mask=i < count, other=0)
-        position = tl.load(positions + slot, mask=i < count, other=-1)
-        in_window += tl.where((i < count) & (position >= now - window), 1, 0)
-    prefix = count - tl.sum(in_window, 0)
-    leave = tl.maximum(count - (tl.load(budgets + number // heads) + window).to(tl.int32), 0)
+    """Program: a KV head evicts down to budget + window tokens, counts the new token, and finds its next free slot."""
+    row_head = tl.program_id(0).to(tl.int64)
+    positions += row_head * slots
+    order += row_head * slots
+    received += row_head * slots
+    count, leave = _leaving(held, budgets, row_head, heads, window)
+    now = tl.load(seen + row_head) + 1
     left = leave * 0
     if leave > 0:
-        _weigh_in_order(
-            received, logits, order, row_maxima, weight_sums, number, splits, slots, prefix, GROUP, ROWS, SPLITS, CHUNK
-        )
-        tl.debug_barrier()
+        in_window = tl.full([CHUNK], 0, tl.int32)
+        for start in range(tl.maximum(count - window, 0), count, CHUNK):
+            i = start + tl.arange(0, CHUNK)
+            slot = tl.load(order + i, mask=i < count, other=0)
+            position = tl.load(positions + slot, mask=i < count, other=-1)
+            in_window += tl.where(position >= now - window, 1, 0)
+        prefix = count - tl.sum(in_window, 0)
         left = _evict(positions, order, received, count, prefix, leave, kernel_size, CHUNK)
         tl.debug_barrier()
     count -= leave
     if (leave != 1) | (count < slots - 1):
         left = _lowest_free(positions, slots, CHUNK)
-    tl.store(held + number, count)
-    tl.store(free + number, left)
-    tl.store(seen + number, now)
+    tl.store(held + row_head, count)
+    tl.store(free + row_head, left)
+    tl.store(seen + row_head, now)
