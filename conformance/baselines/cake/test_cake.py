@@ -22,7 +22,7 @@ def cake_of(twins: Any, side: str) -> Any:
     return getattr(twins, side).baselines.cake
 
 
-def drawn(seed, *, batch=2, group=2, heads=2, tokens=14, window=4, head_dim=4, dtype=torch.float64):
+def drawn(seed, *, batch=2, group=2, heads=2, tokens=14, window=4, head_dim=16, dtype=torch.float64):
     """Random queries of a window and keys."""
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(batch, heads * group, window, head_dim, generator=generator, dtype=torch.float64)
