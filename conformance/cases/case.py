@@ -352,10 +352,11 @@ class StateTrace(Case):
         made = self._made(generator, None)
         for layer in range(1, self.layers):
             more = self._made(generator, made.get("prompt_occupied"))
-            for name in ("prompt_query", "query"):
-                if name in more:
-                    more[name] = more[name] * LAYER_FACTORS[layer % len(LAYER_FACTORS)]  # type: ignore[operator]
-            made |= {f"{layer}.{name}": tensor for name, tensor in more.items() if name != "prompt_occupied"}
+            factor = LAYER_FACTORS[layer % len(LAYER_FACTORS)]
+            made |= {
+                f"{layer}.{name}": factor * tensor if "query" in name and tensor is not None else tensor
+                for name, tensor in more.items() if name != "prompt_occupied"
+            }
         return made
 
     def _made(self, generator: torch.Generator, occupied: Tensor | None) -> dict[str, Tensor | None]:

@@ -37,7 +37,9 @@ WEIGHTS, CHUNK = 4096, 8192
 
 class CAKECascade(Cascade):
     __doc__ = Cascade.__doc__
-    _share = staticmethod(budgets)
+
+    def _share(self, log_preferences: Tensor, prefix: Tensor, total: int) -> Tensor:
+        return budgets(log_preferences, prefix, total)
 
 
 class CAKEState(State):

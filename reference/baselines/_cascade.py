@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,9 +59,6 @@ class Cascade(Interruptible):
     prompt; budgets [B, layers] int64, the tokens outside of the window that each layer of a row keeps, before its
     prompt config.budget - config.window. TypeError or ValueError for invalid arguments.
     """
-
-    #: Budgets of the layers so far, see `budgets` in cake.py: each side has its own.
-    _share: ClassVar[Callable[[Tensor, Tensor, int], Tensor]]
 
     def __init__(self, config: CAKEConfig, *, layers: int, batch: int, device: torch.device | str) -> None:
         self.config = check_config(config, CAKEConfig)
@@ -128,6 +124,9 @@ class Cascade(Interruptible):
     def _grant(self, count: int, prefix: Tensor, short: Tensor) -> Tensor:
         """The budgets of the first `count` layers, [B, count]; prefix [B], the tokens before the window; short [B], the
         rows that keep them all."""
-        share = type(self)._share
-        granted = share(self.log_preferences[:, :count], prefix, self.layers * self.config.prefix_budget)
+        granted = self._share(self.log_preferences[:, :count], prefix, self.layers * self.config.prefix_budget)
         return granted.masked_fill(short[:, None], self.config.prefix_budget)
+
+    def _share(self, log_preferences: Tensor, prefix: Tensor, total: int) -> Tensor:
+        """`budgets` of the side."""
+        raise NotImplementedError

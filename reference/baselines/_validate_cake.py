@@ -104,14 +104,14 @@ def _check_counts(name: str, count: object, like: Tensor, of: str) -> None:
     check_device(name, count, like.device, of)
 
 
-def check_shared_cascade(cascade: Any, kind: type, config: MethodConfig, batch: int, device: torch.device) -> None:
+def check_shared_cascade(cascade: Any, kind: type[Any], config: MethodConfig, batch: int, device: torch.device) -> None:
     """A cascade that a state shares with other layers: of class `kind`, and made for the state's sizes and options.
     Layers may have scales of their own."""
     if not isinstance(cascade, kind):
         raise TypeError(f"cascade must be a {kind.__name__}, got {type(cascade).__name__}")
-    for name, own in (("config", config), ("batch", batch), ("device", device)):
-        shared = getattr(cascade, name)
-        if name == "config":
-            own, shared = (replace(each, scale=None) for each in (own, shared))
-        if shared != own:
-            raise ValueError(f"cascade must have the state's {name}, {own}, got {shared}")
+    own, shared = (replace(each, scale=None) for each in (config, cascade.config))
+    for name, wanted, found in (
+        ("config", own, shared), ("batch", batch, cascade.batch), ("device", device, cascade.device)
+    ):
+        if found != wanted:
+            raise ValueError(f"cascade must have the state's {name}, {wanted}, got {found}")

@@ -26,7 +26,9 @@ __all__ = ["CAKECascade", "CAKEConfig", "CAKEState", "ObserveResult", "budgets",
 
 class CAKECascade(Cascade):
     __doc__ = Cascade.__doc__
-    _share = staticmethod(budgets)
+
+    def _share(self, log_preferences: Tensor, prefix: Tensor, total: int) -> Tensor:
+        return budgets(log_preferences, prefix, total)
 
 
 class CAKEState(State):

@@ -148,8 +148,6 @@ class Adapter(lockstep.Adapter):
     def prefill(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         config, inputs = reference.config, lockstep.whole(prompt)
         key, occupied = inputs["key"], inputs["occupied"]
-        if occupied is None:
-            occupied = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
         window = min(config.window, key.shape[2])
         self.found = observed(
             inputs["query"][:, :, key.shape[2] - window:], key, occupied, gamma=config.gamma,
