@@ -28,6 +28,8 @@ from .cake_kernels import normaliser_kernel, observe_kernel
 
 #: Window queries of a tile, at most.
 QUERIES = 16 if SMALL_TILES else 64
+#: The ranks of tokens that stay whatever the budget is, and of tokens that are not there.
+WINDOW, MISSING = -1, 2**31 - 1
 
 
 def observe(
@@ -86,19 +88,19 @@ def _evenly(amount: Tensor, mask: Tensor) -> Tensor:
     return (part * amount.sign()).where(mask, 0)
 
 
-def kept(score: Tensor, budget: Tensor) -> Tensor:
-    """The tokens that a layer keeps, [B, Hkv, S] bool: all with a score of +inf, and the best `budget` [B] of the
-    others. score [B, Hkv, S] float32, -inf for tokens that the layer does not have. Of equal scores, the lowest index
-    leaves first."""
-    slots = score.shape[-1]
-    holds = score != -torch.inf
+def ranks_of(score: Tensor) -> Tensor:
+    """The rank of each token before the window, 0 for the best: score [B, Hkv, T] float32, as of `observe` ->
+    [B, Hkv, T] int32, WINDOW for the window and MISSING for tokens that the layer does not have. Of equal scores, the
+    lowest index has the last rank."""
+    index = torch.arange(score.shape[-1], device=score.device)
     # One unique integer per token that orders by score (float32 bits made sortable), then index.
     bits = (score.masked_fill(score.isnan(), -torch.inf) + 0.0).contiguous().view(torch.int32)
-    code = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) + torch.arange(slots, device=score.device)
-    count = (score == torch.inf).sum(-1, keepdim=True) + budget[:, None, None]
-    place = (slots - count).clamp(0, slots - 1)
-    lowest = code.sort(-1).values.gather(-1, place)
-    return (code >= lowest) & (count > 0) & holds
+    code = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) + index
+    best_first = code.argsort(-1, descending=True)
+    in_window = score == torch.inf
+    rank = torch.empty_like(bits).scatter_(-1, best_first, index.to(torch.int32).expand(score.shape))
+    rank = rank - in_window.sum(-1, keepdim=True, dtype=torch.int32)
+    return rank.masked_fill(in_window, WINDOW).masked_fill(score == -torch.inf, MISSING)
 
 
 def places_of(keep: Tensor, slots: int) -> Tensor:

@@ -26,7 +26,7 @@ from .._common.launch import (
 )
 from .._common.numerics import LOG2_E
 from .._common.state import State
-from ._cake_prompt import budgets, kept, log_preference, observe, places_of
+from ._cake_prompt import MISSING, budgets, log_preference, observe, places_of, ranks_of
 from .cake_kernels import attention_kernel, evict_kernel, merge_kernel
 
 __all__ = ["CAKECascade", "CAKEConfig", "CAKEState", "ObserveResult", "budgets", "log_preference", "observe"]
@@ -77,13 +77,18 @@ class CAKEState(State):
 
     def _allocate(self, slots: int) -> None:
         """The buffers of so many slots, with zeros."""
+        batch, _, heads, _, head_dim = self.sizes
+        self.key, self.value = (self._buffer(batch, heads, slots, head_dim, dtype=self.dtype) for _ in range(2))
+        self._allocate_beside(slots)
+
+    def _allocate_beside(self, slots: int) -> None:
+        """The buffers of so many slots besides keys and values."""
         batch, query_heads, heads, _, head_dim = self.sizes
         self.sizes = self.sizes._replace(slots=slots)
-        self.key, self.value = (self._buffer(batch, heads, slots, head_dim, dtype=self.dtype) for _ in range(2))
         self.positions = self._buffer(batch, heads, slots, dtype=torch.int64)
         self._order = self._buffer(batch, heads, slots, dtype=torch.int32)
-        #: The indicators of a prompt's tokens until the first step, then what the tokens received, in order.
-        self._score = self._buffer(batch, heads, slots, dtype=torch.float32)
+        #: See `ranks_of`. The first step that evicts overwrites it with what the tokens receive.
+        self._rank = self._buffer(batch, heads, slots, dtype=torch.int32)
         self._logits = self._buffer(batch, query_heads, slots, dtype=torch.float32)
         block = key_block(head_dim, self.dtype.itemsize, slots)
         self._splits, self._share = split_slots(self.sizes, block, self.device)
@@ -101,7 +106,7 @@ class CAKEState(State):
         self.key.zero_()
         self.value.zero_()
         self.positions.fill_(-1)
-        self._score.fill_(-torch.inf)
+        self._rank.fill_(MISSING)
         self.budgets.fill_(self.config.prefix_budget)
         self._short.fill_(True)
         for counter in (self._held, self._free, self._seen):
@@ -151,38 +156,39 @@ class CAKEState(State):
         self._short.copy_(occupied.sum(1) <= config.budget + config.window)
         self._seen.fill_(total)
         self._prompt = total
-        self._arrived = key, value, positions.masked_fill(~occupied[:, None], -1), found.score
+        self._arrived = key, value, positions.masked_fill(~occupied[:, None], -1), ranks_of(found.score)
         self.cascade.admit(self, self.layer, preference, occupied)
         self._end_change()
         return output
 
+    @torch.no_grad()
+    @torch.inference_mode(False)  # tensors allocated in inference mode could not be updated outside of it
     def evict(self, budget: Tensor) -> None:
         """Keep the best `budget` [B] tokens outside of the window, and set `budgets`. For the cascade, during a prompt.
         """
-        key, value, positions, score = self._arrived or (self.key, self.value, self.positions, self._score)
+        key, value, positions, rank = self._arrived or (self.key, self.value, self.positions, self._rank)
         self._arrived = None
         self.budgets.copy_(budget)
-        keep = kept(score, budget) | (self._short[:, None, None] & (positions >= 0))
+        keep = (rank < budget[:, None, None]) | (self._short[:, None, None] & (positions >= 0))
         held = keep.sum(-1)                                                             # [B, Hkv]
         # The most tokens that a row has now, or before a step evicts, and one more.
         slots = int(torch.maximum(held, (budget + self.config.window)[:, None]).amax()) + 1
         place = places_of(keep, slots)
         at, empty = place.clamp_min(0), place < 0
-        tokens = [
-            tensor.gather(2, at[..., None].expand(-1, -1, -1, tensor.shape[-1])).masked_fill_(empty[..., None], 0)
-            for tensor in (key, value)
-        ]
-        numbers = [
-            tensor.gather(-1, at).masked_fill_(empty, lowest)
-            for tensor, lowest in ((positions, -1), (score, -torch.inf))
-        ]
-        del key, value, positions, score
-        if slots != self.sizes.slots:
-            self._allocate(slots)
-        for buffer, tensor in zip(
-            (self.key, self.value, self.positions, self._score), (*tokens, *numbers), strict=True
-        ):
-            buffer.copy_(tensor)
+        positions = positions.gather(-1, at).masked_fill_(empty, -1)
+        rank = rank.gather(-1, at).masked_fill_(empty, MISSING)
+        same = slots == self.sizes.slots
+        if not same:
+            self._allocate_beside(slots)
+        for name, tensor in (("key", key), ("value", value)):
+            there = tensor.gather(2, at[..., None].expand(-1, -1, -1, tensor.shape[-1]))
+            there.masked_fill_(empty[..., None], 0)
+            if same:
+                getattr(self, name).copy_(there)
+            else:
+                setattr(self, name, there)
+        self.positions.copy_(positions)
+        self._rank.copy_(rank)
         self._order.copy_(torch.arange(slots, device=self.device))
         self._held.copy_(held)
         self._free.copy_(held)
@@ -197,8 +203,8 @@ class CAKEState(State):
         self._start_change("step")
         output: Tensor = _step(
             query, key, value, self.key, self.value, self.positions, self._order, self._held, self._free, self._seen,
-            self.budgets, self._logits, self._score, self._partial, self._row_maxima, self._weight_sums, self.scale,
-            self.config.window, self.config.kernel_size, self._splits, self._share,
+            self.budgets, self._logits, self._rank.view(torch.float32), self._partial, self._row_maxima,
+            self._weight_sums, self.scale, self.config.window, self.config.kernel_size, self._splits, self._share,
         )
         self._end_change()
         return output
@@ -208,13 +214,13 @@ class CAKEState(State):
         index = check_reorder(index, self.sizes.batch, self.device)
         self._start_change("reorder")
         for tensor in (
-            self.key, self.value, self.positions, self._order, self._score, self._held, self._free, self._seen,
+            self.key, self.value, self.positions, self._order, self._rank, self._held, self._free, self._seen,
             self.budgets, self._short,
         ):
             tensor.copy_(tensor.index_select(0, index))
         self._end_change()
 
-    #: Keys, values, positions and scores of a prompt, before its first eviction.
+    #: Keys, values, positions and ranks of a prompt, before its first eviction.
     _arrived: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
 
@@ -247,8 +253,8 @@ def _step(
             *new_value.stride(), **shape, ROWS=GROUP_ROWS, BLOCK=block, num_warps=4,
         )
         merge_kernel[(batch * heads * tiles + triton.cdiv(batch * query_heads, merged),)](
-            order, held, budget, logits, received, partial, row_maxima, weight_sums, output, batch * heads, heads, tiles,
-            splits, slots, window, **shape, ROWS=rows, SPLITS=triton.next_power_of_2(splits), CHUNK=chunk,
+            order, held, budget, logits, received, partial, row_maxima, weight_sums, output, batch * heads, heads,
+            tiles, splits, slots, window, **shape, ROWS=rows, SPLITS=triton.next_power_of_2(splits), CHUNK=chunk,
             MERGED=merged, num_warps=4,
         )
         evict_kernel[(batch * heads,)](

@@ -167,7 +167,7 @@ def attention_kernel(
     new_value_h, new_value_d,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Program: `share` slots of a KV head. The program of the lowest free slot stores the new token there, and lists it.
+    """Program: `share` slots of a KV head. The program of the lowest free slot stores the new token there and lists it.
     logits [B, Hq, slots] float32, in base 2, -inf in free slots. `scale` includes log2(e)."""
     split, row_head = tl.program_id(0) % splits, (tl.program_id(0) // splits).to(tl.int64)
     b, h = row_head // heads, row_head % heads
