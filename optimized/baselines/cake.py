@@ -26,7 +26,7 @@ from .._common.launch import (
 )
 from .._common.numerics import LOG2_E
 from .._common.state import State
-from ._cake_prompt import MISSING, budgets, log_preference, observe, places_of, ranks_of
+from .cake_prompt import MISSING, budgets, log_preference, observe, places_of, ranks_of
 from .cake_kernels import attention_kernel, evict_kernel, merge_kernel
 
 __all__ = ["CAKECascade", "CAKEConfig", "CAKEState", "ObserveResult", "budgets", "log_preference", "observe"]
