@@ -1,5 +1,5 @@
-"""CAKE's functions: what a window observes, preferences and budgets, against loops over Python's numbers; and the laws
-of the reference's cascade. Bounds of `observe` are judged with the properties of every method."""
+"""CAKE's functions: what a window observes, preferences and budgets, against loops over Python's numbers. The bounds of
+`observe` are judged with the properties of every method."""
 
 from __future__ import annotations
 
@@ -209,22 +209,6 @@ def test_kept_prefers_high_scores_and_evicts_the_lowest_index_among_equals():
     score = torch.tensor([[[1.0, 1.0, 2.0, -INF, 1.0, INF, INF]]])
     for budget, expected in ((0, [5, 6]), (1, [2, 5, 6]), (2, [2, 4, 5, 6]), (9, [0, 1, 2, 4, 5, 6])):
         assert rules.kept(score, torch.tensor([budget]))[0, 0].nonzero()[:, 0].tolist() == expected
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_the_cascade_ends_with_the_best_tokens_of_each_layers_smallest_budget(seed):
-    """The top b of the top b' is the top b for b <= b'. Budgets that grow again bring no token back."""
-    generator = torch.Generator().manual_seed(seed)
-    scores = [torch.randint(6, (2, 2, 20), generator=generator).double() for _ in range(5)]
-    for score in scores:
-        score[..., 16:] = INF
-    log = torch.randn(2, 5, generator=generator, dtype=torch.float64)
-    prefix = torch.tensor([16, 16])
-    granted = [rules.budgets(log[:, : last + 1], prefix, 25) for last in range(5)]
-    for layer, holds in enumerate(rules.cascade(scores, log, prefix, 25)):
-        smallest = torch.stack([of_last[:, layer] for of_last in granted[layer:]]).amin(0)
-        assert torch.equal(holds, rules.kept(scores[layer], smallest))
-        assert torch.equal(holds.sum(-1), (smallest + 4)[:, None].expand(2, 2))
 
 
 @pytest.mark.kind("bad_input")
