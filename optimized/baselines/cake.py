@@ -26,8 +26,8 @@ from .._common.launch import (
 )
 from .._common.numerics import LOG2_E
 from .._common.state import State
-from .cake_prompt import MISSING, budgets, log_preference, observe, places_of, ranks_of
 from .cake_kernels import attention_kernel, evict_kernel, merge_kernel
+from .cake_prompt import MISSING, budgets, log_preference, observe, places_of, ranks_of
 
 __all__ = ["CAKECascade", "CAKEConfig", "CAKEState", "ObserveResult", "budgets", "log_preference", "observe"]
 
@@ -161,8 +161,8 @@ class CAKEState(State):
         self._end_change()
         return output
 
-    @torch.no_grad()
     @torch.inference_mode(False)  # tensors allocated in inference mode could not be updated outside of it
+    @torch.no_grad()              # which the line above would enable
     def evict(self, budget: Tensor) -> None:
         """Keep the best `budget` [B] tokens outside of the window, and set `budgets`. For the cascade, during a prompt.
         """
