@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvtwin.conformance.cases.case import WindowCase
+from kvtwin.conformance.judge.checkers.cake import assert_observe_right, observe_inputs
 from kvtwin.reference.baselines import _cake as rules
 
 pytestmark = pytest.mark.kind("equivalence")
@@ -100,6 +102,17 @@ def test_a_window_of_one_query_has_no_shift(side, twins, device):
     assert bool(found.score[..., -1].isinf().all()) and bool(found.score[..., :-1].isfinite().all())
     whole = cake_of(twins, side).observe(query, key[:, :, -4:].contiguous())
     assert (whole.shift.tolist(), whole.dispersion.tolist()) == ([0.0, 0.0], [0.0, 0.0])
+
+
+@both_sides
+@pytest.mark.parametrize("padding", ["none", "random"])
+def test_a_window_may_have_more_queries_than_a_tile(padding, side, twins, device):
+    """Tiles have 16 queries in the interpreter and 64 on a GPU."""
+    case = WindowCase(
+        key_value_heads=1, group=2, tokens=130, observers=70 if device.type == "cuda" else 37, kernel_size=3, seed=9,
+        occupancy=padding, device=str(device),
+    )
+    assert_observe_right(cake_of(twins, side).observe(**observe_inputs(case)), case)
 
 
 @both_sides

@@ -110,19 +110,19 @@ def test_a_short_prompt_stays_whole_until_the_first_step(count, side, twins, dev
 
 @both_sides
 def test_rows_of_different_lengths_have_their_own_budgets(side, twins, device):
-    """Row 0 has 5 tokens and keeps them; row 1, with 12, evicts."""
+    """Row 0 has 7 tokens and keeps them; row 1, with 12, evicts."""
     first, second = new_states(getattr(twins, side), device, 2)
     occupied = torch.ones(BATCH, 12, dtype=torch.bool, device=device)
-    occupied[0, :7] = False
+    occupied[0, :5] = False
     for layer, state in enumerate((first, second)):
         state.prefill(*tokens(device, 12, seed=layer, size=1 - 0.9 * layer), occupied)
     budgets = first.cascade.budgets
     assert budgets[0].tolist() == [4, 4]
     assert int(budgets[1].sum()) == 8 and budgets[1, 0] > budgets[1, 1]
     for layer, state in enumerate((first, second)):
-        assert held(state) == list(range(7, 12))
+        assert held(state) == list(range(5, 12))
         assert [len(held(state, 1, head)) for head in range(HEADS)] == [int(budgets[1, layer]) + 2] * HEADS
-        assert state.positions.shape[2] == max(6, int(budgets[1, layer]) + 2) + 1
+        assert state.positions.shape[2] == max(7, int(budgets[1, layer]) + 2) + 1
 
 
 # Several layers ------------------------------------------------------------------------------------------------------
@@ -186,7 +186,9 @@ def test_a_batch_may_share_its_preferences(side, twins, device):
 
 @both_sides
 def test_layer_0_begins_a_new_prompt(side, twins, device):
+    """Also after a prompt that did not reach all layers."""
     states = new_states(getattr(twins, side), device, 2)
+    states[0].prefill(*tokens(device, 20))
     found = []
     for _ in range(2):
         for layer, state in enumerate(states):
