@@ -20,6 +20,7 @@ from ...reference.baselines._validate_cake import check_shared_cascade
 from .._common.launch import (
     GROUP_ROWS,
     INTERPRETED,
+    SMALL_TILES,
     key_block,
     on_device_of,
     padded_head_dim,
@@ -256,8 +257,8 @@ def _step(
     shape = {"GROUP": group, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim)}
     block, rows = key_block(head_dim, query.element_size(), slots), triton.next_power_of_2(group)
     width = triton.next_power_of_2(slots)
-    chunk = block if INTERPRETED else min(max(width, 128), WEIGHTS // rows, 1024)
-    most = block if INTERPRETED else min(max(width, 128), CHUNK)
+    chunk = block if SMALL_TILES else min(max(width, 128), WEIGHTS // rows, 1024)
+    most = block if SMALL_TILES else min(max(width, 128), CHUNK)
     tiles, merged = triton.cdiv(slots, chunk), triton.next_power_of_2(query_heads) if INTERPRETED else 1
     with on_device_of(query):
         attention_kernel[(batch * heads * splits,)](
