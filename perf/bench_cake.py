@@ -92,6 +92,9 @@ def check_step(state: CAKEState, query: Tensor, key: Tensor, value: Tensor) -> N
     after, window = state.positions[last], state.config.window
     newest = torch.argmax((before < 0).int(), -1, keepdim=True)           # the lowest free slot
     positions = before.scatter(-1, newest, position)
+    for name, cache, given in (("key", state.key, key), ("value", state.value, value)):
+        stored = cache[last].take_along_dim(newest[..., None], 2)[:, :, 0]
+        assert_same(stored, given[last], what=f"{name} of the new token")
     case = DecodeCase.of(
         query[last], state.key[last], state.value[last], positions >= 0, scale=state.scale, per_head=True
     )

@@ -6,6 +6,7 @@ step can be replayed as any step. A new prompt of other budgets needs a new capt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,8 +39,16 @@ WEIGHTS, CHUNK = 4096, 8192
 class CAKECascade(Cascade):
     __doc__ = Cascade.__doc__
 
+    #: The largest budget of each layer so far, for the sizes of buffers.
+    _most: Sequence[int] = ()
+
     def _share(self, log_preferences: Tensor, prefix: Tensor, total: int) -> Tensor:
         return budgets(log_preferences, prefix, total)
+
+    def _grant(self, count: int, prefix: Tensor, short: Tensor) -> Tensor:
+        granted = super()._grant(count, prefix, short)
+        self._most = granted.amax(0).tolist()   # one synchronisation for all layers
+        return granted
 
 
 class CAKEState(State):
@@ -153,7 +162,9 @@ class CAKEState(State):
             found.dispersion, found.shift, tau1=config.tau1, tau2=config.tau2, whole_batch=config.whole_batch
         )
         positions = torch.arange(total, device=self.device).expand(found.score.shape)
-        self._short.copy_(occupied.sum(1) <= config.budget + config.window)
+        tokens = occupied.sum(1)
+        self._short.copy_(tokens <= config.budget + config.window)
+        self._longest = int(tokens.where(self._short, 0).amax())
         self._seen.fill_(total)
         self._prompt = total
         self._arrived = key, value, positions.masked_fill(~occupied[:, None], -1), ranks_of(found.score)
@@ -171,8 +182,8 @@ class CAKEState(State):
         self.budgets.copy_(budget)
         keep = (rank < budget[:, None, None]) | (self._short[:, None, None] & (positions >= 0))
         held = keep.sum(-1)                                                             # [B, Hkv]
-        # The most tokens that a row has now, or before a step evicts, and one more.
-        slots = int(torch.maximum(held, (budget + self.config.window)[:, None]).amax()) + 1
+        # One more than the most tokens of a row now, or after any later step.
+        slots = max(self._longest, self.cascade._most[self.layer] + self.config.window) + 1
         place = places_of(keep, slots)
         at, empty = place.clamp_min(0), place < 0
         positions = positions.gather(-1, at).masked_fill_(empty, -1)
@@ -220,6 +231,8 @@ class CAKEState(State):
             tensor.copy_(tensor.index_select(0, index))
         self._end_change()
 
+    #: The most tokens of a row that a short prompt leaves whole.
+    _longest = 0
     #: Keys, values, positions and ranks of a prompt, before its first eviction.
     _arrived: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 

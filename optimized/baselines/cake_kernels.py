@@ -123,7 +123,7 @@ def observe_kernel(
     for g in range(0, GROUP):
         h = k_head * GROUP + g
         mean = tl.zeros([BLOCK], tl.float32)
-        squares = tl.zeros([BLOCK], tl.float32)
+        squares = tl.zeros([BLOCK], tl.float64)
         before = tl.sum(tl.zeros([QUERIES], tl.float32), 0)            # queries in earlier rounds
         for start in range(0, window, QUERIES):
             w = start + tl.arange(0, QUERIES)
@@ -141,6 +141,7 @@ def observe_kernel(
             count = tl.sum(tl.where(attends, 1.0, 0.0), 0)
             mean_here = tl.sum(weight, 0) / tl.maximum(count, 1.0)
             deviation = tl.where(attends[:, None], weight - mean_here[None, :], 0.0)
+            deviation = deviation.to(tl.float64)                       # so that equal tokens tie, see sum_of_products
             share = count / tl.maximum(before + count, 1.0)
             away = mean_here - mean
             squares += tl.sum(deviation * deviation, 0) + away * away * (before * share)
@@ -148,6 +149,7 @@ def observe_kernel(
             before += count
             dispersion -= tl.sum(weight * tl.log2(weight + _SMALLEST), 0)
         variance = squares / tl.maximum(before - 1.0, 1.0)
+        variance = variance.to(tl.float32)
         score += mean + gamma * variance
         shift += variance
     tl.store(indicator + row_head.to(tl.int64) * prefix + t, score, mask=t < prefix)
