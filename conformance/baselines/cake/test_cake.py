@@ -190,6 +190,8 @@ def test_budgets_of_chosen_cases(side, twins, device):
     assert of([1.0, 1.0, 1.0], 100, 31) == [11, 10, 10]  # the remainder goes to the first layers
     # [80, 10, 9]: the excess of 40 goes to two layers, the 1 that trunc left to the first of them.
     assert of([80.5, 10.2, 9.3], 40, 100) == [40, 31, 29]
+    # [10, 5, 1]: the excess of 4 fills the second layer and beyond, so that the third gets the 1 that is missing.
+    assert of([10.3, 5.4, 1.3], 6, 17) == [6, 6, 4]
     assert of([0.0, 0.0], 100, 10) == [5, 5]            # no preference at all: equal shares
     assert of([0.0, 3.0], 100, 10) == [0, 10]
     assert of([math.nan, 3.0], 100, 10) == [0, 10]      # NaN is no preference

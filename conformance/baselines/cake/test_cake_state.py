@@ -193,7 +193,10 @@ def test_layer_0_begins_a_new_prompt(side, twins, device):
     for _ in range(2):
         for layer, state in enumerate(states):
             state.reset()
-            state.prefill(*tokens(device, 30, seed=layer, size=1 - 0.7 * layer))
+            try:
+                state.prefill(*tokens(device, 30, seed=layer, size=1 - 0.7 * layer))
+            except ValueError as error:
+                pytest.fail(f"layer {layer}: {error}")
             for _ in range(2 * layer):
                 state.step(*token(device))
         found.append([states[0].cascade.budgets.tolist(), *(held(state) for state in states)])
@@ -255,6 +258,18 @@ def test_a_step_evicts_the_lowest_weight_outside_of_the_window(side, twins, devi
 
 
 @both_sides
+def test_a_token_takes_the_lowest_free_slot(side, twins, device):
+    """After a short prompt, the first step leaves several slots free."""
+    [state] = new_states(getattr(twins, side), device, budget=10, window=4)
+    state.prefill(*tokens(device, 14))
+    for number in range(8):
+        free = (state.positions < 0).to(torch.int8).argmax(-1)
+        state.step(*token(device, seed=number))
+        newest = (state.positions == 14 + number).to(torch.int8).argmax(-1)
+        assert_same(newest, free, what="slot of the new token")
+
+
+@both_sides
 def test_equal_weights_evict_the_oldest_token_wherever_it_lies(side, twins, device):
     """After some steps, slots are no longer in the order of positions."""
     [state] = new_states(getattr(twins, side), device, batch=1, scale=1.0)
@@ -307,7 +322,7 @@ def test_padding_in_the_window_leaves_room_for_later_tokens(side, twins, device)
     (4, {"budget": 6, "window": 2, "tau2": 0.05}, {"prompt": 20, "dtype": torch.bfloat16}),
     (2, {"budget": 8, "window": 4, "kernel_size": 5}, {"prompt": 30, "content": "duplicates"}),
     (2, {"budget": 9, "window": 4, "whole_batch": True}, {"prompt": 25, "padding": "random"}),
-    (2, {"budget": 7, "window": 4}, {"prompt": 11, "reorder_at": 1, "reset_at": 3}),
+    (2, {"budget": 7, "window": 4}, {"prompt": 14, "reorder_at": 1, "reset_at": 3}),
     (3, {"budget": 5, "window": 1, "gamma": 0.0}, {"prompt": 24, "content": "equal_keys"}),
     (2, {"budget": 6, "window": 5, "kernel_size": 1}, {"prompt": 5}),
 ], ids=str)
@@ -348,6 +363,10 @@ def test_layers_must_come_in_order_with_one_prompt(side, twins, device):
     first, second, third = new_states(getattr(twins, side), device, 3)
     with pytest.raises(ValueError, match="^layer 1 gets its prompt after layer 0, but 0 have it"):
         second.prefill(*tokens(device, 20))
+    try:
+        second.reorder(torch.tensor([0, 1], device=device))
+    except RuntimeError as error:
+        pytest.fail(f"after a refused prompt: {error}")
     first.prefill(*tokens(device, 20))
     with pytest.raises(ValueError, match="^layer 2 gets its prompt after layer 1, but 1 have it"):
         third.prefill(*tokens(device, 20))
