@@ -1,43 +1,20 @@
-"""KIVI on the GPU: keys and values quantized to 2 or 4 bits, and a decode step in three launches.
-
-A step attends, merges the shares of the attention and quantizes a value per KV head, and quantizes R keys of the rows
-that have as many. What is due follows from counters on the device, so a captured step can be replayed as any step.
-"""
+"""KIVI on the GPU: keys and values quantized to 2 or 4 bits. kivi_ops.py has the operations."""
 
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from ...reference._validate import check_config, check_reorder, check_room
-from ...reference.baselines._validate_kivi import (
-    WORD,
-    check_dequantize,
-    check_head_dim,
-    check_quantize,
-    words_of,
-)
+from ...reference.baselines._validate_kivi import WORD, check_dequantize, check_head_dim, check_quantize, words_of
 from ...reference.baselines.kivi import KIVIConfig, QuantizeResult
-from .._common.launch import (
-    GROUP_ROWS,
-    INTERPRETED,
-    SMALL_TILES,
-    check_launchable,
-    key_block,
-    on_device_of,
-    padded_head_dim,
-    split_slots,
-)
-from .._common.numerics import LOG2_E
+from .._common.launch import check_launchable, key_block, split_slots
 from .._common.state import State
-from .kivi_kernels import EVERY, PROMPT, SEEN, STEP, dequantize_kernel, quantize_keys_kernel, quantize_values_kernel
-from .kivi_step_kernels import attention_kernel, merge_kernel
+from .kivi_kernels import SEEN
+from .kivi_ops import attend_step, dequantize_codes, fragment_splits, in_fragments, quantize_tensor, store_prompt
 
 __all__ = ["KIVIConfig", "KIVIState", "QuantizeResult", "dequantize", "quantize"]
 
-#: Elements per program. In the interpreter, a program's cost does not depend on its size.
-TILE = 8192 if INTERPRETED else 4096
 #: The largest group of `quantize`.
 MAX_GROUP = 1024
 
@@ -53,7 +30,7 @@ def quantize(x: Tensor, *, bits: int, axis: int, group: int, dtype: torch.dtype 
     if group > MAX_GROUP:
         raise ValueError(f"group must be at most {MAX_GROUP}, got {group}")
     check_launchable(x=x, dtype=torch.empty(0, dtype=dtype, device=x.device))
-    return QuantizeResult(*_quantize(x, bits, axis, group, dtype))
+    return QuantizeResult(*quantize_tensor(x, bits, axis, group, dtype))
 
 
 def dequantize(
@@ -67,189 +44,8 @@ def dequantize(
         codes, scale, minimum, bits, axis, group, dtype
     )
     check_launchable(scale=scale, minimum=minimum, dtype=torch.empty(0, dtype=dtype, device=scale.device))
-    result: Tensor = _dequantize(codes, scale, minimum, bits, axis, group, dtype)
+    result: Tensor = dequantize_codes(codes, scale, minimum, bits, axis, group, dtype)
     return result
-
-
-# Operations ----------------------------------------------------------------------------------------------------------
-
-
-def _results(x: Tensor, bits: int, axis: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised codes, scales and minima of x [B, H, T, D]."""
-    *rows, tokens, channels = x.shape
-    if axis == -2:
-        words, groups = (tokens // group * words_of(group, bits), channels), (tokens // group, channels)
-    else:
-        words, groups = (tokens, channels * bits // WORD), (tokens, channels // group)
-    codes = torch.empty(*rows, *words, dtype=torch.int32, device=x.device)
-    scale, minimum = (torch.empty(*rows, *groups, dtype=dtype, device=x.device) for _ in range(2))
-    return codes, scale, minimum
-
-
-@torch.library.custom_op("kvtwin::kivi_quantize", mutates_args=())
-def _quantize(x: Tensor, bits: int, axis: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    found = _results(x, bits, axis, group, dtype)
-    if axis == -2:
-        _keys_kernel(x, None, None, None, None, *found, bits, group, 0, EVERY.value, x.shape[2] // group)
-    else:
-        _values_kernel(x, None, None, *found, bits, group, 0, EVERY.value, x.shape[2])
-    return found
-
-
-@_quantize.register_fake
-def _(x: Tensor, bits: int, axis: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    return _results(x, bits, axis, group, dtype)
-
-
-def _keys_kernel(
-    x: Tensor, place: Tensor | None, count: Tensor | None, due: Tensor | None, counters: Tensor | None, codes: Tensor,
-    scale: Tensor, minimum: Tensor, bits: int, group: int, residual: int, mode: int, groups: int,
-) -> None:
-    """Launch `quantize_keys_kernel`, with `groups` programs per head. Arguments that the mode does not use are None."""
-    batch, heads, _, head_dim = x.shape
-    rows = max(group, WORD // bits)
-    block = min(padded_head_dim(head_dim), max(16, TILE // rows))
-    with on_device_of(x):
-        quantize_keys_kernel[(batch * heads * groups,)](
-            x, codes if place is None else place, codes if count is None else count, codes if due is None else due,
-            codes if counters is None else counters, codes, scale, minimum, heads, groups, scale.shape[2], residual,
-            1 if place is None else place.shape[1], *x.stride(),
-            HEAD_DIM=head_dim, BITS=bits, GROUP=group, ROWS=rows, BLOCK=block, MODE=mode, num_warps=4,
-        )
-
-
-def _values_kernel(
-    x: Tensor, place: Tensor | None, count: Tensor | None, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int,
-    group: int, residual: int, mode: int, tokens: int,
-) -> None:
-    """Launch `quantize_values_kernel` for the first `tokens` values. Arguments that the mode does not use are None."""
-    batch, heads, _, head_dim = x.shape
-    rows = 16 if SMALL_TILES else max(1, TILE // padded_head_dim(head_dim))
-    tiles = triton.cdiv(tokens, rows)
-    with on_device_of(x):
-        quantize_values_kernel[(batch * heads * tiles,)](
-            x, codes if place is None else place, codes if count is None else count, codes, scale, minimum, heads,
-            tiles, tokens, scale.shape[2], residual, 1 if place is None else place.shape[1], *x.stride(),
-            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), BITS=bits, GROUP=group, ROWS=rows, MODE=mode,
-            num_warps=4,
-        )
-
-
-@torch.library.custom_op("kvtwin::kivi_dequantize", mutates_args=())
-def _dequantize(
-    codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, axis: int, group: int, dtype: torch.dtype
-) -> Tensor:
-    codes, scale, minimum = codes.contiguous(), scale.contiguous(), minimum.contiguous()
-    result = _dequantized(scale, axis, group, dtype)
-    block = TILE // 4
-    with on_device_of(codes):
-        dequantize_kernel[(triton.cdiv(result.numel(), block),)](
-            codes, scale, minimum, result, result.numel(), *result.shape[2:], scale.shape[axis],
-            BITS=bits, AXIS=axis, GROUP=group, WORDS=words_of(group, bits), BLOCK=block, num_warps=4,
-        )
-    return result
-
-
-def _dequantized(scale: Tensor, axis: int, group: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised result of `dequantize`."""
-    shape = list(scale.shape)
-    shape[axis] *= group
-    return torch.empty(shape, dtype=dtype, device=scale.device)
-
-
-@_dequantize.register_fake
-def _(
-    codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, axis: int, group: int, dtype: torch.dtype
-) -> Tensor:
-    return _dequantized(scale, axis, group, dtype)
-
-
-@torch.library.custom_op(
-    "kvtwin::kivi_store",
-    mutates_args=("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum"),
-)
-def _store(
-    key: Tensor, value: Tensor, place: Tensor, count: Tensor, key_codes: Tensor, key_scale: Tensor, key_minimum: Tensor,
-    value_codes: Tensor, value_scale: Tensor, value_minimum: Tensor, key_bits: int, value_bits: int, group: int,
-    residual: int,
-) -> None:
-    """Quantize the keys and values of a prompt [B, Hkv, T, D], of which row b has count[b] tokens, at place[b] of the
-    prompt. A state's buffers as in `attention_kernel`."""
-    total = key.shape[2]
-    if total >= residual:
-        _keys_kernel(
-            key, place, count, None, None, key_codes, key_scale, key_minimum, key_bits, group, residual, PROMPT.value,
-            (total - total % residual) // group,
-        )
-    if total > residual:
-        _values_kernel(
-            value, place, count, value_codes, value_scale, value_minimum, value_bits, group, residual, PROMPT.value,
-            total - residual,
-        )
-
-
-@_store.register_fake
-def _(
-    key: Tensor, value: Tensor, place: Tensor, count: Tensor, key_codes: Tensor, key_scale: Tensor, key_minimum: Tensor,
-    value_codes: Tensor, value_scale: Tensor, value_minimum: Tensor, key_bits: int, value_bits: int, group: int,
-    residual: int,
-) -> None:
-    return None
-
-
-@torch.library.custom_op(
-    "kvtwin::kivi_step",
-    mutates_args=(
-        "keys", "values", "key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum",
-        "count", "counters", "due", "positions", "partial", "row_maxima", "weight_sums",
-    ),
-)
-def _step(
-    query: Tensor, new_key: Tensor, new_value: Tensor, keys: Tensor, values: Tensor, key_codes: Tensor,
-    key_scale: Tensor, key_minimum: Tensor, value_codes: Tensor, value_scale: Tensor, value_minimum: Tensor,
-    count: Tensor, counters: Tensor, due: Tensor, positions: Tensor, partial: Tensor, row_maxima: Tensor,
-    weight_sums: Tensor, scale: float, key_bits: int, value_bits: int, group: int, splits: int,
-) -> Tensor:
-    """One step: stores the token in the buffers, attends, quantizes what is due, and counts the token."""
-    (batch, query_heads, head_dim), (_, heads, residual, _) = query.shape, keys.shape
-    slots, pad = positions.shape[1], padded_head_dim(head_dim)
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    shape = {"GROUP_HEADS": query_heads // heads, "HEAD_DIM": head_dim, "D_PAD": pad, "ROWS": GROUP_ROWS}
-    with on_device_of(query):
-        attention_kernel[(batch * heads * (splits + 1),)](
-            query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, value_codes, value_scale,
-            value_minimum, count, counters, positions, partial, row_maxima, weight_sums,
-            scale * LOG2_E.value, heads, splits, residual, slots, key_scale.shape[2], value_scale.shape[2],
-            *query.stride(), *new_key.stride(), *new_value.stride(),
-            **shape, KEY_BITS=key_bits, VALUE_BITS=value_bits, GROUP=group, WORDS=words_of(group, key_bits),
-            BLOCK=key_block(head_dim, query.element_size(), slots), KEY_PAIRS=_in_pairs(keys.dtype, group, key_bits),
-            VALUE_PAIRS=_in_pairs(keys.dtype, group, value_bits), num_warps=4,
-        )
-        merge_kernel[(batch * heads,)](
-            partial, row_maxima, weight_sums, output, values, value_codes, value_scale, value_minimum, count, counters,
-            due, heads, splits + 1, residual, slots, value_scale.shape[2],
-            **shape, BITS=value_bits, GROUP=group, PARTS=triton.next_power_of_2(splits + 1), num_warps=4,
-        )
-        _keys_kernel(
-            keys, None, count, due, counters, key_codes, key_scale, key_minimum, key_bits, group, residual, STEP.value,
-            residual // group,
-        )
-    return output
-
-
-@_step.register_fake
-def _(
-    query: Tensor, new_key: Tensor, new_value: Tensor, keys: Tensor, values: Tensor, key_codes: Tensor,
-    key_scale: Tensor, key_minimum: Tensor, value_codes: Tensor, value_scale: Tensor, value_minimum: Tensor,
-    count: Tensor, counters: Tensor, due: Tensor, positions: Tensor, partial: Tensor, row_maxima: Tensor,
-    weight_sums: Tensor, scale: float, key_bits: int, value_bits: int, group: int, splits: int,
-) -> Tensor:
-    return query.new_empty(query.shape)
-
-
-def _in_pairs(dtype: torch.dtype, group: int, bits: int) -> bool:
-    """Whether a step computes two numbers with one instruction: those of 16 bits, if a word has one scale."""
-    return dtype != torch.float32 and group >= WORD // bits
 
 
 # The state -----------------------------------------------------------------------------------------------------------
@@ -288,13 +84,18 @@ class KIVIState(State):
         )
         words = head_dim * config.value_bits // WORD
         self._value_codes = self._buffer(batch, key_value_heads, rows, words, dtype=torch.int32)
-        self._value_scale, self._value_minimum = (
-            self._buffer(batch, key_value_heads, rows, head_dim // each, dtype=self.dtype) for _ in range(2)
-        )
+        # Scale and minimum lie side by side, so that one load reads both.
+        self._value_scales = self._buffer(batch, key_value_heads, rows, head_dim // each, 2, dtype=self.dtype)
+        self._value_scale, self._value_minimum = self._value_scales.unbind(-1)
         self._count, self._due = (self._buffer(batch, dtype=torch.int64) for _ in range(2))
         self._counters = self._buffer(2, dtype=torch.int64)
         self.positions = self._buffer(batch, slots, dtype=torch.int64)
-        self._splits, _ = split_slots(self.sizes, key_block(head_dim, self.dtype.itemsize, slots), self.device)
+        if in_fragments(
+            self.dtype, query_heads // key_value_heads, head_dim, each, config.key_bits, config.value_bits
+        ):
+            self._splits = fragment_splits(batch * key_value_heads, slots, config.key_bits, self.device)
+        else:
+            self._splits, _ = split_slots(self.sizes, key_block(head_dim, self.dtype.itemsize, slots), self.device)
         parts = batch * query_heads * (self._splits + 1)
         self._partial = self._buffer(parts, head_dim, dtype=torch.float32)
         self._row_maxima, self._weight_sums = (self._buffer(parts, dtype=torch.float32) for _ in range(2))
@@ -384,10 +185,9 @@ class KIVIState(State):
         output = self._attend_prompt(query, key, value, occupied, padded=padded)
         place = (~occupied).to(torch.int8).argsort(stable=True, dim=1)        # the tokens of each row, then its padding
         count = occupied.sum(1)
-        _store(
+        store_prompt(
             key, value, place, count, self._key_codes, self._key_scale, self._key_minimum, self._value_codes,
-            self._value_scale, self._value_minimum, self.config.key_bits, self.config.value_bits, self.config.group,
-            self.config.residual,
+            self._value_scales, self.config.key_bits, self.config.value_bits, self.config.group, self.config.residual,
         )
         for buffer, tokens in ((self._keys, key), (self._values, value)):
             # The newest tokens in their places: place i has the last token whose number is i modulo its length.
@@ -415,9 +215,9 @@ class KIVIState(State):
         check_room(self._counted, 1, self.config.max_tokens)
         self._start_change("step")
         config = self.config
-        output: Tensor = _step(
+        output: Tensor = attend_step(
             query, key, value, self._keys, self._values, self._key_codes, self._key_scale, self._key_minimum,
-            self._value_codes, self._value_scale, self._value_minimum, self._count, self._counters, self._due,
+            self._value_codes, self._value_scales, self._count, self._counters, self._due,
             self.positions, self._partial, self._row_maxima, self._weight_sums, self.scale, config.key_bits,
             config.value_bits, config.group, self._splits,
         )
@@ -431,7 +231,7 @@ class KIVIState(State):
         self._start_change("reorder")
         for tensor in (
             self._keys, self._values, self._key_codes, self._key_scale, self._key_minimum, self._value_codes,
-            self._value_scale, self._value_minimum, self._count, self.positions,
+            self._value_scales, self._count, self.positions,
         ):
             tensor.copy_(tensor.index_select(0, index))
         self._end_change()

@@ -17,6 +17,8 @@ from .._common.numerics import float32, multiply, round_to, without_sign_of_zero
 EVERY, PROMPT, STEP = (tl.constexpr(number) for number in range(3))
 #: In `counters`: the tokens seen, padding included, before and after a step.
 SEEN, SEEN_NEXT = tl.constexpr(0), tl.constexpr(1)
+#: The distance of two scales, and of two minima, of the values in a state.
+APART = tl.constexpr(2)
 #: The bits of 2^23. As a float32, 2^23 + n is exact for small n and has n in its lowest bits.
 _MAGIC_BITS = tl.constexpr(0x4B000000)
 _MAGIC = tl.constexpr(8388608.0)
@@ -91,9 +93,10 @@ def _store_keys(
 @triton.jit
 def store_values(
     x, there, codes, scale, minimum, token, valid, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, D_PAD: tl.constexpr,
+    ROWS: tl.constexpr, D_PAD: tl.constexpr, DISTANCE: tl.constexpr,
 ):
-    """Quantize and store the values x [ROWS, D_PAD] float32 of tokens [ROWS] int64, those that are valid."""
+    """Quantize and store the values x [ROWS, D_PAD] float32 of tokens [ROWS] int64, those that are valid. DISTANCE:
+    that of two scales, and of two minima."""
     C: tl.constexpr = 32 // BITS
     x = tl.reshape(x, (ROWS, D_PAD // GROUP, GROUP))
     there = tl.reshape(there, (ROWS, D_PAD // GROUP, GROUP))
@@ -107,7 +110,7 @@ def store_values(
         codes + token[:, None] * (HEAD_DIM // C) + w[None, :], word,
         mask=valid[:, None] & (w < HEAD_DIM // C)[None, :],
     )
-    at = token[:, None] * (HEAD_DIM // GROUP) + group[None, :]
+    at = (token[:, None] * (HEAD_DIM // GROUP) + group[None, :]) * DISTANCE
     inside = valid[:, None] & (group < HEAD_DIM // GROUP)[None, :]
     tl.store(scale + at, round_to(step, scale.dtype.element_ty), mask=inside)
     tl.store(minimum + at, round_to(shift, scale.dtype.element_ty), mask=inside)
@@ -169,7 +172,7 @@ def quantize_keys_kernel(
 def quantize_values_kernel(
     x, place, count, codes, scale, minimum, heads, tiles, tokens, capacity, residual, slots, x_b, x_h, x_t, x_d,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    MODE: tl.constexpr,
+    MODE: tl.constexpr, DISTANCE: tl.constexpr,
 ):
     """Program: ROWS values of a row's KV head, in modes EVERY and PROMPT of `quantize_keys_kernel`. tokens: T or, for a
     prompt, the most that are quantized; capacity: the values that a head has memory for."""
@@ -189,7 +192,8 @@ def quantize_values_kernel(
     y = float32(tl.load(x + at, mask=there, other=0.0))
     # Without tokens, the extremes are infinite, but nothing is stored.
     store_values(
-        y, there, codes, scale, minimum, row_head * capacity + token, valid, HEAD_DIM, BITS, GROUP, ROWS, D_PAD
+        y, there, codes, scale, minimum, row_head * capacity + token, valid, HEAD_DIM, BITS, GROUP, ROWS, D_PAD,
+        DISTANCE,
     )
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from .._common.launch import PTX
 from .._common.numerics import dot, float32, multiply, round_output, round_to
 from .._common.softmax import merge_outputs, merge_sums, weigh_tile
-from .kivi_kernels import SEEN, SEEN_NEXT, number_of, quantized_counts, store_values
+from .kivi_kernels import APART, SEEN, SEEN_NEXT, number_of, quantized_counts, store_values
 
 _PTX = tl.constexpr(PTX)
 
@@ -24,42 +24,56 @@ def _bits(x):
 
 
 @triton.jit
-def _pair(word, step, shift, NUMBER: tl.constexpr, BITS: tl.constexpr):
-    """The numbers of the codes NUMBER and NUMBER + C / 2 of words: two 16-bit numbers in an int32, the first one below.
-    step, shift: the scale and the minimum of both, 16-bit numbers.
+def _low(pair, DTYPE: tl.constexpr):
+    """The lower of two 16-bit numbers in an int32, as float32."""
+    return float32((pair & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True))
 
-    A code is the lowest bits of 128 (bfloat16) or 1024 (float16), from which that number is subtracted, exactly.
-    The product and the sum are rounded once. Each instruction computes two numbers.
+
+@triton.jit
+def pair_of(codes, steps, shifts, BITS: tl.constexpr, DTYPE: tl.constexpr, AT: tl.constexpr = 0):
+    """The numbers of the codes from bit AT on in both halves of an int32: two 16-bit numbers of type DTYPE in an int32.
+    steps, shifts: their scales and minima, two each.
+
+    A code is in the 7 lowest bits of 128 (bfloat16), or the 10 lowest ones of 1024 (float16). That number is subtracted
+    and the rest divided by 2^AT, exactly. The product and the sum are rounded once. Each instruction computes two
+    numbers.
     """
-    both, least = _bits(step) * 0x10001, _bits(shift) * 0x10001
-    codes = word >> (NUMBER * BITS)
-    MASK: tl.constexpr = ((1 << BITS) - 1) * 0x10001
-    if _PTX and step.dtype == tl.bfloat16:
+    MASK: tl.constexpr = ((1 << BITS) - 1) * 0x10001 << AT
+    if _PTX and tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 x, one, less;
-            mov.b32 one, 0x3F803F80;
-            mov.b32 less, 0xC300C300;
+            .reg .b32 x;
             lop3.b32 x, $1, $4, 0x43004300, 0xEA;
-            fma.rn.bf16x2 x, x, one, less;
+            fma.rn.bf16x2 x, x, $5, $6;
             fma.rn.bf16x2 $0, x, $2, $3;
-            }""", "=r,r,r,r,r", [codes, both, least, MASK], dtype=tl.int32, is_pure=True, pack=1,
+            }""", "=r,r,r,r,r,r,r",
+            [codes, steps, shifts, MASK, (0x3F80 - (AT << 7)) * 0x10001, (0xC300 - (AT << 7)) * 0x10001 - 2**32],
+            dtype=tl.int32, is_pure=True, pack=1,
         )
     elif _PTX:
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 x, one, less;
-            mov.b32 one, 0x3C003C00;
-            mov.b32 less, 0xE400E400;
+            .reg .b32 x;
             lop3.b32 x, $1, $4, 0x64006400, 0xEA;
-            fma.rn.f16x2 x, x, one, less;
+            fma.rn.f16x2 x, x, $5, $6;
             fma.rn.f16x2 $0, x, $2, $3;
-            }""", "=r,r,r,r,r", [codes, both, least, MASK], dtype=tl.int32, is_pure=True, pack=1,
+            }""", "=r,r,r,r,r,r,r",
+            [codes, steps, shifts, MASK, (0x3C00 - (AT << 10)) * 0x10001, (0xE400 - (AT << 10)) * 0x10001 - 2**32],
+            dtype=tl.int32, is_pure=True, pack=1,
         )
     else:
-        first = round_to(number_of(codes & MASK & 0xFFFF) * float32(step) + float32(shift), step.dtype)
-        second = round_to(number_of((codes & MASK) >> 16) * float32(step) + float32(shift), step.dtype)
-        return _bits(first) | (_bits(second) << 16)
+        codes = (codes & MASK) >> AT
+        first = number_of(codes & 0xFFFF) * _low(steps, DTYPE) + _low(shifts, DTYPE)
+        second = number_of(codes >> 16) * _low(steps >> 16, DTYPE) + _low(shifts >> 16, DTYPE)
+        return _bits(round_to(first, DTYPE)) | (_bits(round_to(second, DTYPE)) << 16)
+
+
+@triton.jit
+def _pair(word, step, shift, NUMBER: tl.constexpr, BITS: tl.constexpr):
+    """The numbers of the codes NUMBER and NUMBER + C / 2 of words, see `pair_of`. step, shift: the scale and the
+    minimum of both, 16-bit numbers."""
+    steps, shifts = _bits(step) * 0x10001, _bits(shift) * 0x10001
+    return pair_of(word >> (NUMBER * BITS), steps, shifts, BITS, step.dtype)
 
 
 @triton.jit
@@ -137,7 +151,7 @@ def _values_of_tokens(
     mask = holds[:, None] & (w < HEAD_DIM // C)[None, :]
     packed = tl.load(codes + row * (HEAD_DIM // C) + w[None, :], mask=mask, other=0)
     if PAIRS:
-        at = row * (HEAD_DIM // GROUP) + (w * C // GROUP)[None, :]
+        at = (row * (HEAD_DIM // GROUP) + (w * C // GROUP)[None, :]) * APART
         step = tl.load(scale + at, mask=mask, other=0.0)
         shift = tl.load(minimum + at, mask=mask, other=0.0)
         return _numbers_of(packed, step, shift, BITS, BLOCK, D_PAD)
@@ -145,7 +159,7 @@ def _values_of_tokens(
         code = (packed[:, :, None] >> (tl.arange(0, C) * BITS)[None, None, :]) & ((1 << BITS) - 1)
         d = tl.arange(0, D_PAD)
         mask = holds[:, None] & (d < HEAD_DIM)[None, :]
-        at = row * (HEAD_DIM // GROUP) + (d // GROUP)[None, :]
+        at = (row * (HEAD_DIM // GROUP) + (d // GROUP)[None, :]) * APART
         step = float32(tl.load(scale + at, mask=mask, other=0.0))
         shift = float32(tl.load(minimum + at, mask=mask, other=0.0))
         v = tl.reshape(number_of(code), (BLOCK, D_PAD)) * step + shift
@@ -242,8 +256,8 @@ def attention_kernel(
         key_scale += row_head * key_groups * HEAD_DIM
         key_minimum += row_head * key_groups * HEAD_DIM
         value_codes += row_head * value_rows * (HEAD_DIM * VALUE_BITS // 32)
-        value_scale += row_head * value_rows * (HEAD_DIM // GROUP)
-        value_minimum += row_head * value_rows * (HEAD_DIM // GROUP)
+        value_scale += row_head * value_rows * (HEAD_DIM // GROUP * APART)
+        value_minimum += row_head * value_rows * (HEAD_DIM // GROUP * APART)
         words = keys_quantized // GROUP * WORDS
         each = tl.cdiv(tl.cdiv(words, BLOCK // C), splits) * (BLOCK // C)
         begin = split * each
@@ -328,5 +342,5 @@ def merge_kernel(
         v = float32(tl.load(values + at, mask=there, other=0.0))
         store_values(
             v, there, value_codes, value_scale, value_minimum, row_head * value_rows + token, token >= 0, HEAD_DIM,
-            BITS, GROUP, 1, D_PAD,
+            BITS, GROUP, 1, D_PAD, APART,
         )

@@ -161,7 +161,8 @@ def select_kernel(
     """Program: the `wanted` best pages of ROWS query heads of a KV head, ascending, then -1, [B, Hq, wanted] int32. Of
     equal scores, the lowest index. WHOLE: the pages fit in one chunk, so that codes stay in registers.
 
-    The lowest selected code is found bit by bit: it is the highest number that `wanted` codes are not below."""
+    The lowest selected code is found bit by bit: it is the highest number that `wanted` codes are not below. The search
+    ends when exactly as many codes are not below the number so far, which then selects the same pages."""
     blocks: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     row_head = (tl.program_id(0) // blocks).to(tl.int64)
     g = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
@@ -171,15 +172,19 @@ def select_kernel(
     keep = tl.minimum(pages, wanted)
     index = tl.arange(0, CHUNK)
     lowest = tl.full([ROWS], _NO_PAGE, tl.int32)
+    exact = ~valid
     code = _codes(scores, row, index, pages, room, valid, KEEP_LAST)
-    for number in range(32):
-        bit = tl.full([ROWS], 1, tl.int32) << (31 - number)
+    number = 31
+    while number >= 0:
+        bit = tl.full([ROWS], 1, tl.int32) << number
         tried = lowest ^ bit                                           # the sign from 1 to 0, other bits from 0 to 1
         enough = _at_least(code, tried)
         if not WHOLE:
             for start in range(CHUNK, pages, CHUNK):
                 enough += _at_least(_codes(scores, row, start + index, pages, room, valid, KEEP_LAST), tried)
         lowest = tl.where(enough >= keep, tried, lowest)
+        exact = exact | (enough == keep)
+        number = tl.where(tl.min(exact.to(tl.int32), 0) == 1, -1, number - 1)
     above = tl.sum(tl.where(code > lowest[:, None], 1, 0), 1)
     if not WHOLE:
         for start in range(CHUNK, pages, CHUNK):

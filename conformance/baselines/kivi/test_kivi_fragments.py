@@ -1,0 +1,78 @@
+"""KIVI's step in one-warp programs, for wide heads of 16-bit numbers: a lane takes the numbers of its own words.
+
+Tiles have 8 words of keys: 128 tokens of 2 bits, 64 of 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.judge import lockstep
+from kvtwin.conformance.judge.checkers import kivi as judge
+from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.optimized.baselines import kivi_ops as ours
+
+pytestmark = pytest.mark.kind("equivalence")
+
+BF16, FP16 = torch.bfloat16, torch.float16
+#: dtype, D, query heads per KV head, bits of keys and values, group, residual, tokens of the prompt.
+CASES = [
+    pytest.param(BF16, 128, 4, 2, 2, 32, 32, 170, id="2-bits-two-tiles"),
+    pytest.param(FP16, 128, 1, 2, 2, 64, 64, 195, id="2-bits-float16-three-tokens-in-a-tile"),
+    pytest.param(BF16, 128, 8, 4, 4, 32, 32, 97, id="4-bits-one-token-in-a-tile"),
+    pytest.param(FP16, 64, 3, 4, 4, 16, 48, 112, id="4-bits-float16-narrow-whole-tile"),
+    pytest.param(BF16, 64, 2, 4, 4, 16, 16, 230, id="4-bits-two-tiles-in-each-program"),
+    pytest.param(BF16, 64, 2, 2, 4, 16, 16, 150, id="2-and-4-bits"),
+    pytest.param(FP16, 128, 5, 4, 2, 16, 16, 85, id="4-and-2-bits"),
+    pytest.param(BF16, 128, 2, 2, 2, 128, 128, 126, id="nothing-quantized-yet"),
+]
+
+
+@pytest.mark.parametrize("padding", ["none", "left_padding"])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group_heads", "key_bits", "value_bits", "group", "residual", "prompt"), CASES
+)
+def test_a_step_in_fragments_keeps_step(
+    dtype, head_dim, group_heads, key_bits, value_bits, group, residual, prompt, padding, twins, device
+):
+    assert ours.in_fragments(dtype, group_heads, head_dim, group, key_bits, value_bits), "another kernel would run"
+    config: dict[str, Any] = {
+        "key_bits": key_bits, "value_bits": value_bits, "group": group, "residual": residual, "max_tokens": 256,
+    }
+    lockstep.run(StateTrace(
+        method="kivi", config=tuple(config.items()), dtype=dtype, head_dim=head_dim, group=group_heads, batch=2,
+        key_value_heads=1 if padding == "none" else 2, prompt=prompt, steps=3, padding=padding, seed=4,
+        device=str(device),
+    ), twins.optimized.baselines.kivi)
+
+
+@pytest.mark.parametrize(("key_bits", "value_bits", "prompt"), [(2, 2, 170), (4, 4, 97), (2, 4, 31)])
+def test_free_memory_changes_nothing(key_bits, value_bits, prompt, twins, device):
+    """Keys and values that left the buffers, and codes of tokens that did not."""
+    kivi = twins.optimized.baselines.kivi
+    config = kivi.KIVIConfig(key_bits, value_bits, group=32, residual=32, max_tokens=256)
+    generator = torch.Generator().manual_seed(1)
+    given = [torch.randn(1, heads, prompt + 1, 128, generator=generator).to(device, BF16) for heads in (4, 2, 2)]
+    outputs = []
+    for poisoned in (False, True):
+        state = kivi.KIVIState(
+            config, batch=1, query_heads=4, key_value_heads=2, head_dim=128, dtype=BF16, device=device
+        )
+        state.prefill(*(tensor[:, :, :prompt] for tensor in given))
+        if poisoned:
+            judge.poison(state)
+        outputs.append(state.step(*(tensor[:, :, prompt] for tensor in given)))
+    assert_same(outputs[1], outputs[0], what="output")
+
+
+@pytest.mark.parametrize(("dtype", "group_heads", "head_dim", "group", "key_bits", "value_bits"), [
+    (torch.float32, 1, 128, 32, 2, 2), (BF16, 9, 128, 32, 2, 2), (BF16, 1, 96, 32, 2, 2), (BF16, 1, 64, 32, 2, 2),
+    (BF16, 1, 128, 8, 2, 4), (BF16, 1, 128, 8, 4, 2), (BF16, 1, 256, 32, 2, 2),
+])
+def test_other_sizes_use_the_kernel_for_all(dtype, group_heads, head_dim, group, key_bits, value_bits):
+    """float32, more than 8 query heads, a lane without a whole word, words of two groups."""
+    assert not ours.in_fragments(dtype, group_heads, head_dim, group, key_bits, value_bits)

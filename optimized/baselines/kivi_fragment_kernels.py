@@ -1,0 +1,447 @@
+"""KIVI's attention of a decode step in programs of one warp, which keep the numbers of a word where tensor cores read
+them. For 16-bit numbers, heads of 64 or 128 channels, and up to 8 query heads per KV head.
+
+The products are transposed, S^T = K q^T and O^T += V^T P^T: tokens or channels are the side of 16, and query heads the
+side of 8. A lane holds rows g and g + 8 of an operand [16, 16], and columns 2 t + i and 8 + 2 t + i, with g = lane / 4,
+t = lane % 4 and i = 0, 1. The 32 bits of a register are two columns.
+
+Rows come from codes that are half a word apart: code j of word g is row g of the j-th operand, and code j + C / 2 is
+row g + 8. So a lane takes its numbers from its own words, two at a time, and only S and P pass between lanes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._common.launch import PTX
+from .._common.numerics import dot, float32, multiply, round_to
+from .._common.softmax import raise_maximum
+from .kivi_kernels import SEEN, number_of, quantized_counts
+from .kivi_step_kernels import pair_of
+
+_PTX = tl.constexpr(PTX)
+#: The words of a tile, and the side of query heads in a product.
+EIGHT = tl.constexpr(8)
+
+
+# Numbers as operands -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _hidden(index):
+    """int32 indices, of which the compiler does not see that they are consecutive. It assigns neighbouring lanes to
+    consecutive addresses, but here these are rows, which the layout of an operand assigns to distant lanes."""
+    if _PTX:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [index], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return index
+
+
+@triton.jit
+def _lower_halves(one, other):
+    """The lower halves of two int32, `one` below."""
+    if _PTX:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [one, other], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return (one & 0xFFFF) | (other << 16)
+
+
+@triton.jit
+def _upper_halves(one, other):
+    if _PTX:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [one, other], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return ((one >> 16) & 0xFFFF) | (other & -65536)
+
+
+@triton.jit
+def _rows(lower, upper, steps, shifts, NUMBER: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """The pairs of codes NUMBER and NUMBER + C / 2 of words, given as lower and upper halves: [..., 2] int32."""
+    # As many codes as the lower bits of a 16-bit number have need one shift.
+    TOGETHER: tl.constexpr = (7 if tl.bfloat16 == DTYPE else 10) // BITS
+    RIGHT: tl.constexpr = NUMBER // TOGETHER * TOGETHER * BITS
+    AT: tl.constexpr = NUMBER % TOGETHER * BITS
+    return tl.join(
+        pair_of(lower >> RIGHT, steps, shifts, BITS, DTYPE, AT),
+        pair_of(upper >> RIGHT, steps, shifts, BITS, DTYPE, AT),
+    )
+
+
+@triton.jit
+def _all_rows(lower, upper, steps, shifts, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """`_rows` of all codes: [..., row, bits of the number, the highest first]."""
+    y0 = _rows(lower, upper, steps, shifts, 0, BITS, DTYPE)
+    y1 = _rows(lower, upper, steps, shifts, 1, BITS, DTYPE)
+    y2 = _rows(lower, upper, steps, shifts, 2, BITS, DTYPE)
+    y3 = _rows(lower, upper, steps, shifts, 3, BITS, DTYPE)
+    if BITS == 2:
+        y4 = _rows(lower, upper, steps, shifts, 4, BITS, DTYPE)
+        y5 = _rows(lower, upper, steps, shifts, 5, BITS, DTYPE)
+        y6 = _rows(lower, upper, steps, shifts, 6, BITS, DTYPE)
+        y7 = _rows(lower, upper, steps, shifts, 7, BITS, DTYPE)
+        return tl.join(
+            tl.join(tl.join(y0, y4), tl.join(y2, y6)), tl.join(tl.join(y1, y5), tl.join(y3, y7))
+        )
+    else:
+        return tl.join(tl.join(y0, y2), tl.join(y1, y3))
+
+
+@triton.jit
+def _unpacked(y, DTYPE: tl.constexpr):
+    """Both numbers of pairs: [..., 2]."""
+    return tl.join(y.to(tl.int16).to(DTYPE, bitcast=True), (y >> 16).to(tl.int16).to(DTYPE, bitcast=True))
+
+
+@triton.jit
+def _channels(part: tl.constexpr):
+    """The channels of the `part`-th operand of keys and queries."""
+    return part * 16 + tl.arange(0, 16)
+
+
+@triton.jit
+def _key_words(
+    codes, steps, shifts, first, last, PART: tl.constexpr, HEAD_DIM: tl.constexpr, WORDS: tl.constexpr
+):
+    """The channels `_channels(PART)` of 8 words of keys from `first` on, and the scales and minima of two channels in
+    an int32. Words beyond `last` are read as `last`."""
+    word = tl.minimum(first + tl.arange(0, EIGHT), last)
+    pair = PART * 8 + tl.arange(0, 8)
+    at = (word // WORDS)[:, None] * (HEAD_DIM // 2) + pair[None, :]
+    return (
+        tl.load(codes + word[:, None] * HEAD_DIM + _channels(PART)[None, :]), tl.load(steps + at), tl.load(shifts + at)
+    )
+
+
+@triton.jit
+def _key_operand(packed, step, shift, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Keys [8 C, 16] from `_key_words`; row ((j, h), g) is code j + h C / 2 of word g."""
+    C: tl.constexpr = 32 // BITS
+    step = tl.reshape(step, (EIGHT, 4, 2))                                              # word, t, two columns
+    shift = tl.reshape(shift, (EIGHT, 4, 2))
+    one, other = tl.split(tl.reshape(packed, (EIGHT, 4, 2, 2)))
+    y = _all_rows(_lower_halves(one, other), _upper_halves(one, other), step, shift, BITS, DTYPE)
+    y = _unpacked(y, DTYPE)
+    if BITS == 2:
+        y = tl.permute(y, (4, 5, 6, 3, 0, 1, 2, 7))
+    else:
+        y = tl.permute(y, (4, 5, 3, 0, 1, 2, 6))
+    return tl.reshape(y, (8 * C, 16))
+
+
+@triton.jit
+def _words_of(codes, token, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
+    """The UNIT-th of a lane's words of tokens [4, 1]: [4, 8]."""
+    UNITS: tl.constexpr = HEAD_DIM * BITS // 256
+    word = _hidden(tl.arange(0, EIGHT) * UNITS + UNIT)[None, :]
+    return tl.load(codes + (token * (EIGHT * UNITS) + word))
+
+
+@triton.jit
+def _scales_of(scales, token, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The scale, below, and the minimum of a lane's words of tokens [4, 1]: [4, 8] int32."""
+    group = _hidden(tl.arange(0, EIGHT) * (HEAD_DIM // EIGHT) // GROUP)[None, :]
+    return tl.load(scales + (token * (HEAD_DIM // GROUP) + group))
+
+
+@triton.jit
+def _value_words(
+    codes, scales, first, stride, last, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr
+):
+    """The words and scales of 16 values, each for the columns 4 t to 4 t + 3. Column 8 h + g is token
+    first + g stride + h stride / 2. Tokens beyond `last` are read as `last`."""
+    t = tl.arange(0, 4)[:, None]
+    first += t % 2 * (4 * stride) + t // 2 * (stride // 2)
+    a, b = tl.minimum(first, last), tl.minimum(first + stride, last)
+    c, d = tl.minimum(first + 2 * stride, last), tl.minimum(first + 3 * stride, last)
+    words = (
+        _words_of(codes, a, 0, HEAD_DIM, BITS), _words_of(codes, b, 0, HEAD_DIM, BITS),
+        _words_of(codes, c, 0, HEAD_DIM, BITS), _words_of(codes, d, 0, HEAD_DIM, BITS),
+    )
+    others = words
+    if HEAD_DIM * BITS == 512:
+        others = (
+            _words_of(codes, a, 1, HEAD_DIM, BITS), _words_of(codes, b, 1, HEAD_DIM, BITS),
+            _words_of(codes, c, 1, HEAD_DIM, BITS), _words_of(codes, d, 1, HEAD_DIM, BITS),
+        )
+    scales_of_columns = (
+        _scales_of(scales, a, GROUP, HEAD_DIM), _scales_of(scales, b, GROUP, HEAD_DIM),
+        _scales_of(scales, c, GROUP, HEAD_DIM), _scales_of(scales, d, GROUP, HEAD_DIM),
+    )
+    return words, others, scales_of_columns
+
+
+@triton.jit
+def _of_two_tokens(one, other, scale, other_scale, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """The values of words of two tokens: [t, word, row, bits of the number], pairs of tokens."""
+    return _all_rows(
+        _lower_halves(one, other), _upper_halves(one, other), _lower_halves(scale, other_scale),
+        _upper_halves(scale, other_scale), BITS, DTYPE,
+    )
+
+
+@triton.jit
+def _value_operand(words, others, scales, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """V^T [D, 16] from `_value_words`; row m is channel `_channel_of(m)`."""
+    y = tl.join(
+        _of_two_tokens(words[0], words[1], scales[0], scales[1], BITS, DTYPE),
+        _of_two_tokens(words[2], words[3], scales[2], scales[3], BITS, DTYPE),
+    )
+    if HEAD_DIM * BITS == 512:
+        y = tl.join(y, tl.join(
+            _of_two_tokens(others[0], others[1], scales[0], scales[1], BITS, DTYPE),
+            _of_two_tokens(others[2], others[3], scales[2], scales[3], BITS, DTYPE),
+        ))
+    y = _unpacked(y, DTYPE)                           # t, word, row, bits of the number, two pairs, (unit,) pair
+    if BITS == 2:
+        y = tl.permute(y, (3, 4, 5, 2, 1, 0, 6, 7))
+    elif HEAD_DIM * BITS == 512:
+        y = tl.permute(y, (6, 3, 4, 2, 1, 0, 5, 7))
+    else:
+        y = tl.permute(y, (3, 4, 2, 1, 0, 5, 6))
+    return tl.reshape(y, (HEAD_DIM, 16))
+
+
+@triton.jit
+def _channel_of(m, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
+    """The channel of row m of V^T and of the accumulator."""
+    C: tl.constexpr = 32 // BITS
+    UNITS: tl.constexpr = HEAD_DIM * BITS // 256
+    unit_number = m // 16
+    unit, number = unit_number // (C // 2), unit_number % (C // 2)
+    return (m % 8 * UNITS + unit) * C + m % 16 // 8 * (C // 2) + number
+
+
+@triton.jit
+def _weights(row_max, weight_sum, logit, TOKENS: tl.constexpr):
+    """One tile [TOKENS, 8] of an online softmax, see `softmax.weigh_tile`. weight_sum [8, 8]: tokens, heads."""
+    new_max, shift, rescale = raise_maximum(row_max, tl.max(logit, 0))
+    p = tl.exp2(logit - shift[None, :])
+    sums = tl.sum(tl.reshape(p, (TOKENS // EIGHT, EIGHT, EIGHT)), 0)
+    return p, new_max, weight_sum * rescale[None, :] + sums, rescale
+
+
+# A step --------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _add_values(acc, p, found, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """acc [D, 8] plus the values of 16 tokens, `found` by `_value_words`, times p [16, 8]."""
+    words, others, scales = found
+    v = _value_operand(words, others, scales, HEAD_DIM, BITS, DTYPE)
+    return acc + dot(v, round_to(p, DTYPE))
+
+
+@triton.jit
+def _attend_tile(
+    acc, row_max, weight_sum, packed, step, shift, query_parts, key_codes, key_steps, key_shifts, value_codes,
+    value_scales, tile, count, scale, HEAD_DIM: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    GROUP: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """Update the online softmax with the tokens of the words 8 tile to 8 tile + 7, those before `count`. What a product
+    needs is loaded before the product ahead of it. packed, step, shift: the first `_key_words`; those of the next tile
+    are returned."""
+    C: tl.constexpr = 32 // KEY_BITS
+    TOKENS: tl.constexpr = 8 * C
+    PARTS: tl.constexpr = HEAD_DIM // 16
+    first, last = tile * TOKENS, count - 1
+    logit = tl.zeros([TOKENS, EIGHT], tl.float32)
+    for part in tl.static_range(PARTS):
+        words, steps, shifts = packed, step, shift
+        if part + 1 < PARTS:
+            packed, step, shift = _key_words(
+                key_codes, key_steps, key_shifts, tile * 8, last // C, part + 1, HEAD_DIM, WORDS
+            )
+        logit += dot(_key_operand(words, steps, shifts, KEY_BITS, DTYPE), query_parts[part])
+    v0 = _value_words(value_codes, value_scales, first, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+    m = tl.arange(0, TOKENS)
+    token = first + m % 8 * C + m % 16 // 8 * (C // 2) + m // 16
+    logit = tl.where((token < count)[:, None], multiply(logit, scale), float("-inf"))
+    p, row_max, weight_sum, rescale = _weights(row_max, weight_sum, logit, TOKENS)
+    acc = acc * rescale[None, :]
+    # The rows of the operands of values, in registers: one operand for each number of a code.
+    p = tl.permute(tl.reshape(p, (C // 2, 16, EIGHT)), (1, 2, 0))
+    v1 = _value_words(value_codes, value_scales, first + 1, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+    if KEY_BITS == 2:
+        even, odd = tl.split(tl.reshape(p, (16, EIGHT, 2, 2, 2)))
+        p_04, p_26 = tl.split(even)
+        p_15, p_37 = tl.split(odd)
+        p0, p4 = tl.split(p_04)
+        p2, p6 = tl.split(p_26)
+        p1, p5 = tl.split(p_15)
+        p3, p7 = tl.split(p_37)
+    else:
+        even, odd = tl.split(tl.reshape(p, (16, EIGHT, 2, 2)))
+        p0, p2 = tl.split(even)
+        p1, p3 = tl.split(odd)
+    acc = _add_values(acc, p0, v0, HEAD_DIM, VALUE_BITS, DTYPE)
+    v2 = _value_words(value_codes, value_scales, first + 2, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+    acc = _add_values(acc, p1, v1, HEAD_DIM, VALUE_BITS, DTYPE)
+    v3 = _value_words(value_codes, value_scales, first + 3, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+    acc = _add_values(acc, p2, v2, HEAD_DIM, VALUE_BITS, DTYPE)
+    if KEY_BITS == 2:
+        v4 = _value_words(value_codes, value_scales, first + 4, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+        acc = _add_values(acc, p3, v3, HEAD_DIM, VALUE_BITS, DTYPE)
+        v5 = _value_words(value_codes, value_scales, first + 5, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+        acc = _add_values(acc, p4, v4, HEAD_DIM, VALUE_BITS, DTYPE)
+        v6 = _value_words(value_codes, value_scales, first + 6, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+        acc = _add_values(acc, p5, v5, HEAD_DIM, VALUE_BITS, DTYPE)
+        v7 = _value_words(value_codes, value_scales, first + 7, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+        acc = _add_values(acc, p6, v6, HEAD_DIM, VALUE_BITS, DTYPE)
+        packed, step, shift = _key_words(
+            key_codes, key_steps, key_shifts, tile * 8 + 8, last // C, 0, HEAD_DIM, WORDS
+        )
+        acc = _add_values(acc, p7, v7, HEAD_DIM, VALUE_BITS, DTYPE)
+    else:
+        packed, step, shift = _key_words(
+            key_codes, key_steps, key_shifts, tile * 8 + 8, last // C, 0, HEAD_DIM, WORDS
+        )
+        acc = _add_values(acc, p3, v3, HEAD_DIM, VALUE_BITS, DTYPE)
+    return acc, row_max, weight_sum, packed, step, shift
+
+
+@triton.jit
+def _keys_of_word(key_codes, key_scale, key_minimum, word, d, place, HEAD_DIM: tl.constexpr, BITS: tl.constexpr,
+                  WORDS: tl.constexpr):
+    """The keys of a word in the places [N] of its codes: [N, D] float32."""
+    C: tl.constexpr = 32 // BITS
+    packed = tl.load(key_codes + word * HEAD_DIM + d)[None, :]
+    at = word // WORDS * HEAD_DIM + d
+    step, shift = float32(tl.load(key_scale + at))[None, :], float32(tl.load(key_minimum + at))[None, :]
+    return number_of((packed >> (place % C * BITS)[:, None]) & ((1 << BITS) - 1)) * step + shift
+
+
+@triton.jit
+def _attend_rest(
+    acc, row_max, weight_sum, q, keys, values, key_codes, key_scale, key_minimum, begin, total, keys_quantized,
+    residual, scale, channel, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr,
+):
+    """Update the online softmax with the tokens `begin` to `total`, whose values are in the buffer. The first of their
+    keys are quantized, the others in the buffer as well. q [D, 8]; channel [D]: those of the accumulator's rows."""
+    C: tl.constexpr = 32 // BITS
+    d, i = tl.arange(0, HEAD_DIM), tl.arange(0, 16)
+    for start in range(begin // 16 * 16, total, 16):                    # 16 tokens are one or two whole words
+        token = start + i
+        holds = (token >= begin) & (token < total)
+        packed = token < keys_quantized
+        k = tl.load(
+            keys + (token % residual)[:, None] * HEAD_DIM + d[None, :], mask=(holds & (~packed))[:, None], other=0.0
+        )
+        if start < keys_quantized:
+            word = start // C
+            found = _keys_of_word(key_codes, key_scale, key_minimum, word, d, i, HEAD_DIM, BITS, WORDS)
+            if BITS == 4:
+                word = tl.minimum(word + 1, (keys_quantized - 1) // C)
+                more = _keys_of_word(key_codes, key_scale, key_minimum, word, d, i, HEAD_DIM, BITS, WORDS)
+                found = tl.where((i < C)[:, None], found, more)
+            k = tl.where(packed[:, None], round_to(found, k.dtype), k)
+        logit = tl.where(holds[:, None], multiply(dot(k, q), scale), float("-inf"))
+        p, row_max, weight_sum, rescale = _weights(row_max, weight_sum, logit, 16)
+        v = tl.load(
+            values + (token % (residual + 1))[None, :] * HEAD_DIM + channel[:, None], mask=holds[None, :], other=0.0
+        )
+        acc = acc * rescale[None, :] + dot(v, round_to(p, v.dtype))
+    return acc, row_max, weight_sum
+
+
+@triton.jit
+def _query_part(query, d_stride, valid, PART: tl.constexpr):
+    """The rows `_channels(PART)` of q [D, 8]; query [1, 8]: pointers to its columns."""
+    return tl.load(query + _channels(PART).to(tl.int64)[:, None] * d_stride, mask=valid, other=0.0)
+
+
+@triton.jit
+def _query_parts(query, d_stride, valid, HEAD_DIM: tl.constexpr):
+    """`_query_part` of all parts."""
+    q0, q1 = _query_part(query, d_stride, valid, 0), _query_part(query, d_stride, valid, 1)
+    q2, q3 = _query_part(query, d_stride, valid, 2), _query_part(query, d_stride, valid, 3)
+    if HEAD_DIM == 64:
+        return q0, q1, q2, q3
+    else:
+        q4, q5 = _query_part(query, d_stride, valid, 4), _query_part(query, d_stride, valid, 5)
+        q6, q7 = _query_part(query, d_stride, valid, 6), _query_part(query, d_stride, valid, 7)
+        return q0, q1, q2, q3, q4, q5, q6, q7
+
+
+@triton.jit(do_not_specialize=[
+    "heads", "splits", "residual", "slots", "key_groups", "value_rows", "query_b", "query_h", "new_key_b", "new_key_h",
+    "new_value_b", "new_value_h",
+])
+def fragment_kernel(
+    query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, key_steps, key_shifts, value_codes,
+    value_scales, count, counters, positions, partial, row_maxima, weight_sums,
+    scale, heads, splits, residual, slots, key_groups, value_rows, query_b, query_h, query_d, new_key_b, new_key_h,
+    new_key_d, new_value_b, new_value_h, new_value_d,
+    GROUP_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    GROUP: tl.constexpr, WORDS: tl.constexpr,
+):
+    """Program: a share of what one KV head attends to, as in `kivi_step_kernels.attention_kernel`, except that the
+    last one has all tokens whose values are not quantized. key_steps, key_shifts: the scales and minima of keys as
+    int32, two channels each; value_scales: those of values as int32, a scale and its minimum.
+
+    Programs for the last tokens come last: they are short, and between the others they would leave multiprocessors
+    unevenly filled."""
+    DTYPE: tl.constexpr = keys.dtype.element_ty
+    whole = tl.num_programs(0) // (splits + 1) * splits
+    rest = tl.program_id(0) >= whole
+    split = tl.where(rest, splits, tl.program_id(0) % splits)
+    row_head = tl.where(rest, tl.program_id(0) - whole, tl.program_id(0) // splits).to(tl.int64)
+    b, h = row_head // heads, row_head % heads
+    before, seen = tl.load(count + b), tl.load(counters + SEEN)
+    arrives = seen < slots                                              # a token beyond the last slot is dropped
+    total = tl.where(arrives, before + 1, before).to(tl.int32)
+    keys_quantized, values_quantized = quantized_counts(before.to(tl.int32), residual)
+    key_codes += row_head * key_groups * (WORDS * HEAD_DIM)
+    head, d = tl.arange(0, EIGHT), tl.arange(0, HEAD_DIM)
+    valid = (head < GROUP_HEADS)[None, :]
+    query += b * query_b + (h * GROUP_HEADS + head)[None, :] * query_h
+    acc = tl.zeros([HEAD_DIM, EIGHT], tl.float32)
+    row_max = tl.full([EIGHT], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([EIGHT, EIGHT], tl.float32)
+    channel = _channel_of(d, HEAD_DIM, VALUE_BITS)
+    if not rest:
+        key_steps += row_head * key_groups * (HEAD_DIM // 2)
+        key_shifts += row_head * key_groups * (HEAD_DIM // 2)
+        value_codes += row_head * value_rows * (HEAD_DIM * VALUE_BITS // 32)
+        value_scales += row_head * value_rows * (HEAD_DIM // GROUP)
+        query_parts = _query_parts(query, query_d, valid, HEAD_DIM)
+        tiles = tl.cdiv(values_quantized, 256 // KEY_BITS)
+        each = tl.cdiv(tiles, splits)
+        last_word = tl.maximum(values_quantized - 1, 0) // (32 // KEY_BITS)
+        packed, step, shift = _key_words(
+            key_codes, key_steps, key_shifts, split * each * 8, last_word, 0, HEAD_DIM, WORDS
+        )
+        for tile in range(split * each, tl.minimum(split * each + each, tiles)):
+            acc, row_max, weight_sum, packed, step, shift = _attend_tile(
+                acc, row_max, weight_sum, packed, step, shift, query_parts, key_codes, key_steps, key_shifts,
+                value_codes, value_scales, tile, values_quantized, scale, HEAD_DIM, KEY_BITS, VALUE_BITS, GROUP, WORDS,
+                DTYPE,
+            )
+    else:
+        keys += row_head * residual * HEAD_DIM
+        values += row_head * (residual + 1) * HEAD_DIM
+        if arrives:
+            d64 = d.to(tl.int64)
+            k_new = tl.load(new_key + b * new_key_b + h * new_key_h + d64 * new_key_d)
+            v_new = tl.load(new_value + b * new_value_b + h * new_value_h + d64 * new_value_d)
+            tl.store(keys + before % residual * HEAD_DIM + d, k_new)
+            tl.store(values + before % (residual + 1) * HEAD_DIM + d, v_new)
+            if h == 0:
+                tl.store(positions + b * slots + before, seen)
+        tl.debug_barrier()                                              # this program also reads what it has written
+        q = tl.load(query + d.to(tl.int64)[:, None] * query_d, mask=valid, other=0.0)
+        acc, row_max, weight_sum = _attend_rest(
+            acc, row_max, weight_sum, q, keys, values, key_codes, key_scale + row_head * key_groups * HEAD_DIM,
+            key_minimum + row_head * key_groups * HEAD_DIM, values_quantized, total, keys_quantized, residual, scale,
+            channel, HEAD_DIM, KEY_BITS, WORDS,
+        )
+    part = (row_head * GROUP_HEADS + head) * (splits + 1) + split
+    tl.store(row_maxima + part, row_max, mask=head < GROUP_HEADS)
+    tl.store(weight_sums + part, tl.sum(weight_sum, 0), mask=head < GROUP_HEADS)
+    tl.store(partial + part[None, :] * HEAD_DIM + channel[:, None], acc, mask=valid)
