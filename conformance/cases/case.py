@@ -298,6 +298,10 @@ class WindowCase(Case):
         return case
 
 
+#: Factors on the queries of layers 0, 1, 2, ..., again from the first one after the last. They are exact.
+LAYER_FACTORS = (1.0, 0.125, 0.5, 0.0)
+
+
 @dataclass(frozen=True, repr=False)
 class StateTrace(Case):
     """A run of a method's State: a prompt of `prompt` tokens (0: none), then `steps` decode steps.
@@ -307,6 +311,10 @@ class StateTrace(Case):
     config: the keyword arguments of the method's config, as a tuple of pairs, so that traces are hashable. padding:
     the prompt's occupancy ("none": no mask). Tensors: prompt_query [B, Hq, T, D], prompt_key, prompt_value
     [B, Hkv, T, D], prompt_occupied [B, T]; query [B, Hq, n, D], key, value [B, Hkv, n, D] of n = steps tokens.
+
+    layers: of a method whose layers decide together, how many run (lockstep.Layers). The tensors of layer l from 1 on,
+    which all have the same padding, have the names "l.prompt_query" and so on. Their queries are smaller than those of
+    layer 0, by LAYER_FACTORS, so that layers differ in how sharply they attend.
     """
 
     kind: ClassVar[str] = "state"
@@ -318,6 +326,7 @@ class StateTrace(Case):
     steps: int = 1
     reorder_at: int = -1
     reset_at: int = -1
+    layers: int = 1
 
     @property
     def order(self) -> Tensor:
@@ -339,7 +348,20 @@ class StateTrace(Case):
         }
 
     def make(self) -> dict[str, Tensor | None]:
-        generator, total = self.generator(), self.prompt + self.steps
+        generator = self.generator()
+        made = self._made(generator, None)
+        for layer in range(1, self.layers):
+            more = self._made(generator, made.get("prompt_occupied"))
+            factor = LAYER_FACTORS[layer % len(LAYER_FACTORS)]
+            made |= {
+                f"{layer}.{name}": factor * tensor if "query" in name and tensor is not None else tensor
+                for name, tensor in more.items() if name != "prompt_occupied"
+            }
+        return made
+
+    def _made(self, generator: torch.Generator, occupied: Tensor | None) -> dict[str, Tensor | None]:
+        """The tensors of a layer. occupied: the padding that another layer has already."""
+        total = self.prompt + self.steps
         query, key, value = contents.fill(
             self.content, generator, batch=self.batch, key_value_heads=self.key_value_heads, group=self.group,
             queries=total, slots=total, head_dim=self.head_dim, dtype=self.dtype, scale=self.factor,
@@ -351,9 +373,9 @@ class StateTrace(Case):
         if self.prompt:
             for name, tensor in parts.items():
                 made[f"prompt_{name}"] = tensor[:, :, :self.prompt].contiguous()
-            occupied = None
             if self.padding != "none":
-                occupied = contents.occupancy(self.padding, generator, (self.batch, self.prompt))
+                if occupied is None:
+                    occupied = contents.occupancy(self.padding, generator, (self.batch, self.prompt))
                 for name in ("prompt_query", "prompt_key", "prompt_value"):
                     made[name] = contents.poison(self.poison, made[name], occupied)  # type: ignore[arg-type]
             made["prompt_occupied"] = occupied
@@ -362,23 +384,32 @@ class StateTrace(Case):
     def place(self, name: str, tensor: Tensor) -> Tensor:
         if self.layout in REPEATED or "occupied" in name:
             return tensor
-        return lay_out(tensor, layout_of(self.layout, name))
+        return lay_out(tensor, layout_of(self.layout, name.rpartition(".")[2]))
 
     @property
     def prompt_inputs(self) -> dict[str, Tensor | None] | None:
         """Keyword arguments of State.prefill, or None without a prompt."""
+        return self.prompt_of(0)
+
+    def prompt_of(self, layer: int) -> dict[str, Tensor | None] | None:
+        """The same for one of the layers."""
         self.used()
         if not self.prompt:
             return None
-        return {name: self.tensors[f"prompt_{name}"] for name in ("query", "key", "value", "occupied")}
+        made = {name: self.tensors[f"{_of_layer(layer)}prompt_{name}"] for name in ("query", "key", "value")}
+        return {**made, "occupied": self.tensors["prompt_occupied"]}
 
-    def step_inputs(self, step: int) -> dict[str, Tensor]:
+    def step_inputs(self, step: int, layer: int = 0) -> dict[str, Tensor]:
         """Keyword arguments of State.step: query [B, Hq, D], key and value [B, Hkv, D]."""
         self.used()
-        token = {name: self.tensor(name)[:, :, step] for name in ("query", "key", "value")}
+        token = {name: self.tensor(_of_layer(layer) + name)[:, :, step] for name in ("query", "key", "value")}
         if self.layout == "contiguous":
             return {name: tensor.contiguous() for name, tensor in token.items()}
         return token
+
+
+def _of_layer(layer: int) -> str:
+    return f"{layer}." if layer else ""
 
 
 def load(path: Path | str, device: str | None = None) -> Case:

@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "epikv": {"layers": ((0,), (1,))}, "synckv": {"max_tokens": 40}, "thinkv": {"max_tokens": 40},
     "kivi": {"group": 4, "value_bits": 4, "residual": 8, "max_tokens": 40},
     "pm_kvq": {"bits": 5, "window": 4, "group": 8, "max_tokens": 40},
-    "quest": {"max_tokens": 40},
+    "quest": {"max_tokens": 40}, "cake": {"window": 4},
 }
 ROWS = 2
 

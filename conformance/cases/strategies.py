@@ -262,6 +262,7 @@ def state_traces(
         prompt=length,
         padding=draw(st.sampled_from(supported.occupancies(padding))) if length else "none",
         steps=draw(steps),
+        layers=draw(st.sampled_from(checkers.ask(method, "LAYERS", (1,)))) if length else 1,
     )
 
 

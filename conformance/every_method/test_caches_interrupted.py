@@ -27,12 +27,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "EpiKVCache": {"layers": ((0,), (1,))}, "SyncKVCache": {"max_tokens": 40}, "ThinKVCache": {"max_tokens": 40},
     "KIVICache": {"group": 4, "value_bits": 4, "residual": 8, "max_tokens": 40},
     "PMKVQCache": {"bits": 5, "window": 4, "group": 8, "max_tokens": 40},
-    "QuestCache": {"max_tokens": 40},
+    "QuestCache": {"max_tokens": 40}, "CAKECache": {"window": 4},
 }
 
 every_cache = pytest.mark.parametrize("name", NAMES)
 # The adapter is the same on both sides, and for all States that take blocks.
-KINDS = ["H2OCache", *(f"{name}Cache" for name in ("LongFlow", "EpiKV", "SyncKV", "ThinKV", "KIVI", "Quest"))]
+KINDS = ["H2OCache", *(f"{name}Cache" for name in ("LongFlow", "EpiKV", "SyncKV", "ThinKV", "KIVI", "Quest", "CAKE"))]
 REQUIRED = {
     f"{pair.state.__name__.removesuffix('State')}Cache": {
         **checkers.with_budget(pair.name, 32), **checkers.required(pair.name)

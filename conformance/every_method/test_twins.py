@@ -30,11 +30,12 @@ from kvtwin.conformance.discovery import Pair
 from kvtwin.conformance.judge import checkers
 
 REFERENCE, OPTIMIZED = "kvtwin.reference", "kvtwin.optimized"
-# The reference modules that both sides use: public types, configs, checks of arguments, and the transformers adapter,
-# but no mathematics. A package of a method may have its own: contract.py, types.py, _validate.py, _validate_*.py.
+# The reference modules that both sides use: public types, configs, checks of arguments, the order of layers that share
+# a cascade, and the transformers adapter, but no mathematics. A package of a method may have its own: contract.py,
+# types.py, _validate.py, _validate_*.py.
 SHARED = re.compile(
     rf"{re.escape(REFERENCE)}\.((\w+\.)?(contract|_interrupted|_validate(_[a-z]+)?)|\w+\.types"
-    r"|hf\.(cache_adapter(_\w+)?|block_caches))"
+    r"|baselines\._cascade|hf\.(cache_adapter(_\w+)?|block_caches))"
 )
 #: The modules of the methods of other packages: (reference, optimized).
 OTHERS = [(pair.reference_name, pair.optimized_name) for pair in discovery.methods() if pair.declared]

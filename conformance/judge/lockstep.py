@@ -14,7 +14,9 @@ An adapter adds what is specific to a method: `Adapter` here, or the one in judg
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -264,18 +266,90 @@ def pair(
     return Lockstep(under_test, getattr(reference, state)(options, **truth), adapter)
 
 
+class Layers:
+    """Locksteps of several layers that decide together: each layer gets the prompt in its turn, then every token.
+
+    A prompt may change the layers before it, which are compared again. shared: what the states of each side have in
+    common, if that is reordered and reset by itself.
+    """
+
+    def __init__(self, layers: list[Lockstep], shared: tuple[Any, ...] = ()) -> None:
+        self.layers, self.shared = layers, shared
+
+    @property
+    def summary(self) -> Summary:
+        """The counts of all layers."""
+        return Summary(*(sum(counts) for counts in zip(*(astuple(one.summary) for one in self.layers), strict=True)))
+
+    def prefill(self, prompts: list[dict[str, Tensor]]) -> None:
+        """Feed each layer its prompt."""
+        for number, prompt in enumerate(prompts):
+            with self._layer(number):
+                self.layers[number].prefill(**prompt)
+            for earlier in range(number):
+                with self._layer(earlier):
+                    self.layers[earlier].compare(f"after the prompt of layer {number}")
+
+    def step(self, tokens: list[dict[str, Tensor]]) -> None:
+        """Feed each layer one token."""
+        for number, token in enumerate(tokens):
+            with self._layer(number):
+                self.layers[number].step(**token)
+
+    def reset(self) -> None:
+        for each in (*self.shared, *self.layers):
+            each.reset()
+
+    def reorder(self, index: Tensor) -> None:
+        for each in (*self.shared, *self.layers):
+            each.reorder(index)
+
+    @contextmanager
+    def _layer(self, number: int) -> Iterator[None]:
+        """Name the layer in the message of a mismatch."""
+        try:
+            yield
+        except Mismatch as error:
+            if len(self.layers) > 1:
+                error.args = (f"layer {number} of {len(self.layers)}: {error.args[0]}", *error.args[1:])
+            raise
+
+
+def layers_of(
+    method: str, tested: ModuleType, reference: ModuleType | None = None, *, config: dict[str, Any], layers: int,
+    on_host: bool = False, **sizes: Any,
+) -> Layers:
+    """Locksteps of the states of `layers` layers. Arguments as for `pair`; for several layers, the method's checker has
+    `together`."""
+    if layers == 1:
+        return Layers([pair(method, tested, reference, config=config, on_host=on_host, **sizes)])
+    found = checkers.pair(method)
+    assert found.config is not None
+    made = checkers.ask(method, "together", None)
+    options, truth = found.config(**config), {**sizes, "dtype": torch.float64}
+    under_test, ours = made(tested, options, layers=layers, **sizes)
+    if on_host:
+        under_test = [host.OnHost(state, sizes["device"]) for state in under_test]
+        ours, truth["device"] = host.OnHost(ours, sizes["device"]), host.CPU
+    exact, theirs = made(reference or found.reference, options, layers=layers, **truth)
+    adapter = checkers.ask(method, "Adapter", Adapter)
+    return Layers([Lockstep(*both, adapter()) for both in zip(under_test, exact, strict=True)], (ours, theirs))
+
+
 def run(trace: StateTrace, tested: ModuleType, reference: ModuleType | None = None) -> Summary:
     """Run a drawn trace on both sides. `tested` is the method's module of the implementation under test."""
     on_host = host.judges(trace)
-    both = pair(trace.method, tested, reference, config=trace.options, on_host=on_host, **trace.sizes)
+    both = layers_of(
+        trace.method, tested, reference, config=trace.options, layers=trace.layers, on_host=on_host, **trace.sizes
+    )
     here = host.copied if on_host else lambda value: value
-    prompt = trace.prompt_inputs
-    if prompt is not None:
-        both.prefill(**here(prompt))
+    layers = range(trace.layers)
+    if trace.prompt:
+        both.prefill([here(trace.prompt_of(layer)) for layer in layers])
     for step in range(trace.steps):
         if step == trace.reset_at:
             both.reset()
         if step == trace.reorder_at:
             both.reorder(here(trace.order))
-        both.step(**here(trace.step_inputs(step)))
+        both.step([here(trace.step_inputs(step, layer)) for layer in layers])
     return both.summary

@@ -61,7 +61,7 @@ def test_methods_with_a_step_for_many_heads(pair):
 def test_an_unknown_method_is_a_usage_error():
     done = run("none")
     assert done.returncode == 2
-    assert "no method none; there are: epikv, h2o" in done.stderr
+    assert "no method none; there are: cake, epikv" in done.stderr
 
 
 def made(shared=0, code="", machine=""):

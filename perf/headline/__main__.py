@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from .. import (
+    bench_cake,
     bench_epikv,
     bench_keydiff,
     bench_longflow,
@@ -23,7 +24,7 @@ from . import EXPERIMENTS
 from .base import Run
 
 BENCHES = (
-    bench_epikv, bench_keydiff, bench_longflow, bench_quest, bench_synckv, bench_thinkv,
+    bench_cake, bench_epikv, bench_keydiff, bench_longflow, bench_quest, bench_synckv, bench_thinkv,
 )
 
 

@@ -1,4 +1,5 @@
-"""States that keep all tokens, KIVI's, PM-KVQ's and Quest's, filled with random numbers for the headline experiments.
+"""States of KIVI, PM-KVQ and Quest, which keep all tokens, and of CAKE, filled with random numbers for the headline
+experiments.
 
 A step reads the same bytes whatever the numbers are. Quest's selection depends on them: its query heads have few pages
 in common, as with independent queries.
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from kvtwin.conformance.judge.checkers import kivi as kivi_judge
 from kvtwin.conformance.judge.checkers import pm_kvq as pm_kvq_judge
-from kvtwin.optimized.baselines import kivi, pm_kvq, quest
+from kvtwin.optimized.baselines import cake, kivi, pm_kvq, quest
+from kvtwin.reference.baselines.cake import CAKEConfig
 from kvtwin.reference.baselines.kivi import KIVIConfig
 from kvtwin.reference.baselines.pm_kvq import PMKVQConfig
 from kvtwin.reference.baselines.quest import QuestConfig
 
-from .. import bench_quest, quantized
+from .. import bench_cake, bench_quest, quantized
 from . import systems
 from .base import Run
 from .decoder import ITEM, Model
@@ -101,3 +103,12 @@ def quest_state(run: Run, model: Model, batch: int, tokens: int, slots: int) -> 
             bound[row, :, :of_row.shape[2]] = of_row[0]
     start_from(state, tokens)
     return state
+
+
+def cake_state(run: Run, model: Model, batch: int, budget: int) -> cake.CAKEState:
+    """A state of so many random tokens. Every step evicts one."""
+    config = CAKEConfig(budget, window=min(bench_cake.WINDOW, budget // 2))
+    state = cake.CAKEState(config, **systems.sizes_of(model, batch, run))
+    for tensor in (state.key, state.value):
+        tensor.normal_(generator=run.generator)
+    return bench_cake.fill(state)

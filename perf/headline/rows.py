@@ -98,11 +98,22 @@ def _synckv(key: str) -> Callable[[Figures], str]:
     return said
 
 
-def _quest(figures: Figures) -> str:
-    found = [
-        f"{_times(one['quest, times as fast'])} at {name.replace('-', ', ')} ({number(one['quest, ms a step'])} ms)"
-        for name, one in figures.items() if "quest, times as fast" in one
-    ]
+def _selecting(method: str) -> Callable[[Figures], str]:
+    """Times over full attention of a method that SyncKV's tables compare with."""
+    def said(figures: Figures) -> str:
+        found = [
+            f"{_times(one[f'{method}, times as fast'])} at {name.replace('-', ', ')} "
+            f"({number(one[f'{method}, ms a step'])} ms)"
+            for name, one in figures.items() if f"{method}, times as fast" in one
+        ]
+        return "; ".join(found) or "not measured"
+
+    return said
+
+
+def _cake(figures: Figures) -> str:
+    shares = {percent: _selecting(f"cake {percent} %")(figures) for percent in (20, 30, 50)}
+    found = [f"{percent} %: {said}" for percent, said in shares.items() if said != "not measured"]
     return "; ".join(found) or "not measured"
 
 
@@ -210,8 +221,12 @@ _ROWS: tuple[tuple[str, str, str, Callable[[Figures], str], str], ...] = (
     ),
     ("synckv", "the same with offload", "1.25 times", _synckv("offloaded"), "as above"),
     (
-        "synckv", "the same with Quest", "SyncKV is faster, no times", _quest,
+        "synckv", "the same with Quest", "SyncKV is faster, no times", _selecting("quest"),
         "all layers select 2048 tokens per query head, in pages of 16; the authors' first two layers attend to all",
+    ),
+    (
+        "synckv", "the same with CAKE, 20, 30 and 50 % of the tokens", "accuracy only, no times", _cake,
+        "all layers have equal budgets; a cascade divides the same total otherwise",
     ),
     (
         "synckv", "SyncKV, table 3: prefill time over full attention's", "2.45 s against 2.19 s, 1.12 times", _prompt,

@@ -25,7 +25,7 @@ from kvtwin.optimized.synckv import _offload as offload_module
 from kvtwin.optimized.synckv._transfers import StreamTransfers
 from kvtwin.reference.synckv.contract import SyncKVConfig
 
-from .. import bench_quest, bench_synckv
+from .. import bench_cake, bench_quest, bench_synckv
 from ..peers import causal_peers
 from . import keeping, pointwise, systems
 from .base import Run
@@ -37,6 +37,8 @@ CYCLE = 2 * STRIDE
 SPARE = 1024
 #: Batch, tokens in thousands, and whether to measure offload, which needs pinned host memory for all tokens.
 SETTINGS = ((1, 16, True), (1, 32, True), (1, 64, True), (1, 128, True), (4, 128, False))
+#: The percentages of all tokens that CAKE keeps in the paper's tables.
+CAKE_SHARES = (20, 30, 50)
 
 
 def run(run: Run) -> None:
@@ -56,6 +58,10 @@ def run(run: Run) -> None:
         if not run.late(f"{name} quest"):
             with run.part(f"{name} quest"):
                 decode_quest(run, decoder, name, batch, tokens)
+        for percent in CAKE_SHARES:
+            if not run.late(f"{name} cake {percent} %"):
+                with run.part(f"{name} cake {percent} %"):
+                    decode_cake(run, decoder, name, batch, tokens, percent)
     for _, thousands, _ in settings[:1] if run.tiny else (SETTINGS[0], SETTINGS[3]):
         name = f"prompt of {thousands}K"
         if not run.late(name):
@@ -182,22 +188,40 @@ def decode_quest(run: Run, decoder: Decoder, name: str, batch: int, tokens: int)
     model = decoder.model
     slots = tokens + (64 if run.tiny else SPARE)
     states = [keeping.quest_state(run, model, batch, tokens, slots) for _ in range(model.layers)]
-    loop, config = Loop(decoder, batch, tokens - 1), states[0].config
+    config = states[0].config
     # The bounds, and the pages of a query head. Heads of a group may select the same pages.
     read = 1 / config.page_size + config.pages_selected * config.page_size / tokens
+    decode_whole(run, decoder, name, "quest", states, tokens, read, bench_quest.check_step)
+
+
+def decode_cake(run: Run, decoder: Decoder, name: str, batch: int, tokens: int, percent: int) -> None:
+    """The same loop with CAKE. All layers have the same budget; a cascade divides the same total otherwise."""
+    budget = tokens * percent // 100
+    states = [keeping.cake_state(run, decoder.model, batch, budget) for _ in range(decoder.model.layers)]
+    decode_whole(run, decoder, name, f"cake {percent} %", states, tokens, percent / 100, bench_cake.check_step)
+
+
+def decode_whole(
+    run: Run, decoder: Decoder, name: str, method: str, states: list[Any], tokens: int, read: float,
+    check_step: Callable[..., None],
+) -> None:
+    """Time the loop with states of all layers. read: the share of all keys and values that a step reads."""
+    model, batch = decoder.model, states[0].sizes.batch
+    loop = Loop(decoder, batch, tokens - 1)
     moves = model.weight_bytes + batch * tokens * model.token_bytes * read
     seconds = run.seconds(
-        lambda: loop.step(by_token(lambda layer, *given: states[layer].step(*given))), what=f"{name} quest", moves=moves
+        lambda: loop.step(by_token(lambda layer, *given: states[layer].step(*given))), what=f"{name} {method}",
+        moves=moves,
     )
     heads = (model.query_heads, model.key_value_heads, model.key_value_heads)
     try:
-        bench_quest.check_step(states[-1], *(run.draw(batch, count, model.head_dim) for count in heads))
+        check_step(states[-1], *(run.draw(batch, count, model.head_dim) for count in heads))
     except AssertionError as error:
-        run.complain(f"{name} quest: wrong after timing: {str(error).splitlines()[0]}")
+        run.complain(f"{name} {method}: wrong after timing: {str(error).splitlines()[0]}")
     found = run.figures.get(name, {})
-    run.record(name, {"quest, ms a step": seconds * 1e3})
+    run.record(name, {f"{method}, ms a step": seconds * 1e3})
     if "full attention, ms a step" in found:
-        run.record(name, {"quest, times as fast": found["full attention, ms a step"] / (seconds * 1e3)})
+        run.record(name, {f"{method}, times as fast": found["full attention, ms a step"] / (seconds * 1e3)})
 
 
 # A prompt ------------------------------------------------------------------------------------------------------------

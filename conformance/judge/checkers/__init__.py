@@ -8,6 +8,9 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
 - `Adapter`: the checks of a state's choices (default: `lockstep.Adapter`);
 - `configs(most, window)`: a Hypothesis strategy of the config's keyword arguments for drawn traces: `budget` from 1 to
   `most`, and all others but `scale` (default: the budget alone). `window`: the largest observation window of a prompt;
+- `LAYERS`: numbers of layers of drawn traces, for a method whose layers decide together (default: 1 alone), and
+  `together(module, config, layers=, **sizes)`: the states of so many layers of a side, and what they have in common,
+  which has `reset` and `reorder`;
 - `LONGEST`: the most tokens of a prompt and the most steps of a trace drawn on a GPU (default: 300 and 48);
 - `REQUIRED`: the config's options without a default, other than the budget, with values for tests (default: none);
 - `SMALL`: keyword arguments with which the config accepts any budget from 2 on (default: none); `small(budget)`: those
