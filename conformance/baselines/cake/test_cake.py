@@ -241,7 +241,7 @@ def test_kept_prefers_high_scores_and_evicts_the_lowest_index_among_equals():
     (lambda cake, q, k: cake.budgets(k[:, 0, 0], four(k), 0), ValueError, "total must be at least 1"),
     (lambda cake, q, k: cake.budgets(k[:, 0, 0], four(k).float(), 3), TypeError, "prefix must have dtype"),
     (lambda cake, q, k: cake.budgets(k[0, 0, 0], four(k), 3), ValueError, "log_preferences must be"),
-], ids=str)
+], ids=lambda value: getattr(value, "__name__", value))
 def test_wrong_arguments(call, error, match, side, twins, device):
     query, key = (each.to(device) for each in drawn(5, dtype=torch.float32))
     with pytest.raises(error, match=f"^{match}"):
