@@ -126,3 +126,30 @@ def test_a_list_moves_up_to_its_end_where_a_tile_ends_before_the_window(side, tw
         state.step(query[:, :, newest], key[:, :, newest], key[:, :, newest])
         held = sorted(position for position in state.positions[0, 0].tolist() if position >= 0)
         assert held == [*range(1, 16), newest - 1, newest]
+
+
+@both_sides
+def test_a_short_prompt_and_its_window_span_tiles(side, twins, device):
+    """Tiles have 16 tokens in the interpreter. Token 12 weighs least, but is in the window of 20 for two steps. The
+    first step evicts seven of 31 tokens, behind which the list moves up in both tiles."""
+    cake = getattr(twins, side).baselines.cake
+    state = cake.CAKEState(
+        cake.CAKEConfig(budget=24, window=20, kernel_size=1, scale=1.0), batch=1, query_heads=1, key_value_heads=1,
+        head_dim=HEAD_DIM, dtype=torch.float32, device=device,
+    )
+    query, key = torch.zeros(2, 1, 1, 33, HEAD_DIM, device=device)
+    query[..., 0], key[:, :, 12, 0] = 1.0, -5.0
+    state.prefill(query[:, :, :30], key[:, :, :30], key[:, :, :30])
+    for newest, expected in ((30, [*range(7, 31)]), (31, [*range(8, 32)]), (32, [*range(8, 12), *range(13, 33)])):
+        state.step(query[:, :, newest], key[:, :, newest], key[:, :, newest])
+        assert sorted(position for position in state.positions[0, 0].tolist() if position >= 0) == expected
+
+
+@pytest.mark.kind("bad_input")
+@both_sides
+def test_after_a_reset_of_the_cascade_layer_0_comes_first(side, twins, device):
+    first, second = new_states(getattr(twins, side), device, 2)
+    first.prefill(*prompt(device, 20, 0))
+    first.cascade.reset()
+    with pytest.raises(ValueError, match="^layer 1 gets its prompt after layer 0, but 0 have it"):
+        second.prefill(*prompt(device, 20, 1))
