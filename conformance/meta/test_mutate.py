@@ -270,4 +270,4 @@ def test_results_of_a_part_are_stored_among_those_of_the_rest(tmp_path):
 
 def test_unknown_names_are_refused(capsys):
     assert mutate.main(["--only", "no-such-mutant"]) == 2
-    assert "no such method or mutant: no-such-mutant; methods: epikv, " in capsys.readouterr().err
+    assert "no such method or mutant: no-such-mutant; methods: cake, epikv, " in capsys.readouterr().err
