@@ -118,6 +118,12 @@ def test_budgets_must_follow_from_the_reported_weights_though_others_are_possibl
     assert facts(judged([3, 7], [0.0, 1.0], error=0.5, truth=[4, 6])) == (True, False, True)
 
 
+def test_truncations_that_lose_more_than_one_token_per_layer_do_not_count():
+    """The first layer's share of 8 is 5.8 to 7.6, the second one's 0.4 to 2.2. They add up to 8, so that they are never
+    truncated to 5 and 0, the only case in which the second layer gets 1."""
+    assert facts(judged([6, 2], [5.0, 3.0], total=8, most=6, error=0.5)) == (True, True, False)
+
+
 def test_rows_without_weights_must_be_equal_to_the_truth():
     assert facts(judged([5, 5], [0.0, 1.0], scored=False)) == (False, False, False)
     with pytest.raises(Mismatch, match=r"at \(0, 0\), where no weight decides, expected 5, got 4"):

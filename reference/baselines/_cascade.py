@@ -110,6 +110,8 @@ class Cascade(Interruptible):
         self._start_change("prefill")
         if layer == 0:
             self._states = []
+            self.log_preferences.fill_(-torch.inf)
+            self.budgets.fill_(self.config.prefix_budget)
         self._states.append(state)
         self.log_preferences[:, layer] = log_preference
         prefix = occupied[:, :max(0, occupied.shape[1] - self.config.window)].sum(1)

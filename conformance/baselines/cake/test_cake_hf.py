@@ -115,3 +115,39 @@ def test_a_cache_is_reset_reordered_and_copied_with_its_cascade(side, twins, dev
     used.reorder_cache(torch.tensor([1, 0], device=device))
     assert used.cascade.budgets.tolist() == found[0][::-1] and other.cascade.budgets.tolist() == found[0]
     assert used.layers[0].state.budgets.tolist() == [row[0] for row in found[0][::-1]]
+
+
+@torch.no_grad()
+def feed(model: Any, inputs: Tensor, used: CascadingCache) -> None:
+    """Pass a prompt [B, T] to the model. The cascade must fit it."""
+    try:
+        model(inputs, past_key_values=used)
+    except ValueError as error:
+        pytest.fail(str(error))
+
+
+@both_sides
+def test_a_cache_takes_a_batch_of_another_size_after_a_reset(side, twins, device):
+    """Its layers then share a new cascade."""
+    model = tiny_models.model("llama", torch.float32, device, num_attention_heads=2, num_key_value_heads=1)
+    used, inputs = cache_of(twins, side, model), prompts(12, [0, 0], device)["input_ids"]
+    for rows in (2, 1):
+        feed(model, inputs[:rows], used)
+        assert used.cascade.budgets.shape == (rows, 2)
+        assert {id(layer.state.cascade) for layer in used.layers} == {id(used.cascade)}
+        used.reset()
+
+
+@both_sides
+def test_layers_with_sliding_windows_have_no_part_in_the_cascade(side, twins, device):
+    """Of three layers, the first keeps transformers' cache. The others are layers 0 and 1 of the cascade."""
+    model = tiny_models.model(
+        "qwen2", torch.float32, device, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=3,
+        use_sliding_window=True, sliding_window=4,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+    )
+    used = cache_of(twins, side, model)
+    feed(model, prompts(12, [0, 0], device)["input_ids"], used)
+    evicting = [layer.state for layer in used.layers[1:]]
+    assert used.cascade.layers == 2 and [state.layer for state in evicting] == [0, 1]
+    assert used.cascade.budgets.sum(1).tolist() == [6, 6]
