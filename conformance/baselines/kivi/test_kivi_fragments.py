@@ -19,20 +19,21 @@ from kvtwin.optimized.baselines import kivi_ops as ours
 pytestmark = pytest.mark.kind("equivalence")
 
 BF16, FP16 = torch.bfloat16, torch.float16
+long = pytest.mark.slow_on_cpu
 #: dtype, D, query heads per KV head, bits of keys and values, group, residual, tokens of the prompt.
 CASES = [
     pytest.param(BF16, 128, 4, 2, 2, 32, 32, 170, id="2-bits-two-tiles"),
-    pytest.param(FP16, 128, 1, 2, 2, 64, 64, 195, id="2-bits-float16-three-tokens-in-a-tile"),
+    pytest.param(FP16, 128, 1, 2, 2, 64, 64, 195, id="2-bits-float16-three-tokens-in-a-tile", marks=long),
     pytest.param(BF16, 128, 8, 4, 4, 32, 32, 97, id="4-bits-one-token-in-a-tile"),
     pytest.param(FP16, 64, 3, 4, 4, 16, 48, 112, id="4-bits-float16-narrow-whole-tile"),
     pytest.param(BF16, 64, 2, 4, 4, 16, 16, 230, id="4-bits-two-tiles-in-each-program"),
-    pytest.param(BF16, 64, 2, 2, 4, 16, 16, 150, id="2-and-4-bits"),
-    pytest.param(FP16, 128, 5, 4, 2, 16, 16, 85, id="4-and-2-bits"),
+    pytest.param(BF16, 64, 2, 2, 4, 16, 16, 150, id="2-and-4-bits", marks=long),
+    pytest.param(FP16, 128, 5, 4, 2, 16, 16, 85, id="4-and-2-bits", marks=long),
     pytest.param(BF16, 128, 2, 2, 2, 128, 128, 126, id="nothing-quantized-yet"),
 ]
 
 
-@pytest.mark.parametrize("padding", ["none", "left_padding"])
+@pytest.mark.parametrize("padding", ["none", pytest.param("left_padding", marks=long)])
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "group_heads", "key_bits", "value_bits", "group", "residual", "prompt"), CASES
 )
@@ -50,7 +51,9 @@ def test_a_step_in_fragments_keeps_step(
     ), twins.optimized.baselines.kivi)
 
 
-@pytest.mark.parametrize(("key_bits", "value_bits", "prompt"), [(2, 2, 170), (4, 4, 97), (2, 4, 31)])
+@pytest.mark.parametrize(("key_bits", "value_bits", "prompt"), [
+    (2, 2, 170), (4, 4, 97), pytest.param(2, 4, 31, marks=long),
+])
 def test_free_memory_changes_nothing(key_bits, value_bits, prompt, twins, device):
     """Keys and values that left the buffers, and codes of tokens that did not."""
     kivi = twins.optimized.baselines.kivi
