@@ -116,7 +116,8 @@ def measure(name: str, make: Make, batch: int, tokens: int) -> dict[str, Any]:
         result[f"{label}, replayed, ms"] = milliseconds(graph.replay)
         del state, graph
     one, other = (new_state(make, group, batch, prompt, ranks) for _ in range(2))
-    one.step(*token), other.step(*token)
+    for state in (one, other):
+        state.step(*token)
     graph, output = captured(other, token)
     for _ in range(STEPS):
         expected = one.step(*token)

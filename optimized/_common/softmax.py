@@ -40,6 +40,16 @@ def weigh_tile(logit, row_max, weight_sum):
 
 
 @triton.jit
+def weigh_columns(row_max, weight_sum, logit, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+    """`weigh_tile` of a tile [TOKENS, HEADS], a query in each column. weight_sum [HEADS, HEADS]: sums of every HEADS-th
+    token, so that no lane needs those of others."""
+    new_max, shift, rescale = raise_maximum(row_max, tl.max(logit, 0))
+    p = tl.exp2(logit - shift[None, :])
+    sums = tl.sum(tl.reshape(p, (TOKENS // HEADS, HEADS, HEADS)), 0)
+    return p, new_max, weight_sum * rescale[None, :] + sums, rescale
+
+
+@triton.jit
 def _load_part(pointer, mask, other, SAME_LAUNCH: tl.constexpr):
     # Not by a modifier as an argument: Triton 3.6 refuses a str as an argument's default.
     if SAME_LAUNCH:

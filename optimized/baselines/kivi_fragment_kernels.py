@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .._common.launch import PTX
 from .._common.numerics import dot, float32, multiply, round_to
-from .._common.softmax import raise_maximum
+from .._common.softmax import weigh_columns
 from .kivi_kernels import SEEN, number_of, quantized_counts
 from .kivi_step_kernels import pair_of
 
@@ -100,9 +100,9 @@ def _unpacked(y, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _channels(part: tl.constexpr):
-    """The channels of the `part`-th operand of keys and queries."""
-    return part * 16 + tl.arange(0, 16)
+def _channels(PART: tl.constexpr):
+    """The channels of the PART-th operand of keys and queries."""
+    return PART * 16 + tl.arange(0, 16)
 
 
 @triton.jit
@@ -218,15 +218,6 @@ def _channel_of(m, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
     return (m % 8 * UNITS + unit) * C + m % 16 // 8 * (C // 2) + number
 
 
-@triton.jit
-def _weights(row_max, weight_sum, logit, TOKENS: tl.constexpr):
-    """One tile [TOKENS, 8] of an online softmax, see `softmax.weigh_tile`. weight_sum [8, 8]: tokens, heads."""
-    new_max, shift, rescale = raise_maximum(row_max, tl.max(logit, 0))
-    p = tl.exp2(logit - shift[None, :])
-    sums = tl.sum(tl.reshape(p, (TOKENS // EIGHT, EIGHT, EIGHT)), 0)
-    return p, new_max, weight_sum * rescale[None, :] + sums, rescale
-
-
 # A step --------------------------------------------------------------------------------------------------------------
 
 
@@ -263,7 +254,7 @@ def _attend_tile(
     m = tl.arange(0, TOKENS)
     token = first + m % 8 * C + m % 16 // 8 * (C // 2) + m // 16
     logit = tl.where((token < count)[:, None], multiply(logit, scale), float("-inf"))
-    p, row_max, weight_sum, rescale = _weights(row_max, weight_sum, logit, TOKENS)
+    p, row_max, weight_sum, rescale = weigh_columns(row_max, weight_sum, logit, TOKENS, EIGHT)
     acc = acc * rescale[None, :]
     # The rows of the operands of values, in registers: one operand for each number of a code.
     p = tl.permute(tl.reshape(p, (C // 2, 16, EIGHT)), (1, 2, 0))
@@ -342,7 +333,7 @@ def _attend_rest(
                 found = tl.where((i < C)[:, None], found, more)
             k = tl.where(packed[:, None], round_to(found, k.dtype), k)
         logit = tl.where(holds[:, None], multiply(dot(k, q), scale), float("-inf"))
-        p, row_max, weight_sum, rescale = _weights(row_max, weight_sum, logit, 16)
+        p, row_max, weight_sum, rescale = weigh_columns(row_max, weight_sum, logit, 16, EIGHT)
         v = tl.load(
             values + (token % (residual + 1))[None, :] * HEAD_DIM + channel[:, None], mask=holds[None, :], other=0.0
         )

@@ -19,7 +19,7 @@ import triton.language as tl
 from .._common.launch import INTERPRETED
 from .._common.numerics import dot, round_to
 from .._common.scratch import row_of
-from .._common.softmax import raise_maximum
+from .._common.softmax import weigh_columns
 from ._paged_attention_kernels import blocks_by_format, halved, heads_with_sparsity
 from ._paging_decode import high, low, pair
 from ._paging_kernels import COUNTS
@@ -105,15 +105,6 @@ def _values(word, two, FORMAT: tl.constexpr, LANES: tl.constexpr, RUN: tl.conste
 
 
 @triton.jit
-def _weights(row_max, weight_sum, logit, TOKENS: tl.constexpr):
-    """One tile [TOKENS, 8] of an online softmax, see `softmax.weigh_tile`. weight_sum [8, 8]: tokens, heads."""
-    new_max, shift, rescale = raise_maximum(row_max, tl.max(logit, 0))
-    p = tl.exp2(logit - shift[None, :])
-    sums = tl.sum(tl.reshape(p, (TOKENS // EIGHT, EIGHT, EIGHT)), 0)
-    return p, new_max, weight_sum * rescale[None, :] + sums, rescale
-
-
-@triton.jit
 def _indices(order, physical, slot_groups, tile, count, BLOCKS: tl.constexpr):
     """A tile's physical blocks [BLOCKS], clamped to the list, and the scale groups of its slots, -1 for none."""
     i, block = tl.arange(0, BLOCKS * EIGHT), tl.arange(0, BLOCKS)
@@ -170,7 +161,7 @@ def _attend_fragments(
                 tl.where(live[:, None], logit, float("inf")), mask=inside,
             )
         logit = tl.where(live[:, None], logit, float("-inf"))
-        p, row_max, weight_sum, rescale = _weights(row_max, weight_sum, logit, TILE)
+        p, row_max, weight_sum, rescale = weigh_columns(row_max, weight_sum, logit, TILE, EIGHT)
         v = _values(value_word, two, FORMAT, LANES, RUN, BLOCKS)
         p = tl.reshape((p * UNIT).to(tl.float16), (BLOCKS // 2, 2, 4, 2, EIGHT))
         p = tl.reshape(tl.permute(p, (0, 2, 1, 3, 4)), (TILE, EIGHT))
@@ -194,7 +185,7 @@ def _attend_buffer(
         logits + (at + i)[:, None] * GROUP_HEADS + head[None, :], logit,
         mask=live[:, None] & (head < kept)[None, :],
     )
-    p, row_max, weight_sum, rescale = _weights(row_max, weight_sum, logit, TOKENS)
+    p, row_max, weight_sum, rescale = weigh_columns(row_max, weight_sum, logit, TOKENS, EIGHT)
     value = tl.load(
         buffer_value + i[None, :] * HEAD_DIM + _channel_of_value(k, HEAD_DIM)[:, None], mask=live[None, :], other=0.0
     )

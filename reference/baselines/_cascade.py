@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ class CAKEConfig(_Options, MethodConfig):
         return self.budget - self.window
 
 
-class Cascade(Interruptible):
+class Cascade(Interruptible, ABC):
     """The preferences and budgets of `layers` layers, whose caches get a prompt one after the other.
 
     The prompt of layer l gives it a preference, and new budgets to the layers 0 to l, which evict at once. Layer 0
@@ -129,6 +130,6 @@ class Cascade(Interruptible):
         granted = self._share(self.log_preferences[:, :count], prefix, self.layers * self.config.prefix_budget)
         return granted.masked_fill(short[:, None], self.config.prefix_budget)
 
+    @abstractmethod
     def _share(self, log_preferences: Tensor, prefix: Tensor, total: int) -> Tensor:
         """`budgets` of the side."""
-        raise NotImplementedError

@@ -95,8 +95,8 @@ def test_rows_may_be_reordered_before_the_next_layer_has_the_prompt(side, twins,
 
 @both_sides
 def test_layer_0_forgets_the_last_prompt(side, twins, device):
-    """A new prompt begins without reset of the cascade. Before layer 1 has it, its preference and budget are those of
-    no prompt."""
+    """Only the state of layer 0 is reset, not the cascade. When layer 0 has the new prompt, layer 1 has the preference
+    and the budget of a cascade without a prompt."""
     states = new_states(getattr(twins, side), device, 2)
     for layer, state in enumerate(states):
         state.prefill(*prompt(device, 20, layer))

@@ -294,11 +294,12 @@ def test_the_pool_runs_in_the_order_of_positions_and_ends_at_the_window(side, tw
 @both_sides
 def test_a_step_attends_to_the_token_that_it_evicts(side, twins, device):
     [state] = new_states(getattr(twins, side), device, batch=1, scale=1.0)
-    query, key, value = pointed(device, [0.0] * 6)
+    query, key, value = pointed(device, [0.0] * 7)
     state.prefill(query, key, value)
-    output = state.step(*weigh(device, 0.0, 6.0))
-    assert held(state) == [1, 2, 3, 4, 5, 6]
-    torch.testing.assert_close(output, torch.full_like(output, 3.0), rtol=1e-5, atol=1e-5)  # the mean of 0 to 6
+    output = state.step(*weigh(device, 0.0, 7.0))
+    assert held(state) == [2, 3, 4, 5, 6, 7]
+    # The mean of 0 to 7, with weights of exactly 1 / 8.
+    assert_same(output, torch.full_like(output, 3.5), what="output")
 
 
 @both_sides

@@ -20,8 +20,9 @@ from ..bounds import DIVISION, FLUSH, LOG, SLACK, UNIT, Interval, arithmetic, lo
 from ..bounds import gamma as roundings
 from ..oracle import Attention, attend, upcast
 
-#: Of a logarithm in float64, a quotient and a sum, with margin.
-ROUNDING = 2.0**-48
+#: Of a logarithm in float64 (2 u), a quotient and a sum (u each), where u = 2^-53: once on the side under test, and
+#: once in the judge.
+ROUNDING = 2.0**-50
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,9 @@ def _variance(weight: Tensor, error: Tensor, observing: Tensor) -> tuple[Tensor,
     """The errors of a column's mean, its variance, and the variance's error, all [B, Hq, P]. observing [B, 1, W, 1].
 
     The mean has W additions and a division. A deviation d_i = a_ij - m has the error D_i = e_ij + that of the mean +
-    u |d_i|. The sum of the squares then has the error sum 2 |d_i| D_i + D_i^2, W + 1 roundings, and a division. The
-    same holds for sums of squares that are updated query by query, whose means are those of fewer queries: their
-    roundings are in e_ij, which has several per weight. The variance of one weight is exactly 0.
+    u |d_i|. The sum of the squares then has the error sum 2 |d_i| D_i + D_i^2, W + 1 roundings, and a division. An
+    implementation may also update the mean and the sum of squares with each query. Then it rounds more means, and these
+    roundings are covered by e_ij, which has several per weight. The variance of one weight is exactly 0.
     """
     count = observing.sum(2)                                                                # [B, 1, 1]
     number = count.clamp_min(1)
