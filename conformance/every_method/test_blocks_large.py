@@ -76,8 +76,9 @@ def _keep_step(
     pair: discovery.Pair, given: dict[str, Any], twins: Any, device: torch.device, more: dict[str, Any] | None = None
 ) -> None:
     given = dict(given)
-    own = {name: value for name, value in checkers.ask(pair.name, "SMALL", {}).items() if name != "block_size"}
-    config = {"budget": given.pop("budget"), "block_size": given.pop("block_size"), **own, **(more or {})}
+    budget, block_size = given.pop("budget"), given.pop("block_size")
+    own = {**checkers.ask(pair.name, "SMALL", {}), **checkers.measured(pair.name, budget), **(more or {})}
+    config = own | {"budget": budget, "block_size": block_size}
     trace = StateTrace(
         method=pair.name, config=tuple(config.items()), seed=6, padding="random", device=str(device), **given
     )

@@ -79,7 +79,9 @@ def _release_memory() -> None:
 LONGEST = (
     "test_lockstep.py", "test_verdict_states.py", "test_verdict_patients.py", "test_interpreter_kernels.py",
     "test_needle.py", "test_perf_headline.py", "test_packaging.py", "test_thinkv_paging.py", "test_longflow.py",
-    "test_longflow_scratch.py", "test_thinkv_golden.py", "test_snapkv_state.py",
+    "test_longflow_scratch.py", "test_thinkv_golden.py", "test_snapkv_state.py", "test_repeatable.py",
+    "test_blocks_large.py", "test_thinkv_paging_state.py", "test_kivi_fragments.py", "test_longflow_pages.py",
+    "test_keydiff_pages.py",
 )
 
 
