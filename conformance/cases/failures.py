@@ -73,5 +73,6 @@ def save_latest() -> str | None:
         _commands.clear()
         _commands[test] = command
         return command
-    except OSError as error:  # a read-only folder must not hide the failure itself
+    # A read-only folder must not hide the failure itself, nor must a GPU that no longer answers after an error.
+    except (OSError, RuntimeError) as error:
         return f"(not saved: {error})"

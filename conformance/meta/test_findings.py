@@ -10,6 +10,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -102,3 +103,13 @@ def test_the_search_for_a_cause_does_not_replace_the_saved_case(tmp_path, monkey
     assert repr(cases.load(path)) == repr(case)
     assert attribution.property_of(subject, "slot", case, module, "decisions") == "decisions"
     assert repr(cases.load(path)) == repr(case)
+
+
+@pytest.mark.parametrize("error", [OSError("read-only"), RuntimeError("CUDA error: an illegal memory access")])
+def test_a_case_that_cannot_be_saved_does_not_hide_the_failure(error, tmp_path, monkeypatch):
+    monkeypatch.setenv(failures.FOLDER, str(tmp_path))
+    case = cases.DecodeCase(slots=7)
+    case.used()
+    monkeypatch.setattr(type(case), "save", mock.Mock(side_effect=error))
+    assert repr(cases.latest()) == repr(case)
+    assert failures.save_latest() == f"(not saved: {error})"
