@@ -79,16 +79,17 @@ def test_a_state_follows_its_golden_trace(pair, case, twins, device):
     prompt, steps, capacity = (
         capture.metadata["prompt"], len(golden["evicted"]), pair.config(**about["config"]).capacity
     )
-    tensors, heads = inputs(capture, about["layer"], torch.bfloat16, device), slice(None)
+    tensors, heads = inputs(capture, about["layer"], torch.bfloat16, torch.device("cpu")), slice(None)
     if device.type == "cpu":
         steps = CPU_STEPS if about["layer"] == 3 else CPU_STEPS // 12
         first, group = cases(pair).index(case), tensors[0].shape[1] // tensors[1].shape[1]
         heads = slice(first, first + 1)
         tensors = [tensors[0][:, first * group:(first + 1) * group], *(tensor[:, heads] for tensor in tensors[1:])]
     both = lockstep.pair(
-        pair.name, checkers.module(twins.optimized, pair), config=about["config"], **sizes(tensors)
+        pair.name, checkers.module(twins.optimized, pair), config=about["config"], on_host=device.type != "cpu",
+        **sizes(tensors) | {"device": device},
     )
-    golden = {name: tensor.to(device)[:, heads] for name, tensor in golden.items() if name != "last"}
+    golden = {name: tensor[:, heads] for name, tensor in golden.items() if name != "last"}
     followed = 0
     with follow() as wrong:
         both.prefill(*(tensor[:, :, :prompt] for tensor in tensors))

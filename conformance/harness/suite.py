@@ -85,18 +85,21 @@ LONGEST = (
 )
 
 
-def longest_first(items: Sequence[Any], long: Sequence[Any], workers: int) -> list[Any]:
-    """The items in `workers` equal parts, each of which begins with a share of the `long` ones.
+def longest_first(items: Sequence[Any], long: Sequence[Sequence[Any]], workers: int) -> list[Any]:
+    """The items in `workers` equal parts, each of which begins with some of the groups of `long` ones.
 
-    pytest-xdist initially gives one such part to each process.
+    pytest-xdist initially gives one such part to each process. Tests of a group use the same kernels: in one process,
+    each is compiled once.
     """
-    others = [item for item in items if item not in long]
+    apart = {item for group in long for item in group}
+    others = [item for item in items if item not in apart]
     size = -(-len(items) // workers)
     ordered: list[Any] = []
     for worker in range(workers):
-        share = long[worker::workers]
-        ordered += [*share, *others[:size - len(share)]]
-        others = others[max(0, size - len(share)):]
+        share = [item for group in long[worker::workers] for item in group]
+        rest = max(0, size - len(share))
+        ordered += [*share, *others[:rest]]
+        others = others[rest:]
     return [*ordered, *others]
 
 
@@ -240,7 +243,11 @@ class Suite:
             _keep(config, items, _judges_a_property)
         workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
         if workers > 1:
-            items[:] = longest_first(items, [item for item in items if item.path.name in LONGEST], workers)
+            groups: dict[Any, list[pytest.Item]] = {}
+            for item in items:
+                if item.path.name in LONGEST:
+                    groups.setdefault((item.path, item.stash[FACTS]["method"]), []).append(item)
+            items[:] = longest_first(items, list(groups.values()), workers)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:

@@ -68,10 +68,12 @@ def test_longflow_follows_the_golden_trace(case, traces, twins, device):
     prompt, steps = golden.metadata["prompt"], golden.metadata["steps"]
     if device.type == "cpu":
         steps = min(steps, CPU_STEPS if case == CASES[0] else CPU_STEPS // 6)
-    tensors, sizes = inputs(case, traces, device, torch.bfloat16)
-    kept, evicted = (golden.tensors[f"{case}.{name}"].to(device) for name in ("kept", "evicted"))
+    tensors, sizes = inputs(case, traces, torch.device("cpu"), torch.bfloat16)
+    kept, evicted = (golden.tensors[f"{case}.{name}"] for name in ("kept", "evicted"))
     config = golden.metadata["cases"][case]["config"]
-    both = lockstep.pair("longflow", twins.optimized.longflow, config=config, **sizes)
+    both = lockstep.pair(
+        "longflow", twins.optimized.longflow, config=config, on_host=device.type != "cpu", **sizes | {"device": device}
+    )
     followed = 0
     with follow() as wrong:
         both.prefill(*(tensor[:, :, :prompt] for tensor in tensors))
