@@ -18,6 +18,7 @@ import triton.language as tl
 
 from .._common.launch import INTERPRETED
 from .._common.numerics import dot, round_to
+from .._common.prefetch import LINE, prefetch
 from .._common.scratch import row_of
 from .._common.softmax import weigh_columns
 from ._paged_attention_kernels import blocks_by_format, halved, heads_with_sparsity
@@ -106,13 +107,15 @@ def _values(word, two, FORMAT: tl.constexpr, LANES: tl.constexpr, RUN: tl.conste
 
 @triton.jit
 def _indices(order, physical, slot_groups, tile, count, BLOCKS: tl.constexpr):
-    """A tile's physical blocks [BLOCKS], clamped to the list, and the scale groups of its slots, -1 for none."""
+    """A tile's physical blocks [BLOCKS], clamped to the list, the scale groups of its slots, -1 for none, and the
+    blocks of its slots, 0 beyond the list."""
     i, block = tl.arange(0, BLOCKS * EIGHT), tl.arange(0, BLOCKS)
     rank = i // EIGHT + tile * BLOCKS
     entry = tl.load(order + rank, mask=rank < count, other=0)
     group = tl.load(slot_groups + entry * EIGHT + i % EIGHT, mask=rank < count, other=-1)
     block_rank = tl.maximum(tl.minimum(block + tile * BLOCKS, count - 1), 0)
-    return tl.load(physical + tl.load(order + block_rank)).to(tl.int32), group
+    of_slots = tl.load(physical + entry, mask=rank < count, other=0).to(tl.int32)
+    return tl.load(physical + tl.load(order + block_rank)).to(tl.int32), group, of_slots
 
 
 @triton.jit
@@ -123,11 +126,13 @@ def _attend_fragments(
     HEAD_DIM: tl.constexpr, TILE: tl.constexpr,
 ):
     """As `_paged_attention_kernels._attend_blocks`: q [D, 8], acc [D, 8]. Logits of unoccupied slots are masked, and
-    their values, which are finite, are multiplied by 0. Indices of blocks are loaded one tile ahead."""
+    their values, which are finite, are multiplied by 0. Indices of blocks are loaded one tile ahead, and what they
+    point to is prefetched while values are added: registers for its words would leave fewer programs at a time."""
     BLOCKS: tl.constexpr = TILE // EIGHT
     RUN: tl.constexpr = HEAD_DIM // (16 * LANES)
     RECORD: tl.constexpr = EIGHT * 8 * RUN + (EIGHT * ((HEAD_DIM + GROUP - 1) // GROUP) + 3) // 4
     SCALES: tl.constexpr = HEAD_DIM // 4
+    WORDS: tl.constexpr = LINE // 4
     i, head = tl.arange(0, TILE), tl.arange(0, EIGHT)
     n, f, lane = tl.arange(0, 4 * RUN), tl.arange(0, 32 * RUN), tl.arange(0, 32)
     scales_of_lane = lane if GROUP == HEAD_DIM // 8 else lane // 4 * (HEAD_DIM // 8) // GROUP * 4 + lane % 4
@@ -138,11 +143,12 @@ def _attend_fragments(
     begin = split * each
     order += first
     logits += first * EIGHT * GROUP_HEADS
-    block, group = _indices(order, physical, slot_groups, begin, count, BLOCKS)
+    block, group, _ = _indices(order, physical, slot_groups, begin, count, BLOCKS)
     for tile in range(begin, tl.minimum(begin + each, tiles)):
         at = block * (heads * RECORD)
-        word = tl.reshape(tl.load(words + (at[:, None] + f[None, :])), (TILE, 4 * RUN))
-        value_word = tl.load(words + (at[:, None] + (32 * RUN + f)[None, :]))
+        codes = words + (at[:, None] + f[None, :])
+        word = tl.reshape(tl.load(codes), (TILE, 4 * RUN))
+        value_word = tl.load(codes + 32 * RUN)
         scales = key_scales + ((tl.maximum(group, 0) * (heads * SCALES))[:, None] + n[None, :])
         w, x = tl.load(scales), tl.load(scales + 4 * RUN)
         if LANES == 4:
@@ -151,9 +157,14 @@ def _attend_fragments(
             y, z = w, x
         two = tl.load(halves + ((at * 2)[:, None] + (128 * RUN + scales_of_lane)[None, :])).to(tl.int32)
         live = group >= 0
-        block, group = _indices(order, physical, slot_groups, tile + 1, count, BLOCKS)
+        block, group, of_slots = _indices(order, physical, slot_groups, tile + 1, count, BLOCKS)
         k = _keys(word, w, x, y, z, FORMAT, LANES, RUN, TILE)
         logit = tl.dot(k, q, input_precision="ieee") * factor[None, :]                 # [TILE, 8]
+        # The lanes of a block bring a line each, until they have its record.
+        for line in tl.static_range(0, RECORD, EIGHT * WORDS):
+            place = tl.minimum(line + i % EIGHT * WORDS, RECORD - 1)
+            prefetch(words + (of_slots * (heads * RECORD) + place))
+        prefetch(key_scales + tl.maximum(group, 0) * (heads * SCALES))
         if kept > 0:
             inside = (head < kept)[None, :] & (i < (count - tile * BLOCKS) * EIGHT)[:, None]
             tl.store(
