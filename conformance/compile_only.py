@@ -3,9 +3,9 @@
 The interpreter accepts code that the compiler rejects, such as a variable that changes its shape in a loop, or a layout
 that cannot be converted. This command calls every operation of every pair, as test_twins_torch.py does, on CPU tensors
 and with a stand-in for Triton's driver that names a GPU. Kernels are compiled to machine code and never launched, so
-their results are not checked. The generated code is checked for two errors that random inputs rarely show: a kernel
-must sum the logits of equal keys in one order (`key_orders`), and a line that is inlined in two of its loops must round
-alike in both (`fused_here_only`).
+their results are not checked. The generated code is checked for three errors that random inputs rarely show: a kernel
+must sum the logits of equal keys in one order (`key_orders`), a line that is inlined in two of its loops must round
+alike in both (`fused_here_only`), and a whole warp must not store a matrix where its lanes may have parted (`parted`).
 """
 
 from __future__ import annotations
@@ -114,6 +114,15 @@ def fused_here_only(code: str, folder: Path) -> set[str]:
     return found
 
 
+def parted(code: str) -> set[str]:
+    """The operations of a kernel in which lanes of a warp take different ways, if it also has instructions of whole
+    warps that access shared memory. Lanes may not have met again, which is an illegal memory access for some numbers
+    only. code: PTX."""
+    if not re.search(r"^\s*(?:@\S+\s+)?(?:st|ld)matrix\.", code, re.M):
+        return set()
+    return set(re.findall(r"\b(?:div|sqrt|rcp)\.rn\.f(?:32|64)", code))
+
+
 def _in_two_loops(one: Sequence[object], other: Sequence[object], first: int) -> bool:
     """Whether two call chains of a line, from its caller up, differ in exactly one call, at `first` or later."""
     differ = [i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
@@ -145,6 +154,8 @@ class Compiled:
                         raise ArithmeticError(f"logits of keys {keys} are summed in orders {sorted(orders)}")
                 if lines := fused_here_only(made.asm["ptx"], self.folder):
                     raise ArithmeticError(f"fused with a product in one loop and not in another: {sorted(lines)}")
+                if operations := parted(made.asm["ptx"]):
+                    raise RuntimeError(f"lanes part in {sorted(operations)}, and whole warps access matrices")
                 self.done[name] += 1
             except Exception as error:  # the compiler's errors have no common base
                 self.refused.setdefault(name, "\n".join(_causes(error)))

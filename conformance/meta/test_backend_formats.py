@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvtwin.conformance.judge import format_oracle as oracle
 from kvtwin.optimized._common.launch import INTERPRETED, fp8_format
-from kvtwin.optimized._common.numerics import from_fp8, without_sign_of_zero
+from kvtwin.optimized._common.numerics import divided, from_fp8, root, without_sign_of_zero
 from kvtwin.optimized.thinkv._formats_kernels import (
     decode,
     decode_e4m3,
@@ -66,19 +66,20 @@ def mapped(function: Any, x: Tensor, device: torch.device, dtype: torch.dtype, f
 
 
 @triton.jit
-def _divide(a, b, out, n, BLOCK: tl.constexpr):
+def _divide(a, b, out, n, OURS: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    y = tl.div_rn(tl.load(a + i, mask=i < n, other=0.0), tl.load(b + i, mask=i < n, other=1.0))
-    tl.store(out + i, y, mask=i < n)
+    x, y = tl.load(a + i, mask=i < n, other=0.0), tl.load(b + i, mask=i < n, other=1.0)
+    tl.store(out + i, divided(x, y) if OURS else tl.div_rn(x, y), mask=i < n)
 
 
+@pytest.mark.parametrize("ours", [False, True], ids=["div_rn", "divided"])
 @pytest.mark.parametrize(
     ("low", "high", "by"),
-    [((-149, -100), (-149, -100), "any"), ((-149, -120), (0, 20), "any"), ((-149, 127), (8, 9), "448"),
-     ((-149, 127), (11, 12), "2688"), ((-149, 127), (2, 3), "6")],
-    ids=["subnormal denominators", "subnormal quotients", "448", "2688", "6"],
+    [((-149, 127), (-149, 127), "any"), ((-149, -100), (-149, -100), "any"), ((-149, -120), (0, 20), "any"),
+     ((-149, 127), (8, 9), "448"), ((-149, 127), (11, 12), "2688"), ((-149, 127), (2, 3), "6")],
+    ids=["all", "subnormal denominators", "subnormal quotients", "448", "2688", "6"],
 )  # fmt: skip
-def test_div_rn_keeps_subnormal_numbers(low, high, by, device):
+def test_division_keeps_subnormal_numbers(low, high, by, ours, device):
     """Neither operands nor results are flushed to zero."""
     generator = torch.Generator().manual_seed(7)
     a, b = (
@@ -89,12 +90,46 @@ def test_div_rn_keeps_subnormal_numbers(low, high, by, device):
     if by != "any":
         b = torch.full_like(b, float(by))
     out = torch.empty_like(a, device=device)
-    _divide[(triton.cdiv(a.numel(), BLOCK),)](a.to(device), b.to(device), out, a.numel(), BLOCK=BLOCK)
+    _divide[(triton.cdiv(a.numel(), BLOCK),)](a.to(device), b.to(device), out, a.numel(), OURS=ours, BLOCK=BLOCK)
     assert_bits(out.cpu(), a / b)
     # The expected results, by exact arithmetic.
     for x, y, quotient in zip(a[:200].tolist(), b[:200].tolist(), (a / b)[:200].tolist(), strict=True):
         exact = oracle.Fraction(x) / oracle.Fraction(y)
         assert exact > oracle.LARGEST or oracle.Fraction(quotient) == oracle.float32(exact)
+
+
+@triton.jit
+def _special(a, b, quotients, roots, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(quotients + i, divided(tl.load(a + i), tl.load(b + i)))
+    tl.store(roots + i, root(tl.load(a + i)))
+
+
+def test_quotients_and_roots_of_special_numbers(device):
+    ends = [0.0, 2.0**-149, 2.0**-126 - 2.0**-149, 2.0**-126, 1.0, oracle.LARGEST, float("inf"), float("nan")]
+    numbers = torch.tensor([sign * float(one) for one in ends for sign in (1.0, -1.0)])
+    a, b = (one.flatten().contiguous() for one in torch.meshgrid(numbers, numbers, indexing="ij"))
+    quotients, roots = torch.empty_like(a, device=device), torch.empty_like(a, device=device)
+    _special[(1,)](a.to(device), b.to(device), quotients, roots, BLOCK=a.numel())
+    for found, expected in ((quotients.cpu(), a / b), (roots.cpu(), a.sqrt())):
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert_bits(found.nan_to_num(7.0, 8.0, 9.0), expected.nan_to_num(7.0, 8.0, 9.0))
+
+
+@triton.jit
+def _root(a, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, root(tl.load(a + i, mask=i < n, other=0.0)), mask=i < n)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-149, -120), (-149, 127), (0, 2)])
+def test_roots_are_rounded_correctly(low, high, device):
+    generator = torch.Generator().manual_seed(9)
+    exponent = torch.randint(low, high, (1 << 15,), generator=generator)
+    a = ((1 + torch.rand(1 << 15, generator=generator, dtype=torch.float64)) * exponent.double().exp2()).float()
+    out = torch.empty_like(a, device=device)
+    _root[(triton.cdiv(a.numel(), BLOCK),)](a.to(device), out, a.numel(), BLOCK=BLOCK)
+    assert_bits(out.cpu(), a.double().sqrt().float())  # double rounding is harmless: 53 >= 2 * 24 + 2
 
 
 @triton.jit

@@ -244,6 +244,16 @@ def test_a_masked_loop_rounds_as_one_without_a_mask(tmp_path):
     assert "attend_kernel': \"ArithmeticError: fused with a product in one loop and not in another" in plain.stderr
 
 
+@pytest.mark.parametrize(("code", "found"), [
+    ("div.rn.f32 %f3, %f1, %f2;\n\tstmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r2};", {"div.rn.f32"}),
+    ("sqrt.rn.f32 %f3, %f1;\n\t@%p1 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%r1];", {"sqrt.rn.f32"}),
+    ("div.full.f32 %f3, %f1, %f2;\n\tstmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r2};", set()),
+    ("div.rn.f32 %f3, %f1, %f2;\n\tst.shared.b32 [%r1], %r2;", set()),
+], ids=["division", "root", "one way", "no matrix"])
+def test_whole_warps_access_no_matrix_where_lanes_part(code, found):
+    assert compile_only.parted(f"\t{code}\n") == found
+
+
 def test_the_interpreter_has_nothing_to_compile(monkeypatch):
     from kvtwin.optimized._common import launch as _launch
 

@@ -22,6 +22,76 @@ def float32(x):
         return x.to(tl.float32)
 
 
+# In `tl.div_rn` and `tl.sqrt_rn`, lanes of a warp take different ways. Compiled with Triton 3.6, those of large kernels
+# may not have met again when the whole warp has to store a matrix, which is an illegal memory access. So these are
+# computed in float64, where all lanes take one way: the first approximation has at least 20 bits, each of two Newton
+# steps doubles them, and the remainder corrects the result. A quotient or a root of float32 numbers that is not exact
+# in float64 lies at least 2^-49 of its size from where float32 rounds either way, further than the error of the result.
+
+
+@triton.jit
+def divided(x, y):
+    """x / y of float32 numbers, rounded to float32: the bits of `tl.div_rn`, except those of NaN."""
+    if _PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .f64 x, y, r, e, q, rough;
+            .reg .pred p;
+            cvt.f64.f32 x, $1;
+            cvt.f64.f32 y, $2;
+            rcp.approx.ftz.f64 r, y;
+            mul.rn.f64 rough, x, r;
+            neg.f64 y, y;
+            fma.rn.f64 e, y, r, 0d3FF0000000000000;
+            fma.rn.f64 r, e, r, r;
+            fma.rn.f64 e, y, r, 0d3FF0000000000000;
+            fma.rn.f64 r, e, r, r;
+            mul.rn.f64 q, x, r;
+            fma.rn.f64 e, y, q, x;
+            fma.rn.f64 q, e, r, q;
+            testp.normal.f64 p, q;
+            selp.f64 q, q, rough, p;
+            cvt.rn.f32.f64 $0, q;
+            }""", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1,
+        )
+    else:
+        return tl.div_rn(x, y)
+
+
+@triton.jit
+def root(x):
+    """The square root of float32 numbers, rounded to float32: the bits of `tl.sqrt_rn`, except those of NaN."""
+    if _PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .f64 x, r, e, h, q;
+            .reg .f32 f;
+            .reg .pred p;
+            cvt.f64.f32 x, $1;
+            rsqrt.approx.ftz.f64 r, x;
+            mul.rn.f64 h, r, 0d3FE0000000000000;
+            mul.rn.f64 q, x, r;
+            neg.f64 e, q;
+            fma.rn.f64 e, e, h, 0d3FE0000000000000;
+            fma.rn.f64 h, h, e, h;
+            fma.rn.f64 q, q, e, q;
+            neg.f64 e, q;
+            fma.rn.f64 e, e, h, 0d3FE0000000000000;
+            fma.rn.f64 h, h, e, h;
+            fma.rn.f64 q, q, e, q;
+            neg.f64 e, q;
+            fma.rn.f64 e, e, q, x;
+            fma.rn.f64 q, e, h, q;
+            testp.normal.f64 p, q;
+            sqrt.approx.f32 f, $1;
+            cvt.rn.f32.f64 $0, q;
+            selp.f32 $0, $0, f, p;
+            }""", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )
+    else:
+        return tl.sqrt_rn(x)
+
+
 @triton.jit
 def from_fp8(bits, dtype: tl.constexpr, FORMAT: tl.constexpr):
     """The numbers of FP8 codes (uint8) in float32, float16 or bfloat16, exactly, NaN and infinity included.

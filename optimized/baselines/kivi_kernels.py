@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.numerics import float32, multiply, round_to, without_sign_of_zero
+from .._common.numerics import divided, float32, multiply, round_to, without_sign_of_zero
 
 #: How a kernel finds tokens: EVERY group of a tensor, the prompt by a table of places, or the buffers of a step.
 EVERY, PROMPT, STEP = (tl.constexpr(number) for number in range(3))
@@ -39,7 +39,7 @@ def _scales(low, high, finite, STORED: tl.constexpr, BITS: tl.constexpr):
     numbers of the group are. A group that cannot be held has a scale of 0 and a minimum of NaN."""
     width = high - low
     low = round_to(without_sign_of_zero(low), STORED)
-    scale = round_to(tl.div_rn(width, (1 << BITS) - 1.0), STORED)
+    scale = round_to(divided(width, (1 << BITS) - 1.0), STORED)
     largest = tl.maximum(tl.maximum(width, float32(scale)), tl.abs(float32(low)))
     holds = (finite != 0) & (largest < float("inf"))
     scale32 = tl.where(holds, float32(scale), 0.0)
@@ -51,7 +51,7 @@ def _scales(low, high, finite, STORED: tl.constexpr, BITS: tl.constexpr):
 def code_of(x, low, scale, BITS: tl.constexpr):
     """The codes, int32, of x with scales and minima that broadcast against it."""
     some = scale > 0.0
-    ratio = tl.div_rn(x - low, tl.where(some, scale, 1.0))
+    ratio = divided(x - low, tl.where(some, scale, 1.0))
     ratio = tl.minimum(tl.maximum(ratio, 0.0), (1 << BITS) - 1.0)
     code = (ratio + _MAGIC).to(tl.int32, bitcast=True) - _MAGIC_BITS   # rounds halves to even
     return tl.where(some, code, 0)

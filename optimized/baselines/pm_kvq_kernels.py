@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.numerics import float32, multiply, round_to, without_sign_of_zero
+from .._common.numerics import divided, float32, multiply, round_to, without_sign_of_zero
 from .kivi_kernels import code_of, extremes, number_of
 
 #: How `settle_kernel` finds tokens: in the PROMPT by a table of places, or in the buffer of a STEP.
@@ -71,7 +71,7 @@ def scales_of(low, high, finite, least, SCALE: tl.constexpr, STORED: tl.constexp
     all numbers of the group are. A group that cannot be held has a scale of 0 and a minimum of NaN."""
     width = high - low
     low = float32(round_to(without_sign_of_zero(low), STORED))
-    scale = float32(round_to(tl.maximum(tl.div_rn(width, (1 << BITS) - 1.0), least), SCALE))
+    scale = float32(round_to(tl.maximum(divided(width, (1 << BITS) - 1.0), least), SCALE))
     largest = tl.maximum(tl.maximum(width, scale), tl.abs(low))
     holds = (finite != 0) & (largest < float("inf"))
     return tl.where(holds, scale, 0.0), tl.where(holds, low, float("nan"))

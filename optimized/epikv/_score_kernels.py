@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._common.launch import INTERPRETED, SMALL_TILES, on_device_of, padded_head_dim
-from .._common.numerics import float32
+from .._common.numerics import divided, float32, root
 
 #: The longest window whose tile is as wide as the window whatever the number of tokens.
 LONG_WINDOW = 4096
@@ -31,13 +31,13 @@ def rolled(x, there, newest, constant, ZSCORE: tl.constexpr):
     """The mean of each window in a tile [R, W_PAD], or the z-score of its last value, newest [R]; 0 for an empty
     window. constant: deviations up to this fraction of the largest magnitude count as 0."""
     count = tl.maximum(tl.sum(there.to(tl.float32), 1), 1.0)
-    mean = tl.div_rn(tl.sum(tl.where(there, x, 0.0), 1), count)
+    mean = divided(tl.sum(tl.where(there, x, 0.0), 1), count)
     if ZSCORE:
         deviation = tl.where(there, x - mean[:, None], 0.0)
-        sigma = tl.sqrt_rn(tl.div_rn(tl.sum(deviation * deviation, 1), count))
+        sigma = root(divided(tl.sum(deviation * deviation, 1), count))
         largest = tl.max(tl.where(there, tl.abs(x), 0.0), 1)
         is_constant = sigma <= constant * largest
-        return tl.where(is_constant, 0.0, tl.div_rn(newest - mean, tl.where(is_constant, 1.0, sigma)))
+        return tl.where(is_constant, 0.0, divided(newest - mean, tl.where(is_constant, 1.0, sigma)))
     else:
         return mean
 
@@ -60,7 +60,7 @@ def spread(x, low, high, in_head):
     normal = tl.where(says, (x - low) / tl.where(says, width, 1.0), 0.0)
     centre = tl.sum(normal / count, 1)
     deviation = tl.where(says, normal - centre[:, None], 0.0)
-    return tl.sqrt_rn(tl.sum(deviation * deviation / count, 1))
+    return root(tl.sum(deviation * deviation / count, 1))
 
 
 # Operations ----------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def change_kernel(
         )
         difference = float32(h) - float32(p)
         total += difference * difference
-    tl.store(result + row, tl.sqrt_rn(tl.sum(total, 1)), mask=inside)
+    tl.store(result + row, root(tl.sum(total, 1)), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "window", "blocks", "values_n", "values_t"])

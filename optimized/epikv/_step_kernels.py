@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
-from .._common.numerics import float32, sortable
+from .._common.numerics import float32, root, sortable
 from ._score_kernels import limit, no_sign, rolled, spread, variance
 
 _LAST = tl.constexpr(2**63 - 1)
@@ -107,7 +107,7 @@ def _band(
             squares += difference * difference
             tl.debug_barrier()                                          # other threads may still load what is stored
             tl.store(previous + layer * size + c, h, mask=c < size)
-        newest = tl.sqrt_rn(tl.sum(squares[None, :], 1))                # [1]
+        newest = root(tl.sum(squares[None, :], 1))                      # [1]
         x, there = _window(values + layer * window, number, window, tl.sum(newest, 0), number >= 0, W_PAD)
         total += rolled(x, there, newest, constant, ZSCORE)
     return total / LAYERS

@@ -4,7 +4,7 @@ A code is sign << (bits - 1) | index of a magnitude, int32 in registers. Every r
 that compiled kernels and the interpreter return the same bits. E4M3 is computed with integers (and one addition to a
 power of two), since casts to float8 are wrong in the interpreter. The magnitude nearest to |x| / scale is found without
 a division, by comparing |x| with the scale times numbers of four bits, which is exact. Necessary divisions use
-`tl.div_rn`. No addition follows a multiplication if fusing them would change the result.
+`divided`. No addition follows a multiplication if fusing them would change the result.
 
 FORMAT is "fp8", "nvfp4", "ternary", "int4" or "int2". Ternary and int2 differ only in their scale rules.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.numerics import float32, round_to, without_sign_of_zero
+from .._common.numerics import divided, float32, round_to, without_sign_of_zero
 
 _FLOAT32_LARGEST = tl.constexpr(0x7F7FFFFF)
 _INFINITY = tl.constexpr(0x7F800000)
@@ -60,9 +60,9 @@ def decode_e4m3(code):
 def scale_code(amax, FORMAT: tl.constexpr):
     """The code of a group's scale, for formats with E4M3 scales; for ternary by the rule "amax"."""
     if FORMAT == "nvfp4":
-        return encode_e4m3(tl.div_rn(amax, 6.0))
+        return encode_e4m3(divided(amax, 6.0))
     elif FORMAT == "int4":
-        return encode_e4m3(tl.div_rn(amax, 7.0))
+        return encode_e4m3(divided(amax, 7.0))
     else:
         return encode_e4m3(amax)
 
@@ -70,7 +70,7 @@ def scale_code(amax, FORMAT: tl.constexpr):
 @triton.jit
 def fp8_scale(amax):
     """The float32 scale of an fp8 chunk."""
-    return tl.div_rn(amax, 448.0)
+    return divided(amax, 448.0)
 
 
 # Codes ---------------------------------------------------------------------------------------------------------------
@@ -110,11 +110,11 @@ def encode(x, scale, FORMAT: tl.constexpr, DIVIDES: tl.constexpr = False):
     a = magnitude(x)
     positive = scale > 0.0
     if FORMAT == "fp8":
-        index = encode_e4m3(tl.div_rn(a, tl.where(positive, scale, 1.0)))
+        index = encode_e4m3(divided(a, tl.where(positive, scale, 1.0)))
         return _signed(tl.where(positive, index, 0), x, 128)
     elif FORMAT == "nvfp4":
         if DIVIDES:
-            index = _index_e2m1(tl.div_rn(a, tl.where(positive, scale, 1.0)), 1.0)
+            index = _index_e2m1(divided(a, tl.where(positive, scale, 1.0)), 1.0)
         else:
             index = _index_e2m1(a, scale)
         return _signed(tl.where(positive, index, 0), x, 8)
@@ -195,11 +195,11 @@ def quantize_kernel(
     y = _load(x, row, rows_b, token, channel, inside, x_a, x_b, x_t, x_d)
     amax = tl.max(magnitude(y), 1)
     if TENSOR:
-        unit_scale = tl.div_rn(tl.load(largest).to(tl.float32, bitcast=True), 2688.0)
+        unit_scale = divided(tl.load(largest).to(tl.float32, bitcast=True), 2688.0)
         if tl.program_id(0) == 0:
             tl.store(second, unit_scale)
         some = unit_scale > 0.0
-        code = encode_e4m3(tl.where(some, tl.div_rn(amax, tl.where(some, unit_scale * 6.0, 1.0)), 0.0))
+        code = encode_e4m3(tl.where(some, divided(amax, tl.where(some, unit_scale * 6.0, 1.0)), 0.0))
         scale = decode_scale(code) * unit_scale
     elif RULE == "mse":
         code = tl.zeros([BLOCK], tl.int32)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.numerics import dot, float32, log2_or_minus_inf, round_output, round_to
+from .._common.numerics import divided, dot, float32, log2_or_minus_inf, round_output, round_to
 from .._common.scratch import is_last, row_of
 from .._common.softmax import merge_outputs, merge_sums, weigh_tile
 from ._mean_kernels import FREE, below_mean, pooled_weight
@@ -337,12 +337,12 @@ def finish_kernel(
                 if OF_MEAN:
                     first, length = b * heads, row_of(slots)
                     count = below_mean(pooled + first * length, sums + first, length, heads, places, threshold, CHUNK)
-                    share = tl.div_rn(count.to(tl.float32), tl.maximum(live, 1).to(tl.float32))
+                    share = divided(count.to(tl.float32), tl.maximum(live, 1).to(tl.float32))
                 else:
                     count = tl.load(below + b * heads)
                     for other in range(1, heads):
                         count += tl.load(below + b * heads + other)
-                    share = tl.div_rn(count.to(tl.float32), tl.maximum(live * heads, 1).to(tl.float32))
+                    share = divided(count.to(tl.float32), tl.maximum(live * heads, 1).to(tl.float32))
                 tl.store(sparsity + b, share)
     elif not OF_RANKS:
         tl.store(sparsity + b, float("nan"), mask=batch_head % heads == 0)

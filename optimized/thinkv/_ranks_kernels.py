@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._common.numerics import divided
 from .._common.scratch import row_of
 from ._eviction_kernels import add_gram, centred, representatives
 from ._mean_kernels import FREE, below_mean
@@ -62,7 +63,7 @@ def sparsity_kernel(
                     below += (x < cut).to(tl.int32)
                 count += tl.sum(below, 0)
             tokens = live * heads
-        share = tl.div_rn(count.to(tl.float32), tl.maximum(tokens, 1).to(tl.float32))
+        share = divided(count.to(tl.float32), tl.maximum(tokens, 1).to(tl.float32))
     tl.store(sparsity + b, share)
 
 

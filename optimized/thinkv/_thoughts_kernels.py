@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.numerics import dot, float32
+from .._common.numerics import divided, dot, float32
 from .._common.softmax import denominators, weigh_tile
 from .._common.thoughts import below_cut, largest_in_group, pooled_cut, thought_of
 from ._mean_kernels import FREE, below_mean, pooled_weight
@@ -130,7 +130,7 @@ def share_kernel(counts, sparsity, num_partials, BLOCK: tl.constexpr):
         below += tl.load(at, mask=i < num_partials, other=0)
         num_tokens += tl.load(at + 1, mask=i < num_partials, other=0)
     tokens = tl.maximum(tl.sum(num_tokens, 0), 1).to(tl.float32)
-    tl.store(sparsity + b, tl.div_rn(tl.sum(below, 0).to(tl.float32), tokens))
+    tl.store(sparsity + b, divided(tl.sum(below, 0).to(tl.float32), tokens))
 
 
 @triton.jit(do_not_specialize=["heads", "slots"])
