@@ -136,18 +136,27 @@ def _key_operand(packed, step, shift, BITS: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _four(x):
+    """The four tensors along the last dimension, in their order."""
+    even, odd = tl.split(tl.reshape(x, (4, EIGHT, 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
 def _words_of(codes, token, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
-    """The UNIT-th of a lane's words of tokens [4, 1]: [4, 8]."""
+    """The UNIT-th of a lane's words of tokens [4, 1, 4]: four times [4, 8]."""
     UNITS: tl.constexpr = HEAD_DIM * BITS // 256
-    word = _hidden(tl.arange(0, EIGHT) * UNITS + UNIT)[None, :]
-    return tl.load(codes + (token * (EIGHT * UNITS) + word))
+    word = _hidden(tl.arange(0, EIGHT) * UNITS + UNIT)[None, :, None]
+    return _four(tl.load(codes + (token * (EIGHT * UNITS) + word)))
 
 
 @triton.jit
 def _scales_of(scales, token, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The scale, below, and the minimum of a lane's words of tokens [4, 1]: [4, 8] int32."""
-    group = _hidden(tl.arange(0, EIGHT) * (HEAD_DIM // EIGHT) // GROUP)[None, :]
-    return tl.load(scales + (token * (HEAD_DIM // GROUP) + group))
+    """The scale, below, and the minimum of a lane's words of tokens [4, 1, 4]: four times [4, 8] int32."""
+    group = _hidden(tl.arange(0, EIGHT) * (HEAD_DIM // EIGHT) // GROUP)[None, :, None]
+    return _four(tl.load(scales + (token * (HEAD_DIM // GROUP) + group)))
 
 
 @triton.jit
@@ -156,25 +165,14 @@ def _value_words(
 ):
     """The words and scales of 16 values, each for the columns 4 t to 4 t + 3. Column 8 h + g is token
     first + g stride + h stride / 2. Tokens beyond `last` are read as `last`."""
-    t = tl.arange(0, 4)[:, None]
-    first += t % 2 * (4 * stride) + t // 2 * (stride // 2)
-    a, b = tl.minimum(first, last), tl.minimum(first + stride, last)
-    c, d = tl.minimum(first + 2 * stride, last), tl.minimum(first + 3 * stride, last)
-    words = (
-        _words_of(codes, a, 0, HEAD_DIM, BITS), _words_of(codes, b, 0, HEAD_DIM, BITS),
-        _words_of(codes, c, 0, HEAD_DIM, BITS), _words_of(codes, d, 0, HEAD_DIM, BITS),
-    )
+    # The compiler's time depends on the number of loads: the four tokens of a lane have one.
+    t, i = tl.arange(0, 4)[:, None, None], tl.arange(0, 4)[None, None, :]
+    token = tl.minimum(first + t % 2 * (4 * stride) + t // 2 * (stride // 2) + i * stride, last)
+    words = _words_of(codes, token, 0, HEAD_DIM, BITS)
     others = words
     if HEAD_DIM * BITS == 512:
-        others = (
-            _words_of(codes, a, 1, HEAD_DIM, BITS), _words_of(codes, b, 1, HEAD_DIM, BITS),
-            _words_of(codes, c, 1, HEAD_DIM, BITS), _words_of(codes, d, 1, HEAD_DIM, BITS),
-        )
-    scales_of_columns = (
-        _scales_of(scales, a, GROUP, HEAD_DIM), _scales_of(scales, b, GROUP, HEAD_DIM),
-        _scales_of(scales, c, GROUP, HEAD_DIM), _scales_of(scales, d, GROUP, HEAD_DIM),
-    )
-    return words, others, scales_of_columns
+        others = _words_of(codes, token, 1, HEAD_DIM, BITS)
+    return words, others, _scales_of(scales, token, GROUP, HEAD_DIM)
 
 
 @triton.jit
