@@ -5,7 +5,8 @@ that cannot be converted. This command calls every operation of every pair, as t
 and with a stand-in for Triton's driver that names a GPU. Kernels are compiled to machine code and never launched, so
 their results are not checked. The generated code is checked for three errors that random inputs rarely show: a kernel
 must sum the logits of equal keys in one order (`key_orders`), a line that is inlined in two of its loops must round
-alike in both (`fused_here_only`), and a whole warp must not store a matrix where its lanes may have parted (`parted`).
+alike in both (`fused_here_only`), and a kernel must not have both operations in which lanes of a warp may diverge and
+matrices that whole warps access (`parted`).
 """
 
 from __future__ import annotations
@@ -115,9 +116,11 @@ def fused_here_only(code: str, folder: Path) -> set[str]:
 
 
 def parted(code: str) -> set[str]:
-    """The operations of a kernel in which lanes of a warp take different ways, if it also has instructions of whole
-    warps that access shared memory. Lanes may not have met again, which is an illegal memory access for some numbers
-    only. code: PTX."""
+    """The operations in which lanes of a warp may diverge, if the code also has stmatrix or ldmatrix anywhere; else
+    empty. Lanes that have not reconverged make an illegal memory access, for some numbers only. code: PTX.
+
+    Integers are left out: their division branches for numbers beyond 32 bits alone.
+    """
     if not re.search(r"^\s*(?:@\S+\s+)?(?:st|ld)matrix\.", code, re.M):
         return set()
     return set(re.findall(r"\b(?:div|sqrt|rcp)\.rn\.f(?:32|64)", code))
@@ -155,7 +158,7 @@ class Compiled:
                 if lines := fused_here_only(made.asm["ptx"], self.folder):
                     raise ArithmeticError(f"fused with a product in one loop and not in another: {sorted(lines)}")
                 if operations := parted(made.asm["ptx"]):
-                    raise RuntimeError(f"lanes part in {sorted(operations)}, and whole warps access matrices")
+                    raise RuntimeError(f"lanes may diverge in {sorted(operations)}, and whole warps access matrices")
                 self.done[name] += 1
             except Exception as error:  # the compiler's errors have no common base
                 self.refused.setdefault(name, "\n".join(_causes(error)))

@@ -1,7 +1,7 @@
 """Methods with a block cache on caches of many slots: several tiles, splits, chunks and blocks of every kernel.
 
 On the CPU, the small tiles of the interpreter need few slots for that. On a GPU the sizes fit its large tiles, once
-with few heads and many slots, and once with many heads.
+with few heads and many slots, and once with many heads. Options are those with which a method is measured.
 """
 
 from __future__ import annotations

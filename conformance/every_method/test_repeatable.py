@@ -107,7 +107,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("pair", "large", "fused"), VARIANTS)
 def test_a_call_gives_the_same_bits_each_time(pair, large, fused, device):
-    """On a GPU, other tests also use the kernels of the tiny calls."""
+    """On a GPU, tiny calls have float32 and a small head_dim, for which other tests compile the kernels as well."""
     dtype, head_dim = (torch.bfloat16, 64) if large or INTERPRETED else (torch.float32, tiny.HEAD_DIM)
     with tiny.larger() if large else nullcontext(), compile_only.fused_as(pair, fused):
         calls = list(every_call.of(pair, device, dtype, (head_dim,), (True,)))

@@ -86,19 +86,19 @@ LONGEST = (
 
 
 def longest_first(items: Sequence[Any], long: Sequence[Sequence[Any]], workers: int) -> list[Any]:
-    """The items in `workers` equal parts, each of which begins with some of the groups of `long` ones.
+    """Order the items so that each part that pytest-xdist first hands to one of the `workers` begins with whole groups
+    of `long` ones, as far as they fit into it.
 
-    pytest-xdist initially gives one such part to each process. Tests of a group use the same kernels: in one process,
-    each is compiled once.
+    Tests of a group share most kernels, which one process compiles once.
     """
-    apart = {item for group in long for item in group}
-    others = [item for item in items if item not in apart]
-    size = -(-len(items) // workers)
+    in_groups = {item for group in long for item in group}
+    others = [item for item in items if item not in in_groups]
     ordered: list[Any] = []
     for worker in range(workers):
-        share = [item for group in long[worker::workers] for item in group]
-        rest = max(0, size - len(share))
-        ordered += [*share, *others[:rest]]
+        size = (len(items) - len(ordered)) // (workers - worker)
+        first = [item for group in long[worker::workers] for item in group]
+        rest = max(0, size - len(first))
+        ordered += [*first, *others[:rest]]
         others = others[rest:]
     return [*ordered, *others]
 

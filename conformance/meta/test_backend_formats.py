@@ -127,6 +127,8 @@ def test_roots_are_rounded_correctly(low, high, device):
     generator = torch.Generator().manual_seed(9)
     exponent = torch.randint(low, high, (1 << 15,), generator=generator)
     a = ((1 + torch.rand(1 << 15, generator=generator, dtype=torch.float64)) * exponent.double().exp2()).float()
+    # Roots that are nearest to halfway between two float32.
+    a[:4] = torch.tensor([4 - 2.0**-22, 4 - 2.0**-21, 1 + 2.0**-23, 1 + 2.0**-22])
     out = torch.empty_like(a, device=device)
     _root[(triton.cdiv(a.numel(), BLOCK),)](a.to(device), out, a.numel(), BLOCK=BLOCK)
     assert_bits(out.cpu(), a.double().sqrt().float())  # double rounding is harmless: 53 >= 2 * 24 + 2

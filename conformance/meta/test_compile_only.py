@@ -247,11 +247,16 @@ def test_a_masked_loop_rounds_as_one_without_a_mask(tmp_path):
 @pytest.mark.parametrize(("code", "found"), [
     ("div.rn.f32 %f3, %f1, %f2;\n\tstmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r2};", {"div.rn.f32"}),
     ("sqrt.rn.f32 %f3, %f1;\n\t@%p1 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%r1];", {"sqrt.rn.f32"}),
+    ("rcp.rn.f64 %fd2, %fd1;\n\t@%p1 stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r2};", {"rcp.rn.f64"}),
     ("div.full.f32 %f3, %f1, %f2;\n\tstmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r2};", set()),
     ("div.rn.f32 %f3, %f1, %f2;\n\tst.shared.b32 [%r1], %r2;", set()),
-], ids=["division", "root", "one way", "no matrix"])
-def test_whole_warps_access_no_matrix_where_lanes_part(code, found):
-    assert compile_only.parted(f"\t{code}\n") == found
+], ids=["division", "root", "reciprocal", "one way", "no matrix"])
+def test_whole_warps_access_no_matrix_where_lanes_may_diverge(code, found):
+    compiled = compile_only.Compiled()
+    launch = compiled.instead_of_launching(lambda kernel, *, grid, warmup: made(machine=f"\t{code}\n"))
+    launch(Kernel(), grid=(1,), warmup=False)
+    refused = f"RuntimeError: lanes may diverge in {sorted(found)}, and whole warps access matrices"
+    assert compiled.refused == ({"some_kernel": refused} if found else {})
 
 
 def test_the_interpreter_has_nothing_to_compile(monkeypatch):

@@ -404,13 +404,15 @@ def test_update_golden_runs_the_recorder(pytester, in_process, monkeypatch):
 
 @pytest.mark.parametrize(("count", "long", "workers", "begins"), [
     (11, [[4], [5], [6]], 3, [[4], [5], [6]]), (10, [], 2, [[], []]), (7, [[6]], 4, [[6], [], [], []]),
-    (12, [[4, 5], [9], [6, 7]], 2, [[4, 5, 6, 7], [9]]), (5, [[0, 2], [1, 3, 4]], 2, [[0, 2, 1], [3, 4]]),
+    (12, [[4, 5], [9], [6, 7]], 2, [[4, 5, 6, 7], [9]]), (7, [[0, 2], [1, 3, 4]], 2, [[0, 2], [1, 3, 4]]),
 ])
 def test_processes_begin_with_groups_of_what_takes_longest(count, long, workers, begins):
     ordered = suite.longest_first(list(range(count)), long, workers)
     assert sorted(ordered) == list(range(count))
-    size = -(-count // workers)
-    parts = [ordered[start:start + size] for start in range(0, size * workers, size)]
+    parts = []
+    for left in range(workers, 0, -1):                                    # as pytest-xdist's worksteal does
+        parts.append(ordered[:len(ordered) // left])
+        ordered = ordered[len(ordered) // left:]
     assert [part[:len(begin)] for part, begin in zip(parts, begins, strict=True)] == begins
     apart = {number for group in long for number in group}
     assert all(not apart & set(part[len(begin):]) for part, begin in zip(parts, begins, strict=True))

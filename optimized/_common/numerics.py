@@ -22,16 +22,19 @@ def float32(x):
         return x.to(tl.float32)
 
 
-# In `tl.div_rn` and `tl.sqrt_rn`, lanes of a warp take different ways. Compiled with Triton 3.6, those of large kernels
-# may not have met again when the whole warp has to store a matrix, which is an illegal memory access. So these are
-# computed in float64, where all lanes take one way: the first approximation has at least 20 bits, each of two Newton
-# steps doubles them, and the remainder corrects the result. A quotient or a root of float32 numbers that is not exact
-# in float64 lies at least 2^-49 of its size from where float32 rounds either way, further than the error of the result.
+# `tl.div_rn` and `tl.sqrt_rn` branch for unusual operands, so lanes of a warp can diverge. With Triton 3.6, lanes of
+# large kernels may not have reconverged when the warp stores a matrix, which is then an illegal memory access. The
+# functions below compute in float64 without branches. The approximate reciprocal (of the root) has a relative error of
+# about 2^-19. Two Newton steps reduce it to float64's precision, and a last correction leaves about 2^-53. A quotient
+# or root of float32 numbers that float64 cannot represent differs from all numbers halfway between two float32 by at
+# least 2^-49 (quotients) or 2^-51 (roots) of its size. Zeros, infinities and NaN, for which Newton steps give NaN or
+# lose a sign, come from the approximation.
 
 
 @triton.jit
 def divided(x, y):
-    """x / y of float32 numbers, rounded to float32: the bits of `tl.div_rn`, except those of NaN."""
+    """x / y of float32 tensors that broadcast against each other, rounded to float32, subnormal or not: the bits of
+    `tl.div_rn`, except those of NaN."""
     if _PTX:
         return tl.inline_asm_elementwise(
             """{
@@ -60,7 +63,8 @@ def divided(x, y):
 
 @triton.jit
 def root(x):
-    """The square root of float32 numbers, rounded to float32: the bits of `tl.sqrt_rn`, except those of NaN."""
+    """The square root of a float32 tensor, rounded to float32: the bits of `tl.sqrt_rn`, except those of NaN, which the
+    root of a negative number is."""
     if _PTX:
         return tl.inline_asm_elementwise(
             """{

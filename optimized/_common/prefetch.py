@@ -8,14 +8,14 @@ import triton.language as tl
 from .launch import PTX
 
 _PTX = tl.constexpr(PTX)
-#: The bytes that one pointer brings.
+#: The bytes of a line of the L2 cache.
 LINE = tl.constexpr(128)
 
 
 @triton.jit
 def prefetch(pointers):
-    """Move the lines of LINE bytes at the pointers, which must be valid, into the L2 cache, and do not wait. Without
-    effect where kernels have no PTX."""
+    """Start to load the lines that contain these pointers, of valid memory, into the L2 cache, without waiting. Has no
+    effect where kernels are not PTX."""
     if _PTX:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False,

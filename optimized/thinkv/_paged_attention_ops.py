@@ -27,7 +27,7 @@ from ._paging_ops import Layout, has_groups, layout
 
 #: One-warp programs that fit on a multiprocessor with its 64 K registers, the registers per thread, and how many times
 #: a multiprocessor is filled when there is much work. Once would be fastest if all rows were equally long. With 128
-#: registers, 16 programs run, but some registers are in memory.
+#: registers, 16 programs run at the same time, but the compiler keeps some registers in memory, which takes longer.
 FRAGMENT_PROGRAMS, FRAGMENT_REGISTERS, FRAGMENT_TURNS = 12, 168, 4
 
 

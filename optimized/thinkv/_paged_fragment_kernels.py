@@ -127,7 +127,8 @@ def _attend_fragments(
 ):
     """As `_paged_attention_kernels._attend_blocks`: q [D, 8], acc [D, 8]. Logits of unoccupied slots are masked, and
     their values, which are finite, are multiplied by 0. Indices of blocks are loaded one tile ahead, and what they
-    point to is prefetched while values are added: registers for its words would leave fewer programs at a time."""
+    point to is prefetched. To load it a tile ahead would need more registers, and fewer programs would run at a time.
+    """
     BLOCKS: tl.constexpr = TILE // EIGHT
     RUN: tl.constexpr = HEAD_DIM // (16 * LANES)
     RECORD: tl.constexpr = EIGHT * 8 * RUN + (EIGHT * ((HEAD_DIM + GROUP - 1) // GROUP) + 3) // 4
@@ -160,7 +161,8 @@ def _attend_fragments(
         block, group, of_slots = _indices(order, physical, slot_groups, tile + 1, count, BLOCKS)
         k = _keys(word, w, x, y, z, FORMAT, LANES, RUN, TILE)
         logit = tl.dot(k, q, input_precision="ieee") * factor[None, :]                 # [TILE, 8]
-        # The lanes of a block bring a line each, until they have its record.
+        # Each of a block's eight slots prefetches every eighth line of the block's record. The last word of the record
+        # is for one that does not start with a line.
         for line in tl.static_range(0, RECORD, EIGHT * WORDS):
             place = tl.minimum(line + i % EIGHT * WORDS, RECORD - 1)
             prefetch(words + (of_slots * (heads * RECORD) + place))

@@ -23,7 +23,7 @@ from ..roofline import Roofline, measure
 
 #: Limits for one figure: the number of rounds, and the seconds after which no round begins.
 ROUNDS, SECONDS = 7, 0.8
-#: Seconds after which an experiment begins no new part. ThinKV's, the longest, took 300 with the compilation of kernels.
+#: Seconds after which an experiment begins no new part. ThinKV's, the longest, took 300 when it compiled its kernels.
 LIMIT = 400.0
 #: The minimum share of its byte bound that a full-KV peer must reach.
 LEAST_SHARE = 0.85
