@@ -52,8 +52,9 @@ def divided(x, y):
             mul.rn.f64 q, x, r;
             fma.rn.f64 e, y, q, x;
             fma.rn.f64 q, e, r, q;
-            testp.normal.f64 p, q;
+            testp.finite.f64 p, q;
             selp.f64 q, q, rough, p;
+            copysign.f64 q, rough, q;
             cvt.rn.f32.f64 $0, q;
             }""", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1,
         )
