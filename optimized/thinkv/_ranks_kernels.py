@@ -16,7 +16,7 @@ from ._eviction_kernels import add_gram, centred, representatives
 from ._mean_kernels import FREE, below_mean
 from ._paged_attention_kernels import heads_with_sparsity
 from ._paging_kernels import COUNTS, LIVE
-from ._shrink_kernels import gram_of_segment, slots_of
+from ._shrink_kernels import PLANS, gram_of_segment, one_of, shrinking, slots_of
 
 
 @triton.jit(do_not_specialize=["heads", "slots"])
@@ -81,8 +81,10 @@ def gram_kernel(
     first [B, M]: where each begins."""
     b = tl.program_id(0).to(tl.int64)
     mine = scratch + (b * tl.num_programs(1) + tl.program_id(1)) * tau
-    for m in range(tl.program_id(1), segments, tl.num_programs(1)):
-        if tl.load(planned + b * segments + m) < tl.load(sizes + b * segments + m):
+    for start in range(0, segments, PLANS):
+        numbers, _, places, count = shrinking(sizes, planned, b, segments, start)
+        for i in range(tl.program_id(1), count, tl.num_programs(1)):
+            m = one_of(numbers, places == i)
             slot = slots_of(token_segments, positions, mine, b, m, slots, entries * BLOCK, tau, SLOTS, TOKENS)
             gram = gram_of_segment(
                 slot, block_thoughts, slot_groups, physical, words, key_scales, chunk_scales, b, heads, slots, entries,
@@ -118,9 +120,10 @@ def shrink_by_grams_kernel(
     """`shrink_kernel` with the Gram matrices of all ranks, grams [ranks, B, rows, tau]."""
     b = tl.program_id(0).to(tl.int64)
     mine = scratch + (b * tl.num_programs(1) + tl.program_id(1)) * tau
-    for m in range(tl.program_id(1), segments, tl.num_programs(1)):
-        keep = tl.load(planned + b * segments + m)
-        if keep < tl.load(sizes + b * segments + m):
+    for start in range(0, segments, PLANS):
+        numbers, keeps, places, count = shrinking(sizes, planned, b, segments, start)
+        for i in range(tl.program_id(1), count, tl.num_programs(1)):
+            m, keep = one_of(numbers, places == i), one_of(keeps, places == i)
             slot = slots_of(token_segments, positions, mine, b, m, slots, entries * BLOCK, tau, SLOTS, TOKENS)
             holds = slot >= 0
             row = tl.load(first + b * segments + m) + tl.arange(0, TOKENS)

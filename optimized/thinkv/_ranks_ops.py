@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .._common.launch import INTERPRETED, SMALL_TILES, on_device_of
+from .._common.launch import SMALL_TILES, on_device_of
 from . import _paging_ops as ops
 from ._ranks_kernels import (
     gram_kernel,
@@ -17,10 +17,7 @@ from ._ranks_kernels import (
     shrink_by_grams_kernel,
     sparsity_kernel,
 )
-from ._tiles import ITERATIONS, tile
-
-#: Programs that share a row's segments.
-PROGRAMS = 1 if INTERPRETED else 8
+from ._tiles import ITERATIONS, programs, tile
 
 
 @torch.library.custom_op("kvtwin::thinkv_sparsity_of_ranks", mutates_args=())
@@ -60,12 +57,12 @@ def grams(
     (batch, number), (slots, entries) = sizes.shape, (positions.shape[1], physical.shape[1])
     groups, heads = key_scales.shape[1:3]
     found = torch.zeros(batch, rows, tau, dtype=torch.float32, device=positions.device)
-    programs = min(PROGRAMS, number)
-    scratch = torch.empty(batch, programs, tau, dtype=torch.int64, device=positions.device)
+    shared = programs(batch, number, positions.device)
+    scratch = torch.empty(batch, shared, tau, dtype=torch.int64, device=positions.device)
     layout = ops.layout(formats, block, group, heads, head_dim, entries)
     shape = tile(tau, most, head_dim)
     with on_device_of(positions):
-        gram_kernel[(batch, programs)](
+        gram_kernel[(batch, shared)](
             found, first, sizes, planned, block_thoughts, segments, positions, slot_groups, physical, pool,
             key_scales.view(torch.uint8), chunk_scales, scratch, heads, slots, entries, groups, number, tau, rows,
             layout.row_words, *layout.base, **layout.constants, GROUP=group, BLOCK=block, HEAD_DIM=head_dim,
@@ -93,11 +90,11 @@ def shrink(
     (batch, number), (slots, entries) = sizes.shape, (positions.shape[1], physical.shape[1])
     ranks, _, rows, tau = every.shape
     gone = torch.zeros(positions.shape, dtype=torch.bool, device=positions.device)
-    programs = min(PROGRAMS, number)
-    scratch = torch.empty(batch, programs, tau, dtype=torch.int64, device=positions.device)
+    shared = programs(batch, number, positions.device)
+    scratch = torch.empty(batch, shared, tau, dtype=torch.int64, device=positions.device)
     shape = tile(tau, most, head_dim)
     with on_device_of(positions):
-        shrink_by_grams_kernel[(batch, programs)](
+        shrink_by_grams_kernel[(batch, shared)](
             gone, every, first, sizes, planned, segments, positions, scratch, batch, slots, entries, number, tau, rows,
             ranks, replicas, BLOCK=block, TOKENS=shape["TOKENS"], CLUSTERS=shape["CLUSTERS"], ITERATIONS=ITERATIONS,
             SLOTS=_slots_at_once(slots), num_warps=shape["num_warps"], num_stages=1,

@@ -7,10 +7,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._common.launch import SMALL_TILES
 from ._eviction_kernels import add_gram, centred, representatives
 from ._formats_kernels import decode
 from ._paging_kernels import pick
 from ._paging_layout import keys_at, whole_at
+
+#: The segments whose plan a program reads at once.
+PLANS = tl.constexpr(4 if SMALL_TILES else 256)
+
+
+@triton.jit
+def shrinking(sizes, planned, b, segments, start):
+    """Of the segments `start` to start + PLANS - 1 of row b: their numbers, what each keeps, and its place among those
+    that shrink, -1 for the others, each [PLANS]; and how many shrink."""
+    m = start + tl.arange(0, PLANS)
+    keep = tl.load(planned + b * segments + m, mask=m < segments, other=0)
+    size = tl.load(sizes + b * segments + m, mask=m < segments, other=0)
+    shrinks = (keep < size).to(tl.int32)
+    return m, keep, tl.where(shrinks > 0, tl.cumsum(shrinks, 0) - 1, -1), tl.sum(shrinks, 0)
+
+
+@triton.jit
+def one_of(x, chosen):
+    """The element of x that is chosen."""
+    return tl.sum(tl.where(chosen, x, 0), 0)
 
 
 @triton.jit
@@ -114,13 +135,14 @@ def shrink_kernel(
     """gone [B, S] bool, all False before: becomes True for tokens to evict, in segments whose planned size [B, M] is
     below their size.
 
-    The programs of a row take its segments in turn. scratch [B, programs, tau] int64.
+    The programs of a row take the segments that shrink in turn. scratch [B, programs, tau] int64.
     """
     b = tl.program_id(0).to(tl.int64)
     mine = scratch + (b * tl.num_programs(1) + tl.program_id(1)) * tau
-    for m in range(tl.program_id(1), segments, tl.num_programs(1)):
-        keep = tl.load(planned + b * segments + m)
-        if keep < tl.load(sizes + b * segments + m):
+    for start in range(0, segments, PLANS):
+        numbers, keeps, places, count = shrinking(sizes, planned, b, segments, start)
+        for i in range(tl.program_id(1), count, tl.num_programs(1)):
+            m, keep = one_of(numbers, places == i), one_of(keeps, places == i)
             slot = slots_of(
                 token_segments, positions, mine, b, m, slots, entries * BLOCK, tau, SLOTS, TOKENS
             )

@@ -1,15 +1,18 @@
-"""The tiles of programs that cluster the tokens of a segment."""
+"""The tiles and the number of programs that cluster the tokens of segments."""
 
 from __future__ import annotations
 
+import torch
 import triton
 
-from .._common.launch import INTERPRETED
+from .._common.launch import INTERPRETED, multiprocessors
 
 #: Iterations of k-means.
 ITERATIONS = 10
 #: The longest segment, whose Gram matrix still fits in registers.
 MAX_TOKENS = 128
+#: The most programs that share a row's segments, and with many rows, the programs per multiprocessor.
+ROW_PROGRAMS, PROGRAMS = 8, 4
 #: The number of clusters in a tile, unless more are needed.
 FEW_CLUSTERS = 64
 
@@ -26,3 +29,11 @@ def tile(tokens: int, most: int, head_dim: int) -> dict[str, int]:
         return {"TOKENS": padded, "CLUSTERS": clusters, "CHANNELS": 16, "num_warps": 8}
     clusters, channels = FEW_CLUSTERS if most <= FEW_CLUSTERS else MAX_TOKENS, max(16, triton.next_power_of_2(head_dim))
     return {"TOKENS": MAX_TOKENS, "CLUSTERS": clusters, "CHANNELS": min(64, channels), "num_warps": 8}
+
+
+def programs(batch: int, segments: int, device: torch.device) -> int:
+    """The number of programs that share a row's segments. Each has a multiprocessor for itself, so with many rows even
+    those that find nothing to do take time."""
+    if INTERPRETED:
+        return 1
+    return min(ROW_PROGRAMS, segments, max(1, triton.cdiv(PROGRAMS * multiprocessors(device), batch)))

@@ -16,21 +16,18 @@ from ...reference.thinkv._validate_paging import check_thought
 from ...reference.thinkv.contract import ThinKVConfig
 from ...reference.thinkv.types import Thought
 from .._common import graph
-from .._common.launch import INTERPRETED, SMALL_TILES, on_device_of
+from .._common.launch import SMALL_TILES, on_device_of
 from .._common.ranks import ranks_of
 from .._common.state import State
 from . import _paging_ops as ops
 from . import _ranks_ops as on_ranks
 from ._shrink_kernels import shrink_kernel
 from ._state_kernels import begin_kernel, settle_kernel
-from ._tiles import ITERATIONS, MAX_TOKENS, tile
+from ._tiles import ITERATIONS, MAX_TOKENS, programs, tile
 from .eviction import anneal
 from .paging import PagedCache, decode_with
 
 __all__ = ["ThinKVConfig", "ThinKVState"]
-
-#: Programs that share a row's segments.
-PROGRAMS = 1 if INTERPRETED else 8
 
 
 class ThinKVState(State):
@@ -299,11 +296,11 @@ def _shrink(
     (batch, number), (slots, entries) = sizes.shape, (positions.shape[1], physical.shape[1])
     groups, heads = key_scales.shape[1:3]
     gone = torch.zeros(positions.shape, dtype=torch.bool, device=positions.device)
-    programs = min(PROGRAMS, number)
-    scratch = torch.empty(batch, programs, tau, dtype=torch.int64, device=positions.device)
+    shared = programs(batch, number, positions.device)
+    scratch = torch.empty(batch, shared, tau, dtype=torch.int64, device=positions.device)
     layout = ops.layout(formats, block, group, heads, head_dim, entries)
     with on_device_of(positions):
-        shrink_kernel[(batch, programs)](
+        shrink_kernel[(batch, shared)](
             gone, sizes, planned, block_thoughts, segments, positions, slot_groups, physical, pool,
             key_scales.view(torch.uint8), chunk_scales,
             scratch, heads, slots, entries, groups, number, tau, layout.row_words, *layout.base,
