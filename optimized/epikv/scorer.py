@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from .._common.state import Buffers
 from . import _score_kernels as score_kernels
 from . import _step_kernels as step_kernels
 from ._hybrids import Attention
-from .scores import FIRST, LAST, codes, compacted, difference, kv_variance, lag_kv, rolling_mean, rolling_of, select
+from .scores import FIRST, LAST, Order, codes, difference, kv_variance, lag_kv, order_of, rolling_of, select
 
 
 class EpiKVScorer(Buffers, Interruptible):
@@ -118,20 +118,25 @@ class EpiKVScorer(Buffers, Interruptible):
         [B, Hkv, T, D]; received [B, T]: the attention that its tokens received, for policies that add it."""
         self._inputs.check_prefill(occupied, hidden, key, value, received)
         self.check_prompt(occupied)
+        self._prefill(occupied, hidden, key, value, received, padded=True)
+
+    def _prefill(
+        self, occupied: Tensor, hidden: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor,
+        received: Tensor | None, *, padded: bool,
+    ) -> None:
+        """`prefill` without checks, which would wait for the attention. padded=False: every token is occupied."""
         self._start_change("prefill")
         config = self.config
         if hidden is not None:
+            prompt = _prompt_of(occupied, padded)
             layers = [*hidden[0].unbind(1), *hidden[1].unbind(1)]
-            changes = torch.stack([self._observe(n, h, occupied) for n, h in enumerate(layers)], 1)
-            follows = _follows(occupied)
-            one, other = (
-                rolling_of(band.contiguous(), config.policy, config.window, follows)
-                for band in changes.split(config.layers, 1)
-            )
-            scores = difference(one, other)
+            changes = torch.stack([self._observe(n, h, prompt) for n, h in enumerate(layers)], 1)
+            self._remember(0, changes, prompt.order)
+            rolling = rolling_of(changes, prompt.order, config.window, zscore=config.policy != "hs_variance")
+            scores = difference(*rolling.split(config.layers, 1))
         else:
-            scores = self._observe_vectors(key, value, occupied)
-        self._admit(occupied, None if config.keep_prompt else scores, received)
+            scores = self._observe_vectors(key, value, occupied, padded)
+        self._admit(occupied, None if config.keep_prompt else scores, received, padded=padded)
         self._end_change()
 
     def check_prompt(self, occupied: Tensor) -> None:
@@ -141,26 +146,28 @@ class EpiKVScorer(Buffers, Interruptible):
             return
         if self.tokens_seen:
             raise RuntimeError("prefill needs an empty state: call reset() first")
-        check_prompt_fits(self.config, int(occupied.sum(-1).max()))
+        if self.config.keep_prompt:                                                     # any other prompt fits
+            check_prompt_fits(self.config, int(occupied.sum(-1).max()))
 
     def observe(self, layer: int, hidden: Tensor, occupied: Tensor) -> Tensor:
         """The changes [B, T] of a layer's outputs for a prompt, [B, T, C]: 0 for a row's first token and for padding.
         layer: its number among the layers of band A, followed by band B. Only the last hidden state is stored."""
         self._inputs.check_observe(layer, hidden, occupied)
         self._start_change("observe")
-        change = self._observe(layer, hidden, occupied)
+        prompt = _prompt_of(occupied, padded=True)
+        change = self._observe(layer, hidden, prompt)
+        self._remember(layer, change[:, None], prompt.order)
         self._end_change()
         return change
 
-    def _observe(self, layer: int, hidden: Tensor, occupied: Tensor) -> Tensor:
-        index = torch.arange(hidden.shape[1], device=hidden.device).where(occupied, -1)
-        last = index.cummax(1).values                                                   # itself, or the last before it
-        before = torch.cat((torch.full_like(last[:, :1], -1), last[:, :-1]), 1).masked_fill(~occupied, -1)
-        change: Tensor = score_kernels.change(hidden, hidden, before)
-        rows = torch.arange(self.batch, device=hidden.device)
-        newest = hidden[rows, last[:, -1].clamp_min(0)]
-        self._previous[:, layer] = newest.masked_fill(last[:, -1:] < 0, 0)
-        self._remember(layer, change, before >= 0)
+    def _observe(self, layer: int, hidden: Tensor, prompt: _Prompt) -> Tensor:
+        """The changes [B, T] of a layer's outputs. Stores the last hidden state."""
+        change: Tensor = score_kernels.change(hidden, hidden, prompt.before)
+        if prompt.last is None:
+            self._previous[:, layer] = hidden[:, -1]
+        else:
+            newest = hidden.take_along_dim(prompt.last.clamp_min(0)[:, None, None], 1)[:, 0]
+            self._previous[:, layer] = newest.masked_fill(prompt.last[:, None] < 0, 0)
         return change
 
     def admit(self, occupied: Tensor, scores: Tensor | None, received: Tensor | None = None) -> None:
@@ -172,7 +179,9 @@ class EpiKVScorer(Buffers, Interruptible):
         self._admit(occupied, scores, received)
         self._end_change()
 
-    def _admit(self, occupied: Tensor, scores: Tensor | None, received: Tensor | None) -> None:
+    def _admit(
+        self, occupied: Tensor, scores: Tensor | None, received: Tensor | None, *, padded: bool = True
+    ) -> None:
         config, total = self.config, occupied.shape[1]
         num_tokens = occupied.sum(1)
         usable_slots = torch.full_like(num_tokens, config.budget)
@@ -184,7 +193,8 @@ class EpiKVScorer(Buffers, Interruptible):
                 usable_slots = usable_slots + num_tokens
         else:
             whole = scores if received is None else received + scores
-            kept = select(whole, config.budget, prompt=0, recent=config.newest, occupied=occupied)
+            mask = occupied if padded else None
+            kept = select(whole, config.budget, prompt=0, recent=config.newest, occupied=mask)
             found = scores.gather(1, kept.clamp_min(0))
         count = kept.shape[1]
         if self.attention is not None:
@@ -220,21 +230,24 @@ class EpiKVScorer(Buffers, Interruptible):
         position = torch.arange(max(0, total - ring), total, device=self.device)
         self._recents[:, position % ring] = slots[:, position]
 
-    def _remember(self, layer: int, values: Tensor, there: Tensor) -> None:
-        """Store the last `window` of the values [B, T] that exist, in a ring indexed by their number."""
-        window = self.config.window
-        ordered = torch.nn.functional.pad(values.gather(1, compacted(there)), (window, 0))[:, -window:]
-        number = there.sum(1, keepdim=True) - window + torch.arange(window, device=values.device)
-        self._values[:, layer].scatter_(1, number % window, ordered)
+    def _remember(self, layer: int, values: Tensor, order: Order) -> None:
+        """Store the last `window` of the values [B, L, T] of L layers from `layer` on, in a ring indexed by their
+        number."""
+        window, (_, layers, total) = self.config.window, values.shape
+        ordered = torch.nn.functional.pad(order.apply(values), (window, 0))[:, :, -window:]
+        number = (total - window - order.first)[:, None] + torch.arange(window, device=values.device)
+        place = (number % window)[:, None].expand(ordered.shape)
+        self._values[:, layer:layer + layers].scatter_(2, place, ordered)
 
-    def _observe_vectors(self, key: Tensor, value: Tensor, occupied: Tensor) -> Tensor:
+    def _observe_vectors(self, key: Tensor, value: Tensor, occupied: Tensor, padded: bool) -> Tensor:
         config = self.config
         if config.policy == "lag_kv":
             self._remember_ranges(key, value, occupied)
             return lag_kv(key, value, chunk=config.chunk, occupied=occupied)
         variance = kv_variance(key if config.policy == "kv_key" else value).masked_fill(~occupied, 0)
-        self._remember(0, variance, occupied)
-        return rolling_mean(variance, config.window, occupied=occupied)
+        order = order_of(occupied) if padded else Order(None, self._tokens.new_zeros(self.batch), occupied)
+        self._remember(0, variance[:, None], order)
+        return rolling_of(variance[:, None], order, config.window, zscore=False)[:, 0]
 
     def _remember_ranges(self, key: Tensor, value: Tensor, occupied: Tensor) -> None:
         """Store the ranges of the current chunk and of the one before it."""
@@ -274,6 +287,21 @@ class EpiKVScorer(Buffers, Interruptible):
         self._end_change()
 
 
-def _follows(occupied: Tensor) -> Tensor:
-    """The tokens that follow another token of their row, [B, T]."""
-    return occupied & (occupied.cumsum(1) > 1)
+class _Prompt(NamedTuple):
+    """Where a prompt's tokens are."""
+
+    before: Tensor                                  # [B, T] int64: the token before each, -1 for none and for padding
+    last: Tensor | None                             # [B] int64: a row's last token, -1 for none; None: the last one
+    order: Order                                    # of the tokens that follow another one
+
+
+def _prompt_of(occupied: Tensor, padded: bool) -> _Prompt:
+    """padded=False: every token is occupied."""
+    batch, total = occupied.shape
+    index = torch.arange(total, device=occupied.device)
+    if not padded:
+        before = (index - 1).repeat(batch, 1)
+        return _Prompt(before, None, Order(None, index.new_ones(batch), before >= 0))
+    last = index.where(occupied, -1).cummax(1).values                                   # itself, or the last before it
+    before = torch.cat((torch.full_like(last[:, :1], -1), last[:, :-1]), 1).masked_fill(~occupied, -1)
+    return _Prompt(before, last[:, -1], order_of(before >= 0))

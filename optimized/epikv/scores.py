@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -122,11 +124,30 @@ def compacted(occupied: Tensor) -> Tensor:
     return occupied.to(torch.int8).sort(dim=-1, stable=True).indices
 
 
-def rolling_of(change: Tensor, policy: str, window: int, occupied: Tensor | None) -> Tensor:
-    """Rolling means or z-scores of change [B, L, T], depending on the policy. L may be 0."""
-    if not change.shape[1]:
-        return change
-    return _rolling(change, window, occupied, zscore=policy != "hs_variance")
+class Order(NamedTuple):
+    """An order of T tokens in which those of a row without a value come first."""
+
+    places: Tensor | None                           # [B, T] int64; None: they are first already
+    first: Tensor                                   # [B] int64: their number
+    there: Tensor                                   # [B, T] bool: the tokens with a value
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [B, L, T] in this order."""
+        return x if self.places is None else x.gather(2, self.places[:, None].expand(x.shape))
+
+
+def order_of(there: Tensor) -> Order:
+    """The order of there [B, T]: the tokens with a value."""
+    return Order(compacted(there), (~there).sum(1), there)
+
+
+def rolling_of(g: Tensor, order: Order, window: int, *, zscore: bool) -> Tensor:
+    """Rolling means or z-scores of g [B, L, T], float32, 0 for tokens without a value."""
+    ordered, first = order.apply(g), order.first.repeat_interleave(g.shape[1])
+    found: Tensor = kernels.rolling(ordered.reshape(-1, g.shape[2]), first, window, zscore).view(g.shape)
+    if order.places is not None:
+        found = torch.zeros_like(found).scatter(2, order.places[:, None].expand(g.shape), found)
+    return found.masked_fill(~order.there[:, None], 0)
 
 
 def difference(one: Tensor, other: Tensor) -> Tensor:
@@ -150,13 +171,7 @@ def _rolling(g: Tensor, window: int, occupied: Tensor | None, *, zscore: bool, n
     if occupied is None:
         found: Tensor = kernels.rolling(g.reshape(-1, tokens), None, window, zscore)
         return found.view(shape)
-    order, first, there = compacted(occupied), (~occupied).sum(1), occupied
-    if g.dim() == 3:
-        order, there = (x[:, None].expand(shape) for x in (order, there))
-        first = first.repeat_interleave(shape[1])
-    ordered = g.gather(-1, order).reshape(-1, tokens)
-    found = kernels.rolling(ordered, first, window, zscore).view(shape)
-    return torch.zeros_like(found).scatter(-1, order, found).masked_fill(~there, 0)
+    return rolling_of(_with_layers(g), order_of(occupied), window, zscore=zscore).view(shape)
 
 
 def _with_layers(change: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ class EpiKVState(State):
         else:
             output = self._attend_prompt(query, key, value, occupied, padded=padded)
         if not self._shared:
-            self.scorer.prefill(occupied, hidden, key, value, received)
+            self.scorer._prefill(occupied, hidden, key, value, received, padded=padded)
         check_scores(self._ranks.process_group, self.positions, self.score)
         kept = self.positions[:, :total].clamp_min(0)                                   # [B, N]
         count, place = kept.shape[1], kept[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
