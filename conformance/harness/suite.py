@@ -83,6 +83,8 @@ LONGEST = (
     "test_blocks_large.py", "test_thinkv_paging_state.py", "test_kivi_fragments.py", "test_longflow_pages.py",
     "test_keydiff_pages.py",
 )
+#: The methods whose kernels take longest to compile. Their long tests come before those of other methods.
+SLOWEST = ("longflow", "thinkv", "kivi")
 
 
 def longest_first(items: Sequence[Any], long: Sequence[Sequence[Any]], workers: int) -> list[Any]:
@@ -247,7 +249,8 @@ class Suite:
             for item in items:
                 if item.path.name in LONGEST:
                     groups.setdefault((item.path, item.stash[FACTS]["method"]), []).append(item)
-            items[:] = longest_first(items, list(groups.values()), workers)
+            long = sorted(groups.values(), key=lambda group: group[0].stash[FACTS]["method"] not in SLOWEST)
+            items[:] = longest_first(items, long, workers)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
