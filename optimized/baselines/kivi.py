@@ -11,7 +11,15 @@ from ...reference.baselines.kivi import KIVIConfig, QuantizeResult
 from .._common.launch import check_launchable, key_block, split_slots
 from .._common.state import State
 from .kivi_kernels import SEEN
-from .kivi_ops import attend_step, dequantize_codes, fragment_splits, in_fragments, quantize_tensor, store_prompt
+from .kivi_ops import (
+    attend_step,
+    dequantize_codes,
+    fragment_room,
+    fragment_splits,
+    in_fragments,
+    quantize_tensor,
+    store_prompt,
+)
 
 __all__ = ["KIVIConfig", "KIVIState", "QuantizeResult", "dequantize", "quantize"]
 
@@ -72,7 +80,12 @@ class KIVIState(State):
         check_head_dim(head_dim, group=config.group, bits=config.value_bits, of="value_bits")
         slots, residual, each = config.max_tokens, config.residual, config.group
         # The most keys and values of a row that can be quantized; at least a group and one.
-        groups, rows = max(slots - slots % residual, each) // each, max(slots - residual, 1)
+        self._rows = groups, rows = max(slots - slots % residual, each) // each, max(slots - residual, 1)
+        fragments = in_fragments(
+            self.dtype, query_heads // key_value_heads, head_dim, each, config.key_bits, config.value_bits
+        )
+        if fragments:
+            groups, rows = fragment_room(groups, rows, each, config.key_bits)
         self._keys, self._values = (
             self._buffer(batch, key_value_heads, places, head_dim, dtype=self.dtype)
             for places in (residual, residual + 1)
@@ -90,9 +103,7 @@ class KIVIState(State):
         self._count, self._due = (self._buffer(batch, dtype=torch.int64) for _ in range(2))
         self._counters = self._buffer(2, dtype=torch.int64)
         self.positions = self._buffer(batch, slots, dtype=torch.int64)
-        if in_fragments(
-            self.dtype, query_heads // key_value_heads, head_dim, each, config.key_bits, config.value_bits
-        ):
+        if fragments:
             self._splits = fragment_splits(batch * key_value_heads, slots, config.key_bits, self.device)
         else:
             self._splits, _ = split_slots(self.sizes, key_block(head_dim, self.dtype.itemsize, slots), self.device)
@@ -151,13 +162,18 @@ class KIVIState(State):
 
     def codes_of_keys(self) -> QuantizeResult:
         """The quantized keys of every row, as `quantize` returns them: groups of the first tokens, then zeros."""
-        parts = self._key_codes, self._key_scale, self._key_minimum
+        groups, words = self._rows[0], words_of(self.config.group, self.config.key_bits)
+        parts = (
+            self._key_codes[:, :, :groups * words], self._key_scale[:, :, :groups], self._key_minimum[:, :, :groups]
+        )
         return self._masked(parts, self.keys_quantized, self.config.group)
 
     def codes_of_values(self) -> QuantizeResult:
         """The quantized values of every row, as `quantize` returns them: the first tokens, then zeros."""
-        parts = self._value_codes, self._value_scale, self._value_minimum
-        return self._masked(parts, self.values_quantized, 1)
+        codes, scale, minimum = (
+            part[:, :, :self._rows[1]] for part in (self._value_codes, self._value_scale, self._value_minimum)
+        )
+        return self._masked((codes, scale, minimum), self.values_quantized, 1)
 
     def _masked(self, parts: tuple[Tensor, Tensor, Tensor], quantized: Tensor, each: int) -> QuantizeResult:
         """Codes, scales and minima of the quantized tokens; zeros for others. each: the tokens of a row of scales."""

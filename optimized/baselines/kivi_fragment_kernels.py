@@ -107,15 +107,17 @@ def _channels(PART: tl.constexpr):
 
 @triton.jit
 def _key_words(
-    codes, steps, shifts, first, last, PART: tl.constexpr, HEAD_DIM: tl.constexpr, WORDS: tl.constexpr
+    codes, steps, shifts, first, PART: tl.constexpr, HEAD_DIM: tl.constexpr, WORDS: tl.constexpr
 ):
-    """The channels `_channels(PART)` of 8 words of keys from `first` on, and the scales and minima of two channels in
-    an int32. Words beyond `last` are read as `last`."""
-    word = tl.minimum(first + tl.arange(0, EIGHT), last)
-    pair = PART * 8 + tl.arange(0, 8)
-    at = (word // WORDS)[:, None] * (HEAD_DIM // 2) + pair[None, :]
+    """The channels `_channels(PART)` of the 8 words of keys from `first` on, and the scales and minima of two channels
+    in an int32."""
+    # What differs between parts, and between a lane's numbers, is constant and becomes part of the load.
+    word, pair = tl.arange(0, EIGHT), tl.arange(0, 8)
+    at = first // WORDS * (HEAD_DIM // 2)
+    offset = (word // WORDS)[:, None] * (HEAD_DIM // 2) + pair[None, :]
     return (
-        tl.load(codes + word[:, None] * HEAD_DIM + _channels(PART)[None, :]), tl.load(steps + at), tl.load(shifts + at)
+        tl.load(codes + first * HEAD_DIM + (word[:, None] * HEAD_DIM + _channels(0)[None, :]) + PART * 16),
+        tl.load(steps + at + offset + PART * 8), tl.load(shifts + at + offset + PART * 8),
     )
 
 
@@ -145,34 +147,36 @@ def _four(x):
 
 
 @triton.jit
-def _words_of(codes, token, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
-    """The UNIT-th of a lane's words of tokens [4, 1, 4]: four times [4, 8]."""
-    UNITS: tl.constexpr = HEAD_DIM * BITS // 256
-    word = _hidden(tl.arange(0, EIGHT) * UNITS + UNIT)[None, :, None]
-    return _four(tl.load(codes + (token * (EIGHT * UNITS) + word)))
+def _words_of(codes, first, token, step, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
+    """The UNIT-th of a lane's words of the tokens first + token [4, 1, 1] + step [1, 1, 4]: four times [4, 8]."""
+    EACH: tl.constexpr = HEAD_DIM * BITS // 32
+    word = _hidden(tl.arange(0, EIGHT) * (EACH // EIGHT) + UNIT)[None, :, None]
+    return _four(tl.load(codes + first * EACH + (token * EACH + word) + step * EACH))
 
 
 @triton.jit
-def _scales_of(scales, token, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The scale, below, and the minimum of a lane's words of tokens [4, 1, 4]: four times [4, 8] int32."""
+def _scales_of(scales, first, token, step, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The scale, below, and the minimum of a lane's words of tokens as in `_words_of`: four times [4, 8] int32."""
+    EACH: tl.constexpr = HEAD_DIM // GROUP
     group = _hidden(tl.arange(0, EIGHT) * (HEAD_DIM // EIGHT) // GROUP)[None, :, None]
-    return _four(tl.load(scales + (token * (HEAD_DIM // GROUP) + group)))
+    return _four(tl.load(scales + first * EACH + (token * EACH + group) + step * EACH))
 
 
 @triton.jit
 def _value_words(
-    codes, scales, first, stride, last, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr
+    codes, scales, first, NUMBER: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     """The words and scales of 16 values, each for the columns 4 t to 4 t + 3. Column 8 h + g is token
-    first + g stride + h stride / 2. Tokens beyond `last` are read as `last`."""
+    first + NUMBER + g STRIDE + h STRIDE / 2."""
     # The compiler's time depends on the number of loads: the four tokens of a lane have one.
     t, i = tl.arange(0, 4)[:, None, None], tl.arange(0, 4)[None, None, :]
-    token = tl.minimum(first + t % 2 * (4 * stride) + t // 2 * (stride // 2) + i * stride, last)
-    words = _words_of(codes, token, 0, HEAD_DIM, BITS)
+    token, step = t % 2 * (4 * STRIDE) + t // 2 * (STRIDE // 2), i * STRIDE + NUMBER
+    words = _words_of(codes, first, token, step, 0, HEAD_DIM, BITS)
     others = words
     if HEAD_DIM * BITS == 512:
-        others = _words_of(codes, token, 1, HEAD_DIM, BITS)
-    return words, others, _scales_of(scales, token, GROUP, HEAD_DIM)
+        others = _words_of(codes, first, token, step, 1, HEAD_DIM, BITS)
+    return words, others, _scales_of(scales, first, token, step, GROUP, HEAD_DIM)
 
 
 @triton.jit
@@ -239,16 +243,16 @@ def _attend_tile(
     C: tl.constexpr = 32 // KEY_BITS
     TOKENS: tl.constexpr = 8 * C
     PARTS: tl.constexpr = HEAD_DIM // 16
-    first, last = tile * TOKENS, count - 1
+    first = tile * TOKENS
     logit = tl.zeros([TOKENS, EIGHT], tl.float32)
     for part in tl.static_range(PARTS):
         words, steps, shifts = packed, step, shift
         if part + 1 < PARTS:
             packed, step, shift = _key_words(
-                key_codes, key_steps, key_shifts, tile * 8, last // C, part + 1, HEAD_DIM, WORDS
+                key_codes, key_steps, key_shifts, tile * 8, part + 1, HEAD_DIM, WORDS
             )
         logit += dot(_key_operand(words, steps, shifts, KEY_BITS, DTYPE), query_parts[part])
-    v0 = _value_words(value_codes, value_scales, first, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+    v0 = _value_words(value_codes, value_scales, first, 0, C, GROUP, HEAD_DIM, VALUE_BITS)
     m = tl.arange(0, TOKENS)
     token = first + m % 8 * C + m % 16 // 8 * (C // 2) + m // 16
     logit = tl.where((token < count)[:, None], multiply(logit, scale), float("-inf"))
@@ -256,7 +260,7 @@ def _attend_tile(
     acc = acc * rescale[None, :]
     # The rows of the operands of values, in registers: one operand for each number of a code.
     p = tl.permute(tl.reshape(p, (C // 2, 16, EIGHT)), (1, 2, 0))
-    v1 = _value_words(value_codes, value_scales, first + 1, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+    v1 = _value_words(value_codes, value_scales, first, 1, C, GROUP, HEAD_DIM, VALUE_BITS)
     if KEY_BITS == 2:
         even, odd = tl.split(tl.reshape(p, (16, EIGHT, 2, 2, 2)))
         p_04, p_26 = tl.split(even)
@@ -270,26 +274,26 @@ def _attend_tile(
         p0, p2 = tl.split(even)
         p1, p3 = tl.split(odd)
     acc = _add_values(acc, p0, v0, HEAD_DIM, VALUE_BITS, DTYPE)
-    v2 = _value_words(value_codes, value_scales, first + 2, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+    v2 = _value_words(value_codes, value_scales, first, 2, C, GROUP, HEAD_DIM, VALUE_BITS)
     acc = _add_values(acc, p1, v1, HEAD_DIM, VALUE_BITS, DTYPE)
-    v3 = _value_words(value_codes, value_scales, first + 3, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+    v3 = _value_words(value_codes, value_scales, first, 3, C, GROUP, HEAD_DIM, VALUE_BITS)
     acc = _add_values(acc, p2, v2, HEAD_DIM, VALUE_BITS, DTYPE)
     if KEY_BITS == 2:
-        v4 = _value_words(value_codes, value_scales, first + 4, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+        v4 = _value_words(value_codes, value_scales, first, 4, C, GROUP, HEAD_DIM, VALUE_BITS)
         acc = _add_values(acc, p3, v3, HEAD_DIM, VALUE_BITS, DTYPE)
-        v5 = _value_words(value_codes, value_scales, first + 5, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+        v5 = _value_words(value_codes, value_scales, first, 5, C, GROUP, HEAD_DIM, VALUE_BITS)
         acc = _add_values(acc, p4, v4, HEAD_DIM, VALUE_BITS, DTYPE)
-        v6 = _value_words(value_codes, value_scales, first + 6, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+        v6 = _value_words(value_codes, value_scales, first, 6, C, GROUP, HEAD_DIM, VALUE_BITS)
         acc = _add_values(acc, p5, v5, HEAD_DIM, VALUE_BITS, DTYPE)
-        v7 = _value_words(value_codes, value_scales, first + 7, C, last, GROUP, HEAD_DIM, VALUE_BITS)
+        v7 = _value_words(value_codes, value_scales, first, 7, C, GROUP, HEAD_DIM, VALUE_BITS)
         acc = _add_values(acc, p6, v6, HEAD_DIM, VALUE_BITS, DTYPE)
         packed, step, shift = _key_words(
-            key_codes, key_steps, key_shifts, tile * 8 + 8, last // C, 0, HEAD_DIM, WORDS
+            key_codes, key_steps, key_shifts, tile * 8 + 8, 0, HEAD_DIM, WORDS
         )
         acc = _add_values(acc, p7, v7, HEAD_DIM, VALUE_BITS, DTYPE)
     else:
         packed, step, shift = _key_words(
-            key_codes, key_steps, key_shifts, tile * 8 + 8, last // C, 0, HEAD_DIM, WORDS
+            key_codes, key_steps, key_shifts, tile * 8 + 8, 0, HEAD_DIM, WORDS
         )
         acc = _add_values(acc, p3, v3, HEAD_DIM, VALUE_BITS, DTYPE)
     return acc, row_max, weight_sum, packed, step, shift
@@ -337,6 +341,16 @@ def _attend_rest(
         )
         acc = acc * rescale[None, :] + dot(v, round_to(p, v.dtype))
     return acc, row_max, weight_sum
+
+
+@triton.jit
+def _forget_values_behind(scales, count, end, HEAD_DIM: tl.constexpr, KEY_BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Make the values behind the first `count` zero, up to `end`, which is at most a tile further: they have the weight
+    0, but what lies there may not be finite."""
+    token, group = count + tl.arange(0, 256 // KEY_BITS), tl.arange(0, HEAD_DIM // GROUP)
+    zero = tl.zeros([256 // KEY_BITS, HEAD_DIM // GROUP], tl.int32)
+    tl.store(scales + token[:, None] * (HEAD_DIM // GROUP) + group[None, :], zero, mask=(token < end)[:, None])
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -402,11 +416,14 @@ def fragment_kernel(
         query_parts = _query_parts(query, query_d, valid, HEAD_DIM)
         tiles = tl.cdiv(values_quantized, 256 // KEY_BITS)
         each = tl.cdiv(tiles, splits)
-        last_word = tl.maximum(values_quantized - 1, 0) // (32 // KEY_BITS)
+        # A program without tokens also reads keys: there is room for a tile behind the last one.
         packed, step, shift = _key_words(
-            key_codes, key_steps, key_shifts, split * each * 8, last_word, 0, HEAD_DIM, WORDS
+            key_codes, key_steps, key_shifts, tl.minimum(split * each, tiles) * 8, 0, HEAD_DIM, WORDS
         )
-        for tile in range(split * each, tl.minimum(split * each + each, tiles)):
+        end = tl.minimum(split * each + each, tiles)
+        if end == tiles:
+            _forget_values_behind(value_scales, values_quantized, tiles * (256 // KEY_BITS), HEAD_DIM, KEY_BITS, GROUP)
+        for tile in range(split * each, end):
             acc, row_max, weight_sum, packed, step, shift = _attend_tile(
                 acc, row_max, weight_sum, packed, step, shift, query_parts, key_codes, key_steps, key_shifts,
                 value_codes, value_scales, tile, values_quantized, scale, HEAD_DIM, KEY_BITS, VALUE_BITS, GROUP, WORDS,

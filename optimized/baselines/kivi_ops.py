@@ -233,6 +233,14 @@ def in_fragments(
     )
 
 
+def fragment_room(groups: int, rows: int, group: int, key_bits: int) -> tuple[int, int]:
+    """The groups of keys and the rows of values that `fragment_kernel` needs for a KV head with so many: it reads whole
+    tiles, and of keys one more."""
+    tile = EIGHT.value * WORD // key_bits
+    tiles = triton.cdiv(rows, tile)
+    return max(groups, triton.cdiv((tiles + 1) * tile, group)), tiles * tile
+
+
 def fragment_splits(rows: int, tokens: int, key_bits: int, device: torch.device) -> int:
     """The number of one-warp programs that share the quantized tokens of a KV head, beside one for the others. Rounded
     down, since a nearly empty wave takes as long as a full one."""
