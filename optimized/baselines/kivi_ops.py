@@ -186,9 +186,11 @@ def attend_step(
             "KEY_BITS": key_bits, "VALUE_BITS": value_bits, "GROUP": group, "WORDS": words_of(group, key_bits),
         }
         if in_fragments(keys.dtype, query_heads // heads, head_dim, group, key_bits, value_bits):
+            # The words of a lane, one or two, as one number.
+            by_lane = value_codes if head_dim * value_bits == WORD * EIGHT.value else value_codes.view(torch.int64)
             fragment_kernel[(batch * heads * (splits + 1),)](
                 query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, key_scale.view(torch.int32),
-                key_minimum.view(torch.int32), value_codes, value_scales.view(torch.int32), *numbers, **constants,
+                key_minimum.view(torch.int32), by_lane, value_scales.view(torch.int32), *numbers, **constants,
                 GROUP_HEADS=query_heads // heads, HEAD_DIM=head_dim, num_warps=1, num_stages=1,
                 maxnreg=FRAGMENT_REGISTERS,
             )
