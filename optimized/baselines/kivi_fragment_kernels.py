@@ -147,11 +147,11 @@ def _four(x):
 
 
 @triton.jit
-def _words_of(codes, first, token, step):
-    """A lane's words, one or two as one number, of the tokens first + token [4, 1, 1] + step [1, 1, 4]: four times
-    [4, 8]."""
-    word = _hidden(tl.arange(0, EIGHT))[None, :, None]
-    return _four(tl.load(codes + first * EIGHT + (token * EIGHT + word) + step * EIGHT))
+def _words_of(codes, first, token, step, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
+    """The UNIT-th of a lane's words of the tokens first + token [4, 1, 1] + step [1, 1, 4]: four times [4, 8]."""
+    EACH: tl.constexpr = HEAD_DIM * BITS // 32
+    word = _hidden(tl.arange(0, EIGHT) * (EACH // EIGHT) + UNIT)[None, :, None]
+    return _four(tl.load(codes + first * EACH + (token * EACH + word) + step * EACH))
 
 
 @triton.jit
@@ -164,14 +164,19 @@ def _scales_of(scales, first, token, step, GROUP: tl.constexpr, HEAD_DIM: tl.con
 
 @triton.jit
 def _value_words(
-    codes, scales, first, NUMBER: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr
+    codes, scales, first, NUMBER: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     """The words and scales of 16 values, each for the columns 4 t to 4 t + 3. Column 8 h + g is token
     first + NUMBER + g STRIDE + h STRIDE / 2."""
     # The compiler's time depends on the number of loads: the four tokens of a lane have one.
     t, i = tl.arange(0, 4)[:, None, None], tl.arange(0, 4)[None, None, :]
     token, step = t % 2 * (4 * STRIDE) + t // 2 * (STRIDE // 2), i * STRIDE + NUMBER
-    return _words_of(codes, first, token, step), _scales_of(scales, first, token, step, GROUP, HEAD_DIM)
+    words = _words_of(codes, first, token, step, 0, HEAD_DIM, BITS)
+    others = words
+    if HEAD_DIM * BITS == 512:
+        others = _words_of(codes, first, token, step, 1, HEAD_DIM, BITS)
+    return words, others, _scales_of(scales, first, token, step, GROUP, HEAD_DIM)
 
 
 @triton.jit
@@ -184,18 +189,16 @@ def _of_two_tokens(one, other, scale, other_scale, BITS: tl.constexpr, DTYPE: tl
 
 
 @triton.jit
-def _value_operand(words, scales, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+def _value_operand(words, others, scales, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
     """V^T [D, 16] from `_value_words`; row m is channel `_channel_of(m)`."""
-    a, b, c, d = words[0].to(tl.int32), words[1].to(tl.int32), words[2].to(tl.int32), words[3].to(tl.int32)
     y = tl.join(
-        _of_two_tokens(a, b, scales[0], scales[1], BITS, DTYPE), _of_two_tokens(c, d, scales[2], scales[3], BITS, DTYPE)
+        _of_two_tokens(words[0], words[1], scales[0], scales[1], BITS, DTYPE),
+        _of_two_tokens(words[2], words[3], scales[2], scales[3], BITS, DTYPE),
     )
     if HEAD_DIM * BITS == 512:
-        a, b = (words[0] >> 32).to(tl.int32), (words[1] >> 32).to(tl.int32)
-        c, d = (words[2] >> 32).to(tl.int32), (words[3] >> 32).to(tl.int32)
         y = tl.join(y, tl.join(
-            _of_two_tokens(a, b, scales[0], scales[1], BITS, DTYPE),
-            _of_two_tokens(c, d, scales[2], scales[3], BITS, DTYPE),
+            _of_two_tokens(others[0], others[1], scales[0], scales[1], BITS, DTYPE),
+            _of_two_tokens(others[2], others[3], scales[2], scales[3], BITS, DTYPE),
         ))
     y = _unpacked(y, DTYPE)                           # t, word, row, bits of the number, two pairs, (unit,) pair
     if BITS == 2:
@@ -221,11 +224,19 @@ def _channel_of(m, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _add_values(acc, p, found, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """acc [D, 8] plus the values of 16 tokens, `found` by `_value_words`, times p [16, 8]."""
-    words, scales = found
-    v = _value_operand(words, scales, HEAD_DIM, BITS, DTYPE)
-    return acc + dot(v, round_to(p, DTYPE))
+def _add_values(
+    acc, shares, found, codes, scales, first, STRIDE: tl.constexpr, MANY: tl.constexpr, MORE: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """acc [D, 8] plus the first MANY operands of a tile's values, 16 tokens each, times shares [16, 8]. found: the
+    `_value_words` of the first operand; with MORE, those of the operand behind the last one are returned."""
+    for i in tl.static_range(MANY):
+        words, others, scales_of_words = found
+        if MORE or i + 1 < MANY:
+            found = _value_words(codes, scales, first, i + 1, STRIDE, GROUP, HEAD_DIM, BITS)
+        v = _value_operand(words, others, scales_of_words, HEAD_DIM, BITS, DTYPE)
+        acc += dot(v, round_to(shares[i], DTYPE))
+    return acc, found
 
 
 @triton.jit
@@ -249,7 +260,7 @@ def _attend_tile(
                 key_codes, key_steps, key_shifts, tile * 8, part + 1, HEAD_DIM, WORDS
             )
         logit += dot(_key_operand(words, steps, shifts, KEY_BITS, DTYPE), query_parts[part])
-    v0 = _value_words(value_codes, value_scales, first, 0, C, GROUP, HEAD_DIM)
+    found = _value_words(value_codes, value_scales, first, 0, C, GROUP, HEAD_DIM, VALUE_BITS)
     m = tl.arange(0, TOKENS)
     token = first + m % 8 * C + m % 16 // 8 * (C // 2) + m // 16
     logit = multiply(logit, scale)
@@ -259,7 +270,6 @@ def _attend_tile(
     acc = acc * rescale[None, :]
     # The rows of the operands of values, in registers: one operand for each number of a code.
     p = tl.permute(tl.reshape(p, (C // 2, 16, EIGHT)), (1, 2, 0))
-    v1 = _value_words(value_codes, value_scales, first, 1, C, GROUP, HEAD_DIM)
     if KEY_BITS == 2:
         even, odd = tl.split(tl.reshape(p, (16, EIGHT, 2, 2, 2)))
         p_04, p_26 = tl.split(even)
@@ -272,29 +282,21 @@ def _attend_tile(
         even, odd = tl.split(tl.reshape(p, (16, EIGHT, 2, 2)))
         p0, p2 = tl.split(even)
         p1, p3 = tl.split(odd)
-    acc = _add_values(acc, p0, v0, HEAD_DIM, VALUE_BITS, DTYPE)
-    v2 = _value_words(value_codes, value_scales, first, 2, C, GROUP, HEAD_DIM)
-    acc = _add_values(acc, p1, v1, HEAD_DIM, VALUE_BITS, DTYPE)
-    v3 = _value_words(value_codes, value_scales, first, 3, C, GROUP, HEAD_DIM)
-    acc = _add_values(acc, p2, v2, HEAD_DIM, VALUE_BITS, DTYPE)
     if KEY_BITS == 2:
-        v4 = _value_words(value_codes, value_scales, first, 4, C, GROUP, HEAD_DIM)
-        acc = _add_values(acc, p3, v3, HEAD_DIM, VALUE_BITS, DTYPE)
-        v5 = _value_words(value_codes, value_scales, first, 5, C, GROUP, HEAD_DIM)
-        acc = _add_values(acc, p4, v4, HEAD_DIM, VALUE_BITS, DTYPE)
-        v6 = _value_words(value_codes, value_scales, first, 6, C, GROUP, HEAD_DIM)
-        acc = _add_values(acc, p5, v5, HEAD_DIM, VALUE_BITS, DTYPE)
-        v7 = _value_words(value_codes, value_scales, first, 7, C, GROUP, HEAD_DIM)
-        acc = _add_values(acc, p6, v6, HEAD_DIM, VALUE_BITS, DTYPE)
-        packed, step, shift = _key_words(
-            key_codes, key_steps, key_shifts, tile * 8 + 8, 0, HEAD_DIM, WORDS
-        )
-        acc = _add_values(acc, p7, v7, HEAD_DIM, VALUE_BITS, DTYPE)
+        # A loop: all operands one after the other take fewer instructions, but more time to fetch them.
+        shares = (p0, p1, p2, p3, p4, p5, p6, p7)
+        for turn in range(0, _hidden(tl.full([], 4, tl.int32))):
+            acc, found = _add_values(
+                acc, shares, found, value_codes, value_scales, first + 2 * turn, C, 2, True, GROUP, HEAD_DIM,
+                VALUE_BITS, DTYPE,
+            )
+            shares = shares[2:] + shares[:2]
     else:
-        packed, step, shift = _key_words(
-            key_codes, key_steps, key_shifts, tile * 8 + 8, 0, HEAD_DIM, WORDS
+        acc, found = _add_values(
+            acc, (p0, p1, p2, p3), found, value_codes, value_scales, first, C, 4, False, GROUP, HEAD_DIM, VALUE_BITS,
+            DTYPE,
         )
-        acc = _add_values(acc, p3, v3, HEAD_DIM, VALUE_BITS, DTYPE)
+    packed, step, shift = _key_words(key_codes, key_steps, key_shifts, tile * 8 + 8, 0, HEAD_DIM, WORDS)
     return acc, row_max, weight_sum, packed, step, shift
 
 
@@ -385,8 +387,7 @@ def fragment_kernel(
 ):
     """Program: a share of what one KV head attends to, as in `kivi_step_kernels.attention_kernel`, except that the
     last one has all tokens whose values are not quantized. key_steps, key_shifts: the scales and minima of keys as
-    int32, two channels each; value_codes: eight numbers of a token, of 32 or 64 bits; value_scales: the scales of
-    values as int32, a scale and its minimum.
+    int32, two channels each; value_scales: those of values as int32, a scale and its minimum.
 
     Programs for the last tokens come last: they are short, and between the others they would leave multiprocessors
     unevenly filled."""
@@ -411,7 +412,7 @@ def fragment_kernel(
     if not rest:
         key_steps += row_head * key_groups * (HEAD_DIM // 2)
         key_shifts += row_head * key_groups * (HEAD_DIM // 2)
-        value_codes += row_head * value_rows * EIGHT
+        value_codes += row_head * value_rows * (HEAD_DIM * VALUE_BITS // 32)
         value_scales += row_head * value_rows * (HEAD_DIM // GROUP)
         query_parts = _query_parts(query, query_d, valid, HEAD_DIM)
         tiles = tl.cdiv(values_quantized, 256 // KEY_BITS)

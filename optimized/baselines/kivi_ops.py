@@ -186,11 +186,9 @@ def attend_step(
             "KEY_BITS": key_bits, "VALUE_BITS": value_bits, "GROUP": group, "WORDS": words_of(group, key_bits),
         }
         if in_fragments(keys.dtype, query_heads // heads, head_dim, group, key_bits, value_bits):
-            # The words of a lane, one or two, as one number.
-            by_lane = value_codes if head_dim * value_bits == WORD * EIGHT.value else value_codes.view(torch.int64)
             fragment_kernel[(batch * heads * (splits + 1),)](
                 query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, key_scale.view(torch.int32),
-                key_minimum.view(torch.int32), by_lane, value_scales.view(torch.int32), *numbers, **constants,
+                key_minimum.view(torch.int32), value_codes, value_scales.view(torch.int32), *numbers, **constants,
                 GROUP_HEADS=query_heads // heads, HEAD_DIM=head_dim, num_warps=1, num_stages=1,
                 maxnreg=FRAGMENT_REGISTERS,
             )
@@ -237,10 +235,10 @@ def in_fragments(
 
 def fragment_room(groups: int, rows: int, group: int, key_bits: int) -> tuple[int, int]:
     """The groups of keys and the rows of values that `fragment_kernel` needs for a KV head with so many: it reads whole
-    tiles, and of keys one more."""
+    tiles, of keys one more, and of values a token more, which are never used."""
     tile = EIGHT.value * WORD // key_bits
     tiles = triton.cdiv(rows, tile)
-    return max(groups, triton.cdiv((tiles + 1) * tile, group)), tiles * tile
+    return max(groups, triton.cdiv((tiles + 1) * tile, group)), tiles * tile + EIGHT.value     # rows stay aligned
 
 
 def fragment_splits(rows: int, tokens: int, key_bits: int, device: torch.device) -> int:

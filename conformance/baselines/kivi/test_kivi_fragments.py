@@ -72,6 +72,18 @@ def test_free_memory_changes_nothing(key_bits, value_bits, prompt, twins, device
     assert_same(outputs[1], outputs[0], what="output")
 
 
+@pytest.mark.parametrize("key_bits", [2, 4])
+@pytest.mark.parametrize("group", [16, 32, 96])
+def test_memory_has_room_for_what_is_read(group, key_bits):
+    """Keys of the tile behind the last one, and a value behind the last tile."""
+    tile = 8 * 32 // key_bits
+    for rows in (1, tile - 1, tile, tile + 1, 5 * tile):
+        groups, values = ours.fragment_room(3, rows, group, key_bits)
+        tiles = -(-rows // tile)
+        assert groups >= 3 and groups * group >= (tiles + 1) * tile
+        assert values > tiles * tile
+
+
 @pytest.mark.parametrize(("dtype", "group_heads", "head_dim", "group", "key_bits", "value_bits"), [
     (torch.float32, 1, 128, 32, 2, 2), (BF16, 9, 128, 32, 2, 2), (BF16, 1, 96, 32, 2, 2), (BF16, 1, 64, 32, 2, 2),
     (BF16, 1, 128, 8, 2, 4), (BF16, 1, 128, 8, 4, 2), (BF16, 1, 256, 32, 2, 2),
