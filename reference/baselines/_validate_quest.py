@@ -17,10 +17,10 @@ from .._validate import (
 
 
 def check_page_bounds(key: object, page_size: object) -> tuple[Tensor, int]:
-    """The arguments of `page_bounds`."""
+    """The arguments of `page_bounds`. A page has at most all tokens, so that larger ones take no more memory or time."""
     key = check_tensor("key", key, dims=4, layout="[B, Hkv, T, D]")
     check_dtype("key.dtype", key.dtype)
-    return key, check_integer("page_size", page_size, minimum=1)
+    return key, min(check_integer("page_size", page_size, minimum=1), key.shape[2])
 
 
 def check_page_scores(query: object, maximum: object, minimum: object) -> tuple[Tensor, Tensor, Tensor]:

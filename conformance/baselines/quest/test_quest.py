@@ -54,6 +54,14 @@ def test_bounds_are_the_largest_and_smallest_of_each_page(side, data, twins, dev
 
 
 @both_sides
+def test_pages_larger_than_the_sequence_take_no_longer(side, twins, device):
+    key = torch.randn(1, 2, 6, 16, generator=torch.Generator().manual_seed(2)).to(device)
+    found = quest_of(twins, side).page_bounds(key, page_size=2**40)
+    for bound, expected in zip(found, quest_of(twins, side).page_bounds(key, page_size=6), strict=True):
+        assert torch.equal(bound, expected)
+
+
+@both_sides
 def test_a_page_with_nan_has_nan_in_this_channel_alone(side, twins, device):
     key = torch.randn(1, 1, 6, 16, generator=torch.Generator().manual_seed(1)).to(device)
     key[0, 0, 3, 5] = torch.nan
