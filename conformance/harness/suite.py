@@ -105,6 +105,19 @@ def longest_first(items: Sequence[Any], long: Sequence[Sequence[Any]], workers: 
     return [*ordered, *others]
 
 
+def _put_in_order(items: list[pytest.Item]) -> None:
+    """In a run of several processes, let each begin with long tests."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers == 1:
+        return
+    groups: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        if item.path.name in LONGEST:
+            groups.setdefault((item.path, item.stash[FACTS]["method"]), []).append(item)
+    long = sorted(groups.values(), key=lambda group: group[0].stash[FACTS]["method"] not in SLOWEST)
+    items[:] = longest_first(items, long, workers)
+
+
 def check_decided(counted: stats.Stats, implementation: str | None, least_decisions: int = 0) -> None:
     """Raise if a passed test compared too few decisive decisions: vacuous for our side, not provided for --kv-impl.
 
@@ -228,9 +241,19 @@ class Suite:
             if enabled:
                 gc.enable()
 
-    # First: before -k and other plugins deselect tests, so that entries for those tests have a match.
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    # First: before -k and other plugins deselect tests, so that entries for those tests have a match. The order comes
+    # last, since pytest-xdist counts the tests that remain.
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> Generator[None, Any, Any]:
+        self._select(config, items)
+        result = yield
+        _put_in_order(items)
+        return result
+
+    def _select(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Apply the options that select tests, and mark tests."""
         options.apply_entries(config, items)
         for item in items:
             item.stash[FACTS] = results.classify(item)
@@ -243,14 +266,6 @@ class Suite:
             _keep(config, items, lambda item: item.get_closest_marker("limits") is None and self._is_declared(item))
         if config.getoption("kv_properties"):
             _keep(config, items, _judges_a_property)
-        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-        if workers > 1:
-            groups: dict[Any, list[pytest.Item]] = {}
-            for item in items:
-                if item.path.name in LONGEST:
-                    groups.setdefault((item.path, item.stash[FACTS]["method"]), []).append(item)
-            long = sorted(groups.values(), key=lambda group: group[0].stash[FACTS]["method"] not in SLOWEST)
-            items[:] = longest_first(items, long, workers)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:

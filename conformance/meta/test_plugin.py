@@ -418,6 +418,17 @@ def test_processes_begin_with_groups_of_what_takes_longest(count, long, workers,
     assert all(not apart & set(part[len(begin):]) for part, begin in zip(parts, begins, strict=True))
 
 
+def test_what_takes_longest_comes_first_among_the_tests_that_remain(pytester, in_process, monkeypatch):
+    """pytest-xdist gives the second of two processes the second half of the tests that are not deselected."""
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
+    others = "".join(f"def test_{n}{'_out' if n < 5 else ''}(twins): pass\n" for n in range(9))
+    long = "def test_long(twins): pass"
+    write(pytester.path, test_all=others, test_lockstep=long, test_needle=long)
+    found = in_process("--collect-only", "-q", "-k", "not _out").outlines
+    names = [line.split("::")[0] for line in found if "::" in line]
+    assert names == ["test_lockstep.py", *["test_all.py"] * 2, "test_needle.py", *["test_all.py"] * 2]
+
+
 @pytest.mark.slow
 def test_the_garbage_collector_leaves_out_what_was_collected_and_all_is_put_back(python, tmp_path):
     write(tmp_path, test_frozen="import gc\ndef test_frozen(): assert gc.isenabled() and gc.get_freeze_count() > 9999")

@@ -17,7 +17,7 @@ from .._validate import (
 
 
 def check_page_bounds(key: object, page_size: object) -> tuple[Tensor, int]:
-    """The arguments of `page_bounds`. A page has at most all tokens, so that larger ones take no more memory or time."""
+    """The arguments of `page_bounds`. A page has at most all tokens, so that a larger one takes no more memory."""
     key = check_tensor("key", key, dims=4, layout="[B, Hkv, T, D]")
     check_dtype("key.dtype", key.dtype)
     return key, min(check_integer("page_size", page_size, minimum=1), key.shape[2])
