@@ -422,11 +422,12 @@ def test_what_takes_longest_comes_first_among_the_tests_that_remain(pytester, in
     """pytest-xdist gives the second of two processes the second half of the tests that are not deselected."""
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
     others = "".join(f"def test_{n}{'_out' if n < 5 else ''}(twins): pass\n" for n in range(9))
-    long = "def test_long(twins): pass"
-    write(pytester.path, test_all=others, test_lockstep=long, test_needle=long)
+    long = "import pytest\n@pytest.mark.method('{}')\ndef test_long(twins): pass"
+    # The tests of KIVI take longer, since its kernels do.
+    write(pytester.path, test_all=others, test_lockstep=long.format("h2o"), test_needle=long.format("kivi"))
     found = in_process("--collect-only", "-q", "-k", "not _out").outlines
     names = [line.split("::")[0] for line in found if "::" in line]
-    assert names == ["test_lockstep.py", *["test_all.py"] * 2, "test_needle.py", *["test_all.py"] * 2]
+    assert names == ["test_needle.py", *["test_all.py"] * 2, "test_lockstep.py", *["test_all.py"] * 2]
 
 
 @pytest.mark.slow

@@ -27,8 +27,8 @@ def float32(x):
 # functions below compute in float64 without branches. The approximate reciprocal (of the root) has a relative error of
 # about 2^-19. Two Newton steps reduce it to float64's precision, and a last correction leaves about 2^-53. A quotient
 # or root of float32 numbers that float64 cannot represent differs from all numbers halfway between two float32 by at
-# least 2^-49 (quotients) or 2^-51 (roots) of its size. Zeros, infinities and NaN, for which Newton steps give NaN or
-# lose a sign, come from the approximation.
+# least 2^-49 (quotients) or 2^-51 (roots) of its size. Infinities, NaN, and roots of zero, for which Newton steps give
+# NaN, come from the approximation, and so does the sign of a quotient, which Newton steps lose for zeros.
 
 
 @triton.jit

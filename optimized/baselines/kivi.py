@@ -80,7 +80,8 @@ class KIVIState(State):
         check_head_dim(head_dim, group=config.group, bits=config.value_bits, of="value_bits")
         slots, residual, each = config.max_tokens, config.residual, config.group
         # The most keys and values of a row that can be quantized; at least a group and one.
-        self._rows = groups, rows = max(slots - slots % residual, each) // each, max(slots - residual, 1)
+        groups, rows = max(slots - slots % residual, each) // each, max(slots - residual, 1)
+        self._most_groups, self._most_values = groups, rows
         fragments = in_fragments(
             self.dtype, query_heads // key_value_heads, head_dim, each, config.key_bits, config.value_bits
         )
@@ -162,7 +163,7 @@ class KIVIState(State):
 
     def codes_of_keys(self) -> QuantizeResult:
         """The quantized keys of every row, as `quantize` returns them: groups of the first tokens, then zeros."""
-        groups, words = self._rows[0], words_of(self.config.group, self.config.key_bits)
+        groups, words = self._most_groups, words_of(self.config.group, self.config.key_bits)
         parts = (
             self._key_codes[:, :, :groups * words], self._key_scale[:, :, :groups], self._key_minimum[:, :, :groups]
         )
@@ -171,7 +172,7 @@ class KIVIState(State):
     def codes_of_values(self) -> QuantizeResult:
         """The quantized values of every row, as `quantize` returns them: the first tokens, then zeros."""
         codes, scale, minimum = (
-            part[:, :, :self._rows[1]] for part in (self._value_codes, self._value_scale, self._value_minimum)
+            part[:, :, :self._most_values] for part in (self._value_codes, self._value_scale, self._value_minimum)
         )
         return self._masked((codes, scale, minimum), self.values_quantized, 1)
 

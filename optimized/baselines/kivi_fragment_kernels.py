@@ -30,8 +30,8 @@ EIGHT = tl.constexpr(8)
 
 @triton.jit
 def _hidden(index):
-    """int32 indices, of which the compiler does not see that they are consecutive. It assigns neighbouring lanes to
-    consecutive addresses, but here these are rows, which the layout of an operand assigns to distant lanes."""
+    """int32 whose values the compiler does not see. It assigns neighbouring lanes to consecutive addresses, but here
+    these are rows, which the layout of an operand assigns to distant lanes. And it unrolls loops."""
     if _PTX:
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [index], dtype=tl.int32, is_pure=True, pack=1
@@ -111,7 +111,8 @@ def _key_words(
 ):
     """The channels `_channels(PART)` of the 8 words of keys from `first` on, and the scales and minima of two channels
     in an int32."""
-    # What differs between parts, and between a lane's numbers, is constant and becomes part of the load.
+    # What differs between parts, and between a lane's numbers, is constant and becomes part of the load. `first` is a
+    # multiple of 8, and WORDS a power of two, since a group divides the head dim.
     word, pair = tl.arange(0, EIGHT), tl.arange(0, 8)
     at = first // WORDS * (HEAD_DIM // 2)
     offset = (word // WORDS)[:, None] * (HEAD_DIM // 2) + pair[None, :]
@@ -283,7 +284,7 @@ def _attend_tile(
         p0, p2 = tl.split(even)
         p1, p3 = tl.split(odd)
     if KEY_BITS == 2:
-        # A loop: all operands one after the other take fewer instructions, but more time to fetch them.
+        # A loop that is not unrolled: unrolled, it has fewer instructions, but fetching them takes longer.
         shares = (p0, p1, p2, p3, p4, p5, p6, p7)
         for turn in range(0, _hidden(tl.full([], 4, tl.int32))):
             acc, found = _add_values(

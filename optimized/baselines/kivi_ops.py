@@ -234,11 +234,12 @@ def in_fragments(
 
 
 def fragment_room(groups: int, rows: int, group: int, key_bits: int) -> tuple[int, int]:
-    """The groups of keys and the rows of values that `fragment_kernel` needs for a KV head with so many: it reads whole
-    tiles, of keys one more, and of values a token more, which are never used."""
+    """The groups of keys and rows of values to allocate per KV head, so that `fragment_kernel` can read whole tiles if
+    `groups` and `rows` are in use. It also loads the keys of a tile more and one value more, but does not use them."""
     tile = EIGHT.value * WORD // key_bits
     tiles = triton.cdiv(rows, tile)
-    return max(groups, triton.cdiv((tiles + 1) * tile, group)), tiles * tile + EIGHT.value     # rows stay aligned
+    # 8 more rows, not 1, so that the rows of each head begin at an aligned address.
+    return max(groups, triton.cdiv((tiles + 1) * tile, group)), tiles * tile + EIGHT.value
 
 
 def fragment_splits(rows: int, tokens: int, key_bits: int, device: torch.device) -> int:

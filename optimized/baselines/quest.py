@@ -107,7 +107,7 @@ def _(key: Tensor, count: Tensor, maximum: Tensor, minimum: Tensor, size: int, t
 
 def _bounds(key: Tensor, count: Tensor | None, maximum: Tensor, minimum: Tensor, size: int, tokens: int) -> None:
     batch, heads, _, head_dim = key.shape
-    size = min(size, tokens)                                    # a program reads every token of its pages
+    size = min(size, tokens)                                    # a program loops over all places of a page
     pages = -(-tokens // size)
     block = 4 if SMALL_TILES else max(1, TILE // padded_head_dim(head_dim) // 2)
     tiles = triton.cdiv(pages, block)

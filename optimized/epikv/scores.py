@@ -125,10 +125,10 @@ def compacted(occupied: Tensor) -> Tensor:
 
 
 class Order(NamedTuple):
-    """An order of T tokens in which those of a row without a value come first."""
+    """An order of a row's T tokens: first those without a value, then those with one."""
 
-    places: Tensor | None                           # [B, T] int64; None: they are first already
-    first: Tensor                                   # [B] int64: their number
+    places: Tensor | None                           # [B, T] int64: the token at each place; None: as they are
+    first: Tensor                                   # [B] int64: the place of the first token with a value
     there: Tensor                                   # [B, T] bool: the tokens with a value
 
     def apply(self, x: Tensor) -> Tensor:

@@ -57,12 +57,12 @@ def grams(
     (batch, number), (slots, entries) = sizes.shape, (positions.shape[1], physical.shape[1])
     groups, heads = key_scales.shape[1:3]
     found = torch.zeros(batch, rows, tau, dtype=torch.float32, device=positions.device)
-    shared = programs(batch, number, positions.device)
-    scratch = torch.empty(batch, shared, tau, dtype=torch.int64, device=positions.device)
+    row_programs = programs(batch, number, positions.device)
+    scratch = torch.empty(batch, row_programs, tau, dtype=torch.int64, device=positions.device)
     layout = ops.layout(formats, block, group, heads, head_dim, entries)
     shape = tile(tau, most, head_dim)
     with on_device_of(positions):
-        gram_kernel[(batch, shared)](
+        gram_kernel[(batch, row_programs)](
             found, first, sizes, planned, block_thoughts, segments, positions, slot_groups, physical, pool,
             key_scales.view(torch.uint8), chunk_scales, scratch, heads, slots, entries, groups, number, tau, rows,
             layout.row_words, *layout.base, **layout.constants, GROUP=group, BLOCK=block, HEAD_DIM=head_dim,
@@ -90,11 +90,11 @@ def shrink(
     (batch, number), (slots, entries) = sizes.shape, (positions.shape[1], physical.shape[1])
     ranks, _, rows, tau = every.shape
     gone = torch.zeros(positions.shape, dtype=torch.bool, device=positions.device)
-    shared = programs(batch, number, positions.device)
-    scratch = torch.empty(batch, shared, tau, dtype=torch.int64, device=positions.device)
+    row_programs = programs(batch, number, positions.device)
+    scratch = torch.empty(batch, row_programs, tau, dtype=torch.int64, device=positions.device)
     shape = tile(tau, most, head_dim)
     with on_device_of(positions):
-        shrink_by_grams_kernel[(batch, shared)](
+        shrink_by_grams_kernel[(batch, row_programs)](
             gone, every, first, sizes, planned, segments, positions, scratch, batch, slots, entries, number, tau, rows,
             ranks, replicas, BLOCK=block, TOKENS=shape["TOKENS"], CLUSTERS=shape["CLUSTERS"], ITERATIONS=ITERATIONS,
             SLOTS=_slots_at_once(slots), num_warps=shape["num_warps"], num_stages=1,

@@ -11,7 +11,8 @@ from .._common.launch import INTERPRETED, multiprocessors
 ITERATIONS = 10
 #: The longest segment, whose Gram matrix still fits in registers.
 MAX_TOKENS = 128
-#: The most programs that share a row's segments, and with many rows, the programs per multiprocessor.
+#: The most programs that share a row's segments, and how often those of all rows fill the multiprocessors, with one
+#: program on each at a time.
 ROW_PROGRAMS, PROGRAMS = 8, 4
 #: The number of clusters in a tile, unless more are needed.
 FEW_CLUSTERS = 64
@@ -32,8 +33,8 @@ def tile(tokens: int, most: int, head_dim: int) -> dict[str, int]:
 
 
 def programs(batch: int, segments: int, device: torch.device) -> int:
-    """The number of programs that share a row's segments. Each has a multiprocessor for itself, so with many rows even
-    those that find nothing to do take time."""
+    """The number of programs that share a row's segments. Only one runs on a multiprocessor at a time, so with many
+    rows even programs that find nothing to do take time."""
     if INTERPRETED:
         return 1
     return min(ROW_PROGRAMS, segments, max(1, triton.cdiv(PROGRAMS * multiprocessors(device), batch)))

@@ -296,11 +296,11 @@ def _shrink(
     (batch, number), (slots, entries) = sizes.shape, (positions.shape[1], physical.shape[1])
     groups, heads = key_scales.shape[1:3]
     gone = torch.zeros(positions.shape, dtype=torch.bool, device=positions.device)
-    shared = programs(batch, number, positions.device)
-    scratch = torch.empty(batch, shared, tau, dtype=torch.int64, device=positions.device)
+    row_programs = programs(batch, number, positions.device)
+    scratch = torch.empty(batch, row_programs, tau, dtype=torch.int64, device=positions.device)
     layout = ops.layout(formats, block, group, heads, head_dim, entries)
     with on_device_of(positions):
-        shrink_kernel[(batch, shared)](
+        shrink_kernel[(batch, row_programs)](
             gone, sizes, planned, block_thoughts, segments, positions, slot_groups, physical, pool,
             key_scales.view(torch.uint8), chunk_scales,
             scratch, heads, slots, entries, groups, number, tau, layout.row_words, *layout.base,

@@ -230,7 +230,8 @@ class QuestState(State):
         """The tokens that the last step attended to, [B, Hq, S] bool."""
         page = torch.arange(self.config.pages_stored, device=self.device)
         chosen = (self.selected[..., None] == page).any(2)                        # [B, Hq, room]
-        return chosen.repeat_interleave(self.config.page_size, -1)[..., :self.sizes.slots] & self.occupied[:, None]
+        size = min(self.config.page_size, self.sizes.slots)
+        return chosen.repeat_interleave(size, -1)[..., :self.sizes.slots] & self.occupied[:, None]
 
     def _attend(self, query: Tensor) -> Tensor:
         visible, heads = self._visible(), self.sizes.query_heads

@@ -73,7 +73,7 @@ def test_free_memory_changes_nothing(key_bits, value_bits, prompt, twins, device
 
 
 @pytest.mark.parametrize("key_bits", [2, 4])
-@pytest.mark.parametrize("group", [16, 32, 96])
+@pytest.mark.parametrize("group", [16, 32, 128])
 def test_memory_has_room_for_what_is_read(group, key_bits):
     """Keys of the tile behind the last one, and a value behind the last tile."""
     tile = 8 * 32 // key_bits

@@ -127,6 +127,17 @@ def test_one_token_at_a_time_bounds_pages_as_a_prompt_does(side, twins, device):
 
 
 @both_sides
+def test_a_page_larger_than_the_state_has_all_tokens(side, twins, device):
+    found = []
+    for page_size in (2**40, 12):
+        state = new_state(getattr(twins, side), device, page_size=page_size, budget=4, max_tokens=12)
+        outputs = [state.prefill(*tokens(device, 6)), state.step(*token(device, seed=2))]
+        found.append([*outputs, state.maximum, state.minimum])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@both_sides
 def test_padding_takes_no_slot(side, twins, device):
     """A padded row has the pages of the same tokens without padding."""
     given = tokens(device, 9)
