@@ -80,6 +80,7 @@ def side(request, twins):
 
 
 @example(case=Series(2, 2, 12, "ordinary", "left", 1, str(strategies.default_device())), window=4)
+@example(case=Series(2, 2, 12, "ordinary", "holes", 1, str(strategies.default_device())), window=4)
 @given(case=series(), window=st.sampled_from((4, 1, 2, 7, 64)))
 @few
 def test_rolling_means_and_z_scores(case, window, twins):
@@ -332,6 +333,22 @@ def test_streaming_keeps_what_select_keeps_of_the_whole(seed, budget, recent, si
         assert_same(held, kept, what=f"tokens held after token {t}")
         frozen = scores.gather(1, state.positions.clamp_min(0)).masked_fill(~state.occupied, -torch.inf)
         assert_same(state.score, frozen, what="scores")
+
+
+def test_a_scorer_alone_notices_an_interrupted_prompt(twins, device, monkeypatch):
+    from kvtwin.optimized.epikv import scorer as ours
+
+    scorer = twins.optimized.epikv.EpiKVScorer(
+        EpiKVConfig(budget=4, policy="kv_key", keep_prompt=False), batch=1, hidden_size=16, key_value_heads=1,
+        head_dim=16, dtype=torch.float32, device=device,
+    )
+    key, occupied = torch.ones(1, 1, 3, 16, device=device), torch.ones(1, 3, dtype=torch.bool, device=device)
+    with monkeypatch.context() as patch:
+        patch.setattr(ours, "select", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            scorer.prefill(occupied, None, key, key)
+    with pytest.raises(RuntimeError, match="interrupted prefill"):
+        scorer.step(key=key[:, :, 0], value=key[:, :, 0])
 
 
 def test_layers_that_share_a_scorer_are_layers_alone(side, device):

@@ -80,7 +80,7 @@ def test_a_row_that_begins_with_its_first_step(twins, device):
 
 @pytest.mark.parametrize("policy", ["band_adaptive", "lag_kv"])
 def test_a_longer_run_with_reset_and_beams(policy, twins, device):
-    bands = {"bands": (2, 1)} if policy == "band_adaptive" else {}
+    bands = {"bands": (1, 2)} if policy == "band_adaptive" else {}
     run = both(twins, device, budget=6, recent=3, policy=policy, window=3, chunk=3, keep_prompt=False, **bands)
     run.prefill(*drawn(40, device, 7))
     for step in range(5):

@@ -27,6 +27,7 @@ CASES = [
     pytest.param(BF16, 128, 8, 4, 4, 32, 32, 97, id="4-bits-one-token-in-a-tile"),
     pytest.param(FP16, 64, 3, 4, 4, 16, 48, 112, id="4-bits-float16-narrow-whole-tile"),
     pytest.param(BF16, 64, 2, 4, 4, 16, 16, 230, id="4-bits-two-tiles-in-each-program"),
+    pytest.param(BF16, 128, 2, 4, 4, 128, 128, 200, id="4-bits-a-group-of-two-tiles"),
     pytest.param(BF16, 64, 2, 2, 4, 16, 16, 150, id="2-and-4-bits", marks=long),
     pytest.param(FP16, 128, 5, 4, 2, 16, 16, 85, id="4-and-2-bits", marks=long),
     pytest.param(BF16, 128, 2, 2, 2, 128, 128, 126, id="nothing-quantized-yet"),
@@ -52,7 +53,7 @@ def test_a_step_in_fragments_keeps_step(
 
 
 @pytest.mark.parametrize(("key_bits", "value_bits", "prompt"), [
-    (2, 2, 170), (4, 4, 97), pytest.param(2, 4, 31, marks=long),
+    (2, 2, 170), (4, 4, 97), (4, 4, 170), pytest.param(2, 4, 31, marks=long),
 ])
 def test_free_memory_changes_nothing(key_bits, value_bits, prompt, twins, device):
     """Keys and values that left the buffers, and codes of tokens that did not."""
@@ -70,6 +71,25 @@ def test_free_memory_changes_nothing(key_bits, value_bits, prompt, twins, device
             judge.poison(state)
         outputs.append(state.step(*(tensor[:, :, prompt] for tensor in given)))
     assert_same(outputs[1], outputs[0], what="output")
+
+
+@pytest.mark.parametrize(("key_bits", "value_bits", "prompt"), [(2, 2, 156), (4, 4, 93)])
+def test_equal_values_are_the_output(key_bits, value_bits, prompt, twins, device):
+    """Around the end of a tile: with the weight of one more token in the sum, the output would be smaller."""
+    kivi = twins.optimized.baselines.kivi
+    state = kivi.KIVIState(
+        kivi.KIVIConfig(key_bits, value_bits, group=32, residual=32, max_tokens=256), batch=1, query_heads=2,
+        key_value_heads=1, head_dim=128, dtype=BF16, device=device,
+    )
+
+    def given(*time: int) -> tuple[torch.Tensor, ...]:
+        zeros = torch.zeros(1, 1, *time, 128, dtype=BF16, device=device)
+        return zeros.repeat_interleave(2, 1), zeros, zeros + 1
+
+    state.prefill(*given(prompt))
+    for _ in range(7):
+        output = state.step(*given())
+        assert_same(output, torch.ones_like(output), what="output")
 
 
 @pytest.mark.parametrize("key_bits", [2, 4])
