@@ -30,8 +30,9 @@ EIGHT = tl.constexpr(8)
 
 @triton.jit
 def _hidden(index):
-    """int32 whose values the compiler does not see. It assigns neighbouring lanes to consecutive addresses, but here
-    these are rows, which the layout of an operand assigns to distant lanes. And it unrolls loops."""
+    """int32 whose values the compiler does not see. If it saw consecutive indices, it would assign neighbouring lanes
+    to them, but here these are rows, which the layout of an operand assigns to distant lanes. If it saw the number of
+    turns of a loop, it would unroll the loop."""
     if _PTX:
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [index], dtype=tl.int32, is_pure=True, pack=1
