@@ -2,11 +2,8 @@
 them. For 16-bit numbers, heads of 64 or 128 channels, and up to 8 query heads per KV head.
 
 The products are transposed, S^T = K q^T and O^T += V^T P^T: tokens or channels are the side of 16, and query heads the
-side of 8. A lane holds rows g and g + 8 of an operand [16, 16], and columns 2 t + i and 8 + 2 t + i, with g = lane / 4,
-t = lane % 4 and i = 0, 1. The 32 bits of a register are two columns.
-
-Rows come from codes that are half a word apart: code j of word g is row g of the j-th operand, and code j + C / 2 is
-row g + 8. So a lane takes its numbers from its own words, two at a time, and only S and P pass between lanes.
+side of 8. A lane makes the operands K and V^T of its own words (`kivi_fragment_operands.py`), so that only S and P pass
+between lanes.
 """
 
 from __future__ import annotations
@@ -14,215 +11,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.launch import PTX
 from .._common.numerics import dot, float32, multiply, round_to
 from .._common.softmax import weigh_columns
+from .kivi_fragment_operands import (
+    EIGHT,
+    channel_of,
+    channels,
+    hidden,
+    key_operand,
+    key_words,
+    value_operand,
+    value_words,
+)
 from .kivi_kernels import SEEN, number_of, quantized_counts
-from .kivi_step_kernels import pair_of
-
-_PTX = tl.constexpr(PTX)
-#: The words of a tile, and the side of query heads in a product.
-EIGHT = tl.constexpr(8)
-
-
-# Numbers as operands -------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _hidden(index):
-    """int32 whose values the compiler does not see. If it saw consecutive indices, it would assign neighbouring lanes
-    to them, but here these are rows, which the layout of an operand assigns to distant lanes. If it saw the number of
-    turns of a loop, it would unroll the loop."""
-    if _PTX:
-        return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [index], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        return index
-
-
-@triton.jit
-def _lower_halves(one, other):
-    """The lower halves of two int32, `one` below."""
-    if _PTX:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [one, other], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        return (one & 0xFFFF) | (other << 16)
-
-
-@triton.jit
-def _upper_halves(one, other):
-    if _PTX:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [one, other], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        return ((one >> 16) & 0xFFFF) | (other & -65536)
-
-
-@triton.jit
-def _rows(lower, upper, steps, shifts, NUMBER: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """The pairs of codes NUMBER and NUMBER + C / 2 of words, given as lower and upper halves: [..., 2] int32."""
-    # As many codes as the lower bits of a 16-bit number have need one shift.
-    TOGETHER: tl.constexpr = (7 if tl.bfloat16 == DTYPE else 10) // BITS
-    RIGHT: tl.constexpr = NUMBER // TOGETHER * TOGETHER * BITS
-    AT: tl.constexpr = NUMBER % TOGETHER * BITS
-    return tl.join(
-        pair_of(lower >> RIGHT, steps, shifts, BITS, DTYPE, AT),
-        pair_of(upper >> RIGHT, steps, shifts, BITS, DTYPE, AT),
-    )
-
-
-@triton.jit
-def _all_rows(lower, upper, steps, shifts, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """`_rows` of all codes: [..., row, bits of the number, the highest first]."""
-    y0 = _rows(lower, upper, steps, shifts, 0, BITS, DTYPE)
-    y1 = _rows(lower, upper, steps, shifts, 1, BITS, DTYPE)
-    y2 = _rows(lower, upper, steps, shifts, 2, BITS, DTYPE)
-    y3 = _rows(lower, upper, steps, shifts, 3, BITS, DTYPE)
-    if BITS == 2:
-        y4 = _rows(lower, upper, steps, shifts, 4, BITS, DTYPE)
-        y5 = _rows(lower, upper, steps, shifts, 5, BITS, DTYPE)
-        y6 = _rows(lower, upper, steps, shifts, 6, BITS, DTYPE)
-        y7 = _rows(lower, upper, steps, shifts, 7, BITS, DTYPE)
-        return tl.join(
-            tl.join(tl.join(y0, y4), tl.join(y2, y6)), tl.join(tl.join(y1, y5), tl.join(y3, y7))
-        )
-    else:
-        return tl.join(tl.join(y0, y2), tl.join(y1, y3))
-
-
-@triton.jit
-def _unpacked(y, DTYPE: tl.constexpr):
-    """Both numbers of pairs: [..., 2]."""
-    return tl.join(y.to(tl.int16).to(DTYPE, bitcast=True), (y >> 16).to(tl.int16).to(DTYPE, bitcast=True))
-
-
-@triton.jit
-def _channels(PART: tl.constexpr):
-    """The channels of the PART-th operand of keys and queries."""
-    return PART * 16 + tl.arange(0, 16)
-
-
-@triton.jit
-def _key_words(
-    codes, steps, shifts, first, PART: tl.constexpr, HEAD_DIM: tl.constexpr, WORDS: tl.constexpr
-):
-    """The channels `_channels(PART)` of the 8 words of keys from `first` on, and the scales and minima of two channels
-    in an int32."""
-    # What differs between parts, and between a lane's numbers, is constant and becomes part of the load. `first` is a
-    # multiple of 8, and WORDS a power of two, since a group divides the head dim.
-    word, pair = tl.arange(0, EIGHT), tl.arange(0, 8)
-    at = first // WORDS * (HEAD_DIM // 2)
-    offset = (word // WORDS)[:, None] * (HEAD_DIM // 2) + pair[None, :]
-    return (
-        tl.load(codes + first * HEAD_DIM + (word[:, None] * HEAD_DIM + _channels(0)[None, :]) + PART * 16),
-        tl.load(steps + at + offset + PART * 8), tl.load(shifts + at + offset + PART * 8),
-    )
-
-
-@triton.jit
-def _key_operand(packed, step, shift, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Keys [8 C, 16] from `_key_words`; row ((j, h), g) is code j + h C / 2 of word g."""
-    C: tl.constexpr = 32 // BITS
-    step = tl.reshape(step, (EIGHT, 4, 2))                                              # word, t, two columns
-    shift = tl.reshape(shift, (EIGHT, 4, 2))
-    one, other = tl.split(tl.reshape(packed, (EIGHT, 4, 2, 2)))
-    y = _all_rows(_lower_halves(one, other), _upper_halves(one, other), step, shift, BITS, DTYPE)
-    y = _unpacked(y, DTYPE)
-    if BITS == 2:
-        y = tl.permute(y, (4, 5, 6, 3, 0, 1, 2, 7))
-    else:
-        y = tl.permute(y, (4, 5, 3, 0, 1, 2, 6))
-    return tl.reshape(y, (8 * C, 16))
-
-
-@triton.jit
-def _four(x):
-    """The four tensors along the last dimension, in their order."""
-    even, odd = tl.split(tl.reshape(x, (4, EIGHT, 2, 2)))
-    a, c = tl.split(even)
-    b, d = tl.split(odd)
-    return a, b, c, d
-
-
-@triton.jit
-def _words_of(codes, first, token, step, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
-    """The UNIT-th of a lane's words of the tokens first + token [4, 1, 1] + step [1, 1, 4]: four times [4, 8]."""
-    EACH: tl.constexpr = HEAD_DIM * BITS // 32
-    word = _hidden(tl.arange(0, EIGHT) * (EACH // EIGHT) + UNIT)[None, :, None]
-    return _four(tl.load(codes + first * EACH + (token * EACH + word) + step * EACH))
-
-
-@triton.jit
-def _scales_of(scales, first, token, step, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The scale, below, and the minimum of a lane's words of tokens as in `_words_of`: four times [4, 8] int32."""
-    EACH: tl.constexpr = HEAD_DIM // GROUP
-    group = _hidden(tl.arange(0, EIGHT) * (HEAD_DIM // EIGHT) // GROUP)[None, :, None]
-    return _four(tl.load(scales + first * EACH + (token * EACH + group) + step * EACH))
-
-
-@triton.jit
-def _value_words(
-    codes, scales, first, NUMBER: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    """The words and scales of 16 values, each for the columns 4 t to 4 t + 3. Column 8 h + g is token
-    first + NUMBER + g STRIDE + h STRIDE / 2."""
-    # The compiler's time depends on the number of loads: the four tokens of a lane have one.
-    t, i = tl.arange(0, 4)[:, None, None], tl.arange(0, 4)[None, None, :]
-    token, step = t % 2 * (4 * STRIDE) + t // 2 * (STRIDE // 2), i * STRIDE + NUMBER
-    words = _words_of(codes, first, token, step, 0, HEAD_DIM, BITS)
-    others = words
-    if HEAD_DIM * BITS == 512:
-        others = _words_of(codes, first, token, step, 1, HEAD_DIM, BITS)
-    return words, others, _scales_of(scales, first, token, step, GROUP, HEAD_DIM)
-
-
-@triton.jit
-def _of_two_tokens(one, other, scale, other_scale, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """The values of words of two tokens: [t, word, row, bits of the number], pairs of tokens."""
-    return _all_rows(
-        _lower_halves(one, other), _upper_halves(one, other), _lower_halves(scale, other_scale),
-        _upper_halves(scale, other_scale), BITS, DTYPE,
-    )
-
-
-@triton.jit
-def _value_operand(words, others, scales, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """V^T [D, 16] from `_value_words`; row m is channel `_channel_of(m)`."""
-    y = tl.join(
-        _of_two_tokens(words[0], words[1], scales[0], scales[1], BITS, DTYPE),
-        _of_two_tokens(words[2], words[3], scales[2], scales[3], BITS, DTYPE),
-    )
-    if HEAD_DIM * BITS == 512:
-        y = tl.join(y, tl.join(
-            _of_two_tokens(others[0], others[1], scales[0], scales[1], BITS, DTYPE),
-            _of_two_tokens(others[2], others[3], scales[2], scales[3], BITS, DTYPE),
-        ))
-    y = _unpacked(y, DTYPE)                           # t, word, row, bits of the number, two pairs, (unit,) pair
-    if BITS == 2:
-        y = tl.permute(y, (3, 4, 5, 2, 1, 0, 6, 7))
-    elif HEAD_DIM * BITS == 512:
-        y = tl.permute(y, (6, 3, 4, 2, 1, 0, 5, 7))
-    else:
-        y = tl.permute(y, (3, 4, 2, 1, 0, 5, 6))
-    return tl.reshape(y, (HEAD_DIM, 16))
-
-
-@triton.jit
-def _channel_of(m, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
-    """The channel of row m of V^T and of the accumulator."""
-    C: tl.constexpr = 32 // BITS
-    UNITS: tl.constexpr = HEAD_DIM * BITS // 256
-    unit_number = m // 16
-    unit, number = unit_number // (C // 2), unit_number % (C // 2)
-    return (m % 8 * UNITS + unit) * C + m % 16 // 8 * (C // 2) + number
-
-
-# A step --------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -231,12 +32,12 @@ def _add_values(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr,
 ):
     """acc [D, 8] plus the first MANY operands of a tile's values, 16 tokens each, times shares [16, 8]. found: the
-    `_value_words` of the first operand; with MORE, those of the operand behind the last one are returned."""
+    `value_words` of the first operand; with MORE, those of the operand behind the last one are returned."""
     for i in tl.static_range(MANY):
         words, others, scales_of_words = found
         if MORE or i + 1 < MANY:
-            found = _value_words(codes, scales, first, i + 1, STRIDE, GROUP, HEAD_DIM, BITS)
-        v = _value_operand(words, others, scales_of_words, HEAD_DIM, BITS, DTYPE)
+            found = value_words(codes, scales, first, i + 1, STRIDE, GROUP, HEAD_DIM, BITS)
+        v = value_operand(words, others, scales_of_words, HEAD_DIM, BITS, DTYPE)
         acc += dot(v, round_to(shares[i], DTYPE))
     return acc, found
 
@@ -248,7 +49,7 @@ def _attend_tile(
     GROUP: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr,
 ):
     """Update the online softmax with the tokens of the words 8 tile to 8 tile + 7, those before `count`. What a product
-    needs is loaded before the product ahead of it. packed, step, shift: the first `_key_words`; those of the next tile
+    needs is loaded before the product ahead of it. packed, step, shift: the first `key_words`; those of the next tile
     are returned."""
     C: tl.constexpr = 32 // KEY_BITS
     TOKENS: tl.constexpr = 8 * C
@@ -258,11 +59,11 @@ def _attend_tile(
     for part in tl.static_range(PARTS):
         words, steps, shifts = packed, step, shift
         if part + 1 < PARTS:
-            packed, step, shift = _key_words(
+            packed, step, shift = key_words(
                 key_codes, key_steps, key_shifts, tile * 8, part + 1, HEAD_DIM, WORDS
             )
-        logit += dot(_key_operand(words, steps, shifts, KEY_BITS, DTYPE), query_parts[part])
-    found = _value_words(value_codes, value_scales, first, 0, C, GROUP, HEAD_DIM, VALUE_BITS)
+        logit += dot(key_operand(words, steps, shifts, KEY_BITS, DTYPE), query_parts[part])
+    found = value_words(value_codes, value_scales, first, 0, C, GROUP, HEAD_DIM, VALUE_BITS)
     m = tl.arange(0, TOKENS)
     token = first + m % 8 * C + m % 16 // 8 * (C // 2) + m // 16
     logit = multiply(logit, scale)
@@ -287,7 +88,7 @@ def _attend_tile(
     if KEY_BITS == 2:
         # A loop that is not unrolled: unrolled, it has fewer instructions, but fetching them takes longer.
         shares = (p0, p1, p2, p3, p4, p5, p6, p7)
-        for turn in range(0, _hidden(tl.full([], 4, tl.int32))):
+        for turn in range(0, hidden(tl.full([], 4, tl.int32))):
             acc, found = _add_values(
                 acc, shares, found, value_codes, value_scales, first + 2 * turn, C, 2, True, GROUP, HEAD_DIM,
                 VALUE_BITS, DTYPE,
@@ -298,7 +99,7 @@ def _attend_tile(
             acc, (p0, p1, p2, p3), found, value_codes, value_scales, first, C, 4, False, GROUP, HEAD_DIM, VALUE_BITS,
             DTYPE,
         )
-    packed, step, shift = _key_words(key_codes, key_steps, key_shifts, tile * 8 + 8, 0, HEAD_DIM, WORDS)
+    packed, step, shift = key_words(key_codes, key_steps, key_shifts, tile * 8 + 8, 0, HEAD_DIM, WORDS)
     return acc, row_max, weight_sum, packed, step, shift
 
 
@@ -358,8 +159,8 @@ def _forget_values_behind(scales, count, end, HEAD_DIM: tl.constexpr, KEY_BITS: 
 
 @triton.jit
 def _query_part(query, d_stride, valid, PART: tl.constexpr):
-    """The rows `_channels(PART)` of q [D, 8]; query [1, 8]: pointers to its columns."""
-    return tl.load(query + _channels(PART).to(tl.int64)[:, None] * d_stride, mask=valid, other=0.0)
+    """The rows `channels(PART)` of q [D, 8]; query [1, 8]: pointers to its columns."""
+    return tl.load(query + channels(PART).to(tl.int64)[:, None] * d_stride, mask=valid, other=0.0)
 
 
 @triton.jit
@@ -410,7 +211,7 @@ def fragment_kernel(
     acc = tl.zeros([HEAD_DIM, EIGHT], tl.float32)
     row_max = tl.full([EIGHT], float("-inf"), tl.float32)
     weight_sum = tl.zeros([EIGHT, EIGHT], tl.float32)
-    channel = _channel_of(d, HEAD_DIM, VALUE_BITS)
+    channel = channel_of(d, HEAD_DIM, VALUE_BITS)
     if not rest:
         key_steps += row_head * key_groups * (HEAD_DIM // 2)
         key_shifts += row_head * key_groups * (HEAD_DIM // 2)
@@ -420,7 +221,7 @@ def fragment_kernel(
         tiles = tl.cdiv(values_quantized, 256 // KEY_BITS)
         each = tl.cdiv(tiles, splits)
         # A program without tokens also reads keys: there is room for a tile behind the last one.
-        packed, step, shift = _key_words(
+        packed, step, shift = key_words(
             key_codes, key_steps, key_shifts, tl.minimum(split * each, tiles) * 8, 0, HEAD_DIM, WORDS
         )
         end = tl.minimum(split * each + each, tiles)

@@ -24,7 +24,8 @@ from .._common.launch import (
     padded_head_dim,
 )
 from .._common.numerics import LOG2_E
-from .kivi_fragment_kernels import EIGHT, fragment_kernel
+from .kivi_fragment_kernels import fragment_kernel
+from .kivi_fragment_operands import EIGHT
 from .kivi_kernels import APART, EVERY, PROMPT, STEP, dequantize_kernel, quantize_keys_kernel, quantize_values_kernel
 from .kivi_step_kernels import attention_kernel, merge_kernel
 

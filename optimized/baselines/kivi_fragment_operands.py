@@ -1,0 +1,214 @@
+"""KIVI's words as operands of tensor cores, in programs of one warp (`kivi_fragment_kernels.py`).
+
+A lane holds rows g and g + 8 of an operand [16, 16], and columns 2 t + i and 8 + 2 t + i, with g = lane / 4,
+t = lane % 4 and i = 0, 1. The 32 bits of a register are two columns.
+
+Rows come from codes that are half a word apart: code j of word g is row g of the j-th operand, and code j + C / 2 is
+row g + 8. So a lane takes its numbers from its own words, two at a time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._common.launch import PTX
+from .kivi_step_kernels import pair_of
+
+_PTX = tl.constexpr(PTX)
+#: The words of a tile, and the side of query heads in a product.
+EIGHT = tl.constexpr(8)
+
+
+@triton.jit
+def hidden(index):
+    """int32 whose values the compiler does not see. If it saw consecutive indices, it would assign neighbouring lanes
+    to them, but here these are rows, which the layout of an operand assigns to distant lanes. If it saw the number of
+    turns of a loop, it would unroll the loop."""
+    if _PTX:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [index], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return index
+
+
+@triton.jit
+def _lower_halves(one, other):
+    """The lower halves of two int32, `one` below."""
+    if _PTX:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [one, other], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return (one & 0xFFFF) | (other << 16)
+
+
+@triton.jit
+def _upper_halves(one, other):
+    if _PTX:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [one, other], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return ((one >> 16) & 0xFFFF) | (other & -65536)
+
+
+@triton.jit
+def _rows(lower, upper, steps, shifts, NUMBER: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """The pairs of codes NUMBER and NUMBER + C / 2 of words, given as lower and upper halves: [..., 2] int32."""
+    # As many codes as the lower bits of a 16-bit number have need one shift.
+    TOGETHER: tl.constexpr = (7 if tl.bfloat16 == DTYPE else 10) // BITS
+    RIGHT: tl.constexpr = NUMBER // TOGETHER * TOGETHER * BITS
+    AT: tl.constexpr = NUMBER % TOGETHER * BITS
+    return tl.join(
+        pair_of(lower >> RIGHT, steps, shifts, BITS, DTYPE, AT),
+        pair_of(upper >> RIGHT, steps, shifts, BITS, DTYPE, AT),
+    )
+
+
+@triton.jit
+def _all_rows(lower, upper, steps, shifts, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """`_rows` of all codes: [..., row, bits of the number, the highest first]."""
+    y0 = _rows(lower, upper, steps, shifts, 0, BITS, DTYPE)
+    y1 = _rows(lower, upper, steps, shifts, 1, BITS, DTYPE)
+    y2 = _rows(lower, upper, steps, shifts, 2, BITS, DTYPE)
+    y3 = _rows(lower, upper, steps, shifts, 3, BITS, DTYPE)
+    if BITS == 2:
+        y4 = _rows(lower, upper, steps, shifts, 4, BITS, DTYPE)
+        y5 = _rows(lower, upper, steps, shifts, 5, BITS, DTYPE)
+        y6 = _rows(lower, upper, steps, shifts, 6, BITS, DTYPE)
+        y7 = _rows(lower, upper, steps, shifts, 7, BITS, DTYPE)
+        return tl.join(
+            tl.join(tl.join(y0, y4), tl.join(y2, y6)), tl.join(tl.join(y1, y5), tl.join(y3, y7))
+        )
+    else:
+        return tl.join(tl.join(y0, y2), tl.join(y1, y3))
+
+
+@triton.jit
+def _unpacked(y, DTYPE: tl.constexpr):
+    """Both numbers of pairs: [..., 2]."""
+    return tl.join(y.to(tl.int16).to(DTYPE, bitcast=True), (y >> 16).to(tl.int16).to(DTYPE, bitcast=True))
+
+
+@triton.jit
+def channels(PART: tl.constexpr):
+    """The channels of the PART-th operand of keys and queries."""
+    return PART * 16 + tl.arange(0, 16)
+
+
+@triton.jit
+def key_words(
+    codes, steps, shifts, first, PART: tl.constexpr, HEAD_DIM: tl.constexpr, WORDS: tl.constexpr
+):
+    """The channels `channels(PART)` of the 8 words of keys from `first` on, and the scales and minima of two channels
+    in an int32."""
+    # What differs between parts, and between a lane's numbers, is constant and becomes part of the load. `first` is a
+    # multiple of 8, and WORDS a power of two, since a group divides the head dim.
+    word, pair = tl.arange(0, EIGHT), tl.arange(0, 8)
+    at = first // WORDS * (HEAD_DIM // 2)
+    offset = (word // WORDS)[:, None] * (HEAD_DIM // 2) + pair[None, :]
+    return (
+        tl.load(codes + first * HEAD_DIM + (word[:, None] * HEAD_DIM + channels(0)[None, :]) + PART * 16),
+        tl.load(steps + at + offset + PART * 8), tl.load(shifts + at + offset + PART * 8),
+    )
+
+
+@triton.jit
+def key_operand(packed, step, shift, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Keys [8 C, 16] from `key_words`; row ((j, h), g) is code j + h C / 2 of word g."""
+    C: tl.constexpr = 32 // BITS
+    step = tl.reshape(step, (EIGHT, 4, 2))                                              # word, t, two columns
+    shift = tl.reshape(shift, (EIGHT, 4, 2))
+    one, other = tl.split(tl.reshape(packed, (EIGHT, 4, 2, 2)))
+    y = _all_rows(_lower_halves(one, other), _upper_halves(one, other), step, shift, BITS, DTYPE)
+    y = _unpacked(y, DTYPE)
+    if BITS == 2:
+        y = tl.permute(y, (4, 5, 6, 3, 0, 1, 2, 7))
+    else:
+        y = tl.permute(y, (4, 5, 3, 0, 1, 2, 6))
+    return tl.reshape(y, (8 * C, 16))
+
+
+@triton.jit
+def _four(x):
+    """The four tensors along the last dimension, in their order."""
+    even, odd = tl.split(tl.reshape(x, (4, EIGHT, 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def _words_of(codes, first, token, step, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
+    """The UNIT-th of a lane's words of the tokens first + token [4, 1, 1] + step [1, 1, 4]: four times [4, 8]."""
+    EACH: tl.constexpr = HEAD_DIM * BITS // 32
+    word = hidden(tl.arange(0, EIGHT) * (EACH // EIGHT) + UNIT)[None, :, None]
+    return _four(tl.load(codes + first * EACH + (token * EACH + word) + step * EACH))
+
+
+@triton.jit
+def _scales_of(scales, first, token, step, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The scale, below, and the minimum of a lane's words of tokens as in `_words_of`: four times [4, 8] int32."""
+    EACH: tl.constexpr = HEAD_DIM // GROUP
+    group = hidden(tl.arange(0, EIGHT) * (HEAD_DIM // EIGHT) // GROUP)[None, :, None]
+    return _four(tl.load(scales + first * EACH + (token * EACH + group) + step * EACH))
+
+
+@triton.jit
+def value_words(
+    codes, scales, first, NUMBER: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """The words and scales of 16 values, each for the columns 4 t to 4 t + 3. Column 8 h + g is token
+    first + NUMBER + g STRIDE + h STRIDE / 2."""
+    # The compiler's time depends on the number of loads: the four tokens of a lane have one.
+    t, i = tl.arange(0, 4)[:, None, None], tl.arange(0, 4)[None, None, :]
+    token, step = t % 2 * (4 * STRIDE) + t // 2 * (STRIDE // 2), i * STRIDE + NUMBER
+    words = _words_of(codes, first, token, step, 0, HEAD_DIM, BITS)
+    others = words
+    if HEAD_DIM * BITS == 512:
+        others = _words_of(codes, first, token, step, 1, HEAD_DIM, BITS)
+    return words, others, _scales_of(scales, first, token, step, GROUP, HEAD_DIM)
+
+
+@triton.jit
+def _of_two_tokens(one, other, scale, other_scale, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """The values of words of two tokens: [t, word, row, bits of the number], pairs of tokens."""
+    return _all_rows(
+        _lower_halves(one, other), _upper_halves(one, other), _lower_halves(scale, other_scale),
+        _upper_halves(scale, other_scale), BITS, DTYPE,
+    )
+
+
+@triton.jit
+def value_operand(words, others, scales, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """V^T [D, 16] from `value_words`; row m is channel `channel_of(m)`."""
+    y = tl.join(
+        _of_two_tokens(words[0], words[1], scales[0], scales[1], BITS, DTYPE),
+        _of_two_tokens(words[2], words[3], scales[2], scales[3], BITS, DTYPE),
+    )
+    if HEAD_DIM * BITS == 512:
+        y = tl.join(y, tl.join(
+            _of_two_tokens(others[0], others[1], scales[0], scales[1], BITS, DTYPE),
+            _of_two_tokens(others[2], others[3], scales[2], scales[3], BITS, DTYPE),
+        ))
+    y = _unpacked(y, DTYPE)                           # t, word, row, bits of the number, two pairs, (unit,) pair
+    if BITS == 2:
+        y = tl.permute(y, (3, 4, 5, 2, 1, 0, 6, 7))
+    elif HEAD_DIM * BITS == 512:
+        y = tl.permute(y, (6, 3, 4, 2, 1, 0, 5, 7))
+    else:
+        y = tl.permute(y, (3, 4, 2, 1, 0, 5, 6))
+    return tl.reshape(y, (HEAD_DIM, 16))
+
+
+@triton.jit
+def channel_of(m, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
+    """The channel of row m of V^T and of the accumulator."""
+    C: tl.constexpr = 32 // BITS
+    UNITS: tl.constexpr = HEAD_DIM * BITS // 256
+    unit_number = m // 16
+    unit, number = unit_number // (C // 2), unit_number % (C // 2)
+    return (m % 8 * UNITS + unit) * C + m % 16 // 8 * (C // 2) + number
