@@ -20,6 +20,7 @@ from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.oracle import attend
 from kvtwin.optimized._common import library_attention, prompt_attention
 from kvtwin.optimized._common.block_cache import state as block_state
+from kvtwin.optimized._common.state import State
 
 pytestmark = pytest.mark.kind("equivalence")
 
@@ -76,6 +77,19 @@ def state_and_prompt(
     return state, prompt | checkers.extras(state, prompt["query"], prompt["key"], prompt["value"])
 
 
+def assert_same_tokens(pair: discovery.Pair, state: Any, other: Any) -> None:
+    """Both states hold the same tokens, with the same bits."""
+    hidden = ~other.occupied
+    for field in checkers.ask(pair.name, "Adapter", lockstep.Adapter).stored:
+        one, two = getattr(state, field), getattr(other, field)
+        if one.dim() == 4 and not checkers.ask(pair.name, "LOSSY", False):
+            free = hidden if hidden.dim() == 3 else hidden[:, None]
+            one, two = (tensor.masked_fill(free[..., None], 0) for tensor in (one, two))
+        assert_same(one, two, what=field)
+    assert_same(state.positions, other.positions, what="positions")
+    assert_same(state.occupied, other.occupied, what="occupied")
+
+
 @pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("pair", discovery.methods(), ids=str)
 @pytest.mark.parametrize("padding", ["none", "left_padding", "full"])
@@ -97,15 +111,32 @@ def test_a_state_is_the_same_after_pytorchs_kernel_and_kvtwins(pair, padding, de
                 without.setattr(module, "library_kernel", lambda *_, **__: "kvtwin")
             plain.prefill(**prompt)
         assert plain.prompt_kernel == "kvtwin"
-        hidden = ~plain.occupied
-        for field in checkers.ask(pair.name, "Adapter", lockstep.Adapter).stored:
-            mine, other = getattr(state, field), getattr(plain, field)
-            if mine.dim() == 4 and not checkers.ask(pair.name, "LOSSY", False):
-                free = hidden if hidden.dim() == 3 else hidden[:, None]
-                mine, other = (one.masked_fill(free[..., None], 0) for one in (mine, other))
-            assert_same(mine, other, what=field)
-        assert_same(state.positions, plain.positions, what="positions")
-        assert_same(state.occupied, plain.occupied, what="occupied")
+        assert_same_tokens(pair, state, plain)
+
+
+@pytest.mark.slow_on_cpu
+@pytest.mark.parametrize("pair", discovery.methods(), ids=str)
+def test_a_prompt_may_come_late_and_be_overwritten_at_once(pair, device, monkeypatch):
+    """On a GPU, a method's own work runs beside the attention, on another stream. Here the caller's stream is busy when
+    prefill is called, fills the prompt after that, and overwrites it as soon as prefill returns."""
+    monkeypatch.setattr(State, "_check_empty", lambda *_: None)                # reads the device, and so waits
+    tokens = LENGTHS[device.type]["cudnn" if device.type == "cuda" else "math"]
+    expected_state, prompt = state_and_prompt(pair, tokens, "none", device)
+    expected_output = expected_state.prefill(**prompt)
+    state, _ = state_and_prompt(pair, tokens, "none", device)
+    late = {name: None if one is None else torch.full_like(one, torch.nan) for name, one in prompt.items()}
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(2 * 10**8)                                           # about a tenth of a second
+    for name, one in late.items():
+        if one is not None:
+            one.copy_(prompt[name])
+    output = state.prefill(**late)
+    for one in late.values():
+        if one is not None:
+            one.fill_(torch.nan)
+    assert_same(output, expected_output, what="the output")
+    assert_same_tokens(pair, state, expected_state)
 
 
 def tensors(device: torch.device, tokens: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

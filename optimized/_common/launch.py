@@ -37,11 +37,17 @@ LATE = 3
 #: The largest number of programs that share a row's slots. Their partial results are merged as one tile.
 MAX_SPLITS = 64
 
-#: Rows of a `tl.dot` operand: the minimum of tensor cores.
-GROUP_ROWS = 16
+#: Rows of a `tl.dot` operand with the queries of a group: the minimum of tensor cores; and of float32, which does
+#: without them. Rows beyond the group cost float32 time, of the compiler, too.
+GROUP_ROWS, FLOAT32_ROWS = 16, 4
 
 #: Scratch rows are padded to a multiple of this many slots, for whole tiles and whole cache lines.
 ROW_UNIT = 128
+
+
+def group_rows(group: int, dtype: torch.dtype) -> int:
+    """Rows of a `tl.dot` operand with the queries of a group, whose products are in `dtype`."""
+    return max(FLOAT32_ROWS, triton.next_power_of_2(group)) if dtype == torch.float32 else GROUP_ROWS
 
 
 def check_launchable(stored: tuple[torch.dtype, ...] = (), /, **tensors: Tensor | None) -> None:

@@ -18,9 +18,9 @@ from ...reference.baselines._cake import ObserveResult
 from ...reference.baselines._cascade import CAKEConfig, Cascade
 from ...reference.baselines._validate_cake import check_shared_cascade
 from .._common.launch import (
-    GROUP_ROWS,
     INTERPRETED,
     SMALL_TILES,
+    group_rows,
     key_block,
     on_device_of,
     padded_head_dim,
@@ -264,7 +264,7 @@ def _step(
         attention_kernel[(batch * heads * splits,)](
             query, new_key, new_value, key, value, positions, order, held, free, seen, logits, partial, row_maxima,
             weight_sums, scale * LOG2_E.value, heads, splits, slots, share, *query.stride(), *new_key.stride(),
-            *new_value.stride(), **shape, ROWS=GROUP_ROWS, BLOCK=block, num_warps=4,
+            *new_value.stride(), **shape, ROWS=group_rows(group, query.dtype), BLOCK=block, num_warps=4,
         )
         merge_kernel[(batch * heads * tiles + triton.cdiv(batch * query_heads, merged),)](
             order, held, budget, logits, received, partial, row_maxima, weight_sums, output, batch * heads, heads,

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ...reference.baselines._validate_kivi import WORD, words_of
 from .._common.launch import (
-    GROUP_ROWS,
     INTERPRETED,
     MAX_SPLITS,
     PTX,
     SMALL_TILES,
+    group_rows,
     key_block,
     multiprocessors,
     on_device_of,
@@ -177,7 +177,10 @@ def attend_step(
     slots, pad = positions.shape[1], padded_head_dim(head_dim)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     value_scale, value_minimum = value_scales.unbind(-1)
-    shape = {"GROUP_HEADS": query_heads // heads, "HEAD_DIM": head_dim, "D_PAD": pad, "ROWS": GROUP_ROWS}
+    shape = {
+        "GROUP_HEADS": query_heads // heads, "HEAD_DIM": head_dim, "D_PAD": pad,
+        "ROWS": group_rows(query_heads // heads, query.dtype),
+    }
     with on_device_of(query):
         numbers = (
             count, counters, positions, partial, row_maxima, weight_sums, scale * LOG2_E.value, heads, splits, residual,

@@ -22,10 +22,10 @@ from ...reference.baselines._validate_pmkvq import (
 )
 from ...reference.baselines.pm_kvq import PMKVQConfig, QuantizeResult, ShrinkResult
 from .._common.launch import (
-    GROUP_ROWS,
     INTERPRETED,
     SMALL_TILES,
     check_launchable,
+    group_rows,
     key_block,
     on_device_of,
     padded_head_dim,
@@ -223,19 +223,19 @@ def _step(
     (batch, query_heads, head_dim), (_, heads, _, _) = query.shape, keys.shape
     slots, units, capacity = positions.shape[1], key_words.shape[2], key_scale.shape[2]
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    groups = _shape_of_groups(keys, group)
+    groups, rows = _shape_of_groups(keys, group), group_rows(query_heads // heads, query.dtype)
     with on_device_of(query):
         attention_kernel[(batch * heads * (splits + 1),)](
             query, new_key, new_value, keys, values, key_words, key_scale, key_minimum, value_words, value_scale,
             value_minimum, count, counters, positions, partial, row_maxima, weight_sums,
             scale * LOG2_E.value, heads, splits, units, capacity, sinks, window, slots, *limits,
             *query.stride(), *new_key.stride(), *new_value.stride(),
-            **groups, GROUP_HEADS=query_heads // heads, ROWS=GROUP_ROWS,
+            **groups, GROUP_HEADS=query_heads // heads, ROWS=rows,
             BLOCK=_block(head_dim, query.element_size(), units), num_warps=4,
         )
         merge_kernel[(batch * heads,)](
             partial, row_maxima, weight_sums, output, count, counters, due, heads, splits + 1, slots,
-            GROUP_HEADS=query_heads // heads, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), ROWS=GROUP_ROWS,
+            GROUP_HEADS=query_heads // heads, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), ROWS=rows,
             PARTS=triton.next_power_of_2(splits + 1), num_warps=4,
         )
     stored = key_words, key_scale, key_minimum, value_words, value_scale, value_minimum

@@ -13,11 +13,11 @@ from ...reference._validate import check_config, check_reorder, check_room
 from ...reference.baselines._validate_quest import check_page_bounds, check_page_scores, check_select_pages
 from ...reference.baselines.quest import PageBoundsResult, QuestConfig
 from .._common.launch import (
-    GROUP_ROWS,
     INTERPRETED,
     MAX_GROUP,
     SMALL_TILES,
     check_launchable,
+    group_rows,
     key_block,
     on_device_of,
     padded_head_dim,
@@ -143,7 +143,8 @@ def _page_scores(query: Tensor, maximum: Tensor, minimum: Tensor) -> Tensor:
         score_kernel[(batch * heads * tiles,)](
             query, query, query, query, query, maximum, minimum, score, query, query, query, query,
             heads, tiles, pages, 0, 1, *query.stride(), 0, 0, 0, 0, 0, 0,
-            GROUP=query_heads // heads, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), ROWS=GROUP_ROWS,
+            GROUP=query_heads // heads, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim),
+            ROWS=group_rows(query_heads // heads, query.dtype),
             PAGES=block, STEP=False, SCORES=True, ROUND=False, num_warps=4,
         )
     return score
@@ -205,13 +206,14 @@ def _step(
     group, pad, some = query_heads // heads, padded_head_dim(head_dim), wanted < room
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     shape = {"HEAD_DIM": head_dim, "D_PAD": pad}
+    of_group = {"GROUP": group, "ROWS": group_rows(group, query.dtype), **shape}
     block = _page_block(head_dim, query.element_size(), room)
     tiles = triton.cdiv(room, block) if some else 1
     with on_device_of(query):
         score_kernel[(batch * heads * tiles,)](
             query, new_key, new_value, key, value, maximum, minimum, scores, count, counters, positions, pages_now,
             heads, tiles, room, slots, size, *query.stride(), *new_key.stride(), *new_value.stride(),
-            **shape, GROUP=group, ROWS=GROUP_ROWS, PAGES=block, STEP=True, SCORES=some, ROUND=round_scores, num_warps=4,
+            **of_group, PAGES=block, STEP=True, SCORES=some, ROUND=round_scores, num_warps=4,
         )
         if some:
             _select(scores, pages_now, selected, heads, keep_last)
@@ -219,7 +221,7 @@ def _step(
         attention_kernel[(batch * heads * splits,)](
             query, key, value, selected, count, counters, pages_now, partial, row_maxima, weight_sums,
             scale * LOG2_E.value, heads, splits, slots, size, wanted, *query.stride(),
-            **shape, GROUP=group, ROWS=GROUP_ROWS, BLOCK=block, EACH=each, LISTED=some, num_warps=4,
+            **of_group, BLOCK=block, EACH=each, LISTED=some, num_warps=4,
         )
         rows = triton.next_power_of_2(query_heads) if INTERPRETED else 1
         merge_kernel[(triton.cdiv(batch * query_heads, rows),)](

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reference.contract import Sizes
-from .._common.launch import GROUP_ROWS, MAX_SPLITS, key_block, on_device_of, padded_head_dim, split_slots
+from .._common.launch import MAX_SPLITS, group_rows, key_block, on_device_of, padded_head_dim, split_slots
 from .._common.numerics import LOG2_E, dot, finite_or_zero, round_output, round_to
 from .._common.scratch import is_last
 from .._common.softmax import merge_outputs, merge_sums, weigh_tile
@@ -37,7 +37,8 @@ def attend(
             query, new_key, new_value, key, value, occupied, slot, output, workspace, completion_counters, logits,
             normalisers, scale * LOG2_E.value, slots, split_size, splits, heads, batch * query_heads,
             *query.stride(), *new_key.stride(), *new_value.stride(),
-            GROUP=sizes.group, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), ROWS=GROUP_ROWS, BLOCK=block,
+            GROUP=sizes.group, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim),
+            ROWS=group_rows(sizes.group, query.dtype), BLOCK=block,
             SPLITS=1 if splits == 1 else 8 if splits <= 8 else MAX_SPLITS, KEEP=logits.numel() > 0,
             num_warps=4, num_stages=3,
         )

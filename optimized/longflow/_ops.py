@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ...reference.contract import Sizes
 from .._common.launch import (
-    GROUP_ROWS,
     MAX_SPLITS,
     PTX,
     SMALL_TILES,
@@ -23,6 +22,7 @@ from .._common.launch import (
     early_rows,
     fp8_format,
     fused,
+    group_rows,
     key_block,
     launches_early,
     mask_unit,
@@ -337,7 +337,7 @@ def _launch_attend(
             occupied.stride(0) // byte_unit, head_stride // byte_unit, occupied.stride(-1),
             *token.key.stride(), *token.value.stride(), pages.stride(0), pages.stride(-1),
             *(None if one is None else one.stride(0) if one.dim() else 0 for one in scales),
-            ROWS=GROUP_ROWS, BLOCK=work.block, UNIT=unit, MASK_UNIT=byte_unit,
+            ROWS=group_rows(sizes.group, query.dtype), BLOCK=work.block, UNIT=unit, MASK_UNIT=byte_unit,
             CHUNK=32 if SMALL_TILES else min(1024, 4096 // splitting["GROUP_PAD"]), WARPS=warps,
             FUSED=at_once, DISCARD=discards(key.device), DEPENDENT=dependent, GROUP=sizes.group, HEAD_DIM=head_dim,
             PER_HEAD=per_head, ARRIVAL=arrival, PAGE=0 if block_table is None else key.shape[2],

@@ -14,6 +14,7 @@ from .._common.launch import (
     INTERPRETED,
     RESIDENT,
     SMALL_TILES,
+    group_rows,
     key_block,
     multiprocessors,
     on_device_of,
@@ -96,7 +97,7 @@ def attend(
             scale * log2(e), slots, lists, capacity, stride, dense_splits, size, list_splits, size, batch,
             representative_heads, *query.stride(), *new_key.stride(), *new_value.stride(), *key.stride()[:2],
             *pool_key.stride()[:2],
-            **shape, D_PAD=padded_head_dim(head_dim), ROWS=GROUP_ROWS,
+            **shape, D_PAD=padded_head_dim(head_dim), ROWS=group_rows(query_heads // heads, query.dtype),
             BLOCK=key_block(head_dim, key.element_size(), slots), num_warps=4,
         )
         # In the interpreter, a program's overhead exceeds its work.

@@ -14,9 +14,9 @@ from ...reference.contract import Sizes
 from ...reference.synckv._validate import check_anticipation, check_budget, check_initial
 from ...reference.synckv.contract import SyncKVSetsResult
 from .._common.launch import (
-    GROUP_ROWS,
     check_kernel_sizes,
     check_launchable,
+    group_rows,
     key_block,
     on_device_of,
     padded_head_dim,
@@ -107,7 +107,7 @@ def log_weights(query: Tensor, key: Tensor, occupied: Tensor, scale: float) -> T
     layout = (
         *query.stride(), *(stride // unit for stride in key.stride()[:3]), key.stride(3), *occupied.stride(),
     )
-    shape = {"GROUP": sizes.group, "ROWS": GROUP_ROWS}
+    shape = {"GROUP": sizes.group, "ROWS": group_rows(sizes.group, query.dtype)}
     with on_device_of(key):
         logits_kernel[(batch_heads * splits,)](
             query, key, occupied, logits, row_maxima[0], row_maxima[1], scale * log2(e), slots, split_size, splits,

@@ -65,7 +65,7 @@ def append_kernel(
 
 
 @triton.jit
-def _holes(
+def holes(
     block_thoughts, slot_groups, slot, kind, count, there, table_slots, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):
     """List the lowest free slots, at most `count`, in the blocks of a thought type, which have `there` free slots.
@@ -85,7 +85,7 @@ def _holes(
 
 
 @triton.jit
-def _free(flags, FREE: tl.constexpr, result, count, total, CHUNK: tl.constexpr):
+def free_places(flags, FREE: tl.constexpr, result, count, total, CHUNK: tl.constexpr):
     """List the lowest `count` of `total` places whose flag is FREE. Returns how many were found, at most `count`."""
     found = 0
     start = 0
@@ -114,7 +114,7 @@ def _free_group(tokens, total, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _put_in_order(
+def put_in_order(
     order, block_thoughts, counts, entries, OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -170,13 +170,14 @@ def assign_kernel(
         num_blocks = tl.load(counts + known)
         live = tl.load(counts + LIVE + known)
         slot, entry = plan + PLAN_SLOTS, plan + PLAN_SLOTS + GROUP
-        found = _holes(
+        found = holes(
             block_thoughts, slot_groups, slot, known, count, num_blocks * BLOCK - live, table_slots, BLOCK, CHUNK
         )
         needed = (count - found + BLOCK - 1) // BLOCK
         first = pick(known, first_t, first_e, first_r)
-        opened = _free(block_thoughts, -1, entry, needed, entries, CHUNK)
-        given = _free(used + first, 0, entry + NEW, needed, pick(known, capacity_t, capacity_e, capacity_r), CHUNK)
+        opened = free_places(block_thoughts, -1, entry, needed, entries, CHUNK)
+        capacity = pick(known, capacity_t, capacity_e, capacity_r)
+        given = free_places(used + first, 0, entry + NEW, needed, capacity, CHUNK)
         group = _free_group(group_tokens, groups, CHUNK)
         i = tl.arange(0, TOKENS)
         there = i < count
@@ -210,12 +211,42 @@ def assign_kernel(
             tl.store(plan + PLAN_FORMAT, pick(kind, OF_T, OF_E, OF_R))
             tl.store(plan + PLAN_GROUP, group)
             if needed > 0:
-                _put_in_order(order + b * entries, block_thoughts, counts, entries, OF_T, OF_E, OF_R, CHUNK)
+                put_in_order(order + b * entries, block_thoughts, counts, entries, OF_T, OF_E, OF_R, CHUNK)
         else:
             tl.store(overflow + b, 1)
 
 
 # Eviction ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def remove(
+    gone, group, e, s, inside, entries, positions, segments, evicted, slot_groups, block_thoughts, physical, used,
+    group_tokens, counts, first_t, first_e, first_r,
+):
+    """Remove the tokens `gone`, of scale groups `group`, from the slots s [entries, block] of the entries e, and free
+    the blocks that become empty. Returns how many did. All pointers are at the row."""
+    kept = inside & ~gone & (tl.load(slot_groups + s, mask=inside, other=-1) >= 0)
+    kind = tl.load(block_thoughts + e, mask=e < entries, other=-1)
+    empty = (kind >= 0) & (tl.max(kept.to(tl.int32), 1) == 0)
+    block = tl.load(physical + e, mask=empty, other=0)
+    tl.debug_barrier()                                                 # all reads come before the writes
+    tl.store(positions + s, tl.full(s.shape, -1, tl.int64), mask=gone)
+    tl.store(segments + s, tl.full(s.shape, -1, tl.int64), mask=gone)
+    tl.store(slot_groups + s, tl.full(s.shape, -1, tl.int32), mask=gone)
+    tl.store(evicted + s, (~empty[:, None] & gone).to(tl.int32), mask=gone | (empty[:, None] & inside))
+    tl.atomic_add(group_tokens + group, tl.full(s.shape, -1, tl.int32), mask=gone)
+    tl.store(used + pick(kind, first_t, first_e, first_r) + block, tl.zeros(e.shape, tl.int32), mask=empty)
+    tl.store(block_thoughts + e, tl.full(e.shape, -1, tl.int64), mask=empty)
+    tl.store(physical + e, tl.full(e.shape, -1, tl.int64), mask=empty)
+    left = tl.sum(gone.to(tl.int32), 1)
+    freed = 0
+    for one in tl.static_range(3):
+        emptied = tl.sum((empty & (kind == one)).to(tl.int32), 0)
+        tl.store(counts + one, tl.load(counts + one) - emptied)
+        tl.store(counts + LIVE + one, tl.load(counts + LIVE + one) - tl.sum(tl.where(kind == one, left, 0), 0))
+        freed += emptied
+    return freed
 
 
 @triton.jit(do_not_specialize=["slots", "entries", "groups"])
@@ -244,27 +275,9 @@ def evict_kernel(
         group = tl.load(slot_groups + s, mask=asked, other=-1)
         gone = asked & (group >= 0)
         if tl.max(tl.max(gone.to(tl.int32), 1), 0) > 0:
-            kept = inside & ~gone & (tl.load(slot_groups + s, mask=inside, other=-1) >= 0)
-            kind = tl.load(block_thoughts + e, mask=e < entries, other=-1)
-            empty = (kind >= 0) & (tl.max(kept.to(tl.int32), 1) == 0)
-            block = tl.load(physical + e, mask=empty, other=0)
-            tl.debug_barrier()                                         # all reads come before the writes
-            tl.store(positions + s, tl.full([ENTRIES, BLOCK_PAD], -1, tl.int64), mask=gone)
-            tl.store(segments + s, tl.full([ENTRIES, BLOCK_PAD], -1, tl.int64), mask=gone)
-            tl.store(slot_groups + s, tl.full([ENTRIES, BLOCK_PAD], -1, tl.int32), mask=gone)
-            tl.store(evicted + s, (~empty[:, None] & gone).to(tl.int32), mask=gone | (empty[:, None] & inside))
-            tl.atomic_add(group_tokens + b * groups + group, tl.full([ENTRIES, BLOCK_PAD], -1, tl.int32), mask=gone)
-            tl.store(used + b * entries + pick(kind, first_t, first_e, first_r) + block,
-                     tl.zeros([ENTRIES], tl.int32), mask=empty)
-            tl.store(block_thoughts + e, tl.full([ENTRIES], -1, tl.int64), mask=empty)
-            tl.store(physical + e, tl.full([ENTRIES], -1, tl.int64), mask=empty)
-            left = tl.sum(gone.to(tl.int32), 1)
-            for one in tl.static_range(3):
-                emptied = tl.sum((empty & (kind == one)).to(tl.int32), 0)
-                tl.store(counts + one, tl.load(counts + one) - emptied)
-                tl.store(
-                    counts + LIVE + one, tl.load(counts + LIVE + one) - tl.sum(tl.where(kind == one, left, 0), 0)
-                )
-                freed += emptied
+            freed += remove(
+                gone, group, e, s, inside, entries, positions, segments, evicted, slot_groups, block_thoughts, physical,
+                used + b * entries, group_tokens + b * groups, counts, first_t, first_e, first_r,
+            )
     if freed > 0:
-        _put_in_order(order + b * entries, block_thoughts, counts, entries, OF_T, OF_E, OF_R, CHUNK)
+        put_in_order(order + b * entries, block_thoughts, counts, entries, OF_T, OF_E, OF_R, CHUNK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -168,10 +169,15 @@ def _new_blocks(group: int, block: int) -> int:
     return triton.cdiv(group, block)
 
 
-def _chunk(total: int) -> int:
+def chunk_of(total: int) -> int:
     """Entries or slots per iteration. In the interpreter, tables have several chunks, so that tests cover what happens
     between them."""
     return 8 if SMALL_TILES else min(1024, max(128, triton.next_power_of_2(total)))
+
+
+def packed_retention(retention: Sequence[int]) -> int:
+    """The sizes as one constant, 32 bits each. Larger ones limit no segment."""
+    return sum(min(keep, 2**32 - 1) << 32 * number for number, keep in enumerate(retention))
 
 
 @torch.library.custom_op(
@@ -229,7 +235,7 @@ def flush(
             slots, entries, groups, starts.shape[1], rows.stride(0), thought.stride(0), segment.stride(0),
             *plan_of.first, *plan_of.capacity,
             **plan_of.types, GROUP=group, BLOCK=block, NEW=new, TOKENS=tokens, BLOCKS=triton.next_power_of_2(new),
-            CHUNK=_chunk(entries), num_warps=4,
+            CHUNK=chunk_of(entries), num_warps=4,
         )
         store_kernel[(batch * heads,)](
             buffer_key, buffer_value, pool, pool.view(torch.int16), pool.view(torch.uint8),
@@ -272,7 +278,7 @@ def evict(
             tokens, positions, segments, evicted, slot_groups, block_thoughts, physical, order, used, group_tokens,
             counts, slots, entries, group_tokens.shape[1], *tokens.stride(), *plan_of.first,
             **plan_of.types, BLOCK=block, BLOCK_PAD=block_pad,
-            ENTRIES=max(1, (32 if SMALL_TILES else 2048) // block_pad), CHUNK=_chunk(entries), num_warps=4,
+            ENTRIES=max(1, (32 if SMALL_TILES else 2048) // block_pad), CHUNK=chunk_of(entries), num_warps=4,
         )
 
 

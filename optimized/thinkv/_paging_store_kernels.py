@@ -18,6 +18,7 @@ from ._paging_layout import (
     value_slot,
     value_unit,
 )
+from ._prompt_kernels import group_of_prompt
 
 
 @triton.jit
@@ -60,15 +61,13 @@ def _store_values(
 
 @triton.jit
 def _store_quantized(
-    k, v, words, halves, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads, groups, row_words,
+    k, v, slot, there, words, halves, pool, key_scales, chunk_scales, physical, group, b, h, heads, groups, row_words,
     base, FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     D_PAD: tl.constexpr, TOKENS: tl.constexpr,
 ):
-    """Quantize keys and values [TOKENS, D_PAD] float32 of one KV head as one group, and store them in the plan's slots.
-    """
-    i, d = tl.arange(0, TOKENS), tl.arange(0, D_PAD)
-    there = i < count
-    slot = tl.load(plan + PLAN_SLOTS + i, mask=there, other=0)
+    """Quantize keys and values [TOKENS, D_PAD] float32 of one KV head as one group, and store the tokens `there` in
+    their slots."""
+    d = tl.arange(0, D_PAD)
     WIDTH: tl.constexpr = (HEAD_DIM + 4 * LANES - 1) // (4 * LANES)
     PER_TOKEN: tl.constexpr = 0 if FORMAT == "fp8" else (HEAD_DIM + GROUP - 1) // GROUP
     RECORD: tl.constexpr = BLOCK * 2 * WIDTH + (BLOCK * PER_TOKEN + 3) // 4
@@ -104,14 +103,12 @@ def _store_quantized(
 
 @triton.jit
 def _store_whole(
-    k, v, words, halves, physical, plan, count, b, h, heads, row_words, base, FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr,
+    k, v, slot, there, words, halves, physical, b, h, heads, row_words, base, FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
 ):
-    """Store keys and values [TOKENS, D_PAD], in the dtype of the cache, in the plan's slots, bit by bit."""
-    i, d = tl.arange(0, TOKENS), tl.arange(0, D_PAD)
-    there = i < count
+    """Store keys and values [TOKENS, D_PAD], in the dtype of the cache, of the tokens `there`, bit by bit."""
+    d = tl.arange(0, D_PAD)
     mask = there[:, None] & (d < HEAD_DIM)[None, :]
-    slot = tl.load(plan + PLAN_SLOTS + i, mask=there, other=0)
     page = tl.load(physical + slot // BLOCK, mask=there, other=0)
     record = record_of_whole(b, page, h, row_words, base, heads, FORMAT, BLOCK, HEAD_DIM)
     if FORMAT == "float32":
@@ -127,19 +124,19 @@ def _store_whole(
 
 @triton.jit
 def _store_if(
-    wanted, k, v, words, halves, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads, groups,
+    wanted, k, v, slot, there, words, halves, pool, key_scales, chunk_scales, physical, group, b, h, heads, groups,
     row_words, base, FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr,
 ):
     if wanted:
         if LANES == 0:
             _store_whole(
-                k, v, words, halves, physical, plan, count, b, h, heads, row_words, base, FORMAT, BLOCK, HEAD_DIM,
-                D_PAD, TOKENS,
+                k, v, slot, there, words, halves, physical, b, h, heads, row_words, base, FORMAT, BLOCK, HEAD_DIM,
+                D_PAD,
             )
         else:
             _store_quantized(
-                float32(k), float32(v), words, halves, pool, key_scales, chunk_scales, physical, plan, count, group,
+                float32(k), float32(v), slot, there, words, halves, pool, key_scales, chunk_scales, physical, group,
                 b, h, heads, groups, row_words, base, FORMAT, LANES, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
             )
 
@@ -161,21 +158,56 @@ def store_kernel(
         number, group = tl.load(plan + PLAN_FORMAT), tl.load(plan + PLAN_GROUP)
         i, d = tl.arange(0, TOKENS), tl.arange(0, D_PAD)
         at = ((b * heads + h) * GROUP + i[:, None]) * HEAD_DIM + d[None, :]
-        mask = (i < count)[:, None] & (d < HEAD_DIM)[None, :]
+        there = i < count
+        mask = there[:, None] & (d < HEAD_DIM)[None, :]
+        slot = tl.load(plan + PLAN_SLOTS + i, mask=there, other=0)
         k = tl.load(buffer_key + at, mask=mask, other=0.0)
         v = tl.load(buffer_value + at, mask=mask, other=0.0)
         physical += b * entries
         _store_if(
-            number == 0, k, v, words, halves, pool, key_scales, chunk_scales, physical, plan, count, group, b, h, heads,
+            number == 0, k, v, slot, there, words, halves, pool, key_scales, chunk_scales, physical, group, b, h, heads,
             groups, row_words, base_0, FORMAT_0, LANES_0, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
         )
         if FORMAT_1 != "":
             _store_if(
-                number == 1, k, v, words, halves, pool, key_scales, chunk_scales, physical, plan, count, group, b, h,
+                number == 1, k, v, slot, there, words, halves, pool, key_scales, chunk_scales, physical, group, b, h,
                 heads, groups, row_words, base_1, FORMAT_1, LANES_1, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
             )
         if FORMAT_2 != "":
             _store_if(
-                number == 2, k, v, words, halves, pool, key_scales, chunk_scales, physical, plan, count, group, b, h,
+                number == 2, k, v, slot, there, words, halves, pool, key_scales, chunk_scales, physical, group, b, h,
                 heads, groups, row_words, base_2, FORMAT_2, LANES_2, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
             )
+
+
+@triton.jit(do_not_specialize=[
+    "heads", "slots", "entries", "groups", "all_groups", "total", "tau", "parts", "order_b", "key_b", "key_h", "key_n",
+    "value_b", "value_h", "value_n",
+])
+def store_prompt_kernel(
+    key, value, order, place, words, halves, pool, key_scales, chunk_scales, slot_groups, physical,
+    heads, slots, entries, groups, all_groups, total, tau, parts, order_b, key_b, key_h, key_n, key_d,
+    value_b, value_h, value_n, value_d, row_words, base,
+    FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D_PAD: tl.constexpr, TOKENS: tl.constexpr,
+):
+    """Program (row, group of the prompt, KV head): quantizes the group, and stores the tokens that have a place. See
+    `_prompt_kernels.py`."""
+    program = tl.program_id(0).to(tl.int64)
+    h, number, b = program % heads, program // heads % all_groups, program // heads // all_groups
+    at = group_of_prompt(order, b, number, order_b, total, tau, parts, GROUP, TOKENS)
+    slot = tl.load(place + b * total + at, mask=at >= 0, other=-1)
+    there = slot >= 0
+    if tl.max(slot, 0) >= 0:
+        d = tl.arange(0, D_PAD)
+        mask = (at >= 0)[:, None] & (d < HEAD_DIM)[None, :]
+        d64 = d.to(tl.int64)[None, :]
+        k = tl.load(key + b * key_b + h * key_h + at[:, None] * key_n + d64 * key_d, mask=mask, other=0.0)
+        v = tl.load(value + b * value_b + h * value_h + at[:, None] * value_n + d64 * value_d, mask=mask, other=0.0)
+        # All tokens of a group have the same scale group.
+        group = tl.max(tl.load(slot_groups + b * slots + slot, mask=there, other=-1), 0)
+        slot = tl.maximum(slot, 0)
+        _store_if(
+            group >= 0, k, v, slot, there, words, halves, pool, key_scales, chunk_scales, physical + b * entries, group,
+            b, h, heads, groups, row_words, base, FORMAT, LANES, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
+        )

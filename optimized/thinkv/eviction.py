@@ -15,6 +15,7 @@ from .._common.launch import check_launchable, on_device_of, stride_unit
 from .._common.ranks import Ranks
 from . import _ranks_ops as on_ranks
 from ._eviction_kernels import anneal_kernel, representatives_kernel
+from ._paging_ops import packed_retention
 from ._tiles import ITERATIONS, MAX_TOKENS, tile
 
 __all__ = ["anneal", "segment_representatives", "select_representatives"]
@@ -88,13 +89,11 @@ def _anneal(
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, segments = size.shape
     new_size, new_level, over_budget = _annealed(size)
-    # One constant. Values above 32 bits limit no segment.
-    packed = sum(min(keep, 2**32 - 1) << 32 * number for number, keep in enumerate(retention))
     with on_device_of(size):
         anneal_kernel[(batch,)](
             size, level, thought, current, trajectory_change, live, new_size, new_level, over_budget, segments, budget,
             *size.stride(), *level.stride(), *thought.stride(), *current.stride(), *trajectory_change.stride(),
-            *live.stride(), RETENTION=packed, LEVELS=len(retention),
+            *live.stride(), RETENTION=packed_retention(retention), LEVELS=len(retention),
             SEGMENTS=max(16, triton.next_power_of_2(segments)), num_warps=1 if segments <= 64 else 4,
         )
     return new_size, new_level, over_budget

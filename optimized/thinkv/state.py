@@ -15,7 +15,7 @@ from ...reference._validate_ranks import ProcessGroup, Shared, check_heads, chec
 from ...reference.thinkv._validate_paging import check_thought
 from ...reference.thinkv.contract import ThinKVConfig
 from ...reference.thinkv.types import Thought
-from .._common import graph
+from .._common.beside import beside, mark
 from .._common.launch import SMALL_TILES, on_device_of
 from .._common.ranks import ranks_of
 from .._common.state import State
@@ -136,28 +136,45 @@ class ThinKVState(State):
         if self._ranks is not None:
             check_process_group(self._shared.process_group, tokens=total, occupied=digest(occupied))
         self._start_change("prefill")
+        ready = mark(self.device, alone=self._ranks is not None)
         output = self._attend_prompt(query, key, value, occupied, padded=padded)
-        self._thought.fill_(int(Thought.REASONING))
-        token = (~occupied).to(torch.uint8).sort(dim=1, stable=True).indices            # [B, T], tokens before padding
-        count = occupied.sum(1)
-        index = token[:, None, :, None].expand(-1, self.sizes.key_value_heads, -1, self.sizes.head_dim)
-        key, value = key.gather(2, index), value.gather(2, index)
-        positions = token.where(torch.arange(total, device=self.device) < count[:, None], -1)
-        self._change.zero_()
-        tau = self.config.tau
-        full = total // tau if self._ranks is None and graph.worth_a_graph(key, tau) else 0
-        graph.run_blocks(self, self._append_segment, (key, value, positions), None, tau, full, self._tensors())
-        for start in range(full * tau, total, tau):
-            end = start + tau
-            self._append_segment(key[:, :, start:end], value[:, :, start:end], positions[:, start:end], end)
-        self._seen.fill_(total)
+        with beside(ready, self.device):
+            self._thought.fill_(int(Thought.REASONING))
+            order, count = self._order(occupied, padded)
+            if self._ranks is None:
+                self.cache._append_prompt(
+                    key, value, order, count, self._segment_sizes, self.levels, self._live, self.over_budget,
+                    self._segment,
+                )
+            else:
+                self._append_segments(key, value, order)
+            self._seen.fill_(total)
         self._counted = total
         self._end_change()
         return output
 
-    def _append_segment(self, key: Tensor, value: Tensor, positions: Tensor, end: int = 0) -> None:
+    def _order(self, occupied: Tensor, padded: bool) -> tuple[Tensor, Tensor]:
+        """The indices of each row's tokens, then -1 [B, T], and their number [B]."""
+        batch, total = occupied.shape
+        index = torch.arange(total, device=self.device)
+        if not padded:
+            return index.expand(batch, -1), torch.full((batch,), total, device=self.device)
+        count = occupied.sum(1)
+        token = (~occupied).to(torch.uint8).sort(dim=1, stable=True).indices
+        return token.where(index < count[:, None], -1), count
+
+    def _append_segments(self, key: Tensor, value: Tensor, order: Tensor) -> None:
+        """Append a prompt segment by segment, for several ranks: each needs the keys of the others to choose."""
+        index = order.clamp_min(0)[:, None, :, None].expand(-1, self.sizes.key_value_heads, -1, self.sizes.head_dim)
+        key, value, tau = key.gather(2, index), value.gather(2, index), self.config.tau
+        self._change.zero_()
+        for start in range(0, order.shape[1], tau):
+            end = start + tau
+            self._append_segment(key[:, :, start:end], value[:, :, start:end], order[:, start:end], end)
+
+    def _append_segment(self, key: Tensor, value: Tensor, positions: Tensor, end: int) -> None:
         """Quantize the N <= tau tokens of a segment of the prompt, and evict from those before. key, value
-        [B, Hkv, N, D]; positions [B, N], -1 behind a row's last token; end: the tokens so far, for several ranks."""
+        [B, Hkv, N, D]; positions [B, N], -1 behind a row's last token; end: the tokens so far."""
         self._segment.add_((positions[:, 0] >= 0).long())
         group = self.config.group
         for tokens in zip(key.split(group, 2), value.split(group, 2), positions.split(group, 1), strict=True):

@@ -14,10 +14,10 @@ from ...reference.contract import Sizes
 from ...reference.thinkv._validate import check_edges, check_numbers, check_sparsity, check_traces, too_few_layers
 from ...reference.thinkv.types import Thresholds
 from .._common.launch import (
-    GROUP_ROWS,
     SMALL_TILES,
     check_kernel_sizes,
     check_launchable,
+    group_rows,
     key_block,
     on_device_of,
     padded_head_dim,
@@ -104,8 +104,8 @@ def _attention_sparsity(
         *query.stride(), *(stride // unit for stride in key.stride()[:3]), key.stride(3), *occupied.stride(),
     )
     shape = {
-        "GROUP": sizes.group, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim), "ROWS": GROUP_ROWS,
-        "BLOCK": block, "UNIT": unit,
+        "GROUP": sizes.group, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim), "BLOCK": block, "UNIT": unit,
+        "ROWS": group_rows(sizes.group, query.dtype),
     }
     log2_e = 1.4426950408889634
     with on_device_of(key):

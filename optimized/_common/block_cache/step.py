@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ....reference.contract import Sizes
 from ..launch import (
-    GROUP_ROWS,
     MAX_SPLITS,
     SMALL_TILES,
     discards,
     fused,
+    group_rows,
     key_block,
     on_device_of,
     padded_head_dim,
@@ -164,7 +164,7 @@ def step(
             query, *state, output, logits, partial, row_maxima, weight_sums, normalisers, completion_counters,
             *grown, *window, scale * LOG2_E.value, alpha, budget, slots // unit, padded, plan.share, plan.splits,
             *numbers, 1 if window_query is None else window_query.shape[2], *query.stride(), *strides, block_table,
-            *page_strides, **options, ROWS=GROUP_ROWS, BLOCK=plan.block,
+            *page_strides, **options, ROWS=group_rows(group, query.dtype), BLOCK=plan.block,
             CHUNK=32 if SMALL_TILES else min(CHUNK, 8 * CHUNK // group_pad), PAGE=key.shape[2] if paged else 0,
             FUSED=plan.fused, DISCARD=plan.fused and discards(key.device),
             num_warps=WARPS if plan.fused or key.element_size() == 4 else 2, num_stages=STAGES if plan.fused else 2,

@@ -1,0 +1,111 @@
+"""A whole prompt leaves the same bits in a state as its segments one after the other, as several ranks append them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvtwin.conformance.cases import contents
+from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.optimized import thinkv
+from kvtwin.reference.thinkv import ThinKVConfig
+
+pytestmark = pytest.mark.kind("equivalence")
+
+FORMATS = ("nvfp4", "ternary", "int2", "int4", "fp8", "unquantized")
+#: tau, group, block, retention. Groups that do not divide a segment, blocks that do not divide a group, one level, and
+#: segments that lose all tokens.
+SHAPES = (
+    (8, 4, 2, (4, 2)), (16, 8, 4, (8, 4, 1)), (10, 4, 3, (7, 7, 2)), (6, 8, 8, (3,)), (7, 1, 1, (5, 3)),
+    (8, 4, 2, (4, 0)),
+)
+HEAD_DIMS = (16, 20, 64)
+
+
+def state(config: ThinKVConfig, key: Tensor) -> thinkv.ThinKVState:
+    batch, heads, _, head_dim = key.shape
+    return thinkv.ThinKVState(
+        config, batch=batch, query_heads=heads, key_value_heads=heads, head_dim=head_dim, dtype=key.dtype,
+        device=key.device,
+    )
+
+
+def by_segments(config: ThinKVConfig, key: Tensor, value: Tensor, occupied: Tensor) -> thinkv.ThinKVState:
+    """A state that was given the prompt as several ranks give it."""
+    made = state(config, key)
+    made._append_segments(key, value, made._order(occupied, True)[0])
+    return made
+
+
+def contents_of(made: thinkv.ThinKVState) -> dict[str, Tensor]:
+    """All that a prompt changes, except its tokens' number. Of the list of entries, those in use."""
+    cache = made.cache
+    held: dict[str, Any] = cache._tables._asdict()
+    entries = torch.arange(held["order"].shape[1], device=cache.device)
+    held["order"] = held["order"].where(entries < cache._tables.counts[:, :3].sum(1, keepdim=True), -1)
+    codes = {f"codes {number}": tensor for number, tensor in enumerate(cache.codes())}
+    key, value = cache.dequantized()
+    names = ("sparsity", "over_budget", "levels", "_segment_sizes", "_live", "_segment", "_thought", "_thoughts")
+    return {**held, **codes, "key": key, "value": value, **{name: getattr(made, name) for name in names}}
+
+
+def assert_same_state(tested: thinkv.ThinKVState, expected: thinkv.ThinKVState) -> None:
+    found = contents_of(tested)
+    for name, tensor in contents_of(expected).items():
+        assert_same(found[name], tensor, what=name)
+
+
+@given(
+    shape=st.sampled_from(SHAPES), budget=st.integers(1, 40), total=st.integers(1, 90), fmt=st.sampled_from(FORMATS),
+    head_dim=st.sampled_from(HEAD_DIMS), dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    content=st.sampled_from(("ordinary", "duplicates", "near_ties", "identical", "extreme_1e4", "tiny_values")),
+    occupancy=st.sampled_from(("full", "random", "left_padding", "one_token", "empty_row")),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_prompt_is_its_segments_one_after_the_other(
+    shape, budget, total, fmt, head_dim, dtype, content, occupancy, seed, device
+):
+    tau, group, block, retention = shape
+    config = ThinKVConfig(
+        budget, tau=tau, group=group, block=block, retention=retention, max_tokens=96,
+        formats={"R": fmt, "E": "nvfp4", "T": "ternary"},
+    )
+    generator = torch.Generator(device).manual_seed(seed)
+    tokens = contents.fill(
+        content, generator, batch=2, key_value_heads=2, group=1, queries=total, slots=total, head_dim=head_dim,
+        dtype=dtype, scale=head_dim**-0.5,
+    )
+    query, key, value = (tensor.to(dtype) for tensor in tokens)
+    occupied = contents.occupancy(occupancy, generator, (2, total))
+    tested = state(config, key)
+    tested.prefill(query, key, value, occupied)
+    assert_same_state(tested, by_segments(config, key, value, occupied))
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8"])
+def test_a_prompt_at_the_sizes_of_the_paper(fmt, device):
+    """Segments of 128 tokens in groups of 16, blocks of 8, head_dim 128, five levels; some tokens by strides."""
+    config = ThinKVConfig(
+        160, max_tokens=1024, retention=(64, 32, 16, 8, 4), formats={"R": fmt, "E": "nvfp4", "T": "ternary"}
+    )
+    total = 300 if device.type == "cpu" else 1000
+    key, value = (torch.randn(2, total, 1, 128, device=device).transpose(1, 2) for _ in range(2))
+    occupied = torch.ones(2, total, dtype=torch.bool, device=device)
+    occupied[0, :130] = False
+    tested = state(config, key)
+    tested.prefill(key, key, value, occupied)
+    assert_same_state(tested, by_segments(config, key, value, occupied))
+
+
+def test_a_prompt_without_padding_is_one_whose_tokens_all_count(device):
+    config = ThinKVConfig(16, tau=8, group=4, block=2, retention=(4, 2), max_tokens=64)
+    key, value = (torch.randn(2, 2, 50, 16, device=device) for _ in range(2))
+    plain, all_count = state(config, key), state(config, key)
+    plain.prefill(key, key, value)
+    all_count.prefill(key, key, value, torch.ones(2, 50, dtype=torch.bool, device=device))
+    assert_same_state(plain, all_count)

@@ -1,0 +1,98 @@
+"""The operation that puts a whole prompt into an empty paged cache. `_prompt_kernels.py` describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
+from ._paging_ops import LANES, chunk_of, layout, packed_retention
+from ._paging_store_kernels import store_prompt_kernel
+from ._prompt_kernels import cluster_kernel, place_kernel, plan_kernel, scales_kernel
+from ._tiles import ITERATIONS, tile
+
+
+@torch.library.custom_op(
+    "kvtwin::thinkv_prompt",
+    mutates_args=(
+        "pool", "key_scales", "chunk_scales", "positions", "segments", "evicted", "slot_groups", "block_thoughts",
+        "physical", "entry_order", "used", "group_tokens", "starts", "block_counts", "overflow", "sizes", "levels",
+        "live", "over_budget", "segment",
+    ),
+)
+def append_prompt(
+    key: Tensor, value: Tensor, order: Tensor, counts: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor,
+    positions: Tensor, segments: Tensor, evicted: Tensor, slot_groups: Tensor, block_thoughts: Tensor,
+    physical: Tensor, entry_order: Tensor, used: Tensor, group_tokens: Tensor, starts: Tensor, block_counts: Tensor,
+    overflow: Tensor, sizes: Tensor, levels: Tensor, live: Tensor, over_budget: Tensor, segment: Tensor,
+    formats: str, block: int, group: int, tau: int, budget: int, retention: Sequence[int],
+) -> None:
+    """key, value [B, Hkv, T, D]; order [B, T] int64, the indices of a row's tokens, then -1; counts [B] int64, their
+    number. Sets sizes and levels [B, M] int64, live and segment [B] int64, and over_budget [B] bool of the state."""
+    (batch, heads, total, head_dim), device = key.shape, key.device
+    (slots, entries), all_segments = (positions.shape[1], block_thoughts.shape[1]), sizes.shape[1]
+    plan_of = layout(formats, block, group, heads, head_dim, entries)
+    number = plan_of.number[2]                                         # of R's format
+    fmt, d_pad = plan_of.formats[number], padded_head_dim(head_dim)
+    parts, used_segments, tokens = triton.cdiv(tau, group), triton.cdiv(total, tau), triton.next_power_of_2(group)
+    all_groups, retention = used_segments * parts, list(retention)
+    new, most = triton.cdiv(tau, block), min(retention[0], tau)
+    block_pad, part_pad = triton.next_power_of_2(block), triton.next_power_of_2(parts)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(batch, *shape, dtype=torch.int32, device=device)
+
+    keeps, turns = integers(used_segments, len(retention)), integers(used_segments, len(retention))
+    evictions, scratch = integers(used_segments), integers(used_segments, tau)
+    places = integers(tau + 2 * new + part_pad)
+    gone, place = integers(total).fill_(-1), integers(total).fill_(-1)
+    scales = torch.empty(
+        (batch, all_groups, heads) if fmt == "fp8" else (batch, all_groups, heads, head_dim),
+        dtype=torch.float32 if fmt == "fp8" else torch.uint8, device=device,
+    ) if LANES[fmt] else gone
+    grouped = (all_groups, total, tau, parts)
+    with on_device_of(key):
+        plan_kernel[(batch,)](
+            counts, keeps, turns, evictions, sizes, levels, live, over_budget, segment, tau, used_segments,
+            all_segments, budget, RETENTION=packed_retention(retention), LEVELS=len(retention),
+            SEGMENTS=max(16, triton.next_power_of_2(used_segments)), num_warps=1 if used_segments <= 64 else 4,
+        )
+        if LANES[fmt]:
+            scales_kernel[(batch * all_groups * heads,)](
+                key, order, scales, heads, *grouped, order.stride(0), *key.stride(), FORMAT=fmt, GROUP=group,
+                HEAD_DIM=head_dim, D_PAD=d_pad, TOKENS=tokens, num_warps=4,
+            )
+        cluster_kernel[(batch * used_segments,)](
+            key, scales, order, counts, keeps, turns, gone, scratch, heads, *grouped, used_segments, order.stride(0),
+            *key.stride(), FORMAT=fmt, LANES=LANES[fmt], GROUP=group, HEAD_DIM=head_dim, LEVELS=len(retention),
+            ITERATIONS=ITERATIONS, **tile(tau, most, head_dim), num_stages=1,
+        )
+        place_kernel[(batch,)](
+            order, counts, evictions, gone, place, positions, segments, evicted, slot_groups, block_thoughts, physical,
+            entry_order, used, group_tokens, starts, block_counts, overflow, places,
+            total, tau, used_segments, all_segments, slots, entries, group_tokens.shape[1], order.stride(0),
+            plan_of.first[2], plan_of.capacity[2], **plan_of.types, GROUP=group, BLOCK=block, BLOCK_PAD=block_pad,
+            NEW=new, GROUPS=part_pad, TOKENS=triton.next_power_of_2(tau), BLOCKS=triton.next_power_of_2(new),
+            ENTRIES=max(1, (32 if SMALL_TILES else 2048) // block_pad), CHUNK=chunk_of(entries), num_warps=4,
+        )
+        store_prompt_kernel[(batch * all_groups * heads,)](
+            key, value, order, place, pool, pool.view(torch.int16), pool.view(torch.uint8),
+            key_scales.view(torch.uint8), chunk_scales, slot_groups, physical, heads, slots, entries,
+            group_tokens.shape[1], *grouped, order.stride(0), *key.stride(), *value.stride(), plan_of.row_words,
+            plan_of.base[number], FORMAT=fmt, LANES=LANES[fmt], GROUP=group, BLOCK=block, HEAD_DIM=head_dim,
+            D_PAD=d_pad, TOKENS=tokens, num_warps=4,
+        )
+
+
+@append_prompt.register_fake
+def _(
+    key: Tensor, value: Tensor, order: Tensor, counts: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor,
+    positions: Tensor, segments: Tensor, evicted: Tensor, slot_groups: Tensor, block_thoughts: Tensor,
+    physical: Tensor, entry_order: Tensor, used: Tensor, group_tokens: Tensor, starts: Tensor, block_counts: Tensor,
+    overflow: Tensor, sizes: Tensor, levels: Tensor, live: Tensor, over_budget: Tensor, segment: Tensor,
+    formats: str, block: int, group: int, tau: int, budget: int, retention: Sequence[int],
+) -> None:
+    return None
