@@ -232,7 +232,8 @@ def state_traces(
     """Runs of a method's State: a config, a prompt or none, and steps, usually more than there are free slots.
 
     Configs come from judge/checkers/<method>.py, with the options that the implementation declares. prompt: True always
-    draws a prompt, False never.
+    draws a prompt, False never. With the profile gpu, a run has a third of the layouts, since each compiles the kernels
+    of a step once more.
     """
     sizes = draw(_common(device, STATE_TRIPLES, rows=2, head_dims=checkers.ask(method, "HEAD_DIMS", HEAD_DIMS)))
     cpu = sizes["device"].startswith("cpu")
@@ -253,7 +254,7 @@ def state_traces(
     return StateTrace(
         **sizes,
         content=draw(contents_of(content)),
-        layout=draw(st.sampled_from(supported.layouts(layout))),
+        layout=draw(st.sampled_from(draws.third_of_run(supported.layouts(layout)))),
         poison=draw(st.sampled_from(contents.POISONS)),
         scale=draw(_scales()) if scaled else None,
         seed=draw(_SEEDS),

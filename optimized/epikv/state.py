@@ -12,7 +12,6 @@ from ...reference._validate import check_config, check_reorder
 from ...reference._validate_ranks import ProcessGroup, Shared, check_process_group, digest
 from ...reference.epikv._validate import HiddenInputs, check_ranks, check_scores
 from ...reference.epikv.contract import EpiKVConfig
-from .._common.beside import beside, mark
 from .._common.block_cache import kernels
 from .._common.launch import check_launchable
 from .._common.state import State
@@ -125,22 +124,19 @@ class EpiKVState(State):
             check_process_group(self._ranks.process_group, tokens=total, occupied=digest(occupied))
         self._start_change("prefill")
         received = None
-        ready = mark(self.device, alone=self._ranks.process_group is not None)
         if self.config.policy == "attn_x_hs" and not self.config.keep_prompt:
-            ready = None                                               # the scores need the attention's sums
             found, softmax_parts = kernels.attend(query, key, value, occupied, self.scale)
             output: Tensor = found
             received = kernels.received(query, key, occupied, softmax_parts, self.scale, mean=False).mean(1)
         else:
             output = self._attend_prompt(query, key, value, occupied, padded=padded)
-        with beside(ready, self.device):
-            if not self._shared:
-                self.scorer._prefill(occupied, hidden, key, value, received, padded=padded)
-            check_scores(self._ranks.process_group, self.positions, self.score)
-            kept = self.positions[:, :total].clamp_min(0)                               # [B, N]
-            count, place = kept.shape[1], kept[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
-            self.key[:, :, :count] = key.gather(2, place)
-            self.value[:, :, :count] = value.gather(2, place)
+        if not self._shared:
+            self.scorer._prefill(occupied, hidden, key, value, received, padded=padded)
+        check_scores(self._ranks.process_group, self.positions, self.score)
+        kept = self.positions[:, :total].clamp_min(0)                                   # [B, N]
+        count, place = kept.shape[1], kept[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
+        self.key[:, :, :count] = key.gather(2, place)
+        self.value[:, :, :count] = value.gather(2, place)
         self._end_change()
         return output
 

@@ -10,7 +10,6 @@ from ...reference._validate_pages import check_own_pages
 from ...reference._validate_ranks import ProcessGroup, Shared, check_process_group, digest
 from ...reference.contract import Pages
 from ...reference.longflow import LongFlowConfig
-from .._common.beside import beside, mark
 from .._common.pages import by_head, read_slots, write_slots
 from .._common.ranks import Ranks, ranks_of
 from .._common.state import State
@@ -135,11 +134,18 @@ class LongFlowState(State):
         if self._shared.process_group is not None:
             check_process_group(self._shared.process_group, tokens=total, occupied=digest(occupied))
             self._start_change("prefill")                                       # another rank may fail
-        ready = mark(self.device, alone=self._shared.process_group is not None)
         output = self._attend_prompt(query, key, value, occupied, padded=padded)
-        with beside(ready, self.device):
-            self._keep(query, key, value, occupied)
-            self._seen.fill_(total)
+        self._set_sinks(occupied)
+        kept = self._choose(query, key, value, occupied)
+        count = kept.shape[1]
+        self._write(0, gather_tokens(key, kept))
+        self._write(1, gather_tokens(value, kept))
+        kept = kept[:, None] if self.config.per_head else kept
+        self.positions[..., :count] = kept
+        self.occupied[..., :count] = kept >= 0
+        index = torch.arange(self.config.budget, device=self.device)
+        self._next_slot.copy_(index.where(~self.occupied, self.config.budget).amin(-1))
+        self._seen.fill_(total)
         self._end_change()
         return output
 
@@ -197,19 +203,6 @@ class LongFlowState(State):
             self._own[which][:, :, :tokens.shape[2]] = tokens
         else:
             write_slots(self.pages[which], self.pages.block_table, tokens)
-
-    def _keep(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor) -> None:
-        """Put the prompt's tokens that are kept into their slots."""
-        self._set_sinks(occupied)
-        kept = self._choose(query, key, value, occupied)
-        count = kept.shape[1]
-        self._write(0, gather_tokens(key, kept))
-        self._write(1, gather_tokens(value, kept))
-        kept = kept[:, None] if self.config.per_head else kept
-        self.positions[..., :count] = kept
-        self.occupied[..., :count] = kept >= 0
-        index = torch.arange(self.config.budget, device=self.device)
-        self._next_slot.copy_(index.where(~self.occupied, self.config.budget).amin(-1))
 
     def _choose(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor) -> Tensor:
         """The prompt tokens to keep, the same for all heads: [B, min(T, budget - 1)] int64, -1 where there is none."""

@@ -22,7 +22,6 @@ from ...reference._validate_ranks import (
 )
 from ...reference.synckv._validate import resolve_clusters
 from ...reference.synckv.contract import HeadClusters, SyncKVConfig
-from .._common.beside import beside, mark
 from .._common.state import State
 from . import _step
 from ._attend_kernels import SEEN
@@ -209,17 +208,15 @@ class SyncKVState(State):
             raise RuntimeError("prefill with offload=True cannot be captured: it allocates host memory")
         self._open()
         self._start_change("prefill")
-        ready = mark(self.device, alone=self._offload is not None or self._representatives is not None)
         output = self._attend_prompt(query, key, value, occupied, padded=padded)
-        with beside(ready, self.device):
-            stored_heads = slice(None) if self._offload is None else self._members[0, :self._representative_heads]
-            self._key[:, :, :total].copy_(key[:, stored_heads])
-            self._value[:, :, :total].copy_(value[:, stored_heads])
-            self.occupied[:, :total].copy_(occupied)
-            self._choose_first(query, key, occupied)
-            if self._unites:
-                _step.unite(self._always, self._chosen, self._listed, self._marks)
-            self._begin(total)
+        stored_heads = slice(None) if self._offload is None else self._members[0, :self._representative_heads]
+        self._key[:, :, :total].copy_(key[:, stored_heads])
+        self._value[:, :, :total].copy_(value[:, stored_heads])
+        self.occupied[:, :total].copy_(occupied)
+        self._choose_first(query, key, occupied)
+        if self._unites:
+            _step.unite(self._always, self._chosen, self._listed, self._marks)
+        self._begin(total)
         if self._offload is not None:
             self._offload.fill(key, value, self._listed)
             self._settle()

@@ -1,4 +1,4 @@
-"""The operation that puts a whole prompt into an empty paged cache. `_prompt_kernels.py` describes it."""
+"""The operations that put a whole prompt into an empty paged cache. `_prompt_kernels.py` describes them."""
 
 from __future__ import annotations
 
@@ -9,43 +9,47 @@ import triton
 from torch import Tensor
 
 from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
-from ._paging_ops import LANES, chunk_of, layout, packed_retention
+from ._paging_ops import LANES, Layout, chunk_of, layout, packed_retention
 from ._paging_store_kernels import store_prompt_kernel
 from ._prompt_kernels import cluster_kernel, place_kernel, plan_kernel, scales_kernel
 from ._tiles import ITERATIONS, tile
 
 
+def _format_of(plan_of: Layout) -> tuple[str, int]:
+    """The format of the thought type R, which all tokens of a prompt have, and its first word in a row."""
+    number = plan_of.number[2]
+    return plan_of.formats[number], plan_of.base[number]
+
+
 @torch.library.custom_op(
-    "kvtwin::thinkv_prompt",
+    "kvtwin::thinkv_place_prompt",
     mutates_args=(
-        "pool", "key_scales", "chunk_scales", "positions", "segments", "evicted", "slot_groups", "block_thoughts",
-        "physical", "entry_order", "used", "group_tokens", "starts", "block_counts", "overflow", "sizes", "levels",
-        "live", "over_budget", "segment",
+        "positions", "segments", "evicted", "slot_groups", "block_thoughts", "physical", "entry_order", "used",
+        "group_tokens", "starts", "block_counts", "overflow", "sizes", "levels", "live", "over_budget", "segment",
     ),
 )
-def append_prompt(
-    key: Tensor, value: Tensor, order: Tensor, counts: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor,
-    positions: Tensor, segments: Tensor, evicted: Tensor, slot_groups: Tensor, block_thoughts: Tensor,
-    physical: Tensor, entry_order: Tensor, used: Tensor, group_tokens: Tensor, starts: Tensor, block_counts: Tensor,
-    overflow: Tensor, sizes: Tensor, levels: Tensor, live: Tensor, over_budget: Tensor, segment: Tensor,
-    formats: str, block: int, group: int, tau: int, budget: int, retention: Sequence[int],
-) -> None:
-    """key, value [B, Hkv, T, D]; order [B, T] int64, the indices of a row's tokens, then -1; counts [B] int64, their
-    number. Sets sizes and levels [B, M] int64, live and segment [B] int64, and over_budget [B] bool of the state."""
+def place_prompt(
+    key: Tensor, order: Tensor, counts: Tensor, positions: Tensor, segments: Tensor, evicted: Tensor,
+    slot_groups: Tensor, block_thoughts: Tensor, physical: Tensor, entry_order: Tensor, used: Tensor,
+    group_tokens: Tensor, starts: Tensor, block_counts: Tensor, overflow: Tensor, sizes: Tensor, levels: Tensor,
+    live: Tensor, over_budget: Tensor, segment: Tensor, formats: str, block: int, group: int, tau: int, budget: int,
+    retention: Sequence[int],
+) -> Tensor:
+    """key [B, Hkv, T, D]; order [B, T] int64, the indices of a row's tokens, then -1; counts [B] int64, their number.
+    Updates the tables, and sets sizes and levels [B, M] int64, live and segment [B] int64, and over_budget [B] bool of
+    the state. Returns the slots of the tokens that stay, by index, -1 for the others: [B, T] int32."""
     (batch, heads, total, head_dim), device = key.shape, key.device
     (slots, entries), all_segments = (positions.shape[1], block_thoughts.shape[1]), sizes.shape[1]
     plan_of = layout(formats, block, group, heads, head_dim, entries)
-    number = plan_of.number[2]                                         # of R's format
-    fmt, d_pad = plan_of.formats[number], padded_head_dim(head_dim)
-    parts, used_segments, tokens = triton.cdiv(tau, group), triton.cdiv(total, tau), triton.next_power_of_2(group)
-    all_groups, retention = used_segments * parts, list(retention)
-    new, most = triton.cdiv(tau, block), min(retention[0], tau)
-    block_pad, part_pad = triton.next_power_of_2(block), triton.next_power_of_2(parts)
+    fmt, _ = _format_of(plan_of)
+    parts, used_segments, new = triton.cdiv(tau, group), triton.cdiv(total, tau), triton.cdiv(tau, block)
+    all_groups, levels_of, part_pad = used_segments * parts, len(retention), triton.next_power_of_2(parts)
+    block_pad = triton.next_power_of_2(block)
 
     def integers(*shape: int) -> Tensor:
         return torch.empty(batch, *shape, dtype=torch.int32, device=device)
 
-    keeps, turns = integers(used_segments, len(retention)), integers(used_segments, len(retention))
+    keeps, turns = integers(used_segments, levels_of), integers(used_segments, levels_of)
     evictions, scratch = integers(used_segments), integers(used_segments, tau)
     places = integers(tau + 2 * new + part_pad)
     gone, place = integers(total).fill_(-1), integers(total).fill_(-1)
@@ -57,18 +61,18 @@ def append_prompt(
     with on_device_of(key):
         plan_kernel[(batch,)](
             counts, keeps, turns, evictions, sizes, levels, live, over_budget, segment, tau, used_segments,
-            all_segments, budget, RETENTION=packed_retention(retention), LEVELS=len(retention),
+            all_segments, budget, RETENTION=packed_retention(retention), LEVELS=levels_of,
             SEGMENTS=max(16, triton.next_power_of_2(used_segments)), num_warps=1 if used_segments <= 64 else 4,
         )
         if LANES[fmt]:
             scales_kernel[(batch * all_groups * heads,)](
                 key, order, scales, heads, *grouped, order.stride(0), *key.stride(), FORMAT=fmt, GROUP=group,
-                HEAD_DIM=head_dim, D_PAD=d_pad, TOKENS=tokens, num_warps=4,
+                HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=triton.next_power_of_2(group), num_warps=4,
             )
         cluster_kernel[(batch * used_segments,)](
             key, scales, order, counts, keeps, turns, gone, scratch, heads, *grouped, used_segments, order.stride(0),
-            *key.stride(), FORMAT=fmt, LANES=LANES[fmt], GROUP=group, HEAD_DIM=head_dim, LEVELS=len(retention),
-            ITERATIONS=ITERATIONS, **tile(tau, most, head_dim), num_stages=1,
+            *key.stride(), FORMAT=fmt, LANES=LANES[fmt], GROUP=group, HEAD_DIM=head_dim, LEVELS=levels_of,
+            ITERATIONS=ITERATIONS, **tile(tau, min(retention[0], tau), head_dim), num_stages=1,
         )
         place_kernel[(batch,)](
             order, counts, evictions, gone, place, positions, segments, evicted, slot_groups, block_thoughts, physical,
@@ -78,21 +82,44 @@ def append_prompt(
             NEW=new, GROUPS=part_pad, TOKENS=triton.next_power_of_2(tau), BLOCKS=triton.next_power_of_2(new),
             ENTRIES=max(1, (32 if SMALL_TILES else 2048) // block_pad), CHUNK=chunk_of(entries), num_warps=4,
         )
+    return place
+
+
+@place_prompt.register_fake
+def _(
+    key: Tensor, order: Tensor, counts: Tensor, positions: Tensor, segments: Tensor, evicted: Tensor,
+    slot_groups: Tensor, block_thoughts: Tensor, physical: Tensor, entry_order: Tensor, used: Tensor,
+    group_tokens: Tensor, starts: Tensor, block_counts: Tensor, overflow: Tensor, sizes: Tensor, levels: Tensor,
+    live: Tensor, over_budget: Tensor, segment: Tensor, formats: str, block: int, group: int, tau: int, budget: int,
+    retention: Sequence[int],
+) -> Tensor:
+    return order.new_empty(order.shape, dtype=torch.int32)
+
+
+@torch.library.custom_op("kvtwin::thinkv_store_prompt", mutates_args=("pool", "key_scales", "chunk_scales"))
+def store_prompt(
+    key: Tensor, value: Tensor, order: Tensor, place: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor,
+    slot_groups: Tensor, physical: Tensor, formats: str, block: int, group: int, tau: int,
+) -> None:
+    """key, value [B, Hkv, T, D], order, place [B, T]: those of `place_prompt`."""
+    (batch, heads, total, head_dim), entries = key.shape, physical.shape[1]
+    plan_of = layout(formats, block, group, heads, head_dim, entries)
+    fmt, base = _format_of(plan_of)
+    parts = triton.cdiv(tau, group)
+    all_groups = triton.cdiv(total, tau) * parts
+    with on_device_of(key):
         store_prompt_kernel[(batch * all_groups * heads,)](
             key, value, order, place, pool, pool.view(torch.int16), pool.view(torch.uint8),
-            key_scales.view(torch.uint8), chunk_scales, slot_groups, physical, heads, slots, entries,
-            group_tokens.shape[1], *grouped, order.stride(0), *key.stride(), *value.stride(), plan_of.row_words,
-            plan_of.base[number], FORMAT=fmt, LANES=LANES[fmt], GROUP=group, BLOCK=block, HEAD_DIM=head_dim,
-            D_PAD=d_pad, TOKENS=tokens, num_warps=4,
+            key_scales.view(torch.uint8), chunk_scales, slot_groups, physical, heads, slot_groups.shape[1], entries,
+            key_scales.shape[1], all_groups, total, tau, parts, order.stride(0), *key.stride(), *value.stride(),
+            plan_of.row_words, base, FORMAT=fmt, LANES=LANES[fmt], GROUP=group, BLOCK=block, HEAD_DIM=head_dim,
+            D_PAD=padded_head_dim(head_dim), TOKENS=triton.next_power_of_2(group), num_warps=4,
         )
 
 
-@append_prompt.register_fake
+@store_prompt.register_fake
 def _(
-    key: Tensor, value: Tensor, order: Tensor, counts: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor,
-    positions: Tensor, segments: Tensor, evicted: Tensor, slot_groups: Tensor, block_thoughts: Tensor,
-    physical: Tensor, entry_order: Tensor, used: Tensor, group_tokens: Tensor, starts: Tensor, block_counts: Tensor,
-    overflow: Tensor, sizes: Tensor, levels: Tensor, live: Tensor, over_budget: Tensor, segment: Tensor,
-    formats: str, block: int, group: int, tau: int, budget: int, retention: Sequence[int],
+    key: Tensor, value: Tensor, order: Tensor, place: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor,
+    slot_groups: Tensor, physical: Tensor, formats: str, block: int, group: int, tau: int,
 ) -> None:
     return None

@@ -24,7 +24,7 @@ from . import _paging_ops as ops
 from . import _ranks_ops as on_ranks
 from ._paged_attention_ops import attend
 from ._paging_read_kernels import CODES, NUMBERS, SCALES
-from ._prompt_ops import append_prompt
+from ._prompt_ops import place_prompt, store_prompt
 
 __all__ = ["PagedAttentionResult", "PagedCache", "decode_attention"]
 
@@ -116,20 +116,30 @@ class PagedCache(Buffers, Interruptible):
         )
         self._end_change()
 
-    def _append_prompt(
-        self, key: Tensor, value: Tensor, order: Tensor, counts: Tensor, sizes: Tensor, levels: Tensor, live: Tensor,
+    def _place_prompt(
+        self, key: Tensor, order: Tensor, counts: Tensor, sizes: Tensor, levels: Tensor, live: Tensor,
         over_budget: Tensor, segment: Tensor,
-    ) -> None:
-        """Append a whole prompt to an empty cache, quantized, and evicted as the budget requires. The prompt's tensors
-        and those of the state that change: see `append_prompt`."""
+    ) -> Tensor:
+        """Append a prompt to the tables of an empty cache, and evict as the budget requires. Returns the slots of the
+        tokens that stay. The arguments: see `place_prompt`."""
+        config, tables = self.config, self._tables
+        self._start_change("append")
+        place = place_prompt(
+            key, order, counts, tables.positions, tables.segments, tables.evicted, tables.slot_groups,
+            tables.block_thoughts, tables.physical, tables.order, tables.used, tables.group_tokens, tables.starts,
+            tables.counts, tables.overflow, sizes, levels, live, over_budget, segment, self._formats, config.block,
+            config.group, config.tau, config.budget, list(config.retention),
+        )
+        self._end_change()
+        return place
+
+    def _store_prompt(self, key: Tensor, value: Tensor, order: Tensor, place: Tensor) -> None:
+        """Quantize the tokens of a prompt that have a place, and store them."""
         config, storage, tables = self.config, self._storage, self._tables
         self._start_change("append")
-        append_prompt(
-            key, value, order, counts, storage.pool, storage.key_scales, storage.chunk_scales, tables.positions,
-            tables.segments, tables.evicted, tables.slot_groups, tables.block_thoughts, tables.physical, tables.order,
-            tables.used, tables.group_tokens, tables.starts, tables.counts, tables.overflow, sizes, levels, live,
-            over_budget, segment, self._formats, config.block, config.group, config.tau, config.budget,
-            list(config.retention),
+        store_prompt(
+            key, value, order, place, storage.pool, storage.key_scales, storage.chunk_scales, tables.slot_groups,
+            tables.physical, self._formats, config.block, config.group, config.tau,
         )
         self._end_change()
 

@@ -15,7 +15,7 @@ from ...reference._validate_ranks import ProcessGroup, Shared, check_heads, chec
 from ...reference.thinkv._validate_paging import check_thought
 from ...reference.thinkv.contract import ThinKVConfig
 from ...reference.thinkv.types import Thought
-from .._common.beside import beside, mark
+from .._common import beside
 from .._common.launch import SMALL_TILES, on_device_of
 from .._common.ranks import ranks_of
 from .._common.state import State
@@ -136,19 +136,23 @@ class ThinKVState(State):
         if self._ranks is not None:
             check_process_group(self._shared.process_group, tokens=total, occupied=digest(occupied))
         self._start_change("prefill")
-        ready = mark(self.device, alone=self._ranks is not None)
-        output = self._attend_prompt(query, key, value, occupied, padded=padded)
-        with beside(ready, self.device):
-            self._thought.fill_(int(Thought.REASONING))
-            order, count = self._order(occupied, padded)
-            if self._ranks is None:
-                self.cache._append_prompt(
-                    key, value, order, count, self._segment_sizes, self.levels, self._live, self.over_budget,
-                    self._segment,
+        self._thought.fill_(int(Thought.REASONING))
+        order, count = self._order(occupied, padded)
+        if self._ranks is None:
+            side = beside.fork(self.device)
+            with beside.on(side):
+                place = self.cache._place_prompt(
+                    key, order, count, self._segment_sizes, self.levels, self._live, self.over_budget, self._segment
                 )
-            else:
-                self._append_segments(key, value, order)
-            self._seen.fill_(total)
+            try:
+                output = self._attend_prompt(query, key, value, occupied, padded=padded)
+            finally:
+                beside.join(side, place)
+            self.cache._store_prompt(key, value, order, place)
+        else:
+            output = self._attend_prompt(query, key, value, occupied, padded=padded)
+            self._append_segments(key, value, order)
+        self._seen.fill_(total)
         self._counted = total
         self._end_change()
         return output

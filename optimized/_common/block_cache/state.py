@@ -40,7 +40,6 @@ from ....reference._validate_scales import FP8, check_scales
 from ....reference.blocks import BlockConfig
 from ....reference.contract import Sizes
 from .. import graph
-from ..beside import beside, mark
 from ..launch import check_kernel_sizes, check_launchable
 from ..library_attention import OWN, library_kernel
 from ..state import State
@@ -280,10 +279,8 @@ class BlockState(State):
     def _append_prompt(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor, padded: bool) -> Tensor:
         """`_append` of a whole prompt to an empty state, with the attention of `_attend_prompt`."""
         end = self._arrive(key, value, valid)
-        ready = mark(self.device, alone=self._ranks is not None)
         output = self._attend_prompt(query, key, value, valid, padded=padded)
-        with beside(ready, self.device):
-            self._evict(Block(query, valid, end, query.new_empty(0, dtype=torch.float32)), query.shape[2])
+        self._evict(Block(query, valid, end, query.new_empty(0, dtype=torch.float32)), query.shape[2])
         return output
 
     def _arrive(self, key: Tensor, value: Tensor, valid: Tensor) -> int:
