@@ -13,35 +13,46 @@ from .._common.radix_selection import _FREE, compact_kernel, count_kernel, histo
 from .._common.softmax import denominators
 
 
+@triton.jit
+def pooled_codes(
+    logits, row_maxima, weight_sums, occupied, fixed, batch_head, s, slots, splits, representative_heads,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, EXCLUDE: tl.constexpr,
+):
+    """Codes in the order of the pooled log-weights of slots s, int32; _FREE for none. EXCLUDE: tokens of the static set
+    (`fixed`) get the highest codes, so that the selected union contains them."""
+    row_max, log_total = denominators(row_maxima, weight_sums, batch_head, splits, GROUP, ROWS, SPLITS)
+    row = tl.arange(0, ROWS)
+    s64 = s.to(tl.int64)
+    holds = tl.load(occupied + batch_head // representative_heads * slots + s64, mask=s < slots, other=0) != 0
+    logit = tl.load(
+        logits + (batch_head * GROUP + row)[:, None] * slots + s64[None, :],
+        mask=(row < GROUP)[:, None] & holds[None, :], other=float("-inf"),
+    )
+    free = logit == float("-inf")
+    weight = (tl.where(free, 0.0, logit) - row_max[:, None]) - log_total[:, None]
+    score = tl.max(tl.where(free, logit, weight), 0)
+    if EXCLUDE:
+        taken = tl.load(fixed + batch_head * slots + s64, mask=s < slots, other=0) != 0
+        score = tl.where(taken, float("inf"), score)
+    return tl.where(holds, sortable(score), _FREE)
+
+
 @triton.jit(do_not_specialize=["slots", "splits", "chunks", "representative_heads"])
 def codes_kernel(
     due, logits, row_maxima, weight_sums, occupied, fixed, codes, histograms, slots, splits, chunks,
     representative_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, EXCLUDE: tl.constexpr,
 ):
-    """Program (chunk, batch_head): codes in the order of the pooled log-weights, last slot first. EXCLUDE: tokens of
-    the static set (`fixed`) get the highest codes, so that the selected union contains them."""
+    """Program (chunk, batch_head): codes, last slot first, see `pooled_codes`."""
     if tl.load(due) != 0:
         chunk = tl.program_id(0) % chunks
         batch_head = (tl.program_id(0) // chunks).to(tl.int64)
-        row_max, log_total = denominators(row_maxima, weight_sums, batch_head, splits, GROUP, ROWS, SPLITS)
-        row = tl.arange(0, ROWS)
         s = chunk * CHUNK + tl.arange(0, CHUNK)
-        s64 = s.to(tl.int64)
-        holds = tl.load(occupied + batch_head // representative_heads * slots + s64, mask=s < slots, other=0) != 0
-        logit = tl.load(
-            logits + (batch_head * GROUP + row)[:, None] * slots + s64[None, :],
-            mask=(row < GROUP)[:, None] & holds[None, :], other=float("-inf"),
+        code = pooled_codes(
+            logits, row_maxima, weight_sums, occupied, fixed, batch_head, s, slots, splits, representative_heads,
+            GROUP, ROWS, SPLITS, EXCLUDE,
         )
-        free = logit == float("-inf")
-        weight = (tl.where(free, 0.0, logit) - row_max[:, None]) - log_total[:, None]
-        score = tl.max(tl.where(free, logit, weight), 0)
-        if EXCLUDE:
-            taken = tl.load(fixed + batch_head * slots + s64, mask=s < slots, other=0) != 0
-            score = tl.where(taken, float("inf"), score)
-        tl.store(
-            codes + batch_head * slots + (slots - 1 - s64), tl.where(holds, sortable(score), _FREE), mask=s < slots
-        )
+        tl.store(codes + batch_head * slots + (slots - 1 - s.to(tl.int64)), code, mask=s < slots)
         if chunk == 0:
             number = tl.arange(0, 1024)
             tl.store(histograms + batch_head * 1024 + number, tl.zeros([1024], tl.int32))

@@ -20,6 +20,7 @@ from .._common.launch import (
     on_device_of,
     padded_head_dim,
 )
+from ._anticipate_fused import anticipate_kernel
 from ._anticipate_kernels import (
     choose_kernel,
     codes_kernel,
@@ -41,6 +42,10 @@ SHORT = 16
 MERGED = 64
 #: Entries of a list that are united at a time.
 UNITED = 16 if SMALL_TILES else 1024
+#: Slots up to which an anticipation is one launch. Beyond, one program takes longer than eight launches.
+ALONE = 32 if INTERPRETED else 49152
+#: Codes per program of that launch; codes and candidates that its last program reads at a time.
+CHUNK, WIDE, LIST = 4096, 16384, 4096
 #: In the interpreter, the most programs that share what one head attends to.
 FEW = 2
 
@@ -123,14 +128,31 @@ def _(
     return query.new_empty(query.shape)
 
 
-@torch.library.custom_op("kvtwin::synckv_anticipate", mutates_args=("chosen",))
+@torch.library.custom_op("kvtwin::synckv_anticipate", mutates_args=("histograms", "arrived", "chosen"))
 def anticipate(
     due: Tensor, logits: Tensor, row_maxima: Tensor, weight_sums: Tensor, occupied: Tensor, fixed: Tensor,
-    chosen: Tensor, splits: int, count: int, exclude: bool,
+    histograms: Tensor, arrived: Tensor, chosen: Tensor, splits: int, count: int, exclude: bool,
 ) -> None:
-    """If the step was an anticipation, write the `count` best tokens by its logits to the end of `chosen`."""
-    code, histograms = _coded(due, logits, row_maxima, weight_sums, occupied, fixed, splits, exclude)
-    _choose(due, code, histograms, fixed, chosen, count, exclude)
+    """If the step was an anticipation, write the `count` best tokens by its logits to the end of `chosen`.
+
+    histograms [rows, BINS], arrived [rows] int32, for rows = B * R-heads: scratch, all 0 between calls.
+    """
+    (batch, slots), (rows, group) = occupied.shape, logits.shape[:2]
+    if slots > ALONE:
+        code, passes = _coded(due, logits, row_maxima, weight_sums, occupied, fixed, splits, exclude)
+        _choose(due, code, passes, fixed, chosen, count, exclude)
+        return
+    chunk = 16 if SMALL_TILES else CHUNK
+    chunks = triton.cdiv(slots, chunk)
+    codes = torch.empty(rows, slots, dtype=torch.int32, device=due.device)
+    listed = torch.empty(rows, 2, slots, dtype=torch.int32, device=due.device)
+    with on_device_of(occupied):
+        anticipate_kernel[(rows * chunks,)](
+            due, logits, row_maxima, weight_sums, occupied, fixed, codes, listed, histograms, arrived, chosen, slots,
+            splits, chunks, rows // batch, count, chosen.shape[2], GROUP=group, ROWS=triton.next_power_of_2(group),
+            SPLITS=triton.next_power_of_2(splits), CHUNK=chunk, WIDE=16 if SMALL_TILES else WIDE,
+            LIST=8 if SMALL_TILES else LIST, EXCLUDE=exclude, num_warps=16,
+        )
 
 
 def _coded(
@@ -190,7 +212,7 @@ def _choose(
 @anticipate.register_fake
 def _(
     due: Tensor, logits: Tensor, row_maxima: Tensor, weight_sums: Tensor, occupied: Tensor, fixed: Tensor,
-    chosen: Tensor, splits: int, count: int, exclude: bool,
+    histograms: Tensor, arrived: Tensor, chosen: Tensor, splits: int, count: int, exclude: bool,
 ) -> None:
     return None
 
