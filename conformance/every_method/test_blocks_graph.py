@@ -1,4 +1,4 @@
-"""Prompts of many blocks, or of many segments of ThinKV, which a CUDA graph appends: the same bits as plain calls."""
+"""Prompts of many blocks, which a CUDA graph appends: the same bits as plain calls."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from torch import Tensor
 from kvtwin.conformance import discovery
 from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.judge.compare import assert_same
-from kvtwin.optimized import thinkv
 from kvtwin.optimized._common import graph
 from kvtwin.optimized._common.block_cache import ops
 from kvtwin.optimized._common.block_cache import state as blocks
 from kvtwin.optimized._common.block_cache.state import BlockState
-from kvtwin.reference.thinkv import ThinKVConfig
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.slow_on_cpu]
 BLOCKS = [pair for pair in discovery.methods() if issubclass(getattr(pair.optimized, pair.state.__name__), BlockState)]
@@ -238,36 +236,3 @@ def test_large_blocks_and_short_prompts_take_no_graph(device):
     assert graph.worth_a_graph(query, 8)
     assert not graph.worth_a_graph(query, 9)
     assert not graph.worth_a_graph(query.expand(graph.ELEMENTS, 4, 8 * LEAST, 64), 8)
-
-
-@pytest.mark.parametrize("padding", ["none", "random"])
-def test_thinkvs_segments_by_a_graph_have_the_bits_of_plain_calls(padding, device, monkeypatch):
-    """Two prompts of six segments and a part of one, the second of which is all replays; then steps."""
-    tokens = 6 * 16 + 5
-    states = []
-    for _ in range(2):
-        config = ThinKVConfig(64, tau=16, group=8, block=4, retention=(8, 4), max_tokens=tokens + 8)
-        states.append(thinkv.ThinKVState(
-            config, batch=2, query_heads=4, key_value_heads=2, head_dim=16, dtype=torch.float16, device=device
-        ))
-    state, plain = states
-    for number in range(2):
-        state.reset()
-        plain.reset()
-        prompt = prompt_of(number, device, tokens, 16)
-        if padding == "none":
-            del prompt["occupied"]
-        output = state.prefill(**prompt)
-        with monkeypatch.context() as without:
-            without.setattr(graph, "BLOCKS", tokens)
-            assert_same(output, plain.prefill(**prompt), what=f"output of prompt {number}")
-        assert (state in graph._graphs, plain in graph._graphs) == (True, False)
-        assert bool((plain.occupied.sum(-1) < plain.tokens_seen).all()), "no token was evicted"
-        for name, table in plain.cache._tables._asdict().items():
-            assert_same(getattr(state.cache._tables, name), table, what=f"{name} after prompt {number}")
-        for name in ("key", "value"):
-            where = plain.occupied[:, None, :, None]
-            assert_same(getattr(state, name), getattr(plain, name), where=where, what=f"{name} after prompt {number}")
-        for step in range(3):
-            part = {name: prompt[name][:, :, step] for name in ("query", "key", "value")}
-            assert_same(state.step(**part), plain.step(**part), what=f"output of step {step}")

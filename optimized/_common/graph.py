@@ -24,7 +24,7 @@ from torch import Tensor
 from ...reference._validate import capturing
 from .launch import SMALL_TILES, on_device_of
 
-Append = Callable[..., Tensor | None]
+Append = Callable[..., Tensor]
 
 #: Blocks of a prompt from which a graph is worth its capture.
 BLOCKS = 8
@@ -55,9 +55,9 @@ def worth_a_graph(prompt: Tensor, block_size: int) -> bool:
 
 class Prompt:
     """The first `count` blocks of `size` tokens of a prompt: tensors [B, H, T, D] or [B, T], the largest one first;
-    output like the first, or None."""
+    output like the first."""
 
-    def __init__(self, tensors: tuple[Tensor, ...], output: Tensor | None, size: int, count: int) -> None:
+    def __init__(self, tensors: tuple[Tensor, ...], output: Tensor, size: int, count: int) -> None:
         self.tensors, self.output, self.size, self.count = tensors, output, size, count
 
     def chunk(self, tensor: Tensor, first: int, count: int) -> Tensor:
@@ -71,7 +71,7 @@ class Prompt:
         device = self.tensors[0].device
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         blocks = (self.chunk(tensor, 0, 1) for tensor in self.tensors)
-        return device, stream, self.output is not None, *((tensor.shape, tensor.dtype) for tensor in blocks)
+        return device, stream, *((tensor.shape, tensor.dtype) for tensor in blocks)
 
 
 class Memory:
@@ -87,7 +87,7 @@ class Memory:
                 torch.empty((self.blocks, *one.shape[1:]), dtype=one.dtype, device=device) for one in blocks
             )
             self.inputs = tuple(torch.empty_like(one[0]) for one in self.chunk)
-            self.output = None if prompt.output is None else torch.empty_like(self.chunk[0])
+            self.output = torch.empty_like(self.chunk[0])
             # The block that the next replay takes, and the block whose output is put next.
             self.numbers = torch.zeros(2, dtype=torch.int64, device=device)
         self.lock = threading.Lock()
@@ -114,17 +114,13 @@ class Memory:
 
     def store(self, prompt: Prompt, first: int, count: int) -> None:
         """Copy the output of a chunk."""
-        if prompt.output is not None:
-            assert self.output is not None
-            prompt.chunk(prompt.output, first, count).copy_(self.output[:count])
+        prompt.chunk(prompt.output, first, count).copy_(self.output[:count])
 
-    def append(self, append: Append) -> Tensor | None:
+    def append(self, append: Append) -> Tensor:
         """Append the chunk's next block, and put its output in its place."""
         _copy(self.chunk, self.inputs, self.numbers, TAKES=True)
         output = append(*self.inputs)
-        assert (output is None) == (self.output is None)
-        mine = () if output is None or self.output is None else (output,)
-        _copy(mine, () if self.output is None else (self.output,), self.numbers, TAKES=False)
+        _copy((output,), (self.output,), self.numbers, TAKES=False)
         return output
 
 
@@ -147,7 +143,7 @@ def _memory(shapes: tuple[Any, ...], prompt: Prompt) -> Memory:
 
 
 class BlockGraph:
-    """A state's work of one block, `append(*block)`, captured; the result is the block's output, if it has one.
+    """A state's work of one block, `append(*block)`, captured; the result is the block's output.
 
     It is right as long as `buffers`, the state's tensors, stay where they are: see `fits`. The first block compiles the
     kernels, and its call is captured for the next ones. After a failed capture there is no graph, and `append` is
@@ -179,9 +175,7 @@ class BlockGraph:
             first += count
         for number in range(first, prompt.count):
             output = append(*(prompt.chunk(tensor, number, 1)[0] for tensor in prompt.tensors))
-            if prompt.output is not None:
-                assert output is not None
-                prompt.chunk(prompt.output, number, 1)[0].copy_(output)
+            prompt.chunk(prompt.output, number, 1)[0].copy_(output)
 
     def _append(self, append: Append, memory: Memory) -> None:
         if self._replay is not None:
@@ -198,7 +192,7 @@ class BlockGraph:
             warnings.warn(f"prompts are appended block by block, without a CUDA graph: {error}", stacklevel=2)
 
 
-def captured(function: Callable[[], Tensor | None], memory: Memory) -> Callable[[], None]:
+def captured(function: Callable[[], object], memory: Memory) -> Callable[[], None]:
     """Capture a call without running it. Returns what runs it."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     # Outside of inference mode, in which PyTorch's random generator could not be captured again in another mode.
@@ -241,7 +235,7 @@ def join(side: Any) -> None:
 
 
 def run_blocks(
-    state: Any, append: Append, prompt: tuple[Tensor, ...], output: Tensor | None, size: int, count: int,
+    state: Any, append: Append, prompt: tuple[Tensor, ...], output: Tensor, size: int, count: int,
     buffers: tuple[Tensor, ...],
 ) -> None:
     """Append the first `count` blocks of `size` tokens of a prompt to a state by its graph, which is captured when

@@ -103,6 +103,12 @@ def _places(key: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @triton.jit
+def first_digit(code):
+    """The first 8 bits of codes, 0 to 255 in the order of the codes: negative ones come first."""
+    return ((code >> 24) & 255) ^ 128
+
+
+@triton.jit
 def _next_digits(histograms, found, batch_head, wanted, PASS: tl.constexpr):
     """After PASS passes: the leading 8 * PASS bits of the lowest kept code (as an unsigned number), the number of kept
     codes with these bits, and the number of all codes with them."""
@@ -131,10 +137,8 @@ def histogram_kernel(
     s = chunk * CHUNK + tl.arange(0, CHUNK)
     matches = s < slots
     code = tl.load(codes + batch_head * slots + s, mask=matches, other=0)
-    digit = (code >> (24 - 8 * PASS)) & 255
-    if PASS == 0:
-        digit = digit ^ 128                                             # negative codes sort first
-    else:
+    digit = first_digit(code) if PASS == 0 else (code >> (24 - 8 * PASS)) & 255
+    if PASS > 0:
         prefix, need, _ = _next_digits(histograms, found, batch_head, wanted, PASS)
         if chunk == 0:
             tl.store(found + (batch_head * 4 + PASS - 1) * 2, prefix)
@@ -168,21 +172,26 @@ def count_kernel(codes, histograms, found, counts, slots, wanted, chunks, CHUNK:
     tl.store(at + 1, tl.sum(tl.where((code == threshold) & (s < slots), 1, 0), 0))
 
 
-@triton.jit(do_not_specialize=["slots", "wanted", "chunks"])
-def compact_kernel(codes, found, counts, place, kept_count, slots, wanted, chunks, CHUNK: tl.constexpr):
-    """Program (chunk, batch_head): writes the slots of the chunk's kept tokens to their places in the result."""
-    chunk = tl.program_id(0) % chunks
-    batch_head = (tl.program_id(0) // chunks).to(tl.int64)
+@triton.jit
+def counted_before(counts, end):
+    """The numbers of codes above the threshold and equal to it in a row's chunks before `end`."""
+    above = tl.zeros([_ADDED], tl.int32)
+    equal = tl.zeros([_ADDED], tl.int32)
+    for start in range(0, end, _ADDED):
+        i = start + tl.arange(0, _ADDED)
+        above += tl.load(counts + i * 2, mask=i < end, other=0)
+        equal += tl.load(counts + i * 2 + 1, mask=i < end, other=0)
+    return tl.sum(above, 0), tl.sum(equal, 0)
+
+
+@triton.jit
+def kept_in_chunk(codes, found, counts, batch_head, chunk, slots, CHUNK: tl.constexpr):
+    """The chunk's slots [CHUNK], their places among all kept tokens of the row, and which of them are kept. Also the
+    numbers of codes before the chunk that are above the threshold and equal to it, and how many of the equal are
+    dropped."""
     threshold = tl.load(found + (batch_head * 4 + 3) * 2).to(tl.int32)
     drop = tl.load(found + (batch_head * 4 + 3) * 2 + 1).to(tl.int32)
-    counts += batch_head * chunks * 2
-    above_before = tl.zeros([_ADDED], tl.int32)
-    equal_before = tl.zeros([_ADDED], tl.int32)
-    for start in range(0, chunk, _ADDED):
-        i = start + tl.arange(0, _ADDED)
-        above_before += tl.load(counts + i * 2, mask=i < chunk, other=0)
-        equal_before += tl.load(counts + i * 2 + 1, mask=i < chunk, other=0)
-    above_sum, equal_sum = tl.sum(above_before, 0), tl.sum(equal_before, 0)
+    above_sum, equal_sum = counted_before(counts, chunk)
     s = chunk * CHUNK + tl.arange(0, CHUNK)
     code = tl.load(codes + batch_head * slots + s, mask=s < slots, other=_FREE)
     above = code > threshold
@@ -192,7 +201,17 @@ def compact_kernel(codes, found, counts, place, kept_count, slots, wanted, chunk
     running = tl.cumsum(packed, 0) - packed
     number = equal_sum + (running >> 16)                                # index among the codes equal to the threshold
     to = above_sum + (running & 65535) + tl.maximum(number - drop, 0)
-    tl.store(place + batch_head * wanted + to, s, mask=above | (equal & (number >= drop)))
+    return s, to, above | (equal & (number >= drop)), above_sum, equal_sum, drop
+
+
+@triton.jit(do_not_specialize=["slots", "wanted", "chunks"])
+def compact_kernel(codes, found, counts, place, kept_count, slots, wanted, chunks, CHUNK: tl.constexpr):
+    """Program (chunk, batch_head): writes the slots of the chunk's kept tokens to their places in the result."""
+    chunk = tl.program_id(0) % chunks
+    batch_head = (tl.program_id(0) // chunks).to(tl.int64)
+    counts += batch_head * chunks * 2
+    s, to, kept, above_sum, equal_sum, drop = kept_in_chunk(codes, found, counts, batch_head, chunk, slots, CHUNK)
+    tl.store(place + batch_head * wanted + to, s, mask=kept)
     if chunk == chunks - 1:
         above_sum += tl.load(counts + chunk * 2)
         equal_sum += tl.load(counts + chunk * 2 + 1)

@@ -9,32 +9,15 @@ import triton
 import triton.language as tl
 
 from .._common.numerics import sortable
-from .._common.radix_selection import _FREE, compact_kernel, count_kernel, histogram_kernel
+from .._common.radix_selection import (
+    _FREE,
+    count_kernel,
+    counted_before,
+    first_digit,
+    histogram_kernel,
+    kept_in_chunk,
+)
 from .._common.softmax import denominators
-
-
-@triton.jit
-def pooled_codes(
-    logits, row_maxima, weight_sums, occupied, fixed, batch_head, s, slots, splits, representative_heads,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, EXCLUDE: tl.constexpr,
-):
-    """Codes in the order of the pooled log-weights of slots s, int32; _FREE for none. EXCLUDE: tokens of the static set
-    (`fixed`) get the highest codes, so that the selected union contains them."""
-    row_max, log_total = denominators(row_maxima, weight_sums, batch_head, splits, GROUP, ROWS, SPLITS)
-    row = tl.arange(0, ROWS)
-    s64 = s.to(tl.int64)
-    holds = tl.load(occupied + batch_head // representative_heads * slots + s64, mask=s < slots, other=0) != 0
-    logit = tl.load(
-        logits + (batch_head * GROUP + row)[:, None] * slots + s64[None, :],
-        mask=(row < GROUP)[:, None] & holds[None, :], other=float("-inf"),
-    )
-    free = logit == float("-inf")
-    weight = (tl.where(free, 0.0, logit) - row_max[:, None]) - log_total[:, None]
-    score = tl.max(tl.where(free, logit, weight), 0)
-    if EXCLUDE:
-        taken = tl.load(fixed + batch_head * slots + s64, mask=s < slots, other=0) != 0
-        score = tl.where(taken, float("inf"), score)
-    return tl.where(holds, sortable(score), _FREE)
 
 
 @triton.jit(do_not_specialize=["slots", "splits", "chunks", "representative_heads"])
@@ -42,20 +25,34 @@ def codes_kernel(
     due, logits, row_maxima, weight_sums, occupied, fixed, codes, histograms, slots, splits, chunks,
     representative_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, EXCLUDE: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
-    """Program (chunk, batch_head): codes, last slot first, see `pooled_codes`."""
+    """Program (chunk, batch_head): codes in the order of the pooled log-weights, last slot first. COUNT: adds their
+    first 8 bits to the histograms. EXCLUDE: tokens of the static set (`fixed`) get the highest codes, so that the
+    selected union contains them."""
     if tl.load(due) != 0:
         chunk = tl.program_id(0) % chunks
         batch_head = (tl.program_id(0) // chunks).to(tl.int64)
+        row_max, log_total = denominators(row_maxima, weight_sums, batch_head, splits, GROUP, ROWS, SPLITS)
+        row = tl.arange(0, ROWS)
         s = chunk * CHUNK + tl.arange(0, CHUNK)
-        code = pooled_codes(
-            logits, row_maxima, weight_sums, occupied, fixed, batch_head, s, slots, splits, representative_heads,
-            GROUP, ROWS, SPLITS, EXCLUDE,
+        s64 = s.to(tl.int64)
+        holds = tl.load(occupied + batch_head // representative_heads * slots + s64, mask=s < slots, other=0) != 0
+        logit = tl.load(
+            logits + (batch_head * GROUP + row)[:, None] * slots + s64[None, :],
+            mask=(row < GROUP)[:, None] & holds[None, :], other=float("-inf"),
         )
-        tl.store(codes + batch_head * slots + (slots - 1 - s.to(tl.int64)), code, mask=s < slots)
-        if chunk == 0:
-            number = tl.arange(0, 1024)
-            tl.store(histograms + batch_head * 1024 + number, tl.zeros([1024], tl.int32))
+        free = logit == float("-inf")
+        weight = (tl.where(free, 0.0, logit) - row_max[:, None]) - log_total[:, None]
+        score = tl.max(tl.where(free, logit, weight), 0)
+        if EXCLUDE:
+            taken = tl.load(fixed + batch_head * slots + s64, mask=s < slots, other=0) != 0
+            score = tl.where(taken, float("inf"), score)
+        code = tl.where(holds, sortable(score), _FREE)
+        tl.store(codes + batch_head * slots + (slots - 1 - s64), code, mask=s < slots)
+        if COUNT:
+            count = tl.histogram(first_digit(code), 256, mask=s < slots)
+            tl.atomic_add(histograms + batch_head * 1024 + tl.arange(0, 256), count, mask=count > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["slots", "chunks"])
@@ -83,31 +80,32 @@ def count_if(due, codes, histograms, found, counts, slots, wanted, chunks, CHUNK
         count_kernel(codes, histograms, found, counts, slots, wanted, chunks, CHUNK)
 
 
-@triton.jit(do_not_specialize=["slots", "wanted", "chunks"])
-def compact_if(due, codes, found, counts, place, kept_count, slots, wanted, chunks, CHUNK: tl.constexpr):
-    if tl.load(due) != 0:
-        compact_kernel(codes, found, counts, place, kept_count, slots, wanted, chunks, CHUNK)
-
-
-@triton.jit(do_not_specialize=["slots", "wanted", "pieces", "capacity"])
+@triton.jit(do_not_specialize=["slots", "wanted", "chunks", "capacity"])
 def choose_kernel(
-    due, place, kept_count, fixed, chosen, slots, wanted, pieces, capacity, CHUNK: tl.constexpr, EXCLUDE: tl.constexpr
+    due, codes, histograms, found, counts, fixed, chosen, slots, wanted, chunks, capacity, CHUNK: tl.constexpr,
+    EXCLUDE: tl.constexpr,
 ):
-    """Program (piece, batch_head): turns the chosen places, read from the end, into slots; -1 beyond the last. They
-    fill the last `wanted` entries of `chosen`, which with EXCLUDE are all. Without EXCLUDE, `fixed` tokens become -1.
-    """
+    """Program (chunk, batch_head): writes the chunk's kept tokens to the last `wanted` entries of `chosen`, ascending,
+    then -1. With EXCLUDE these are all entries. Without EXCLUDE, `fixed` tokens become -1. Clears the histograms."""
     if tl.load(due) != 0:
-        piece = tl.program_id(0) % pieces
-        batch_head = (tl.program_id(0) // pieces).to(tl.int64)
-        number = piece * CHUNK + tl.arange(0, CHUNK)
-        kept = tl.load(kept_count + batch_head)
-        holds = number < kept
-        at = tl.load(place + batch_head * wanted + (kept - 1 - number), mask=holds, other=0)
-        slot = (slots - 1 - at).to(tl.int64)
+        chunk = tl.program_id(0) % chunks
+        batch_head = (tl.program_id(0) // chunks).to(tl.int64)
+        counts += batch_head * chunks * 2
+        place, to, kept, _, _, drop = kept_in_chunk(codes, found, counts, batch_head, chunk, slots, CHUNK)
+        above, equal = counted_before(counts, chunks)
+        count = above + tl.maximum(equal - drop, 0)
+        slot = (slots - 1 - place).to(tl.int64)                        # places are read from the end
+        token = slot
         if not EXCLUDE:
-            holds = holds & (tl.load(fixed + batch_head * slots + slot, mask=holds, other=0) == 0)
-        into = chosen + batch_head * capacity + (capacity - wanted) + number
-        tl.store(into, tl.where(holds, slot, -1), mask=number < wanted)
+            holds = tl.load(fixed + batch_head * slots + slot, mask=kept, other=0) == 0
+            token = tl.where(holds, slot, -1)
+        into = chosen + batch_head * capacity + (capacity - wanted)
+        tl.store(into + (count - 1 - to), token, mask=kept)
+        if chunk == 0:
+            for start in range(0, wanted, CHUNK):
+                number = start + tl.arange(0, CHUNK)
+                tl.store(into + number, tl.full([CHUNK], -1, tl.int64), mask=(number >= count) & (number < wanted))
+            tl.store(histograms + batch_head * 1024 + tl.arange(0, 1024), tl.zeros([1024], tl.int32))
 
 
 @triton.jit(do_not_specialize=["slots", "lists", "capacity", "width"])

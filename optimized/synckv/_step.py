@@ -20,11 +20,9 @@ from .._common.launch import (
     on_device_of,
     padded_head_dim,
 )
-from ._anticipate_fused import anticipate_kernel
 from ._anticipate_kernels import (
     choose_kernel,
     codes_kernel,
-    compact_if,
     count_if,
     histogram_if,
     include_kernel,
@@ -42,10 +40,6 @@ SHORT = 16
 MERGED = 64
 #: Entries of a list that are united at a time.
 UNITED = 16 if SMALL_TILES else 1024
-#: Slots up to which an anticipation is one launch. Beyond, one program takes longer than eight launches.
-ALONE = 32 if INTERPRETED else 49152
-#: Codes per program of that launch; codes and candidates that its last program reads at a time.
-CHUNK, WIDE, LIST = 4096, 16384, 4096
 #: In the interpreter, the most programs that share what one head attends to.
 FEW = 2
 
@@ -128,91 +122,71 @@ def _(
     return query.new_empty(query.shape)
 
 
-@torch.library.custom_op("kvtwin::synckv_anticipate", mutates_args=("histograms", "arrived", "chosen"))
+@torch.library.custom_op("kvtwin::synckv_anticipate", mutates_args=("histograms", "chosen"))
 def anticipate(
     due: Tensor, logits: Tensor, row_maxima: Tensor, weight_sums: Tensor, occupied: Tensor, fixed: Tensor,
-    histograms: Tensor, arrived: Tensor, chosen: Tensor, splits: int, count: int, exclude: bool,
+    histograms: Tensor, chosen: Tensor, splits: int, count: int, exclude: bool,
 ) -> None:
     """If the step was an anticipation, write the `count` best tokens by its logits to the end of `chosen`.
 
-    histograms [rows, BINS], arrived [rows] int32, for rows = B * R-heads: scratch, all 0 between calls.
+    histograms [B, R-heads, 4, 256] int32: scratch, all 0 between calls.
     """
-    (batch, slots), (rows, group) = occupied.shape, logits.shape[:2]
-    if slots > ALONE:
-        code, passes = _coded(due, logits, row_maxima, weight_sums, occupied, fixed, splits, exclude)
-        _choose(due, code, passes, fixed, chosen, count, exclude)
-        return
-    chunk = 16 if SMALL_TILES else CHUNK
-    chunks = triton.cdiv(slots, chunk)
-    codes = torch.empty(rows, slots, dtype=torch.int32, device=due.device)
-    listed = torch.empty(rows, 2, slots, dtype=torch.int32, device=due.device)
-    with on_device_of(occupied):
-        anticipate_kernel[(rows * chunks,)](
-            due, logits, row_maxima, weight_sums, occupied, fixed, codes, listed, histograms, arrived, chosen, slots,
-            splits, chunks, rows // batch, count, chosen.shape[2], GROUP=group, ROWS=triton.next_power_of_2(group),
-            SPLITS=triton.next_power_of_2(splits), CHUNK=chunk, WIDE=16 if SMALL_TILES else WIDE,
-            LIST=8 if SMALL_TILES else LIST, EXCLUDE=exclude, num_warps=16,
-        )
+    code = _coded(due, logits, row_maxima, weight_sums, occupied, fixed, histograms, splits, exclude)
+    _choose(due, code, histograms, fixed, chosen, count, exclude, counted=True)
 
 
 def _coded(
-    due: Tensor, logits: Tensor, row_maxima: Tensor, weight_sums: Tensor, occupied: Tensor, fixed: Tensor, splits: int,
-    exclude: bool,
-) -> tuple[Tensor, Tensor]:
-    """The codes of the R-heads whose logits there are, [B, R-heads, S], and histograms, which are zero."""
+    due: Tensor, logits: Tensor, row_maxima: Tensor, weight_sums: Tensor, occupied: Tensor, fixed: Tensor,
+    histograms: Tensor | None, splits: int, exclude: bool,
+) -> Tensor:
+    """The codes of the R-heads whose logits there are, [B, R-heads, S]. Adds their first 8 bits to histograms."""
     (batch, slots), (rows, group) = occupied.shape, logits.shape[:2]
-    code, histograms = _codes(due, rows // batch, occupied)
+    code = _codes(rows // batch, occupied)
     pool = min(POOL, chunk_size())
     pools = triton.cdiv(slots, pool)
     with on_device_of(occupied):
         codes_kernel[(rows * pools,)](
-            due, logits, row_maxima, weight_sums, occupied, fixed, code, histograms, slots, splits, pools,
-            rows // batch, GROUP=group, ROWS=GROUP_ROWS, SPLITS=triton.next_power_of_2(splits), CHUNK=pool,
-            EXCLUDE=exclude, num_warps=4,
+            due, logits, row_maxima, weight_sums, occupied, fixed, code, code if histograms is None else histograms,
+            slots, splits, pools, rows // batch, GROUP=group, ROWS=GROUP_ROWS, SPLITS=triton.next_power_of_2(splits),
+            CHUNK=pool, EXCLUDE=exclude, COUNT=histograms is not None, num_warps=4,
         )
-    return code, histograms
+    return code
 
 
-def _codes(due: Tensor, heads: int, occupied: Tensor) -> tuple[Tensor, Tensor]:
+def _codes(heads: int, occupied: Tensor) -> Tensor:
     batch, slots = occupied.shape
-    return (
-        torch.empty(batch, heads, slots, dtype=torch.int32, device=due.device),
-        torch.empty(batch * heads, 4, 256, dtype=torch.int32, device=due.device),
-    )
+    return torch.empty(batch, heads, slots, dtype=torch.int32, device=occupied.device)
 
 
 def _choose(
-    due: Tensor, code: Tensor, histograms: Tensor, fixed: Tensor, chosen: Tensor, count: int, exclude: bool
+    due: Tensor, code: Tensor, histograms: Tensor, fixed: Tensor, chosen: Tensor, count: int, exclude: bool, *,
+    counted: bool,
 ) -> None:
-    """Write the `count` tokens with the highest codes [B, N_r, S] to the end of `chosen`."""
+    """Write the `count` tokens with the highest codes [B, N_r, S] to the end of `chosen`. counted: the histograms have
+    the codes' first 8 bits."""
     (batch, clusters, capacity), slots = chosen.shape, code.shape[-1]
     rows, chunk, device = batch * clusters, chunk_size(), chosen.device
-    chunks, pieces = triton.cdiv(slots, chunk), triton.cdiv(count, chunk)
+    chunks = triton.cdiv(slots, chunk)
     found = torch.empty(rows, 4, 2, dtype=torch.int64, device=device)
     counts = torch.empty(rows, chunks, 2, dtype=torch.int32, device=device)
-    place = torch.empty(rows, count, dtype=torch.int32, device=device)
-    kept_count = torch.empty(rows, dtype=torch.int32, device=device)
     grid = (rows * chunks,)
     with on_device_of(chosen):
-        for number in range(4):
+        for number in range(1 if counted else 0, 4):
             histogram_if[grid](
                 due, code, histograms, found, slots, count, chunks, PASS=number, CHUNK=chunk, FEW=chunk // 16,
                 num_warps=4,
             )
         count_if[grid](due, code, histograms, found, counts, slots, count, chunks, CHUNK=chunk, num_warps=4)
-        compact_if[grid](
-            due, code, found, counts, place, kept_count, slots, count, chunks, CHUNK=chunk, num_warps=4
-        )
-        choose_kernel[(rows * pieces,)](
-            due, place, kept_count, fixed, chosen, slots, count, pieces, capacity, CHUNK=chunk, EXCLUDE=exclude,
-            num_warps=4,
+        choose_kernel[grid](
+            due, code, histograms, found, counts, fixed, chosen, slots, count, chunks, capacity, CHUNK=chunk,
+            EXCLUDE=exclude, num_warps=4,
         )
 
 
 @anticipate.register_fake
 def _(
     due: Tensor, logits: Tensor, row_maxima: Tensor, weight_sums: Tensor, occupied: Tensor, fixed: Tensor,
-    histograms: Tensor, arrived: Tensor, chosen: Tensor, splits: int, count: int, exclude: bool,
+    histograms: Tensor, chosen: Tensor, splits: int, count: int, exclude: bool,
 ) -> None:
     return None
 
@@ -224,15 +198,15 @@ def codes(
     """If the step was an anticipation, codes in the order of the log-weights of this rank's R-heads, [B, R-heads, S]
     int32, last slot first; otherwise arbitrary numbers."""
     if logits.shape[0] == 0:
-        return _codes(due, 0, occupied)[0]
-    return _coded(due, logits, row_maxima, weight_sums, occupied, occupied, splits, False)[0]
+        return _codes(0, occupied)
+    return _coded(due, logits, row_maxima, weight_sums, occupied, occupied, None, splits, False)
 
 
 @codes.register_fake
 def _(
     due: Tensor, logits: Tensor, row_maxima: Tensor, weight_sums: Tensor, occupied: Tensor, splits: int
 ) -> Tensor:
-    return _codes(due, logits.shape[0] // occupied.shape[0], occupied)[0]
+    return _codes(logits.shape[0] // occupied.shape[0], occupied)
 
 
 @torch.library.custom_op("kvtwin::synckv_choose", mutates_args=("code", "chosen"))
@@ -244,7 +218,7 @@ def choose(due: Tensor, code: Tensor, fixed: Tensor, chosen: Tensor, count: int,
     with on_device_of(code):
         if exclude:
             include_kernel[(rows * chunks,)](due, fixed, code, slots, chunks, CHUNK=chunk, num_warps=4)
-        _choose(due, code, histograms, fixed, chosen, count, exclude)
+        _choose(due, code, histograms, fixed, chosen, count, exclude, counted=False)
 
 
 @choose.register_fake

@@ -24,7 +24,6 @@ from ...reference.synckv._validate import resolve_clusters
 from ...reference.synckv.contract import HeadClusters, SyncKVConfig
 from .._common.state import State
 from . import _step
-from ._anticipate_fused import BINS
 from ._attend_kernels import SEEN
 from ._offload import Offload
 from ._ranks import Representatives
@@ -103,10 +102,8 @@ class SyncKVState(State):
         num_partials = batch * self.sizes.group * (
             representative_heads * self._splits[0] + (key_value_heads - representative_heads) * self._splits[1]
         )
-        rows = batch * representative_heads
-        self._logits = self._buffer(rows, self.sizes.group, slots, dtype=torch.float32)
-        self._histograms = self._buffer(rows, BINS.value, dtype=torch.int32)
-        self._arrived = self._buffer(rows, dtype=torch.int32)
+        self._logits = self._buffer(batch * representative_heads, self.sizes.group, slots, dtype=torch.float32)
+        self._histograms = self._buffer(batch, representative_heads, 4, 256, dtype=torch.int32)
         self._partial = self._buffer(num_partials, head_dim, dtype=torch.float32)
         self._row_maxima, self._sums = (self._buffer(num_partials, dtype=torch.float32) for _ in range(2))
         self._captured = False
@@ -139,7 +136,6 @@ class SyncKVState(State):
         self._interrupted = "reset"
         for tensor in (
             self._key, self._value, self.occupied, self._fixed, self._counters, self._due, self._histograms,
-            self._arrived,
         ):
             tensor.zero_()
         self._static.fill_(-1)
@@ -305,7 +301,7 @@ class SyncKVState(State):
             if self._representatives is None:
                 _step.anticipate(
                     self._due, self._logits, self._row_maxima, self._sums, self.occupied, self._fixed,
-                    self._histograms, self._arrived, self._chosen, dense_splits, self._count, config.exclude_static,
+                    self._histograms, self._chosen, dense_splits, self._count, config.exclude_static,
                 )
             else:
                 codes = _step.codes(

@@ -30,6 +30,10 @@ from .paging import PagedCache, decode_with
 __all__ = ["ThinKVConfig", "ThinKVState"]
 
 
+#: Segments of a prompt from which on their tables are made beside the attention. Of fewer, the launches take longer.
+BESIDE = 64
+
+
 class ThinKVState(State):
     """The ThinKV cache of `batch` sequences in one layer (ThinKV sections 3 and 4). Attributes as in the reference.
 
@@ -139,7 +143,7 @@ class ThinKVState(State):
         self._thought.fill_(int(Thought.REASONING))
         order, count = self._order(occupied, padded)
         if self._ranks is None:
-            side = beside.fork(self.device)
+            side = beside.fork(self.device) if total >= BESIDE * self.config.tau else None
             with beside.on(side):
                 place = self.cache._place_prompt(
                     key, order, count, self._segment_sizes, self.levels, self._live, self.over_budget, self._segment
