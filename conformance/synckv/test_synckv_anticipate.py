@@ -49,7 +49,8 @@ def expected(
     share=st.sampled_from((0.0, 0.1, 0.7, 1.0)), exclude=st.booleans(), seed=st.integers(0, 2**32 - 1), data=st.data(),
 )
 def test_lists_are_the_best_tokens_in_order(values, group, share, exclude, seed, data, device):
-    """Few values give many equal scores, of which the first tokens are chosen. Lists may be longer than the row."""
+    """Few values give many equal scores, of which the first tokens are chosen. A list may be longer than the
+    row has tokens."""
     slots = data.draw(st.integers(1, 200) if device.type == "cpu" else st.integers(1, 200) | st.integers(3000, 9000))
     capacity = data.draw(st.integers(1, slots))
     count = capacity if exclude else data.draw(st.integers(1, capacity))

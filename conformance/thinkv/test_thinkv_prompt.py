@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvtwin.conformance.cases import contents, draws
+from kvtwin.conformance.cases.layouts import lay_out
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.optimized import thinkv
+from kvtwin.optimized.thinkv.state import BESIDE
 from kvtwin.reference.thinkv import ThinKVConfig
 
 pytestmark = pytest.mark.kind("equivalence")
@@ -121,3 +123,37 @@ def test_a_prompt_without_padding_is_one_whose_tokens_all_count(device):
     plain.prefill(key, key, value)
     all_count.prefill(key, key, value, torch.ones(2, 50, dtype=torch.bool, device=device))
     assert_same_state(plain, all_count)
+
+
+def test_the_heads_of_a_prompt_may_be_far_apart(device):
+    """The keys of the third of three heads begin more than 2^31 elements after those of the first."""
+    config = ThinKVConfig(8, tau=8, group=4, block=2, retention=(4, 2), max_tokens=40)
+    key = torch.randn(1, 3, 40, 16, device=device).to(torch.bfloat16)
+    far = lay_out(key, "far")
+    assert 2**30 <= far.stride(1) < 2**31 <= 2 * far.stride(1)
+    tested, expected = state(config, key), state(config, key)
+    tested.prefill(key, far, far)
+    expected.prefill(key, key, key)
+    assert_same_state(tested, expected)
+
+
+def test_a_prompt_whose_attention_fails_leaves_an_interrupted_cache(device, monkeypatch):
+    """Its tables have the prompt's tokens then, and its pool does not. After reset, all is as before."""
+    config = ThinKVConfig(8, tau=1, group=1, block=2, retention=(1,), max_tokens=BESIDE + 8)
+    key = torch.randn(1, 1, BESIDE + 8, 16, device=device)
+    tested, expected = state(config, key), state(config, key)
+
+    def fail(*_: Any, **__: Any) -> Tensor:
+        raise MemoryError("no memory for the output")
+
+    with monkeypatch.context() as failing, pytest.raises(MemoryError):
+        failing.setattr(tested, "_attend_prompt", fail)
+        tested.prefill(key, key, key)
+    with pytest.raises(RuntimeError, match="append"):
+        tested.cache.append(key[:, :, 0], key[:, :, 0], torch.zeros(1, dtype=torch.int64, device=device))
+    with pytest.raises(RuntimeError, match="prefill"):
+        tested.prefill(key, key, key)
+    tested.reset()
+    for one in (tested, expected):
+        one.prefill(key, key, key)
+    assert_same_state(tested, expected)

@@ -1,7 +1,7 @@
 """Work that runs on a GPU at the same time as a prompt's attention.
 
 cuDNN's kernel is one program on each multiprocessor, with all of its shared memory, until the end. So only what starts
-before it can run beside it, and it should take few multiprocessors: the attention leaves them out until they are free.
+before it can run beside it, and it should take few multiprocessors: the attention starts on the others.
 """
 
 from __future__ import annotations
@@ -28,15 +28,12 @@ def fork(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def on(side: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """A context that launches on a stream that `fork` returned. Its results must not be freed before `join`."""
+    """A context that launches on a stream that `fork` returned. What its work reads and writes must be allocated before
+    `fork`, and not be freed before `join`; memory that it allocates must not be used outside."""
     return nullcontext() if side is None else torch.cuda.stream(side)
 
 
-def join(side: torch.cuda.Stream | None, *results: torch.Tensor) -> None:
-    """From here on, the current stream waits for that one. results: tensors from it that are used afterwards."""
-    if side is None:
-        return
-    current = torch.cuda.current_stream(side.device)
-    current.wait_stream(side)
-    for tensor in results:
-        tensor.record_stream(current)
+def join(side: torch.cuda.Stream | None) -> None:
+    """From here on, the current stream waits for `side`."""
+    if side is not None:
+        torch.cuda.current_stream(side.device).wait_stream(side)

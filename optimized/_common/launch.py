@@ -37,8 +37,8 @@ LATE = 3
 #: The largest number of programs that share a row's slots. Their partial results are merged as one tile.
 MAX_SPLITS = 64
 
-#: Rows of a `tl.dot` operand with the queries of a group: the minimum of tensor cores; and of float32, which does
-#: without them. Rows beyond the group cost float32 time, of the compiler, too.
+#: The fewest rows of a `tl.dot` operand that tensor cores multiply, and the fewest for float32, which does not use
+#: them. With float32, rows beyond those of a group of query heads take time, also to compile.
 GROUP_ROWS, FLOAT32_ROWS = 16, 4
 
 #: Scratch rows are padded to a multiple of this many slots, for whole tiles and whole cache lines.

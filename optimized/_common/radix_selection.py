@@ -185,13 +185,11 @@ def counted_before(counts, end):
 
 
 @triton.jit
-def kept_in_chunk(codes, found, counts, batch_head, chunk, slots, CHUNK: tl.constexpr):
-    """The chunk's slots [CHUNK], their places among all kept tokens of the row, and which of them are kept. Also the
-    numbers of codes before the chunk that are above the threshold and equal to it, and how many of the equal are
-    dropped."""
+def kept_in_chunk(codes, found, batch_head, chunk, above_sum, equal_sum, slots, CHUNK: tl.constexpr):
+    """The chunk's slots [CHUNK], their places among all kept tokens of the row, which of them are kept, and how many
+    codes equal to the threshold the row drops. above_sum, equal_sum: those of `counted_before` the chunk."""
     threshold = tl.load(found + (batch_head * 4 + 3) * 2).to(tl.int32)
     drop = tl.load(found + (batch_head * 4 + 3) * 2 + 1).to(tl.int32)
-    above_sum, equal_sum = counted_before(counts, chunk)
     s = chunk * CHUNK + tl.arange(0, CHUNK)
     code = tl.load(codes + batch_head * slots + s, mask=s < slots, other=_FREE)
     above = code > threshold
@@ -201,7 +199,7 @@ def kept_in_chunk(codes, found, counts, batch_head, chunk, slots, CHUNK: tl.cons
     running = tl.cumsum(packed, 0) - packed
     number = equal_sum + (running >> 16)                                # index among the codes equal to the threshold
     to = above_sum + (running & 65535) + tl.maximum(number - drop, 0)
-    return s, to, above | (equal & (number >= drop)), above_sum, equal_sum, drop
+    return s, to, above | (equal & (number >= drop)), drop
 
 
 @triton.jit(do_not_specialize=["slots", "wanted", "chunks"])
@@ -210,7 +208,8 @@ def compact_kernel(codes, found, counts, place, kept_count, slots, wanted, chunk
     chunk = tl.program_id(0) % chunks
     batch_head = (tl.program_id(0) // chunks).to(tl.int64)
     counts += batch_head * chunks * 2
-    s, to, kept, above_sum, equal_sum, drop = kept_in_chunk(codes, found, counts, batch_head, chunk, slots, CHUNK)
+    above_sum, equal_sum = counted_before(counts, chunk)
+    s, to, kept, drop = kept_in_chunk(codes, found, batch_head, chunk, above_sum, equal_sum, slots, CHUNK)
     tl.store(place + batch_head * wanted + to, s, mask=kept)
     if chunk == chunks - 1:
         above_sum += tl.load(counts + chunk * 2)

@@ -86,12 +86,15 @@ def choose_kernel(
     EXCLUDE: tl.constexpr,
 ):
     """Program (chunk, batch_head): writes the chunk's kept tokens to the last `wanted` entries of `chosen`, ascending,
-    then -1. With EXCLUDE these are all entries. Without EXCLUDE, `fixed` tokens become -1. Clears the histograms."""
+    which with EXCLUDE are all entries. Without EXCLUDE, `fixed` tokens become -1. The program of a row's first chunk
+    fills the rest with -1, and clears the histograms for the next anticipation: no program of this launch reads them.
+    """
     if tl.load(due) != 0:
         chunk = tl.program_id(0) % chunks
         batch_head = (tl.program_id(0) // chunks).to(tl.int64)
         counts += batch_head * chunks * 2
-        place, to, kept, _, _, drop = kept_in_chunk(codes, found, counts, batch_head, chunk, slots, CHUNK)
+        above, equal = counted_before(counts, chunk)
+        place, to, kept, drop = kept_in_chunk(codes, found, batch_head, chunk, above, equal, slots, CHUNK)
         above, equal = counted_before(counts, chunks)
         count = above + tl.maximum(equal - drop, 0)
         slot = (slots - 1 - place).to(tl.int64)                        # places are read from the end

@@ -103,7 +103,8 @@ class SyncKVState(State):
             representative_heads * self._splits[0] + (key_value_heads - representative_heads) * self._splits[1]
         )
         self._logits = self._buffer(batch * representative_heads, self.sizes.group, slots, dtype=torch.float32)
-        self._histograms = self._buffer(batch, representative_heads, 4, 256, dtype=torch.int32)
+        counted = representative_heads if self._representatives is None else 0
+        self._histograms = self._buffer(batch, counted, 4, 256, dtype=torch.int32)
         self._partial = self._buffer(num_partials, head_dim, dtype=torch.float32)
         self._row_maxima, self._sums = (self._buffer(num_partials, dtype=torch.float32) for _ in range(2))
         self._captured = False

@@ -139,6 +139,7 @@ def attend(
         else:
             attend_kernel[(batch_heads * num_partials,)](
                 query, pool, pool.view(torch.int16), pool.view(torch.uint8), key_scales, chunk_scales, buffer_key,
+                # With float32 queries, weights are multiplied in two parts of bfloat16, on tensor cores.
                 buffer_value, *tables, *numbers, **constants, BLOCK=block, D_PAD=d_pad, ROWS=GROUP_ROWS,
                 num_warps=4, num_stages=2,
             )

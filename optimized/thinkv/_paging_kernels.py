@@ -224,8 +224,11 @@ def remove(
     gone, group, e, s, inside, entries, positions, segments, evicted, slot_groups, block_thoughts, physical, used,
     group_tokens, counts, first_t, first_e, first_r,
 ):
-    """Remove the tokens `gone`, of scale groups `group`, from the slots s [entries, block] of the entries e, and free
-    the blocks that become empty. Returns how many did. All pointers are at the row."""
+    """Remove the tokens `gone`, and free the blocks that become empty. Returns how many did.
+
+    gone, group, s, inside [E, BLOCK_PAD]: whether a token goes, its scale group, its slot, and whether there is one; e
+    [E]: the entries of the block table. All pointers are at the row.
+    """
     kept = inside & ~gone & (tl.load(slot_groups + s, mask=inside, other=-1) >= 0)
     kind = tl.load(block_thoughts + e, mask=e < entries, other=-1)
     empty = (kind >= 0) & (tl.max(kept.to(tl.int32), 1) == 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -173,11 +172,6 @@ def chunk_of(total: int) -> int:
     """Entries or slots per iteration. In the interpreter, tables have several chunks, so that tests cover what happens
     between them."""
     return 8 if SMALL_TILES else min(1024, max(128, triton.next_power_of_2(total)))
-
-
-def packed_retention(retention: Sequence[int]) -> int:
-    """The sizes as one constant, 32 bits each. Larger ones limit no segment."""
-    return sum(min(keep, 2**32 - 1) << 32 * number for number, keep in enumerate(retention))
 
 
 @torch.library.custom_op(

@@ -19,13 +19,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...reference.thinkv.types import Thought
 from .._common.numerics import float32
 from ._eviction_kernels import add_gram, centred, plan, representatives
 from ._formats_kernels import decode, decode_scale, encode, fp8_scale, magnitude, scale_code
 from ._paging_kernels import COUNTS, LIVE, free_places, holes, put_in_order, remove
 
 #: The number of the thought type R.
-REASONING = tl.constexpr(2)
+REASONING = tl.constexpr(int(Thought.REASONING))
 
 
 @triton.jit
@@ -65,7 +66,8 @@ def plan_kernel(
     counts, keeps, turns, evictions, sizes, levels, live, over_budget, segment, tau, segments, all_segments, budget,
     RETENTION: tl.constexpr, LEVELS: tl.constexpr, SEGMENTS: tl.constexpr,
 ):
-    """Program b: the plan of one row's prompt, and the state of its segments afterwards."""
+    """Program b: the plan of one row's prompt, of up to `segments` segments, and the state of its segments afterwards,
+    of which the state's tables have all_segments."""
     b = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + b)
     m = tl.arange(0, SEGMENTS)
@@ -75,13 +77,12 @@ def plan_kernel(
     left = tl.zeros([], tl.int64)
     at = (b * segments + m) * LEVELS
     last = ((count + tau - 1) // tau).to(tl.int32)
+    no_change = count < 0                                              # no thought ends in a prompt
     for turn in range(0, last):
         arrived = tl.minimum(count - tl.cast(turn, tl.int64) * tau, tau)
         size = tl.where(m == turn, arrived, size)
         left += arrived
-        planned, level, left = plan(
-            size, level, thought, m < turn, count < 0, left, budget, RETENTION, LEVELS
-        )
+        planned, level, left = plan(size, level, thought, m < turn, no_change, left, budget, RETENTION, LEVELS)
         shrinks = planned < size
         tl.store(keeps + at + selections, planned.to(tl.int32), mask=shrinks)
         tl.store(turns + at + selections, tl.zeros([SEGMENTS], tl.int32) + turn, mask=shrinks)
@@ -111,11 +112,11 @@ def _gram(
     leading = tl.zeros([TOKENS, TOKENS], tl.float32)
     rest = tl.zeros([TOKENS, TOKENS], tl.float32)
     group = b * all_groups + m * groups + within // GROUP
+    rows = key + b * key_b + at[:, None] * key_n
     for h in range(heads):
         for start in range(0, HEAD_DIM, CHANNELS):
             d = start + tl.arange(0, CHANNELS)
             mask = holds[:, None] & (d < HEAD_DIM)[None, :]
-            rows = key + b * key_b + h * key_h + at[:, None] * key_n
             x = float32(tl.load(rows + d.to(tl.int64)[None, :] * key_d, mask=mask, other=0.0))
             if FORMAT == "fp8":
                 scale = tl.load(scales + group * heads + h, mask=holds, other=0.0)[:, None]
@@ -126,6 +127,7 @@ def _gram(
                 x = decode(encode(x, scale, FORMAT), FORMAT) * scale
             x = tl.where(mask, x, 0.0)
             leading, rest = add_gram(leading, rest, centred(x, holds, size))
+        rows += key_h
     return leading + rest
 
 
@@ -152,14 +154,16 @@ def cluster_kernel(
         if keep >= 0:
             at = tl.load(order + b * order_b + m * tau + within, mask=i < size, other=-1)
             holds = at >= 0
-            gram = _gram(
-                key, scales, at, within, b, m, heads, all_groups, groups, key_b, key_h, key_n, key_d, FORMAT, LANES,
-                GROUP, HEAD_DIM, CHANNELS, TOKENS,
-            )
-            kept = representatives(
-                gram, holds, size, tl.maximum(keep, 1), scratch, TOKENS, CLUSTERS, ITERATIONS, False
-            )
-            kept = holds & (kept != 0) & (keep > 0)
+            kept = holds & (keep > 0)
+            if keep > 0:
+                gram = _gram(
+                    key, scales, at, within, b, m, heads, all_groups, groups, key_b, key_h, key_n, key_d, FORMAT, LANES,
+                    GROUP, HEAD_DIM, CHANNELS, TOKENS,
+                )
+                chosen = representatives(
+                    gram, holds, size, keep, scratch, TOKENS, CLUSTERS, ITERATIONS, False
+                )
+                kept = holds & (chosen != 0)
             turn = tl.load(turns + number)
             tl.store(gone + b * total + at, tl.zeros([TOKENS], tl.int32) + turn, mask=holds & (kept == 0))
             # The tokens that stay come first in the next selection.
@@ -247,7 +251,7 @@ def place_kernel(
             if tl.load(evictions + b * segments + turn) > 0:
                 _free_gone(
                     gone, place, turn, most, positions, token_segments, evicted, slot_groups, block_thoughts, physical,
-                    used, group_tokens, block_counts, first, BLOCK, BLOCK_PAD, ENTRIES,
+                    used, group_tokens, block_counts, total, first, BLOCK, BLOCK_PAD, ENTRIES,
                 )
                 tl.debug_barrier()
         else:
@@ -258,21 +262,23 @@ def place_kernel(
 
 @triton.jit
 def _free_gone(
-    gone, place, turn, entries, positions, token_segments, evicted, slot_groups, block_thoughts, physical, used,
-    group_tokens, block_counts, first, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr, ENTRIES: tl.constexpr,
+    gone, place, turn, end, positions, token_segments, evicted, slot_groups, block_thoughts, physical, used,
+    group_tokens, block_counts, total, first, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr, ENTRIES: tl.constexpr,
 ):
-    """Free the slots of the tokens that go at this turn. All pointers are at the row."""
+    """Free the slots of the tokens that go at this turn, in the entries before `end`. All pointers are at the row."""
     o = tl.arange(0, BLOCK_PAD)[None, :]
-    for start in range(0, entries, ENTRIES):
+    for start in range(0, end, ENTRIES):
         e = start + tl.arange(0, ENTRIES)
         s = e[:, None] * BLOCK + o
-        inside = (e < entries)[:, None] & (o < BLOCK)
+        inside = (e < end)[:, None] & (o < BLOCK)
         group = tl.load(slot_groups + s, mask=inside, other=-1)
         at = tl.load(positions + s, mask=group >= 0, other=0)
-        goes = (group >= 0) & (tl.load(gone + at, mask=group >= 0, other=-1) == turn)
+        # A replay of a graph may find older tokens, since a capture does not check that the cache is empty.
+        of_prompt = (group >= 0) & (at < total)
+        goes = of_prompt & (tl.load(gone + at, mask=of_prompt, other=-1) == turn)
         if tl.max(tl.max(goes.to(tl.int32), 1), 0) > 0:
             tl.store(place + at, tl.full([ENTRIES, BLOCK_PAD], -1, tl.int32), mask=goes)
             remove(
-                goes, group, e, s, inside, entries, positions, token_segments, evicted, slot_groups, block_thoughts,
+                goes, group, e, s, inside, end, positions, token_segments, evicted, slot_groups, block_thoughts,
                 physical, used, group_tokens, block_counts, first, first, first,
             )

@@ -8,51 +8,55 @@ import torch
 import triton
 from torch import Tensor
 
+from ...reference.thinkv.types import Thought
 from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
-from ._paging_ops import LANES, Layout, chunk_of, layout, packed_retention
+from ._paging_ops import LANES, Layout, chunk_of, layout
 from ._paging_store_kernels import store_prompt_kernel
 from ._prompt_kernels import cluster_kernel, place_kernel, plan_kernel, scales_kernel
-from ._tiles import ITERATIONS, tile
+from ._tiles import ITERATIONS, packed_retention, tile
 
 
 def _format_of(plan_of: Layout) -> tuple[str, int]:
     """The format of the thought type R, which all tokens of a prompt have, and its first word in a row."""
-    number = plan_of.number[2]
+    number = plan_of.number[Thought.REASONING]
     return plan_of.formats[number], plan_of.base[number]
 
 
 @torch.library.custom_op(
     "kvtwin::thinkv_place_prompt",
     mutates_args=(
-        "positions", "segments", "evicted", "slot_groups", "block_thoughts", "physical", "entry_order", "used",
+        "place", "positions", "segments", "evicted", "slot_groups", "block_thoughts", "physical", "entry_order", "used",
         "group_tokens", "starts", "block_counts", "overflow", "sizes", "levels", "live", "over_budget", "segment",
     ),
 )
 def place_prompt(
-    key: Tensor, order: Tensor, counts: Tensor, positions: Tensor, segments: Tensor, evicted: Tensor,
+    key: Tensor, order: Tensor, counts: Tensor, place: Tensor, positions: Tensor, segments: Tensor, evicted: Tensor,
     slot_groups: Tensor, block_thoughts: Tensor, physical: Tensor, entry_order: Tensor, used: Tensor,
     group_tokens: Tensor, starts: Tensor, block_counts: Tensor, overflow: Tensor, sizes: Tensor, levels: Tensor,
     live: Tensor, over_budget: Tensor, segment: Tensor, formats: str, block: int, group: int, tau: int, budget: int,
     retention: Sequence[int],
-) -> Tensor:
-    """key [B, Hkv, T, D]; order [B, T] int64, the indices of a row's tokens, then -1; counts [B] int64, their number.
-    Updates the tables, and sets sizes and levels [B, M] int64, live and segment [B] int64, and over_budget [B] bool of
-    the state. Returns the slots of the tokens that stay, by index, -1 for the others: [B, T] int32."""
+) -> None:
+    """Give the tokens of a prompt their slots, and evict as the budget requires, in the tables of an empty cache
+    (`Tables`).
+
+    key [B, Hkv, T, D]; order [B, T] int64, rows contiguous: the indices of a row's tokens, then -1; counts [B]
+    int64, their number. Sets place [B, T] int32, all -1 before: the slots of the tokens that stay, by index. Sets the
+    state's sizes and levels [B, segments] int64, live and segment [B] int64, and over_budget [B] bool.
+    """
     (batch, heads, total, head_dim), device = key.shape, key.device
     (slots, entries), all_segments = (positions.shape[1], block_thoughts.shape[1]), sizes.shape[1]
     plan_of = layout(formats, block, group, heads, head_dim, entries)
     fmt, _ = _format_of(plan_of)
     parts, used_segments, new = triton.cdiv(tau, group), triton.cdiv(total, tau), triton.cdiv(tau, block)
-    all_groups, levels_of, part_pad = used_segments * parts, len(retention), triton.next_power_of_2(parts)
+    all_groups, num_levels, parts_pad = used_segments * parts, len(retention), triton.next_power_of_2(parts)
     block_pad = triton.next_power_of_2(block)
 
     def integers(*shape: int) -> Tensor:
         return torch.empty(batch, *shape, dtype=torch.int32, device=device)
 
-    keeps, turns = integers(used_segments, levels_of), integers(used_segments, levels_of)
+    keeps, turns = integers(used_segments, num_levels), integers(used_segments, num_levels)
     evictions, scratch = integers(used_segments), integers(used_segments, tau)
-    places = integers(tau + 2 * new + part_pad)
-    gone, place = integers(total).fill_(-1), integers(total).fill_(-1)
+    places, gone = integers(tau + 2 * new + parts_pad), integers(total).fill_(-1)
     scales = torch.empty(
         (batch, all_groups, heads) if fmt == "fp8" else (batch, all_groups, heads, head_dim),
         dtype=torch.float32 if fmt == "fp8" else torch.uint8, device=device,
@@ -61,7 +65,7 @@ def place_prompt(
     with on_device_of(key):
         plan_kernel[(batch,)](
             counts, keeps, turns, evictions, sizes, levels, live, over_budget, segment, tau, used_segments,
-            all_segments, budget, RETENTION=packed_retention(retention), LEVELS=levels_of,
+            all_segments, budget, RETENTION=packed_retention(retention), LEVELS=num_levels,
             SEGMENTS=max(16, triton.next_power_of_2(used_segments)), num_warps=1 if used_segments <= 64 else 4,
         )
         if LANES[fmt]:
@@ -71,29 +75,29 @@ def place_prompt(
             )
         cluster_kernel[(batch * used_segments,)](
             key, scales, order, counts, keeps, turns, gone, scratch, heads, *grouped, used_segments, order.stride(0),
-            *key.stride(), FORMAT=fmt, LANES=LANES[fmt], GROUP=group, HEAD_DIM=head_dim, LEVELS=levels_of,
+            *key.stride(), FORMAT=fmt, LANES=LANES[fmt], GROUP=group, HEAD_DIM=head_dim, LEVELS=num_levels,
             ITERATIONS=ITERATIONS, **tile(tau, min(retention[0], tau), head_dim), num_stages=1,
         )
         place_kernel[(batch,)](
             order, counts, evictions, gone, place, positions, segments, evicted, slot_groups, block_thoughts, physical,
             entry_order, used, group_tokens, starts, block_counts, overflow, places,
             total, tau, used_segments, all_segments, slots, entries, group_tokens.shape[1], order.stride(0),
-            plan_of.first[2], plan_of.capacity[2], **plan_of.types, GROUP=group, BLOCK=block, BLOCK_PAD=block_pad,
-            NEW=new, GROUPS=part_pad, TOKENS=triton.next_power_of_2(tau), BLOCKS=triton.next_power_of_2(new),
-            ENTRIES=max(1, (32 if SMALL_TILES else 2048) // block_pad), CHUNK=chunk_of(entries), num_warps=4,
+            plan_of.first[Thought.REASONING], plan_of.capacity[Thought.REASONING], **plan_of.types, GROUP=group,
+            BLOCK=block, BLOCK_PAD=block_pad, NEW=new, GROUPS=parts_pad, TOKENS=triton.next_power_of_2(tau),
+            BLOCKS=triton.next_power_of_2(new), ENTRIES=max(1, (32 if SMALL_TILES else 2048) // block_pad),
+            CHUNK=chunk_of(entries), num_warps=4,
         )
-    return place
 
 
 @place_prompt.register_fake
 def _(
-    key: Tensor, order: Tensor, counts: Tensor, positions: Tensor, segments: Tensor, evicted: Tensor,
+    key: Tensor, order: Tensor, counts: Tensor, place: Tensor, positions: Tensor, segments: Tensor, evicted: Tensor,
     slot_groups: Tensor, block_thoughts: Tensor, physical: Tensor, entry_order: Tensor, used: Tensor,
     group_tokens: Tensor, starts: Tensor, block_counts: Tensor, overflow: Tensor, sizes: Tensor, levels: Tensor,
     live: Tensor, over_budget: Tensor, segment: Tensor, formats: str, block: int, group: int, tau: int, budget: int,
     retention: Sequence[int],
-) -> Tensor:
-    return order.new_empty(order.shape, dtype=torch.int32)
+) -> None:
+    return None
 
 
 @torch.library.custom_op("kvtwin::thinkv_store_prompt", mutates_args=("pool", "key_scales", "chunk_scales"))
@@ -101,7 +105,11 @@ def store_prompt(
     key: Tensor, value: Tensor, order: Tensor, place: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor,
     slot_groups: Tensor, physical: Tensor, formats: str, block: int, group: int, tau: int,
 ) -> None:
-    """key, value [B, Hkv, T, D], order, place [B, T]: those of `place_prompt`."""
+    """Quantize the groups of a prompt, and store the tokens that have a place, with the scales of their groups, in the
+    pool (`Storage`).
+
+    key, value [B, Hkv, T, D]; order, place [B, T]: those of `place_prompt`, after it. slot_groups, physical: `Tables`.
+    """
     (batch, heads, total, head_dim), entries = key.shape, physical.shape[1]
     plan_of = layout(formats, block, group, heads, head_dim, entries)
     fmt, base = _format_of(plan_of)

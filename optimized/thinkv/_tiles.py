@@ -1,6 +1,8 @@
-"""The tiles and the number of programs that cluster the tokens of segments."""
+"""The tiles, the number of programs and the constant of kernels that plan and cluster segments."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -38,3 +40,8 @@ def programs(batch: int, segments: int, device: torch.device) -> int:
     if INTERPRETED:
         return 1
     return min(ROW_PROGRAMS, segments, max(1, triton.cdiv(PROGRAMS * multiprocessors(device), batch)))
+
+
+def packed_retention(retention: Sequence[int]) -> int:
+    """The sizes as one constant, 32 bits each. Larger ones limit no segment."""
+    return sum(min(keep, 2**32 - 1) << 32 * number for number, keep in enumerate(retention))

@@ -15,8 +15,7 @@ from .._common.launch import check_launchable, on_device_of, stride_unit
 from .._common.ranks import Ranks
 from . import _ranks_ops as on_ranks
 from ._eviction_kernels import anneal_kernel, representatives_kernel
-from ._paging_ops import packed_retention
-from ._tiles import ITERATIONS, MAX_TOKENS, tile
+from ._tiles import ITERATIONS, MAX_TOKENS, packed_retention, tile
 
 __all__ = ["anneal", "segment_representatives", "select_representatives"]
 

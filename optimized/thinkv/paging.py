@@ -117,26 +117,23 @@ class PagedCache(Buffers, Interruptible):
         self._end_change()
 
     def _place_prompt(
-        self, key: Tensor, order: Tensor, counts: Tensor, sizes: Tensor, levels: Tensor, live: Tensor,
+        self, key: Tensor, order: Tensor, counts: Tensor, place: Tensor, sizes: Tensor, levels: Tensor, live: Tensor,
         over_budget: Tensor, segment: Tensor,
-    ) -> Tensor:
-        """Append a prompt to the tables of an empty cache, and evict as the budget requires. Returns the slots of the
-        tokens that stay. The arguments: see `place_prompt`."""
+    ) -> None:
+        """Append a prompt to the tables of an empty cache, and evict as the budget requires. The change ends with
+        `_store_prompt`. The arguments: see `place_prompt`."""
         config, tables = self.config, self._tables
         self._start_change("append")
-        place = place_prompt(
-            key, order, counts, tables.positions, tables.segments, tables.evicted, tables.slot_groups,
+        place_prompt(
+            key, order, counts, place, tables.positions, tables.segments, tables.evicted, tables.slot_groups,
             tables.block_thoughts, tables.physical, tables.order, tables.used, tables.group_tokens, tables.starts,
             tables.counts, tables.overflow, sizes, levels, live, over_budget, segment, self._formats, config.block,
             config.group, config.tau, config.budget, list(config.retention),
         )
-        self._end_change()
-        return place
 
     def _store_prompt(self, key: Tensor, value: Tensor, order: Tensor, place: Tensor) -> None:
         """Quantize the tokens of a prompt that have a place, and store them."""
         config, storage, tables = self.config, self._storage, self._tables
-        self._start_change("append")
         store_prompt(
             key, value, order, place, storage.pool, storage.key_scales, storage.chunk_scales, tables.slot_groups,
             tables.physical, self._formats, config.block, config.group, config.tau,

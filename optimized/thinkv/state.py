@@ -30,7 +30,8 @@ from .paging import PagedCache, decode_with
 __all__ = ["ThinKVConfig", "ThinKVState"]
 
 
-#: Segments of a prompt from which on their tables are made beside the attention. Of fewer, the launches take longer.
+#: The number of segments from which on a prompt's tables are made beside the attention. With fewer, the launches before
+#: the attention cost more time than is saved.
 BESIDE = 64
 
 
@@ -143,15 +144,17 @@ class ThinKVState(State):
         self._thought.fill_(int(Thought.REASONING))
         order, count = self._order(occupied, padded)
         if self._ranks is None:
+            place = torch.full(order.shape, -1, dtype=torch.int32, device=self.device)
             side = beside.fork(self.device) if total >= BESIDE * self.config.tau else None
-            with beside.on(side):
-                place = self.cache._place_prompt(
-                    key, order, count, self._segment_sizes, self.levels, self._live, self.over_budget, self._segment
-                )
             try:
+                with beside.on(side):
+                    self.cache._place_prompt(
+                        key, order, count, place, self._segment_sizes, self.levels, self._live, self.over_budget,
+                        self._segment,
+                    )
                 output = self._attend_prompt(query, key, value, occupied, padded=padded)
             finally:
-                beside.join(side, place)
+                beside.join(side)
             self.cache._store_prompt(key, value, order, place)
         else:
             output = self._attend_prompt(query, key, value, occupied, padded=padded)
@@ -169,7 +172,7 @@ class ThinKVState(State):
             return index.expand(batch, -1), torch.full((batch,), total, device=self.device)
         count = occupied.sum(1)
         token = (~occupied).to(torch.uint8).sort(dim=1, stable=True).indices
-        return token.where(index < count[:, None], -1), count
+        return token.where(index < count[:, None], -1).contiguous(), count
 
     def _append_segments(self, key: Tensor, value: Tensor, order: Tensor) -> None:
         """Append a prompt segment by segment, for several ranks: each needs the keys of the others to choose."""
