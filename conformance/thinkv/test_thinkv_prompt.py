@@ -14,6 +14,7 @@ from kvtwin.conformance.cases import contents, draws
 from kvtwin.conformance.cases.layouts import lay_out
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.optimized import thinkv
+from kvtwin.optimized._common.launch import INTERPRETED
 from kvtwin.optimized.thinkv.state import BESIDE
 from kvtwin.reference.thinkv import ThinKVConfig
 
@@ -26,6 +27,8 @@ SHAPES = (
     (8, 4, 2, (4, 2)), (16, 8, 4, (8, 4, 1)), (10, 4, 3, (7, 7, 2)), (6, 8, 8, (3,)), (7, 1, 1, (5, 3)),
     (8, 4, 2, (4, 0)),
 )
+#: Those that a fixed test takes, and one whose group is not a power of two. On a GPU few, since each is compiled.
+FIXED = (*(SHAPES if INTERPRETED else (SHAPES[2], SHAPES[3], SHAPES[5])), (10, 3, 2, (5, 2)))
 HEAD_DIMS = (16, 20, 64)
 #: On a GPU, where every combination is compiled: each shape, format, head_dim and dtype.
 ON_GPUS = (
@@ -98,6 +101,21 @@ def test_a_prompt_is_its_segments_one_after_the_other(budget, total, content, oc
     occupied = contents.occupancy(occupancy, generator, (2, total))
     tested = state(config, key)
     tested.prefill(query, key, value, occupied)
+    assert_same_state(tested, by_segments(config, key, value, occupied))
+
+
+@pytest.mark.parametrize("shape", FIXED, ids=str)
+def test_sizes_that_do_not_divide_each_other(shape, device):
+    """As above, with three rows, values in another memory order than keys, and a thought that prefill replaces."""
+    tau, group, block, retention = shape
+    config = ThinKVConfig(2 * tau, tau=tau, group=group, block=block, retention=retention, max_tokens=96)
+    generator, total = torch.Generator(device).manual_seed(1), 5 * tau + 3
+    key, value = (torch.randn(3, 2, total, 20, generator=generator, device=device) for _ in range(2))
+    value = value.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0)
+    occupied = torch.rand(3, total, generator=generator, device=device) > 0.1
+    tested = state(config, key)
+    tested.thought = torch.zeros_like(tested.thought)
+    tested.prefill(key, key, value, occupied)
     assert_same_state(tested, by_segments(config, key, value, occupied))
 
 
