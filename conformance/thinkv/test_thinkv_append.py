@@ -1,4 +1,4 @@
-"""Tokens that are appended together: what a prompt does, group by group."""
+"""Tokens that are appended together: what several ranks do with a prompt, group by group."""
 
 from __future__ import annotations
 

@@ -224,12 +224,12 @@ def fork() -> Any:
 
 
 def on(side: Any) -> AbstractContextManager[object]:
-    """A context that launches on a stream that `fork` returned."""
+    """A context that launches on a stream that `fork`, here or in beside.py, returned."""
     return nullcontext() if side is None else torch.cuda.stream(side)
 
 
 def join(side: Any) -> None:
-    """From here on, the current stream waits for the branch."""
+    """From here on, the current stream waits for `side`."""
     if side is not None:
         torch.cuda.current_stream(side.device).wait_stream(side)
 

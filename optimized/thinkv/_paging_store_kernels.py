@@ -204,7 +204,7 @@ def store_prompt_kernel(
         d64 = d.to(tl.int64)[None, :]
         k = tl.load(key + b * key_b + h * key_h + at[:, None] * key_n + d64 * key_d, mask=mask, other=0.0)
         v = tl.load(value + b * value_b + h * value_h + at[:, None] * value_n + d64 * value_d, mask=mask, other=0.0)
-        # All tokens of a group have the same scale group.
+        # All tokens of a group have the same scale group, and those with a place have one: it is not negative.
         group = tl.max(tl.load(slot_groups + b * slots + slot, mask=there, other=-1), 0)
         slot = tl.maximum(slot, 0)
         _store_if(

@@ -188,8 +188,8 @@ def place_kernel(
     """Program b: gives the tokens of each turn the lowest free slots, then frees those of the tokens that go.
 
     place [B, T] int32: the slot of each token that stays, by its index in the prompt, -1 for the others. first,
-    capacity: R's first physical block in `used`, and their number. scratch [B, tau + 2 NEW + GROUPS] int32. The tables
-    are those of an empty cache. If there is no room, sets `overflow` and ends.
+    capacity: R's first physical block in `used`, and their number. scratch [B, tau + 2 NEW + GROUPS] int32. The cache
+    must be empty. If a row has no room for the tokens of a turn, its program sets `overflow` and stops there.
     """
     b = tl.program_id(0).to(tl.int64)
     positions += b * slots

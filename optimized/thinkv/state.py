@@ -15,7 +15,7 @@ from ...reference._validate_ranks import ProcessGroup, Shared, check_heads, chec
 from ...reference.thinkv._validate_paging import check_thought
 from ...reference.thinkv.contract import ThinKVConfig
 from ...reference.thinkv.types import Thought
-from .._common import beside
+from .._common import beside, graph
 from .._common.launch import SMALL_TILES, on_device_of
 from .._common.ranks import ranks_of
 from .._common.state import State
@@ -147,14 +147,14 @@ class ThinKVState(State):
             place = torch.full(order.shape, -1, dtype=torch.int32, device=self.device)
             side = beside.fork(self.device) if total >= BESIDE * self.config.tau else None
             try:
-                with beside.on(side):
+                with graph.on(side):
                     self.cache._place_prompt(
                         key, order, count, place, self._segment_sizes, self.levels, self._live, self.over_budget,
                         self._segment,
                     )
                 output = self._attend_prompt(query, key, value, occupied, padded=padded)
             finally:
-                beside.join(side)
+                graph.join(side)
             self.cache._store_prompt(key, value, order, place)
         else:
             output = self._attend_prompt(query, key, value, occupied, padded=padded)
