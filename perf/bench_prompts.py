@@ -1,7 +1,7 @@
 """Benchmarks of prompts, whole and in blocks of 128 tokens, beside PyTorch's attention to the same prompt.
 
-The time of the launches counts, so the calls are not captured: a state gets a prompt as a model gives it. Whole prompts
-of 4096 tokens are not gated, since the launches take longer there than the GPU.
+The time of the launches counts, so the calls are not captured: an empty state gets a prompt as a model gives it. Whole
+prompts of 4096 tokens are not gated, since the launches take longer there than the GPU.
 """
 
 from __future__ import annotations
@@ -58,13 +58,10 @@ def test_whole_prompt(device_benchmark, method, shape):
     more = checkers.extras(state, *given)
     occupied = torch.ones(shape.batch, shape.queries, dtype=torch.bool, device=DEVICE)
 
-    def prefill() -> Tensor:
-        state.reset()
-        return state.prefill(*given, **more)
-
     device_benchmark(
-        prefill, moves=moved(shape), verify=lambda output: check_causal(*given, occupied, output),
-        capture=False, gated=shape.batch == 1, peers=causal_peers(*given),
+        lambda: state.prefill(*given, **more), before=state.reset, moves=moved(shape),
+        verify=lambda output: check_causal(*given, occupied, output), capture=False, gated=shape.batch == 1,
+        peers=causal_peers(*given),
     )
 
 
@@ -73,10 +70,6 @@ def test_whole_prompt(device_benchmark, method, shape):
 def test_prompt_in_blocks(device_benchmark, method, shape, monkeypatch):
     """After timing, the output and the cache are compared with those of blocks without a graph."""
     state, given = empty_state(method, shape, BLOCK), tokens(shape, shape.queries, seed=1)
-
-    def prefill() -> Tensor:
-        state.reset()
-        return state.prefill(*given)
 
     def verify(output: Tensor) -> None:
         plain = empty_state(method, shape, BLOCK)
@@ -87,5 +80,6 @@ def test_prompt_in_blocks(device_benchmark, method, shape, monkeypatch):
             assert_same(getattr(state, name), getattr(plain, name), what=name)
 
     device_benchmark(
-        prefill, moves=moved(shape), verify=verify, capture=False, peers=causal_peers(*given),
+        lambda: state.prefill(*given), before=state.reset, moves=moved(shape), verify=verify, capture=False,
+        peers=causal_peers(*given),
     )

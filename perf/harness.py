@@ -45,6 +45,7 @@ class DeviceBenchmark:
         peers: Mapping[str, Function] | None = None, peers_move: int = 0,
         verify_peer: Callable[[Any], None] | None = None, references: Mapping[str, Function] | None = None,
         poison: Iterable[Tensor] = (), capture: bool = True, gated: bool = True,
+        before: Function = lambda: None,
     ) -> Figures | None:
         """Time `function` in a CUDA graph with device events and a cold L2. The result is the median of the rounds.
 
@@ -53,12 +54,14 @@ class DeviceBenchmark:
         same for a peer. peers: also captured, and timed in turns with the function, so that all have the same clocks.
         references: slower implementations, launched without a graph. poison: buffers besides the result that the
         function must fill; they are set to NaN before every round. capture=False: launch the function and its peers
-        without a graph. gated=False: the benchmark needs no thresholds, but its results must be right.
+        without a graph. gated=False: the benchmark needs no thresholds, but its results must be right. before: called
+        before every round, and not timed.
 
         The figures are in benchmark.extra_info and in the JSON, even if the test fails. Returns the figures, or None
         with --benchmark-disable, which only checks the results.
         """
         load = self._device.capture if capture else Direct
+        before()
         program: Program = load(function)
         rivals = {name: load(peer) for name, peer in (peers or {}).items()}
         rounds: dict[str, list[tuple[Any, Any]]] = {name: [] for name in rivals}
@@ -68,6 +71,7 @@ class DeviceBenchmark:
             # Do not synchronize here: the device must have queued work when the measured region begins.
             for name, rival in rivals.items():
                 rounds[name].append(self._timed(rival))
+            before()
             for tensor in filled:
                 tensor.fill_(torch.nan)
             self._device.cold()

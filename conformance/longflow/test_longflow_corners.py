@@ -90,14 +90,6 @@ def test_longflow_takes_more_rows_than_a_grid_axis_holds(twins, device):
     judge.assert_decode_right(type(actual)(*(field[last] for field in actual)), case)
 
 
-def test_longflow_prefill_asks_the_device_whether_the_state_is_empty(device):
-    """The host does not count steps in replays of a CUDA graph, but the counter on the device does."""
-    state = made(longflow, device)
-    state._seen.fill_(2)
-    with pytest.raises(RuntimeError, match="empty state"):
-        state.prefill(*token(device, 3))
-
-
 @SIDES
 def test_longflow_next_slot_is_copied_and_checked(name, twins, device):
     state = made(getattr(twins, name).longflow, device)

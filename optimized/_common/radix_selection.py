@@ -33,7 +33,7 @@ def select(
     keys and values [B, Hkv, count, D], their slots int64 and True, both [B, Hkv, count]; zeros, -1 and False if fewer.
     """
     batch, heads, _, head_dim = key.shape
-    place, kept_count = _search(code, histograms, count, counted)
+    place, kept_count = search(code, histograms, count, counted)
     kept_key, kept_value, kept, occupied = _places(key, count)
     unit = stride_unit(key, value)
     block = 16 if SMALL_TILES else GATHER
@@ -57,7 +57,7 @@ def _(
 @torch.library.custom_op("kvtwin::keydiff_select_slots", mutates_args=("histograms",))
 def select_slots(code: Tensor, histograms: Tensor, count: int, counted: bool) -> Tensor:
     """The slots that `select` returns: [B, Hkv, count] int64, ascending, -1 if fewer. Arguments as there."""
-    place, kept_count = _search(code, histograms, count, counted)
+    place, kept_count = search(code, histograms, count, counted)
     number = torch.arange(count, device=code.device)
     return place.where(number < kept_count[:, None], -1).long().view(*code.shape[:2], count)
 
@@ -67,7 +67,7 @@ def _(code: Tensor, histograms: Tensor, count: int, counted: bool) -> Tensor:
     return code.new_empty((*code.shape[:2], count), dtype=torch.int64)
 
 
-def _search(code: Tensor, histograms: Tensor, count: int, counted: bool) -> tuple[Tensor, Tensor]:
+def search(code: Tensor, histograms: Tensor, count: int, counted: bool) -> tuple[Tensor, Tensor]:
     """The slots of the kept tokens of all rows, [B * Hkv, count] int32, ascending, of which the first kept_count
     [B * Hkv] int32 are written."""
     batch, heads, slots = code.shape

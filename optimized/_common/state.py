@@ -35,7 +35,30 @@ class Buffers:
         return tuple(found)
 
 
-class State(Buffers, Interruptible):
+class Changeable(Interruptible):
+    """An `Interruptible` on a device that knows on the host that nothing has changed it since a reset."""
+
+    device: torch.device
+    _known_empty = False
+    _replayed = False                           # a CUDA graph may change it, which the host does not see
+
+    def _start_change(self, what: str) -> None:
+        super()._start_change(what)
+        self._note_change()
+
+    def _end_change(self) -> None:
+        was_reset = self._interrupted == "reset"
+        super()._end_change()
+        self._note_change()
+        self._known_empty = was_reset and not self._replayed
+
+    def _note_change(self) -> None:
+        self._known_empty = False
+        if capturing(self.device):
+            self._replayed = True
+
+
+class State(Buffers, Changeable):
     """The cache of `batch` sequences in one layer.
 
     The constructor of a subclass checks the config, calls this one, allocates its buffers and ends with `reset()`.
@@ -86,12 +109,14 @@ class State(Buffers, Interruptible):
         return output
 
     def _check_step(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Check that no change was interrupted, and the arguments of `step`."""
+        """Check that no change was interrupted, and the arguments of `step`. Not every step calls `_start_change`."""
         self._check_whole()
         check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
         check_launchable(query=query, key=key, value=value)
+        self._note_change()
 
     def _check_empty(self, instead: str = "") -> None:
-        """RuntimeError if the state holds tokens. Synchronises with the GPU, but does nothing during a capture."""
-        if not capturing(self.device) and self.tokens_seen:
+        """RuntimeError if the state holds tokens. Does nothing during a capture. Synchronises with the GPU unless
+        nothing has changed the state since it was reset or constructed."""
+        if not (self._known_empty or capturing(self.device)) and self.tokens_seen:
             raise RuntimeError(f"prefill needs an empty state: call reset() first{instead}")

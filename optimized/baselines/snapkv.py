@@ -1,10 +1,8 @@
-"""SnapKV on the GPU: the attention of the window's queries in two passes, without a [W, T] matrix in memory."""
+"""SnapKV on the GPU: the attention of the window's queries, without a [W, T] matrix in memory."""
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
@@ -13,26 +11,14 @@ from ...reference._validate_attention import check_attention
 from ...reference._validate_ranks import ProcessGroup, check_process_group, check_shared_heads, digest
 from ...reference.baselines.snapkv import CompressResult, SnapKVConfig
 from ...reference.blocks import AttendResult
-from ...reference.contract import Sizes
+from .._common import prompt_selection
 from .._common.block_cache import kernels as kernels
 from .._common.block_cache.compress import between
 from .._common.block_cache.compress import compress as compress_cache
 from .._common.block_cache.observe import observe
 from .._common.block_cache.state import Block, BlockState, check_block
-from .._common.launch import (
-    INTERPRETED,
-    MAX_SPLITS,
-    RESIDENT,
-    check_kernel_sizes,
-    check_launchable,
-    key_block,
-    multiprocessors,
-    on_device_of,
-    padded_head_dim,
-)
-from .._common.numerics import LOG2_E, dot
+from .._common.launch import check_kernel_sizes, check_launchable
 from .._common.ranks import ranks_of
-from .._common.softmax import merge_sums, weigh_tile
 
 __all__ = ["AttendResult", "CompressResult", "SnapKVConfig", "SnapKVState", "attend", "compress", "window_score"]
 
@@ -54,7 +40,7 @@ def window_score(
         process_group, shared_heads, query_window, key, occupied, kernel_size=kernel_size, scale=scale
     )
     head_dim, total, window = key.shape[3], key.shape[2], query_window.shape[2]
-    received = _received(query_window, key, occupied, resolve_scale(scale, head_dim))     # [B, Hkv, T]
+    received = prompt_selection.received(query_window, key, occupied, resolve_scale(scale, head_dim))
     if (ranks := ranks_of(process_group, key.shape[1], key.device)) is not None:
         received = ranks.gather(received)
     if shared_heads:
@@ -201,6 +187,28 @@ class SnapKVState(BlockState):
         self._window_counters.zero_()
         self._order.copy_(torch.arange(self.config.budget, device=self.device))
 
+    def _takes_prompt(self, total: int) -> bool:
+        return total > self.config.capacity
+
+    def _take_prompt(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor:
+        config, total = self.config, query.shape[2]
+        output = self._attend_prompt(query, key, value, valid, padded=False)
+        observe(query, valid, self._seen, self._window_query, self._window_positions)
+        window = query[:, :, -config.observers:]
+        received = prompt_selection.received(window, key, valid, self.scale)
+        best = prompt_selection.choose(
+            received.view(-1, 1, total), None, None, config.budget, config.observers, config.kernel_size, key.shape[1]
+        )
+        prompt_selection.fill(
+            key, value, *best, self.key, self.value, self.occupied, self.positions, None, self._score,
+            self._token_index,
+        )
+        assert self._counts is not None
+        self._counts.fill_(config.budget)
+        self._valid_seen.fill_(total)
+        self._seen.fill_(total)
+        return output
+
     def _evict(self, block: Block, count: int) -> None:
         observe(block.query, block.valid, self._seen, self._window_query, self._window_positions)
         self._compress(count, appended=False)
@@ -222,136 +230,3 @@ class SnapKVState(BlockState):
             self._window_counters, self.scale, config.budget, config.capacity, count, config.kernel_size, appended,
             moves,
         )
-
-
-@torch.library.custom_op("kvtwin::snapkv_received", mutates_args=())
-def _received(query_window: Tensor, key: Tensor, occupied: Tensor, scale: float) -> Tensor:
-    """Each token's softmax weight, averaged over window queries and the heads of a group: [B, Hkv, T] float32."""
-    batch, query_heads, window, head_dim = query_window.shape
-    sizes = Sizes(batch, query_heads, key.shape[1], key.shape[2], head_dim)
-    total, heads = sizes.slots, sizes.key_value_heads
-    received = torch.empty(batch, heads, total, dtype=torch.float32, device=key.device)
-    block = min(64, key_block(head_dim, key.element_size(), total))
-    tiles, programs = triton.cdiv(total, block), batch * query_heads * triton.cdiv(window, 16)
-    wanted = 3 if INTERPRETED else min(MAX_SPLITS, triton.cdiv(2 * RESIDENT * multiprocessors(key.device), programs))
-    tiles_each = triton.cdiv(tiles, min(wanted, tiles))
-    splits = triton.cdiv(tiles, tiles_each)
-    row_maxima, weight_sums = (
-        torch.empty(batch, query_heads, window, splits, dtype=torch.float32, device=key.device) for _ in range(2)
-    )
-    shape = {
-        "GROUP": sizes.group, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim), "QUERIES": 16, "BLOCK": block,
-    }
-    strides = (*query_window.stride(), *key.stride(), *occupied.stride())
-    with on_device_of(key):
-        _normaliser_kernel[(programs * splits,)](
-            query_window, key, occupied, row_maxima, weight_sums, scale * LOG2_E.value, total, window, query_heads,
-            *strides, splits, tiles_each * block, **shape, num_warps=4,
-        )
-        _received_kernel[(batch * heads * tiles,)](
-            query_window, key, occupied, row_maxima, weight_sums, received, scale * LOG2_E.value, total, window, heads,
-            *strides, splits, **shape, SPLITS=triton.next_power_of_2(splits), num_warps=4,
-        )
-    observing = occupied[:, total - window:].sum(-1).clamp_min(1)
-    return received / (observing * sizes.group)[:, None, None]
-
-
-@_received.register_fake
-def _(query_window: Tensor, key: Tensor, occupied: Tensor, scale: float) -> Tensor:
-    return key.new_empty(key.shape[:3], dtype=torch.float32)
-
-
-_SIZES = [
-    "total", "window", "heads", "query_b", "query_h", "query_w", "key_b", "key_h", "key_t", "occupied_b", "occupied_t",
-]
-
-
-@triton.jit
-def _window_logits(q, k, w, t, attends, holds, scale, total, window):
-    """Base-2 logits [QUERIES, BLOCK] of window queries w and tokens t; -inf where w does not attend to t."""
-    causal = t[None, :] <= (total - window + w)[:, None]
-    return tl.where(attends[:, None] & holds[None, :] & causal, dot(q, tl.trans(k)) * scale, float("-inf"))
-
-
-@triton.jit(do_not_specialize=[*_SIZES, "splits", "split_size"])
-def _normaliser_kernel(
-    query, key, occupied, row_maxima, weight_sums, scale, total, window, heads,
-    query_b, query_h, query_w, query_d, key_b, key_h, key_t, key_d, occupied_b, occupied_t, splits, split_size,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
-):
-    """Program (split of the tokens, 16 window queries, query head, row): the softmax's maxima, and sums relative to
-    them, over the tokens of the split."""
-    split = tl.program_id(0) % splits
-    parts = tl.cdiv(window, QUERIES)
-    head = tl.program_id(0) // splits // parts
-    b = (head // heads).to(tl.int64)
-    h = head % heads
-    w = tl.program_id(0) // splits % parts * QUERIES + tl.arange(0, QUERIES)
-    d = tl.arange(0, D_PAD).to(tl.int64)
-    in_head = d < HEAD_DIM
-    position = (total - window + w).to(tl.int64)
-    attends = tl.load(occupied + b * occupied_b + position * occupied_t, mask=w < window, other=0) != 0
-    q = tl.load(
-        query + b * query_b + h.to(tl.int64) * query_h + w.to(tl.int64)[:, None] * query_w + d[None, :] * query_d,
-        mask=attends[:, None] & in_head[None, :], other=0.0,
-    )
-    key += b * key_b + (h // GROUP).to(tl.int64) * key_h
-    row_max = tl.full([QUERIES], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([QUERIES], tl.float32)
-    for start in tl.range(split * split_size, tl.minimum((split + 1) * split_size, total), BLOCK):
-        t = start + tl.arange(0, BLOCK)
-        t64 = t.to(tl.int64)
-        holds = tl.load(occupied + b * occupied_b + t64 * occupied_t, mask=t < total, other=0) != 0
-        k = tl.load(
-            key + t64[:, None] * key_t + d[None, :] * key_d, mask=holds[:, None] & in_head[None, :], other=0.0
-        )
-        logit = _window_logits(q, k, w, t, attends, holds, scale, total, window)
-        _, row_max, weight_sum, _ = weigh_tile(logit, row_max, weight_sum)
-    part = ((b * heads + h) * window + w) * splits + split
-    tl.store(row_maxima + part, row_max, mask=w < window)
-    tl.store(weight_sums + part, weight_sum, mask=w < window)
-
-
-@triton.jit(do_not_specialize=[*_SIZES, "splits"])
-def _received_kernel(
-    query, key, occupied, row_maxima, weight_sums, received, scale, total, window, heads,
-    query_b, query_h, query_w, query_d, key_b, key_h, key_t, key_d, occupied_b, occupied_t, splits,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """The weights of one block of tokens, summed over the group's heads and all window queries."""
-    tiles = tl.cdiv(total, BLOCK)
-    batch_head = tl.program_id(0) // tiles
-    b = (batch_head // heads).to(tl.int64)
-    k_head = batch_head % heads
-    t = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
-    t64 = t.to(tl.int64)
-    d = tl.arange(0, D_PAD).to(tl.int64)
-    in_head = d < HEAD_DIM
-    holds = tl.load(occupied + b * occupied_b + t64 * occupied_t, mask=t < total, other=0) != 0
-    k = tl.load(
-        key + b * key_b + k_head.to(tl.int64) * key_h + t64[:, None] * key_t + d[None, :] * key_d,
-        mask=holds[:, None] & in_head[None, :], other=0.0,
-    )
-    total_weight = tl.zeros([BLOCK], tl.float32)
-    for g in range(0, GROUP):
-        h = k_head * GROUP + g
-        for start in range(0, window, QUERIES):
-            w = start + tl.arange(0, QUERIES)
-            position = (total - window + w).to(tl.int64)
-            attends = tl.load(occupied + b * occupied_b + position * occupied_t, mask=w < window, other=0) != 0
-            q = tl.load(
-                query + b * query_b + h.to(tl.int64) * query_h + w.to(tl.int64)[:, None] * query_w
-                + d[None, :] * query_d,
-                mask=attends[:, None] & in_head[None, :], other=0.0,
-            )
-            i = tl.arange(0, SPLITS)
-            part = ((b * heads * GROUP + h) * window + w)[:, None] * splits + i[None, :]
-            row_max, weight_sum = merge_sums(
-                row_maxima, weight_sums, part, attends[:, None] & (i < splits)[None, :], False
-            )
-            # Padding queries attend to nothing: a denominator of infinity makes their weights zero.
-            log_sum = tl.where(attends, row_max + tl.log2(tl.where(attends, weight_sum, 1.0)), float("inf"))
-            logit = _window_logits(q, k, w, t, attends, holds, scale, total, window)
-            total_weight += tl.sum(tl.exp2(logit - log_sum[:, None]), 0)
-    tl.store(received + (b * heads + k_head) * total + t, total_weight, mask=t < total)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...reference._interrupted import Interruptible
 from ...reference._validate import (
     capturing,
     check_dtype,
@@ -19,14 +18,14 @@ from ...reference.epikv._validate import check_prompt_fits, check_scorer
 from ...reference.epikv._validate_scorer import ScorerInputs
 from ...reference.epikv.contract import EpiKVConfig
 from .._common.launch import DTYPES, check_kernel_device
-from .._common.state import Buffers
+from .._common.state import Buffers, Changeable
 from . import _score_kernels as score_kernels
 from . import _step_kernels as step_kernels
 from ._hybrids import Attention
 from .scores import FIRST, LAST, Order, codes, difference, kv_variance, lag_kv, order_of, rolling_of, select
 
 
-class EpiKVScorer(Buffers, Interruptible):
+class EpiKVScorer(Buffers, Changeable):
     """Positions and scores of S = config.slots slots per row, and the slot that the next token takes.
 
     Preallocated and updated in place, so a step can be captured in a CUDA graph. Attributes and semantics: the
@@ -139,15 +138,17 @@ class EpiKVScorer(Buffers, Interruptible):
         self._admit(occupied, None if config.keep_prompt else scores, received, padded=padded)
         self._end_change()
 
-    def check_prompt(self, occupied: Tensor) -> None:
-        """ValueError for a prompt that does not fit; RuntimeError if the scorer holds tokens. Synchronizes."""
+    def check_prompt(self, occupied: Tensor, *, padded: bool = True) -> None:
+        """ValueError for a prompt that does not fit; RuntimeError if the scorer holds tokens. padded=False: every token
+        is occupied. Synchronizes if something has changed the scorer since it was reset, and for a padded prompt that
+        the scorer keeps."""
         self._inputs.check_mask(occupied)
         if capturing(self.device):
             return
-        if self.tokens_seen:
+        if not self._known_empty and self.tokens_seen:
             raise RuntimeError("prefill needs an empty state: call reset() first")
         if self.config.keep_prompt:                                                     # any other prompt fits
-            check_prompt_fits(self.config, int(occupied.sum(-1).max()))
+            check_prompt_fits(self.config, int(occupied.sum(-1).max()) if padded else occupied.shape[1])
 
     def observe(self, layer: int, hidden: Tensor, occupied: Tensor) -> Tensor:
         """The changes [B, T] of a layer's outputs for a prompt, [B, T, C]: 0 for a row's first token and for padding.

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...reference._validate import check_choice, check_integer
 from ...reference.epikv._validate import check_hidden_pair, check_lag, check_selection, check_series, check_vectors
 from ...reference.epikv.contract import DIFFERENCES
+from .._common import prompt_selection
 from .._common.launch import check_launchable
 from . import _score_kernels as kernels
 
@@ -94,18 +95,15 @@ def select(
     [B, min(T, budget)] int64, ascending, -1 at the end of rows with fewer tokens.
     """
     score = check_selection(score, budget, prompt, recent, occupied)
-    total = score.shape[1]
-    index = torch.arange(total, device=score.device)
-    code = codes(score, index)
-    code = code.masked_fill((index < prompt) | (index >= total - recent), LAST)
-    if occupied is not None:
-        code = code.masked_fill(~occupied, FIRST)
-    # A stable sort, since protected tokens have equal codes and topk would return any of them.
-    order = code.sort(dim=-1, stable=True).indices[:, total - min(total, budget):]
-    if occupied is not None:
-        order = order.where(occupied.gather(1, order), total)
-    kept = order.sort(-1).values
-    return kept.where(kept < total, -1)
+    check_launchable(score=score)
+    count = min(score.shape[1], budget)
+    if not count:
+        return torch.empty(score.shape[0], 0, dtype=torch.int64, device=score.device)
+    first_end = torch.full_like(score[:, 0], prompt, dtype=torch.int64) if prompt else None
+    best = prompt_selection.choose(
+        score.float()[:, None], occupied, first_end, count, min(recent, score.shape[1]), 1, 1
+    )
+    return prompt_selection.indices(*best[:2])
 
 
 # Also used by the state ----------------------------------------------------------------------------------------------

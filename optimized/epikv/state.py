@@ -119,7 +119,7 @@ class EpiKVState(State):
         hidden = self._inputs.check(hidden_a, hidden_b, total)
         check_launchable(hidden_a=hidden_a, hidden_b=hidden_b)
         if not self._shared:
-            self.scorer.check_prompt(occupied)
+            self.scorer.check_prompt(occupied, padded=padded)
         if self._ranks.process_group is not None:
             check_process_group(self._ranks.process_group, tokens=total, occupied=digest(occupied))
         self._start_change("prefill")

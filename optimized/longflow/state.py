@@ -10,10 +10,11 @@ from ...reference._validate_pages import check_own_pages
 from ...reference._validate_ranks import ProcessGroup, Shared, check_process_group, digest
 from ...reference.contract import Pages
 from ...reference.longflow import LongFlowConfig
+from .._common import prompt_selection
 from .._common.pages import by_head, read_slots, write_slots
 from .._common.ranks import Ranks, ranks_of
 from .._common.state import State
-from ..baselines.snapkv import choose, gather_tokens
+from ..baselines.snapkv import gather_tokens
 from . import _ops
 
 
@@ -135,16 +136,14 @@ class LongFlowState(State):
             check_process_group(self._shared.process_group, tokens=total, occupied=digest(occupied))
             self._start_change("prefill")                                       # another rank may fail
         output = self._attend_prompt(query, key, value, occupied, padded=padded)
-        self._set_sinks(occupied)
-        kept = self._choose(query, key, value, occupied)
-        count = kept.shape[1]
-        self._write(0, gather_tokens(key, kept))
-        self._write(1, gather_tokens(value, kept))
-        kept = kept[:, None] if self.config.per_head else kept
-        self.positions[..., :count] = kept
-        self.occupied[..., :count] = kept >= 0
-        index = torch.arange(self.config.budget, device=self.device)
-        self._next_slot.copy_(index.where(~self.occupied, self.config.budget).amin(-1))
+        if self._shared.process_group is None:
+            self._start_change("prefill")
+        if padded:
+            self._set_sinks(occupied)
+        if total < self.config.budget:
+            self._keep_all(key, value, occupied)
+        else:
+            self._keep_best(query, key, value, occupied, padded=padded)
         self._seen.fill_(total)
         self._end_change()
         return output
@@ -204,18 +203,42 @@ class LongFlowState(State):
         else:
             write_slots(self.pages[which], self.pages.block_table, tokens)
 
-    def _choose(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor) -> Tensor:
-        """The prompt tokens to keep, the same for all heads: [B, min(T, budget - 1)] int64, -1 where there is none."""
-        total, target = key.shape[2], self.config.budget - 1
-        token = torch.arange(total, device=self.device)
-        if total <= target:
-            return token.where(occupied, -1)
-        return choose(
-            query[:, :, -self.config.window:], key, value, target,
-            kernel_size=self.config.kernel_size, occupied=occupied,
-            protected=token < self._sink_end[:, None], shared_heads=True, scale=self.scale,
-            process_group=self._shared.process_group,
+    def _keep_all(self, key: Tensor, value: Tensor, occupied: Tensor) -> None:
+        """Put each token of a short prompt into the slot with its index."""
+        total = occupied.shape[1]
+        here = occupied[:, None, :, None]
+        self._write(0, key.where(here, key.new_zeros(())))
+        self._write(1, value.where(here, value.new_zeros(())))
+        kept = torch.arange(total, device=self.device).where(occupied, -1)
+        kept = kept[:, None] if self.config.per_head else kept
+        self.positions[..., :total] = kept
+        self.occupied[..., :total] = kept >= 0
+        index = torch.arange(self.config.budget, device=self.device)
+        self._next_slot.copy_(index.where(~self.occupied, self.config.budget).amin(-1))
+
+    def _keep_best(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, padded: bool) -> None:
+        """Put the budget - 1 best tokens of a long prompt into the first slots, the same for all heads."""
+        if self.config.budget == 1:
+            return
+        window = query[:, :, -self.config.window:]
+        received = prompt_selection.received(window, key, occupied, self.scale)
+        ranks = self._ranks if not self.config.per_head else ranks_of(
+            self._shared.process_group, self.sizes.key_value_heads, self.device
         )
+        if ranks is not None:
+            received = ranks.gather(received)
+        held_key, held_value = self._own if self.pages is None else (None, None)
+        best = prompt_selection.choose(
+            received, occupied if padded else None, self._sink_end, self.config.budget - 1, window.shape[2],
+            self.config.kernel_size, 1,
+        )
+        prompt_selection.fill(
+            key, value, *best, held_key, held_value, self.occupied, self.positions, self._next_slot, None, None
+        )
+        if self.pages is not None:
+            kept = prompt_selection.indices(*best[:2])
+            self._write(0, gather_tokens(key, kept))
+            self._write(1, gather_tokens(value, kept))
 
     def _set_sinks(self, occupied: Tensor) -> None:
         """Set each row's end of sinks, after its n-th token. If the prompt has fewer tokens, the next ones are

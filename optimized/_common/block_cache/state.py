@@ -148,6 +148,11 @@ class BlockState(State):
         # Read from the device, since the host does not see the steps of graph replays.
         self._check_empty(", or append_block()")
         whole = self._library_attends and occupied.shape[1] <= self.config.block_size
+        if whole and not padded and self._takes_prompt(occupied.shape[1]):
+            self._start_change("prefill")
+            output = self._take_prompt(query, key, value, occupied)
+            self._end_change()
+            return output
         self._prompt_kernel = library_kernel(query, key, value, self.scale) if whole else OWN
         if self._prompt_kernel == OWN:
             return self._append_blocks(query, key, value, occupied)
@@ -251,6 +256,14 @@ class BlockState(State):
         `end`, as attention multiplies them. Decode steps ask only if they are blocks of one token (`_step_as_block`).
         """
         return query, self.key[:, :, :end]
+
+    def _takes_prompt(self, total: int) -> bool:
+        """Whether `_take_prompt` takes prompts of `total` tokens, without padding and in one block."""
+        return False
+
+    def _take_prompt(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor:
+        """Attend to a whole prompt, and put the tokens that stay into the slots of the empty cache."""
+        raise NotImplementedError
 
     # One block -------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,121 @@
+"""Whether a state knows that it is empty. `prefill` reads the number of tokens from the device, which waits for it,
+unless the host has seen all that happened since the state was reset.
+
+These tests check our own states for any --kv-impl (see test_twins.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvtwin.conformance.cases import tiny
+from kvtwin.conformance.cases.graphs import capture
+from kvtwin.conformance.discovery import Pair
+from kvtwin.conformance.judge import checkers
+from kvtwin.optimized._common import state as states
+from kvtwin.optimized._common.launch import INTERPRETED
+
+every_state = pytest.mark.parametrize(("pair", "options"), tiny.states(), ids=str)
+Reads = Callable[[], int]
+
+
+def prefill(state: Any, device: torch.device) -> None:
+    tokens = tiny.prompt(device, seed=1)
+    state.prefill(*tokens, **checkers.extras(state, *tokens))
+
+
+def step(state: Any, device: torch.device) -> None:
+    tokens = tiny.token(device, seed=2)
+    state.step(*tokens, **checkers.extras(state, *tokens))
+
+
+@pytest.fixture
+def reads(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Reads:
+    """How often the number of tokens was read from the device."""
+    count = 0
+    assert pair.state is not None
+    owners = [getattr(pair.optimized, pair.state.__name__)]
+    owners += [member for name, member in vars(pair.optimized).items() if name.endswith("Scorer")]
+    for owner in owners:
+        found = owner.tokens_seen.fget
+
+        def counted(self: Any, found: Any = found) -> int:
+            nonlocal count
+            count += 1
+            seen: int = found(self)
+            return seen
+
+        monkeypatch.setattr(owner, "tokens_seen", property(counted))
+    return lambda: count
+
+
+def captured(monkeypatch: pytest.MonkeyPatch, call: Callable[[], None]) -> None:
+    """`call`, while the base class believes that a CUDA graph is captured."""
+    with monkeypatch.context() as patch:
+        patch.setattr(states, "capturing", lambda _: True)
+        call()
+
+
+@every_state
+def test_a_new_or_reset_state_takes_a_prompt_without_reading_the_device(pair, options, device, reads):
+    state = tiny.new_state(pair, pair.optimized, device, **options)
+    prefill(state, device)
+    state.reset()
+    prefill(state, device)
+    assert reads() == 0
+    assert state.tokens_seen == tiny.SLOTS and reads() > 0
+
+
+@every_state
+@pytest.mark.parametrize("change", ["prefill", "step", "append_block"])
+def test_a_state_that_has_tokens_refuses_a_prompt(change, pair, options, device):
+    state = tiny.new_state(pair, pair.optimized, device, **options)
+    if not hasattr(state, change):
+        pytest.skip("the method has no blocks")
+    if change == "prefill":
+        prefill(state, device)
+    elif change == "step":
+        step(state, device)
+    else:
+        state.append_block(*tiny.prompt(device, seed=1))
+    with pytest.raises(RuntimeError, match="empty state"):
+        prefill(state, device)
+
+
+@every_state
+def test_a_state_in_a_graph_is_read(pair, options, device, reads, monkeypatch):
+    """The host does not see the steps of replays, not even those after a reset."""
+    state = tiny.new_state(pair, pair.optimized, device, **options)
+    captured(monkeypatch, lambda: step(state, device))
+    state.reset()
+    prefill(state, device)
+    assert reads() > 0
+
+
+@every_state
+def test_a_reset_that_is_captured_has_not_happened_yet(pair, options, device, reads, monkeypatch):
+    state = tiny.new_state(pair, pair.optimized, device, **options)
+    captured(monkeypatch, state.reset)
+    prefill(state, device)
+    assert reads() > 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU: run with --kv-device cuda")
+@every_state
+def test_a_replay_after_a_reset_is_noticed(pair, options, device):
+    state = tiny.new_state(pair, pair.optimized, device, **options)
+    tokens = tiny.token(device, seed=2)
+    more = checkers.extras(state, *tokens)
+    for _ in range(2):                                                          # compiles the kernels
+        state.step(*tokens, **more)
+    graph = torch.cuda.CUDAGraph()
+    with capture(graph):
+        state.step(*tokens, **more)
+    state.reset()
+    graph.replay()
+    with pytest.raises(RuntimeError, match="empty state"):
+        prefill(state, device)
