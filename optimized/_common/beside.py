@@ -1,7 +1,8 @@
 """Work that runs on a GPU at the same time as a prompt's attention.
 
 cuDNN's kernel is one program on each multiprocessor, with all of its shared memory, until the end. So only what starts
-before it can run beside it, and it should take few multiprocessors: the attention starts on the others.
+before it can run beside it, and it should take few multiprocessors: the attention starts on the others. Of what could
+start at the same time, the stream's high priority chooses its own work first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,6 @@ def fork(device: torch.device) -> torch.cuda.Stream | None:
     if device.type != "cuda" or torch.compiler.is_compiling() or capturing(device):
         return None
     if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
+        _streams[device] = torch.cuda.Stream(device, priority=-1)
     _streams[device].wait_stream(torch.cuda.current_stream(device))
     return _streams[device]

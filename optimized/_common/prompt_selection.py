@@ -99,19 +99,10 @@ def fill(
     next_slot, for the first free slot of each row of held, or None; score float32 and token_index int32, both like
     held, or None.
     """
-    batch, heads, total, head_dim = key.shape
-    rows, count = place.shape
-    unit = stride_unit(key, value)
-    blocks = triton.cdiv(count, FILLED)
-    with on_device_of(key):
-        fill_kernel[(batch * heads * blocks,)](
-            key, value, place, kept_count, pooled, held_key, held_value, held, positions, next_slot, score, token_index,
-            count, total, held.shape[-1], heads, blocks,
-            *(stride // unit for stride in key.stride()[:3]), key.stride(3),
-            *(stride // unit for stride in value.stride()[:3]), value.stride(3),
-            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=FILLED, UNIT=unit, EACH=rows > batch,
-            PER_HEAD=held.dim() == 3, num_warps=4,
-        )
+    _launch_fill(
+        key, value, place, kept_count, pooled, held_key, held_value, held, positions, next_slot, score, token_index,
+        held.shape[-1],
+    )
 
 
 @fill.register_fake
@@ -121,6 +112,38 @@ def _(
     token_index: Tensor | None,
 ) -> None:
     return None
+
+
+@torch.library.custom_op("kvtwin::prompt_copy", mutates_args=("held_key", "held_value"))
+def copy(key: Tensor, value: Tensor, kept: Tensor | None, held_key: Tensor, held_value: Tensor) -> None:
+    """Copy the tokens kept [B, N] int64, rows contiguous, -1 for none, of key, value [B, Hkv, T, D] into the first N
+    slots of held_key, held_value [B, Hkv, S, D], contiguous. kept=None: all T tokens."""
+    _launch_fill(key, value, kept, None, None, held_key, held_value, None, None, None, None, None, held_key.shape[2])
+
+
+@copy.register_fake
+def _(key: Tensor, value: Tensor, kept: Tensor | None, held_key: Tensor, held_value: Tensor) -> None:
+    return None
+
+
+def _launch_fill(
+    key: Tensor, value: Tensor, place: Tensor | None, kept_count: Tensor | None, pooled: Tensor | None,
+    held_key: Tensor | None, held_value: Tensor | None, held: Tensor | None, positions: Tensor | None,
+    next_slot: Tensor | None, score: Tensor | None, token_index: Tensor | None, slots: int,
+) -> None:
+    batch, heads, total, head_dim = key.shape
+    rows, count = (batch, total) if place is None else place.shape
+    unit = stride_unit(key, value)
+    blocks = triton.cdiv(count, FILLED)
+    with on_device_of(key):
+        fill_kernel[(batch * heads * blocks,)](
+            key, value, place, kept_count, pooled, held_key, held_value, held, positions, next_slot, score, token_index,
+            count, total, slots, heads, blocks, 0 if place is None else place.stride(0),
+            *(stride // unit for stride in key.stride()[:3]), key.stride(3),
+            *(stride // unit for stride in value.stride()[:3]), value.stride(3),
+            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=FILLED, UNIT=unit, EACH=rows > batch,
+            PER_HEAD=held is not None and held.dim() == 3, num_warps=4,
+        )
 
 
 def indices(place: Tensor, kept_count: Tensor) -> Tensor:
@@ -170,25 +193,31 @@ def prompt_score_kernel(
 
 
 @triton.jit(do_not_specialize=[
-    "count", "total", "slots", "heads", "blocks", "key_b", "key_h", "key_t", "value_b", "value_h", "value_t",
+    "count", "total", "slots", "heads", "blocks", "place_r", "key_b", "key_h", "key_t", "value_b", "value_h", "value_t",
 ])
 def fill_kernel(
     key, value, place, kept_count, pooled, held_key, held_value, held, positions, next_slot, score, token_index,
-    count, total, slots, heads, blocks,
+    count, total, slots, heads, blocks, place_r,
     key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, UNIT: tl.constexpr, EACH: tl.constexpr,
     PER_HEAD: tl.constexpr,
 ):
     """Program (TOKENS of the kept tokens, KV head, row of the batch): copies them into their slots. EACH: heads keep
-    different tokens. PER_HEAD: heads have slots of their own; otherwise the first head's program writes them."""
+    different tokens. PER_HEAD: heads have slots of their own; otherwise the first head's program writes them. Without
+    kept_count, place is -1 where there is no token; without place, all tokens are kept."""
     first = tl.program_id(0) % blocks * TOKENS
     batch_head = (tl.program_id(0) // blocks).to(tl.int64)
     b, head = batch_head // heads, batch_head % heads
     row = batch_head if EACH else b
     number = first + tl.arange(0, TOKENS)
-    kept = tl.load(kept_count + row)
-    holds = number < kept
-    token = tl.load(place + row * count + number, mask=holds, other=-1).to(tl.int64)
+    inside = number < count
+    if kept_count is not None:
+        kept = tl.load(kept_count + row)
+        inside = number < kept
+    token = tl.where(inside, number, -1).to(tl.int64)
+    if place is not None:
+        token = tl.load(place + row * place_r + number, mask=inside, other=-1).to(tl.int64)
+    holds = token >= 0
     if held_key is not None:
         d = tl.arange(0, D_PAD).to(tl.int64)
         tile = holds[:, None] & (d < HEAD_DIM)[None, :]
@@ -200,7 +229,7 @@ def fill_kernel(
         tl.store(held_key + into, k, mask=tile)
         tl.store(held_value + into, v, mask=tile)
     owner = batch_head if PER_HEAD else b
-    if PER_HEAD or head == 0:
+    if positions is not None and (PER_HEAD or head == 0):
         at = owner * slots + number
         tl.store(positions + at, token, mask=holds)
         tl.store(held + at, holds, mask=holds)

@@ -19,10 +19,11 @@ from ...reference.epikv._validate_scorer import ScorerInputs
 from ...reference.epikv.contract import EpiKVConfig
 from .._common.launch import DTYPES, check_kernel_device
 from .._common.state import Buffers, Changeable
+from . import _admit_kernel as admit_kernel
 from . import _score_kernels as score_kernels
 from . import _step_kernels as step_kernels
 from ._hybrids import Attention
-from .scores import FIRST, LAST, Order, codes, difference, kv_variance, lag_kv, order_of, rolling_of, select
+from .scores import FIRST, LAST, Order, difference, kv_variance, lag_kv, order_of, rolling_of, select
 
 
 class EpiKVScorer(Buffers, Changeable):
@@ -184,52 +185,30 @@ class EpiKVScorer(Buffers, Changeable):
         self, occupied: Tensor, scores: Tensor | None, received: Tensor | None, *, padded: bool = True
     ) -> None:
         config, total = self.config, occupied.shape[1]
-        num_tokens = occupied.sum(1)
-        usable_slots = torch.full_like(num_tokens, config.budget)
         if scores is None:
             kept = torch.arange(total, device=self.device).where(occupied, total).sort(-1).values
             kept = kept.where(kept < total, -1)[:, :config.slots]
-            found = torch.full_like(self.score[:, :1], torch.inf).expand(kept.shape)
-            if not config.count_prompt:
-                usable_slots = usable_slots + num_tokens
+            found = None
         else:
             whole = scores if received is None else received + scores
             mask = occupied if padded else None
             kept = select(whole, config.budget, prompt=0, recent=config.newest, occupied=mask)
             found = scores.gather(1, kept.clamp_min(0))
-        count = kept.shape[1]
         if self.attention is not None:
+            frozen = torch.full_like(kept, torch.inf, dtype=torch.float32) if found is None else found
             given = None if received is None else received.gather(1, kept.clamp_min(0))
-            self.attention.admit(kept, found.masked_fill(kept < 0, -torch.inf), given)
-            found = found if given is None else given + found
-        self.positions[:, :count] = kept
-        self.occupied[:, :count] = kept >= 0
-        self.score[:, :count] = found.masked_fill(kept < 0, -torch.inf)
-        self._tokens.copy_(num_tokens)
-        self._seen.fill_(total)
-        code = torch.full_like(self._rank, LAST) if scores is None else codes(self.score, self.positions)
-        code = code.masked_fill(self.positions > total - config.newest, LAST)
-        self._rank.copy_(torch.where(self.occupied, code, self._free_ranks(usable_slots)))
-        if scores is not None:
-            self._remember_recents(total)
-        # Some rank is always below LAST, so argmin never has to choose among equal ranks.
-        self._next_slot.copy_(self._rank.argmin(1))
+            self.attention.admit(kept, frozen.masked_fill(kept < 0, -torch.inf), given)
+            found = found if given is None or found is None else given + found
+        admit_kernel.admit(
+            kept, found, occupied.sum(1) if padded else None, self.occupied, self.positions, self.score, self._rank,
+            self._next_slot, self._tokens, self._seen, self._recents, total, config.budget, config.newest,
+            scores is None and not config.count_prompt,
+        )
 
     def _free_ranks(self, usable_slots: Tensor) -> Tensor:
         """Ranks of free slots, [B, S]: ascending, and LAST from usable_slots [B] on, which a row may not use."""
         index = torch.arange(self.config.slots, device=self.device)
         return (index + FIRST).where(index < usable_slots[:, None], LAST)
-
-    def _remember_recents(self, total: int) -> None:
-        """Store the slots of the newest tokens except the last; for a kept prompt they stay -1."""
-        ring = self.config.newest - 1
-        if not ring:
-            return
-        token = self.positions.where(self.occupied, total)
-        slot = torch.arange(self.config.slots, device=self.device).expand(token.shape)
-        slots = torch.full_like(token[:, :1], -1).repeat(1, total + 1).scatter(1, token, slot)
-        position = torch.arange(max(0, total - ring), total, device=self.device)
-        self._recents[:, position % ring] = slots[:, position]
 
     def _remember(self, layer: int, values: Tensor, order: Order) -> None:
         """Store the last `window` of the values [B, L, T] of L layers from `layer` on, in a ring indexed by their

@@ -12,6 +12,7 @@ from ...reference._validate import check_config, check_reorder
 from ...reference._validate_ranks import ProcessGroup, Shared, check_process_group, digest
 from ...reference.epikv._validate import HiddenInputs, check_ranks, check_scores
 from ...reference.epikv.contract import EpiKVConfig
+from .._common import prompt_selection
 from .._common.block_cache import kernels
 from .._common.launch import check_launchable
 from .._common.state import State
@@ -133,10 +134,7 @@ class EpiKVState(State):
         if not self._shared:
             self.scorer._prefill(occupied, hidden, key, value, received, padded=padded)
         check_scores(self._ranks.process_group, self.positions, self.score)
-        kept = self.positions[:, :total].clamp_min(0)                                   # [B, N]
-        count, place = kept.shape[1], kept[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[3])
-        self.key[:, :, :count] = key.gather(2, place)
-        self.value[:, :, :count] = value.gather(2, place)
+        prompt_selection.copy(key, value, self.positions[:, :total], self.key, self.value)
         self._end_change()
         return output
 

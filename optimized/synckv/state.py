@@ -22,6 +22,7 @@ from ...reference._validate_ranks import (
 )
 from ...reference.synckv._validate import resolve_clusters
 from ...reference.synckv.contract import HeadClusters, SyncKVConfig
+from .._common import prompt_selection
 from .._common.state import State
 from . import _step
 from ._attend_kernels import SEEN
@@ -213,9 +214,12 @@ class SyncKVState(State):
         self._open()
         self._start_change("prefill")
         output = self._attend_prompt(query, key, value, occupied, padded=padded)
-        stored_heads = slice(None) if self._offload is None else self._members[0, :self._representative_heads]
-        self._key[:, :, :total].copy_(key[:, stored_heads])
-        self._value[:, :, :total].copy_(value[:, stored_heads])
+        if self._offload is None:
+            prompt_selection.copy(key, value, None, self._key, self._value)
+        else:
+            stored_heads = self._members[0, :self._representative_heads]
+            self._key[:, :, :total].copy_(key[:, stored_heads])
+            self._value[:, :, :total].copy_(value[:, stored_heads])
         self.occupied[:, :total].copy_(occupied)
         self._choose_first(query, key, occupied)
         if self._unites:

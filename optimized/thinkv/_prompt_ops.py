@@ -23,40 +23,31 @@ def _format_of(plan_of: Layout) -> tuple[str, int]:
 
 
 @torch.library.custom_op(
-    "kvtwin::thinkv_place_prompt",
-    mutates_args=(
-        "place", "positions", "segments", "evicted", "slot_groups", "block_thoughts", "physical", "entry_order", "used",
-        "group_tokens", "starts", "block_counts", "overflow", "sizes", "levels", "live", "over_budget", "segment",
-    ),
+    "kvtwin::thinkv_plan_prompt", mutates_args=("sizes", "levels", "live", "over_budget", "segment")
 )
-def place_prompt(
-    key: Tensor, order: Tensor, counts: Tensor, place: Tensor, positions: Tensor, segments: Tensor, evicted: Tensor,
-    slot_groups: Tensor, block_thoughts: Tensor, physical: Tensor, entry_order: Tensor, used: Tensor,
-    group_tokens: Tensor, starts: Tensor, block_counts: Tensor, overflow: Tensor, sizes: Tensor, levels: Tensor,
-    live: Tensor, over_budget: Tensor, segment: Tensor, formats: str, block: int, group: int, tau: int, budget: int,
+def plan_prompt(
+    key: Tensor, order: Tensor, counts: Tensor, sizes: Tensor, levels: Tensor, live: Tensor, over_budget: Tensor,
+    segment: Tensor, entries: int, formats: str, block: int, group: int, tau: int, budget: int,
     retention: Sequence[int],
-) -> None:
-    """Give the tokens of a prompt their slots, and evict as the budget requires, in the tables of an empty cache
-    (`Tables`).
+) -> tuple[Tensor, Tensor]:
+    """What happens to the tokens of a prompt: the number of tokens that are evicted at each turn [B, M] int32, and the
+    turn at which a token is evicted [B, T] int32, by its index in the prompt, -1 for tokens that stay.
 
     key [B, Hkv, T, D]; order [B, T] int64, rows contiguous: the indices of a row's tokens, then -1; counts [B]
-    int64, their number. Sets place [B, T] int32, all -1 before: the slots of the tokens that stay, by index. Sets the
-    state's sizes and levels [B, segments] int64, live and segment [B] int64, and over_budget [B] bool.
+    int64, their number; entries: those of the cache's tables. Sets the state's sizes and levels [B, segments] int64,
+    live and segment [B] int64, and over_budget [B] bool.
     """
     (batch, heads, total, head_dim), device = key.shape, key.device
-    (slots, entries), all_segments = (positions.shape[1], block_thoughts.shape[1]), sizes.shape[1]
     plan_of = layout(formats, block, group, heads, head_dim, entries)
     fmt, _ = _format_of(plan_of)
-    parts, used_segments, new = triton.cdiv(tau, group), triton.cdiv(total, tau), triton.cdiv(tau, block)
-    all_groups, num_levels, parts_pad = used_segments * parts, len(retention), triton.next_power_of_2(parts)
-    block_pad = triton.next_power_of_2(block)
+    parts, segments = triton.cdiv(tau, group), triton.cdiv(total, tau)
+    all_groups, num_levels = segments * parts, len(retention)
 
     def integers(*shape: int) -> Tensor:
         return torch.empty(batch, *shape, dtype=torch.int32, device=device)
 
-    keeps, turns = integers(used_segments, num_levels), integers(used_segments, num_levels)
-    evictions, scratch = integers(used_segments), integers(used_segments, tau)
-    places, gone = integers(tau + 2 * new + parts_pad), integers(total).fill_(-1)
+    keeps, turns, scratch = integers(segments, num_levels), integers(segments, num_levels), integers(segments, tau)
+    evictions, gone = integers(segments), integers(total).fill_(-1)
     scales = torch.empty(
         (batch, all_groups, heads) if fmt == "fp8" else (batch, all_groups, heads, head_dim),
         dtype=torch.float32 if fmt == "fp8" else torch.uint8, device=device,
@@ -64,38 +55,75 @@ def place_prompt(
     grouped = (all_groups, total, tau, parts)
     with on_device_of(key):
         plan_kernel[(batch,)](
-            counts, keeps, turns, evictions, sizes, levels, live, over_budget, segment, tau, used_segments,
-            all_segments, budget, RETENTION=packed_retention(retention), LEVELS=num_levels,
-            SEGMENTS=max(16, triton.next_power_of_2(used_segments)), num_warps=1 if used_segments <= 64 else 4,
+            counts, keeps, turns, evictions, sizes, levels, live, over_budget, segment, tau, segments,
+            sizes.shape[1], budget, RETENTION=packed_retention(retention), LEVELS=num_levels,
+            SEGMENTS=max(16, triton.next_power_of_2(segments)), num_warps=1 if segments <= 64 else 4,
         )
         if LANES[fmt]:
             scales_kernel[(batch * all_groups * heads,)](
                 key, order, scales, heads, *grouped, order.stride(0), *key.stride(), FORMAT=fmt, GROUP=group,
                 HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=triton.next_power_of_2(group), num_warps=4,
             )
-        cluster_kernel[(batch * used_segments,)](
-            key, scales, order, counts, keeps, turns, gone, scratch, heads, *grouped, used_segments, order.stride(0),
+        cluster_kernel[(batch * segments,)](
+            key, scales, order, counts, keeps, turns, gone, scratch, heads, *grouped, segments, order.stride(0),
             *key.stride(), FORMAT=fmt, LANES=LANES[fmt], GROUP=group, HEAD_DIM=head_dim, LEVELS=num_levels,
             ITERATIONS=ITERATIONS, **tile(tau, min(retention[0], tau), head_dim), num_stages=1,
         )
+    return evictions, gone
+
+
+@plan_prompt.register_fake
+def _(
+    key: Tensor, order: Tensor, counts: Tensor, sizes: Tensor, levels: Tensor, live: Tensor, over_budget: Tensor,
+    segment: Tensor, entries: int, formats: str, block: int, group: int, tau: int, budget: int,
+    retention: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    batch, _, total, _ = key.shape
+    return (
+        counts.new_empty((batch, triton.cdiv(total, tau)), dtype=torch.int32),
+        counts.new_empty((batch, total), dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op(
+    "kvtwin::thinkv_place_prompt",
+    mutates_args=(
+        "place", "positions", "segments", "evicted", "slot_groups", "block_thoughts", "physical", "entry_order", "used",
+        "group_tokens", "starts", "block_counts", "overflow",
+    ),
+)
+def place_prompt(
+    order: Tensor, counts: Tensor, evictions: Tensor, gone: Tensor, place: Tensor, positions: Tensor, segments: Tensor,
+    evicted: Tensor, slot_groups: Tensor, block_thoughts: Tensor, physical: Tensor, entry_order: Tensor, used: Tensor,
+    group_tokens: Tensor, starts: Tensor, block_counts: Tensor, overflow: Tensor, heads: int, head_dim: int,
+    formats: str, block: int, group: int, tau: int,
+) -> None:
+    """Give the tokens of a prompt their slots in the tables of an empty cache (`Tables`), and free those of the tokens
+    that go. evictions, gone: what `plan_prompt` returns for order and counts. Sets place [B, T] int32, all -1 before:
+    the slots of the tokens that stay, by index."""
+    (batch, total), entries = gone.shape, block_thoughts.shape[1]
+    plan_of = layout(formats, block, group, heads, head_dim, entries)
+    parts_pad, new = triton.next_power_of_2(triton.cdiv(tau, group)), triton.cdiv(tau, block)
+    block_pad = triton.next_power_of_2(block)
+    places = torch.empty(batch, tau + 2 * new + parts_pad, dtype=torch.int32, device=gone.device)
+    with on_device_of(gone):
         place_kernel[(batch,)](
             order, counts, evictions, gone, place, positions, segments, evicted, slot_groups, block_thoughts, physical,
             entry_order, used, group_tokens, starts, block_counts, overflow, places,
-            total, tau, used_segments, all_segments, slots, entries, group_tokens.shape[1], order.stride(0),
-            plan_of.first[Thought.REASONING], plan_of.capacity[Thought.REASONING], **plan_of.types, GROUP=group,
-            BLOCK=block, BLOCK_PAD=block_pad, NEW=new, GROUPS=parts_pad, TOKENS=triton.next_power_of_2(tau),
-            BLOCKS=triton.next_power_of_2(new), ENTRIES=max(1, (32 if SMALL_TILES else 2048) // block_pad),
-            CHUNK=chunk_of(entries), num_warps=4,
+            total, tau, evictions.shape[1], starts.shape[1], positions.shape[1], entries, group_tokens.shape[1],
+            order.stride(0), plan_of.first[Thought.REASONING], plan_of.capacity[Thought.REASONING], **plan_of.types,
+            GROUP=group, BLOCK=block, BLOCK_PAD=block_pad, NEW=new, GROUPS=parts_pad,
+            TOKENS=triton.next_power_of_2(tau), BLOCKS=triton.next_power_of_2(new),
+            ENTRIES=max(1, (32 if SMALL_TILES else 2048) // block_pad), CHUNK=chunk_of(entries), num_warps=4,
         )
 
 
 @place_prompt.register_fake
 def _(
-    key: Tensor, order: Tensor, counts: Tensor, place: Tensor, positions: Tensor, segments: Tensor, evicted: Tensor,
-    slot_groups: Tensor, block_thoughts: Tensor, physical: Tensor, entry_order: Tensor, used: Tensor,
-    group_tokens: Tensor, starts: Tensor, block_counts: Tensor, overflow: Tensor, sizes: Tensor, levels: Tensor,
-    live: Tensor, over_budget: Tensor, segment: Tensor, formats: str, block: int, group: int, tau: int, budget: int,
-    retention: Sequence[int],
+    order: Tensor, counts: Tensor, evictions: Tensor, gone: Tensor, place: Tensor, positions: Tensor, segments: Tensor,
+    evicted: Tensor, slot_groups: Tensor, block_thoughts: Tensor, physical: Tensor, entry_order: Tensor, used: Tensor,
+    group_tokens: Tensor, starts: Tensor, block_counts: Tensor, overflow: Tensor, heads: int, head_dim: int,
+    formats: str, block: int, group: int, tau: int,
 ) -> None:
     return None
 

@@ -24,7 +24,7 @@ from . import _paging_ops as ops
 from . import _ranks_ops as on_ranks
 from ._paged_attention_ops import attend
 from ._paging_read_kernels import CODES, NUMBERS, SCALES
-from ._prompt_ops import place_prompt, store_prompt
+from ._prompt_ops import place_prompt, plan_prompt, store_prompt
 
 __all__ = ["PagedAttentionResult", "PagedCache", "decode_attention"]
 
@@ -116,19 +116,30 @@ class PagedCache(Buffers, Interruptible):
         )
         self._end_change()
 
-    def _place_prompt(
-        self, key: Tensor, order: Tensor, counts: Tensor, place: Tensor, sizes: Tensor, levels: Tensor, live: Tensor,
+    def _plan_prompt(
+        self, key: Tensor, order: Tensor, counts: Tensor, sizes: Tensor, levels: Tensor, live: Tensor,
         over_budget: Tensor, segment: Tensor,
-    ) -> None:
-        """Append a prompt to the tables of an empty cache, and evict as the budget requires. The change ends with
-        `_store_prompt`. The arguments: see `place_prompt`."""
-        config, tables = self.config, self._tables
+    ) -> tuple[Tensor, Tensor]:
+        """What happens to the tokens of a prompt for an empty cache: see `plan_prompt`. `_place_prompt` and
+        `_store_prompt` follow."""
+        config = self.config
         self._start_change("append")
+        evictions, gone = plan_prompt(
+            key, order, counts, sizes, levels, live, over_budget, segment, self._tables.physical.shape[1],
+            self._formats, config.block, config.group, config.tau, config.budget, list(config.retention),
+        )
+        return evictions, gone
+
+    def _place_prompt(
+        self, order: Tensor, counts: Tensor, evictions: Tensor, gone: Tensor, place: Tensor
+    ) -> None:
+        """Append a prompt to the tables, and evict. The arguments: see `place_prompt`."""
+        config, tables, (_, heads, head_dim) = self.config, self._tables, self.shape
         place_prompt(
-            key, order, counts, place, tables.positions, tables.segments, tables.evicted, tables.slot_groups,
-            tables.block_thoughts, tables.physical, tables.order, tables.used, tables.group_tokens, tables.starts,
-            tables.counts, tables.overflow, sizes, levels, live, over_budget, segment, self._formats, config.block,
-            config.group, config.tau, config.budget, list(config.retention),
+            order, counts, evictions, gone, place, tables.positions, tables.segments, tables.evicted,
+            tables.slot_groups, tables.block_thoughts, tables.physical, tables.order, tables.used, tables.group_tokens,
+            tables.starts, tables.counts, tables.overflow, heads, head_dim, self._formats, config.block, config.group,
+            config.tau,
         )
 
     def _store_prompt(self, key: Tensor, value: Tensor, order: Tensor, place: Tensor) -> None:

@@ -148,10 +148,13 @@ class ThinKVState(State):
             side = beside.fork(self.device) if total >= BESIDE * self.config.tau else None
             try:
                 with graph.on(side):
-                    self.cache._place_prompt(
-                        key, order, count, place, self._segment_sizes, self.levels, self._live, self.over_budget,
-                        self._segment,
+                    planned = self.cache._plan_prompt(
+                        key, order, count, self._segment_sizes, self.levels, self._live, self.over_budget, self._segment
                     )
+                # The attention starts when this has ended: before, it would take the place of what follows.
+                graph.join(side)
+                with graph.on(side):
+                    self.cache._place_prompt(order, count, *planned, place)
                 output = self._attend_prompt(query, key, value, occupied, padded=padded)
             finally:
                 graph.join(side)

@@ -106,7 +106,7 @@ RECEIVED_TILE = (32, 128, 3, 4)
 #: Tiles of slots that a program of the attention has at least, if programs share the slots.
 TILES_EACH = 4
 #: Programs per multiprocessor that compute the softmaxes of a prompt's window, without an output.
-SOFTMAXES_RESIDENT = 2
+SOFTMAXES_RESIDENT = 1
 #: The smallest number of rows in a tile of the attention.
 LEAST_ROWS = 16
 #: Tensor cores do not multiply float32 exactly. Without them, operands are in registers, and tiles must be small.
