@@ -8,6 +8,8 @@ synchronise with the host to look for padding, in a CUDA graph's capture or unde
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -78,6 +80,7 @@ def library_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, *, s
     return "flash" if torch.backends.cuda.can_use_flash_attention(arguments) else OWN
 
 
+@functools.cache
 def cudnn_is_chosen(device: torch.device) -> bool:
     """Whether cuDNN's attention may run: on Hopper, with a version that PyTorch prefers to flash attention there.
     Earlier versions may read out of bounds (PyTorch's issue 169849)."""

@@ -103,6 +103,25 @@ def test_snapkv_state_counts_every_query_of_a_large_window(budget, twins, device
     lockstep.run(trace, twins.optimized.baselines.snapkv)
 
 
+@pytest.mark.parametrize("content", ["ordinary", "duplicates"])
+@pytest.mark.parametrize(("budget", "interval", "window", "kernel_size", "prompt_length"), [
+    (5, 1, 2, 3, 30), (20, 3, 9, 5, 150), (4, 1, 4, 1, 12), (12, 2, 3, 7, 70),
+])
+def test_snapkv_state_keeps_step_after_a_prompt_that_is_one_block(
+    content, budget, interval, window, kernel_size, prompt_length, twins, device
+):
+    """More tokens than the cache may hold, without padding. Later steps evict by what the prompt has left."""
+    config = {
+        "budget": budget, "block_size": prompt_length, "interval": interval, "window": window,
+        "kernel_size": kernel_size,
+    }
+    trace = StateTrace(
+        method="snapkv", batch=2, key_value_heads=2, group=2, head_dim=16, prompt=prompt_length, steps=6,
+        config=tuple(config.items()), padding="none", content=content, seed=budget, device=str(device),
+    )
+    lockstep.run(trace, twins.optimized.baselines.snapkv)
+
+
 @given(trace=state_traces("snapkv", content=("ordinary", "integers"), max_prompt=16, max_steps=4))
 @few
 def test_snapkv_state_keeps_step_where_scores_decide(trace, twins):

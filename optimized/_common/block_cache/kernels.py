@@ -105,8 +105,6 @@ ATTENTION_TILE = (128, 64, 3, 8)
 RECEIVED_TILE = (32, 128, 3, 4)
 #: Tiles of slots that a program of the attention has at least, if programs share the slots.
 TILES_EACH = 4
-#: Programs per multiprocessor that compute the softmaxes of a prompt's window, without an output.
-SOFTMAXES_RESIDENT = 1
 #: The smallest number of rows in a tile of the attention.
 LEAST_ROWS = 16
 #: Tensor cores do not multiply float32 exactly. Without them, operands are in registers, and tiles must be small.
@@ -142,13 +140,12 @@ def counters_of(sizes: Sizes, queries: int) -> int:
     return sizes.batch * sizes.key_value_heads * triton.cdiv(queries * sizes.group, LEAST_ROWS)
 
 
-def _split(programs: int, tiles: int, device: torch.device, resident: int = 1) -> tuple[int, int]:
-    """The number of programs that share the slots, with `programs` blocks of rows, and the tiles of each. resident: the
-    programs that run on a multiprocessor at a time."""
+def _split(programs: int, tiles: int, device: torch.device) -> tuple[int, int]:
+    """The number of programs that share the slots, with `programs` blocks of rows, and the tiles of each."""
     if INTERPRETED:
         wanted, least = (3 if tiles % 2 else 1), 1                     # so that tests cover both cases
     else:
-        wanted, least = resident * multiprocessors(device) // programs, TILES_EACH
+        wanted, least = multiprocessors(device) // programs, TILES_EACH
     each = triton.cdiv(tiles, max(1, min(wanted, tiles // least, MAX_SPLITS)))
     return triton.cdiv(tiles, each), each
 
@@ -236,8 +233,7 @@ def launch_attention(
     shape = _shape(query, key, value)
     rows, block, stages, warps = _attention_tile(query, key)
     programs = query.shape[0] * key.shape[1] * triton.cdiv(query.shape[2] * shape["GROUP"], rows)
-    resident = SOFTMAXES_RESIDENT if output is None and window is None else 1
-    splits, each = _split(programs, triton.cdiv(key.shape[2], block), key.device, resident)
+    splits, each = _split(programs, triton.cdiv(key.shape[2], block), key.device)
     scratch: list[Tensor | None] = [None] * 4
     if splits > 1:
         partial, row_maxima, weight_sums = (
