@@ -7,7 +7,7 @@ import torch
 
 from kvtwin.conformance.cases.case import StateTrace
 from kvtwin.conformance.cases.layouts import MIXED
-from kvtwin.conformance.judge import bounds
+from kvtwin.conformance.judge import bounds, lockstep
 from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.conformance.judge.oracle import attend
 from kvtwin.reference.longflow import LongFlowConfig
@@ -32,3 +32,21 @@ def test_longflow_attends_to_every_tile_of_a_prompt(tokens, padding, twins, devi
         prompt["occupied"] = torch.ones(trace.batch, tokens, dtype=torch.bool, device=device)
     truth = attend(**prompt, scale=trace.scale, causal=True).output
     assert_within(output, truth, bounds.causal_output(**prompt, scale=trace.scale), what="prefill's output")
+
+
+@pytest.mark.parametrize(("padding", "content"), [
+    ("none", "ordinary"), ("none", "duplicates"), ("random", "ordinary"), ("stairs", "ordinary")
+])
+@pytest.mark.parametrize(("options", "tokens"), [
+    ({"budget": 7, "window": 2, "kernel_size": 3}, 40),
+    ({"budget": 24, "window": 9, "sinks": 3}, 150),
+    ({"budget": 20, "window": 4, "per_head": True, "kernel_size": 1}, 22),
+    ({"budget": 6, "window": 32, "sinks": 2}, 70),
+])
+def test_longflow_keeps_step_after_a_long_prompt(options, tokens, padding, content, twins, device):
+    """Three rows, of which "stairs" leaves few tokens, and three heads that decide together which tokens stay."""
+    trace = StateTrace(
+        method="longflow", batch=3, key_value_heads=3, group=2, head_dim=16, prompt=tokens, steps=3,
+        config=tuple(options.items()), padding=padding, content=content, seed=tokens, device=str(device),
+    )
+    lockstep.run(trace, twins.optimized.longflow)

@@ -49,6 +49,20 @@ def test_longflow_on_ranks_keeps_step_with_float64(side, heads, data, pools):
 
 @pytest.mark.kind("equivalence")
 @each_side
+@each_spread
+@pytest.mark.parametrize("padding", ["none", "random"])
+def test_longflow_on_ranks_keeps_step_after_a_long_prompt(side, heads, padding, pools, device):
+    """The heads of all ranks decide which tokens of the prompt stay."""
+    config = {"budget": 9, "window": 3, "kernel_size": 3, "sinks": 1}
+    trace = StateTrace(
+        method="longflow", batch=2, head_dim=16, prompt=60, steps=2, config=tuple(config.items()), padding=padding,
+        seed=21, device=str(device),
+    )
+    pools(heads[0]).run(states.keeps_step, side, spread(trace, heads))
+
+
+@pytest.mark.kind("equivalence")
+@each_side
 @given(data=st.data())
 @few
 def test_longflow_on_ranks_over_pages_keeps_step_with_float64(side, data, pools):

@@ -109,14 +109,6 @@ def select(
 # Also used by the state ----------------------------------------------------------------------------------------------
 
 
-def codes(score: Tensor, positions: Tensor) -> Tensor:
-    """Integers in the order of eviction: by score, NaN as -inf, then by position. Same as `_step_kernels.code_of`."""
-    x = score.float()
-    x = torch.where(x.isnan(), -torch.inf, torch.where(x == 0, 0.0, x)).contiguous()
-    bits = x.view(torch.int32)
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) | positions
-
-
 def compacted(occupied: Tensor) -> Tensor:
     """The indices that put a row's padding first and its tokens last, in their order: [B, T] int64."""
     return occupied.to(torch.int8).sort(dim=-1, stable=True).indices
