@@ -18,39 +18,40 @@ _FIRST = tl.constexpr(-(2**63))
     mutates_args=("occupied", "positions", "score", "rank", "next_slot", "tokens", "seen", "recents"),
 )
 def admit(
-    kept: Tensor, found: Tensor | None, num_tokens: Tensor | None, occupied: Tensor, positions: Tensor, score: Tensor,
-    rank: Tensor, next_slot: Tensor, tokens: Tensor, seen: Tensor, recents: Tensor, total: int, budget: int,
-    newest: int, extends: bool,
+    kept: Tensor, scores: Tensor | None, received: Tensor | None, num_tokens: Tensor | None, occupied: Tensor,
+    positions: Tensor, score: Tensor, rank: Tensor, next_slot: Tensor, tokens: Tensor, seen: Tensor, recents: Tensor,
+    total: int, budget: int, newest: int, extends: bool,
 ) -> None:
     """Put a prompt of T tokens into the buffers of an empty scorer (`_step_kernels`).
 
-    kept [B, N] int64, ascending, rows contiguous, -1 at the end: the indices of the tokens that stay; found [B, N]
-    float32, rows contiguous: their scores, or None for a prompt that is never evicted; num_tokens [B] int64: the tokens
-    without padding, by default `total`. A row may use `budget` slots, and with `extends` as many more as it has tokens.
+    kept [B, N] int64, ascending, rows contiguous, -1 at the end: the indices of the tokens that stay. scores [B, T]
+    float32: the scores of all tokens, or None for a prompt that is never evicted; received, like them, is
+    added. num_tokens [B] int64: the tokens without padding, by default `total`. A row may use `budget` slots, and with
+    `extends` as many more as it has tokens.
     """
     batch, slots = score.shape
+    scores, received = (None if one is None else one.contiguous() for one in (scores, received))
     with on_device_of(score):
         admit_kernel[(batch,)](
-            kept, found, num_tokens, occupied, positions, score, rank, next_slot, tokens, seen, recents, kept.shape[1],
-            slots, total, budget, newest, recents.shape[1], kept.stride(0), 0 if found is None else found.stride(0),
-            EXTENDS=extends, SLOTS=8 if SMALL_TILES else min(1024, max(16, triton.next_power_of_2(slots))),
-            num_warps=8,
+            kept, scores, received, num_tokens, occupied, positions, score, rank, next_slot, tokens, seen, recents,
+            kept.shape[1], slots, total, budget, newest, recents.shape[1], kept.stride(0), EXTENDS=extends,
+            SLOTS=8 if SMALL_TILES else min(1024, max(16, triton.next_power_of_2(slots))), num_warps=8,
         )
 
 
 @admit.register_fake
 def _(
-    kept: Tensor, found: Tensor | None, num_tokens: Tensor | None, occupied: Tensor, positions: Tensor, score: Tensor,
-    rank: Tensor, next_slot: Tensor, tokens: Tensor, seen: Tensor, recents: Tensor, total: int, budget: int,
-    newest: int, extends: bool,
+    kept: Tensor, scores: Tensor | None, received: Tensor | None, num_tokens: Tensor | None, occupied: Tensor,
+    positions: Tensor, score: Tensor, rank: Tensor, next_slot: Tensor, tokens: Tensor, seen: Tensor, recents: Tensor,
+    total: int, budget: int, newest: int, extends: bool,
 ) -> None:
     return None
 
 
-@triton.jit(do_not_specialize=["count", "slots", "total", "budget", "newest", "ring", "kept_b", "found_b"])
+@triton.jit(do_not_specialize=["count", "slots", "total", "budget", "newest", "ring", "kept_b"])
 def admit_kernel(
-    kept, found, num_tokens, occupied, positions, score, rank, next_slot, tokens, seen, recents, count, slots, total,
-    budget, newest, ring, kept_b, found_b, EXTENDS: tl.constexpr, SLOTS: tl.constexpr,
+    kept, scores, received, num_tokens, occupied, positions, score, rank, next_slot, tokens, seen, recents, count,
+    slots, total, budget, newest, ring, kept_b, EXTENDS: tl.constexpr, SLOTS: tl.constexpr,
 ):
     """Program: one row."""
     b = tl.program_id(0).to(tl.int64)
@@ -65,11 +66,13 @@ def admit_kernel(
         s = start + tl.arange(0, SLOTS).to(tl.int64)
         token = tl.load(kept + b * kept_b + s, mask=s < count, other=-1)
         holds = token >= 0
-        if found is None:
+        if scores is None:
             x = tl.where(holds, float("inf"), float("-inf"))
             code = tl.full([SLOTS], _LAST, tl.int64)
         else:
-            x = tl.load(found + b * found_b + s, mask=holds, other=float("-inf"))
+            x = tl.load(scores + b * total + token, mask=holds, other=float("-inf"))
+            if received is not None:
+                x += tl.load(received + b * total + token, mask=holds, other=0.0)
             is_newest = holds & (token > total - newest)
             code = tl.where(is_newest, _LAST, code_of(x, token))
             if ring > 0:

@@ -188,20 +188,20 @@ class EpiKVScorer(Buffers, Changeable):
         if scores is None:
             kept = torch.arange(total, device=self.device).where(occupied, total).sort(-1).values
             kept = kept.where(kept < total, -1)[:, :config.slots]
-            found = None
         else:
             whole = scores if received is None else received + scores
             mask = occupied if padded else None
             kept = select(whole, config.budget, prompt=0, recent=config.newest, occupied=mask)
-            found = scores.gather(1, kept.clamp_min(0))
         if self.attention is not None:
-            frozen = torch.full_like(kept, torch.inf, dtype=torch.float32) if found is None else found
-            given = None if received is None else received.gather(1, kept.clamp_min(0))
+            # Clamped above, too: kept is arbitrary if kernels are compiled but not launched.
+            frozen, given = (
+                None if one is None else one.gather(1, kept.clamp(0, total - 1)) for one in (scores, received)
+            )
+            frozen = torch.full_like(kept, torch.inf, dtype=torch.float32) if frozen is None else frozen
             self.attention.admit(kept, frozen.masked_fill(kept < 0, -torch.inf), given)
-            found = found if given is None or found is None else given + found
         admit_kernel.admit(
-            kept, found, occupied.sum(1) if padded else None, self.occupied, self.positions, self.score, self._rank,
-            self._next_slot, self._tokens, self._seen, self._recents, total, config.budget, config.newest,
+            kept, scores, received, occupied.sum(1) if padded else None, self.occupied, self.positions, self.score,
+            self._rank, self._next_slot, self._tokens, self._seen, self._recents, total, config.budget, config.newest,
             scores is None and not config.count_prompt,
         )
 
