@@ -54,7 +54,7 @@ class Changeable(Interruptible):
 
     def _note_change(self) -> None:
         self._known_empty = False
-        if capturing(self.device):
+        if torch.compiler.is_compiling() or capturing(self.device):
             self._replayed = True
 
 
