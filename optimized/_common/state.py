@@ -53,6 +53,7 @@ class Changeable(Interruptible):
         self._known_empty = was_reset and not self._replayed
 
     def _note_change(self) -> None:
+        """What changes the state calls this, or `_start_change`."""
         self._known_empty = False
         if torch.compiler.is_compiling() or capturing(self.device):
             self._replayed = True
@@ -109,11 +110,10 @@ class State(Buffers, Changeable):
         return output
 
     def _check_step(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Check that no change was interrupted, and the arguments of `step`. Not every step calls `_start_change`."""
+        """Check that no change was interrupted, and the arguments of `step`."""
         self._check_whole()
         check_step(query, key, value, sizes=self.sizes, dtype=self.dtype, device=self.device)
         check_launchable(query=query, key=key, value=value)
-        self._note_change()
 
     def _check_empty(self, instead: str = "") -> None:
         """RuntimeError if the state holds tokens. Does nothing during a capture. Synchronises with the GPU unless

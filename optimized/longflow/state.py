@@ -159,6 +159,7 @@ class LongFlowState(State):
             check_all_finite(query=query, key=key, value=value)
         if self._ranks is not None:
             return self._step_with(self._ranks, query, key, value)
+        self._note_change()
         output: Tensor = _ops.step(
             query, key, value, *self._caches, self._block_table, self.occupied, self.positions, self._next_slot,
             self.score, self._sink_end, self._seen, *self._scratch, self.scale, self.config.per_head,
