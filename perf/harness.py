@@ -67,13 +67,18 @@ class DeviceBenchmark:
         rounds: dict[str, list[tuple[Any, Any]]] = {name: [] for name in rivals}
         filled = [*poison, *_floating(program.result)]
 
-        def prepare() -> None:
-            # Do not synchronize here: the device must have queued work when the measured region begins.
-            for name, rival in rivals.items():
-                rounds[name].append(self._timed(rival))
-            before()
+        def poisoned() -> None:
             for tensor in filled:
                 tensor.fill_(torch.nan)
+
+        def prepare() -> None:
+            # Do not synchronize here: the device must have queued work when the measured region begins. A peer has as
+            # much of it as the function.
+            for name, rival in rivals.items():
+                poisoned()
+                rounds[name].append(self._timed(rival))
+            before()
+            poisoned()
             self._device.cold()
 
         self._benchmark.pedantic(program.run, setup=prepare, rounds=ROUNDS, warmup_rounds=WARMUP)

@@ -141,7 +141,6 @@ class ThinKVState(State):
         if self._ranks is not None:
             check_process_group(self._shared.process_group, tokens=total, occupied=digest(occupied))
         self._start_change("prefill")
-        self._thought.fill_(int(Thought.REASONING))
         order, count = self._order(occupied, padded)
         if self._ranks is None:
             place = torch.full(order.shape, -1, dtype=torch.int32, device=self.device)
@@ -151,18 +150,22 @@ class ThinKVState(State):
                     planned = self.cache._plan_prompt(
                         key, order, count, self._segment_sizes, self.levels, self._live, self.over_budget, self._segment
                     )
-                # The attention starts when this has ended: before, it would take the place of what follows.
+                # The attention starts when this has ended, and behind small kernels: before, it would take the place of
+                # what follows.
                 graph.join(side)
                 with graph.on(side):
                     self.cache._place_prompt(order, count, *planned, place)
+                self._thought.fill_(int(Thought.REASONING))
+                self._seen.fill_(total)
                 output = self._attend_prompt(query, key, value, occupied, padded=padded)
             finally:
                 graph.join(side)
             self.cache._store_prompt(key, value, order, place)
         else:
+            self._thought.fill_(int(Thought.REASONING))
             output = self._attend_prompt(query, key, value, occupied, padded=padded)
             self._append_segments(key, value, order)
-        self._seen.fill_(total)
+            self._seen.fill_(total)
         self._counted = total
         self._end_change()
         return output
