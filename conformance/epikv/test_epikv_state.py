@@ -64,6 +64,16 @@ def test_a_kept_prompt(options, twins, device):
     assert run.tested.tokens_seen == 12
 
 
+@pytest.mark.parametrize("options", [{"budget": 8}, {"budget": 4, "count_prompt": False, "max_prompt": 6}])
+def test_every_row_of_a_kept_prompt_must_fit(options, twins, device):
+    """Rows of 4 and 9 tokens."""
+    occupied = torch.arange(9, device=device) >= torch.tensor([[5], [0]], device=device)
+    run = both(twins, device, window=4, policy="kv_val", **options)
+    for state in (run.tested, run.reference):
+        with pytest.raises(ValueError, match=r"(prompt \+ recent = |prompt's )9"):
+            state.prefill(*(tensor.to(state.dtype) for tensor in drawn(3, device, 9)), occupied)
+
+
 def test_a_row_that_begins_with_its_first_step(twins, device):
     """The prompt of the row is all padding. Its first token has no previous one and scores 0, whatever its hidden
     state."""

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from kvtwin.conformance import discovery
 from kvtwin.conformance.cases import tiny
 from kvtwin.conformance.cases.graphs import capture
 from kvtwin.conformance.discovery import Pair
 from kvtwin.conformance.judge import checkers
+from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.optimized._common import prompt_selection
 from kvtwin.optimized._common import state as states
 from kvtwin.optimized._common.launch import INTERPRETED
 
@@ -119,3 +122,40 @@ def test_a_replay_after_a_reset_is_noticed(pair, options, device):
     graph.replay()
     with pytest.raises(RuntimeError, match="empty state"):
         prefill(state, device)
+
+
+@every_state
+def test_a_reset_state_is_a_new_one(pair, options, device):
+    """A prompt of two tokens and three steps leave the same bits."""
+    used, new = (tiny.new_state(pair, pair.optimized, device, **options) for _ in range(2))
+    prefill(used, device)
+    step(used, device)
+    used.reset()
+    query, key, value = (tensor[:, :, :2] for tensor in tiny.prompt(device, seed=5))
+    for number in range(4):
+        outputs = []
+        for state in (used, new):
+            given = (query, key, value) if number == 0 else tiny.token(device, seed=5 + number)
+            call = state.prefill if number == 0 else state.step
+            outputs.append(call(*given, **checkers.extras(state, *given)))
+        assert_same(outputs[0], outputs[1], what=f"output {number}")
+        for name in ("occupied", "positions", "score"):
+            if hasattr(new, name):
+                assert_same(getattr(used, name), getattr(new, name), what=f"{name} after {number}")
+
+
+@pytest.mark.parametrize("name", ["longflow", "snapkv"])
+@pytest.mark.parametrize("failing", ["choose", "fill"])
+def test_an_error_behind_the_attention_of_a_prompt_is_noticed(name, failing, device, monkeypatch):
+    pair = next(pair for pair in discovery.methods() if pair.name == name)
+    options = {"block_size": tiny.SLOTS} if name == "snapkv" else {}
+    state = tiny.new_state(pair, pair.optimized, device, **options)
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(prompt_selection, failing, fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        prefill(state, device)
+    with pytest.raises(RuntimeError, match="incomplete"):
+        step(state, device)

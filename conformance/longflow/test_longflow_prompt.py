@@ -37,16 +37,19 @@ def test_longflow_attends_to_every_tile_of_a_prompt(tokens, padding, twins, devi
 @pytest.mark.parametrize(("padding", "content"), [
     ("none", "ordinary"), ("none", "duplicates"), ("random", "ordinary"), ("stairs", "ordinary")
 ])
-@pytest.mark.parametrize(("options", "tokens"), [
-    ({"budget": 7, "window": 2, "kernel_size": 3}, 40),
-    ({"budget": 24, "window": 9, "sinks": 3}, 150),
-    ({"budget": 20, "window": 4, "per_head": True, "kernel_size": 1}, 22),
-    ({"budget": 6, "window": 32, "sinks": 2}, 70),
+@pytest.mark.parametrize(("options", "tokens", "steps"), [
+    ({"budget": 7, "window": 2, "kernel_size": 3}, 40, 3),
+    ({"budget": 24, "window": 9, "sinks": 3}, 150, 3),
+    ({"budget": 20, "window": 4, "per_head": True, "kernel_size": 1}, 22, 3),
+    ({"budget": 6, "window": 32, "sinks": 2}, 70, 3),
+    ({"budget": 9, "window": 3, "sinks": 5}, 20, 12),
+    ({"budget": 10, "sinks": 6}, 8, 14),
 ])
-def test_longflow_keeps_step_after_a_long_prompt(options, tokens, padding, content, twins, device):
-    """Three rows, of which "stairs" leaves few tokens, and three heads that decide together which tokens stay."""
+def test_longflow_keeps_step_after_a_prompt(options, tokens, steps, padding, content, twins, device):
+    """Three rows, of which "stairs" leaves few tokens, fewer than sinks with the last two options. Three heads decide
+    together which tokens of a long prompt stay."""
     trace = StateTrace(
-        method="longflow", batch=3, key_value_heads=3, group=2, head_dim=16, prompt=tokens, steps=3,
+        method="longflow", batch=3, key_value_heads=3, group=2, head_dim=24, prompt=tokens, steps=steps,
         config=tuple(options.items()), padding=padding, content=content, seed=tokens, device=str(device),
     )
     lockstep.run(trace, twins.optimized.longflow)

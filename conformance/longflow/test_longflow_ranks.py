@@ -52,8 +52,8 @@ def test_longflow_on_ranks_keeps_step_with_float64(side, heads, data, pools):
 @each_spread
 @pytest.mark.parametrize("padding", ["none", "random"])
 def test_longflow_on_ranks_keeps_step_after_a_long_prompt(side, heads, padding, pools, device):
-    """The heads of all ranks decide which tokens of the prompt stay."""
-    config = {"budget": 9, "window": 3, "kernel_size": 3, "sinks": 1}
+    """The heads of all ranks decide which tokens of the prompt stay, even if each head evicts for itself later."""
+    config = {"budget": 9, "window": 3, "kernel_size": 3, "sinks": 1, "per_head": padding == "none"}
     trace = StateTrace(
         method="longflow", batch=2, head_dim=16, prompt=60, steps=2, config=tuple(config.items()), padding=padding,
         seed=21, device=str(device),

@@ -116,7 +116,7 @@ def test_snapkv_state_keeps_step_after_a_prompt_that_is_one_block(
         "kernel_size": kernel_size,
     }
     trace = StateTrace(
-        method="snapkv", batch=2, key_value_heads=2, group=2, head_dim=16, prompt=prompt_length, steps=6,
+        method="snapkv", batch=2, key_value_heads=2, group=2, head_dim=24, prompt=prompt_length, steps=6,
         config=tuple(config.items()), padding="none", content=content, seed=budget, device=str(device),
     )
     lockstep.run(trace, twins.optimized.baselines.snapkv)
