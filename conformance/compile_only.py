@@ -227,13 +227,16 @@ def fused_as(pair: Pair, value: bool) -> Iterator[None]:
         yield
 
 
-def compile_pair(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int] = HEAD_DIMS) -> None:
+def compile_pair(
+    pair: Pair, dtype: torch.dtype, head_dims: Sequence[int] = HEAD_DIMS, *, ranks: bool = True
+) -> None:
     """Call every function and the state of a pair with tensors of this dtype, the state with each head_dim.
 
-    If a pair uses other kernels for many KV heads, call these too, and so with those for heads on several ranks.
+    If a pair uses other kernels for many KV heads, call these too, and with `ranks` those for heads on several ranks.
     """
     call_all(pair, dtype, head_dims)
-    call_on_ranks(pair, dtype, head_dims)
+    if ranks:
+        call_on_ranks(pair, dtype, head_dims)
     if choosing(pair):
         with fused_as(pair, True):
             call_all(pair, dtype, head_dims)
@@ -278,6 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="compute capability of the GPU (default: %(default)s)",
     )
     parser.add_argument("--list", action="store_true", help="list the kernels without compiling them")
+    parser.add_argument("--no-ranks", action="store_true", help="leave out kernels that only several ranks launch")
     chosen = parser.parse_args(arguments)
     pairs = {pair.name: pair for pair in discovery.pairs()}
     unknown = [name for name in chosen.methods if name not in pairs]
@@ -289,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in chosen.methods or pairs:
         for dtype in DTYPES:
             try:
-                compile_pair(pairs[name], dtype, chosen.head_dim)
+                compile_pair(pairs[name], dtype, chosen.head_dim, ranks=not chosen.no_ranks)
             except Exception as error:  # kernels do not compute anything here, so the Python code around them may fail
                 broken[f"{name}, {dtype}"] = f"{type(error).__name__}: {error}"
         if not chosen.list:

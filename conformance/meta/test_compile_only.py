@@ -30,6 +30,15 @@ def test_kernels_of_a_method_compile(tmp_path):
 
 
 @pytest.mark.slow
+def test_kernels_of_several_ranks_may_be_left_out():
+    listed = [
+        set(run("synckv", "--list", "--head-dim", "16", *more).stdout.split()) for more in ((), ("--no-ranks",))
+    ]
+    assert listed[0] - listed[1] == {"kvtwin.optimized.synckv._anticipate_kernels.include_kernel"}
+    assert listed[1] < listed[0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "blocks"), [("1", "16 64 16"), ("", "64 128 16")])
 def test_small_tiles_are_a_choice_on_a_gpu(asked, blocks):
     """The last tile is of large rows: a small tile is never the larger one, which would not fit in shared memory."""
