@@ -4,9 +4,9 @@ memcheck finds accesses outside of allocations, initcheck reads of unwritten glo
 memory, and synccheck wrong barriers. Each tool first has to find a planted fault (faults.py). Then it watches
 the calls of launch.py. All torch memory is allocated with cudaMalloc, so that no tensor lies next to another.
 
-Exit code 0: every tool found its fault, every kernel that compile_only.py lists was launched, except for those that only
-several ranks launch, and no tool found anything in a kernel of kvtwin. 1: otherwise. 2: compute-sanitizer or the GPU is
-missing. What the tools find in torch's kernels is counted and has no effect.
+Exit code 0: every tool found its fault, every kernel that compile_only.py lists was launched, except for those that
+only several ranks launch, and no tool found anything in a kernel of kvtwin. 1: otherwise. 2: compute-sanitizer or the
+GPU is missing. What the tools find in torch's kernels is counted and has no effect.
 """
 
 from __future__ import annotations
