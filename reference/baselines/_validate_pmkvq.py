@@ -36,7 +36,7 @@ def check_least_scale(name: str, least: object) -> float:
     least = check_number(name, least)
     if not 0 <= least < inf:
         raise ValueError(f"{name} must be finite and at least 0, got {least}")
-    return least
+    return float(least)
 
 
 def check_bits_budget(name: str, bits: object) -> None:

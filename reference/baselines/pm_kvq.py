@@ -310,7 +310,7 @@ class PMKVQState(State):
         for which in ("_key", "_value"):
             found = quantize(
                 getattr(self, which)[row:row + 1, :, slots], group=self.config.group,
-                least_scale=self.config.least_scale, dtype=self._stored,
+                least_scale=float(self.config.least_scale), dtype=self._stored,
             )
             self._store(which, row, slots, self._shrunk(found, WIDTHS[0]))
 

@@ -170,6 +170,8 @@ def test_scales_are_at_least_as_large_as_asked(side, twins, device):
     found = pm_kvq.quantize(x, bits=8, least_scale=0.125)
     assert found.scale.item() == 0.125 and found.codes.max().item() == 2
     assert pm_kvq.quantize(x * 1024, bits=8, least_scale=0.125).codes.max().item() == 255
+    # An int beyond 64 bits is a float, too.
+    assert pm_kvq.quantize(x, bits=8, least_scale=10**30).codes.max().item() == 0
 
 
 X = torch.zeros(1, 1, 2, 16)
