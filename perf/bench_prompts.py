@@ -1,7 +1,7 @@
 """Benchmarks of prompts, whole and in blocks of 128 tokens, beside PyTorch's attention to the same prompt.
 
-The time of the launches counts, so the calls are not captured: an empty state gets a prompt as a model gives it. Whole
-prompts of 4096 tokens are not gated, since on a slow host the launches take longer there than the GPU.
+The calls are not captured: an empty state gets a prompt as a model gives it. Whole prompts of 4096 tokens are not gated
+yet.
 """
 
 from __future__ import annotations

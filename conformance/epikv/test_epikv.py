@@ -297,14 +297,6 @@ def test_selection(data, side, device):
     assert kept.tolist() == [right + [-1] * (min(total, budget) - len(right))]
 
 
-@pytest.mark.kind("equivalence")
-def test_selection_evicts_nan_first(twins, device):
-    scores = torch.tensor([[3.0, math.nan, -math.inf, 1.0, math.nan, 2.0]], device=device)
-    for side in (twins.reference.epikv, twins.optimized.epikv):
-        assert side.select(scores, 4, prompt=0, recent=0).tolist() == [[0, 3, 4, 5]]
-        assert side.select(scores, 3, prompt=1, recent=1).tolist() == [[0, 3, 5]]
-
-
 # Streaming -----------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance.judge.checkers.epikv import BY_ENTROPY, SEGMENTS, Adapter, extras
+from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.lockstep import Lockstep, pair
 from kvtwin.reference.epikv.contract import EpiKVConfig
 
@@ -329,3 +330,30 @@ def test_reset_discards_an_incomplete_step(options, side, twins, device):
             assert torch.equal(getattr(used, name), getattr(fresh, name)), f"{name} after token {token}"
         if layers[0].thoughts is not None:
             assert torch.equal(layers[0].thoughts, others[0].thoughts), f"thoughts after token {token}"
+
+
+def test_selection_evicts_nan_first(twins, device):
+    scores = torch.tensor([[3.0, torch.nan, -torch.inf, 1.0, torch.nan, 2.0]], device=device)
+    for side in (twins.reference.epikv, twins.optimized.epikv):
+        assert side.select(scores, 4, prompt=0, recent=0).tolist() == [[0, 3, 4, 5]]
+        assert side.select(scores, 3, prompt=1, recent=1).tolist() == [[0, 3, 5]]
+
+
+@pytest.mark.parametrize("policy", ["kv_val", "attn_x_hs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_received_attention_is_part_of_the_score_of_hybrids_alone(policy, dtype, twins, device):
+    """Both add it to choose a prompt's tokens. Scores are multiples of 1/4, which every dtype adds exactly."""
+    generator = torch.Generator().manual_seed(8)
+    scores, received = (torch.randint(-8, 9, (2, 12), generator=generator).div(4).to(device, dtype) for _ in range(2))
+    occupied = torch.arange(12, device=device) >= torch.tensor([[0], [3]], device=device)
+    found = []
+    for side in (twins.reference.epikv, twins.optimized.epikv):
+        config = side.EpiKVConfig(budget=6, window=4, policy=policy, keep_prompt=False)
+        scorer = side.EpiKVScorer(
+            config, batch=2, hidden_size=8, key_value_heads=1, head_dim=16, dtype=torch.float32, device=device
+        )
+        scorer.admit(occupied, scores, received)
+        found.append(scorer)
+    for name in ("positions", "occupied", "next_slot"):
+        assert_same(getattr(found[1], name), getattr(found[0], name), what=name)
+    assert_same(found[1].score, found[0].score.float(), what="score")

@@ -6,6 +6,7 @@ These tests check our own states for any --kv-impl (see test_twins.py).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,15 @@ def test_a_reset_that_is_captured_has_not_happened_yet(pair, options, device, re
     captured(monkeypatch, state.reset)
     prefill(state, device)
     assert reads() > 0
+
+
+@every_state
+def test_a_shallow_copy_shares_what_the_host_has_seen(pair, options, device):
+    """It has the same buffers."""
+    state = tiny.new_state(pair, pair.optimized, device, **options)
+    prefill(copy.copy(state), device)
+    with pytest.raises(RuntimeError, match="empty state"):
+        prefill(state, device)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU: run with --kv-device cuda")

@@ -1,8 +1,8 @@
 """Work that runs on a GPU at the same time as a prompt's attention.
 
 cuDNN's kernel is one program on each multiprocessor, with all of its shared memory, until the end. So only what starts
-before it can run beside it, and it should take few multiprocessors: the attention starts on the others. Of what could
-start at the same time, the stream's high priority chooses its own work first.
+before it can run beside it, and it should take few multiprocessors: the attention starts on the others. If kernels of
+both streams are ready, the GPU starts those of this stream first, since it has a high priority.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The tokens of a whole prompt that an empty cache keeps: those with the best scores, which take the first slots.
 
-SnapKV's scores are the attention that tokens receive from the prompt's last queries, pooled along the prompt. One
-launch scores the tokens, those of `radix_selection.py` find the best, and the last one fills slots.
+In SnapKV and LongFlow, the scores are the attention that tokens receive from the prompt's last queries, pooled along
+the prompt. One kernel scores the tokens, the kernels of `radix_selection.py` find the best, and the last one fills
+slots.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CHUNK = 64 if SMALL_TILES else 1024
 #: Tokens per program that fills slots.
 FILLED = 16 if SMALL_TILES else 32
 
-#: Codes above those of all scores: of the first tokens, and of the window.
+#: The codes of tokens that rank above all scores: the first ones, and the window's.
 _FIRST = tl.constexpr(2**31 - 1)
 _WINDOW = tl.constexpr(2**31 - 2)
 
@@ -51,9 +52,9 @@ def choose(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The `count` best of a row's T tokens, count > 0.
 
-    received [R, H, T] float32: a token's score is the mean of the row's H heads, pooled with `kernel_size` over all
-    tokens before the window, the last `window` ones, which rank above all scores. NaN ranks as -inf; of equal scores
-    the last ones win. occupied [R / rows_each, T] bool, by default all True; first_end [R / rows_each] int64: tokens at
+    received [R, H, T] float32: a token's score is the mean of the row's H heads, pooled with `kernel_size` over the
+    tokens before the window. The last `window` tokens rank above all scores. NaN ranks as -inf; of equal scores the
+    last ones win. occupied [R / rows_each, T] bool, by default all True; first_end [R / rows_each] int64: tokens at
     earlier indices rank above the window. Returns their indices, ascending, [R, count] int32, of which the first
     kept_count [R] int32 are written; kept_count; and the scores [R, T] float32, +inf in the window.
     """

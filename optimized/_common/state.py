@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,12 +36,19 @@ class Buffers:
         return tuple(found)
 
 
+@dataclass
+class Seen:
+    """What the host has seen. A shallow copy of a state, which has the same buffers, shares it."""
+
+    reset_last: bool = False                    # nothing has changed the state since a reset
+    may_replay: bool = False                    # a CUDA graph may change the state, which the host does not see
+
+
 class Changeable(Interruptible):
-    """An `Interruptible` on a device that knows on the host that nothing has changed it since a reset."""
+    """An `Interruptible` on a device that remembers on the host whether it has changed since a reset."""
 
     device: torch.device
-    _known_empty = False
-    _replayed = False                           # a CUDA graph may change it, which the host does not see
+    _host: Seen                                 # set by the constructor
 
     def _start_change(self, what: str) -> None:
         super()._start_change(what)
@@ -50,13 +58,13 @@ class Changeable(Interruptible):
         was_reset = self._interrupted == "reset"
         super()._end_change()
         self._note_change()
-        self._known_empty = was_reset and not self._replayed
+        self._host.reset_last = was_reset and not self._host.may_replay
 
     def _note_change(self) -> None:
-        """What changes the state calls this, or `_start_change`."""
-        self._known_empty = False
+        """Every method that changes the state calls this or `_start_change`: otherwise a prompt overwrites tokens."""
+        self._host.reset_last = False
         if torch.compiler.is_compiling() or capturing(self.device):
-            self._replayed = True
+            self._host.may_replay = True
 
 
 class State(Buffers, Changeable):
@@ -80,6 +88,7 @@ class State(Buffers, Changeable):
         check_kernel_sizes(self.sizes)
         self.dtype = check_dtype("dtype", dtype, DTYPES)
         self.device = resolve_device(device)
+        self._host = Seen()
         check_kernel_device("device", self.device)
         self.scale = resolve_scale(config.scale, head_dim)
 
@@ -118,5 +127,5 @@ class State(Buffers, Changeable):
     def _check_empty(self, instead: str = "") -> None:
         """RuntimeError if the state holds tokens. Does nothing during a capture. Synchronises with the GPU unless
         nothing has changed the state since it was reset or constructed."""
-        if not (self._known_empty or capturing(self.device)) and self.tokens_seen:
+        if not (self._host.reset_last or capturing(self.device)) and self.tokens_seen:
             raise RuntimeError(f"prefill needs an empty state: call reset() first{instead}")

@@ -75,8 +75,7 @@ def admit_kernel(
                 x += tl.load(received + b * total + token, mask=holds, other=0.0)
             is_newest = holds & (token > total - newest)
             code = tl.where(is_newest, _LAST, code_of(x, token))
-            if ring > 0:
-                tl.store(recents + b * ring + token % ring, s, mask=is_newest)
+            tl.store(recents + b * ring + token % ring, s, mask=is_newest)
         code = tl.where(holds, code, tl.where(s < usable, s + _FIRST, _LAST))
         tl.store(occupied + row + s, holds, mask=s < slots)
         tl.store(positions + row + s, token, mask=s < slots)

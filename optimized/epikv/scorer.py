@@ -18,7 +18,7 @@ from ...reference.epikv._validate import check_prompt_fits, check_scorer
 from ...reference.epikv._validate_scorer import ScorerInputs
 from ...reference.epikv.contract import EpiKVConfig
 from .._common.launch import DTYPES, check_kernel_device
-from .._common.state import Buffers, Changeable
+from .._common.state import Buffers, Changeable, Seen
 from . import _admit_kernel as admit_kernel
 from . import _score_kernels as score_kernels
 from . import _step_kernels as step_kernels
@@ -44,6 +44,7 @@ class EpiKVScorer(Buffers, Changeable):
         self.batch, self.hidden_size = batch, hidden_size
         self.dtype = check_dtype("dtype", dtype, DTYPES)
         self.device = resolve_device(device)
+        self._host = Seen()
         self._inputs = ScorerInputs(
             self.config, batch, hidden_size, key_value_heads, head_dim, self.dtype, self.device
         )
@@ -146,7 +147,7 @@ class EpiKVScorer(Buffers, Changeable):
         self._inputs.check_mask(occupied)
         if capturing(self.device):
             return
-        if not self._known_empty and self.tokens_seen:
+        if not self._host.reset_last and self.tokens_seen:
             raise RuntimeError("prefill needs an empty state: call reset() first")
         if self.config.keep_prompt:                                                     # any other prompt fits
             check_prompt_fits(self.config, int(occupied.sum(-1).max()) if padded else occupied.shape[1])
@@ -192,6 +193,9 @@ class EpiKVScorer(Buffers, Changeable):
             whole = scores if received is None else received + scores
             mask = occupied if padded else None
             kept = select(whole, config.budget, prompt=0, recent=config.newest, occupied=mask)
+        if self.attention is None:
+            received = None                                                             # not part of the scores
+        scores, received = (None if one is None else one.float() for one in (scores, received))
         if self.attention is not None:
             # Clamped above, too: kept is arbitrary if kernels are compiled but not launched.
             frozen, given = (

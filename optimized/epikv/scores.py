@@ -95,13 +95,14 @@ def select(
     [B, min(T, budget)] int64, ascending, -1 at the end of rows with fewer tokens.
     """
     score = check_selection(score, budget, prompt, recent, occupied)
+    score = score.detach().float()
     check_launchable(score=score)
     count = min(score.shape[1], budget)
     if not count:
         return torch.empty(score.shape[0], 0, dtype=torch.int64, device=score.device)
     first_end = torch.full_like(score[:, 0], prompt, dtype=torch.int64) if prompt else None
     best = prompt_selection.choose(
-        score.float()[:, None], occupied, first_end, count, min(recent, score.shape[1]), 1, 1
+        score[:, None], occupied, first_end, count, min(recent, score.shape[1]), 1, 1
     )
     return prompt_selection.indices(*best[:2])
 

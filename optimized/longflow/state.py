@@ -125,7 +125,6 @@ class LongFlowState(State):
         padded = occupied is not None
         occupied = self._check_prompt(query, key, value, occupied)
         total = occupied.shape[1]
-        # Read from the device, since the host does not see the steps of graph replays.
         self._check_empty()
         if self.config.check_finite:
             hidden = ~occupied[:, None, :, None]

@@ -150,8 +150,8 @@ class ThinKVState(State):
                     planned = self.cache._plan_prompt(
                         key, order, count, self._segment_sizes, self.levels, self._live, self.over_budget, self._segment
                     )
-                # The attention starts when this has ended, and behind small kernels: before, it would take the place of
-                # what follows.
+                # The attention waits for the plan, and behind that for the two small kernels below. Otherwise it might
+                # start before `_place_prompt`, and leave no room for it on any multiprocessor.
                 graph.join(side)
                 with graph.on(side):
                     self.cache._place_prompt(order, count, *planned, place)

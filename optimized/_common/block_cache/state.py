@@ -145,7 +145,6 @@ class BlockState(State):
         """Process the prompt: `append_block` on an empty state. RuntimeError if the state holds tokens."""
         padded = occupied is not None
         occupied = self._check_prompt(query, key, value, occupied)
-        # Read from the device, since the host does not see the steps of graph replays.
         self._check_empty(", or append_block()")
         whole = self._library_attends and occupied.shape[1] <= self.config.block_size
         if whole and not padded and self._takes_prompt(occupied.shape[1]):
