@@ -191,8 +191,23 @@ def test_fast(device_benchmark, takes):
 def test_new(device_benchmark, takes):
     device_benchmark(takes(1.0), moves=2 * 10**9, verify=is_one)
 
-def test_informs(device_benchmark, takes):
-    device_benchmark(takes(50.0), moves=2 * 10**9, verify=is_one, capture=False, gated=False)
+def test_informs(device_benchmark, takes, gpu):
+    waits, ended = [], [gpu.time]
+
+    def busy(run):
+        def call():
+            waits.append(gpu.time - ended[0])
+            result = run()
+            ended[0] = gpu.time
+            return result
+        return call
+
+    options = {"moves": 2 * 10**9, "verify": is_one, "before": lambda: None, "gated": False}
+    with pytest.raises(ValueError, match="before must be None"):
+        device_benchmark(takes(50.0), **options)
+    device_benchmark(busy(takes(50.0)), peers={"cudnn": busy(takes(60.0))}, capture=False, **options)
+    # Before each call, the device is busy for as many flushes.
+    assert {round(wait) for wait in waits} == {33}
 """
 
 THRESHOLDS = """

@@ -197,7 +197,7 @@ class EpiKVScorer(Buffers, Changeable):
             received = None                                                             # not part of the scores
         scores, received = (None if one is None else one.float() for one in (scores, received))
         if self.attention is not None:
-            # Clamped above, too: kept is arbitrary if kernels are compiled but not launched.
+            # Clamped at both ends: kept is arbitrary if kernels are compiled but not launched.
             frozen, given = (
                 None if one is None else one.gather(1, kept.clamp(0, total - 1)) for one in (scores, received)
             )
