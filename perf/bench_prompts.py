@@ -1,7 +1,7 @@
 """Benchmarks of prompts, whole and in blocks of 128 tokens, beside PyTorch's attention to the same prompt.
 
-The calls are not captured: an empty state gets a prompt as a model gives it. Whole prompts of 4096 tokens are not gated
-yet.
+The calls are not captured: an empty state gets a prompt as a model gives it. Not gated yet: whole
+prompts of 4096 tokens, and with 64K tokens ThinKV's and all blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from .blocks import BLOCK, DEVICE, DTYPE, Shape, tokens
 from .peers import causal_peers
 
 BUDGET = 2048
-SHAPES = (Shape(1, 32, 16384, BUDGET), Shape(8, 32, 4096, BUDGET))
+SHAPES = (Shape(1, 32, 16384, BUDGET), Shape(8, 32, 4096, BUDGET), Shape(1, 32, 65536, BUDGET))
+#: A prompt of 64K tokens takes as long as 16 of the others.
+ROUNDS = {shape: 10 if shape.queries == 65536 else 100 for shape in SHAPES}
 #: Methods whose attention to a whole prompt PyTorch's kernels compute.
 WHOLE = ("longflow", "snapkv", "synckv", "epikv", "thinkv")
 IN_BLOCKS = tuple(
@@ -60,8 +62,8 @@ def test_whole_prompt(device_benchmark, method, shape):
 
     device_benchmark(
         lambda: state.prefill(*given, **more), before=state.reset, moves=moved(shape),
-        verify=lambda output: check_causal(*given, occupied, output), capture=False, gated=shape.batch == 1,
-        peers=causal_peers(*given),
+        verify=lambda output: check_causal(*given, occupied, output), capture=False, rounds=ROUNDS[shape],
+        gated=shape.batch == 1 and (method != "thinkv" or shape is SHAPES[0]), peers=causal_peers(*given),
     )
 
 
@@ -81,5 +83,5 @@ def test_prompt_in_blocks(device_benchmark, method, shape, monkeypatch):
 
     device_benchmark(
         lambda: state.prefill(*given), before=state.reset, moves=moved(shape), verify=verify, capture=False,
-        peers=causal_peers(*given),
+        rounds=ROUNDS[shape], gated=shape is not SHAPES[2], peers=causal_peers(*given),
     )

@@ -16,7 +16,6 @@ from .gate import Figures, Gate
 from .roofline import Roofline
 
 ROUNDS = 100
-WARMUP = 20
 #: Flushes of the L2 cache before a call that is not captured: 16 GB, 4 ms at the 4 TB/s of an H200, longer than the
 #: launches of a prompt.
 LAUNCHES = 32
@@ -48,7 +47,7 @@ class DeviceBenchmark:
         peers: Mapping[str, Function] | None = None, peers_move: int = 0,
         verify_peer: Callable[[Any], None] | None = None, references: Mapping[str, Function] | None = None,
         poison: Iterable[Tensor] = (), capture: bool = True, gated: bool = True,
-        before: Function | None = None,
+        before: Function | None = None, rounds: int = ROUNDS,
     ) -> Figures | None:
         """Time `function` in a CUDA graph with device events and a cold L2. The result is the median of the rounds.
 
@@ -58,8 +57,9 @@ class DeviceBenchmark:
         references: slower implementations, launched without a graph. poison: buffers besides the result that the
         function must fill; they are set to NaN before every round. capture=False: launch the function and its peers
         without a graph. gated=False: the benchmark needs no thresholds, but its results must be right. before: called
-        before every round of a function that is not captured, and not timed. What is not captured is launched while the
-        device does other work, as in a model: launches count where they take longer than the device.
+        before every round of a function that is not captured, and not timed. rounds: how many are timed, after a fifth
+        as many. What is not captured is launched while the device does other work, as in a model: launches count where
+        they take longer than the device.
 
         The figures are in benchmark.extra_info and in the JSON, even if the test fails. Returns the figures, or None
         with --benchmark-disable, which only checks the results.
@@ -71,14 +71,15 @@ class DeviceBenchmark:
             before()
         program: Program = load(function)
         rivals = {name: load(peer) for name, peer in (peers or {}).items()}
-        rounds: dict[str, list[tuple[Any, Any]]] = {name: [] for name in rivals}
+        times: dict[str, list[tuple[Any, Any]]] = {name: [] for name in rivals}
+        warmup = rounds // 5
         filled = [*poison, *_floating(program.result)]
 
         def prepare() -> None:
             # Do not synchronize here: the device must have queued work when the measured region begins.
             for name, rival in rivals.items():
                 self._occupy(capture)
-                rounds[name].append(self._timed(rival))
+                times[name].append(self._timed(rival))
             if before is not None:
                 before()
             for tensor in filled:
@@ -86,14 +87,14 @@ class DeviceBenchmark:
             self._occupy(capture)
             self._device.cold()
 
-        self._benchmark.pedantic(program.run, setup=prepare, rounds=ROUNDS, warmup_rounds=WARMUP)
+        self._benchmark.pedantic(program.run, setup=prepare, rounds=rounds, warmup_rounds=warmup)
         wrong = self._wrong(program, rivals, verify, verify_peer)
         if self._benchmark.disabled:
             _fail(wrong)
             return None
         figures = Figures(
             self._benchmark.stats["median"], moves, self._roofline,
-            {name: _median(samples[WARMUP:]) for name, samples in rounds.items()}, peers_move or moves,
+            {name: _median(samples[warmup:]) for name, samples in times.items()}, peers_move or moves,
             {name: self._reference(slow) for name, slow in (references or {}).items()},
         )
         slow = self._too_slow(figures) if gated else []
